@@ -1,0 +1,39 @@
+// Element types and operations of the runtime: one list each, the same numbers in C, C++ and Python.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace hc {
+
+enum class DType : uint8_t { kBool, kU8, kI8, kU16, kI16, kI32, kI64, kF16, kBF16, kF32, kF64 };
+inline constexpr int kDTypeCount = 11;
+
+constexpr size_t size_of(DType t) {
+  constexpr size_t sizes[kDTypeCount] = {1, 1, 1, 2, 2, 4, 8, 2, 2, 4, 8};
+  return sizes[static_cast<int>(t)];
+}
+constexpr const char* name_of(DType t) {
+  constexpr const char* names[kDTypeCount] = {"bool",    "uint8",    "int8",    "uint16", "int16", "int32", "int64",
+                                              "float16", "bfloat16", "float32", "float64"};
+  return names[static_cast<int>(t)];
+}
+constexpr bool is_float(DType t) { return t >= DType::kF16; }
+
+// Average, Sum, Adasum, Min, Max, Product: Horovod's order, visible to users as integers.
+enum class Reduce : uint8_t { kAverage, kSum, kAdasum, kMin, kMax, kProduct };
+inline constexpr int kReduceCount = 6;
+constexpr const char* name_of(Reduce r) {
+  constexpr const char* names[kReduceCount] = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
+  return names[static_cast<int>(r)];
+}
+
+enum class Op : uint8_t { kAllreduce, kAllgather, kBroadcast, kAlltoall, kReducescatter, kJoin, kBarrier };
+inline constexpr int kOpCount = 7;
+constexpr const char* name_of(Op op) {
+  constexpr const char* names[kOpCount] = {"allreduce",     "allgather", "broadcast", "alltoall",
+                                           "reducescatter", "join",      "barrier"};
+  return names[static_cast<int>(op)];
+}
+
+}  // namespace hc

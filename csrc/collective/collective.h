@@ -1,0 +1,99 @@
+// A collective performs one operation over a group. It is a small state machine: start() once, then step() until it
+// says done or failed. It never blocks, sleeps or locks; the thread that drives the engine steps every live one, so a
+// slow peer in one process set holds up nothing else. Knows bytes and reductions, never a tensor's name.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "collective/reduce.h"
+#include "net/channel.h"
+
+namespace hc {
+
+class SharedLane;  // collective/shared.h: the group's part of the node's shared memory
+
+// Who takes part. Positions (0 .. size-1) are ranks within the group, not world ranks.
+struct Group {
+  int rank = 0;
+  int size = 1;
+  std::vector<int> world_rank;      // [size]
+  std::vector<int> node;            // [size] node number of each
+  std::vector<Channel*> channel;    // [size] null at own position
+  SharedLane* lane = nullptr;       // not null when the local members share memory (one node: the whole group)
+};
+
+enum class Algorithm : uint8_t {
+  kAuto = 0,
+  kSharedFlat = 1,      // small: payload beside the flag, one barrier
+  kSharedBlocked = 2,   // private tensors: blocks through arena slots
+  kSharedInPlace = 3,   // every rank's buffer lies in an arena
+  kRing = 4,            // over channels, bandwidth-optimal
+  kRecursiveDoubling = 5,  // over channels, few elements
+  kTwoLevel = 6,        // shared memory within a node, channels across
+  kBinomialTree = 7,
+  kPairwise = 8,
+};
+
+// One tensor's share of a task, in elements of Task::dtype. `in` may equal `out`.
+struct Piece {
+  const std::byte* in = nullptr;
+  std::byte* out = nullptr;
+  size_t count = 0;
+};
+
+// Operations are data. Several pieces = a fused allreduce; the other operations have one piece.
+struct Task {
+  Op op = Op::kAllreduce;
+  Reduce reduce = Reduce::kSum;
+  DType dtype = DType::kF32;
+  int root = 0;  // group rank (broadcast)
+  Scale scale;
+  std::vector<Piece> pieces;
+  // allgather: elements contributed by each group rank (out = their concatenation);
+  // reducescatter: elements of each group rank's slice (in = their concatenation, out = mine);
+  // alltoall: elements sent to each group rank (in = their concatenation).
+  std::vector<size_t> counts;
+  std::vector<size_t> received_counts;  // alltoall: elements from each group rank (out = their concatenation)
+  Algorithm algorithm = Algorithm::kAuto;
+  size_t segment_bytes = 256u << 10;  // one transfer; tests make it tiny
+  Tag tag;                            // generation, process set, batch
+
+  size_t count() const {
+    size_t n = 0;
+    for (const Piece& p : pieces) n += p.count;
+    return n;
+  }
+  size_t bytes() const { return count() * size_of(dtype); }
+};
+
+enum class Progress { kPending, kDone, kFailed };
+
+class Collective {
+ public:
+  virtual ~Collective() = default;  // withdraws its posted transfers
+  virtual Progress start() = 0;
+  // Does what can be done now. `moved` is set when anything happened (the engine then does not go to sleep).
+  virtual Progress step(bool* moved) = 0;
+  const Status& status() const { return status_; }
+
+ protected:
+  Progress fail(Status status) {
+    status_ = std::move(status);
+    return Progress::kFailed;
+  }
+  Status status_;
+};
+
+// Chooses by Task::algorithm (kAuto: by operation, size and layout) and makes the state machine. host.cc.
+Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& group);
+
+// Algorithms over channels: ring, recursive doubling, binomial tree, pairwise. channel_collectives.cc.
+Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Group& group);
+// Algorithms in shared memory; every member shares the group's lane. shared.cc.
+Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group);
+
+}  // namespace hc

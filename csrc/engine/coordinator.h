@@ -1,0 +1,55 @@
+// Decides, for one process set, what runs next and in which order. PURE: no I/O, no clock, no lock, no global; the same
+// ballots in the same order give the same plans, so it is tested over thousands of random schedules and runs unchanged in
+// a simulator. Lives on group rank 0 of each process set.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "engine/negotiation.h"
+
+namespace hc {
+
+struct CoordinatorOptions {
+  int size = 1;                       // ranks in the process set
+  size_t fusion_bytes = 128u << 20;   // 0 = no fusion
+  size_t cache_capacity = 1024;       // slots; 0 = no cache
+  uint32_t generation = 0;
+  uint16_t process_set = 0;
+  std::vector<int> world_rank;        // [size] for texts
+};
+
+// An operation that some ranks announced and others did not.
+struct Stall {
+  std::string name;                // "allreduce.layer1.weight", "allreduce.noname.17"
+  double waited_s = 0;
+  std::vector<int> missing;        // group ranks
+  std::vector<int> present;
+};
+
+class Coordinator {
+ public:
+  explicit Coordinator(CoordinatorOptions options);
+  ~Coordinator();
+
+  // Takes one rank's ballot. An error means a broken ballot (unknown slot, announced twice): a bug or an intruder.
+  Status take(const Ballot& ballot, TimePoint now);
+  // The plan for what is ready, at most `room` batches; empty when nothing is.
+  Plan decide(size_t room);
+  bool anything_ready() const;
+
+  // Announced by some, not by all, for longer than `older_than_s`.
+  std::vector<Stall> stalled(TimePoint now, double older_than_s) const;
+  // A rank has left for good (shutdown): operations that wait for it fail with `text`, now and later.
+  void leave(int rank, const std::string& text);
+  size_t pending() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hc

@@ -1,0 +1,106 @@
+// The words of the agreement: what one rank announces (request, ballot) and what the coordinator answers (plan). Values
+// only; encoding in negotiation.cc. A grouped operation is ONE request with several tensors, so all-or-nothing needs no
+// further rule. Process set and generation ride in front of every ballot and plan.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "base/dtype.h"
+#include "base/status.h"
+#include "base/wire.h"
+#include "collective/collective.h"
+
+namespace hc {
+
+inline constexpr uint32_t kNoSlot = 0xffffffffu;
+
+struct TensorMeta {
+  DType dtype = DType::kF32;
+  std::vector<int64_t> shape;
+  bool operator==(const TensorMeta&) const = default;
+  int64_t count() const {
+    int64_t n = 1;
+    for (int64_t d : shape) n *= d;
+    return n;
+  }
+};
+
+// Everything about an operation that ranks must agree on (or tell each other). Equal signatures = nothing to send but a slot number.
+struct Signature {
+  Op op = Op::kAllreduce;
+  Reduce reduce = Reduce::kSum;
+  uint8_t device = 0;     // 0 host, 1 CUDA
+  bool in_arena = false;  // every tensor lies in this rank's arena; may differ between ranks
+  int32_t root = 0;       // group rank (broadcast), else 0
+  double prescale = 1.0;
+  double postscale = 1.0;
+  std::vector<TensorMeta> tensors;  // 1 .. n; barrier and join: none
+  std::vector<int64_t> splits;      // alltoall: rows sent to each group rank; may differ between ranks
+  bool operator==(const Signature&) const = default;
+};
+
+// One operation as one rank submitted it. The name is the key (with the op kind: "allreduce.NAME"); an unnamed one has
+// an empty name and its sequence number among the unnamed operations of its kind in this process set.
+struct Request {
+  std::string name;
+  uint64_t sequence = 0;
+  Signature signature;
+};
+
+// "The same as I last announced for this slot" (named), or "number `sequence`, with this slot's signature" (unnamed).
+struct CachedRequest {
+  uint32_t slot = kNoSlot;
+  uint64_t sequence = 0;
+};
+
+// One rank's announcements since its last ballot.
+struct Ballot {
+  uint32_t generation = 0;
+  uint16_t process_set = 0;
+  int32_t rank = 0;  // group rank
+  std::vector<CachedRequest> cached;
+  std::vector<Request> fresh;
+  bool joined = false;  // this rank has no more data: counts as ready for every allreduce until all have joined
+};
+
+struct PlanEntry {
+  uint32_t slot = kNoSlot;   // kNoSlot: not remembered (cache full or off)
+  uint64_t sequence = 0;     // unnamed entries
+  std::string name;          // set when the slot is new to the ranks (or there is none) and the entry is named
+  bool unnamed = false;
+  bool assigned = false;     // the slot was given in this plan: learn it
+  // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.
+  bool has_signature = false;
+  Signature signature;
+};
+
+// Entries that one collective (per dtype) executes, or that fail together.
+struct PlanBatch {
+  uint32_t id = 0;  // counts up per process set
+  Op op = Op::kAllreduce;
+  Algorithm algorithm = Algorithm::kAuto;
+  bool in_arena = false;  // every rank's tensors lie in its arena
+  std::vector<PlanEntry> entries;
+  // allgather, reducescatter: rows (first dimension) of each group rank, tensor by tensor ([tensor * size + rank]).
+  // alltoall: the full table of rows, [sender * size + receiver].
+  std::vector<int64_t> rows;
+  int32_t last_joined = -1;  // op join: group rank that joined last
+  Code error = Code::kOk;    // not ok: no data moves, every entry fails with `error_text`
+  std::string error_text;
+};
+
+struct Plan {
+  uint32_t generation = 0;
+  uint16_t process_set = 0;
+  std::vector<PlanBatch> batches;
+};
+
+void encode(const Ballot& ballot, Writer* out);
+Status decode(Reader* in, Ballot* ballot);
+void encode(const Plan& plan, Writer* out);
+Status decode(Reader* in, Plan* plan);
+
+}  // namespace hc

@@ -1,0 +1,89 @@
+// One rank's shared memory: a memfd, mapped by every rank of the node. The owner reserves a large sparse range once and
+// commits pages as it needs them (ENOSPC comes as a Status, never as SIGBUS); nothing is left behind after kill -9.
+//
+// Layout, the same in every arena so that a peer needs no further address exchange:
+//   [0, 4 KiB)                        RankBlock
+//   [kRingsOffset, ...)               one outgoing control ring per local rank (net/shm_channel.h)
+//   [kLanesOffset, ...)               one lane per process set: flags and staging (collective/shared.h)
+//   [kHeapOffset, end)                blocks handed out by allocate(): gradient buckets
+// Threads: allocate/free take a lock; the rest is fixed after construction.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/status.h"
+
+namespace hc {
+
+inline constexpr size_t kCacheLine = 128;  // two lines: adjacent-line prefetch counts as sharing
+inline constexpr size_t kPage = 4096;
+inline constexpr size_t kRingsOffset = kPage;
+inline constexpr int kMaxLocalRanks = 256;
+inline constexpr size_t kRingBytes = 256u << 10;  // one ring, header included
+inline constexpr size_t kLanesOffset = kRingsOffset + kMaxLocalRanks * kRingBytes;
+inline constexpr size_t kLaneBytes = 4u << 20;
+inline constexpr int kMaxLanes = 128;  // process sets alive at once
+inline constexpr size_t kHeapOffset = kLanesOffset + kMaxLanes * kLaneBytes;  // 577 MiB, sparse
+inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
+
+// First page of an arena. Written by its owner; read by peers.
+struct RankBlock {
+  uint64_t magic;
+  uint32_t protocol;
+  int32_t rank;
+  int32_t pid;
+  alignas(kCacheLine) std::atomic<uint32_t> asleep;      // 1: the owner sleeps in epoll, ring its doorbell
+  alignas(kCacheLine) std::atomic<uint64_t> heartbeats;  // counts answers to liveness probes
+};
+
+class Arena {
+ public:
+  // A new one, owned by this rank. bytes >= kMinArenaBytes; only address space is taken until commit().
+  static Result<std::shared_ptr<Arena>> create(size_t bytes);
+  // A peer's, from the descriptor it sent (taken over). Two ranks in one process share ONE mapping, so that
+  // ThreadSanitizer sees the truth.
+  static Result<std::shared_ptr<Arena>> attach(int fd, size_t bytes);
+  ~Arena();
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  std::byte* base() const { return base_; }
+  size_t bytes() const { return bytes_; }
+  int fd() const { return fd_; }
+  RankBlock* block() const { return reinterpret_cast<RankBlock*>(base_); }
+  bool contains(const void* p, size_t bytes) const {
+    auto at = reinterpret_cast<uintptr_t>(p), from = reinterpret_cast<uintptr_t>(base_);
+    return at >= from && bytes <= bytes_ && at - from <= bytes_ - bytes;
+  }
+  size_t offset_of(const void* p) const { return static_cast<const std::byte*>(p) - base_; }
+
+  // Owner only: makes [offset, offset + bytes) usable, or says that memory is short.
+  Status commit(size_t offset, size_t bytes);
+  // Owner only: a zeroed 4 KiB-aligned block of the heap; freed blocks are reused (and zeroed again).
+  Result<std::byte*> allocate(size_t bytes);
+  void free(std::byte* block);
+  size_t allocated_bytes() const;
+
+  // In a forked child: the same addresses, private, so that views (p.grad) stay readable and the parent is not disturbed.
+  void remap_private();
+
+ private:
+  Arena() = default;
+  struct Mapping;  // shared by every Arena of one process that names the same memfd
+  std::shared_ptr<Mapping> mapping_;
+  std::byte* base_ = nullptr;
+  size_t bytes_ = 0;
+  int fd_ = -1;
+  mutable std::mutex mu_;                     // guards the three below
+  std::map<size_t, size_t> free_;             // offset -> bytes, coalesced
+  std::map<size_t, size_t> used_;
+  size_t heap_end_ = kHeapOffset;             // committed up to here
+};
+
+}  // namespace hc

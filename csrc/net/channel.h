@@ -1,0 +1,64 @@
+// A channel moves bytes between two ranks: small control frames in order, and large data transfers that are matched by
+// tag. Two implementations (TCP, shared-memory ring); every algorithm and every control message uses this interface.
+//
+// Thread: every call is made by the thread that drives the engine, never two at once. Nothing here blocks.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <span>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hc {
+
+// Travels in front of every data segment (16 bytes). A receiver matches on generation, process set and batch, in the
+// order of posting; the offset must then be equal, else the stream is broken and the channel fails.
+struct Tag {
+  uint16_t generation = 0;
+  uint16_t process_set = 0;
+  uint32_t batch = 0;
+  uint64_t offset = 0;
+  bool same_stream(const Tag& o) const {
+    return generation == o.generation && process_set == o.process_set && batch == o.batch;
+  }
+};
+
+// One data segment, at most kMaxTransferBytes. Owned by the caller, who keeps it and its memory alive until `done` or
+// until `forget` has returned.
+struct Transfer {
+  Tag tag;
+  std::byte* data = nullptr;  // read by a send, written by a receive
+  size_t bytes = 0;
+  size_t moved = 0;  // bytes so far, for the channel's use and for progress reports
+  bool done = false;
+};
+
+inline constexpr size_t kMaxControlBytes = 16u << 20;   // larger frames are refused before allocation
+inline constexpr size_t kMaxTransferBytes = 4u << 20;   // one data segment
+inline constexpr size_t kMaxUnexpectedBytes = 64u << 20;  // data that arrived before its receive was posted
+
+class Channel {
+ public:
+  virtual ~Channel() = default;
+
+  // Queues a copy of one control frame (1 .. kMaxControlBytes bytes). Control frames keep their order.
+  virtual Status send(std::span<const uint8_t> frame) = 0;
+  // The next complete control frame, if one is there.
+  virtual bool receive(std::vector<uint8_t>* frame) = 0;
+
+  // Data. Transfers of one stream (same tag but for the offset) are matched in the order of posting on both sides; different
+  // streams never hold each other up: a segment without a posted receive is kept aside, up to kMaxUnexpectedBytes.
+  virtual void post_send(Transfer* transfer) = 0;
+  virtual void post_receive(Transfer* transfer) = 0;
+  // Withdraws a transfer that is not done (the operation was aborted). A half-moved one breaks the channel on purpose.
+  virtual void forget(Transfer* transfer) = 0;
+
+  // Moves what can be moved now. Sets *moved when anything did. An error is final: the peer is lost.
+  virtual Status progress(bool* moved) = 0;
+  // True when nothing queued by send/post_send is waiting to leave.
+  virtual bool flushed() const = 0;
+};
+
+}  // namespace hc

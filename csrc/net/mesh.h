@@ -1,0 +1,100 @@
+// The ranks of one job, connected: who is where, one authenticated channel to each, the node's shared memory, the
+// doorbells that wake a sleeping rank, and the detection of a peer's death.
+//
+// Bootstrap in two steps, with the exchange of addresses left to the caller (Python: a launcher's key-value store, PMI,
+// MPI ...; tests: a vector): listen() opens the listeners and gives an opaque endpoint; connect() takes everybody's.
+//
+// Thread: listen/connect on the caller's thread, then everything on the thread that drives the engine; wake_self and the
+// const accessors from any.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/status.h"
+#include "net/arena.h"
+#include "net/channel.h"
+
+namespace hc {
+
+inline constexpr uint32_t kProtocolVersion = 1;
+
+struct MeshOptions {
+  bool shared_memory = true;        // false: every pair talks TCP, also on one host
+  size_t arena_bytes = size_t{64} << 30;  // address space of one arena
+  std::string interfaces;           // comma list of NICs to advertise; empty = every one that is up, loopback last
+  int socket_buffer_bytes = 0;      // 0 = left to the kernel's autotuning; tests use 4096
+  double keepalive_s = 30;          // TCP keep-alive and user timeout
+  int tcp_streams = 1;
+};
+
+struct MeshMembers {
+  int rank = 0;
+  std::vector<std::string> endpoints;  // by rank, as given by listen()
+  std::string secret;                  // job secret, >= 16 bytes; authenticates every connection
+  std::string job;                     // job id, in every handshake
+  uint32_t generation = 0;             // in every handshake: a stale rank of an older life is refused
+  double timeout_s = 300;
+  double report_after_s = 10;                      // then `say` hears who is missing and which address was tried
+  std::function<void(const std::string&)> say;     // may be empty
+  std::function<bool()> cancelled;                 // polled every 50 ms (Ctrl-C); may be empty
+};
+
+// A peer that will not answer any more.
+struct Loss {
+  int rank = -1;
+  std::string reason;  // "closed its connection without a goodbye", "reset by peer", "process 812 has ended" ...
+};
+
+class Mesh {
+ public:
+  static Result<std::unique_ptr<Mesh>> listen(const MeshOptions& options);
+  virtual ~Mesh() = default;
+
+  // This rank's endpoint: protocol version, host identity (boot id, network namespace, user), host name, pid, abstract
+  // unix socket, TCP port and addresses. Opaque; at most 4 KiB; parsed with bounds, as it may come from anybody.
+  virtual std::string endpoint() const = 0;
+  // Connects to every other rank, both sides proving that they know the secret before anything else is parsed.
+  virtual Status connect(const MeshMembers& members) = 0;
+
+  virtual int rank() const = 0;
+  virtual int size() const = 0;
+  // Nodes are numbered by their lowest rank. Local ranks = same boot id, network namespace and user.
+  virtual int node_of(int rank) const = 0;
+  virtual int local_rank() const = 0;
+  virtual int local_size() const = 0;
+  virtual int cross_rank() const = 0;   // position of this node among those with a rank of my local_rank
+  virtual int cross_size() const = 0;
+  virtual bool is_homogeneous() const = 0;
+  virtual std::string describe(int rank) const = 0;  // "rank 3 (node-b, pid 812)"
+  // Whether `rank` (or this rank itself) has its arena mapped here.
+  virtual bool shares_memory(int rank) const = 0;
+  virtual const std::shared_ptr<Arena>& arena(int rank) const = 0;  // null unless shares_memory
+  virtual Channel& channel(int rank) = 0;                           // rank != own
+
+  // Sleeps until a socket or the doorbell has something, at most timeout_ms (0 = just look, -1 = no limit), then moves
+  // what can be moved on every channel. Losses are reported once each.
+  virtual Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) = 0;
+  // True when every peer shares memory: then spinning needs no look at sockets at every turn.
+  virtual bool all_shared() const = 0;
+  // Sets this rank's asleep word; the caller must look at every source of work once more before it sleeps.
+  virtual void set_asleep(bool asleep) = 0;
+  // Rings the doorbell of a local rank if it sleeps. Cheap when it does not. No-op for a remote rank.
+  virtual void wake(int rank) = 0;
+  // Ends this rank's own sleep in poll(). Any thread; async-signal-safe.
+  virtual void wake_self() = 0;
+
+  // After this a peer's end is no loss: it has said goodbye (engine saw the frame).
+  virtual void expect_close(int rank) = 0;
+  // Counters for tests: syscalls, bytes, frames, wakes.
+  virtual std::string counters_json() const = 0;
+  // Closes every descriptor; arenas live on while somebody holds them.
+  virtual void close() = 0;
+  // In a forked child: closes the inherited descriptors, remaps arenas private.
+  virtual void after_fork_child() = 0;
+};
+
+}  // namespace hc

@@ -1,0 +1,120 @@
+"""The native door (pybind11, csrc/python/module.cc). Bindings use this; users never do.
+
+Numbers: ops, reductions and dtypes are the integers of horoclone.h (see horoclone.ops for the names).
+Errors: the classes of horoclone.errors; ValueError for wrong arguments.
+"""
+
+from collections.abc import Callable, Sequence
+
+class Result:
+    """Core-owned bytes of one result; supports the buffer protocol (1-d uint8, writable, zero copy) and keeps them alive."""
+
+    data_ptr: int
+    nbytes: int
+    first_dimension: int
+    rows_from: list[int]  # alltoall: rows received from each rank of the set
+    join_rank: int  # join: the rank that joined last, else -1
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Block:
+    """Shared memory of this rank that every local rank sees (zeroed, 4 KiB aligned); supports the buffer protocol."""
+
+    data_ptr: int
+    nbytes: int
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class Runtime:
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    cross_rank: int
+    cross_size: int
+    is_homogeneous: bool
+
+    def __init__(self, settings: dict[str, str]) -> None:
+        """Opens the listeners. settings: HOROCLONE_* / HOROVOD_* variables (os.environ filtered); unknown names are ignored."""
+    def endpoint(self) -> bytes:
+        """Opaque; every rank needs everybody's."""
+    def connect(
+        self,
+        rank: int,
+        endpoints: Sequence[bytes],
+        secret: bytes,
+        job: str,
+        generation: int,
+        timeout_s: float,
+    ) -> None: ...
+    def submit(
+        self,
+        op: int,
+        name: str | None,
+        data_in: int,  # address
+        data_out: int,  # address; 0 = the core owns the result (always so for allgather, alltoall, reducescatter)
+        shape: Sequence[int],  # of the input; tuple or torch.Size is fastest
+        dtype: int,
+        reduce: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        process_set: int = 0,
+        splits: Sequence[int] | None = None,
+    ) -> int:
+        """Queues one operation and returns its handle. The caller keeps the memory alive until it is done.
+
+        barrier and join: data_in = data_out = 0, shape = ().
+        """
+    def submit_group(
+        self,
+        op: int,
+        name: str | None,
+        data_in: Sequence[int],
+        data_out: Sequence[int],
+        shapes: Sequence[Sequence[int]],
+        dtypes: Sequence[int],
+        reduce: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        process_set: int = 0,
+    ) -> int:
+        """Several tensors as one operation (all or nothing), one handle."""
+    def run(
+        self,
+        op: int,
+        name: str | None,
+        data_in: int,
+        data_out: int,
+        shape: Sequence[int],
+        dtype: int,
+        reduce: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        root: int = 0,
+        process_set: int = 0,
+    ) -> None:
+        """submit + wait + release in one crossing; only for operations without a core-owned result."""
+    def poll(self, handle: int) -> bool: ...
+    def wait(self, handle: int) -> None:
+        """Drives the engine until done, without the GIL, in slices of 50 ms so that signals are served. Raises the operation's error.
+
+        The handle stays valid until release(); an error releases it.
+        """
+    def result(self, handle: int, index: int = 0) -> Result: ...
+    def release(self, handle: int) -> None: ...
+    def add_process_set(self, ranks: Sequence[int]) -> int:
+        """Collective over the world. Returns the id."""
+    def remove_process_set(self, id: int) -> None: ...
+    def allocate(self, nbytes: int) -> Block: ...
+    def shares_memory(self) -> bool:
+        """Whether every rank of the world maps this rank's arena."""
+    def abort(self, text: str) -> None: ...
+    def shutdown(self, timeout_s: float = 5.0) -> None: ...
+    def after_fork_child(self) -> None: ...
+    def counters(self) -> str: ...  # JSON
+    def describe(self) -> str: ...
+
+def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
+def build_info() -> str: ...  # JSON: version, compiler, simd
+def set_error_classes(classes: dict[int, Callable[[str, int], BaseException]]) -> None:
+    """code -> factory(text, culprit); called once by horoclone.errors' importer (runtime.py)."""
