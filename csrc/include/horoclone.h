@@ -102,28 +102,29 @@ HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const 
 HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unknown), 0 not */
 /* Drives the engine until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);
-/* The core-owned result of tensor i, until hc_release. alltoall: *rows_from has rows received from each rank. join: *join_rank. */
+/* Memory that the core owns: a result, or shared memory made by hc_block_create. Outlives the runtime until it is destroyed. */
+typedef struct hc_block hc_block;
+HC_EXPORT void* hc_block_data(hc_block* block);
+HC_EXPORT size_t hc_block_bytes(hc_block* block);
+HC_EXPORT void hc_block_destroy(hc_block* block);
+/* Hands over the core-owned result of tensor i of a finished operation; *memory is the caller's (NULL when there is none: barrier, join).
+ * rows_from (alltoall: rows received from each rank) stays valid until hc_release. */
 typedef struct hc_result {
-  const void* data;
-  size_t bytes;
   int64_t first_dimension;
   const int64_t* rows_from;
   int32_t rows_from_count;
-  int32_t join_rank;
+  int32_t join_rank; /* join: world rank that joined last, else -1 */
 } hc_result;
-HC_EXPORT hc_status* hc_get_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out);
+HC_EXPORT hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
 
 /* Collective: every member of the world calls it in the same order. */
 HC_EXPORT hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, int32_t* id);
 HC_EXPORT hc_status* hc_process_set_remove(hc_runtime* rt, int32_t id);
 
-/* Shared memory of this rank that every local rank sees; zeroed, 4 KiB aligned. NULL on failure. The block outlives the
- * runtime until it is freed. */
-typedef struct hc_block hc_block;
+/* Shared memory of this rank that every local rank sees; zeroed, 4 KiB aligned. */
 HC_EXPORT hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out);
-HC_EXPORT void* hc_block_data(hc_block* block);
-HC_EXPORT void hc_block_destroy(hc_block* block);
+HC_EXPORT int32_t hc_shares_memory(hc_runtime* rt); /* 1 when every rank of the world maps this rank's arena */
 
 /* Tells every rank to fail what is pending with this text ("rank 1 raised ValueError: bad batch 17"). */
 HC_EXPORT void hc_abort(hc_runtime* rt, const char* text);

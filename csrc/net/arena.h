@@ -38,7 +38,7 @@ struct RankBlock {
   uint32_t protocol;
   int32_t rank;
   int32_t pid;
-  alignas(kCacheLine) std::atomic<uint32_t> asleep;      // 1: the owner sleeps in epoll, ring its doorbell
+  alignas(kCacheLine) std::atomic<uint32_t> asleep;      // a Sleep of mesh.h
   alignas(kCacheLine) std::atomic<uint64_t> heartbeats;  // counts answers to liveness probes
 };
 

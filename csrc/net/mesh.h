@@ -43,6 +43,10 @@ struct MeshMembers {
   std::function<bool()> cancelled;                 // polled every 50 ms (Ctrl-C); may be empty
 };
 
+// What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move data, and
+// it will look at its rings before it next waits: it needs no doorbell. That keeps a loop of blocking calls free of system calls.
+enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2 };
+
 // A peer that will not answer any more.
 struct Loss {
   int rank = -1;
@@ -80,10 +84,13 @@ class Mesh {
   virtual Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) = 0;
   // True when every peer shares memory: then spinning needs no look at sockets at every turn.
   virtual bool all_shared() const = 0;
-  // Sets this rank's asleep word; the caller must look at every source of work once more before it sleeps.
-  virtual void set_asleep(bool asleep) = 0;
-  // Rings the doorbell of a local rank if it sleeps. Cheap when it does not. No-op for a remote rank.
-  virtual void wake(int rank) = 0;
+  // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any thread.
+  virtual int wait_fd() const = 0;
+  // Sets this rank's asleep word; after kAsleep* the caller must look at every source of work once more before it sleeps.
+  virtual void set_asleep(Sleep state) = 0;
+  // Rings the doorbell of a local rank if it sleeps with operations outstanding; with `even_if_idle` also when it sleeps with nothing
+  // to do (goodbye, abort, liveness probe). Cheap (one load after a fence) when it is awake. No-op for a remote rank.
+  virtual void wake(int rank, bool even_if_idle) = 0;
   // Ends this rank's own sleep in poll(). Any thread; async-signal-safe.
   virtual void wake_self() = 0;
 
