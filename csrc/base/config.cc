@@ -1,0 +1,211 @@
+#include "base/config.h"
+
+#include <cctype>
+#include <charconv>
+#include <cmath>
+#include <cstring>
+#include <map>
+#include <string_view>
+
+namespace hc {
+namespace {
+
+std::string lower(std::string_view text) {
+  std::string out(text);
+  for (char& c : out) c = static_cast<char>(std::tolower(static_cast<unsigned char>(c)));
+  return out;
+}
+
+std::string_view trimmed(std::string_view text) {
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.front()))) text.remove_prefix(1);
+  while (!text.empty() && std::isspace(static_cast<unsigned char>(text.back()))) text.remove_suffix(1);
+  return text;
+}
+
+// Position of `value` in "a|b|c", -1 when it is not there.
+int position_of(const std::string& value, const char* words) {
+  int position = 0;
+  for (std::string_view rest = words;; ++position) {
+    size_t bar = rest.find('|');
+    if (rest.substr(0, bar) == value) return position;
+    if (bar == std::string_view::npos) return -1;
+    rest.remove_prefix(bar + 1);
+  }
+}
+
+// Plain decimal text without an exponent for the whole numbers of the table.
+std::string number_text(double value) {
+  if (value == std::floor(value) && std::fabs(value) < 1e15) return std::to_string(static_cast<int64_t>(value));
+  return text_of(value);
+}
+
+std::string accepts_text(const KnobRule& rule) {
+  using Kind = KnobRule::Kind;
+  std::string range = text_of(" from ", number_text(rule.low), " to ", number_text(rule.high));
+  switch (rule.kind) {
+    case Kind::kFlag: return "0 or 1 (also false, true, no, yes, off, on)";
+    case Kind::kWord: return text_of("one of ", rule.words);
+    case Kind::kText: return "any text";
+    case Kind::kBytes: return text_of("whole bytes", range, ", or with a suffix KiB, MiB, GiB");
+    case Kind::kCount: return text_of("a whole number", range);
+    case Kind::kNumber: return text_of("a number", range, " (", rule.unit, ")");
+  }
+  return {};
+}
+
+bool parse_flag(const std::string& text, double* out) {
+  int position = position_of(text, "0|false|no|off|1|true|yes|on");
+  if (position >= 0) *out = position >= 4;
+  return position >= 0;
+}
+
+// The whole text must be a finite number, and a whole one unless `fraction`.
+bool parse_number(std::string_view text, bool fraction, double* out) {
+  if (!text.empty() && text.front() == '+') text.remove_prefix(1);
+  auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), *out);
+  bool complete = problem == std::errc() && end == text.data() + text.size() && std::isfinite(*out);
+  return complete && (fraction || *out == std::floor(*out));
+}
+
+bool parse_bytes(std::string_view text, double* out) {
+  constexpr std::pair<std::string_view, double> suffixes[] = {{"kib", 1024.0}, {"mib", 1048576.0}, {"gib", 1073741824.0}};
+  double unit = 1;
+  for (auto [suffix, bytes] : suffixes) {
+    if (!text.ends_with(suffix)) continue;
+    unit = bytes;
+    text = trimmed(text.substr(0, text.size() - suffix.size()));
+  }
+  if (!parse_number(text, /*fraction=*/unit != 1, out)) return false;
+  *out *= unit;
+  return *out == std::floor(*out);
+}
+
+// Numbers of every kind go through a double: exact for all that the table's limits allow.
+template <class T>
+bool parse(const std::string& value, const KnobRule& rule, T* out) {
+  using Kind = KnobRule::Kind;
+  std::string text = lower(trimmed(value));
+  if constexpr (std::is_same_v<T, std::string>) {
+    if (rule.kind == Kind::kWord && position_of(text, rule.words) < 0) return false;
+    *out = rule.kind == Kind::kWord ? text : std::string(trimmed(value));
+    return true;
+  } else if constexpr (std::is_enum_v<T>) {
+    int position = position_of(text, rule.words);
+    if (position >= 0) *out = static_cast<T>(position);
+    return position >= 0;
+  } else {
+    double number = 0;
+    bool good = rule.kind == Kind::kFlag    ? parse_flag(text, &number)
+                : rule.kind == Kind::kBytes ? parse_bytes(text, &number)
+                                            : parse_number(text, rule.kind == Kind::kNumber, &number);
+    if (!good || number < rule.low || number > rule.high) return false;
+    *out = static_cast<T>(number);
+    return true;
+  }
+}
+
+const char* found(const Config::Lookup& lookup, const std::string& name) {
+  const char* value = lookup(name.c_str());
+  return value && *value ? value : nullptr;
+}
+
+template <class T>
+Status read_one(const Config::Lookup& lookup, const char* ours, const char* theirs, const KnobRule& rule, T* out) {
+  std::string name = text_of("HOROCLONE_", ours);
+  const char* value = found(lookup, name);
+  if (!value && *theirs) {
+    name = text_of("HOROVOD_", theirs);
+    value = found(lookup, name);
+  }
+  if (!value || parse(value, rule, out)) return {};
+  return error(Code::kInvalidArgument, name, "='", value, "' is not valid: accepted is ", accepts_text(rule), ".");
+}
+
+// Settings that are each fine and together are not.
+Status check_together(const Config& c) {
+  if (c.liveness_warn_s > c.liveness_error_s)
+    return error(Code::kInvalidArgument, "HOROCLONE_LIVENESS_WARN_S=", c.liveness_warn_s,
+                 " is above HOROCLONE_LIVENESS_ERROR_S=", c.liveness_error_s, ": the warning must come first.");
+  return {};
+}
+
+std::string quoted(std::string_view text) {
+  std::string out = "\"";
+  for (char c : text) {
+    if (c == '"' || c == '\\') out.push_back('\\');
+    out.push_back(c);
+  }
+  return out + "\"";
+}
+
+template <class T>
+std::string default_text(const T& value) {
+  if constexpr (std::is_same_v<T, std::string>) return value;
+  else if constexpr (std::is_enum_v<T>) return name_of(value);
+  else return number_text(static_cast<double>(value));
+}
+
+const char* type_name(const KnobRule& rule) {
+  using Kind = KnobRule::Kind;
+  switch (rule.kind) {
+    case Kind::kFlag: return "flag";
+    case Kind::kWord: return "word";
+    case Kind::kText: return "text";
+    case Kind::kBytes: return "bytes";
+    case Kind::kCount: return "count";
+    case Kind::kNumber: return std::strcmp(rule.unit, "s") == 0    ? "seconds"
+                               : std::strcmp(rule.unit, "ms") == 0 ? "milliseconds"
+                                                                   : "microseconds";
+  }
+  return "";
+}
+
+struct Row {
+  std::string name, type, default_value, accepts, help, horovod, read_by;
+};
+
+std::string json_of(const Row& row) {
+  std::string horovod = row.horovod.empty() ? "null" : quoted("HOROVOD_" + row.horovod);
+  return text_of("{\"name\": ", quoted("HOROCLONE_" + row.name), ", \"type\": ", quoted(row.type),
+                 ", \"default\": ", quoted(row.default_value), ", \"accepts\": ", quoted(row.accepts),
+                 ", \"help\": ", quoted(row.help), ", \"horovod\": ", horovod, ", \"read_by\": ", quoted(row.read_by),
+                 "}");
+}
+
+}  // namespace
+
+Result<Config> Config::read(const Lookup& lookup) {
+  Config config;
+#define HC_READ(type, field, default_value, name, horovod, rule, help) \
+  HC_TRY(read_one(lookup, name, horovod, rule, &config.field));
+  HC_KNOBS(HC_READ)
+#undef HC_READ
+  HC_TRY(check_together(config));
+  return config;
+}
+
+Result<Config> Config::read(std::span<const std::pair<std::string, std::string>> settings) {
+  std::map<std::string_view, const char*> values;
+  for (const auto& [name, value] : settings) values[name] = value.c_str();
+  return read([&](const char* name) {
+    auto at = values.find(name);
+    return at == values.end() ? nullptr : at->second;
+  });
+}
+
+std::string knobs_json() {
+  const Config defaults;
+  std::string out = "[";
+  auto add = [&](const Row& row) { out += (out.size() > 1 ? ",\n " : "") + json_of(row); };
+#define HC_ROW(type, field, default_value, name, horovod, rule, help) \
+  add({name, type_name(rule), default_text(defaults.field), accepts_text(rule), help, horovod, "core"});
+  HC_KNOBS(HC_ROW)
+#undef HC_ROW
+#define HC_ROW(name, horovod, type, default_value, help) \
+  add({name, type, default_value, "", help, horovod, "launcher"});
+  HC_LAUNCHER_KNOBS(HC_ROW)
+#undef HC_ROW
+  return out + "]";
+}
+
+}  // namespace hc

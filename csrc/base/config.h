@@ -1,0 +1,180 @@
+// Every setting of the runtime in ONE table: the struct, the parser, knobs_json() and docs/environment.md all come from
+// it. HOROCLONE_<name> is looked up first, then HOROVOD_<name> where the meaning is the same; an empty value counts as
+// unset. Read once, by hc_runtime_create; a Config is a plain value afterwards. Thread: any.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <span>
+#include <string>
+#include <utility>
+
+#include "base/log.h"
+#include "base/status.h"
+
+namespace hc {
+
+inline constexpr size_t kKiB = size_t{1} << 10, kMiB = size_t{1} << 20, kGiB = size_t{1} << 30;
+
+// What a value may look like. Numbers lie in [low, high]; a word is one of `words` ("a|b|c"), case does not matter.
+struct KnobRule {
+  enum class Kind : uint8_t { kFlag, kWord, kText, kBytes, kCount, kNumber };
+  Kind kind = Kind::kText;
+  double low = 0, high = 0;
+  const char* words = "";
+  const char* unit = "";
+
+  static constexpr KnobRule flag() { return {Kind::kFlag, 0, 1, "", ""}; }
+  static constexpr KnobRule word(const char* words) { return {Kind::kWord, 0, 0, words, ""}; }
+  static constexpr KnobRule text() { return {Kind::kText, 0, 0, "", ""}; }
+  static constexpr KnobRule bytes(double low, double high) { return {Kind::kBytes, low, high, "", "bytes"}; }
+  static constexpr KnobRule count(double low, double high) { return {Kind::kCount, low, high, "", ""}; }
+  static constexpr KnobRule seconds(double low, double high) { return {Kind::kNumber, low, high, "", "s"}; }
+  static constexpr KnobRule milliseconds(double low, double high) { return {Kind::kNumber, low, high, "", "ms"}; }
+  static constexpr KnobRule microseconds(double low, double high) { return {Kind::kNumber, low, high, "", "us"}; }
+};
+
+// clang-format off
+// X(type, field, default, HOROCLONE_ name, HOROVOD_ name or "", rule, help)
+#define HC_KNOBS(X)                                                                                          \
+  /* fusion and negotiation */                                                                              \
+  X(size_t, fusion_bytes, 128 * kMiB, "FUSION_THRESHOLD", "FUSION_THRESHOLD",                               \
+    KnobRule::bytes(0, 1099511627776.0),                                                                    \
+    "Largest number of bytes that one collective may fuse; 0 turns fusion off.")                            \
+  X(bool, disable_group_fusion, false, "DISABLE_GROUP_FUSION", "DISABLE_GROUP_FUSION", KnobRule::flag(),    \
+    "Never fuse a grouped operation with anything outside the group.")                                      \
+  X(double, gathering_window_ms, 0, "CYCLE_TIME", "CYCLE_TIME", KnobRule::milliseconds(0, 60000),           \
+    "Longest time that rank 0 holds ready tensors back to fuse more of them; 0: never, fusion then "        \
+    "takes what "                                                                                           \
+    "gathered while the previous collective ran.")                                                          \
+  X(int64_t, cache_capacity, 1024, "CACHE_CAPACITY", "CACHE_CAPACITY", KnobRule::count(0, 1e6),             \
+    "Agreements remembered per process set, so that a repeated tensor costs one bit; 0 turns the cache "    \
+    "off.")                                                                                                 \
+  X(bool, dynamic_process_sets, false, "DYNAMIC_PROCESS_SETS", "DYNAMIC_PROCESS_SETS", KnobRule::flag(),    \
+    "Allow process sets to be added and removed after init.")                                               \
+  X(bool, deterministic, false, "DETERMINISTIC", "", KnobRule::flag(),                                      \
+    "Equal bits from run to run for every operation between machines too: fusion then depends only on "     \
+    "the order in "                                                                                         \
+    "which rank 0 submits, never on timing. Equal bits on all ranks are always given.")                     \
+  X(bool, elastic, false, "ELASTIC", "ELASTIC", KnobRule::flag(),                                           \
+    "Set by the elastic launcher: the world may be re-initialised with another size.")                      \
+  /* shared memory and algorithms */                                                                        \
+  X(bool, shared_memory, true, "SHARED_MEMORY", "", KnobRule::flag(),                                       \
+    "Ranks of one machine use shared memory; 0: TCP between all ranks.")                                    \
+  X(size_t, arena_bytes, 64 * kGiB, "ARENA_BYTES", "", KnobRule::bytes(1073741824.0, 17592186044416.0),     \
+    "Address space reserved for the shared memory of one rank (memory itself is taken only as it is "       \
+    "used).")                                                                                               \
+  X(size_t, segment_bytes, 256 * kKiB, "SEGMENT_BYTES", "", KnobRule::bytes(16, 1073741824.0),              \
+    "Bytes of one transfer between machines.")                                                              \
+  X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, 1048576),                           \
+    "Up to this size a reduction in shared memory takes one barrier, every rank reading every input.")      \
+  X(size_t, block_bytes, 256 * kKiB, "BLOCK_BYTES", "", KnobRule::bytes(64, 67108864),                      \
+    "Bytes of one block when tensors outside shared memory pass through it.")                               \
+  X(size_t, ring_threshold_bytes, 64 * kKiB, "RING_THRESHOLD_BYTES", "",                                    \
+    KnobRule::bytes(0, 1099511627776.0),                                                                    \
+    "Between machines, allreduce uses a ring above this size and recursive doubling up to it.")             \
+  X(int, hierarchical_allreduce, -1, "HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLREDUCE",                    \
+    KnobRule::count(-1, 1),                                                                                 \
+    "Reduce within each machine first, then between machines: 1 always, 0 never, -1 decide by layout.")     \
+  X(std::string, cpu_operations, "auto", "CPU_OPERATIONS", "CPU_OPERATIONS",                                \
+    KnobRule::word("auto|host|gloo|mpi|ccl"),                                                               \
+    "Accepted for compatibility: host memory is always reduced by this library's own algorithms.")          \
+  X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
+    "Instruction set of the reductions; all of them give the same bits.")                                   \
+  /* network */                                                                                             \
+  X(std::string, interfaces, "", "NETWORK_INTERFACES", "GLOO_IFACE", KnobRule::text(),                      \
+    "Comma-separated network interfaces that this rank may be reached on; empty: every one that is up.")    \
+  X(size_t, socket_buffer_bytes, 0, "SOCKET_BUFFER_BYTES", "", KnobRule::bytes(0, 1073741824.0),            \
+    "Send and receive buffer of each socket; 0 leaves it to the kernel.")                                   \
+  X(int, tcp_streams, 1, "TCP_STREAMS", "", KnobRule::count(1, 64),                                         \
+    "Sockets between two ranks on different machines.")                                                     \
+  X(double, keepalive_s, 30, "KEEPALIVE_S", "", KnobRule::seconds(1, 32767),                                \
+    "Silence after which TCP probes a connection and gives it up as dead.")                                 \
+  /* deadlines */                                                                                           \
+  X(double, init_timeout_s, 300, "START_TIMEOUT", "START_TIMEOUT", KnobRule::seconds(0.001, 1e7),           \
+    "init fails when ranks are still missing after this time.")                                             \
+  X(double, init_report_s, 10, "INIT_REPORT_S", "", KnobRule::seconds(0.001, 1e7),                          \
+    "init says which ranks are missing after this time.")                                                   \
+  X(double, shutdown_timeout_s, 5, "SHUTDOWN_TIMEOUT_S", "", KnobRule::seconds(0, 1e7),                     \
+    "Longest time that shutdown waits for the other ranks.")                                                \
+  X(bool, stall_check_disable, false, "STALL_CHECK_DISABLE", "STALL_CHECK_DISABLE", KnobRule::flag(),       \
+    "No reports about tensors that some ranks have submitted and others have not.")                         \
+  X(double, stall_check_s, 60, "STALL_CHECK_TIME_SECONDS", "STALL_CHECK_TIME_SECONDS",                      \
+    KnobRule::seconds(0.001, 1e7),                                                                          \
+    "Age of such a tensor at its first report.")                                                            \
+  X(double, stall_shutdown_s, 0, "STALL_SHUTDOWN_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS",              \
+    KnobRule::seconds(0, 1e7), "Age of such a tensor at which the job is aborted; 0: never.")               \
+  X(double, liveness_probe_s, 1, "LIVENESS_PROBE_S", "", KnobRule::seconds(0.001, 1e7),                     \
+    "A rank that has waited this long asks the late rank's engine for a sign of life.")                     \
+  X(double, liveness_warn_s, 5, "LIVENESS_WARN_S", "", KnobRule::seconds(0.001, 1e7),                       \
+    "Silence after a probe that is worth a warning.")                                                       \
+  X(double, liveness_error_s, 15, "LIVENESS_ERROR_S", "", KnobRule::seconds(0.001, 1e7),                    \
+    "Silence after a probe at which the rank counts as lost.")                                              \
+  /* waiting */                                                                                             \
+  X(int, spin_pauses, 20, "SPIN_PAUSES", "", KnobRule::count(0, 1e9),                                       \
+    "CPU pause instructions of a wait before it yields its core.")                                          \
+  X(double, yield_us, 80, "YIELD_US", "", KnobRule::microseconds(0, 1e9),                                   \
+    "Time for which a wait yields its core before it sleeps.")                                              \
+  X(double, doorbell_us, 20, "DOORBELL_US", "", KnobRule::microseconds(0, 1e9),                             \
+    "A rank whose peers stay silent this long wakes them, in case they sleep.")                             \
+  X(std::string, thread_affinity, "", "THREAD_AFFINITY", "THREAD_AFFINITY", KnobRule::text(),               \
+    "Comma-separated CPU numbers, one for each local rank, for the engine's thread; empty: as the main "    \
+    "thread.")                                                                                              \
+  /* what is told */                                                                                        \
+  X(LogLevel, log_level, LogLevel::kWarning, "LOG_LEVEL", "LOG_LEVEL",                                      \
+    KnobRule::word("trace|debug|info|warning|error|fatal"), "Least severe message that is written to "      \
+    "stderr.")                                                                                              \
+  X(bool, log_hide_time, false, "LOG_HIDE_TIME", "LOG_HIDE_TIME",                                           \
+    KnobRule::flag(), "No time in log lines.")                                                              \
+  X(std::string, timeline, "", "TIMELINE", "TIMELINE", KnobRule::text(),                                    \
+    "File that rank 0 writes a Chrome trace to; DYNAMIC: started and stopped by the program.")              \
+  X(bool, timeline_mark_cycles, false, "TIMELINE_MARK_CYCLES", "TIMELINE_MARK_CYCLES", KnobRule::flag(),    \
+    "Mark every pass of the engine in the timeline.")                                                       \
+  X(bool, autotune, false, "AUTOTUNE", "AUTOTUNE", KnobRule::flag(),                                        \
+    "Search for a good fusion size and gathering window while training; equal bits from run to run are "    \
+    "then not "                                                                                             \
+    "promised.")                                                                                            \
+  X(std::string, autotune_log, "", "AUTOTUNE_LOG", "AUTOTUNE_LOG", KnobRule::text(),                        \
+    "File that rank 0 writes the samples of autotune to.")
+
+// Read by the launcher or by the Python package, never by the core: listed here so that they are documented once.
+// X(HOROCLONE_ name, HOROVOD_ name or "", type, default, help)
+#define HC_LAUNCHER_KNOBS(X)                                                                                 \
+  X("SECRET", "", "text", "",                                                                               \
+    "Job secret, at least 16 bytes, equal on all ranks; authenticates every connection.")                   \
+  X("SECRET_FILE", "", "text", "", "File that holds the job secret.")                                       \
+  X("SECRET_FD", "", "count", "",                                                                           \
+    "Inherited descriptor from which the job secret is read; set by the launcher.")                         \
+  X("RENDEZVOUS", "", "text", "",                                                                           \
+    "host:port of the store in which ranks find each other; set by the launcher.")                          \
+  X("JOB", "", "text", "", "Name of the job, part of every handshake; set by the launcher.")                \
+  X("RANK", "RANK", "count", "", "This process's rank; set by the launcher.")                               \
+  X("SIZE", "SIZE", "count", "", "Number of ranks; set by the launcher.")                                   \
+  X("LOCAL_RANK", "LOCAL_RANK", "count", "",                                                                \
+    "Rank among the processes of this machine; set by the launcher.")                                       \
+  X("LOCAL_SIZE", "LOCAL_SIZE", "count", "", "Number of ranks on this machine; set by the launcher.")       \
+  X("CROSS_RANK", "CROSS_RANK", "count", "", "Position of this machine; set by the launcher.")              \
+  X("CROSS_SIZE", "CROSS_SIZE", "count", "", "Number of machines; set by the launcher.")                    \
+  X("HOSTNAME", "HOSTNAME", "text", "", "Name of this machine in the launcher's list of hosts.")            \
+  X("ELASTIC_TIMEOUT", "ELASTIC_TIMEOUT", "seconds", "600",                                                 \
+    "Longest wait for enough machines after a change.")
+// clang-format on
+
+struct Config {
+#define HC_FIELD(type, field, default_value, ...) type field = default_value;
+  HC_KNOBS(HC_FIELD)
+#undef HC_FIELD
+
+  // Gives the value of a variable, or null when it is not set.
+  using Lookup = std::function<const char*(const char* name)>;
+  // InvalidArgument names the variable, its value and what is accepted.
+  static Result<Config> read(const Lookup& lookup);
+  // The last pair of a name wins; unknown names are ignored.
+  static Result<Config> read(std::span<const std::pair<std::string, std::string>> settings);
+};
+
+// [{name, type, default, accepts, help, horovod, read_by}], in table order.
+std::string knobs_json();
+
+}  // namespace hc
