@@ -1,0 +1,50 @@
+"""horoclone: Horovod's programming model on a core of its own. `import horoclone as hvd` gives the NumPy API.
+
+Everything is found on first use (PEP 562): importing the package loads neither NumPy nor the native module, so that the
+launcher starts fast and works where nothing else does.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+__version__ = "0.1.0"
+
+_HOMES: dict[str, tuple[str, ...]] = {
+    "runtime": (
+        "init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
+        "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
+        "ddl_built", "ccl_built", "cuda_built", "rocm_built", "start_timeline", "stop_timeline",
+    ),
+    "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product"),
+    "process_sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
+    "errors": (
+        "HorovodInternalError", "PeerLost", "Mismatch", "Timeout", "Aborted", "Unsupported", "NotInitialized",
+        "HostsUpdatedInterrupt", "HorovodVersionMismatchError",
+    ),
+    "arrays": (
+        "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_",
+        "grouped_allreduce_async", "grouped_allreduce_async_", "allgather", "allgather_async", "grouped_allgather",
+        "grouped_allgather_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "alltoall",
+        "alltoall_async", "reducescatter", "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async",
+        "barrier", "join", "poll", "synchronize",
+    ),
+    "objects": ("broadcast_object", "broadcast_object_fn", "allgather_object"),
+}  # fmt: skip
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+__all__ = ["__version__", *_HOME_OF]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOME_OF.get(name)
+    if home is None:
+        raise AttributeError(f"module 'horoclone' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"horoclone.{home}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(set(globals()) | set(__all__))

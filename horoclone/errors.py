@@ -1,0 +1,60 @@
+"""Exceptions of horoclone. No imports, so that the launcher and the tests can use them anywhere.
+
+HorovodInternalError means "this step is lost, the job may go on after a reset": elastic `run` catches it. Mismatch and
+Unsupported are never worth a retry.
+"""
+
+from __future__ import annotations
+
+
+class HorovodInternalError(RuntimeError):
+    """A collective could not be completed. The parent of every error that the runtime itself raises."""
+
+
+class PeerLost(HorovodInternalError):
+    """Another rank died, left or stopped answering. `rank` is its world rank, -1 when it is not known."""
+
+    def __init__(self, text: str = "", rank: int = -1) -> None:
+        super().__init__(text)
+        self.rank = rank
+
+
+class Mismatch(HorovodInternalError):
+    """Ranks submitted one name with different operations, dtypes, shapes, reductions, roots or scales."""
+
+
+class Timeout(HorovodInternalError):
+    """A deadline passed (starting, stalling, shutting down)."""
+
+
+class Aborted(HorovodInternalError):
+    """The job was given up: another rank raised, or this runtime was shut down with work pending."""
+
+
+class Unsupported(HorovodInternalError):
+    """This build, machine or layout cannot do what was asked; the text says what to do instead."""
+
+
+class NotInitialized(HorovodInternalError, ValueError):
+    """A call before `init()` or after `shutdown()`. Also a ValueError, as in Horovod."""
+
+
+class HostsUpdatedInterrupt(RuntimeError):
+    """Hosts were added or removed. `skip_sync`: nothing was lost, so the state needs no synchronisation."""
+
+    def __init__(self, skip_sync: bool = False) -> None:
+        super().__init__("the set of hosts has changed")
+        self.skip_sync = skip_sync
+
+
+class HorovodVersionMismatchError(ImportError):
+    """The framework that is installed is not the one that a binding was made for."""
+
+    def __init__(self, name: str, version: str, installed_version: str) -> None:
+        super().__init__(
+            f"{name} {installed_version} is installed, but this binding was made for {name} {version}. "
+            f"Install {name} {version}, or reinstall horoclone."
+        )
+        self.name = name
+        self.version = version
+        self.installed_version = installed_version

@@ -1,0 +1,60 @@
+"""The numbers of operations, reductions and dtypes: the same as in csrc/include/horoclone.h. No imports but the standard library."""
+
+from __future__ import annotations
+
+import warnings
+
+ALLREDUCE = 0
+ALLGATHER = 1
+BROADCAST = 2
+ALLTOALL = 3
+REDUCESCATTER = 4
+JOIN = 5
+BARRIER = 6
+
+# Horovod's order; users see these integers.
+Average = 0
+Sum = 1
+Adasum = 2
+Min = 3
+Max = 4
+Product = 5
+
+REDUCE_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+
+DTYPES: dict[str, int] = {
+    "bool": 0,
+    "uint8": 1,
+    "int8": 2,
+    "uint16": 3,
+    "int16": 4,
+    "int32": 5,
+    "int64": 6,
+    "float16": 7,
+    "bfloat16": 8,
+    "float32": 9,
+    "float64": 10,
+}
+
+
+def resolve_reduce(average: bool | None, op: int | None) -> int:
+    """The reduction meant by Horovod's two arguments: `op`, and the older `average` that it replaced.
+
+    Neither given means Average. Raises ValueError when both are given, or when `op` is none of the reductions.
+    """
+    if op is not None:
+        if average is not None:
+            raise ValueError("The op parameter supersedes average. Please provide only one of them.")
+        if isinstance(op, bool) or not isinstance(op, int) or not Average <= op <= Product:
+            raise ValueError(
+                f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}."
+            )
+        return op
+    if average is None:
+        return Average
+    warnings.warn(
+        "Parameter `average` has been replaced with `op`; use op=hvd.Average or op=hvd.Sum.",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return Average if average else Sum
