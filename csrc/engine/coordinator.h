@@ -28,6 +28,7 @@ struct Stall {
   double waited_s = 0;
   std::vector<int> missing;        // group ranks
   std::vector<int> present;
+  std::string hint;                // a likely cause, or empty: "rank 1 waits in allreduce.grad_8 instead: ..."
 };
 
 class Coordinator {

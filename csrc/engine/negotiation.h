@@ -63,7 +63,9 @@ struct Ballot {
   int32_t rank = 0;  // group rank
   std::vector<CachedRequest> cached;
   std::vector<Request> fresh;
-  bool joined = false;  // this rank has no more data: counts as ready for every allreduce until all have joined
+  // This rank has no more data: it counts as ready for every allreduce and barrier until all have joined. Said once per
+  // join; it may ride with this rank's last announcements, and announces nothing more until the join is over.
+  bool joined = false;
 };
 
 struct PlanEntry {
@@ -75,6 +77,9 @@ struct PlanEntry {
   // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.
   bool has_signature = false;
   Signature signature;
+  // Only in an error that strikes before everybody announced the entry (a rank left; one name, two operations): the group
+  // ranks whose announcement fails. A rank that is not listed keeps its own. Empty: every rank that submitted it.
+  std::vector<int32_t> failed_on;
 };
 
 // Entries that one collective (per dtype) executes, or that fail together.
