@@ -1,0 +1,47 @@
+// A thread with a name, an owner and an end; and which CPUs a thread may use. Whoever owns a NamedThread makes its body
+// return (a flag, a closed descriptor) before join() or the destructor waits for it.
+// Thread: start and join belong to the owner.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "base/status.h"
+
+namespace hc {
+
+class NamedThread {
+ public:
+  NamedThread() = default;
+  ~NamedThread() { join(); }
+  NamedThread(NamedThread&& other) noexcept = default;
+  NamedThread& operator=(NamedThread&& other) noexcept {
+    join();
+    thread_ = std::move(other.thread_);
+    return *this;
+  }
+
+  // name: at most 15 characters (the kernel's limit), as in "hc-engine". Every signal is blocked in the new thread, so that
+  // Ctrl-C and the launcher's SIGTERM reach the program's own threads. Joins an earlier one first.
+  Status start(const std::string& name, std::function<void()> body);
+  void join();
+  bool running() const { return thread_.joinable(); }
+  bool is_current() const { return thread_.get_id() == std::this_thread::get_id(); }
+  // In a forked child the thread does not exist: forget it without joining.
+  void forget();
+
+ private:
+  std::thread thread_;
+};
+
+// CPU numbers that the calling thread may run on, ascending.
+std::vector<int> allowed_cpus();
+// Restricts (or widens, as far as the container allows) the calling thread.
+Status set_allowed_cpus(std::span<const int> cpus);
+// The entry for this local rank of "2,5,8", a list with one CPU number for each local rank.
+Result<int> cpu_of_local_rank(const std::string& list, int local_rank);
+
+}  // namespace hc
