@@ -1,0 +1,438 @@
+// Bytes of ballots and plans. Numbers are LEB128 varints (signed ones zigzagged), so that a steady step is a few bytes;
+// the reader trusts nothing: every count is checked against what is left before anything is allocated.
+#include "engine/negotiation.h"
+
+#include <bit>
+#include <limits>
+
+namespace hc {
+namespace {
+
+constexpr size_t kMaxDimensions = 64;
+
+uint64_t zigzag(int64_t v) { return (static_cast<uint64_t>(v) << 1) ^ static_cast<uint64_t>(v >> 63); }
+int64_t unzigzag(uint64_t v) { return static_cast<int64_t>(v >> 1) ^ -static_cast<int64_t>(v & 1); }
+
+size_t varint_bytes(uint64_t v) { return (static_cast<size_t>(std::bit_width(v | 1)) + 6) / 7; }
+
+void put_varint(Writer* out, uint64_t v) {
+  uint8_t bytes[10];
+  size_t n = 0;
+  while (v >= 0x80) {
+    bytes[n++] = static_cast<uint8_t>(v | 0x80);
+    v >>= 7;
+  }
+  bytes[n++] = static_cast<uint8_t>(v);
+  out->put_raw(bytes, n);
+}
+
+uint64_t get_varint(Reader* in) {
+  uint64_t v = 0;
+  for (int shift = 0; shift < 70; shift += 7) {
+    uint8_t byte = in->get<uint8_t>();
+    if (shift == 63 && byte > 1) break;  // would not fit 64 bits
+    v |= static_cast<uint64_t>(byte & 0x7f) << shift;
+    if ((byte & 0x80) == 0) return v;
+  }
+  in->fail();
+  return 0;
+}
+
+int64_t get_count64(Reader* in) {  // a number that must fit int64_t and not be negative
+  uint64_t v = get_varint(in);
+  if (v > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) in->fail();
+  return in->ok() ? static_cast<int64_t>(v) : 0;
+}
+
+// A count of records that take at least `each` bytes: never more than the frame can still hold.
+size_t get_length(Reader* in, size_t each) {
+  uint64_t n = get_varint(in);
+  if (n > in->remaining() / each) in->fail();
+  return in->ok() ? static_cast<size_t>(n) : 0;
+}
+
+void put_string(Writer* out, std::string_view text) {
+  put_varint(out, text.size());
+  out->put_raw(text.data(), text.size());
+}
+
+void get_string(Reader* in, std::string* text) {
+  size_t bytes = get_length(in, 1);
+  if (bytes > kMaxTextBytes) in->fail();
+  if (!in->ok()) return;
+  text->resize(bytes);
+  in->take(text->data(), bytes);
+}
+
+template <class Enum>
+Enum get_enum(Reader* in, int count) {
+  uint8_t v = in->get<uint8_t>();
+  if (v >= count) in->fail();
+  return in->ok() ? static_cast<Enum>(v) : Enum{};
+}
+
+// Non-negative numbers whose sum fits too, so that nobody who adds them up overflows.
+void get_rows(Reader* in, std::vector<int64_t>* rows) {
+  size_t n = get_length(in, 1);
+  rows->clear();
+  rows->reserve(n);
+  int64_t sum = 0;
+  for (size_t i = 0; i < n && in->ok(); i++) {
+    int64_t v = get_count64(in);
+    if (__builtin_add_overflow(sum, v, &sum)) in->fail();
+    rows->push_back(v);
+  }
+}
+
+void put_rows(Writer* out, const std::vector<int64_t>& rows) {
+  put_varint(out, rows.size());
+  for (int64_t v : rows) put_varint(out, static_cast<uint64_t>(v));
+}
+
+// Three forms, the order is kept by each: steps between neighbours (most are one byte), the same with sequence numbers
+// (unnamed operations), and, for ascending slots, a bit vector where that is smaller.
+enum class SlotForm : uint8_t { kSteps, kStepsAndSequences, kBits };
+constexpr int kSlotFormCount = 3;
+
+struct SlotSurvey {
+  SlotForm form = SlotForm::kSteps;
+  uint32_t first = 0;
+  uint32_t bits = 0;  // kBits: length of the vector
+};
+
+SlotSurvey survey(const std::vector<CachedRequest>& list) {
+  SlotSurvey found;
+  if (list.empty()) return found;
+  bool ascending = true, sequences = false;
+  size_t steps_bytes = 0;
+  int64_t expected = 0;
+  for (const CachedRequest& c : list) {
+    int64_t step = static_cast<int64_t>(c.slot) - expected;
+    if (step < 0) ascending = false;
+    if (c.sequence != 0) sequences = true;
+    steps_bytes += varint_bytes(zigzag(step));
+    expected = static_cast<int64_t>(c.slot) + 1;
+  }
+  if (sequences) {
+    found.form = SlotForm::kStepsAndSequences;
+  } else if (ascending) {
+    found.first = list.front().slot;
+    found.bits = list.back().slot - found.first + 1;
+    size_t bits_bytes = varint_bytes(found.first) + varint_bytes(found.bits) + (size_t{found.bits} + 7) / 8;
+    if (bits_bytes < varint_bytes(list.size()) + steps_bytes) found.form = SlotForm::kBits;
+  }
+  return found;
+}
+
+void put_slots(Writer* out, const std::vector<CachedRequest>& list) {
+  SlotSurvey s = survey(list);
+  out->put(s.form);
+  if (s.form == SlotForm::kBits) {
+    put_varint(out, s.first);
+    put_varint(out, s.bits);
+    size_t next = 0;
+    for (uint32_t at = 0; at < s.bits; at += 8) {
+      uint8_t byte = 0;
+      for (; next < list.size() && list[next].slot - s.first < at + 8; next++)
+        byte = static_cast<uint8_t>(byte | 1u << (list[next].slot - s.first - at));
+      out->put(byte);
+    }
+    return;
+  }
+  put_varint(out, list.size());
+  int64_t expected = 0;
+  uint64_t expected_sequence = 0;
+  for (const CachedRequest& c : list) {
+    put_varint(out, zigzag(static_cast<int64_t>(c.slot) - expected));
+    expected = static_cast<int64_t>(c.slot) + 1;
+    if (s.form == SlotForm::kStepsAndSequences) {
+      put_varint(out, zigzag(static_cast<int64_t>(c.sequence - expected_sequence)));
+      expected_sequence = c.sequence + 1;
+    }
+  }
+}
+
+void get_slot_bits(Reader* in, std::vector<CachedRequest>* list) {
+  uint64_t first = get_varint(in);
+  uint64_t bits = get_varint(in);
+  if (first >= kMaxSlots || bits > kMaxSlots - first || (bits + 7) / 8 > in->remaining()) in->fail();
+  for (uint64_t at = 0; at < bits && in->ok(); at += 8) {
+    uint32_t byte = in->get<uint8_t>();
+    if (bits - at < 8 && byte >> (bits - at) != 0) in->fail();
+    for (; byte != 0; byte &= byte - 1)
+      list->push_back({static_cast<uint32_t>(first + at) + static_cast<uint32_t>(std::countr_zero(byte)), 0});
+  }
+}
+
+void get_slots(Reader* in, std::vector<CachedRequest>* list) {
+  list->clear();
+  SlotForm form = get_enum<SlotForm>(in, kSlotFormCount);
+  if (form == SlotForm::kBits) return get_slot_bits(in, list);
+  size_t n = get_length(in, form == SlotForm::kStepsAndSequences ? 2 : 1);
+  int64_t expected = 0;
+  uint64_t expected_sequence = 0;
+  for (size_t i = 0; i < n && in->ok(); i++) {
+    int64_t slot = 0;
+    if (__builtin_add_overflow(expected, unzigzag(get_varint(in)), &slot)) in->fail();
+    if (slot < 0 || slot >= kMaxSlots) in->fail();
+    if (!in->ok()) return;
+    CachedRequest c{static_cast<uint32_t>(slot), 0};
+    expected = slot + 1;
+    if (form == SlotForm::kStepsAndSequences) {
+      c.sequence = expected_sequence + static_cast<uint64_t>(unzigzag(get_varint(in)));
+      expected_sequence = c.sequence + 1;
+    }
+    list->push_back(c);
+  }
+}
+
+enum SignatureFlag : uint8_t { kInArena = 1, kScaled = 2, kOnDevice = 4, kSignatureFlags = 7 };
+
+void put_signature(Writer* out, const Signature& s) {
+  bool scaled = s.prescale != 1.0 || s.postscale != 1.0;
+  out->put(s.op);
+  out->put(s.reduce);
+  out->put(static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0)));
+  put_varint(out, zigzag(s.root));
+  if (scaled) {
+    out->put(s.prescale);
+    out->put(s.postscale);
+  }
+  put_varint(out, s.tensors.size());
+  for (const TensorMeta& t : s.tensors) {
+    out->put(t.dtype);
+    put_rows(out, t.shape);
+  }
+  put_rows(out, s.splits);
+}
+
+void get_tensor(Reader* in, TensorMeta* t) {
+  t->dtype = get_enum<DType>(in, kDTypeCount);
+  size_t dimensions = get_length(in, 1);
+  if (dimensions > kMaxDimensions) in->fail();
+  if (!in->ok()) return;
+  t->shape.resize(dimensions);
+  int64_t bytes = static_cast<int64_t>(size_of(t->dtype));
+  for (int64_t& d : t->shape) {
+    d = get_count64(in);
+    // A zero hides nothing: the other dimensions are multiplied by people who do not look for it first.
+    if (d != 0 && (__builtin_mul_overflow(bytes, d, &bytes) || bytes > kMaxTensorBytes)) in->fail();
+  }
+}
+
+void get_signature(Reader* in, Signature* s) {
+  s->op = get_enum<Op>(in, kOpCount);
+  s->reduce = get_enum<Reduce>(in, kReduceCount);
+  uint8_t flags = in->get<uint8_t>();
+  if ((flags & ~kSignatureFlags) != 0) in->fail();
+  s->in_arena = (flags & kInArena) != 0;
+  s->device = (flags & kOnDevice) != 0 ? 1 : 0;
+  int64_t root = unzigzag(get_varint(in));
+  if (root < std::numeric_limits<int32_t>::min() || root > std::numeric_limits<int32_t>::max()) in->fail();
+  s->root = static_cast<int32_t>(root);
+  s->prescale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
+  s->postscale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
+  size_t tensors = get_length(in, 2);
+  if (!in->ok()) return;
+  s->tensors.resize(tensors);
+  for (TensorMeta& t : s->tensors) {
+    get_tensor(in, &t);
+    if (!in->ok()) return;
+  }
+  get_rows(in, &s->splits);
+}
+
+enum EntryFlag : uint8_t {
+  kHasSlot = 1, kUnnamed = 2, kAssigned = 4, kHasSignature = 8, kHasName = 16, kFailedOn = 32, kEntryFlags = 63
+};
+enum BatchFlag : uint8_t {
+  kBatchInArena = 1, kSlotsOnly = 2, kSlotsUnnamed = 4, kHasRows = 8, kHasError = 16, kLastJoined = 32, kBatchFlags = 63
+};
+
+void put_entry(Writer* out, const PlanEntry& e) {
+  out->put(static_cast<uint8_t>((e.slot != kNoSlot ? kHasSlot : 0) | (e.unnamed ? kUnnamed : 0) |
+                                (e.assigned ? kAssigned : 0) | (e.has_signature ? kHasSignature : 0) |
+                                (e.name.empty() ? 0 : kHasName) | (e.failed_on.empty() ? 0 : kFailedOn)));
+  if (e.slot != kNoSlot) put_varint(out, e.slot);
+  if (e.unnamed) put_varint(out, e.sequence);
+  if (!e.name.empty()) put_string(out, e.name);
+  if (e.has_signature) put_signature(out, e.signature);
+  if (e.failed_on.empty()) return;
+  put_varint(out, e.failed_on.size());
+  for (int32_t rank : e.failed_on) put_varint(out, static_cast<uint32_t>(rank));
+}
+
+int32_t get_rank(Reader* in) {
+  uint64_t rank = get_varint(in);
+  if (rank > static_cast<uint64_t>(std::numeric_limits<int32_t>::max())) in->fail();
+  return in->ok() ? static_cast<int32_t>(rank) : 0;
+}
+
+void get_entry(Reader* in, PlanEntry* e) {
+  uint8_t flags = in->get<uint8_t>();
+  if ((flags & ~kEntryFlags) != 0) in->fail();
+  e->unnamed = (flags & kUnnamed) != 0;
+  e->assigned = (flags & kAssigned) != 0;
+  e->has_signature = (flags & kHasSignature) != 0;
+  if ((flags & kHasSlot) != 0) {
+    uint64_t slot = get_varint(in);
+    if (slot >= kMaxSlots) in->fail();
+    e->slot = static_cast<uint32_t>(slot);
+  } else if (e->assigned) {
+    in->fail();
+  }
+  if (e->unnamed) e->sequence = get_varint(in);
+  if ((flags & kHasName) != 0) get_string(in, &e->name);
+  if (e->has_signature && in->ok()) get_signature(in, &e->signature);
+  if ((flags & kFailedOn) == 0) return;
+  size_t n = get_length(in, 1);
+  for (size_t i = 0; i < n && in->ok(); i++) e->failed_on.push_back(get_rank(in));
+}
+
+// A steady batch is nothing but slots of one kind, in order; then they go as a list of slots.
+bool only_slots(const PlanBatch& batch) {
+  if (batch.entries.empty()) return false;
+  for (const PlanEntry& e : batch.entries) {
+    bool bare = e.slot != kNoSlot && !e.assigned && !e.has_signature && e.name.empty() && e.failed_on.empty();
+    if (!bare || e.unnamed != batch.entries.front().unnamed || (!e.unnamed && e.sequence != 0)) return false;
+  }
+  return true;
+}
+
+void put_entries(Writer* out, const PlanBatch& batch, bool slots_only) {
+  if (!slots_only) {
+    put_varint(out, batch.entries.size());
+    for (const PlanEntry& e : batch.entries) put_entry(out, e);
+    return;
+  }
+  std::vector<CachedRequest> slots;
+  slots.reserve(batch.entries.size());
+  for (const PlanEntry& e : batch.entries) slots.push_back({e.slot, e.sequence});
+  put_slots(out, slots);
+}
+
+// `room` is how many entries the plan may still hold: an entry is far larger in memory than on the wire.
+void get_entries(Reader* in, uint8_t flags, size_t room, PlanBatch* batch) {
+  if ((flags & kSlotsOnly) == 0) {
+    size_t n = get_length(in, 1);
+    if (n > room) in->fail();
+    for (size_t i = 0; i < n && in->ok(); i++) get_entry(in, &batch->entries.emplace_back());
+    return;
+  }
+  std::vector<CachedRequest> slots;
+  get_slots(in, &slots);
+  if (slots.size() > room) in->fail();
+  if (!in->ok()) return;
+  batch->entries.resize(slots.size());
+  for (size_t i = 0; i < slots.size(); i++) {
+    batch->entries[i].slot = slots[i].slot;
+    batch->entries[i].sequence = slots[i].sequence;
+    batch->entries[i].unnamed = (flags & kSlotsUnnamed) != 0;
+  }
+}
+
+void put_batch(Writer* out, const PlanBatch& b, uint32_t expected_id) {
+  bool slots_only = only_slots(b);
+  bool failed = b.error != Code::kOk;
+  put_varint(out, zigzag(static_cast<int32_t>(b.id - expected_id)));
+  out->put(b.op);
+  out->put(b.algorithm);
+  out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (slots_only ? kSlotsOnly : 0) |
+                                (slots_only && b.entries.front().unnamed ? kSlotsUnnamed : 0) |
+                                (b.rows.empty() ? 0 : kHasRows) | (failed ? kHasError : 0) |
+                                (b.last_joined >= 0 ? kLastJoined : 0)));
+  put_entries(out, b, slots_only);
+  if (!b.rows.empty()) put_rows(out, b.rows);
+  if (b.last_joined >= 0) put_varint(out, static_cast<uint32_t>(b.last_joined));
+  if (!failed) return;
+  out->put(static_cast<uint8_t>(b.error));
+  put_string(out, std::string_view(b.error_text).substr(0, kMaxTextBytes));
+}
+
+void get_batch(Reader* in, uint32_t expected_id, size_t room, PlanBatch* b) {
+  b->id = expected_id + static_cast<uint32_t>(unzigzag(get_varint(in)));
+  b->op = get_enum<Op>(in, kOpCount);
+  b->algorithm = get_enum<Algorithm>(in, static_cast<int>(Algorithm::kPairwise) + 1);
+  uint8_t flags = in->get<uint8_t>();
+  if ((flags & ~kBatchFlags) != 0) in->fail();
+  b->in_arena = (flags & kBatchInArena) != 0;
+  get_entries(in, flags, room, b);
+  if (!in->ok()) return;
+  if ((flags & kHasRows) != 0) get_rows(in, &b->rows);
+  if ((flags & kLastJoined) != 0) b->last_joined = get_rank(in);
+  if ((flags & kHasError) == 0) return;
+  b->error = get_enum<Code>(in, static_cast<int>(Code::kInternal) + 1);
+  if (b->error == Code::kOk) in->fail();
+  get_string(in, &b->error_text);
+}
+
+}  // namespace
+
+void encode(const Ballot& ballot, Writer* out) {
+  out->put(ballot.generation);
+  out->put(ballot.process_set);
+  put_varint(out, static_cast<uint32_t>(ballot.rank));
+  out->put(static_cast<uint8_t>(ballot.joined ? 1 : 0));
+  put_slots(out, ballot.cached);
+  put_varint(out, ballot.fresh.size());
+  for (const Request& r : ballot.fresh) {
+    put_string(out, r.name);
+    put_varint(out, r.sequence);
+    put_signature(out, r.signature);
+  }
+}
+
+Status decode(Reader* in, Ballot* ballot) {
+  constexpr size_t kSmallestRequest = 8;  // two lengths, a sequence and five bytes of signature
+  *ballot = Ballot{};
+  size_t bytes = in->remaining();
+  ballot->generation = in->get<uint32_t>();
+  ballot->process_set = in->get<uint16_t>();
+  ballot->rank = get_rank(in);
+  uint8_t joined = in->get<uint8_t>();
+  if (joined > 1) in->fail();
+  ballot->joined = joined == 1;
+  if (in->ok()) get_slots(in, &ballot->cached);
+  size_t fresh = in->ok() ? get_length(in, kSmallestRequest) : 0;
+  for (size_t i = 0; i < fresh && in->ok(); i++) {
+    Request& r = ballot->fresh.emplace_back();
+    get_string(in, &r.name);
+    r.sequence = get_varint(in);
+    if (in->ok()) get_signature(in, &r.signature);
+  }
+  if (in->ok()) return Status::ok();
+  return error(Code::kInternal, "a ballot frame (", bytes, " bytes, rank ", ballot->rank, ") is broken after ",
+               ballot->cached.size(), " slots and ", ballot->fresh.size(), " requests");
+}
+
+void encode(const Plan& plan, Writer* out) {
+  out->put(plan.generation);
+  out->put(plan.process_set);
+  put_varint(out, plan.batches.size());
+  uint32_t expected_id = 0;
+  for (const PlanBatch& b : plan.batches) {
+    put_batch(out, b, expected_id);
+    expected_id = b.id + 1;
+  }
+}
+
+Status decode(Reader* in, Plan* plan) {
+  constexpr size_t kSmallestBatch = 5;  // id, op, algorithm, flags, number of entries
+  *plan = Plan{};
+  size_t bytes = in->remaining();
+  plan->generation = in->get<uint32_t>();
+  plan->process_set = in->get<uint16_t>();
+  size_t batches = get_length(in, kSmallestBatch);
+  size_t room = kMaxPlanEntries;
+  uint32_t expected_id = 0;
+  for (size_t i = 0; i < batches && in->ok(); i++) {
+    PlanBatch& b = plan->batches.emplace_back();
+    get_batch(in, expected_id, room, &b);
+    expected_id = b.id + 1;
+    room -= b.entries.size();
+  }
+  if (in->ok()) return Status::ok();
+  return error(Code::kInternal, "a plan frame (", bytes, " bytes) is broken in batch ", plan->batches.size());
+}
+
+}  // namespace hc
