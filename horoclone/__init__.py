@@ -14,8 +14,8 @@ __version__ = "0.1.0"
 _HOMES: dict[str, tuple[str, ...]] = {
     "runtime": (
         "init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
-        "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
-        "ddl_built", "ccl_built", "cuda_built", "rocm_built", "start_timeline", "stop_timeline",
+        "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built",
+        "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "start_timeline", "stop_timeline",
     ),
     "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product"),
     "process_sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
@@ -27,8 +27,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "grouped_allreduce", "grouped_allreduce_",
         "grouped_allreduce_async", "grouped_allreduce_async_", "allgather", "allgather_async", "grouped_allgather",
         "grouped_allgather_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "alltoall",
-        "alltoall_async", "reducescatter", "reducescatter_async", "grouped_reducescatter", "grouped_reducescatter_async",
-        "barrier", "join", "poll", "synchronize",
+        "alltoall_async", "reducescatter", "reducescatter_async", "grouped_reducescatter",
+        "grouped_reducescatter_async", "barrier", "join", "poll", "synchronize",
     ),
     "objects": ("broadcast_object", "broadcast_object_fn", "allgather_object"),
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The numbers of operations, reductions and dtypes: the same as in csrc/include/horoclone.h. No imports but the standard library."""
+"""The numbers of operations, reductions and dtypes: the same as in csrc/include/horoclone.h. Standard library only."""
 
 from __future__ import annotations
 
@@ -46,9 +46,7 @@ def resolve_reduce(average: bool | None, op: int | None) -> int:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         if isinstance(op, bool) or not isinstance(op, int) or not Average <= op <= Product:
-            raise ValueError(
-                f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}."
-            )
+            raise ValueError(f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}.")
         return op
     if average is None:
         return Average

@@ -1,4 +1,4 @@
-"""Subsets of ranks. A set is registered by `init(process_sets=...)` or by `add_process_set`, collectively over the world.
+"""Subsets of ranks. A set is registered by `init(process_sets=...)` or `add_process_set`, collectively.
 
 The table of registered sets lives here, one per process; runtime.py fills it at init and clears it at shutdown.
 """
@@ -44,7 +44,9 @@ class ProcessSet:
         return None if self.process_set_id is None or self.ranks is None else world_rank in self.ranks
 
     def __str__(self) -> str:
-        return f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        return (
+            f"ProcessSet(process_set_id={self.process_set_id}, ranks={self.ranks}, mpi_comm={self.mpi_comm})"
+        )
 
     __repr__ = __str__
 
@@ -53,7 +55,9 @@ def _sorted_ranks(ranks: Iterable[int]) -> list[int]:
     try:
         listed = [int(rank) for rank in ranks]
     except TypeError as error:
-        raise ValueError(f"a process set is made of ranks or of an mpi4py communicator, not {ranks!r}") from error
+        raise ValueError(
+            f"a process set is made of ranks or of an mpi4py communicator, not {ranks!r}"
+        ) from error
     if len(set(listed)) != len(listed):
         raise ValueError(f"a process set names a rank twice: {listed}")
     if listed and min(listed) < 0:
@@ -86,13 +90,14 @@ def id_of(process_set: ProcessSet) -> int:
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Registers one more set; every rank of the world calls it with the same ranks. Returns the set with its id.
 
-    Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before init (or `init(process_sets="dynamic")`). ValueError otherwise, for ranks
-    outside the world, and for a set that exists already.
+    Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before init (or `init(process_sets="dynamic")`). ValueError otherwise, for
+    ranks outside the world, and for a set that exists already.
     """
     native = runtime.native()
     if not runtime.dynamic_process_sets():
         raise ValueError(
-            "add_process_set needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or hvd.init(process_sets='dynamic')."
+            "add_process_set needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or "
+            "hvd.init(process_sets='dynamic')."
         )
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _register(native, wanted)
@@ -100,7 +105,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a set; every rank of the world calls it. False when there is nothing to remove (also for the global set)."""
+    """Removes a set; every rank of the world calls it. False when it is not registered, and for the global set."""
     native = runtime.native()
     if not runtime.dynamic_process_sets():
         raise ValueError(
@@ -120,7 +125,9 @@ def _register(native: Any, wanted: ProcessSet) -> None:
     if wanted.ranks is None:
         wanted.ranks = _sorted_ranks(runtime.world_ranks_of(wanted.mpi_comm))
     if wanted.ranks and wanted.ranks[-1] >= native.size:
-        raise ValueError(f"{wanted} has a rank outside the world of {native.size} ranks (0..{native.size - 1}).")
+        raise ValueError(
+            f"{wanted} has a rank outside the world of {native.size} ranks (0..{native.size - 1})."
+        )
     if not wanted.ranks:
         raise ValueError(f"{wanted} is empty; a process set needs at least one rank.")
     for other in _registered.values():

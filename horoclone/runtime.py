@@ -49,15 +49,17 @@ def native() -> Runtime:
 def _absence() -> errors.HorovodInternalError:
     if _forked_from is not None:
         return _forked_error()
-    return errors.NotInitialized(f"Horovod has not been initialized; use hvd.init(). (The call was {_called()}().)")
+    return errors.NotInitialized(
+        f"Horovod has not been initialized; use hvd.init(). (The call was {_called()}().)"
+    )
 
 
 def _forked_error() -> errors.HorovodInternalError:
     return errors.HorovodInternalError(
         f"{_called()}(): this process (pid {os.getpid()}) was forked from pid {_forked_from} after hvd.init(), and the "
         "runtime does not survive a fork. Calling hvd.init() and then forking is not supported for processes that "
-        "communicate: start them with the 'spawn' method, or fork first and call hvd.init() afterwards. Workers that only "
-        "load data may be forked; pass them hvd.rank() and hvd.size() as values."
+        "communicate: start them with the 'spawn' method, or fork first and call hvd.init() afterwards. Workers that "
+        "only load data may be forked; pass them hvd.rank() and hvd.size() as values."
     )
 
 
@@ -87,7 +89,8 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in environ.items()
-        if name.startswith(("HOROCLONE_", "HOROVOD_")) and name not in ("HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE")
+        if name.startswith(("HOROCLONE_", "HOROVOD_"))
+        and name not in ("HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE")
     }
 
 
@@ -192,7 +195,9 @@ def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm:
         return []
     if isinstance(process_sets, str):
         if process_sets.lower() != "dynamic":
-            raise ValueError(f"process_sets={process_sets!r}: the only word allowed is 'dynamic'; else pass a list.")
+            raise ValueError(
+                f"process_sets={process_sets!r}: the only word allowed is 'dynamic'; else pass a list."
+            )
         os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
         return []
     wanted = list(process_sets)
@@ -201,11 +206,13 @@ def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm:
             raise ValueError(f"process_sets[{index}] is {entry!r}, not a ProcessSet.")
         if entry.mpi_comm is not None and isinstance(comm, (list, tuple)):
             raise NotImplementedError(
-                "process sets made of communicators need init(comm=<mpi4py communicator>) or init(), not a list of ranks"
+                "process sets made of communicators need init() or init(comm=<communicator>), not a list of ranks"
             )
         for earlier in range(index):
             if entry is wanted[earlier] or (entry.ranks is not None and entry.ranks == wanted[earlier].ranks):
-                raise ValueError(f"process_sets[{index}] has the same ranks as process_sets[{earlier}]: {entry}.")
+                raise ValueError(
+                    f"process_sets[{index}] has the same ranks as process_sets[{earlier}]: {entry}."
+                )
     return wanted
 
 
@@ -281,13 +288,15 @@ def _bounded(work: Callable[[], None], limit_s: float) -> bool:
     def quiet() -> None:
         try:
             work()
-        except Exception:  # noqa: BLE001 - the process is ending; its own error is the one to show
+        except Exception:  # the process is ending; its own error is the one to show
             pass
 
     thread = threading.Thread(target=quiet, name="hc-exit", daemon=True)
     try:
         thread.start()
-    except RuntimeError:  # an interpreter that is too far gone for threads; every call in `work` has its own deadline
+    except (
+        RuntimeError
+    ):  # an interpreter that is too far gone for threads; every call in `work` has its own deadline
         quiet()
         return True
     thread.join(limit_s)
@@ -400,7 +409,9 @@ def mpi_threads_supported() -> bool:
     """Whether MPI may be used from several threads. ValueError when MPI is not in use."""
     native()
     if not mpi_enabled():
-        raise ValueError("mpi_threads_supported: MPI is not in use; start the job with mpirun, or pass init(comm=...).")
+        raise ValueError(
+            "mpi_threads_supported: MPI is not in use; start the job with mpirun, or pass init(comm=...)."
+        )
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
         return True  # horoclone itself makes no MPI call then
@@ -446,8 +457,8 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     """Not available yet: raises Unsupported (NotInitialized before init)."""
     native()
     raise errors.Unsupported(
-        f"start_timeline({file_path!r}): this version writes no timeline. Use the framework's profiler (torch.profiler); "
-        "HOROCLONE_LOG=debug shows each step of the runtime."
+        f"start_timeline({file_path!r}): this version writes no timeline. Use the framework's profiler "
+        "(torch.profiler); HOROCLONE_LOG=debug shows each step of the runtime."
     )
 
 

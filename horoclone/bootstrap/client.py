@@ -1,0 +1,300 @@
+"""One rank's side of the rendezvous (rendezvous.py): connect to whichever address answers and proves the secret.
+
+Every call has a deadline; a lost connection is made again, as every request may be repeated without harm.
+Thread: one at a time, except report_failure, which uses a connection of its own.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+
+from horoclone import errors
+from horoclone.bootstrap import wire
+
+PUT, GET, GATHER, TAKEN, FAIL = range(1, 6)  # as in rendezvous.py
+OK, NOT_YET, FAILED, REJECTED = range(4)
+
+CONNECT_S = 3.0  # one round over all addresses
+HELLO_S = 5.0
+SLICE_S = 1.0  # longest single wait at the server, so that reports come in time
+REPORT_AFTER_S = 10.0
+REPORT_EVERY_S = 30.0
+REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we believe it
+NO_ANSWER = "no answer"
+
+Say = Callable[[str], None]
+
+
+class Refused(Exception):
+    """The server answered, and does not accept our secret or job id."""
+
+
+class Client:
+    """addresses: as Server.addresses. timeout_s bounds finding the server in one call; it is the default of get."""
+
+    def __init__(self, addresses: list[str], secret: bytes, job: str, timeout_s: float) -> None:
+        if not addresses:
+            raise ValueError("the rendezvous has no address")
+        for address in addresses:
+            wire.parse_address(address)
+            if not secret and not address.startswith("unix:"):
+                raise ValueError(f"a rendezvous over the network ({address}) needs the job secret")
+        self.addresses = list(addresses)
+        self._secret, self._job, self._timeout_s = secret, job, timeout_s
+        self._connection: socket.socket | None = None
+        self.tried: dict[str, str] = {}  # address -> what happened there last
+
+    # --- requests
+
+    def put(self, key: str, value: bytes) -> None:
+        """Stores at most 64 KiB. Timeout when the server cannot be reached, ValueError when it refuses."""
+        payload = bytes([PUT]) + wire.pack_key(key) + wire.check_value(value, f"put {key!r}")
+        status, body = self._ask(payload, time.monotonic() + self._timeout_s)
+        if status != OK:
+            raise ValueError(f"put {key!r}: {body.decode(errors='replace')}")
+
+    def get(self, key: str, timeout_s: float | None = None) -> bytes:
+        """Waits until somebody has put the key. Timeout after timeout_s."""
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
+        while True:
+            wait_ms = _slice_ms(deadline)
+            request = struct.pack("<BI", GET, wait_ms) + wire.pack_key(key)
+            status, body = self._ask(request, deadline + SLICE_S, wait_ms / 1000)
+            if status == OK:
+                return body
+            if time.monotonic() >= deadline:
+                raise errors.Timeout(f"nobody has put {key!r} at {self.where()} within {limit_s:g} s.")
+
+    def gather(
+        self, prefix: str, rank: int, size: int, blob: bytes, timeout_s: float, say: Say | None = None
+    ) -> list[bytes]:
+        """Gives `blob` and returns everybody's, by rank. After 10 s `say` hears who is missing.
+
+        Timeout after timeout_s, naming the missing ranks; PeerLost when a missing rank has reported its failure;
+        HorovodInternalError when ranks disagree on the size or two claim one rank.
+        """
+        body = wire.pack_key(prefix) + wire.check_value(blob, f"gather {prefix!r}")
+        started = time.monotonic()
+        deadline, report_at = started + timeout_s, started + REPORT_AFTER_S
+        missing = "nobody has been heard of"
+        while True:
+            wait_ms = _slice_ms(deadline)
+            request = struct.pack("<BIII", GATHER, rank, size, wait_ms) + body
+            try:
+                status, answer = self._ask(request, min(deadline, report_at) + SLICE_S, wait_ms / 1000)
+            except errors.Timeout:
+                if time.monotonic() >= deadline:
+                    raise
+                status, answer, missing = NOT_YET, b"", f"the rendezvous does not answer: {self.where()}"
+            if status == OK:
+                return self._take(prefix, rank, size, answer, deadline)
+            if status == FAILED:
+                culprit, text = struct.unpack_from("<I", answer)[0], answer[4:].decode(errors="replace")
+                raise errors.PeerLost(f"rank {culprit} failed before it was connected:\n{text}", culprit)
+            if status == REJECTED:
+                raise errors.HorovodInternalError(answer.decode(errors="replace"))
+            if answer:
+                missing = f"missing: {_ranks(answer)}; they were expected at {self.where()}"
+            now = time.monotonic()
+            if now >= deadline:
+                raise errors.Timeout(
+                    f"rank {rank} waited {timeout_s:g} s for the {size} ranks of the job; {missing}. Look at the logs "
+                    "of those ranks; HOROCLONE_START_TIMEOUT (seconds) gives slow starts more time."
+                )
+            if now >= report_at:
+                report_at = now + REPORT_EVERY_S
+                if say is not None:
+                    say(
+                        f"still waiting for the {size} ranks of the job after {now - started:.0f} s; {missing}"
+                    )
+
+    def report_failure(self, rank: int, text: str, consequence: bool = False, timeout_s: float = 2.0) -> None:
+        """Tells the server why this rank ends. Uses a connection of its own; Timeout when nobody listens."""
+        other = Client(self.addresses, self._secret, self._job, timeout_s)
+        try:
+            body = text.encode(errors="replace")[-wire.MAX_VALUE_BYTES :]
+            other._ask(struct.pack("<BIB", FAIL, rank, consequence) + body, time.monotonic() + timeout_s)
+        finally:
+            other.close()
+
+    def where(self) -> str:
+        """The addresses, each with what happened there last."""
+        return ", ".join(f"{one} ({self.tried.get(one, 'not tried')})" for one in self.addresses)
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.close()
+
+    # --- one request, one answer
+
+    def _take(self, prefix: str, rank: int, size: int, answer: bytes, deadline: float) -> list[bytes]:
+        (count,) = struct.unpack("<I", answer)
+        if count != size or self._connection is None:
+            raise errors.HorovodInternalError(f"the rendezvous answered with {count} of {size} ranks")
+        try:
+            blobs = [self._receive(max(deadline, time.monotonic() + HELLO_S))[1] for _ in range(size)]
+            self._connection.sendall(wire.frame(struct.pack("<BI", TAKEN, rank) + wire.pack_key(prefix)))
+        except OSError as error:
+            raise errors.HorovodInternalError(
+                f"the rendezvous broke off while it answered: {error}"
+            ) from error
+        return blobs
+
+    def _ask(self, payload: bytes, deadline: float, wait_s: float = 0.0) -> tuple[int, bytes]:
+        while True:
+            self._connect(deadline)
+            assert self._connection is not None
+            try:
+                self._connection.settimeout(HELLO_S)
+                self._connection.sendall(wire.frame(payload))
+                return self._receive(time.monotonic() + wait_s + HELLO_S)
+            except OSError as error:
+                self.close()
+                self.tried = dict.fromkeys(self.addresses, f"connection lost: {error}")
+                if time.monotonic() >= deadline:
+                    raise errors.Timeout(f"the rendezvous does not answer: {self.where()}") from error
+
+    def _receive(self, deadline: float) -> tuple[int, bytes]:
+        (length,) = struct.unpack("<I", self._exactly(4, deadline))
+        if not 0 < length <= wire.MAX_FRAME_BYTES:
+            raise ConnectionError(f"a frame of {length} bytes")
+        payload = self._exactly(length, deadline)
+        return payload[0], payload[1:]
+
+    def _exactly(self, count: int, deadline: float) -> bytes:
+        assert self._connection is not None
+        return _exactly(self._connection, count, deadline)
+
+    # --- connecting
+
+    def _connect(self, deadline: float) -> None:
+        pause_s, refused_since = 0.01, 0.0
+        while self._connection is None:
+            self.tried = {}
+            self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
+            if self._connection is not None:
+                return
+            now = time.monotonic()
+            texts = self.tried.values()
+            if any(text.startswith("refused") for text in texts) and NO_ANSWER not in texts:
+                refused_since = refused_since or now
+            else:
+                refused_since = 0.0
+            if refused_since and now - refused_since >= REFUSED_S:
+                raise errors.HorovodInternalError(
+                    f"no rendezvous accepts us. Tried: {self.where()}. Is the secret of this job right "
+                    "(HOROCLONE_SECRET, HOROCLONE_SECRET_FILE), and is no older job left at that address?"
+                )
+            if time.monotonic() >= deadline:
+                raise errors.Timeout(f"no rendezvous can be reached. Tried: {self.where()}.")
+            time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
+            pause_s = min(pause_s * 1.5, 0.5)
+
+    def _one_round(self, deadline: float) -> socket.socket | None:
+        """Tries every address at once; the first that proves the secret wins."""
+        waiting: dict[int, tuple[str, socket.socket]] = {}
+        poller = select.poll()
+        try:
+            for address in self.addresses:
+                one = self._begin(address)
+                if one is not None:
+                    waiting[one.fileno()] = (address, one)
+                    poller.register(one, select.POLLOUT)
+            while waiting:
+                ready = poller.poll(max(0.0, (deadline - time.monotonic()) * 1000))
+                if not ready:
+                    self.tried.update({address: NO_ANSWER for address, _ in waiting.values()})
+                    return None
+                for descriptor, _ in ready:
+                    address, one = waiting.pop(descriptor)
+                    poller.unregister(descriptor)
+                    if self._prove(address, one):
+                        return one
+            return None
+        finally:
+            for _, one in waiting.values():
+                one.close()
+
+    def _begin(self, address: str) -> socket.socket | None:
+        family, target = wire.parse_address(address)
+        one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        one.setblocking(False)
+        try:
+            one.connect(target)
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self.tried[address] = error.strerror or str(error)
+            one.close()
+            return None
+        return one
+
+    def _prove(self, address: str, one: socket.socket) -> bool:
+        try:
+            failure = one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            if failure:
+                raise OSError(failure, os.strerror(failure))
+            if one.family == socket.AF_UNIX:
+                if not wire.same_user(one):
+                    raise Refused(f"refused: it belongs to user id {wire.peer_uid(one)}, not to ours")
+            else:
+                one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._handshake(one)
+        except (OSError, Refused) as error:
+            self.tried[address] = getattr(error, "strerror", None) or str(error)
+            one.close()
+            return False
+        self.tried[address] = "connected"
+        return True
+
+    def _handshake(self, one: socket.socket) -> None:
+        deadline = time.monotonic() + HELLO_S
+        greeting = _exactly(one, wire.GREETING_BYTES, deadline)
+        if not greeting.startswith(wire.GREETING):
+            raise ConnectionError("something else than a rendezvous of this version answers there")
+        server_nonce = greeting[len(wire.GREETING) :]
+        nonce = secrets.token_bytes(wire.NONCE_BYTES)
+        mine = wire.proof(self._secret, b"client", self._job, server_nonce, nonce)
+        one.sendall(wire.HELLO + nonce + mine)
+        answer = _exactly(one, wire.PROOF_BYTES, deadline)
+        if answer == wire.REFUSED:
+            raise Refused(f"refused our secret or job id {self._job!r}")
+        if not hmac.compare_digest(
+            answer, wire.proof(self._secret, b"server", self._job, server_nonce, nonce)
+        ):
+            raise Refused("refused by us: it does not know the secret")
+
+
+def _exactly(one: socket.socket, count: int, deadline: float) -> bytes:
+    """Reads exactly count bytes. ConnectionError at the end of the stream, TimeoutError at the deadline."""
+    parts = bytearray()
+    while len(parts) < count:
+        one.settimeout(max(0.001, deadline - time.monotonic()))
+        part = one.recv(count - len(parts))
+        if not part:
+            raise ConnectionError("it closed the connection")
+        parts += part
+        if time.monotonic() >= deadline and len(parts) < count:
+            raise TimeoutError("it answers too slowly")
+    return bytes(parts)
+
+
+def _slice_ms(deadline: float) -> int:
+    return int(1000 * max(0.0, min(SLICE_S, deadline - time.monotonic())))
+
+
+def _ranks(answer: bytes) -> str:
+    """A list of missing ranks for humans: [total][some of them ...]."""
+    total, *listed = struct.unpack(f"<{len(answer) // 4}I", answer)
+    text = ", ".join(str(rank) for rank in listed)
+    more = f" and {total - len(listed)} more" if total > len(listed) else ""
+    return f"rank{'s' if total != 1 else ''} {text}{more}"

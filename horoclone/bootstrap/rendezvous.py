@@ -1,0 +1,434 @@
+"""The job's meeting point: a small key-value server (one thread, hc-store) that every rank can reach.
+
+Every connection proves the job secret both ways before a byte of it is interpreted; on a unix socket the kernel
+must also say that it is the same user, and with an empty secret (one host only) that is the proof. Limits bound what
+a stranger can cost: 64 connections that have proved nothing yet, 5 seconds each, no allocation from a length they sent.
+The other side is client.py.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import selectors
+import socket
+import struct
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from horoclone.bootstrap import wire
+from horoclone.bootstrap.client import Client
+
+__all__ = ["Client", "Failure", "Server"]
+
+HELLO_DEADLINE_S = 5.0
+MAX_HALF_OPEN = 64
+MAX_KEYS = 65536
+MAX_STORED_BYTES = 512 << 20
+MAX_FAILURES = 4096
+MAX_LISTED = 64  # missing ranks named in one answer
+MAX_WAIT_MS = 60_000
+
+PUT, GET, GATHER, TAKEN, FAIL = range(1, 6)
+OK, NOT_YET, FAILED, REJECTED = range(4)
+
+
+class Failure(NamedTuple):
+    """What a rank said before it ended. `consequence`: it only passes on another rank's failure."""
+
+    rank: int
+    text: str
+    consequence: bool
+    at_s: float  # time.monotonic() of the server when it arrived
+
+
+@dataclass(eq=False)
+class _Gather:
+    size: int
+    blobs: dict[int, bytes] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.blobs]
+
+
+@dataclass(eq=False)
+class _Waiter:
+    key: str
+    deadline: float
+    gather: bool
+
+
+@dataclass(eq=False)
+class _Connection:
+    socket: socket.socket
+    nonce: bytes
+    opened_s: float
+    proved: bool = False
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    waiter: _Waiter | None = None
+    closing: bool = False
+
+
+class Server:
+    """Listens until close(). Thread: any for its methods; one thread of its own does the work.
+
+    secret: at least 16 bytes, or empty when every address is a unix socket. bind_addresses: "unix:NAME", "HOST",
+    "HOST:PORT" (port 0: the kernel picks one); "0.0.0.0" is advertised as every address of this host.
+    Raises OSError when an address cannot be bound.
+    """
+
+    def __init__(self, secret: bytes, job: str, size: int, bind_addresses: list[str]) -> None:
+        if secret and len(secret) < 16:
+            raise ValueError(f"the job secret has {len(secret)} bytes; it needs at least 16")
+        if not secret and not all(address.startswith("unix:") for address in bind_addresses):
+            raise ValueError("without a secret the rendezvous may only listen on unix sockets")
+        self._secret, self._job, self._size = secret, job, size
+        self._values: dict[str, bytes] = {}
+        self._gathers: dict[str, _Gather] = {}
+        self._stored_bytes = 0
+        self._failures: list[Failure] = []  # guarded by _mutex
+        self._arrived: set[int] = set()  # guarded by _mutex
+        self._pending_takes = 0  # guarded by _mutex; complete gathers that some rank has not fetched
+        self._mutex = threading.Condition()
+        self._connections: dict[int, _Connection] = {}
+        self._listeners: list[socket.socket] = []
+        self._stop = False
+        self.addresses: list[str] = []
+        try:
+            for address in bind_addresses:
+                self._listen(address)
+        except BaseException:
+            for listener in self._listeners:
+                listener.close()
+            raise
+        self._selector = selectors.DefaultSelector()
+        self._bell, self._bell_rope = socket.socketpair()
+        self._bell.setblocking(False)
+        self._selector.register(self._bell, selectors.EVENT_READ, self._bell)
+        for listener in self._listeners:
+            self._selector.register(listener, selectors.EVENT_READ, listener)
+        self._thread = threading.Thread(target=self._serve, name="hc-store", daemon=True)
+        self._thread.start()
+
+    # --- what others call
+
+    def failures(self) -> list[Failure]:
+        """Reports of ranks that failed, in the order in which they came."""
+        with self._mutex:
+            return list(self._failures)
+
+    def arrived(self) -> set[int]:
+        """Ranks that have come to a gather at least once."""
+        with self._mutex:
+            return set(self._arrived)
+
+    def close(self, linger_s: float = 0.0) -> None:
+        """Ends the thread and closes every socket. linger_s: how long to let ranks fetch gathers that are complete."""
+        with self._mutex:
+            self._mutex.wait_for(lambda: self._pending_takes == 0, timeout=linger_s)
+        self._stop = True
+        try:
+            self._bell_rope.send(b"x")
+        except OSError:
+            pass
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        self._release()
+
+    def after_fork_in_child(self) -> None:
+        """Closes the inherited descriptors; the thread and the service stay with the parent."""
+        self._mutex = threading.Condition()
+        self._release()
+
+    def _release(self) -> None:
+        # No unregister: an epoll set is shared with the parent after a fork, closing is not.
+        self._selector.close()
+        for connection in self._connections.values():
+            connection.socket.close()
+        for one in (*self._listeners, self._bell, self._bell_rope):
+            one.close()
+        self._connections.clear()
+        self._listeners.clear()
+
+    # --- the thread
+
+    def _listen(self, address: str) -> None:
+        family, target = wire.parse_address(address)
+        listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        self._listeners.append(listener)
+        if family != socket.AF_UNIX:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(target)
+        listener.listen(512)
+        listener.setblocking(False)
+        if family == socket.AF_UNIX:
+            self.addresses.append(address)
+            return
+        host, port = listener.getsockname()[:2]
+        hosts = wire.routable_addresses() if host in ("0.0.0.0", "::") else [host]
+        self.addresses.extend(wire.format_address(one, port) for one in hosts)
+
+    def _serve(self) -> None:
+        while not self._stop:
+            for key, events in self._selector.select(self._next_deadline_s()):
+                if key.data is self._bell:
+                    return
+                if isinstance(key.data, socket.socket):
+                    self._accept(key.data)
+                elif not key.data.closing:
+                    self._attend(key.data, events)
+            self._expire(time.monotonic())
+
+    def _next_deadline_s(self) -> float:
+        deadline = time.monotonic() + 5.0
+        for connection in self._connections.values():
+            if not connection.proved:
+                deadline = min(deadline, connection.opened_s + HELLO_DEADLINE_S)
+            if connection.waiter is not None:
+                deadline = min(deadline, connection.waiter.deadline)
+        return max(0.0, deadline - time.monotonic())
+
+    def _accept(self, listener: socket.socket) -> None:
+        for _ in range(MAX_HALF_OPEN):
+            try:
+                peer, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                return
+            except OSError:  # out of descriptors: give up the stranger that waits longest, look again soon
+                self._drop_oldest_stranger(0)
+                time.sleep(0.01)
+                return
+            peer.setblocking(False)
+            if peer.family == socket.AF_UNIX:
+                if not wire.same_user(peer):
+                    peer.close()
+                    continue
+            else:
+                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._drop_oldest_stranger(MAX_HALF_OPEN - 1)
+            connection = _Connection(peer, secrets.token_bytes(wire.NONCE_BYTES), time.monotonic())
+            self._connections[peer.fileno()] = connection
+            self._selector.register(peer, selectors.EVENT_READ, connection)
+            self._send(connection, wire.GREETING + connection.nonce)
+
+    def _drop_oldest_stranger(self, limit: int) -> None:
+        strangers = [one for one in self._connections.values() if not one.proved]
+        if len(strangers) > limit:
+            self._drop(min(strangers, key=lambda one: one.opened_s))
+
+    def _drop(self, connection: _Connection) -> None:
+        if connection.closing:
+            return
+        connection.closing = True
+        self._selector.unregister(connection.socket)
+        self._connections.pop(connection.socket.fileno(), None)
+        connection.socket.close()
+
+    def _expire(self, now: float) -> None:
+        for connection in list(self._connections.values()):
+            if not connection.proved and now - connection.opened_s >= HELLO_DEADLINE_S:
+                self._drop(connection)
+            elif connection.waiter is not None and now >= connection.waiter.deadline:
+                self._answer(connection, expired=True)
+
+    def _attend(self, connection: _Connection, events: int) -> None:
+        try:
+            if events & selectors.EVENT_WRITE:
+                self._flush(connection)
+            if events & selectors.EVENT_READ and not connection.closing:
+                # A stranger is never read beyond its hello, a known rank never far beyond one frame.
+                room = wire.MAX_FRAME_BYTES if connection.proved else wire.HELLO_BYTES
+                part = connection.socket.recv(max(1, room - len(connection.received)))
+                if not part:
+                    self._drop(connection)
+                    return
+                connection.received += part
+                self._consume(connection)
+        except BlockingIOError:
+            pass
+        except (OSError, wire.FrameError):
+            self._drop(connection)
+
+    def _consume(self, connection: _Connection) -> None:
+        if not connection.proved:
+            if len(connection.received) < wire.HELLO_BYTES:
+                return
+            self._check_hello(connection)
+        while not connection.closing and len(connection.received) >= 4:
+            (length,) = struct.unpack_from("<I", connection.received)
+            if not 0 < length <= wire.MAX_FRAME_BYTES:
+                raise wire.FrameError("bad length")
+            if len(connection.received) < 4 + length:
+                return
+            payload = bytes(connection.received[4 : 4 + length])
+            del connection.received[: 4 + length]
+            self._handle(connection, wire.Reader(payload))
+
+    def _check_hello(self, connection: _Connection) -> None:
+        hello = bytes(connection.received[: wire.HELLO_BYTES])
+        del connection.received[: wire.HELLO_BYTES]
+        nonce = hello[len(wire.HELLO) : -wire.PROOF_BYTES]
+        expected = wire.proof(self._secret, b"client", self._job, connection.nonce, nonce)
+        right = hmac.compare_digest(hello[-wire.PROOF_BYTES :], expected)
+        if not (right and hello.startswith(wire.HELLO)):
+            self._send(connection, wire.REFUSED)
+            self._drop(connection)
+            return
+        connection.proved = True
+        self._send(connection, wire.proof(self._secret, b"server", self._job, connection.nonce, nonce))
+
+    def _handle(self, connection: _Connection, reader: wire.Reader) -> None:
+        kind = reader.number("B")
+        if kind == PUT:
+            key = reader.key()
+            refusal = self._store(key, reader.rest())
+            self._reply(connection, REJECTED if refusal else OK, refusal.encode())
+            self._wake(key)
+        elif kind == GET:
+            connection.waiter = self._waiter(reader, gather=False)
+            self._answer(connection)
+        elif kind == GATHER:
+            self._handle_gather(connection, reader)
+        elif kind == TAKEN:
+            self._handle_taken(reader)
+        elif kind == FAIL:
+            self._handle_failure(connection, reader)
+        else:
+            raise wire.FrameError("unknown request")
+
+    def _waiter(self, reader: wire.Reader, gather: bool) -> _Waiter:
+        wait_s = min(reader.number("I"), MAX_WAIT_MS) / 1000
+        return _Waiter(reader.key(), time.monotonic() + wait_s, gather)
+
+    def _store(self, key: str, value: bytes) -> str:
+        if len(value) > wire.MAX_VALUE_BYTES:
+            raise wire.FrameError("value too long")
+        grown = self._stored_bytes + len(value) - len(self._values.get(key, b""))
+        if (key not in self._values and len(self._values) >= MAX_KEYS) or grown > MAX_STORED_BYTES:
+            return f"the rendezvous is full ({len(self._values)} keys, {self._stored_bytes} bytes)"
+        self._values[key] = value
+        self._stored_bytes = grown
+        return ""
+
+    def _handle_gather(self, connection: _Connection, reader: wire.Reader) -> None:
+        rank, size = reader.number("I"), reader.number("I")
+        waiter = self._waiter(reader, gather=True)
+        blob = reader.rest()
+        if not rank < size <= self._size or len(blob) > wire.MAX_VALUE_BYTES:
+            self._reply(connection, REJECTED, f"rank {rank} of {size} in a job of {self._size}".encode())
+            return
+        if waiter.key not in self._gathers and len(self._gathers) >= MAX_KEYS:
+            self._reply(connection, REJECTED, b"too many gathers are open")
+            return
+        gather = self._gathers.setdefault(waiter.key, _Gather(size))
+        if gather.size != size:
+            text = f"rank {rank} says that the job has {size} ranks, the others say {gather.size}"
+            self._reply(connection, REJECTED, text.encode())
+            return
+        known = gather.blobs.get(rank)
+        if known is not None and known != blob:
+            text = f"two processes say that they are rank {rank}; was a process started with a copied environment?"
+            self._reply(connection, REJECTED, text.encode())
+            return
+        gather.blobs[rank] = blob
+        connection.waiter = waiter
+        with self._mutex:
+            self._arrived.add(rank)
+            if known is None and len(gather.blobs) == size:
+                self._pending_takes += 1
+        if known is None and len(gather.blobs) == size:
+            self._wake(waiter.key)
+        else:
+            self._answer(connection)
+
+    def _handle_taken(self, reader: wire.Reader) -> None:
+        rank, key = reader.number("I"), reader.key()
+        gather = self._gathers.get(key)
+        if gather is None or rank not in gather.blobs:
+            return
+        gather.taken.add(rank)
+        if len(gather.taken) == gather.size:
+            del self._gathers[key]
+            with self._mutex:
+                self._pending_takes -= 1
+                self._mutex.notify_all()
+
+    def _handle_failure(self, connection: _Connection, reader: wire.Reader) -> None:
+        rank, consequence = reader.number("I"), bool(reader.number("B"))
+        text = reader.rest().decode(errors="replace")
+        with self._mutex:
+            if len(self._failures) < MAX_FAILURES:
+                self._failures.append(Failure(rank, text, consequence, time.monotonic()))
+        self._reply(connection, OK)
+        for other in list(self._connections.values()):  # who waits for this rank need wait no longer
+            if other.waiter is not None and other.waiter.gather:
+                self._answer(other)
+
+    def _wake(self, key: str) -> None:
+        for connection in list(self._connections.values()):
+            if connection.waiter is not None and connection.waiter.key == key:
+                self._answer(connection)
+
+    def _answer(self, connection: _Connection, expired: bool = False) -> None:
+        """Answers a waiting rank if there is something to say, or if its time is up."""
+        waiter = connection.waiter
+        if waiter is None:
+            return
+        expired = expired or time.monotonic() >= waiter.deadline
+        if not waiter.gather:
+            value = self._values.get(waiter.key)
+            if value is not None or expired:
+                connection.waiter = None
+                self._reply(connection, NOT_YET if value is None else OK, value or b"")
+            return
+        gather = self._gathers[waiter.key]
+        missing = gather.missing()
+        failure = next((one for one in self.failures() if one.rank in missing), None) if missing else None
+        if not missing:
+            count = struct.pack("<I", gather.size)
+            self._reply(connection, OK, count)
+            for rank in range(gather.size):
+                self._send(connection, wire.frame(bytes([OK]) + gather.blobs[rank]))
+        elif failure is not None:
+            self._reply(connection, FAILED, struct.pack("<I", failure.rank) + failure.text.encode()[-8192:])
+        elif expired:
+            listed = missing[:MAX_LISTED]
+            self._reply(connection, NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))
+        else:
+            return
+        connection.waiter = None
+
+    def _reply(self, connection: _Connection, status: int, body: bytes = b"") -> None:
+        self._send(connection, wire.frame(bytes([status]) + body))
+
+    def _send(self, connection: _Connection, data: bytes) -> None:
+        if connection.closing:
+            return
+        connection.unsent += data
+        try:
+            self._flush(connection)
+        except OSError:
+            self._drop(connection)
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                sent = connection.socket.send(connection.unsent)
+                del connection.unsent[:sent]
+        except BlockingIOError:
+            pass
+        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        if self._selector.get_key(connection.socket).events != wanted:
+            self._selector.modify(connection.socket, wanted, connection)
+
+
+def abstract_name(*parts: str | int) -> str:
+    """`unix:` address made of the parts and our user id, hashed so that it fits whatever the parts contain."""
+    text = "\0".join(str(part) for part in (*parts, os.geteuid()))
+    return f"unix:horoclone-{hashlib.sha256(text.encode()).hexdigest()[:40]}"

@@ -1,0 +1,154 @@
+"""Addresses, the mutual proof of the job secret, and length-checked frames of the rendezvous.
+
+Nothing that a peer sends is interpreted before it has proved the secret: until then only fixed-size blocks are read.
+Frames are [length u32 little-endian][payload]; payloads are made with struct, never with pickle.
+"""
+
+from __future__ import annotations
+
+import array
+import fcntl
+import hashlib
+import hmac
+import os
+import socket
+import struct
+
+GREETING = b"HCR1"  # server -> client, then its nonce
+HELLO = b"HCC1"  # client -> server, then its nonce and its proof
+NONCE_BYTES = 32
+PROOF_BYTES = 32
+GREETING_BYTES = len(GREETING) + NONCE_BYTES
+HELLO_BYTES = len(HELLO) + NONCE_BYTES + PROOF_BYTES
+REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or job id is not mine
+
+MAX_KEY_BYTES = 256
+MAX_VALUE_BYTES = 64 * 1024
+MAX_FRAME_BYTES = MAX_VALUE_BYTES + MAX_KEY_BYTES + 64
+SIOCGIFADDR = 0x8915
+
+
+def proof(secret: bytes, role: bytes, job: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
+    """HMAC-SHA-256 over role, job and both nonces. Roles differ, so a proof cannot be reflected."""
+    name = job.encode()
+    message = (
+        b"horoclone rendezvous 1 " + role + struct.pack("<I", len(name)) + name + server_nonce + client_nonce
+    )
+    return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the other end of a unix socket runs under our user id (told by the kernel, not by the peer)."""
+    return peer_uid(connection) == os.geteuid()
+
+
+def peer_uid(connection: socket.socket) -> int:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    return struct.unpack("3i", credentials)[1]
+
+
+def parse_address(text: str) -> tuple[int, str | tuple[str, int]]:
+    """`unix:NAME` (abstract socket), `HOST:PORT`, `[V6]:PORT` or `HOST` (port 0) -> socket family and address."""
+    if text.startswith("unix:"):
+        name = text[5:]
+        if not 0 < len(name.encode()) <= 100:
+            raise ValueError(f"{text!r}: the name of an abstract socket has 1 to 100 bytes")
+        return socket.AF_UNIX, "\0" + name
+    host, colon, port_text = text.rpartition(":")
+    if text.startswith("["):
+        host, bracket, rest = text[1:].partition("]")
+        if not bracket or (rest and not rest.startswith(":")):
+            raise ValueError(f"{text!r} is not [host]:port")
+        colon, port_text = rest[:1], rest[1:]
+    elif not colon or ":" in host:  # no port, or a bare IPv6 address
+        host, port_text = text, ""
+    try:
+        port = int(port_text or "0")
+    except ValueError:
+        port = -1
+    if not host or not 0 <= port <= 65535:
+        raise ValueError(f"{text!r} is neither unix:name nor host:port")
+    return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, port)
+
+
+def format_address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def routable_addresses(interfaces: str = "") -> list[str]:
+    """IPv4 addresses of this host's interfaces that are up, loopback last; only those named in the comma list, if any.
+
+    ValueError when a named interface does not exist or has no address.
+    """
+    named = [name.strip() for name in interfaces.split(",") if name.strip()]
+    found: dict[str, str] = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = array.array("B", struct.pack("256s", name.encode()[:15]))
+            try:
+                fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request, True)
+            except OSError:
+                continue  # no IPv4 address
+            found[name] = socket.inet_ntoa(request[20:24].tobytes())
+    if named:
+        missing = [name for name in named if name not in found]
+        if missing:
+            raise ValueError(
+                f"network interface {', '.join(missing)} has no IPv4 address here; this host has "
+                f"{', '.join(f'{name} ({address})' for name, address in found.items())}."
+            )
+        return [found[name] for name in named]
+    return sorted(found.values(), key=lambda address: address.startswith("127."))
+
+
+def pack_key(key: str) -> bytes:
+    encoded = key.encode()
+    if not 0 < len(encoded) <= MAX_KEY_BYTES:
+        raise ValueError(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one has {len(encoded)}: {key[:80]!r}")
+    return struct.pack("<H", len(encoded)) + encoded
+
+
+def check_value(value: bytes, what: str) -> bytes:
+    if len(value) > MAX_VALUE_BYTES:
+        raise ValueError(f"{what}: {len(value)} bytes, at most {MAX_VALUE_BYTES} are allowed")
+    return value
+
+
+def frame(payload: bytes) -> bytes:
+    return struct.pack("<I", len(payload)) + payload
+
+
+class FrameError(Exception):
+    """The peer broke the protocol; the connection is to be closed."""
+
+
+class Reader:
+    """Takes fields off a payload; FrameError when it is too short or holds what it may not."""
+
+    def __init__(self, payload: bytes) -> None:
+        self._payload = payload
+        self._at = 0
+
+    def number(self, kind: str) -> int:
+        size = struct.calcsize("<" + kind)
+        return int(struct.unpack("<" + kind, self.take(size))[0])
+
+    def take(self, count: int) -> bytes:
+        end = self._at + count
+        if end > len(self._payload):
+            raise FrameError("frame too short")
+        part = self._payload[self._at : end]
+        self._at = end
+        return part
+
+    def key(self) -> str:
+        count = self.number("H")
+        if not 0 < count <= MAX_KEY_BYTES:
+            raise FrameError("bad key length")
+        try:
+            return self.take(count).decode()
+        except UnicodeDecodeError as error:
+            raise FrameError("a key that is not UTF-8") from error
+
+    def rest(self) -> bytes:
+        return self.take(len(self._payload) - self._at)
