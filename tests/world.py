@@ -1,0 +1,416 @@
+"""Warm worker processes: a world of N ranks is started once, and every test re-initialises horoclone in it.
+
+A test body is a plain function of its test module. It is sent by reference (file, name, arguments) and runs on every
+rank between init() and shutdown(); results or tracebacks come back. A body that outlives its time limit has the stacks
+and the engine state of every rank printed, and its world killed. Run as a program, this file is the worker.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import importlib.util
+import inspect
+import os
+import pickle
+import secrets
+import select
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+LIMIT_S = 60.0  # of one test body; a world that takes longer is killed
+START_S = 120.0  # importing torch on a busy machine
+HEADER = struct.Struct("<Q")
+
+
+@dataclass
+class Job:
+    """One body to run: what goes to every worker."""
+
+    path: str
+    module: str
+    name: str
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    env: dict[str, str] = field(default_factory=dict)
+    init: bool = True
+
+
+@dataclass
+class Outcome:
+    """What one rank made of a Job. `error` is a traceback, or how the process ended."""
+
+    value: Any = None
+    error: str | None = None
+    died: bool = False
+
+
+class WorldFailed(AssertionError):
+    """At least one rank failed, died unasked, or ran into the time limit."""
+
+
+# --- both ends of a pipe ---------------------------------------------------------------------------------
+
+
+def write_message(fd: int, message: Any) -> None:
+    data = pickle.dumps(message)
+    data = HEADER.pack(len(data)) + data
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def read_exactly(fd: int, count: int, deadline: float | None) -> bytes:
+    """EOFError when the other side is gone, TimeoutError when the deadline (monotonic) passes."""
+    parts = bytearray()
+    while len(parts) < count:
+        if deadline is not None and not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            raise TimeoutError
+        data = os.read(fd, count - len(parts))
+        if not data:
+            raise EOFError
+        parts += data
+    return bytes(parts)
+
+
+def read_message(fd: int, deadline: float | None = None) -> Any:
+    (count,) = HEADER.unpack(read_exactly(fd, HEADER.size, deadline))
+    return pickle.loads(read_exactly(fd, count, deadline))
+
+
+# --- the worker ------------------------------------------------------------------------------------------
+
+
+def load(path: str, module: str) -> Any:
+    """The test module, imported once per worker under the name that it has in the parent."""
+    if module not in sys.modules or getattr(sys.modules[module], "__file__", None) != path:
+        spec = importlib.util.spec_from_file_location(module, path)
+        assert spec is not None and spec.loader is not None
+        sys.modules[module] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[module])
+    return sys.modules[module]
+
+
+def explain(error: BaseException, path: str) -> str:
+    """The traceback, with the local variables of the frame in the test's own file (assert shows none here)."""
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if f.f_code.co_filename == path]
+    if isinstance(error, AssertionError) and frames:
+        for name, value in frames[-1].f_locals.items():
+            try:
+                shown = repr(value)
+            except Exception as broken:
+                shown = f"<repr raised {type(broken).__name__}>"
+            text += f"    {name} = {shown[:200]}\n"
+    return text
+
+
+def run_job(job: Job) -> Outcome:
+    """init, body, shutdown; the environment is put back whatever happens."""
+    before = dict(os.environ)
+    os.environ.update(job.env)
+    try:
+        import horoclone
+
+        try:
+            body = getattr(load(job.path, job.module), job.name)
+            body = getattr(body, "body", body)
+            if job.init:
+                horoclone.init()
+            value = body(**job.kwargs)
+        finally:
+            if "horoclone.runtime" in sys.modules:
+                horoclone.shutdown()
+        return Outcome(value=value)
+    except BaseException as error:  # also SystemExit: the worker must answer
+        return Outcome(error=explain(error, job.path))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def tell_state(ask_fd: int) -> None:
+    """Thread: each byte that arrives makes it write the engine's state to the log, while the main thread waits."""
+    while os.read(ask_fd, 1):
+        runtime = sys.modules.get("horoclone.runtime")
+        native = getattr(runtime, "_native", None)
+        text = native.describe() if native is not None else "(horoclone is not initialised on this rank)"
+        print(f"--- engine state ---\n{text}\n--- end of engine state ---", file=sys.stderr, flush=True)
+
+
+def die_with_parent() -> None:
+    import ctypes
+
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+def serve(jobs_fd: int, replies_fd: int, ask_fd: int) -> None:
+    die_with_parent()
+    for fd in (jobs_fd, replies_fd, ask_fd):
+        os.set_inheritable(fd, False)
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    sys.path[:] = [p for p in sys.path if p and Path(p).resolve() != Path(__file__).resolve().parent]
+    sys.modules["world"] = sys.modules["__main__"]
+    threading.Thread(target=tell_state, args=(ask_fd,), name="hc-test-state", daemon=True).start()
+    write_message(replies_fd, "ready")
+    while True:
+        try:
+            job = read_message(jobs_fd)
+        except EOFError:
+            return
+        outcome = run_job(job)
+        sys.stdout.flush()
+        try:
+            write_message(replies_fd, outcome)
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            write_message(replies_fd, Outcome(error=f"the body's result cannot be sent back: {error}"))
+
+
+# --- the parent ------------------------------------------------------------------------------------------
+
+
+class Worker:
+    """One rank's process, in a session of its own, with its output in a file."""
+
+    def __init__(self, rank: int, env: Mapping[str, str], pass_fds: Iterable[int]) -> None:
+        self.rank = rank
+        self.log = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the worker
+        jobs_r, self.jobs = os.pipe()
+        self.replies, replies_w = os.pipe()
+        ask_r, self.ask = os.pipe()
+        theirs = (jobs_r, replies_w, ask_r)
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, *map(str, theirs)],
+            env=dict(env),
+            pass_fds=(*theirs, *pass_fds),
+            stdin=subprocess.DEVNULL,
+            stdout=self.log,
+            stderr=self.log,
+            start_new_session=True,
+        )
+        for fd in theirs:
+            os.close(fd)
+
+    def output(self, start: int = 0, limit: int = 20_000) -> str:
+        size = os.fstat(self.log.fileno()).st_size
+        start = max(start, size - limit)
+        return os.pread(self.log.fileno(), size - start, start).decode(errors="replace")
+
+    def size_of_output(self) -> int:
+        return os.fstat(self.log.fileno()).st_size
+
+    def how_it_ended(self) -> str:
+        try:
+            code = self.process.wait(5)
+        except subprocess.TimeoutExpired:
+            return "closed its pipe and lives on"
+        return f"died by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+    def end(self) -> None:
+        """Kills the process and everything that it started in its group, and reaps it."""
+        for fd in (self.jobs, self.replies, self.ask):
+            os.close(fd)
+        try:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self.process.wait(10)
+        self.log.close()
+
+
+class World:
+    """N warm workers and the rendezvous server that they meet at."""
+
+    def __init__(self, size: int) -> None:
+        from horoclone.bootstrap.rendezvous import Server
+
+        self.size = size
+        self.alive = True
+        self.secret = secrets.token_bytes(32)
+        self.job = f"test-{os.getpid()}-{secrets.token_hex(4)}"
+        self.server = Server(self.secret, self.job, size, ["127.0.0.1:0"])
+        self.workers = [self._start(rank) for rank in range(size)]
+        deadline = time.monotonic() + START_S
+        for worker in self.workers:
+            try:
+                assert read_message(worker.replies, deadline) == "ready"
+            except (EOFError, TimeoutError):
+                text = f"worker {worker.rank} of {size} did not start:\n{worker.output()}"
+                self.end()
+                raise WorldFailed(text) from None
+
+    def _start(self, rank: int) -> Worker:
+        secret_fd = os.memfd_create("secret", 0)
+        os.write(secret_fd, self.secret)
+        os.lseek(secret_fd, 0, os.SEEK_SET)
+        env = {k: v for k, v in os.environ.items() if not k.startswith(("HOROVOD_", "HOROCLONE_"))}
+        env.update(
+            HOROCLONE_RENDEZVOUS=",".join(self.server.addresses),
+            HOROCLONE_JOB=self.job,
+            HOROCLONE_SECRET_FD=str(secret_fd),
+            HOROCLONE_RANK=str(rank),
+            HOROCLONE_SIZE=str(self.size),
+            HOROCLONE_LOCAL_RANK=str(rank),
+            HOROCLONE_LOCAL_SIZE=str(self.size),
+            HOROCLONE_CROSS_RANK="0",
+            HOROCLONE_CROSS_SIZE="1",
+            OMP_NUM_THREADS="1",
+            MKL_NUM_THREADS="1",
+            OPENBLAS_NUM_THREADS="1",
+            PYTHONUNBUFFERED="1",
+        )
+        try:
+            return Worker(rank, env, [secret_fd])
+        finally:
+            os.close(secret_fd)
+
+    def run(self, job: Job, limit_s: float = LIMIT_S, dies: Iterable[int] = ()) -> list[Any]:
+        """Runs the body on every rank and gives its results by rank (None for those in `dies`).
+
+        Raises WorldFailed when a rank fails or dies unasked, or when one of `dies` does not. The world is then gone,
+        as it is whenever `dies` names somebody.
+        """
+        starts = [worker.size_of_output() for worker in self.workers]
+        expected = set(dies)
+        try:
+            for worker in self.workers:
+                write_message(worker.jobs, job)
+        except BrokenPipeError:
+            pass  # it died between two tests; its outcome says so
+        outcomes = self._collect(time.monotonic() + limit_s)
+        late = [rank for rank, outcome in enumerate(outcomes) if outcome is None]
+        if late:
+            self._dump()
+        ended = [o or Outcome(error=f"no end after {limit_s:g} s") for o in outcomes]
+        failed = [r for r, o in enumerate(ended) if not (o.died if r in expected else o.error is None)]
+        if failed:
+            text = self._report(f"{job.name}: failed on rank {failed} of {self.size}", ended, starts)
+            self.end()
+            raise WorldFailed(text)
+        if expected:
+            self.end()
+        return [outcome.value for outcome in ended]
+
+    def _collect(self, deadline: float) -> list[Outcome | None]:
+        """Outcomes by rank; None for those that did not answer in time."""
+        outcomes: list[Outcome | None] = [None] * self.size
+        waiting = {worker.replies: worker for worker in self.workers}
+        while waiting:
+            ready, _, _ = select.select(list(waiting), [], [], max(0.0, deadline - time.monotonic()))
+            if not ready:
+                break
+            for fd in ready:
+                worker = waiting.pop(fd)
+                try:
+                    outcomes[worker.rank] = read_message(fd, time.monotonic() + 10)
+                except (EOFError, TimeoutError):
+                    outcomes[worker.rank] = Outcome(error=worker.how_it_ended(), died=True)
+        return outcomes
+
+    def _dump(self) -> None:
+        """Makes every worker that lives write its engine state and its stacks to its log."""
+        living = [worker for worker in self.workers if worker.process.poll() is None]
+        for worker in living:
+            os.write(worker.ask, b"?")
+        time.sleep(0.5)
+        for worker in living:
+            worker.process.send_signal(signal.SIGUSR1)
+        time.sleep(0.5)
+
+    def _report(self, title: str, outcomes: list[Outcome], starts: list[int]) -> str:
+        lines = [title]
+        for worker, outcome, start in zip(self.workers, outcomes, starts, strict=True):
+            lines.append(f"===== rank {worker.rank}: {(outcome.error or 'passed').rstrip()}")
+            output = worker.output(start).rstrip()
+            if output:
+                lines.append(f"----- rank {worker.rank}, output of this test:\n{output}")
+        return "\n".join(lines)
+
+    def end(self) -> None:
+        if not self.alive:
+            return
+        self.alive = False
+        for worker in self.workers:
+            worker.end()
+        self.server.close()
+
+
+class Worlds:
+    """The session's pool: one world per size, started when first asked for, replaced when it broke."""
+
+    def __init__(self) -> None:
+        self._worlds: dict[int, World] = {}
+
+    def run(
+        self,
+        size: int,
+        body: Callable[..., Any],
+        *,
+        limit_s: float = LIMIT_S,
+        env: Mapping[str, str] | None = None,
+        init: bool = True,
+        dies: Iterable[int] = (),
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Runs `body(**kwargs)` on `size` ranks; results by rank. See World.run and ranks()."""
+        world = self._worlds.get(size)
+        if world is None or not world.alive:
+            world = self._worlds[size] = World(size)
+        job = Job(inspect.getfile(body), body.__module__, body.__name__, kwargs, dict(env or {}), init)
+        return world.run(job, limit_s, dies)
+
+    def end(self) -> None:
+        for world in self._worlds.values():
+            world.end()
+        self._worlds.clear()
+
+
+def ranks(
+    *sizes: int,
+    limit_s: float = LIMIT_S,
+    env: Mapping[str, str] | None = None,
+    init: bool = True,
+    dies: Iterable[int] = (),
+    check: Callable[[list[Any]], None] | None = None,
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Makes a test of a function that runs on every rank of worlds of these sizes.
+
+    env: variables set on every rank around init() and the body. init=False: the body calls init() itself. dies:
+    ranks that the body kills. check: called in the test process with the results by rank. The body's parameters are
+    filled by pytest (parametrize, fixtures with values that can be pickled).
+    """
+    import pytest
+
+    def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
+        def test(world_size: int, worlds: Worlds, **kwargs: Any) -> None:
+            values = worlds.run(
+                world_size, body, limit_s=limit_s, env=env, init=init, dies=tuple(dies), **kwargs
+            )
+            if check is not None:
+                check(values)
+
+        own = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY)
+            for name in ("world_size", "worlds", *inspect.signature(body).parameters)
+        ]
+        test.__signature__ = inspect.Signature(own)  # type: ignore[attr-defined]
+        test.__name__, test.__qualname__ = body.__name__, body.__qualname__
+        test.__module__, test.__doc__ = body.__module__, body.__doc__
+        test.pytestmark = list(getattr(body, "pytestmark", []))  # type: ignore[attr-defined]
+        test.body = body  # type: ignore[attr-defined]
+        return pytest.mark.parametrize("world_size", sizes, ids=[f"{n}ranks" for n in sizes])(test)
+
+    return decorate
+
+
+if __name__ == "__main__":
+    serve(*map(int, sys.argv[1:4]))
