@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 LIMIT_S = 60.0  # of one test body; a world that takes longer is killed
+AFTER_FAILURE_S = 15.0  # what the other ranks have left once one has failed
 START_S = 120.0  # importing torch on a busy machine
 HEADER = struct.Struct("<Q")
 
@@ -159,7 +160,6 @@ def serve(jobs_fd: int, replies_fd: int, ask_fd: int) -> None:
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     sys.path[:] = [p for p in sys.path if p and Path(p).resolve() != Path(__file__).resolve().parent]
-    sys.modules["world"] = sys.modules["__main__"]
     threading.Thread(target=tell_state, args=(ask_fd,), name="hc-test-state", daemon=True).start()
     write_message(replies_fd, "ready")
     while True:
@@ -279,6 +279,7 @@ class World:
         Raises WorldFailed when a rank fails or dies unasked, or when one of `dies` does not. The world is then gone,
         as it is whenever `dies` names somebody.
         """
+        __tracebackhide__ = True
         starts = [worker.size_of_output() for worker in self.workers]
         expected = set(dies)
         try:
@@ -314,6 +315,8 @@ class World:
                     outcomes[worker.rank] = read_message(fd, time.monotonic() + 10)
                 except (EOFError, TimeoutError):
                     outcomes[worker.rank] = Outcome(error=worker.how_it_ended(), died=True)
+                if outcomes[worker.rank].error is not None:
+                    deadline = min(deadline, time.monotonic() + AFTER_FAILURE_S)
         return outcomes
 
     def _dump(self) -> None:
@@ -362,6 +365,7 @@ class Worlds:
         **kwargs: Any,
     ) -> list[Any]:
         """Runs `body(**kwargs)` on `size` ranks; results by rank. See World.run and ranks()."""
+        __tracebackhide__ = True
         world = self._worlds.get(size)
         if world is None or not world.alive:
             world = self._worlds[size] = World(size)
@@ -392,6 +396,7 @@ def ranks(
 
     def decorate(body: Callable[..., Any]) -> Callable[..., Any]:
         def test(world_size: int, worlds: Worlds, **kwargs: Any) -> None:
+            __tracebackhide__ = True  # what the ranks said is the report
             values = worlds.run(
                 world_size, body, limit_s=limit_s, env=env, init=init, dies=tuple(dies), **kwargs
             )
@@ -412,5 +417,5 @@ def ranks(
     return decorate
 
 
-if __name__ == "__main__":
-    serve(*map(int, sys.argv[1:4]))
+if __name__ == "__main__":  # the classes that travel belong to the module `world`, on both sides
+    load(__file__, "world").serve(*map(int, sys.argv[1:4]))
