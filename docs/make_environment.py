@@ -1,0 +1,75 @@
+"""Writes docs/environment.md from the native module's table of settings; --check only says whether it is current."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+PAGE = Path(__file__).with_name("environment.md")
+HEAD = """# Environment variables
+
+<!-- Written by docs/make_environment.py from the table in csrc/base/config.h: change the table, then `make docs`. -->
+
+Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name where the meaning is
+the same; an empty value counts as unset. A value that is not accepted makes `init()` raise `ValueError` with the
+variable, the value and what is accepted.
+"""
+CORE = """
+## Read by the runtime
+
+| variable | Horovod name | default | accepted | meaning |
+|---|---|---|---|---|
+"""
+LAUNCHER = """
+## Read by the launcher and the bootstrap
+
+`horoclonerun` sets most of these for the processes that it starts; under another launcher only the secret may be
+needed.
+
+| variable | Horovod name | default | type | meaning |
+|---|---|---|---|---|
+"""
+
+
+def cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def code(text: str | None) -> str:
+    return f"`{text}`" if text else ""
+
+
+def line(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def page(knobs: list[dict[str, str]]) -> str:
+    """The whole page, from the rows of _core.knobs()."""
+    parts = [HEAD]
+    for read_by, head, third in (("core", CORE, "accepts"), ("launcher", LAUNCHER, "type")):
+        rows = [
+            "| "
+            + " | ".join(
+                [*(code(k[c]) for c in ("name", "horovod", "default")), cell(k[third]), cell(k["help"])]
+            )
+            + " |"
+            for k in knobs
+            if k["read_by"] == read_by
+        ]
+        parts.append(head + "\n".join(rows) + "\n")
+    return "".join(parts)
+
+
+def main() -> int:
+    from horoclone import _core
+
+    text = page(json.loads(_core.knobs()))
+    if "--check" in sys.argv[1:]:
+        return 0 if PAGE.exists() and PAGE.read_text() == text else 1
+    PAGE.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

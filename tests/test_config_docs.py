@@ -1,0 +1,70 @@
+"""docs/environment.md is printed from the table of settings, and the table is complete."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def knobs() -> list[dict[str, str]]:
+    core = pytest.importorskip("horoclone._core", reason="the native module is not built")
+    return json.loads(core.knobs())
+
+
+def test_the_page_is_what_the_table_prints(knobs: list[dict[str, str]]) -> None:
+    spec = importlib.util.spec_from_file_location("make_environment", ROOT / "docs" / "make_environment.py")
+    assert spec is not None and spec.loader is not None
+    maker = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(maker)
+    assert (ROOT / "docs" / "environment.md").read_text() == maker.page(knobs), "run `make docs`"
+
+
+def test_names_are_unique_and_every_setting_says_what_it_does(knobs: list[dict[str, str]]) -> None:
+    names = [knob["name"] for knob in knobs]
+    assert len(names) == len(set(names)) and len(names) > 30
+    for knob in knobs:
+        assert knob["name"].startswith("HOROCLONE_"), knob
+        assert knob["horovod"] is None or knob["horovod"].startswith("HOROVOD_"), knob
+        assert len(knob["help"]) > 15, knob
+
+
+def test_every_variable_that_the_sources_name_is_in_the_table(knobs: list[dict[str, str]]) -> None:
+    known = {knob["name"] for knob in knobs} | {knob["horovod"] for knob in knobs}
+    # A name in quotes is read or set somewhere; a prefix (ending in "_") selects many.
+    quoted = re.compile(r"[\"']((?:HOROCLONE|HOROVOD)_[A-Z0-9_]*[A-Z0-9])[\"'=]")
+    used: dict[str, str] = {}
+    for path in [*ROOT.glob("horoclone/**/*.py"), *ROOT.glob("csrc/**/*.cc"), *ROOT.glob("examples/*.py")]:
+        if "tests" not in path.relative_to(ROOT).parts:
+            used.update({name: str(path.relative_to(ROOT)) for name in quoted.findall(path.read_text())})
+    internal = {"HOROCLONE_FUNCTION_FDS"}  # between the launcher and its own child
+    unknown = {name: path for name, path in used.items() if name not in known | internal}
+    assert not unknown, f"not in the table of csrc/base/config.h: {unknown}"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HOROCLONE_FUSION_THRESHOLD", "lots"),
+        ("HOROCLONE_SHARED_MEMORY", "perhaps"),
+        ("HOROCLONE_CYCLE_TIME", "-1"),
+        ("HOROVOD_CACHE_CAPACITY", "1.5"),
+        ("HOROCLONE_LOG_LEVEL", "loud"),
+    ],
+)
+def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(name: str, value: str) -> None:
+    runtime = pytest.importorskip("horoclone.runtime")
+    with pytest.raises(ValueError, match=rf"{name}='{re.escape(value)}'.*accepted is"):
+        runtime._core().Runtime({name: value})
+
+
+def test_the_horoclone_name_wins_over_the_horovod_name() -> None:
+    runtime = pytest.importorskip("horoclone.runtime")
+    with pytest.raises(ValueError, match="HOROCLONE_CACHE_CAPACITY"):
+        runtime._core().Runtime({"HOROCLONE_CACHE_CAPACITY": "x", "HOROVOD_CACHE_CAPACITY": "y"})

@@ -1,0 +1,169 @@
+"""What is installed: one version, one library with one door, complete stubs; and a wheel that works alone."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import json
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="module")
+def core() -> Any:
+    return pytest.importorskip("horoclone._core", reason="the native module is not built")
+
+
+@pytest.fixture(scope="module")
+def library(core: Any) -> Path:
+    return Path(core.__file__).with_name("libhoroclone.so")
+
+
+def output_of(*command: str | Path) -> str:
+    if shutil.which(str(command[0])) is None:
+        pytest.skip(f"needs the command {command[0]} (Debian: binutils)")
+    return subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, check=True, timeout=60
+    ).stdout
+
+
+def test_one_version_everywhere(core: Any) -> None:
+    import horoclone
+
+    assert json.loads(core.build_info())["version"] == horoclone.__version__
+    assert importlib.metadata.version("horoclone") == horoclone.__version__
+    assert f"## {horoclone.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_library_exports_its_door_and_nothing_else(library: Path) -> None:
+    declared = set(
+        re.findall(r"HC_EXPORT[^;]*?\b(hc_\w+)\(", (ROOT / "csrc/include/horoclone.h").read_text())
+    )
+    exported = {line.split()[-1] for line in output_of("nm", "-D", "--defined-only", library).splitlines()}
+    assert exported == declared
+
+
+def test_the_library_needs_only_what_every_linux_has(core: Any, library: Path) -> None:
+    for path, own in ((library, set()), (Path(core.__file__), {"libhoroclone.so"})):
+        dynamic = output_of("readelf", "-d", path)
+        needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
+        allowed = {
+            "libstdc++.so.6",
+            "libgcc_s.so.1",
+            "libc.so.6",
+            "libm.so.6",
+            "libdl.so.2",
+            "libpthread.so.0",
+            *own,
+        }
+        assert {name for name in needed if not name.startswith("ld-linux")} <= allowed
+    assert re.search(r"R(UN)?PATH.*\[\$ORIGIN\]", output_of("readelf", "-d", core.__file__))
+
+
+def test_the_stub_describes_the_native_module(core: Any) -> None:
+    tree = ast.parse((ROOT / "horoclone" / "_core.pyi").read_text())
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef):
+            assert callable(getattr(core, node.name))
+        if isinstance(node, ast.ClassDef):
+            members = [n.name for n in node.body if isinstance(n, ast.FunctionDef)]
+            members += [
+                n.target.id
+                for n in node.body
+                if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)
+            ]
+            absent = [name for name in members if not hasattr(getattr(core, node.name), name)]
+            # Classes with the buffer protocol show __buffer__ only from Python 3.12 on.
+            assert [name for name in absent if name != "__buffer__"] == []
+    described = {n.name for n in tree.body if isinstance(n, (ast.FunctionDef, ast.ClassDef))}
+    assert {name for name in vars(core) if not name.startswith("_")} <= described
+
+
+def test_a_machine_that_is_not_linux_hears_so() -> None:
+    code = "import runpy, sys; sys.platform = 'darwin'; runpy.run_path('setup.py', run_name='__main__')"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert "runs on Linux only" in done.stderr and "container" in done.stderr
+
+
+def test_the_console_scripts_answer() -> None:
+    for name in ("horoclonerun", "horoclone"):
+        script = Path(sys.executable).with_name(name)
+        done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0 and "usage" in done.stdout.lower(), done
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    ignore = shutil.ignore_patterns(".*", "build*", "*.egg-info", "*.so", "__pycache__", "tests")
+    shutil.copytree(ROOT, source, ignore=ignore)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    wheels = tmp_path / "wheels"
+    done = subprocess.run(
+        [*pip, "wheel", "--no-deps", "-w", wheels, source], capture_output=True, text=True, timeout=500
+    )
+    if done.returncode != 0 and re.search(
+        r"No matching distribution|Could not fetch|ConnectionError", done.stderr
+    ):
+        pytest.skip("no package index: the build requirements cannot be fetched")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    (wheel,) = wheels.iterdir()
+    names = zipfile.ZipFile(wheel).namelist()
+    assert {
+        "horoclone/libhoroclone.so",
+        "horoclone/py.typed",
+        "horoclone/_core.pyi",
+        "horoclone/torch/__init__.py",
+    } <= set(names)
+    assert not [n for n in names if not n.startswith(("horoclone/", "horoclone-"))], (
+        "only the package belongs in it"
+    )
+
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
+    python = venv / "bin" / "python"
+    subprocess.run([python, *pip[1:], "install", "--no-deps", wheel], check=True, timeout=120)
+    code = "import horoclone._core as c, sys; print(c.build_info()); assert 'numpy' not in sys.modules"
+    done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "version" in done.stdout, done.stderr
+
+
+def test_the_core_compiles_for_another_processor() -> None:
+    compiler = shutil.which("aarch64-linux-gnu-g++")
+    if compiler is None:
+        pytest.skip("no cross compiler (Debian: apt-get install g++-aarch64-linux-gnu)")
+    rooms = ("base", "net", "device", "collective", "engine")
+    sources = [p for room in rooms for p in sorted((ROOT / "csrc" / room).glob("*.cc"))] + [
+        ROOT / "csrc" / "api.cc"
+    ]
+    for source in sources:
+        if source.name in ("reduce_avx2.cc", "reduce_avx512.cc"):
+            continue
+        flags = [
+            "-std=c++20",
+            "-fsyntax-only",
+            "-Wall",
+            "-Wextra",
+            '-DHC_VERSION_TEXT="0"',
+            "-I",
+            ROOT / "csrc",
+        ]
+        done = subprocess.run(
+            [compiler, *flags, "-I", ROOT / "csrc" / "include", source],
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert done.returncode == 0, done.stderr

@@ -1,0 +1,238 @@
+"""The walls of docs/architecture.md: who may include and import whom, what loads when, names and sizes."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+CSRC = ROOT / "csrc"
+PACKAGE = ROOT / "horoclone"
+
+# A room may include itself and the rooms named here; `door` is include/horoclone.h.
+MAY_INCLUDE = {
+    "base": {"base"},
+    "net": {"net", "base"},
+    "device": {"device", "base"},
+    "collective": {"collective", "net", "device", "base"},
+    "engine": {"engine", "collective", "net", "device", "base"},
+    "api.cc": {"engine", "collective", "net", "device", "base", "door"},
+    "python": {"python", "door"},
+    "frameworks": {"frameworks", "door"},
+    "include": set(),
+}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "flax", "optax", "mxnet", "lightning"}
+FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|impl|misc)(_|$)", re.IGNORECASE)
+
+FILE_LINES = 500
+FUNCTION_LINES = 60
+# path -> why it may be longer
+LONG_FILES: dict[str, str] = {}
+# "path:function" -> why it may be longer
+LONG_FUNCTIONS: dict[str, str] = {}
+
+
+def native_sources() -> list[Path]:
+    return sorted(p for p in CSRC.rglob("*") if p.suffix in (".h", ".cc", ".cu") and "tests" not in p.parts)
+
+
+def python_sources() -> list[Path]:
+    return sorted(PACKAGE.rglob("*.py"))
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(CSRC).parts[0]
+
+
+def included_rooms(path: Path) -> Iterator[tuple[str, str]]:
+    """(room, text of the include) for every include of our own."""
+    for text in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
+        if Path(text).name == "horoclone.h":
+            yield "door", text
+        elif "/" in text:
+            yield text.split("/", 1)[0], text
+        else:
+            yield room_of(path), text
+
+
+def test_the_core_has_sources_in_every_room_that_the_rules_name() -> None:
+    found = {room_of(path) for path in native_sources()}
+    assert {"base", "net", "collective", "engine", "api.cc", "python", "include"} <= found
+    assert found <= set(MAY_INCLUDE), (
+        "a room that no rule knows: add it to MAY_INCLUDE and to docs/architecture.md"
+    )
+
+
+def test_includes_point_downwards_only() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)} includes {text}"
+        for path in native_sources()
+        for room, text in included_rooms(path)
+        if room not in MAY_INCLUDE[room_of(path)]
+    ]
+    assert not wrong, wrong
+
+
+def test_the_core_includes_no_framework_python_or_mpi() -> None:
+    libraries = "Python|pybind11|torch|ATen|tensorflow|xla|mpi|cuda|nccl"
+    outside = re.compile(rf'^\s*#\s*include\s*[<"]((?:{libraries})\b[^>"]*)', re.MULTILINE)
+    wrong = {
+        str(path.relative_to(ROOT)): outside.findall(path.read_text())
+        for path in native_sources()
+        if room_of(path) not in ("python", "frameworks") and outside.search(path.read_text())
+    }
+    assert not wrong, wrong
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of everything that a file imports, at whatever depth; annotations-only imports left out."""
+    tree = ast.parse(path.read_text())
+    package = ("horoclone", *path.relative_to(PACKAGE).parts[:-1])
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            node.body = []
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(package[: len(package) - node.level + 1]) if node.level else ""
+            module = ".".join(part for part in (base, node.module) if part)
+            found |= {f"{module}.{alias.name}" for alias in node.names} | {module}
+    return found
+
+
+def first_words(names: set[str]) -> set[str]:
+    return {name.split(".", 1)[0] for name in names}
+
+
+def test_a_framework_is_imported_by_its_own_binding_only() -> None:
+    for path in python_sources():
+        names, room = imports_of(path), path.relative_to(PACKAGE).parts[0]
+        allowed = {room} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if room == "keras" else set())
+        assert first_words(names) & FRAMEWORKS <= allowed, f"{path}: only a binding knows its framework"
+        bindings = {name.split(".")[1] for name in names if name.startswith("horoclone.")} & FRAMEWORKS
+        assert bindings <= allowed, f"{path}: bindings do not know each other, and nobody else knows them"
+
+
+def test_launcher_bootstrap_and_errors_need_nothing_native() -> None:
+    heavy = ("numpy", "horoclone._core", "horoclone.runtime", "horoclone.ops", "horoclone.arrays")
+    for path in python_sources():
+        if path.relative_to(PACKAGE).parts[0] in ("launch", "bootstrap", "errors.py"):
+            wrong = {name for name in imports_of(path) if name.startswith(heavy)}
+            assert not wrong, f"{path} must work where nothing else does, but it imports {wrong}"
+
+
+LOADED = """
+import json, sys
+before = set(sys.modules)
+import horoclone
+import horoclone.launch.cli
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+
+
+def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOADED], capture_output=True, text=True, timeout=60, check=True
+    )
+    loaded = json.loads(done.stdout)
+    heavy = {"numpy", "cloudpickle", "mpi4py", "rich", "psutil", "yaml", *FRAMEWORKS} & first_words(
+        set(loaded)
+    )
+    assert not heavy, f"loaded before anything was asked for: {sorted(heavy)}"
+    assert "horoclone._core" not in loaded and "horoclone.runtime" not in loaded
+    assert len(loaded) < 200, f"{len(loaded)} modules: {loaded}"
+
+
+def test_the_launcher_starts_in_a_few_tens_of_milliseconds() -> None:
+    def seconds(code: str) -> float:
+        began = time.perf_counter()
+        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+        return time.perf_counter() - began
+
+    bare, ours = (min(seconds(code) for _ in range(5)) for code in ("pass", "import horoclone.launch.cli"))
+    assert ours - bare < 0.15, f"importing the launcher takes {ours - bare:.3f} s more than Python itself"
+
+
+def test_import_horoclone_alone_loads_only_itself() -> None:
+    code = "import sys; b = set(sys.modules); import horoclone; print(*sorted(set(sys.modules) - b))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    ours = [name for name in done.stdout.split() if name.startswith("horoclone")]
+    assert ours == ["horoclone"]
+
+
+def test_no_name_says_nothing() -> None:
+    wrong = [
+        str(path.relative_to(ROOT))
+        for path in [*native_sources(), *python_sources()]
+        if any(FORBIDDEN_NAMES.search(part) for part in path.relative_to(ROOT).with_suffix("").parts)
+    ]
+    assert not wrong, f"name the idea instead: {wrong}"
+
+
+def test_files_keep_their_budget() -> None:
+    lengths = {
+        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
+        for path in [*native_sources(), *python_sources()]
+    }
+    over = {name: lines for name, lines in lengths.items() if lines > FILE_LINES and name not in LONG_FILES}
+    assert not over, f"longer than {FILE_LINES} lines without a reason in LONG_FILES: {over}"
+    stale = [name for name in LONG_FILES if lengths.get(name, 0) <= FILE_LINES]
+    assert not stale, f"no longer long, take them out of LONG_FILES: {stale}"
+
+
+def python_functions(path: Path) -> Iterator[tuple[str, int]]:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.end_lineno is not None:
+            doc = node.body[0] if ast.get_docstring(node) is not None else None
+            doc_lines = doc.end_lineno - doc.lineno + 1 if doc is not None and doc.end_lineno else 0
+            yield node.name, node.end_lineno - node.lineno + 1 - doc_lines
+
+
+def native_functions(path: Path) -> Iterator[tuple[str, int]]:
+    """Functions that start at the margin, as the project's format writes them, by their closing brace there."""
+    name, start = "", 0
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if line.startswith("}"):
+            if name:
+                yield name, number - start + 1
+            name = ""
+        elif re.match(r"^[A-Za-z_].*\{$", line) or re.match(r"^ {4}.*\) .*\{$", line):
+            word = re.search(r"([~\w:]+)\(", line)
+            if not re.match(r"^(namespace|class|struct|enum|union|extern|inline namespace)\b", line):
+                name, start = (word.group(1) if word else line), number
+            else:
+                name = ""
+
+
+def test_functions_keep_their_budget() -> None:
+    lengths = {
+        f"{path.relative_to(ROOT)}:{name}": lines
+        for path in [*native_sources(), *python_sources()]
+        for name, lines in (python_functions(path) if path.suffix == ".py" else native_functions(path))
+    }
+    over = {
+        name: lines
+        for name, lines in lengths.items()
+        if lines > FUNCTION_LINES and name not in LONG_FUNCTIONS
+    }
+    assert not over, f"longer than {FUNCTION_LINES} lines without a reason in LONG_FUNCTIONS: {over}"
+    stale = [name for name in LONG_FUNCTIONS if lengths.get(name, 0) <= FUNCTION_LINES]
+    assert not stale, f"no longer long, take them out of LONG_FUNCTIONS: {stale}"
+
+
+def test_no_pickle_where_strangers_speak() -> None:
+    """Frames of bootstrap and launcher are bytes with bounds; only objects.py unpickles, after authentication."""
+    for path in python_sources():
+        names = first_words(imports_of(path))
+        if path.relative_to(PACKAGE).as_posix() not in ("objects.py", "torch/functions.py"):
+            assert not names & {"pickle", "cloudpickle", "marshal", "shelve", "dill"}, path
