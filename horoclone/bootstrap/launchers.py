@@ -1,0 +1,232 @@
+"""What a launcher offers for the first contact: one blob from rank 0 to everybody (PMI-1, MPI, torch's store), and the
+job secret. Nothing here stays open; after the first contact the ranks meet at the rendezvous (rendezvous.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import re
+import socket
+import struct
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from horoclone import errors
+from horoclone.bootstrap import wire
+
+MAX_BLOB_BYTES = 16384
+PMI_CHUNK = 512  # hex digits in one value; Hydra allows 1024, others less
+DERIVED_PORTS = 8
+
+
+# --- the job secret
+
+
+def shared_secret(environ: Mapping[str, str]) -> bytes:
+    """The secret that the user or our launcher gave to every process; empty when there is none.
+
+    Unsupported when it is too short, unreadable, or in a file that others may read.
+    """
+    descriptor = environ.get("HOROCLONE_SECRET_FD", "")
+    if descriptor:
+        return _secret_of_descriptor(descriptor)
+    text = environ.get("HOROCLONE_SECRET", "")
+    if text:
+        return _checked(text.strip().encode(), "HOROCLONE_SECRET")
+    path = environ.get("HOROCLONE_SECRET_FILE", "")
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            content = file.read(4096)
+    except OSError as error:
+        raise errors.Unsupported(f"HOROCLONE_SECRET_FILE={path}: {error.strerror}") from error
+    if mode & 0o077:
+        raise errors.Unsupported(f"HOROCLONE_SECRET_FILE={path} can be read by others; run: chmod 600 {path}")
+    return _checked(content.strip(), f"HOROCLONE_SECRET_FILE={path}")
+
+
+def _secret_of_descriptor(text: str) -> bytes:
+    try:
+        return _checked(os.pread(int(text), 4096, 0), f"HOROCLONE_SECRET_FD={text}")
+    except (OSError, ValueError, OverflowError) as error:
+        raise errors.Unsupported(
+            f"HOROCLONE_SECRET_FD={text}: the job secret cannot be read ({error}). The launcher passes it in an open "
+            "descriptor; something between the launcher and this process (sudo, a container, a shell wrapper that "
+            "closes descriptors) did not pass it on. Set HOROCLONE_SECRET_FILE there instead and unset this one."
+        ) from error
+
+
+def _checked(secret: bytes, source: str) -> bytes:
+    if len(secret) < 16:
+        raise errors.Unsupported(f"{source}: {len(secret)} bytes are too short for a secret; use at least 16.")
+    return secret
+
+
+def derived_ports(secret: bytes, job: str) -> list[int]:
+    """Ports below the ephemeral range that only those who know the secret can predict; the same in every process."""
+    digest = hmac.new(secret, b"horoclone ports\0" + job.encode(), hashlib.sha256).digest()
+    return [20000 + value % 12000 for value in struct.unpack(f">{DERIVED_PORTS}H", digest[: 2 * DERIVED_PORTS])]
+
+
+# --- Slurm
+
+
+def first_slurm_node(nodelist: str) -> str:
+    """`gpu[003-004,9],login1` -> `gpu003`."""
+    match = re.match(r"^([^\[,]*)(?:\[([0-9]+)[^\]]*\])?([^\[,]*)", nodelist)
+    name = "".join(part or "" for part in match.groups()) if match else ""
+    if not name:
+        raise errors.Unsupported(f"SLURM_STEP_NODELIST={nodelist!r} names no node.")
+    return name
+
+
+# --- PMI-1, spoken over the descriptor that Hydra gave us
+
+
+class Pmi:
+    """Hydra's key-value store. Neither initialises nor finalises PMI, so that MPI_Init may come before or after."""
+
+    def __init__(self, environ: Mapping[str, str], deadline: float) -> None:
+        self._deadline = deadline
+        try:
+            self._socket = socket.socket(fileno=os.dup(int(environ["PMI_FD"])))
+        except (KeyError, OSError, ValueError) as error:
+            raise errors.Unsupported(f"PMI_FD={environ.get('PMI_FD')!r} cannot be used: {error}") from error
+        self._blocking = self._socket.gettimeout() is None
+        self._unread = b""
+        self.name = self._ask("cmd=get_my_kvsname", "kvsname")
+
+    def broadcast(self, rank: int, key: str, blob: bytes) -> bytes:
+        """Rank 0's blob, on every rank. Collective over all processes of the launcher."""
+        if rank == 0:
+            text = blob.hex()
+            parts = [text[at : at + PMI_CHUNK] for at in range(0, len(text), PMI_CHUNK)]
+            self._put(f"{key}-n", str(len(parts)))
+            for number, part in enumerate(parts):
+                self._put(f"{key}-{number}", part)
+        self._ask("cmd=barrier_in", "tag")
+        if rank == 0:
+            return blob
+        count = int(self._get(f"{key}-n"))
+        if not 0 < count * PMI_CHUNK <= 2 * MAX_BLOB_BYTES + PMI_CHUNK:
+            raise errors.HorovodInternalError(f"the launcher's store has {count} parts for {key!r}")
+        return bytes.fromhex("".join(self._get(f"{key}-{number}") for number in range(count)))
+
+    def close(self) -> None:
+        """Lets go of the duplicate; the launcher's descriptor stays open for MPI."""
+        self._socket.close()
+
+    def _put(self, key: str, value: str) -> None:
+        self._ask(f"cmd=put kvsname={self.name} key={key} value={value}", "rc")
+
+    def _get(self, key: str) -> str:
+        return self._ask(f"cmd=get kvsname={self.name} key={key}", "value")
+
+    def _ask(self, command: str, wanted: str) -> str:
+        self._socket.sendall(command.encode() + b"\n")
+        while b"\n" not in self._unread:
+            self._wait(command)
+            part = self._socket.recv(4096)
+            if not part:
+                raise errors.HorovodInternalError(f"Hydra closed PMI_FD after {command.split()[0]!r}")
+            self._unread += part
+            if len(self._unread) > 65536:
+                raise errors.Unsupported("what answers on PMI_FD does not speak PMI-1")
+        line, _, self._unread = self._unread.partition(b"\n")
+        fields = dict(part.split("=", 1) for part in line.decode(errors="replace").split() if "=" in part)
+        if fields.get("rc", "0") != "0" or wanted not in fields:
+            if wanted == "tag" and fields.get("cmd") == "barrier_out":
+                return ""
+            raise errors.Unsupported(f"Hydra answered {line.decode(errors='replace')[:200]!r} to {command[:80]!r}")
+        return fields[wanted]
+
+    def _wait(self, command: str) -> None:
+        # poll, not settimeout: the descriptor's non-blocking flag is shared with the MPI library.
+        import select
+
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        # A barrier waits for the slowest rank; everything else is answered by the launcher's proxy on this host.
+        limit_s = self._deadline - time.monotonic()
+        if not command.startswith("cmd=barrier_in"):
+            limit_s = min(limit_s, 10.0)
+        if not poller.poll(max(0.0, limit_s) * 1000):
+            raise errors.Timeout(
+                f"{command.split()[0]!r} on PMI_FD was not answered in {limit_s:.0f} s; have all ranks called hvd.init()?"
+            )
+
+
+# --- MPI, through mpi4py
+
+
+def initialised_mpi() -> Any | None:
+    """The module mpi4py.MPI if this process has initialised MPI (and not finalised it), else None."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is None or not module.Is_initialized() or module.Is_finalized():
+        return None
+    return module
+
+
+def load_mpi(reason: str) -> Any:
+    """Imports mpi4py.MPI (which initialises MPI). Unsupported, with the fix, when it is missing or broken."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise errors.Unsupported(
+            f"{reason}, so the ranks find each other through MPI, and mpi4py cannot be loaded here ({error}). Install it "
+            "(pip install mpi4py), or put one secret into a file on every host and set HOROCLONE_SECRET_FILE, or start "
+            "the job with horoclonerun."
+        ) from error
+    return MPI
+
+
+def mpi_broadcast(comm: Any, blob: bytes, deadline: float) -> bytes:
+    """Rank 0's blob (at most 16 KiB) on every rank of a duplicate of comm; no pickle. Timeout at the deadline."""
+    duplicate = comm.Dup()
+    buffer = bytearray(4 + MAX_BLOB_BYTES)
+    if duplicate.Get_rank() == 0:
+        if len(blob) > MAX_BLOB_BYTES:
+            raise ValueError(f"{len(blob)} bytes are too many for the first contact")
+        struct.pack_into(f"<I{len(blob)}s", buffer, 0, len(blob), blob)
+    request = duplicate.Ibcast(buffer, root=0)
+    pause_s = 0.0001
+    while not request.Test():
+        if time.monotonic() >= deadline:
+            raise errors.Timeout("MPI_Ibcast did not end before the deadline; have all ranks called hvd.init()?")
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.01)
+    duplicate.Free()
+    (length,) = struct.unpack_from("<I", buffer)
+    if length > MAX_BLOB_BYTES:
+        raise errors.HorovodInternalError(f"MPI delivered a blob of {length} bytes")
+    return bytes(buffer[4 : 4 + length])
+
+
+# --- torch's store, under torchrun
+
+
+def torch_store_broadcast(environ: Mapping[str, str], rank: int, key: str, blob: bytes, deadline: float) -> bytes:
+    """Rank 0's blob through the key-value store of torchrun's agent. It is public: nothing in it may be trusted."""
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    limit = timedelta(seconds=max(1.0, deadline - time.monotonic()))
+    host, port = environ["MASTER_ADDR"], int(environ["MASTER_PORT"])
+    try:
+        store = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=limit)
+        if rank == 0:
+            store.set(key, blob.hex())
+            return blob
+        text = bytes(store.get(key))
+    except RuntimeError as error:  # torch's DistStoreError among them
+        raise errors.Timeout(f"torchrun's store at {wire.format_address(host, port)}: {error}") from error
+    if len(text) > 2 * MAX_BLOB_BYTES:
+        raise errors.HorovodInternalError("torchrun's store delivered more than was put there")
+    return bytes.fromhex(text.decode("ascii"))
