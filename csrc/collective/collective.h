@@ -58,6 +58,7 @@ struct Task {
   // alltoall: elements sent to each group rank (in = their concatenation).
   std::vector<size_t> counts;
   std::vector<size_t> received_counts;  // alltoall: elements from each group rank (out = their concatenation)
+  size_t longest_part = 0;              // alltoall: most elements any rank sends to any other; the same on every rank
   Algorithm algorithm = Algorithm::kAuto;
   size_t segment_bytes = 256u << 10;  // one transfer; tests make it tiny
   Tag tag;                            // generation, process set, batch

@@ -1,0 +1,225 @@
+// The C door: checks, unwraps, calls the engine, wraps the status. Nothing is decided here.
+#include <cstring>
+#include <utility>
+
+#include "base/config.h"
+#include "collective/reduce.h"
+#include "engine/engine.h"
+#include "horoclone.h"
+
+struct hc_status {
+  hc::Status status;
+};
+struct hc_block {
+  std::shared_ptr<hc::Memory> memory;
+};
+struct hc_runtime {
+  std::unique_ptr<hc::Engine> engine;
+  std::string endpoint;
+};
+
+namespace {
+
+static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL && static_cast<int>(hc::DType::kF64) == HC_FLOAT64 &&
+              static_cast<int>(hc::Op::kBarrier) == HC_BARRIER && static_cast<int>(hc::Reduce::kProduct) == HC_PRODUCT);
+
+hc_status* wrap(hc::Status status) { return status.is_ok() ? nullptr : new hc_status{std::move(status)}; }
+
+// No exception crosses the door.
+template <class Call>
+hc_status* guarded(Call&& call) {
+  try {
+    return wrap(call());
+  } catch (const std::bad_alloc&) {
+    return wrap(hc::error(hc::Code::kInternal, "out of memory"));
+  } catch (const std::exception& e) {
+    return wrap(hc::error(hc::Code::kInternal, e.what()));
+  }
+}
+
+hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n, std::vector<hc::Submission::Tensor>* out,
+                        hc::Submission* s) {
+  using hc::Code;
+  if (r.version != HC_VERSION) return hc::error(Code::kInvalidArgument, "request version ", r.version, ", this library speaks ", HC_VERSION);
+  if (r.op < 0 || r.op >= hc::kOpCount) return hc::error(Code::kInvalidArgument, "unknown operation ", r.op);
+  if (r.reduce < 0 || r.reduce >= hc::kReduceCount) return hc::error(Code::kInvalidArgument, "unknown reduction ", r.reduce);
+  if (r.device != HC_HOST) return hc::error(Code::kUnsupported, "tensors in GPU memory are not supported by this version; copy them to the host first");
+  const bool bare = r.op == HC_BARRIER || r.op == HC_JOIN;
+  if (bare ? n != 0 : n < 1) return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " with ", n, " tensors");
+  if (r.op == HC_ALLTOALL && n != 1) return hc::error(Code::kInvalidArgument, "alltoall takes one tensor");
+  for (int32_t i = 0; i < n; ++i) {
+    const hc_tensor& t = tensors[i];
+    if (t.dtype < 0 || t.dtype >= hc::kDTypeCount) return hc::error(Code::kInvalidArgument, "unknown dtype ", t.dtype);
+    if (t.rank < 0 || t.rank > 64) return hc::error(Code::kInvalidArgument, "a tensor with ", t.rank, " dimensions");
+    out->push_back({t.in, t.out, {t.shape, static_cast<size_t>(t.rank)}, static_cast<hc::DType>(t.dtype)});
+  }
+  s->op = static_cast<hc::Op>(r.op);
+  s->reduce = static_cast<hc::Reduce>(r.reduce);
+  s->root = r.root;
+  s->process_set = r.process_set;
+  if (r.name) s->name = r.name;
+  s->prescale = r.prescale;
+  s->postscale = r.postscale;
+  s->tensors = *out;
+  if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
+  s->will_wait = r.will_wait != 0;
+  return hc::Status::ok();
+}
+
+// hc_done sees a hc_status*, which lives for the call.
+struct DoneContext {
+  hc_done done;
+  void* context;
+};
+void call_done(void* context, int64_t handle, const hc::Status& status) {
+  std::unique_ptr<DoneContext> c(static_cast<DoneContext*>(context));
+  hc_status wrapped{status};
+  c->done(c->context, handle, status.is_ok() ? nullptr : &wrapped);
+}
+
+const char* keep(std::string text) {
+  thread_local std::string kept;
+  kept = std::move(text);
+  return kept.c_str();
+}
+
+}  // namespace
+
+extern "C" {
+
+hc_code hc_status_code(const hc_status* s) { return s ? static_cast<hc_code>(s->status.code()) : HC_OK; }
+const char* hc_status_text(const hc_status* s) { return s ? s->status.text().c_str() : ""; }
+int32_t hc_status_culprit(const hc_status* s) { return s ? s->status.culprit() : -1; }
+void hc_status_destroy(hc_status* s) { delete s; }
+
+hc_status* hc_runtime_create(const char* const* names, const char* const* values, int32_t n, hc_runtime** out) {
+  return guarded([&]() -> hc::Status {
+    std::vector<std::pair<std::string, std::string>> settings;
+    for (int32_t i = 0; i < n; ++i) settings.emplace_back(names[i], values[i]);
+    auto config = hc::Config::read(settings);
+    if (!config.is_ok()) return config.status();
+    auto engine = hc::Engine::create(config.take());
+    if (!engine.is_ok()) return engine.status();
+    auto runtime = std::make_unique<hc_runtime>();
+    runtime->engine = engine.take();
+    runtime->endpoint = runtime->engine->endpoint();
+    *out = runtime.release();
+    return hc::Status::ok();
+  });
+}
+void hc_runtime_destroy(hc_runtime* rt) { delete rt; }
+
+const uint8_t* hc_endpoint(const hc_runtime* rt, size_t* bytes) {
+  *bytes = rt->endpoint.size();
+  return reinterpret_cast<const uint8_t*>(rt->endpoint.data());
+}
+
+hc_status* hc_connect(hc_runtime* rt, const hc_members* m) {
+  return guarded([&]() -> hc::Status {
+    if (m->version != HC_VERSION) return hc::error(hc::Code::kInvalidArgument, "members version ", m->version);
+    if (m->size < 1 || m->rank < 0 || m->rank >= m->size) return hc::error(hc::Code::kInvalidArgument, "rank ", m->rank, " of ", m->size);
+    if (m->secret_bytes < 16) return hc::error(hc::Code::kInvalidArgument, "the job secret has ", m->secret_bytes, " bytes; 16 are needed");
+    hc::MeshMembers members;
+    members.rank = m->rank;
+    for (int32_t r = 0; r < m->size; ++r)
+      members.endpoints.emplace_back(reinterpret_cast<const char*>(m->endpoints[r]), m->endpoint_bytes[r]);
+    members.secret.assign(reinterpret_cast<const char*>(m->secret), m->secret_bytes);
+    members.job = m->job ? m->job : "";
+    members.generation = m->generation;
+    members.timeout_s = m->timeout_s;
+    if (m->cancelled) members.cancelled = [m] { return m->cancelled(m->cancelled_context) != 0; };
+    return rt->engine->connect(members);
+  });
+}
+
+int32_t hc_get(const hc_runtime* rt, hc_fact fact) {
+  const hc::Mesh& mesh = rt->engine->mesh();
+  switch (fact) {
+    case HC_RANK: return mesh.rank();
+    case HC_SIZE: return mesh.size();
+    case HC_LOCAL_RANK: return mesh.local_rank();
+    case HC_LOCAL_SIZE: return mesh.local_size();
+    case HC_CROSS_RANK: return mesh.cross_rank();
+    case HC_CROSS_SIZE: return mesh.cross_size();
+    case HC_IS_HOMOGENEOUS: return mesh.is_homogeneous();
+  }
+  return -1;
+}
+
+hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n, hc_handle* out) {
+  return guarded([&]() -> hc::Status {
+    std::vector<hc::Submission::Tensor> list;
+    list.reserve(n > 0 ? n : 0);
+    hc::Submission s;
+    HC_TRY(read_request(*request, tensors, n, &list, &s));
+    std::unique_ptr<DoneContext> context;
+    if (request->done) {
+      context = std::make_unique<DoneContext>(DoneContext{request->done, request->done_context});
+      s.done = call_done;
+      s.done_context = context.get();
+    }
+    HC_TRY(rt->engine->submit(s, out));
+    (void)context.release();  // call_done frees it
+    return hc::Status::ok();
+  });
+}
+
+int32_t hc_poll(hc_runtime* rt, hc_handle handle) { return rt->engine->poll(handle); }
+
+hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done) {
+  return guarded([&] {
+    bool is_done = false;
+    hc::Status status = rt->engine->wait(handle, timeout_s, &is_done);
+    *done = is_done;
+    return status;
+  });
+}
+
+hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory) {
+  return guarded([&]() -> hc::Status {
+    hc::Operation* op = rt->engine->finished(handle);
+    if (!op) return hc::error(hc::Code::kInvalidArgument, "handle ", handle, " is not done, unknown or released");
+    const bool has = i >= 0 && static_cast<size_t>(i) < op->results.size() && op->results[i];
+    *memory = has ? new hc_block{std::move(op->results[i])} : nullptr;
+    const bool has_rows = i >= 0 && static_cast<size_t>(i) < op->first_dimension.size();
+    *out = {has_rows ? op->first_dimension[i] : 0, op->rows_from.data(), static_cast<int32_t>(op->rows_from.size()), op->join_rank};
+    return hc::Status::ok();
+  });
+}
+void hc_release(hc_runtime* rt, hc_handle handle) { rt->engine->release(handle); }
+
+hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, int32_t* id) {
+  return guarded([&] { return rt->engine->add_process_set(std::vector<int>(ranks, ranks + n), id); });
+}
+hc_status* hc_process_set_remove(hc_runtime* rt, int32_t id) {
+  return guarded([&] { return rt->engine->remove_process_set(id); });
+}
+
+hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out) {
+  return guarded([&]() -> hc::Status {
+    auto memory = rt->engine->allocate(bytes);
+    if (!memory.is_ok()) return memory.status();
+    *out = new hc_block{memory.take()};
+    return hc::Status::ok();
+  });
+}
+int32_t hc_shares_memory(hc_runtime* rt) { return rt->engine->shares_memory(); }
+void* hc_block_data(hc_block* block) { return block->memory->data(); }
+size_t hc_block_bytes(hc_block* block) { return block->memory->bytes(); }
+void hc_block_destroy(hc_block* block) { delete block; }
+
+void hc_abort(hc_runtime* rt, const char* text) { rt->engine->abort(text); }
+hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
+  return guarded([&] { return rt->engine->shutdown(timeout_s); });
+}
+void hc_after_fork_child(hc_runtime* rt) { rt->engine->after_fork_child(); }
+
+const char* hc_counters(hc_runtime* rt) { return keep(rt->engine->counters_json()); }
+const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
+const char* hc_knobs(void) { return keep(hc::knobs_json()); }
+const char* hc_build_info(void) {
+  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__,
+                          "\",\"simd\":\"", hc::simd_name(), "\"}"));
+}
+
+}  // extern "C"

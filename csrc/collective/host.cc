@@ -1,0 +1,20 @@
+// Which algorithm a task takes on host memory. The choice depends only on what every rank knows (the plan, the layout,
+// the sizes), so all ranks make the same one.
+#include "collective/collective.h"
+#include "collective/shared.h"
+
+namespace hc {
+
+Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& group) {
+  const bool one_node = group.lane && group.lane->size() == group.size;
+  if (one_node && group.size > 1) {
+    if (task.algorithm != Algorithm::kSharedInPlace && task.algorithm != Algorithm::kSharedBlocked &&
+        task.algorithm != Algorithm::kSharedFlat)
+      task.algorithm = Algorithm::kAuto;
+    return make_shared_collective(std::move(task), group);
+  }
+  if (task.algorithm == Algorithm::kSharedInPlace) task.algorithm = Algorithm::kAuto;
+  return make_channel_collective(std::move(task), group);
+}
+
+}  // namespace hc

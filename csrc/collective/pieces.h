@@ -1,0 +1,56 @@
+// Several tensors seen as one row of elements: gather a range into a buffer, scatter it back, or walk it piece by piece.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collective/collective.h"
+
+namespace hc {
+
+class PieceView {
+ public:
+  PieceView(const std::vector<Piece>& pieces, size_t item_bytes) : pieces_(pieces), item_(item_bytes) {
+    size_t at = 0;
+    for (const Piece& p : pieces_) {
+      starts_.push_back(at);
+      at += p.count;
+    }
+  }
+
+  // Calls visit(part) for every part of [begin, begin + count), in order; part is never empty.
+  template <class Visit>
+  void each(size_t begin, size_t count, Visit&& visit) const {
+    if (!count) return;
+    size_t i = std::upper_bound(starts_.begin(), starts_.end(), begin) - starts_.begin() - 1;
+    for (; count; ++i) {
+      const Piece& p = pieces_[i];
+      const size_t skip = begin - starts_[i];
+      const size_t take = std::min(count, p.count - skip);
+      if (!take) continue;
+      visit(Piece{p.in + skip * item_, p.out + skip * item_, take});
+      begin += take;
+      count -= take;
+    }
+  }
+  void gather(size_t begin, size_t count, std::byte* to) const {
+    each(begin, count, [&](const Piece& part) {
+      std::memcpy(to, part.in, part.count * item_);
+      to += part.count * item_;
+    });
+  }
+  void scatter(size_t begin, size_t count, const std::byte* from) const {
+    each(begin, count, [&](const Piece& part) {
+      std::memcpy(part.out, from, part.count * item_);
+      from += part.count * item_;
+    });
+  }
+
+ private:
+  const std::vector<Piece>& pieces_;
+  size_t item_;
+  std::vector<size_t> starts_;
+};
+
+}  // namespace hc

@@ -1,0 +1,514 @@
+// Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked (private
+// tensors travel through slots in blocks, pipelined) and in place (every buffer lies in an arena: rank r reads slice r of
+// all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
+// Thread: the thread that drives the engine.
+#include "collective/shared.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "collective/collective.h"
+#include "collective/pieces.h"
+
+namespace hc {
+
+SharedLane::SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int lane)
+    : arenas_(std::move(arenas)),
+      positions_(std::move(positions)),
+      my_index_(my_index),
+      offset_(kLanesOffset + static_cast<size_t>(lane) * kLaneBytes) {
+  for (const auto& arena : arenas_) bases_.push_back(arena->base() + offset_);
+}
+
+Status SharedLane::prepare() {
+  Arena& own = *arenas_[my_index_];
+  const size_t bytes = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+  HC_TRY(own.commit(offset_, bytes), "shared memory for a process set");
+  std::memset(bases_[my_index_], 0, kPage);
+  return Status::ok();
+}
+
+namespace {
+
+constexpr size_t kFlatBytes = 16u << 10;        // payload of one rank that goes the flat way
+constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces before it looks at others again
+
+bool all_reached(const SharedLane& lane, std::atomic<uint64_t> LaneFlags::*counter, uint64_t value) {
+  for (int m = 0; m < lane.size(); ++m)
+    if ((lane.flags(m).*counter).load(std::memory_order_acquire) < value) return false;
+  return true;
+}
+
+// What flat operations of every kind share: my payload goes into the slot of this turn, then I wait for the members
+// whose payload I need. Two slots are enough: nobody enters turn k before all have entered k - 1, hence left k - 2.
+class FlatCollective : public Collective {
+ public:
+  FlatCollective(Task task, const Group& group) : task_(std::move(task)), lane_(*group.lane), rank_(group.rank) {
+    turn_ = lane_.flat_total++;
+  }
+
+  Progress start() override { return Progress::kPending; }
+
+  Progress step(bool* moved) override {
+    if (!published_) {
+      if (!all_reached(lane_, &LaneFlags::flat, turn_)) return Progress::kPending;
+      contribute(lane_.flat_slot(rank_, turn_));
+      lane_.publish(lane_.mine().flat, turn_ + 1);
+      published_ = true;
+      *moved = true;
+    }
+    if (!others_ready()) return Progress::kPending;
+    collect();
+    *moved = true;
+    return Progress::kDone;
+  }
+
+ private:
+  const std::byte* slot(int member) const { return lane_.flat_slot(member, turn_); }
+  size_t item() const { return size_of(task_.dtype); }
+
+  bool others_ready() const {
+    if (task_.op == Op::kBroadcast)
+      return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
+    return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
+  }
+
+  void contribute(std::byte* to) {
+    if (task_.op == Op::kBarrier || (task_.op == Op::kBroadcast && rank_ != task_.root)) return;
+    for (const Piece& p : task_.pieces) {
+      size_t bytes = (is_input_counted() ? input_count() : p.count) * item();
+      if (bytes) std::memcpy(to, p.in, bytes);
+      to += bytes;
+    }
+  }
+  // Operations whose input is described by counts rather than by the piece.
+  bool is_input_counted() const {
+    return task_.op == Op::kAllgather || task_.op == Op::kReducescatter;
+  }
+  size_t input_count() const {
+    if (task_.op == Op::kAllgather) return task_.counts[rank_];
+    size_t n = 0;
+    for (size_t c : task_.counts) n += c;
+    return n;
+  }
+
+  void collect() {
+    switch (task_.op) {
+      case Op::kAllreduce: return collect_reduced();
+      case Op::kBroadcast: return collect_broadcast();
+      case Op::kAllgather: return collect_gathered();
+      case Op::kReducescatter: return collect_slice();
+      default: return;
+    }
+  }
+  void reduce_at(size_t offset, std::byte* out, size_t count) {
+    sources_.resize(lane_.size());
+    for (int m = 0; m < lane_.size(); ++m) sources_[m] = slot(m) + offset;
+    std::byte* const destinations[] = {out};
+    reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
+  }
+  void collect_reduced() {
+    size_t offset = 0;
+    for (const Piece& p : task_.pieces) {
+      if (p.count) reduce_at(offset, p.out, p.count);
+      offset += p.count * item();
+    }
+  }
+  void collect_slice() {
+    size_t before = 0;
+    for (int m = 0; m < rank_; ++m) before += task_.counts[m];
+    if (task_.counts[rank_]) reduce_at(before * item(), task_.pieces[0].out, task_.counts[rank_]);
+  }
+  void collect_broadcast() {
+    const std::byte* from = slot(task_.root);
+    for (const Piece& p : task_.pieces) {
+      if (p.count && !(rank_ == task_.root && p.in == p.out)) std::memcpy(p.out, from, p.count * item());
+      from += p.count * item();
+    }
+  }
+  void collect_gathered() {
+    std::byte* to = task_.pieces[0].out;
+    for (int m = 0; m < lane_.size(); ++m) {
+      if (task_.counts[m]) std::memcpy(to, slot(m), task_.counts[m] * item());
+      to += task_.counts[m] * item();
+    }
+  }
+
+  Task task_;
+  SharedLane& lane_;
+  int rank_;
+  uint64_t turn_;
+  bool published_ = false;
+  std::vector<const std::byte*> sources_;
+};
+
+// Blocks through slots. A block passes three stages on every member: fill (my contribution into my slot), reduce
+// (allreduce and reducescatter: my slice of it) and drain (what I need from the others' slots). Fill of later blocks runs ahead
+// of drain by up to kBlockSlots, which hides a late peer.
+class BlockedCollective : public Collective {
+ public:
+  BlockedCollective(Task task, const Group& group)
+      : task_(std::move(task)), lane_(*group.lane), n_(group.size), rank_(group.rank), view_(task_.pieces, size_of(task_.dtype)) {
+    first_ = lane_.block_total;
+  }
+
+  Progress start() override {
+    lane_.block_total += blocks_;
+    return Progress::kPending;
+  }
+
+  Progress step(bool* moved) override {
+    bool any = true;
+    while (any) {
+      any = false;
+      if (drained_ < blocks_ && can_drain()) {
+        drain(drained_++);
+        lane_.publish(lane_.mine().consumed, first_ + drained_);
+        any = true;
+      } else if (reduced_ < blocks_ && can_reduce()) {
+        reduce_block(reduced_++);
+        lane_.publish(lane_.mine().reduced, first_ + reduced_);
+        any = true;
+      } else if (filled_ < blocks_ && can_fill()) {
+        fill(filled_++);
+        lane_.publish(lane_.mine().filled, first_ + filled_);
+        any = true;
+      }
+      *moved |= any;
+      if (any && ++turns_ % 4 == 0) break;  // let other process sets have a turn
+    }
+    return drained_ == blocks_ ? Progress::kDone : Progress::kPending;
+  }
+
+ protected:
+  virtual void fill(uint64_t block) = 0;
+  virtual void reduce_block(uint64_t) {}
+  virtual void drain(uint64_t block) = 0;
+
+  size_t item() const { return size_of(task_.dtype); }
+  std::byte* slot(int member, uint64_t block) const { return lane_.block_slot(member, first_ + block); }
+  void set_blocks(size_t blocks) { blocks_ = blocks; }
+
+  Task task_;
+  SharedLane& lane_;
+  const int n_;
+  const int rank_;
+  PieceView view_;
+
+ private:
+  bool can_fill() const {
+    const uint64_t block = first_ + filled_;
+    return filled_ < drained_ + kBlockSlots &&
+           (block < kBlockSlots || all_reached(lane_, &LaneFlags::consumed, block - kBlockSlots + 1));
+  }
+  bool can_reduce() const { return reduced_ < filled_ && all_reached(lane_, &LaneFlags::filled, first_ + reduced_ + 1); }
+  bool can_drain() const { return drained_ < reduced_ && all_reached(lane_, &LaneFlags::reduced, first_ + drained_ + 1); }
+
+  uint64_t first_ = 0;
+  uint64_t blocks_ = 0, filled_ = 0, reduced_ = 0, drained_ = 0;
+  unsigned turns_ = 0;
+};
+
+// Boundaries of member m's slice of `count` elements: near equal, whole cache lines where there are enough elements.
+struct Slices {
+  Slices(size_t count, int n, size_t item) : count_(count), each_((count + n - 1) / n) {
+    const size_t line = std::max<size_t>(1, 64 / item);
+    if (each_ > line) each_ = (each_ + line - 1) / line * line;
+  }
+  size_t begin(int m) const { return std::min(count_, each_ * m); }
+  size_t end(int m) const { return std::min(count_, each_ * (m + 1)); }
+  size_t count_, each_;
+};
+
+class BlockedAllreduce : public BlockedCollective {
+ public:
+  BlockedAllreduce(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    total_ = task_.count();
+    block_ = std::max<size_t>(1, block_bytes / item());
+    set_blocks((total_ + block_ - 1) / block_);
+    sources_.resize(n_);
+  }
+
+ private:
+  size_t begin_of(uint64_t block) const { return block * block_; }
+  Slices slices(uint64_t block) const { return {std::min(block_, total_ - begin_of(block)), n_, item()}; }
+
+  void fill(uint64_t block) override {  // all but my own slice, which I read where it lies
+    const Slices s = slices(block);
+    std::byte* to = slot(rank_, block);
+    view_.gather(begin_of(block), s.begin(rank_), to);
+    view_.gather(begin_of(block) + s.end(rank_), s.count_ - s.end(rank_), to + s.end(rank_) * item());
+  }
+  void reduce_block(uint64_t block) override {
+    const Slices s = slices(block);
+    size_t at = s.begin(rank_);
+    view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
+      for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : slot(m, block) + at * item();
+      std::byte* const destinations[] = {part.out, slot(rank_, block) + at * item()};
+      reduce(task_.dtype, task_.reduce, destinations, sources_, part.count, task_.scale);
+      at += part.count;
+    });
+  }
+  void drain(uint64_t block) override {
+    const Slices s = slices(block);
+    for (int m = 0; m < n_; ++m)
+      if (m != rank_)
+        view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), slot(m, block) + s.begin(m) * item());
+  }
+
+  size_t total_, block_;
+  std::vector<const std::byte*> sources_;
+};
+
+class BlockedBroadcast : public BlockedCollective {
+ public:
+  BlockedBroadcast(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    total_ = task_.count();
+    block_ = std::max<size_t>(1, block_bytes / item());
+    set_blocks((total_ + block_ - 1) / block_);
+    copies_own_ = rank_ == task_.root && std::any_of(task_.pieces.begin(), task_.pieces.end(), [](const Piece& p) { return p.in != p.out; });
+  }
+
+ private:
+  size_t count_of(uint64_t block) const { return std::min(block_, total_ - block * block_); }
+  void fill(uint64_t block) override {
+    if (rank_ == task_.root) view_.gather(block * block_, count_of(block), slot(rank_, block));
+  }
+  void drain(uint64_t block) override {
+    if (rank_ != task_.root || copies_own_) view_.scatter(block * block_, count_of(block), slot(task_.root, block));
+  }
+  size_t total_, block_;
+  bool copies_own_ = false;
+};
+
+class BlockedAllgather : public BlockedCollective {
+ public:
+  BlockedAllgather(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    block_ = std::max<size_t>(1, block_bytes / item());
+    size_t longest = 0, before = 0;
+    for (size_t c : task_.counts) {
+      offsets_.push_back(before);
+      before += c;
+      longest = std::max(longest, c);
+    }
+    set_blocks((longest + block_ - 1) / block_);
+  }
+
+ private:
+  size_t count_of(int m, uint64_t block) const {
+    const size_t from = block * block_;
+    return from >= task_.counts[m] ? 0 : std::min(block_, task_.counts[m] - from);
+  }
+  void fill(uint64_t block) override {
+    const size_t bytes = count_of(rank_, block) * item();
+    if (!bytes) return;
+    const Piece& p = task_.pieces[0];
+    const std::byte* from = p.in + block * block_ * item();
+    std::memcpy(slot(rank_, block), from, bytes);
+    std::byte* own = p.out + (offsets_[rank_] + block * block_) * item();
+    if (own != from) std::memcpy(own, from, bytes);
+  }
+  void drain(uint64_t block) override {
+    for (int m = 0; m < n_; ++m) {
+      const size_t bytes = count_of(m, block) * item();
+      if (m != rank_ && bytes) std::memcpy(task_.pieces[0].out + (offsets_[m] + block * block_) * item(), slot(m, block), bytes);
+    }
+  }
+  size_t block_;
+  std::vector<size_t> offsets_;
+};
+
+// Block b holds the b-th part of every slice, one after the other, so that all members reduce in every block.
+class BlockedReducescatter : public BlockedCollective {
+ public:
+  BlockedReducescatter(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    part_ = std::max<size_t>(1, block_bytes / item() / n_);
+    size_t longest = 0, before = 0;
+    for (size_t c : task_.counts) {
+      offsets_.push_back(before);
+      before += c;
+      longest = std::max(longest, c);
+    }
+    set_blocks((longest + part_ - 1) / part_);
+    sources_.resize(n_);
+  }
+
+ private:
+  size_t count_of(int m, uint64_t block) const {
+    const size_t from = block * part_;
+    return from >= task_.counts[m] ? 0 : std::min(part_, task_.counts[m] - from);
+  }
+  const std::byte* input_of(int m, uint64_t block) const {
+    return task_.pieces[0].in + (offsets_[m] + block * part_) * item();
+  }
+  void fill(uint64_t block) override {
+    for (int m = 0; m < n_; ++m)
+      if (m != rank_ && count_of(m, block))
+        std::memcpy(slot(rank_, block) + m * part_ * item(), input_of(m, block), count_of(m, block) * item());
+  }
+  void reduce_block(uint64_t block) override {
+    const size_t count = count_of(rank_, block);
+    if (!count) return;
+    for (int m = 0; m < n_; ++m)
+      sources_[m] = m == rank_ ? input_of(rank_, block) : slot(m, block) + rank_ * part_ * item();
+    std::byte* const destinations[] = {task_.pieces[0].out + block * part_ * item()};
+    reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
+  }
+  void drain(uint64_t) override {}
+  size_t part_;
+  std::vector<size_t> offsets_;
+  std::vector<const std::byte*> sources_;
+};
+
+// Block b holds the b-th part of what this rank sends to each member. The number of blocks must be agreed, so it comes
+// from the longest part in the whole table, which the engine puts behind counts (see Task::longest_part).
+class BlockedAlltoall : public BlockedCollective {
+ public:
+  BlockedAlltoall(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    part_ = std::max<size_t>(1, block_bytes / item() / n_);
+    size_t sent = 0, received = 0;
+    for (int m = 0; m < n_; ++m) {
+      sent_.push_back(sent);
+      received_.push_back(received);
+      sent += task_.counts[m];
+      received += task_.received_counts[m];
+    }
+    set_blocks((task_.longest_part + part_ - 1) / part_);
+  }
+
+ private:
+  size_t part_of(size_t count, uint64_t block) const {
+    const size_t from = block * part_;
+    return from >= count ? 0 : std::min(part_, count - from);
+  }
+  void fill(uint64_t block) override {
+    for (int m = 0; m < n_; ++m) {
+      const size_t bytes = part_of(task_.counts[m], block) * item();
+      if (!bytes) continue;
+      const std::byte* from = task_.pieces[0].in + (sent_[m] + block * part_) * item();
+      if (m == rank_)
+        std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(), from, bytes);
+      else
+        std::memcpy(slot(rank_, block) + m * part_ * item(), from, bytes);
+    }
+  }
+  void drain(uint64_t block) override {
+    for (int m = 0; m < n_; ++m) {
+      const size_t bytes = part_of(task_.received_counts[m], block) * item();
+      if (m != rank_ && bytes)
+        std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(), slot(m, block) + rank_ * part_ * item(), bytes);
+    }
+  }
+  size_t part_;
+  std::vector<size_t> sent_, received_;
+};
+
+// Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have arrived.
+class InPlaceAllreduce : public Collective {
+ public:
+  InPlaceAllreduce(Task task, const Group& group)
+      : task_(std::move(task)), lane_(*group.lane), n_(group.size), rank_(group.rank),
+        slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
+    turn_ = lane_.in_place_total++;
+    at_ = slices_.begin(rank_);
+  }
+  Progress start() override { return Progress::kPending; }
+
+  Progress step(bool* moved) override {
+    if (stage_ == 0) {
+      lane_.mine().offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
+      lane_.publish(lane_.mine().arrived, turn_ + 1);
+      stage_ = 1;
+      *moved = true;
+    }
+    if (stage_ == 1) {
+      if (!all_reached(lane_, &LaneFlags::arrived, turn_ + 1)) return Progress::kPending;
+      if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
+      stage_ = 2;
+    }
+    if (stage_ == 2) {
+      *moved = true;
+      if (!reduce_some()) return Progress::kPending;
+      lane_.publish(lane_.mine().finished, turn_ + 1);
+      stage_ = 3;
+    }
+    if (!all_reached(lane_, &LaneFlags::finished, turn_ + 1)) return Progress::kPending;
+    *moved = true;
+    return Progress::kDone;
+  }
+
+ private:
+  // The members' offsets were published for this turn; nobody can enter the next before I finish this one.
+  Status find_buffers() {
+    const size_t bytes = task_.bytes();
+    for (int m = 0; m < n_; ++m) {
+      const uint64_t offset = lane_.flags(m).offset.load(std::memory_order_relaxed);
+      if (offset > lane_.arena(m).bytes() || bytes > lane_.arena(m).bytes() - offset)
+        return error(Code::kInternal, "member ", m, " announced a buffer outside its arena");
+      buffers_.push_back(lane_.arena_base(m) + offset);
+    }
+    return Status::ok();
+  }
+  bool reduce_some() {
+    const size_t item = size_of(task_.dtype);
+    const size_t count = std::min(slices_.end(rank_) - at_, std::max<size_t>(1, kInPlaceStepBytes / item));
+    if (count) {
+      std::vector<std::byte*> there(n_);
+      std::vector<const std::byte*> from(n_);
+      for (int m = 0; m < n_; ++m) from[m] = there[m] = buffers_[m] + at_ * item;
+      reduce(task_.dtype, task_.reduce, there, from, count, task_.scale);
+      at_ += count;
+    }
+    return at_ == slices_.end(rank_);
+  }
+
+  Task task_;
+  SharedLane& lane_;
+  const int n_, rank_;
+  const Slices slices_;
+  uint64_t turn_;
+  int stage_ = 0;
+  size_t at_ = 0;
+  std::vector<std::byte*> buffers_;
+};
+
+// The largest number of bytes any member puts into its flat slot; the same on every member.
+size_t flat_payload(const Task& task) {
+  const size_t item = size_of(task.dtype);
+  switch (task.op) {
+    case Op::kBarrier: return 0;
+    case Op::kAllgather: return *std::max_element(task.counts.begin(), task.counts.end()) * item;
+    case Op::kReducescatter: {
+      size_t n = 0;
+      for (size_t c : task.counts) n += c;
+      return n * item;
+    }
+    case Op::kAlltoall: return SIZE_MAX;  // where my part lies in a peer's slot depends on counts I do not know
+    default: return task.bytes();
+  }
+}
+
+}  // namespace
+
+Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {
+  if (!group.lane || group.lane->size() != group.size)
+    return error(Code::kInternal, "a shared-memory ", name_of(task.op), " needs one lane for the whole group");
+  if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1)
+    return std::unique_ptr<Collective>(std::make_unique<InPlaceAllreduce>(std::move(task), group));
+  const size_t payload = flat_payload(task);
+  if (payload <= (task.algorithm == Algorithm::kSharedBlocked ? 0 : kFlatBytes))
+    return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));
+  const size_t block = std::min(kBlockSlotBytes, task.segment_bytes);
+  switch (task.op) {
+    case Op::kAllreduce: return std::unique_ptr<Collective>(std::make_unique<BlockedAllreduce>(std::move(task), group, block));
+    case Op::kBroadcast: return std::unique_ptr<Collective>(std::make_unique<BlockedBroadcast>(std::move(task), group, block));
+    case Op::kAllgather: return std::unique_ptr<Collective>(std::make_unique<BlockedAllgather>(std::move(task), group, block));
+    case Op::kReducescatter:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedReducescatter>(std::move(task), group, block));
+    case Op::kAlltoall: return std::unique_ptr<Collective>(std::make_unique<BlockedAlltoall>(std::move(task), group, block));
+    default: return error(Code::kInternal, "no shared-memory form of ", name_of(task.op));
+  }
+}
+
+}  // namespace hc

@@ -1,0 +1,75 @@
+// A group's part of the node's shared memory: per member flags and staging, at the same offset in every member's arena.
+// Every word is written by its owner only and counts up for ever, so no flag is ever reset and none is missed.
+//
+// Thread: the thread that drives the engine. Owner: the engine's process set.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "net/arena.h"
+
+namespace hc {
+
+// First page of a lane. Each counter has its own cache lines, since its readers spin on it.
+struct LaneFlags {
+  alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
+  alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the slot
+  alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
+  alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
+  alignas(kCacheLine) std::atomic<uint64_t> arrived;   // in-place operations entered; `offset` is valid
+  std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
+  alignas(kCacheLine) std::atomic<uint64_t> finished;  // in-place operations whose slice is written everywhere
+};
+
+inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
+inline constexpr int kBlockSlots = 4;
+inline constexpr size_t kBlockSlotBytes = 512u << 10;
+static_assert(kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes <= kLaneBytes);
+
+class SharedLane {
+ public:
+  // arenas: one per member, in the order of `positions` (their group ranks); index: which lane of the arena.
+  SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int lane);
+  // Owner only, before any member uses the lane: makes its pages usable and zero.
+  Status prepare();
+
+  int size() const { return static_cast<int>(bases_.size()); }
+  int index() const { return my_index_; }
+  LaneFlags& flags(int member) const { return *reinterpret_cast<LaneFlags*>(bases_[member]); }
+  LaneFlags& mine() const { return flags(my_index_); }
+  std::byte* flat_slot(int member, uint64_t turn) const {
+    return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes;
+  }
+  std::byte* block_slot(int member, uint64_t block) const {
+    return bases_[member] + kPage + 2 * kFlatSlotBytes + (block % kBlockSlots) * kBlockSlotBytes;
+  }
+  std::byte* arena_base(int member) const { return arenas_[member]->base(); }
+  const Arena& arena(int member) const { return *arenas_[member]; }
+  const std::vector<int>& positions() const { return positions_; }
+
+  // Publishes: everything written before is visible to whoever sees the counter. The engine then rings sleepers.
+  void publish(std::atomic<uint64_t>& counter, uint64_t value) {
+    counter.store(value, std::memory_order_release);
+    published_ = true;
+  }
+  // Whether anything was published since the last call.
+  bool take_published() { return std::exchange(published_, false); }
+
+  // Totals of what this member has entered so far; equal on all members between operations.
+  uint64_t flat_total = 0;
+  uint64_t block_total = 0;
+  uint64_t in_place_total = 0;
+
+ private:
+  std::vector<std::shared_ptr<Arena>> arenas_;
+  std::vector<int> positions_;
+  std::vector<std::byte*> bases_;
+  int my_index_;
+  size_t offset_;
+  bool published_ = false;
+};
+
+}  // namespace hc

@@ -1,0 +1,236 @@
+#include "engine/batch_runner.h"
+
+#include "collective/shared.h"
+
+#include <algorithm>
+
+namespace hc {
+
+namespace {
+
+// The one place where Average becomes arithmetic: floats are scaled by 1/N, integers with unit scales divided by N.
+Scale scale_of(const Signature& s, DType dtype, int size) {
+  Scale scale{s.prescale, s.postscale, 1};
+  if (s.reduce != Reduce::kAverage) return scale;
+  if (!is_float(dtype) && s.prescale == 1.0 && s.postscale == 1.0)
+    scale.divisor = size;
+  else
+    scale.post = s.postscale / size;
+  return scale;
+}
+
+size_t elements_per_row(const TensorMeta& meta) {
+  size_t n = 1;
+  for (size_t d = 1; d < meta.shape.size(); ++d) n *= static_cast<size_t>(meta.shape[d]);
+  return n;
+}
+
+}  // namespace
+
+BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group,
+                         const std::vector<int>& ranks, const Config& config, Tag tag)
+    : batch_(std::move(batch)), operations_(std::move(operations)), group_(group), ranks_(ranks), config_(config), tag_(tag) {
+  for (Operation* op : operations_)
+    if (op) op->batch = batch_.id;
+}
+
+Progress BatchRunner::step(bool* moved) {
+  if (!prepared_) {
+    prepared_ = true;
+    *moved = true;
+    outcome_ = batch_.error == Code::kOk ? prepare() : Status(batch_.error, batch_.error_text);
+    // A rank that cannot allocate its results must not leave the others waiting in the collective: there is no way
+    // back from here, so it is the engine that fails.
+    if (!outcome_.is_ok() && batch_.error == Code::kOk) {
+      status_ = outcome_;
+      return Progress::kFailed;
+    }
+  }
+  if (!outcome_.is_ok()) return Progress::kDone;
+  while (next_task_ < tasks_.size()) {
+    if (!collective_) {
+      auto made = make_collective(std::move(tasks_[next_task_]), group_);
+      if (!made.is_ok()) {
+        status_ = made.status();
+        return Progress::kFailed;
+      }
+      collective_ = made.take();
+      if (collective_->start() == Progress::kFailed) {
+        status_ = collective_->status();
+        return Progress::kFailed;
+      }
+    }
+    const Progress progress = collective_->step(moved);
+    if (progress == Progress::kFailed) status_ = collective_->status();
+    if (progress != Progress::kDone) return progress;
+    collective_.reset();
+    ++next_task_;
+    *moved = true;
+  }
+  return Progress::kDone;
+}
+
+const Signature& BatchRunner::signature_of(size_t entry) const {
+  return operations_[entry] ? operations_[entry]->signature() : batch_.entries[entry].signature;
+}
+
+Status BatchRunner::prepare() {
+  switch (batch_.op) {
+    case Op::kAllreduce: return prepare_allreduce();
+    case Op::kBroadcast: return prepare_each(&BatchRunner::prepare_broadcast);
+    case Op::kAllgather: return prepare_each(&BatchRunner::prepare_allgather);
+    case Op::kReducescatter: return prepare_each(&BatchRunner::prepare_reducescatter);
+    case Op::kAlltoall: return prepare_each(&BatchRunner::prepare_alltoall);
+    case Op::kBarrier: tasks_.push_back(task_for(0, DType::kU8)); return Status::ok();
+    case Op::kJoin:
+      for (Operation* op : operations_)
+        if (op) op->join_rank = batch_.last_joined < 0 ? -1 : ranks_[batch_.last_joined];
+      return Status::ok();
+  }
+  return error(Code::kInternal, "a plan names operation ", static_cast<int>(batch_.op));
+}
+
+Task BatchRunner::task_for(size_t entry, DType dtype) const {
+  Task task;
+  task.op = batch_.op;
+  task.dtype = dtype;
+  task.algorithm = batch_.algorithm;
+  task.tag = tag_;
+  task.segment_bytes = group_.lane && group_.lane->size() == group_.size ? config_.block_bytes : config_.segment_bytes;
+  if (entry < batch_.entries.size() && batch_.op != Op::kBarrier) {
+    const Signature& s = signature_of(entry);
+    task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
+    task.root = s.root;
+    task.scale = scale_of(s, dtype, group_.size);
+  }
+  return task;
+}
+
+Piece BatchRunner::piece_for(size_t entry, size_t tensor) {
+  const TensorMeta& meta = signature_of(entry).tensors[tensor];
+  const auto count = static_cast<size_t>(meta.count());
+  if (Operation* op = operations_[entry]) return {op->in[tensor], op->out[tensor], count};
+  auto memory = Memory::make_private(count * size_of(meta.dtype));
+  if (!memory) return {};
+  fill_neutral(meta.dtype, signature_of(entry).reduce, memory->data(), count);
+  neutral_.push_back(memory);
+  return {memory->data(), memory->data(), count};
+}
+
+// One task per dtype, in order of appearance; a buffer that lies in an arena is reduced where it lies.
+Status BatchRunner::prepare_allreduce() {
+  std::vector<Task> by_dtype;
+  for (size_t e = 0; e < operations_.size(); ++e) {
+    const Signature& s = signature_of(e);
+    for (size_t t = 0; t < s.tensors.size(); ++t) {
+      const DType dtype = s.tensors[t].dtype;
+      const Piece piece = piece_for(e, t);
+      if (piece.count && !piece.out) return error(Code::kInternal, "no memory for the stand-in of a joined rank");
+      bytes_ += piece.count * size_of(dtype);
+      if (batch_.in_arena) {
+        tasks_.push_back(task_for(e, dtype));
+        tasks_.back().algorithm = Algorithm::kSharedInPlace;
+        tasks_.back().pieces = {piece};
+        continue;
+      }
+      auto at = std::find_if(by_dtype.begin(), by_dtype.end(), [&](const Task& task) { return task.dtype == dtype; });
+      if (at == by_dtype.end()) at = by_dtype.insert(by_dtype.end(), task_for(e, dtype));
+      if (piece.count) at->pieces.push_back(piece);
+    }
+  }
+  for (Task& task : by_dtype)
+    if (!task.pieces.empty()) tasks_.push_back(std::move(task));
+  return Status::ok();
+}
+
+Status BatchRunner::prepare_each(Status (BatchRunner::*one)(size_t, size_t, size_t)) {
+  size_t flat = 0;  // position among all tensors of the batch: PlanBatch::rows is indexed by it
+  for (size_t e = 0; e < operations_.size(); ++e) {
+    if (!operations_[e]) return error(Code::kInternal, "a plan names a ", name_of(batch_.op), " that this rank did not submit");
+    for (size_t t = 0; t < signature_of(e).tensors.size(); ++t)
+      HC_TRY((this->*one)(e, t, flat++), operations_[e]->describe());
+  }
+  return Status::ok();
+}
+
+Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes) {
+  op->first_dimension.resize(op->in.size());
+  op->results.resize(op->in.size());
+  op->first_dimension[tensor] = rows;
+  const size_t bytes = static_cast<size_t>(rows) * row_bytes;
+  bytes_ += bytes;
+  if (op->out[tensor]) return op->out[tensor];
+  auto memory = Memory::make_private(bytes);
+  if (!memory) return error(Code::kInternal, "no memory for a result of ", bytes, " bytes");
+  op->results[tensor] = memory;
+  return memory->data();
+}
+
+Status BatchRunner::prepare_broadcast(size_t entry, size_t tensor, size_t) {
+  const Piece piece = piece_for(entry, tensor);
+  const DType dtype = signature_of(entry).tensors[tensor].dtype;
+  bytes_ += piece.count * size_of(dtype);
+  if (!piece.count) return Status::ok();
+  tasks_.push_back(task_for(entry, dtype));
+  tasks_.back().pieces = {piece};
+  return Status::ok();
+}
+
+Status BatchRunner::prepare_allgather(size_t entry, size_t tensor, size_t flat) {
+  const TensorMeta& meta = signature_of(entry).tensors[tensor];
+  const size_t per_row = elements_per_row(meta), n = group_.size;
+  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  Task task = task_for(entry, meta.dtype);
+  int64_t rows = 0;
+  for (size_t r = 0; r < n; ++r) {
+    rows += batch_.rows[flat * n + r];
+    task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
+  }
+  auto out = result_memory(operations_[entry], tensor, rows, per_row * size_of(meta.dtype));
+  if (!out.is_ok()) return out.status();
+  task.pieces = {{operations_[entry]->in[tensor], out.value(), task.counts[group_.rank]}};
+  if (rows * static_cast<int64_t>(per_row) > 0) tasks_.push_back(std::move(task));
+  return Status::ok();
+}
+
+Status BatchRunner::prepare_reducescatter(size_t entry, size_t tensor, size_t flat) {
+  const TensorMeta& meta = signature_of(entry).tensors[tensor];
+  const size_t per_row = elements_per_row(meta), n = group_.size;
+  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  Task task = task_for(entry, meta.dtype);
+  size_t total = 0;
+  for (size_t r = 0; r < n; ++r) {
+    task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
+    total += task.counts.back();
+  }
+  auto out = result_memory(operations_[entry], tensor, batch_.rows[flat * n + group_.rank], per_row * size_of(meta.dtype));
+  if (!out.is_ok()) return out.status();
+  task.pieces = {{operations_[entry]->in[tensor], out.value(), task.counts[group_.rank]}};
+  if (total) tasks_.push_back(std::move(task));
+  return Status::ok();
+}
+
+Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
+  const TensorMeta& meta = signature_of(entry).tensors[tensor];
+  const size_t per_row = elements_per_row(meta), n = group_.size, me = group_.rank;
+  if (batch_.rows.size() < n * n) return error(Code::kInternal, "the plan lacks the table of rows");
+  Task task = task_for(entry, meta.dtype);
+  Operation* op = operations_[entry];
+  int64_t rows = 0, longest = 0;
+  for (size_t r = 0; r < n; ++r) {
+    task.counts.push_back(static_cast<size_t>(batch_.rows[me * n + r]) * per_row);
+    const int64_t from = batch_.rows[r * n + me];
+    op->rows_from.push_back(from);
+    task.received_counts.push_back(static_cast<size_t>(from) * per_row);
+    rows += from;
+  }
+  for (int64_t r : batch_.rows) longest = std::max(longest, r);
+  task.longest_part = static_cast<size_t>(longest) * per_row;
+  auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype));
+  if (!out.is_ok()) return out.status();
+  task.pieces = {{op->in[tensor], out.value(), static_cast<size_t>(rows) * per_row}};
+  if (task.longest_part) tasks_.push_back(std::move(task));
+  return Status::ok();
+}
+
+}  // namespace hc

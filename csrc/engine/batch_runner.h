@@ -1,0 +1,62 @@
+// Executes one batch of a plan: turns its entries into tasks (one per dtype, or per tensor), runs them one after the other and
+// says how the operations ended. Resumable, like the collectives it steps.
+//
+// Thread: the thread that drives the engine. Owner: a process set.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "base/config.h"
+#include "collective/collective.h"
+#include "engine/operation.h"
+
+namespace hc {
+
+class BatchRunner {
+ public:
+  // operations: what this rank submitted for each entry, null where it did not (it has joined). `ranks` are the world
+  // ranks of the set.
+  BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group, const std::vector<int>& ranks,
+              const Config& config, Tag tag);
+
+  // kFailed: a transport failed, the whole engine must stop; status() says why. A batch that carries an error, or whose
+  // results do not fit into memory, is kDone with outcome() not ok: only its operations fail.
+  Progress step(bool* moved);
+  const Status& status() const { return status_; }
+  const Status& outcome() const { return outcome_; }
+  const std::vector<Operation*>& operations() const { return operations_; }
+  const PlanBatch& batch() const { return batch_; }
+  size_t bytes() const { return bytes_; }
+
+ private:
+  const Signature& signature_of(size_t entry) const;
+  Status prepare();
+  Status prepare_allreduce();
+  Status prepare_each(Status (BatchRunner::*one)(size_t entry, size_t tensor, size_t flat));
+  Status prepare_broadcast(size_t entry, size_t tensor, size_t flat);
+  Status prepare_allgather(size_t entry, size_t tensor, size_t flat);
+  Status prepare_reducescatter(size_t entry, size_t tensor, size_t flat);
+  Status prepare_alltoall(size_t entry, size_t tensor, size_t flat);
+  Task task_for(size_t entry, DType dtype) const;
+  // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
+  Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
+  Piece piece_for(size_t entry, size_t tensor);
+
+  PlanBatch batch_;
+  std::vector<Operation*> operations_;
+  const Group& group_;
+  const std::vector<int>& ranks_;
+  const Config& config_;
+  const Tag tag_;
+
+  std::vector<Task> tasks_;
+  size_t next_task_ = 0;
+  std::unique_ptr<Collective> collective_;
+  std::vector<std::shared_ptr<Memory>> neutral_;  // stands in for operations this rank did not submit
+  bool prepared_ = false;
+  Status status_, outcome_;
+  size_t bytes_ = 0;
+};
+
+}  // namespace hc

@@ -1,0 +1,164 @@
+// The engine: takes operations in any order, has them agreed on, runs them, completes their handles. An object: four
+// ranks can be four engines in one process.
+//
+// Threads: submit, poll, wait, release ... from any. One thread at a time drives (DriveGate): a thread that waits for
+// a handle, else hc-engine, which sleeps in poll(2) on the mesh. Completion callbacks run on hc-notify.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/config.h"
+#include "base/log.h"
+#include "base/status.h"
+#include "base/thread.h"
+#include "engine/drive_gate.h"
+#include "engine/liveness.h"
+#include "engine/notifier.h"
+#include "engine/operation.h"
+#include "engine/process_set.h"
+#include "net/mesh.h"
+
+namespace hc {
+
+// What submit takes. Pointers are read during the call only; the tensors' memory must live until the handle is done.
+struct Submission {
+  Op op = Op::kAllreduce;
+  Reduce reduce = Reduce::kSum;
+  int root = 0;  // world rank
+  int process_set = 0;
+  std::string_view name;  // empty: unnamed
+  double prescale = 1, postscale = 1;
+  struct Tensor {
+    const void* in;
+    void* out;  // null: the core owns the result
+    std::span<const int64_t> shape;
+    DType dtype;
+  };
+  std::span<const Tensor> tensors;
+  std::span<const int64_t> splits;
+  bool will_wait = false;
+  void (*done)(void*, int64_t, const Status&) = nullptr;
+  void* done_context = nullptr;
+};
+
+struct EngineCounters {  // driving thread writes, anyone reads
+  std::atomic<uint64_t> operations{0}, batches{0}, fused{0}, plans_sent{0}, ballots_sent{0}, control_frames_sent{0},
+      control_bytes_sent{0}, bytes_reduced{0}, sleeps{0}, steps{0}, pings{0};
+};
+
+class Engine {
+ public:
+  static Result<std::unique_ptr<Engine>> create(Config config);
+  ~Engine();
+  std::string endpoint() const { return mesh_->endpoint(); }
+  Status connect(const MeshMembers& members);
+
+  const Mesh& mesh() const { return *mesh_; }
+  Status submit(const Submission& submission, int64_t* handle);
+  // True when done, failed or unknown.
+  bool poll(int64_t handle);
+  // Drives until done or until timeout_s has passed (< 0: no limit). The status is the operation's own.
+  Status wait(int64_t handle, double timeout_s, bool* done);
+  // The operation behind a handle that is done; null when it is not, or unknown.
+  Operation* finished(int64_t handle);
+  void release(int64_t handle) { handles_.release(handle); }
+
+  // Collective over the world, in the same order on every rank.
+  Status add_process_set(std::vector<int> ranks, int* id);
+  Status remove_process_set(int id);
+  Result<std::shared_ptr<Memory>> allocate(size_t bytes);
+  bool shares_memory() const;
+
+  void abort(const std::string& text);
+  Status shutdown(double timeout_s);
+  void after_fork_child();
+  std::string counters_json() const;
+  std::string describe();
+
+ private:
+  explicit Engine(Config config);
+
+  // engine.cc: submission and agreement
+  Status check(const Submission& s, const ProcessSet& set) const;
+  void fill(Operation* op, const Submission& s, const ProcessSet& set);
+  bool arena_holds(const Submission& s) const;
+  bool step();
+  void take_incoming(bool* moved);
+  void receive_frames(bool* moved);
+  void handle_frame(int from, std::span<const uint8_t> frame);
+  void send_ballot(ProcessSet& set);
+  void decide(ProcessSet& set, bool* moved);
+  void take_plan(ProcessSet& set, Plan plan);
+  void run_queue(ProcessSet& set, bool* moved);
+  void finish_batch(ProcessSet& set);
+  void complete(ProcessSet& set, Operation* op, Status status);
+  Status send_frame(int to, bool urgent);  // the frame in frame_
+  std::unique_ptr<ProcessSet> make_set(uint16_t id, std::vector<int> ranks);
+  ProcessSet* find_set(int id) const;
+
+  // engine_drive.cc: waiting, sleeping, failing
+  void run();  // hc-engine
+  using Over = std::function<bool()>;
+  // Drives, or lets another thread drive, until over() or the deadline. `over` must be safe from any thread when `shared`, else it is
+  // only called while this thread drives.
+  bool drive_until(const Over& over, bool shared, const Deadline& deadline);
+  void drive(const Over& over, const Deadline& deadline);
+  void rest_after_driving();
+  void enter_gate();
+  void sleep_on_mesh(int timeout_ms);
+  void poll_mesh(bool* moved);
+  void check_timers();
+  void report_stalls(TimePoint now);
+  void check_liveness(TimePoint now);
+  void fail_everything(const Status& reason);
+  void peer_left(int rank, const std::string& text);
+  size_t outstanding() const;
+  void tell_everybody(const Status& reason);
+  void say_goodbye(double timeout_s);
+
+  const Config config_;
+  Logger log_;
+  std::unique_ptr<Mesh> mesh_;
+  uint32_t generation_ = 0;
+  double timer_s_ = 1;
+
+  Handles handles_;
+  DriveGate gate_;
+  Notifier notifier_;
+  EngineCounters counters_;
+  NamedThread thread_;
+
+  mutable std::mutex submit_mu_;        // guards incoming_, failure_ and the parts of ProcessSet marked "submit lock"
+  std::vector<Operation*> incoming_;
+  Status failure_;                      // not ok: submit refuses with it
+  std::atomic<bool> has_incoming_{false};
+  std::atomic<bool> failed_{false};
+  std::atomic<bool> connected_{false};
+  std::atomic<bool> stopping_{false};
+  std::atomic<int> sleepers_{0};        // threads in poll(2) on the mesh
+  std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
+  std::atomic<bool> engine_sleeps_{false};
+  std::mutex abort_mu_;                 // guards abort_text_
+  std::string abort_text_;
+  std::atomic<bool> has_abort_{false};
+
+  // Driving thread only (the map also changes in add/remove, which hold the gate and the submit lock).
+  std::map<int, std::unique_ptr<ProcessSet>> sets_;
+  std::vector<std::unique_ptr<ProcessSet>> retired_;  // removed sets: their lanes may still be read by late peers
+  std::vector<Operation*> taken_;
+  Writer frame_;
+  std::vector<uint8_t> received_;
+  std::vector<bool> left_;              // [world] said goodbye
+  Liveness liveness_{0, {}};
+  TimePoint next_timer_{}, next_stall_report_{};
+  unsigned turn_ = 0;
+};
+
+}  // namespace hc

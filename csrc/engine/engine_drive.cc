@@ -1,0 +1,515 @@
+// Who drives, how it waits, and how everything ends. The rule that keeps waiting cheap and never lost:
+//   a thread sleeps only after it has (1) set its asleep word, (2) looked at every source of work once more;
+//   whoever makes work for a rank (3) makes it visible, (4) looks at that rank's asleep word and rings its doorbell.
+// Both sides use sequentially consistent fences between their two halves (Mesh::set_asleep, Mesh::wake).
+#include <poll.h>
+
+#include <algorithm>
+
+#include "engine/engine.h"
+#include "engine/frames.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace hc {
+
+namespace {
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+// The wait between "just now" and "asleep": a few pauses, then give the core to whoever is runnable, then sleep. Never spins
+// without limit: with more ranks than cores that costs whole scheduler slices.
+class Idle {
+ public:
+  Idle(int pauses, double yield_us) : pauses_(pauses), yield_us_(yield_us) {}
+  void reset() { turns_ = 0; }
+  // False when it is time to sleep.
+  bool pause() {
+    if (turns_++ < pauses_) {
+      pause_cpu();
+      return true;
+    }
+    if (turns_ == pauses_ + 1) started_ = Clock::now();
+    if (seconds_between(started_, Clock::now()) * 1e6 > yield_us_) return false;
+    ::sched_yield();
+    return true;
+  }
+
+ private:
+  const int pauses_;
+  const double yield_us_;
+  int turns_ = 0;
+  TimePoint started_{};
+};
+
+constexpr int kSliceMs = 50;  // a waiter looks up (deadline, another waiter) at least this often
+
+}  // namespace
+
+Engine::~Engine() {
+  if (connected_.load()) (void)shutdown(0);
+  gate_.stop();
+  if (thread_.running() && mesh_) mesh_->wake_self();
+  thread_.join();
+  notifier_.stop();
+}
+
+// ---- waiting ----------------------------------------------------------------------------------------------------------
+
+bool Engine::poll(int64_t handle) {
+  Operation* op = handles_.find(handle);
+  return !op || op->done.load(std::memory_order_acquire);
+}
+
+Operation* Engine::finished(int64_t handle) {
+  Operation* op = handles_.find(handle);
+  return op && op->done.load(std::memory_order_acquire) ? op : nullptr;
+}
+
+Status Engine::wait(int64_t handle, double timeout_s, bool* done) {
+  Operation* op = handles_.find(handle);
+  *done = true;
+  if (!op) return error(Code::kInvalidArgument, "handle ", handle, " is unknown or was released");
+  if (!op->done.load(std::memory_order_acquire)) {
+    const Deadline deadline = Deadline::in(timeout_s < 0 ? 1e9 : timeout_s);
+    *done = drive_until([op] { return op->done.load(std::memory_order_acquire); }, true, deadline);
+    if (!*done) return Status::ok();
+  }
+  return op->status;
+}
+
+bool Engine::drive_until(const Over& over, bool shared, const Deadline& deadline) {
+  while (true) {
+    if (shared && over()) return true;
+    if (gate_.try_enter()) {
+      drive(over, deadline);
+      const bool is_over = over();
+      rest_after_driving();
+      gate_.leave();
+      if (is_over) return true;
+    } else {
+      if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();  // the driver may sleep: it must hand over
+      const int ms = std::min(kSliceMs, deadline.remaining_ms());
+      gate_.wait_turn(std::chrono::milliseconds(ms), [&] { return shared && over(); });
+    }
+    if (deadline.passed()) return shared && over();
+  }
+}
+
+void Engine::enter_gate() {
+  while (!gate_.try_enter()) {
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();
+    gate_.wait_turn(std::chrono::milliseconds(kSliceMs), [] { return false; });
+  }
+}
+
+void Engine::drive(const Over& over, const Deadline& deadline) {
+  mesh_->set_asleep(Sleep::kAwake);
+  Idle idle(config_.spin_pauses, config_.yield_us);
+  while (!over()) {
+    if (step()) {
+      idle.reset();
+      continue;
+    }
+    if (idle.pause()) continue;
+    check_timers();
+    if (deadline.passed() || stopping_.load()) return;
+    mesh_->set_asleep(Sleep::kAsleepWaiting);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    if (!step() && !over()) sleep_on_mesh(std::min(kSliceMs, deadline.remaining_ms()));
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    mesh_->set_asleep(Sleep::kAwake);
+    bool moved = false;
+    poll_mesh(&moved);
+    idle.reset();
+  }
+}
+
+// hc-engine, if it sleeps, takes over the watch: the asleep word must again say so, and what arrived in between be seen.
+void Engine::rest_after_driving() {
+  if (!engine_sleeps_.load(std::memory_order_seq_cst)) return;
+  const size_t waiting = outstanding();
+  mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
+  if (!waiting && !has_incoming_.load(std::memory_order_seq_cst)) return;
+  if (step() || untimed_sleep_.load()) mesh_->wake_self();
+}
+
+void Engine::sleep_on_mesh(int timeout_ms) {
+  counters_.sleeps.fetch_add(1, std::memory_order_relaxed);
+  pollfd watched{mesh_->wait_fd(), POLLIN, 0};
+  (void)::poll(&watched, 1, timeout_ms);
+}
+
+void Engine::run() {
+  if (!config_.thread_affinity.empty()) {
+    auto cpu = cpu_of_local_rank(config_.thread_affinity, mesh_->local_rank());
+    const int one[] = {cpu.is_ok() ? cpu.value() : 0};
+    Status set = cpu.is_ok() ? set_allowed_cpus(one) : cpu.status();
+    if (!set.is_ok()) log_.warning("HOROCLONE_THREAD_AFFINITY: ", set.text());
+  }
+  Idle idle(config_.spin_pauses, config_.yield_us);
+  while (gate_.enter_engine()) {
+    mesh_->set_asleep(Sleep::kAwake);
+    bool moved = false;
+    poll_mesh(&moved);
+    idle.reset();
+    while (!gate_.wanted() && !stopping_.load()) {
+      if (step()) {
+        idle.reset();
+      } else if (!idle.pause()) {
+        break;
+      }
+    }
+    if (gate_.wanted() || stopping_.load()) {
+      gate_.leave();
+      continue;
+    }
+    check_timers();
+    const bool waiting = outstanding() > 0;
+    mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
+    untimed_sleep_.store(!waiting);
+    engine_sleeps_.store(true, std::memory_order_seq_cst);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    const bool more = step();
+    gate_.leave();
+    if (!more) sleep_on_mesh(waiting ? static_cast<int>(timer_s_ * 1000) + 1 : -1);
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    engine_sleeps_.store(false, std::memory_order_seq_cst);
+  }
+}
+
+size_t Engine::outstanding() const {
+  size_t n = 0;
+  for (const auto& [id, set] : sets_) n += set->outstanding();
+  return n;
+}
+
+void Engine::poll_mesh(bool* moved) {
+  std::vector<Loss> losses;
+  Status polled = mesh_->poll(0, moved, &losses);
+  if (losses.empty() && polled.is_ok()) return;
+  receive_frames(moved);  // a goodbye or the reason of its end may be among the peer's last words
+  for (const Loss& loss : losses) {
+    if (left_[loss.rank]) continue;
+    fail_everything(Status(Code::kPeerLost,
+                           text_of(mesh_->describe(loss.rank), " ", loss.reason, ". Its own output has the cause; the others stop because of it."),
+                           loss.rank));
+  }
+  if (!polled.is_ok()) fail_everything(polled);
+}
+
+// ---- time -------------------------------------------------------------------------------------------------------------
+
+void Engine::check_timers() {
+  if (outstanding() == 0) {
+    liveness_.rest();
+    return;
+  }
+  const TimePoint now = Clock::now();
+  if (now < next_timer_) return;
+  next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
+  if (failed_.load()) return;
+  check_liveness(now);
+  if (!config_.stall_check_disable && now >= next_stall_report_) report_stalls(now);
+}
+
+void Engine::check_liveness(TimePoint now) {
+  std::vector<bool> waits(mesh_->size(), false);
+  for (const auto& [id, set] : sets_) {
+    const bool late = std::any_of(set->pending.begin(), set->pending.end(), [&](const Operation* op) {
+      return seconds_between(op->submitted, now) >= config_.liveness_probe_s;
+    });
+    if (late)
+      for (int r : set->ranks) waits[r] = r != mesh_->rank() && !left_[r];
+  }
+  for (const Liveness::Action& action : liveness_.tick(now, waits)) {
+    if (action.kind == Liveness::Action::kPing) {
+      counters_.pings.fetch_add(1, std::memory_order_relaxed);
+      frame_.clear();
+      frame_.put(FrameKind::kPing);
+      if (Status sent = send_frame(action.rank, true); !sent.is_ok()) return fail_everything(sent);
+    } else if (action.kind == Liveness::Action::kWarn) {
+      log_.warning(mesh_->describe(action.rank), " is not responding for ", static_cast<int>(action.silent_s),
+                   " s (stopped? swapped out?); it counts as lost after ", config_.liveness_error_s, " s");
+    } else {
+      return fail_everything(Status(Code::kPeerLost,
+                                    text_of(mesh_->describe(action.rank), " has not responded for ", static_cast<int>(action.silent_s),
+                                            " s (stopped? swapped out? HOROCLONE_LIVENESS_ERROR_S sets the limit)"),
+                                    action.rank));
+    }
+  }
+}
+
+// Only a coordinator knows who is missing.
+void Engine::report_stalls(TimePoint now) {
+  next_stall_report_ = now + std::chrono::milliseconds(500);
+  std::string report;
+  bool fatal = false;
+  for (const auto& [id, set] : sets_) {
+    if (!set->coordinator) continue;
+    for (const Stall& stall : set->coordinator->stalled(now, config_.stall_check_s)) {
+      report += text_of("\n  ", stall.name, " (", static_cast<int>(stall.waited_s), " s): missing ranks");
+      for (int r : stall.missing) report += " " + std::to_string(set->ranks[r]);
+      report += "; ready ranks";
+      for (int r : stall.present) report += " " + std::to_string(set->ranks[r]);
+      fatal = fatal || (config_.stall_shutdown_s > config_.stall_check_s && stall.waited_s >= config_.stall_shutdown_s);
+    }
+  }
+  if (report.empty()) return;
+  next_stall_report_ = now + std::chrono::milliseconds(static_cast<int64_t>(config_.stall_check_s * 1000));
+  if (config_.stall_shutdown_s > config_.stall_check_s)
+    next_stall_report_ = std::min(next_stall_report_, now + std::chrono::milliseconds(500));
+  const std::string text = "One or more tensors were submitted to be reduced, gathered or broadcasted by a subset of ranks and are waiting for the "
+                           "remainder. Stalled ops:" + report;
+  if (fatal)
+    fail_everything(Status(Code::kAborted, text_of("stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. ", text), mesh_->rank()));
+  else
+    log_.warning(text);
+}
+
+// ---- ends -------------------------------------------------------------------------------------------------------------
+
+void Engine::fail_everything(const Status& reason) {
+  if (failed_.load()) return;
+  {
+    std::lock_guard lock(submit_mu_);
+    failure_ = reason;
+  }
+  failed_.store(true);
+  log_.debug("failing every operation: ", reason.text());
+  for (auto& [id, set] : sets_) {
+    std::string during;
+    if (set->runner) {
+      const size_t n = set->runner->operations().size();
+      during = text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
+      set->runner.reset();
+    }
+    set->queue.clear();
+    while (!set->pending.empty()) {
+      Operation* op = set->pending.back();
+      complete(*set, op, reason.with(text_of(op->describe(), op->batch ? during : "")));
+    }
+  }
+  tell_everybody(reason);
+}
+
+void Engine::tell_everybody(const Status& reason) {
+  frame_.clear();
+  frame_.put(FrameKind::kAbort);
+  frame_.put(reason.code());
+  frame_.put(static_cast<int32_t>(reason.culprit()));
+  frame_.put_text(reason.text());
+  for (int r = 0; r < mesh_->size(); ++r)
+    if (r != mesh_->rank() && r != reason.culprit() && !left_[r]) (void)send_frame(r, true);  // best effort: it may be gone too
+}
+
+void Engine::peer_left(int rank, const std::string& text) {
+  left_[rank] = true;
+  mesh_->expect_close(rank);
+  const std::string full = text_of("Horovod has been shut down: ", mesh_->describe(rank), " ", text,
+                                   ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
+  for (auto& [id, set] : sets_) {
+    const int position = set->position_of(rank);
+    if (position < 0 || set->group_rank < 0) continue;
+    if (set->coordinator)
+      set->coordinator->leave(position, full);
+    else if (set->coordinator_rank() == rank)
+      set->closed = Status(Code::kAborted, full, rank);
+  }
+}
+
+void Engine::abort(const std::string& text) {
+  if (!connected_.load()) return;
+  {
+    std::lock_guard lock(abort_mu_);
+    abort_text_ = text;
+  }
+  has_abort_.store(true);
+  mesh_->wake_self();
+  // Make sure that it leaves this process even if it ends right after this call.
+  drive_until([this] { return !has_abort_.load(); }, true, Deadline::in(1.0));
+}
+
+void Engine::say_goodbye(double timeout_s) {
+  frame_.clear();
+  frame_.put(FrameKind::kGoodbye);
+  frame_.put_text("has shut down");
+  for (int r = 0; r < mesh_->size(); ++r)
+    if (r != mesh_->rank() && !left_[r]) (void)send_frame(r, true);
+  const Deadline deadline = Deadline::in(timeout_s);
+  while (!deadline.passed()) {
+    bool flushed = true, moved = false;
+    for (int r = 0; r < mesh_->size(); ++r)
+      if (r != mesh_->rank() && !left_[r]) flushed = flushed && mesh_->channel(r).flushed();
+    if (flushed) return;
+    std::vector<Loss> losses;
+    if (!mesh_->poll(10, &moved, &losses).is_ok()) return;
+    for (const Loss& loss : losses) left_[loss.rank] = true;
+  }
+}
+
+Status Engine::shutdown(double timeout_s) {
+  if (!connected_.load()) return Status::ok();
+  const auto idle = [this] { return failed_.load() || (outstanding() == 0 && !has_incoming_.load()); };
+  const bool drained = drive_until(idle, false, Deadline::in(timeout_s));
+  enter_gate();
+  if (!drained && !failed_.load())
+    fail_everything(Status(Code::kAborted,
+                           text_of(mesh_->describe(mesh_->rank()), " shut down while ", outstanding(),
+                                   " of its operations were still waiting for other ranks"),
+                           mesh_->rank()));
+  {
+    std::lock_guard lock(submit_mu_);
+    if (failure_.is_ok()) failure_ = error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again.");
+  }
+  say_goodbye(1.0);
+  stopping_.store(true);
+  connected_.store(false);
+  gate_.leave();
+  gate_.stop();
+  mesh_->wake_self();
+  thread_.join();
+  for (Operation* op : incoming_) {  // submitted in the last moment by another thread
+    ProcessSet* set = find_set(op->process_set);
+    set->announce(op);
+    complete(*set, op, failure_.with(op->describe()));
+  }
+  incoming_.clear();
+  notifier_.stop();
+  mesh_->close();
+  return Status::ok();
+}
+
+void Engine::after_fork_child() {
+  connected_.store(false);
+  thread_.forget();
+  notifier_.forget();
+  mesh_->after_fork_child();
+}
+
+// ---- process sets, memory, texts --------------------------------------------------------------------------------------
+
+Status Engine::add_process_set(std::vector<int> ranks, int* id) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  std::sort(ranks.begin(), ranks.end());
+  if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 || ranks.back() >= mesh_->size())
+    return error(Code::kInvalidArgument, "a process set needs different ranks between 0 and ", mesh_->size() - 1);
+  enter_gate();
+  Status made;
+  int free_id = 1;
+  while (find_set(free_id)) ++free_id;
+  if (free_id >= kMaxLanes) {
+    made = error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
+  } else {
+    auto set = make_set(static_cast<uint16_t>(free_id), ranks);
+    if (set->lane) made = set->lane->prepare();
+    std::lock_guard lock(submit_mu_);
+    if (made.is_ok()) sets_[free_id] = std::move(set);
+  }
+  gate_.leave();
+  HC_TRY(made);
+  *id = free_id;
+  Submission barrier;  // nobody may use the set before everybody knows it
+  barrier.op = Op::kBarrier;
+  std::string name = text_of("horoclone.process_set.add.", free_id);
+  for (int r : ranks) name += text_of(".", r);
+  barrier.name = name;
+  int64_t handle = 0;
+  HC_TRY(submit(barrier, &handle));
+  bool done = false;
+  Status outcome = wait(handle, -1, &done);
+  release(handle);
+  return outcome;
+}
+
+Status Engine::remove_process_set(int id) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  if (id == 0) return error(Code::kInvalidArgument, "the global process set cannot be removed");
+  {
+    std::lock_guard lock(submit_mu_);
+    if (!find_set(id)) return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
+  }
+  Submission barrier;  // every rank has finished with the set
+  barrier.op = Op::kBarrier;
+  const std::string name = text_of("horoclone.process_set.remove.", id);
+  barrier.name = name;
+  int64_t handle = 0;
+  HC_TRY(submit(barrier, &handle));
+  bool done = false;
+  Status outcome = wait(handle, -1, &done);
+  release(handle);
+  HC_TRY(outcome);
+  enter_gate();
+  std::unique_ptr<ProcessSet> removed;
+  {
+    std::lock_guard lock(submit_mu_);
+    removed = std::move(sets_[id]);
+    sets_.erase(id);
+  }
+  while (!removed->pending.empty()) {
+    Operation* op = removed->pending.back();
+    complete(*removed, op, error(Code::kAborted, op->describe(), ": its process set was removed"));
+  }
+  gate_.leave();
+  return Status::ok();
+}
+
+Result<std::shared_ptr<Memory>> Engine::allocate(size_t bytes) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  if (!mesh_->shares_memory(mesh_->rank())) {
+    auto memory = Memory::make_private(bytes);
+    if (!memory) return error(Code::kInternal, "no memory for a block of ", bytes, " bytes");
+    std::memset(memory->data(), 0, bytes);
+    return memory;
+  }
+  return Memory::make_shared(mesh_->arena(mesh_->rank()), bytes);
+}
+
+bool Engine::shares_memory() const {
+  if (mesh_->local_size() != mesh_->size()) return false;
+  for (int r = 0; r < mesh_->size(); ++r)
+    if (!mesh_->shares_memory(r)) return false;
+  return true;
+}
+
+std::string Engine::counters_json() const {
+  const auto get = [](const std::atomic<uint64_t>& c) { return c.load(std::memory_order_relaxed); };
+  return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches), ",\"fused\":", get(counters_.fused),
+                 ",\"plans_sent\":", get(counters_.plans_sent), ",\"ballots_sent\":", get(counters_.ballots_sent),
+                 ",\"control_frames_sent\":", get(counters_.control_frames_sent), ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
+                 ",\"bytes\":", get(counters_.bytes_reduced), ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
+                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(), ",\"mesh\":", mesh_->counters_json(), "}");
+}
+
+std::string Engine::describe() {
+  if (!connected_.load()) return "not connected";
+  enter_gate();
+  std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(), failed_.load() ? text_of(", failed: ", failure_.text()) : "");
+  const TimePoint now = Clock::now();
+  for (const auto& [id, set] : sets_) {
+    text += text_of("\nprocess set ", id, ": ", set->size(), " ranks, ", set->pending.size(), " operations pending, ", set->queue.size(), " batches planned",
+                    set->runner ? text_of(", batch ", set->runner->batch().id, " under way") : "");
+    size_t shown = 0;
+    for (const Operation* op : set->pending) {
+      if (++shown > 20) break;
+      text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s", op->batch ? text_of(", in batch ", op->batch) : ", not agreed yet");
+    }
+    if (set->coordinator)
+      for (const Stall& stall : set->coordinator->stalled(now, 0.0)) {
+        text += text_of("\n  ", stall.name, " misses ranks");
+        for (int r : stall.missing) text += " " + std::to_string(set->ranks[r]);
+      }
+  }
+  gate_.leave();
+  return text;
+}
+
+}  // namespace hc

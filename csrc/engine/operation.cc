@@ -1,0 +1,80 @@
+// The pool of operations and their handles: handle = serial number << 20 | place in the pool.
+#include "engine/operation.h"
+
+namespace hc {
+
+namespace {
+constexpr int kPlaceBits = 20;
+constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
+}  // namespace
+
+std::string Operation::describe() const {
+  const Signature& s = request.signature;
+  if (request.name.empty()) return text_of(name_of(s.op), " no. ", request.sequence, " (unnamed)");
+  return text_of(name_of(s.op), " '", request.name, "'");
+}
+
+Operation* Handles::acquire() {
+  std::lock_guard lock(mu_);
+  uint32_t place;
+  if (!free_.empty()) {
+    place = free_.back();
+    free_.pop_back();
+  } else {
+    place = static_cast<uint32_t>(pool_.size());
+    if (place > kPlaceMask) return nullptr;
+    pool_.push_back(std::make_unique<Operation>());
+  }
+  Operation* op = pool_[place].get();
+  op->handle = (++serial_ << kPlaceBits) | place;
+  op->released = false;
+  op->done.store(false, std::memory_order_relaxed);
+  return op;
+}
+
+Operation* Handles::find(int64_t handle) {
+  std::lock_guard lock(mu_);
+  const auto place = static_cast<size_t>(handle & kPlaceMask);
+  if (handle <= 0 || place >= pool_.size()) return nullptr;
+  Operation* op = pool_[place].get();
+  return op->handle == handle && !op->released ? op : nullptr;
+}
+
+void Handles::release(int64_t handle) {
+  std::lock_guard lock(mu_);
+  const auto place = static_cast<size_t>(handle & kPlaceMask);
+  if (handle <= 0 || place >= pool_.size()) return;
+  Operation* op = pool_[place].get();
+  if (op->handle != handle || op->released) return;
+  op->released = true;
+  if (op->done.load(std::memory_order_acquire)) recycle(op);
+}
+
+void Handles::finished(Operation* op) {
+  std::lock_guard lock(mu_);
+  op->done.store(true, std::memory_order_release);
+  if (op->released) recycle(op);
+}
+
+size_t Handles::live() const {
+  std::lock_guard lock(mu_);
+  return pool_.size() - free_.size();
+}
+
+void Handles::recycle(Operation* op) {
+  free_.push_back(static_cast<uint32_t>(op->handle & kPlaceMask));
+  op->handle = 0;
+  op->in.clear();
+  op->out.clear();
+  op->results.clear();
+  op->first_dimension.clear();
+  op->rows_from.clear();
+  op->status = Status::ok();
+  op->name_record = nullptr;
+  op->done_callback = nullptr;
+  op->slot = kNoSlot;
+  op->batch = 0;
+  op->join_rank = -1;
+}
+
+}  // namespace hc

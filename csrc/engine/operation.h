@@ -1,0 +1,76 @@
+// One submitted operation, from submit to release. Objects are pooled and never freed while the engine lives, so that
+// a stale handle finds a recycled object (and notices by its serial number) instead of freed memory.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "base/clock.h"
+#include "engine/memory.h"
+#include "engine/negotiation.h"
+
+namespace hc {
+
+struct Operation;
+using DoneCallback = void (*)(Operation&);
+
+// Who has this name pending, in one process set. Nodes of an unordered_map: the address is stable.
+struct NameRecord {
+  std::atomic<Operation*> pending{nullptr};
+};
+
+struct Operation {
+  // Set by submit, constant until done.
+  int64_t handle = 0;
+  uint16_t process_set = 0;
+  Request request;
+  std::vector<const std::byte*> in;  // per tensor
+  std::vector<std::byte*> out;       // per tensor; null: the core owns the result
+  NameRecord* name_record = nullptr;
+  TimePoint submitted;
+  void (*done_callback)(void*, int64_t, const Status&) = nullptr;
+  void* done_context = nullptr;
+
+  // Driving thread only.
+  uint32_t slot = kNoSlot;
+  size_t pending_at = 0;  // place in ProcessSet::pending
+  uint32_t batch = 0;  // the batch that executes it, 0 before
+
+  // Written by the driving thread before `done`, read after it.
+  Status status;
+  std::vector<std::shared_ptr<Memory>> results;
+  std::vector<int64_t> first_dimension;
+  std::vector<int64_t> rows_from;
+  int32_t join_rank = -1;
+  std::atomic<bool> done{false};
+
+  bool released = false;  // guarded by Handles' mutex
+
+  const Signature& signature() const { return request.signature; }
+  // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)"
+  std::string describe() const;
+};
+
+// The pool, and the map from handle to operation. Any thread.
+class Handles {
+ public:
+  Operation* acquire();                     // a cleared operation with a fresh handle
+  Operation* find(int64_t handle);          // null: unknown or released
+  void release(int64_t handle);             // recycled at once when done, else when it gets done
+  void finished(Operation* op);             // driving thread: sets `done`; the operation may be recycled at once
+  size_t live() const;
+
+ private:
+  void recycle(Operation* op);
+  mutable std::mutex mu_;  // guards all below
+  std::vector<std::unique_ptr<Operation>> pool_;
+  std::vector<uint32_t> free_;
+  int64_t serial_ = 0;
+};
+
+}  // namespace hc

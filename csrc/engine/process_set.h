@@ -1,0 +1,107 @@
+// One process set on one rank: its members, its agreement (cache, and on group rank 0 the coordinator), the operations
+// that wait for a plan and the batches that wait for their turn. Sets share nothing, so none delays another.
+//
+// Thread: the thread that drives the engine, except where a line says "submit lock".
+#pragma once
+
+#include <array>
+#include <deque>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+#include <vector>
+
+#include "collective/collective.h"
+#include "collective/shared.h"
+#include "engine/batch_runner.h"
+#include "engine/coordinator.h"
+#include "engine/operation.h"
+#include "engine/plan_cache.h"
+
+namespace hc {
+
+class ProcessSet {
+ public:
+  ProcessSet(uint16_t id, uint32_t generation, std::vector<int> ranks, int group_rank)
+      : id(id), generation(generation), ranks(std::move(ranks)), group_rank(group_rank) {
+    ballot.generation = generation;
+    ballot.process_set = id;
+    ballot.rank = group_rank;
+  }
+
+  const uint16_t id;
+  const uint32_t generation;
+  const std::vector<int> ranks;  // world ranks, ascending; position = group rank
+  const int group_rank;          // mine, -1 when I am no member
+  int size() const { return static_cast<int>(ranks.size()); }
+  int coordinator_rank() const { return ranks[0]; }  // world rank
+  // Group rank of a world rank, -1 when it is no member.
+  int position_of(int world_rank) const;
+
+  // Submit lock ---------------------------------------------------------------------------------------------------
+  // Gives the next number of an unnamed operation / the record of a name.
+  uint64_t next_sequence(Op op) { return sequences_[static_cast<int>(op)]++; }
+  NameRecord& record_of(Op op, std::string_view name);
+  Operation* find_named(Op op, std::string_view name);
+
+  // Driving thread ------------------------------------------------------------------------------------------------
+  // Puts a submitted operation into the next ballot.
+  void announce(Operation* op);
+  // The operation that a plan entry means on this rank; null when this rank did not submit it (it has joined).
+  // `find_named` must be called with the submit lock held: the caller passes a function that does.
+  template <class FindNamed>
+  Operation* match(Op op, const PlanEntry& entry, FindNamed&& find_named);
+  void forget(Operation* op);  // it is about to be done
+
+  std::unique_ptr<Coordinator> coordinator;  // on group rank 0
+  PlanCache cache;
+  Ballot ballot;  // what the next ballot will say
+  bool ballot_waits() const { return !ballot.cached.empty() || !ballot.fresh.empty() || ballot.joined; }
+  Operation* join = nullptr;  // my join, while it is pending
+  std::vector<Operation*> pending;  // taken from submit and not done, in no order (Operation::pending_at)
+  size_t outstanding() const { return pending.size(); }
+
+  Group group;
+  std::unique_ptr<SharedLane> lane;
+  std::deque<PlanBatch> queue;
+  std::unique_ptr<BatchRunner> runner;
+  Status closed;  // not ok: every operation from now on fails with it (a member has left)
+
+ private:
+  struct Window {  // unnamed operations of one kind by sequence number
+    uint64_t base = 0;
+    std::deque<Operation*> operations;
+  };
+  std::array<uint64_t, kOpCount> sequences_{};  // submit lock
+  std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // submit lock (records: atomic)
+  std::array<Window, kOpCount> windows_;
+  std::vector<Operation*> by_slot_;
+};
+
+template <class FindNamed>
+Operation* ProcessSet::match(Op op, const PlanEntry& entry, FindNamed&& find_named) {
+  if (op == Op::kJoin) return join;
+  if (entry.unnamed) {
+    Window& w = windows_[static_cast<int>(op)];
+    if (entry.sequence < w.base || entry.sequence - w.base >= w.operations.size()) return nullptr;
+    Operation* found = w.operations[entry.sequence - w.base];
+    if (found && entry.assigned && entry.slot != kNoSlot) cache.learn(found->request, entry.slot);
+    return found;
+  }
+  Operation* found = nullptr;
+  if (entry.name.empty()) {
+    if (entry.slot < by_slot_.size()) found = by_slot_[entry.slot];
+  } else {
+    found = find_named(op, entry.name);
+  }
+  if (entry.assigned && entry.slot != kNoSlot) {
+    if (found)
+      cache.learn(found->request, entry.slot);
+    else
+      cache.learn(entry);
+  }
+  return found;
+}
+
+}  // namespace hc

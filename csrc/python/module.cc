@@ -1,0 +1,372 @@
+// The Python door: horoclone._core (its contract is horoclone/_core.pyi). Uses the core as a stranger would, through
+// horoclone.h. The GIL is released wherever the core may wait; no native thread ever calls into Python.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <csignal>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "horoclone.h"
+
+namespace py = pybind11;
+
+namespace {
+
+constexpr double kWaitSliceS = 0.05;  // between two looks at Python's signals
+constexpr int kMaxDimensions = 64;
+
+// code -> callable(text, culprit) that makes the exception; kept alive for the interpreter's life on purpose.
+std::map<int, py::object>& error_classes() {
+  static auto* classes = new std::map<int, py::object>;
+  return *classes;
+}
+
+void raise_if(hc_status* status) {
+  if (!status) return;
+  const int code = hc_status_code(status), culprit = hc_status_culprit(status);
+  const std::string text = hc_status_text(status);
+  hc_status_destroy(status);
+  auto at = error_classes().find(code);
+  if (at != error_classes().end()) {
+    py::object exception = at->second(text, culprit);
+    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
+    throw py::error_already_set();
+  }
+  if (code == HC_INVALID_ARGUMENT) throw py::value_error(text);
+  throw std::runtime_error(text);
+}
+
+// Core-owned bytes with the buffer protocol.
+class Block {
+ public:
+  explicit Block(hc_block* block) : block_(block) {}
+  Block(const Block&) = delete;
+  Block& operator=(const Block&) = delete;
+  ~Block() { hc_block_destroy(block_); }
+  void* data() const { return block_ ? hc_block_data(block_) : nullptr; }
+  size_t bytes() const { return block_ ? hc_block_bytes(block_) : 0; }
+  py::buffer_info buffer() const {
+    static uint8_t nothing = 0;
+    return {bytes() ? data() : &nothing, 1, "B", 1, {static_cast<py::ssize_t>(bytes())}, {1}};
+  }
+
+ private:
+  hc_block* block_;
+};
+
+class Result : public Block {
+ public:
+  Result(hc_block* block, const hc_result& r)
+      : Block(block), first_dimension(r.first_dimension), join_rank(r.join_rank),
+        rows_from(r.rows_from, r.rows_from + r.rows_from_count) {}
+  const int64_t first_dimension;
+  const int join_rank;
+  const std::vector<int64_t> rows_from;
+};
+
+// The numbers of a shape or of splits, from a tuple (torch.Size is one), a list or any sequence.
+class Numbers {
+ public:
+  explicit Numbers(py::handle sequence, const char* what) {
+    PyObject* fast = PySequence_Fast(sequence.ptr(), what);
+    if (!fast) throw py::error_already_set();
+    py::object owner = py::reinterpret_steal<py::object>(fast);
+    const Py_ssize_t n = PySequence_Fast_GET_SIZE(fast);
+    int64_t* to = few_;
+    if (n > kMaxDimensions) {
+      many_.resize(n);
+      to = many_.data();
+    }
+    for (Py_ssize_t i = 0; i < n; ++i) {
+      to[i] = PyLong_AsLongLong(PySequence_Fast_GET_ITEM(fast, i));
+      if (to[i] == -1 && PyErr_Occurred()) throw py::error_already_set();
+    }
+    data = to;
+    size = static_cast<int32_t>(n);
+  }
+  Numbers(const Numbers&) = delete;
+  const int64_t* data;
+  int32_t size;
+
+ private:
+  int64_t few_[kMaxDimensions];
+  std::vector<int64_t> many_;
+};
+
+struct Interrupt {
+  // Called by hc_connect every 50 ms, without the GIL.
+  static int32_t check(void* context) {
+    py::gil_scoped_acquire gil;
+    if (PyErr_CheckSignals() == 0) return 0;
+    static_cast<Interrupt*>(context)->error = std::make_unique<py::error_already_set>();
+    return 1;
+  }
+  std::unique_ptr<py::error_already_set> error;
+};
+
+class Runtime {
+ public:
+  explicit Runtime(const std::map<std::string, std::string>& settings) {
+    std::vector<const char*> names, values;
+    for (const auto& [name, value] : settings) {
+      names.push_back(name.c_str());
+      values.push_back(value.c_str());
+    }
+    raise_if(hc_runtime_create(names.data(), values.data(), static_cast<int32_t>(names.size()), &rt_));
+  }
+  ~Runtime() {
+    if (forked_) return;  // the engine's thread does not exist here: nothing can be joined
+    py::gil_scoped_release release;
+    hc_runtime_destroy(rt_);
+  }
+  Runtime(const Runtime&) = delete;
+  Runtime& operator=(const Runtime&) = delete;
+
+  py::bytes endpoint() const {
+    size_t bytes = 0;
+    const uint8_t* data = hc_endpoint(rt_, &bytes);
+    return {reinterpret_cast<const char*>(data), bytes};
+  }
+
+  void connect(int rank, const std::vector<std::string>& endpoints, const std::string& secret, const std::string& job,
+               uint32_t generation, double timeout_s) {
+    std::vector<const uint8_t*> data;
+    std::vector<size_t> bytes;
+    for (const std::string& e : endpoints) {
+      data.push_back(reinterpret_cast<const uint8_t*>(e.data()));
+      bytes.push_back(e.size());
+    }
+    Interrupt interrupt;
+    hc_members members{HC_VERSION, rank, static_cast<int32_t>(endpoints.size()), data.data(), bytes.data(),
+                       reinterpret_cast<const uint8_t*>(secret.data()), secret.size(), job.c_str(), generation, timeout_s,
+                       &Interrupt::check, &interrupt};
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_connect(rt_, &members);
+    }
+    if (interrupt.error) {
+      hc_status_destroy(status);
+      throw std::move(*interrupt.error);
+    }
+    raise_if(status);
+  }
+
+  int fact(hc_fact which) const { return hc_get(rt_, which); }
+
+  hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce, double prescale,
+                   double postscale, int root, int process_set, py::handle splits) {
+    return submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, splits, false);
+  }
+
+  void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce, double prescale,
+           double postscale, int root, int process_set) {
+    const hc_handle handle =
+        submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, py::none(), true);
+    try {
+      wait(handle);
+    } catch (...) {
+      // Interrupted (Ctrl-C) while the core still reads and writes the caller's memory, which may go away now: end it.
+      if (!hc_poll(rt_, handle)) abort("interrupted in a blocking operation");
+      throw;
+    }
+    hc_release(rt_, handle);
+  }
+
+  hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes, py::sequence dtypes,
+                         int reduce, double prescale, double postscale, int root, int process_set) {
+    const size_t n = ins.size();
+    if (outs.size() != n || shapes.size() != n || dtypes.size() != n)
+      throw py::value_error("data_in, data_out, shapes and dtypes must have one entry per tensor");
+    std::vector<std::vector<int64_t>> dimensions(n);
+    std::vector<hc_tensor> tensors(n);
+    for (size_t i = 0; i < n; ++i) {
+      Numbers numbers(shapes[i], "a shape must be a sequence of integers");
+      dimensions[i].assign(numbers.data, numbers.data + numbers.size);
+      tensors[i] = {reinterpret_cast<const void*>(ins[i].cast<uintptr_t>()), reinterpret_cast<void*>(outs[i].cast<uintptr_t>()),
+                    dimensions[i].data(), numbers.size, dtypes[i].cast<int32_t>()};
+    }
+    hc_request request = request_for({op, reduce, root, process_set, prescale, postscale});
+    request.name = name_of(name);
+    return send(request, tensors.data(), static_cast<int32_t>(n));
+  }
+
+  bool poll(hc_handle handle) const { return hc_poll(rt_, handle) != 0; }
+
+  void wait(hc_handle handle) {
+    if (handle == 0) return;
+    int32_t done = 0;
+    while (true) {
+      hc_status* status;
+      {
+        py::gil_scoped_release release;
+        status = hc_wait(rt_, handle, kWaitSliceS, &done);
+      }
+      if (done) {
+        if (status) hc_release(rt_, handle);
+        raise_if(status);
+        return;
+      }
+      hc_status_destroy(status);
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+  }
+
+  std::unique_ptr<Result> result(hc_handle handle, int index) {
+    hc_result facts{};
+    hc_block* memory = nullptr;
+    raise_if(hc_take_result(rt_, handle, index, &facts, &memory));
+    return std::make_unique<Result>(memory, facts);
+  }
+  void release(hc_handle handle) { hc_release(rt_, handle); }
+
+  int add_process_set(const std::vector<int32_t>& ranks) {
+    int32_t id = 0;
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_process_set_add(rt_, ranks.data(), static_cast<int32_t>(ranks.size()), &id);
+    }
+    raise_if(status);
+    return id;
+  }
+  void remove_process_set(int id) {
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_process_set_remove(rt_, id);
+    }
+    raise_if(status);
+  }
+
+  std::unique_ptr<Block> allocate(size_t bytes) {
+    hc_block* block = nullptr;
+    raise_if(hc_block_create(rt_, bytes, &block));
+    return std::make_unique<Block>(block);
+  }
+  bool shares_memory() const { return hc_shares_memory(rt_) != 0; }
+
+  void abort(const std::string& text) {
+    py::gil_scoped_release release;
+    hc_abort(rt_, text.c_str());
+  }
+  void shutdown(double timeout_s) {
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_shutdown(rt_, timeout_s);
+    }
+    raise_if(status);
+  }
+  void after_fork_child() {
+    forked_ = true;
+    hc_after_fork_child(rt_);
+  }
+  std::string counters() const { return hc_counters(rt_); }
+  std::string describe() const {
+    py::gil_scoped_release release;
+    return hc_describe(rt_);
+  }
+
+ private:
+  struct Kind {
+    int op, reduce, root, process_set;
+    double prescale, postscale;
+  };
+  static hc_request request_for(const Kind& k) {
+    hc_request r{};
+    r.version = HC_VERSION;
+    r.op = k.op;
+    r.reduce = k.reduce;
+    r.root = k.root;
+    r.process_set = k.process_set;
+    r.prescale = k.prescale;
+    r.postscale = k.postscale;
+    return r;
+  }
+  static const char* name_of(py::handle name) {
+    if (name.is_none()) return nullptr;
+    const char* text = PyUnicode_AsUTF8(name.ptr());  // lives as long as the string
+    if (!text) throw py::error_already_set();
+    if (!*text) throw py::value_error("an empty name; pass None for an unnamed operation");
+    return text;
+  }
+  hc_handle send(const hc_request& request, const hc_tensor* tensors, int32_t n) {
+    hc_handle handle = 0;
+    raise_if(hc_submit(rt_, &request, tensors, n, &handle));
+    return handle;
+  }
+  hc_handle submit_one(const Kind& kind, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, py::handle splits,
+                       bool will_wait) {
+    Numbers dimensions(shape, "a shape must be a sequence of integers");
+    hc_request request = request_for(kind);
+    request.name = name_of(name);
+    request.will_wait = will_wait;
+    hc_tensor tensor{reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), dimensions.data, dimensions.size, dtype};
+    const bool bare = kind.op == HC_BARRIER || kind.op == HC_JOIN;
+    if (splits.is_none()) return send(request, &tensor, bare ? 0 : 1);
+    Numbers rows(splits, "splits must be a sequence of integers");
+    static const int64_t none[1] = {0};
+    request.splits = rows.size ? rows.data : none;
+    request.split_count = rows.size;
+    return send(request, &tensor, bare ? 0 : 1);
+  }
+
+  hc_runtime* rt_ = nullptr;
+  bool forked_ = false;
+};
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The native door of horoclone; see _core.pyi.";
+  py::class_<Block>(m, "Block", py::buffer_protocol())
+      .def_buffer(&Block::buffer)
+      .def_property_readonly("data_ptr", [](const Block& b) { return reinterpret_cast<uintptr_t>(b.data()); })
+      .def_property_readonly("nbytes", &Block::bytes);
+  py::class_<Result>(m, "Result", py::buffer_protocol())
+      .def_buffer(&Result::buffer)
+      .def_property_readonly("data_ptr", [](const Result& r) { return reinterpret_cast<uintptr_t>(r.data()); })
+      .def_property_readonly("nbytes", &Result::bytes)
+      .def_readonly("first_dimension", &Result::first_dimension)
+      .def_readonly("join_rank", &Result::join_rank)
+      .def_readonly("rows_from", &Result::rows_from);
+
+  using namespace py::literals;
+  auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
+  py::class_<Runtime>(m, "Runtime")
+      .def(py::init<const std::map<std::string, std::string>&>(), "settings"_a)
+      .def("endpoint", &Runtime::endpoint)
+      .def("connect", &Runtime::connect, "rank"_a, "endpoints"_a, "secret"_a, "job"_a, "generation"_a, "timeout_s"_a)
+      .def_property_readonly("rank", fact(HC_RANK))
+      .def_property_readonly("size", fact(HC_SIZE))
+      .def_property_readonly("local_rank", fact(HC_LOCAL_RANK))
+      .def_property_readonly("local_size", fact(HC_LOCAL_SIZE))
+      .def_property_readonly("cross_rank", fact(HC_CROSS_RANK))
+      .def_property_readonly("cross_size", fact(HC_CROSS_SIZE))
+      .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; })
+      .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
+           "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0, "splits"_a = py::none())
+      .def("submit_group", &Runtime::submit_group, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shapes"_a, "dtypes"_a, "reduce"_a = 1,
+           "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
+      .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1, "prescale"_a = 1.0,
+           "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
+      .def("poll", &Runtime::poll, "handle"_a)
+      .def("wait", &Runtime::wait, "handle"_a)
+      .def("result", &Runtime::result, "handle"_a, "index"_a = 0)
+      .def("release", &Runtime::release, "handle"_a)
+      .def("add_process_set", &Runtime::add_process_set, "ranks"_a)
+      .def("remove_process_set", &Runtime::remove_process_set, "id"_a)
+      .def("allocate", &Runtime::allocate, "nbytes"_a)
+      .def("shares_memory", &Runtime::shares_memory)
+      .def("abort", &Runtime::abort, "text"_a)
+      .def("shutdown", &Runtime::shutdown, "timeout_s"_a = 5.0)
+      .def("after_fork_child", &Runtime::after_fork_child)
+      .def("counters", &Runtime::counters)
+      .def("describe", &Runtime::describe);
+  m.def("knobs", &hc_knobs);
+  m.def("build_info", &hc_build_info);
+  m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
+}

@@ -1,0 +1,390 @@
+// Worlds of engines in threads: agreement, execution, errors, join, process sets, shutdown. Each runs in shared memory and over TCP.
+#include <doctest/doctest.h>
+
+#include <atomic>
+#include <mutex>
+#include <numeric>
+#include <random>
+
+#include "tests/world.h"
+
+namespace hc {
+namespace {
+
+using Settings = std::vector<std::pair<std::string, std::string>>;
+
+Settings settings_of(bool shared) {
+  if (shared) return {};
+  return {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_SEGMENT_BYTES", "1024"}, {"HOROCLONE_SOCKET_BUFFER_BYTES", "4096"}};
+}
+
+// doctest's macros are not safe from several threads at once.
+std::mutex check_mu;
+#define CHECK_LOCKED(...)                 \
+  do {                                    \
+    std::lock_guard lock(check_mu);       \
+    CHECK(__VA_ARGS__);                   \
+  } while (0)
+#define CHECK_OK(expression)                          \
+  do {                                                \
+    const Status checked = (expression);              \
+    std::lock_guard lock(check_mu);                   \
+    INFO(checked.text());                             \
+    CHECK(checked.is_ok());                           \
+  } while (0)
+
+std::vector<float> ramp(size_t n, int rank) {
+  std::vector<float> v(n);
+  for (size_t i = 0; i < n; ++i) v[i] = static_cast<float>((i * 7 + rank * 13) % 101);
+  return v;
+}
+float ramp_sum(size_t i, int size) {
+  float sum = 0;
+  for (int r = 0; r < size; ++r) sum += static_cast<float>((i * 7 + r * 13) % 101);
+  return sum;
+}
+
+void allreduce_all_sizes(int size, bool shared) {
+  World world(size, settings_of(shared));
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    for (size_t n : {0, 1, 3, 17, 1000, 4096, 100003, 700001}) {
+      auto in = ramp(n, rank);
+      std::vector<float> out(n, -1);
+      int64_t handle = 0;
+      CHECK_OK(submit(engine, Op::kAllreduce, "x", in, &out, {static_cast<int64_t>(n)}, &handle));
+      CHECK_OK(finish(engine, handle));
+      engine.release(handle);
+      size_t wrong = 0;
+      for (size_t i = 0; i < n; ++i) wrong += out[i] != ramp_sum(i, size);
+      CHECK_LOCKED(wrong == 0);
+    }
+  }));
+}
+
+TEST_CASE("allreduce of every size is exact on every rank") {
+  for (int size : {1, 2, 3, 4})
+    for (bool shared : {true, false}) {
+      CAPTURE(size);
+      CAPTURE(shared);
+      allreduce_all_sizes(size, shared);
+    }
+}
+
+TEST_CASE("any order of submission completes, fused or not, named or not") {
+  for (bool shared : {true, false}) {
+    World world(3, settings_of(shared));
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      std::mt19937 random(rank * 1000 + 7);
+      for (int round = 0; round < 20; ++round) {
+        const int n = 40;
+        std::vector<int> order(n);
+        std::iota(order.begin(), order.end(), 0);
+        std::shuffle(order.begin(), order.end(), random);
+        std::vector<std::vector<float>> data(n);
+        std::vector<int64_t> handles(n);
+        for (int i : order) {
+          data[i] = ramp(1 + i * 37 % 5000, rank);
+          CHECK_OK(submit(engine, Op::kAllreduce, "t" + std::to_string(i), data[i], &data[i], {static_cast<int64_t>(data[i].size())}, &handles[i]));
+        }
+        std::vector<int32_t> unnamed = {rank};
+        int64_t unnamed_handle = 0;
+        CHECK_OK(submit(engine, Op::kAllreduce, "", unnamed, &unnamed, {1}, &unnamed_handle));
+        for (int i : order) {
+          CHECK_OK(finish(engine, handles[i]));
+          engine.release(handles[i]);
+          size_t wrong = 0;
+          for (size_t k = 0; k < data[i].size(); ++k) wrong += data[i][k] != ramp_sum(k, 3);
+          CHECK_LOCKED(wrong == 0);
+        }
+        CHECK_OK(finish(engine, unnamed_handle));
+        engine.release(unnamed_handle);
+        CHECK_LOCKED(unnamed[0] == 3);
+      }
+    }));
+  }
+}
+
+TEST_CASE("average divides once: floats scale, integers divide toward zero") {
+  World world(4);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    std::vector<float> f = {static_cast<float>(rank)};
+    std::vector<int32_t> i = {-rank - 1};  // sum -10, /4 = -2
+    int64_t a = 0, b = 0;
+    const auto average = [](Submission& s) { s.reduce = Reduce::kAverage; };
+    CHECK_OK(submit(engine, Op::kAllreduce, "f", f, &f, {1}, &a, average));
+    CHECK_OK(submit(engine, Op::kAllreduce, "i", i, &i, {1}, &b, average));
+    CHECK_OK(finish(engine, a));
+    CHECK_OK(finish(engine, b));
+    CHECK_LOCKED(f[0] == 1.5f);
+    CHECK_LOCKED(i[0] == -2);
+  }));
+}
+
+TEST_CASE("allgather, broadcast, alltoall, reducescatter, barrier") {
+  for (bool shared : {true, false})
+    for (int size : {1, 2, 4})
+      for (int64_t scale : {1, 9000}) {
+        CAPTURE(shared);
+        CAPTURE(size);
+        World world(size, settings_of(shared));
+        CHECK_OK(world.each([&](Engine& engine, int rank) {
+          int64_t h = 0;
+          std::vector<int64_t> mine((rank + 1) * scale * 2, rank);
+          CHECK_OK(submit<int64_t>(engine, Op::kAllgather, "g", mine, nullptr, {(rank + 1) * scale, 2}, &h));
+          CHECK_OK(finish(engine, h));
+          if (Operation* op = engine.finished(h)) {
+            CHECK_LOCKED(op->first_dimension[0] == scale * size * (size + 1) / 2);
+            const auto* got = reinterpret_cast<const int64_t*>(op->results[0]->data());
+            size_t at = 0, wrong = 0;
+            for (int r = 0; r < size; ++r)
+              for (int64_t k = 0; k < (r + 1) * scale * 2; ++k) wrong += got[at++] != r;
+            CHECK_LOCKED(wrong == 0);
+          }
+          engine.release(h);
+
+          std::vector<double> b(scale, rank == size - 1 ? 42.0 : 0.0);
+          CHECK_OK(submit(engine, Op::kBroadcast, "b", b, &b, {scale}, &h, [&](Submission& s) { s.root = size - 1; }));
+          CHECK_OK(finish(engine, h));
+          engine.release(h);
+          CHECK_LOCKED(std::count(b.begin(), b.end(), 42.0) == scale);
+
+          // Rank r sends (r + j) * scale rows to rank j.
+          std::vector<int64_t> splits, to;
+          for (int j = 0; j < size; ++j) {
+            splits.push_back((rank + j) * scale);
+            to.insert(to.end(), (rank + j) * scale, rank * 100 + j);
+          }
+          CHECK_OK(submit<int64_t>(engine, Op::kAlltoall, "a", to, nullptr, {static_cast<int64_t>(to.size())}, &h, [&](Submission& s) { s.splits = splits; }));
+          CHECK_OK(finish(engine, h));
+          if (Operation* op = engine.finished(h)) {
+            size_t at = 0, wrong = 0;
+            for (int r = 0; r < size; ++r) {
+              CHECK_LOCKED(op->rows_from[r] == (r + rank) * scale);
+              const auto* got = reinterpret_cast<const int64_t*>(op->results[0]->data());
+              for (int64_t k = 0; k < (r + rank) * scale; ++k) wrong += got[at++] != r * 100 + rank;
+            }
+            CHECK_LOCKED(wrong == 0);
+          }
+          engine.release(h);
+
+          const int64_t rows = scale * size + 1;  // the first rank gets one more
+          std::vector<float> v(rows * 3);
+          for (size_t k = 0; k < v.size(); ++k) v[k] = static_cast<float>(k % 50 + rank);
+          CHECK_OK(submit<float>(engine, Op::kReducescatter, "r", v, nullptr, {rows, 3}, &h));
+          CHECK_OK(finish(engine, h));
+          if (Operation* op = engine.finished(h)) {
+            const int64_t first = rank * scale + std::min(rank, 1), count = scale + (rank < 1);
+            CHECK_LOCKED(op->first_dimension[0] == count);
+            const auto* got = reinterpret_cast<const float*>(op->results[0]->data());
+            size_t wrong = 0;
+            for (int64_t k = 0; k < count * 3; ++k)
+              wrong += got[k] != static_cast<float>(size * ((first * 3 + k) % 50) + size * (size - 1) / 2);
+            CHECK_LOCKED(wrong == 0);
+          }
+          engine.release(h);
+
+          CHECK_OK(submit<float>(engine, Op::kBarrier, "", {}, nullptr, {}, &h));
+          CHECK_OK(finish(engine, h));
+          engine.release(h);
+        }));
+      }
+}
+
+TEST_CASE("buffers in arenas are reduced where they lie, also when only some ranks have theirs there") {
+  for (bool all : {true, false}) {
+    World world(3);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      const size_t n = 300007;
+      auto block = engine.allocate(n * sizeof(float));
+      CHECK_LOCKED(block.is_ok());
+      std::vector<float> own(n);
+      float* data = all || rank != 1 ? reinterpret_cast<float*>(block.value()->data()) : own.data();
+      for (int step = 0; step < 3; ++step) {
+        auto in = ramp(n, rank);
+        std::copy(in.begin(), in.end(), data);
+        Submission s;
+        s.name = "bucket";
+        const int64_t shape[] = {static_cast<int64_t>(n)};
+        const Submission::Tensor t{data, data, shape, DType::kF32};
+        s.tensors = {&t, 1};
+        int64_t h = 0;
+        CHECK_OK(engine.submit(s, &h));
+        CHECK_OK(finish(engine, h));
+        engine.release(h);
+        size_t wrong = 0;
+        for (size_t i = 0; i < n; ++i) wrong += data[i] != ramp_sum(i, 3);
+        CHECK_LOCKED(wrong == 0);
+      }
+    }));
+  }
+}
+
+TEST_CASE("a mismatch raises on every rank and the engine goes on") {
+  for (bool shared : {true, false}) {
+    World world(3, settings_of(shared));
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      std::vector<float> v(rank == 1 ? 3 : 4, 1.0f);
+      int64_t h = 0;
+      CHECK_OK(submit(engine, Op::kAllreduce, "w", v, &v, {static_cast<int64_t>(v.size())}, &h));
+      const Status bad = finish(engine, h);
+      CHECK_LOCKED(bad.code() == Code::kMismatch);
+      CHECK_LOCKED(bad.text().find("'w'") != std::string::npos);
+      CHECK_LOCKED(bad.text().find("rank 1") != std::string::npos);
+      engine.release(h);
+      std::vector<float> good(4, 1.0f);
+      CHECK_OK(submit(engine, Op::kAllreduce, "w", good, &good, {4}, &h));
+      CHECK_OK(finish(engine, h));
+      engine.release(h);
+      CHECK_LOCKED(good[0] == 3.0f);
+    }));
+  }
+}
+
+TEST_CASE("a duplicate name is refused at once and the first operation completes") {
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    std::vector<float> a(10, 1), b(10, 1);
+    int64_t first = 0, second = 0;
+    if (rank == 0) {
+      CHECK_OK(submit(engine, Op::kAllreduce, "d", a, &a, {10}, &first));
+      const Status refused = submit(engine, Op::kAllreduce, "d", b, &b, {10}, &second);
+      CHECK_LOCKED(refused.code() == Code::kInvalidArgument);
+    }
+    int64_t barrier = 0;
+    CHECK_OK(submit<float>(engine, Op::kBarrier, "", {}, nullptr, {}, &barrier));
+    CHECK_OK(finish(engine, barrier));
+    if (rank == 1) CHECK_OK(submit(engine, Op::kAllreduce, "d", a, &a, {10}, &first));
+    CHECK_OK(finish(engine, first));
+    CHECK_LOCKED(a[0] == 2.0f);
+  }));
+}
+
+TEST_CASE("join gives neutral elements and the same last rank everywhere") {
+  for (bool shared : {true, false}) {
+    World world(3, settings_of(shared));
+    std::atomic<int> last_sum{0};
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      for (int step = 0; step < 3 + rank; ++step) {
+        std::vector<float> v(100, 5.0f - rank), least(1, static_cast<float>(10 + rank));
+        int64_t a = 0, b = 0;
+        CHECK_OK(submit(engine, Op::kAllreduce, "g", v, &v, {100}, &a));
+        CHECK_OK(submit(engine, Op::kAllreduce, "least", least, &least, {1}, &b, [](Submission& s) { s.reduce = Reduce::kMin; }));
+        CHECK_OK(finish(engine, a));
+        CHECK_OK(finish(engine, b));
+        engine.release(a);
+        engine.release(b);
+        if (step < 3) CHECK_LOCKED(v[0] == 12.0f);
+        if (step == 3) CHECK_LOCKED(v[0] == 7.0f);  // ranks 1 and 2
+        if (step == 4) CHECK_LOCKED(v[0] == 3.0f);
+        if (step == 4) CHECK_LOCKED(least[0] == 12.0f);
+      }
+      int64_t h = 0;
+      CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &h));
+      CHECK_OK(finish(engine, h));
+      last_sum += engine.finished(h) ? engine.finished(h)->join_rank : 100;
+      engine.release(h);
+    }));
+    CHECK(last_sum == 6);  // rank 2 joined last, seen by three ranks
+  }
+}
+
+TEST_CASE("process sets do not delay each other and their ids are reused") {
+  World world(4);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    int even = 0, odd = 0;
+    CHECK_OK(engine.add_process_set({0, 2}, &even));
+    CHECK_OK(engine.add_process_set({1, 3}, &odd));
+    CHECK_LOCKED(even == 1);
+    CHECK_LOCKED(odd == 2);
+    const int mine = rank % 2 ? odd : even;
+    for (int step = 0; step < 5; ++step) {
+      std::vector<float> v(5000, static_cast<float>(rank));
+      int64_t h = 0;
+      CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {5000}, &h, [&](Submission& s) { s.process_set = mine; }));
+      CHECK_OK(finish(engine, h));
+      engine.release(h);
+      CHECK_LOCKED(v[4999] == (rank % 2 ? 4.0f : 2.0f));
+    }
+    std::vector<float> v(1);
+    int64_t h = 0;
+    const Status foreign = submit(engine, Op::kAllreduce, "y", v, &v, {1}, &h, [&](Submission& s) { s.process_set = rank % 2 ? even : odd; });
+    CHECK_LOCKED(foreign.code() == Code::kInvalidArgument);
+    CHECK_OK(engine.remove_process_set(even));
+    int again = 0;
+    CHECK_OK(engine.add_process_set({0, 1, 3}, &again));
+    CHECK_LOCKED(again == even);
+    if (rank != 2) {
+      std::vector<float> w(5000, 1.0f);
+      CHECK_OK(submit(engine, Op::kAllreduce, "x", w, &w, {5000}, &h, [&](Submission& s) { s.process_set = again; }));
+      CHECK_OK(finish(engine, h));
+      CHECK_LOCKED(w[0] == 3.0f);
+    }
+  }));
+}
+
+TEST_CASE("a rank that shuts down early fails the others' waiting operations, naming it") {
+  for (int leaver : {0, 1}) {
+    World world(3);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      if (rank == leaver) return;
+      std::vector<float> v(4, 1);
+      int64_t h = 0;
+      const Status refused = submit(engine, Op::kAllreduce, "late", v, &v, {4}, &h);
+      const Status outcome = refused.is_ok() ? finish(engine, h, 10) : refused;
+      CHECK_LOCKED(outcome.code() == Code::kAborted);
+      CHECK_LOCKED(outcome.text().find("rank " + std::to_string(leaver)) != std::string::npos);
+      CHECK_LOCKED(outcome.text().find("late") != std::string::npos);
+    }));
+  }
+}
+
+TEST_CASE("abort reaches every rank with its text") {
+  World world(3);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    if (rank == 1) {
+      engine.abort("rank 1 raised ValueError: bad batch 17");
+      return;
+    }
+    std::vector<float> v(4, 1);
+    int64_t h = 0;
+    const Status refused = submit(engine, Op::kAllreduce, "late", v, &v, {4}, &h);
+    const Status outcome = refused.is_ok() ? finish(engine, h, 10) : refused;
+    CHECK_LOCKED(outcome.code() == Code::kAborted);
+    CHECK_LOCKED(outcome.text().find("bad batch 17") != std::string::npos);
+  }));
+}
+
+TEST_CASE("many worlds one after the other") {
+  for (int round = 0; round < 20; ++round) {
+    World world(2);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      std::vector<float> v(3, static_cast<float>(rank));
+      int64_t h = 0;
+      CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {3}, &h));
+      CHECK_OK(finish(engine, h));
+      CHECK_LOCKED(v[0] == 1.0f);
+    }, static_cast<uint32_t>(round)));
+  }
+}
+
+TEST_CASE("two threads of one rank submit and wait at the same time") {
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int) {
+    const auto work = [&](const std::string& prefix) {
+      for (int step = 0; step < 200; ++step) {
+        std::vector<float> v(64, 1.0f);
+        int64_t h = 0;
+        CHECK_OK(submit(engine, Op::kAllreduce, prefix + std::to_string(step % 7), v, &v, {64}, &h));
+        CHECK_OK(finish(engine, h));
+        engine.release(h);
+        if (v[0] != 2.0f) CHECK_LOCKED(v[0] == 2.0f);
+      }
+    };
+    std::thread other(work, "a");
+    work("b");
+    other.join();
+  }));
+}
+
+}  // namespace
+}  // namespace hc

@@ -1,0 +1,93 @@
+// N engines in N threads of one process, sharing one mapping of every arena, so that ThreadSanitizer sees the truth.
+#pragma once
+
+#include <barrier>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "engine/engine.h"
+
+namespace hc {
+
+class World {
+ public:
+  using Body = std::function<void(Engine&, int rank)>;
+
+  explicit World(int size, std::vector<std::pair<std::string, std::string>> settings = {}) : size_(size) {
+    settings_ = {{"HOROCLONE_ARENA_BYTES", std::to_string(1ull << 30)}};
+    settings_.insert(settings_.end(), settings.begin(), settings.end());
+  }
+
+  // Runs body on every rank; returns the first status that was not ok (set-up and shutdown included).
+  Status each(const Body& body, uint32_t generation = 1) {
+    std::vector<std::string> endpoints(size_);
+    std::vector<Status> outcomes(size_);
+    std::barrier<> meet(size_);
+    std::vector<std::thread> threads;
+    for (int rank = 0; rank < size_; ++rank)
+      threads.emplace_back([&, rank] { outcomes[rank] = run(rank, generation, endpoints, meet, body); });
+    for (auto& t : threads) t.join();
+    for (auto& s : outcomes)
+      if (!s.is_ok()) return s;
+    return Status::ok();
+  }
+
+ private:
+  Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& meet, const Body& body) {
+    auto config = Config::read(settings_);
+    Status made = config.status();
+    std::unique_ptr<Engine> engine;
+    if (made.is_ok()) {
+      auto created = Engine::create(config.take());
+      made = created.status();
+      if (made.is_ok()) engine = created.take();
+    }
+    if (engine) endpoints[rank] = engine->endpoint();
+    meet.arrive_and_wait();
+    HC_TRY(made);
+    MeshMembers members;
+    members.rank = rank;
+    members.endpoints = endpoints;
+    members.secret = "a secret of the tests";
+    members.job = "tests";
+    members.generation = generation;
+    members.timeout_s = 30;
+    HC_TRY(engine->connect(members), "rank ", rank);
+    body(*engine, rank);
+    return engine->shutdown(10);
+  }
+  const int size_;
+  std::vector<std::pair<std::string, std::string>> settings_;
+};
+
+// One blocking allreduce-like call on a vector.
+template <class T>
+struct TypeOf;
+template <> struct TypeOf<float> { static constexpr DType value = DType::kF32; };
+template <> struct TypeOf<double> { static constexpr DType value = DType::kF64; };
+template <> struct TypeOf<int32_t> { static constexpr DType value = DType::kI32; };
+template <> struct TypeOf<int64_t> { static constexpr DType value = DType::kI64; };
+
+template <class T>
+Status submit(Engine& engine, Op op, const std::string& name, const std::vector<T>& in, std::vector<T>* out, std::vector<int64_t> shape,
+              int64_t* handle, const std::function<void(Submission&)>& adjust = {}) {
+  Submission s;
+  s.op = op;
+  s.name = name;
+  const Submission::Tensor tensor{in.data(), out ? out->data() : nullptr, shape, TypeOf<T>::value};
+  if (op != Op::kBarrier && op != Op::kJoin) s.tensors = {&tensor, 1};
+  if (adjust) adjust(s);
+  return engine.submit(s, handle);
+}
+
+inline Status finish(Engine& engine, int64_t handle, double timeout_s = 30) {
+  bool done = false;
+  Status status = engine.wait(handle, timeout_s, &done);
+  if (!done) return error(Code::kTimeout, "the test's operation did not end in ", timeout_s, " s\n", engine.describe());
+  return status;
+}
+
+}  // namespace hc
