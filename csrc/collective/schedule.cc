@@ -214,18 +214,16 @@ Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load 
   if (n == 1) return add_lone_copy(s, counts[0]), s;
   const bool copies = load == Load::kCopy;
   const size_t longest = *std::max_element(counts.begin(), counts.end());
-  s.scratch_count = copies ? offset.at[n] : 2 * longest;
+  s.scratch_count = copies ? offset.at[n] : static_cast<size_t>(std::min(n - 2, 2)) * longest;
   const int left = wrap(rank - 1, n), right = wrap(rank + 1, n);
   auto source = [&](int c) { return Spot{copies ? Place::kScratch : Place::kInput, offset.at[c]}; };
   // Partial sums: in the copy itself, else in two areas used in turn.
   auto partial = [&](int c, int k) { return copies ? source(c) : Spot{Place::kScratch, k % 2 * longest}; };
 
   std::vector<int> loaded(n, -1);
-  int last_load = -1;
-  for (int k = 0; k < n && copies; ++k) {
+  for (int k = 0; k < n && copies; ++k) {  // in the order of use: the own chunk last, so that the output may be the input
     const int c = wrap(rank - 1 - k, n);
     loaded[c] = add_load(s, load, {Place::kInput, offset.at[c]}, source(c), counts[c]);
-    if (loaded[c] >= 0) last_load = loaded[c];
   }
   int made = loaded[wrap(rank - 1, n)];
   std::array<int, 2> sent_from{-1, -1};  // the last send out of each area
@@ -240,7 +238,6 @@ Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load 
     sum.to = last ? Spot{Place::kOutput, 0} : partial(in, k);
     sum.finish = last;
     sum.after = {loaded[in], last ? -1 : sent_from[k % 2], -1};
-    sum.after_all = last ? last_load : -1;  // the output may overlap the input
     made = s.add(sum);
   }
   return s;
@@ -267,9 +264,7 @@ Schedule plan_pairwise_alltoall(const AlltoallShape& shape) {
     land.after_all = last_load;
     s.add(land);
   }
-  Step own = copy(source(rank), {Place::kOutput, received_at.at[rank]}, shape.sent[rank]);
-  own.after_all = last_load;
-  s.add(own);
+  s.add(copy(source(rank), {Place::kOutput, received_at.at[rank]}, shape.sent[rank]));
   return s;
 }
 

@@ -1,0 +1,519 @@
+// Collectives over an in-memory mesh, all ranks stepped in random order in one thread: every operation, dtype, group
+// size and many lengths, against float64 or exactly; interleaved process sets; links that break half-way.
+#include <doctest/doctest.h>
+
+#include <cmath>
+#include <functional>
+#include <numeric>
+
+#include "base/half.h"
+#include "collective/collective.h"
+#include "tests/memory_channel.h"
+
+namespace {
+
+using namespace hc;
+using Bytes = std::vector<std::byte>;
+
+double load(DType t, const std::byte* p) {
+  auto as = [&](auto value) {
+    std::memcpy(&value, p, sizeof value);
+    return value;
+  };
+  switch (t) {
+    case DType::kBool: case DType::kU8: return as(uint8_t{});
+    case DType::kI8: return as(int8_t{});
+    case DType::kU16: return as(uint16_t{});
+    case DType::kI16: return as(int16_t{});
+    case DType::kI32: return as(int32_t{});
+    case DType::kI64: return static_cast<double>(as(int64_t{}));
+    case DType::kF16: return to_float(as(Float16{}));
+    case DType::kBF16: return to_float(as(BFloat16{}));
+    case DType::kF32: return as(float{});
+    case DType::kF64: return as(double{});
+  }
+  return 0;
+}
+void store(DType t, std::byte* p, double v) {
+  auto put = [&](auto value) { std::memcpy(p, &value, sizeof value); };
+  switch (t) {
+    case DType::kBool: case DType::kU8: return put(static_cast<uint8_t>(v));
+    case DType::kI8: return put(static_cast<int8_t>(v));
+    case DType::kU16: return put(static_cast<uint16_t>(v));
+    case DType::kI16: return put(static_cast<int16_t>(v));
+    case DType::kI32: return put(static_cast<int32_t>(v));
+    case DType::kI64: return put(static_cast<int64_t>(v));
+    case DType::kF16: return put(to_float16(static_cast<float>(v)));
+    case DType::kBF16: return put(to_bfloat16(static_cast<float>(v)));
+    case DType::kF32: return put(static_cast<float>(v));
+    case DType::kF64: return put(v);
+  }
+}
+
+// What rank r holds at element i: small whole numbers, so that any order of summation is exact in every dtype.
+double whole(int rank, size_t i, DType t) {
+  if (t == DType::kBool) return (rank + i) % 3 == 0;
+  return static_cast<double>((rank * 5 + i * 3) % 7 + 1);
+}
+Bytes filled(DType t, size_t count, const std::function<double(size_t)>& value) {
+  Bytes b(count * size_of(t));
+  for (size_t i = 0; i < count; ++i) store(t, b.data() + i * size_of(t), value(i));
+  return b;
+}
+
+Group group_on(MemoryMesh& mesh, const std::vector<int>& members, int rank) {
+  Group g{.rank = rank, .size = static_cast<int>(members.size()), .world_rank = members, .node = {}, .channel = {}};
+  for (int m : members) {
+    g.node.push_back(m);
+    g.channel.push_back(m == members[rank] ? nullptr : mesh.link(members[rank], m));
+  }
+  return g;
+}
+std::vector<int> first_ranks(int n) {
+  std::vector<int> members(n);
+  std::iota(members.begin(), members.end(), 0);
+  return members;
+}
+
+using Live = std::vector<std::unique_ptr<Collective>>;
+
+std::unique_ptr<Collective> made(Task task, const Group& group) {
+  auto result = make_channel_collective(std::move(task), group);
+  REQUIRE_MESSAGE(result.is_ok(), result.status().text());
+  return result.take();
+}
+
+// Steps all in random order until all are done; some start late. False after far too many idle rounds.
+bool run_all(Live& live, std::mt19937& random) {
+  std::vector<int> state(live.size(), 0);  // 0 not started, 1 running, 2 done
+  size_t left = live.size();
+  for (int idle = 0; left > 0 && idle < 20000; ++idle) {
+    const size_t i = random() % live.size();
+    if (state[i] == 2) continue;
+    bool moved = false;
+    const Progress p = state[i] ? live[i]->step(&moved) : live[i]->start();
+    REQUIRE_MESSAGE(p != Progress::kFailed, live[i]->status().text());
+    if (moved || state[i] == 0) idle = 0;
+    state[i] = p == Progress::kDone ? 2 : 1;
+    left -= p == Progress::kDone;
+  }
+  return left == 0;
+}
+
+// One operation on n ranks: memory of each, tasks made by `prepare`, outputs compared with `expected`.
+struct World {
+  explicit World(int n, unsigned seed) : mesh(n, seed), in(n), out(n) {}
+  void run(const std::function<Task(int)>& task_of) {
+    Live live;
+    const int n = mesh.size();
+    for (int r = 0; r < n; ++r) live.push_back(made(task_of(r), group_on(mesh, first_ranks(n), r)));
+    REQUIRE(run_all(live, mesh.random));
+    live.clear();
+    REQUIRE(mesh.quiet());
+  }
+  MemoryMesh mesh;
+  std::vector<Bytes> in, out;
+};
+
+const std::vector<DType>& all_dtypes() {
+  static const std::vector<DType> all = [] {
+    std::vector<DType> v;
+    for (int i = 0; i < kDTypeCount; ++i) v.push_back(static_cast<DType>(i));
+    return v;
+  }();
+  return all;
+}
+
+double expected_reduction(Reduce op, int n, size_t i, DType t) {
+  double v = whole(0, i, t);
+  for (int r = 1; r < n; ++r) {
+    const double x = whole(r, i, t);
+    if (op == Reduce::kMin) v = std::min(v, x);
+    else if (op == Reduce::kMax) v = std::max(v, x);
+    else if (t == DType::kBool) v = op == Reduce::kProduct ? v && x : v || x;
+    else v = op == Reduce::kProduct ? v * x : v + x;
+  }
+  return v;
+}
+
+struct Case {
+  int n;
+  size_t count;
+  DType dtype = DType::kF32;
+  Reduce reduce = Reduce::kSum;
+  Algorithm algorithm = Algorithm::kAuto;
+  bool in_place = false;
+  size_t segment = 64;
+};
+
+void check_allreduce(const Case& c) {
+  CAPTURE(c.n);
+  CAPTURE(c.count);
+  CAPTURE(name_of(c.dtype));
+  CAPTURE(name_of(c.reduce));
+  World w(c.n, c.n * 1000 + static_cast<unsigned>(c.count));
+  for (int r = 0; r < c.n; ++r) {
+    w.in[r] = filled(c.dtype, c.count, [&](size_t i) { return whole(r, i, c.dtype); });
+    w.out[r] = c.in_place ? w.in[r] : Bytes(w.in[r].size(), std::byte{0xEE});
+  }
+  w.run([&](int r) {
+    Task t{.reduce = c.reduce, .dtype = c.dtype, .algorithm = c.algorithm, .segment_bytes = c.segment, .tag = {1, 2, 3, 0}};
+    t.pieces = {{c.in_place ? w.out[r].data() : w.in[r].data(), w.out[r].data(), c.count}};
+    return t;
+  });
+  const Bytes wanted = filled(c.dtype, c.count, [&](size_t i) { return expected_reduction(c.reduce, c.n, i, c.dtype); });
+  for (int r = 0; r < c.n; ++r) {
+    REQUIRE(w.out[r] == wanted);
+    if (!c.in_place) REQUIRE(w.in[r] == filled(c.dtype, c.count, [&](size_t i) { return whole(r, i, c.dtype); }));
+  }
+}
+
+TEST_CASE("allreduce: every dtype, group and algorithm is exact on whole numbers") {
+  for (DType t : all_dtypes())
+    for (int n = 1; n <= 9; ++n)
+      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+        for (size_t count : {0, 1, 3, 17, 1000})
+          check_allreduce({.n = n, .count = count, .dtype = t, .algorithm = a, .in_place = (count + n) % 2 == 0});
+}
+
+TEST_CASE("allreduce: every reduction") {
+  for (Reduce op : {Reduce::kSum, Reduce::kAverage, Reduce::kMin, Reduce::kMax, Reduce::kProduct})
+    for (DType t : {DType::kBool, DType::kI64, DType::kF32, DType::kF64})
+      for (int n : {2, 3, 6})
+        for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling}) {
+          if (op == Reduce::kAverage && t == DType::kBool) continue;  // refused above; Scale makes it an average
+          check_allreduce({.n = n, .count = 100, .dtype = t, .reduce = op, .algorithm = a});
+        }
+}
+
+TEST_CASE("allreduce: 100003 elements in tiny and in odd segments") {
+  for (DType t : {DType::kU8, DType::kBF16, DType::kF32})
+    for (int n : {2, 3, 5, 9})
+      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+        check_allreduce({.n = n, .count = 100003, .dtype = t, .algorithm = a, .in_place = n != 3,
+                         .segment = t == DType::kU8 ? 64u : 1003u});
+}
+
+TEST_CASE("allreduce: auto takes either algorithm by size") {
+  check_allreduce({.n = 4, .count = 100});
+  check_allreduce({.n = 4, .count = 20000, .segment = 4096});
+}
+
+TEST_CASE("allreduce: several pieces, prescale, postscale; inputs stay; bits are equal everywhere") {
+  const std::vector<size_t> lengths{5, 0, 1, 300, 64, 7};
+  for (DType t : {DType::kF16, DType::kBF16, DType::kF32, DType::kF64})
+    for (int n : {1, 2, 3, 7})
+      for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+        for (size_t piece_count : {size_t{1}, lengths.size()}) {
+          CAPTURE(name_of(t));
+          CAPTURE(n);
+          CAPTURE(piece_count);
+          std::mt19937 random(n);
+          std::normal_distribution<double> normal;
+          std::vector<std::vector<Bytes>> in(n), out(n);
+          for (int r = 0; r < n; ++r)
+            for (size_t p = 0; p < piece_count; ++p) {
+              in[r].push_back(filled(t, lengths[p], [&](size_t) { return normal(random); }));
+              out[r].emplace_back(in[r][p].size(), std::byte{0xEE});
+            }
+          const auto inputs = in;
+          World w(n, n);
+          w.run([&](int r) {
+            Task task{.dtype = t, .algorithm = a, .segment_bytes = 64};
+            task.scale = {.pre = 0.5, .post = 3.0};
+            for (size_t p = 0; p < piece_count; ++p) task.pieces.push_back({in[r][p].data(), out[r][p].data(), lengths[p]});
+            return task;
+          });
+          REQUIRE(in == inputs);
+          const double unit = t == DType::kF16 ? 0x1p-11 : t == DType::kBF16 ? 0x1p-8 : t == DType::kF32 ? 0x1p-24 : 0x1p-53;
+          for (size_t p = 0; p < piece_count; ++p)
+            for (size_t i = 0; i < lengths[p]; ++i) {
+              double sum = 0, size = 0;
+              for (int r = 0; r < n; ++r) {
+                const double x = load(t, in[r][p].data() + i * size_of(t));
+                sum += 0.5 * x;
+                size += std::abs(0.5 * x);
+              }
+              // One rounding per hop and one at the end, each of at most `unit` of the partial sum.
+              const double got = load(t, out[0][p].data() + i * size_of(t));
+              REQUIRE(std::abs(got - 3.0 * sum) <= 3.0 * size * unit * (n + 2));
+            }
+          for (int r = 1; r < n; ++r) REQUIRE(out[r] == out[0]);
+        }
+}
+
+TEST_CASE("allreduce: integers wrap, average divides toward zero, scaling goes through double") {
+  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+    for (int n : {1, 2, 3, 5}) {
+      std::vector<std::vector<int8_t>> wraps(n, {100, -100, 1}), halves = wraps;
+      std::vector<std::vector<int64_t>> large(n, {-7, 8, 1ll << 40});
+      for (auto& v : large) v[0] -= &v - large.data();
+      int64_t sum = 0;
+      for (auto& v : large) sum += v[0];
+      World w(n, n);
+      auto one = [&](auto* data, DType t, Scale scale, uint32_t batch) {
+        return [=](int r) {
+          Task task{.dtype = t, .scale = scale, .algorithm = a, .segment_bytes = 2, .tag = {0, 0, batch, 0}};
+          auto* p = reinterpret_cast<std::byte*>(data[r].data());
+          task.pieces = {{p, p, 3}};
+          return task;
+        };
+      };
+      w.run(one(wraps.data(), DType::kI8, {}, 1));
+      w.run(one(halves.data(), DType::kI8, {.pre = 0.5, .post = 1.0}, 2));
+      w.run(one(large.data(), DType::kI64, {.divisor = n}, 3));
+      for (int r = 0; r < n; ++r) {
+        CHECK(wraps[r] == std::vector<int8_t>{static_cast<int8_t>(100 * n), static_cast<int8_t>(-100 * n), static_cast<int8_t>(n)});
+        CHECK(halves[r] == std::vector<int8_t>{static_cast<int8_t>(50 * n), static_cast<int8_t>(-50 * n), 0});
+        CHECK(large[r] == std::vector<int64_t>{sum / n, 8, 1ll << 40});
+      }
+    }
+}
+
+TEST_CASE("broadcast: every root, dtype and length") {
+  for (DType t : all_dtypes())
+    for (int n = 1; n <= 9; ++n)
+      for (size_t count : {0, 1, 3, 17, 1000}) {
+        const int root = (n * 7 + static_cast<int>(count)) % n;
+        const bool in_place = count % 2;
+        World w(n, n + static_cast<unsigned>(count));
+        for (int r = 0; r < n; ++r) {
+          w.in[r] = filled(t, count, [&](size_t i) { return whole(r, i, t); });
+          w.out[r] = in_place ? w.in[r] : Bytes(w.in[r].size());
+        }
+        w.run([&](int r) {
+          Task task{.op = Op::kBroadcast, .dtype = t, .root = root, .segment_bytes = 64};
+          task.pieces = {{in_place ? w.out[r].data() : r == root ? w.in[r].data() : nullptr, w.out[r].data(), count}};
+          return task;
+        });
+        for (int r = 0; r < n; ++r) REQUIRE(w.out[r] == w.in[root]);
+      }
+}
+
+std::vector<size_t> uneven(int n, size_t about, unsigned seed) {
+  std::mt19937 random(seed);
+  std::vector<size_t> counts(n);
+  for (size_t& c : counts) c = random() % 4 == 0 ? 0 : about * (random() % 5) / 2;
+  return counts;
+}
+size_t sum_of(const std::vector<size_t>& counts, size_t upto) {
+  return std::accumulate(counts.begin(), counts.begin() + upto, size_t{0});
+}
+
+TEST_CASE("allgather: unequal counts") {
+  for (DType t : all_dtypes())
+    for (int n = 1; n <= 9; ++n)
+      for (size_t about : {0, 1, 3, 17, 1000}) {
+        const auto counts = uneven(n, about, n + static_cast<unsigned>(about));
+        const bool in_place = about % 2;
+        World w(n, n);
+        Bytes wanted;
+        for (int r = 0; r < n; ++r) {
+          w.in[r] = filled(t, counts[r], [&](size_t i) { return whole(r, i, t); });
+          wanted.insert(wanted.end(), w.in[r].begin(), w.in[r].end());
+        }
+        w.run([&](int r) {
+          Task task{.op = Op::kAllgather, .dtype = t, .counts = counts, .segment_bytes = 64};
+          w.out[r].assign(wanted.size(), std::byte{0xEE});
+          std::byte* own = w.out[r].data() + sum_of(counts, r) * size_of(t);
+          if (in_place) std::copy(w.in[r].begin(), w.in[r].end(), own);
+          task.pieces = {{in_place ? own : w.in[r].data(), w.out[r].data(), counts[r]}};
+          return task;
+        });
+        for (int r = 0; r < n; ++r) REQUIRE(w.out[r] == wanted);
+      }
+}
+
+TEST_CASE("reducescatter: unequal counts, in place, prescaled") {
+  for (DType t : all_dtypes())
+    for (int n = 1; n <= 9; ++n)
+      for (size_t about : {0, 1, 3, 17, 1000}) {
+        const auto counts = uneven(n, about, 3 * n + static_cast<unsigned>(about));
+        const size_t all = sum_of(counts, n);
+        const bool in_place = about % 2;
+        const bool scaled = is_float(t) && n % 2;
+        World w(n, n);
+        for (int r = 0; r < n; ++r) {
+          w.in[r] = filled(t, all, [&](size_t i) { return whole(r, i, t); });
+          w.out[r] = in_place ? w.in[r] : Bytes(counts[r] * size_of(t));
+        }
+        w.run([&](int r) {
+          Task task{.op = Op::kReducescatter, .dtype = t, .counts = counts, .segment_bytes = 64};
+          if (scaled) task.scale = {.pre = 2.0, .post = 0.25};
+          task.pieces = {{in_place ? w.out[r].data() : w.in[r].data(), w.out[r].data(), all}};
+          return task;
+        });
+        for (int r = 0; r < n; ++r) {
+          const Bytes wanted = filled(t, counts[r], [&](size_t i) {
+            return expected_reduction(Reduce::kSum, n, sum_of(counts, r) + i, t) * (scaled ? 0.5 : 1.0);
+          });
+          REQUIRE(std::equal(wanted.begin(), wanted.end(), w.out[r].begin()));
+          if (!in_place) REQUIRE(w.in[r] == filled(t, all, [&](size_t i) { return whole(r, i, t); }));
+        }
+      }
+}
+
+TEST_CASE("alltoall: unequal counts, also in place") {
+  for (DType t : {DType::kU8, DType::kI16, DType::kF32, DType::kF64})
+    for (int n = 1; n <= 9; ++n)
+      for (size_t about : {0, 1, 3, 17, 1000}) {
+        const bool in_place = about % 2;
+        World w(n, n);
+        std::vector<std::vector<size_t>> sent, received(n);
+        for (int r = 0; r < n; ++r) sent.push_back(uneven(n, about, 50 * n + r));
+        for (int r = 0; r < n; ++r)
+          for (int p = 0; p < n; ++p) received[r].push_back(sent[p][r]);
+        for (int r = 0; r < n; ++r) {
+          w.in[r] = filled(t, sum_of(sent[r], n), [&](size_t i) { return whole(r, i, t); });
+          w.out[r] = in_place ? w.in[r] : Bytes();
+          w.out[r].resize(std::max(w.out[r].size(), sum_of(received[r], n) * size_of(t)));
+        }
+        w.run([&](int r) {
+          Task task{.op = Op::kAlltoall, .dtype = t, .counts = sent[r], .received_counts = received[r], .segment_bytes = 64};
+          task.pieces = {{in_place ? w.out[r].data() : w.in[r].data(), w.out[r].data(), sum_of(sent[r], n)}};
+          return task;
+        });
+        for (int r = 0; r < n; ++r) {
+          Bytes wanted;
+          for (int p = 0; p < n; ++p) {
+            const auto from = w.in[p].begin() + sum_of(sent[p], r) * size_of(t);
+            wanted.insert(wanted.end(), from, from + sent[p][r] * size_of(t));
+          }
+          REQUIRE(std::equal(wanted.begin(), wanted.end(), w.out[r].begin()));
+        }
+      }
+}
+
+TEST_CASE("barrier: nobody is done before the last has started") {
+  for (int n = 1; n <= 9; ++n)
+    for (int last = 0; last < n; ++last) {
+      MemoryMesh mesh(n, n * 10 + last);
+      Live live;
+      for (int r = 0; r < n; ++r) live.push_back(made({.op = Op::kBarrier}, group_on(mesh, first_ranks(n), r)));
+      bool moved = false;
+      for (int r = 0; r < n; ++r)
+        if (r != last) REQUIRE(live[r]->start() == Progress::kPending);
+      for (int round = 0; round < 200; ++round)
+        for (int r = 0; r < n; ++r)
+          if (r != last) REQUIRE(live[r]->step(&moved) == Progress::kPending);
+      std::vector<bool> done(n);
+      done[last] = live[last]->start() == Progress::kDone;
+      for (int round = 0; round < 2000; ++round)
+        for (int r = 0; r < n; ++r)
+          if (!done[r]) done[r] = live[r]->step(&moved) == Progress::kDone;
+      for (int r = 0; r < n; ++r) CHECK(done[r]);
+    }
+}
+
+TEST_CASE("collectives of different process sets share channels without order between them") {
+  // Three sets over four ranks; every rank starts and steps its operations in a random order of its own.
+  const std::vector<std::vector<int>> sets{{0, 1, 2, 3}, {3, 1, 0}, {1, 2}};
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    MemoryMesh mesh(4, seed, 100);
+    const size_t count = 700;
+    std::vector<std::vector<float>> data;
+    for (size_t s = 0; s < sets.size(); ++s)
+      for (size_t twice = 0; twice < 2; ++twice)
+        for (size_t r = 0; r < sets[s].size(); ++r) data.emplace_back(count, static_cast<float>(r + 1 + 10 * s));
+    Live live;
+    size_t at = 0;
+    for (size_t s = 0; s < sets.size(); ++s)
+      for (uint32_t batch = 0; batch < 2; ++batch)
+        for (size_t r = 0; r < sets[s].size(); ++r) {
+          Task task{.segment_bytes = 128, .tag = {7, static_cast<uint16_t>(s), batch, 0}};
+          task.algorithm = (s + batch) % 2 ? Algorithm::kRing : Algorithm::kRecursiveDoubling;
+          auto* p = reinterpret_cast<std::byte*>(data[at++].data());
+          task.pieces = {{p, p, count}};
+          live.push_back(made(task, group_on(mesh, sets[s], static_cast<int>(r))));
+        }
+    REQUIRE(run_all(live, mesh.random));
+    at = 0;
+    for (size_t s = 0; s < sets.size(); ++s)
+      for (size_t i = 0; i < 2 * sets[s].size(); ++i) {
+        const auto n = static_cast<float>(sets[s].size());
+        REQUIRE(data[at++] == std::vector<float>(count, n * (n + 1) / 2 + 10 * static_cast<float>(s) * n));
+      }
+    live.clear();
+    CHECK(mesh.quiet());
+  }
+}
+
+TEST_CASE("a link that breaks half-way names the rank and the step") {
+  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
+    for (size_t after : {0u, 100u, 1000u, 3000u}) {
+      const std::vector<int> members{4, 7, 9};  // world ranks differ from positions
+      MemoryMesh mesh(10, static_cast<unsigned>(after), 64);
+      std::vector<std::vector<float>> data(3, std::vector<float>(1500, 1.0f));
+      Live live;
+      for (int r = 0; r < 3; ++r) {
+        Task task{.algorithm = a, .segment_bytes = 128};
+        auto* p = reinterpret_cast<std::byte*>(data[r].data());
+        task.pieces = {{p, p, data[r].size()}};
+        live.push_back(made(task, group_on(mesh, members, r)));
+      }
+      // Position 1 (rank 7) receives from position 0 (rank 4) with both algorithms.
+      mesh.link(7, 4)->break_after(after);
+      std::vector<Progress> state(3, Progress::kPending);
+      for (auto& c : live) (void)c->start();
+      for (int i = 0; i < 20000 && state[1] == Progress::kPending; ++i)
+        for (int r = 0; r < 3; ++r) {
+          bool moved = false;
+          if (state[r] == Progress::kPending) state[r] = live[r]->step(&moved);
+        }
+      REQUIRE(state[1] == Progress::kFailed);
+      const Status& status = live[1]->status();
+      CAPTURE(status.text());
+      CHECK(status.code() == Code::kPeerLost);
+      CHECK(status.culprit() == 4);
+      CHECK(status.text().find(a == Algorithm::kRing ? "ring step " : "recursive doubling step ") == 0);
+      CHECK(status.text().find(a == Algorithm::kRing ? " of 4: " : " of 3: ") != std::string::npos);
+      CHECK(status.text().find("from rank 4: the link broke") != std::string::npos);
+      bool moved = false;
+      CHECK(live[1]->step(&moved) == Progress::kFailed);  // and stays so
+      live.clear();  // with transfers in flight
+      for (int x : members)
+        for (int y : members)
+          if (x != y) CHECK(mesh.link(x, y)->posted() == 0);
+    }
+}
+
+TEST_CASE("a peer that leaves after its last byte fails nobody") {
+  MemoryMesh mesh(2, 1, 4096);
+  Live live;
+  for (int r = 0; r < 2; ++r) live.push_back(made({.op = Op::kBarrier}, group_on(mesh, first_ranks(2), r)));
+  bool moved = false;
+  (void)live[0]->start();
+  for (int i = 0; i < 100; ++i) (void)live[0]->step(&moved);
+  Progress p = live[1]->start();
+  for (int i = 0; i < 100 && p == Progress::kPending; ++i) p = live[1]->step(&moved);
+  REQUIRE(p == Progress::kDone);
+  mesh.link(0, 1)->break_after(1);  // one byte more, then gone
+  p = Progress::kPending;
+  for (int i = 0; i < 100 && p == Progress::kPending; ++i) p = live[0]->step(&moved);
+  CHECK(p == Progress::kDone);
+}
+
+TEST_CASE("what cannot work is refused before anything moves") {
+  MemoryMesh mesh(2, 1);
+  const Group group = group_on(mesh, first_ranks(2), 0);
+  std::vector<float> data(8);
+  auto* p = reinterpret_cast<std::byte*>(data.data());
+  auto code = [&](Task t) { return make_channel_collective(std::move(t), group).status().code(); };
+  CHECK(code({.reduce = Reduce::kAdasum, .pieces = {{p, p, 8}}}) == Code::kUnsupported);
+  CHECK(code({.pieces = {{p, p + 4, 4}}}) == Code::kInvalidArgument);
+  CHECK(code({.pieces = {{nullptr, p, 4}}}) == Code::kInvalidArgument);
+  CHECK(code({.pieces = {{p, p, 4}}, .algorithm = Algorithm::kSharedFlat}) == Code::kUnsupported);
+  CHECK(code({.op = Op::kBroadcast, .root = 2, .pieces = {{p, p, 4}}}) == Code::kInvalidArgument);
+  CHECK(code({.op = Op::kBroadcast, .scale = {.pre = 2}, .pieces = {{p, p, 4}}}) == Code::kInvalidArgument);
+  CHECK(code({.op = Op::kAllgather, .pieces = {{p, p, 1}}, .counts = {1}}) == Code::kInvalidArgument);
+  CHECK(code({.op = Op::kAlltoall, .pieces = {{p, p, 2}}, .counts = {1, 1}, .received_counts = {2, 1}}) ==
+        Code::kInvalidArgument);
+  CHECK(code({.op = Op::kJoin, .pieces = {{p, p, 1}}}) == Code::kUnsupported);
+  Group broken = group;
+  broken.channel[1] = nullptr;
+  auto missing = make_channel_collective({.op = Op::kBarrier}, broken);
+  CHECK(missing.status().code() == Code::kInternal);
+  CHECK(missing.status().culprit() == 1);
+}
+
+}  // namespace
