@@ -423,6 +423,7 @@ Status decode(Reader* in, Plan* plan) {
   plan->generation = in->get<uint32_t>();
   plan->process_set = in->get<uint16_t>();
   size_t batches = get_length(in, kSmallestBatch);
+  if (batches > kMaxPlanEntries) in->fail();
   size_t room = kMaxPlanEntries;
   uint32_t expected_id = 0;
   for (size_t i = 0; i < batches && in->ok(); i++) {

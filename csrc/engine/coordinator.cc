@@ -1,0 +1,344 @@
+// The rules of the agreement: when an operation is ready, in which order and in which batches it runs, what joining and
+// leaving do. The ledger remembers, mismatch.cc compares; nothing here knows a socket, a clock or a lock.
+#include "engine/coordinator.h"
+
+#include <algorithm>
+
+#include "engine/ledger.h"
+#include "engine/stall_hint.h"
+
+namespace hc {
+namespace {
+
+// How far a batch looks for more of its kind, and how many that do not fit it passes over.
+constexpr size_t kLookAhead = 4096;
+constexpr size_t kMisfits = 64;
+
+// An item of the queue of what can run (or must fail), in the order in which it became so.
+struct Ready {
+  uint32_t entry = kNoEntry;  // kNoEntry: everybody has joined, or nobody can
+  bool taken = false;         // fused into an earlier batch
+  uint64_t fuse_hash = 0;     // 0: by itself
+  size_t bytes = 0;
+  int32_t last_joined = -1;
+  std::string failure;        // of a join
+};
+
+uint64_t hash_of_key(const FuseKey& key) {
+  Signature s;
+  s.reduce = key.reduce;
+  s.device = key.device;
+  s.prescale = key.prescale;
+  s.postscale = key.postscale;
+  s.root = static_cast<int32_t>(key.dtype);
+  return hash_of(s) | 1;
+}
+
+}  // namespace
+
+struct Coordinator::State {
+  explicit State(CoordinatorOptions given)
+      : options(std::move(given)),
+        names{options.world_rank},
+        ledger(options.size, options.cache_capacity),
+        joined(options.size),
+        left(options.size),
+        why_left(static_cast<size_t>(options.size)) {}
+
+  Status check(const Ballot& ballot) const;
+  void arrived(uint32_t entry, TimePoint now);
+  void join(int rank);
+  void leave(int rank, const std::string& text);
+  void review();
+  void review(uint32_t entry);
+  void review_join();
+  void review_namesakes(const Namesakes& names);
+  void fail_early(uint32_t entry, Code code, std::string text);
+  void make_ready(uint32_t entry);
+  std::string departure(int rank) const;
+
+  PlanBatch next_batch();
+  void fuse(PlanBatch* batch, uint32_t first, size_t bytes);
+  PlanEntry close(uint32_t entry);
+  void drop_taken();
+
+  const CoordinatorOptions options;
+  const RankNames names;
+  Ledger ledger;
+  RankSet joined, left;
+  std::vector<std::string> why_left;  // [size]
+  int joined_count = 0;
+  int left_count = 0;
+  int last_joined = -1;
+  std::deque<Ready> ready;
+  size_t ready_count = 0;  // not taken
+  size_t pending = 0;      // announced by somebody, in no plan yet
+  uint32_t next_id = 0;
+};
+
+Status Coordinator::State::check(const Ballot& b) const {
+  if (b.generation != options.generation || b.process_set != options.process_set)
+    return error(Code::kInternal, "a ballot of rank ", b.rank, " is for process set ", b.process_set, ", generation ",
+                 b.generation, "; this is process set ", options.process_set, ", generation ", options.generation);
+  if (b.rank < 0 || b.rank >= options.size)
+    return error(Code::kInternal, "a ballot names rank ", b.rank, " of ", options.size);
+  if (left.has(b.rank)) return error(Code::kInternal, "rank ", names(b.rank), " sent a ballot after it had left");
+  if (joined.has(b.rank) && (b.joined || !b.cached.empty() || !b.fresh.empty()))
+    return error(Code::kInternal, "rank ", names(b.rank), " announced something while it was joined");
+  return Status::ok();
+}
+
+void Coordinator::State::arrived(uint32_t index, TimePoint now) {
+  Entry& e = ledger.at(index);
+  if (e.announced == 1) {
+    e.since = now;
+    pending++;
+  }
+  if (e.state != Entry::State::kWaiting) return;  // already failing; this rank fails with the others
+  if (e.announced == static_cast<uint32_t>(options.size))
+    make_ready(index);
+  else if (joined_count + left_count != 0)
+    review(index);
+  if (e.named != nullptr && e.named->second.count > 1) review_namesakes(e.named->second);
+}
+
+// Somebody is joined or has left: that may complete the entry, or doom it.
+void Coordinator::State::review(uint32_t index) {
+  const Entry& e = ledger.at(index);
+  int gone = left_count == 0 ? -1 : left.first_not_in(e.marks);
+  if (gone >= 0)
+    fail_early(index, Code::kAborted, text_of(label_of(ledger.subject(e)), ": ", departure(gone)));
+  else if (e.marks.count_with(joined) == options.size)
+    make_ready(index);
+}
+
+void Coordinator::State::review() {
+  for (uint32_t entry : ledger.waiting()) {
+    const Entry& e = ledger.at(entry);
+    if (e.state == Entry::State::kWaiting) review(entry);  // a namesake's failure may have struck it
+    if (e.state == Entry::State::kWaiting && e.named != nullptr && e.named->second.count > 1)
+      review_namesakes(e.named->second);
+  }
+}
+
+// One name, several operations: once every rank is in exactly one of them, none can complete.
+void Coordinator::State::review_namesakes(const Namesakes& namesakes) {
+  std::vector<uint32_t> list;
+  RankSet ranks(options.size);
+  int announcements = 0;
+  for (uint32_t index : namesakes.entry) {
+    if (index == kNoEntry || ledger.at(index).state != Entry::State::kWaiting) continue;
+    list.push_back(index);
+    ranks.add_all(ledger.at(index).marks);
+    announcements += static_cast<int>(ledger.at(index).announced);
+  }
+  if (list.size() < 2 || ranks.count() != announcements || ranks.count_with(joined) != options.size) return;
+  std::sort(list.begin(), list.end(), [this](uint32_t a, uint32_t b) { return ledger.at(a).order < ledger.at(b).order; });
+  const Entry& a = ledger.at(list[0]);
+  const Entry& b = ledger.at(list[1]);
+  std::string text = mismatched_operations(a.named->first, {a.op, a.marks.first()}, {b.op, b.marks.first()}, names);
+  for (uint32_t index : list) fail_early(index, Code::kMismatch, text);
+}
+
+void Coordinator::State::fail_early(uint32_t index, Code code, std::string text) {
+  Entry& e = ledger.at(index);
+  e.agreement = Agreement{};
+  e.agreement.error = code;
+  e.agreement.text = std::move(text);
+  e.early = e.dirty = true;
+  e.state = Entry::State::kReady;
+  Ready item;
+  item.entry = index;
+  ready.push_back(std::move(item));
+  ready_count++;
+}
+
+void Coordinator::State::make_ready(uint32_t index) {
+  Entry& e = ledger.at(index);
+  ledger.settle(&e, names);
+  e.state = Entry::State::kReady;
+  e.with_joined = joined_count != 0;
+  const Agreement& a = ledger.agreement(e);
+  Ready item;
+  item.entry = index;
+  item.bytes = a.bytes;
+  if (a.error == Code::kOk && a.fusable && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0)
+    item.fuse_hash = hash_of_key(a.fuse);
+  ready.push_back(std::move(item));
+  ready_count++;
+}
+
+std::string Coordinator::State::departure(int rank) const {
+  return text_of(why_left[static_cast<size_t>(rank)], " (rank ", names(rank), " left before it announced this)");
+}
+
+void Coordinator::State::join(int rank) {
+  joined.add(rank);
+  joined_count++;
+  last_joined = rank;
+  review();
+  review_join();
+}
+
+// Everybody has joined: the join is an operation like any other, and behind it everybody starts afresh. If a rank left
+// without joining, nobody's join can complete.
+void Coordinator::State::review_join() {
+  if (joined_count == 0) return;
+  Ready item;
+  int gone = left.first_not_in(joined);
+  if (gone >= 0)
+    item.failure = text_of("join: ", departure(gone));
+  else if (joined_count == options.size)
+    item.last_joined = last_joined;
+  else
+    return;
+  ready.push_back(std::move(item));
+  ready_count++;
+  joined.clear();
+  joined_count = 0;
+}
+
+void Coordinator::State::leave(int rank, const std::string& text) {
+  if (rank < 0 || rank >= options.size || !left.add(rank)) return;
+  left_count++;
+  why_left[static_cast<size_t>(rank)] = text;
+  review();
+  review_join();
+}
+
+// Writes the entry into the plan and forgets this round of it.
+PlanEntry Coordinator::State::close(uint32_t index) {
+  Entry& e = ledger.at(index);
+  PlanEntry p;
+  p.unnamed = e.unnamed;
+  p.sequence = e.unnamed ? e.sequence : 0;
+  bool failed = ledger.agreement(e).error != Code::kOk;
+  if (!failed)
+    p.slot = ledger.slot_for_plan(index, &p.assigned);
+  else if (!e.unnamed)
+    p.slot = e.slot;
+  p.has_signature = !failed && (p.assigned || e.with_joined);
+  if (p.has_signature) p.signature = ledger.reference(e);
+  if (e.named != nullptr && (failed || p.has_signature || p.slot == kNoSlot)) p.name = e.named->first;
+  for (int r = 0; e.early && r < options.size; r++)
+    if (e.marks.has(r)) p.failed_on.push_back(r);
+  ledger.close(index);
+  pending--;
+  return p;
+}
+
+// Adds what is ready behind the first entry, has the same key and fits; the others keep their places.
+void Coordinator::State::fuse(PlanBatch* batch, uint32_t first, size_t bytes) {
+  const uint64_t hash = ready.front().fuse_hash;
+  const FuseKey key = ledger.agreement(ledger.at(first)).fuse;
+  batch->entries.push_back(close(first));
+  size_t misfits = 0;
+  for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits; i++) {
+    Ready& next = ready[i];
+    if (next.entry == kNoEntry) break;  // nothing overtakes a join
+    if (next.taken || next.fuse_hash != hash) continue;
+    if (!(ledger.agreement(ledger.at(next.entry)).fuse == key)) continue;
+    if (next.bytes > options.fusion_bytes - bytes) {
+      misfits++;
+      continue;
+    }
+    bytes += next.bytes;
+    batch->entries.push_back(close(next.entry));
+    next.taken = true;
+    ready_count--;
+  }
+}
+
+PlanBatch Coordinator::State::next_batch() {
+  Ready& item = ready.front();
+  PlanBatch batch;
+  batch.id = next_id++;
+  if (item.entry == kNoEntry) {
+    batch.op = Op::kJoin;
+    batch.last_joined = item.last_joined;
+    if (item.last_joined < 0) batch.error = Code::kAborted;
+    batch.error_text = std::move(item.failure);
+  } else {
+    const Agreement& a = ledger.agreement(ledger.at(item.entry));
+    batch.op = ledger.at(item.entry).op;
+    batch.error = a.error;
+    batch.error_text = a.text;
+    batch.in_arena = a.in_arena;
+    batch.rows = a.rows;
+    if (item.fuse_hash != 0)
+      fuse(&batch, item.entry, item.bytes);
+    else
+      batch.entries.push_back(close(item.entry));
+  }
+  item.taken = true;
+  ready_count--;
+  drop_taken();
+  return batch;
+}
+
+void Coordinator::State::drop_taken() {
+  while (!ready.empty() && ready.front().taken) ready.pop_front();
+}
+
+Coordinator::Coordinator(CoordinatorOptions options) : state_(std::make_unique<State>(std::move(options))) {}
+Coordinator::~Coordinator() = default;
+
+Status Coordinator::take(const Ballot& ballot, TimePoint now) {
+  State& s = *state_;
+  HC_TRY(s.check(ballot));
+  uint32_t entry = kNoEntry;
+  for (const CachedRequest& c : ballot.cached) {
+    HC_TRY(s.ledger.announce(ballot.rank, c, &entry), "rank ", s.names(ballot.rank));
+    s.arrived(entry, now);
+  }
+  for (const Request& r : ballot.fresh) {
+    HC_TRY(s.ledger.announce(ballot.rank, r, &entry), "rank ", s.names(ballot.rank));
+    s.arrived(entry, now);
+  }
+  if (ballot.joined) s.join(ballot.rank);
+  return Status::ok();
+}
+
+Plan Coordinator::decide(size_t room) {
+  State& s = *state_;
+  Plan plan;
+  plan.generation = s.options.generation;
+  plan.process_set = s.options.process_set;
+  size_t entries = 0;
+  while (s.ready_count != 0 && plan.batches.size() < room) {
+    // A batch takes at most kLookAhead entries, so the plan stays below kMaxPlanEntries.
+    if (entries + kLookAhead > kMaxPlanEntries || plan.batches.size() + 1 >= kMaxPlanEntries) break;
+    plan.batches.push_back(s.next_batch());
+    entries += plan.batches.back().entries.size();
+  }
+  return plan;
+}
+
+bool Coordinator::anything_ready() const { return state_->ready_count != 0; }
+
+size_t Coordinator::pending() const { return state_->pending; }
+
+void Coordinator::leave(int rank, const std::string& text) { state_->leave(rank, text); }
+
+std::vector<Stall> Coordinator::stalled(TimePoint now, double older_than_s) const {
+  constexpr size_t kHinted = 16;  // a hint compares names with everything that waits
+  const State& s = *state_;
+  std::vector<Stall> list;
+  std::vector<uint32_t> waiting = s.ledger.waiting();
+  for (uint32_t index : waiting) {
+    const Entry& e = s.ledger.at(index);
+    Stall stall;
+    stall.waited_s = seconds_between(e.since, now);
+    if (stall.waited_s < older_than_s) continue;
+    stall.name = key_of(s.ledger.subject(e));
+    for (int r = 0; r < s.options.size; r++) {
+      if (e.marks.has(r)) stall.present.push_back(r);
+      else if (!s.joined.has(r)) stall.missing.push_back(r);
+    }
+    if (list.size() < kHinted) stall.hint = stall_hint(s.ledger, waiting, index, s.names);
+    list.push_back(std::move(stall));
+  }
+  return list;
+}
+
+}  // namespace hc
