@@ -38,12 +38,13 @@ struct HalfByIntegers {
     result = magnitude > 0x7f800000u ? Bits{} + 0x7e00u : result;
     return sign | result;
   }
-  static void widen(const std::byte* p, Half& a, Half& b) {
+  // Not inlined: a hundred copies would make the library a fifth larger.
+  [[gnu::noinline]] static void widen(const std::byte* p, Half& a, Half& b) {
     const Bits x = load_vector<Bits>(p);
     a = widened(x & 0xffffu);
     b = widened(x >> 16);
   }
-  static void narrow(std::byte* p, const Half& a, const Half& b) {
+  [[gnu::noinline]] static void narrow(std::byte* p, const Half& a, const Half& b) {
     const Bits x = narrowed(a) | (narrowed(b) << 16);
     std::memcpy(p, &x, sizeof x);
   }
