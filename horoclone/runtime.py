@@ -28,7 +28,6 @@ FAILURE_TEXT_BYTES = 16384
 
 _native: Runtime | None = None
 _job: Job | None = None  # kept between init calls: its server, secret and MPI survive shutdown()
-_generation = 0  # lives of this process so far; the same on every rank, as init is collective
 _forked_from: int | None = None  # pid of the parent that had called init
 _inherited: list[Any] = []  # a forked child keeps the parent's runtime, so that nothing is torn down here
 _dynamic = False
@@ -114,7 +113,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     Raises ValueError for wrong arguments; Timeout when ranks are missing after HOROCLONE_START_TIMEOUT seconds (300),
     naming them; Unsupported when the way in which this process was started cannot work.
     """
-    global _native, _job, _generation, _dynamic
+    global _native, _job, _dynamic
     from horoclone import process_sets as sets
 
     with _lock:
@@ -128,8 +127,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         from horoclone.bootstrap import exchange
 
         _job = exchange.open_job(comm, os.environ, deadline, _say, _job)
-        _generation += 1
-        runtime = _connect(_job, _generation, deadline)
+        runtime = _connect(_job, deadline)
         _native = runtime
         _dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
         try:
@@ -139,13 +137,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             raise
 
 
-def _connect(job: Job, generation: int, deadline: float) -> Runtime:
+def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
     runtime = _core().Runtime(settings_of(os.environ))
     try:
-        endpoints = job.gather(generation, runtime.endpoint(), deadline, _say)
+        endpoints = job.gather(runtime.endpoint(), deadline, _say)
         remaining_s = max(0.1, deadline - time.monotonic())
-        runtime.connect(job.rank, endpoints, job.secret, job.name, generation, remaining_s)
+        runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s)
     except BaseException:
         try:
             runtime.shutdown(0.0)

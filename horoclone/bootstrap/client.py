@@ -6,6 +6,7 @@ Thread: one at a time, except report_failure, which uses a connection of its own
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -28,6 +29,8 @@ REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
 REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we believe it
 NO_ANSWER = "no answer"
+GONE_S = 2.0
+GONE = (os.strerror(errno.ECONNREFUSED), os.strerror(errno.ECONNRESET))
 
 Say = Callable[[str], None]
 
@@ -50,6 +53,7 @@ class Client:
         self._secret, self._job, self._timeout_s = secret, job, timeout_s
         self._connection: socket.socket | None = None
         self.tried: dict[str, str] = {}  # address -> what happened there last
+        self._met = False  # the server has been there once; if nobody listens any more, its process has ended
 
     # --- requests
 
@@ -177,11 +181,12 @@ class Client:
     # --- connecting
 
     def _connect(self, deadline: float) -> None:
-        pause_s, refused_since = 0.01, 0.0
+        pause_s, refused_since, gone_since = 0.01, 0.0, 0.0
         while self._connection is None:
             self.tried = {}
             self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
             if self._connection is not None:
+                self._met = True
                 return
             now = time.monotonic()
             texts = self.tried.values()
@@ -194,7 +199,14 @@ class Client:
                     f"no rendezvous accepts us. Tried: {self.where()}. Is the secret of this job right "
                     "(HOROCLONE_SECRET, HOROCLONE_SECRET_FILE), and is no older job left at that address?"
                 )
-            if time.monotonic() >= deadline:
+            gone = all(text in GONE for text in texts)
+            gone_since = (gone_since or now) if gone and self._met else 0.0
+            if gone_since and now - gone_since >= GONE_S:
+                raise errors.PeerLost(
+                    f"the rendezvous has ended, and with it rank 0 or the launcher; its own log has the cause. Tried: "
+                    f"{self.where()}."
+                )
+            if now >= deadline:
                 raise errors.Timeout(f"no rendezvous can be reached. Tried: {self.where()}.")
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(pause_s * 1.5, 0.5)

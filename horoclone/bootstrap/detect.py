@@ -1,7 +1,7 @@
 """Which launcher started this process, and as which rank: a pure function of the environment variables.
 
-The first that applies wins: own launcher, torchrun (or its env:// variables), Open MPI, Hydra (MPICH, Intel MPI), a Slurm
-step, other MPI launchers, Horovod's variables, a process alone. A launcher that says "you are one of N" is never ignored.
+The first that applies wins: own launcher, torchrun (or its env:// variables), Open MPI, Hydra (MPICH, Intel MPI), a
+Slurm step, other MPI launchers, Horovod's variables, a process alone. A launcher of N processes is never ignored.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 @dataclass(frozen=True)
 class Placement:
-    """What the launcher says. local_rank and local_size are -1 when it does not say; size 0 = it does not say either."""
+    """What the launcher says. local_rank and local_size are -1 and size is 0 where it does not say."""
 
     launcher: str  # horoclone, torchrun, env://, openmpi, pmix, hydra, slurm, mpi, horovod, single
     rank: int
@@ -42,8 +42,20 @@ class Placement:
 
 # Launchers whose variables we can read, though not their key-value stores: (name, rank, size, local rank, local size).
 OTHER_MPI = (
-    ("MVAPICH", "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
-    ("jsrun", "JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_RANK", "JSM_NAMESPACE_LOCAL_SIZE"),
+    (
+        "MVAPICH",
+        "MV2_COMM_WORLD_RANK",
+        "MV2_COMM_WORLD_SIZE",
+        "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_LOCAL_SIZE",
+    ),
+    (
+        "jsrun",
+        "JSM_NAMESPACE_RANK",
+        "JSM_NAMESPACE_SIZE",
+        "JSM_NAMESPACE_LOCAL_RANK",
+        "JSM_NAMESPACE_LOCAL_SIZE",
+    ),
     ("Flux", "FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", ""),
     ("PALS", "PALS_RANKID", "PALS_NUM_RANKS", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
 )
@@ -99,7 +111,9 @@ def explain(environ: Environment) -> str:
         hosts = "one host" if chosen.one_host else "several hosts, or the launcher does not say"
         lines.append(f"  placement: {hosts} (local rank {chosen.local_rank}, local size {chosen.local_size})")
     for other in candidates(environ)[1:-1]:
-        lines.append(f"  also seen, not used: {other.launcher}, rank {other.rank} of {other.size}: {other.why}")
+        lines.append(
+            f"  also seen, not used: {other.launcher}, rank {other.rank} of {other.size}: {other.why}"
+        )
     return "\n".join(lines)
 
 
@@ -127,7 +141,9 @@ def _torchrun(environ: Environment) -> Placement | None:
     job = ":".join(["torchrun" if elastic else "env", *parts, environ.get("TORCHELASTIC_RESTART_COUNT", "0")])
     launcher = "torchrun" if elastic else "env://"
     mark = "TORCHELASTIC_RUN_ID" if elastic else "MASTER_ADDR"
-    return _placement(environ, launcher, names, job, f"{mark}, RANK and WORLD_SIZE are set (torchrun, env://)")
+    return _placement(
+        environ, launcher, names, job, f"{mark}, RANK and WORLD_SIZE are set (torchrun, env://)"
+    )
 
 
 def _openmpi(environ: Environment) -> Placement | None:
@@ -141,12 +157,18 @@ def _openmpi(environ: Environment) -> Placement | None:
 def _hydra(environ: Environment) -> Placement | None:
     if "PMI_RANK" not in environ or "PMI_SIZE" not in environ:
         return None
-    if environ.get("SLURM_PROCID") == environ["PMI_RANK"] and "MPI_LOCALNRANKS" not in environ and _slurm(environ):
+    if (
+        environ.get("SLURM_PROCID") == environ["PMI_RANK"]
+        and "MPI_LOCALNRANKS" not in environ
+        and _slurm(environ)
+    ):
         return None  # srun --mpi=pmi2 sets these too; the step's own variables say more
     if not any(name in environ for name in ("PMI_FD", "PMI_PORT", "HYDI_CONTROL_FD", "MPI_LOCALNRANKS")):
         return None
     names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    return _placement(environ, "hydra", names, "", "PMI_RANK and PMI_SIZE are set, by Hydra (MPICH, Intel MPI)")
+    return _placement(
+        environ, "hydra", names, "", "PMI_RANK and PMI_SIZE are set, by Hydra (MPICH, Intel MPI)"
+    )
 
 
 def _slurm(environ: Environment) -> Placement | None:
@@ -211,11 +233,15 @@ def _placement(
     """Reads rank, size, local rank, local size under these names; the last two may be absent."""
     for name in names[:2]:
         if name not in environ:
-            raise errors.Unsupported(f"{why}, but {name} is not; the launcher's environment did not arrive whole.")
+            raise errors.Unsupported(
+                f"{why}, but {name} is not; the launcher's environment did not arrive whole."
+            )
     rank, size = _whole(environ, names[0]), _whole(environ, names[1])
     local_rank, local_size = (_whole(environ, name) if name in environ else -1 for name in names[2:4])
     if not 0 <= rank < size:
-        raise errors.Unsupported(f"{names[0]}={rank} is not below {names[1]}={size}; are they left from another job?")
+        raise errors.Unsupported(
+            f"{names[0]}={rank} is not below {names[1]}={size}; are they left from another job?"
+        )
     if local_size > size or (local_size >= 0 and local_rank >= local_size):
         raise errors.Unsupported(
             f"{names[2]}={local_rank}, {names[3]}={local_size} do not fit {names[1]}={size}; are they left from "
@@ -227,5 +253,7 @@ def _placement(
 def _whole(environ: Environment, name: str) -> int:
     text = environ[name]
     if not text.strip().isdigit() or len(text) > 10:
-        raise errors.Unsupported(f"{name}={text!r} is not a whole number; unset it or start the process anew.")
+        raise errors.Unsupported(
+            f"{name}={text!r} is not a whole number; unset it or start the process anew."
+        )
     return int(text)

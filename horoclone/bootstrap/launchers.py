@@ -4,10 +4,13 @@ job secret. Nothing here stays open; after the first contact the ranks meet at t
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import hashlib
 import hmac
 import os
 import re
+import select
 import socket
 import struct
 import sys
@@ -64,14 +67,18 @@ def _secret_of_descriptor(text: str) -> bytes:
 
 def _checked(secret: bytes, source: str) -> bytes:
     if len(secret) < 16:
-        raise errors.Unsupported(f"{source}: {len(secret)} bytes are too short for a secret; use at least 16.")
+        raise errors.Unsupported(
+            f"{source}: {len(secret)} bytes are too short for a secret; use at least 16."
+        )
     return secret
 
 
 def derived_ports(secret: bytes, job: str) -> list[int]:
     """Ports below the ephemeral range that only those who know the secret can predict; the same in every process."""
     digest = hmac.new(secret, b"horoclone ports\0" + job.encode(), hashlib.sha256).digest()
-    return [20000 + value % 12000 for value in struct.unpack(f">{DERIVED_PORTS}H", digest[: 2 * DERIVED_PORTS])]
+    return [
+        20000 + value % 12000 for value in struct.unpack(f">{DERIVED_PORTS}H", digest[: 2 * DERIVED_PORTS])
+    ]
 
 
 # --- Slurm
@@ -90,7 +97,13 @@ def first_slurm_node(nodelist: str) -> str:
 
 
 class Pmi:
-    """Hydra's key-value store. Neither initialises nor finalises PMI, so that MPI_Init may come before or after."""
+    """Hydra's key-value store. It does not initialise PMI, so that MPI_Init may come before or after.
+
+    Hydra kills the job when a process that has used PMI ends without finalising it, and MPI_Init fails after it has been
+    finalised. So it is finalised when the interpreter ends, unless an MPI library does that.
+    """
+
+    _will_finalise = False
 
     def __init__(self, environ: Mapping[str, str], deadline: float) -> None:
         self._deadline = deadline
@@ -98,8 +111,10 @@ class Pmi:
             self._socket = socket.socket(fileno=os.dup(int(environ["PMI_FD"])))
         except (KeyError, OSError, ValueError) as error:
             raise errors.Unsupported(f"PMI_FD={environ.get('PMI_FD')!r} cannot be used: {error}") from error
-        self._blocking = self._socket.gettimeout() is None
         self._unread = b""
+        if not Pmi._will_finalise:
+            Pmi._will_finalise = True
+            atexit.register(_finalise_pmi, int(environ["PMI_FD"]), os.getpid())
         self.name = self._ask("cmd=get_my_kvsname", "kvsname")
 
     def broadcast(self, rank: int, key: str, blob: bytes) -> bytes:
@@ -143,13 +158,13 @@ class Pmi:
         if fields.get("rc", "0") != "0" or wanted not in fields:
             if wanted == "tag" and fields.get("cmd") == "barrier_out":
                 return ""
-            raise errors.Unsupported(f"Hydra answered {line.decode(errors='replace')[:200]!r} to {command[:80]!r}")
+            raise errors.Unsupported(
+                f"Hydra answered {line.decode(errors='replace')[:200]!r} to {command[:80]!r}"
+            )
         return fields[wanted]
 
     def _wait(self, command: str) -> None:
         # poll, not settimeout: the descriptor's non-blocking flag is shared with the MPI library.
-        import select
-
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
         # A barrier waits for the slowest rank; everything else is answered by the launcher's proxy on this host.
@@ -158,8 +173,39 @@ class Pmi:
             limit_s = min(limit_s, 10.0)
         if not poller.poll(max(0.0, limit_s) * 1000):
             raise errors.Timeout(
-                f"{command.split()[0]!r} on PMI_FD was not answered in {limit_s:.0f} s; have all ranks called hvd.init()?"
+                f"{command.split()[0]!r} on PMI_FD was not answered in {limit_s:.0f} s; have all ranks called init()?"
             )
+
+
+def _finalise_pmi(descriptor: int, pid: int) -> None:
+    if os.getpid() != pid or mpi_was_initialised():
+        return
+    try:
+        os.write(descriptor, b"cmd=finalize\n")
+        select.select(
+            [descriptor], [], [], 1.0
+        )  # its acknowledgement; Hydra must have read it before we are gone
+    except (OSError, ValueError):
+        pass
+
+
+def hydra_job(environ: Mapping[str, str]) -> str:
+    """The proxy at the other end of PMI_FD, as the kernel knows it: the same for all ranks of one run on this host.
+
+    Empty when it cannot be told. Sends nothing: see Pmi for what a first word on PMI_FD entails.
+    """
+    try:
+        with socket.socket(fileno=os.dup(int(environ["PMI_FD"]))) as one:
+            if one.family != socket.AF_UNIX:
+                return ""
+            pid = struct.unpack(
+                "3i", one.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+            )[0]
+        with open(f"/proc/{pid}/stat", encoding="ascii", errors="replace") as file:
+            started = file.read().rpartition(")")[2].split()[19]  # in clock ticks since boot
+    except (KeyError, OSError, ValueError, IndexError):
+        return ""
+    return f"hydra:{pid}:{started}" if pid > 0 else ""
 
 
 # --- MPI, through mpi4py
@@ -173,14 +219,32 @@ def initialised_mpi() -> Any | None:
     return module
 
 
+def mpi_was_initialised() -> bool:
+    """Whether any code of this process has initialised MPI, also without mpi4py."""
+    module = sys.modules.get("mpi4py.MPI")
+    if module is not None:
+        return bool(module.Is_initialized())
+    try:
+        with open("/proc/self/maps", encoding="utf-8", errors="replace") as file:
+            paths = {line.split(maxsplit=5)[5].strip() for line in file if "/libmpi" in line}
+        for path in paths:
+            function = getattr(ctypes.CDLL(path, mode=os.RTLD_NOLOAD), "MPI_Initialized", None)
+            flag = ctypes.c_int(0)
+            if function is not None and function(ctypes.byref(flag)) == 0 and flag.value:
+                return True
+    except (OSError, IndexError):
+        pass
+    return False
+
+
 def load_mpi(reason: str) -> Any:
     """Imports mpi4py.MPI (which initialises MPI). Unsupported, with the fix, when it is missing or broken."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise errors.Unsupported(
-            f"{reason}, so the ranks find each other through MPI, and mpi4py cannot be loaded here ({error}). Install it "
-            "(pip install mpi4py), or put one secret into a file on every host and set HOROCLONE_SECRET_FILE, or start "
+            f"{reason}, so the ranks find each other through MPI, and mpi4py cannot be loaded here ({error}). "
+            "Install it (pip install mpi4py), or put one secret into a file on every host and set HOROCLONE_SECRET_FILE, or start "
             "the job with horoclonerun."
         ) from error
     return MPI
@@ -198,7 +262,9 @@ def mpi_broadcast(comm: Any, blob: bytes, deadline: float) -> bytes:
     pause_s = 0.0001
     while not request.Test():
         if time.monotonic() >= deadline:
-            raise errors.Timeout("MPI_Ibcast did not end before the deadline; have all ranks called hvd.init()?")
+            raise errors.Timeout(
+                "MPI_Ibcast did not end before the deadline; have all ranks called hvd.init()?"
+            )
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, 0.01)
     duplicate.Free()
@@ -211,7 +277,9 @@ def mpi_broadcast(comm: Any, blob: bytes, deadline: float) -> bytes:
 # --- torch's store, under torchrun
 
 
-def torch_store_broadcast(environ: Mapping[str, str], rank: int, key: str, blob: bytes, deadline: float) -> bytes:
+def torch_store_broadcast(
+    environ: Mapping[str, str], rank: int, key: str, blob: bytes, deadline: float
+) -> bytes:
     """Rank 0's blob through the key-value store of torchrun's agent. It is public: nothing in it may be trusted."""
     from datetime import timedelta
 

@@ -1,0 +1,425 @@
+"""From a placement (detect.py) to a job: rank, size, secret, and a way to exchange one blob with every rank.
+
+Whatever the launcher, the ranks end up at one rendezvous server: the launcher's own, or one in rank 0 that the
+launcher's key-value store, MPI, or a name that all processes can derive leads to. It stays up between init calls, so
+that init after shutdown costs one round trip under every launcher.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from horoclone import errors
+from horoclone.bootstrap import detect, launchers, wire
+from horoclone.bootstrap.client import Client
+from horoclone.bootstrap.detect import Placement
+from horoclone.bootstrap.rendezvous import Server, abstract_name
+
+Say = Callable[[str], None]
+Environment = Mapping[str, str]
+
+SECRET_BYTES = 32
+BIND_PATIENCE_S = 10.0  # for a name that a process of an older run still holds
+LINGER_S = 1.0
+WITHOUT_SECRET = (
+    "the processes are on several hosts and share no secret. Put the same random text (at least 16 bytes) into a file "
+    "on every host, readable by you only, and set HOROCLONE_SECRET_FILE to it; or start the job with horoclonerun"
+)
+
+
+@dataclass(eq=False)
+class Meeting:
+    """The rendezvous of the processes that one launcher started (or of one communicator)."""
+
+    key: object  # equal keys mean that the meeting can serve another init
+    name: str
+    secret: bytes
+    uses_mpi: bool
+    client: Client | None = None  # None: one process, nobody to meet
+    server: Server | None = None  # in rank 0, unless the launcher has it
+    lives: dict[str, int] = field(default_factory=dict)  # scope -> init calls so far
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self.server is not None:
+            self.server.close(LINGER_S)
+
+    def after_fork_in_child(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self.server is not None:
+            self.server.after_fork_in_child()
+
+
+class Job:
+    """One world to be connected: everybody at the meeting, or the ranks of a list."""
+
+    def __init__(
+        self, meeting: Meeting, rank: int, size: int, scope: str = "world", group: Any = None
+    ) -> None:
+        self.meeting = meeting
+        self.rank, self.size = rank, size
+        self.generation = 0
+        self._scope = scope
+        self._group = group  # MPI group whose ranks are ours; None when there is none
+
+    @property
+    def name(self) -> str:
+        """The job id of every handshake."""
+        return f"{self.meeting.name}/{self._scope}"
+
+    @property
+    def secret(self) -> bytes:
+        return self.meeting.secret
+
+    @property
+    def uses_mpi(self) -> bool:
+        return self.meeting.uses_mpi
+
+    def gather(self, blob: bytes, deadline: float, say: Say | None) -> list[bytes]:
+        """Everybody's blob by rank, and the next generation number. Errors as Client.gather."""
+        self.generation = self.meeting.lives[self._scope] = self.meeting.lives.get(self._scope, 0) + 1
+        if self.size == 1 or self.meeting.client is None:
+            return [blob]
+        timeout_s = max(0.1, deadline - time.monotonic())
+        prefix = f"{self._scope}/{self.generation}"
+        blobs = self.meeting.client.gather(prefix, self.rank, self.size, blob, timeout_s, say)
+        self.meeting.client.close()  # the server stays, no connection does
+        return blobs
+
+    def report_failure(self, text: str, consequence: bool) -> None:
+        """Tells the launcher (or ranks that still wait to be connected) why this rank ends."""
+        if self.meeting.client is not None:
+            self.meeting.client.report_failure(self.rank, text, consequence)
+
+    def world_ranks_of(self, comm: Any) -> list[int]:
+        """Our ranks of the members of an mpi4py communicator. ValueError when they are not all ours."""
+        group = self._group
+        if group is None:
+            mpi = launchers.initialised_mpi()
+            if mpi is None or not self.uses_mpi:
+                raise ValueError("a process set made of a communicator needs a job started by mpirun")
+            group = mpi.COMM_WORLD.Get_group()
+        theirs = comm.Get_group()
+        ranks = [int(rank) for rank in theirs.Translate_ranks(list(range(theirs.Get_size())), group)]
+        if min(ranks, default=0) < 0:
+            raise ValueError("the communicator of a process set has members outside the world of init()")
+        return ranks
+
+    def close(self) -> None:
+        self.meeting.close()
+
+    def after_fork_in_child(self) -> None:
+        self.meeting.after_fork_in_child()
+
+
+def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, previous: Job | None) -> Job:
+    """The job that this process belongs to. `previous` (of an earlier init) is used again where it fits, else closed.
+
+    comm: None, a list of ranks, or an mpi4py communicator. ValueError for anything else, and for a list without this
+    rank; Unsupported when the launcher leaves no safe way; Timeout at the deadline (time.monotonic()).
+    """
+    if comm is not None and hasattr(comm, "Get_rank") and hasattr(comm, "Ibcast"):
+        return _of_communicator(comm, environ, deadline, previous, key=None)
+    placement = detect.detect(environ)
+    ranks = _checked_ranks(comm, placement)
+    mpi = launchers.initialised_mpi()
+    if mpi is not None and placement.launcher == "single" and mpi.COMM_WORLD.Get_size() > 1:
+        # A launcher that we cannot read, though MPI could.
+        job = _of_communicator(mpi.COMM_WORLD, environ, deadline, previous, key="MPI.COMM_WORLD")
+        return _part(job, _checked_ranks(comm, _as_placement(job)))
+    _refuse_foreign_mpi(placement, mpi)
+    if placement.size == 0:
+        reason = f"{placement.why}, which does not say how many processes there are"
+        world = (mpi or launchers.load_mpi(reason)).COMM_WORLD
+        job = _of_communicator(world, environ, deadline, previous, key="MPI.COMM_WORLD")
+        return _part(job, _checked_ranks(comm, _as_placement(job)))
+    if ranks and placement.one_host and placement.launcher != "horoclone":
+        # The members meet among themselves: nobody else need call init.
+        return _meet_again((placement, tuple(ranks)), placement, ranks, environ, deadline, previous)
+    everybody = list(range(placement.size))
+    return _part(_meet_again((placement,), placement, everybody, environ, deadline, previous), ranks)
+
+
+def _as_placement(job: Job) -> Placement:
+    return Placement("mpi", job.rank, job.size, -1, -1, "", "MPI is initialised")
+
+
+def _checked_ranks(comm: Any, placement: Placement) -> list[int]:
+    """The list of ranks that the user passed; empty = everybody."""
+    if comm is None:
+        return []
+    try:
+        ranks = [int(rank) for rank in comm]
+    except (TypeError, ValueError):
+        raise ValueError(f"init(comm={comm!r}): comm is a list of ranks or an mpi4py communicator") from None
+    if placement.size == 0 or not ranks:
+        return ranks
+    if len(set(ranks)) != len(ranks) or min(ranks) < 0 or max(ranks) >= placement.size:
+        raise ValueError(
+            f"init(comm={ranks}): every rank once, each below the size {placement.size} of the job"
+        )
+    if placement.rank not in ranks:
+        raise ValueError(
+            f"init(comm={ranks}): this process is rank {placement.rank}, which is not in the list. Call init there "
+            "with the list that it belongs to, or do not call it."
+        )
+    return ranks
+
+
+def _part(job: Job, ranks: list[int]) -> Job:
+    if not ranks or ranks == list(range(job.size)):
+        return job
+    return Job(job.meeting, ranks.index(job.rank), len(ranks), _scope(ranks))
+
+
+def _scope(ranks: list[int]) -> str:
+    return "ranks-" + hashlib.sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+
+
+def _refuse_foreign_mpi(placement: Placement, mpi: Any | None) -> None:
+    """mpiexec of one MPI with mpi4py on another: N processes that each believe to be alone."""
+    if mpi is None or not (placement.uses_mpi or placement.launcher == "slurm") or placement.size == 0:
+        return
+    world = mpi.COMM_WORLD.Get_size()
+    if world != placement.size:
+        library = mpi.Get_library_version().split("\n", 1)[0].strip(" \0")[:60]
+        raise errors.Unsupported(
+            f"the launcher says size {placement.size}, this process's MPI says {world} ({placement.why}; mpi4py uses "
+            f"{library}). mpirun and mpi4py belong to different MPIs: start the job with the mpirun of {library}, or "
+            "import mpi4py after hvd.init()."
+        )
+
+
+# --- meetings
+
+
+def _meet_again(
+    key: object,
+    placement: Placement,
+    ranks: list[int],
+    environ: Environment,
+    deadline: float,
+    previous: Job | None,
+) -> Job:
+    rank = ranks.index(placement.rank)
+    meeting = previous.meeting if previous is not None and previous.meeting.key == key else None
+    if meeting is None:
+        if previous is not None:
+            previous.close()
+        meeting = _meet(placement, ranks, environ, deadline)
+        meeting.key = key
+    return Job(meeting, rank, len(ranks))
+
+
+def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline: float) -> Meeting:
+    rank, size = ranks.index(placement.rank), len(ranks)
+    secret = launchers.shared_secret(environ)
+    if placement.launcher == "horoclone":
+        if not secret:
+            raise errors.Unsupported(
+                f"HOROCLONE_RENDEZVOUS={environ['HOROCLONE_RENDEZVOUS']} without HOROCLONE_SECRET_FD: the launcher's "
+                "environment did not arrive whole. Set HOROCLONE_SECRET_FILE, or start the job with horoclonerun."
+            )
+        addresses = [part for part in environ["HOROCLONE_RENDEZVOUS"].split(",") if part]
+        client = Client(addresses, secret, placement.job, _left_s(deadline))
+        return Meeting(None, placement.job, secret, False, client)
+    if size == 1:
+        return Meeting(None, f"alone-{os.getpid()}", secrets.token_bytes(SECRET_BYTES), placement.uses_mpi)
+    if placement.one_host and placement.launcher != "mpi":
+        return _meet_on_this_host(placement, rank, size, _scope(ranks), secret, environ, deadline)
+    if placement.launcher == "hydra" and "PMI_FD" in environ:
+        return _meet_through_pmi(placement, environ, deadline)
+    if placement.uses_mpi or (placement.launcher == "slurm" and not secret):
+        reason = f"{placement.why}, for several hosts"
+        world = (launchers.initialised_mpi() or launchers.load_mpi(reason)).COMM_WORLD
+        _refuse_foreign_mpi(placement, launchers.initialised_mpi())
+        return _of_communicator(world, environ, deadline, None, key=None).meeting
+    if not secret:
+        raise errors.Unsupported(f"{placement.why}, and {WITHOUT_SECRET}.")
+    if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _meet_through_torch(placement, secret, environ, deadline)
+    return _meet_at_derived_port(placement, secret, environ, deadline)
+
+
+def _meet_on_this_host(
+    placement: Placement,
+    rank: int,
+    size: int,
+    scope: str,
+    secret: bytes,
+    environ: Environment,
+    deadline: float,
+) -> Meeting:
+    """An abstract unix socket whose name every process can derive; the kernel vouches for the user at both ends."""
+    job = _job_name(placement, environ)
+    address = abstract_name(job, scope)
+    name = address.removeprefix("unix:")
+    server = None
+    if rank == 0:
+        server = _bind_patiently(lambda: Server(secret, name, size, [address]), address, deadline)
+    client = Client([address], secret, name, _left_s(deadline))
+    if not secret and server is not None:
+        secret = secrets.token_bytes(SECRET_BYTES)
+        client.put("secret", secret)
+    elif not secret:
+        try:
+            secret = client.get("secret", _left_s(deadline))
+        except errors.Timeout as error:
+            raise errors.Timeout(
+                f"rank {rank}: rank 0 of {size} has not called hvd.init() ({placement.why}). {error}"
+            ) from error
+        if len(secret) != SECRET_BYTES:
+            raise errors.HorovodInternalError(f"rank 0 handed out a secret of {len(secret)} bytes")
+    return Meeting(None, name, secret, placement.uses_mpi, client, server)
+
+
+def _job_name(placement: Placement, environ: Environment) -> str:
+    """Something that only the processes of this run have in common."""
+    if placement.job:
+        return placement.job
+    if placement.launcher == "hydra" and (job := launchers.hydra_job(environ)):
+        return job
+    return environ.get("HOROCLONE_JOB") or f"{placement.launcher}:parent:{os.getppid()}"
+
+
+def _meet_through_pmi(placement: Placement, environ: Environment, deadline: float) -> Meeting:
+    store = launchers.Pmi(environ, deadline)
+    try:
+        server, blob = _host_server(placement.rank, placement.size, environ)
+        blob = store.broadcast(placement.rank, "horoclone", blob)
+    finally:
+        store.close()
+    return _join(blob, server, True, deadline)
+
+
+def _meet_through_torch(
+    placement: Placement, secret: bytes, environ: Environment, deadline: float
+) -> Meeting:
+    """torchrun's store tells the address of rank 0, in clear; the secret decides whether it is believed."""
+    server = None
+    text = ""
+    if placement.rank == 0:
+        server = Server(secret, placement.job, placement.size, _bindings(environ))
+        text = ",".join(server.addresses)
+    key = f"horoclone/{placement.job}"
+    blob = launchers.torch_store_broadcast(environ, placement.rank, key, text.encode(), deadline)
+    client = Client(_addresses(blob), secret, placement.job, _left_s(deadline))
+    return Meeting(None, placement.job, secret, False, client, server)
+
+
+def _meet_at_derived_port(
+    placement: Placement, secret: bytes, environ: Environment, deadline: float
+) -> Meeting:
+    """The host of rank 0 is known (Slurm's first node, MASTER_ADDR), its port follows from the secret."""
+    if placement.launcher == "slurm":
+        host = launchers.first_slurm_node(environ.get("SLURM_STEP_NODELIST", ""))
+    else:
+        host = environ.get("MASTER_ADDR", "")
+    if not host:
+        raise errors.Unsupported(
+            f"{placement.why}, for several hosts, but nothing says where rank 0 is. Set MASTER_ADDR to its host "
+            "name, or start the job with horoclonerun."
+        )
+    ports = launchers.derived_ports(secret, placement.job)
+    server = None
+    if placement.rank == 0:
+        server = _first_free(secret, placement, environ, ports)
+    addresses = (
+        server.addresses if server is not None else [wire.format_address(host, port) for port in ports]
+    )
+    client = Client(addresses, secret, placement.job, _left_s(deadline))
+    return Meeting(None, placement.job, secret, False, client, server)
+
+
+def _first_free(secret: bytes, placement: Placement, environ: Environment, ports: list[int]) -> Server:
+    for port in ports:
+        try:
+            hosts = _bindings(environ)
+            return Server(
+                secret, placement.job, placement.size, [wire.format_address(host, port) for host in hosts]
+            )
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+    raise errors.HorovodInternalError(
+        f"rank 0: the ports {', '.join(map(str, ports))} are all in use on this host. They follow from the secret "
+        "and the job id; set another HOROCLONE_SECRET, or start the job with horoclonerun."
+    )
+
+
+def _of_communicator(
+    comm: Any, environ: Environment, deadline: float, previous: Job | None, key: object
+) -> Job:
+    """A meeting of an mpi4py communicator's members. Rank 0's address and a fresh secret go through MPI."""
+    rank, size = comm.Get_rank(), comm.Get_size()
+    if previous is not None:
+        if key is not None and previous.meeting.key == key:
+            return Job(previous.meeting, rank, size, group=comm.Get_group())
+        previous.close()
+    server, blob = _host_server(rank, size, environ)
+    try:
+        blob = launchers.mpi_broadcast(comm, blob, deadline)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
+    meeting = _join(blob, server, True, deadline)
+    meeting.key = key if key is not None else object()
+    return Job(meeting, rank, size, group=comm.Get_group())
+
+
+def _host_server(rank: int, size: int, environ: Environment) -> tuple[Server | None, bytes]:
+    """In rank 0: a server for anybody who is given this blob [secret 32][name 16 hex digits][addresses, by commas]."""
+    if rank != 0:
+        return None, b""
+    secret, name = secrets.token_bytes(SECRET_BYTES), secrets.token_hex(8)
+    server = Server(secret, name, size, [f"unix:horoclone-{name}", *_bindings(environ)])
+    return server, secret + name.encode() + ",".join(server.addresses).encode()
+
+
+def _join(blob: bytes, server: Server | None, uses_mpi: bool, deadline: float) -> Meeting:
+    secret, name = blob[:SECRET_BYTES], blob[SECRET_BYTES : SECRET_BYTES + 16].decode("ascii")
+    client = Client(_addresses(blob[SECRET_BYTES + 16 :]), secret, name, _left_s(deadline))
+    return Meeting(None, name, secret, uses_mpi, client, server)
+
+
+def _addresses(text: bytes) -> list[str]:
+    addresses = text.decode("ascii", errors="replace").split(",")
+    if not 0 < len(addresses) <= 64:
+        raise errors.HorovodInternalError(f"rank 0 announced {len(addresses)} addresses")
+    return addresses
+
+
+def _bindings(environ: Environment) -> list[str]:
+    """Where rank 0 listens when processes may be on other hosts."""
+    names = environ.get("HOROCLONE_NETWORK_INTERFACES") or environ.get("HOROVOD_GLOO_IFACE") or ""
+    return wire.routable_addresses(names) if names else ["0.0.0.0"]
+
+
+def _bind_patiently(make: Callable[[], Server], address: str, deadline: float) -> Server:
+    give_up = min(deadline, time.monotonic() + BIND_PATIENCE_S)
+    while True:
+        try:
+            return make()
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            if time.monotonic() >= give_up:
+                raise errors.HorovodInternalError(
+                    f"rank 0: another process of yours holds {address} for {BIND_PATIENCE_S:.0f} s already. Is an "
+                    "older run of this job alive, or do two processes have rank 0?"
+                ) from error
+            time.sleep(0.05)
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
