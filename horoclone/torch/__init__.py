@@ -1,0 +1,30 @@
+"""horoclone for PyTorch: `import horoclone.torch as hvd`. What `horovod.torch` offers, under the same names."""
+
+from horoclone.errors import (
+    Aborted,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    Mismatch,
+    NotInitialized,
+    PeerLost,
+    Timeout,
+    Unsupported,
+)
+from horoclone.torch import mpi_ops
+from horoclone.torch.compression import Compression
+from horoclone.torch.functions import (
+    allgather_object,
+    broadcast_object,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
+from horoclone.torch.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
+from horoclone.torch.optimizer import DistributedOptimizer
+from horoclone.torch.sync_batch_norm import SyncBatchNorm
+
+__all__ = [
+    *mpi_ops.__all__,
+    "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
+    "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
+    "broadcast_optimizer_state", "broadcast_parameters",
+]  # fmt: skip

@@ -1,0 +1,136 @@
+"""Gradient memory: buckets in the rank's shared-memory arena, a slot in them per parameter, and the plan of the cut.
+
+A bucket is one allreduce. The plan is a pure function of what the ranks have agreed on, so every rank cuts alike.
+Owner: reducer.py; thread: whichever runs backward or step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horoclone.errors import HorovodInternalError
+from horoclone.torch.tensors import NUMBER_OF, address_of
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early in backward
+BUCKET_BYTES = 16 << 20
+ALIGNMENT_BYTES = 64
+
+
+class Slot:
+    """One parameter's gradient: where it lies and how far it is in the current step."""
+
+    __slots__ = (
+        "apart", "arrived", "backward", "bucket", "counted", "expected", "fires", "fires_in_pass", "left",
+        "name", "parameter", "passes", "pending", "sparse_dim", "view",
+    )  # fmt: skip
+
+    def __init__(self, parameter: torch.Tensor, name: str) -> None:
+        self.parameter = parameter
+        self.name = name
+        self.bucket: Bucket | None = None  # None: reduced alone, under its own name
+        self.view: torch.Tensor | None = None  # its part of the bucket, in the parameter's shape
+        self.expected = 1  # hook calls in a step after which the gradient is complete
+        self.left = 1
+        self.counted = True  # its bucket waits for it in this step
+        self.arrived = False  # complete and in its bucket, or submitted
+        self.apart = False  # in this step parameter.grad is not the view: copied in, result copied back
+        self.sparse_dim = 0  # > 0: gradients are sparse, with so many sparse dimensions
+        self.pending: Any = None  # (handle, wire tensor, compression context) while reduced alone
+        # Observations of a learning step.
+        self.fires = 0  # most hook calls in one backward pass (reentrant checkpoints make several)
+        self.fires_in_pass = 0
+        self.passes = 0
+        self.backward: Any = None  # frame of the backward call seen last
+
+    def strides(self) -> tuple[int, ...]:
+        """Of the gradient in its bucket: the parameter's, if it is dense without overlap."""
+        return torch.empty_like(self.parameter, device="meta").stride()
+
+    def place(self, grad: torch.Tensor) -> None:
+        """Copies a gradient into the bucket and makes parameter.grad the view, where dtypes allow."""
+        view = self.view
+        assert view is not None
+        if grad.is_sparse:
+            grad = self.parameter.grad = grad.to_dense()
+        view.copy_(grad)
+        if view.dtype == self.parameter.dtype:
+            self.parameter.grad = view
+        else:
+            self.apart = True
+
+
+class Bucket:
+    """Contiguous memory of several gradients of one dtype, reduced in place by one operation."""
+
+    def __init__(self, runtime: Runtime, name: str, dtype: torch.dtype, slots: Sequence[Slot]) -> None:
+        self.name = name
+        self.slots = list(slots)
+        align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
+        offsets, count = [], 0
+        for slot in self.slots:
+            offsets.append(count)
+            count += -(-slot.parameter.numel() // align) * align
+        self.flat = _allocate(runtime, count, dtype)
+        for slot, offset in zip(self.slots, offsets, strict=True):
+            slot.bucket = self
+            slot.view = self.flat.as_strided(slot.parameter.size(), slot.strides(), offset)
+        self.address = address_of(self.flat)
+        self.shape = self.flat.shape
+        self.number = NUMBER_OF[dtype]
+        self.waiting = 0  # counted slots that have not arrived
+        self.handle = 0  # 0: not submitted
+
+
+def _allocate(runtime: Runtime, count: int, dtype: torch.dtype) -> torch.Tensor:
+    """Zeroed memory in the arena; private memory (reduced with copies) where the arena cannot give any."""
+    if count == 0:
+        return torch.zeros(0, dtype=dtype)
+    try:
+        block = runtime.allocate(count * dtype.itemsize)
+    except HorovodInternalError:
+        return torch.zeros(count, dtype=dtype)
+    return torch.frombuffer(block, dtype=dtype, count=count)
+
+
+def plan_buckets(
+    runs: Sequence[Sequence[Slot]],
+    groups: Sequence[Sequence[Slot]],
+    wire_dtype_of: Callable[[Slot], torch.dtype],
+) -> list[tuple[torch.dtype, list[Slot]]]:
+    """Cuts slots into buckets of one dtype each, in the order in which their gradients become complete.
+
+    A bucket does not cross from one run into the next. Groups are kept whole, one bucket for each dtype in them; the
+    other slots fill buckets up to a size.
+    """
+    grouped: set[Slot] = {slot for group in groups for slot in group}
+    plan: list[tuple[torch.dtype, list[Slot]]] = []
+    for group in groups:
+        by_dtype: dict[torch.dtype, list[Slot]] = {}
+        for slot in group:
+            by_dtype.setdefault(wire_dtype_of(slot), []).append(slot)
+        plan.extend(by_dtype.items())
+    limits: dict[torch.dtype, int] = {}
+    for run in runs:
+        filling: dict[torch.dtype, list[Slot]] = {}
+        for slot in run:
+            if slot in grouped:
+                continue
+            dtype = wire_dtype_of(slot)
+            bucket = filling.setdefault(dtype, [])
+            if bucket and _bytes_of([*bucket, slot], dtype) > limits.get(dtype, FIRST_BUCKET_BYTES):
+                plan.append((dtype, bucket))
+                limits[dtype] = BUCKET_BYTES
+                bucket = filling[dtype] = []
+            bucket.append(slot)
+        plan.extend(filling.items())
+    return plan
+
+
+def _bytes_of(slots: Iterable[Slot], dtype: torch.dtype) -> int:
+    return sum(slot.parameter.numel() for slot in slots) * dtype.itemsize

@@ -1,0 +1,148 @@
+"""Making ranks start alike: parameters, optimizer state and Python objects, from one rank to all.
+
+Optimizer state travels as what it is (nested containers with tensors in them), so any optimizer works, and no step is
+made to create it. Thread: the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from horoclone.objects import allgather_object, broadcast_object
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import rank
+from horoclone.torch import mpi_ops
+
+__all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
+
+
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, Any]],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Overwrites parameters with rank root_rank's, in place.
+
+    params: model.state_dict(), or pairs (name, tensor) as from model.named_parameters(); the same names, shapes and
+    dtypes on all ranks. Entries that are not tensors are left alone. ValueError for anything else than a dict or pairs.
+    """
+    if isinstance(params, Mapping):
+        pairs = sorted(params.items())
+    elif isinstance(params, (list, tuple)) or hasattr(params, "__next__"):
+        pairs = list(params)
+    else:
+        raise ValueError(f"invalid params of type: {type(params)}")
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ValueError("params must be a dict or a sequence of pairs (name, tensor)")
+    started = []
+    for name, tensor in pairs:
+        if isinstance(tensor, torch.Tensor):
+            whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
+            started.append((tensor, mpi_ops.broadcast_async_(whole, root_rank, name, process_set)))
+    for tensor, handle in started:
+        received = mpi_ops.synchronize(handle)
+        if received.data_ptr() != tensor.data_ptr():
+            with torch.no_grad():
+                tensor.copy_(received)
+
+
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer,
+    root_rank: int,
+    model: torch.nn.Module | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> None:
+    """Gives every rank the optimizer state and the options of the parameter groups of rank root_rank.
+
+    Works for any optimizer, also while some or all ranks have no state yet; parameters do not change. `model` is
+    accepted and not needed. ValueError when the ranks' parameter groups differ in number or size.
+    """
+    is_root = rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    skeleton = _without_tensors(optimizer.state_dict(), tensors, {}) if is_root else None
+    skeleton, forms = broadcast_object(
+        (skeleton, [(tuple(t.shape), t.dtype) for t in tensors]), root_rank, process_set=process_set
+    )
+    if not is_root:
+        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in forms]
+    wires = [_bytes_of(t) for t in tensors]
+    handles = [
+        mpi_ops.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set) for i, wire in enumerate(wires)
+    ]
+    for handle in handles:
+        mpi_ops.synchronize(handle)
+    state = _with_tensors(skeleton, tensors)
+    _check_groups(optimizer, state, root_rank)
+    if not is_root:
+        _assign(optimizer, state)
+
+
+class _Place:
+    """Stands for the i-th tensor of a state."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _without_tensors(value: Any, tensors: list[torch.Tensor], seen: dict[int, int]) -> Any:
+    """The same containers with a _Place for each tensor; a tensor that appears twice is listed once."""
+    if isinstance(value, torch.Tensor):
+        if id(value) not in seen:
+            seen[id(value)] = len(tensors)
+            tensors.append(value.detach())
+        return _Place(seen[id(value)])
+    if isinstance(value, Mapping):
+        return {key: _without_tensors(item, tensors, seen) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_without_tensors(item, tensors, seen) for item in value)
+    return value
+
+
+def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, _Place):
+        return tensors[value.index]
+    if isinstance(value, dict):
+        return {key: _with_tensors(item, tensors) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_with_tensors(item, tensors) for item in value)
+    return value
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's memory as bytes (of a contiguous copy, where it is not): any dtype travels."""
+    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+
+
+def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) -> None:
+    groups = state.get("param_groups") if isinstance(state, dict) else None
+    if groups is None:
+        return
+    here = [len(group["params"]) for group in optimizer.param_groups]
+    there = [len(group["params"]) for group in groups]
+    if here != there:
+        raise ValueError(
+            f"broadcast_optimizer_state: the parameter groups here (rank {rank()}) have {here} parameters, those of "
+            f"rank {root_rank} have {there}. Build the optimizer from the same model on every rank."
+        )
+
+
+def _assign(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    base = torch.optim.Optimizer
+    own = getattr(type(optimizer), "_wrapped_class", type(optimizer))
+    loads_as_usual = issubclass(own, base) and own.load_state_dict is base.load_state_dict
+    if not loads_as_usual or own.state_dict is not base.state_dict:
+        optimizer.load_state_dict(state)
+        return
+    # Not load_state_dict, which would cast float32 state of 16-bit parameters to 16 bits.
+    parameters: dict[int, torch.Tensor] = {}
+    for group, received in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        parameters.update(zip(received["params"], group["params"], strict=True))
+        for key in group.keys() - received.keys() - {"params"}:
+            del group[key]
+        group.update({key: value for key, value in received.items() if key != "params"})
+    optimizer.state.clear()
+    for key, value in state["state"].items():
+        optimizer.state[parameters.get(key, key)] = value

@@ -1,0 +1,185 @@
+"""Several tensors as one operation: all or nothing, one agreement, one handle.
+
+Same rules for arguments, handles and errors as in mpi_ops.py. Thread: the caller's.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import native
+from horoclone.torch.compression import Compression
+from horoclone.torch.handles import remember, set_id, synchronize
+from horoclone.torch.tensors import address_of, from_result, number_of, refuse_scalar
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+Tensors = Sequence[torch.Tensor]
+
+# --- grouped allreduce ---------------------------------------------------------------------------------------------
+
+
+def _submit_group(
+    op: int, name: str | None, tensors: Tensors, outputs: Tensors | None, reduce: int, scales: tuple[float, float],
+    process_set: ProcessSet,
+) -> tuple[Runtime, int]:  # fmt: skip
+    """One handle for all. outputs None: the core owns the results."""
+    if not tensors:
+        raise ValueError("a grouped operation needs at least one tensor")
+    dtypes = [number_of(t, name) for t in tensors]
+    sources = [address_of(t) for t in tensors]
+    targets = [0] * len(sources) if outputs is None else [address_of(t) for t in outputs]
+    shapes = [t.shape for t in tensors]
+    runtime = native()
+    handle = runtime.submit_group(op, name, sources, targets, shapes, dtypes, reduce, *scales, 0, set_id(process_set))
+    return runtime, handle
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a list."""
+    tensors = list(tensors)
+    reduce = resolve_reduce(average, op)
+    scales = (prescale_factor, postscale_factor)
+    runtime, handle = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
+    return remember(runtime, handle, tensors, tensors)
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Reduces several tensors in place as one operation and returns them."""
+    return synchronize(
+        grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts one reduction of several tensors into new ones; one handle, whose output is a list."""
+    tensors = list(tensors)
+    reduce = resolve_reduce(average, op)
+    outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
+    scales = (prescale_factor, postscale_factor)
+    runtime, handle = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
+    return remember(runtime, handle, outputs, tensors)
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[torch.Tensor]:
+    """Returns the reductions of several tensors, done as one operation. Differentiable for Average and Sum."""
+    reduce = resolve_reduce(average, op)
+    pairs = [compression.compress(t) for t in tensors]
+    wires = [wire for wire, _ in pairs]
+    if torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
+        from horoclone.torch.autograd import GroupedAllreduce
+
+        reduced = GroupedAllreduce.apply(name, reduce, prescale_factor, postscale_factor, process_set, *wires)
+    else:
+        reduced = synchronize(
+            grouped_allreduce_async(wires, None, name, reduce, prescale_factor, postscale_factor, process_set)
+        )
+    return [compression.decompress(r, ctx) for r, (_, ctx) in zip(reduced, pairs, strict=True)]
+
+
+# --- allgather and reducescatter ---
+
+
+def _make_group(tensors: Tensors) -> Callable[[Runtime, int], list[torch.Tensor]]:
+    forms = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
+    return lambda rt, h: [from_result(rt.result(h, i), row, kind) for i, (row, kind) in enumerate(forms)]
+
+
+def grouped_allgather_async(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts an allgather of several tensors as one operation; one handle, whose output is a list."""
+    tensors = list(tensors)
+    runtime, handle = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
+    return remember(runtime, handle, None, tensors, _make_group(tensors))
+
+
+def grouped_allgather(
+    tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[torch.Tensor]:
+    """Several allgathers as one operation. Differentiable."""
+    tensors = list(tensors)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        from horoclone.torch.autograd import GroupedAllgather
+
+        return list(GroupedAllgather.apply(name, process_set, *tensors))
+    return synchronize(grouped_allgather_async(tensors, name, process_set))
+
+
+def grouped_reducescatter_async(
+    tensors: Tensors,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts several reducescatters as one operation; one handle, whose output is a list."""
+    tensors = list(tensors)
+    refuse_scalar(tensors)
+    reduce = resolve_reduce(None, op)
+    scales = (prescale_factor, postscale_factor)
+    runtime, handle = _submit_group(REDUCESCATTER, name, tensors, None, reduce, scales, process_set)
+    return remember(runtime, handle, None, tensors, _make_group(tensors))
+
+
+def grouped_reducescatter(
+    tensors: Tensors,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[torch.Tensor]:
+    """Several reducescatters as one operation. Differentiable."""
+    pairs = [compression.compress(t) for t in tensors]
+    wires = [wire for wire, _ in pairs]
+    if torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
+        from horoclone.torch.autograd import GroupedReducescatter
+
+        shares = GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *wires)
+    else:
+        handle = grouped_reducescatter_async(wires, name, op, process_set, prescale_factor, postscale_factor)
+        shares = synchronize(handle)
+    return [compression.decompress(share, ctx) for share, (_, ctx) in zip(shares, pairs, strict=True)]

@@ -1,0 +1,91 @@
+"""Handles of operations in flight: what they will return, and the tensors that must live until they are done.
+
+Blocking in-place calls have no handle: `run` crosses into the core once. Thread: any, under Python's lock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horoclone import process_sets as _sets
+from horoclone.errors import HorovodInternalError
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import native
+from horoclone.torch.tensors import address_of
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+# handle -> (output, tensors to keep alive, maker of the output from the core's result or None)
+_pending: dict[int, tuple[Any, Any, Callable[[Runtime, int], Any] | None]] = {}
+_owner: Runtime | None = None  # the runtime whose handles these are; a new life of the runtime begins a new table
+_unfinished: list[Any] = []  # memory of blocking calls that a signal broke off: the core may still write to it
+
+
+def remember(
+    runtime: Runtime, handle: int, output: Any, kept: Any, make: Callable[[Runtime, int], Any] | None = None
+) -> int:
+    global _owner
+    if runtime is not _owner:
+        _pending.clear()
+        _unfinished.clear()
+        _owner = runtime
+    _pending[handle] = (output, kept, make)
+    return handle
+
+
+def set_id(process_set: ProcessSet) -> int:
+    return 0 if process_set is global_process_set else _sets.id_of(process_set)
+
+
+def poll(handle: Any) -> bool:
+    """True when `synchronize(handle)` would not block (also for a handle that is not known)."""
+    if callable(handle):
+        return all(poll(part) for part in getattr(handle, "parts", ()))
+    if handle not in _pending:
+        return True
+    return (_owner or native()).poll(handle)
+
+
+def synchronize(handle: Any) -> Any:
+    """Waits for an operation and returns its output (a list for grouped operations); None for an unknown handle.
+
+    Raises the operation's error: ValueError for wrong arguments, HorovodInternalError or a child of it otherwise.
+    """
+    entry = _pending.get(handle)
+    if entry is None:
+        return handle() if callable(handle) else None
+    output, _, make = entry
+    runtime = _owner or native()
+    try:
+        runtime.wait(handle)
+    except (
+        HorovodInternalError,
+        ValueError,
+    ):  # the core has let go of the tensors; after a signal it has not
+        _pending.pop(handle, None)
+        raise
+    try:
+        return output if make is None else make(runtime, handle)
+    finally:
+        _pending.pop(handle, None)
+        runtime.release(handle)
+
+
+def run(op: int, name: str | None, source: torch.Tensor, target: torch.Tensor, dtype: int, *rest: Any) -> torch.Tensor:
+    """Submits and waits in one crossing. rest: reduce, prescale, postscale, root, process set."""
+    try:
+        native().run(op, name, address_of(source), address_of(target), source.shape, dtype, *rest)
+    except BaseException as error:
+        keep_if_broken_off(error, (source, target))
+        raise
+    return target
+
+
+def keep_if_broken_off(error: BaseException, tensors: Any) -> None:
+    """Keeps the memory of a blocking call that ended by a signal's exception: the core may still write to it."""
+    if not isinstance(error, (HorovodInternalError, ValueError)):
+        _unfinished.append(tensors)

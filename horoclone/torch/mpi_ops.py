@@ -1,0 +1,434 @@
+"""Collective operations on torch tensors, with Horovod's names, arguments and handles.
+
+Thread: the caller's submits and waits. Tensors of a pending operation are kept alive by handles.py; grouped
+operations are in grouped.py and exported from here.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horoclone.ops import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    JOIN,
+    REDUCESCATTER,
+    Adasum,
+    Average,
+    Max,
+    Min,
+    Product,
+    Sum,
+    resolve_reduce,
+)
+from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horoclone.runtime import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    native,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from horoclone.torch.compression import Compression
+from horoclone.torch.grouped import (
+    grouped_allgather,
+    grouped_allgather_async,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
+)
+from horoclone.torch.handles import keep_if_broken_off, poll, remember, run, set_id, synchronize
+from horoclone.torch.tensors import NOWHERE, address_of, from_result, number_of, refuse_scalar
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather",
+    "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
+    "gloo_enabled", "grouped_allgather", "grouped_allgather_async", "grouped_allreduce",
+    "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "grouped_reducescatter",
+    "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
+    "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+]  # fmt: skip
+
+# --- allreduce -----------------------------------------------------------------------------------------------------
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduces `tensor` over the ranks in place and returns it. Any shape and dtype (no Average of bool).
+
+    Raises ValueError for wrong arguments, Mismatch when the ranks differ in dtype, shape, op or scales, Unsupported
+    for tensors that are not in host memory.
+    """
+    reduce = Average if op is None and average is None else resolve_reduce(average, op)
+    dtype = number_of(tensor, name)
+    address = tensor.data_ptr() or NOWHERE
+    try:  # as in handles.run, spelt out: this is the call that loops make on one number
+        native().run(
+            ALLREDUCE, name, address, address, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
+            0 if process_set is global_process_set else set_id(process_set),
+        )  # fmt: skip
+    except BaseException as error:
+        keep_if_broken_off(error, tensor)
+        raise
+    return tensor
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts `allreduce_` and returns a handle for `poll` and `synchronize`. ValueError if `name` is pending."""
+    reduce = Average if op is None and average is None else resolve_reduce(average, op)
+    dtype = number_of(tensor, name)
+    address = address_of(tensor)
+    runtime = native()
+    handle = runtime.submit(
+        ALLREDUCE, name, address, address, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
+        set_id(process_set),
+    )  # fmt: skip
+    return remember(runtime, handle, tensor, tensor)
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts a reduction into a new tensor and returns a handle; `tensor` must not change until it is done."""
+    reduce = Average if op is None and average is None else resolve_reduce(average, op)
+    dtype = number_of(tensor, name)
+    output = torch.empty_like(tensor, requires_grad=False)
+    runtime = native()
+    handle = runtime.submit(
+        ALLREDUCE, name, address_of(tensor), address_of(output), tensor.shape, dtype, reduce, prescale_factor,
+        postscale_factor, 0, set_id(process_set),
+    )  # fmt: skip
+    return remember(runtime, handle, output, tensor)
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Returns the reduction of `tensor` over the ranks as a new tensor of the same shape and dtype.
+
+    Differentiable for Average and Sum: the gradient is the same reduction of the gradient.
+    """
+    reduce = resolve_reduce(average, op)
+    wire, ctx = compression.compress(tensor)
+    scales = (prescale_factor, postscale_factor)
+    if wire.requires_grad and torch.is_grad_enabled():
+        from horoclone.torch.autograd import Allreduce
+
+        reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
+    else:
+        dtype = number_of(wire, name)
+        output = torch.empty_like(wire, requires_grad=False)
+        reduced = run(ALLREDUCE, name, wire, output, dtype, reduce, *scales, 0, set_id(process_set))
+    return compression.decompress(reduced, ctx)
+
+
+# --- allgather -----------------------------------------------------------------------------------------------------
+
+
+def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+    """Starts an allgather and returns a handle."""
+    dtype = number_of(tensor, name)
+    runtime = native()
+    handle = runtime.submit(
+        ALLGATHER, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, 0, set_id(process_set)
+    )
+    row, kind = tuple(tensor.shape[1:]), tensor.dtype
+    return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenates everybody's tensor along the first dimension, in rank order; first dimensions may differ.
+
+    Differentiable (each rank gets its own rows of the averaged gradient, as in Horovod). A 0-d tensor is an error.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        from horoclone.torch.autograd import Allgather
+
+        return Allgather.apply(tensor, name, process_set)
+    return synchronize(allgather_async(tensor, name, process_set))
+
+
+# --- sparse allreduce ----------------------------------------------------------------------------------------------
+
+
+class SparseHandle:
+    """Handle of a sparse reduction: call it, or pass it to `synchronize`, for the reduced sparse tensor."""
+
+    def __init__(self, tensor: torch.Tensor, parts: tuple[int, int], divisor: int) -> None:
+        self.parts = parts
+        self._shape = tensor.shape
+        self._divisor = divisor
+
+    def __call__(self) -> torch.Tensor:
+        indices, values = (synchronize(part) for part in self.parts)
+        if self._divisor > 1:
+            values = values / self._divisor
+        return torch.sparse_coo_tensor(indices.t().contiguous(), values, self._shape)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> SparseHandle:
+    """Sums (or averages) a sparse COO tensor over the ranks by gathering everybody's indices and values.
+
+    Returns a callable handle; the result is sparse, of the same shape, not coalesced, the same on every rank.
+    """
+    if op not in (Average, Sum):
+        raise ValueError("sparse tensors can be reduced with op=hvd.Average and op=hvd.Sum only")
+    tensor = tensor.coalesce()
+    indices = allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
+    return SparseHandle(tensor, (indices, values), (process_set.size() or 1) if op == Average else 1)
+
+
+# --- broadcast -----------------------------------------------------------------------------------------------------
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts `broadcast_` and returns a handle."""
+    dtype = number_of(tensor, name)
+    address = address_of(tensor)
+    runtime = native()
+    handle = runtime.submit(
+        BROADCAST, name, address, address, tensor.shape, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set)
+    )
+    return remember(runtime, handle, tensor, tensor)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
+    dtype = number_of(tensor, name)
+    return run(BROADCAST, name, tensor, tensor, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set))
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts a broadcast into a new tensor and returns a handle."""
+    number_of(tensor, name)  # refuses what is not contiguous before the copy would hide it
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Returns rank root_rank's tensor. Differentiable: the root gets the averaged gradient, the others zero."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        from horoclone.torch.autograd import Broadcast
+
+        return Broadcast.apply(tensor, root_rank, name, process_set)
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+# --- alltoall ------------------------------------------------------------------------------------------------------
+
+
+def _rows_to_send(splits: Any) -> list[int] | None:
+    if splits is None:
+        return None
+    if isinstance(splits, torch.Tensor):
+        if splits.dim() != 1:
+            raise ValueError("alltoall expects a 1D splits tensor")
+        if splits.dtype != torch.int32:
+            raise ValueError(f"alltoall expects a 32-bit integer splits tensor, not {splits.dtype}")
+        return splits.tolist()
+    return [int(rows) for rows in splits]
+
+
+def alltoall_async(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts an alltoall; the handle's output is the pair (output, received_splits)."""
+    rows = _rows_to_send(splits)
+    dtype = number_of(tensor, name)
+    runtime = native()
+    handle = runtime.submit(
+        ALLTOALL,
+        name,
+        address_of(tensor),
+        0,
+        tensor.shape,
+        dtype,
+        Sum,
+        1.0,
+        1.0,
+        0,
+        set_id(process_set),
+        rows,
+    )
+    row, kind = tuple(tensor.shape[1:]), tensor.dtype
+
+    def make(rt: Runtime, h: int) -> tuple[torch.Tensor, torch.Tensor]:
+        result = rt.result(h)
+        return from_result(result, row, kind), torch.tensor(result.rows_from, dtype=torch.int32)
+
+    return remember(runtime, handle, None, tensor, make)
+
+
+def alltoall(
+    tensor: torch.Tensor,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Sends splits[r] rows of `tensor` to each rank r (equal shares without splits) and concatenates what arrives.
+
+    Returns the output, and with `splits` also the rows received from each rank (int32). Differentiable.
+    ValueError: splits not 1-d, not int32, of the wrong length, with a sum beyond the rows; rows not divisible.
+    """
+    if tensor.requires_grad and torch.is_grad_enabled():
+        from horoclone.torch.autograd import Alltoall
+
+        output, received = Alltoall.apply(tensor, splits, name, process_set)
+    else:
+        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
+    return output if splits is None else (output, received)
+
+
+# --- reducescatter -------------------------------------------------------------------------------------------------
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reducescatter and returns a handle."""
+    refuse_scalar([tensor])
+    reduce = resolve_reduce(None, op)
+    dtype = number_of(tensor, name)
+    runtime = native()
+    handle = runtime.submit(
+        REDUCESCATTER, name, address_of(tensor), 0, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
+        set_id(process_set),
+    )  # fmt: skip
+    row, kind = tuple(tensor.shape[1:]), tensor.dtype
+    return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduces over the ranks (Average or Sum) and returns this rank's share of the rows.
+
+    The first ranks get one row more where the rows cannot be shared equally. Differentiable: the gradient is the
+    allgather of the gradient, times the size for Sum, as in Horovod.
+    """
+    wire, ctx = compression.compress(tensor)
+    if wire.requires_grad and torch.is_grad_enabled():
+        from horoclone.torch.autograd import Reducescatter
+
+        share = Reducescatter.apply(wire, name, op, process_set, prescale_factor, postscale_factor)
+    else:
+        share = synchronize(reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor))
+    return compression.decompress(share, ctx)
+
+
+# --- join and barrier ----------------------------------------------------------------------------------------------
+
+
+def join(device: int = -1) -> int:
+    """Says that this rank has no more data, and waits until every rank has said so. Returns the rank that joined last.
+
+    Meanwhile this rank takes part in the others' allreduces with neutral elements. `device` is accepted and not needed.
+    """
+    runtime = native()
+    handle = runtime.submit(JOIN, None, 0, 0, (), 0)
+    return synchronize(remember(runtime, handle, None, None, lambda rt, h: rt.result(h).join_rank))
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Waits until every rank of the process set has called it."""
+    native().run(BARRIER, None, 0, 0, (), 0, Sum, 1.0, 1.0, 0, set_id(process_set))

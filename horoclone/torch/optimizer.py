@@ -1,0 +1,316 @@
+"""DistributedOptimizer: an optimizer of the user's class whose gradients are reduced over the ranks before each step.
+
+The class is made at run time: same name, derived from the wrapped class, with DistributedMixin in front. Everything
+about gradients is in reducer.py. Thread: the one that trains.
+"""
+
+# mypy: disable-error-code="no-any-return"
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horoclone.errors import Unsupported
+from horoclone.ops import Adasum, Average, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.torch import mpi_ops
+from horoclone.torch.compression import Compression
+from horoclone.torch.reducer import Reducer
+
+# Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
+_UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
+
+
+class DistributedMixin:
+    """What DistributedOptimizer adds to an optimizer class."""
+
+    _reducer: Reducer
+    _parameter_names: dict[torch.Tensor, str]
+    _included: bool  # this rank is in the process set
+    _process_set: ProcessSet
+    _announced: bool  # synchronize() was called by the user since the last step
+    _should_synchronize: bool
+    backward_passes_per_step: int
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Waits until the gradients of this step are reduced; afterwards they may be clipped or read.
+
+        Then use `with optimizer.skip_synchronize(): optimizer.step()`. Raises the error of the first failed reduction.
+        """
+        self._synchronize()
+        self._announced = True
+
+    def _synchronize(self) -> None:
+        reducer = self._reducer
+        if self._included and not reducer.reduced:
+            reducer.synchronize(self._find_new)
+        reducer.reduced = True
+
+    def _find_new(self) -> None:
+        for group in self.__dict__.get("param_groups", ()):
+            for parameter in group["params"]:
+                if parameter.requires_grad and not self._reducer.knows(parameter):
+                    self._reducer.add(parameter, self._name_of(parameter))
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        name = self._parameter_names.get(parameter)
+        if name is None:
+            name = self._parameter_names[parameter] = f"allreduce.noname.{len(self._parameter_names)}"
+        return name
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """Within it, step() does not reduce: for steps after an explicit synchronize()."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes how many backward passes are accumulated locally before gradients are reduced."""
+        self.backward_passes_per_step = _checked_passes(passes)
+        self._reducer.set_passes(passes)
+
+    # --- the optimizer's own methods ----------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Reduces the gradients (unless done already or inside skip_synchronize); then the wrapped class's step."""
+        closure = args[0] if args else kwargs.get("closure")
+        if closure is not None:
+            if args:
+                args = (self._reducing(closure), *args[1:])
+            else:
+                kwargs["closure"] = self._reducing(closure)
+        if self._should_synchronize:
+            if self._announced and self._reducer.reduced:
+                warnings.warn(
+                    "optimizer.step() called without optimizer.skip_synchronize() context after "
+                    "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
+                    "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
+                    stacklevel=2,
+                )
+            if closure is None or self._reducer.outstanding:
+                self._synchronize()
+        self._announced = False
+        self._reducer.reduced = False
+        return super().step(*args, **kwargs)  # type: ignore[misc]
+
+    # Tells torch that step hooks run already: in the wrapped class's step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _reducing(self, closure: Any) -> Any:
+        """The closure, with its gradients reduced; and for LBFGS its loss, on which every rank must decide alike."""
+
+        def reduced_closure() -> Any:
+            loss = closure()
+            if self._should_synchronize and self._reducer.outstanding:
+                self._synchronize()
+                self._reducer.reduced = False
+            if isinstance(self, torch.optim.LBFGS) and self._included:
+                loss = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
+                mpi_ops.allreduce_(loss, op=Average, process_set=self._process_set)
+            return loss
+
+        return reduced_closure
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients. AssertionError between backward() and step() or synchronize()."""
+        if self._reducer.outstanding:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters; their gradients are reduced from the next step on."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        group = self.__dict__["param_groups"][-1]
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            self._parameter_names.setdefault(parameter, name)
+        if self._included and not self._reducer.outstanding:
+            self._find_new()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped class; reductions in flight are given up."""
+        self._reducer.discard()
+        self._announced, self._should_synchronize = False, True
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups. Reading them first completes the reductions in flight, if every gradient has come or a gradient
+        scaler is about to divide the gradients: so that `scaler.step(optimizer)` alone is right."""
+        reducer = self.__dict__.get("_reducer")
+        if reducer is not None and reducer.outstanding and self._should_synchronize:  # noqa: SIM102
+            if reducer.complete() or sys._getframe(1).f_code.co_name in _UNSCALERS:
+                self._synchronize()
+        try:
+            return self.__dict__["param_groups"]
+        except KeyError:
+            return super().param_groups  # type: ignore[misc]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies are plain optimizers of the wrapped class: hooks and buckets belong to this process."""
+        plain = type(self)._wrapped_class
+        state = {key: value for key, value in self.__dict__.items() if key not in _OWN_ATTRIBUTES}
+        if hasattr(plain, "__getstate__"):
+            state = plain.__getstate__(self)  # type: ignore[attr-defined]
+        return _plain_optimizer, (plain, state)
+
+    _wrapped_class: type
+
+
+_OWN_ATTRIBUTES = frozenset({
+    "_reducer", "_parameter_names", "_included", "_process_set", "_announced", "_should_synchronize",
+    "backward_passes_per_step",
+})  # fmt: skip
+
+
+def _plain_optimizer(plain: type, state: Any) -> Any:
+    optimizer: Any = object.__new__(plain)
+    if hasattr(optimizer, "__setstate__"):
+        optimizer.__setstate__(state)
+    else:
+        optimizer.__dict__.update(state)
+    return optimizer
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = Compression.none,
+    backward_passes_per_step: int = 1,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
+
+    named_parameters: as from model.named_parameters(); the names must be the same on all ranks. compression: the form
+    of gradients on the wire. backward_passes_per_step: passes accumulated locally. op: Average or Sum (also Min, Max,
+    Product for dense gradients). gradient_predivide_factor: splits Average into 1/f before and f/size after the sum.
+    groups (num_groups in older scripts): a number of groups, or lists of parameters, to be reduced together.
+    sparse_as_dense: turns sparse gradients into dense ones first.
+
+    Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
+    groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init(), Unsupported for
+    Adasum.
+    """
+    _check_arguments(optimizer, op, gradient_predivide_factor, process_set)
+    passes = _checked_passes(backward_passes_per_step)
+    included = bool(process_set.included())
+    base = type(optimizer)
+    derived = type(
+        base.__name__,
+        (DistributedMixin, base),
+        {
+            **{key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")},
+            "_wrapped_class": base,
+        },
+    )
+    wrapped: Any = object.__new__(derived)
+    # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
+    wrapped._process_set = process_set
+    wrapped._included = included
+    wrapped._announced = False
+    wrapped._should_synchronize = True
+    wrapped.backward_passes_per_step = passes
+    reducer = Reducer(passes, op, gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    reducer.groups = _checked_groups(num_groups, groups)
+    wrapped._reducer = reducer
+    if included:
+        wrapped._find_new()
+    return wrapped
+
+
+def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: ProcessSet) -> None:
+    if isinstance(optimizer, DistributedMixin):
+        raise ValueError("the optimizer is already a DistributedOptimizer")
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not predivide > 0:
+        raise ValueError(f"gradient_predivide_factor={predivide} must be positive")
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        raise Unsupported("op=hvd.Adasum is not supported by this version; use op=hvd.Average.")
+    resolve_reduce(None, op)
+
+
+def _checked_passes(passes: int) -> int:
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
+    return passes
+
+
+def _checked_groups(num_groups: int, groups: Any) -> int | list[list[torch.Tensor]]:
+    if num_groups:
+        text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
+        if groups is None:
+            groups = num_groups
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and groups >= 0:
+        return groups
+    if not isinstance(groups, list):
+        raise ValueError("groups should be a non-negative integer or a list of list of torch.Tensor.")
+    seen: set[torch.Tensor] = set()
+    for group in groups:
+        for parameter in group:
+            if not isinstance(parameter, torch.Tensor):
+                raise ValueError("groups must consist of torch.Tensor.")
+            if parameter in seen:
+                raise ValueError("A parameter can only appear once in groups.")
+            seen.add(parameter)
+    return [list(group) for group in groups]
+
+
+def _named(
+    param_groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Parameter -> name for everything that the optimizer has. ValueError for duplicates and gaps."""
+    parameters = [p for group in param_groups for p in group["params"]]
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{i}" for i, p in enumerate(parameters)}
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    known = {parameter: name for name, parameter in pairs}
+    unnamed = [p for p in parameters if p not in known]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            + ", ".join(str(id(p)) for p in unnamed)
+        )
+    return known
+
+
+__all__ = ["DistributedOptimizer"]

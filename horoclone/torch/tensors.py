@@ -1,0 +1,73 @@
+"""Torch tensors as the core sees them: an address, a shape, a number for the dtype; and core-owned results as tensors.
+
+Says no, with the reason, to what the core cannot take. Knows nothing of operations or handles. Thread: any.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+import torch
+
+from horoclone import ops
+from horoclone.errors import Unsupported
+
+if TYPE_CHECKING:
+    from horoclone._core import Result
+
+NUMBER_OF: dict[torch.dtype, int] = {
+    getattr(torch, name): number for name, number in ops.DTYPES.items() if hasattr(torch, name)
+}
+
+# An empty tensor has address 0, which means "the core owns the result" in a submission; it gets this address instead.
+_nowhere = torch.empty(16, dtype=torch.uint8)
+NOWHERE = _nowhere.data_ptr()
+
+
+def number_of(tensor: torch.Tensor, name: str | None) -> int:
+    """The core's number for the dtype of a tensor that it can read where it lies: dense, contiguous, in host memory.
+
+    Raises ValueError for other layouts and dtypes, Unsupported for other devices.
+    """
+    number = NUMBER_OF.get(tensor.dtype)
+    if number is None or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        raise _refusal(tensor, name)
+    return number
+
+
+def _refusal(tensor: torch.Tensor, name: str | None) -> Exception:
+    label = f"tensor {name!r}" if name else f"unnamed tensor of shape {list(tensor.shape)}"
+    if not tensor.is_cpu:
+        return Unsupported(
+            f"{label} is on device {tensor.device}: this version moves host memory only. Pass tensor.cpu(), or keep "
+            "the model on the CPU; reductions on GPUs come with a later version."
+        )
+    if tensor.layout is not torch.strided:
+        return ValueError(
+            f"{label} has layout {tensor.layout}: only dense tensors can be passed here. Use "
+            "hvd.sparse_allreduce_async for sparse ones, or tensor.to_dense()."
+        )
+    if tensor.dtype not in NUMBER_OF:
+        return ValueError(f"Tensor type {tensor.type()} is not supported.")
+    return ValueError("Tensor is required to be contiguous.")
+
+
+def refuse_scalar(tensors: Iterable[torch.Tensor]) -> None:
+    """ValueError when a tensor has no first dimension to cut."""
+    if any(tensor.dim() == 0 for tensor in tensors):
+        raise ValueError("reducescatter needs tensors of at least one dimension: it cuts the first one")
+
+
+def address_of(tensor: torch.Tensor) -> int:
+    """Where its elements begin; never 0."""
+    return tensor.data_ptr() or NOWHERE
+
+
+def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A core-owned result as a tensor of shape [first_dimension, *row] over the same memory, which it keeps alive."""
+    shape = (result.first_dimension, *row)
+    if math.prod(shape) == 0:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(result, dtype=dtype).view(shape)
