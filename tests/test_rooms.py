@@ -28,6 +28,8 @@ MAY_INCLUDE = {
     "include": set(),
 }
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "flax", "optax", "mxnet", "lightning"}
+# path -> framework that it imports inside a function, and only when it is needed
+LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|impl|misc)(_|$)", re.IGNORECASE)
 
 FILE_LINES = 500
@@ -116,9 +118,18 @@ def test_a_framework_is_imported_by_its_own_binding_only() -> None:
     for path in python_sources():
         names, room = imports_of(path), path.relative_to(PACKAGE).parts[0]
         allowed = {room} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if room == "keras" else set())
+        allowed |= LAZY_IMPORTS.get(path.relative_to(PACKAGE).as_posix(), set())
         assert first_words(names) & FRAMEWORKS <= allowed, f"{path}: only a binding knows its framework"
         bindings = {name.split(".")[1] for name in names if name.startswith("horoclone.")} & FRAMEWORKS
         assert bindings <= allowed, f"{path}: bindings do not know each other, and nobody else knows them"
+
+
+def test_lazy_imports_are_lazy() -> None:
+    for name, frameworks in LAZY_IMPORTS.items():
+        tree = ast.parse((PACKAGE / name).read_text())
+        at_top = {alias.name for node in tree.body if isinstance(node, ast.Import) for alias in node.names}
+        at_top |= {node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)}
+        assert not first_words(at_top) & frameworks, f"{name} imports {frameworks} when it is loaded"
 
 
 def test_launcher_bootstrap_and_errors_need_nothing_native() -> None:

@@ -1,0 +1,93 @@
+"""The test harness itself: what it says when ranks fail, hang or die, and that it leaves nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world import WorldFailed, Worlds, ranks
+
+
+def my_rank() -> int:
+    return int(os.environ["HOROCLONE_RANK"])
+
+
+def expect_ranks(values: list[Any]) -> None:
+    assert values == [("set", 0), ("set", 1)]
+
+
+@ranks(2, init=False, env={"FOR_THIS_TEST": "set"}, check=expect_ranks)
+def test_every_rank_runs_the_body_with_its_environment() -> tuple[str, int]:
+    return os.environ["FOR_THIS_TEST"], my_rank()
+
+
+@pytest.mark.parametrize("value", [1, "two"])
+@ranks(2, init=False)
+def test_the_environment_is_put_back_and_parameters_arrive(value: Any) -> None:
+    assert "FOR_THIS_TEST" not in os.environ
+    assert value in (1, "two")
+
+
+@ranks(2, init=False, dies=[1])
+def test_a_rank_may_die_when_the_test_says_so() -> None:
+    if my_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fails_on_one() -> None:
+    wrong = 41
+    if my_rank() == 1:
+        print("said before it failed")
+        assert wrong == 42
+
+
+def hangs_on_zero() -> None:
+    if my_rank() == 0:
+        time.sleep(60)
+    raise ValueError("the others hang")
+
+
+def dies_unasked() -> None:
+    if my_rank() == 1:
+        os.abort()
+
+
+def test_a_failure_shows_the_traceback_the_values_and_the_output(worlds: Worlds) -> None:
+    with pytest.raises(WorldFailed) as failed:
+        worlds.run(2, fails_on_one, init=False)
+    text = str(failed.value)
+    assert "===== rank 0: passed" in text
+    assert "assert wrong == 42" in text and "wrong = 41" in text and "said before it failed" in text
+
+
+def test_a_hang_shows_every_stack_and_the_first_error(worlds: Worlds) -> None:
+    began = time.monotonic()
+    with pytest.raises(WorldFailed) as failed:
+        worlds.run(2, hangs_on_zero, init=False, limit_s=2)
+    text = str(failed.value)
+    assert "rank 0: no end after 2 s" in text and "in hangs_on_zero" in text and "engine state" in text
+    assert "ValueError: the others hang" in text
+    assert time.monotonic() - began < 10
+
+
+def test_an_unasked_death_names_the_signal_and_the_world_is_replaced(worlds: Worlds) -> None:
+    with pytest.raises(WorldFailed, match="rank 1: died by SIGABRT"):
+        worlds.run(2, dies_unasked, init=False)
+    assert worlds.run(2, my_rank, init=False) == [0, 1]
+
+
+def test_a_process_that_outlives_its_command_fails_the_test(launch: Any) -> None:
+    sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '30'], start_new_session=True)"
+    with pytest.raises(AssertionError, match="processes outlived their command:\n  pid [0-9]+: sleep 30"):
+        launch([sys.executable, "-c", sleeper])
+
+
+def test_a_command_that_does_not_end_is_killed_with_its_children(launch: Any, tmp_path: Path) -> None:
+    with pytest.raises(pytest.fail.Exception, match="ran for more than 1 s"):
+        launch(["sh", "-c", "sleep 30 & sleep 30"], timeout_s=1)
+    assert launch(["echo", "fine"]).stdout == "fine\n"
