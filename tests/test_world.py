@@ -83,7 +83,7 @@ def test_an_unasked_death_names_the_signal_and_the_world_is_replaced(worlds: Wor
 
 def test_a_process_that_outlives_its_command_fails_the_test(launch: Any) -> None:
     sleeper = "import subprocess, sys; subprocess.Popen(['sleep', '30'], start_new_session=True)"
-    with pytest.raises(AssertionError, match="processes outlived their command:\n  pid [0-9]+: sleep 30"):
+    with pytest.raises(AssertionError, match=r"processes outlived their command:\s+pid [0-9]+: sleep 30"):
         launch([sys.executable, "-c", sleeper])
 
 
