@@ -1,0 +1,190 @@
+"""horoclonerun: from the command line to a job. main() never lets a traceback out for what a user can cause."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from typing import Any
+
+from horoclone.launch import options
+from horoclone.launch.usage import LaunchError, parse_ranks, say
+
+PROGRAM = "horoclonerun"
+_DEFAULTS: dict[str, Any] = {"start_timeout": 300.0, "grace": 30.0, "threads_per_rank": "auto"}
+
+
+def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
+    """Runs horoclonerun with `argv` (sys.argv[1:] by default) and returns the exit code."""
+    try:
+        return _run(sys.argv[1:] if argv is None else argv, program)
+    except LaunchError as error:
+        say(str(error), program)
+        return error.exit_code
+    except KeyboardInterrupt:  # before the job's own handlers were in place
+        say("interrupted", program)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # or the interpreter complains once more at its end
+        return 141
+
+
+def _run(argv: list[str], program: str) -> int:
+    arguments = options.build_parser(program).parse_args(argv)
+    if arguments.version:
+        from horoclone import __version__
+
+        print(__version__)
+        return 0
+    if arguments.check_build:
+        from horoclone.launch.check_build import table
+
+        print(table(arguments.verbose))
+        return 0
+    from_file, tunables = _read_config(arguments)
+    settings = options.rank_settings(arguments, tunables, os.environ)
+    _fill(arguments, from_file)
+    if arguments.print_config:
+        _print_config(arguments, from_file, settings)
+        return 0
+    if arguments.command[:1] == ["--"]:
+        del arguments.command[0]
+    if not arguments.command:
+        raise LaunchError(f"nothing to run: {program} -np 2 python train.py")
+    return _launch(arguments, {variable: text for variable, (text, _) in settings.items()}, program)
+
+
+def _read_config(arguments: argparse.Namespace) -> tuple[dict[str, Any], dict[str, Any]]:
+    if arguments.config_file is None:
+        return {}, {}
+    from horoclone.launch.config_file import load
+
+    return load(arguments.config_file)
+
+
+def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
+    """Launcher flags that were not given: environment, then file, then default. Notes each origin."""
+    origins: dict[str, str] = {}
+    timeout = os.environ.get("HOROCLONE_START_TIMEOUT") or os.environ.get("HOROVOD_START_TIMEOUT")
+    for name, value in from_file.items():
+        if name == "start_timeout" and timeout:
+            continue
+        if getattr(arguments, name) in (None, False):
+            checked = str(value) if name in ("ranks", "threads_per_rank") else value
+            setattr(arguments, name, checked)
+            origins[name] = "file"
+    if arguments.start_timeout is None and timeout:
+        try:
+            arguments.start_timeout = float(timeout)
+        except ValueError:
+            raise LaunchError(f"HOROVOD_START_TIMEOUT={timeout!r} is not a number of seconds") from None
+        origins["start_timeout"] = "environment"
+    for name, value in _DEFAULTS.items():
+        if getattr(arguments, name) is None:
+            setattr(arguments, name, value)
+            origins[name] = "default"
+    arguments.origins = origins
+
+
+def _print_config(
+    arguments: argparse.Namespace, from_file: dict[str, Any], settings: dict[str, tuple[str, str]]
+) -> None:
+    from horoclone.launch.config_file import LAUNCHER_KEYS
+
+    rows = []
+    for name in LAUNCHER_KEYS:
+        value = getattr(arguments, name)
+        if value not in (None, False):
+            rows.append((name, str(value), arguments.origins.get(name, f"--{name.replace('_', '-')}")))
+    rows += [(variable, text, origin) for variable, (text, origin) in sorted(settings.items())]
+    unset = [one.variable for one in options.SETTINGS if one.variable not in settings]
+    width = max(len(row[0]) for row in rows)
+    value_width = max(len(row[1]) for row in rows)
+    for name, text, origin in rows:
+        print(f"{name:<{width}}  {text:<{value_width}}  {origin}")
+    for variable in unset:
+        print(f"{variable:<{width}}  {'':<{value_width}}  default of the runtime")
+
+
+def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: str) -> int:
+    from horoclone.launch import hosts as host_lists
+    from horoclone.launch.environment import job_environment
+    from horoclone.launch.job import Job, JobRequest
+    from horoclone.launch.link import SshOptions
+    from horoclone.launch.output import STDERR, STDOUT, Screen, Style, wants_colour
+
+    placements = choose_placements(arguments.num_proc, arguments.hosts, arguments.hostfile)
+    only = parse_ranks(arguments.ranks) if arguments.ranks else None
+    if only is not None and max(only) >= len(placements):
+        raise LaunchError(f"--ranks {arguments.ranks}: the job has only ranks 0-{len(placements) - 1}")
+    style = Style(
+        arguments.horovod_format,
+        arguments.prefix_timestamp,
+        not arguments.horovod_format and wants_colour(STDOUT) and wants_colour(STDERR),
+    )
+    if arguments.verbose:
+        for host in dict.fromkeys(one.host for one in placements):
+            here = [one.rank for one in placements if one.host == host]
+            way = "started directly" if host_lists.is_local(host) else "over ssh"
+            say(f"{host}: {len(here)} of {len(placements)} ranks ({here[0]}-{here[-1]}), {way}", program)
+    request = JobRequest(
+        placements=placements,
+        command=arguments.command,
+        environment=job_environment(os.environ, {**settings, **launcher_variables(arguments)}),
+        cwd=_here(),
+        screen=Screen(style, only),
+        ssh=SshOptions(
+            arguments.ssh_port,
+            arguments.ssh_identity_file,
+            arguments.remote_python or sys.executable,
+            arguments.start_timeout,
+        ),
+        output_folder=os.path.abspath(arguments.output_filename) if arguments.output_filename else None,
+        grace_s=arguments.grace,
+        threads=arguments.threads_per_rank,
+        interfaces=arguments.network_interfaces,
+        verbose=arguments.verbose,
+    )
+    result = Job(request).run()
+    if result.text:
+        say(result.text, program)
+    return result.exit_code
+
+
+def launcher_variables(arguments: Any) -> dict[str, str]:
+    """Variables of the ranks that come from flags of the launcher itself."""
+    variables = {}
+    if arguments.start_timeout is not None:
+        variables["HOROVOD_START_TIMEOUT"] = f"{arguments.start_timeout:g}"
+    if arguments.network_interfaces:
+        variables["HOROVOD_GLOO_IFACE"] = arguments.network_interfaces
+        variables["NCCL_SOCKET_IFNAME"] = arguments.network_interfaces
+    if arguments.tcp:
+        variables["NCCL_IB_DISABLE"] = "1"
+    return variables
+
+
+def choose_placements(num_proc: int | str | None, hosts: str | None, hostfile: str | None) -> list[Any]:
+    """-np, -H and --hostfile -> where every rank runs. LaunchError when they do not fit together."""
+    from horoclone.launch.hosts import Host, automatic_size, parse_hostfile, parse_hosts, place
+
+    if hosts and hostfile:
+        raise LaunchError("-H and --hostfile both name the hosts; give one of them")
+    listed = parse_hosts(hosts) if hosts else parse_hostfile(hostfile) if hostfile else None
+    if num_proc is None:
+        raise LaunchError("how many ranks? -np N, or -np auto")
+    size = automatic_size(listed) if num_proc == "auto" else int(num_proc)
+    if size < 1:
+        raise LaunchError(f"-np {size}: at least one rank is needed")
+    return place(size, listed or [Host("localhost", size)])
+
+
+def _here() -> str:
+    try:
+        return os.getcwd()
+    except OSError as error:
+        raise LaunchError(f"the current folder is gone ({error.strerror}); cd into one that exists") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())

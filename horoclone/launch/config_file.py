@@ -1,0 +1,109 @@
+"""--config-file: YAML in horovodrun's sections (params, autotune, timeline, stall_check, library_options, logging), and the
+launcher's own flags by name at the top level."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+from typing import Any
+
+from horoclone.launch.options import SETTINGS, Setting
+from horoclone.launch.usage import LaunchError, NotYet
+
+# Flags of the launcher itself that a file may set: name at the top level -> expected types.
+LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
+    "num_proc": (int, str),
+    "hosts": (str,),
+    "hostfile": (str,),
+    "start_timeout": (int, float),
+    "grace": (int, float),
+    "network_interfaces": (str,),
+    "ssh_port": (int,),
+    "ssh_identity_file": (str,),
+    "remote_python": (str,),
+    "threads_per_rank": (int, str),
+    "output_filename": (str,),
+    "prefix_timestamp": (bool,),
+    "horovod_format": (bool,),
+    "ranks": (int, str),
+    "verbose": (bool,),
+    "tcp": (bool,),
+}
+_OLD_PLACES = {"logging.hide_timestamp": "logging.with_timestamp"}
+
+
+def load(path: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(launcher flags by name, tunables by place). LaunchError for what cannot be read or is not known."""
+    try:
+        import yaml
+    except ImportError:
+        raise LaunchError("--config-file needs PyYAML: pip install pyyaml") from None
+    try:
+        with open(path, encoding="utf-8") as file:
+            content = yaml.safe_load(file)
+    except (OSError, UnicodeDecodeError) as error:
+        raise LaunchError(f"--config-file {path}: {getattr(error, 'strerror', None) or error}") from None
+    except yaml.YAMLError as error:
+        raise LaunchError(f"--config-file {path} is not YAML: {' '.join(str(error).split())}") from None
+    if content is None:
+        return {}, {}
+    if not isinstance(content, dict):
+        raise LaunchError(f"--config-file {path}: expected 'section:' and 'key: value' lines")
+    return _sorted_out(path, content)
+
+
+def _sorted_out(path: str, content: dict[Any, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    by_place = {setting.place: setting for setting in SETTINGS}
+    sections = {place.partition(".")[0] for place in by_place}
+    flags: dict[str, Any] = {}
+    tunables: dict[str, Any] = {}
+    for raw, value in content.items():
+        key = str(raw).replace("-", "_")
+        if value is None:
+            continue
+        if key == "controller":
+            if str(value).lower() != "gloo":
+                raise NotYet(
+                    f"{path}: controller: {value} is not what this launcher does; start the script with mpirun"
+                )
+        elif key == "elastic":
+            raise NotYet(
+                f"{path}: elastic jobs are not supported yet (Unsupported); remove the section and use -np N"
+            )
+        elif key in sections and isinstance(value, dict):
+            for name, one in value.items():
+                place = f"{key}.{str(name).replace('-', '_')}"
+                if one is None:
+                    continue
+                if place in _OLD_PLACES:
+                    place, one = _OLD_PLACES[place], not one
+                if place not in by_place:
+                    raise _unknown(path, place, [*by_place])
+                tunables[place] = _checked(path, place, one, by_place[place])
+        elif key in LAUNCHER_KEYS:
+            if not isinstance(value, LAUNCHER_KEYS[key]) or (
+                isinstance(value, bool) and bool not in LAUNCHER_KEYS[key]
+            ):
+                names = " or ".join(kind.__name__ for kind in LAUNCHER_KEYS[key])
+                raise LaunchError(f"{path}: {key}: expected {names}, found {value!r}")
+            flags[key] = value
+        else:
+            raise _unknown(path, key, [*sections, *LAUNCHER_KEYS])
+    return flags, tunables
+
+
+def _checked(path: str, place: str, value: Any, setting: Setting) -> Any:
+    if setting.kind is bool:
+        if not isinstance(value, bool):
+            raise LaunchError(f"{path}: {place}: expected true or false, found {value!r}")
+        return value
+    try:
+        return setting.kind(str(value))
+    except (ValueError, argparse.ArgumentTypeError) as error:
+        raise LaunchError(f"{path}: {place}: {error}") from None
+
+
+def _unknown(path: str, key: str, known: list[str]) -> LaunchError:
+    near = difflib.get_close_matches(key, known, 1)
+    meant = f"; did you mean {near[0]}?" if near else f"; known: {', '.join(sorted(known))}"
+    return LaunchError(f"{path}: {key!r} is not a setting{meant}")

@@ -1,0 +1,54 @@
+"""What a rank finds in its environment, and which of our variables travel to other hosts. Pure functions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from horoclone.launch.hosts import Placement
+
+# Of the other host, or of our terminal: they would be wrong there.
+_STAYS_HERE = re.compile(
+    r"^(BASH_FUNC_.*|BASHOPTS|SHELLOPTS|OLDPWD|PWD|SHLVL|_|HOME|USER|LOGNAME|SHELL|MAIL|HOSTNAME|HOST|TERM|TTY|DISPLAY"
+    r"|XAUTHORITY|WINDOWID|SSH_.*|XDG_.*|DBUS_.*|GPG_.*|TMUX.*|STY|LS_COLORS|HOROCLONE_SECRET.*|_HOROVOD_SECRET_KEY)$"
+)
+# What another launcher told *us* about this process would contradict the rank's own numbers.
+_STALE = ("HOROCLONE_FUNCTION_FDS", "HOROCLONE_SECRET_FD", "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE")
+
+
+def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str, str]:
+    """The variables that differ from rank to rank, under both names."""
+    variables = {"HOROCLONE_RENDEZVOUS": rendezvous, "HOROCLONE_JOB": job}
+    for name in ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size"):
+        value = str(getattr(placement, name))
+        variables[f"HOROCLONE_{name.upper()}"] = value
+        variables[f"HOROVOD_{name.upper()}"] = value
+    variables["HOROVOD_HOSTNAME"] = variables["HOROCLONE_HOSTNAME"] = placement.host.rpartition("@")[2]
+    return variables
+
+
+def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
+    """Our environment with the settings of flags and file in it; HOROCLONE_X is kept equal to HOROVOD_X where both exist,
+    because the first name wins."""
+    environment = {name: value for name, value in ours.items() if name not in _STALE}
+    environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise output through our pipes comes 8 KiB late
+    for name, value in settings.items():
+        environment[name] = value
+        twin = name.replace("HOROVOD_", "HOROCLONE_", 1)
+        if twin in environment:
+            environment[twin] = value
+    return environment
+
+
+def thread_variables(
+    environment: Mapping[str, str], wish: str, local_size: int, cores: int
+) -> dict[str, str]:
+    """OMP_NUM_THREADS so that the ranks of one host share its cores. wish: 'auto', 'off' or a number."""
+    if wish == "off" or (wish == "auto" and ("OMP_NUM_THREADS" in environment or local_size < 2)):
+        return {}
+    return {"OMP_NUM_THREADS": str(max(1, cores // local_size)) if wish == "auto" else wish}
+
+
+def exported(environment: Mapping[str, str]) -> dict[str, str]:
+    """What goes to other hosts: everything but what belongs to this host or to a terminal."""
+    return {name: value for name, value in environment.items() if not _STAYS_HERE.match(name)}

@@ -1,0 +1,481 @@
+"""One job from start to end: starts the ranks, carries their output, ends them, reports. One loop, one thread.
+
+Everything that happens (output, an exit, a frame from another host, a signal to us, a deadline) is an event of this loop;
+when to signal whom is decided in ending.py, what to print about a failure in report.py.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import secrets
+import selectors
+import signal
+import socket
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from horoclone.bootstrap.rendezvous import Server
+from horoclone.launch import ending, frames, report
+from horoclone.launch.environment import exported, rank_variables, thread_variables
+from horoclone.launch.hosts import Placement, is_local, usable_cores
+from horoclone.launch.link import LOST, REFUSED, HostLink, SshOptions
+from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files
+from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
+from horoclone.launch.usage import LaunchError, ranks_text, say
+
+_POLL_S = 0.05  # while a group has to disappear, or where the kernel has no pidfd
+_IDLE_S = 5.0
+_OUTPUT_AFTER_END_S = 1.0  # a pipe that outlives its rank's group is held by a daemon; nobody waits for it
+_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class JobRequest(NamedTuple):
+    """What to run. environment: of every rank, without the variables that differ by rank."""
+
+    placements: Sequence[Placement]
+    command: Sequence[str]
+    environment: Mapping[str, str]
+    cwd: str
+    screen: Screen
+    ssh: SshOptions = SshOptions()
+    output_folder: str | None = None
+    grace_s: float = 30.0
+    threads: str = "auto"
+    interfaces: str | None = None
+    function: bytes | None = None
+    verbose: bool = False
+    give_stdin: bool = True  # rank 0 reads our stdin, as under mpirun
+
+
+class JobResult(NamedTuple):
+    """exit_code as the launcher's own. text: the failure report or the one line on an interrupt, None when all is well."""
+
+    exit_code: int
+    text: str | None
+    ends: list[report.RankEnd]
+    results: dict[int, bytes]
+
+
+class Member:
+    """The launcher's view of one rank, local or not."""
+
+    def __init__(self, placement: Placement, streams: dict[int, RankStream]) -> None:
+        self.placement, self.streams = placement, streams
+        self.open_streams = set(streams)
+        self.pid = 0
+        self.code: int | None = None
+        self.ended_s = 0.0
+        self.by_us = False
+        self.gone = False  # the rank and everything in its process group
+        self.gone_s = 0.0
+        self.memory_kills = 0
+        self.note = ""
+        self.result = b""
+        self.local: LocalRank | None = None
+        self.link: HostLink | None = None
+        self.leftover_signal = 0
+
+    @property
+    def done(self) -> bool:
+        return self.gone and not self.open_streams
+
+    def signal(self, number: int, group: bool) -> None:
+        if self.gone:
+            return
+        if self.local is not None:
+            self.local.signal(number, group)
+        elif self.link is not None:
+            self.link.signal(self.placement.rank, number, group)
+
+
+class Job:
+    """Use once: Job(request).run()."""
+
+    def __init__(self, request: JobRequest) -> None:
+        self._request = request
+        self._selector = selectors.DefaultSelector()
+        self._members: dict[int, Member] = {}
+        self._links: list[HostLink] = []
+        self._owner: LocalRanks | None = None
+        self._server: Server | None = None
+        self._ending = ending.Ending(request.grace_s)
+        self._launch_error: LaunchError | None = None
+        self._signals: list[int] = []
+        self._failures: list[Any] = []
+        self._kills_before = memory_kills()
+        request.screen.may_drop = lambda: self._ending.begun or bool(self._signals)
+
+    def run(self) -> JobResult:
+        """Blocks until every rank and everything it started is gone. Raises LaunchError when a rank could not be started."""
+        with _Signals(self._signals) as bell:
+            self._selector.register(bell, selectors.EVENT_READ, lambda: _empty(bell))
+            try:
+                self._start()
+                while not all(member.done for member in self._members.values()):
+                    self._turn()
+            except LaunchError as error:
+                self._launch_error = error
+            finally:
+                self._close()
+        for member in self._members.values():
+            for stream in member.streams.values():
+                if stream.file_error:
+                    say(f"rank {member.placement.rank}: its log is incomplete: {stream.file_error}")
+        if self._launch_error is not None and self._ending.exit_code is None:
+            raise self._launch_error
+        return self._result()
+
+    # --- start
+
+    def _start(self) -> None:
+        request = self._request
+        by_host: dict[str, list[Placement]] = {}
+        for placement in request.placements:
+            by_host.setdefault(placement.host, []).append(placement)
+        local = {host for host in by_host if is_local(host)}
+        secret, job = secrets.token_bytes(32), secrets.token_hex(8)
+        self._server = self._open_server(secret, job, all_local=len(local) == len(by_host))
+        rendezvous = ",".join(self._server.addresses)
+        for placement in request.placements:
+            self._members[placement.rank] = self._member(placement)
+        self._owner = LocalRanks(secret, request.function, request.ssh.bind_to_us)
+        for host, placements in by_host.items():  # ssh is slow; it works while the local ranks start
+            if host not in local:
+                self._open_link(host, placements, secret, rendezvous, job)
+        for host in local:
+            share = len(by_host[host])
+            threads = thread_variables(request.environment, request.threads, share, usable_cores())
+            for placement in by_host[host]:
+                own = {**request.environment, **threads, **rank_variables(placement, rendezvous, job)}
+                self._start_local(placement.rank, own)
+
+    def _open_server(self, secret: bytes, job: str, all_local: bool) -> Server:
+        addresses = ["127.0.0.1"]
+        if not all_local:
+            from horoclone.bootstrap.wire import routable_addresses
+
+            try:
+                addresses = routable_addresses(self._request.interfaces or "")
+            except ValueError as error:
+                raise LaunchError(f"--network-interfaces: {error}") from None
+            addresses = [one for one in addresses if not one.startswith("127.")] or addresses
+        try:
+            return Server(secret, job, len(self._request.placements), addresses)
+        except OSError as error:
+            where = ", ".join(addresses)
+            raise LaunchError(
+                f"cannot listen on {where}: {error.strerror}; --network-interfaces chooses others", 1
+            ) from None
+
+    def _member(self, placement: Placement) -> Member:
+        request = self._request
+        try:
+            files = open_files(request.output_folder, placement.rank, placement.size)
+        except OSError as error:
+            raise LaunchError(
+                f"--output-filename {request.output_folder}: {error.filename}: {error.strerror}"
+            ) from None
+        return Member(
+            placement,
+            {
+                STDOUT: RankStream(placement.rank, STDOUT, request.screen, files[0]),
+                STDERR: RankStream(placement.rank, STDERR, request.screen, files[1]),
+            },
+        )
+
+    def _start_local(self, rank: int, environment: Mapping[str, str]) -> None:
+        assert self._owner is not None
+        member, request = self._members[rank], self._request
+        stdin = 0 if rank == 0 and request.give_stdin and _is_open(0) else None
+        local = self._owner.start(rank, request.command, environment, request.cwd, stdin)
+        member.local = local
+        self.started(rank, local.pid)
+        for stream, pipe in ((STDOUT, local.stdout), (STDERR, local.stderr)):
+            self._selector.register(
+                pipe, selectors.EVENT_READ, functools.partial(self._read_local, member, stream)
+            )
+        if local.pidfd >= 0:
+            self._selector.register(
+                local.pidfd, selectors.EVENT_READ, lambda: None
+            )  # _attend looks at every rank
+
+    def _open_link(
+        self, host: str, placements: list[Placement], secret: bytes, rendezvous: str, job: str
+    ) -> None:
+        assert self._owner is not None
+        request = self._request
+        link = HostLink(host, request.ssh, self, self._owner.guardian)
+        self._links.append(link)
+        spec = {
+            "command": list(request.command),
+            "cwd": request.cwd,
+            "environment": exported(request.environment),
+            "threads": request.threads,
+            "ranks": {str(one.rank): rank_variables(one, rendezvous, job) for one in placements},
+        }
+        for placement in placements:
+            link.ranks.add(placement.rank)
+            self._members[placement.rank].link = link
+        opening = frames.frames(frames.SPEC, frames.WHOLE_HOST, json.dumps(spec).encode())
+        opening += frames.frame(frames.SECRET, frames.WHOLE_HOST, secret)
+        if request.function is not None:
+            opening += frames.frames(frames.FUNCTION, frames.WHOLE_HOST, request.function)
+        link.open(self._selector, opening + frames.frame(frames.GO, frames.WHOLE_HOST))
+
+    # --- events of one rank (also called by HostLink)
+
+    def started(self, rank: int, pid: int) -> None:
+        member = self._members[rank]
+        member.pid = pid
+        if self._request.verbose:
+            say(f"rank {rank} started on {member.placement.host}, pid {pid}")
+        if (
+            self._ending.signalled_s is not None
+        ):  # it came up on another host while the job was already ending
+            member.signal(signal.SIGTERM, True)
+
+    def output(self, rank: int, stream: int, data: bytes) -> None:
+        member = self._members[rank]
+        if data:
+            member.streams[stream].feed(data)
+        elif stream in member.open_streams:
+            member.open_streams.discard(stream)
+            member.streams[stream].finish()
+
+    def exited(self, rank: int, code: int, memory_kills: int) -> None:
+        member = self._members[rank]
+        if member.code is not None:
+            return
+        now = time.monotonic()
+        member.code, member.ended_s, member.memory_kills = code, now, memory_kills
+        member.by_us = self._ending.signalled_s is not None
+        if code != 0:
+            self._ending.fail(now)
+        if self._request.verbose:
+            say(f"rank {rank} ended with {report.signal_name(-code) if code < 0 else f'exit code {code}'}")
+
+    def result(self, rank: int, part: bytes) -> None:
+        self._members[rank].result += part
+
+    def gone(self, rank: int) -> None:
+        member = self._members[rank]
+        member.gone, member.gone_s = True, time.monotonic()
+
+    def host_lost(self, link: HostLink, why: LaunchError, stage: str) -> None:
+        if stage == REFUSED and self._launch_error is None:
+            self._launch_error = why
+            self._ending.not_started(time.monotonic())
+        for rank in link.ranks:
+            member = self._members[rank]
+            if not member.gone:
+                if stage == LOST:
+                    member.note = str(why)
+                    self.exited(rank, 255, 0)
+                elif member.code is None:
+                    member.code, member.ended_s, member.by_us = -int(signal.SIGTERM), time.monotonic(), True
+                self.gone(rank)
+            for stream in list(member.open_streams):
+                self.output(rank, stream, b"")
+
+    def _read_local(self, member: Member, stream: int) -> None:
+        assert member.local is not None
+        pipe = member.local.stdout if stream == STDOUT else member.local.stderr
+        data = os.read(pipe.fileno(), 1 << 16)
+        if not data:
+            self._selector.unregister(pipe)
+        self.output(member.placement.rank, stream, data)
+
+    # --- the loop
+
+    def _turn(self) -> None:
+        for key, _ in self._selector.select(self._timeout_s()):
+            key.data()
+        now = time.monotonic()
+        while self._signals:
+            self._on_signal(self._signals.pop(0), now)
+        for member in self._members.values():
+            self._attend(member, now)
+        for link in self._links:
+            link.check_deadline(now)
+        if self._request.screen.broken:
+            self._ending.no_reader(now)
+        for order in self._ending.due(now):
+            for member in self._members.values():
+                member.signal(order.number, order.group)
+                if order.number != signal.SIGKILL and order.number != signal.SIGINT:
+                    member.signal(signal.SIGCONT, order.group)  # a stopped process keeps its signals pending
+
+    def _on_signal(self, number: int, now: float) -> None:
+        if number == signal.SIGINT:
+            self._ending.interrupt(now)
+            for member in self._members.values():
+                for stream in member.streams.values():
+                    stream.hide_interrupts = True
+        elif number in _FORWARDED:
+            for member in self._members.values():
+                member.signal(number, False)
+        else:
+            self._ending.terminate(now, number)
+
+    def _attend(self, member: Member, now: float) -> None:
+        """A rank's end, what it left running, and pipes that outlive it."""
+        rank, local = member.placement.rank, member.local
+        if local is not None and member.code is None and local.poll() is not None:
+            if local.pidfd >= 0:
+                self._selector.unregister(local.pidfd)
+            if local.result is not None:
+                self.result(rank, read_memory(local.result))
+            self.exited(rank, local.code or 0, memory_kills() - self._kills_before)
+        if member.code is not None and not member.gone:
+            if local is not None and not local.group_alive():
+                self.gone(rank)
+            else:
+                self._end_leftover(member, now)
+        if member.gone and member.open_streams and now > member.gone_s + _OUTPUT_AFTER_END_S:
+            for stream in list(member.open_streams):
+                if local is not None:
+                    self._selector.unregister(local.stdout if stream == STDOUT else local.stderr)
+                self.output(rank, stream, b"")
+        for stream in member.open_streams:
+            member.streams[stream].show_partial(now)
+
+    def _end_leftover(self, member: Member, now: float) -> None:
+        term_s, kill_s = self._ending.leftover_delays()
+        if now >= member.ended_s + kill_s and member.leftover_signal != signal.SIGKILL:
+            member.leftover_signal = signal.SIGKILL
+        elif now >= member.ended_s + term_s and not member.leftover_signal:
+            member.leftover_signal = signal.SIGTERM
+        else:
+            return
+        member.signal(member.leftover_signal, True)
+
+    def _timeout_s(self) -> float:
+        now = time.monotonic()
+        if any(self._needs_polling(member) for member in self._members.values()):
+            return _POLL_S
+        due = self._ending.next_s()
+        return _IDLE_S if due is None else min(_IDLE_S, max(0.0, due - now))
+
+    def _needs_polling(self, member: Member) -> bool:
+        if member.done:
+            return False
+        if member.code is not None or (member.local is not None and member.local.pidfd < 0):
+            return True
+        now = time.monotonic()
+        return any(member.streams[stream].show_partial(now) is not None for stream in member.open_streams)
+
+    # --- the end
+
+    def _close(self) -> None:
+        for link in self._links:
+            link.hang_up()
+        for link in self._links:
+            link.close()
+        if self._owner is not None:
+            self._owner.close()
+        for member in self._members.values():
+            for stream in list(member.open_streams):
+                self.output(member.placement.rank, stream, b"")
+        self._request.screen.close()
+        if self._server is not None:
+            self._failures = self._server.failures()
+            self._server.close()
+        self._selector.close()
+
+    def _result(self) -> JobResult:
+        said: dict[int, Any] = {}
+        for failure in self._failures:  # a rank's first word counts
+            said.setdefault(failure.rank, failure)
+        ends = [self._end_of(member, said.get(rank)) for rank, member in self._members.items()]
+        results = {rank: member.result for rank, member in self._members.items()}
+        failed = any(end.code != 0 and not end.by_us for end in ends)
+        folder = self._request.output_folder
+        code = self._ending.exit_code
+        if code is not None:
+            text = _farewell(self._ending.reason, ends)
+            if self._ending.reason in (ending.TERMINATE, ending.HANGUP) and failed:
+                text += "\n" + report.failure_report(ends, folder)[0]
+            return JobResult(code, text, ends, results)
+        if any(end.code != 0 for end in ends):
+            text, code = report.failure_report(ends, folder)
+            return JobResult(code, text, ends, results)
+        return JobResult(0, None, ends, results)
+
+    @staticmethod
+    def _end_of(member: Member, failure: Any) -> report.RankEnd:
+        return report.RankEnd(
+            rank=member.placement.rank,
+            host=member.placement.host,
+            pid=member.pid,
+            code=member.code if member.code is not None else -signal.SIGKILL,
+            ended_s=member.ended_s,
+            by_us=member.by_us,
+            report=failure.text if failure is not None else None,
+            report_is_consequence=failure is not None and failure.consequence,
+            stderr=[line.decode(errors="replace") for line in member.streams[STDERR].tail],
+            memory_kills=member.memory_kills,
+            note=member.note,
+        )
+
+
+def _farewell(reason: int, ends: Sequence[report.RankEnd]) -> str:
+    stopped = ranks_text([end.rank for end in ends if end.by_us] or [end.rank for end in ends])
+    if reason == ending.INTERRUPT:
+        return f"interrupted; {stopped} stopped"
+    if reason == ending.NO_READER:
+        return f"nobody reads the output any more; {stopped} stopped"
+    name = "SIGHUP" if reason == ending.HANGUP else "SIGTERM"
+    return f"{name} was forwarded; {stopped} ended"
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+        return True
+    except OSError:
+        return False
+
+
+def _empty(bell: socket.socket) -> None:
+    try:
+        while bell.recv(4096):
+            pass
+    except BlockingIOError:
+        pass
+
+
+class _Signals:
+    """Signals to us become entries of a list and wake the loop. Outside the main thread Python allows none: then the
+    caller's own handlers stay, and the job ends with its ranks."""
+
+    def __init__(self, received: list[int]) -> None:
+        self._received = received
+        self._bell, self._rope = socket.socketpair()
+        self._before: dict[int, Any] = {}
+        self._wakeup_before = -1
+
+    def __enter__(self) -> socket.socket:
+        self._bell.setblocking(False)
+        self._rope.setblocking(False)
+        if threading.current_thread() is threading.main_thread():
+            self._wakeup_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_FORWARDED):
+                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                    continue  # started by nohup
+                self._before[number] = signal.signal(number, self._note)
+        return self._bell
+
+    def _note(self, number: int, _frame: object) -> None:
+        self._received.append(number)
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup_before)
+        self._bell.close()
+        self._rope.close()

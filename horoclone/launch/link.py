@@ -1,0 +1,275 @@
+"""The launcher's end of one host: an ssh process that runs remote.py there. Thread: the job's loop."""
+
+from __future__ import annotations
+
+import collections
+import json
+import os
+import selectors
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from typing import Any, NamedTuple, Protocol
+
+from horoclone.launch import frames
+from horoclone.launch.process import Guardian, dies_with_parent
+from horoclone.launch.usage import LaunchError
+
+
+# How a host was lost: before a rank ran there, while ranks ran, or because the job ends before it answered.
+REFUSED, LOST, ABANDONED = "refused", "lost", "abandoned"
+
+
+class SshOptions(NamedTuple):
+    """What the user said about ssh. python: the interpreter on the other hosts."""
+
+    port: int | None = None
+    identity_file: str | None = None
+    python: str = sys.executable
+    start_timeout_s: float = 300.0
+    bind_to_us: bool = True  # see LocalRanks
+
+
+class HostEvents(Protocol):
+    """Whoever wants to know what happens on the host."""
+
+    def started(self, rank: int, pid: int) -> None: ...
+    def output(self, rank: int, stream: int, data: bytes) -> None: ...
+    def exited(self, rank: int, code: int, memory_kills: int) -> None: ...
+    def result(self, rank: int, part: bytes) -> None: ...
+    def gone(self, rank: int) -> None: ...
+    def host_lost(self, link: HostLink, why: LaunchError, stage: str) -> None: ...
+
+
+def ssh_command(host: str, options: SshOptions) -> list[str]:
+    """argv of ssh. What the other host's shell sees is quoted word by word; nothing of the user's command is in it."""
+    command = [
+        "ssh",
+        "-T",
+        "-o",
+        "BatchMode=yes",
+        "-o",
+        "ServerAliveInterval=15",
+        "-o",
+        "ServerAliveCountMax=4",
+    ]
+    command += ["-o", f"ConnectTimeout={max(1, min(30, int(options.start_timeout_s)))}"]
+    if options.port is not None:
+        command += ["-p", str(options.port)]
+    if options.identity_file:
+        command += ["-i", options.identity_file]
+    package_home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    bootstrap = [
+        "env",
+        f"PYTHONPATH={package_home}",
+        "PYTHONSAFEPATH=1",
+        options.python,
+        "-m",
+        "horoclone.launch.remote",
+    ]
+    return [*command, host, "exec " + " ".join(shlex.quote(word) for word in bootstrap)]
+
+
+class HostLink:
+    """Starts the ranks of one host and tells `events` about them until every one is gone."""
+
+    def __init__(self, host: str, options: SshOptions, events: HostEvents, guardian: Guardian) -> None:
+        self.host = host
+        self.ranks: set[int] = set()
+        self.over = False
+        self._events, self._options, self._guardian = events, options, guardian
+        self._reader = frames.FrameReader(frames.GREETING)
+        self._deadline_s = time.monotonic() + options.start_timeout_s
+        self._unsent = bytearray()
+        self._opening: bytes = b""
+        self._gone: set[int] = set()
+        self.complaints: collections.deque[str] = collections.deque(maxlen=20)  # ssh's own stderr
+        try:
+            self._process = subprocess.Popen(
+                ssh_command(host, options),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=dies_with_parent() if options.bind_to_us else None,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{host} is another host, and ssh cannot be run here ({error.strerror}); install an ssh client "
+                "(Debian: apt install openssh-client), or start the job with a launcher that the hosts share",
+                1,
+            ) from None
+        guardian.watch(self._process.pid)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        os.set_blocking(self._process.stdin.fileno(), False)
+
+    def open(self, selector: selectors.BaseSelector, opening: bytes) -> None:
+        """opening: the frames to send as soon as the other side answers."""
+        self._opening = opening
+        self._selector = selector
+        selector.register(self._process.stdout, selectors.EVENT_READ, self._read_frames)  # type: ignore[arg-type]
+        selector.register(self._process.stderr, selectors.EVENT_READ, self._read_complaints)  # type: ignore[arg-type]
+
+    def signal(self, rank: int, number: int, group: bool) -> None:
+        if self.over or rank in self._gone:
+            return
+        if not self._reader.greeted:  # nothing runs there yet, and nothing shall
+            self._stop_watching()
+            self.over = True
+            self.hang_up()
+            self._events.host_lost(
+                self, LaunchError(f"{self.host}: the job ended before it answered", 1), ABANDONED
+            )
+        else:
+            self._send(frames.frame(frames.KILL, rank, frames.KILL_PAYLOAD.pack(number, group)))
+
+    def check_deadline(self, now: float) -> None:
+        if not self._reader.greeted and not self.over and now > self._deadline_s:
+            self._lose(f"did not answer within {self._options.start_timeout_s:g} s (--start-timeout)")
+
+    def hang_up(self) -> None:
+        """Closes ssh's stdin; the other side ends its ranks then."""
+        assert self._process.stdin
+        self._stop_watching()
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Ends ssh, by force when it does not end by itself."""
+        assert self._process.stdout and self._process.stderr
+        self.hang_up()
+        try:
+            self._process.wait(2.5 if self._reader.greeted else 0.1)
+        except subprocess.TimeoutExpired:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+        self._guardian.forget(self._process.pid)
+        self._process.stdout.close()
+        self._process.stderr.close()
+
+    # --- the loop calls these
+
+    def _send(self, data: bytes) -> None:
+        if not self._unsent:
+            self._selector.register(self._process.stdin, selectors.EVENT_WRITE, self._flush)  # type: ignore[arg-type]
+        self._unsent += data
+
+    def _flush(self) -> None:
+        assert self._process.stdin
+        try:
+            del self._unsent[: os.write(self._process.stdin.fileno(), self._unsent[: 1 << 16])]
+        except BlockingIOError:
+            return
+        except OSError:
+            self._unsent.clear()  # stdout's end tells the rest
+        if not self._unsent:
+            self._selector.unregister(self._process.stdin)
+
+    def _read_complaints(self) -> None:
+        assert self._process.stderr
+        data = os.read(self._process.stderr.fileno(), 1 << 16)
+        if not data:
+            self._selector.unregister(self._process.stderr)
+        self.complaints.extend(line for line in data.decode(errors="replace").splitlines() if line.strip())
+
+    def _read_frames(self) -> None:
+        assert self._process.stdout
+        data = os.read(self._process.stdout.fileno(), 1 << 17)
+        if not data:
+            self._ended()
+            return
+        was_greeted = self._reader.greeted
+        try:
+            found = self._reader.feed(data)
+        except frames.BrokenFrame as error:
+            self._lose(
+                f"sent something that is not ours: {error}; is another version of horoclone installed there?"
+            )
+            return
+        if self._reader.greeted and not was_greeted:
+            self._send(self._opening)
+            self._opening = b""
+        for kind, rank, payload in found:
+            self._handle(kind, rank, payload)
+
+    def _handle(self, kind: bytes, rank: int, payload: bytes) -> None:
+        if kind == frames.REFUSED:
+            answer = json.loads(payload)
+            self._stop_watching()
+            self.over = True
+            self._events.host_lost(
+                self, LaunchError(f"{self.host}: {answer['text']}", answer["exit_code"]), REFUSED
+            )
+        elif rank not in self.ranks:
+            return
+        elif kind == frames.OUT or kind == frames.ERR:
+            self._events.output(rank, 1 if kind == frames.OUT else 2, payload)
+        elif kind == frames.ENDED_STREAM:
+            self._events.output(rank, 1 if payload == frames.OUT else 2, b"")
+        elif kind == frames.STARTED:
+            self._events.started(rank, int(json.loads(payload)["pid"]))
+        elif kind == frames.RESULT:
+            self._events.result(rank, payload)
+        elif kind == frames.EXITED:
+            report: dict[str, Any] = json.loads(payload)
+            self._events.exited(rank, int(report["code"]), int(report["memory_kills"]))
+        elif kind == frames.GONE:
+            self._gone.add(rank)
+            self._events.gone(rank)
+
+    def _ended(self) -> None:
+        if self._gone >= self.ranks:
+            self._stop_watching()
+            self.over = True
+            return
+        try:
+            code = self._process.wait(1.0)
+        except subprocess.TimeoutExpired:
+            code = None
+        if not self._reader.greeted:
+            self._lose(f"could not be started over ssh (exit code {code})")
+        else:
+            self._lose(f"the ssh connection was lost (exit code {code})")
+
+    def _lose(self, what: str) -> None:
+        self._drain_complaints()
+        refused = not self._reader.greeted
+        noise = self._reader.noise.decode(errors="replace").splitlines()[-5:] if refused else []
+        said = "".join(f"\n  | {line}" for line in [*noise, *self.complaints])
+        advice = ""
+        if refused:
+            advice = (
+                f"\nTry it by hand: {shlex.join(ssh_command(self.host, self._options)[:-1])} true\n"
+                "Every host needs a login without a password, a known host key, and horoclone for "
+                f"{self._options.python} (--remote-python names another interpreter)."
+            )
+        self._stop_watching()
+        self.over = True
+        stage = REFUSED if refused else LOST
+        self._events.host_lost(self, LaunchError(f"{self.host}: {what}{said}{advice}", 1), stage)
+
+    def _drain_complaints(self) -> None:
+        assert self._process.stderr
+        os.set_blocking(self._process.stderr.fileno(), False)
+        try:
+            while data := os.read(self._process.stderr.fileno(), 1 << 16):
+                self.complaints.extend(
+                    line for line in data.decode(errors="replace").splitlines() if line.strip()
+                )
+        except OSError:
+            pass
+
+    def _stop_watching(self) -> None:
+        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
+            try:
+                self._selector.unregister(stream)  # type: ignore[arg-type]
+            except (KeyError, ValueError, AttributeError):
+                pass

@@ -1,0 +1,288 @@
+"""The command line of horoclonerun: horovodrun's flags and ours, each tunable tied to its variable and its place in the
+YAML file. Flag beats environment beats file."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from horoclone.launch.usage import LaunchError, NotYet
+
+
+class Setting(NamedTuple):
+    """A flag that becomes a variable of every rank. place: section and key of the YAML file."""
+
+    flag: str
+    variable: str
+    place: str
+    kind: Callable[[str], Any]
+    help: str
+    scale: int = 1
+    inverted: bool = False  # the variable says the opposite of the flag
+    off_flag: str | None = None  # for bool; None: "--no-" + flag
+
+
+def _at_least_zero(kind: Callable[[str], Any]) -> Callable[[str], Any]:
+    def parse(text: str) -> Any:
+        value = kind(text)
+        if value < 0:
+            raise argparse.ArgumentTypeError(f"{text} is negative")
+        return value
+
+    parse.__name__ = kind.__name__
+    return parse
+
+
+_count, _amount = _at_least_zero(int), _at_least_zero(float)
+
+SETTINGS = (
+    Setting("fusion-threshold-mb", "HOROVOD_FUSION_THRESHOLD", "params.fusion_threshold_mb", _count,
+            "largest buffer that one collective may fuse, in MiB", scale=1 << 20),
+    Setting("cycle-time-ms", "HOROVOD_CYCLE_TIME", "params.cycle_time_ms", _amount,
+            "upper bound of the gathering window, in ms"),
+    Setting("cache-capacity", "HOROVOD_CACHE_CAPACITY", "params.cache_capacity", _count,
+            "agreements remembered; 0 turns the plan cache off"),
+    Setting("hierarchical-allreduce", "HOROVOD_HIERARCHICAL_ALLREDUCE", "params.hierarchical_allreduce", bool,
+            "two-level allreduce across hosts"),
+    Setting("hierarchical-allgather", "HOROVOD_HIERARCHICAL_ALLGATHER", "params.hierarchical_allgather", bool,
+            "two-level allgather across hosts"),
+    Setting("torus-allreduce", "HOROVOD_TORUS_ALLREDUCE", "params.torus_allreduce", bool,
+            "two-dimensional allreduce across hosts"),
+    Setting("autotune", "HOROVOD_AUTOTUNE", "autotune.enabled", bool, "search for good values of the tunables"),
+    Setting("autotune-log-file", "HOROVOD_AUTOTUNE_LOG", "autotune.log_file", str, "where the search is logged"),
+    Setting("autotune-warmup-samples", "HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "autotune.warmup_samples", _count,
+            "samples thrown away first"),
+    Setting("autotune-steps-per-sample", "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "autotune.steps_per_sample", _count,
+            "steps in one sample"),
+    Setting("autotune-bayes-opt-max-samples", "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+            "autotune.bayes_opt_max_samples", _count, "samples at most"),
+    Setting("autotune-gaussian-process-noise", "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+            "autotune.gaussian_process_noise", _amount, "noise expected in a sample, 0 to 1"),
+    Setting("timeline-filename", "HOROVOD_TIMELINE", "timeline.filename", str, "write a Chrome trace there"),
+    Setting("timeline-mark-cycles", "HOROVOD_TIMELINE_MARK_CYCLES", "timeline.mark_cycles", bool,
+            "mark engine cycles in the trace"),
+    Setting("stall-check", "HOROVOD_STALL_CHECK_DISABLE", "stall_check.enabled", bool,
+            "report ranks that others wait for", inverted=True),
+    Setting("stall-check-warning-time-seconds", "HOROVOD_STALL_CHECK_TIME_SECONDS",
+            "stall_check.warning_time_seconds", _count, "wait before the report"),
+    Setting("stall-check-shutdown-time-seconds", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
+            "stall_check.shutdown_time_seconds", _count, "wait before the job is given up; 0: never"),
+    Setting("mpi-threads-disable", "HOROVOD_MPI_THREADS_DISABLE", "library_options.mpi_threads_disable", bool,
+            "ask MPI for one thread only"),
+    Setting("num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", "library_options.num_nccl_streams", _count,
+            "streams for NCCL"),
+    Setting("thread-affinity", "HOROVOD_THREAD_AFFINITY", "library_options.thread_affinity", str,
+            "comma list: a core for the engine thread of each local rank"),
+    Setting("gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", "library_options.gloo_timeout_seconds", _count,
+            "limit on one network wait"),
+    Setting("log-level", "HOROVOD_LOG_LEVEL", "logging.level", str, "TRACE, DEBUG, INFO, WARNING, ERROR or FATAL"),
+    Setting("log-with-timestamp", "HOROVOD_LOG_HIDE_TIME", "logging.with_timestamp", bool,
+            "time in the runtime's log lines", inverted=True, off_flag="log-without-timestamp"),
+)  # fmt: skip
+
+# (flags, number of values): known, refused, and the reason.
+_ELASTIC = (
+    (("--min-np", "--min-num-proc"), 1),
+    (("--max-np", "--max-num-proc"), 1),
+    (("--slots-per-host",), 1),
+    (("--elastic-timeout",), 1),
+    (("--reset-limit",), 1),
+    (("--blacklist-cooldown-range",), 2),
+    (("--host-discovery-script",), 1),
+)
+_NO_ELASTIC = (
+    "is for elastic jobs, and this version has none yet (Unsupported). Run a fixed size with -np N, save checkpoints, and let "
+    "your scheduler restart the job; a failed rank ends it within seconds with that rank's exit code"
+)
+_USE_MPIRUN = "is not what this launcher does: it starts ranks without MPI. Start the same script with MPI's own launcher"
+_REFUSED = (
+    (("--mpi", "--use-mpi"), 0, f"{_USE_MPIRUN}: mpirun -n N python train.py"),
+    (("--mpi-args",), 1, f"{_USE_MPIRUN} and give it the arguments: mpirun ARGS -n N python train.py"),
+    (("--binding-args",), 1, f"{_USE_MPIRUN} for binding: mpirun --bind-to core -n N python train.py"),
+    (("--jsrun", "--use-jsrun"), 0, f"{_USE_MPIRUN}: jsrun or mpirun with its own flags"),
+)
+
+
+class _Refuse(argparse.Action):
+    """A flag that is known and cannot be served: says so, rather than 'unrecognized argument'."""
+
+    def __init__(self, why: str = "", **rest: Any) -> None:
+        super().__init__(**rest)
+        self._why = why
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        raise NotYet(f"{option_string} {self._why}")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> Any:
+        raise LaunchError(
+            f"{message}\nusage: {self.prog} -np N [-H host:slots,...] [flags] python train.py ...   (--help)"
+        )
+
+
+def _number_of_ranks(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor 'auto'")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1e9:
+        raise argparse.ArgumentTypeError(f"{text} is not a number of seconds")
+    return value
+
+
+def _threads(text: str) -> str:
+    if text in ("auto", "off") or (text.isdigit() and int(text) > 0):
+        return text
+    raise argparse.ArgumentTypeError(f"{text!r} is neither 'auto', 'off' nor a number")
+
+
+def build_parser(program: str) -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog=program,
+        allow_abbrev=False,
+        description="Starts one process per rank, on this host without ssh and on others through it, and ends them together.",
+        epilog="Exit code: that of the rank which failed first (128+N for signal N); 130 after Ctrl-C, 143 after SIGTERM.",
+    )
+    _add_general(parser)
+    _add_output(parser)
+    tunables = parser.add_argument_group(
+        "tunables (each sets the variable named in its help, for every rank)"
+    )
+    for setting in SETTINGS:
+        _add_setting(tunables, setting)
+    _add_refused(parser)
+    parser.add_argument(
+        "command", nargs=argparse.REMAINDER, help="what every rank runs; no shell is involved"
+    )
+    return parser
+
+
+def _add_general(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("-v", "--version", action="store_true", help="print the version")
+    add("-np", "-n", "--num-proc", dest="num_proc", type=_number_of_ranks, metavar="N|auto",
+        help="number of ranks; auto: every slot of the hosts, else one per local device, else one per core")  # fmt: skip
+    add("-cb", "--check-build", action="store_true", help="print what is available, and why not the rest")
+    add("--print-config", action="store_true", help="print every setting with its origin, and end")
+    add(
+        "-H",
+        "--hosts",
+        "--host",
+        metavar="HOST:SLOTS,...",
+        help="hosts in order of their ranks; this one needs no ssh",
+    )
+    add("-hostfile", "--hostfile", metavar="FILE", help="one 'host slots=N' a line")
+    add(
+        "--start-timeout",
+        type=_seconds,
+        metavar="S",
+        help="limit for all ranks to meet, in seconds (default 300)",
+    )
+    add(
+        "--grace",
+        type=_seconds,
+        metavar="S",
+        help="time between SIGTERM and SIGKILL, in seconds (default 30)",
+    )
+    add(
+        "--network-interfaces",
+        "--network-interface",
+        metavar="NAME,...",
+        help="interfaces to meet over (default: all)",
+    )
+    add("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of the other hosts")
+    add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the other hosts")
+    add(
+        "--remote-python",
+        metavar="PATH",
+        help="Python with horoclone on the other hosts (default: the same path as here)",
+    )
+    add("--threads-per-rank", type=_threads, default=None, metavar="auto|off|N",
+        help="OMP_NUM_THREADS of each rank; auto: share the cores where it is unset (default)")  # fmt: skip
+    add(
+        "--config-file",
+        metavar="FILE",
+        help="YAML with the same settings (flag beats environment beats file)",
+    )
+    add("--verbose", action="store_true", help="say what the launcher does")
+    add(
+        "--gloo",
+        "--use-gloo",
+        action="store_true",
+        dest="gloo",
+        help="accepted; the launcher never needs MPI",
+    )
+    add("--disable-cache", action="store_true", help="accepted; no check of hosts is remembered")
+    add("--tcp", action="store_true", help="no InfiniBand for NCCL (NCCL_IB_DISABLE=1)")
+
+
+def _add_output(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("output").add_argument
+    add("--output-filename", "--log-dir", metavar="DIR", help="also write DIR/rank.N/stdout and stderr")
+    add("-prefix-timestamp", "--prefix-output-with-timestamp", "--prefix-timestamp", action="store_true",
+        dest="prefix_timestamp", help="time before every line")  # fmt: skip
+    add("--horovod-format", action="store_true", help="horovodrun's prefix: [1]<stdout>:")
+    add("--ranks", metavar="0,3-5", help="show only these ranks (files hold all)")
+
+
+def _add_setting(group: Any, setting: Setting) -> None:
+    text = f"{setting.help} ({setting.variable})".replace("%", "%%")
+    name = setting.flag.replace("-", "_")
+    if setting.kind is bool:
+        group.add_argument(f"--{setting.flag}", dest=name, action="store_true", default=None, help=text)
+        off = setting.off_flag or f"no-{setting.flag}"
+        group.add_argument(f"--{off}", dest=name, action="store_false", default=None, help=argparse.SUPPRESS)
+    else:
+        group.add_argument(f"--{setting.flag}", dest=name, type=setting.kind, default=None, help=text)
+    if setting.flag == "log-with-timestamp":  # horovodrun's older pair, with the opposite sense
+        group.add_argument(
+            "--log-hide-timestamp", dest=name, action="store_false", default=None, help=argparse.SUPPRESS
+        )
+        group.add_argument(
+            "--no-log-hide-timestamp", dest=name, action="store_true", default=None, help=argparse.SUPPRESS
+        )
+
+
+def _add_refused(parser: argparse.ArgumentParser) -> None:
+    for flags, values in _ELASTIC:
+        parser.add_argument(*flags, action=_Refuse, nargs=values, why=_NO_ELASTIC, help=argparse.SUPPRESS)
+    for flags, values, why in _REFUSED:
+        parser.add_argument(*flags, action=_Refuse, nargs=values, why=why, help=argparse.SUPPRESS)
+
+
+def variable_text(setting: Setting, value: Any) -> str:
+    """The text of the setting's variable for a parsed value."""
+    if setting.kind is bool:
+        return "1" if bool(value) != setting.inverted else "0"
+    if setting.scale != 1:
+        return str(int(value * setting.scale))
+    return str(value)
+
+
+def rank_settings(
+    arguments: argparse.Namespace, file_values: Mapping[str, Any], environment: Mapping[str, str]
+) -> dict[str, tuple[str, str]]:
+    """variable -> (text, origin) of every tunable that somebody has set. file_values: place -> value (config_file.py)."""
+    found: dict[str, tuple[str, str]] = {}
+    for setting in SETTINGS:
+        value = getattr(arguments, setting.flag.replace("-", "_"))
+        if value is not None:
+            found[setting.variable] = (variable_text(setting, value), f"--{setting.flag}")
+            continue
+        twin = setting.variable.replace("HOROVOD_", "HOROCLONE_", 1)
+        inherited = next((name for name in (twin, setting.variable) if name in environment), None)
+        if inherited is not None:
+            found[setting.variable] = (environment[inherited], f"environment ({inherited})")
+        elif setting.place in file_values:
+            found[setting.variable] = (
+                variable_text(setting, file_values[setting.place]),
+                f"file ({setting.place})",
+            )
+    return found

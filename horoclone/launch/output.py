@@ -1,0 +1,255 @@
+"""The ranks' output on our own stdout and stderr: whole lines, a prefix per rank, progress bars that stay usable.
+
+Bytes go through unchanged, except that the screen gets U+FFFD for what is not UTF-8. Thread: the job's loop.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+import re
+import select
+import time
+from collections.abc import Callable
+from typing import BinaryIO
+
+STDOUT, STDERR = 1, 2
+_STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
+
+_TAIL_LINES = 400  # kept for the failure report
+_LONGEST_LINE = 256 << 10  # bytes; a longer one is shown in pieces
+_PARTIAL_AFTER_S = 0.2  # a prompt without a newline shows up on a terminal after this
+_PROGRESS_EVERY_S = 10.0  # how often a progress bar becomes a line where output is not a terminal
+_COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_CLEAR_LINE = b"\r\x1b[K"
+_ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+class Style:
+    """How a line is introduced."""
+
+    def __init__(self, horovod: bool = False, timestamps: bool = False, colour: bool = False) -> None:
+        self._horovod, self._timestamps, self._colour = horovod, timestamps, colour
+
+    def prefix(self, rank: int, stream: int) -> bytes:
+        if self._horovod:
+            stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
+            return f"{stamp}[{rank}]<{_STREAM_NAMES[stream]}>:".encode()
+        stamp = ""
+        if self._timestamps:
+            now = time.time()
+            stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(now)) + f".{int(now % 1 * 1000):03d} "
+        if self._colour:
+            return f"{stamp}\x1b[{_COLOURS[rank % len(_COLOURS)]}m[{rank}]\x1b[0m ".encode()
+        return f"{stamp}[{rank}] ".encode()
+
+
+def wants_colour(descriptor: int) -> bool:
+    """A terminal that shows colours, and a user who has not set NO_COLOR."""
+    return is_terminal(descriptor) and not os.environ.get("NO_COLOR")
+
+
+def is_terminal(descriptor: int) -> bool:
+    return os.isatty(descriptor) and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def _printable(line: bytes) -> bytes:
+    try:
+        line.decode()
+        return line
+    except UnicodeDecodeError:
+        return line.decode(errors="replace").encode()
+
+
+def shown(line: bytes) -> bytes:
+    """What a terminal would leave of a line with carriage returns: the last update."""
+    if b"\r" not in line:
+        return line
+    return next((part for part in reversed(line.split(b"\r")) if part), b"").rstrip()
+
+
+class Screen:
+    """Our stdout and stderr. On a terminal one line at the bottom may be `live`: redrawn, not kept."""
+
+    def __init__(self, style: Style, only: set[int] | None = None) -> None:
+        self._style, self._only = style, only
+        self._terminal = {STDOUT: is_terminal(STDOUT), STDERR: is_terminal(STDERR)}
+        self._live: tuple[int, int, bytes] | None = None  # rank, stream, text
+        self.broken = False  # nobody reads our output any more
+        self.may_drop: Callable[[], bool] = lambda: False  # output that cannot be written at once may be lost
+
+    def is_live(self, stream: int) -> bool:
+        return self._terminal[stream]
+
+    def show(self, rank: int, stream: int, lines: list[bytes], live: bytes | None = None) -> None:
+        """Prints whole lines; `live` replaces the live line when it is given (b"" ends it)."""
+        if self._only is not None and rank not in self._only:
+            return
+        erase = self._live is not None and (lines or live is not None)
+        if erase and self._live is not None:
+            self._write(self._live[1], _CLEAR_LINE)
+        if lines:
+            prefix = self._style.prefix(rank, stream)
+            self._write(stream, b"".join(prefix + _printable(line) + b"\n" for line in lines))
+        if live is not None and self._terminal[stream]:
+            if live:
+                self._live = (rank, stream, live)
+            elif self._live is not None and self._live[:2] == (rank, stream):
+                self._live = None
+        if self._live is not None and (erase or live):
+            self._draw(*self._live)
+
+    def close(self) -> None:
+        """Leaves the cursor on a line of its own."""
+        if self._live is not None:
+            self._write(self._live[1], b"\n")
+            self._live = None
+
+    def _draw(self, rank: int, stream: int, text: bytes) -> None:
+        try:
+            columns = os.get_terminal_size(stream).columns
+        except OSError:
+            columns = 80
+        plain = _ESCAPE.sub("", text.decode(errors="replace"))
+        room = max(10, columns - 1 - len(_ESCAPE.sub("", self._style.prefix(rank, stream).decode())))
+        body = text if len(plain) <= room else plain[:room].encode()
+        self._write(stream, self._style.prefix(rank, stream) + _printable(body))
+
+    def _write(self, stream: int, data: bytes) -> None:
+        """In pieces that a ready pipe takes without blocking, so that a stuck reader cannot hold up an ending job."""
+        if self.broken:
+            return
+        ready = select.poll()
+        ready.register(stream, select.POLLOUT)
+        view = memoryview(data)
+        while view:
+            if not ready.poll(200):
+                if self.may_drop():
+                    return
+                continue
+            try:
+                view = view[os.write(stream, view[:4096]) :]
+            except BlockingIOError:  # somebody made our stdout non-blocking; poll again
+                time.sleep(0.005)
+            except OSError:
+                self.broken = True
+                return
+
+
+class RankStream:
+    """Cuts one stream of one rank into lines for the screen, its file and the tail."""
+
+    def __init__(self, rank: int, stream: int, screen: Screen, file: BinaryIO | None) -> None:
+        self._rank, self._stream, self._screen, self._file = rank, stream, screen, file
+        self._partial = b""
+        self._partial_since = 0.0
+        self._live = False
+        self._progress_shown_s = 0.0
+        self._held: list[bytes] | None = None
+        self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
+        self.hide_interrupts = False  # the user pressed Ctrl-C: tracebacks that only say so are noise
+        self.file_error: str | None = None
+
+    def feed(self, data: bytes) -> None:
+        self._keep(data)
+        *complete, self._partial = (self._partial + data).split(b"\n")
+        lines = [line for raw in complete for line in self._visible(shown(raw.removesuffix(b"\r")))]
+        self.tail.extend(lines)
+        if len(self._partial) > _LONGEST_LINE and b"\r" not in self._partial:
+            lines.append(self._partial)
+            self._partial = b""
+        live: bytes | None = b"" if complete and self._live else None
+        if b"\r" in self._partial:
+            self._partial = (
+                b"\r" + self._partial.rpartition(b"\r")[2]
+                if not self._partial.endswith(b"\r")
+                else (b"\r" + shown(self._partial) + b"\r")
+            )
+            live = shown(self._partial)
+            if not self._screen.is_live(self._stream):
+                lines += self._progress(live)
+        self._partial_since = time.monotonic() if self._partial else 0.0
+        self._live = bool(live)
+        self._screen.show(self._rank, self._stream, lines, live)
+
+    def _keep(self, data: bytes) -> None:
+        if self._file is None or self.file_error:
+            return
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[self._file.write(view) :]
+        except OSError as error:
+            self.file_error = f"{self._file.name}: {error.strerror}"
+
+    def _progress(self, update: bytes) -> list[bytes]:
+        """A progress bar in a file of logs: now and then one line."""
+        now = time.monotonic()
+        if not self._progress_shown_s:
+            self._progress_shown_s = now
+        if now - self._progress_shown_s < _PROGRESS_EVERY_S or not update:
+            return []
+        self._progress_shown_s = now
+        return [update]
+
+    def _visible(self, line: bytes) -> list[bytes]:
+        """The line, unless it belongs to a traceback that ends in KeyboardInterrupt after Ctrl-C."""
+        if not self.hide_interrupts:
+            return [line]
+        if self._held is None:
+            if line != b"Traceback (most recent call last):":
+                return [line]
+            self._held = []
+        self._held.append(line)
+        if line[:1] in (b" ", b"\t", b"") or line.startswith(
+            (b"Traceback ", b"During handling ", b"The above ")
+        ):
+            return []
+        held, self._held = self._held, None
+        return [] if line.startswith(b"KeyboardInterrupt") else held
+
+    def show_partial(self, now: float) -> float | None:
+        """Shows text that waits for its newline (a prompt) on a terminal. Returns when to ask again."""
+        if not self._partial or self._live or not self._screen.is_live(self._stream):
+            return None
+        due = self._partial_since + _PARTIAL_AFTER_S
+        if now < due:
+            return due
+        self._live = True
+        self._screen.show(self._rank, self._stream, [], shown(self._partial))
+        return None
+
+    def finish(self) -> None:
+        """The stream has ended: the last line is printed although it has no newline."""
+        lines = [shown(self._partial)] if shown(self._partial).strip() else []
+        self._partial = b""
+        lines = [kept for line in lines for kept in self._visible(line)]
+        if self._held:
+            lines += self._held
+            self._held = None
+        self.tail.extend(lines)
+        self._screen.show(self._rank, self._stream, lines, b"" if self._live else None)
+        self._live = False
+        if self._file is not None:
+            try:
+                self._file.close()
+            except OSError:
+                pass
+            self._file = None
+
+
+def rank_folder(folder: str, rank: int, size: int) -> str:
+    """D/rank.N as horovodrun names it: padded with zeros to the width of the highest rank."""
+    return os.path.join(folder, f"rank.{str(rank).zfill(len(str(max(size - 1, 1))))}")
+
+
+def open_files(folder: str | None, rank: int, size: int) -> tuple[BinaryIO | None, BinaryIO | None]:
+    """D/rank.N/stdout and stderr, emptied. OSError when that cannot be."""
+    if folder is None:
+        return None, None
+    own = rank_folder(folder, rank, size)
+    os.makedirs(own, exist_ok=True)
+    return (
+        open(os.path.join(own, "stdout"), "wb", buffering=0),
+        open(os.path.join(own, "stderr"), "wb", buffering=0),
+    )

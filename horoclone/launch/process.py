@@ -1,0 +1,279 @@
+"""Local ranks: started without a shell, each the leader of its own session, none left behind whatever happens to us.
+
+Used by the launcher and, on other hosts, by remote.py. Thread: the one that started them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import IO
+
+from horoclone.launch.usage import LaunchError
+
+_PR_SET_PDEATHSIG = 1
+# From <linux/fcntl.h>; the fcntl module names them only where the C library of the build did.
+_F_ADD_SEALS, _SEAL_WRITE, _SEAL_GROW, _SEAL_SHRINK, _SEAL_SEAL = 1033, 0x8, 0x4, 0x2, 0x1
+
+
+def sealed_memory(name: str, content: bytes) -> int:
+    """A descriptor of anonymous read-only memory with `content`; children read it with pread, as often as they like."""
+    descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    fcntl.fcntl(descriptor, _F_ADD_SEALS, _SEAL_WRITE | _SEAL_GROW | _SEAL_SHRINK | _SEAL_SEAL)
+    return descriptor
+
+
+def read_memory(descriptor: int) -> bytes:
+    """The whole content of such a descriptor, wherever its file offset is."""
+    parts, offset = [], 0
+    while part := os.pread(descriptor, 1 << 20, offset):
+        parts.append(part)
+        offset += len(part)
+    return b"".join(parts)
+
+
+def dies_with_parent() -> Callable[[], None]:
+    """For preexec_fn: the kernel kills the child when the thread that started it is gone. Everything is looked up here,
+    before the fork, so that the child only makes two system calls."""
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent, kill = os.getpid(), int(signal.SIGKILL)
+
+    def arm() -> None:
+        prctl(_PR_SET_PDEATHSIG, kill, 0, 0, 0)
+        if os.getppid() != parent:  # it was gone before we asked
+            os.kill(os.getpid(), kill)
+
+    return arm
+
+
+class Guardian:
+    """Our end of guardian.py."""
+
+    def __init__(self) -> None:
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "guardian.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", path, str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+            bufsize=0,
+        )
+
+    def _tell(self, line: str) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line.encode())
+        except OSError:  # somebody killed it; the ranks' own parent-death signal remains
+            pass
+
+    def watch(self, group: int) -> None:
+        self._tell(f"+{group}\n")
+
+    def forget(self, group: int) -> None:
+        self._tell(f"-{group}\n")
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass
+        try:
+            self._process.wait(3.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class LocalRank:
+    """One process and its group. `code` is None while it runs, then as subprocess has it: -N for signal N."""
+
+    def __init__(
+        self,
+        rank: int,
+        process: subprocess.Popen[bytes],
+        guardian: Guardian,
+        result: int | None,
+    ) -> None:
+        assert process.stdout is not None and process.stderr is not None
+        self.rank = rank
+        self.pid = process.pid
+        self.stdout: IO[bytes] = process.stdout
+        self.stderr: IO[bytes] = process.stderr
+        self.code: int | None = None
+        self.result = result  # memfd where the process leaves the value of horoclone.run's function
+        self._process = process
+        self._guardian = guardian
+        self._group_gone = False
+        self.pidfd = -1
+        try:
+            self.pidfd = os.pidfd_open(process.pid)
+        except (AttributeError, OSError):
+            pass  # an old kernel: the owner polls
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = self._process.poll()
+        return self.code
+
+    def signal(self, number: int, group: bool = False) -> None:
+        """To the process alone (it decides what its children hear), or to everything in its group."""
+        try:
+            if group:
+                if not self._group_gone:
+                    os.killpg(self.pid, number)
+            elif self.poll() is None:
+                os.kill(self.pid, number)
+        except ProcessLookupError:
+            if group:
+                self._mark_gone()
+        except PermissionError:
+            pass
+
+    def group_alive(self) -> bool:
+        """Whether any process of the group is left."""
+        if self._group_gone:
+            return False
+        if self.poll() is None:
+            return True
+        try:
+            os.killpg(self.pid, 0)
+            return True
+        except ProcessLookupError:
+            self._mark_gone()
+            return False
+        except PermissionError:
+            return True
+
+    def _mark_gone(self) -> None:
+        if not self._group_gone and self.poll() is not None:
+            self._group_gone = True
+            self._guardian.forget(self.pid)
+
+    def close(self) -> None:
+        for stream in (self.stdout, self.stderr):
+            stream.close()
+        for descriptor in (self.pidfd, self.result):
+            if descriptor is not None and descriptor >= 0:
+                os.close(descriptor)
+        self.pidfd, self.result = -1, None
+
+
+class LocalRanks:
+    """Starts processes and owns what they inherit: the job secret and, for horoclone.run, the function."""
+
+    def __init__(self, secret: bytes, payload: bytes | None, bind_to_us: bool = True) -> None:
+        """bind_to_us: also ask the kernel to kill them with us (not for horoclone.run: a caller's thread may end, and its
+        process has threads that make code between fork and exec risky; the guardian is enough there)."""
+        self.guardian = Guardian()
+        self._secret = sealed_memory("horoclone-secret", secret)
+        self._payload = sealed_memory("horoclone-function", payload) if payload is not None else None
+        self._arm = dies_with_parent() if bind_to_us else None
+        self._started: list[LocalRank] = []
+
+    def start(
+        self,
+        rank: int,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        cwd: str,
+        stdin: int | None = None,
+    ) -> LocalRank:
+        """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null."""
+        inherited = [self._secret]
+        environment = {**environment, "HOROCLONE_SECRET_FD": str(self._secret)}
+        result = None
+        if self._payload is not None:
+            result = os.memfd_create("horoclone-result", os.MFD_CLOEXEC)
+            inherited += [self._payload, result]
+            environment["HOROCLONE_FUNCTION_FDS"] = f"{self._payload},{result}"
+        try:
+            process = subprocess.Popen(
+                list(command),
+                env=environment,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL if stdin is None else stdin,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                pass_fds=inherited,
+                preexec_fn=self._arm,
+            )
+        except (OSError, ValueError) as error:
+            if result is not None:
+                os.close(result)
+            raise _cannot_run(command[0], cwd, error) from None
+        self.guardian.watch(process.pid)
+        self._started.append(LocalRank(rank, process, self.guardian, result))
+        return self._started[-1]
+
+    def close(self) -> None:
+        """Kills what is left, then lets go of everything."""
+        for local in self._started:
+            local.signal(signal.SIGKILL, group=True)
+        for local in self._started:
+            try:
+                local._process.wait(2.0)
+            except (
+                subprocess.TimeoutExpired
+            ):  # in an uninterruptible system call; the guardian's registration stays
+                pass
+            local.group_alive()
+            local.close()
+        self.guardian.close()
+        for descriptor in (self._secret, self._payload):
+            if descriptor is not None:
+                os.close(descriptor)
+
+
+def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
+    if isinstance(error, OSError) and error.filename == cwd and not os.path.isdir(cwd):
+        return LaunchError(f"the working folder {cwd} is not there: {error.strerror}", 126)
+    if isinstance(error, FileNotFoundError):
+        return LaunchError(f"cannot run {program!r}: no such command on PATH and no such file in {cwd}", 127)
+    if isinstance(error, PermissionError):
+        return LaunchError(
+            f"cannot run {program!r}: it is not executable (put its interpreter first: python {program})", 126
+        )
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+    return LaunchError(f"cannot run {program!r}: {reason}", 126)
+
+
+def memory_kills() -> int:
+    """How often the kernel has killed a process in our memory cgroup for want of memory; 0 where it does not say."""
+    try:
+        with open("/proc/self/cgroup", encoding="ascii", errors="replace") as file:
+            lines = [line.rstrip("\n").split(":", 2) for line in file]
+    except OSError:
+        return 0
+    for _, controllers, path in (line for line in lines if len(line) == 3):
+        if controllers == "":
+            candidates = [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+        elif "memory" in controllers.split(","):
+            candidates = [
+                f"/sys/fs/cgroup/memory{path}/memory.oom_control",
+                "/sys/fs/cgroup/memory/memory.oom_control",
+            ]
+        else:
+            continue
+        for candidate in candidates:
+            try:
+                with open(candidate, encoding="ascii") as file:
+                    for line in file:
+                        key, _, value = line.partition(" ")
+                        if key == "oom_kill":
+                            return int(value)
+            except (OSError, ValueError):
+                continue
+    return 0

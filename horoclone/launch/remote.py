@@ -1,0 +1,178 @@
+"""The launcher's hand on another host: `python -m horoclone.launch.remote`, started by ssh, one process per host.
+
+Reads what to run and the job secret from stdin, starts the ranks, sends their output and exits up as frames.
+When stdin ends (ssh is gone) its ranks are ended within 2 s. One thread.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import sys
+import time
+from typing import Any
+
+from horoclone.launch import frames
+from horoclone.launch.environment import thread_variables
+from horoclone.launch.hosts import usable_cores
+from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
+from horoclone.launch.usage import LaunchError
+
+_GENTLE_S = 1.0
+_POLL_S = 0.05
+_SPEC_DEADLINE_S = 60.0
+
+
+class _LauncherGone(Exception):
+    pass
+
+
+class Remote:
+    """One host's ranks."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._reader = frames.FrameReader()
+        self._spec: dict[str, Any] | None = None
+        self._secret = b""
+        self._function: bytes | None = None
+        self._owner: LocalRanks | None = None
+        self._ranks: dict[int, LocalRank] = {}
+        self._told_exit: set[int] = set()
+        self._told_gone: set[int] = set()
+        self._kills_before = memory_kills()
+
+    def serve(self) -> int:
+        self._send_raw(frames.GREETING)
+        self._selector.register(0, selectors.EVENT_READ, self._from_launcher)
+        started_s = time.monotonic()
+        try:
+            while self._owner is None or len(self._told_gone) < len(self._ranks) or self._streams_open():
+                busy = any(rank not in self._told_gone for rank in self._told_exit)
+                blind = any(local.pidfd < 0 for local in self._ranks.values())
+                for key, _ in self._selector.select(_POLL_S if busy or blind else 5.0):
+                    key.data()
+                self._tell_ends()
+                if self._owner is None and time.monotonic() > started_s + _SPEC_DEADLINE_S:
+                    return 1
+            return 0
+        except (_LauncherGone, frames.BrokenFrame):
+            self._end_ranks()
+            return 1
+        except LaunchError as error:
+            self._refuse(error)
+            return 1
+        finally:
+            if self._owner is not None:
+                self._owner.close()
+
+    # --- from the launcher
+
+    def _from_launcher(self) -> None:
+        data = os.read(0, 1 << 16)
+        if not data:
+            raise _LauncherGone
+        for kind, rank, payload in self._reader.feed(data):
+            if kind == frames.SPEC:
+                self._spec = json.loads(payload)
+            elif kind == frames.SECRET:
+                self._secret = payload
+            elif kind == frames.FUNCTION:
+                self._function = (self._function or b"") + payload
+            elif kind == frames.GO:
+                self._start()
+            elif kind == frames.KILL and rank in self._ranks:
+                number, group = frames.KILL_PAYLOAD.unpack(payload)
+                self._ranks[rank].signal(number, bool(group))
+
+    def _start(self) -> None:
+        assert self._spec is not None
+        environment = {**os.environ, **self._spec["environment"]}
+        environment.pop("PYTHONPATH", None)  # ours only led to this file
+        if "PYTHONPATH" in self._spec["environment"]:
+            environment["PYTHONPATH"] = self._spec["environment"]["PYTHONPATH"]
+        share = len(self._spec["ranks"])
+        environment.update(thread_variables(environment, self._spec["threads"], share, usable_cores()))
+        self._owner = LocalRanks(self._secret, self._function)
+        for rank_text, own in self._spec["ranks"].items():
+            rank = int(rank_text)
+            local = self._owner.start(rank, self._spec["command"], {**environment, **own}, self._spec["cwd"])
+            self._ranks[rank] = local
+            self._send(frames.STARTED, rank, json.dumps({"pid": local.pid}).encode())
+            for kind, stream in ((frames.OUT, local.stdout), (frames.ERR, local.stderr)):
+                self._selector.register(
+                    stream, selectors.EVENT_READ, lambda k=kind, r=rank, s=stream: self._carry(k, r, s)
+                )
+            if local.pidfd >= 0:
+                self._selector.register(local.pidfd, selectors.EVENT_READ, lambda: None)
+
+    # --- to the launcher
+
+    def _carry(self, kind: bytes, rank: int, stream: Any) -> None:
+        data = os.read(stream.fileno(), 1 << 16)
+        if data:
+            self._send(kind, rank, data)
+        else:
+            self._selector.unregister(stream)
+            self._send(frames.ENDED_STREAM, rank, kind)
+
+    def _streams_open(self) -> bool:
+        return any(
+            not isinstance(key.fileobj, int) for key in self._selector.get_map().values()
+        )  # stdin and pidfds are registered by number
+
+    def _tell_ends(self) -> None:
+        for rank, local in self._ranks.items():
+            if rank not in self._told_exit and local.poll() is not None:
+                self._told_exit.add(rank)
+                if local.pidfd >= 0:
+                    self._selector.unregister(local.pidfd)
+                if local.result is not None:
+                    self._send_raw(frames.frames(frames.RESULT, rank, read_memory(local.result)))
+                report = {"code": local.code, "memory_kills": memory_kills() - self._kills_before}
+                self._send(frames.EXITED, rank, json.dumps(report).encode())
+            if rank in self._told_exit and rank not in self._told_gone and not local.group_alive():
+                self._told_gone.add(rank)
+                self._send(frames.GONE, rank)
+
+    def _refuse(self, error: LaunchError) -> None:
+        text = json.dumps({"text": str(error), "exit_code": error.exit_code}).encode()
+        try:
+            self._send(frames.REFUSED, frames.WHOLE_HOST, text)
+        except _LauncherGone:
+            pass
+
+    def _send(self, kind: bytes, rank: int, payload: bytes = b"") -> None:
+        self._send_raw(frames.frame(kind, rank, payload))
+
+    def _send_raw(self, data: bytes) -> None:
+        view = memoryview(data)
+        try:
+            while view:
+                view = view[os.write(1, view) :]
+        except OSError:
+            raise _LauncherGone from None
+
+    # --- the end
+
+    def _end_ranks(self) -> None:
+        """Nobody listens any more: SIGTERM, a second, and the owner's close() kills the rest."""
+        for local in self._ranks.values():
+            local.signal(signal.SIGTERM, group=True)
+            local.signal(signal.SIGCONT, group=True)
+        deadline = time.monotonic() + _GENTLE_S
+        while time.monotonic() < deadline and any(local.group_alive() for local in self._ranks.values()):
+            time.sleep(_POLL_S)
+
+
+def main() -> int:
+    # sshd may signal the session when the connection drops; stdin's end is what we act on.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
+        signal.signal(number, signal.SIG_IGN)
+    return Remote().serve()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

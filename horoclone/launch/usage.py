@@ -1,0 +1,58 @@
+"""The error a user of the launcher can make, and the words the launcher speaks in."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+class LaunchError(Exception):
+    """A mistake in what was asked or a host that cannot serve it: printed as text, never as a traceback."""
+
+    def __init__(self, text: str, exit_code: int = 2) -> None:
+        super().__init__(text)
+        self.exit_code = exit_code
+
+
+class NotYet(LaunchError):
+    """Asked for something this version does not do; the text says what to do instead."""
+
+
+def say(text: str, program: str = "horoclonerun") -> None:
+    """One message of the launcher itself, on stderr; never raises when stderr is gone."""
+    try:
+        os.write(
+            sys.__stderr__.fileno() if sys.__stderr__ else 2, f"{program}: {text}\n".encode(errors="replace")
+        )
+    except OSError:
+        pass
+
+
+def ranks_text(ranks: list[int]) -> str:
+    """[3, 7, 8, 9] -> 'ranks 3,7-9'; [3] -> 'rank 3'."""
+    parts: list[str] = []
+    ordered = sorted(set(ranks))
+    start = 0
+    while start < len(ordered):
+        end = start
+        while end + 1 < len(ordered) and ordered[end + 1] == ordered[end] + 1:
+            end += 1
+        parts.append(str(ordered[start]) if end == start else f"{ordered[start]}-{ordered[end]}")
+        start = end + 1
+    return ("rank " if len(ordered) == 1 else "ranks ") + ",".join(parts)
+
+
+def parse_ranks(text: str) -> set[int]:
+    """'0,3,5-7' -> {0, 3, 5, 6, 7}. LaunchError on anything else."""
+    ranks: set[int] = set()
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        try:
+            low = int(first)
+            high = int(last) if dash else low
+        except ValueError:
+            raise LaunchError(f"--ranks {text!r}: expected numbers and ranges such as 0,3,5-7") from None
+        if low < 0 or high < low:
+            raise LaunchError(f"--ranks {text!r}: {part.strip()!r} is not a range of ranks")
+        ranks.update(range(low, high + 1))
+    return ranks
