@@ -40,7 +40,7 @@ Ledger::Ledger(int size, size_t capacity)
     : size_(size),
       capacity_(std::min<size_t>(capacity, kMaxSlots)),
       unnamed_capacity_(capacity_ < 2 ? 0 : std::max<size_t>(1, capacity_ / 4)),
-      seen_once_(std::bit_ceil(4 * unnamed_capacity_), 0),
+      seen_once_(std::bit_ceil(std::max<size_t>(1024, 4 * unnamed_capacity_)), 0),
       scratch_(static_cast<size_t>(size), nullptr) {}
 
 uint32_t Ledger::new_entry(Op op) {
