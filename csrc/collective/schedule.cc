@@ -24,13 +24,6 @@ Step copy(Spot from, Spot to, size_t count) {
   return {.action = Action::kCopy, .count = count, .from = from, .to = to};
 }
 
-// A group of one: scaling is all there is to do.
-void add_lone_copy(Schedule& s, size_t count) {
-  Step step = copy({Place::kInput, 0}, {Place::kOutput, 0}, count);
-  step.prescale = step.finish = true;
-  s.add(step);
-}
-
 // Makes `count` elements of the input usable at `home`; returns what has to be waited for.
 int add_load(Schedule& s, Load load, Spot input, Spot home, size_t count) {
   if (load == Load::kNone) return -1;
@@ -38,6 +31,15 @@ int add_load(Schedule& s, Load load, Spot input, Spot home, size_t count) {
   Step step = copy(input, home, count);
   step.prescale = true;
   return s.add(step);
+}
+
+// A group of one: scaling is all there is to do.
+void add_lone_copy(Schedule& s, Load load, size_t count) {
+  const Spot input{Place::kInput, 0}, output{Place::kOutput, 0};
+  Step step = copy(input, output, count);
+  if (load == Load::kGate) step.after[0] = add_load(s, load, input, output, count);
+  step.prescale = step.finish = true;
+  s.add(step);
 }
 
 struct Offsets {
@@ -66,7 +68,7 @@ size_t chunk_begin(size_t count, int chunks, int c) {
 Schedule plan_ring_allreduce(const AllreduceShape& shape) {
   const int n = shape.size, rank = shape.rank;
   Schedule s{.name = "ring", .rounds = 2 * (n - 1)};
-  if (n == 1) return add_lone_copy(s, shape.count), s;
+  if (n == 1) return add_lone_copy(s, shape.load, shape.count), s;
   if (shape.pack) s.scratch_count = shape.count;
   const int left = wrap(rank - 1, n), right = wrap(rank + 1, n);
   auto first = [&](int c) { return chunk_begin(shape.count, n, c); };
@@ -115,7 +117,7 @@ Schedule plan_recursive_doubling(const AllreduceShape& shape) {
   const int folded = n - core;  // the first 2*folded ranks act in pairs
   const int stages = std::countr_zero(static_cast<unsigned>(core));
   Schedule s{.name = "recursive doubling", .rounds = stages + (folded ? 2 : 0)};
-  if (n == 1) return add_lone_copy(s, shape.count), s;
+  if (n == 1) return add_lone_copy(s, shape.load, shape.count), s;
   if (shape.pack) s.scratch_count = shape.count;
   const Spot home{shape.pack ? Place::kScratch : Place::kOutput, 0};
   const Load load = shape.load == Load::kNone && !shape.in_place ? Load::kCopy : shape.load;
@@ -211,7 +213,7 @@ Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load 
   const int n = static_cast<int>(counts.size());
   const Offsets offset(counts);
   Schedule s{.name = "ring", .rounds = n - 1};
-  if (n == 1) return add_lone_copy(s, counts[0]), s;
+  if (n == 1) return add_lone_copy(s, load, counts[0]), s;
   const bool copies = load == Load::kCopy;
   const size_t longest = *std::max_element(counts.begin(), counts.end());
   s.scratch_count = copies ? offset.at[n] : static_cast<size_t>(std::min(n - 2, 2)) * longest;
