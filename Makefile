@@ -5,7 +5,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 JOBS ?= 2
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
@@ -84,7 +84,7 @@ $(VENV)/.ready-made:
 
 $(VENV)/.ready-package: $(NATIVE) | $(VENV)/.ready-made
 	@echo "== building and installing horoclone into $(VENV)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable . || \
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable . || \
 	  { echo "the build failed; the same with all output: $(BIN)/python -m pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 
