@@ -99,7 +99,7 @@ def first_slurm_node(nodelist: str) -> str:
 class Pmi:
     """Hydra's key-value store. It does not initialise PMI, so that MPI_Init may come before or after.
 
-    Hydra kills the job when a process that has used PMI ends without finalising it, and MPI_Init fails after it has been
+    Hydra kills the job when a process that has used PMI ends without finalising it, and MPI_Init fails once it is
     finalised. So it is finalised when the interpreter ends, unless an MPI library does that.
     """
 
@@ -244,8 +244,8 @@ def load_mpi(reason: str) -> Any:
     except (ImportError, RuntimeError) as error:
         raise errors.Unsupported(
             f"{reason}, so the ranks find each other through MPI, and mpi4py cannot be loaded here ({error}). "
-            "Install it (pip install mpi4py), or put one secret into a file on every host and set HOROCLONE_SECRET_FILE, or start "
-            "the job with horoclonerun."
+            "Install it (pip install mpi4py), or put one secret into a file on every host and set "
+            "HOROCLONE_SECRET_FILE, or start the job with horoclonerun."
         ) from error
     return MPI
 

@@ -1,0 +1,540 @@
+"""Collectives on NumPy arrays: `import horoclone as hvd`, no framework needed.
+
+Every function takes anything that np.asarray takes and works for bool, 8- to 64-bit integers, float16, bfloat16 (with
+ml_dtypes), float32 and float64; 0-d and empty arrays are fine. Arrays that are not C-contiguous or not in native byte
+order are copied; in-place functions refuse them with ValueError. `name` makes an operation match by name on every
+rank; without it operations match by their order. Errors: ValueError for wrong arguments, else those of errors.py.
+Handles of the `_async` functions are integers for poll() and synchronize(); they keep their arrays alive until then.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from horoclone import ops, runtime
+from horoclone.process_sets import ProcessSet, global_process_set, id_of
+
+if TYPE_CHECKING:
+    from horoclone._core import Result, Runtime
+
+Array = NDArray[Any]
+
+
+class _Pending:
+    """An operation in flight: which runtime has it, what must stay alive, and how its outcome is made."""
+
+    __slots__ = ("finish", "handle", "keep", "native")
+
+    def __init__(
+        self, native: Runtime, handle: int, keep: Any, finish: Callable[[Runtime, int], Any]
+    ) -> None:
+        self.native = native
+        self.handle = handle  # 0: nothing was submitted (an empty group)
+        self.keep = keep
+        self.finish = finish
+
+
+_pending: dict[int, _Pending] = {}
+_numbers = itertools.count(1)
+
+
+# --- arrays and their description
+
+
+def _dtype_of(array: Array) -> int:
+    number = ops.DTYPES.get(array.dtype.name)
+    if number is None:
+        raise ValueError(
+            f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.DTYPES)}."
+        )
+    return number
+
+
+def _input(array: ArrayLike) -> Array:
+    """As a C-contiguous array in native byte order; a copy only where that needs one."""
+    found = np.asarray(array)
+    if not found.flags.c_contiguous or not found.dtype.isnative:
+        found = np.array(found, dtype=found.dtype.newbyteorder("="), order="C", copy=True)
+    return found
+
+
+def _in_place(array: Array) -> Array:
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"an in-place operation needs a NumPy array, not {type(array).__name__}")
+    if not array.flags.c_contiguous or not array.dtype.isnative:
+        raise ValueError("Tensor is required to be contiguous.")
+    if not array.flags.writeable:
+        raise ValueError("an in-place operation needs a writable array, and this one is read-only")
+    return array
+
+
+def _address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def _set_id(process_set: ProcessSet) -> int:
+    return 0 if process_set is global_process_set else id_of(process_set)
+
+
+def _rows(result: Result, like: Array) -> Array:
+    """The core's bytes as an array of the rows' shape and dtype, without a copy."""
+    shape = (result.first_dimension, *like.shape[1:])
+    if result.nbytes == 0:
+        return np.empty(shape, like.dtype)
+    return np.frombuffer(result, np.uint8).view(like.dtype).reshape(shape)
+
+
+def _remember(pending: _Pending) -> int:
+    number = next(_numbers)
+    _pending[number] = pending
+    return number
+
+
+def _now(pending: _Pending) -> Any:
+    """Waits for the operation and gives its outcome."""
+    if pending.handle == 0:
+        return pending.finish(pending.native, 0)
+    pending.native.wait(pending.handle)
+    try:
+        return pending.finish(pending.native, pending.handle)
+    finally:
+        pending.native.release(pending.handle)
+
+
+def poll(handle: int) -> bool:
+    """Whether synchronize(handle) would return at once."""
+    pending = _pending.get(handle)
+    return pending is None or pending.handle == 0 or pending.native.poll(pending.handle)
+
+
+def synchronize(handle: int) -> Any:
+    """Waits for an `_async` operation and returns what the blocking function would have. None for an unknown handle."""
+    pending = _pending.pop(handle, None)
+    return None if pending is None else _now(pending)
+
+
+# --- allreduce
+
+
+def _allreduce(
+    array: Array,
+    out: Array,
+    name: str | None,
+    reduce: int,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+) -> _Pending:
+    native = runtime.native()
+    handle = native.submit(
+        ops.ALLREDUCE, name, _address(array), _address(out), array.shape, _dtype_of(array), reduce, *scales, 0,
+        _set_id(process_set),
+    )  # fmt: skip
+    return _Pending(native, handle, (array, out), lambda native, handle: out)
+
+
+def _allreduce_now(
+    array: Array,
+    out: Array,
+    name: str | None,
+    reduce: int,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+) -> Array:
+    runtime.native().run(
+        ops.ALLREDUCE, name, _address(array), _address(out), array.shape, _dtype_of(array), reduce, *scales, 0,
+        _set_id(process_set),
+    )  # fmt: skip
+    return out
+
+
+def allreduce(
+    array: ArrayLike,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Reduces arrays of one shape and dtype over all ranks; the same bits on every rank. Default op: Average.
+
+    Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and Product = and.
+    """
+    source = _input(array)
+    scales = (prescale_factor, postscale_factor)
+    return _allreduce_now(
+        source, np.empty_like(source), name, ops.resolve_reduce(average, op), scales, process_set
+    )
+
+
+def allreduce_async(
+    array: ArrayLike,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As allreduce; returns a handle at once. Do not change the array before it is done."""
+    source = _input(array)
+    scales = (prescale_factor, postscale_factor)
+    reduce = ops.resolve_reduce(average, op)
+    return _remember(_allreduce(source, np.empty_like(source), name, reduce, scales, process_set))
+
+
+def allreduce_(
+    array: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """As allreduce, with the result in the array itself, which is returned."""
+    target = _in_place(array)
+    scales = (prescale_factor, postscale_factor)
+    return _allreduce_now(target, target, name, ops.resolve_reduce(average, op), scales, process_set)
+
+
+def allreduce_async_(
+    array: Array,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As allreduce_; returns a handle at once. Do not touch the array before it is done."""
+    target = _in_place(array)
+    scales = (prescale_factor, postscale_factor)
+    return _remember(_allreduce(target, target, name, ops.resolve_reduce(average, op), scales, process_set))
+
+
+# --- groups
+
+
+def _group(
+    op: int,
+    arrays: Sequence[Array],
+    outs: Sequence[Array] | None,
+    name: str | None,
+    reduce: int,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+) -> _Pending:
+    """outs None: the core owns the results, row by row."""
+    native = runtime.native()
+    if not arrays:
+        return _Pending(native, 0, None, lambda native, handle: [])
+    handle = native.submit_group(
+        op,
+        name,
+        [_address(array) for array in arrays],
+        [_address(out) for out in outs] if outs is not None else [0] * len(arrays),
+        [array.shape for array in arrays],
+        [_dtype_of(array) for array in arrays],
+        reduce,
+        *scales,
+        0,
+        _set_id(process_set),
+    )
+
+    def finish(native: Runtime, handle: int) -> list[Array]:
+        if outs is not None:
+            return list(outs)
+        return [_rows(native.result(handle, index), array) for index, array in enumerate(arrays)]
+
+    return _Pending(native, handle, (arrays, outs), finish)
+
+
+def grouped_allreduce_async(
+    arrays: Sequence[ArrayLike],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As grouped_allreduce; returns one handle for the group at once."""
+    sources = [_input(array) for array in arrays]
+    outs = [np.empty_like(source) for source in sources]
+    scales = (prescale_factor, postscale_factor)
+    reduce = ops.resolve_reduce(average, op)
+    return _remember(_group(ops.ALLREDUCE, sources, outs, name, reduce, scales, process_set))
+
+
+def grouped_allreduce(
+    arrays: Sequence[ArrayLike],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """Reduces several arrays as one operation: none of them before all are ready on every rank."""
+    reduce = ops.resolve_reduce(average, op)
+    handle = grouped_allreduce_async(
+        arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
+    )
+    return synchronize(handle)  # type: ignore[no-any-return]
+
+
+def grouped_allreduce_async_(
+    arrays: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As grouped_allreduce_; returns one handle for the group at once."""
+    targets = [_in_place(array) for array in arrays]
+    scales = (prescale_factor, postscale_factor)
+    reduce = ops.resolve_reduce(average, op)
+    return _remember(_group(ops.ALLREDUCE, targets, targets, name, reduce, scales, process_set))
+
+
+def grouped_allreduce_(
+    arrays: Sequence[Array],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> list[Array]:
+    """As grouped_allreduce, with the results in the arrays themselves."""
+    reduce = ops.resolve_reduce(average, op)
+    handle = grouped_allreduce_async_(
+        arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
+    )
+    return synchronize(handle)  # type: ignore[no-any-return]
+
+
+# --- allgather, reducescatter, alltoall: results whose size only the core knows
+
+
+def _gathered(
+    op: int,
+    array: Array,
+    name: str | None,
+    reduce: int,
+    scales: tuple[float, float],
+    process_set: ProcessSet,
+) -> _Pending:
+    native = runtime.native()
+    handle = native.submit(
+        op, name, _address(array), 0, array.shape, _dtype_of(array), reduce, *scales, 0, _set_id(process_set)
+    )
+    return _Pending(native, handle, array, lambda native, handle: _rows(native.result(handle), array))
+
+
+def allgather_async(
+    array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As allgather; returns a handle at once."""
+    return _remember(_gathered(ops.ALLGATHER, _input(array), name, ops.Sum, (1.0, 1.0), process_set))
+
+
+def allgather(
+    array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
+    return _now(_gathered(ops.ALLGATHER, _input(array), name, ops.Sum, (1.0, 1.0), process_set))  # type: ignore[no-any-return]
+
+
+def grouped_allgather_async(
+    arrays: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As grouped_allgather; returns one handle for the group at once."""
+    sources = [_input(array) for array in arrays]
+    return _remember(_group(ops.ALLGATHER, sources, None, name, ops.Sum, (1.0, 1.0), process_set))
+
+
+def grouped_allgather(
+    arrays: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """allgather of several arrays as one operation."""
+    return synchronize(grouped_allgather_async(arrays, name, process_set))  # type: ignore[no-any-return]
+
+
+def _scatterable(array: ArrayLike) -> Array:
+    source = _input(array)
+    if source.ndim == 0:
+        raise ValueError("reducescatter needs an array with a first dimension to scatter; this one is 0-d.")
+    return source
+
+
+def reducescatter_async(
+    array: ArrayLike,
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As reducescatter; returns a handle at once."""
+    scales = (prescale_factor, postscale_factor)
+    reduce = ops.resolve_reduce(None, op)
+    return _remember(_gathered(ops.REDUCESCATTER, _scatterable(array), name, reduce, scales, process_set))
+
+
+def reducescatter(
+    array: ArrayLike,
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Array:
+    """Reduces arrays of one shape and gives each rank its share of the rows (the first ranks one more if uneven)."""
+    handle = reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor)
+    return synchronize(handle)  # type: ignore[no-any-return]
+
+
+def grouped_reducescatter_async(
+    arrays: Sequence[ArrayLike],
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As grouped_reducescatter; returns one handle for the group at once."""
+    sources = [_scatterable(array) for array in arrays]
+    scales = (prescale_factor, postscale_factor)
+    reduce = ops.resolve_reduce(None, op)
+    return _remember(_group(ops.REDUCESCATTER, sources, None, name, reduce, scales, process_set))
+
+
+def grouped_reducescatter(
+    arrays: Sequence[ArrayLike],
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """reducescatter of several arrays as one operation."""
+    handle = grouped_reducescatter_async(arrays, name, op, process_set, prescale_factor, postscale_factor)
+    return synchronize(handle)  # type: ignore[no-any-return]
+
+
+def alltoall_async(
+    array: ArrayLike,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As alltoall; returns a handle at once."""
+    source = _input(array)
+    rows: list[int] | None = None
+    if splits is not None:
+        given = np.asarray(splits)
+        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+            raise ValueError(
+                "alltoall: splits is a 1-d array of integers, one for each rank of the process set"
+            )
+        rows = [int(count) for count in given]
+    native = runtime.native()
+    handle = native.submit(
+        ops.ALLTOALL, name, _address(source), 0, source.shape, _dtype_of(source), ops.Sum, 1.0, 1.0, 0,
+        _set_id(process_set), rows,
+    )  # fmt: skip
+
+    def finish(native: Runtime, handle: int) -> Any:
+        result = native.result(handle)
+        output = _rows(result, source)
+        return output if rows is None else (output, np.array(result.rows_from, np.int32))
+
+    return _remember(_Pending(native, handle, source, finish))
+
+
+def alltoall(
+    array: ArrayLike,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends splits[r] rows to each rank r (equal shares without splits) and gives the rows received, in rank order.
+
+    With splits: (rows, received_splits), the latter int32, one for each rank.
+    """
+    return synchronize(alltoall_async(array, splits, name, process_set))
+
+
+# --- broadcast, barrier, join
+
+
+def _broadcast(
+    array: Array, out: Array, root_rank: int, name: str | None, process_set: ProcessSet
+) -> _Pending:
+    native = runtime.native()
+    handle = native.submit(
+        ops.BROADCAST, name, _address(array), _address(out), array.shape, _dtype_of(array), ops.Sum, 1.0, 1.0,
+        int(root_rank), _set_id(process_set),
+    )  # fmt: skip
+    return _Pending(native, handle, (array, out), lambda native, handle: out)
+
+
+def broadcast_async(
+    array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As broadcast; returns a handle at once."""
+    source = _input(array)
+    return _remember(_broadcast(source, np.empty_like(source), root_rank, name, process_set))
+
+
+def broadcast(
+    array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
+    source = _input(array)
+    return _now(_broadcast(source, np.empty_like(source), root_rank, name, process_set))  # type: ignore[no-any-return]
+
+
+def broadcast_async_(
+    array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As broadcast_; returns a handle at once."""
+    target = _in_place(array)
+    return _remember(_broadcast(target, target, root_rank, name, process_set))
+
+
+def broadcast_(
+    array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Array:
+    """As broadcast, into the array itself, which is returned."""
+    target = _in_place(array)
+    return _now(_broadcast(target, target, root_rank, name, process_set))  # type: ignore[no-any-return]
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the process set has called it."""
+    native = runtime.native()
+    handle = native.submit(ops.BARRIER, None, 0, 0, (), 0, ops.Sum, 1.0, 1.0, 0, _set_id(process_set))
+    native.wait(handle)
+    native.release(handle)
+
+
+def join(device: int = -1) -> int:
+    """This rank has no more data: the others' allreduces go on with its neutral elements. Returns, when every rank has
+    joined, the rank that was last. `device` is accepted for Horovod's sake."""
+    native = runtime.native()
+    handle = native.submit(ops.JOIN, None, 0, 0, (), 0)
+    native.wait(handle)
+    try:
+        return native.result(handle).join_rank
+    finally:
+        native.release(handle)

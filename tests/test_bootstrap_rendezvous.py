@@ -1,0 +1,401 @@
+"""The rendezvous: what it does for ranks, and what strangers can do to it."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import resource
+import secrets
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from horoclone import errors
+from horoclone.bootstrap import rendezvous, wire
+from horoclone.bootstrap.rendezvous import Client, Server, abstract_name
+
+SECRET = b"0123456789abcdef"
+
+
+@pytest.fixture(params=["tcp", "unix", "unix without a secret"])
+def server(request):
+    secret = b"" if "without" in request.param else SECRET
+    address = "127.0.0.1" if request.param == "tcp" else f"unix:horoclone-test-{secrets.token_hex(8)}"
+    one = Server(secret, "job", 4, [address])
+    one.secret = secret
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def tcp():
+    one = Server(SECRET, "job", 4, ["127.0.0.1"])
+    one.secret = SECRET
+    yield one
+    one.close()
+
+
+def client_of(server, timeout_s=10.0, **changes):
+    values = {"addresses": server.addresses, "secret": server.secret, "job": "job", **changes}
+    return Client(timeout_s=timeout_s, **values)
+
+
+def stranger(server):
+    family, target = wire.parse_address(server.addresses[0])
+    one = socket.socket(family)
+    one.settimeout(10)
+    one.connect(target)
+    return one
+
+
+def still_works(server):
+    client = client_of(server)
+    client.put("alive", b"yes")
+    assert client.get("alive", 5) == b"yes"
+    client.close()
+
+
+def test_put_and_get(server):
+    client = client_of(server)
+    client.put("a", b"x" * wire.MAX_VALUE_BYTES)
+    assert client_of(server).get("a", 5) == b"x" * wire.MAX_VALUE_BYTES
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client_of(server).get, "later", 10)
+        time.sleep(0.2)
+        client.put("later", b"now")
+        assert waiting.result(5) == b"now"
+
+
+def test_gather_gives_everybodys_blob_by_rank_again_and_again(server):
+    def rank_body(rank):
+        client = client_of(server)
+        for generation in range(30):
+            blobs = client.gather(f"world/{generation}", rank, 4, b"%d-%d" % (rank, generation), 20)
+            assert blobs == [b"%d-%d" % (other, generation) for other in range(4)]
+        client.close()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(rank_body, range(4)))
+    server.close(linger_s=5)
+    assert not server._gathers, "a gather that everybody has fetched is forgotten"
+
+
+def test_limits_of_keys_and_values(server):
+    client = client_of(server)
+    for key, value in (("", b""), ("k" * 257, b""), ("k", b"x" * (wire.MAX_VALUE_BYTES + 1))):
+        with pytest.raises(ValueError, match="bytes"):
+            client.put(key, value)
+    still_works(server)
+
+
+def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
+    monkeypatch.setattr("horoclone.bootstrap.client.REPORT_AFTER_S", 0.3)
+    heard: list[str] = []
+    with pytest.raises(errors.Timeout, match="missing: ranks 0, 2, 3") as caught:
+        client_of(server).gather("g", 1, 4, b"", 1.5, heard.append)
+    assert server.addresses[0] in str(caught.value)
+    assert len(heard) == 1 and "ranks 0, 2, 3" in heard[0] and server.addresses[0] in heard[0]
+
+
+def test_nobody_there_is_a_timeout_that_tells_what_was_tried():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    started = time.monotonic()
+    with pytest.raises(errors.Timeout, match=rf"127\.0\.0\.1:{port} \(Connection refused\)"):
+        Client([f"127.0.0.1:{port}"], SECRET, "job", 0.5).put("a", b"")
+    assert time.monotonic() - started < 3
+
+
+def test_a_missing_rank_that_has_failed_ends_the_wait_of_the_others(server):
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(client_of(server).gather, "g", 0, 4, b"", 60)
+        time.sleep(0.2)
+        client_of(server).report_failure(2, "ValueError: no data")
+        with pytest.raises(errors.PeerLost, match="ValueError: no data") as caught:
+            waiting.result(5)
+    assert caught.value.rank == 2
+    client_of(server).report_failure(1, "later", consequence=True)
+    assert [(one.rank, one.text, one.consequence) for one in server.failures()] == [
+        (2, "ValueError: no data", False),
+        (1, "later", True),
+    ]
+
+
+def test_two_processes_with_one_rank_are_told_so(server):
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(client_of(server).gather, "g", 0, 2, b"first", 2)
+        time.sleep(0.2)
+        with pytest.raises(errors.HorovodInternalError, match="two processes say that they are rank 0"):
+            client_of(server).gather("g", 0, 2, b"second", 5)
+        with pytest.raises(errors.HorovodInternalError, match="the job has 3 ranks"):
+            client_of(server).gather("g", 1, 3, b"second", 5)
+
+
+def test_a_server_that_ends_is_noticed(tcp):
+    client = client_of(tcp)
+    client.put("a", b"")
+    tcp.close()
+    started = time.monotonic()
+    with pytest.raises(errors.PeerLost, match="the rendezvous has ended"):
+        client.gather("g", 0, 2, b"", 60)
+    assert time.monotonic() - started < 10
+
+
+def test_an_address_that_does_not_answer_does_not_delay_the_one_that_does(tcp):
+    silent = socket.socket()
+    silent.bind(("127.0.0.1", 0))
+    silent.listen(1)
+    dead = wire.format_address(*silent.getsockname())
+    started = time.monotonic()
+    client_of(tcp, addresses=[dead, *tcp.addresses, "127.0.0.1:1"]).put("a", b"")
+    silent.close()
+    assert time.monotonic() - started < 8
+
+
+# --- strangers
+
+
+def test_a_wrong_secret_or_job_is_refused_with_a_reason(tcp):
+    for changes in ({"secret": b"fedcba9876543210"}, {"job": "older"}):
+        with pytest.raises(errors.HorovodInternalError, match="Is the secret of this job right"):
+            client_of(tcp, timeout_s=60, **changes).put("a", b"")
+    still_works(tcp)
+
+
+def test_without_a_secret_the_network_is_refused():
+    with pytest.raises(ValueError, match="unix"):
+        Server(b"", "job", 2, ["127.0.0.1"])
+    with pytest.raises(ValueError, match="at least 16"):
+        Server(b"short", "job", 2, ["127.0.0.1"])
+    with pytest.raises(ValueError, match="needs the job secret"):
+        Client(["127.0.0.1:1"], b"", "job", 1)
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        os.urandom(1024),
+        b"GET / HTTP/1.1\r\nHost: x\r\n\r\n" + b"x" * 100,
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + os.urandom(200),
+        b"\xff\xff\xff\xff" * 64,
+        pickle.dumps({"a": list(range(100))}),
+    ],
+    ids=["random", "http", "tls", "lengths", "pickle"],
+)
+def test_garbage_is_dropped_within_a_second(server, garbage):
+    one = stranger(server)
+    started = time.monotonic()
+    one.sendall(garbage)
+    received = b""
+    try:
+        while part := one.recv(4096):
+            received += part
+    except ConnectionResetError:
+        pass
+    assert time.monotonic() - started < 1.0
+    assert len(received) <= wire.GREETING_BYTES + wire.PROOF_BYTES, (
+        "strangers get a greeting and a refusal, no more"
+    )
+    still_works(server)
+
+
+def prove(server, one):
+    greeting = one.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+    server_nonce, nonce = greeting[4:], secrets.token_bytes(wire.NONCE_BYTES)
+    one.sendall(wire.HELLO + nonce + wire.proof(server.secret, b"client", "job", server_nonce, nonce))
+    assert one.recv(wire.PROOF_BYTES, socket.MSG_WAITALL) != wire.REFUSED
+    return nonce
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        struct.pack("<I", 0xFFFFFFFF) + b"x",
+        struct.pack("<i", -1),
+        struct.pack("<I", 0),
+        struct.pack("<I", wire.MAX_FRAME_BYTES + 1),
+        wire.frame(b"\x63"),
+        wire.frame(struct.pack("<BH", rendezvous.PUT, 60000) + b"k"),
+        wire.frame(struct.pack("<BH", rendezvous.PUT, 2) + b"\xff\xfe"),
+        wire.frame(struct.pack("<BI", rendezvous.GET, 5)),
+        wire.frame(struct.pack("<BI", rendezvous.GATHER, 5)),
+    ],
+)
+def test_a_broken_frame_after_the_handshake_closes_the_connection(server, frame):
+    one = stranger(server)
+    prove(server, one)
+    one.sendall(frame)
+    try:
+        assert one.recv(1) == b""
+    except ConnectionResetError:
+        pass
+    still_works(server)
+
+
+def test_lengths_of_strangers_allocate_nothing(tcp):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(200):
+        one = stranger(tcp)
+        one.sendall(b"\xff" * wire.HELLO_BYTES)
+        one.close()
+    still_works(tcp)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024  # KiB
+
+
+def test_a_recorded_handshake_cannot_be_replayed_nor_reflected(tcp):
+    first = stranger(tcp)
+    greeting = first.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+    nonce = secrets.token_bytes(wire.NONCE_BYTES)
+    hello = wire.HELLO + nonce + wire.proof(SECRET, b"client", "job", greeting[4:], nonce)
+    first.sendall(hello)
+    answer = first.recv(wire.PROOF_BYTES, socket.MSG_WAITALL)
+    assert answer != wire.REFUSED
+    for replay in (hello, wire.HELLO + greeting[4:] + answer):
+        second = stranger(tcp)
+        second.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+        second.sendall(replay)
+        assert second.recv(wire.PROOF_BYTES, socket.MSG_WAITALL) == wire.REFUSED
+
+
+def test_a_server_that_does_not_know_the_secret_is_not_believed():
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen(8)
+
+    def impostor():
+        while True:
+            try:
+                one, _ = listener.accept()
+            except OSError:
+                return
+            one.sendall(wire.GREETING + os.urandom(wire.NONCE_BYTES))
+            one.recv(wire.HELLO_BYTES, socket.MSG_WAITALL)
+            one.sendall(os.urandom(wire.PROOF_BYTES))
+            assert one.recv(1) == b"", "nothing may be sent to it"
+            one.close()
+
+    threading.Thread(target=impostor, daemon=True).start()
+    address = wire.format_address(*listener.getsockname())
+    with pytest.raises(errors.HorovodInternalError, match="does not know the secret"):
+        Client([address], SECRET, "job", 60).put("a", b"private")
+    listener.close()
+
+
+def test_slow_strangers_are_bounded_in_number_and_time(tcp):
+    strangers = [stranger(tcp) for _ in range(300)]
+    for one in strangers:
+        one.send(b"H")
+    still_works(tcp)
+    assert sum(not one.proved for one in tcp._connections.values()) <= rendezvous.MAX_HALF_OPEN
+    started = time.monotonic()
+    last = strangers[-1]
+    last.recv(wire.GREETING_BYTES, socket.MSG_WAITALL)
+    try:
+        while time.monotonic() - started < 10:
+            last.send(b"x")  # one byte at a time never reaches the end of a hello
+            time.sleep(0.2)
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    assert rendezvous.HELLO_DEADLINE_S - 1 < time.monotonic() - started < rendezvous.HELLO_DEADLINE_S + 2
+    still_works(tcp)
+
+
+def test_ranks_get_in_while_strangers_flood(tcp):
+    stop = threading.Event()
+
+    def flood():
+        while not stop.is_set():
+            try:
+                stranger(tcp).close()
+            except OSError:
+                pass
+
+    threads = [threading.Thread(target=flood, daemon=True) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            still_works(tcp)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(5)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it becomes another user")
+def test_another_user_is_refused_at_both_ends():
+    name = f"unix:horoclone-test-{secrets.token_hex(8)}"
+    mine = Server(b"", "job", 2, [name])
+    program = (
+        "import os, sys\nos.setuid(65534)\n"
+        "from horoclone.bootstrap.rendezvous import Client, Server\n"
+        "if sys.argv[1] == 'server':\n"
+        "    Server(b'', 'job', 2, [sys.argv[2]]); print('up', flush=True); input()\n"
+        "try: Client([sys.argv[2]], b'', 'job', 1.0).put('a', b'')\n"
+        "except Exception as error: print(type(error).__name__, error)"
+    )
+    # The interpreter and the package may lie where the other user cannot read, so both are loaded before setuid.
+    program = "import horoclone.bootstrap.rendezvous, horoclone.errors\n" + program
+    done = subprocess.run(
+        [sys.executable, "-c", program, "client", name], capture_output=True, text=True, timeout=30
+    )
+    assert "refused: it belongs to user id 0" in done.stdout, done
+    raw_program = (
+        "import os, socket, sys\nos.setuid(65534)\none = socket.socket(socket.AF_UNIX)\n"
+        "one.settimeout(5)\none.connect('\\0' + sys.argv[1][5:])\nprint(one.recv(100))"
+    )
+    raw = subprocess.run(
+        [sys.executable, "-c", raw_program, name], capture_output=True, text=True, timeout=30
+    )
+    assert raw.stdout.strip() == "b''", "another user does not even get a greeting"
+    mine.close()
+
+    theirs = f"unix:horoclone-test-{secrets.token_hex(8)}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, "server", theirs], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout.readline() == b"up\n"
+        with pytest.raises(errors.HorovodInternalError, match="belongs to user id 65534"):
+            Client([theirs], b"", "job", 60).put("secret", b"mine")
+        other.communicate(b"\n", timeout=30)
+
+
+def test_addresses():
+    assert wire.parse_address("unix:abc") == (socket.AF_UNIX, "\0abc")
+    assert wire.parse_address("host:80") == (socket.AF_INET, ("host", 80))
+    assert wire.parse_address("host") == (socket.AF_INET, ("host", 0))
+    assert wire.parse_address("[::1]:80") == (socket.AF_INET6, ("::1", 80))
+    assert wire.parse_address("::1") == (socket.AF_INET6, ("::1", 0))
+    for wrong in ("", "host:x", "host:70000", "[::1", "unix:", "unix:" + "x" * 200):
+        with pytest.raises(ValueError, match=r"."):
+            wire.parse_address(wrong)
+    assert abstract_name("a", 1) == abstract_name("a", 1) != abstract_name("a", 2)
+
+
+def test_interfaces_can_be_chosen():
+    everything = wire.routable_addresses()
+    assert everything and everything == sorted(everything, key=lambda address: address.startswith("127."))
+    with pytest.raises(ValueError, match="nope0 has no IPv4 address here"):
+        wire.routable_addresses("nope0")
+
+
+def test_a_server_leaves_nothing_behind():
+    def numbers():
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    numbers()
+    before = numbers()
+    for _ in range(20):
+        one = Server(SECRET, "job", 1, ["127.0.0.1", f"unix:horoclone-test-{secrets.token_hex(8)}"])
+        client = Client(one.addresses, SECRET, "job", 5)
+        assert client.gather("g", 0, 1, b"x", 5) == [b"x"]
+        client.close()
+        one.close()
+    assert numbers() == before

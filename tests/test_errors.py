@@ -1,0 +1,116 @@
+"""The exception classes, the numbers of operations, and what importing the package costs."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from horoclone import errors, ops
+
+
+def test_every_error_of_the_runtime_is_a_horovod_internal_error():
+    for name in ("PeerLost", "Mismatch", "Timeout", "Aborted", "Unsupported", "NotInitialized"):
+        assert issubclass(getattr(errors, name), errors.HorovodInternalError), name
+    assert issubclass(errors.HorovodInternalError, RuntimeError)
+
+
+def test_not_initialized_is_also_a_value_error():
+    assert issubclass(errors.NotInitialized, ValueError)
+
+
+def test_peer_lost_names_the_rank():
+    assert errors.PeerLost("rank 3 died", 3).rank == 3
+    assert errors.PeerLost("somebody died").rank == -1
+
+
+def test_hosts_updated_interrupt_is_no_internal_error():
+    interrupt = errors.HostsUpdatedInterrupt(skip_sync=True)
+    assert interrupt.skip_sync and not errors.HostsUpdatedInterrupt().skip_sync
+    assert isinstance(interrupt, RuntimeError) and not isinstance(interrupt, errors.HorovodInternalError)
+
+
+def test_version_mismatch_tells_both_versions():
+    error = errors.HorovodVersionMismatchError("torch", "2.2", "2.1")
+    assert (error.name, error.version, error.installed_version) == ("torch", "2.2", "2.1")
+    assert isinstance(error, ImportError) and "2.2" in str(error) and "2.1" in str(error)
+
+
+def test_reductions_have_horovods_numbers():
+    assert [getattr(ops, name) for name in ops.REDUCE_NAMES] == list(range(6))
+
+
+@pytest.mark.parametrize(
+    ("average", "op", "expected"),
+    [
+        (None, None, ops.Average),
+        (None, ops.Sum, ops.Sum),
+        (None, ops.Product, ops.Product),
+        (None, 0, ops.Average),
+    ],
+)
+def test_op_decides_and_average_is_the_default(average, op, expected):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ops.resolve_reduce(average, op) == expected
+
+
+@pytest.mark.parametrize(("average", "expected"), [(True, ops.Average), (False, ops.Sum)])
+def test_average_argument_still_works_with_a_warning(average, expected):
+    with pytest.warns(DeprecationWarning, match="op=hvd"):
+        assert ops.resolve_reduce(average, None) == expected
+
+
+@pytest.mark.parametrize(
+    ("average", "op"), [(True, ops.Sum), (False, ops.Average), (None, 6), (None, -1), (None, "Sum")]
+)
+def test_contradicting_or_unknown_reductions_are_refused(average, op):
+    with pytest.raises(ValueError, match="op"):
+        ops.resolve_reduce(average, op)
+
+
+def test_importing_the_package_loads_neither_numpy_nor_native_code():
+    program = (
+        "import sys, horoclone, horoclone.errors, horoclone.ops, horoclone.bootstrap.rendezvous\n"
+        "print([m for m in ('numpy', 'torch', 'mpi4py', 'horoclone._core', 'horoclone.arrays') if m in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_every_public_name_can_be_found():
+    import horoclone
+
+    for name in horoclone.__all__:
+        assert getattr(horoclone, name) is not None, name
+    assert set(horoclone.__all__) <= set(dir(horoclone))
+    with pytest.raises(AttributeError, match="no_such_name"):
+        horoclone.no_such_name  # noqa: B018
+
+
+FACTS = "rank size local_rank local_size cross_rank cross_size is_homogeneous barrier join"
+
+
+@pytest.mark.parametrize("call", FACTS.split())
+def test_a_call_before_init_is_named_in_the_error(call):
+    import horoclone as hvd
+
+    with pytest.raises(
+        errors.NotInitialized, match=r"Horovod has not been initialized; use hvd.init\(\)"
+    ) as caught:
+        getattr(hvd, call)()
+    assert f"hvd.{call}()" in str(caught.value)
+
+
+def test_process_sets_check_their_ranks():
+    from horoclone.process_sets import ProcessSet
+
+    assert ProcessSet([3, 1]).ranks == [1, 3]
+    assert str(ProcessSet([1, 0])) == "ProcessSet(process_set_id=None, ranks=[0, 1], mpi_comm=None)"
+    for wrong in ([0, 0], [-1], 5):
+        with pytest.raises(ValueError, match="process set"):
+            ProcessSet(wrong)
