@@ -43,12 +43,18 @@ std::string accepts_text(const KnobRule& rule) {
   using Kind = KnobRule::Kind;
   std::string range = text_of(" from ", number_text(rule.low), " to ", number_text(rule.high));
   switch (rule.kind) {
-    case Kind::kFlag: return "0 or 1 (also false, true, no, yes, off, on)";
-    case Kind::kWord: return text_of("one of ", rule.words);
-    case Kind::kText: return "any text";
-    case Kind::kBytes: return text_of("whole bytes", range, ", or with a suffix KiB, MiB, GiB");
-    case Kind::kCount: return text_of("a whole number", range);
-    case Kind::kNumber: return text_of("a number", range, " (", rule.unit, ")");
+    case Kind::kFlag:
+      return "0 or 1 (also false, true, no, yes, off, on)";
+    case Kind::kWord:
+      return text_of("one of ", rule.words);
+    case Kind::kText:
+      return "any text";
+    case Kind::kBytes:
+      return text_of("whole bytes", range, ", or with a suffix KiB, MiB, GiB");
+    case Kind::kCount:
+      return text_of("a whole number", range);
+    case Kind::kNumber:
+      return text_of("a number", range, " (", rule.unit, ")");
   }
   return {};
 }
@@ -68,7 +74,8 @@ bool parse_number(std::string_view text, bool fraction, double* out) {
 }
 
 bool parse_bytes(std::string_view text, double* out) {
-  constexpr std::pair<std::string_view, double> suffixes[] = {{"kib", 1024.0}, {"mib", 1048576.0}, {"gib", 1073741824.0}};
+  constexpr std::pair<std::string_view, double> suffixes[] = {
+      {"kib", 1024.0}, {"mib", 1048576.0}, {"gib", 1073741824.0}};
   double unit = 1;
   for (auto [suffix, bytes] : suffixes) {
     if (!text.ends_with(suffix)) continue;
@@ -140,22 +147,31 @@ std::string quoted(std::string_view text) {
 
 template <class T>
 std::string default_text(const T& value) {
-  if constexpr (std::is_same_v<T, std::string>) return value;
-  else if constexpr (std::is_enum_v<T>) return name_of(value);
-  else return number_text(static_cast<double>(value));
+  if constexpr (std::is_same_v<T, std::string>)
+    return value;
+  else if constexpr (std::is_enum_v<T>)
+    return name_of(value);
+  else
+    return number_text(static_cast<double>(value));
 }
 
 const char* type_name(const KnobRule& rule) {
   using Kind = KnobRule::Kind;
   switch (rule.kind) {
-    case Kind::kFlag: return "flag";
-    case Kind::kWord: return "word";
-    case Kind::kText: return "text";
-    case Kind::kBytes: return "bytes";
-    case Kind::kCount: return "count";
-    case Kind::kNumber: return std::strcmp(rule.unit, "s") == 0    ? "seconds"
-                               : std::strcmp(rule.unit, "ms") == 0 ? "milliseconds"
-                                                                   : "microseconds";
+    case Kind::kFlag:
+      return "flag";
+    case Kind::kWord:
+      return "word";
+    case Kind::kText:
+      return "text";
+    case Kind::kBytes:
+      return "bytes";
+    case Kind::kCount:
+      return "count";
+    case Kind::kNumber:
+      return std::strcmp(rule.unit, "s") == 0    ? "seconds"
+             : std::strcmp(rule.unit, "ms") == 0 ? "milliseconds"
+                                                 : "microseconds";
   }
   return "";
 }
@@ -196,7 +212,10 @@ Result<Config> Config::read(std::span<const std::pair<std::string, std::string>>
 std::string knobs_json() {
   const Config defaults;
   std::string out = "[";
-  auto add = [&](const Row& row) { out += (out.size() > 1 ? ",\n " : "") + json_of(row); };
+  auto add = [&](const Row& row) {
+    if (out.size() > 1) out += ",\n ";
+    out += json_of(row);
+  };
 #define HC_ROW(type, field, default_value, name, horovod, rule, help) \
   add({name, type_name(rule), default_text(defaults.field), accepts_text(rule), help, horovod, "core"});
   HC_KNOBS(HC_ROW)

@@ -1,6 +1,7 @@
-// Every setting of the runtime in ONE table: the struct, the parser, knobs_json() and docs/environment.md all come from
-// it. HOROCLONE_<name> is looked up first, then HOROVOD_<name> where the meaning is the same; an empty value counts as
-// unset. Read once, by hc_runtime_create; a Config is a plain value afterwards. Thread: any.
+// Every setting of the runtime in ONE table: the struct, the parser, knobs_json() and docs/environment.md all
+// come from it. HOROCLONE_<name> is looked up first, then HOROVOD_<name> where the meaning is the same; an
+// empty value counts as unset. Read once, by hc_runtime_create; a Config is a plain value afterwards. Thread:
+// any.
 #pragma once
 
 #include <cstddef>
@@ -17,7 +18,8 @@ namespace hc {
 
 inline constexpr size_t kKiB = size_t{1} << 10, kMiB = size_t{1} << 20, kGiB = size_t{1} << 30;
 
-// What a value may look like. Numbers lie in [low, high]; a word is one of `words` ("a|b|c"), case does not matter.
+// What a value may look like. Numbers lie in [low, high]; a word is one of `words` ("a|b|c"), case does not
+// matter.
 struct KnobRule {
   enum class Kind : uint8_t { kFlag, kWord, kText, kBytes, kCount, kNumber };
   Kind kind = Kind::kText;
@@ -46,8 +48,7 @@ struct KnobRule {
     "Never fuse a grouped operation with anything outside the group.")                                      \
   X(double, gathering_window_ms, 0, "CYCLE_TIME", "CYCLE_TIME", KnobRule::milliseconds(0, 60000),           \
     "Longest time that rank 0 holds ready tensors back to fuse more of them; 0: never, fusion then "        \
-    "takes what "                                                                                           \
-    "gathered while the previous collective ran.")                                                          \
+    "takes what gathered while the previous collective ran.")                                               \
   X(int64_t, cache_capacity, 1024, "CACHE_CAPACITY", "CACHE_CAPACITY", KnobRule::count(0, 1e6),             \
     "Agreements remembered per process set, so that a repeated tensor costs one bit; 0 turns the cache "    \
     "off.")                                                                                                 \
@@ -55,8 +56,7 @@ struct KnobRule {
     "Allow process sets to be added and removed after init.")                                               \
   X(bool, deterministic, false, "DETERMINISTIC", "", KnobRule::flag(),                                      \
     "Equal bits from run to run for every operation between machines too: fusion then depends only on "     \
-    "the order in "                                                                                         \
-    "which rank 0 submits, never on timing. Equal bits on all ranks are always given.")                     \
+    "the order in which rank 0 submits, never on timing. Equal bits on all ranks are always given.")        \
   X(bool, elastic, false, "ELASTIC", "ELASTIC", KnobRule::flag(),                                           \
     "Set by the elastic launcher: the world may be re-initialised with another size.")                      \
   /* shared memory and algorithms */                                                                        \
@@ -123,8 +123,8 @@ struct KnobRule {
     "thread.")                                                                                              \
   /* what is told */                                                                                        \
   X(LogLevel, log_level, LogLevel::kWarning, "LOG_LEVEL", "LOG_LEVEL",                                      \
-    KnobRule::word("trace|debug|info|warning|error|fatal"), "Least severe message that is written to "      \
-    "stderr.")                                                                                              \
+    KnobRule::word("trace|debug|info|warning|error|fatal"),                                                 \
+    "Least severe message that is written to stderr.")                                                      \
   X(bool, log_hide_time, false, "LOG_HIDE_TIME", "LOG_HIDE_TIME",                                           \
     KnobRule::flag(), "No time in log lines.")                                                              \
   X(std::string, timeline, "", "TIMELINE", "TIMELINE", KnobRule::text(),                                    \
@@ -133,8 +133,7 @@ struct KnobRule {
     "Mark every pass of the engine in the timeline.")                                                       \
   X(bool, autotune, false, "AUTOTUNE", "AUTOTUNE", KnobRule::flag(),                                        \
     "Search for a good fusion size and gathering window while training; equal bits from run to run are "    \
-    "then not "                                                                                             \
-    "promised.")                                                                                            \
+    "then not promised.")                                                                                   \
   X(std::string, autotune_log, "", "AUTOTUNE_LOG", "AUTOTUNE_LOG", KnobRule::text(),                        \
     "File that rank 0 writes the samples of autotune to.")
 

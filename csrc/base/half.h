@@ -1,6 +1,7 @@
-// float16 (IEEE 754 binary16) and bfloat16 to and from float32, one element at a time: round to nearest, ties to even;
-// infinities, denormals and signed zeros exact; a NaN stays a NaN, made quiet, with the upper bits of its payload.
-// These are the rules of the CPU's own conversions, so that vector code gives the same bits. Thread: any.
+// float16 (IEEE 754 binary16) and bfloat16 to and from float32, one element at a time: round to nearest, ties
+// to even; infinities, denormals and signed zeros exact; a NaN stays a NaN, made quiet, with the upper bits
+// of its payload. These are the rules of the CPU's own conversions, so that vector code gives the same bits.
+// Thread: any.
 #pragma once
 
 #include <bit>

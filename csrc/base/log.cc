@@ -1,13 +1,14 @@
 #include "base/log.h"
 
+#include <unistd.h>
 #include <cerrno>
 #include <cstdio>
 #include <ctime>
-#include <unistd.h>
 
 namespace hc {
 
-// "[2026-01-31 12:34:56.789012] [horoclone] [rank 3] warning: text". A text of several lines is written as it is.
+// "[2026-01-31 12:34:56.789012] [horoclone] [rank 3] warning: text". A text of several lines is written as it
+// is.
 void Logger::write_line(LogLevel level, std::string_view text) const {
   std::string line;
   line.reserve(text.size() + 64);

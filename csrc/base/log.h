@@ -1,5 +1,6 @@
-// Levelled messages to stderr, one write(2) per line, so that lines of several ranks or threads never mix. A Logger
-// belongs to one engine; there is no global one. Thread: any, once set_rank was called (or before other threads exist).
+// Levelled messages to stderr, one write(2) per line, so that lines of several ranks or threads never mix. A
+// Logger belongs to one engine; there is no global one. Thread: any, once set_rank was called (or before
+// other threads exist).
 #pragma once
 
 #include <atomic>
@@ -31,15 +32,25 @@ class Logger {
     if (wants(level)) write_line(level, text_of(parts...));
   }
   template <class... Parts>
-  void trace(const Parts&... parts) const { log(LogLevel::kTrace, parts...); }
+  void trace(const Parts&... parts) const {
+    log(LogLevel::kTrace, parts...);
+  }
   template <class... Parts>
-  void debug(const Parts&... parts) const { log(LogLevel::kDebug, parts...); }
+  void debug(const Parts&... parts) const {
+    log(LogLevel::kDebug, parts...);
+  }
   template <class... Parts>
-  void info(const Parts&... parts) const { log(LogLevel::kInfo, parts...); }
+  void info(const Parts&... parts) const {
+    log(LogLevel::kInfo, parts...);
+  }
   template <class... Parts>
-  void warning(const Parts&... parts) const { log(LogLevel::kWarning, parts...); }
+  void warning(const Parts&... parts) const {
+    log(LogLevel::kWarning, parts...);
+  }
   template <class... Parts>
-  void error(const Parts&... parts) const { log(LogLevel::kError, parts...); }
+  void error(const Parts&... parts) const {
+    log(LogLevel::kError, parts...);
+  }
 
  private:
   void write_line(LogLevel level, std::string_view text) const;

@@ -1,10 +1,10 @@
 #include "base/sha256.h"
 
+#include <sys/random.h>
 #include <algorithm>
 #include <bit>
 #include <cerrno>
 #include <cstring>
-#include <sys/random.h>
 
 namespace hc {
 namespace {

@@ -1,5 +1,6 @@
-// SHA-256 (FIPS 180-4), HMAC-SHA-256 (RFC 2104), comparison without timing leaks, and random bytes from the kernel:
-// what the handshake of every connection needs, and nothing more. Thread: any; a Sha256 belongs to one.
+// SHA-256 (FIPS 180-4), HMAC-SHA-256 (RFC 2104), comparison without timing leaks, and random bytes from the
+// kernel: what the handshake of every connection needs, and nothing more. Thread: any; a Sha256 belongs to
+// one.
 #pragma once
 
 #include <array>
@@ -36,8 +37,8 @@ class Sha256 {
 
 Digest sha256(std::span<const uint8_t> data);
 
-// Of the concatenation of `parts`. Fields of variable length need their lengths among the parts, or two different
-// messages may get one code.
+// Of the concatenation of `parts`. Fields of variable length need their lengths among the parts, or two
+// different messages may get one code.
 Digest hmac_sha256(std::span<const uint8_t> key, std::initializer_list<std::span<const uint8_t>> parts);
 
 // Takes the same time wherever the first difference lies. Different sizes are unequal (a size is no secret).

@@ -1,13 +1,13 @@
 #include "base/thread.h"
 
+#include <pthread.h>
+#include <sched.h>
 #include <cerrno>
 #include <charconv>
 #include <csignal>
 #include <cstring>
 #include <memory>
 #include <new>
-#include <pthread.h>
-#include <sched.h>
 #include <string_view>
 #include <system_error>
 
@@ -47,8 +47,8 @@ void NamedThread::join() {
 }
 
 void NamedThread::forget() {
-  // A std::thread that is destroyed joinable ends the process, and detaching one that lives in another process is
-  // undefined; overwriting it with an empty one frees nothing that matters.
+  // A std::thread that is destroyed joinable ends the process, and detaching one that lives in another
+  // process is undefined; overwriting it with an empty one frees nothing that matters.
   ::new (static_cast<void*>(&thread_)) std::thread();
 }
 
@@ -74,7 +74,8 @@ Status set_allowed_cpus(std::span<const int> cpus) {
     if (cpu < 0 || cpu >= kMaxCpus)
       return error(Code::kInvalidArgument, "CPU ", cpu, " is not between 0 and ", kMaxCpus - 1);
     CPU_SET_S(static_cast<size_t>(cpu), bytes, set.get());
-    listed += (listed.empty() ? "" : ",") + std::to_string(cpu);
+    if (!listed.empty()) listed += ',';
+    listed += std::to_string(cpu);
   }
   if (sched_setaffinity(0, bytes, set.get()) == 0) return {};
   return error(Code::kInvalidArgument, "this thread may not run on CPU ", listed, ": ", std::strerror(errno),

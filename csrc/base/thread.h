@@ -1,6 +1,6 @@
-// A thread with a name, an owner and an end; and which CPUs a thread may use. Whoever owns a NamedThread makes its body
-// return (a flag, a closed descriptor) before join() or the destructor waits for it.
-// Thread: start and join belong to the owner.
+// A thread with a name, an owner and an end; and which CPUs a thread may use. Whoever owns a NamedThread
+// makes its body return (a flag, a closed descriptor) before join() or the destructor waits for it. Thread:
+// start and join belong to the owner.
 #pragma once
 
 #include <functional>
@@ -24,8 +24,9 @@ class NamedThread {
     return *this;
   }
 
-  // name: at most 15 characters (the kernel's limit), as in "hc-engine". Every signal is blocked in the new thread, so that
-  // Ctrl-C and the launcher's SIGTERM reach the program's own threads. Joins an earlier one first.
+  // name: at most 15 characters (the kernel's limit), as in "hc-engine". Every signal is blocked in the new
+  // thread, so that Ctrl-C and the launcher's SIGTERM reach the program's own threads. Joins an earlier one
+  // first.
   Status start(const std::string& name, std::function<void()> body);
   void join();
   bool running() const { return thread_.joinable(); }

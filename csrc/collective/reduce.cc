@@ -1,5 +1,5 @@
-// Chooses the instruction set, and does what is not worth vector code: integers that are scaled or divided, neutral
-// elements. No state but the chosen table. Thread: any; select_simd belongs to start-up.
+// Chooses the instruction set, and does what is not worth vector code: integers that are scaled or divided,
+// neutral elements. No state but the chosen table. Thread: any; select_simd belongs to start-up.
 #include "collective/reduce.h"
 
 #include <algorithm>
@@ -14,12 +14,11 @@
 namespace hc {
 namespace {
 
-// ---- the loops with what every CPU of the architecture has ----
-
+// Vectors that every CPU of the architecture has (SSE2, NEON).
 constexpr size_t kBaseWidth = 16;
 
-// float16 by integer operations on whole vectors, step for step what half.h does to one element (see there for why);
-// elements at even positions go to a, those at odd ones to b.
+// float16 by integer operations on whole vectors, step for step what half.h does to one element (see there
+// for why); elements at even positions go to a, those at odd ones to b.
 struct HalfByIntegers {
   using Half = FloatLane<float, kBaseWidth>::Vec;
   using Bits = VectorOf<uint32_t, kBaseWidth>::type;
@@ -52,8 +51,7 @@ struct HalfByIntegers {
 
 constexpr KernelTable kBaseKernels = make_table<kBaseWidth, HalfByIntegers>("scalar");
 
-// ---- the choice ----
-
+// Null when the compiler, the architecture or this CPU has no such instructions.
 const KernelTable* table_named(const char* name) {
 #if defined(__x86_64__)
   if (std::strcmp(name, "avx512") == 0) {
@@ -88,10 +86,14 @@ const KernelTable& kernels() {
 Fold fold_of(Reduce op) {
   assert(op != Reduce::kAdasum);
   switch (op) {
-    case Reduce::kMin: return Fold::kMin;
-    case Reduce::kMax: return Fold::kMax;
-    case Reduce::kProduct: return Fold::kProduct;
-    default: return Fold::kSum;
+    case Reduce::kMin:
+      return Fold::kMin;
+    case Reduce::kMax:
+      return Fold::kMax;
+    case Reduce::kProduct:
+      return Fold::kProduct;
+    default:
+      return Fold::kSum;
   }
 }
 
@@ -99,23 +101,29 @@ void run_kernel(DType dtype, Fold fold, const ReduceCall& call) {
   kernels().kernel[static_cast<int>(dtype)][static_cast<int>(fold)](call);
 }
 
-// ---- integers with scales ----
-
 // Calls body(T{}) with the C++ type of an integer dtype.
 template <class Body>
 void with_integer(DType dtype, Body&& body) {
   switch (dtype) {
-    case DType::kU8: return body(uint8_t{});
-    case DType::kI8: return body(int8_t{});
-    case DType::kU16: return body(uint16_t{});
-    case DType::kI16: return body(int16_t{});
-    case DType::kI32: return body(int32_t{});
-    case DType::kI64: return body(int64_t{});
-    default: assert(!"an integer dtype");
+    case DType::kU8:
+      return body(uint8_t{});
+    case DType::kI8:
+      return body(int8_t{});
+    case DType::kU16:
+      return body(uint16_t{});
+    case DType::kI16:
+      return body(int16_t{});
+    case DType::kI32:
+      return body(int32_t{});
+    case DType::kI64:
+      return body(int64_t{});
+    default:
+      assert(!"an integer dtype");
   }
 }
 
-// Toward zero; out of range becomes the nearest value there is, NaN becomes 0 (the plain conversion is undefined there).
+// Toward zero; out of range becomes the nearest value there is, NaN becomes 0 (the plain conversion is
+// undefined there).
 template <class T>
 T truncated(double value) {
   if (!(value == value)) return 0;
@@ -139,10 +147,14 @@ void set_element(std::byte* data, size_t i, T value) {
 
 double folded(Fold fold, double acc, double next) {
   switch (fold) {
-    case Fold::kMin: return std::min(acc, next);
-    case Fold::kMax: return std::max(acc, next);
-    case Fold::kProduct: return acc * next;
-    default: return acc + next;
+    case Fold::kMin:
+      return std::min(acc, next);
+    case Fold::kMax:
+      return std::max(acc, next);
+    case Fold::kProduct:
+      return acc * next;
+    default:
+      return acc + next;
   }
 }
 
@@ -177,13 +189,16 @@ void reduce_and_divide(DType dtype, Fold fold, const ReduceCall& c, int64_t divi
   for (size_t at = 0; at < c.count; at += step) {
     const size_t count = std::min(step, c.count - at);
     const std::byte* shifted[kMaxSources];
-    // More sources than fit: the first block's result is the first source of the next; integers lose nothing by that.
+    // More sources than fit: the first block's result is the first source of the next; integers lose nothing
+    // by that.
     for (size_t first = 0; first < c.from_count;) {
       size_t taken = 0;
       if (first > 0) shifted[taken++] = block;
       while (taken < kMaxSources && first < c.from_count) shifted[taken++] = c.from[first++] + at * width;
-      if (taken == 1) std::memcpy(block, shifted[0], count * width);
-      else run_kernel(dtype, fold, {&block_at, 1, shifted, taken, count, 1.0, 1.0});
+      if (taken == 1)
+        std::memcpy(block, shifted[0], count * width);
+      else
+        run_kernel(dtype, fold, {&block_at, 1, shifted, taken, count, 1.0, 1.0});
     }
     with_integer(dtype, [&](auto t) { divide<decltype(t)>(block, count, divisor); });
     for (size_t d = 0; d < c.to_count; ++d) std::memcpy(c.to[d] + at * width, block, count * width);
@@ -198,19 +213,27 @@ void fill(std::byte* data, size_t count, T value) {
 template <class T>
 T neutral_integer(Reduce op) {
   switch (op) {
-    case Reduce::kMin: return std::numeric_limits<T>::max();
-    case Reduce::kMax: return std::numeric_limits<T>::min();
-    case Reduce::kProduct: return 1;
-    default: return 0;
+    case Reduce::kMin:
+      return std::numeric_limits<T>::max();
+    case Reduce::kMax:
+      return std::numeric_limits<T>::min();
+    case Reduce::kProduct:
+      return 1;
+    default:
+      return 0;
   }
 }
 
 float neutral_float(Reduce op) {
   switch (op) {
-    case Reduce::kMin: return std::numeric_limits<float>::infinity();
-    case Reduce::kMax: return -std::numeric_limits<float>::infinity();
-    case Reduce::kProduct: return 1;
-    default: return 0;
+    case Reduce::kMin:
+      return std::numeric_limits<float>::infinity();
+    case Reduce::kMax:
+      return -std::numeric_limits<float>::infinity();
+    case Reduce::kProduct:
+      return 1;
+    default:
+      return 0;
   }
 }
 
@@ -226,7 +249,7 @@ void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, st
       if (to != sources[0]) std::memcpy(to, sources[0], count * size_of(dtype));
     return;
   }
-  const ReduceCall call{destinations.data(), destinations.size(),           sources.data(), sources.size(), count,
+  const ReduceCall call{destinations.data(),      destinations.size(),      sources.data(), sources.size(), count,
                         scaled ? scale.pre : 1.0, scaled ? scale.post : 1.0};
   const Fold fold = fold_of(op);
   if (scaled && !is_float(dtype))
@@ -248,11 +271,16 @@ void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count) 
   switch (dtype) {
     case DType::kBool:
       return fill(destination, count, static_cast<uint8_t>(op == Reduce::kMin || op == Reduce::kProduct));
-    case DType::kF16: return fill(destination, count, to_float16(neutral_float(op)));
-    case DType::kBF16: return fill(destination, count, to_bfloat16(neutral_float(op)));
-    case DType::kF32: return fill(destination, count, neutral_float(op));
-    case DType::kF64: return fill(destination, count, static_cast<double>(neutral_float(op)));
-    default: with_integer(dtype, [&](auto t) { fill(destination, count, neutral_integer<decltype(t)>(op)); });
+    case DType::kF16:
+      return fill(destination, count, to_float16(neutral_float(op)));
+    case DType::kBF16:
+      return fill(destination, count, to_bfloat16(neutral_float(op)));
+    case DType::kF32:
+      return fill(destination, count, neutral_float(op));
+    case DType::kF64:
+      return fill(destination, count, static_cast<double>(neutral_float(op)));
+    default:
+      with_integer(dtype, [&](auto t) { fill(destination, count, neutral_integer<decltype(t)>(op)); });
   }
 }
 

@@ -1,6 +1,6 @@
-// The only place that knows arithmetic: element-wise reduction of N sources, scaling, neutral elements. Untyped on
-// purpose (pointer, dtype, count); templates and SIMD live in reduce.cc and its per-instruction-set twins, chosen once
-// at run time (scalar, AVX2, AVX-512).
+// The only place that knows arithmetic: element-wise reduction of N sources, scaling, neutral elements.
+// Untyped on purpose (pointer, dtype, count); templates and SIMD live in reduce.cc and its
+// per-instruction-set twins, chosen once at run time (scalar, AVX2, AVX-512).
 #pragma once
 
 #include <cstddef>
@@ -11,9 +11,11 @@
 
 namespace hc {
 
-// How a reduction scales: each source by `pre`, the result by `post`, and integers by `divisor` (Average with unit scales:
-// division in int64, toward zero). Floats: Average is post *= 1/N, made once in engine/. 16-bit floats compute in float32 and round
-// once. Integers with pre or post other than 1 compute in double and truncate toward zero.
+// How a reduction scales: each source by `pre`, the result by `post`, and integers by `divisor` (Average with
+// unit scales). Floats: Average is post *= 1/N, made once in engine/; divisor is not looked at. 16-bit floats
+// compute in float32 and round once. Integers with unit scales wrap in their dtype and are then divided in
+// int64, toward zero, so that one call and several hops agree; with pre or post other than 1 they compute in
+// double, truncate toward zero, and what is out of range becomes the nearest value (NaN: 0).
 struct Scale {
   double pre = 1.0;
   double post = 1.0;
@@ -21,19 +23,21 @@ struct Scale {
   bool is_unit() const { return pre == 1.0 && post == 1.0 && divisor == 1; }
 };
 
-// destinations[d][i] = post * (pre*sources[0][i] op pre*sources[1][i] op ...) / divisor, for every d, summed in the order
-// of `sources`. Pointers need no alignment. A destination may be exactly one of the sources; partial overlap is
-// not allowed. Sum and Average both add. bool: Sum, Max = or; Product, Min = and. Integers wrap. Min/Max propagate NaN.
-// Adasum is not done here.
+// destinations[d][i] = post * (pre*sources[0][i] op pre*sources[1][i] op ...) / divisor, for every d, summed
+// in the order of `sources`. Pointers need no alignment. A destination may be exactly one of the sources;
+// partial overlap is not allowed. Sum and Average both add. bool: Sum, Max = or; Product, Min = and. Integers
+// wrap. Min/Max propagate NaN. Adasum is not done here.
 void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, std::span<const std::byte* const> sources,
             size_t count, const Scale& scale);
 
-// destination[i] = source[i] * factor (integers in double, toward zero; bool: factor ignored). May be in place.
+// destination[i] = source[i] * factor (integers in double, toward zero; bool: factor ignored). May be in
+// place.
 void scale_copy(DType dtype, std::byte* destination, const std::byte* source, size_t count, double factor);
 // In place: the end of an allreduce made of several hops: post, then divisor.
 void finish(DType dtype, std::byte* data, size_t count, const Scale& scale);
 
-// The element that changes nothing: 0 for Sum and Average, 1 for Product, the largest / smallest value (inf for floats) for Min / Max.
+// The element that changes nothing: 0 for Sum and Average, 1 for Product, the largest / smallest value (inf
+// for floats) for Min / Max.
 void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count);
 
 // "avx512", "avx2" or "scalar"; HOROCLONE_SIMD (read by the caller) may force a lower one with select_simd.

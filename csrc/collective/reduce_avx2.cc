@@ -1,5 +1,5 @@
-// The loops of reduce_kernels.h for AVX2 with F16C. Compiled with -mavx2 -mf16c -ffp-contract=off; without them (another
-// architecture) there is nothing here.
+// The loops of reduce_kernels.h for AVX2 with F16C. Compiled with -mavx2 -mf16c -ffp-contract=off; without
+// them (another architecture) there is nothing here.
 #include "collective/reduce_kernels.h"
 
 #if defined(__AVX2__) && defined(__F16C__)

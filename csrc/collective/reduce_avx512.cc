@@ -1,5 +1,5 @@
-// The loops of reduce_kernels.h for AVX-512. Compiled with -mavx512f -mavx512bw -mavx512vl -mavx512dq -ffp-contract=off;
-// without them (another architecture) there is nothing here.
+// The loops of reduce_kernels.h for AVX-512. Compiled with -mavx512f -mavx512bw -mavx512vl -mavx512dq
+// -ffp-contract=off; without them (another architecture) there is nothing here.
 #include "collective/reduce_kernels.h"
 
 #if defined(__AVX512F__) && defined(__AVX512BW__) && defined(__AVX512VL__) && defined(__AVX512DQ__)
@@ -9,7 +9,8 @@
 namespace hc {
 namespace {
 
-// The plain forms of these intrinsics make GCC warn of the undefined register they name; zero-masked, nothing is masked.
+// The plain forms of these intrinsics make GCC warn of the undefined register they name; zero-masked, nothing
+// is masked.
 struct HalfAvx512 {
   [[gnu::always_inline]] static void widen(const std::byte* p, __m512& a, __m512& b) {
     a = _mm512_maskz_cvtph_ps(0xffff, load_vector<__m256i>(p));

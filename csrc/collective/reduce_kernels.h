@@ -1,8 +1,8 @@
-// The loops of reduce.h, written once over vectors of the compiler and compiled once for each instruction set. Included by
-// reduce.cc, reduce_avx2.cc and reduce_avx512.cc only. Everything lies in an unnamed namespace and calls nothing of the
-// standard library, so that the linker can never pick AVX code for a function that an older CPU runs.
-// Same bits everywhere: sources are folded in order, no multiply-add is fused (-ffp-contract=off), every NaN that
-// arithmetic gives is the one canonical quiet NaN.
+// The loops of reduce.h, written once over vectors of the compiler and compiled once for each instruction
+// set. Included by reduce.cc, reduce_avx2.cc and reduce_avx512.cc only. Everything lies in an unnamed
+// namespace and calls nothing of the standard library, so that the linker can never pick AVX code for a
+// function that an older CPU runs. Same bits everywhere: sources are folded in order, no multiply-add is
+// fused (-ffp-contract=off), every NaN that arithmetic gives is the one canonical quiet NaN.
 #pragma once
 
 #include <cstddef>
@@ -35,7 +35,8 @@ const KernelTable* avx512_kernels();
 
 namespace {
 
-// Width bytes of T. GCC's vectors work lane by lane with +, *, < and ?:, and integers of T's width: nothing is promoted.
+// Width bytes of T. GCC's vectors work lane by lane with +, *, < and ?:, and integers of T's width: nothing
+// is promoted.
 template <class T, size_t Width>
 struct VectorOf {
   typedef T type __attribute__((vector_size(Width)));
@@ -48,10 +49,12 @@ template <class V>
   return v;
 }
 
-// A lane type says how elements in memory become the vectors that are computed with. Needed: Vec (one step's elements),
-// Scalar (a factor), kElements in one step, kBytes of them in memory, load, store, fold, scale, canonical.
+// A lane type says how elements in memory become the vectors that are computed with. Needed: Vec (one step's
+// elements), Scalar (a factor), kElements in one step, kBytes of them in memory, load, store, fold, scale,
+// canonical.
 
-// Integers, Work = the unsigned type for sums and products (which wrap), Order = the signed or unsigned one that is compared.
+// Integers, Work = the unsigned type for sums and products (which wrap), Order = the signed or unsigned one
+// that is compared.
 template <class Work, class Order, size_t Width>
 struct IntegerLane {
   using Vec = typename VectorOf<Work, Width>::type;
@@ -102,7 +105,8 @@ struct FloatLane {
   [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
     if constexpr (F == Fold::kSum) return acc + next;
     if constexpr (F == Fold::kProduct) return acc * next;
-    // With a NaN in either the comparison is false and acc stays: right when the NaN is there, not when it is in next.
+    // With a NaN in either the comparison is false and acc stays: right when the NaN is there, not when it is
+    // in next.
     const Vec best = F == Fold::kMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
     return next != next ? next : best;
   }
@@ -113,8 +117,8 @@ struct FloatLane {
   }
 };
 
-// Two vectors of float for one vector of 16-bit elements. Convert::widen(p, a, b) and narrow(p, a, b) choose which
-// elements go to which of the two; no NaN but the canonical one comes to narrow.
+// Two vectors of float for one vector of 16-bit elements. Convert::widen(p, a, b) and narrow(p, a, b) choose
+// which elements go to which of the two; no NaN but the canonical one comes to narrow.
 template <class Convert, size_t Width>
 struct PairLane {
   using Base = FloatLane<float, Width>;
@@ -140,8 +144,9 @@ struct PairLane {
   [[gnu::always_inline]] static Vec canonical(const Vec& v) { return {Base::canonical(v.a), Base::canonical(v.b)}; }
 };
 
-// bfloat16 is the upper half of a float. a holds the elements at even positions, b those at odd ones: both come by shifts
-// and masks, without shuffles. (AVX512-BF16 is of no use here: its conversion flushes denormals to zero.)
+// bfloat16 is the upper half of a float. a holds the elements at even positions, b those at odd ones: both
+// come by shifts and masks, without shuffles. (AVX512-BF16 is of no use here: its conversion flushes
+// denormals to zero.)
 template <size_t Width>
 struct BFloatConvert {
   using Half = typename VectorOf<float, Width>::type;
@@ -152,7 +157,8 @@ struct BFloatConvert {
     a = (Half)(x << 16);
     b = (Half)(x & 0xffff0000u);
   }
-  // Nearest, ties to even, in the upper half. The canonical NaN comes through: 0x7fc00000 + 0x7fff keeps its upper half.
+  // Nearest, ties to even, in the upper half. The canonical NaN comes through: 0x7fc00000 + 0x7fff keeps its
+  // upper half.
   [[gnu::always_inline]] static Bits rounded(const Half& v) {
     const Bits bits = (Bits)v;
     return bits + (((bits >> 16) & 1u) + 0x7fffu);
@@ -172,8 +178,8 @@ struct Loop {
   using Vec = typename L::Vec;
   using Scalar = typename L::Scalar;
 
-  // Steps vectors at byte offset `at`. Every source is read before the first destination is written, so one may be the
-  // other.
+  // Steps vectors at byte offset `at`. Every source is read before the first destination is written, so one
+  // may be the other.
   template <int Steps>
   [[gnu::always_inline]] static void steps(const ReduceCall& c, const std::byte* const* from, size_t at) {
     const Scalar pre = static_cast<Scalar>(c.pre), post = static_cast<Scalar>(c.post);
@@ -232,8 +238,9 @@ struct Loop {
   }
 };
 
-// Picks the loop of one dtype and operation. Two floats summed are the common case and gain up to a fifth from a count
-// that is known; more sources, integers and the other operations gain nothing that can be measured.
+// Picks the loop of one dtype and operation. Two floats summed are the common case and gain up to a fifth
+// from a count that is known; more sources, integers and the other operations gain nothing that can be
+// measured.
 template <class L, Fold F>
 void fold_sources(const ReduceCall& c) {
   constexpr int kPair = L::kScales && F == Fold::kSum ? 2 : 0;

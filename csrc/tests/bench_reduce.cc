@@ -1,5 +1,5 @@
-// Speed of reduce() beside memcpy on one core, in GB/s of bytes read: per dtype, number of sources, footprint and
-// instruction set. Best of several rounds. `bench_reduce [KiB per buffer ...]`.
+// Speed of reduce() beside memcpy on one core, in GB/s of bytes read: per dtype, number of sources, footprint
+// and instruction set. Best of several rounds. `bench_reduce [KiB per buffer ...]`.
 #include <chrono>
 #include <cstdio>
 #include <cstdlib>

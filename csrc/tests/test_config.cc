@@ -105,9 +105,9 @@ TEST_CASE("the list of settings has every row of the table once") {
   const std::string json = knobs_json();
   std::set<std::string> names;
   int rows = 0;
-#define HC_ONE(type, field, default_value, name, ...)                  \
-  CHECK(contains(json, "{\"name\": \"HOROCLONE_" name "\""));          \
-  names.insert(name);                                                  \
+#define HC_ONE(type, field, default_value, name, ...)         \
+  CHECK(contains(json, "{\"name\": \"HOROCLONE_" name "\"")); \
+  names.insert(name);                                         \
   ++rows;
   HC_KNOBS(HC_ONE)
 #undef HC_ONE

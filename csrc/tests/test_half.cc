@@ -38,8 +38,8 @@ int wrong_decodings(Format f) {
   for (uint32_t bits = 0; bits < 65536; ++bits) {
     const double expected = value_of(f, static_cast<uint16_t>(bits));
     const float got = decode(f, static_cast<uint16_t>(bits));
-    const bool same = std::isnan(expected) ? std::isnan(got)
-                                           : got == expected && std::signbit(got) == std::signbit(expected);
+    const bool same =
+        std::isnan(expected) ? std::isnan(got) : got == expected && std::signbit(got) == std::signbit(expected);
     wrong += !same;
   }
   return wrong;

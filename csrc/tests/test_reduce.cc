@@ -1,5 +1,6 @@
-// reduce() against loops over single elements, bit by bit, for every instruction set, dtype, operation, number of sources
-// and scale, with odd counts, unaligned pointers, several destinations and destinations that are sources.
+// reduce() against loops over single elements, bit by bit, for every instruction set, dtype, operation,
+// number of sources and scale, with odd counts, unaligned pointers, several destinations and destinations
+// that are sources.
 #include <doctest/doctest.h>
 
 #include <cmath>
@@ -35,10 +36,14 @@ std::vector<const char*> instruction_sets() {
 template <class T>
 T folded(Reduce op, T acc, T next) {
   switch (op) {
-    case Reduce::kMin: return next != next || next < acc ? next : acc;
-    case Reduce::kMax: return next != next || next > acc ? next : acc;
-    case Reduce::kProduct: return acc * next;
-    default: return acc + next;
+    case Reduce::kMin:
+      return next != next || next < acc ? next : acc;
+    case Reduce::kMax:
+      return next != next || next > acc ? next : acc;
+    case Reduce::kProduct:
+      return acc * next;
+    default:
+      return acc + next;
   }
 }
 
@@ -69,8 +74,10 @@ T integer_element(Reduce op, const std::vector<T>& sources, const Scale& scale) 
   T acc = sources[0];
   for (size_t s = 1; s < sources.size(); ++s) {
     const auto a = static_cast<uint64_t>(acc), b = static_cast<uint64_t>(sources[s]);
-    if (op == Reduce::kMin || op == Reduce::kMax) acc = folded<T>(op, acc, sources[s]);
-    else acc = static_cast<T>(op == Reduce::kProduct ? a * b : a + b);
+    if (op == Reduce::kMin || op == Reduce::kMax)
+      acc = folded<T>(op, acc, sources[s]);
+    else
+      acc = static_cast<T>(op == Reduce::kProduct ? a * b : a + b);
   }
   return static_cast<T>(static_cast<int64_t>(acc) / scale.divisor);
 }
@@ -107,23 +114,45 @@ Bytes expected(DType dtype, Reduce op, const std::vector<Bytes>& s, size_t count
   if (s.size() == 1 && scale.pre == 1 && scale.post == 1 && (scale.divisor == 1 || is_float(dtype))) return s[0];
   Bytes out(count * size_of(dtype));
   for (size_t i = 0; i < count; ++i) switch (dtype) {
-      case DType::kBool: put(out, i, static_cast<uint8_t>(bool_element(op, elements<uint8_t>(s, i)))); break;
-      case DType::kU8: put(out, i, integer_element(op, elements<uint8_t>(s, i), scale)); break;
-      case DType::kI8: put(out, i, integer_element(op, elements<int8_t>(s, i), scale)); break;
-      case DType::kU16: put(out, i, integer_element(op, elements<uint16_t>(s, i), scale)); break;
-      case DType::kI16: put(out, i, integer_element(op, elements<int16_t>(s, i), scale)); break;
-      case DType::kI32: put(out, i, integer_element(op, elements<int32_t>(s, i), scale)); break;
-      case DType::kI64: put(out, i, integer_element(op, elements<int64_t>(s, i), scale)); break;
-      case DType::kF16: put(out, i, half_element(op, elements<Float16>(s, i), scale, to_float16)); break;
-      case DType::kBF16: put(out, i, half_element(op, elements<BFloat16>(s, i), scale, to_bfloat16)); break;
-      case DType::kF32: put(out, i, float_element(op, elements<float>(s, i), scale)); break;
-      case DType::kF64: put(out, i, float_element(op, elements<double>(s, i), scale)); break;
+      case DType::kBool:
+        put(out, i, static_cast<uint8_t>(bool_element(op, elements<uint8_t>(s, i))));
+        break;
+      case DType::kU8:
+        put(out, i, integer_element(op, elements<uint8_t>(s, i), scale));
+        break;
+      case DType::kI8:
+        put(out, i, integer_element(op, elements<int8_t>(s, i), scale));
+        break;
+      case DType::kU16:
+        put(out, i, integer_element(op, elements<uint16_t>(s, i), scale));
+        break;
+      case DType::kI16:
+        put(out, i, integer_element(op, elements<int16_t>(s, i), scale));
+        break;
+      case DType::kI32:
+        put(out, i, integer_element(op, elements<int32_t>(s, i), scale));
+        break;
+      case DType::kI64:
+        put(out, i, integer_element(op, elements<int64_t>(s, i), scale));
+        break;
+      case DType::kF16:
+        put(out, i, half_element(op, elements<Float16>(s, i), scale, to_float16));
+        break;
+      case DType::kBF16:
+        put(out, i, half_element(op, elements<BFloat16>(s, i), scale, to_bfloat16));
+        break;
+      case DType::kF32:
+        put(out, i, float_element(op, elements<float>(s, i), scale));
+        break;
+      case DType::kF64:
+        put(out, i, float_element(op, elements<double>(s, i), scale));
+        break;
     }
   return out;
 }
 
-// Half of the elements are any bits at all (NaN, infinities, denormals among them), half of moderate size; the edges of
-// the format come often.
+// Half of the elements are any bits at all (NaN, infinities, denormals among them), half of moderate size;
+// the edges of the format come often.
 class Data {
  public:
   Bytes make(DType dtype, size_t count) {
@@ -165,7 +194,9 @@ class Fenced {
     if (bytes_) std::memcpy(data(), content.data(), bytes_);
   }
   std::byte* data() { return memory_.data() + kFence + shift_; }
-  bool holds(const Bytes& content) { return content.empty() || std::memcmp(data(), content.data(), content.size()) == 0; }
+  bool holds(const Bytes& content) {
+    return content.empty() || std::memcmp(data(), content.data(), content.size()) == 0;
+  }
   bool intact() const {
     size_t marks = 0;
     for (size_t i = 0; i < memory_.size(); ++i) {
@@ -188,8 +219,8 @@ struct Case {
   size_t sources, count;
   Scale scale;
   std::string text(const char* simd) const {
-    return text_of(simd, " ", name_of(dtype), " ", name_of(op), " of ", sources, " x ", count, ", scale ", scale.pre, " ",
-                   scale.post, " /", scale.divisor);
+    return text_of(simd, " ", name_of(dtype), " ", name_of(op), " of ", sources, " x ", count, ", scale ", scale.pre,
+                   " ", scale.post, " /", scale.divisor);
   }
 };
 
@@ -321,7 +352,8 @@ TEST_CASE("the neutral element changes nothing") {
   const size_t count = 99;
   for (DType dtype : kDTypes)
     for (Reduce op : {Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct}) {
-      // Numbers that addition of zero and multiplication by one leave alone bit by bit: no NaN, no negative zero.
+      // Numbers that addition of zero and multiplication by one leave alone bit by bit: no NaN, no negative
+      // zero.
       Bytes values(count * size_of(dtype));
       std::byte* at = values.data();
       fill_neutral(dtype, Reduce::kProduct, at, count);

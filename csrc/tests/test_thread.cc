@@ -1,12 +1,13 @@
 // Named threads, CPU masks and the logger.
 #include <doctest/doctest.h>
 
-#include <atomic>
-#include <csignal>
 #include <pthread.h>
+#include <unistd.h>
+#include <atomic>
+#include <chrono>
+#include <csignal>
 #include <string>
 #include <thread>
-#include <unistd.h>
 #include <vector>
 
 #include "base/log.h"
