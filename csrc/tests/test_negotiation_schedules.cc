@@ -1,0 +1,494 @@
+// Thousands of random worlds: ranks submit in any order, cut ballots anywhere, bytes arrive late; groups, unnamed
+// operations, mismatches, joins and departures are mixed in. Every operation must end exactly once on every rank that
+// submitted it, with the outcome that an independent rule predicts, in one order, and nothing may be left behind.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <random>
+#include <set>
+
+#include "negotiation_samples.h"
+
+using namespace hc;
+using namespace hc::samples;
+
+namespace {
+
+using Random = std::mt19937_64;
+using Bytes = std::vector<uint8_t>;
+
+int pick(Random& random, int n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); }
+bool chance(Random& random, int percent) { return pick(random, 100) < percent; }
+
+constexpr size_t kFusionBytes = 256;
+
+// One operation of the script, as each rank submits it.
+struct Operation {
+  std::string name;  // empty: unnamed
+  std::vector<Signature> on_rank;
+  std::vector<bool> submitted_by;
+  bool clash = false;   // one name, two operations
+  Code invalid = Code::kOk;
+  Code expected = Code::kOk;
+};
+
+struct Script {
+  std::vector<Operation> operations;
+  std::vector<std::vector<int>> actions;  // per rank: numbers of operations, or kJoinAction
+  std::vector<bool> leaves;
+  std::vector<Code> join_outcomes;
+};
+constexpr int kJoinAction = -1;
+
+Signature random_signature(Random& random, Op op, int size) {
+  Signature s = signature(op, {(1 + pick(random, 6)) * size, 2});
+  if (op == Op::kBarrier) return s;
+  if (op == Op::kAllreduce) {
+    s.in_arena = chance(random, 15);
+    s.reduce = static_cast<Reduce>(pick(random, 6));
+    if (chance(random, 20)) s.prescale = 0.5;
+    for (int more = chance(random, 25) ? 1 + pick(random, 3) : 0; more > 0; more--) s.tensors.push_back(s.tensors[0]);
+  }
+  if (op == Op::kReducescatter) s.reduce = chance(random, 50) ? Reduce::kSum : Reduce::kAverage;
+  if (op == Op::kBroadcast) s.root = pick(random, size);
+  DType dtype = chance(random, 60) ? DType::kF32 : DType::kF16;
+  for (TensorMeta& t : s.tensors) t.dtype = chance(random, 90) ? dtype : DType::kI64;
+  return s;
+}
+
+// What ranks may do differently without disagreeing.
+void vary(Random& random, Signature* s, int size) {
+  if (s->op == Op::kAllgather) s->tensors[0].shape[0] = pick(random, 5);
+  if (s->op == Op::kAllreduce && chance(random, 10)) s->in_arena = !s->in_arena;
+  if (s->op != Op::kAlltoall) return;
+  s->splits.clear();
+  s->tensors[0].shape[0] = 0;
+  for (int i = 0; i < size; i++) s->tensors[0].shape[0] += s->splits.emplace_back(pick(random, 4));
+}
+
+// Makes this rank's signature unacceptable beside the others'.
+void spoil(Random& random, Signature* s) {
+  switch (pick(random, s->op == Op::kBroadcast ? 5 : s->op == Op::kAllreduce ? 6 : 4)) {
+    case 0: s->tensors[0].dtype = DType::kU8; break;
+    case 1: s->tensors[0].shape.back()++; break;
+    case 2: s->tensors.push_back(s->tensors[0]); break;
+    case 3: s->device = 1; break;
+    case 4: s->op == Op::kBroadcast ? (void)(s->root ^= 1) : (void)(s->postscale = 3); break;
+    default: s->reduce = s->reduce == Reduce::kMax ? Reduce::kMin : Reduce::kMax; break;
+  }
+}
+
+class ScriptMaker {
+ public:
+  ScriptMaker(Random& random, int size) : random_(random), size_(size) {
+    script_.actions.resize(static_cast<size_t>(size));
+    script_.leaves.resize(static_cast<size_t>(size));
+    for (int i = 0; i < 10; i++) {
+      Op op = chance(random_, 60) ? Op::kAllreduce : static_cast<Op>(std::vector<int>{1, 2, 3, 4, 6}[pick(random_, 5)]);
+      usual_.push_back(random_signature(random_, op, size_));
+    }
+  }
+  Script make() {
+    for (int phases = 1 + pick(random_, 6); phases > 0; phases--) {
+      bool join = chance(random_, 25);
+      add_phase(join, false);
+    }
+    if (chance(random_, 25)) add_phase(chance(random_, 50), true);
+    return std::move(script_);
+  }
+
+ private:
+  void add_phase(bool join, bool last) {
+    std::vector<int> made;
+    for (int i = 0; i < static_cast<int>(usual_.size()); i++)
+      if (chance(random_, 50)) made.push_back(add("n" + std::to_string(i), usual_[static_cast<size_t>(i)]));
+    for (int i = pick(random_, 4); i > 0; i--) {
+      Op op = chance(random_, 80) ? Op::kAllreduce : Op::kAllgather;
+      made.push_back(add("", chance(random_, 60) && op == Op::kAllreduce ? kUnnamed : random_signature(random_, op, size_)));
+    }
+    if (!join && !last && chance(random_, 20)) made.push_back(add_clash());
+    std::shuffle(made.begin(), made.end(), random_);
+    std::vector<int> length = lengths(static_cast<int>(made.size()), join && !last, last);
+    bool left = std::count(script_.leaves.begin(), script_.leaves.end(), true) != 0;
+    for (int i = 0; i < static_cast<int>(made.size()); i++) {
+      Operation& o = script_.operations[static_cast<size_t>(made[static_cast<size_t>(i)])];
+      for (int r = 0; r < size_; r++) o.submitted_by[static_cast<size_t>(r)] = length[static_cast<size_t>(r)] > i;
+      predict(&o, left);
+    }
+    for (int r = 0; r < size_; r++) add_actions(r, made, length[static_cast<size_t>(r)], join);
+    if (join) script_.join_outcomes.push_back(left ? Code::kAborted : Code::kOk);
+  }
+
+  // How many of the phase's operations each rank submits.
+  std::vector<int> lengths(int all, bool uneven, bool last) {
+    std::vector<int> length(static_cast<size_t>(size_), all);
+    for (int r = 1; r < size_; r++) {
+      bool leaves = last && chance(random_, 40);
+      script_.leaves[static_cast<size_t>(r)] = leaves;
+      if ((uneven && chance(random_, 60)) || leaves) length[static_cast<size_t>(r)] = pick(random_, all + 1);
+    }
+    std::rotate(length.begin(), length.begin() + (last ? 0 : pick(random_, size_)), length.end());
+    return length;
+  }
+
+  void add_actions(int rank, const std::vector<int>& made, int length, bool join) {
+    std::vector<int> mine(made.begin(), made.begin() + length), order = mine;
+    std::shuffle(order.begin(), order.end(), random_);
+    // Any order among the named ones; the unnamed keep theirs.
+    size_t next = 0;
+    auto is_unnamed = [&](int o) { return script_.operations[static_cast<size_t>(o)].name.empty(); };
+    for (int& o : order) {
+      if (!is_unnamed(o)) continue;
+      while (!is_unnamed(mine[next])) next++;
+      o = mine[next++];
+    }
+    std::vector<int>& actions = script_.actions[static_cast<size_t>(rank)];
+    actions.insert(actions.end(), order.begin(), order.end());
+    if (join && !script_.leaves[static_cast<size_t>(rank)]) actions.push_back(kJoinAction);
+  }
+
+  int add(std::string name, Signature usual) {
+    Operation o;
+    if (chance(random_, 15)) usual = random_signature(random_, usual.op, size_);
+    if (chance(random_, 4) && usual.op == Op::kReducescatter) {
+      usual.reduce = Reduce::kMin;
+      o.invalid = Code::kUnsupported;
+    } else if (chance(random_, 4) && usual.op == Op::kAllgather) {
+      usual.tensors[0].shape = {};
+      o.invalid = Code::kMismatch;
+    }
+    o.name = std::move(name);
+    o.on_rank.assign(static_cast<size_t>(size_), usual);
+    o.submitted_by.assign(static_cast<size_t>(size_), true);
+    bool varies = chance(random_, 40);
+    for (Signature& s : o.on_rank)
+      if (varies && o.invalid == Code::kOk) vary(random_, &s, size_);
+    if (chance(random_, 8) && o.invalid == Code::kOk && usual.op != Op::kBarrier) {
+      spoil(random_, &o.on_rank[static_cast<size_t>(pick(random_, size_))]);
+    }
+    script_.operations.push_back(std::move(o));
+    return static_cast<int>(script_.operations.size()) - 1;
+  }
+
+  int add_clash() {
+    Operation o;
+    o.clash = true;
+    o.name = "clash" + std::to_string(script_.operations.size());
+    for (int r = 0; r < size_; r++) {
+      bool other = r == 0 ? false : r == 1 ? true : chance(random_, 50);
+      o.on_rank.push_back(signature(other ? Op::kBroadcast : Op::kAllreduce, {4}));
+    }
+    o.submitted_by.assign(static_cast<size_t>(size_), true);
+    script_.operations.push_back(std::move(o));
+    return static_cast<int>(script_.operations.size()) - 1;
+  }
+
+  void predict(Operation* o, bool left) {
+    const Signature* first = nullptr;
+    bool everybody = true, fit = true;
+    for (int r = 0; r < size_; r++) {
+      size_t i = static_cast<size_t>(r);
+      if (!o->submitted_by[i]) {
+        everybody = false;
+        continue;
+      }
+      if (first == nullptr) first = &o->on_rank[i];
+      fit = fit && fits(*first, o->on_rank[i]);
+    }
+    bool joins_well = first == nullptr || first->op == Op::kAllreduce || first->op == Op::kBarrier;
+    o->expected = left && !everybody          ? Code::kAborted
+                  : o->clash || !fit          ? Code::kMismatch
+                  : !everybody && !joins_well ? Code::kUnsupported
+                                              : o->invalid;
+  }
+  // The same, but for what vary() may change.
+  static bool fits(Signature a, Signature b) {
+    for (Signature* s : {&a, &b}) {
+      s->in_arena = false;
+      s->splits.clear();
+      bool free = s->op == Op::kAllgather || s->op == Op::kAlltoall;
+      for (TensorMeta& t : s->tensors)
+        if (free && !t.shape.empty()) t.shape[0] = 0;
+    }
+    return a == b;
+  }
+
+  const Signature kUnnamed = signature(Op::kAllreduce, {3});
+  Random& random_;
+  const int size_;
+  std::vector<Signature> usual_;  // [name]
+  Script script_;
+};
+
+Bytes bytes_of(const auto& value) {
+  Writer w;
+  encode(value, &w);
+  return {w.bytes().begin(), w.bytes().end()};
+}
+
+struct Rank {
+  struct Pending {
+    int operation = 0;
+    bool announced = false;
+    Request request;
+  };
+  PlanCache cache;
+  size_t next_action = 0;
+  std::deque<std::string> queue;  // keys: submitted, not announced
+  std::map<std::string, Pending> pending;
+  std::array<uint64_t, kOpCount> next_sequence{};
+  bool joining = false, join_announced = false, gone = false;
+  std::deque<Bytes> ballots, plans;  // in flight
+  std::vector<Code> joins;
+};
+
+class World {
+ public:
+  World(Random& random, int size, size_t capacity)
+      : random_(random), size_(size), capacity_(capacity), script_(ScriptMaker(random, size).make()), ranks_(static_cast<size_t>(size)),
+        options_(options(size, capacity, chance(random, 20) ? 0 : kFusionBytes)), coordinator_(options_), twin_(options_),
+        ended_(script_.operations.size(), std::vector<int>(static_cast<size_t>(size), 0)),
+        place_(script_.operations.size(), -1) {}
+
+  void run() {
+    for (int turn = 0; turn < 200000; turn++) {
+      if (turn % 64 == 0 && finished()) break;
+      int r = pick(random_, size_);
+      switch (pick(random_, 5)) {
+        case 0: submit(r); break;
+        case 1: send_ballot(r); break;
+        case 2: take_ballot(r); break;
+        case 3: decide(); break;
+        default: take_plan(r); break;
+      }
+    }
+    check_end();
+  }
+
+ private:
+  Rank& rank(int r) { return ranks_[static_cast<size_t>(r)]; }
+  static std::string key_of(Op op, const std::string& name, uint64_t sequence) {
+    return text_of(static_cast<int>(op), name.empty() ? "#" : ".", name, name.empty() ? sequence : 0);
+  }
+
+  // Who joins or leaves in the middle of a clash decides how it ends; the script predicts it without.
+  bool in_clash(const Rank& me) const {
+    for (const auto& [key, p] : me.pending)
+      if (script_.operations[static_cast<size_t>(p.operation)].clash) return true;
+    return false;
+  }
+
+  void submit(int r) {
+    Rank& me = rank(r);
+    const std::vector<int>& actions = script_.actions[static_cast<size_t>(r)];
+    if (me.joining || me.next_action == actions.size()) return;
+    int action = actions[me.next_action];
+    if (action == kJoinAction) {
+      if (in_clash(me)) return;
+      me.joining = true;
+    } else {
+      const Operation& o = script_.operations[static_cast<size_t>(action)];
+      Request request{o.name, 0, o.on_rank[static_cast<size_t>(r)]};
+      uint64_t& sequence = me.next_sequence[static_cast<size_t>(request.signature.op)];
+      if (o.name.empty()) request.sequence = sequence;
+      std::string key = key_of(request.signature.op, request.name, request.sequence);
+      if (me.pending.count(key) != 0) return;  // a duplicate: later
+      if (o.name.empty()) sequence++;
+      me.queue.push_back(key);
+      me.pending[key] = {action, false, request};
+    }
+    me.next_action++;
+  }
+
+  void send_ballot(int r) {
+    Rank& me = rank(r);
+    Ballot b;
+    b.rank = r;
+    for (size_t n = me.queue.empty() ? 0 : 1 + static_cast<size_t>(pick(random_, static_cast<int>(me.queue.size()))); n > 0; n--) {
+      Rank::Pending& p = me.pending.at(me.queue.front());
+      me.queue.pop_front();
+      p.announced = true;
+      me.cache.announce(p.request, &b);
+    }
+    if (me.joining && !me.join_announced && me.queue.empty()) b.joined = me.join_announced = true;
+    if (!b.cached.empty() || !b.fresh.empty() || b.joined) me.ballots.push_back(bytes_of(b));
+  }
+
+  void take_ballot(int r) {
+    Rank& me = rank(r);
+    if (!me.ballots.empty()) {
+      Reader in(me.ballots.front());
+      Ballot b;
+      REQUIRE(decode(&in, &b).is_ok());
+      me.ballots.pop_front();
+      now_ += std::chrono::milliseconds(1);
+      Status taken = coordinator_.take(b, now_);
+      REQUIRE_MESSAGE(taken.is_ok(), taken.text());
+      REQUIRE(twin_.take(b, {}).is_ok());
+    } else if (script_.leaves[static_cast<size_t>(r)] && !me.gone && !me.joining && me.queue.empty() &&
+               me.next_action == script_.actions[static_cast<size_t>(r)].size() && !in_clash(me)) {
+      me.gone = true;
+      coordinator_.leave(r, "rank left");
+      twin_.leave(r, "rank left");
+    }
+  }
+
+  void decide() {
+    size_t room = static_cast<size_t>(pick(random_, 4));
+    bool ready = coordinator_.anything_ready();
+    Plan plan = coordinator_.decide(room);
+    REQUIRE((plan.batches.empty() == (!ready || room == 0)));
+    Bytes bytes = bytes_of(plan);
+    REQUIRE(bytes == bytes_of(twin_.decide(room)));
+    if (plan.batches.empty()) return;
+    for (Rank& r : ranks_) r.plans.push_back(bytes);
+  }
+
+  void take_plan(int r) {
+    Rank& me = rank(r);
+    if (me.plans.empty()) return;
+    Reader in(me.plans.front());
+    Plan plan;
+    REQUIRE(decode(&in, &plan).is_ok());
+    me.plans.pop_front();
+    for (const PlanBatch& batch : plan.batches) execute(r, batch);
+  }
+
+  void execute(int r, const PlanBatch& batch) {
+    Rank& me = rank(r);
+    if (batch.op == Op::kJoin) {
+      if (!me.join_announced) return;  // failed for others
+      me.joining = me.join_announced = false;
+      me.joins.push_back(batch.error);
+      REQUIRE((batch.error != Code::kOk || (batch.last_joined >= 0 && batch.last_joined < size_)));
+      return;
+    }
+    std::vector<int> operations;
+    for (const PlanEntry& e : batch.entries) {
+      int o = execute(r, batch, e);
+      if (o >= 0) operations.push_back(o);
+    }
+    if (batch.error == Code::kOk && operations.size() == batch.entries.size()) check_batch(batch, operations);
+  }
+
+  // Returns the operation's number, or -1 when this rank has no part in it.
+  int execute(int r, const PlanBatch& batch, const PlanEntry& e) {
+    Rank& me = rank(r);
+    if (!e.failed_on.empty() && std::count(e.failed_on.begin(), e.failed_on.end(), r) == 0) return -1;
+    std::string name = e.name;
+    if (!e.unnamed && name.empty()) {
+      REQUIRE(me.cache.name_of(e.slot) != nullptr);
+      name = *me.cache.name_of(e.slot);
+    }
+    auto at = me.pending.find(key_of(batch.op, name, e.sequence));
+    if (at == me.pending.end()) {
+      REQUIRE(me.join_announced);
+      REQUIRE((batch.error != Code::kOk || e.has_signature));
+      uint64_t& sequence = me.next_sequence[static_cast<size_t>(batch.op)];
+      if (e.unnamed) sequence = std::max(sequence, e.sequence + 1);
+      if (e.assigned && chance(random_, 80)) me.cache.learn(e);
+      return -1;
+    }
+    REQUIRE(at->second.announced);
+    if (e.assigned) me.cache.learn(at->second.request, e.slot);
+    int o = at->second.operation;
+    me.pending.erase(at);
+    REQUIRE(++ended_[static_cast<size_t>(o)][static_cast<size_t>(r)] == 1);
+    INFO("operation ", script_.operations[static_cast<size_t>(o)].name, ": ", batch.error_text);
+    REQUIRE(static_cast<int>(batch.error) == static_cast<int>(script_.operations[static_cast<size_t>(o)].expected));
+    if (batch.error == Code::kOk) check_place(o, batch.id);
+    return o;
+  }
+
+  // Successful operations run in the same batch everywhere.
+  void check_place(int o, uint32_t batch) {
+    int64_t& place = place_[static_cast<size_t>(o)];
+    if (place < 0) place = batch;
+    REQUIRE(place == batch);
+  }
+
+  static const Signature& said_by_first(const Operation& o) {
+    size_t r = 0;
+    while (!o.submitted_by[r]) r++;
+    return o.on_rank[r];
+  }
+
+  void check_batch(const PlanBatch& batch, const std::vector<int>& numbers) {
+    size_t bytes = 0;
+    const Signature& first = said_by_first(script_.operations[static_cast<size_t>(numbers[0])]);
+    bool arena = true;
+    std::vector<int64_t> rows;
+    for (int number : numbers) {
+      const Operation& o = script_.operations[static_cast<size_t>(number)];
+      const Signature& s = said_by_first(o);
+      for (int r = 0; r < size_; r++) {
+        const Signature& t = o.on_rank[static_cast<size_t>(r)];
+        arena = arena && t.in_arena && o.submitted_by[static_cast<size_t>(r)];
+        if (s.op == Op::kAllgather) rows.push_back(t.tensors[0].shape[0]);
+        if (s.op == Op::kAlltoall && !t.splits.empty()) rows.insert(rows.end(), t.splits.begin(), t.splits.end());
+        if (s.op == Op::kAlltoall && t.splits.empty()) rows.insert(rows.end(), static_cast<size_t>(size_), t.tensors[0].shape[0] / size_);
+      }
+      if (numbers.size() == 1) break;
+      REQUIRE(s.op == Op::kAllreduce);
+      REQUIRE(s.reduce == first.reduce);
+      REQUIRE(s.reduce != Reduce::kAdasum);
+      REQUIRE(s.prescale == first.prescale);
+      for (const TensorMeta& t : s.tensors) {
+        REQUIRE(t.dtype == first.tensors[0].dtype);
+        bytes += static_cast<size_t>(t.count()) * size_of(t.dtype);
+      }
+    }
+    REQUIRE(bytes <= kFusionBytes);
+    REQUIRE(batch.in_arena == (arena && numbers.size() == 1));
+    if (batch.op != Op::kReducescatter) REQUIRE(batch.rows == rows);
+  }
+
+  bool finished() {
+    for (int r = 0; r < size_; r++) {
+      Rank& me = rank(r);
+      if (me.next_action != script_.actions[static_cast<size_t>(r)].size() || !me.queue.empty() || !me.ballots.empty() ||
+          !me.plans.empty() || me.joining || !me.pending.empty() || (script_.leaves[static_cast<size_t>(r)] && !me.gone))
+        return false;
+    }
+    return !coordinator_.anything_ready();
+  }
+
+  void check_end() {
+    REQUIRE(finished());
+    REQUIRE(coordinator_.pending() == 0);
+    REQUIRE(coordinator_.stalled(now_ + std::chrono::hours(1), 0).empty());
+    for (size_t o = 0; o < ended_.size(); o++)
+      for (size_t r = 0; r < ended_[o].size(); r++) REQUIRE(ended_[o][r] == (script_.operations[o].submitted_by[r] ? 1 : 0));
+    for (int r = 0; r < size_; r++) {
+      REQUIRE(rank(r).cache.size() <= capacity_);
+      std::vector<Code> joins = script_.join_outcomes;
+      if (script_.leaves[static_cast<size_t>(r)] && rank(r).joins.size() < joins.size()) joins.pop_back();
+      REQUIRE(rank(r).joins == joins);
+    }
+  }
+
+  Random& random_;
+  const int size_;
+  const size_t capacity_;
+  const Script script_;
+  std::vector<Rank> ranks_;
+  const CoordinatorOptions options_;
+  Coordinator coordinator_, twin_;  // the twin gets the same ballots and must make the same plans
+  TimePoint now_{};
+  std::vector<std::vector<int>> ended_;  // [operation][rank]
+  std::vector<int64_t> place_;           // [operation] batch
+};
+
+}  // namespace
+
+TEST_CASE("negotiation: random schedules end the same way on every rank") {
+  const size_t capacities[] = {0, 3, 1024};
+  for (uint64_t seed = 1; seed <= 10000; seed++) {
+    INFO("seed ", seed);
+    Random random(seed);
+    int size = 2 + pick(random, 5);
+    World(random, size, capacities[seed % 3]).run();
+  }
+}
