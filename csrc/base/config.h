@@ -145,8 +145,10 @@ struct KnobRule {
   X("SECRET_FILE", "", "text", "", "File that holds the job secret.")                                       \
   X("SECRET_FD", "", "count", "",                                                                           \
     "Inherited descriptor from which the job secret is read; set by the launcher.")                         \
+  X("FUNCTION_FDS", "", "text", "",                                                                         \
+    "Two inherited descriptors of a function started with run(); set by the launcher, taken out at start.") \
   X("RENDEZVOUS", "", "text", "",                                                                           \
-    "host:port of the store in which ranks find each other; set by the launcher.")                          \
+    "host:port, comma-separated, of the store in which ranks find each other; set by the launcher.")        \
   X("JOB", "", "text", "", "Name of the job, part of every handshake; set by the launcher.")                \
   X("RANK", "RANK", "count", "", "This process's rank; set by the launcher.")                               \
   X("SIZE", "SIZE", "count", "", "Number of ranks; set by the launcher.")                                   \
