@@ -1,0 +1,394 @@
+"""Every operation on torch tensors, for every dtype, against what one process computes from all ranks' inputs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+
+import torch
+from world import ranks
+
+import horoclone.torch as hvd
+
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+INTEGERS = [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.int32, torch.int64]
+EVERY_DTYPE = [torch.bool, *INTEGERS, *FLOATS]
+SHAPES = [(), (0,), (1,), (17,), (3, 5), (2, 0, 3), (4, 3, 2, 5)]
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """Small whole numbers: exact in every dtype, sums of four included. The same for the same arguments."""
+    chance = torch.Generator().manual_seed(1000 * seed + rank)
+    low = 0 if dtype in (torch.bool, torch.uint8, torch.uint16) else -3
+    return torch.randint(low, 2 if dtype is torch.bool else 4, shape, generator=chance).to(dtype)
+
+
+def everybody(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> list[torch.Tensor]:
+    return [values(r, shape, dtype, seed) for r in range(hvd.size())]
+
+
+def reduced(parts: list[torch.Tensor], op: int) -> torch.Tensor:
+    """The reduction in int64 or float64, cast back."""
+    dtype = parts[0].dtype
+    wide = torch.stack([p.to(torch.float64 if dtype.is_floating_point else torch.int64) for p in parts])
+    if dtype is torch.bool:
+        return (wide.amax(0) if op in (hvd.Sum, hvd.Max) else wide.amin(0)).bool()
+    if op == hvd.Average:
+        total = wide.sum(0)
+        return torch.div(total, len(parts), rounding_mode=None if dtype.is_floating_point else "trunc").to(
+            dtype
+        )
+    done = {hvd.Sum: wide.sum, hvd.Min: wide.amin, hvd.Max: wide.amax, hvd.Product: wide.prod}[op](0)
+    return done.to(dtype)
+
+
+@ranks(1, 2, 3, 4)
+def test_allreduce_of_every_dtype_shape_and_reduction_in_every_form() -> None:
+    for dtype in EVERY_DTYPE:
+        for shape in SHAPES:
+            mine, parts = values(hvd.rank(), shape, dtype), everybody(shape, dtype)
+            for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max, hvd.Product):
+                if dtype is torch.bool and op == hvd.Average:
+                    continue
+                expected = reduced(parts, op)
+                if op == hvd.Average and dtype.is_floating_point:  # thirds: sum * (1/N) may round otherwise
+                    wide = torch.stack([p.double() for p in parts]).sum(0) / hvd.size()
+                    got = hvd.allreduce(mine, op=op).double()
+                    assert torch.allclose(got, wide, rtol=2 * torch.finfo(dtype).eps, atol=0), (dtype, shape)
+                    expected = hvd.allreduce(mine, op=op)
+                before = mine.clone()
+                out = hvd.allreduce(mine, op=op)
+                assert out.dtype == dtype and out.shape == torch.Size(shape)
+                assert torch.equal(out, expected), (dtype, shape, op)
+                assert torch.equal(mine, before)
+                assert torch.equal(hvd.synchronize(hvd.allreduce_async(mine, op=op)), expected)
+                place = mine.clone()
+                assert hvd.allreduce_(place, op=op) is place and torch.equal(place, expected)
+                place = mine.clone()
+                assert hvd.synchronize(hvd.allreduce_async_(place, op=op)) is place
+                assert torch.equal(place, expected)
+
+
+@ranks(2, 4)
+def test_average_of_integers_truncates_toward_zero_and_sums_wrap() -> None:
+    n = hvd.size()
+    for dtype in (torch.int8, torch.int16, torch.int32, torch.int64):
+        tensor = torch.tensor(
+            [-1 if hvd.rank() == 0 else 0, 2 * n - 1 if hvd.rank() == 0 else 0], dtype=dtype
+        )
+        assert hvd.allreduce(tensor, op=hvd.Average).tolist() == [0, 1], dtype
+        top = torch.tensor([torch.iinfo(dtype).max], dtype=dtype)
+        wrapped = (torch.iinfo(dtype).max * n + 2 ** (dtype.itemsize * 8 - 1)) % 2 ** (dtype.itemsize * 8)
+        assert hvd.allreduce(top, op=hvd.Sum).item() == wrapped - 2 ** (dtype.itemsize * 8 - 1), dtype
+    beyond_doubles = torch.tensor([2**53 + 1 if hvd.rank() == 0 else 0])
+    assert hvd.allreduce(beyond_doubles, op=hvd.Sum).item() == 2**53 + 1
+
+
+@ranks(2, 4)
+def test_prescale_and_postscale() -> None:
+    n = hvd.size()
+    ones = torch.full((5,), 2.0)
+    assert (
+        hvd.allreduce(ones, op=hvd.Sum, prescale_factor=0.5, postscale_factor=3.0).tolist() == [3.0 * n] * 5
+    )
+    assert (
+        hvd.allreduce(ones, op=hvd.Average, prescale_factor=0.5, postscale_factor=4.0).tolist() == [4.0] * 5
+    )
+    whole = torch.full((5,), 10, dtype=torch.int64)
+    assert hvd.allreduce(whole, op=hvd.Sum, postscale_factor=0.5).tolist() == [5 * n] * 5
+    half = torch.full((3,), 1.5, dtype=torch.bfloat16)
+    assert hvd.allreduce(half, op=hvd.Sum, prescale_factor=2.0).tolist() == [3.0 * n] * 3
+
+
+@ranks(2, 4)
+def test_sixteen_bit_floats_accumulate_in_float32() -> None:
+    n = hvd.size()
+    for dtype, big in ((torch.float16, 2048.0), (torch.bfloat16, 256.0)):
+        # In the dtype itself big + 1 rounds back to big every time; in float32 the ones add up to 2 or 4.
+        tensor = torch.tensor([big if hvd.rank() == 0 else 1.0, 0.5], dtype=dtype)
+        exact = torch.tensor([big + (n - 1), 0.5 * n], dtype=torch.float32).to(dtype)
+        assert torch.equal(hvd.allreduce(tensor, op=hvd.Sum), exact), dtype
+
+
+@ranks(2, 4)
+def test_large_tensors_are_the_same_bits_on_every_rank_and_close_to_float64() -> None:
+    for dtype in FLOATS:
+        chance = torch.Generator().manual_seed(hvd.rank())
+        mine = torch.randn(300_007, generator=chance).to(dtype)
+        got = hvd.allreduce(mine, op=hvd.Average, name=f"large.{dtype}")
+        wide = torch.zeros(300_007, dtype=torch.float64)
+        for rank in range(hvd.size()):
+            wide += torch.randn(300_007, generator=torch.Generator().manual_seed(rank)).to(dtype).double()
+        wide /= hvd.size()
+        tolerance = hvd.size() * torch.finfo(dtype).eps
+        assert torch.allclose(got.double(), wide, rtol=tolerance, atol=4 * tolerance), dtype
+        digests = hvd.allgather_object(hashlib.sha256(got.view(torch.uint8).numpy()).hexdigest())
+        assert len(set(digests)) == 1, dtype
+
+
+@ranks(2, 4)
+def test_nan_and_infinity_pass_through() -> None:
+    for dtype in FLOATS:
+        tensor = torch.tensor(
+            [math.nan if hvd.rank() == 0 else 1.0, math.inf if hvd.rank() == 1 else 1.0], dtype=dtype
+        )
+        for op in (hvd.Average, hvd.Sum, hvd.Min, hvd.Max):
+            out = hvd.allreduce(tensor, op=op)
+            assert out[0].isnan(), (dtype, op)
+            assert out[1].isinf() or op == hvd.Min, (dtype, op)
+
+
+@ranks(2, 4)
+def test_grouped_allreduce_of_mixed_dtypes_in_every_form() -> None:
+    forms = [((3, 2), torch.float32), ((), torch.int64), ((5,), torch.bfloat16), ((0,), torch.float32)]
+    mine = [values(hvd.rank(), shape, dtype, i) for i, (shape, dtype) in enumerate(forms)]
+    expected = [reduced(everybody(shape, dtype, i), hvd.Sum) for i, (shape, dtype) in enumerate(forms)]
+
+    def same(outputs: list[torch.Tensor]) -> bool:
+        return all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
+
+    assert same(hvd.grouped_allreduce(mine, op=hvd.Sum))
+    assert same(hvd.grouped_allreduce(mine, op=hvd.Sum, name="named"))
+    assert same(hvd.synchronize(hvd.grouped_allreduce_async(mine, op=hvd.Sum)))
+    place = [t.clone() for t in mine]
+    outputs = hvd.grouped_allreduce_(place, op=hvd.Sum)
+    assert same(outputs) and all(a is b for a, b in zip(outputs, place, strict=True))
+    place = [t.clone() for t in mine]
+    assert same(hvd.synchronize(hvd.grouped_allreduce_async_(place, op=hvd.Sum))) and same(place)
+    assert hvd.grouped_allreduce([torch.ones(2), torch.ones(3)], op=hvd.Average)[1].tolist() == [1, 1, 1]
+
+
+@ranks(1, 2, 4)
+def test_allgather_of_every_dtype_with_unequal_first_dimensions() -> None:
+    for dtype in EVERY_DTYPE:
+        for row in ((), (3,), (2, 0), (2, 2)):
+            for rows in ([r + 1 for r in range(4)], [0, 2, 0, 1], [0, 0, 0, 0]):
+                parts = [values(r, (rows[r], *row), dtype) for r in range(hvd.size())]
+                out = hvd.allgather(parts[hvd.rank()])
+                assert torch.equal(out, torch.cat(parts)) and out.dtype == dtype, (dtype, row, rows)
+    both = hvd.grouped_allgather(
+        [torch.full((hvd.rank() + 1, 2), hvd.rank()), torch.ones(1, dtype=torch.bfloat16)]
+    )
+    assert both[0].shape == (sum(range(1, hvd.size() + 1)), 2) and both[1].tolist() == [1.0] * hvd.size()
+    out = hvd.allgather(torch.ones(2))
+    out += 1  # the memory is the tensor's own
+    assert out.sum() == 4 * hvd.size()
+
+
+@ranks(1, 2, 4)
+def test_broadcast_of_every_dtype_from_every_root() -> None:
+    for dtype in EVERY_DTYPE:
+        for shape in SHAPES:
+            for root in range(hvd.size()):
+                mine, expected = values(hvd.rank(), shape, dtype), values(root, shape, dtype)
+                before = mine.clone()
+                assert torch.equal(hvd.broadcast(mine, root), expected), (dtype, shape, root)
+                assert torch.equal(mine, before)
+                assert torch.equal(hvd.synchronize(hvd.broadcast_async(mine, root)), expected)
+                assert hvd.broadcast_(mine, root) is mine and torch.equal(mine, expected)
+                mine = before.clone()
+                assert hvd.synchronize(hvd.broadcast_async_(mine, root)) is mine and torch.equal(
+                    mine, expected
+                )
+
+
+@ranks(1, 2, 4)
+def test_alltoall_with_and_without_splits() -> None:
+    n, me = hvd.size(), hvd.rank()
+    for dtype in EVERY_DTYPE:
+        parts = everybody((2 * n, 3), dtype)
+        out = hvd.alltoall(parts[me])
+        assert torch.equal(out, torch.cat([p[2 * me : 2 * me + 2] for p in parts])), dtype
+    # Rank r sends r + s rows to rank s.
+    sent = [[r + s for s in range(n)] for r in range(n)]
+    parts = [torch.arange(sum(sent[r])).view(-1, 1) + 100 * r for r in range(n)]
+    expected = torch.cat([parts[r][sum(sent[r][:me]) : sum(sent[r][: me + 1])] for r in range(n)])
+    for splits in (sent[me], torch.tensor(sent[me], dtype=torch.int32)):
+        out, received = hvd.alltoall(parts[me], splits=splits)
+        assert torch.equal(out, expected)
+        assert received.tolist() == [sent[r][me] for r in range(n)] and received.dtype == torch.int32
+    out, received = hvd.synchronize(hvd.alltoall_async(parts[me], sent[me], name="a2a"))
+    assert torch.equal(out, expected) and received.tolist() == [sent[r][me] for r in range(n)]
+
+
+@ranks(1, 2, 4)
+def test_reducescatter_shares_rows_and_gives_the_first_ranks_more() -> None:
+    n, me = hvd.size(), hvd.rank()
+    for dtype in [torch.int32, torch.int64, *FLOATS]:
+        for rows in (0, 1, 2 * n, 2 * n + 1, 3):
+            share = [rows // n + (r < rows % n) for r in range(n)]
+            first = sum(share[:me])
+            whole = reduced(everybody((rows, 2), dtype), hvd.Sum)
+            out = hvd.reducescatter(values(me, (rows, 2), dtype), op=hvd.Sum)
+            assert torch.equal(out, whole[first : first + share[me]]), (dtype, rows)
+    averaged = hvd.reducescatter(torch.full((n, 2), 4.0))
+    assert averaged.tolist() == [[4.0, 4.0]]
+    scaled = hvd.reducescatter(torch.ones(n), op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    assert scaled.tolist() == [float(n)]
+    both = hvd.grouped_reducescatter([torch.ones(n), torch.ones(2 * n, 3)], op=hvd.Sum)
+    assert both[0].tolist() == [n] and both[1].shape == (2, 3)
+
+
+@ranks(2, 4)
+def test_compression_of_single_operations() -> None:
+    exact = torch.tensor([0.5, 1.0, 2.0])
+    for compression in (hvd.Compression.none, hvd.Compression.fp16, hvd.Compression.bf16):
+        for dtype in (torch.float32, torch.float64):
+            out = hvd.allreduce(exact.to(dtype), compression=compression)
+            assert out.dtype == dtype and out.tolist() == exact.tolist()
+        assert hvd.allreduce(torch.tensor([7]), compression=compression, op=hvd.Sum).item() == 7 * hvd.size()
+        assert hvd.grouped_allreduce([exact, exact], compression=compression)[1].tolist() == exact.tolist()
+        share = hvd.reducescatter(torch.ones(hvd.size()), compression=compression)
+        assert share.tolist() == [1.0] and share.dtype == torch.float32
+
+
+@ranks(2, 4)
+def test_handles_are_asynchronous_and_unknown_ones_give_none() -> None:
+    handles = [hvd.allreduce_async(torch.full((50_000,), float(i)), op=hvd.Sum) for i in range(100)]
+    seen = [hvd.poll(handle) for handle in handles]
+    assert not all(seen), "every operation was complete at once: submit must not complete operations inline"
+    for i, handle in enumerate(handles):
+        assert hvd.synchronize(handle)[0].item() == i * hvd.size()
+    assert hvd.synchronize(handles[0]) is None and hvd.poll(handles[0])
+
+
+@ranks(2, 4)
+def test_submission_order_may_differ_between_ranks() -> None:
+    chance = torch.Generator().manual_seed(hvd.rank())
+    for round_number in range(20):
+        order = torch.randperm(30, generator=chance).tolist()
+        handles = {
+            i: hvd.allreduce_async(torch.tensor([float(i)]), op=hvd.Sum, name=f"{round_number}.{i}")
+            for i in order
+        }
+        for i, handle in handles.items():
+            assert hvd.synchronize(handle).item() == i * hvd.size()
+
+
+@ranks(2, 4)
+def test_tensors_of_a_pending_operation_are_kept_alive() -> None:
+    import gc
+
+    handles = [hvd.allreduce_async_(torch.full((1000,), float(i)), op=hvd.Sum) for i in range(50)]
+    gc.collect()
+    [torch.full((1000,), -1.0) for _ in range(50)]
+    assert [hvd.synchronize(h)[999].item() for h in handles] == [float(i) * hvd.size() for i in range(50)]
+
+
+@ranks(2, 4)
+def test_sparse_allreduce_sums_or_averages() -> None:
+    n, me = hvd.size(), hvd.rank()
+    mine = torch.sparse_coo_tensor(
+        [[me, n, n]], torch.tensor([[1.0, 2.0], [1.0, 1.0], [2.0, 2.0]]), (n + 2, 2)
+    )
+    for op, factor in ((hvd.Sum, 1), (hvd.Average, n)):
+        handle = hvd.sparse_allreduce_async(mine, name=f"sparse.{op}", op=op)
+        out = handle() if op == hvd.Sum else hvd.synchronize(handle)
+        expected = torch.zeros(n + 2, 2)
+        expected[:n] = torch.tensor([1.0, 2.0])
+        expected[n] = 3.0 * n
+        assert out.is_sparse and torch.equal(out.to_dense(), expected / factor)
+
+
+@ranks(2, 4)
+def test_barrier_and_join() -> None:
+    hvd.barrier()
+    for _ in range(hvd.rank() * 2):
+        hvd.allreduce_(torch.ones(1), name="uneven", op=hvd.Sum)
+    last = hvd.join()
+    assert last in range(hvd.size())
+    assert hvd.allgather(torch.tensor([last])).tolist() == [last] * hvd.size()
+
+
+@ranks(2, 4)
+def test_joined_ranks_contribute_neutral_elements_and_the_divisor_stays() -> None:
+    n = hvd.size()
+    if hvd.rank() == 0:
+        for _ in range(3):
+            assert hvd.allreduce(torch.tensor([6.0]), name="avg").item() == 6.0 / n
+            assert hvd.allreduce(torch.tensor([6.0]), name="min", op=hvd.Min).item() == 6.0
+            assert hvd.allreduce(torch.tensor([-6.0]), name="max", op=hvd.Max).item() == -6.0
+            assert hvd.allreduce(torch.tensor([3]), name="product", op=hvd.Product).item() == 3
+    assert hvd.join() == 0
+
+
+@ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_every_operation_in_a_process_set() -> None:
+    odd = hvd.add_process_set([1, 3])
+    if hvd.rank() in (1, 3):
+        me = odd.rank()
+        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), op=hvd.Sum, process_set=odd).item() == 4.0
+        assert hvd.allreduce(torch.tensor([float(hvd.rank())]), process_set=odd).item() == 2.0
+        assert hvd.allgather(torch.tensor([hvd.rank()]), process_set=odd).tolist() == [1, 3]
+        assert hvd.broadcast(torch.tensor([hvd.rank()]), 3, process_set=odd).item() == 3
+        assert hvd.alltoall(torch.tensor([10 * me, 10 * me + 1]), process_set=odd).tolist() == [me, 10 + me]
+        assert hvd.reducescatter(torch.ones(2), op=hvd.Sum, process_set=odd).tolist() == [2.0]
+        assert hvd.allgather_object(hvd.rank(), process_set=odd) == [1, 3]
+        hvd.barrier(odd)
+    hvd.barrier()
+    assert hvd.remove_process_set(odd)
+
+
+# --- gradients of operations ---------------------------------------------------------------------------------------
+
+
+@ranks(2, 4)
+def test_gradient_of_allreduce_is_the_allreduce_of_the_gradient() -> None:
+    n, me = hvd.size(), hvd.rank()
+    for op, factor in ((hvd.Sum, sum(range(1, n + 1))), (hvd.Average, sum(range(1, n + 1)) / n)):
+        x = torch.ones(3, 2, requires_grad=True)
+        (hvd.allreduce(x, op=op) * (me + 1)).sum().backward()
+        assert torch.equal(x.grad, torch.full((3, 2), float(factor)))
+        x = torch.ones(3, requires_grad=True)
+        hvd.allreduce(x, op=op, name="scaled", prescale_factor=2.0).sum().backward()
+        assert torch.equal(x.grad, torch.full((3,), 2.0 * (n if op == hvd.Sum else 1)))
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    a, b = hvd.grouped_allreduce([x, y], op=hvd.Sum)
+    (a.sum() + 2 * b.sum()).backward()
+    assert x.grad.tolist() == [n, n] and y.grad.tolist() == [2 * n, 2 * n]
+    half = torch.ones(2, requires_grad=True)
+    hvd.allreduce(half, compression=hvd.Compression.fp16).sum().backward()
+    assert half.grad.tolist() == [1, 1] and half.grad.dtype == torch.float32
+
+
+@ranks(2, 4)
+def test_gradients_of_the_other_operations() -> None:
+    n, me = hvd.size(), hvd.rank()
+    x = torch.ones(me + 1, 2, requires_grad=True)
+    gathered = hvd.allgather(x)
+    (gathered * torch.arange(1.0, len(gathered) + 1).view(-1, 1)).sum().backward()
+    first = sum(range(1, me + 1))
+    assert torch.equal(x.grad, torch.arange(first + 1.0, first + me + 2).view(-1, 1).expand(-1, 2))
+    x = torch.ones(2, requires_grad=True)
+    (hvd.broadcast(x, 1) * 3).sum().backward()
+    assert x.grad.tolist() == ([3.0, 3.0] if me == 1 else [0.0, 0.0])
+    x = torch.ones(n, requires_grad=True)
+    (hvd.alltoall(x) * (me + 1)).sum().backward()
+    assert x.grad.tolist() == [s + 1.0 for s in range(n)]
+    x = torch.ones(n * (n - 1) // 2 + 2, requires_grad=True)  # two rows more than are sent
+    out, _ = hvd.alltoall(x, splits=list(range(n)))
+    (out * (me + 1)).sum().backward()
+    assert x.grad.tolist() == [s + 1.0 for s in range(n) for _ in range(s)] + [0.0, 0.0]
+    for op, factor in ((hvd.Average, 1.0), (hvd.Sum, float(n))):
+        x = torch.ones(n, 2, requires_grad=True)
+        (hvd.reducescatter(x, op=op) * (me + 1)).sum().backward()
+        assert torch.equal(x.grad, factor * torch.arange(1.0, n + 1).view(-1, 1).expand(-1, 2))
+    x, y = torch.ones(1, requires_grad=True), torch.ones(2, requires_grad=True)
+    a, b = hvd.grouped_allgather([x, y], name="g")
+    (a.sum() + 2 * b.sum()).backward()
+    assert x.grad.tolist() == [1.0] and y.grad.tolist() == [2.0, 2.0]
+    x = torch.ones(n, requires_grad=True)
+    (hvd.grouped_reducescatter([x], op=hvd.Average)[0] * 2).sum().backward()
+    assert x.grad.tolist() == [2.0] * n
+
+
+@ranks(2)
+def test_gradient_of_a_reduction_that_is_not_linear_is_refused() -> None:
+    x = torch.ones(2, requires_grad=True)
+    out = hvd.allreduce(x, op=hvd.Max)
+    try:
+        out.sum().backward()
+    except hvd.Unsupported as error:
+        assert "Max" in str(error)
+    else:
+        raise AssertionError("a gradient of Max was made up")
