@@ -37,9 +37,9 @@ def _run(argv: list[str], program: str) -> int:
         print(__version__)
         return 0
     if arguments.check_build:
-        from horoclone.launch.check_build import table
+        from horoclone.launch.inventory import check_build_table
 
-        print(table(arguments.verbose))
+        print(check_build_table(arguments.verbose))
         return 0
     from_file, tunables = _read_config(arguments)
     settings = options.rank_settings(arguments, tunables, os.environ)
@@ -98,7 +98,7 @@ def _print_config(
             rows.append((name, str(value), arguments.origins.get(name, f"--{name.replace('_', '-')}")))
     rows += [(variable, text, origin) for variable, (text, origin) in sorted(settings.items())]
     unset = [one.variable for one in options.SETTINGS if one.variable not in settings]
-    width = max(len(row[0]) for row in rows)
+    width = max(len(name) for name in [*unset, *(row[0] for row in rows)])
     value_width = max(len(row[1]) for row in rows)
     for name, text, origin in rows:
         print(f"{name:<{width}}  {text:<{value_width}}  {origin}")

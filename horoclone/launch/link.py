@@ -43,6 +43,11 @@ class HostEvents(Protocol):
     def host_lost(self, link: HostLink, why: LaunchError, stage: str) -> None: ...
 
 
+def package_home() -> str:
+    """The folder that holds the package `horoclone` which is running."""
+    return os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
 def ssh_command(host: str, options: SshOptions) -> list[str]:
     """argv of ssh. What the other host's shell sees is quoted word by word; nothing of the user's command is in it."""
     command = [
@@ -60,15 +65,10 @@ def ssh_command(host: str, options: SshOptions) -> list[str]:
         command += ["-p", str(options.port)]
     if options.identity_file:
         command += ["-i", options.identity_file]
-    package_home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-    bootstrap = [
-        "env",
-        f"PYTHONPATH={package_home}",
-        "PYTHONSAFEPATH=1",
-        options.python,
-        "-m",
-        "horoclone.launch.remote",
-    ]
+    bootstrap = ["env", "PYTHONSAFEPATH=1", options.python, "-m", "horoclone.launch.remote"]
+    home = package_home()
+    if os.path.basename(home) not in ("site-packages", "dist-packages"):  # a source tree, at the same path there
+        bootstrap.insert(1, f"PYTHONPATH={home}")
     return [*command, host, "exec " + " ".join(shlex.quote(word) for word in bootstrap)]
 
 

@@ -6,6 +6,7 @@ Used by the launcher and, on other hosts, by remote.py. Thread: the one that sta
 from __future__ import annotations
 
 import ctypes
+import errno
 import fcntl
 import os
 import signal
@@ -242,9 +243,9 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
         return LaunchError(f"the working folder {cwd} is not there: {error.strerror}", 126)
     if isinstance(error, FileNotFoundError):
         return LaunchError(f"cannot run {program!r}: no such command on PATH and no such file in {cwd}", 127)
-    if isinstance(error, PermissionError):
+    if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
         return LaunchError(
-            f"cannot run {program!r}: it is not executable (put its interpreter first: python {program})", 126
+            f"cannot run {program!r}: it is not executable (python {program}?)", 126
         )
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return LaunchError(f"cannot run {program!r}: {reason}", 126)

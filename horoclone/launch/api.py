@@ -1,0 +1,177 @@
+"""horoclone.run(function, ...): the launcher as a function call, one value per rank.
+
+The function travels by cloudpickle to our own children only: through sealed memory that they inherit, on other hosts over
+ssh's stdin. Their values come back the same way and are unpickled here.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from horoclone.errors import Unsupported
+from horoclone.launch.call import VALUE, pack_function
+from horoclone.launch.link import package_home
+from horoclone.launch.usage import LaunchError
+
+
+# Not -m: the caller may have found horoclone by a sys.path of its own.
+_RANK = "import sys; sys.path.append(sys.argv.pop()); from horoclone.launch.call import main; sys.exit(main())"
+
+
+class RunError(RuntimeError):
+    """A rank of run() failed. `rank` and `exit_code` are those of the rank that failed first; `__cause__` is the exception
+    of the function where it could be brought over; the text is the launcher's failure report."""
+
+    def __init__(self, text: str, rank: int, exit_code: int) -> None:
+        super().__init__(text)
+        self.rank = rank
+        self.exit_code = exit_code
+
+
+def run(
+    func: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_proc: int | None = None,
+    min_num_proc: int | None = None,
+    max_num_proc: int | None = None,
+    slots: int | None = None,
+    reset_limit: int | None = None,
+    cooldown_range: Sequence[int] | None = None,
+    hosts: str | None = None,
+    hostfile: str | None = None,
+    host_discovery_script: str | None = None,
+    start_timeout: float | None = None,
+    ssh_port: int | None = None,
+    ssh_identity_file: str | None = None,
+    disable_cache: bool | None = None,
+    output_filename: str | None = None,
+    verbose: bool | None = None,
+    use_gloo: bool | None = None,
+    use_mpi: bool | None = None,
+    mpi_args: str | None = None,
+    network_interface: str | None = None,
+    network_interfaces: str | None = None,
+    executable: str | None = None,
+    np: int | None = None,
+    min_np: int | None = None,
+    max_np: int | None = None,
+    *,
+    env: Mapping[str, str] | None = None,
+    grace: float = 30.0,
+) -> list[Any]:
+    """Calls func(*args, **kwargs) once in each of num_proc (or np; default 1) new processes and returns their values by rank.
+
+    hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, output_filename, verbose and network_interfaces are the
+    flags of horoclonerun; executable is the Python of the ranks; env adds variables for them; disable_cache and use_gloo
+    are accepted and change nothing. func and its values must be picklable by cloudpickle.
+
+    Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
+    together; Unsupported for elastic arguments and MPI; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
+    """
+    elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np)
+    if any(value is not None for value in elastic):
+        raise Unsupported("run(): elastic jobs are not supported yet; run a fixed num_proc and save checkpoints.")
+    if use_mpi or mpi_args is not None:
+        raise Unsupported("run(): ranks are started without MPI; leave use_mpi and mpi_args out, or start a script by mpirun.")
+    if num_proc is not None and np is not None and num_proc != np:
+        raise ValueError(f"run(): num_proc={num_proc} and np={np} are the same thing; give one of them.")
+    if not callable(func):
+        raise ValueError(f"run(): func must be callable, not {type(func).__name__}.")
+    size = num_proc if num_proc is not None else np if np is not None else 1
+    function = _pickle(func, args, kwargs)
+    try:
+        job = _job(
+            size,
+            (hosts, hostfile),
+            (ssh_port, ssh_identity_file, executable or sys.executable, start_timeout),
+            network_interfaces or network_interface,
+            (output_filename, bool(verbose), grace, dict(env or {})),
+            function,
+        )
+        result = job.run()
+    except LaunchError as error:
+        if error.exit_code == 2:
+            raise ValueError(f"run(): {error}") from None
+        raise RunError(f"run(): {error}", -1, error.exit_code) from None
+    return _values(result)
+
+
+def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    try:
+        import cloudpickle
+    except ImportError:
+        raise Unsupported("run() needs cloudpickle: pip install cloudpickle") from None
+    path = [os.path.abspath(entry) for entry in sys.path]
+    return pack_function(path, cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
+
+
+def _job(
+    size: int,
+    where: tuple[str | None, str | None],
+    ssh: tuple[int | None, str | None, str, float | None],
+    interfaces: str | None,
+    manner: tuple[str | None, bool, float, dict[str, str]],
+    function: bytes,
+) -> Any:
+    from horoclone.launch.cli import choose_placements
+    from horoclone.launch.environment import job_environment
+    from horoclone.launch.job import Job, JobRequest
+    from horoclone.launch.link import SshOptions
+    from horoclone.launch.output import Screen, Style
+
+    port, identity_file, python, start_timeout = ssh
+    folder, verbose, grace, extra = manner
+    settings = {**extra}
+    if start_timeout is not None:
+        settings["HOROVOD_START_TIMEOUT"] = f"{start_timeout:g}"
+    if interfaces:
+        settings["HOROVOD_GLOO_IFACE"] = interfaces
+    sys.stdout.flush()  # the ranks' lines go straight to the descriptors
+    sys.stderr.flush()
+    return Job(
+        JobRequest(
+            placements=choose_placements(size, *where),
+            command=[python, "-c", _RANK, package_home()],
+            environment=job_environment(os.environ, settings),
+            cwd=os.getcwd(),
+            screen=Screen(Style()),
+            ssh=SshOptions(port, identity_file, python, start_timeout or 300.0, bind_to_us=False),
+            output_folder=os.path.abspath(folder) if folder else None,
+            grace_s=grace,
+            interfaces=interfaces,
+            function=function,
+            verbose=verbose,
+            give_stdin=False,
+        )
+    )
+
+
+def _values(result: Any) -> list[Any]:
+    import cloudpickle
+
+    if result.exit_code == 130:
+        raise KeyboardInterrupt
+    if result.exit_code != 0:
+        from horoclone.launch.report import culprit
+
+        end = culprit(result.ends)
+        rank = end.rank if end is not None else -1
+        answer = result.results.get(rank, b"")
+        cause = None
+        if answer and answer[:1] != VALUE:
+            try:
+                _, cause = cloudpickle.loads(answer[1:])
+            except Exception:  # noqa: BLE001 - its class may need a module that only the rank could import
+                cause = None
+        raise RunError(f"run(): {result.text}", rank, result.exit_code) from cause
+    values = []
+    for rank in range(len(result.ends)):
+        answer = result.results[rank]
+        if answer[:1] != VALUE:
+            raise RunError(f"run(): rank {rank} ended with exit code 0, but left no value (os._exit in the function?)", rank, 0)
+        values.append(cloudpickle.loads(answer[1:]))
+    return values

@@ -1,0 +1,70 @@
+"""A rank of horoclone.run: takes the function from inherited memory, calls it, leaves its value in inherited memory.
+
+Both descriptors come from our own parent, so what is unpickled here is what the caller of run() passed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from typing import Any
+
+VALUE, ERROR = b"V", b"E"
+
+
+def pack_function(path: list[str], pickled: bytes) -> bytes:
+    """path: the caller's sys.path, so that modules beside its script are found."""
+    head = json.dumps(path).encode()
+    return len(head).to_bytes(4, "little") + head + pickled
+
+
+def unpack_function(content: bytes) -> tuple[list[str], bytes]:
+    end = 4 + int.from_bytes(content[:4], "little")
+    return json.loads(content[4:end]), content[end:]
+
+
+def _write(descriptor: int, kind: bytes, content: bytes) -> None:
+    view = memoryview(kind + content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+
+
+def _pickled_error(error: BaseException) -> bytes:
+    """(text of the traceback, the exception itself where it can be pickled)."""
+    import cloudpickle
+
+    text = "".join(traceback.format_exception(error))
+    try:
+        return bytes(cloudpickle.dumps((text, error)))
+    except Exception:  # noqa: BLE001 - whatever its __reduce__ does; the text is enough
+        return bytes(cloudpickle.dumps((text, None)))
+
+
+def main() -> int:
+    import cloudpickle
+
+    from horoclone.launch.process import read_memory
+
+    source, target = (int(part) for part in os.environ.pop("HOROCLONE_FUNCTION_FDS").split(","))
+    path, pickled = unpack_function(read_memory(source))
+    os.close(source)
+    sys.path.extend(entry for entry in path if entry not in sys.path)
+    try:
+        function, args, kwargs = cloudpickle.loads(pickled)
+        value: Any = function(*args, **kwargs)
+        _write(target, VALUE, cloudpickle.dumps(value))
+        return 0
+    except SystemExit as end:
+        code = end.code
+        if code is None or code == 0:
+            _write(target, VALUE, cloudpickle.dumps(None))
+        raise
+    except BaseException as error:
+        _write(target, ERROR, _pickled_error(error))
+        raise  # the excepthook tells the others and the launcher
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,260 @@
+"""horoclonerun as users type it: flags, quoting, environment, files, what it imports. Ranks are plain Python."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = [sys.executable, "-m", "horoclone.launch"]
+PYTHON = sys.executable
+
+
+def _ranks(launch, tmp_path: Path, flags: list[str], names: list[str], env: dict[str, str] | None = None) -> list[dict]:
+    """Runs ranks that write the named variables to files, and returns them by rank."""
+    body = (
+        "import json, os, sys\n"
+        f"found = {{name: os.environ.get(name) for name in {names!r}}}\n"
+        "open(os.path.join(sys.argv[1], os.environ['HOROVOD_RANK']), 'w').write(json.dumps(found))\n"
+    )
+    out = tmp_path / "found"
+    out.mkdir()
+    launch([*RUN, *flags, PYTHON, "-c", body, str(out)], env=env)
+    return [json.loads((out / str(rank)).read_text()) for rank in range(len(list(out.iterdir())))]
+
+
+def test_arguments_reach_the_rank_as_they_are(launch):
+    nasty = ["a b", "it's", '"q"', ";", "$(touch /tmp/x)", "`id`", "*", "", "--", "-np", "\\", "new\nline", "ä"]
+    done = launch([*RUN, "-np", "1", PYTHON, "-c", "import sys; print(repr(sys.argv[1:]))", *nasty])
+    assert done.stdout == f"[0] {nasty!r}\n"
+
+
+def test_a_double_dash_ends_the_launchers_own_flags(launch):
+    done = launch([*RUN, "-np", "1", "--", PYTHON, "-c", "import sys; print(sys.argv[1:])", "--", "--verbose"])
+    assert done.stdout == "[0] ['--', '--verbose']\n"
+
+
+def test_ranks_know_their_numbers_and_share_cores(launch, tmp_path):
+    names = ["HOROVOD_RANK", "HOROCLONE_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_CROSS_SIZE", "HOROCLONE_JOB", "HOROVOD_HOSTNAME"]
+    found = _ranks(launch, tmp_path, ["-np", "3"], names)
+    assert [one["HOROVOD_RANK"] for one in found] == ["0", "1", "2"] == [one["HOROVOD_LOCAL_RANK"] for one in found]
+    assert {one["HOROCLONE_SIZE"] for one in found} == {"3"} and {one["HOROVOD_CROSS_SIZE"] for one in found} == {"1"}
+    assert len({one["HOROCLONE_JOB"] for one in found}) == 1 and len(found[0]["HOROCLONE_JOB"]) >= 16
+    assert found[0]["HOROVOD_HOSTNAME"] == "localhost"
+
+
+def test_two_local_host_names_are_placed_host_by_host(launch, tmp_path):
+    names = ["HOROVOD_HOSTNAME", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK", "HOROVOD_CROSS_SIZE"]
+    found = _ranks(launch, tmp_path, ["-np", "3", "-H", "localhost:2,127.0.0.1:2"], names)
+    assert [tuple(one.values()) for one in found] == [
+        ("localhost", "0", "2", "0", "2"), ("localhost", "1", "2", "0", "1"), ("127.0.0.1", "0", "1", "1", "2")]  # fmt: skip
+
+
+def test_the_secret_is_in_inherited_memory_and_nowhere_else(launch, tmp_path):
+    body = (
+        "import os, sys\n"
+        "fd = int(os.environ['HOROCLONE_SECRET_FD'])\n"
+        "secret = os.pread(fd, 100, 0); again = os.pread(fd, 100, 0)\n"
+        "assert secret == again and len(secret) == 32, secret\n"
+        "try: os.pwrite(fd, b'x', 0); print('writable')\n"
+        "except OSError: pass\n"
+        "for pid in (os.getpid(), os.getppid()):\n"
+        "    for name in ('environ', 'cmdline'):\n"
+        "        held = open(f'/proc/{pid}/{name}', 'rb').read()\n"
+        "        assert secret not in held and secret.hex().encode() not in held, name\n"
+        "print(secret.hex())\n"
+    )
+    done = launch([*RUN, "-np", "2", PYTHON, "-c", body])
+    assert len({line.split()[1] for line in done.stdout.splitlines()}) == 1 and "writable" not in done.stdout
+
+
+def test_the_rendezvous_of_a_local_job_listens_on_loopback_only(launch, tmp_path):
+    found = _ranks(launch, tmp_path, ["-np", "2"], ["HOROCLONE_RENDEZVOUS"])
+    assert all(one.startswith("127.0.0.1:") and "," not in one for one in (found[0]["HOROCLONE_RENDEZVOUS"],))
+
+
+def test_ranks_meet_at_the_rendezvous_with_what_they_were_given(launch):
+    body = (
+        "import os\n"
+        "from horoclone.bootstrap.client import Client\n"
+        "rank, size = int(os.environ['HOROCLONE_RANK']), int(os.environ['HOROCLONE_SIZE'])\n"
+        "secret = os.pread(int(os.environ['HOROCLONE_SECRET_FD']), 100, 0)\n"
+        "client = Client(os.environ['HOROCLONE_RENDEZVOUS'].split(','), secret, os.environ['HOROCLONE_JOB'], 20.0)\n"
+        "print(client.gather('t', rank, size, str(rank).encode(), 20.0))\n"
+    )
+    done = launch([*RUN, "-np", "3", PYTHON, "-c", body])
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] [b'0', b'1', b'2']" for rank in range(3)]
+
+
+@pytest.mark.parametrize("flags, variable, text", [
+    (["--fusion-threshold-mb", "32"], "HOROVOD_FUSION_THRESHOLD", str(32 << 20)),
+    (["--cycle-time-ms", "2.5"], "HOROVOD_CYCLE_TIME", "2.5"),
+    (["--no-hierarchical-allreduce"], "HOROVOD_HIERARCHICAL_ALLREDUCE", "0"),
+    (["--no-stall-check"], "HOROVOD_STALL_CHECK_DISABLE", "1"),
+    (["--stall-check-shutdown-time-seconds", "9"], "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "9"),
+    (["--timeline-filename", "/x y"], "HOROVOD_TIMELINE", "/x y"),
+    (["--log-without-timestamp"], "HOROVOD_LOG_HIDE_TIME", "1"),
+    (["--log-hide-timestamp"], "HOROVOD_LOG_HIDE_TIME", "1"),
+    (["--log-level", "DEBUG"], "HOROVOD_LOG_LEVEL", "DEBUG"),
+    (["--start-timeout", "77"], "HOROVOD_START_TIMEOUT", "77"),
+    (["--network-interface", "lo"], "HOROVOD_GLOO_IFACE", "lo"),
+    (["--tcp"], "NCCL_IB_DISABLE", "1"),
+    (["--gloo", "--disable-cache", "--autotune"], "HOROVOD_AUTOTUNE", "1"),
+])  # fmt: skip
+def test_horovodruns_flags_become_variables(launch, tmp_path, flags, variable, text):
+    assert _ranks(launch, tmp_path, ["-np", "1", *flags], [variable]) == [{variable: text}]
+
+
+def test_flag_beats_environment_beats_file(launch, tmp_path):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yaml"
+    file.write_text(
+        "params:\n  cycle_time_ms: 1\n  cache_capacity: 1\n  fusion_threshold_mb: 1\n"
+        "stall_check:\n  enabled: false\nlogging:\n  hide_timestamp: true\nnum-proc: 2\n"
+    )
+    names = ["HOROVOD_CYCLE_TIME", "HOROVOD_CACHE_CAPACITY", "HOROVOD_FUSION_THRESHOLD", "HOROVOD_STALL_CHECK_DISABLE",
+             "HOROVOD_LOG_HIDE_TIME"]  # fmt: skip
+    environment = {"HOROVOD_CYCLE_TIME": "2", "HOROVOD_CACHE_CAPACITY": "2"}
+    found = _ranks(launch, tmp_path, ["--config-file", str(file), "--cycle-time-ms", "3"], names, environment)
+    assert [list(one.values()) for one in found] == [["3.0", "2", str(1 << 20), "1", "1"]] * 2
+    flags = ["--config-file", str(file), "--cycle-time-ms", "3", "--print-config"]
+    lines = [line.split() for line in launch([*RUN, *flags], env=environment).stdout.splitlines()]
+    assert ["num_proc", "2", "file"] in lines
+    assert ["HOROVOD_CYCLE_TIME", "3.0", "--cycle-time-ms"] in lines
+    assert ["HOROVOD_CACHE_CAPACITY", "2", "environment", "(HOROVOD_CACHE_CAPACITY)"] in lines
+    assert ["HOROVOD_STALL_CHECK_DISABLE", "1", "file", "(stall_check.enabled)"] in lines
+    assert ["HOROVOD_TIMELINE", "default", "of", "the", "runtime"] in lines
+
+
+@pytest.mark.parametrize("text, said", [
+    ("params:\n  cycle_time_m: 1\n", "did you mean params.cycle_time_ms"),
+    ("params:\n  cache_capacity: soon\n", "params.cache_capacity"),
+    ("autotune:\n  enabled: 1\n", "expected true or false"),
+    ("num_proc: true\n", "num_proc: expected"),
+    ("elastic:\n  min_np: 2\n", "not supported yet"),
+    ("controller: mpi\n", "mpirun"),
+    ("- a\n- b\n", "expected 'section:'"),
+    ("a: [\n", "is not YAML"),
+])  # fmt: skip
+def test_a_wrong_config_file_is_explained_without_a_traceback(launch, tmp_path, text, said):
+    pytest.importorskip("yaml")
+    file = tmp_path / "config.yaml"
+    file.write_text(text)
+    done = launch([*RUN, "-np", "1", "--config-file", str(file), "true"], check=False)
+    assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("flags, code, said", [
+    (["-np", "2", "--mpi", "true"], 2, "mpirun -n N"),
+    (["-np", "2", "--jsrun", "true"], 2, "without MPI"),
+    (["-np", "2", "--mpi-args=-x A", "true"], 2, "mpirun ARGS"),
+    (["--min-np", "2", "true"], 2, "Unsupported"),
+    (["--blacklist-cooldown-range", "1", "2", "true"], 2, "Unsupported"),
+    (["--host-discovery-script", "x", "true"], 2, "checkpoints"),
+    (["true"], 2, "-np N"),
+    (["-np", "0", "true"], 2, "at least 1"),
+    (["-np", "2"], 2, "nothing to run"),
+    (["-np", "3", "-H", "localhost:2", "true"], 2, "needs 3 slots"),
+    (["-np", "1", "-H", "localhost", "--hostfile", "x", "true"], 2, "one of them"),
+    (["-np", "1", "--hostfile", "/no/such/file", "true"], 2, "No such file"),
+    (["-np", "1", "--frobnicate", "true"], 2, "--frobnicate"),
+    (["-np", "1", "--cache-capacity", "-1", "true"], 2, "negative"),
+    (["-np", "2", "--ranks", "5", "true"], 2, "only ranks 0-1"),
+    (["-np", "2", "no-such-command"], 127, "no such command"),
+    (["-np", "2", "/etc/passwd"], 126, "not executable"),
+    (["-np", "1", "--output-filename", "/proc/none", "true"], 2, "/proc/none"),
+])  # fmt: skip
+def test_user_errors_are_one_message_and_never_a_traceback(launch, flags, code, said):
+    done = launch([*RUN, *flags], check=False)
+    assert done.returncode == code and said in done.stderr, done.output
+    assert "Traceback" not in done.stderr and done.stderr.startswith("horoclonerun: ")
+
+
+def test_output_files_hold_every_ranks_raw_bytes(launch, tmp_path):
+    body = (
+        "import os, sys\n"
+        "r = os.environ['HOROVOD_RANK']\n"
+        "os.write(1, b'out ' + r.encode() + b'\\xff\\n'); os.write(2, b'err ' + r.encode())\n"
+    )
+    done = launch([*RUN, "-np", "11", "--output-filename", tmp_path / "logs", PYTHON, "-c", body])
+    for rank in range(11):
+        folder = tmp_path / "logs" / f"rank.{rank:02d}"
+        assert (folder / "stdout").read_bytes() == f"out {rank}".encode() + b"\xff\n"
+        assert (folder / "stderr").read_bytes() == f"err {rank}".encode()
+        assert f"[{rank}] out {rank}\N{REPLACEMENT CHARACTER}" in done.stdout.splitlines()
+        assert f"[{rank}] err {rank}" in done.stderr.splitlines()
+
+
+def test_the_launcher_loads_no_framework_and_no_native_code(launch):
+    probe = (
+        "import sys\n"
+        "from horoclone.launch.cli import main\n"
+        "assert main(['-np', '1', 'true']) == 0\n"
+        "heavy = {'numpy', 'torch', 'tensorflow', 'jax', 'yaml', 'rich', 'psutil', 'cloudpickle', 'asyncio', 'horoclone._core'}\n"
+        "print(sorted(heavy & set(sys.modules)), [m for m in sys.modules if m.startswith('horoclone.torch')])\n"
+    )
+    assert launch([PYTHON, "-c", probe]).stdout == "[] []\n"
+
+
+def test_auto_starts_one_rank_per_slot_or_core(launch):
+    body = "import os; print(os.environ['HOROVOD_SIZE'])"
+    done = launch([*RUN, "-np", "auto", "-H", "localhost:3", PYTHON, "-c", body])
+    assert sorted(done.stdout.splitlines()) == ["[0] 3", "[1] 3", "[2] 3"]
+
+
+def test_rank_zero_reads_our_stdin_and_the_others_read_nothing(launch, tmp_path):
+    typed = tmp_path / "typed"
+    typed.write_text("hello\n")
+    with typed.open() as stdin:
+        started = launch.start([*RUN, "-np", "2", PYTHON, "-c", "print(repr(input() if __import__('os').environ"
+                                "['HOROVOD_RANK'] == '0' else __import__('sys').stdin.read()))"], stdin=stdin)  # fmt: skip
+        done = started.finish(30)
+    assert sorted(done.stdout.splitlines()) == ["[0] 'hello'", "[1] ''"]
+
+
+def test_check_build_says_what_is_missing_and_how_to_get_it(launch):
+    text = launch([*RUN, "--check-build"]).stdout
+    assert text.startswith("horoclone v")
+    for title in ("Available Frameworks:", "Available Controllers:", "Available Tensor Operations:"):
+        assert title in text
+    rows = [line for line in text.splitlines() if line.startswith("    [")]
+    assert len(rows) >= 10
+    assert all(len(row.split("]", 1)[1].split(None, 1)) == 2 for row in rows if "[ ]" in row), "an empty box without a reason"
+
+
+def test_version_is_the_packages(launch):
+    import horoclone
+
+    assert launch([*RUN, "--version"]).stdout.strip() == horoclone.__version__
+    assert launch([PYTHON, "-m", "horoclone.launch.tool", "--version"]).stdout.strip() == horoclone.__version__
+
+
+def test_the_doctor_answers_in_json_and_names_the_launcher(launch):
+    done = launch([PYTHON, "-m", "horoclone.launch.tool", "doctor", "--json"], check=False)
+    answer = json.loads(done.stdout)
+    topics = {finding["topic"]: finding for finding in answer["findings"]}
+    for topic in ("python", "native module", "launcher", "mpi", "shared memory", "memlock", "cores", "interfaces", "ssh", "NCCL", "PyTorch"):
+        assert topic in topics, topic
+    assert "single" in topics["launcher"]["text"]
+    assert (done.returncode == 0) == answer["healthy"] == all(one["status"] != "bad" for one in answer["findings"])
+    slurm = {"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "7",
+             "SLURM_STEP_NODELIST": "n1", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "4", "SLURM_STEP_TASKS_PER_NODE": "4"}  # fmt: skip
+    text = launch([PYTHON, "-m", "horoclone.launch.tool", "doctor"], env=slurm, check=False).stdout
+    assert "slurm" in text.lower()
+
+
+def test_the_doctor_sees_a_launcher_and_a_library_of_different_mpis():
+    from horoclone.launch.doctor import mpi_family
+
+    assert mpi_family("mpirun (Open MPI) 5.0.11") == "Open MPI" == mpi_family("Open MPI v5.0.11, package: x")
+    assert mpi_family("HYDRA build details:\n Version: 5.0.2") == "MPICH" == mpi_family("MPICH Version:      5.0.2")
+    assert mpi_family("Intel(R) MPI Library for Linux* OS") == "Intel MPI" and mpi_family("?") == ""
+
+
+def test_the_tool_command_runs_jobs_and_explains_itself(launch):
+    tool = [PYTHON, "-m", "horoclone.launch.tool"]
+    assert launch([*tool, "run", "-np", "1", PYTHON, "-c", "print('hi')"]).stdout == "[0] hi\n"
+    done = launch([*tool, "clean"], check=False)
+    assert done.returncode == 2 and "usage:" in done.stderr

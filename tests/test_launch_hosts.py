@@ -1,0 +1,229 @@
+"""Host lists, placement and the pure decisions of the launcher: no process is started here."""
+
+from __future__ import annotations
+
+import signal
+import socket
+
+import pytest
+
+from horoclone.launch import ending, frames, hosts, report
+from horoclone.launch.environment import exported, job_environment, rank_variables, thread_variables
+from horoclone.launch.hosts import Host, parse_hostfile, parse_hosts, place
+from horoclone.launch.usage import LaunchError, parse_ranks, ranks_text
+
+
+def test_a_host_list_gives_names_and_slots_in_order():
+    assert parse_hosts("a:4,b, c.example.org:2") == [Host("a", 4), Host("b", 1), Host("c.example.org", 2)]
+    assert parse_hosts("me@a:2,[::1]:3,fe80::1,10.0.0.2:8") == [
+        Host("me@a", 2), Host("::1", 3), Host("fe80::1", 1), Host("10.0.0.2", 8)]  # fmt: skip
+
+
+def test_a_host_named_twice_has_the_sum_of_its_slots():
+    assert parse_hosts("a:1,b:2,a:3") == [Host("a", 4), Host("b", 2)]
+
+
+@pytest.mark.parametrize("text", ["", "a,,b", "a:0", "a:x", "a:-1", "-oProxyCommand=x", "a;b", "$(x)", "a b", "@a:1"])
+def test_a_wrong_host_list_is_refused_with_the_text_itself(text):
+    with pytest.raises(LaunchError, match="-H"):
+        parse_hosts(text)
+
+
+def test_hostfiles_of_open_mpi_mpich_and_horovod_are_read(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# cluster\nnode-a slots=4\n\nnode-b:2   # two\nnode-c\nnode-d slots=1 max_slots=8\n")
+    assert parse_hostfile(str(file)) == [Host("node-a", 4), Host("node-b", 2), Host("node-c", 1), Host("node-d", 1)]
+
+
+@pytest.mark.parametrize("line, said", [
+    ("a slots=many", "slots of a"), ("a slots", "not key=value"), ("a gpus=2", "unknown key 'gpus'"), ("a;b", "host name"),
+])  # fmt: skip
+def test_a_wrong_hostfile_line_is_named(tmp_path, line, said):
+    file = tmp_path / "hosts"
+    file.write_text(f"good slots=1\n{line}\n")
+    with pytest.raises(LaunchError, match=said) as caught:
+        parse_hostfile(str(file))
+    assert "line 2" in str(caught.value)
+
+
+def test_a_hostfile_that_is_empty_or_absent_is_an_error(tmp_path):
+    (tmp_path / "empty").write_text("# nothing\n")
+    for name in ("empty", "absent"):
+        with pytest.raises(LaunchError, match=name):
+            parse_hostfile(str(tmp_path / name))
+
+
+def test_ranks_fill_hosts_in_order_with_local_and_cross_numbers():
+    placed = place(5, [Host("a", 2), Host("b", 1), Host("c", 4)])
+    assert [(p.host, p.rank, p.local_rank, p.local_size) for p in placed] == [
+        ("a", 0, 0, 2), ("a", 1, 1, 2), ("b", 2, 0, 1), ("c", 3, 0, 2), ("c", 4, 1, 2)]  # fmt: skip
+    # local rank 0 is on a, b and c; local rank 1 only on a and c
+    assert [(p.cross_rank, p.cross_size) for p in placed] == [(0, 3), (0, 2), (1, 3), (2, 3), (1, 2)]
+
+
+def test_too_few_slots_name_the_numbers():
+    with pytest.raises(LaunchError, match=r"-np 4 needs 4 slots.*have 3 \(a:2, b:1\)"):
+        place(4, [Host("a", 2), Host("b", 1)])
+
+
+def test_this_host_is_recognised_and_others_are_not():
+    for name in ("localhost", "127.0.0.1", "127.0.0.77", "::1", socket.gethostname()):
+        assert hosts.is_local(name), name
+    for name in ("no-such-host.invalid", "198.51.100.7", "someone@localhost"):
+        assert not hosts.is_local(name), name
+
+
+def test_auto_takes_every_slot_else_devices_else_cores(monkeypatch):
+    assert hosts.automatic_size([Host("a", 2), Host("b", 3)]) == 5
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,2,3")
+    assert hosts.automatic_size(None) == 3
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert hosts.automatic_size(None) == hosts.usable_cores() >= 1
+
+
+def test_a_rank_gets_every_number_under_both_names():
+    variables = rank_variables(place(3, [Host("me@a", 2), Host("b", 1)])[1], "127.0.0.1:9,10.0.0.1:9", "job")
+    for prefix in ("HOROCLONE_", "HOROVOD_"):
+        found = [variables[prefix + name] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+        assert found == ["1", "3", "1", "2", "0", "1"]
+    assert variables["HOROVOD_HOSTNAME"] == "a"
+    assert variables["HOROCLONE_RENDEZVOUS"] == "127.0.0.1:9,10.0.0.1:9" and variables["HOROCLONE_JOB"] == "job"
+
+
+def test_a_flag_beats_the_users_own_variable_under_either_name():
+    environment = job_environment({"HOROCLONE_CYCLE_TIME": "9", "HOROCLONE_SECRET_FD": "3"}, {"HOROVOD_CYCLE_TIME": "2"})
+    assert environment["HOROVOD_CYCLE_TIME"] == environment["HOROCLONE_CYCLE_TIME"] == "2"
+    assert "HOROCLONE_SECRET_FD" not in environment and environment["PYTHONUNBUFFERED"] == "1"
+
+
+def test_ranks_share_the_cores_unless_the_user_has_chosen():
+    assert thread_variables({}, "auto", 2, 8) == {"OMP_NUM_THREADS": "4"}
+    assert thread_variables({}, "auto", 16, 8) == {"OMP_NUM_THREADS": "1"}
+    assert thread_variables({}, "auto", 1, 8) == {} == thread_variables({"OMP_NUM_THREADS": "3"}, "auto", 2, 8)
+    assert thread_variables({}, "off", 2, 8) == {}
+    assert thread_variables({"OMP_NUM_THREADS": "3"}, "5", 2, 8) == {"OMP_NUM_THREADS": "5"}
+
+
+def test_what_belongs_to_this_host_or_is_secret_stays_here():
+    ours = {"HOME": "/h", "SSH_AUTH_SOCK": "s", "HOROCLONE_SECRET": "x", "BASH_FUNC_f%%": "() {", "DATA": "/d", "PATH": "/p"}
+    assert exported(ours) == {"DATA": "/d", "PATH": "/p"}
+
+
+def test_rank_lists_are_read_and_written():
+    assert parse_ranks("0,3,5-7") == {0, 3, 5, 6, 7}
+    assert ranks_text([9, 3, 7, 8]) == "ranks 3,7-9" and ranks_text([4]) == "rank 4"
+    for text in ("", "a", "3-1", "-1", "1,,2"):
+        with pytest.raises(LaunchError):
+            parse_ranks(text)
+
+
+def test_frames_survive_any_cut_and_a_chatty_login_shell():
+    sent = b"Welcome!\n" + frames.GREETING + frames.frame(frames.OUT, 3, b"x" * 1000) + frames.frame(frames.GONE, 4)
+    for step in (1, 7, 1000, len(sent)):
+        reader = frames.FrameReader(frames.GREETING)
+        found = [one for at in range(0, len(sent), step) for one in reader.feed(sent[at : at + step])]
+        assert found == [(frames.OUT, 3, b"x" * 1000), (frames.GONE, 4, b"")]
+        assert reader.noise == b"Welcome!\n" and reader.greeted
+
+
+def test_a_huge_length_is_refused_before_anything_is_kept():
+    reader = frames.FrameReader()
+    with pytest.raises(frames.BrokenFrame):
+        reader.feed(b"O" + b"\x00" * 4 + b"\xff" * 4)
+
+
+# --- ending
+
+
+def _orders(end: ending.Ending, until: float) -> list[tuple[float, int, bool]]:
+    found = []
+    while (at := end.next_s()) is not None and at <= until:
+        found += [(order.at_s, order.number, order.group) for order in end.due(at)]
+    return found
+
+
+def test_after_a_failure_the_others_get_five_seconds_then_term_then_grace_then_kill():
+    end = ending.Ending(30.0)
+    end.fail(100.0)
+    end.fail(101.0)  # the second failure changes nothing
+    assert _orders(end, 1000) == [(105.0, signal.SIGTERM, False), (135.0, signal.SIGKILL, True)]
+    assert end.reason == ending.FAILURE and end.exit_code is None
+
+
+def test_control_c_ends_everything_within_three_seconds_and_the_second_at_once():
+    end = ending.Ending(30.0)
+    assert end.interrupt(10.0)
+    assert [order[:2] for order in _orders(end, 10.5)] == [(10.0, signal.SIGINT)]
+    assert not end.interrupt(10.6)
+    assert _orders(end, 11) == [(10.6, signal.SIGKILL, True)]
+    assert end.exit_code == 130 and end.next_s() is None
+
+
+def test_sigterm_keeps_its_code_when_control_c_hastens_it():
+    end = ending.Ending(30.0)
+    end.terminate(0.0, signal.SIGTERM)
+    end.terminate(1.0, signal.SIGTERM)
+    assert end.interrupt(2.0)
+    assert _orders(end, 99)[-1] == (4.0, signal.SIGKILL, True)
+    assert end.exit_code == 143
+
+
+# --- who is to blame
+
+
+def _end(rank: int, code: int, at: float, **rest) -> report.RankEnd:
+    facts = {"by_us": False, "report": None, "report_is_consequence": False, "stderr": []}
+    return report.RankEnd(rank=rank, host="h", pid=100 + rank, code=code, ended_s=at, **{**facts, **rest})
+
+
+def test_the_culprit_is_not_who_noticed_first():
+    lost = ["Traceback (most recent call last):", '  File "x"', "horoclone.errors.PeerLost: rank 2 died"]
+    ends = [
+        _end(0, 1, 1.0, stderr=lost),
+        _end(1, 1, 1.1, report="Traceback\nhoroclone.errors.Aborted: x", report_is_consequence=True),
+        _end(2, 3, 1.2),
+        _end(3, -15, 6.0, by_us=True),
+    ]
+    found = report.culprit(ends)
+    assert found is not None and found.rank == 2
+
+
+def test_a_signal_is_more_of_a_cause_than_an_exit_code():
+    found = report.culprit([_end(0, 1, 1.0), _end(1, -9, 1.1)])
+    assert found is not None and found.rank == 1
+    assert report.culprit([_end(0, 0, 1.0)]) is None
+
+
+def test_the_report_has_the_cause_first_and_last_and_the_traceback_once():
+    stderr = ["warming up", "Traceback (most recent call last):", '  File "t.py", line 3', "ValueError: bad batch 17", "bye"]
+    ends = [_end(0, 1, 2.0, stderr=["horoclone.errors.PeerLost: x"], by_us=True), _end(1, 7, 1.0, stderr=stderr), _end(2, 0, 0.5)]
+    text, code = report.failure_report(ends, "/logs")
+    lines = text.splitlines()
+    assert code == 7
+    assert lines[0] == "rank 1 (h, pid 101) ended with exit code 7: ValueError: bad batch 17"
+    assert lines[-1].startswith("root cause: rank 1 (h, pid 101)") and lines[-1].endswith("exit code 7")
+    assert text.count("Traceback (most recent call last):") == 1
+    assert "    | warming up" in lines and "    | bye" in lines and "  logs of every rank: /logs" in lines
+    assert "  rank 0 was stopped because of this." in lines
+
+
+def test_a_chained_traceback_is_taken_whole():
+    chain = [
+        "x", "Traceback (most recent call last):", "  a", "KeyError: 1", "",
+        "During handling of the above exception, another exception occurred:", "",
+        "Traceback (most recent call last):", "  b", "ValueError: 2", "after",
+    ]  # fmt: skip
+    assert report.traceback_in(chain) == chain[1:-1]
+
+
+def test_a_kill_is_explained_by_the_memory_counter():
+    risen, not_risen = report.hint(_end(0, -9, 1.0, memory_kills=1)), report.hint(_end(0, -9, 1.0))
+    assert risen is not None and "out of memory" in risen
+    assert not_risen is not None and "did not rise" in not_risen
+    assert report.exit_code(-9) == 137 and report.signal_name(11) == "SIGSEGV"
+
+
+def test_a_rank_that_left_early_is_named_when_nobody_else_is_to_blame():
+    lost = ["Traceback (most recent call last):", "PeerLost: rank 1 left"]
+    text, code = report.failure_report([_end(0, 1, 3.0, stderr=lost), _end(1, 0, 2.0)], None)
+    assert code == 1 and "rank 1 had left before with exit code 0" in text
