@@ -1,0 +1,301 @@
+"""The first contact under every launcher, with the launchers themselves; no native code is involved.
+
+Each rank meets the others, re-opens the job many times as init after shutdown does, and prints one line.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from horoclone import errors
+from horoclone.bootstrap import exchange
+from horoclone.bootstrap.rendezvous import Server
+
+ROOT = Path(__file__).resolve().parent.parent
+SECRET = "correct-horse-battery"
+
+# What one rank does. argv: comma list of words. "hide=NAME" takes a variable away, as if the launcher had not set it.
+MEMBER = """
+import os, sys, time
+words = sys.argv[1].split(",")
+for word in words:
+    if word.startswith("hide="):
+        os.environ.pop(word[5:], None)
+if "mpi-first" in words:
+    from mpi4py import MPI
+from horoclone.bootstrap import exchange
+comm = None
+if "comm" in words:
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+if "split" in words:
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank % 2, -MPI.COMM_WORLD.rank)
+for word in words:
+    if word.startswith("ranks="):
+        comm = [int(rank) for rank in word[6:].split("+")]
+job = None
+secret = None
+for turn in range(100):
+    deadline = time.monotonic() + (5 if "hurry" in words else 30)
+    job = exchange.open_job(comm, os.environ, deadline, print, job)
+    blobs = job.gather(b"%d@%d" % (job.rank, turn), deadline, print)
+    assert blobs == [b"%d@%d" % (rank, turn) for rank in range(job.size)], blobs
+    secrets = job.gather(job.secret, deadline, print)
+    assert len(set(secrets)) == 1 and len(job.secret) >= 16
+    descriptors = len(os.listdir("/proc/self/fd"))
+    if turn == 10:
+        first = descriptors
+assert descriptors <= first + 1, (first, descriptors)
+if "mpi-last" in words:
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.size == job.size
+mpi = "mpi4py.MPI" in sys.modules and job.uses_mpi
+if mpi:
+    from mpi4py import MPI
+world = job.world_ranks_of(MPI.COMM_SELF) if mpi else []
+line = f"member {job.rank} of {job.size} generation {job.generation} mpi={mpi} self={world}"
+os.write(1, f"\\n{line}\\n".encode())  # in one piece, as the others print too
+job.close()
+"""
+
+
+@pytest.fixture
+def member(tmp_path):
+    path = tmp_path / "member.py"
+    path.write_text(MEMBER)
+
+    def command(*words):
+        return [sys.executable, str(path), ",".join(words)]
+
+    return command
+
+
+def check(done, size, **expected):
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("member"))
+    assert len(lines) == size, done.output
+    for rank, line in enumerate(lines):
+        assert line.startswith(f"member {rank} of {size} "), done.output
+        for name, value in expected.items():
+            assert f"{name}={value}" in line, done.output
+
+
+def env_of(mpi):
+    return {**mpi.env, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
+def test_open_mpi_on_one_host(launch, open_mpi, member, words):
+    check(launch([*open_mpi.command(3), *member(*words)], env=env_of(open_mpi)), 3, mpi=bool(words))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("words", [(), ("mpi-first",)], ids=["plain", "mpi first"])
+def test_open_mpi_on_several_hosts_goes_through_mpi4py(launch, open_mpi, member, words):
+    hidden = "hide=OMPI_COMM_WORLD_LOCAL_SIZE"
+    check(launch([*open_mpi.command(2), *member(hidden, *words)], env=env_of(open_mpi)), 2, mpi=True)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
+@pytest.mark.parametrize("hosts", ["one host", "several hosts"])
+def test_mpich(launch, mpich, member, words, hosts):
+    hidden = ("hide=MPI_LOCALNRANKS",) if hosts == "several hosts" else ()
+    check(launch([*mpich.command(3), *member(*hidden, *words)], env=env_of(mpich)), 3, mpi=bool(words))
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
+def test_a_communicator_is_the_world(launch, request, member, name):
+    mpi = request.getfixturevalue(name)
+    check(launch([*mpi.command(2), *member("comm")], env=env_of(mpi)), 2, mpi=True)
+    done = launch([*mpi.command(4), *member("split")], env=env_of(mpi))
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("member"))
+    assert [line[:13] for line in lines] == ["member 0 of 2"] * 2 + ["member 1 of 2"] * 2, done.output
+
+
+@pytest.mark.mpi
+def test_mpiexec_of_one_mpi_with_mpi4py_on_another_is_an_error(launch, mpich, open_mpi, member):
+    env = {"PYTHONPATH": str(ROOT)}  # mpi4py finds Open MPI's library first
+    done = launch([*mpich.command(2), *member("mpi-first")], env=env, check=False)
+    assert done.returncode != 0
+    assert "the launcher says size 2, this process's MPI says 1" in done.output
+    assert "belong to different MPIs" in done.output
+
+
+@pytest.mark.mpi
+def test_the_wrong_mpi4py_does_not_matter_when_it_is_not_needed(launch, mpich, open_mpi, member):
+    check(launch([*mpich.command(2), *member()], env={"PYTHONPATH": str(ROOT)}), 2, mpi=False)
+
+
+def torchrun(size, *command):
+    pytest.importorskip("torch")
+    return [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={size}", *command]
+
+
+def test_torchrun_on_one_host_needs_no_secret(launch, member):
+    done = launch([*torchrun(3), *member()[1:]], env={"PYTHONPATH": str(ROOT)}, timeout_s=120)
+    check(done, 3, mpi=False)
+
+
+def test_torchrun_on_several_hosts_uses_its_store_and_a_secret(launch, member):
+    env = {"PYTHONPATH": str(ROOT), "HOROCLONE_SECRET": SECRET}
+    command = [*torchrun(2), *member("hide=LOCAL_WORLD_SIZE")[1:]]
+    check(launch(command, env=env, timeout_s=120), 2, mpi=False)
+
+
+def test_torchrun_on_several_hosts_without_a_secret_says_how_to_fix_it(launch, member):
+    command = [*torchrun(2), *member("hide=LOCAL_WORLD_SIZE")[1:]]
+    done = launch(command, env={"PYTHONPATH": str(ROOT)}, check=False, timeout_s=120)
+    assert done.returncode != 0
+    assert "share no secret" in done.output and "HOROCLONE_SECRET_FILE" in done.output
+
+
+# --- launchers that are not here: their variables, set by hand
+
+
+class Ranks:
+    """Plain processes with the variables that a launcher would set."""
+
+    def __init__(self, member, environments, words=((),)):
+        clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        self.processes = [
+            subprocess.Popen(
+                member(*words[rank % len(words)]),
+                env={**clean, "PYTHONPATH": str(ROOT), **env},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for rank, env in enumerate(environments)
+        ]
+
+    def outputs(self, timeout_s=60):
+        try:
+            return [process.communicate(timeout=timeout_s)[0] for process in self.processes]
+        finally:
+            for process in self.processes:
+                process.kill()
+
+
+def step(rank, size, nodes=1, **more):
+    per_node = size // nodes
+    return {
+        "SLURM_JOB_ID": JOB,
+        "SLURM_STEP_ID": "0",
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank % per_node),
+        "SLURM_NODEID": str(rank // per_node),
+        "SLURM_STEP_NUM_TASKS": str(size),
+        "SLURM_STEP_NUM_NODES": str(nodes),
+        "SLURM_STEP_TASKS_PER_NODE": f"{per_node}(x{nodes})" if nodes > 1 else str(per_node),
+        "SLURM_STEP_NODELIST": "localhost,other",
+        **more,
+    }
+
+
+JOB = str(secrets.randbelow(10**9))
+
+
+def check_ranks(outputs, size):
+    for rank, output in enumerate(outputs):
+        assert f"member {rank} of {size} generation 200" in output, output
+
+
+def test_slurm_step_on_one_host(member):
+    check_ranks(Ranks(member, [step(rank, 3) for rank in range(3)]).outputs(), 3)
+
+
+def test_slurm_step_on_several_hosts_with_a_secret(member):
+    ranks = Ranks(member, [step(rank, 4, nodes=2, HOROCLONE_SECRET=SECRET) for rank in range(4)])
+    check_ranks(ranks.outputs(), 4)
+
+
+def test_slurm_ranks_with_different_secrets_do_not_meet(member):
+    secret = [SECRET, SECRET, SECRET[::-1], SECRET]
+    environments = [step(rank, 4, nodes=2, HOROCLONE_SECRET=secret[rank]) for rank in range(4)]
+    ranks = Ranks(member, environments, [("hurry",)])
+    ranks.processes[2].wait(60)  # it finds nobody: the port follows from the secret
+    for process in ranks.processes:
+        process.kill()
+    outputs = ranks.outputs()
+    assert "Error" in outputs[2] or "Timeout" in outputs[2], outputs[2]
+    assert not any("member 0 of" in output for output in outputs)
+
+
+def test_env_variables_without_torchrun(member):
+    common = {
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": JOB[-4:],
+        "HOROCLONE_SECRET": SECRET,
+    }
+    check_ranks(Ranks(member, [{**common, "RANK": str(rank)} for rank in range(2)]).outputs(), 2)
+
+
+def test_horovods_variables_on_one_host(member):
+    def env(rank):
+        return {f"HOROVOD_{name}": str(value) for name, value in
+                {"RANK": rank, "SIZE": 2, "LOCAL_RANK": rank, "LOCAL_SIZE": 2}.items()}  # fmt: skip
+
+    check_ranks(Ranks(member, [env(rank) for rank in range(2)]).outputs(), 2)
+
+
+def test_a_list_of_ranks_is_a_world_of_its_own(member):
+    words = [("ranks=2+0",), ("ranks=1",), ("ranks=2+0",), ()]
+    outputs = Ranks(member, [step(rank, 4) for rank in range(3)], words).outputs()
+    assert "member 1 of 2" in outputs[0] and "member 0 of 2" in outputs[2], outputs
+    assert "member 0 of 1" in outputs[1], outputs
+
+
+def test_our_launchers_rendezvous_with_the_secret_in_a_descriptor():
+    secret = secrets.token_bytes(32)
+    descriptor = os.memfd_create("secret")
+    os.write(descriptor, secret)
+    server = Server(secret, "j", 2, ["127.0.0.1"])
+    environ = {
+        "HOROCLONE_RENDEZVOUS": ",".join(["127.0.0.1:1", *server.addresses]),
+        "HOROCLONE_JOB": "j",
+        "HOROCLONE_SECRET_FD": str(descriptor),
+        "HOROCLONE_RANK": "1",
+        "HOROCLONE_SIZE": "2",
+    }
+    job = exchange.open_job(None, environ, time.monotonic() + 10, None, None)
+    assert (job.rank, job.size, job.secret) == (1, 2, secret)
+    job.report_failure("Traceback: ValueError", False)
+    assert server.failures()[0][:3] == (1, "Traceback: ValueError", False)
+    with pytest.raises(errors.Timeout, match="missing: rank 0"):
+        job.gather(b"x", time.monotonic() + 0.5, None)
+    job.close()
+    server.close()
+    os.close(descriptor)
+
+
+def test_a_list_without_this_rank_and_other_wrong_arguments():
+    environ = step(1, 4)
+    deadline = time.monotonic() + 1
+    for comm, text in (
+        ([0, 2], "which is not in the list"),
+        ([1, 4], "each below the size 4"),
+        ([1, 1], "every rank once"),
+        ("world", "a list of ranks or an mpi4py communicator"),
+        (object(), "a list of ranks or an mpi4py communicator"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            exchange.open_job(comm, environ, deadline, None, None)
+
+
+def test_rank_0_that_never_comes_is_named():
+    started = time.monotonic()
+    with pytest.raises(errors.Timeout, match="rank 0") as caught:
+        exchange.open_job(None, step(1, 2), started + 1.0, None, None)
+    assert time.monotonic() - started < 5
+    assert "unix:horoclone-" in str(caught.value)
