@@ -32,6 +32,8 @@ inline constexpr int kMaxLanes = 128;  // process sets alive at once
 inline constexpr size_t kHeapOffset = kLanesOffset + kMaxLanes * kLaneBytes;  // 577 MiB, sparse
 inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
 
+inline constexpr uint64_t kArenaMagic = 0x414e455241434cULL;  // RankBlock::magic
+
 // First page of an arena. Written by its owner; read by peers.
 struct RankBlock {
   uint64_t magic;
@@ -44,7 +46,8 @@ struct RankBlock {
 
 class Arena {
  public:
-  // A new one, owned by this rank. bytes >= kMinArenaBytes; only address space is taken until commit().
+  // A new one, owned by this rank. bytes >= kMinArenaBytes; only address space is taken until commit(). Smaller than asked
+  // for (see bytes()) where the process's address space is limited.
   static Result<std::shared_ptr<Arena>> create(size_t bytes);
   // A peer's, from the descriptor it sent (taken over). Two ranks in one process share ONE mapping, so that
   // ThreadSanitizer sees the truth.
@@ -76,14 +79,17 @@ class Arena {
  private:
   Arena() = default;
   struct Mapping;  // shared by every Arena of one process that names the same memfd
+  static Result<std::shared_ptr<Mapping>> map(int fd, size_t bytes);
+  Status reserve(size_t offset, size_t bytes);
+  void zero(size_t offset, size_t bytes);
   std::shared_ptr<Mapping> mapping_;
   std::byte* base_ = nullptr;
   size_t bytes_ = 0;
   int fd_ = -1;
   mutable std::mutex mu_;                     // guards the three below
-  std::map<size_t, size_t> free_;             // offset -> bytes, coalesced
+  std::map<size_t, size_t> free_;             // offset -> bytes, coalesced; free ranges read as zero
   std::map<size_t, size_t> used_;
-  size_t heap_end_ = kHeapOffset;             // committed up to here
+  size_t heap_end_ = kHeapOffset;             // handed out up to here
 };
 
 }  // namespace hc

@@ -28,7 +28,8 @@ struct MeshOptions {
   std::string interfaces;           // comma list of NICs to advertise; empty = every one that is up, loopback last
   int socket_buffer_bytes = 0;      // 0 = left to the kernel's autotuning; tests use 4096
   double keepalive_s = 30;          // TCP keep-alive and user timeout
-  int tcp_streams = 1;
+  int tcp_streams = 1;              // data connections per pair; only 1 exists
+  std::string node;                 // ranks with different texts are different nodes (tests of several nodes on one host)
 };
 
 struct MeshMembers {
@@ -80,7 +81,8 @@ class Mesh {
   virtual Channel& channel(int rank) = 0;                           // rank != own
 
   // Sleeps until a socket or the doorbell has something, at most timeout_ms (0 = just look, -1 = no limit), then moves
-  // what can be moved on every channel. Losses are reported once each.
+  // what can be moved on every channel; *moved is set when anything did. Losses are reported once each, and only when
+  // the frames that the lost rank left behind were received.
   virtual Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) = 0;
   // True when every peer shares memory: then spinning needs no look at sockets at every turn.
   virtual bool all_shared() const = 0;

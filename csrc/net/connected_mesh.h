@@ -1,0 +1,110 @@
+// The one implementation of Mesh. connect() is in mesh_connect.cc, sleeping and noticing deaths in mesh_poll.cc, the rest in
+// mesh.cc. What the driver of the engine must do, and when:
+//  - spinning: channel(r).progress() and receive() for the channels it waits for; poll(0) now and then (a death shows only there);
+//  - before sleeping: set_asleep(kAsleep*), then every source of work once more (progress() of every channel, lanes, submissions),
+//    then poll(timeout) or poll(2) on wait_fd(); afterwards set_asleep(kAwake) and poll(0) if it slept on wait_fd();
+//  - after storing flags in a shared lane: wake(r) for every rank that may wait for them. Channels ring by themselves a peer that
+//    sleeps waiting; one that sleeps idle is rung with wake(r, true);
+//  - on moved: receive() until false. A Loss comes only after the peer's last frames were fetched; receives posted later than
+//    that are still served from what it had sent.
+// Thread: as in mesh.h. Owner: the engine.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "net/bootstrap.h"
+#include "net/mesh.h"
+#include "net/shm_channel.h"
+#include "net/tcp_channel.h"
+
+namespace hc {
+
+class ConnectedMesh final : public Mesh {
+ public:
+  explicit ConnectedMesh(const MeshOptions& options) : options_(options) {}
+  ~ConnectedMesh() override { close(); }
+  Status open();  // the work of Mesh::listen
+
+  std::string endpoint() const override { return own_endpoint_.encode(); }
+  Status connect(const MeshMembers& members) override;
+
+  int rank() const override { return rank_; }
+  int size() const override { return size_; }
+  int node_of(int rank) const override { return node_[rank]; }
+  int local_rank() const override { return local_[rank_]; }
+  int local_size() const override { return local_size_; }
+  int cross_rank() const override { return cross_rank_; }
+  int cross_size() const override { return cross_size_; }
+  bool is_homogeneous() const override { return homogeneous_; }
+  std::string describe(int rank) const override;
+  bool shares_memory(int rank) const override { return arena(rank) != nullptr; }
+  const std::shared_ptr<Arena>& arena(int rank) const override;
+  Channel& channel(int rank) override { return *peers_[rank].channel; }
+
+  Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) override;
+  bool all_shared() const override { return all_shared_; }
+  int wait_fd() const override { return epoll_.get(); }
+  void set_asleep(Sleep state) override;
+  void wake(int rank, bool even_if_idle) override;
+  void wake_self() override;
+
+  void expect_close(int rank) override;
+  std::string counters_json() const override;
+  void close() override;
+  void after_fork_child() override;
+
+ private:
+  struct Peer {
+    std::unique_ptr<FramedChannel> channel;
+    TcpChannel* tcp = nullptr;  // the same one, when it is of that kind
+    std::shared_ptr<Arena> arena;
+    Doorbell doorbell;
+    Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
+    int32_t pid = 0;
+    std::string name;      // "rank 3 (node-b, pid 812)"
+    bool reported = false;
+  };
+
+  Status check_members(const MeshMembers& members) const;
+  Status read_endpoints(const MeshMembers& members, std::vector<Endpoint>* endpoints) const;
+  void number_nodes(const std::vector<Endpoint>& endpoints);
+  Status prepare_rings();
+  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links);
+  Status make_shared_channel(int rank, PeerLinks links);
+  Status open_listeners();
+  void open_arena();
+  Status watch(int fd, uint64_t token);
+  void unwatch(Fd* fd);
+
+  bool progress_shared();
+  void handle_event(uint64_t token, bool* moved);
+  void local_end(int rank);
+  bool collect_losses(std::vector<Loss>* losses);
+  int sleep_limit(int timeout_ms, bool* moved);
+
+  const MeshOptions options_;
+  Endpoint own_endpoint_;
+  Listeners listeners_;
+  Fd epoll_, doorbell_;
+  std::shared_ptr<Arena> arena_;
+  std::string no_arena_because_;
+  bool announced_shared_ = false;  // what the endpoint said
+
+  int rank_ = 0, size_ = 1, local_size_ = 1, cross_rank_ = 0, cross_size_ = 1;
+  bool homogeneous_ = true, all_shared_ = true, connected_ = false;
+  std::vector<int> node_{0}, local_{0};
+  std::vector<Peer> peers_;
+  std::vector<int> shared_peers_, tcp_peers_;
+
+  // The asleep word lies in the arena's first page when there is an arena, so that peers see it.
+  std::atomic<uint32_t> own_asleep_{0};
+  std::atomic<uint32_t>* asleep_ = &own_asleep_;
+  std::atomic<uint32_t> wake_pending_{0};
+  std::atomic<int> doorbell_number_{-1};  // of doorbell_, for wake_self from any thread
+  Traffic traffic_;
+};
+
+}  // namespace hc

@@ -1,0 +1,92 @@
+#include "net/endpoint.h"
+
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "base/wire.h"
+#include "net/mesh.h"
+
+namespace hc {
+namespace {
+
+constexpr uint32_t kMagic = 0x50454348;  // "HCEP"
+constexpr size_t kMaxText = 128;
+
+}  // namespace
+
+std::string this_host_name() {
+  char name[65] = {};
+  return gethostname(name, sizeof(name) - 1) == 0 && name[0] ? name : "unknown host";
+}
+
+HostIdentity HostIdentity::of_this_process(const std::string& label) {
+  HostIdentity self;
+  std::ifstream boot("/proc/sys/kernel/random/boot_id");
+  if (!(boot >> self.boot_id)) self.boot_id = this_host_name();
+  self.boot_id.resize(std::min(self.boot_id.size(), kMaxText));
+  struct stat about{};
+  if (stat("/proc/self/ns/net", &about) == 0) self.network_namespace = about.st_ino;
+  self.uid = geteuid();
+  self.label = label.substr(0, kMaxText);
+  return self;
+}
+
+std::string Endpoint::encode() const {
+  Writer out;
+  out.put(kMagic);
+  out.put(kProtocolVersion);
+  out.put_text(identity.boot_id);
+  out.put(identity.network_namespace);
+  out.put(identity.uid);
+  out.put_text(identity.label);
+  out.put_text(host_name);
+  out.put(pid);
+  out.put(static_cast<uint8_t>(shares_memory));
+  out.put_text(unix_name);
+  out.put(static_cast<uint8_t>(addresses.size()));
+  for (const Address& a : addresses) {
+    out.put(static_cast<uint8_t>(a.host_bytes().size()));
+    out.put(a.port());
+    out.put_raw(a.host_bytes().data(), a.host_bytes().size());
+  }
+  return {reinterpret_cast<const char*>(out.bytes().data()), out.size()};
+}
+
+Result<Endpoint> Endpoint::decode(const std::string& bytes) {
+  if (bytes.size() > kMaxEndpointBytes) return error(Code::kInvalidArgument, "an endpoint of ", bytes.size(), " bytes");
+  Reader in({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
+  const uint32_t magic = in.get<uint32_t>(), version = in.get<uint32_t>();
+  if (!in.ok() || magic != kMagic) return error(Code::kInvalidArgument, "these ", bytes.size(), " bytes are no endpoint");
+  if (version != kProtocolVersion) {
+    return error(Code::kUnsupported, "it speaks protocol version ", version, ", this one ", kProtocolVersion,
+                 "; install the same horoclone on every host");
+  }
+  Endpoint one;
+  one.identity.boot_id = in.get_text(kMaxText);
+  one.identity.network_namespace = in.get<uint64_t>();
+  one.identity.uid = in.get<uint32_t>();
+  one.identity.label = in.get_text(kMaxText);
+  one.host_name = in.get_text(kMaxText);
+  one.pid = in.get<int32_t>();
+  one.shares_memory = in.get<uint8_t>() != 0;
+  one.unix_name = in.get_text(kMaxText);
+  const size_t count = in.get<uint8_t>();
+  if (count > kMaxAddresses) in.fail();
+  for (size_t i = 0; i < count && in.ok(); ++i) {
+    uint8_t host[16] = {};
+    const size_t host_bytes = in.get<uint8_t>();
+    const uint16_t port = in.get<uint16_t>();
+    if (host_bytes != 4 && host_bytes != 16) in.fail();
+    if (!in.take(host, std::min(host_bytes, sizeof(host)))) break;
+    auto address = Address::from_bytes({host, host_bytes}, port);
+    if (!address.is_ok()) return address.status();
+    one.addresses.push_back(address.take());
+  }
+  if (!in.ok() || in.remaining() != 0) return error(Code::kInvalidArgument, "a damaged endpoint of ", bytes.size(), " bytes");
+  return one;
+}
+
+}  // namespace hc

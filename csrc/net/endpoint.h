@@ -1,0 +1,44 @@
+// What a rank tells the others about itself before they connect: which host it is on and where it listens. Travels through
+// a launcher's store, so it is parsed as if it came from anybody. Values only. Thread: any.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "net/socket.h"
+
+namespace hc {
+
+inline constexpr size_t kMaxEndpointBytes = 4096;
+inline constexpr size_t kMaxAddresses = 64;
+
+// Two processes with equal values can meet over an abstract unix socket and share memory.
+struct HostIdentity {
+  std::string boot_id;
+  uint64_t network_namespace = 0;
+  uint32_t uid = 0;
+  std::string label;  // MeshOptions::node
+  bool same_network(const HostIdentity& o) const {
+    return boot_id == o.boot_id && network_namespace == o.network_namespace;
+  }
+  bool operator==(const HostIdentity&) const = default;
+  static HostIdentity of_this_process(const std::string& label);
+};
+
+struct Endpoint {
+  HostIdentity identity;
+  std::string host_name;
+  int32_t pid = 0;
+  bool shares_memory = false;
+  std::string unix_name;  // abstract
+  std::vector<Address> addresses;
+
+  std::string encode() const;
+  static Result<Endpoint> decode(const std::string& bytes);
+};
+
+std::string this_host_name();
+
+}  // namespace hc

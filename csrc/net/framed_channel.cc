@@ -1,0 +1,317 @@
+#include "net/framed_channel.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hc {
+namespace {
+
+constexpr size_t kControlReadBytes = 16u << 10;
+constexpr size_t kMaxReadyBytes = 64u << 20;  // frames that the engine has not fetched; then reading stops
+constexpr size_t kTurnBytes = 8u << 20;       // one progress() reads about this much, so that every channel gets its turn
+constexpr size_t kSendBatch = 8;              // transfers in one write
+constexpr size_t kSpareFrames = 8;
+constexpr size_t kSpareBytes = 64u << 10;     // larger frames are not kept for reuse
+constexpr double kLonelyEndS = 1.0;           // the data line ended and the control line did not: then it is a loss
+
+}  // namespace
+
+FramedChannel::FramedChannel(int rank, std::string peer, Traffic* traffic)
+    : rank_(rank), peer_(std::move(peer)), traffic_(traffic), control_in_(kControlReadBytes) {}
+
+void FramedChannel::fail(Code code, const std::string& reason) {
+  if (!failed_.is_ok()) return;
+  reason_ = reason;
+  failed_ = Status(code, peer_ + ": " + reason, rank_);
+  // Whoever posted them learns it from progress(); their memory is not touched again.
+  stranded_ |= !sends_.empty();
+  sends_.clear();
+  control_out_.clear();
+  control_sent_ = send_moved_ = 0;
+}
+
+// Frames that the peer managed to send come first: among them may be its goodbye, or why it left.
+Status FramedChannel::verdict() const {
+  if (failed_.is_ok() || !ready_.empty()) return Status::ok();
+  if (goodbye_ && !stranded_ && !inbox_.waiting()) return Status::ok();
+  return failed_;
+}
+
+bool FramedChannel::wants_read(Line line) const {
+  if (line == Line::kControl) return !control_over_ && ready_bytes_ <= kMaxReadyBytes;
+  return failed_.is_ok() && !data_ended_ && !inbox_.blocked();
+}
+
+bool FramedChannel::wants_write(Line line) const {
+  if (!failed_.is_ok()) return false;
+  return line == Line::kControl ? !control_out_.empty() : !sends_.empty();
+}
+
+Status FramedChannel::send(std::span<const uint8_t> frame) {
+  if (frame.empty() || frame.size() > kMaxControlBytes) {
+    return error(Code::kInternal, "a control frame of ", frame.size(), " bytes; allowed are 1 to ", kMaxControlBytes);
+  }
+  if (!failed_.is_ok()) return goodbye_ ? Status::ok() : failed_;
+  uint32_t bytes = static_cast<uint32_t>(frame.size());
+  const auto* length = reinterpret_cast<const uint8_t*>(&bytes);
+  size_t moved = 0;
+  if (control_out_.empty()) {
+    const iovec parts[2] = {{&bytes, sizeof(bytes)}, {const_cast<uint8_t*>(frame.data()), frame.size()}};
+    IoResult result = write(Line::kControl, parts);
+    if (result.what == Io::kFailed) {
+      fail(Code::kPeerLost, std::strerror(result.error_number));
+      settle();
+      return goodbye_ ? Status::ok() : verdict();
+    }
+    moved = result.bytes;
+  }
+  if (moved < sizeof(bytes)) control_out_.insert(control_out_.end(), length + moved, length + sizeof(bytes));
+  const size_t from = moved > sizeof(bytes) ? moved - sizeof(bytes) : 0;
+  if (from < frame.size()) control_out_.insert(control_out_.end(), frame.begin() + from, frame.end());
+  traffic_->frames_sent.add(1);
+  traffic_->bytes_sent.add(moved);
+  settle();
+  return Status::ok();
+}
+
+bool FramedChannel::receive(std::vector<uint8_t>* frame) {
+  if (ready_.empty()) return false;
+  const bool was_full = ready_bytes_ > kMaxReadyBytes;
+  frame->swap(ready_.front());
+  if (spare_.size() < kSpareFrames && ready_.front().capacity() <= kSpareBytes) spare_.push_back(std::move(ready_.front()));
+  ready_.pop_front();
+  ready_bytes_ -= frame->size();
+  if (was_full) settle();
+  return true;
+}
+
+void FramedChannel::post_send(Transfer* transfer) {
+  transfer->moved = 0;
+  transfer->done = false;
+  if (transfer->bytes > kMaxTransferBytes) {
+    fail(Code::kInternal, text_of("a transfer of ", transfer->bytes, " bytes; allowed are ", kMaxTransferBytes));
+  }
+  if (!failed_.is_ok()) {
+    stranded_ = true;
+    return;
+  }
+  sends_.push_back(transfer);
+  if (sends_.size() > 1) return;
+  flush_data();
+  settle();
+}
+
+void FramedChannel::post_receive(Transfer* transfer) {
+  if (Status status = inbox_.post(transfer); !status.is_ok()) fail(status.code(), status.text());
+  settle();
+}
+
+void FramedChannel::forget(Transfer* transfer) {
+  if (transfer->done) return;
+  const bool half_sent = !sends_.empty() && sends_.front() == transfer && send_moved_ > 0;
+  if (half_sent || !inbox_.forget(transfer)) {
+    fail(Code::kAborted, "a transfer was withdrawn half-way, the data line cannot go on");
+    inbox_.forget_all();
+    settle();
+    return;
+  }
+  std::erase(sends_, transfer);
+}
+
+Status FramedChannel::progress(bool* moved) {
+  bool any = read_control();
+  if (failed_.is_ok()) {
+    any |= read_data();
+    any |= flush_control();
+    any |= flush_data();
+    any |= check_ended();
+  }
+  if (any) *moved = true;
+  settle();
+  return verdict();
+}
+
+void FramedChannel::lose(const std::string& reason) {
+  for (bool moved = true; moved;) {
+    moved = read_control();
+    if (failed_.is_ok()) moved |= read_data();
+  }
+  control_over_ = true;
+  fail(Code::kPeerLost, reason);
+  settle();
+}
+
+// Returns whether a complete frame or a part of one came in.
+bool FramedChannel::read_control() {
+  bool any = false;
+  for (size_t total = 0; total < kTurnBytes && wants_read(Line::kControl);) {
+    const bool large = frame_bytes_ > 0 && frame_bytes_ - frame_have_ >= kControlReadBytes;
+    const iovec part = large ? iovec{frame_.data() + frame_have_, frame_bytes_ - frame_have_}
+                             : iovec{control_in_.data(), control_in_.size()};
+    IoResult result = read(Line::kControl, {&part, 1});
+    if (result.what == Io::kWouldBlock) break;
+    if (result.what != Io::kMoved) {
+      control_over_ = true;
+      const bool middle = frame_bytes_ > 0 || length_have_ > 0;
+      fail(Code::kPeerLost, result.what == Io::kFailed ? std::strerror(result.error_number)
+                            : middle                   ? "closed its connection in the middle of a frame"
+                                                       : "closed its connection without a goodbye");
+      return true;
+    }
+    any = true;
+    total += result.bytes;
+    traffic_->bytes_received.add(result.bytes);
+    if (large) {
+      frame_have_ += result.bytes;
+      if (frame_have_ == frame_bytes_) finish_frame();
+    } else if (!parse_control(result.bytes)) {
+      return true;
+    }
+    if (result.bytes < part.iov_len) break;  // there was no more
+  }
+  return any;
+}
+
+// Cuts control_in_[0, bytes) into frames. False: a length that cannot be, the line has failed before anything was allocated.
+bool FramedChannel::parse_control(size_t bytes) {
+  const uint8_t* at = control_in_.data();
+  const uint8_t* const end = at + bytes;
+  while (at < end) {
+    if (frame_bytes_ == 0) {
+      size_t take = std::min<size_t>(sizeof(length_) - length_have_, end - at);
+      std::memcpy(length_ + length_have_, at, take);
+      at += take;
+      length_have_ += take;
+      if (length_have_ < sizeof(length_)) break;
+      length_have_ = 0;
+      std::memcpy(&frame_bytes_, length_, sizeof(frame_bytes_));
+      if (frame_bytes_ == 0 || frame_bytes_ > kMaxControlBytes) {
+        control_over_ = true;
+        fail(Code::kPeerLost, text_of("sent a control frame of ", frame_bytes_, " bytes; allowed are 1 to ", kMaxControlBytes));
+        return false;
+      }
+      if (!spare_.empty()) {
+        frame_ = std::move(spare_.back());
+        spare_.pop_back();
+      }
+      frame_.resize(frame_bytes_);
+      frame_have_ = 0;
+    }
+    size_t take = std::min<size_t>(frame_bytes_ - frame_have_, end - at);
+    std::memcpy(frame_.data() + frame_have_, at, take);
+    at += take;
+    frame_have_ += take;
+    if (frame_have_ == frame_bytes_) finish_frame();
+  }
+  return true;
+}
+
+void FramedChannel::finish_frame() {
+  ready_bytes_ += frame_.size();
+  ready_.push_back(std::move(frame_));
+  frame_.clear();
+  frame_bytes_ = 0;
+  traffic_->frames_received.add(1);
+}
+
+bool FramedChannel::read_data() {
+  bool any = false;
+  for (size_t total = 0; total < kTurnBytes && wants_read(Line::kData);) {
+    auto places = inbox_.places();
+    size_t wanted = 0;
+    for (const iovec& p : places) wanted += p.iov_len;
+    IoResult result = read(Line::kData, places);
+    if (result.what == Io::kWouldBlock) break;
+    any = true;
+    if (result.what == Io::kFailed) {
+      fail(Code::kPeerLost, std::strerror(result.error_number));
+      break;
+    }
+    if (result.what == Io::kEnded) {
+      data_ended_ = true;
+      data_ended_at_ = Clock::now();
+      if (!inbox_.between_segments()) fail(Code::kPeerLost, "closed its connection in the middle of a data segment");
+      break;
+    }
+    total += result.bytes;
+    traffic_->bytes_received.add(result.bytes);
+    const size_t before = inbox_.segments();
+    if (Status status = inbox_.took(result.bytes); !status.is_ok()) fail(status.code(), status.text());
+    traffic_->segments_received.add(inbox_.segments() - before);
+    if (result.bytes < wanted) break;
+  }
+  return any;
+}
+
+bool FramedChannel::flush_control() {
+  if (control_out_.empty()) return false;
+  const iovec part{control_out_.data() + control_sent_, control_out_.size() - control_sent_};
+  IoResult result = write(Line::kControl, {&part, 1});
+  if (result.what == Io::kFailed) {
+    fail(Code::kPeerLost, std::strerror(result.error_number));
+    return true;
+  }
+  control_sent_ += result.bytes;
+  traffic_->bytes_sent.add(result.bytes);
+  if (control_sent_ == control_out_.size()) {
+    control_out_.clear();
+    control_sent_ = 0;
+    if (control_out_.capacity() > kControlReadBytes) control_out_.shrink_to_fit();
+  }
+  return result.bytes > 0;
+}
+
+// The first transfers of the queue as parts: header, payload, header, payload ... from where the first one stands.
+size_t FramedChannel::gather(std::span<iovec> parts, std::span<SegmentHeader> headers) const {
+  size_t n = 0, skip = send_moved_;
+  for (size_t i = 0; i < std::min(sends_.size(), headers.size()); ++i) {
+    const Transfer& t = *sends_[i];
+    headers[i] = {t.tag, static_cast<uint32_t>(t.bytes), SegmentHeader::kGuard};
+    if (skip < sizeof(SegmentHeader)) {
+      parts[n++] = {reinterpret_cast<std::byte*>(&headers[i]) + skip, sizeof(SegmentHeader) - skip};
+    }
+    size_t payload_skip = skip > sizeof(SegmentHeader) ? skip - sizeof(SegmentHeader) : 0;
+    if (t.bytes > payload_skip) parts[n++] = {t.data + payload_skip, t.bytes - payload_skip};
+    skip = 0;
+  }
+  return n;
+}
+
+bool FramedChannel::flush_data() {
+  bool any = false;
+  while (!sends_.empty()) {
+    iovec parts[2 * kSendBatch];
+    SegmentHeader headers[kSendBatch];
+    IoResult result = write(Line::kData, {parts, gather(parts, headers)});
+    if (result.what == Io::kFailed) {
+      fail(Code::kPeerLost, std::strerror(result.error_number));
+      return true;
+    }
+    if (result.bytes == 0) break;
+    any = true;
+    traffic_->bytes_sent.add(result.bytes);
+    for (size_t left = result.bytes; left > 0 && !sends_.empty();) {
+      Transfer* t = sends_.front();
+      size_t take = std::min(left, sizeof(SegmentHeader) + t->bytes - send_moved_);
+      send_moved_ += take;
+      left -= take;
+      t->moved = send_moved_ > sizeof(SegmentHeader) ? send_moved_ - sizeof(SegmentHeader) : 0;
+      if (send_moved_ < sizeof(SegmentHeader) + t->bytes) break;
+      sends_.pop_front();
+      send_moved_ = 0;
+      t->done = true;
+      traffic_->segments_sent.add(1);
+    }
+  }
+  return any;
+}
+
+// A peer closes both lines at once; news of the control line may be a little later than that of the data line.
+bool FramedChannel::check_ended() {
+  if (!data_ended_ || goodbye_) return false;
+  if (seconds_between(data_ended_at_, Clock::now()) < kLonelyEndS) return false;
+  fail(Code::kPeerLost, "closed its data connection");
+  return true;
+}
+
+}  // namespace hc

@@ -1,0 +1,114 @@
+// A channel over two byte lines to one peer, one for control frames and one for data, so that data nobody takes yet never
+// holds up an abort. Framing, queues, matching and the order of "what it said" and "it is gone" live here, once; how bytes
+// move is the derived class's business (TcpChannel, ShmChannel).
+//
+// Thread: the one that drives the engine. Owner: the mesh.
+#pragma once
+
+#include <atomic>
+#include <deque>
+#include <string>
+
+#include "base/clock.h"
+#include "net/channel.h"
+#include "net/inbox.h"
+#include "net/socket.h"
+
+namespace hc {
+
+enum class Line : uint8_t { kControl, kData };
+
+// Written by the thread that drives the engine, read by any.
+class Counter {
+ public:
+  void add(uint64_t n) { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }
+  uint64_t value() const { return value_.load(std::memory_order_relaxed); }
+
+ private:
+  std::atomic<uint64_t> value_{0};
+};
+
+// Of one mesh, all channels together.
+struct Traffic {
+  Counter frames_sent, frames_received, segments_sent, segments_received, bytes_sent, bytes_received, syscalls, wakes;
+};
+
+class FramedChannel : public Channel {
+ public:
+  // peer: "rank 3 (node-b, 10.0.0.2:41233)", for errors. traffic outlives the channel.
+  FramedChannel(int rank, std::string peer, Traffic* traffic);
+
+  Status send(std::span<const uint8_t> frame) final;
+  bool receive(std::vector<uint8_t>* frame) final;
+  void post_send(Transfer* transfer) final;
+  void post_receive(Transfer* transfer) final;
+  void forget(Transfer* transfer) final;
+  Status progress(bool* moved) final;
+  bool flushed() const final { return control_out_.empty() && sends_.empty(); }
+
+  // The peer has said goodbye: that it closes is no error, unless something is still posted.
+  void expect_close() { goodbye_ = true; }
+  bool close_expected() const { return goodbye_; }
+  // The peer is gone, as somebody else noticed: takes in what it has left behind, then fails with this reason.
+  void lose(const std::string& reason);
+  // The first failure, also while progress() still holds it back because received frames wait.
+  const Status& failure() const { return failed_; }
+  const std::string& reason() const { return reason_; }
+  bool has_frames() const { return !ready_.empty(); }
+  // One line has ended in order and the other has not yet: look again soon.
+  bool closing() const { return data_ended_ && failed_.is_ok(); }
+
+ protected:
+  // Move what fits now. kEnded: nothing will follow.
+  virtual IoResult write(Line line, std::span<const iovec> parts) = 0;
+  virtual IoResult read(Line line, std::span<const iovec> parts) = 0;
+  // Called after every batch of moves.
+  virtual void settle() {}
+
+  bool wants_read(Line line) const;
+  bool wants_write(Line line) const;
+  Traffic* traffic() const { return traffic_; }
+
+ private:
+  bool read_control();
+  bool parse_control(size_t bytes);
+  void finish_frame();
+  bool read_data();
+  bool flush_control();
+  bool flush_data();
+  bool check_ended();
+  void fail(Code code, const std::string& reason);
+  Status verdict() const;
+  size_t gather(std::span<iovec> parts, std::span<SegmentHeader> headers) const;
+
+  const int rank_;
+  const std::string peer_;
+  Traffic* const traffic_;
+  bool goodbye_ = false;
+  bool stranded_ = false;  // a send can never be done
+  Status failed_;
+  std::string reason_;
+
+  // Control, incoming: a buffer that takes many small frames at once; a large frame is read straight into its own memory.
+  std::vector<uint8_t> control_in_;
+  std::vector<uint8_t> frame_;
+  size_t frame_have_ = 0;
+  uint32_t frame_bytes_ = 0;  // 0: between frames
+  uint8_t length_[4] = {};
+  size_t length_have_ = 0;
+  std::deque<std::vector<uint8_t>> ready_;
+  size_t ready_bytes_ = 0;
+  std::vector<std::vector<uint8_t>> spare_;  // emptied frames, used again
+  bool control_over_ = false;
+
+  std::vector<uint8_t> control_out_;  // what did not fit, from control_sent_ on
+  size_t control_sent_ = 0;
+
+  Inbox inbox_;
+  std::deque<Transfer*> sends_;
+  size_t send_moved_ = 0;  // of the first: header and payload
+  bool data_ended_ = false;
+  TimePoint data_ended_at_{};
+};
+
+}  // namespace hc

@@ -1,0 +1,105 @@
+#include "net/inbox.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hc {
+
+std::span<const iovec> Inbox::places() {
+  if (blocked_) return {};
+  size_t n = 0;
+  if (active_) {
+    std::byte* to = into_ ? into_->data : aside_->data.get();
+    places_[n++] = {to + got_, current_.bytes - got_};
+  }
+  places_[n++] = {reinterpret_cast<std::byte*>(&header_) + header_bytes_, sizeof(header_) - header_bytes_};
+  return {places_, n};
+}
+
+Status Inbox::took(size_t bytes) {
+  if (active_) {
+    size_t payload = std::min(bytes, current_.bytes - got_);
+    got_ += payload;
+    bytes -= payload;
+    if (into_) into_->moved = got_;
+    if (got_ == current_.bytes) end_segment();
+  }
+  header_bytes_ += bytes;
+  if (header_bytes_ < sizeof(header_)) return Status::ok();
+  return begin_segment();
+}
+
+void Inbox::end_segment() {
+  if (into_) into_->done = true;
+  into_ = nullptr;
+  active_ = false;
+  ++segments_;
+}
+
+Status Inbox::check(const SegmentHeader& header, const Transfer& transfer) const {
+  if (header.tag.offset == transfer.tag.offset && header.bytes == transfer.bytes) return Status::ok();
+  return error(Code::kInternal, "data out of step in batch ", header.tag.batch, " of process set ", header.tag.process_set,
+               ": ", header.bytes, " bytes at offset ", header.tag.offset, " arrived where ", transfer.bytes,
+               " bytes at offset ", transfer.tag.offset, " were due");
+}
+
+// The header is complete: find a home for what follows.
+Status Inbox::begin_segment() {
+  if (header_.guard != SegmentHeader::kGuard || header_.bytes > kMaxTransferBytes) {
+    return error(Code::kInternal, "a damaged data header (", header_.bytes, " bytes announced)");
+  }
+  auto match = std::find_if(posted_.begin(), posted_.end(),
+                            [&](const Transfer* t) { return t->tag.same_stream(header_.tag); });
+  if (match != posted_.end()) {
+    HC_TRY(check(header_, **match));
+    into_ = *match;
+    posted_.erase(match);
+  } else if (kept_bytes_ + header_.bytes > limit_ && kept_bytes_ > 0) {
+    blocked_ = true;
+    return Status::ok();
+  } else {
+    // Not zeroed: every byte will be written before it is read.
+    kept_.push_back({header_, std::unique_ptr<std::byte[]>(new std::byte[header_.bytes])});
+    aside_ = std::prev(kept_.end());
+    kept_bytes_ += header_.bytes;
+  }
+  blocked_ = false;
+  current_ = header_;
+  header_bytes_ = 0;
+  got_ = 0;
+  active_ = true;
+  if (current_.bytes == 0) end_segment();
+  return Status::ok();
+}
+
+Status Inbox::post(Transfer* transfer) {
+  transfer->moved = 0;
+  transfer->done = false;
+  auto match = std::find_if(kept_.begin(), kept_.end(),
+                            [&](const Kept& k) { return k.header.tag.same_stream(transfer->tag); });
+  if (match == kept_.end()) {
+    posted_.push_back(transfer);
+    return blocked_ ? begin_segment() : Status::ok();
+  }
+  HC_TRY(check(match->header, *transfer));
+  const bool arriving = active_ && !into_ && aside_ == match;
+  const size_t there = arriving ? got_ : match->header.bytes;
+  if (there > 0) std::memcpy(transfer->data, match->data.get(), there);
+  transfer->moved = there;
+  if (arriving) {
+    into_ = transfer;  // the rest goes straight into place
+  } else {
+    transfer->done = true;
+  }
+  kept_bytes_ -= match->header.bytes;
+  kept_.erase(match);
+  return blocked_ ? begin_segment() : Status::ok();
+}
+
+bool Inbox::forget(Transfer* transfer) {
+  if (active_ && into_ == transfer) return false;
+  std::erase(posted_, transfer);
+  return true;
+}
+
+}  // namespace hc

@@ -1,0 +1,77 @@
+// Matches arriving data segments with posted receives. Segments for which nothing is posted yet are kept aside, up to
+// kMaxUnexpectedBytes; then it asks for no more bytes until a receive takes some. Knows memory, not sockets: the channel
+// reads into the places that it names.
+//
+// Thread: the one that drives the engine. Owner: the channel.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <deque>
+#include <list>
+#include <memory>
+#include <span>
+
+#include "net/channel.h"
+
+namespace hc {
+
+// In front of every data segment.
+struct SegmentHeader {
+  Tag tag;
+  uint32_t bytes = 0;
+  uint32_t guard = 0;  // kGuard: a stream that lost its place is noticed here
+  static constexpr uint32_t kGuard = 0x47455348;
+};
+static_assert(sizeof(SegmentHeader) == 24 && sizeof(Tag) == 16);
+
+class Inbox {
+ public:
+  explicit Inbox(size_t unexpected_limit = kMaxUnexpectedBytes) : limit_(unexpected_limit) {}
+
+  // Where the next bytes go: the rest of the current segment and the next header, so that one system call takes both.
+  // Empty while blocked.
+  std::span<const iovec> places();
+  // `bytes` arrived there.
+  Status took(size_t bytes);
+
+  Status post(Transfer* transfer);
+  // False when the transfer is half-filled: then nothing may be read any more.
+  bool forget(Transfer* transfer);
+  void forget_all() { posted_.clear(); }
+
+  bool blocked() const { return blocked_; }
+  bool between_segments() const { return !active_ && header_bytes_ == 0; }
+  bool waiting() const { return !posted_.empty() || (active_ && into_); }
+  size_t kept_bytes() const { return kept_bytes_; }
+  size_t segments() const { return segments_; }
+
+ private:
+  struct Kept {
+    SegmentHeader header;
+    std::unique_ptr<std::byte[]> data;
+  };
+  Status begin_segment();
+  Status check(const SegmentHeader& header, const Transfer& transfer) const;
+  void end_segment();
+
+  const size_t limit_;
+  std::deque<Transfer*> posted_;
+  std::list<Kept> kept_;
+  size_t kept_bytes_ = 0;
+  size_t segments_ = 0;
+  bool blocked_ = false;  // header_ is complete, its segment has no room
+
+  SegmentHeader header_;  // the next one, header_bytes_ of it are there
+  size_t header_bytes_ = 0;
+
+  bool active_ = false;  // a segment's bytes are arriving:
+  SegmentHeader current_;
+  size_t got_ = 0;
+  Transfer* into_ = nullptr;        // a posted receive,
+  std::list<Kept>::iterator aside_;  // or kept aside
+  iovec places_[2] = {};
+};
+
+}  // namespace hc

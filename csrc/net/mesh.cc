@@ -1,0 +1,197 @@
+#include "net/mesh.h"
+
+#include <sys/epoll.h>
+#include <sys/eventfd.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstdio>
+#include <cstring>
+#include <set>
+
+#include "base/sha256.h"
+#include "net/connected_mesh.h"
+
+namespace hc {
+
+Result<std::unique_ptr<Mesh>> Mesh::listen(const MeshOptions& options) {
+  auto mesh = std::make_unique<ConnectedMesh>(options);
+  HC_TRY(mesh->open());
+  return std::unique_ptr<Mesh>(std::move(mesh));
+}
+
+Status ConnectedMesh::open() {
+  if (options_.tcp_streams != 1) {
+    return error(Code::kUnsupported, "HOROCLONE_TCP_STREAMS is ", options_.tcp_streams,
+                 "; one data connection per pair of ranks is all there is, leave it at 1");
+  }
+  if (!(options_.keepalive_s >= 1)) return error(Code::kInvalidArgument, "keepalive_s is ", options_.keepalive_s, ", not >= 1");
+  epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
+  doorbell_ = Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
+  if (!epoll_ || !doorbell_) {
+    return error(Code::kInternal, "epoll or eventfd: ", std::strerror(errno), "; raise `ulimit -n` if files ran out");
+  }
+  doorbell_number_.store(doorbell_.get());
+  HC_TRY(watch(doorbell_.get(), 0));
+  own_endpoint_.identity = HostIdentity::of_this_process(options_.node);
+  own_endpoint_.host_name = this_host_name();
+  own_endpoint_.pid = ::getpid();
+  HC_TRY(open_listeners());
+  if (options_.shared_memory) open_arena();
+  announced_shared_ = own_endpoint_.shares_memory = arena_ != nullptr;
+  return Status::ok();
+}
+
+Status ConnectedMesh::open_listeners() {
+  uint8_t name[16];
+  HC_TRY(random_bytes(name));
+  own_endpoint_.unix_name = "horoclone-";
+  for (uint8_t byte : name) {
+    char hex[3];
+    std::snprintf(hex, sizeof(hex), "%02x", byte);
+    own_endpoint_.unix_name += hex;
+  }
+  auto local = listen_unix(own_endpoint_.unix_name);
+  if (!local.is_ok()) return local.status();
+  listeners_.unix_socket = local.take();
+
+  auto interfaces = network_interfaces(options_.interfaces);
+  if (!interfaces.is_ok()) return interfaces.status();
+  // A chosen interface means: nowhere else. Otherwise one socket serves every address, IPv6 ones where the kernel has them.
+  uint16_t port = 0;
+  bool six = true;
+  if (options_.interfaces.empty()) {
+    auto fd = listen_tcp(Address::any(AF_INET6));
+    if (!fd.is_ok()) six = false, fd = listen_tcp(Address::any(AF_INET));
+    if (!fd.is_ok()) return fd.status();
+    auto at = local_address(fd.value().get());
+    if (!at.is_ok()) return at.status();
+    port = at.value().port();
+    listeners_.tcp.push_back(fd.take());
+  }
+  for (NetworkInterface& one : interfaces.value()) {
+    if (own_endpoint_.addresses.size() == kMaxAddresses || (!six && one.address.family() == AF_INET6)) continue;
+    if (port == 0) {
+      one.address.set_port(0);
+      auto fd = listen_tcp(one.address);
+      if (!fd.is_ok()) return fd.status().with("network interface " + one.name);
+      auto at = local_address(fd.value().get());
+      if (!at.is_ok()) return at.status();
+      own_endpoint_.addresses.push_back(at.take());
+      listeners_.tcp.push_back(fd.take());
+    } else {
+      one.address.set_port(port);
+      own_endpoint_.addresses.push_back(one.address);
+    }
+  }
+  return Status::ok();
+}
+
+// Without an arena the rank still works, over TCP; connect() says so.
+void ConnectedMesh::open_arena() {
+  auto arena = Arena::create(options_.arena_bytes);
+  if (!arena.is_ok()) {
+    no_arena_because_ = arena.status().text();
+    return;
+  }
+  arena_ = arena.take();
+  RankBlock* block = arena_->block();
+  block->pid = ::getpid();
+  block->protocol = kProtocolVersion;
+  block->magic = kArenaMagic;
+  asleep_ = &block->asleep;
+}
+
+Status ConnectedMesh::watch(int fd, uint64_t token) {
+  epoll_event event{};
+  event.events = EPOLLIN | EPOLLRDHUP;
+  event.data.u64 = token;
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) return error(Code::kInternal, "epoll_ctl: ", std::strerror(errno));
+  return Status::ok();
+}
+
+void ConnectedMesh::unwatch(Fd* fd) {
+  if (!*fd) return;
+  ::epoll_ctl(epoll_.get(), EPOLL_CTL_DEL, fd->get(), nullptr);
+  fd->reset();
+}
+
+std::string ConnectedMesh::describe(int rank) const {
+  if (rank < 0 || rank >= static_cast<int>(peers_.size())) return text_of("rank ", rank);
+  return peers_[rank].name;
+}
+
+const std::shared_ptr<Arena>& ConnectedMesh::arena(int rank) const {
+  return rank == rank_ || peers_.empty() ? arena_ : peers_[rank].arena;
+}
+
+// wake() of a peer and this are the two halves of one agreement: each stores, then looks at what the other stores.
+void ConnectedMesh::set_asleep(Sleep state) {
+  const auto word = static_cast<uint32_t>(state);
+  if (state == Sleep::kAwake) {
+    asleep_->store(word, std::memory_order_relaxed);
+    return;
+  }
+  asleep_->exchange(word, std::memory_order_seq_cst);
+#ifndef __SANITIZE_THREAD__  // which does not know fences; there Doorbell uses a read-modify-write of this word
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
+
+void ConnectedMesh::wake(int rank, bool even_if_idle) {
+  if (rank != rank_) peers_[rank].doorbell.ring_after_release(even_if_idle);
+}
+
+// wake_pending_ outlives the moment between poll()'s last look and its sleep.
+void ConnectedMesh::wake_self() {
+  wake_pending_.store(1, std::memory_order_seq_cst);
+  if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0) return;
+  const int saved = errno;
+  const uint64_t one = 1;
+  [[maybe_unused]] ssize_t written = ::write(doorbell_number_.load(), &one, sizeof(one));
+  errno = saved;
+}
+
+void ConnectedMesh::expect_close(int rank) {
+  if (rank == rank_) return;
+  Peer& peer = peers_[rank];
+  peer.channel->expect_close();
+  unwatch(&peer.liveness);
+  unwatch(&peer.process);
+}
+
+std::string ConnectedMesh::counters_json() const {
+  const Traffic& t = traffic_;
+  return text_of("{\"frames_sent\": ", t.frames_sent.value(), ", \"frames_received\": ", t.frames_received.value(),
+                 ", \"segments_sent\": ", t.segments_sent.value(), ", \"segments_received\": ", t.segments_received.value(),
+                 ", \"bytes_sent\": ", t.bytes_sent.value(), ", \"bytes_received\": ", t.bytes_received.value(),
+                 ", \"syscalls\": ", t.syscalls.value(), ", \"wakes\": ", t.wakes.value(), "}");
+}
+
+void ConnectedMesh::close() {
+  doorbell_number_.store(-1);
+  listeners_ = {};
+  for (Peer& peer : peers_) {
+    if (peer.tcp) peer.tcp->close();
+    peer.doorbell = {};
+    peer.doorbell_fd.reset();
+    peer.liveness.reset();
+    peer.process.reset();
+  }
+  epoll_.reset();
+  doorbell_.reset();
+}
+
+// Every descriptor here is the child's own number for the parent's object: closing it leaves the parent's alone, whereas
+// shutdown or epoll_ctl would not.
+void ConnectedMesh::after_fork_child() {
+  for (Peer& peer : peers_) {
+    if (peer.tcp) peer.tcp->abandon();
+    if (peer.arena) peer.arena->remap_private();
+  }
+  if (arena_) arena_->remap_private();
+  close();
+}
+
+}  // namespace hc

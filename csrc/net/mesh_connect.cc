@@ -1,0 +1,145 @@
+#include <unistd.h>
+
+#include <algorithm>
+#include <map>
+
+#include "net/connected_mesh.h"
+
+namespace hc {
+
+Status ConnectedMesh::check_members(const MeshMembers& members) const {
+  if (connected_) return error(Code::kInternal, "connect() was called twice");
+  const int size = static_cast<int>(members.endpoints.size());
+  if (members.rank < 0 || members.rank >= size) {
+    return error(Code::kInvalidArgument, "rank ", members.rank, " of ", size, " endpoints");
+  }
+  if (members.secret.size() < 16) {
+    return error(Code::kInvalidArgument, "a job secret of ", members.secret.size(), " bytes; it needs at least 16 random ones. "
+                 "Set HOROCLONE_SECRET or HOROCLONE_SECRET_FILE, the same on every rank");
+  }
+  if (members.endpoints[members.rank] != own_endpoint_.encode()) {
+    return error(Code::kInvalidArgument, "endpoint ", members.rank, " is not this rank's own; was the list made for another job?");
+  }
+  return Status::ok();
+}
+
+Status ConnectedMesh::read_endpoints(const MeshMembers& members, std::vector<Endpoint>* endpoints) const {
+  for (size_t r = 0; r < members.endpoints.size(); ++r) {
+    auto one = Endpoint::decode(members.endpoints[r]);
+    if (!one.is_ok()) {
+      return Status(one.status().code(), text_of("the endpoint of rank ", r, ": ", one.status().text()), static_cast<int>(r));
+    }
+    endpoints->push_back(one.take());
+  }
+  return Status::ok();
+}
+
+// Nodes are numbered by their lowest rank, local ranks ascend with the rank.
+void ConnectedMesh::number_nodes(const std::vector<Endpoint>& endpoints) {
+  std::vector<int> first, members;  // by node: its lowest rank, its number of ranks
+  node_.assign(size_, 0);
+  local_.assign(size_, 0);
+  for (int r = 0; r < size_; ++r) {
+    auto at = std::find_if(first.begin(), first.end(), [&](int f) { return endpoints[f].identity == endpoints[r].identity; });
+    node_[r] = static_cast<int>(at - first.begin());
+    if (at == first.end()) first.push_back(r), members.push_back(0);
+    local_[r] = members[node_[r]]++;
+  }
+  local_size_ = members[node_[rank_]];
+  cross_rank_ = cross_size_ = 0;
+  for (size_t n = 0; n < members.size(); ++n) {
+    if (members[n] <= local_[rank_]) continue;
+    if (static_cast<int>(n) < node_[rank_]) ++cross_rank_;
+    ++cross_size_;
+  }
+  homogeneous_ = std::all_of(members.begin(), members.end(), [&](int m) { return m == members[0]; });
+}
+
+Status ConnectedMesh::prepare_rings() {
+  if (!arena_) return Status::ok();
+  arena_->block()->rank = rank_;
+  if (local_size_ > kMaxLocalRanks) {
+    return error(Code::kUnsupported, local_size_, " ranks on one node; shared memory serves ", kMaxLocalRanks,
+                 ". Set HOROCLONE_SHARED_MEMORY=0");
+  }
+  if (local_size_ == 1) return Status::ok();
+  return arena_->commit(kRingsOffset, local_size_ * kRingBytes);
+}
+
+Status ConnectedMesh::connect(const MeshMembers& members) {
+  HC_TRY(check_members(members));
+  rank_ = members.rank;
+  size_ = static_cast<int>(members.endpoints.size());
+  std::vector<Endpoint> endpoints;
+  HC_TRY(read_endpoints(members, &endpoints));
+  number_nodes(endpoints);
+  HC_TRY(prepare_rings(), "shared memory for ", local_size_, " local ranks");
+  if (!no_arena_because_.empty() && members.say) members.say("no shared memory, TCP is used instead: " + no_arena_because_);
+
+  BootstrapInput input;
+  input.members = &members;
+  input.endpoints = &endpoints;
+  input.listeners = &listeners_;
+  input.keepalive_s = options_.keepalive_s;
+  input.socket_buffer_bytes = options_.socket_buffer_bytes;
+  input.doorbell_fd = doorbell_.get();
+  if (arena_) input.arena_fd = arena_->fd(), input.arena_bytes = arena_->bytes();
+  for (int r = 0; r < size_; ++r) {
+    input.shares.push_back(announced_shared_ && node_[r] == node_[rank_] && endpoints[r].shares_memory);
+  }
+  auto links = bootstrap(input);
+  if (!links.is_ok()) return links.status();
+  listeners_ = {};  // nobody else is expected: from here on there is no port to attack
+  HC_TRY(make_channels(endpoints, links.take()));
+  connected_ = true;
+  return Status::ok();
+}
+
+Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links) {
+  peers_.resize(size_);
+  for (int r = 0; r < size_; ++r) {
+    Peer& peer = peers_[r];
+    const Endpoint& e = endpoints[r];
+    peer.pid = e.pid;
+    peer.name = text_of("rank ", r, " (", e.host_name, ", pid ", e.pid, ")");
+    if (r == rank_) continue;
+    if (links[r].local) {
+      HC_TRY(make_shared_channel(r, std::move(links[r])), peer.name);
+      shared_peers_.push_back(r);
+      continue;
+    }
+    const std::string name = text_of("rank ", r, " (", e.host_name, ", ", links[r].address, ")");
+    auto tcp = std::make_unique<TcpChannel>(
+        r, name, &traffic_,
+        TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data), epoll_.get(), static_cast<uint64_t>(r) + 1});
+    peer.tcp = tcp.get();
+    peer.channel = std::move(tcp);
+    tcp_peers_.push_back(r);
+  }
+  all_shared_ = tcp_peers_.empty();
+  return Status::ok();
+}
+
+Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
+  Peer& peer = peers_[rank];
+  auto arena = Arena::attach(links.ends.arena.release(), links.ends.arena_bytes);
+  if (!arena.is_ok()) return arena.status();
+  peer.arena = arena.take();
+  const RankBlock* block = peer.arena->block();
+  if (block->magic != kArenaMagic || block->protocol != kProtocolVersion || block->rank != rank) {
+    return error(Code::kInternal, "its shared memory says rank ", block->rank, ", protocol version ", block->protocol);
+  }
+  peer.doorbell_fd = std::move(links.ends.doorbell);
+  peer.doorbell = Doorbell(&peer.arena->block()->asleep, peer.doorbell_fd.get(), &traffic_);
+  ShmChannel::Ends ends{arena_, peer.arena, local_[rank_], local_[rank], &peer.doorbell};
+  peer.channel = std::make_unique<ShmChannel>(rank, peer.name, &traffic_, std::move(ends));
+  peer.liveness = std::move(links.local);
+  HC_TRY(watch(peer.liveness.get(), static_cast<uint64_t>(rank) + 1));
+  // A child that the peer forked may keep its socket open; the process itself is watched, too.
+  auto who = peer_credentials(peer.liveness.get());
+  if (who.is_ok() && who.value().pid != ::getpid()) peer.process = open_peer_pidfd(peer.liveness.get(), who.value().pid);
+  if (peer.process) HC_TRY(watch(peer.process.get(), static_cast<uint64_t>(rank) + 1));
+  return Status::ok();
+}
+
+}  // namespace hc

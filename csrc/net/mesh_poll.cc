@@ -1,0 +1,131 @@
+#include <poll.h>
+#include <sys/epoll.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+
+#include "net/connected_mesh.h"
+
+namespace hc {
+namespace {
+
+constexpr int kEvents = 64;
+constexpr int kClosingMs = 100;  // how soon to look again at a connection of which one half has ended
+
+bool is_readable(int fd) {
+  pollfd one{fd, POLLIN, 0};
+  return ::poll(&one, 1, 0) > 0 && (one.revents & POLLIN);
+}
+
+}  // namespace
+
+bool ConnectedMesh::progress_shared() {
+  bool moved = false;
+  for (int r : shared_peers_) {
+    FramedChannel& channel = *peers_[r].channel;
+    // A failure stays in the channel until collect_losses.
+    if (channel.failure().is_ok()) static_cast<void>(channel.progress(&moved));
+  }
+  return moved;
+}
+
+// A local peer's socket or process has ended.
+void ConnectedMesh::local_end(int rank) {
+  Peer& peer = peers_[rank];
+  const bool ended = peer.process && is_readable(peer.process.get());
+  bool closed = false;
+  if (peer.liveness) {
+    std::byte waste;
+    const iovec part{&waste, 1};
+    IoResult result = receive_parts(peer.liveness.get(), {&part, 1});
+    closed = result.what == Io::kEnded || result.what == Io::kFailed;
+  }
+  if (!ended && !closed) return;
+  unwatch(&peer.liveness);
+  unwatch(&peer.process);
+  peer.channel->lose(ended ? text_of("process ", peer.pid, " has ended") : "closed its connection without a goodbye");
+}
+
+void ConnectedMesh::handle_event(uint64_t token, bool* moved) {
+  if (token == 0) {
+    uint64_t count;
+    [[maybe_unused]] ssize_t got = ::read(doorbell_.get(), &count, sizeof(count));
+    return;
+  }
+  const int rank = static_cast<int>(token - 1);
+  Peer& peer = peers_[rank];
+  if (peer.tcp) {
+    static_cast<void>(peer.tcp->progress(moved));  // a failure stays in the channel until collect_losses
+  } else {
+    local_end(rank);
+  }
+}
+
+// Each loss once, and only when the engine has fetched the frames that the peer left behind: one may be its goodbye.
+// Returns whether a loss still waits for that.
+bool ConnectedMesh::collect_losses(std::vector<Loss>* losses) {
+  bool waiting = false;
+  for (int r = 0; r < size_; ++r) {
+    Peer& peer = peers_[r];
+    if (!peer.channel || peer.reported || peer.channel->failure().is_ok() || peer.channel->close_expected()) continue;
+    if (peer.channel->has_frames()) {
+      waiting = true;
+      continue;
+    }
+    peer.reported = true;
+    losses->push_back({r, peer.channel->reason()});
+  }
+  return waiting;
+}
+
+// How long poll may sleep: not at all when there is something to do already.
+int ConnectedMesh::sleep_limit(int timeout_ms, bool* moved) {
+  if (progress_shared()) {
+    *moved = true;
+    return 0;
+  }
+  if (wake_pending_.exchange(0, std::memory_order_seq_cst) != 0) return 0;
+  for (int r : tcp_peers_) {
+    FramedChannel& channel = *peers_[r].channel;
+    if (!channel.closing() || channel.close_expected()) continue;
+    bool any = false;
+    static_cast<void>(channel.progress(&any));
+    timeout_ms = any ? 0 : timeout_ms < 0 ? kClosingMs : std::min(timeout_ms, kClosingMs);
+    *moved |= any;
+  }
+  return timeout_ms;
+}
+
+Status ConnectedMesh::poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) {
+  if (!epoll_) return error(Code::kNotInitialized, "the connections to the other ranks are closed");
+  const size_t losses_before = losses->size();
+  collect_losses(losses);  // found meanwhile by progress() on a channel
+  if (losses->size() > losses_before) timeout_ms = 0;
+  bool slept_by_itself = false;
+  if (timeout_ms != 0) {
+    // A caller that has not said that it sleeps must not miss a doorbell either.
+    if (asleep_->load(std::memory_order_relaxed) == 0) {
+      set_asleep(Sleep::kAsleepWaiting);
+      slept_by_itself = true;
+    }
+    timeout_ms = sleep_limit(timeout_ms, moved);
+  }
+  epoll_event events[kEvents];
+  const int count = ::epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
+  traffic_.syscalls.add(1);
+  if (slept_by_itself) set_asleep(Sleep::kAwake);
+  if (timeout_ms != 0) wake_pending_.store(0, std::memory_order_seq_cst);  // the sleep it was to end has ended
+  if (count < 0 && errno != EINTR) return error(Code::kInternal, "epoll_wait: ", std::strerror(errno));
+  for (int i = 0; i < count; ++i) handle_event(events[i].data.u64, moved);
+  if (progress_shared()) *moved = true;
+  if (collect_losses(losses)) {
+    *moved = true;  // there are frames to fetch; and whoever sleeps on wait_fd() is to come back
+    const uint64_t one = 1;
+    [[maybe_unused]] ssize_t written = ::write(doorbell_.get(), &one, sizeof(one));
+  }
+  return Status::ok();
+}
+
+}  // namespace hc

@@ -1,0 +1,100 @@
+// A channel to a rank of the same node over byte rings in shared memory: each rank writes into its own arena and reads from
+// the peer's. One ring slot (kRingBytes) holds a ring for control and one for data. No system call but the doorbell of a peer
+// that sleeps while it waits.
+//
+// Thread: the one that drives the engine. Owner: the mesh.
+#pragma once
+
+#include <atomic>
+#include <memory>
+
+#include "net/arena.h"
+#include "net/framed_channel.h"
+#include "net/mesh.h"
+
+namespace hc {
+
+// First bytes of a ring slot; all zero is a valid empty slot. Cursors count bytes for ever, [0] control, [1] data.
+struct RingHeader {
+  alignas(kCacheLine) std::atomic<uint64_t> head[2];  // written by the sender
+  alignas(kCacheLine) std::atomic<uint64_t> tail[2];  // written by the receiver
+  alignas(kCacheLine) std::atomic<uint32_t> starved[2];  // set by a sender that found no room, cleared by the receiver
+};
+inline constexpr size_t kRingHeaderBytes = 512;
+inline constexpr size_t kControlRingBytes = (64u << 10) - kRingHeaderBytes;
+inline constexpr size_t kDataRingBytes = 192u << 10;
+static_assert(sizeof(RingHeader) <= kRingHeaderBytes);
+static_assert(kRingHeaderBytes + kControlRingBytes + kDataRingBytes == kRingBytes);
+
+// How a sleeping local peer is woken: its asleep word and its eventfd. fd -1: never.
+class Doorbell {
+ public:
+  Doorbell() = default;
+  Doorbell(std::atomic<uint32_t>* asleep, int fd, Traffic* traffic) : asleep_(asleep), fd_(fd), traffic_(traffic) {}
+  // No wake-up is lost: the ringer's store of news and its load of the word, the sleeper's store of the word and its look
+  // for news, are all sequentially consistent, so at least one side sees the other.
+  void ring(bool even_if_idle) const;
+  // For news that was stored with release order only.
+  void ring_after_release(bool even_if_idle) const;
+
+ private:
+  std::atomic<uint32_t>* asleep_ = nullptr;
+  int fd_ = -1;
+  Traffic* traffic_ = nullptr;
+};
+
+// One direction of a slot.
+class RingWriter {
+ public:
+  RingWriter(std::byte* slot, Line line);
+  // Copies what fits; the receiver sees it piece by piece while the rest is still being copied.
+  size_t write(std::span<const iovec> parts, const Doorbell& doorbell);
+
+ private:
+  size_t room();
+  void copy_in(const std::byte* from, size_t bytes);
+  RingHeader* header_;
+  std::byte* data_;
+  size_t capacity_;
+  int index_;
+  uint64_t head_ = 0, tail_seen_ = 0;
+};
+
+class RingReader {
+ public:
+  RingReader(std::byte* slot, Line line);
+  IoResult read(std::span<const iovec> parts, const Doorbell& doorbell);
+
+ private:
+  void copy_out(std::byte* to, size_t bytes);
+  RingHeader* header_;
+  const std::byte* data_;
+  size_t capacity_;
+  int index_;
+  uint64_t tail_ = 0;
+};
+
+class ShmChannel final : public FramedChannel {
+ public:
+  struct Ends {
+    std::shared_ptr<Arena> own, peer;
+    int own_local_rank = 0, peer_local_rank = 0;
+    const Doorbell* doorbell = nullptr;  // the peer's; outlives the channel
+  };
+  // The slot for the peer in the own arena must have been committed.
+  ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends);
+
+ private:
+  IoResult write(Line line, std::span<const iovec> parts) override;
+  IoResult read(Line line, std::span<const iovec> parts) override;
+
+  Ends ends_;
+  RingWriter out_[2];
+  RingReader in_[2];
+};
+
+inline std::byte* ring_slot(const Arena& owner, int receiver_local_rank) {
+  return owner.base() + kRingsOffset + static_cast<size_t>(receiver_local_rank) * kRingBytes;
+}
+
+}  // namespace hc
