@@ -97,4 +97,14 @@ Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Gro
 // Algorithms in shared memory; every member shares the group's lane. shared.cc.
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group);
 
+// One bucket of a frozen plan: nothing is negotiated, the ranks' arrival is the agreement. While it waits for arrivals it
+// steps back (done, withdrawn() is true, memory unchanged) when a member has left the frozen plan.
+class FrozenCollective : public Collective {
+ public:
+  virtual bool withdrawn() const = 0;
+  virtual std::vector<int> late_members() const = 0;  // group ranks that have not arrived
+};
+// In place, all members share memory; `bucket` indexes the lane's bucket flags, `turn` counts its uses from 0. shared.cc.
+std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn);
+
 }  // namespace hc

@@ -23,9 +23,15 @@ SharedLane::SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<i
 
 Status SharedLane::prepare() {
   Arena& own = *arenas_[my_index_];
-  const size_t bytes = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
-  HC_TRY(own.commit(offset_, bytes), "shared memory for a process set");
+  HC_TRY(own.commit(offset_, kBucketFlagsOffset), "shared memory for a process set");
   std::memset(bases_[my_index_], 0, kPage);
+  return Status::ok();
+}
+
+Status SharedLane::prepare_buckets(size_t first, size_t count) {
+  const size_t from = kBucketFlagsOffset + first * sizeof(InPlaceFlags), bytes = count * sizeof(InPlaceFlags);
+  HC_TRY(arenas_[my_index_]->commit(offset_ + from, bytes), "shared memory for the flags of ", count, " buckets");
+  std::memset(bases_[my_index_] + from, 0, bytes);
   return Status::ok();
 }
 
@@ -405,45 +411,71 @@ class BlockedAlltoall : public BlockedCollective {
 };
 
 // Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have arrived.
-class InPlaceAllreduce : public Collective {
+// Negotiated operations share the lane's flags; a bucket of a frozen plan has flags of its own and is not negotiated.
+class InPlaceAllreduce : public FrozenCollective {
  public:
-  InPlaceAllreduce(Task task, const Group& group)
-      : task_(std::move(task)), lane_(*group.lane), n_(group.size), rank_(group.rank),
-        slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
-    turn_ = lane_.in_place_total++;
+  InPlaceAllreduce(Task task, const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags, bool frozen)
+      : task_(std::move(task)), lane_(*group.lane), n_(group.size), rank_(group.rank), turn_(turn), flags_(std::move(flags)),
+        frozen_(frozen), slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
     at_ = slices_.begin(rank_);
   }
-  Progress start() override { return Progress::kPending; }
+  Progress start() override {
+    flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
+    lane_.publish(flags_[rank_]->arrived, turn_ + 1);
+    return Progress::kPending;
+  }
 
   Progress step(bool* moved) override {
-    if (stage_ == 0) {
-      lane_.mine().offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
-      lane_.publish(lane_.mine().arrived, turn_ + 1);
-      stage_ = 1;
-      *moved = true;
-    }
-    if (stage_ == 1) {
-      if (!all_reached(lane_, &LaneFlags::arrived, turn_ + 1)) return Progress::kPending;
+    if (stage_ == Stage::kArriving) {
+      if (!reached(&InPlaceFlags::arrived)) return frozen_ && must_withdraw() ? withdraw() : Progress::kPending;
       if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
-      stage_ = 2;
+      stage_ = Stage::kReducing;
     }
-    if (stage_ == 2) {
-      *moved = true;
-      if (!reduce_some()) return Progress::kPending;
-      lane_.publish(lane_.mine().finished, turn_ + 1);
-      stage_ = 3;
-    }
-    if (!all_reached(lane_, &LaneFlags::finished, turn_ + 1)) return Progress::kPending;
     *moved = true;
-    return Progress::kDone;
+    if (stage_ == Stage::kReducing) {
+      if (!reduce_some()) return Progress::kPending;
+      lane_.publish(flags_[rank_]->finished, turn_ + 1);
+      stage_ = Stage::kFinishing;
+    }
+    if (reached(&InPlaceFlags::finished)) return Progress::kDone;
+    *moved = false;
+    return Progress::kPending;
+  }
+
+  bool withdrawn() const override { return withdrawn_; }
+  std::vector<int> late_members() const override {
+    std::vector<int> late;
+    for (int m = 0; m < n_; ++m)
+      if (flags_[m]->arrived.load(std::memory_order_acquire) <= turn_) late.push_back(m);
+    return late;
   }
 
  private:
+  enum class Stage { kArriving, kReducing, kFinishing };
+
+  bool reached(std::atomic<uint64_t> InPlaceFlags::*counter) const {
+    for (InPlaceFlags* f : flags_)
+      if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
+    return true;
+  }
+  // A member that thawed has nothing under way, so if it has not arrived it never will, and nobody can have begun to
+  // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
+  bool must_withdraw() const {
+    for (int m = 0; m < n_; ++m)
+      if (lane_.flags(m).thawed.load(std::memory_order_acquire) &&
+          flags_[m]->arrived.load(std::memory_order_acquire) <= turn_)
+        return true;
+    return false;
+  }
+  Progress withdraw() {
+    withdrawn_ = true;
+    return Progress::kDone;
+  }
   // The members' offsets were published for this turn; nobody can enter the next before I finish this one.
   Status find_buffers() {
     const size_t bytes = task_.bytes();
     for (int m = 0; m < n_; ++m) {
-      const uint64_t offset = lane_.flags(m).offset.load(std::memory_order_relaxed);
+      const uint64_t offset = flags_[m]->offset.load(std::memory_order_relaxed);
       if (offset > lane_.arena(m).bytes() || bytes > lane_.arena(m).bytes() - offset)
         return error(Code::kInternal, "member ", m, " announced a buffer outside its arena");
       buffers_.push_back(lane_.arena_base(m) + offset);
@@ -454,10 +486,10 @@ class InPlaceAllreduce : public Collective {
     const size_t item = size_of(task_.dtype);
     const size_t count = std::min(slices_.end(rank_) - at_, std::max<size_t>(1, kInPlaceStepBytes / item));
     if (count) {
-      std::vector<std::byte*> there(n_);
-      std::vector<const std::byte*> from(n_);
-      for (int m = 0; m < n_; ++m) from[m] = there[m] = buffers_[m] + at_ * item;
-      reduce(task_.dtype, task_.reduce, there, from, count, task_.scale);
+      there_.resize(n_);
+      from_.resize(n_);
+      for (int m = 0; m < n_; ++m) from_[m] = there_[m] = buffers_[m] + at_ * item;
+      reduce(task_.dtype, task_.reduce, there_, from_, count, task_.scale);
       at_ += count;
     }
     return at_ == slices_.end(rank_);
@@ -466,11 +498,15 @@ class InPlaceAllreduce : public Collective {
   Task task_;
   SharedLane& lane_;
   const int n_, rank_;
+  const uint64_t turn_;
+  const std::vector<InPlaceFlags*> flags_;  // [member]
+  const bool frozen_;
   const Slices slices_;
-  uint64_t turn_;
-  int stage_ = 0;
+  Stage stage_ = Stage::kArriving;
+  bool withdrawn_ = false;
   size_t at_ = 0;
-  std::vector<std::byte*> buffers_;
+  std::vector<std::byte*> buffers_, there_;
+  std::vector<const std::byte*> from_;
 };
 
 // The largest number of bytes any member puts into its flat slot; the same on every member.
@@ -491,11 +527,21 @@ size_t flat_payload(const Task& task) {
 
 }  // namespace
 
+std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn) {
+  std::vector<InPlaceFlags*> flags;
+  for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->bucket_flags(m, bucket));
+  return std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), true);
+}
+
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {
   if (!group.lane || group.lane->size() != group.size)
     return error(Code::kInternal, "a shared-memory ", name_of(task.op), " needs one lane for the whole group");
-  if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1)
-    return std::unique_ptr<Collective>(std::make_unique<InPlaceAllreduce>(std::move(task), group));
+  if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1) {
+    std::vector<InPlaceFlags*> flags;
+    for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->in_place_flags(m));
+    const uint64_t turn = group.lane->in_place_total++;
+    return std::unique_ptr<Collective>(std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
+  }
   const size_t payload = flat_payload(task);
   if (payload <= (task.algorithm == Algorithm::kSharedBlocked ? 0 : kFlatBytes))
     return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));

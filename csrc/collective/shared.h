@@ -13,21 +13,31 @@
 
 namespace hc {
 
+// One in-place operation after another on one set of flags.
+struct InPlaceFlags {
+  alignas(kCacheLine) std::atomic<uint64_t> arrived;   // operations entered; `offset` is valid
+  std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
+  alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations whose slice of mine is written everywhere
+};
+
 // First page of a lane. Each counter has its own cache lines, since its readers spin on it.
 struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
   alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the slot
   alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
   alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
-  alignas(kCacheLine) std::atomic<uint64_t> arrived;   // in-place operations entered; `offset` is valid
-  std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
-  alignas(kCacheLine) std::atomic<uint64_t> finished;  // in-place operations whose slice is written everywhere
+  // Not 0: this member has no frozen operation under way and enters none any more (it has joined or is leaving).
+  alignas(kCacheLine) std::atomic<uint64_t> thawed;
+  InPlaceFlags in_place;  // of the negotiated in-place operations
 };
 
 inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
 inline constexpr int kBlockSlots = 4;
 inline constexpr size_t kBlockSlotBytes = 512u << 10;
-static_assert(kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes <= kLaneBytes);
+inline constexpr size_t kBucketFlagsOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+inline constexpr size_t kMaxFrozenBuckets = 4096;
+static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
+static_assert(sizeof(LaneFlags) <= kPage);
 
 class SharedLane {
  public:
@@ -40,6 +50,13 @@ class SharedLane {
   int index() const { return my_index_; }
   LaneFlags& flags(int member) const { return *reinterpret_cast<LaneFlags*>(bases_[member]); }
   LaneFlags& mine() const { return flags(my_index_); }
+  InPlaceFlags& in_place_flags(int member) const { return flags(member).in_place; }
+  // Flags of their own for each bucket of a frozen plan, so that buckets need no order among themselves.
+  InPlaceFlags& bucket_flags(int member, size_t bucket) const {
+    return reinterpret_cast<InPlaceFlags*>(bases_[member] + kBucketFlagsOffset)[bucket];
+  }
+  // Owner only: makes the flags of buckets [first, first + count) usable.
+  Status prepare_buckets(size_t first, size_t count);
   std::byte* flat_slot(int member, uint64_t turn) const {
     return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes;
   }

@@ -8,7 +8,14 @@ namespace hc {
 
 namespace {
 
-// The one place where Average becomes arithmetic: floats are scaled by 1/N, integers with unit scales divided by N.
+size_t elements_per_row(const TensorMeta& meta) {
+  size_t n = 1;
+  for (size_t d = 1; d < meta.shape.size(); ++d) n *= static_cast<size_t>(meta.shape[d]);
+  return n;
+}
+
+}  // namespace
+
 Scale scale_of(const Signature& s, DType dtype, int size) {
   Scale scale{s.prescale, s.postscale, 1};
   if (s.reduce != Reduce::kAverage) return scale;
@@ -18,14 +25,6 @@ Scale scale_of(const Signature& s, DType dtype, int size) {
     scale.post = s.postscale / size;
   return scale;
 }
-
-size_t elements_per_row(const TensorMeta& meta) {
-  size_t n = 1;
-  for (size_t d = 1; d < meta.shape.size(); ++d) n *= static_cast<size_t>(meta.shape[d]);
-  return n;
-}
-
-}  // namespace
 
 BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group,
                          const std::vector<int>& ranks, const Config& config, Tag tag)

@@ -13,6 +13,9 @@
 
 namespace hc {
 
+// The one place where Average becomes arithmetic: floats are scaled by 1/N, integers with unit scales divided by N.
+Scale scale_of(const Signature& signature, DType dtype, int size);
+
 class BatchRunner {
  public:
   // operations: what this rank submitted for each entry, null where it did not (it has joined). `ranks` are the world

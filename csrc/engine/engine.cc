@@ -2,6 +2,7 @@
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <tuple>
 
 #include "engine/frames.h"
 
@@ -210,30 +211,66 @@ Status Engine::submit(const Submission& s, int64_t* handle) {
     return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
   {
     std::lock_guard lock(submit_mu_);
-    if (!failure_.is_ok()) return failure_.with(text_of(name_of(s.op), s.name.empty() ? "" : " '", s.name, s.name.empty() ? "" : "'"));
-    ProcessSet* set = find_set(s.process_set);
-    if (!set)
-      return error(Code::kInvalidArgument, horovod_name_of(s.op), ": Process set ", s.process_set, " does not exist, or has not been registered.");
-    HC_TRY(check(s, *set));
-    NameRecord* record = s.name.empty() ? nullptr : &set->record_of(s.op, s.name);
-    if (record && record->pending.load(std::memory_order_acquire))
-      return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': an operation with this name is already pending on rank ",
-                   mesh_->rank(), " (Duplicate tensor name). Wait for it first, or give this one another name.");
-    Operation* op = handles_.acquire();
-    if (!op) return error(Code::kInternal, "more than a million operations are live; wait for some and release their handles");
-    fill(op, s, *set);
-    if (record) {
-      op->name_record = record;
-      record->pending.store(op, std::memory_order_release);
-    } else {
-      op->request.sequence = set->next_sequence(s.op);
-    }
-    incoming_.push_back(op);
-    *handle = op->handle;
-    has_incoming_.store(true, std::memory_order_seq_cst);
+    HC_TRY(queue_locked(s, nullptr, handle));
   }
-  counters_.operations.fetch_add(1, std::memory_order_relaxed);
   if (!s.will_wait && sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();
+  return Status::ok();
+}
+
+Status Engine::submit_declared(int process_set, int bucket_set, int bucket, int64_t* handle) {
+  if (!connected_.load(std::memory_order_acquire))
+    return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  {
+    std::lock_guard lock(submit_mu_);
+    ProcessSet* set = find_set(process_set);
+    if (!set || !set->bucket_sets.contains(bucket_set)) return error(Code::kInvalidArgument, "bucket set ", bucket_set, " was not declared");
+    const BucketSet& declared = set->bucket_sets[bucket_set];
+    if (bucket < 0 || bucket >= static_cast<int>(declared.buckets.size()))
+      return error(Code::kInvalidArgument, "bucket ", bucket, " of ", declared.buckets.size());
+    const BucketSet::Bucket& b = declared.buckets[bucket];
+    const Submission::Tensor tensor{b.data, b.data, b.shape, b.dtype};
+    Submission s;
+    s.reduce = declared.reduce;
+    s.process_set = process_set;
+    s.name = b.name;
+    s.prescale = declared.prescale;
+    s.postscale = declared.postscale;
+    s.tensors = {&tensor, 1};
+    const std::pair<int, int> which{bucket_set, bucket};
+    HC_TRY(queue_locked(s, &which, handle));
+  }
+  if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();
+  return Status::ok();
+}
+
+// Submit lock held: checks, fills an operation and queues it.
+Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle) {
+  if (!failure_.is_ok()) return failure_.with(text_of(name_of(s.op), s.name.empty() ? "" : " '", s.name, s.name.empty() ? "" : "'"));
+  ProcessSet* set = find_set(s.process_set);
+  if (!set)
+    return error(Code::kInvalidArgument, horovod_name_of(s.op), ": Process set ", s.process_set, " does not exist, or has not been registered.");
+  HC_TRY(check(s, *set));
+  if (set->join_pending.load(std::memory_order_acquire))
+    return error(Code::kInvalidArgument, name_of(s.op), ": rank ", mesh_->rank(), " has joined and submits nothing until join() has returned");
+  NameRecord* record = s.name.empty() ? nullptr : &set->record_of(s.op, s.name);
+  if (record && record->pending.load(std::memory_order_acquire))
+    return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': an operation with this name is already pending on rank ",
+                 mesh_->rank(), " (Duplicate tensor name). Wait for it first, or give this one another name.");
+  Operation* op = handles_.acquire();
+  if (!op) return error(Code::kInternal, "more than a million operations are live; wait for some and release their handles");
+  fill(op, s, *set);
+  if (bucket) std::tie(op->bucket_set, op->bucket) = *bucket;
+  if (record) {
+    op->name_record = record;
+    record->pending.store(op, std::memory_order_release);
+  } else {
+    op->request.sequence = set->next_sequence(s.op);
+  }
+  if (s.op == Op::kJoin) set->join_pending.store(true, std::memory_order_release);
+  incoming_.push_back(op);
+  *handle = op->handle;
+  has_incoming_.store(true, std::memory_order_seq_cst);
+  counters_.operations.fetch_add(1, std::memory_order_relaxed);
   return Status::ok();
 }
 
@@ -263,6 +300,12 @@ bool Engine::step() {
     }
     if (set->coordinator) decide(*set, &moved);
     run_queue(*set, &moved);
+    if (!set->frozen_runs.empty() || set->deferred_join)
+      set->run_frozen(&moved, [&](Operation* op, const Status& outcome) {
+        counters_.frozen.fetch_add(1, std::memory_order_relaxed);
+        complete(*set, op, outcome);
+      });
+    wake_readers(*set);
   }
   return moved;
 }
@@ -275,10 +318,12 @@ void Engine::take_incoming(bool* moved) {
   }
   for (Operation* op : taken_) {
     ProcessSet* set = find_set(op->process_set);
-    set->announce(op);
+    set->adopt(op);
+    *moved = true;
     if (failed_.load() || !set->closed.is_ok())
       complete(*set, op, (failed_.load() ? failure_ : set->closed).with(op->describe()));
-    *moved = true;
+    else if (op->bucket_set < 0 || !set->start_frozen(op))
+      set->announce(op);
   }
   taken_.clear();
 }
@@ -286,6 +331,8 @@ void Engine::take_incoming(bool* moved) {
 void Engine::receive_frames(bool* moved) {
   for (int r = 0; r < mesh_->size(); ++r) {
     if (r == mesh_->rank() || left_[r]) continue;
+    // Shared-memory rings move here; sockets moved in poll_mesh. A broken channel is reported there, after its last frames.
+    if (mesh_->shares_memory(r)) (void)mesh_->channel(r).progress(moved).is_ok();
     while (!failed_.load(std::memory_order_relaxed) && mesh_->channel(r).receive(&received_)) {
       *moved = true;
       liveness_.heard(r);
@@ -384,19 +431,21 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       set.queue.pop_front();
       std::vector<Operation*> operations;
       operations.reserve(batch.entries.size());
-      for (const PlanEntry& entry : batch.entries)
-        operations.push_back(set.match(batch.op, entry, [&](Op op, const std::string& name) {
+      for (const PlanEntry& entry : batch.entries) {
+        Operation* op = set.match(batch.op, entry, [&](Op kind, const std::string& name) {
           std::lock_guard lock(submit_mu_);
-          return set.find_named(op, name);
-        }));
+          return set.find_named(kind, name);
+        });
+        // An early failure may not mean this rank's own announcement, which came later.
+        const auto& struck = entry.failed_on;
+        if (!struck.empty() && std::find(struck.begin(), struck.end(), set.group_rank) == struck.end()) op = nullptr;
+        operations.push_back(op);
+      }
       if (batch.op == Op::kJoin) operations.assign(1, set.join);
       const Tag tag{static_cast<uint16_t>(generation_), set.id, batch.id, 0};
       set.runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, config_, tag);
     }
     const Progress progress = set.runner->step(moved);
-    if (set.lane && set.lane->take_published())
-      for (int position : set.lane->positions())
-        if (set.ranks[position] != mesh_->rank()) mesh_->wake(set.ranks[position], false);
     if (progress == Progress::kFailed) return fail_everything(Status(set.runner->status()));  // a copy: the runner goes
     if (progress == Progress::kPending) break;
     finish_batch(set);
@@ -407,6 +456,13 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       complete(set, op, set.closed.with(op->describe()));
       *moved = true;
     }
+}
+
+// Whoever sleeps and waits for what this rank has just published.
+void Engine::wake_readers(ProcessSet& set) {
+  if (!set.lane || !set.lane->take_published()) return;
+  for (int position : set.lane->positions())
+    if (set.ranks[position] != mesh_->rank()) mesh_->wake(set.ranks[position], false);
 }
 
 void Engine::finish_batch(ProcessSet& set) {

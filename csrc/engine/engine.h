@@ -50,7 +50,7 @@ struct Submission {
 
 struct EngineCounters {  // driving thread writes, anyone reads
   std::atomic<uint64_t> operations{0}, batches{0}, fused{0}, plans_sent{0}, ballots_sent{0}, control_frames_sent{0},
-      control_bytes_sent{0}, bytes_reduced{0}, sleeps{0}, steps{0}, pings{0};
+      control_bytes_sent{0}, bytes_reduced{0}, frozen{0}, sleeps{0}, steps{0}, pings{0};
 };
 
 class Engine {
@@ -62,6 +62,10 @@ class Engine {
 
   const Mesh& mesh() const { return *mesh_; }
   Status submit(const Submission& submission, int64_t* handle);
+  // Collective over the process set: declares an optimizer's buckets (see BucketSet), whose memory must live until undeclare.
+  Status declare(int process_set, BucketSet buckets, int* id);
+  Status undeclare(int process_set, int id);
+  Status submit_declared(int process_set, int bucket_set, int bucket, int64_t* handle);
   // True when done, failed or unknown.
   bool poll(int64_t handle);
   // Drives until done or until timeout_s has passed (< 0: no limit). The status is the operation's own.
@@ -87,6 +91,7 @@ class Engine {
 
   // engine.cc: submission and agreement
   Status check(const Submission& s, const ProcessSet& set) const;
+  Status queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle);
   void fill(Operation* op, const Submission& s, const ProcessSet& set);
   bool arena_holds(const Submission& s) const;
   bool step();
@@ -97,7 +102,13 @@ class Engine {
   void decide(ProcessSet& set, bool* moved);
   void take_plan(ProcessSet& set, Plan plan);
   void run_queue(ProcessSet& set, bool* moved);
+  void wake_readers(ProcessSet& set);
   void finish_batch(ProcessSet& set);
+
+  // engine_state.cc
+  Status barrier(int process_set, const std::string& name);
+  Status agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2], int64_t (&most)[2]);
+  bool declared_in_arena(const BucketSet& buckets) const;
   void complete(ProcessSet& set, Operation* op, Status status);
   Status send_frame(int to, bool urgent);  // the frame in frame_
   std::unique_ptr<ProcessSet> make_set(uint16_t id, std::vector<int> ranks);
@@ -116,6 +127,7 @@ class Engine {
   void poll_mesh(bool* moved);
   void check_timers();
   void report_stalls(TimePoint now);
+  std::string frozen_stalls(const ProcessSet& set, TimePoint now) const;
   void check_liveness(TimePoint now);
   void fail_everything(const Status& reason);
   void peer_left(int rank, const std::string& text);

@@ -260,9 +260,11 @@ void Engine::report_stalls(TimePoint now) {
       for (int r : stall.missing) report += " " + std::to_string(set->ranks[r]);
       report += "; ready ranks";
       for (int r : stall.present) report += " " + std::to_string(set->ranks[r]);
+      if (!stall.hint.empty()) report += "; " + stall.hint;
       fatal = fatal || (config_.stall_shutdown_s > config_.stall_check_s && stall.waited_s >= config_.stall_shutdown_s);
     }
   }
+  for (const auto& [id, set] : sets_) report += frozen_stalls(*set, now);
   if (report.empty()) return;
   next_stall_report_ = now + std::chrono::milliseconds(static_cast<int64_t>(config_.stall_check_s * 1000));
   if (config_.stall_shutdown_s > config_.stall_check_s)
@@ -273,6 +275,22 @@ void Engine::report_stalls(TimePoint now) {
     fail_everything(Status(Code::kAborted, text_of("stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. ", text), mesh_->rank()));
   else
     log_.warning(text);
+}
+
+// In a frozen plan no coordinator knows; the lowest of the ranks that wait speaks for them.
+std::string Engine::frozen_stalls(const ProcessSet& set, TimePoint now) const {
+  std::string report;
+  for (const ProcessSet::FrozenRun& run : set.frozen_runs) {
+    const double waited_s = seconds_between(run.op->submitted, now);
+    if (waited_s < config_.stall_check_s) continue;
+    const std::vector<int> late = run.collective->late_members();
+    int speaker = 0;
+    while (std::find(late.begin(), late.end(), speaker) != late.end()) ++speaker;
+    if (late.empty() || speaker != set.group_rank) continue;
+    report += text_of("\n  ", run.op->describe(), " (", static_cast<int>(waited_s), " s): missing ranks");
+    for (int m : late) report += " " + std::to_string(set.ranks[m]);
+  }
+  return report;
 }
 
 // ---- ends -------------------------------------------------------------------------------------------------------------
@@ -292,6 +310,8 @@ void Engine::fail_everything(const Status& reason) {
       during = text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
       set->runner.reset();
     }
+    set->frozen_runs.clear();
+    set->deferred_join = nullptr;
     set->queue.clear();
     while (!set->pending.empty()) {
       Operation* op = set->pending.back();
@@ -370,6 +390,7 @@ Status Engine::shutdown(double timeout_s) {
     std::lock_guard lock(submit_mu_);
     if (failure_.is_ok()) failure_ = error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again.");
   }
+  for (auto& [id, set] : sets_) set->thaw();
   say_goodbye(1.0);
   stopping_.store(true);
   connected_.store(false);
@@ -379,7 +400,7 @@ Status Engine::shutdown(double timeout_s) {
   thread_.join();
   for (Operation* op : incoming_) {  // submitted in the last moment by another thread
     ProcessSet* set = find_set(op->process_set);
-    set->announce(op);
+    set->adopt(op);
     complete(*set, op, failure_.with(op->describe()));
   }
   incoming_.clear();
@@ -393,123 +414,6 @@ void Engine::after_fork_child() {
   thread_.forget();
   notifier_.forget();
   mesh_->after_fork_child();
-}
-
-// ---- process sets, memory, texts --------------------------------------------------------------------------------------
-
-Status Engine::add_process_set(std::vector<int> ranks, int* id) {
-  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
-  std::sort(ranks.begin(), ranks.end());
-  if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 || ranks.back() >= mesh_->size())
-    return error(Code::kInvalidArgument, "a process set needs different ranks between 0 and ", mesh_->size() - 1);
-  enter_gate();
-  Status made;
-  int free_id = 1;
-  while (find_set(free_id)) ++free_id;
-  if (free_id >= kMaxLanes) {
-    made = error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
-  } else {
-    auto set = make_set(static_cast<uint16_t>(free_id), ranks);
-    if (set->lane) made = set->lane->prepare();
-    std::lock_guard lock(submit_mu_);
-    if (made.is_ok()) sets_[free_id] = std::move(set);
-  }
-  gate_.leave();
-  HC_TRY(made);
-  *id = free_id;
-  Submission barrier;  // nobody may use the set before everybody knows it
-  barrier.op = Op::kBarrier;
-  std::string name = text_of("horoclone.process_set.add.", free_id);
-  for (int r : ranks) name += text_of(".", r);
-  barrier.name = name;
-  int64_t handle = 0;
-  HC_TRY(submit(barrier, &handle));
-  bool done = false;
-  Status outcome = wait(handle, -1, &done);
-  release(handle);
-  return outcome;
-}
-
-Status Engine::remove_process_set(int id) {
-  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
-  if (id == 0) return error(Code::kInvalidArgument, "the global process set cannot be removed");
-  {
-    std::lock_guard lock(submit_mu_);
-    if (!find_set(id)) return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
-  }
-  Submission barrier;  // every rank has finished with the set
-  barrier.op = Op::kBarrier;
-  const std::string name = text_of("horoclone.process_set.remove.", id);
-  barrier.name = name;
-  int64_t handle = 0;
-  HC_TRY(submit(barrier, &handle));
-  bool done = false;
-  Status outcome = wait(handle, -1, &done);
-  release(handle);
-  HC_TRY(outcome);
-  enter_gate();
-  std::unique_ptr<ProcessSet> removed;
-  {
-    std::lock_guard lock(submit_mu_);
-    removed = std::move(sets_[id]);
-    sets_.erase(id);
-  }
-  while (!removed->pending.empty()) {
-    Operation* op = removed->pending.back();
-    complete(*removed, op, error(Code::kAborted, op->describe(), ": its process set was removed"));
-  }
-  gate_.leave();
-  return Status::ok();
-}
-
-Result<std::shared_ptr<Memory>> Engine::allocate(size_t bytes) {
-  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
-  if (!mesh_->shares_memory(mesh_->rank())) {
-    auto memory = Memory::make_private(bytes);
-    if (!memory) return error(Code::kInternal, "no memory for a block of ", bytes, " bytes");
-    std::memset(memory->data(), 0, bytes);
-    return memory;
-  }
-  return Memory::make_shared(mesh_->arena(mesh_->rank()), bytes);
-}
-
-bool Engine::shares_memory() const {
-  if (mesh_->local_size() != mesh_->size()) return false;
-  for (int r = 0; r < mesh_->size(); ++r)
-    if (!mesh_->shares_memory(r)) return false;
-  return true;
-}
-
-std::string Engine::counters_json() const {
-  const auto get = [](const std::atomic<uint64_t>& c) { return c.load(std::memory_order_relaxed); };
-  return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches), ",\"fused\":", get(counters_.fused),
-                 ",\"plans_sent\":", get(counters_.plans_sent), ",\"ballots_sent\":", get(counters_.ballots_sent),
-                 ",\"control_frames_sent\":", get(counters_.control_frames_sent), ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
-                 ",\"bytes\":", get(counters_.bytes_reduced), ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
-                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(), ",\"mesh\":", mesh_->counters_json(), "}");
-}
-
-std::string Engine::describe() {
-  if (!connected_.load()) return "not connected";
-  enter_gate();
-  std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(), failed_.load() ? text_of(", failed: ", failure_.text()) : "");
-  const TimePoint now = Clock::now();
-  for (const auto& [id, set] : sets_) {
-    text += text_of("\nprocess set ", id, ": ", set->size(), " ranks, ", set->pending.size(), " operations pending, ", set->queue.size(), " batches planned",
-                    set->runner ? text_of(", batch ", set->runner->batch().id, " under way") : "");
-    size_t shown = 0;
-    for (const Operation* op : set->pending) {
-      if (++shown > 20) break;
-      text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s", op->batch ? text_of(", in batch ", op->batch) : ", not agreed yet");
-    }
-    if (set->coordinator)
-      for (const Stall& stall : set->coordinator->stalled(now, 0.0)) {
-        text += text_of("\n  ", stall.name, " misses ranks");
-        for (int r : stall.missing) text += " " + std::to_string(set->ranks[r]);
-      }
-  }
-  gate_.leave();
-  return text;
 }
 
 }  // namespace hc

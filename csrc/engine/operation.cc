@@ -73,6 +73,7 @@ void Handles::recycle(Operation* op) {
   op->name_record = nullptr;
   op->done_callback = nullptr;
   op->slot = kNoSlot;
+  op->bucket_set = op->bucket = -1;
   op->batch = 0;
   op->join_rank = -1;
 }

@@ -32,6 +32,8 @@ struct Operation {
   std::vector<const std::byte*> in;  // per tensor
   std::vector<std::byte*> out;       // per tensor; null: the core owns the result
   NameRecord* name_record = nullptr;
+  int bucket_set = -1;  // declared buckets: which set, which bucket of it
+  int bucket = -1;
   TimePoint submitted;
   void (*done_callback)(void*, int64_t, const Status&) = nullptr;
   void* done_context = nullptr;

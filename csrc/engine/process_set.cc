@@ -28,12 +28,20 @@ Operation* ProcessSet::find_named(Op op, std::string_view name) {
   return at == names.end() ? nullptr : at->second.pending.load(std::memory_order_acquire);
 }
 
-void ProcessSet::announce(Operation* op) {
+void ProcessSet::adopt(Operation* op) {
   op->pending_at = pending.size();
   pending.push_back(op);
+}
+
+void ProcessSet::announce(Operation* op) {
   const Op kind = op->signature().op;
   if (kind == Op::kJoin) {
     join = op;
+    if (!frozen_runs.empty()) {
+      deferred_join = op;
+      return;
+    }
+    thaw();
     ballot.joined = true;
     return;
   }
@@ -50,11 +58,38 @@ void ProcessSet::announce(Operation* op) {
   }
 }
 
+bool ProcessSet::start_frozen(Operation* op) {
+  auto at = bucket_sets.find(op->bucket_set);
+  if (at == bucket_sets.end() || !at->second.frozen) return false;
+  BucketSet& set = at->second;
+  for (int m = 0; m < lane->size(); ++m)
+    if (lane->flags(m).thawed.load(std::memory_order_acquire)) return set.frozen = false;
+  BucketSet::Bucket& bucket = set.buckets[op->bucket];
+  Task task;
+  task.reduce = set.reduce == Reduce::kAverage ? Reduce::kSum : set.reduce;
+  task.dtype = bucket.dtype;
+  task.scale = scale_of(op->signature(), bucket.dtype, size());
+  task.pieces = {{op->in[0], op->out[0], static_cast<size_t>(op->signature().tensors[0].count())}};
+  auto collective = make_frozen_allreduce(std::move(task), group, set.first_flag + op->bucket, bucket.turn++);
+  (void)collective->start();  // it only announces the arrival
+  frozen_runs.push_back({op, std::move(collective)});
+  return true;
+}
+
+void ProcessSet::thaw() {
+  if (!lane || bucket_sets.empty()) return;
+  for (auto& [id, set] : bucket_sets) set.frozen = false;
+  lane->publish(lane->mine().thawed, 1);
+}
+
 void ProcessSet::forget(Operation* op) {
   pending.back()->pending_at = op->pending_at;
   pending[op->pending_at] = pending.back();
   pending.pop_back();
-  if (op == join) join = nullptr;
+  if (op == join) {
+    join = nullptr;
+    join_pending.store(false, std::memory_order_release);
+  }
   const Op kind = op->signature().op;
   if (kind != Op::kJoin && op->request.name.empty()) {
     Window& w = windows_[static_cast<int>(kind)];

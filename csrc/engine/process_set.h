@@ -5,11 +5,14 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
+#include <utility>
 #include <vector>
 
 #include "collective/collective.h"
@@ -20,6 +23,23 @@
 #include "engine/plan_cache.h"
 
 namespace hc {
+
+// Buckets that a binding declared (an optimizer's gradients): same names, sizes and order on every rank, memory fixed. Where all
+// members share memory their plan is frozen: a bucket starts as soon as it is submitted, without any message.
+struct BucketSet {
+  struct Bucket {
+    std::string name;
+    std::byte* data;
+    std::vector<int64_t> shape;
+    DType dtype;
+    uint64_t turn = 0;  // driving thread
+  };
+  Reduce reduce = Reduce::kSum;
+  double prescale = 1, postscale = 1;
+  std::vector<Bucket> buckets;
+  size_t first_flag = 0;
+  bool frozen = false;  // driving thread
+};
 
 class ProcessSet {
  public:
@@ -45,9 +65,18 @@ class ProcessSet {
   NameRecord& record_of(Op op, std::string_view name);
   Operation* find_named(Op op, std::string_view name);
 
+  std::atomic<bool> join_pending{false};  // set under the submit lock, cleared by the driving thread
+
   // Driving thread ------------------------------------------------------------------------------------------------
-  // Puts a submitted operation into the next ballot.
-  void announce(Operation* op);
+  void adopt(Operation* op);     // taken from submit: it is pending from now on
+  void announce(Operation* op);  // puts a pending operation into the next ballot
+  // Starts a bucket of a frozen plan; false: announce it.
+  bool start_frozen(Operation* op);
+  // Steps what runs frozen; calls done(op) for what has ended, and announces what stepped back.
+  template <class Done>
+  void run_frozen(bool* moved, Done&& done);
+  // This rank enters no frozen plan any more (it joins or leaves); nothing of it runs frozen.
+  void thaw();
   // The operation that a plan entry means on this rank; null when this rank did not submit it (it has joined).
   // `find_named` must be called with the submit lock held: the caller passes a function that does.
   template <class FindNamed>
@@ -61,6 +90,16 @@ class ProcessSet {
   Operation* join = nullptr;  // my join, while it is pending
   std::vector<Operation*> pending;  // taken from submit and not done, in no order (Operation::pending_at)
   size_t outstanding() const { return pending.size(); }
+
+  std::map<int, BucketSet> bucket_sets;  // changed with the gate and the submit lock held
+  int next_bucket_set = 0;
+  size_t next_bucket_flag = 0;
+  struct FrozenRun {
+    Operation* op;
+    std::unique_ptr<FrozenCollective> collective;
+  };
+  std::vector<FrozenRun> frozen_runs;
+  Operation* deferred_join = nullptr;  // waits until nothing runs frozen
 
   Group group;
   std::unique_ptr<SharedLane> lane;
@@ -78,6 +117,31 @@ class ProcessSet {
   std::array<Window, kOpCount> windows_;
   std::vector<Operation*> by_slot_;
 };
+
+template <class Done>
+void ProcessSet::run_frozen(bool* moved, Done&& done) {
+  for (size_t i = 0; i < frozen_runs.size();) {
+    const Progress progress = frozen_runs[i].collective->step(moved);
+    if (progress == Progress::kPending) {
+      ++i;
+      continue;
+    }
+    FrozenRun run = std::move(frozen_runs[i]);
+    frozen_runs.erase(frozen_runs.begin() + static_cast<std::ptrdiff_t>(i));
+    *moved = true;
+    if (run.collective->withdrawn()) {
+      bucket_sets[run.op->bucket_set].frozen = false;
+      announce(run.op);
+    } else {
+      done(run.op, run.collective->status());
+    }
+  }
+  if (deferred_join && frozen_runs.empty()) {
+    thaw();
+    announce(std::exchange(deferred_join, nullptr));
+    *moved = true;
+  }
+}
 
 template <class FindNamed>
 Operation* ProcessSet::match(Op op, const PlanEntry& entry, FindNamed&& find_named) {

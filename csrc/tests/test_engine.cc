@@ -15,7 +15,7 @@ using Settings = std::vector<std::pair<std::string, std::string>>;
 
 Settings settings_of(bool shared) {
   if (shared) return {};
-  return {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_SEGMENT_BYTES", "1024"}, {"HOROCLONE_SOCKET_BUFFER_BYTES", "4096"}};
+  return {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_SEGMENT_BYTES", "1024"}, {"HOROCLONE_SOCKET_BUFFER_BYTES", "32768"}};
 }
 
 // doctest's macros are not safe from several threads at once.
@@ -341,7 +341,10 @@ TEST_CASE("a rank that shuts down early fails the others' waiting operations, na
 TEST_CASE("abort reaches every rank with its text") {
   World world(3);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
-    if (rank == 1) {
+    int64_t everybody_is_here = 0;
+    CHECK_OK(submit<float>(engine, Op::kBarrier, "", {}, nullptr, {}, &everybody_is_here));
+    if (Status met = finish(engine, everybody_is_here); rank == 1) {
+      CHECK_OK(met);
       engine.abort("rank 1 raised ValueError: bad batch 17");
       return;
     }

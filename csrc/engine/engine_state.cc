@@ -1,0 +1,209 @@
+// What changes or describes the engine's own state: process sets, declared buckets, memory, counters, texts for humans.
+#include <algorithm>
+#include <cstring>
+
+#include "engine/engine.h"
+
+namespace hc {
+
+Status Engine::barrier(int process_set, const std::string& name) {
+  Submission s;
+  s.op = Op::kBarrier;
+  s.process_set = process_set;
+  s.name = name;
+  s.will_wait = true;
+  int64_t handle = 0;
+  HC_TRY(submit(s, &handle));
+  bool done = false;
+  Status outcome = wait(handle, -1, &done);
+  release(handle);
+  return outcome;
+}
+
+Status Engine::declare(int process_set, BucketSet buckets, int* id) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  std::string agreed;
+  for (const auto& b : buckets.buckets) {
+    agreed += text_of(b.name, name_of(b.dtype));
+    for (int64_t d : b.shape) agreed += text_of(",", d);
+  }
+  agreed += text_of(";", static_cast<int>(buckets.reduce), ",", buckets.prescale, ",", buckets.postscale);
+  enter_gate();
+  ProcessSet* set = find_set(process_set);
+  Status made;
+  if (!set || set->group_rank < 0) {
+    made = error(Code::kInvalidArgument, "rank ", mesh_->rank(), " is not a member of process set ", process_set);
+  } else {
+    std::lock_guard lock(submit_mu_);
+    *id = set->next_bucket_set++;
+    const size_t n = buckets.buckets.size();
+    const bool one_node = set->lane && set->lane->size() == set->size();
+    if (one_node && set->next_bucket_flag + n <= kMaxFrozenBuckets) {
+      buckets.first_flag = set->next_bucket_flag;
+      set->next_bucket_flag += n;
+      made = set->lane->prepare_buckets(buckets.first_flag, n);
+      set->lane->publish(set->lane->mine().thawed, 0);
+    }
+    set->bucket_sets[*id] = buckets;
+  }
+  gate_.leave();
+  HC_TRY(made);
+  // Whether every rank declares the same, and has its buckets in its arena: one integer each, the least and the greatest agree.
+  const bool in_arena = declared_in_arena(buckets);
+  int64_t mine[2] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), in_arena ? 1 : 0};
+  int64_t least[2], most[2];
+  HC_TRY(agree(process_set, text_of("horoclone.declare.", *id), mine, least, most));
+  if (least[0] != most[0])
+    return error(Code::kMismatch, "the ranks of process set ", process_set, " declared different buckets; do all ranks build the same model "
+                 "and pass the same arguments to DistributedOptimizer?");
+  enter_gate();
+  BucketSet& stored = set->bucket_sets[*id];
+  stored.frozen = least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1 && !config_.autotune;
+  gate_.leave();
+  return Status::ok();
+}
+
+Status Engine::agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2], int64_t (&most)[2]) {
+  const int64_t shape[] = {2};
+  for (const Reduce reduce : {Reduce::kMin, Reduce::kMax}) {
+    int64_t* out = reduce == Reduce::kMin ? least : most;
+    const Submission::Tensor tensor{mine, out, shape, DType::kI64};
+    Submission s;
+    s.reduce = reduce;
+    s.process_set = process_set;
+    const std::string full = name + (reduce == Reduce::kMin ? ".min" : ".max");
+    s.name = full;
+    s.tensors = {&tensor, 1};
+    s.will_wait = true;
+    int64_t handle = 0;
+    HC_TRY(submit(s, &handle));
+    bool done = false;
+    Status outcome = wait(handle, -1, &done);
+    release(handle);
+    HC_TRY(outcome);
+  }
+  return Status::ok();
+}
+
+bool Engine::declared_in_arena(const BucketSet& buckets) const {
+  if (!mesh_->shares_memory(mesh_->rank())) return false;
+  const Arena& arena = *mesh_->arena(mesh_->rank());
+  return std::all_of(buckets.buckets.begin(), buckets.buckets.end(), [&](const BucketSet::Bucket& b) {
+    size_t bytes = size_of(b.dtype);
+    for (int64_t d : b.shape) bytes *= static_cast<size_t>(d);
+    return bytes && arena.contains(b.data, bytes);
+  });
+}
+
+Status Engine::undeclare(int process_set, int id) {
+  enter_gate();
+  {
+    std::lock_guard lock(submit_mu_);
+    if (ProcessSet* set = find_set(process_set)) {
+      const bool used = std::any_of(set->pending.begin(), set->pending.end(), [&](const Operation* op) { return op->bucket_set == id; });
+      if (!used) set->bucket_sets.erase(id);  // else the late operations find it; it goes with the process set
+    }
+  }
+  gate_.leave();
+  return Status::ok();
+}
+
+Status Engine::add_process_set(std::vector<int> ranks, int* id) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  std::sort(ranks.begin(), ranks.end());
+  if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 || ranks.back() >= mesh_->size())
+    return error(Code::kInvalidArgument, "a process set needs different ranks between 0 and ", mesh_->size() - 1);
+  enter_gate();
+  Status made;
+  int free_id = 1;
+  while (find_set(free_id)) ++free_id;
+  if (free_id >= kMaxLanes) {
+    made = error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
+  } else {
+    auto set = make_set(static_cast<uint16_t>(free_id), ranks);
+    if (set->lane) made = set->lane->prepare();
+    std::lock_guard lock(submit_mu_);
+    if (made.is_ok()) sets_[free_id] = std::move(set);
+  }
+  gate_.leave();
+  HC_TRY(made);
+  *id = free_id;
+  std::string name = text_of("horoclone.process_set.add.", free_id);
+  for (int r : ranks) name += text_of(".", r);
+  return barrier(0, name);  // nobody may use the set before everybody knows it
+}
+
+Status Engine::remove_process_set(int id) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  if (id == 0) return error(Code::kInvalidArgument, "the global process set cannot be removed");
+  {
+    std::lock_guard lock(submit_mu_);
+    if (!find_set(id)) return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
+  }
+  HC_TRY(barrier(0, text_of("horoclone.process_set.remove.", id)));  // every rank has finished with the set
+  enter_gate();
+  std::unique_ptr<ProcessSet> removed;
+  {
+    std::lock_guard lock(submit_mu_);
+    removed = std::move(sets_[id]);
+    sets_.erase(id);
+  }
+  while (!removed->pending.empty()) {
+    Operation* op = removed->pending.back();
+    complete(*removed, op, error(Code::kAborted, op->describe(), ": its process set was removed"));
+  }
+  gate_.leave();
+  return Status::ok();
+}
+
+Result<std::shared_ptr<Memory>> Engine::allocate(size_t bytes) {
+  if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  if (!mesh_->shares_memory(mesh_->rank())) {
+    auto memory = Memory::make_private(bytes);
+    if (!memory) return error(Code::kInternal, "no memory for a block of ", bytes, " bytes");
+    std::memset(memory->data(), 0, bytes);
+    return memory;
+  }
+  return Memory::make_shared(mesh_->arena(mesh_->rank()), bytes);
+}
+
+bool Engine::shares_memory() const {
+  if (mesh_->local_size() != mesh_->size()) return false;
+  for (int r = 0; r < mesh_->size(); ++r)
+    if (!mesh_->shares_memory(r)) return false;
+  return true;
+}
+
+std::string Engine::counters_json() const {
+  const auto get = [](const std::atomic<uint64_t>& c) { return c.load(std::memory_order_relaxed); };
+  return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches), ",\"fused\":", get(counters_.fused),
+                 ",\"plans_sent\":", get(counters_.plans_sent), ",\"ballots_sent\":", get(counters_.ballots_sent),
+                 ",\"control_frames_sent\":", get(counters_.control_frames_sent), ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
+                 ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen), ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
+                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(), ",\"mesh\":", mesh_->counters_json(), "}");
+}
+
+std::string Engine::describe() {
+  if (!connected_.load()) return "not connected";
+  enter_gate();
+  std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(), failed_.load() ? text_of(", failed: ", failure_.text()) : "");
+  const TimePoint now = Clock::now();
+  for (const auto& [id, set] : sets_) {
+    text += text_of("\nprocess set ", id, ": ", set->size(), " ranks, ", set->pending.size(), " operations pending, ", set->queue.size(), " batches planned",
+                    set->runner ? text_of(", batch ", set->runner->batch().id, " under way") : "");
+    size_t shown = 0;
+    for (const Operation* op : set->pending) {
+      if (++shown > 20) break;
+      text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s", op->batch ? text_of(", in batch ", op->batch) : ", not agreed yet");
+    }
+    if (set->coordinator)
+      for (const Stall& stall : set->coordinator->stalled(now, 0.0)) {
+        text += text_of("\n  ", stall.name, " misses ranks");
+        for (int r : stall.missing) text += " " + std::to_string(set->ranks[r]);
+      }
+  }
+  gate_.leave();
+  return text;
+}
+
+}  // namespace hc
