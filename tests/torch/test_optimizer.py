@@ -1,0 +1,449 @@
+"""DistributedOptimizer against one process that sees everybody's batches: same losses, same parameters."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import pickle
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from world import ranks
+
+import horoclone.torch as hvd
+
+Model = torch.nn.Module
+
+
+def network(seed: int = 0, dtype: torch.dtype = torch.float32) -> Model:
+    torch.manual_seed(seed)
+    return torch.nn.Sequential(
+        torch.nn.Conv2d(1, 4, 3),
+        torch.nn.ReLU(),
+        torch.nn.Flatten(),
+        torch.nn.Linear(4 * 36, 32),
+        torch.nn.Tanh(),
+        torch.nn.Linear(32, 5),
+    ).to(dtype)
+
+
+def batch(rank: int, step: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor]:
+    chance = torch.Generator().manual_seed(7919 * step + rank)
+    images = torch.randn(6, 1, 8, 8, generator=chance).to(dtype)
+    return images, torch.randint(5, (6,), generator=chance)
+
+
+def same_on_every_rank(model: Model) -> bool:
+    whole = hashlib.sha256()
+    for parameter in model.parameters():
+        whole.update(parameter.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return len(set(hvd.allgather_object(whole.hexdigest()))) == 1
+
+
+def close(model: Model, reference: Model, tolerance: float = 1e-5) -> None:
+    for (name, a), b in zip(model.named_parameters(), reference.parameters(), strict=True):
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), (name, (a - b).abs().max())
+
+
+def train(
+    make: Callable[[Any], torch.optim.Optimizer],
+    steps: int = 6,
+    passes: int = 1,
+    dtype: torch.dtype = torch.float32,
+    zero: Callable[[Any, Model], None] = lambda optimizer, model: optimizer.zero_grad(),
+    factor: float = 1.0,
+    **options: Any,
+) -> tuple[Model, Model, Any]:
+    """Trains with DistributedOptimizer and, beside it, on all ranks' batches in this process; both models returned."""
+    model, reference = network(dtype=dtype), network(dtype=dtype)
+    optimizer = hvd.DistributedOptimizer(
+        make(model.parameters()),
+        named_parameters=model.named_parameters(),
+        backward_passes_per_step=passes,
+        **options,
+    )
+    plain = make(reference.parameters())
+    for step in range(steps):
+        zero(optimizer, model)
+        plain.zero_grad()
+        losses = []
+        for part in range(passes):
+            images, labels = batch(hvd.rank(), step * passes + part, dtype)
+            loss = F.cross_entropy(model(images).float(), labels) / passes
+            loss.backward()
+            losses.append(loss.detach())
+        optimizer.step()
+        whole = torch.zeros(())
+        for rank in range(hvd.size()):
+            for part in range(passes):
+                images, labels = batch(rank, step * passes + part, dtype)
+                loss = F.cross_entropy(reference(images).float(), labels) / passes / hvd.size() * factor
+                loss.backward()
+                whole += loss.detach()
+        plain.step()
+        mean = hvd.allreduce(sum(losses)) * factor
+        assert torch.allclose(mean, whole, rtol=2e-2 if dtype != torch.float32 else 1e-3, atol=1e-4), (
+            step,
+            mean,
+            whole,
+        )
+    assert same_on_every_rank(model)
+    return model, reference, optimizer
+
+
+MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9, weight_decay=1e-3),
+    "adam": lambda p: torch.optim.Adam(p, lr=1e-3, eps=1e-3),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=1e-3, eps=1e-3, fused=True),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=1e-4, eps=1e-2),
+}
+
+
+@pytest.mark.parametrize("which", sorted(MAKERS))
+@ranks(1, 2, 4)
+def test_equals_a_single_process_with_the_large_batch(which: str) -> None:
+    model, reference, _ = train(MAKERS[which])
+    close(model, reference)
+
+
+@ranks(2)
+def test_every_way_to_clear_gradients() -> None:
+    def none_by_hand(optimizer: Any, model: Model) -> None:
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    ways = [
+        lambda optimizer, model: optimizer.zero_grad(),
+        lambda optimizer, model: optimizer.zero_grad(set_to_none=False),
+        lambda optimizer, model: optimizer.zero_grad(set_to_none=True),
+        lambda optimizer, model: model.zero_grad(),
+        lambda optimizer, model: model.zero_grad(set_to_none=False),
+        none_by_hand,
+    ]
+    for way in ways:
+        model, reference, _ = train(MAKERS["sgd"], steps=4, zero=way)
+        close(model, reference)
+
+
+@ranks(2, 3)
+def test_accumulation_over_several_backward_passes() -> None:
+    model, reference, optimizer = train(MAKERS["sgd"], steps=4, passes=3)
+    close(model, reference)
+    optimizer.set_backward_passes_per_step(1)
+    optimizer.zero_grad()
+    F.cross_entropy(model(batch(hvd.rank(), 0)[0]), batch(hvd.rank(), 0)[1]).backward()
+    optimizer.step()
+    assert same_on_every_rank(model)
+
+
+@ranks(2)
+def test_compression_stays_close_and_equal_on_all_ranks() -> None:
+    for compression in (hvd.Compression.fp16, hvd.Compression.bf16):
+        model, reference, _ = train(MAKERS["sgd"], steps=4, compression=compression)
+        close(model, reference, 2e-2)
+        assert all(p.grad.dtype == torch.float32 for p in model.parameters())
+
+
+@ranks(2)
+def test_a_compressor_of_the_users_own_sees_single_gradients() -> None:
+    class Halving(hvd.Compression.none):
+        shapes: list[tuple[int, ...]] = []
+
+        @staticmethod
+        def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+            Halving.shapes.append(tuple(tensor.shape))
+            return (tensor / 2).flatten(), tuple(tensor.shape)
+
+        @staticmethod
+        def decompress(tensor: torch.Tensor, ctx: tuple[int, ...]) -> torch.Tensor:
+            return (tensor * 2).view(ctx)
+
+    model, reference, _ = train(MAKERS["sgd"], steps=3, compression=Halving)
+    close(model, reference)
+    assert set(Halving.shapes) == {tuple(p.shape) for p in model.parameters()}
+
+
+@ranks(2, 4)
+def test_sum_and_predivide() -> None:
+    model, reference, _ = train(MAKERS["sgd"], steps=3, gradient_predivide_factor=float(hvd.size()))
+    close(model, reference)
+    model, reference, _ = train(MAKERS["sgd"], steps=3, op=hvd.Sum, factor=float(hvd.size()))
+    close(model, reference)
+
+
+@ranks(2)
+def test_groups_by_number_and_by_list() -> None:
+    for options in ({"groups": 2}, {"groups": 100}, {"num_groups": 3}):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model, reference, _ = train(MAKERS["sgd"], steps=4, **options)
+        assert bool([w for w in caught if "num_groups" in str(w.message)]) == ("num_groups" in options)
+        close(model, reference)
+    model = network()
+    parameters = list(model.parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(parameters, lr=0.1),
+        model.named_parameters(),
+        groups=[parameters[:2], [parameters[4]]],
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
+        optimizer.step()
+    assert same_on_every_rank(model)
+
+
+@ranks(2)
+def test_models_in_sixteen_bits_and_of_mixed_dtypes() -> None:
+    train(MAKERS["sgd"], steps=4, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(4, 4), torch.nn.Linear(4, 4).double(), torch.nn.Linear(4, 4).bfloat16()
+    )
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for step in range(4):
+        x = torch.full((2, 4), float(hvd.rank() + step))
+        optimizer.zero_grad()
+        model[2](model[1](model[0](x).double()).bfloat16()).float().square().mean().backward()
+        optimizer.step()
+    assert same_on_every_rank(model)
+
+
+@ranks(2)
+def test_channels_last_parameters() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(3, 8, 3), torch.nn.Conv2d(8, 4, 3)).to(
+        memory_format=torch.channels_last
+    )
+    reference = copy.deepcopy(model)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    plain = torch.optim.SGD(reference.parameters(), 0.1)
+    for step in range(4):
+        for m, o in ((model, optimizer), (reference, plain)):
+            o.zero_grad()
+            everyone = [hvd.rank()] if m is model else range(hvd.size())
+            for rank in everyone:
+                x = torch.randn(2, 3, 8, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+                (
+                    m(x.contiguous(memory_format=torch.channels_last)).square().mean() / len(everyone)
+                ).backward()
+            o.step()
+    close(model, reference)
+    assert same_on_every_rank(model)
+
+
+@ranks(2)
+def test_a_model_of_many_buckets() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(600, 600) for _ in range(16)), torch.nn.Linear(600, 8000))
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 1e-2), model.named_parameters())
+    for step in range(3):
+        x = torch.randn(2, 600, generator=torch.Generator().manual_seed(10 * step + hvd.rank()))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.synchronize()
+        gradient = model[-1].weight.grad
+        mine = hvd.allgather(gradient[:1, :7].contiguous())
+        assert torch.equal(mine[0], mine[1])
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    assert same_on_every_rank(model)
+
+
+# --- the class and its state ---------------------------------------------------------------------------------------
+
+
+@ranks(2)
+def test_the_class_has_the_wrapped_classs_name_and_derives_from_it() -> None:
+    model = network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+    assert isinstance(optimizer, torch.optim.Adam) and type(optimizer).__name__ == "Adam"
+    assert type(optimizer) is not torch.optim.Adam
+    assert optimizer.defaults["lr"] == 1e-3 and "Adam" in repr(optimizer)
+
+    class Mine(type(optimizer)):
+        def step(self, closure: Any = None) -> Any:
+            self.steps = getattr(self, "steps", 0) + 1
+            return super().step(closure)
+
+    optimizer.__class__ = Mine
+    model(batch(hvd.rank(), 0)[0]).sum().backward()
+    optimizer.step()
+    assert optimizer.steps == 1 and same_on_every_rank(model)
+
+
+@ranks(2)
+def test_state_dict_pickle_and_copies() -> None:
+    model, _, optimizer = train(MAKERS["adam"], steps=3)
+    state = copy.deepcopy(optimizer.state_dict())
+    fresh = network()
+    other = hvd.DistributedOptimizer(torch.optim.Adam(fresh.parameters(), 0.5), fresh.named_parameters())
+    other.load_state_dict(state)
+    fresh.load_state_dict(model.state_dict())
+    assert other.param_groups[0]["lr"] == 1e-3
+    for m, o in ((model, optimizer), (fresh, other)):
+        o.zero_grad()
+        F.cross_entropy(m(batch(hvd.rank(), 9)[0]), batch(hvd.rank(), 9)[1]).backward()
+        o.step()
+    close(fresh, model, 1e-7)
+    revived = pickle.loads(pickle.dumps(optimizer))
+    assert type(revived) is torch.optim.Adam
+    assert revived.state_dict()["state"][0]["step"] == optimizer.state_dict()["state"][0]["step"]
+    copied = copy.deepcopy(optimizer)
+    assert type(copied) is torch.optim.Adam and copied.param_groups[0]["params"][0] is not next(
+        model.parameters()
+    )
+
+
+@ranks(2)
+def test_learning_rate_schedulers_before_and_after_wrapping() -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = torch.optim.lr_scheduler.ExponentialLR(plain, 0.5)
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    after = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.1)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step)[0]).sum().backward()
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        after.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch: the scheduler's own optimizer object made no step
+        before.step()
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+    assert same_on_every_rank(model)
+
+
+@ranks(2)
+def test_step_hooks_run_once_and_see_reduced_gradients() -> None:
+    model = network()
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    seen: list[torch.Tensor] = []
+    plain.register_step_pre_hook(lambda *_: seen.append(next(model.parameters()).grad.clone()))
+    optimizer = hvd.DistributedOptimizer(plain, model.named_parameters())
+    for step in range(3):
+        optimizer.zero_grad()
+        model(batch(hvd.rank(), step)[0]).sum().backward()
+        optimizer.step()
+    assert len(seen) == 3
+    both = hvd.allgather(torch.stack(seen).unsqueeze(0))
+    assert torch.equal(both[0], both[1])
+
+
+@ranks(2)
+def test_a_closure_is_reduced_and_lbfgs_decides_alike() -> None:
+    for make in (
+        lambda p: torch.optim.SGD(p, 0.05),
+        lambda p: torch.optim.LBFGS(p, 0.5, max_iter=5, line_search_fn="strong_wolfe"),
+    ):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 3)
+        optimizer = hvd.DistributedOptimizer(make(model.parameters()), model.named_parameters())
+        x = torch.randn(20, 6, generator=torch.Generator().manual_seed(hvd.rank()))
+        y = torch.randn(20, 3, generator=torch.Generator().manual_seed(100 + hvd.rank()))
+
+        def closure(
+            optimizer: Any = optimizer, model: Model = model, x: torch.Tensor = x, y: torch.Tensor = y
+        ) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = F.mse_loss(model(x), y)
+            loss.backward()
+            return loss
+
+        losses = [float(optimizer.step(closure)) for _ in range(4)]
+        assert losses[-1] < losses[0] and same_on_every_rank(model)
+
+
+@ranks(2)
+def test_optimizers_with_required_arguments_and_several_groups() -> None:
+    class Plain(torch.optim.Optimizer):
+        def __init__(self, params: Any, rate: float) -> None:
+            super().__init__(params, {"rate": rate})
+
+        def step(self, closure: Any = None) -> None:
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.data.add_(parameter.grad, alpha=-group["rate"])
+
+    model = network()
+    parameters = list(model.parameters())
+    plain = Plain([{"params": parameters[:2]}, {"params": parameters[2:], "rate": 0.5}], 0.1)
+    optimizer = hvd.DistributedOptimizer(plain)  # names are made up
+    for step in range(3):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
+        optimizer.step()
+    assert same_on_every_rank(model)
+
+
+@ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_an_optimizer_in_a_process_set() -> None:
+    pair = hvd.add_process_set([0, 2])
+    model = network(seed=hvd.rank() % 2)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=pair
+    )
+    for step in range(4):
+        optimizer.zero_grad()
+        F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
+        optimizer.step()
+    weights = hvd.allgather(model[0].weight.detach().flatten()[:5].view(1, -1))
+    assert torch.equal(weights[0], weights[2]) and not torch.equal(weights[1], weights[3])
+    hvd.remove_process_set(pair)
+
+
+@ranks(2)
+def test_two_optimizers_in_flight_at_once() -> None:
+    models = [network(seed) for seed in (1, 2)]
+    optimizers = [hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), 0.1)) for m in models]
+    for step in range(4):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        for model in models if hvd.rank() else reversed(models):
+            model(batch(hvd.rank(), step)[0]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    assert all(same_on_every_rank(model) for model in models)
+
+
+@ranks(2, init=False)
+def test_training_goes_on_after_shutdown_and_init() -> None:
+    hvd.init()
+    model = network()
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for life in range(3):
+        for step in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(model(batch(hvd.rank(), step)[0]), batch(hvd.rank(), step)[1]).backward()
+            optimizer.step()
+        kept = model[0].weight.grad
+        before = kept.clone()
+        hvd.shutdown()
+        assert torch.equal(kept, before)  # the view outlives the runtime
+        kept.add_(1.0)
+        hvd.init()
+        assert torch.equal(kept, before + 1.0), life
+    assert same_on_every_rank(model)
+
+
+@ranks(2)
+def test_a_dropped_optimizer_lets_go_of_its_model() -> None:
+    model = network()
+    for _ in range(2):
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters()
+        )
+        for step in range(3):
+            optimizer.zero_grad()
+            model(batch(hvd.rank(), step)[0]).square().mean().backward()
+            optimizer.step()
+        del optimizer
+    model(batch(hvd.rank(), 0)[0]).square().mean().backward()  # no hook may submit anything now
+    assert same_on_every_rank(model)
