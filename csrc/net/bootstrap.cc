@@ -111,7 +111,7 @@ Bootstrap::Bootstrap(const BootstrapInput& input)
   for (int peer = 0; peer < size_; ++peer) {
     if (peer == rank_) continue;
     const Endpoint& other = (*in_.endpoints)[peer];
-    Dialer::Target target{"", {}, in_.keepalive_s, in_.socket_buffer_bytes};
+    Dialer::Target target{"", {}, in_.tuning};
     if (in_.shares[peer]) {
       target.unix_name = other.unix_name;
     } else {
@@ -264,8 +264,6 @@ Status Bootstrap::accept_from(int listener, bool local, TimePoint now) {
         turned_away("its unix socket", "another user's process");
         continue;
       }
-    } else {
-      tune_tcp(fd.get(), in_.keepalive_s, in_.socket_buffer_bytes);
     }
     if (incoming_.size() >= kMaxHalfOpen) drop_one("too many connections that said nothing");
     const uint64_t id = ++last_number_;

@@ -45,8 +45,7 @@ struct BootstrapInput {
   Listeners* listeners = nullptr;
   int arena_fd = -1, doorbell_fd = -1;
   uint64_t arena_bytes = 0;
-  double keepalive_s = 30;
-  int socket_buffer_bytes = 0;
+  TcpTuning tuning;
 };
 
 // By rank; the entry of the own rank is empty.

@@ -50,12 +50,11 @@ void Dialer::note(size_t place, const Status& why, bool refused) {
 
 void Dialer::start(size_t place, TimePoint now) {
   const bool local = !target_.unix_name.empty();
-  auto fd = local ? connect_unix(target_.unix_name) : start_connect(target_.addresses[place]);
+  auto fd = local ? connect_unix(target_.unix_name) : start_connect(target_.addresses[place], target_.tuning);
   if (!fd.is_ok()) {
     note(place, fd.status(), local && fd.status().code() == Code::kPeerLost);
     return;
   }
-  if (!local) tune_tcp(fd.value().get(), target_.keepalive_s, target_.socket_buffer_bytes);
   attempts_.push_back({fd.take(), place, now, !local, {}});
 }
 

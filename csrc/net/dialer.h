@@ -21,8 +21,7 @@ class Dialer {
   struct Target {
     std::string unix_name;           // not empty: this one,
     std::vector<Address> addresses;  // else these
-    double keepalive_s = 30;
-    int socket_buffer_bytes = 0;
+    TcpTuning tuning;
   };
   Dialer(const Credentials* credentials, const Claim& claim, Target target);
 

@@ -58,12 +58,13 @@ Status ConnectedMesh::open_listeners() {
 
   auto interfaces = network_interfaces(options_.interfaces);
   if (!interfaces.is_ok()) return interfaces.status();
+  const TcpTuning tuning{options_.keepalive_s, options_.socket_buffer_bytes};
   // A chosen interface means: nowhere else. Otherwise one socket serves every address, IPv6 ones where the kernel has them.
   uint16_t port = 0;
   bool six = true;
   if (options_.interfaces.empty()) {
-    auto fd = listen_tcp(Address::any(AF_INET6));
-    if (!fd.is_ok()) six = false, fd = listen_tcp(Address::any(AF_INET));
+    auto fd = listen_tcp(Address::any(AF_INET6), tuning);
+    if (!fd.is_ok()) six = false, fd = listen_tcp(Address::any(AF_INET), tuning);
     if (!fd.is_ok()) return fd.status();
     auto at = local_address(fd.value().get());
     if (!at.is_ok()) return at.status();
@@ -74,7 +75,7 @@ Status ConnectedMesh::open_listeners() {
     if (own_endpoint_.addresses.size() == kMaxAddresses || (!six && one.address.family() == AF_INET6)) continue;
     if (port == 0) {
       one.address.set_port(0);
-      auto fd = listen_tcp(one.address);
+      auto fd = listen_tcp(one.address, tuning);
       if (!fd.is_ok()) return fd.status().with("network interface " + one.name);
       auto at = local_address(fd.value().get());
       if (!at.is_ok()) return at.status();

@@ -80,8 +80,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   input.members = &members;
   input.endpoints = &endpoints;
   input.listeners = &listeners_;
-  input.keepalive_s = options_.keepalive_s;
-  input.socket_buffer_bytes = options_.socket_buffer_bytes;
+  input.tuning = {options_.keepalive_s, options_.socket_buffer_bytes};
   input.doorbell_fd = doorbell_.get();
   if (arena_) input.arena_fd = arena_->fd(), input.arena_bytes = arena_->bytes();
   for (int r = 0; r < size_; ++r) {

@@ -24,6 +24,7 @@ namespace {
 
 constexpr int kBacklog = 1024;
 constexpr size_t kMaxDescriptors = 4;
+constexpr int kSmallBuffer = 256 << 10;  // against 64 KiB, the largest segment there is (loopback)
 
 Status system_error(const std::string& what) {
   const int number = errno;
@@ -49,6 +50,22 @@ socklen_t unix_address(std::string_view name, sockaddr_un* to) {
 }
 
 void set_option(int fd, int level, int name, int value) { ::setsockopt(fd, level, name, &value, sizeof(value)); }
+
+// Before connect or listen: the buffers and the segment size are settled with the first packet. Segments must fit a small
+// buffer several times, or both sides wait for timers.
+void tune_tcp(int fd, const TcpTuning& tuning) {
+  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
+  const int idle_s = std::max(1, static_cast<int>(tuning.keepalive_s / 2));
+  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, idle_s);
+  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, idle_s / 3));
+  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, std::max(1000, static_cast<int>(std::lround(tuning.keepalive_s * 1000))));
+  if (tuning.buffer_bytes <= 0) return;
+  set_option(fd, SOL_SOCKET, SO_SNDBUF, tuning.buffer_bytes);
+  set_option(fd, SOL_SOCKET, SO_RCVBUF, tuning.buffer_bytes);
+  if (tuning.buffer_bytes < kSmallBuffer) set_option(fd, IPPROTO_TCP, TCP_MAXSEG, std::max(536, tuning.buffer_bytes / 4));
+}
 
 // Position of `name` in a comma list, -1 when absent.
 int position_in(const std::string& list, std::string_view name) {
@@ -158,9 +175,10 @@ Result<std::vector<NetworkInterface>> network_interfaces(const std::string& want
   return all;
 }
 
-Result<Fd> listen_tcp(const Address& at) {
+Result<Fd> listen_tcp(const Address& at, const TcpTuning& tuning) {
   auto fd = open_socket(at.family());
   if (!fd.is_ok()) return fd.status();
+  tune_tcp(fd.value().get(), tuning);
   if (at.family() == AF_INET6) set_option(fd.value().get(), IPPROTO_IPV6, IPV6_V6ONLY, 0);
   if (::bind(fd.value().get(), at.raw(), at.raw_bytes()) != 0 || ::listen(fd.value().get(), kBacklog) != 0) {
     return system_error("listen on " + at.text());
@@ -175,9 +193,10 @@ Result<Address> local_address(int fd) {
   return Address(reinterpret_cast<sockaddr*>(&at), bytes);
 }
 
-Result<Fd> start_connect(const Address& to) {
+Result<Fd> start_connect(const Address& to, const TcpTuning& tuning) {
   auto fd = open_socket(to.family());
   if (!fd.is_ok()) return fd.status();
+  tune_tcp(fd.value().get(), tuning);
   // EINTR means the same as EINPROGRESS: the attempt goes on.
   if (::connect(fd.value().get(), to.raw(), to.raw_bytes()) != 0 && errno != EINPROGRESS && errno != EINTR) {
     return error(Code::kInternal, std::strerror(errno));
@@ -190,20 +209,6 @@ int take_socket_error(int fd) {
   socklen_t bytes = sizeof(number);
   if (::getsockopt(fd, SOL_SOCKET, SO_ERROR, &number, &bytes) != 0) return errno;
   return number;
-}
-
-void tune_tcp(int fd, double keepalive_s, int buffer_bytes) {
-  set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
-  const int idle_s = std::max(1, static_cast<int>(keepalive_s / 2));
-  set_option(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, idle_s);
-  set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, idle_s / 3));
-  set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, std::max(1000, static_cast<int>(std::lround(keepalive_s * 1000))));
-  if (buffer_bytes > 0) {
-    set_option(fd, SOL_SOCKET, SO_SNDBUF, buffer_bytes);
-    set_option(fd, SOL_SOCKET, SO_RCVBUF, buffer_bytes);
-  }
 }
 
 Result<Fd> listen_unix(std::string_view name) {

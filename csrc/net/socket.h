@@ -66,13 +66,16 @@ struct NetworkInterface {
 // Addresses of the interfaces that are up, IPv4 before IPv6, loopback last; `wanted` (comma list) restricts and orders them.
 Result<std::vector<NetworkInterface>> network_interfaces(const std::string& wanted);
 
-Result<Fd> listen_tcp(const Address& at);          // port 0: the kernel chooses
+struct TcpTuning {
+  double keepalive_s = 30;  // a peer silent for so long is given up (keep-alive and user timeout)
+  int buffer_bytes = 0;     // 0: the kernel's own choice
+};
+// Accepted sockets inherit the tuning. Port 0: the kernel chooses.
+Result<Fd> listen_tcp(const Address& at, const TcpTuning& tuning);
 Result<Address> local_address(int fd);
 // May still be in progress: writable when settled, then take_socket_error() says how it ended.
-Result<Fd> start_connect(const Address& to);
+Result<Fd> start_connect(const Address& to, const TcpTuning& tuning);
 int take_socket_error(int fd);
-// TCP_NODELAY, keep-alive and user timeout (a peer silent for keepalive_s is given up), buffers (0: left alone).
-void tune_tcp(int fd, double keepalive_s, int buffer_bytes);
 
 // Abstract unix sockets: no file, gone with the last descriptor.
 Result<Fd> listen_unix(std::string_view name);
