@@ -3,9 +3,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <deque>
 #include <list>
+#include <map>
 #include <memory>
 #include <random>
 
@@ -31,7 +33,7 @@ class MemoryChannel final : public Channel {
   MemoryChannel(std::shared_ptr<MemoryWire> out, std::shared_ptr<MemoryWire> in, std::mt19937* random, size_t most)
       : out_(std::move(out)), in_(std::move(in)), random_(random), most_(most) {}
 
-  // After this many more bytes received, the peer is gone.
+  // As soon as this many more bytes have been received, the peer is gone.
   void break_after(size_t bytes) { budget_ = bytes; }
   size_t posted() const { return sends_.size() + receives_.size(); }
   // Nothing sent by the peer is left over.
@@ -96,28 +98,34 @@ class MemoryChannel final : public Channel {
     in_->fragments.pop_front();
     in_->bytes -= f.bytes.size();
     *moved = true;
-    if (f.bytes.size() > budget_) {
-      in_->broken = out_->broken = true;
-      mismatch_ = error(Code::kPeerLost, "the link broke");
-      return false;
-    }
-    budget_ -= budget_ == SIZE_MAX ? 0 : f.bytes.size();
+    if (f.bytes.size() > budget_) return snap();
     if (f.at == 0) begin(f);
     if (!mismatch_.is_ok()) return false;
+    take(f);
+    if (budget_ != SIZE_MAX) budget_ -= f.bytes.size();
+    return budget_ > 0 || snap();
+  }
+  bool snap() {
+    in_->broken = out_->broken = true;
+    mismatch_ = error(Code::kPeerLost, "the link broke");
+    return false;
+  }
+  void take(const MemoryWire::Fragment& f) {
     if (!current_) {
       early_.back().bytes.insert(early_.back().bytes.end(), f.bytes.begin(), f.bytes.end());
-      return true;
+      return;
     }
     std::memcpy(current_->data + f.at, f.bytes.data(), f.bytes.size());
     current_->moved += f.bytes.size();
-    if (current_->moved < current_->bytes) return true;
+    if (current_->moved < current_->bytes) return;
     current_->done = true;
     std::erase(receives_, current_);
     current_ = nullptr;
-    return true;
   }
   void begin(const MemoryWire::Fragment& f) {
     current_ = nullptr;
+    uint64_t& expected = next_[{f.tag.generation, f.tag.process_set, f.tag.batch}];
+    if (f.tag.offset != expected++) mismatch_ = error(Code::kInternal, "transfer ", f.tag.offset, " is out of turn");
     for (Transfer* t : receives_)
       if (t->tag.same_stream(f.tag)) {
         if (accept(t, f.tag, f.total)) current_ = t;
@@ -138,6 +146,7 @@ class MemoryChannel final : public Channel {
   size_t budget_ = SIZE_MAX;
   std::deque<Transfer*> sends_, receives_;
   std::list<Early> early_;
+  std::map<std::array<uint32_t, 3>, uint64_t> next_;  // the offset that a stream's next segment must carry
   Transfer* current_ = nullptr;  // where the rest of the segment on the wire goes
   Status mismatch_;
 };
