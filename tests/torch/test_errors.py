@@ -1,0 +1,277 @@
+"""The table of errors, seen from torch: which exception, what it names, and that the runtime works afterwards."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from world import ranks
+
+import horoclone.torch as hvd
+
+
+def caught(call: Callable[[], Any]) -> Exception:
+    try:
+        value = call()
+    except Exception as error:
+        return error
+    raise AssertionError(f"nothing was raised; the result is {value!r}")
+
+
+def still_works() -> None:
+    """Also unnamed operations still match: every rank has counted alike."""
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum).tolist() == [float(hvd.size())] * 3
+    assert hvd.allreduce(torch.ones(3), op=hvd.Sum, name="named").tolist() == [float(hvd.size())] * 3
+
+
+@ranks(1, 2)
+def test_tensors_that_cannot_be_passed() -> None:
+    every_call = {
+        "allreduce": lambda t: hvd.allreduce(t),
+        "allreduce_": lambda t: hvd.allreduce_(t),
+        "allreduce_async_": lambda t: hvd.allreduce_async_(t),
+        "grouped_allreduce": lambda t: hvd.grouped_allreduce([torch.ones(1), t]),
+        "allgather": lambda t: hvd.allgather(t),
+        "broadcast": lambda t: hvd.broadcast(t, 0),
+        "broadcast_": lambda t: hvd.broadcast_(t, 0),
+        "alltoall": lambda t: hvd.alltoall(t),
+        "reducescatter": lambda t: hvd.reducescatter(t),
+    }
+    for name, call in every_call.items():
+        error = caught(lambda call=call: call(torch.ones(4, 6).t()))
+        assert type(error) is ValueError and str(error) == "Tensor is required to be contiguous.", name
+        error = caught(lambda call=call: call(torch.ones(4, dtype=torch.complex64)))
+        assert (
+            type(error) is ValueError
+            and str(error) == "Tensor type torch.ComplexFloatTensor is not supported."
+        )
+        error = caught(lambda call=call: call(torch.ones(4, 4).to_sparse()))
+        assert isinstance(error, ValueError) and "sparse" in str(error), name
+        error = caught(lambda call=call: call(torch.ones(4, device="meta")))
+        assert isinstance(error, hvd.Unsupported) and "device meta" in str(error), name
+    error = caught(lambda: hvd.allreduce(torch.ones(4, device="meta"), name="layer3.weight"))
+    assert "layer3.weight" in str(error) and ".cpu()" in str(error)
+    still_works()
+
+
+@ranks(1, 2)
+def test_average_and_op_and_other_arguments() -> None:
+    x = torch.ones(2)
+    assert isinstance(caught(lambda: hvd.allreduce(x, average=True, op=hvd.Sum)), ValueError)
+    assert isinstance(caught(lambda: hvd.allreduce(x, op=17)), ValueError)
+    assert hvd.allreduce(x, average=False).tolist() == [float(hvd.size())] * 2
+    assert hvd.allreduce_(x.clone(), True).tolist() == [1.0, 1.0]
+    assert isinstance(caught(lambda: hvd.grouped_allreduce([])), ValueError)
+    assert isinstance(caught(lambda: hvd.reducescatter(torch.tensor(1.0))), ValueError)
+    assert isinstance(caught(lambda: hvd.sparse_allreduce_async(x.to_sparse(), "s", hvd.Max)), ValueError)
+    unregistered = hvd.ProcessSet([0])
+    error = caught(lambda: hvd.allreduce(x, process_set=unregistered))
+    assert isinstance(error, ValueError) and "has not been registered" in str(error)
+    assert hvd.synchronize(123456789) is None
+    still_works()
+
+
+@ranks(2)
+def test_average_of_bool_is_refused() -> None:
+    error = caught(lambda: hvd.allreduce(torch.ones(2, dtype=torch.bool), op=hvd.Average))
+    assert isinstance(error, (ValueError, hvd.HorovodInternalError)) and "bool" in str(error).lower()
+    still_works()
+
+
+@ranks(2)
+def test_alltoall_splits() -> None:
+    x = torch.arange(4)
+    n = hvd.size()
+    for splits in (
+        torch.ones(n, dtype=torch.int64),
+        torch.ones(n, dtype=torch.float32),
+        torch.ones(n, 1, dtype=torch.int32),
+        [4] * n,
+        [1] * (n + 1),
+        [-1] + [1] * (n - 1),
+    ):
+        assert isinstance(caught(lambda splits=splits: hvd.alltoall(x, splits=splits)), ValueError), splits
+    assert isinstance(caught(lambda: hvd.alltoall(torch.arange(2 * n + 1))), ValueError)
+    still_works()
+
+
+@ranks(2, 3)
+def test_mismatches_name_the_tensor_and_both_sides_and_are_not_the_end() -> None:
+    me = hvd.rank()
+    last = hvd.size() - 1
+    odd_one = me == last
+
+    def dtype() -> Any:
+        return hvd.allreduce(torch.ones(3, dtype=torch.float64 if odd_one else torch.float32), name="w.dtype")
+
+    def shape() -> Any:
+        return hvd.allreduce(torch.ones(4 if odd_one else 3), name="w.shape")
+
+    def reduction() -> Any:
+        return hvd.allreduce(torch.ones(3), op=hvd.Max if odd_one else hvd.Min, name="w.reduce")
+
+    def scale() -> Any:
+        return hvd.allreduce(torch.ones(3), prescale_factor=2.0 if odd_one else 1.0, name="w.scale")
+
+    def root() -> Any:
+        return hvd.broadcast(torch.ones(3), 1 if odd_one else 0, name="w.root")
+
+    def trailing() -> Any:
+        return hvd.allgather(torch.ones(2, 4 if odd_one else 3), name="w.rows")
+
+    def dimensions() -> Any:
+        return hvd.allgather(torch.ones(2, 2) if odd_one else torch.ones(2), name="w.dims")
+
+    for call, words in (
+        (dtype, ("w.dtype", "float64", "float32")),
+        (shape, ("w.shape", "4", "3")),
+        (reduction, ("w.reduce", "Max", "Min")),
+        (scale, ("w.scale", "2", "1")),
+        (root, ("w.root", "1", "0")),
+        (trailing, ("w.rows",)),
+        (dimensions, ("w.dims",)),
+    ):
+        error = caught(call)
+        assert isinstance(error, hvd.Mismatch) and isinstance(error, RuntimeError), (call.__name__, error)
+        for word in (*words, "rank 0", f"rank {last}"):
+            assert word in str(error), (call.__name__, word, str(error))
+        still_works()
+
+
+@ranks(2)
+def test_scalars_cannot_be_gathered() -> None:
+    error = caught(lambda: hvd.allgather(torch.tensor(1.0), name="scalar"))
+    assert isinstance(error, (ValueError, hvd.HorovodInternalError))
+    assert "rank-zero tensor" in str(error) or "0-d" in str(error) or "dimension" in str(error), error
+    still_works()
+
+
+@ranks(2)
+def test_reducescatter_knows_two_reductions() -> None:
+    error = caught(lambda: hvd.reducescatter(torch.ones(4), op=hvd.Max))
+    assert isinstance(error, (ValueError, hvd.HorovodInternalError)) and "verage" in str(error), error
+    still_works()
+
+
+@ranks(2)
+def test_a_name_that_is_pending_is_refused_and_the_first_one_completes() -> None:
+    hvd.barrier()
+    if hvd.rank() == 0:
+        first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+        error = caught(lambda: hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum))
+        assert isinstance(error, ValueError) and "twice" in str(error)
+        assert not hvd.poll(first)
+        hvd.barrier()  # other operations get through meanwhile
+    else:
+        hvd.barrier()
+        first = hvd.allreduce_async(torch.ones(2), name="twice", op=hvd.Sum)
+    assert hvd.synchronize(first).tolist() == [2.0, 2.0]
+    if hvd.rank() == 0:
+        hvd.allreduce_async(torch.ones(1), name="never waited for")
+    else:
+        hvd.synchronize(hvd.allreduce_async(torch.ones(1), name="never waited for"))
+    still_works()
+
+
+@ranks(2)
+def test_gathers_and_broadcasts_while_a_rank_has_joined_are_errors() -> None:
+    if hvd.rank() == 0:
+        for call in (lambda: hvd.allgather(torch.ones(2)), lambda: hvd.broadcast(torch.ones(2), 0)):
+            error = caught(call)
+            assert isinstance(error, hvd.HorovodInternalError) and "oin" in str(error), error
+        assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [1.0, 1.0]
+    assert hvd.join() == 0
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_operations_of_ranks_outside_a_process_set() -> None:
+    pair = hvd.add_process_set([0, 2])
+    if hvd.rank() == 1:
+        error = caught(lambda: hvd.allreduce(torch.ones(1), process_set=pair))
+        assert isinstance(error, ValueError) and "not a member" in str(error), error
+    hvd.barrier()
+    if hvd.rank() != 1:
+        assert hvd.allreduce(torch.ones(1), op=hvd.Sum, process_set=pair).item() == 2.0
+    hvd.remove_process_set(pair)
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_a_late_rank_of_one_process_set_does_not_hold_up_another() -> None:
+    late, prompt = hvd.add_process_set([0, 2]), hvd.add_process_set([0, 1])
+    hvd.barrier()
+    if hvd.rank() == 0:
+        waiting = hvd.allreduce_async(torch.ones(1), name="late", op=hvd.Sum, process_set=late)
+        began = time.monotonic()
+        hvd.barrier(prompt)
+        assert time.monotonic() - began < 1.0 and not hvd.poll(waiting)
+        assert hvd.synchronize(waiting).item() == 2.0
+    elif hvd.rank() == 1:
+        hvd.barrier(prompt)
+    else:
+        time.sleep(2.0)
+        assert hvd.allreduce(torch.ones(1), name="late", op=hvd.Sum, process_set=late).item() == 2.0
+    hvd.remove_process_set(late)
+    hvd.remove_process_set(prompt)
+
+
+@ranks(1, 2, init=False)
+def test_calls_before_init_and_after_shutdown_say_so() -> None:
+    for _ in range(2):
+        for call in (
+            hvd.rank,
+            hvd.size,
+            lambda: hvd.allreduce(torch.ones(1)),
+            lambda: hvd.allreduce_async_(torch.ones(1)),
+            hvd.barrier,
+            lambda: hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)),
+        ):
+            error = caught(call)
+            assert isinstance(error, ValueError) and isinstance(error, hvd.HorovodInternalError)
+            assert "Horovod has not been initialized; use hvd.init()." in str(error)
+        hvd.init()
+        still_works()
+        hvd.shutdown()
+
+
+@ranks(2)
+def test_shutdown_with_work_pending_fails_it_and_a_new_life_forgets_it() -> None:
+    if hvd.rank() == 0:
+        handle = hvd.allreduce_async(torch.ones(1), name="nobody else")
+        hvd.shutdown()
+        error = caught(lambda: hvd.synchronize(handle))
+        assert isinstance(error, hvd.HorovodInternalError), error
+        assert hvd.synchronize(handle) is None
+    else:
+        hvd.shutdown()
+    hvd.init()
+    still_works()
+
+
+@ranks(2, dies=[1])
+def test_death_of_a_rank_during_an_optimizer_step_names_it_and_the_bucket() -> None:
+    import os
+    import signal
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    if hvd.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    optimizer.zero_grad()
+    began = time.monotonic()
+
+    def step() -> None:
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+
+    error = caught(step)
+    assert isinstance(error, hvd.PeerLost) and error.rank == 1, repr(error)
+    assert "rank 1" in str(error) and "gradients." in str(error), str(error)
+    assert time.monotonic() - began < 2.0
+    optimizer.zero_grad()  # nothing is outstanding after the error
