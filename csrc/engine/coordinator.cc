@@ -20,19 +20,8 @@ struct Ready {
   bool taken = false;         // fused into an earlier batch
   uint64_t fuse_hash = 0;     // 0: by itself
   size_t bytes = 0;
-  int32_t last_joined = -1;
-  std::string failure;        // of a join
+  int32_t last_joined = -1;   // of a join; -1: it failed, see State::join_failures
 };
-
-uint64_t hash_of_key(const FuseKey& key) {
-  Signature s;
-  s.reduce = key.reduce;
-  s.device = key.device;
-  s.prescale = key.prescale;
-  s.postscale = key.postscale;
-  s.root = static_cast<int32_t>(key.dtype);
-  return hash_of(s) | 1;
-}
 
 }  // namespace
 
@@ -59,7 +48,7 @@ struct Coordinator::State {
 
   PlanBatch next_batch();
   void fuse(PlanBatch* batch, uint32_t first, size_t bytes);
-  PlanEntry close(uint32_t entry);
+  void close(uint32_t entry, PlanBatch* batch);
   void drop_taken();
 
   const CoordinatorOptions options;
@@ -71,6 +60,7 @@ struct Coordinator::State {
   int left_count = 0;
   int last_joined = -1;
   std::deque<Ready> ready;
+  std::deque<std::string> join_failures;  // in the order of their items in `ready`
   size_t ready_count = 0;  // not taken
   size_t pending = 0;      // announced by somebody, in no plan yet
   uint32_t next_id = 0;
@@ -149,7 +139,7 @@ void Coordinator::State::fail_early(uint32_t index, Code code, std::string text)
   e.state = Entry::State::kReady;
   Ready item;
   item.entry = index;
-  ready.push_back(std::move(item));
+  ready.push_back(item);
   ready_count++;
 }
 
@@ -162,9 +152,9 @@ void Coordinator::State::make_ready(uint32_t index) {
   Ready item;
   item.entry = index;
   item.bytes = a.bytes;
-  if (a.error == Code::kOk && a.fusable && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0)
-    item.fuse_hash = hash_of_key(a.fuse);
-  ready.push_back(std::move(item));
+  if (a.error == Code::kOk) ledger.choose_slot(index);
+  if (a.fusable && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0) item.fuse_hash = a.fuse_hash;
+  ready.push_back(item);
   ready_count++;
 }
 
@@ -187,12 +177,12 @@ void Coordinator::State::review_join() {
   Ready item;
   int gone = left.first_not_in(joined);
   if (gone >= 0)
-    item.failure = text_of("join: ", departure(gone));
+    join_failures.push_back(text_of("join: ", departure(gone)));
   else if (joined_count == options.size)
     item.last_joined = last_joined;
   else
     return;
-  ready.push_back(std::move(item));
+  ready.push_back(item);
   ready_count++;
   joined.clear();
   joined_count = 0;
@@ -207,16 +197,18 @@ void Coordinator::State::leave(int rank, const std::string& text) {
 }
 
 // Writes the entry into the plan and forgets this round of it.
-PlanEntry Coordinator::State::close(uint32_t index) {
+void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   Entry& e = ledger.at(index);
-  PlanEntry p;
+  PlanEntry& p = batch->entries.emplace_back();
   p.unnamed = e.unnamed;
   p.sequence = e.unnamed ? e.sequence : 0;
   bool failed = ledger.agreement(e).error != Code::kOk;
-  if (!failed)
-    p.slot = ledger.slot_for_plan(index, &p.assigned);
-  else if (!e.unnamed)
+  if (!failed) {
+    p.slot = e.plan_slot;
+    p.assigned = e.assigned;
+  } else if (!e.unnamed) {
     p.slot = e.slot;
+  }
   p.has_signature = !failed && (p.assigned || e.with_joined);
   if (p.has_signature) p.signature = ledger.reference(e);
   if (e.named != nullptr && (failed || p.has_signature || p.slot == kNoSlot)) p.name = e.named->first;
@@ -224,14 +216,13 @@ PlanEntry Coordinator::State::close(uint32_t index) {
     if (e.marks.has(r)) p.failed_on.push_back(r);
   ledger.close(index);
   pending--;
-  return p;
 }
 
 // Adds what is ready behind the first entry, has the same key and fits; the others keep their places.
 void Coordinator::State::fuse(PlanBatch* batch, uint32_t first, size_t bytes) {
   const uint64_t hash = ready.front().fuse_hash;
   const FuseKey key = ledger.agreement(ledger.at(first)).fuse;
-  batch->entries.push_back(close(first));
+  close(first, batch);
   size_t misfits = 0;
   for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits; i++) {
     Ready& next = ready[i];
@@ -243,7 +234,7 @@ void Coordinator::State::fuse(PlanBatch* batch, uint32_t first, size_t bytes) {
       continue;
     }
     bytes += next.bytes;
-    batch->entries.push_back(close(next.entry));
+    close(next.entry, batch);
     next.taken = true;
     ready_count--;
   }
@@ -256,8 +247,11 @@ PlanBatch Coordinator::State::next_batch() {
   if (item.entry == kNoEntry) {
     batch.op = Op::kJoin;
     batch.last_joined = item.last_joined;
-    if (item.last_joined < 0) batch.error = Code::kAborted;
-    batch.error_text = std::move(item.failure);
+    if (item.last_joined < 0) {
+      batch.error = Code::kAborted;
+      batch.error_text = std::move(join_failures.front());
+      join_failures.pop_front();
+    }
   } else {
     const Agreement& a = ledger.agreement(ledger.at(item.entry));
     batch.op = ledger.at(item.entry).op;
@@ -268,7 +262,7 @@ PlanBatch Coordinator::State::next_batch() {
     if (item.fuse_hash != 0)
       fuse(&batch, item.entry, item.bytes);
     else
-      batch.entries.push_back(close(item.entry));
+      close(item.entry, &batch);
   }
   item.taken = true;
   ready_count--;

@@ -206,30 +206,34 @@ bool Ledger::deserves_slot(const Entry& e) {
   return false;
 }
 
-uint32_t Ledger::slot_for_plan(uint32_t index, bool* assigned) {
+void Ledger::choose_slot(uint32_t index) {
   Entry& e = entries_[index];
-  *assigned = e.teach;
-  e.teach = false;
-  if (e.slot != kNoSlot && !(e.unnamed && e.detailed)) return e.slot;
-  *assigned = false;
-  // Signatures that differ between ranks (rows, arena) share no slot.
-  if (e.unnamed && (e.slot != kNoSlot || !uniform(e))) return kNoSlot;
-  // Its content may have been given a slot after the first rank announced this one.
-  uint32_t given = e.unnamed ? by_content_.find(reference(e)) : kNoSlot;
-  if (given != kNoSlot) return given;
-  if (!deserves_slot(e)) return kNoSlot;
-  uint32_t slot = static_cast<uint32_t>(slots_.size());
+  e.plan_slot = kNoSlot;
+  e.assigned = false;
+  if (e.slot != kNoSlot && !(e.unnamed && e.detailed)) {
+    e.plan_slot = e.slot;
+    e.assigned = e.teach;
+    e.teach = false;
+    return;
+  }
+  if (e.unnamed) {
+    // Signatures that differ between ranks (rows, arena) share no slot.
+    if (e.slot != kNoSlot || !uniform(e)) return;
+    // Its content may have been given a slot after the first rank announced this one.
+    e.plan_slot = by_content_.find(reference(e));
+  }
+  if (e.plan_slot != kNoSlot || !deserves_slot(e)) return;
+  e.plan_slot = static_cast<uint32_t>(slots_.size());
+  e.assigned = true;
   Slot& made = slots_.emplace_back();
   if (e.unnamed) {
     unnamed_slots_++;
     made.signature = std::make_shared<const Signature>(reference(e));
-    by_content_.add(*made.signature, slot);
+    by_content_.add(*made.signature, e.plan_slot);
   } else {
     made.entry = index;
-    e.slot = slot;
+    e.slot = e.plan_slot;
   }
-  *assigned = true;
-  return slot;
 }
 
 void Ledger::close(uint32_t index) {

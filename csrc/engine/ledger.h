@@ -50,6 +50,8 @@ struct Entry {
   bool early = false;     // fails before everybody announced it
   bool with_joined = false;  // became ready while a rank was joined
   uint32_t slot = kNoSlot;   // named: its own. unnamed: the first announcer's
+  uint32_t plan_slot = kNoSlot;  // the slot that goes into the plan, and
+  bool assigned = false;         // whether the ranks have to learn it
   uint32_t announced = 0;    // ranks in `marks`
   RankSet marks;             // who announced it, this time
   uint64_t sequence = 0;
@@ -77,8 +79,8 @@ class Ledger {
   const Agreement& agreement(const Entry& entry) const;
   // What the lowest rank that announced it said.
   const Signature& reference(const Entry& entry) const;
-  // The slot that goes into the plan. Gives one to an entry that has none, if the capacity allows (*assigned).
-  uint32_t slot_for_plan(uint32_t entry, bool* assigned);
+  // Finds the slot that goes into the plan (Entry::plan_slot); gives one to an entry that has none, if the capacity allows.
+  void choose_slot(uint32_t entry);
   // The round is over: forgets the announcements, and the entry too if it has no slot.
   void close(uint32_t entry);
 

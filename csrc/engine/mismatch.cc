@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <limits>
 
+#include "engine/signature_table.h"
+
 namespace hc {
 namespace {
 
@@ -215,6 +217,16 @@ bool may_fuse(const Subject& subject, const Signature& s) {
                      [&](const TensorMeta& t) { return t.dtype == s.tensors[0].dtype; });
 }
 
+uint64_t hash_of_key(const FuseKey& key) {
+  Signature s;
+  s.reduce = key.reduce;
+  s.device = key.device;
+  s.prescale = key.prescale;
+  s.postscale = key.postscale;
+  s.root = static_cast<int32_t>(key.dtype);
+  return hash_of(s) | 1;
+}
+
 std::string joined_text(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
   auto gone = std::find(by_rank.begin(), by_rank.end(), nullptr);
   return text_of(label_of(subject), ": ", op_title(subject.op), " is not supported with Join at this time. Rank ",
@@ -260,6 +272,7 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
   a.in_arena = in_arena && !someone_joined && !s.tensors.empty();
   a.fusable = !a.in_arena && may_fuse(subject, s);
   if (a.fusable) a.fuse = {s.reduce, s.tensors[0].dtype, s.device, s.prescale, s.postscale};
+  if (a.fusable) a.fuse_hash = hash_of_key(a.fuse);
   a.bytes = bytes_of(s);
   return a;
 }

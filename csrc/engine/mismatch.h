@@ -28,6 +28,7 @@ struct Agreement {
   bool in_arena = false;
   bool fusable = false;
   FuseKey fuse;
+  uint64_t fuse_hash = 0;     // of `fuse`; not 0 when fusable
   size_t bytes = 0;           // of the lowest rank's tensors together
   std::vector<int64_t> rows;  // as PlanBatch::rows
 };

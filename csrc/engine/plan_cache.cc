@@ -13,14 +13,17 @@ struct PlanCache::State {
     bool known = false;
     bool unnamed = false;
     bool announced = false;  // named: `signature` is what this rank itself announced last
+    uint32_t next = kNoSlot;  // the slot announced behind this one the last time: steps repeat their order
     std::string name;
     Signature signature;
   };
 
+  uint32_t find(const std::string& name, Op op);
   Slot* learn(Op op, const std::string& name, const Signature& signature, uint32_t slot);
 
   std::vector<Slot> slots;
   size_t known = 0;
+  uint32_t last = kNoSlot;  // named, announced before this one
   std::array<std::unordered_map<std::string, uint32_t>, kOpCount> by_name;
   SignatureTable by_content;  // unnamed
 };
@@ -39,21 +42,33 @@ uint32_t PlanCache::announce(const Request& request, Ballot* ballot) {
       ballot->cached.push_back({slot, request.sequence});
     return slot;
   }
-  const auto& names = s.by_name[static_cast<size_t>(signature.op)];
-  auto at = names.find(request.name);
-  if (at == names.end()) {
+  uint32_t number = s.find(request.name, signature.op);
+  if (number == kNoSlot) {
     ballot->fresh.push_back(request);
     return kNoSlot;
   }
-  State::Slot& slot = s.slots[at->second];
+  State::Slot& slot = s.slots[number];
   if (slot.announced && slot.signature == signature) {
-    ballot->cached.push_back({at->second, 0});
-    return at->second;
+    ballot->cached.push_back({number, 0});
+    return number;
   }
   ballot->fresh.push_back(request);
   slot.signature = signature;
   slot.announced = true;
-  return at->second;
+  return number;
+}
+
+// The slot of a name. The guess saves hashing it.
+uint32_t PlanCache::State::find(const std::string& name, Op op) {
+  uint32_t guess = last == kNoSlot ? kNoSlot : slots[last].next;
+  if (guess == kNoSlot || slots[guess].signature.op != op || slots[guess].name != name) {
+    auto at = by_name[static_cast<size_t>(op)].find(name);
+    if (at == by_name[static_cast<size_t>(op)].end()) return kNoSlot;
+    guess = at->second;
+    if (last != kNoSlot) slots[last].next = guess;
+  }
+  last = guess;
+  return guess;
 }
 
 // A slot is learnt once; its name never changes. Null when the slot cannot be one of ours, or stands for something else.

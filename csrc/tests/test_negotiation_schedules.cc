@@ -24,6 +24,11 @@ bool chance(Random& random, int percent) { return pick(random, 100) < percent; }
 
 constexpr size_t kFusionBytes = 256;
 
+// A doctest assertion costs more than the code under test; only a failure becomes one.
+void must(bool ok, const std::string& what) {
+  if (!ok) FAIL(what);
+}
+
 // One operation of the script, as each rank submits it.
 struct Operation {
   std::string name;  // empty: unnamed
@@ -321,12 +326,12 @@ class World {
     if (!me.ballots.empty()) {
       Reader in(me.ballots.front());
       Ballot b;
-      REQUIRE(decode(&in, &b).is_ok());
+      must(decode(&in, &b).is_ok(), "a ballot is readable");
       me.ballots.pop_front();
       now_ += std::chrono::milliseconds(1);
       Status taken = coordinator_.take(b, now_);
-      REQUIRE_MESSAGE(taken.is_ok(), taken.text());
-      REQUIRE(twin_.take(b, {}).is_ok());
+      must(taken.is_ok(), taken.text());
+      must(twin_.take(b, {}).is_ok(), "the twin takes it too");
     } else if (script_.leaves[static_cast<size_t>(r)] && !me.gone && !me.joining && me.queue.empty() &&
                me.next_action == script_.actions[static_cast<size_t>(r)].size() && !in_clash(me)) {
       me.gone = true;
@@ -339,9 +344,9 @@ class World {
     size_t room = static_cast<size_t>(pick(random_, 4));
     bool ready = coordinator_.anything_ready();
     Plan plan = coordinator_.decide(room);
-    REQUIRE((plan.batches.empty() == (!ready || room == 0)));
+    must((plan.batches.empty() == (!ready || room == 0)), "a plan if and only if something is ready");
     Bytes bytes = bytes_of(plan);
-    REQUIRE(bytes == bytes_of(twin_.decide(room)));
+    must(bytes == bytes_of(twin_.decide(room)), "same ballots, same plan");
     if (plan.batches.empty()) return;
     for (Rank& r : ranks_) r.plans.push_back(bytes);
   }
@@ -351,7 +356,7 @@ class World {
     if (me.plans.empty()) return;
     Reader in(me.plans.front());
     Plan plan;
-    REQUIRE(decode(&in, &plan).is_ok());
+    must(decode(&in, &plan).is_ok(), "a plan is readable");
     me.plans.pop_front();
     for (const PlanBatch& batch : plan.batches) execute(r, batch);
   }
@@ -362,7 +367,7 @@ class World {
       if (!me.join_announced) return;  // failed for others
       me.joining = me.join_announced = false;
       me.joins.push_back(batch.error);
-      REQUIRE((batch.error != Code::kOk || (batch.last_joined >= 0 && batch.last_joined < size_)));
+      must(batch.error != Code::kOk || (batch.last_joined >= 0 && batch.last_joined < size_), "somebody joined last");
       return;
     }
     std::vector<int> operations;
@@ -379,25 +384,25 @@ class World {
     if (!e.failed_on.empty() && std::count(e.failed_on.begin(), e.failed_on.end(), r) == 0) return -1;
     std::string name = e.name;
     if (!e.unnamed && name.empty()) {
-      REQUIRE(me.cache.name_of(e.slot) != nullptr);
+      must(me.cache.name_of(e.slot) != nullptr, "a bare slot is known");
       name = *me.cache.name_of(e.slot);
     }
     auto at = me.pending.find(key_of(batch.op, name, e.sequence));
     if (at == me.pending.end()) {
-      REQUIRE(me.join_announced);
-      REQUIRE((batch.error != Code::kOk || e.has_signature));
+      must(me.join_announced, "only a joined rank is asked for what it did not submit");
+      must(batch.error != Code::kOk || e.has_signature, "a joined rank learns the signature");
       uint64_t& sequence = me.next_sequence[static_cast<size_t>(batch.op)];
       if (e.unnamed) sequence = std::max(sequence, e.sequence + 1);
       if (e.assigned && chance(random_, 80)) me.cache.learn(e);
       return -1;
     }
-    REQUIRE(at->second.announced);
+    must(at->second.announced, "nothing ends unannounced");
     if (e.assigned) me.cache.learn(at->second.request, e.slot);
     int o = at->second.operation;
     me.pending.erase(at);
-    REQUIRE(++ended_[static_cast<size_t>(o)][static_cast<size_t>(r)] == 1);
-    INFO("operation ", script_.operations[static_cast<size_t>(o)].name, ": ", batch.error_text);
-    REQUIRE(static_cast<int>(batch.error) == static_cast<int>(script_.operations[static_cast<size_t>(o)].expected));
+    must(++ended_[static_cast<size_t>(o)][static_cast<size_t>(r)] == 1, "an operation ends once");
+    const Operation& ended = script_.operations[static_cast<size_t>(o)];
+    must(batch.error == ended.expected, "outcome of " + ended.name + ": " + batch.error_text);
     if (batch.error == Code::kOk) check_place(o, batch.id);
     return o;
   }
@@ -406,7 +411,7 @@ class World {
   void check_place(int o, uint32_t batch) {
     int64_t& place = place_[static_cast<size_t>(o)];
     if (place < 0) place = batch;
-    REQUIRE(place == batch);
+    must(place == batch, "one place in the order on every rank");
   }
 
   static const Signature& said_by_first(const Operation& o) {
@@ -431,18 +436,18 @@ class World {
         if (s.op == Op::kAlltoall && t.splits.empty()) rows.insert(rows.end(), static_cast<size_t>(size_), t.tensors[0].shape[0] / size_);
       }
       if (numbers.size() == 1) break;
-      REQUIRE(s.op == Op::kAllreduce);
-      REQUIRE(s.reduce == first.reduce);
-      REQUIRE(s.reduce != Reduce::kAdasum);
-      REQUIRE(s.prescale == first.prescale);
+      must(s.op == Op::kAllreduce, "only allreduces are fused");
+      must(s.reduce == first.reduce, "one reduce operation");
+      must(s.reduce != Reduce::kAdasum, "no fused Adasum");
+      must(s.prescale == first.prescale, "one prescale");
       for (const TensorMeta& t : s.tensors) {
-        REQUIRE(t.dtype == first.tensors[0].dtype);
+        must(t.dtype == first.tensors[0].dtype, "one dtype");
         bytes += static_cast<size_t>(t.count()) * size_of(t.dtype);
       }
     }
-    REQUIRE(bytes <= kFusionBytes);
-    REQUIRE(batch.in_arena == (arena && numbers.size() == 1));
-    if (batch.op != Op::kReducescatter) REQUIRE(batch.rows == rows);
+    must(bytes <= kFusionBytes, "fusion limit");
+    must(batch.in_arena == (arena && numbers.size() == 1), "in arena on all ranks, alone");
+    if (batch.op != Op::kReducescatter) must(batch.rows == rows, "rows");
   }
 
   bool finished() {
@@ -456,16 +461,16 @@ class World {
   }
 
   void check_end() {
-    REQUIRE(finished());
-    REQUIRE(coordinator_.pending() == 0);
-    REQUIRE(coordinator_.stalled(now_ + std::chrono::hours(1), 0).empty());
+    must(finished(), "everything ends");
+    must(coordinator_.pending() == 0, "nothing pending");
+    must(coordinator_.stalled(now_ + std::chrono::hours(1), 0).empty(), "nothing stalled");
     for (size_t o = 0; o < ended_.size(); o++)
-      for (size_t r = 0; r < ended_[o].size(); r++) REQUIRE(ended_[o][r] == (script_.operations[o].submitted_by[r] ? 1 : 0));
+      for (size_t r = 0; r < ended_[o].size(); r++) must(ended_[o][r] == (script_.operations[o].submitted_by[r] ? 1 : 0), "what was submitted has ended");
     for (int r = 0; r < size_; r++) {
-      REQUIRE(rank(r).cache.size() <= capacity_);
+      must(rank(r).cache.size() <= capacity_, "cache bounded");
       std::vector<Code> joins = script_.join_outcomes;
       if (script_.leaves[static_cast<size_t>(r)] && rank(r).joins.size() < joins.size()) joins.pop_back();
-      REQUIRE(rank(r).joins == joins);
+      must(rank(r).joins == joins, "joins ended");
     }
   }
 
