@@ -9,17 +9,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Extension, setup
-from setuptools.command.build_ext import build_ext
-
-ROOT = Path(__file__).resolve().parent
-NEEDED_CMAKE = (3, 18)
-
 if not sys.platform.startswith("linux"):
     sys.exit(
         f"horoclone runs on Linux only (it is built on memfd, futex and epoll), and this is {sys.platform}.\n"
         "On macOS or Windows use a Linux container or WSL 2."
     )
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+ROOT = Path(__file__).resolve().parent
+NEEDED_CMAKE = (3, 18)
 
 
 def version_of(program: str) -> tuple[int, ...]:

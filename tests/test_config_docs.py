@@ -12,6 +12,21 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 
 
+INTERNAL = {"HOROCLONE_FUNCTION_FDS"}  # between the launcher and its own child
+# horovodrun's flags set these; horoclonerun accepts the flags and passes the variables on, but nothing here reads them
+WITHOUT_EFFECT = {
+    "HOROVOD_HIERARCHICAL_ALLGATHER",
+    "HOROVOD_TORUS_ALLREDUCE",
+    "HOROVOD_AUTOTUNE_WARMUP_SAMPLES",
+    "HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE",
+    "HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES",
+    "HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE",
+    "HOROVOD_MPI_THREADS_DISABLE",
+    "HOROVOD_NUM_NCCL_STREAMS",
+    "HOROVOD_GLOO_TIMEOUT_SECONDS",
+}
+
+
 @pytest.fixture(scope="module")
 def knobs() -> list[dict[str, str]]:
     core = pytest.importorskip("horoclone._core", reason="the native module is not built")
@@ -43,9 +58,10 @@ def test_every_variable_that_the_sources_name_is_in_the_table(knobs: list[dict[s
     for path in [*ROOT.glob("horoclone/**/*.py"), *ROOT.glob("csrc/**/*.cc"), *ROOT.glob("examples/*.py")]:
         if "tests" not in path.relative_to(ROOT).parts:
             used.update({name: str(path.relative_to(ROOT)) for name in quoted.findall(path.read_text())})
-    internal = {"HOROCLONE_FUNCTION_FDS"}  # between the launcher and its own child
-    unknown = {name: path for name, path in used.items() if name not in known | internal}
+    unknown = {name: path for name, path in used.items() if name not in known | INTERNAL | WITHOUT_EFFECT}
     assert not unknown, f"not in the table of csrc/base/config.h: {unknown}"
+    page = (ROOT / "docs" / "from_horovod.md").read_text()
+    assert not [name for name in WITHOUT_EFFECT if name not in page], "a user must be told what has no effect"
 
 
 @pytest.mark.parametrize(
