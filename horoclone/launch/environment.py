@@ -28,8 +28,8 @@ def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str,
 
 
 def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
-    """Our environment with the settings of flags and file in it; HOROCLONE_X is kept equal to HOROVOD_X where both exist,
-    because the first name wins."""
+    """Our environment with the settings of flags and file in it; HOROCLONE_X is kept equal to HOROVOD_X where both
+    exist, because the first name wins."""
     environment = {name: value for name, value in ours.items() if name not in _STALE}
     environment.setdefault("PYTHONUNBUFFERED", "1")  # otherwise output through our pipes comes 8 KiB late
     for name, value in settings.items():

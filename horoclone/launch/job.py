@@ -1,7 +1,7 @@
 """One job from start to end: starts the ranks, carries their output, ends them, reports. One loop, one thread.
 
-Everything that happens (output, an exit, a frame from another host, a signal to us, a deadline) is an event of this loop;
-when to signal whom is decided in ending.py, what to print about a failure in report.py.
+Everything that happens (output, an exit, a frame from another host, a signal to us, a deadline) is an event of this
+loop; when to signal whom is decided in ending.py, what to print about a failure in report.py.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class JobRequest(NamedTuple):
 
 
 class JobResult(NamedTuple):
-    """exit_code as the launcher's own. text: the failure report or the one line on an interrupt, None when all is well."""
+    """exit_code as the launcher's own. text: the failure report, one line on an interrupt, or None."""
 
     exit_code: int
     text: str | None
@@ -110,7 +110,7 @@ class Job:
         request.screen.may_drop = lambda: self._ending.begun or bool(self._signals)
 
     def run(self) -> JobResult:
-        """Blocks until every rank and everything it started is gone. Raises LaunchError when a rank could not be started."""
+        """Blocks until every rank and everything it started is gone. LaunchError when a rank could not be started."""
         with _Signals(self._signals) as bell:
             self._selector.register(bell, selectors.EVENT_READ, lambda: _empty(bell))
             try:
@@ -293,7 +293,8 @@ class Job:
 
     def _turn(self) -> None:
         for key, _ in self._selector.select(self._timeout_s()):
-            key.data()
+            if self._selector.get_map().get(key.fd) is key:  # an event before it may have ended this one
+                key.data()
         now = time.monotonic()
         while self._signals:
             self._on_signal(self._signals.pop(0), now)

@@ -17,7 +17,6 @@ from horoclone.launch import frames
 from horoclone.launch.process import Guardian, dies_with_parent
 from horoclone.launch.usage import LaunchError
 
-
 # How a host was lost: before a rank ran there, while ranks ran, or because the job ends before it answered.
 REFUSED, LOST, ABANDONED = "refused", "lost", "abandoned"
 
@@ -67,7 +66,10 @@ def ssh_command(host: str, options: SshOptions) -> list[str]:
         command += ["-i", options.identity_file]
     bootstrap = ["env", "PYTHONSAFEPATH=1", options.python, "-m", "horoclone.launch.remote"]
     home = package_home()
-    if os.path.basename(home) not in ("site-packages", "dist-packages"):  # a source tree, at the same path there
+    if os.path.basename(home) not in (
+        "site-packages",
+        "dist-packages",
+    ):  # a source tree, at the same path there
         bootstrap.insert(1, f"PYTHONPATH={home}")
     return [*command, host, "exec " + " ".join(shlex.quote(word) for word in bootstrap)]
 

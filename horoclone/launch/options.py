@@ -92,10 +92,12 @@ _ELASTIC = (
     (("--host-discovery-script",), 1),
 )
 _NO_ELASTIC = (
-    "is for elastic jobs, and this version has none yet (Unsupported). Run a fixed size with -np N, save checkpoints, and let "
-    "your scheduler restart the job; a failed rank ends it within seconds with that rank's exit code"
+    "is for elastic jobs, and this version has none yet (Unsupported). Run a fixed size with -np N, save "
+    "checkpoints, and let your scheduler restart the job; a failed rank ends it with its exit code"
 )
-_USE_MPIRUN = "is not what this launcher does: it starts ranks without MPI. Start the same script with MPI's own launcher"
+_USE_MPIRUN = (
+    "is not what this launcher does: it starts ranks without MPI. Start the script with MPI's own launcher"
+)
 _REFUSED = (
     (("--mpi", "--use-mpi"), 0, f"{_USE_MPIRUN}: mpirun -n N python train.py"),
     (("--mpi-args",), 1, f"{_USE_MPIRUN} and give it the arguments: mpirun ARGS -n N python train.py"),
@@ -147,8 +149,8 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     parser = _Parser(
         prog=program,
         allow_abbrev=False,
-        description="Starts one process per rank, on this host without ssh and on others through it, and ends them together.",
-        epilog="Exit code: that of the rank which failed first (128+N for signal N); 130 after Ctrl-C, 143 after SIGTERM.",
+        description="Starts one process per rank, here directly and on other hosts by ssh, and ends them together.",
+        epilog="Exit code: the first failed rank's (128+N for signal N); 130 after Ctrl-C, 143 after SIGTERM.",
     )
     _add_general(parser)
     _add_output(parser)
@@ -168,7 +170,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-v", "--version", action="store_true", help="print the version")
     add("-np", "-n", "--num-proc", dest="num_proc", type=_number_of_ranks, metavar="N|auto",
-        help="number of ranks; auto: every slot of the hosts, else one per local device, else one per core")  # fmt: skip
+        help="number of ranks; auto: every slot of the hosts, else one per device, else one per core")  # fmt: skip
     add("-cb", "--check-build", action="store_true", help="print what is available, and why not the rest")
     add("--print-config", action="store_true", help="print every setting with its origin, and end")
     add(
@@ -269,7 +271,7 @@ def variable_text(setting: Setting, value: Any) -> str:
 def rank_settings(
     arguments: argparse.Namespace, file_values: Mapping[str, Any], environment: Mapping[str, str]
 ) -> dict[str, tuple[str, str]]:
-    """variable -> (text, origin) of every tunable that somebody has set. file_values: place -> value (config_file.py)."""
+    """variable -> (text, origin) of every tunable that somebody has set. file_values: place -> value."""
     found: dict[str, tuple[str, str]] = {}
     for setting in SETTINGS:
         value = getattr(arguments, setting.flag.replace("-", "_"))

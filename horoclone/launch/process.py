@@ -12,12 +12,14 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from horoclone.launch.usage import LaunchError
 
 _PR_SET_PDEATHSIG = 1
+_LOOK_EVERY_S = 0.1
 # From <linux/fcntl.h>; the fcntl module names them only where the C library of the build did.
 _F_ADD_SEALS, _SEAL_WRITE, _SEAL_GROW, _SEAL_SHRINK, _SEAL_SEAL = 1033, 0x8, 0x4, 0x2, 0x1
 
@@ -53,6 +55,21 @@ def dies_with_parent() -> Callable[[], None]:
             os.kill(os.getpid(), kill)
 
     return arm
+
+
+def _has_live_process(group: int) -> bool:
+    """Whether /proc shows a process of the group that is not a zombie."""
+    for name in os.listdir("/proc"):
+        if not name.isdigit():
+            continue
+        try:
+            with open(f"/proc/{name}/stat", "rb") as file:
+                state, _, its_group = file.read().rpartition(b") ")[2].split()[:3]
+        except (OSError, ValueError):
+            continue
+        if int(its_group) == group and state not in (b"Z", b"X"):
+            return True
+    return False
 
 
 class Guardian:
@@ -116,6 +133,7 @@ class LocalRank:
         self._process = process
         self._guardian = guardian
         self._group_gone = False
+        self._look_again_s = 0.0
         self.pidfd = -1
         try:
             self.pidfd = os.pidfd_open(process.pid)
@@ -149,12 +167,18 @@ class LocalRank:
             return True
         try:
             os.killpg(self.pid, 0)
-            return True
         except ProcessLookupError:
             self._mark_gone()
             return False
         except PermissionError:
             return True
+        # Orphans that have ended count until PID 1 reaps them, which in containers may take seconds, or for ever.
+        now = time.monotonic()
+        if now >= self._look_again_s:
+            self._look_again_s = now + _LOOK_EVERY_S
+            if not _has_live_process(self.pid):
+                self._mark_gone()
+        return not self._group_gone
 
     def _mark_gone(self) -> None:
         if not self._group_gone and self.poll() is not None:
@@ -174,8 +198,8 @@ class LocalRanks:
     """Starts processes and owns what they inherit: the job secret and, for horoclone.run, the function."""
 
     def __init__(self, secret: bytes, payload: bytes | None, bind_to_us: bool = True) -> None:
-        """bind_to_us: also ask the kernel to kill them with us (not for horoclone.run: a caller's thread may end, and its
-        process has threads that make code between fork and exec risky; the guardian is enough there)."""
+        """bind_to_us: also ask the kernel to kill them with us (not for horoclone.run: a caller's thread may end, and
+        its process has threads that make code between fork and exec risky; the guardian is enough there)."""
         self.guardian = Guardian()
         self._secret = sealed_memory("horoclone-secret", secret)
         self._payload = sealed_memory("horoclone-function", payload) if payload is not None else None
@@ -244,9 +268,7 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
     if isinstance(error, FileNotFoundError):
         return LaunchError(f"cannot run {program!r}: no such command on PATH and no such file in {cwd}", 127)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
-        return LaunchError(
-            f"cannot run {program!r}: it is not executable (python {program}?)", 126
-        )
+        return LaunchError(f"cannot run {program!r}: it is not executable (python {program}?)", 126)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
     return LaunchError(f"cannot run {program!r}: {reason}", 126)
 

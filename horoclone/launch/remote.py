@@ -53,7 +53,8 @@ class Remote:
                 busy = any(rank not in self._told_gone for rank in self._told_exit)
                 blind = any(local.pidfd < 0 for local in self._ranks.values())
                 for key, _ in self._selector.select(_POLL_S if busy or blind else 5.0):
-                    key.data()
+                    if self._selector.get_map().get(key.fd) is key:
+                        key.data()
                 self._tell_ends()
                 if self._owner is None and time.monotonic() > started_s + _SPEC_DEADLINE_S:
                     return 1
@@ -168,9 +169,10 @@ class Remote:
 
 
 def main() -> int:
-    # sshd may signal the session when the connection drops; stdin's end is what we act on.
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGPIPE):
-        signal.signal(number, signal.SIG_IGN)
+    # sshd may signal the session when the connection drops; stdin's end is what we act on. Not SIG_IGN: the ranks would
+    # inherit it.
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, lambda *_: None)
     return Remote().serve()
 
 

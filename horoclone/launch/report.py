@@ -17,7 +17,7 @@ _OPEN_TENSORS = re.compile(r"open tensors|in flight|pending tensors", re.IGNOREC
 
 _HINTS = {
     signal.SIGSEGV: "a crash in native code; PYTHONFAULTHANDLER=1 prints where",
-    signal.SIGBUS: "a crash in native code, often a full /dev/shm or a file that shrank; PYTHONFAULTHANDLER=1 prints where",
+    signal.SIGBUS: "native code crashed, often on a full /dev/shm; PYTHONFAULTHANDLER=1 prints where",
     signal.SIGABRT: "native code gave up (an assertion or an uncaught C++ exception); its last lines say why",
     signal.SIGILL: "native code was built for another processor",
     signal.SIGFPE: "an integer division by zero in native code",
@@ -87,7 +87,7 @@ def is_consequence(end: RankEnd) -> bool:
         return False
     lines = end.report.splitlines() if end.report else traceback_in(end.stderr)
     match = _EXCEPTION.match(exception_line(lines) or "")
-    return bool(match) and match.group(1).rpartition(".")[2] in _CONSEQUENCES
+    return match is not None and match.group(1).rpartition(".")[2] in _CONSEQUENCES
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
@@ -109,8 +109,10 @@ def headline(end: RankEnd) -> str:
 def hint(end: RankEnd) -> str | None:
     if end.code == -signal.SIGKILL:
         if end.memory_kills > 0:
-            return f"the kernel killed {end.memory_kills} process(es) of this memory cgroup while the job ran: out of memory"
-        return "kill -9, or the out-of-memory killer of the whole host (dmesg tells; the cgroup's own counter did not rise)"
+            return f"out of memory: the kernel killed {end.memory_kills} process(es) of this cgroup while the job ran"
+        return (
+            "kill -9, or the host's out-of-memory killer (dmesg tells; the cgroup's own counter did not rise)"
+        )
     return (
         _HINTS.get(signal.Signals(-end.code))
         if end.code < 0 and -end.code in signal.valid_signals()

@@ -39,7 +39,12 @@ def main(argv: list[str] | None = None) -> int:
     if verb in ("-h", "--help", "help"):
         print(_USAGE)
         return 0
-    say(f"{' '.join(words)!r} is not something it can do\n{_USAGE}" if words else f"what shall it do?\n{_USAGE}", "horoclone")
+    say(
+        f"{' '.join(words)!r} is not something it can do\n{_USAGE}"
+        if words
+        else f"what shall it do?\n{_USAGE}",
+        "horoclone",
+    )
     return 2
 
 

@@ -1,0 +1,269 @@
+"""How a job ends: exit codes, signals, Ctrl-C, a killed launcher. Real processes, real signals; nothing may be left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+RUN = [sys.executable, "-m", "horoclone.launch"]
+PYTHON = sys.executable
+RANK = "import os, sys, time, signal, subprocess\nr = int(os.environ['HOROVOD_RANK'])\n"
+SLEEP = RANK + "print('up', flush=True)\ntime.sleep(60)\n"
+
+
+def _wait_for_ranks(started, count: int) -> None:
+    deadline = time.monotonic() + 30
+    while started.stdout.count("] up") < count:
+        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
+        time.sleep(0.02)
+
+
+def _ends(started, within_s: float):
+    """Waits for the launcher and checks that nothing is left when it has gone."""
+    began = time.monotonic()
+    done = started.finish(within_s + 20)
+    seconds = time.monotonic() - began
+    assert seconds < within_s, f"took {seconds:.2f} s\n{done.output}"
+    assert not (left := started.left_over(0.5)), f"left:\n{left}\n{done.output}"
+    return done
+
+
+def test_success_is_silent_and_zero(launch):
+    done = launch([*RUN, "-np", "3", "true"])
+    assert (done.stdout, done.stderr, done.returncode) == ("", "", 0)
+
+
+def test_the_exit_code_is_the_culprits(launch):
+    done = launch([*RUN, "-np", "3", PYTHON, "-c", RANK + "sys.exit(7 if r == 1 else 0)"], check=False)
+    assert done.returncode == 7
+    lines = done.stderr.splitlines()
+    assert lines[0].startswith("horoclonerun: rank 1 (localhost, pid ") and lines[0].endswith(
+        "ended with exit code 7"
+    )
+    assert lines[-1].startswith("root cause: rank 1 ") and "exit code 7" in lines[-1]
+
+
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGSEGV", "SIGABRT", "SIGTERM", "SIGUSR2"])
+def test_a_signal_is_named_and_gives_128_plus_its_number(launch, name):
+    number = getattr(signal, name)
+    no_core = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))\n"
+    body = f"{RANK}{no_core}if r == 1: os.kill(os.getpid(), {int(number)}); time.sleep(9)"
+    done = launch([*RUN, "-np", "2", PYTHON, "-c", body], check=False)
+    assert done.returncode == 128 + number, done.output
+    assert f"was killed by {name}" in done.stderr
+    if name == "SIGKILL":
+        assert "hint: kill -9, or the host's out-of-memory killer" in done.stderr
+
+
+def test_others_have_time_to_raise_and_are_named_in_one_line(launch):
+    body = (
+        RANK
+        + "if r == 2: raise ValueError('bad batch 17')\ntime.sleep(1); print('I saved', flush=True); sys.exit(9)"
+    )
+    done = launch([*RUN, "-np", "4", PYTHON, "-c", body], check=False)
+    assert done.returncode == 1 and done.seconds < 5
+    assert done.stdout.count("I saved") == 3
+    assert "ranks 0-1,3 were stopped because of this." in done.stderr
+    assert "rank 2 (localhost" in done.stderr.split("horoclonerun: ")[1].splitlines()[0]
+    assert "ValueError: bad batch 17" in done.stderr.splitlines()[-1]
+
+
+def test_ranks_that_hang_after_a_failure_get_sigterm_after_five_seconds(launch):
+    body = RANK + (
+        "def leave(*_): print('asked to leave', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, leave)\n"
+        "if r == 0: time.sleep(0.5); sys.exit(3)\n"
+        "time.sleep(60)"
+    )
+    done = launch([*RUN, "-np", "2", PYTHON, "-c", body], check=False)
+    assert done.returncode == 3 and 5.0 <= done.seconds < 9 and "[1] asked to leave" in done.stdout
+
+
+def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(launch):
+    body = (
+        RANK
+        + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\nif r == 0: time.sleep(0.5); sys.exit(3)\ntime.sleep(60)"
+    )
+    done = launch([*RUN, "-np", "2", "--grace", "1", PYTHON, "-c", body], check=False)
+    assert done.returncode == 3 and 6.0 <= done.seconds < 10
+
+
+def test_the_excepthooks_report_gives_traceback_and_blame(launch):
+    body = RANK + (
+        "from horoclone.bootstrap.client import Client\n"
+        "client = Client(os.environ['HOROCLONE_RENDEZVOUS'].split(','),"
+        " os.pread(int(os.environ['HOROCLONE_SECRET_FD']), 99, 0), os.environ['HOROCLONE_JOB'], 9.0)\n"
+        "if r == 0:\n"
+        "    client.report_failure(0, 'Traceback (most recent call last):\\n  x\\nPeerLost: rank 1 raised', True)\n"
+        "    sys.exit(4)\n"
+        "time.sleep(0.5)\n"
+        "client.report_failure(1, 'Traceback (most recent call last):\\n  mine\\nKeyError: lost')\n"
+        "print('secret line', file=sys.stderr); sys.exit(5)\n"
+    )
+    done = launch([*RUN, "-np", "2", PYTHON, "-c", body], check=False)
+    assert done.returncode == 5, done.output
+    assert "    |   mine" in done.stderr and done.stderr.splitlines()[-1].endswith(
+        "KeyError: lost; exit code 5"
+    )
+    assert "    | secret line" in done.stderr and "rank 0 was stopped because of this." in done.stderr
+
+
+def test_control_c_ends_all_within_three_seconds_in_one_line(launch):
+    started = launch.start([*RUN, "-np", "3", PYTHON, "-c", SLEEP])
+    _wait_for_ranks(started, 3)
+    os.kill(started.process.pid, signal.SIGINT)
+    done = _ends(started, 3.0)
+    assert done.returncode == 130
+    assert done.stderr == "horoclonerun: interrupted; ranks 0-2 stopped\n"
+
+
+def test_control_c_kills_ranks_that_ignore_every_signal_within_three_seconds(launch):
+    body = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n" + SLEEP
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    os.kill(started.process.pid, signal.SIGINT)
+    assert _ends(started, 3.0).returncode == 130
+
+
+def test_a_rank_may_save_its_work_on_control_c(launch):
+    body = (
+        RANK
+        + "try:\n    print('up', flush=True); time.sleep(60)\nexcept KeyboardInterrupt:\n    print('saved', flush=True)"
+    )
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    os.kill(started.process.pid, signal.SIGINT)
+    done = _ends(started, 3.0)
+    assert done.returncode == 130 and done.stdout.count("saved") == 2
+
+
+def test_the_second_control_c_kills_at_once(launch):
+    body = "import signal\nfor n in (2, 15): signal.signal(n, signal.SIG_IGN)\n" + SLEEP
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    os.kill(started.process.pid, signal.SIGINT)
+    time.sleep(0.3)
+    os.kill(started.process.pid, signal.SIGINT)
+    assert _ends(started, 0.9).returncode == 130
+
+
+def test_control_c_ends_the_ranks_children_and_stopped_ranks_too(launch):
+    body = RANK + (
+        "child = subprocess.Popen(['sleep', '60'])\n"
+        "print('up', flush=True)\n"
+        "if r == 1: os.kill(os.getpid(), signal.SIGSTOP)\n"
+        "child.wait()"
+    )
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    time.sleep(0.2)
+    os.kill(started.process.pid, signal.SIGINT)
+    assert _ends(started, 3.0).returncode == 130
+
+
+def test_sigterm_is_forwarded_with_time_to_save(launch):
+    body = RANK + (
+        "def save(*_):\n    time.sleep(1.0); print('saved', flush=True); sys.exit(0)\n"
+        "signal.signal(signal.SIGTERM, save)\nprint('up', flush=True)\ntime.sleep(60)"
+    )
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    os.kill(started.process.pid, signal.SIGTERM)
+    done = _ends(started, 5.0)
+    assert done.returncode == 143 and done.stdout.count("saved") == 2
+    assert done.stderr == "horoclonerun: SIGTERM was forwarded; ranks 0-1 ended\n"
+
+
+def test_sigterm_reaches_a_program_behind_a_shell_wrapper(launch, tmp_path):
+    script = tmp_path / "train.sh"
+    body = (
+        "import signal, sys, time\n"
+        "signal.signal(15, lambda *_: (print('saved', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True)\ntime.sleep(60)"
+    )
+    script.write_text(f'#!/bin/sh\n"{PYTHON}" -c "$BODY"\necho after\n')
+    script.chmod(0o755)
+    started = launch.start([*RUN, "-np", "1", str(script)], env={"BODY": body})
+    _wait_for_ranks(started, 1)
+    os.kill(started.process.pid, signal.SIGTERM)
+    done = _ends(started, 5.0)
+    assert done.returncode == 143 and "saved" in done.stdout
+
+
+def test_sigterm_kills_after_the_grace_period(launch):
+    body = "import signal\nsignal.signal(15, signal.SIG_IGN)\n" + SLEEP
+    started = launch.start([*RUN, "-np", "2", "--grace", "1", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    os.kill(started.process.pid, signal.SIGTERM)
+    assert _ends(started, 3.0).returncode == 143
+
+
+def test_sigusr1_is_passed_through(launch):
+    body = (
+        RANK + "signal.signal(signal.SIGUSR1, lambda *_: (print('checkpoint', flush=True), sys.exit(0)))\n"
+        "print('up', flush=True)\ntime.sleep(60)"
+    )
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    _wait_for_ranks(started, 2)
+    os.kill(started.process.pid, signal.SIGUSR1)
+    done = _ends(started, 5.0)
+    assert done.returncode == 0 and done.stdout.count("checkpoint") == 2
+
+
+def test_a_killed_launcher_leaves_nothing_within_three_seconds(launch):
+    body = (
+        RANK + "subprocess.Popen(['sleep', '60'])\nsignal.signal(15, signal.SIG_IGN)\n"
+        "print('up', flush=True)\ntime.sleep(60)"
+    )
+    started = launch.start([*RUN, "-np", "2", "sh", "-c", f'"{PYTHON}" -c "$BODY"; true'], env={"BODY": body})
+    _wait_for_ranks(started, 2)
+    assert len(started.processes()) >= 7  # launcher, guardian, and per rank sh, python and sleep
+    os.kill(started.process.pid, signal.SIGKILL)
+    assert not (left := started.left_over(3.0)), left
+
+
+def test_what_a_rank_leaves_running_is_ended_with_the_job(launch):
+    body = RANK + "subprocess.Popen(['sleep', '60'])"
+    started = launch.start([*RUN, "-np", "2", PYTHON, "-c", body])
+    done = _ends(started, 6.0)
+    assert done.returncode == 0
+
+
+def test_a_closed_reader_ends_the_job(launch, tmp_path):
+    command = f'{PYTHON} -m horoclone.launch -np 2 yes | head -n 3; echo "code ${{PIPESTATUS[0]}}"'
+    done = launch(["bash", "-c", command])
+    lines = done.stdout.splitlines()
+    assert len(lines) == 4 and lines[-1] == "code 141" and {line[3:] for line in lines[:3]} <= {" y"}
+
+
+def test_a_stuck_reader_does_not_hold_up_control_c(launch):
+    read_end, write_end = os.pipe()
+    try:
+        started = launch.start(
+            ["sh", "-c", f"exec {PYTHON} -m horoclone.launch -np 2 yes >/proc/{os.getpid()}/fd/{write_end}"]
+        )
+        time.sleep(1.5)
+        os.kill(started.process.pid, signal.SIGINT)
+        assert _ends(started, 3.5).returncode == 130
+    finally:
+        os.close(read_end)
+        os.close(write_end)
+
+
+def test_descriptors_of_the_launcher_do_not_leak_into_ranks(launch):
+    body = (
+        "import os\n"
+        "for n in sorted(map(int, os.listdir('/proc/self/fd'))):\n"
+        "    try: print(n, os.readlink(f'/proc/self/fd/{n}'))\n"
+        "    except OSError: pass\n"
+    )
+    done = launch([*RUN, "-np", "2", PYTHON, "-c", body])
+    kinds = [line.split(None, 2)[2] for line in done.stdout.splitlines()]
+    assert not [kind for kind in kinds if "socket:" in kind or "eventpoll" in kind or "pidfd" in kind], (
+        done.stdout
+    )
+    assert sum("horoclone-secret" in kind for kind in kinds) == 2

@@ -1,0 +1,175 @@
+"""The ranks' output: whole lines, prefixes, partial lines, odd bytes, progress bars, a real terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import subprocess
+import sys
+import time
+
+import pytest
+
+RUN = [sys.executable, "-m", "horoclone.launch"]
+PYTHON = sys.executable
+RANK = "import os, sys, time\nr = int(os.environ['HOROVOD_RANK'])\n"
+
+
+def test_lines_of_many_ranks_never_mix_and_keep_their_order(launch):
+    body = RANK + (
+        "for i in range(300):\n"
+        "    os.write(1, f'{r} {i} '.encode()); os.write(1, b'x' * 500); os.write(1, b' end\\n')\n"
+    )
+    done = launch([*RUN, "-np", "4", PYTHON, "-c", body])
+    seen = {str(rank): [] for rank in range(4)}
+    for line in done.stdout.splitlines():
+        match = re.fullmatch(r"\[(\d)\] (\d) (\d+) x{500} end", line)
+        assert match and match[1] == match[2], line
+        seen[match[1]].append(int(match[3]))
+    assert all(numbers == list(range(300)) for numbers in seen.values())
+
+
+def test_streams_stay_apart_and_the_last_line_needs_no_newline(launch):
+    body = RANK + "os.write(1, b'out\\npartial out'); os.write(2, b'err\\npartial err')"
+    done = launch([*RUN, "-np", "1", PYTHON, "-c", body])
+    assert done.stdout == "[0] out\n[0] partial out\n" and done.stderr == "[0] err\n[0] partial err\n"
+
+
+def test_horovods_prefix_is_exact(launch):
+    body = RANK + "print('a b'); print('c', file=sys.stderr)"
+    done = launch([*RUN, "-np", "1", "--horovod-format", PYTHON, "-c", body])
+    assert (done.stdout, done.stderr) == ("[0]<stdout>:a b\n", "[0]<stderr>:c\n")
+    done = launch([*RUN, "-np", "1", "--horovod-format", "-prefix-timestamp", PYTHON, "-c", body])
+    assert re.fullmatch(r"\w{3} \w{3} \d\d \d\d:\d\d:\d\d \d{4}\[0\]<stdout>:a b\n", done.stdout)
+
+
+def test_a_timestamp_comes_before_the_prefix(launch):
+    done = launch([*RUN, "-np", "1", "--prefix-output-with-timestamp", "echo", "x"])
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3} \[0\] x\n", done.stdout)
+
+
+def test_only_the_wanted_ranks_are_shown_but_failures_of_others_are_reported(launch):
+    body = RANK + "print('hello'); sys.exit(6 if r == 1 else 0)"
+    done = launch([*RUN, "-np", "3", "--ranks", "0,2", PYTHON, "-c", body], check=False)
+    assert sorted(done.stdout.splitlines()) == ["[0] hello", "[2] hello"]
+    assert done.returncode == 6 and "rank 1 (localhost" in done.stderr
+
+
+def test_bytes_that_are_no_text_do_no_harm(launch):
+    body = RANK + "os.write(1, bytes(range(256)) + b'\\nafter\\n')"
+    out = launch([*RUN, "-np", "1", PYTHON, "-c", body]).stdout
+    assert "\N{REPLACEMENT CHARACTER}" in out and out.endswith("[0] after\n")
+
+
+def test_a_line_without_end_is_shown_in_pieces_and_loses_nothing(launch):
+    body = (
+        RANK + "os.write(1, b'y' * 1); [os.write(1, b'x' * 65536) for _ in range(20)]; os.write(1, b'z\\n')"
+    )
+    out = launch([*RUN, "-np", "1", PYTHON, "-c", body]).stdout
+    text = "".join(line.removeprefix("[0] ") for line in out.splitlines())
+    assert text == "y" + "x" * (20 * 65536) + "z"
+
+
+def test_a_progress_bar_in_a_log_is_its_last_state(launch):
+    body = RANK + (
+        "for i in range(50): sys.stderr.write(f'\\r{i:3d}%'); sys.stderr.flush()\n"
+        "sys.stderr.write('\\n'); print('crlf\\r\\nnext', end='\\n')"
+    )
+    done = launch([*RUN, "-np", "1", PYTHON, "-c", body])
+    assert done.stderr == "[0]  49%\n" and done.stdout == "[0] crlf\n[0] next\n"
+
+
+class _Terminal:
+    """A command on a pseudo-terminal of 80 columns; read() gathers until it ends."""
+
+    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+        self.master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=slave,
+            stderr=slave,
+            env={**os.environ, "TERM": "xterm", **env},
+        )
+        os.close(slave)
+
+    def read(self, limit_s: float = 20.0) -> str:
+        text, deadline = b"", time.monotonic() + limit_s
+        try:
+            while time.monotonic() < deadline:
+                if not select.select([self.master], [], [], 0.1)[0]:
+                    continue
+                data = os.read(self.master, 65536)
+                if not data:
+                    break
+                text += data
+        except OSError:  # EIO: the other side is closed
+            pass
+        finally:
+            os.close(self.master)
+            if self.process.poll() is None:
+                try:
+                    self.process.wait(5)
+                except subprocess.TimeoutExpired:
+                    self.process.kill()
+                    self.process.wait()
+        return text.decode(errors="replace")
+
+
+def _left_on_screen(text: str) -> list[str]:
+    """What a terminal would show in the end: carriage returns and line erasures are obeyed."""
+    lines = []
+    for raw in text.split("\n"):
+        line = ""
+        for part in raw.replace("\r\x1b[K", "\r\x00").split("\r"):
+            line = part[1:] if part.startswith("\x00") else part + line[len(part) :]
+        lines.append(re.sub(r"\x1b\[[0-9;]*m", "", line))
+    return lines
+
+
+def test_a_terminal_gets_a_colour_per_rank_unless_no_color_is_set():
+    command = [*RUN, "-np", "2", "echo", "x"]
+    text = _Terminal(command, {"NO_COLOR": ""}).read()
+    colours = set(re.findall(r"\x1b\[(\d+)m\[\d\]\x1b\[0m x", text))
+    assert len(colours) == 2
+    plain = _Terminal(command, {"NO_COLOR": "1"}).read()
+    assert "\x1b[" not in plain and plain.count("] x") == 2
+
+
+def test_a_progress_bar_on_a_terminal_stays_at_the_bottom_while_others_print():
+    body = RANK + (
+        "if r == 0:\n"
+        "    for i in range(10):\n"
+        "        sys.stderr.write(f'\\r{i * 10:3d}% ' + '#' * 200); sys.stderr.flush(); time.sleep(0.05)\n"
+        "    sys.stderr.write('\\rdone' + ' ' * 250 + '\\n')\n"
+        "else:\n"
+        "    for i in range(5): time.sleep(0.1); print('line', i, flush=True)\n"
+    )
+    text = _Terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"}).read()
+    shown = [line.rstrip() for line in _left_on_screen(text)]
+    assert [line for line in shown if line.startswith("[1]")] == [f"[1] line {i}" for i in range(5)]
+    assert "[0] done" in shown, shown
+    assert text.count("%") >= 8, "the updates were not drawn"
+    assert not [line for line in shown if "%" in line], shown
+    updates = re.findall(r"\[0\] +\d+% #*", text)
+    assert updates and max(len(update) for update in updates) < 80, "an update wraps and could not be erased"
+
+
+def test_a_prompt_without_newline_shows_up_on_a_terminal():
+    body = RANK + "sys.stdout.write('continue? '); sys.stdout.flush(); time.sleep(1.0); print('yes')"
+    text = _Terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"}).read()
+    assert "[0] continue? " in text.split("yes")[0]
+    assert "[0] continue? yes" in [line.rstrip() for line in _left_on_screen(text)]
+
+
+def test_tqdm_of_one_rank_ends_as_one_full_bar():
+    pytest.importorskip("tqdm")
+    body = (
+        RANK
+        + "from tqdm import tqdm\nfor _ in tqdm(range(30), disable=r != 0): time.sleep(0.01)\nprint('end', r)"
+    )
+    text = _Terminal([*RUN, "-np", "2", PYTHON, "-c", body], {"NO_COLOR": "1"}).read()
+    shown = [line.rstrip() for line in _left_on_screen(text) if line.strip()]
+    assert len([line for line in shown if "100%" in line]) == 1 and len(shown) == 3, shown

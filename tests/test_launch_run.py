@@ -1,0 +1,154 @@
+"""horoclone.launch.api.run: a function on every rank, one value per rank, errors with their rank."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from horoclone.errors import Unsupported
+from horoclone.launch.api import RunError, run
+
+pytest.importorskip("cloudpickle")
+
+PRELUDE = "import os, sys, time\nfrom horoclone.launch.api import run, RunError\n"
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch):
+    for name in list(os.environ):
+        if name.startswith(("HOROCLONE_", "HOROVOD_")) and name != "HOROCLONE_TEST_RUN":
+            monkeypatch.delenv(name)
+
+
+def test_values_come_back_by_rank_with_arguments_and_closures():
+    offset = 5
+
+    def numbers(factor, plus=0):
+        import os
+
+        return int(os.environ["HOROVOD_RANK"]) * factor + plus + offset, int(os.environ["HOROCLONE_SIZE"])
+
+    assert run(numbers, (10,), {"plus": 1}, np=3) == [(6, 3), (16, 3), (26, 3)]
+
+
+def test_one_rank_is_the_default_and_large_values_pass():
+    [value] = run(lambda: b"x" * (20 << 20))
+    assert len(value) == 20 << 20
+
+
+def test_the_exception_of_a_rank_is_the_cause_and_the_rank_is_named():
+    def fail():
+        import os
+        import time
+
+        if os.environ["HOROVOD_RANK"] == "1":
+            raise KeyError("boo")
+        time.sleep(0.5)
+
+    with pytest.raises(RunError, match=r"rank 1 .*KeyError") as caught:
+        run(fail, num_proc=2)
+    assert caught.value.rank == 1 and caught.value.exit_code == 1
+    assert isinstance(caught.value.__cause__, KeyError) and caught.value.__cause__.args == ("boo",)
+
+
+def test_an_exception_that_cannot_be_pickled_is_still_reported():
+    def fail():
+        error = ValueError("odd")
+        error.lock = threading.Lock()
+        raise error
+
+    with pytest.raises(RunError, match="ValueError: odd") as caught:
+        run(fail)
+    assert caught.value.rank == 0 and caught.value.__cause__ is None
+
+
+def test_a_rank_that_dies_or_leaves_without_a_value_is_an_error():
+    with pytest.raises(RunError, match="SIGKILL") as caught:
+        run(lambda: os.kill(os.getpid(), 9), np=1)
+    assert caught.value.exit_code == 137
+    with pytest.raises(RunError, match="left no value"):
+        run(lambda: os._exit(0), np=1)
+    with pytest.raises(RunError, match="exit code 3"):
+        run(lambda: sys.exit(3), np=1)
+
+
+def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
+    for wrong in (
+        {"num_proc": 2, "np": 3},
+        {"np": 3, "hosts": "localhost:2"},
+        {"hosts": "localhost", "hostfile": "x"},
+    ):
+        with pytest.raises(ValueError):
+            run(print, **wrong)
+    with pytest.raises(ValueError, match="callable"):
+        run("print")  # type: ignore[arg-type]
+    for later in (
+        {"min_np": 1},
+        {"max_num_proc": 4},
+        {"slots": 2},
+        {"use_mpi": True},
+        {"host_discovery_script": "x"},
+    ):
+        with pytest.raises(Unsupported):
+            run(print, np=1, **later)
+
+
+def test_run_works_in_a_thread_and_outlives_it(tmp_path):
+    values = []
+    thread = threading.Thread(target=lambda: values.extend(run(lambda: os.environ["HOROVOD_SIZE"], np=2)))
+    thread.start()
+    thread.join(60)
+    assert values == ["2", "2"]
+
+
+def test_a_function_of_a_module_beside_the_script_is_found(launch, tmp_path):
+    (tmp_path / "beside.py").write_text(
+        "import os\ndef rank():\n    return int(os.environ['HOROVOD_RANK'])\n"
+    )
+    script = tmp_path / "script.py"
+    root = Path(__file__).resolve().parent.parent
+    script.write_text(
+        f"import sys; sys.path.append({str(root)!r})\n{PRELUDE}import beside\nprint(run(beside.rank, np=2))\n"
+    )
+    assert launch([sys.executable, script], cwd=tmp_path).stdout == "[0, 1]\n"
+
+
+def test_output_is_prefixed_and_control_c_is_a_keyboard_interrupt(launch):
+    import signal
+
+    body = PRELUDE + (
+        "def work():\n    import time\n    print('up', flush=True)\n    time.sleep(60)\n"
+        "try: run(work, np=2)\nexcept KeyboardInterrupt: print('caught', flush=True)\n"
+    )
+    started = launch.start([sys.executable, "-c", body])
+    started.wait_for("[0] up")
+    started.wait_for("[1] up")
+    os.kill(started.process.pid, signal.SIGINT)
+    done = started.finish(4)
+    assert done.returncode == 0 and done.stdout.endswith("caught\n") and not started.left_over(0.5)
+
+
+def test_a_killed_caller_leaves_no_rank(launch):
+    import signal
+
+    body = (
+        PRELUDE
+        + "def work():\n    import time\n    print('up', flush=True)\n    time.sleep(60)\nrun(work, np=2)\n"
+    )
+    started = launch.start([sys.executable, "-c", body])
+    started.wait_for("[0] up")
+    started.wait_for("[1] up")
+    os.kill(started.process.pid, signal.SIGKILL)
+    assert not (left := started.left_over(3.0)), left
+
+
+def test_two_runs_in_a_row_leave_no_descriptor_or_thread():
+    run(lambda: None, np=1)
+    before, threads = sorted(os.listdir("/proc/self/fd")), threading.active_count()
+    for _ in range(3):
+        run(lambda: None, np=2)
+    assert sorted(os.listdir("/proc/self/fd")) == before and threading.active_count() == threads
