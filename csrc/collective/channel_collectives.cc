@@ -51,15 +51,16 @@ Status check_group(const Task& task, const Group& group) {
                  ", ", group.channel.size(), " channels) does not fit together");
   for (int i = 0; i < group.size; ++i)
     if (i != group.rank && !group.channel[i])
-      return Status(Code::kInternal, text_of(name_of(task.op), " over channels: no channel to rank ", group.world_rank[i]),
+      return Status(Code::kInternal,
+                    text_of(name_of(task.op), " over channels: no channel to rank ", group.world_rank[i]),
                     group.world_rank[i]);
   return Status::ok();
 }
 
 Status check_algorithm(const Task& task, Algorithm only) {
   if (task.algorithm == Algorithm::kAuto || task.algorithm == only) return Status::ok();
-  return error(Code::kUnsupported, name_of(task.op), " over channels has no algorithm ", static_cast<int>(task.algorithm),
-               "; use auto (0) or ", static_cast<int>(only));
+  return error(Code::kUnsupported, name_of(task.op), " over channels has no algorithm ",
+               static_cast<int>(task.algorithm), "; use auto (0) or ", static_cast<int>(only));
 }
 
 Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
@@ -82,7 +83,10 @@ Result<Schedule> broadcast_schedule(const Task& task, const Group& group) {
   const Piece& piece = task.pieces[0];
   const bool root = group.rank == task.root;
   HC_TRY(check_memory(task, piece, {root ? piece.count : 0, piece.count}));
-  return plan_broadcast({.rank = group.rank, .size = group.size, .root = task.root, .count = piece.count,
+  return plan_broadcast({.rank = group.rank,
+                         .size = group.size,
+                         .root = task.root,
+                         .count = piece.count,
                          .in_place = piece.in == piece.out});
 }
 
@@ -119,19 +123,28 @@ Result<Schedule> alltoall_schedule(const Task& task, const Group& group) {
                                  " elements but receives ", task.received_counts[group.rank]));
   const Piece& piece = task.pieces[0];
   HC_TRY(check_memory(task, piece, {total(task.counts), total(task.received_counts)}));
-  return plan_pairwise_alltoall({.rank = group.rank, .sent = task.counts, .received = task.received_counts,
+  return plan_pairwise_alltoall({.rank = group.rank,
+                                 .sent = task.counts,
+                                 .received = task.received_counts,
                                  .load = piece.in == piece.out ? Load::kCopy : Load::kNone});
 }
 
 Result<Schedule> schedule_of(const Task& task, const Group& group) {
   switch (task.op) {
-    case Op::kAllreduce: return allreduce_schedule(task, group);
-    case Op::kBroadcast: return broadcast_schedule(task, group);
-    case Op::kAllgather: return allgather_schedule(task, group);
-    case Op::kReducescatter: return reducescatter_schedule(task, group);
-    case Op::kAlltoall: return alltoall_schedule(task, group);
-    case Op::kBarrier: return plan_dissemination_barrier(group.rank, group.size);
-    case Op::kJoin: break;
+    case Op::kAllreduce:
+      return allreduce_schedule(task, group);
+    case Op::kBroadcast:
+      return broadcast_schedule(task, group);
+    case Op::kAllgather:
+      return allgather_schedule(task, group);
+    case Op::kReducescatter:
+      return reducescatter_schedule(task, group);
+    case Op::kAlltoall:
+      return alltoall_schedule(task, group);
+    case Op::kBarrier:
+      return plan_dissemination_barrier(group.rank, group.size);
+    case Op::kJoin:
+      break;
   }
   return error(Code::kUnsupported, name_of(task.op), " moves no data and is not a collective over channels");
 }

@@ -26,15 +26,18 @@ Result<Group> lane_group(const Group& group, std::span<const int> positions) {
       return Status(Code::kInternal, text_of("lane allreduce: no channel to rank ", group.world_rank[position]),
                     group.world_rank[position]);
   }
-  if (lane.rank < 0) return error(Code::kInternal, "lane allreduce: position ", group.rank, " does not drive this lane");
+  if (lane.rank < 0)
+    return error(Code::kInternal, "lane allreduce: position ", group.rank, " does not drive this lane");
   return lane;
 }
 
 Status check(const LaneRange& range) {
-  if (range.count && !range.data) return error(Code::kInvalidArgument, "lane allreduce: no memory for ", range.count, " elements");
+  if (range.count && !range.data)
+    return error(Code::kInvalidArgument, "lane allreduce: no memory for ", range.count, " elements");
   if (range.scale.pre != 1.0)
     return error(Code::kInvalidArgument, "lane allreduce: prescale ", range.scale.pre, " belongs to the stage before");
-  if (range.reduce == Reduce::kAdasum) return error(Code::kUnsupported, "lane allreduce: Adasum is not a sum of elements");
+  if (range.reduce == Reduce::kAdasum)
+    return error(Code::kUnsupported, "lane allreduce: Adasum is not a sum of elements");
   return Status::ok();
 }
 
@@ -93,8 +96,11 @@ Result<std::unique_ptr<LaneAllreduce>> make_lane_allreduce(const LaneRange& rang
   std::vector<PlacedSchedule> blocks;
   std::vector<size_t> ends;
   for (size_t first = 0; first < range.count; first += block) {
-    const AllreduceShape shape{.rank = lane.value().rank, .size = lane.value().size,
-                               .count = std::min(block, range.count - first), .load = Load::kGate, .in_place = true};
+    const AllreduceShape shape{.rank = lane.value().rank,
+                               .size = lane.value().size,
+                               .count = std::min(block, range.count - first),
+                               .load = Load::kGate,
+                               .in_place = true};
     blocks.push_back({ring ? plan_ring_allreduce(shape) : plan_recursive_doubling(shape), first});
     ends.push_back(first + shape.count);
   }

@@ -88,7 +88,12 @@ Schedule plan_ring_allreduce(const AllreduceShape& shape) {
     Step leave = send(right, k + 1, k == 0 ? source(out) : home(out), count(out));
     leave.after[0] = made[out];
     sent[out] = s.add(leave);
-    Step sum{.action = Action::kReduce, .peer = left, .round = k + 1, .count = count(in), .from = source(in), .to = home(in)};
+    Step sum{.action = Action::kReduce,
+             .peer = left,
+             .round = k + 1,
+             .count = count(in),
+             .from = source(in),
+             .to = home(in)};
     sum.finish = k == n - 2;
     sum.after[0] = loaded[in];
     made[in] = s.add(sum);
@@ -114,7 +119,7 @@ Schedule plan_ring_allreduce(const AllreduceShape& shape) {
 Schedule plan_recursive_doubling(const AllreduceShape& shape) {
   const int n = shape.size, rank = shape.rank;
   const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(n)));  // ranks that double
-  const int folded = n - core;  // the first 2*folded ranks act in pairs
+  const int folded = n - core;                                                  // the first 2*folded ranks act in pairs
   const int stages = std::countr_zero(static_cast<unsigned>(core));
   Schedule s{.name = "recursive doubling", .rounds = stages + (folded ? 2 : 0)};
   if (n == 1) return add_lone_copy(s, shape.load, shape.count), s;
@@ -223,7 +228,8 @@ Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load 
   auto partial = [&](int c, int k) { return copies ? source(c) : Spot{Place::kScratch, k % 2 * longest}; };
 
   std::vector<int> loaded(n, -1);
-  for (int k = 0; k < n && copies; ++k) {  // in the order of use: the own chunk last, so that the output may be the input
+  for (int k = 0; k < n && copies;
+       ++k) {  // in the order of use: the own chunk last, so that the output may be the input
     const int c = wrap(rank - 1 - k, n);
     loaded[c] = add_load(s, load, {Place::kInput, offset.at[c]}, source(c), counts[c]);
   }

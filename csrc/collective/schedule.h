@@ -1,6 +1,6 @@
-// A schedule is one rank's part of a collective over channels, as data: which element ranges it sends, receives, reduces
-// and copies, and what each of these waits for. The functions here are pure (no memory, channel or clock), so schedules
-// are printed and tested without I/O; schedule_runner.h executes them. Thread: any; a Schedule is a value.
+// A schedule is one rank's part of a collective over channels, as data: which element ranges it sends, receives,
+// reduces and copies, and what each of these waits for. The functions here are pure (no memory, channel or clock), so
+// schedules are printed and tested without I/O; schedule_runner.h executes them. Thread: any; a Schedule is a value.
 #pragma once
 
 #include <array>

@@ -8,8 +8,8 @@
 namespace hc {
 namespace {
 
-constexpr int kPassesPerStep = 8;          // then other collectives get their turn
-constexpr int kLocalSegmentsPerPass = 4;   // copying is cut up for the same reason
+constexpr int kPassesPerStep = 8;         // then other collectives get their turn
+constexpr int kLocalSegmentsPerPass = 4;  // copying is cut up for the same reason
 
 size_t elements_per_segment(const Task& task) {
   return std::max<size_t>(1, std::min(task.segment_bytes, kMaxTransferBytes) / size_of(task.dtype));
@@ -44,7 +44,8 @@ ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
   }
   for (Flow& flow : flows_)
     if (flow.staging_bytes) flow.staging = uninitialised(kInFlight * flow.staging_bytes);
-  std::stable_sort(flows_.begin(), flows_.end(), [](const Flow& a, const Flow& b) { return a.world_rank < b.world_rank; });
+  std::stable_sort(flows_.begin(), flows_.end(),
+                   [](const Flow& a, const Flow& b) { return a.world_rank < b.world_rank; });
 }
 
 void ScheduleRunner::add_to_flow(int step, const Group& group, std::vector<int>* flow_of) {
@@ -101,15 +102,19 @@ bool ScheduleRunner::may_begin(int step, size_t index) const {
   if (s.after_all >= 0 && !is_complete(s.after_all)) return false;
   for (int earlier : s.after)
     if (earlier >= 0 && state_[earlier].done < std::min(index + 1, state_[earlier].segments)) return false;
-  return s.action != Action::kGate || s.from.first + segment(step, index).first + segment(step, index).count <= released_;
+  return s.action != Action::kGate ||
+         s.from.first + segment(step, index).first + segment(step, index).count <= released_;
 }
 
 std::byte* ScheduleRunner::address(const Spot& spot, size_t element) const {
   const size_t offset = (spot.first + element) * item_;
   switch (spot.place) {
-    case Place::kInput: return const_cast<std::byte*>(task_.pieces[0].in) + offset;  // only ever read
-    case Place::kOutput: return task_.pieces[0].out + offset;
-    case Place::kScratch: return scratch_.get() + offset;
+    case Place::kInput:
+      return const_cast<std::byte*>(task_.pieces[0].in) + offset;  // only ever read
+    case Place::kOutput:
+      return task_.pieces[0].out + offset;
+    case Place::kScratch:
+      return scratch_.get() + offset;
   }
   return nullptr;
 }
@@ -128,8 +133,8 @@ bool ScheduleRunner::post(Flow& flow) {
     t.tag = task_.tag;
     t.tag.offset += flow.posted++;
     t.bytes = part.count * item_;
-    t.data = stages ? flow.staging.get() + slot * flow.staging_bytes
-                    : address(flow.sends ? step.from : step.to, part.first);
+    t.data =
+        stages ? flow.staging.get() + slot * flow.staging_bytes : address(flow.sends ? step.from : step.to, part.first);
     flow.sends ? flow.channel->post_send(&t) : flow.channel->post_receive(&t);
     if (++flow.next_segment == state_[index].segments) {
       ++flow.next;

@@ -44,10 +44,10 @@ class ScheduleRunner final : public Collective {
     int world_rank = -1;
     bool sends = false;
     std::vector<int> steps;
-    size_t next = 0;          // the step to post from, and its segment
+    size_t next = 0;  // the step to post from, and its segment
     size_t next_segment = 0;
-    size_t oldest = 0;        // the step of the oldest transfer in flight
-    uint64_t posted = 0;      // running numbers of transfers; the same on both sides
+    size_t oldest = 0;    // the step of the oldest transfer in flight
+    uint64_t posted = 0;  // running numbers of transfers; the same on both sides
     uint64_t harvested = 0;
     std::array<Transfer, kInFlight> slots;  // of transfer number n: n % kInFlight
     std::unique_ptr<std::byte[]> staging;   // kInFlight areas of staging_bytes, where something is reduced
@@ -80,15 +80,15 @@ class ScheduleRunner final : public Collective {
   const Task task_;
   const Schedule schedule_;
   const PieceView view_;
-  const size_t item_;              // bytes of an element
+  const size_t item_;  // bytes of an element
   const size_t segment_elements_;
   std::unique_ptr<std::byte[]> scratch_;
-  std::vector<StepState> state_;   // [steps]
-  std::vector<Flow> flows_;        // those with one peer are neighbours; never resized once transfers are posted
-  std::vector<int> local_;         // the local steps in order
+  std::vector<StepState> state_;  // [steps]
+  std::vector<Flow> flows_;       // those with one peer are neighbours; never resized once transfers are posted
+  std::vector<int> local_;        // the local steps in order
   size_t local_next_ = 0;
-  size_t unfinished_ = 0;          // steps
-  size_t released_ = 0;            // elements
+  size_t unfinished_ = 0;  // steps
+  size_t released_ = 0;    // elements
 };
 
 }  // namespace hc

@@ -1,5 +1,5 @@
-// An in-memory link between two ranks for tests: keeps every promise of channel.h, but moves only a random few bytes per
-// call, so that partial transfers, interleaved streams and early segments really happen. Can be told to break.
+// An in-memory link between two ranks for tests: keeps every promise of channel.h, but moves only a random few bytes
+// per call, so that partial transfers, interleaved streams and early segments really happen. Can be told to break.
 #pragma once
 
 #include <algorithm>
@@ -147,7 +147,7 @@ class MemoryChannel final : public Channel {
   std::deque<Transfer*> sends_, receives_;
   std::list<Early> early_;
   std::map<std::array<uint32_t, 3>, uint64_t> next_;  // the offset that a stream's next segment must carry
-  Transfer* current_ = nullptr;  // where the rest of the segment on the wire goes
+  Transfer* current_ = nullptr;                       // where the rest of the segment on the wire goes
   Status mismatch_;
 };
 

@@ -1,99 +1,52 @@
-// A mesh of N ranks as threads of one process, for the tests of net/: listens, swaps the endpoints, connects.
+// Groups on an in-memory mesh and the loop that steps their collectives in one thread, for the tests of collectives.
 #pragma once
 
 #include <doctest/doctest.h>
 
-#include <functional>
-#include <memory>
-#include <mutex>
-#include <string>
-#include <thread>
-#include <utility>
-#include <vector>
+#include <numeric>
 
-#include "net/mesh.h"
+#include "collective/collective.h"
+#include "tests/memory_channel.h"
 
-namespace hc::net_tests {
+namespace hc {
 
-inline MeshOptions small_options(bool shared_memory) {
-  MeshOptions options;
-  options.shared_memory = shared_memory;
-  options.arena_bytes = kMinArenaBytes;
-  options.interfaces = "lo";
-  options.socket_buffer_bytes = 4096;
-  return options;
+inline Group group_on(MemoryMesh& mesh, const std::vector<int>& members, int rank) {
+  Group g{.rank = rank, .size = static_cast<int>(members.size()), .world_rank = members, .node = {}, .channel = {}};
+  for (int m : members) {
+    g.node.push_back(m);
+    g.channel.push_back(m == members[rank] ? nullptr : mesh.link(members[rank], m));
+  }
+  return g;
 }
-
-inline MeshMembers members_of(const std::vector<std::string>& endpoints, int rank) {
-  MeshMembers members;
-  members.rank = rank;
-  members.endpoints = endpoints;
-  members.secret = "sixteen bytes or more";
-  members.job = "net tests";
-  members.generation = 7;
-  members.timeout_s = 20;
+inline std::vector<int> first_ranks(int n) {
+  std::vector<int> members(n);
+  std::iota(members.begin(), members.end(), 0);
   return members;
 }
 
-class MeshWorld {
- public:
-  // Everybody listens; connect() is a second step, so that a test can get in between.
-  explicit MeshWorld(const std::vector<MeshOptions>& options) {
-    for (const MeshOptions& one : options) {
-      auto mesh = Mesh::listen(one);
-      REQUIRE_MESSAGE(mesh.is_ok(), mesh.status().text());
-      meshes.push_back(mesh.take());
-      endpoints.push_back(meshes.back()->endpoint());
-    }
-  }
-  MeshWorld(int size, bool shared_memory) : MeshWorld(std::vector(size, small_options(shared_memory))) {}
+using Live = std::vector<std::unique_ptr<Collective>>;
 
-  int size() const { return static_cast<int>(meshes.size()); }
-
-  std::vector<Status> connect(const std::function<void(MeshMembers&)>& change = {}) {
-    std::vector<Status> outcomes(size());
-    each([&](Mesh& mesh, int rank) {
-      MeshMembers members = members_of(endpoints, rank);
-      if (change) change(members);
-      outcomes[rank] = mesh.connect(members);
-    });
-    return outcomes;
-  }
-  void must_connect() {
-    auto outcomes = connect();
-    for (const Status& s : outcomes) REQUIRE_MESSAGE(s.is_ok(), s.text());
-  }
-  // Runs body on one thread per rank. A REQUIRE that fails ends its rank's body only; the test has failed by then.
-  template <class Body>
-  void each(const Body& body) {
-    std::vector<std::thread> threads;
-    for (int r = 0; r < size(); ++r) {
-      threads.emplace_back([&, r] {
-        try {
-          body(*meshes[r], r);
-        } catch (...) {
-        }
-      });
-    }
-    for (auto& t : threads) t.join();
-  }
-
-  std::vector<std::unique_ptr<Mesh>> meshes;
-  std::vector<std::string> endpoints;
-};
-
-// The next control frame from `rank`, sleeping in poll() between looks. Empty when there is none in time or the rank is lost.
-inline std::vector<uint8_t> next_frame(Mesh& mesh, int rank, std::vector<Loss>* losses, double timeout_s = 20) {
-  std::vector<uint8_t> frame;
-  for (Deadline deadline = Deadline::in(timeout_s); !deadline.passed();) {
-    if (mesh.channel(rank).receive(&frame)) return frame;
-    for (const Loss& loss : *losses) {
-      if (loss.rank == rank) return {};
-    }
-    bool moved = false;
-    if (!mesh.poll(100, &moved, losses).is_ok()) return {};
-  }
-  return {};
+inline std::unique_ptr<Collective> made(Task task, const Group& group) {
+  auto result = make_channel_collective(std::move(task), group);
+  REQUIRE_MESSAGE(result.is_ok(), result.status().text());
+  return result.take();
 }
 
-}  // namespace hc::net_tests
+// Steps all in random order until all are done; some start late. False after far too many idle rounds.
+inline bool run_all(Live& live, std::mt19937& random) {
+  std::vector<int> state(live.size(), 0);  // 0 not started, 1 running, 2 done
+  size_t left = live.size();
+  for (int idle = 0; left > 0 && idle < 20000; ++idle) {
+    const size_t i = random() % live.size();
+    if (state[i] == 2) continue;
+    bool moved = false;
+    const Progress p = state[i] ? live[i]->step(&moved) : live[i]->start();
+    REQUIRE_MESSAGE(p != Progress::kFailed, live[i]->status().text());
+    if (moved || state[i] == 0) idle = 0;
+    state[i] = p == Progress::kDone ? 2 : 1;
+    left -= p == Progress::kDone;
+  }
+  return left == 0;
+}
+
+}  // namespace hc

@@ -1,14 +1,13 @@
 // Collectives over an in-memory mesh, all ranks stepped in random order in one thread: every operation, dtype, group
-// size and many lengths, against float64 or exactly; interleaved process sets; links that break half-way.
+// size and many lengths, against float64 or exactly; interleaved process sets.
 #include <doctest/doctest.h>
 
 #include <cmath>
 #include <functional>
-#include <numeric>
 
 #include "base/half.h"
 #include "collective/collective.h"
-#include "tests/memory_channel.h"
+#include "tests/mesh_world.h"
 
 // A Task names only what a test is about.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
@@ -24,32 +23,54 @@ double load(DType t, const std::byte* p) {
     return value;
   };
   switch (t) {
-    case DType::kBool: case DType::kU8: return as(uint8_t{});
-    case DType::kI8: return as(int8_t{});
-    case DType::kU16: return as(uint16_t{});
-    case DType::kI16: return as(int16_t{});
-    case DType::kI32: return as(int32_t{});
-    case DType::kI64: return static_cast<double>(as(int64_t{}));
-    case DType::kF16: return to_float(as(Float16{}));
-    case DType::kBF16: return to_float(as(BFloat16{}));
-    case DType::kF32: return as(float{});
-    case DType::kF64: return as(double{});
+    case DType::kBool:
+    case DType::kU8:
+      return as(uint8_t{});
+    case DType::kI8:
+      return as(int8_t{});
+    case DType::kU16:
+      return as(uint16_t{});
+    case DType::kI16:
+      return as(int16_t{});
+    case DType::kI32:
+      return as(int32_t{});
+    case DType::kI64:
+      return static_cast<double>(as(int64_t{}));
+    case DType::kF16:
+      return to_float(as(Float16{}));
+    case DType::kBF16:
+      return to_float(as(BFloat16{}));
+    case DType::kF32:
+      return as(float{});
+    case DType::kF64:
+      return as(double{});
   }
   return 0;
 }
 void store(DType t, std::byte* p, double v) {
   auto put = [&](auto value) { std::memcpy(p, &value, sizeof value); };
   switch (t) {
-    case DType::kBool: case DType::kU8: return put(static_cast<uint8_t>(v));
-    case DType::kI8: return put(static_cast<int8_t>(v));
-    case DType::kU16: return put(static_cast<uint16_t>(v));
-    case DType::kI16: return put(static_cast<int16_t>(v));
-    case DType::kI32: return put(static_cast<int32_t>(v));
-    case DType::kI64: return put(static_cast<int64_t>(v));
-    case DType::kF16: return put(to_float16(static_cast<float>(v)));
-    case DType::kBF16: return put(to_bfloat16(static_cast<float>(v)));
-    case DType::kF32: return put(static_cast<float>(v));
-    case DType::kF64: return put(v);
+    case DType::kBool:
+    case DType::kU8:
+      return put(static_cast<uint8_t>(v));
+    case DType::kI8:
+      return put(static_cast<int8_t>(v));
+    case DType::kU16:
+      return put(static_cast<uint16_t>(v));
+    case DType::kI16:
+      return put(static_cast<int16_t>(v));
+    case DType::kI32:
+      return put(static_cast<int32_t>(v));
+    case DType::kI64:
+      return put(static_cast<int64_t>(v));
+    case DType::kF16:
+      return put(to_float16(static_cast<float>(v)));
+    case DType::kBF16:
+      return put(to_bfloat16(static_cast<float>(v)));
+    case DType::kF32:
+      return put(static_cast<float>(v));
+    case DType::kF64:
+      return put(v);
   }
 }
 
@@ -62,45 +83,6 @@ Bytes filled(DType t, size_t count, const std::function<double(size_t)>& value) 
   Bytes b(count * size_of(t));
   for (size_t i = 0; i < count; ++i) store(t, b.data() + i * size_of(t), value(i));
   return b;
-}
-
-Group group_on(MemoryMesh& mesh, const std::vector<int>& members, int rank) {
-  Group g{.rank = rank, .size = static_cast<int>(members.size()), .world_rank = members, .node = {}, .channel = {}};
-  for (int m : members) {
-    g.node.push_back(m);
-    g.channel.push_back(m == members[rank] ? nullptr : mesh.link(members[rank], m));
-  }
-  return g;
-}
-std::vector<int> first_ranks(int n) {
-  std::vector<int> members(n);
-  std::iota(members.begin(), members.end(), 0);
-  return members;
-}
-
-using Live = std::vector<std::unique_ptr<Collective>>;
-
-std::unique_ptr<Collective> made(Task task, const Group& group) {
-  auto result = make_channel_collective(std::move(task), group);
-  REQUIRE_MESSAGE(result.is_ok(), result.status().text());
-  return result.take();
-}
-
-// Steps all in random order until all are done; some start late. False after far too many idle rounds.
-bool run_all(Live& live, std::mt19937& random) {
-  std::vector<int> state(live.size(), 0);  // 0 not started, 1 running, 2 done
-  size_t left = live.size();
-  for (int idle = 0; left > 0 && idle < 20000; ++idle) {
-    const size_t i = random() % live.size();
-    if (state[i] == 2) continue;
-    bool moved = false;
-    const Progress p = state[i] ? live[i]->step(&moved) : live[i]->start();
-    REQUIRE_MESSAGE(p != Progress::kFailed, live[i]->status().text());
-    if (moved || state[i] == 0) idle = 0;
-    state[i] = p == Progress::kDone ? 2 : 1;
-    left -= p == Progress::kDone;
-  }
-  return left == 0;
 }
 
 // One operation on n ranks: memory of each, tasks made by `prepare`, outputs compared with `expected`.
@@ -131,10 +113,14 @@ double expected_reduction(Reduce op, int n, size_t i, DType t) {
   double v = whole(0, i, t);
   for (int r = 1; r < n; ++r) {
     const double x = whole(r, i, t);
-    if (op == Reduce::kMin) v = std::min(v, x);
-    else if (op == Reduce::kMax) v = std::max(v, x);
-    else if (t == DType::kBool) v = op == Reduce::kProduct ? v && x : v || x;
-    else v = op == Reduce::kProduct ? v * x : v + x;
+    if (op == Reduce::kMin)
+      v = std::min(v, x);
+    else if (op == Reduce::kMax)
+      v = std::max(v, x);
+    else if (t == DType::kBool)
+      v = op == Reduce::kProduct ? v && x : v || x;
+    else
+      v = op == Reduce::kProduct ? v * x : v + x;
   }
   return v;
 }
@@ -160,11 +146,16 @@ void check_allreduce(const Case& c) {
     w.out[r] = c.in_place ? w.in[r] : Bytes(w.in[r].size(), std::byte{0xEE});
   }
   w.run([&](int r) {
-    Task t{.reduce = c.reduce, .dtype = c.dtype, .algorithm = c.algorithm, .segment_bytes = c.segment, .tag = {1, 2, 3, 0}};
+    Task t{.reduce = c.reduce,
+           .dtype = c.dtype,
+           .algorithm = c.algorithm,
+           .segment_bytes = c.segment,
+           .tag = {1, 2, 3, 0}};
     t.pieces = {{c.in_place ? w.out[r].data() : w.in[r].data(), w.out[r].data(), c.count}};
     return t;
   });
-  const Bytes wanted = filled(c.dtype, c.count, [&](size_t i) { return expected_reduction(c.reduce, c.n, i, c.dtype); });
+  const Bytes wanted =
+      filled(c.dtype, c.count, [&](size_t i) { return expected_reduction(c.reduce, c.n, i, c.dtype); });
   for (int r = 0; r < c.n; ++r) {
     REQUIRE(w.out[r] == wanted);
     if (!c.in_place) REQUIRE(w.in[r] == filled(c.dtype, c.count, [&](size_t i) { return whole(r, i, c.dtype); }));
@@ -193,7 +184,11 @@ TEST_CASE("allreduce: 100003 elements in tiny and in odd segments") {
   for (DType t : {DType::kU8, DType::kBF16, DType::kF32})
     for (int n : {2, 3, 5, 9})
       for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
-        check_allreduce({.n = n, .count = 100003, .dtype = t, .algorithm = a, .in_place = n != 3,
+        check_allreduce({.n = n,
+                         .count = 100003,
+                         .dtype = t,
+                         .algorithm = a,
+                         .in_place = n != 3,
                          .segment = t == DType::kU8 ? 64u : 1003u});
 }
 
@@ -224,11 +219,15 @@ TEST_CASE("allreduce: several pieces, prescale, postscale; inputs stay; bits are
           w.run([&](int r) {
             Task task{.dtype = t, .algorithm = a, .segment_bytes = 64};
             task.scale = {.pre = 0.5, .post = 3.0};
-            for (size_t p = 0; p < piece_count; ++p) task.pieces.push_back({in[r][p].data(), out[r][p].data(), lengths[p]});
+            for (size_t p = 0; p < piece_count; ++p)
+              task.pieces.push_back({in[r][p].data(), out[r][p].data(), lengths[p]});
             return task;
           });
           REQUIRE(in == inputs);
-          const double unit = t == DType::kF16 ? 0x1p-11 : t == DType::kBF16 ? 0x1p-8 : t == DType::kF32 ? 0x1p-24 : 0x1p-53;
+          const double unit = t == DType::kF16    ? 0x1p-11
+                              : t == DType::kBF16 ? 0x1p-8
+                              : t == DType::kF32  ? 0x1p-24
+                                                  : 0x1p-53;
           for (size_t p = 0; p < piece_count; ++p)
             for (size_t i = 0; i < lengths[p]; ++i) {
               double sum = 0, size = 0;
@@ -266,7 +265,8 @@ TEST_CASE("allreduce: integers wrap, average divides toward zero, scaling goes t
       w.run(one(halves.data(), DType::kI8, {.pre = 0.5, .post = 1.0}, 2));
       w.run(one(large.data(), DType::kI64, {.divisor = n}, 3));
       for (int r = 0; r < n; ++r) {
-        CHECK(wraps[r] == std::vector<int8_t>{static_cast<int8_t>(100 * n), static_cast<int8_t>(-100 * n), static_cast<int8_t>(n)});
+        CHECK(wraps[r] ==
+              std::vector<int8_t>{static_cast<int8_t>(100 * n), static_cast<int8_t>(-100 * n), static_cast<int8_t>(n)});
         CHECK(halves[r] == std::vector<int8_t>{static_cast<int8_t>(50 * n), static_cast<int8_t>(-50 * n), 0});
         CHECK(large[r] == std::vector<int64_t>{sum / n, 8, 1ll << 40});
       }
@@ -282,7 +282,8 @@ TEST_CASE("allreduce: NaN payloads and signed zeros too are the same on every ra
         for (int r = 0; r < n; ++r)
           for (uint32_t i = 0; i < 40; ++i) {
             const bool nan = (r + i) % 3 == 0, negative = (r * i) % 2;
-            bits[r].push_back((nan ? 0x7FC00000u + static_cast<uint32_t>(r) * 40 + i : 0u) | (negative ? 0x80000000u : 0u));
+            bits[r].push_back((nan ? 0x7FC00000u + static_cast<uint32_t>(r) * 40 + i : 0u) |
+                              (negative ? 0x80000000u : 0u));
           }
         w.run([&](int r) {
           Task task{.reduce = op, .algorithm = a, .segment_bytes = 16};
@@ -393,7 +394,8 @@ TEST_CASE("alltoall: unequal counts, also in place") {
           w.out[r].resize(std::max(w.out[r].size(), sum_of(received[r], n) * size_of(t)));
         }
         w.run([&](int r) {
-          Task task{.op = Op::kAlltoall, .dtype = t, .counts = sent[r], .received_counts = received[r], .segment_bytes = 64};
+          Task task{
+              .op = Op::kAlltoall, .dtype = t, .counts = sent[r], .received_counts = received[r], .segment_bytes = 64};
           task.pieces = {{in_place ? w.out[r].data() : w.in[r].data(), w.out[r].data(), sum_of(sent[r], n)}};
           return task;
         });
@@ -460,84 +462,6 @@ TEST_CASE("collectives of different process sets share channels without order be
     live.clear();
     CHECK(mesh.quiet());
   }
-}
-
-TEST_CASE("a link that breaks half-way names the rank and the step") {
-  for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
-    for (size_t after : {0u, 100u, 1000u, 3000u}) {
-      const std::vector<int> members{4, 7, 9};  // world ranks differ from positions
-      MemoryMesh mesh(10, static_cast<unsigned>(after), 64);
-      std::vector<std::vector<float>> data(3, std::vector<float>(1500, 1.0f));
-      Live live;
-      for (int r = 0; r < 3; ++r) {
-        Task task{.algorithm = a, .segment_bytes = 128};
-        auto* p = reinterpret_cast<std::byte*>(data[r].data());
-        task.pieces = {{p, p, data[r].size()}};
-        live.push_back(made(task, group_on(mesh, members, r)));
-      }
-      // Position 1 (rank 7) receives from position 0 (rank 4) with both algorithms.
-      mesh.link(7, 4)->break_after(after);
-      std::vector<Progress> state(3, Progress::kPending);
-      for (auto& c : live) (void)c->start();
-      for (int i = 0; i < 20000 && state[1] == Progress::kPending; ++i)
-        for (int r = 0; r < 3; ++r) {
-          bool moved = false;
-          if (state[r] == Progress::kPending) state[r] = live[r]->step(&moved);
-        }
-      REQUIRE(state[1] == Progress::kFailed);
-      const Status& status = live[1]->status();
-      CAPTURE(status.text());
-      CHECK(status.code() == Code::kPeerLost);
-      CHECK(status.culprit() == 4);
-      CHECK(status.text().find(a == Algorithm::kRing ? "ring step " : "recursive doubling step ") == 0);
-      CHECK(status.text().find(a == Algorithm::kRing ? " of 4: " : " of 3: ") != std::string::npos);
-      CHECK(status.text().find("from rank 4: the link broke") != std::string::npos);
-      bool moved = false;
-      CHECK(live[1]->step(&moved) == Progress::kFailed);  // and stays so
-      live.clear();  // with transfers in flight
-      for (int x : members)
-        for (int y : members)
-          if (x != y) CHECK(mesh.link(x, y)->posted() == 0);
-    }
-}
-
-TEST_CASE("a peer that leaves after its last byte fails nobody") {
-  MemoryMesh mesh(2, 1, 4096);
-  Live live;
-  for (int r = 0; r < 2; ++r) live.push_back(made({.op = Op::kBarrier}, group_on(mesh, first_ranks(2), r)));
-  bool moved = false;
-  (void)live[0]->start();
-  for (int i = 0; i < 100; ++i) (void)live[0]->step(&moved);
-  Progress p = live[1]->start();
-  for (int i = 0; i < 100 && p == Progress::kPending; ++i) p = live[1]->step(&moved);
-  REQUIRE(p == Progress::kDone);
-  mesh.link(0, 1)->break_after(1);  // the last byte, and in the same moment the peer is gone
-  p = Progress::kPending;
-  for (int i = 0; i < 100 && p == Progress::kPending; ++i) p = live[0]->step(&moved);
-  CHECK(p == Progress::kDone);
-}
-
-TEST_CASE("what cannot work is refused before anything moves") {
-  MemoryMesh mesh(2, 1);
-  const Group group = group_on(mesh, first_ranks(2), 0);
-  std::vector<float> data(8);
-  auto* p = reinterpret_cast<std::byte*>(data.data());
-  auto code = [&](Task t) { return make_channel_collective(std::move(t), group).status().code(); };
-  CHECK(code({.reduce = Reduce::kAdasum, .pieces = {{p, p, 8}}}) == Code::kUnsupported);
-  CHECK(code({.pieces = {{p, p + 4, 4}}}) == Code::kInvalidArgument);
-  CHECK(code({.pieces = {{nullptr, p, 4}}}) == Code::kInvalidArgument);
-  CHECK(code({.pieces = {{p, p, 4}}, .algorithm = Algorithm::kSharedFlat}) == Code::kUnsupported);
-  CHECK(code({.op = Op::kBroadcast, .root = 2, .pieces = {{p, p, 4}}}) == Code::kInvalidArgument);
-  CHECK(code({.op = Op::kBroadcast, .scale = {.pre = 2}, .pieces = {{p, p, 4}}}) == Code::kInvalidArgument);
-  CHECK(code({.op = Op::kAllgather, .pieces = {{p, p, 1}}, .counts = {1}}) == Code::kInvalidArgument);
-  CHECK(code({.op = Op::kAlltoall, .pieces = {{p, p, 2}}, .counts = {1, 1}, .received_counts = {2, 1}}) ==
-        Code::kInvalidArgument);
-  CHECK(code({.op = Op::kJoin, .pieces = {{p, p, 1}}}) == Code::kUnsupported);
-  Group broken = group;
-  broken.channel[1] = nullptr;
-  auto missing = make_channel_collective({.op = Op::kBarrier}, broken);
-  CHECK(missing.status().code() == Code::kInternal);
-  CHECK(missing.status().culprit() == 1);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// The inter-node stage: who drives which lane, and that blocks flow only as far as released, finish in order, are scaled
-// once and end with the same bits on every node.
+// The inter-node stage: who drives which lane, and that blocks flow only as far as released, finish in order, are
+// scaled once and end with the same bits on every node.
 #include <doctest/doctest.h>
 
 #include "collective/lane_allreduce.h"
@@ -22,7 +22,8 @@ Group group_with_nodes(MemoryMesh& mesh, const std::vector<int>& node, int rank)
 }
 
 TEST_CASE("lanes: one driver per node, agreed by all, whatever the layout") {
-  for (const std::vector<int>& node : {std::vector<int>{0, 0, 1, 1}, {0, 1, 0, 1}, {5, 5, 5, 2, 2, 7, 7, 7}, {0}, {0, 0}, {0, 1, 2}}) {
+  for (const std::vector<int>& node :
+       {std::vector<int>{0, 0, 1, 1}, {0, 1, 0, 1}, {5, 5, 5, 2, 2, 7, 7, 7}, {0}, {0, 0}, {0, 1, 2}}) {
     MemoryMesh mesh(static_cast<int>(node.size()), 1);
     std::vector<std::vector<int>> drivers(node.size());
     for (int r = 0; r < static_cast<int>(node.size()); ++r) {
@@ -59,7 +60,10 @@ void check_lanes(int nodes, int local, size_t count, size_t block) {
   std::vector<std::unique_ptr<LaneAllreduce>> live;
   for (int r = 0; r < n; ++r) {
     const Group group = group_with_nodes(mesh, node, r);
-    LaneRange range{.data = reinterpret_cast<std::byte*>(data[r].data()), .count = count, .block_count = block, .segment_bytes = 256};
+    LaneRange range{.data = reinterpret_cast<std::byte*>(data[r].data()),
+                    .count = count,
+                    .block_count = block,
+                    .segment_bytes = 256};
     range.scale.post = 0.5;
     auto made = make_lane_allreduce(range, group, lane_of(group).positions);
     REQUIRE_MESSAGE(made.is_ok(), made.status().text());

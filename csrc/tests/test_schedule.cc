@@ -364,7 +364,8 @@ TEST_CASE("an alltoall delivers every part") {
         for (int p = 0; p < n; ++p) received[r].push_back(sent[p][r]);
       std::vector<Actor> actors;
       for (int r = 0; r < n; ++r) {
-        AlltoallShape shape{.rank = r, .sent = sent[r], .received = received[r], .load = copies ? Load::kCopy : Load::kNone};
+        AlltoallShape shape{
+            .rank = r, .sent = sent[r], .received = received[r], .load = copies ? Load::kCopy : Load::kNone};
         actors.push_back(
             actor_with_input(plan_pairwise_alltoall(shape), r, before(sent[r], n), before(received[r], n), copies));
       }
@@ -415,7 +416,8 @@ TEST_CASE("placed schedules keep their own ranges and order") {
   for (int r = 0; r < n; ++r) {
     std::vector<PlacedSchedule> parts;
     for (size_t first = 0; first < 40; first += 20)
-      parts.push_back({plan_ring_allreduce({.rank = r, .size = n, .count = 20, .load = Load::kGate, .in_place = true}), first});
+      parts.push_back(
+          {plan_ring_allreduce({.rank = r, .size = n, .count = 20, .load = Load::kGate, .in_place = true}), first});
     std::vector<int> begin;
     Schedule whole = concatenate(parts, &begin);
     CHECK(begin == std::vector<int>{0, static_cast<int>(parts[0].schedule.steps.size())});
