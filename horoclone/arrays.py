@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from horoclone import array_memory as memory
 from horoclone import ops, runtime
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 
 if TYPE_CHECKING:
-    from horoclone._core import Result, Runtime
+    from horoclone._core import Runtime
 
 Array = NDArray[Any]
 
@@ -43,50 +44,8 @@ _pending: dict[int, _Pending] = {}
 _numbers = itertools.count(1)
 
 
-# --- arrays and their description
-
-
-def _dtype_of(array: Array) -> int:
-    number = ops.DTYPES.get(array.dtype.name)
-    if number is None:
-        raise ValueError(
-            f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.DTYPES)}."
-        )
-    return number
-
-
-def _input(array: ArrayLike) -> Array:
-    """As a C-contiguous array in native byte order; a copy only where that needs one."""
-    found = np.asarray(array)
-    if not found.flags.c_contiguous or not found.dtype.isnative:
-        found = np.array(found, dtype=found.dtype.newbyteorder("="), order="C", copy=True)
-    return found
-
-
-def _in_place(array: Array) -> Array:
-    if not isinstance(array, np.ndarray):
-        raise ValueError(f"an in-place operation needs a NumPy array, not {type(array).__name__}")
-    if not array.flags.c_contiguous or not array.dtype.isnative:
-        raise ValueError("Tensor is required to be contiguous.")
-    if not array.flags.writeable:
-        raise ValueError("an in-place operation needs a writable array, and this one is read-only")
-    return array
-
-
-def _address(array: Array) -> int:
-    return int(array.__array_interface__["data"][0])
-
-
 def _set_id(process_set: ProcessSet) -> int:
     return 0 if process_set is global_process_set else id_of(process_set)
-
-
-def _rows(result: Result, like: Array) -> Array:
-    """The core's bytes as an array of the rows' shape and dtype, without a copy."""
-    shape = (result.first_dimension, *like.shape[1:])
-    if result.nbytes == 0:
-        return np.empty(shape, like.dtype)
-    return np.frombuffer(result, np.uint8).view(like.dtype).reshape(shape)
 
 
 def _remember(pending: _Pending) -> int:
@@ -121,6 +80,9 @@ def synchronize(handle: int) -> Any:
 # --- allreduce
 
 
+Description = tuple[int, str | None, int, int, tuple[int, ...], int, int, float, float, int, int]
+
+
 def _allreduce(
     array: Array,
     out: Array,
@@ -128,28 +90,22 @@ def _allreduce(
     reduce: int,
     scales: tuple[float, float],
     process_set: ProcessSet,
-) -> _Pending:
-    native = runtime.native()
-    handle = native.submit(
-        ops.ALLREDUCE, name, _address(array), _address(out), array.shape, _dtype_of(array), reduce, *scales, 0,
-        _set_id(process_set),
-    )  # fmt: skip
-    return _Pending(native, handle, (array, out), lambda native, handle: out)
+) -> Description:
+    """The arguments of Runtime.submit and Runtime.run."""
+    places = memory.address(array), memory.address(out)
+    dtype = memory.dtype_of(array)
+    return (ops.ALLREDUCE, name, *places, array.shape, dtype, reduce, *scales, 0, _set_id(process_set))
 
 
-def _allreduce_now(
-    array: Array,
-    out: Array,
-    name: str | None,
-    reduce: int,
-    scales: tuple[float, float],
-    process_set: ProcessSet,
-) -> Array:
-    runtime.native().run(
-        ops.ALLREDUCE, name, _address(array), _address(out), array.shape, _dtype_of(array), reduce, *scales, 0,
-        _set_id(process_set),
-    )  # fmt: skip
+def _now_in(out: Array, description: Description) -> Array:
+    runtime.native().run(*description)
     return out
+
+
+def _later_in(array: Array, out: Array, description: Description) -> int:
+    native = runtime.native()
+    keep = (array, out)
+    return _remember(_Pending(native, native.submit(*description), keep, lambda native, handle: out))
 
 
 def allreduce(
@@ -165,11 +121,10 @@ def allreduce(
 
     Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and Product = and.
     """
-    source = _input(array)
+    source = memory.readable(array)
     scales = (prescale_factor, postscale_factor)
-    return _allreduce_now(
-        source, np.empty_like(source), name, ops.resolve_reduce(average, op), scales, process_set
-    )
+    out, reduce = np.empty_like(source), ops.resolve_reduce(average, op)
+    return _now_in(out, _allreduce(source, out, name, reduce, scales, process_set))
 
 
 def allreduce_async(
@@ -182,10 +137,11 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As allreduce; returns a handle at once. Do not change the array before it is done."""
-    source = _input(array)
+    source = memory.readable(array)
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
-    return _remember(_allreduce(source, np.empty_like(source), name, reduce, scales, process_set))
+    out = np.empty_like(source)
+    return _later_in(source, out, _allreduce(source, out, name, reduce, scales, process_set))
 
 
 def allreduce_(
@@ -198,9 +154,10 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """As allreduce, with the result in the array itself, which is returned."""
-    target = _in_place(array)
+    target = memory.writable(array)
     scales = (prescale_factor, postscale_factor)
-    return _allreduce_now(target, target, name, ops.resolve_reduce(average, op), scales, process_set)
+    reduce = ops.resolve_reduce(average, op)
+    return _now_in(target, _allreduce(target, target, name, reduce, scales, process_set))
 
 
 def allreduce_async_(
@@ -213,9 +170,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As allreduce_; returns a handle at once. Do not touch the array before it is done."""
-    target = _in_place(array)
+    target = memory.writable(array)
     scales = (prescale_factor, postscale_factor)
-    return _remember(_allreduce(target, target, name, ops.resolve_reduce(average, op), scales, process_set))
+    reduce = ops.resolve_reduce(average, op)
+    return _later_in(target, target, _allreduce(target, target, name, reduce, scales, process_set))
 
 
 # --- groups
@@ -237,10 +195,10 @@ def _group(
     handle = native.submit_group(
         op,
         name,
-        [_address(array) for array in arrays],
-        [_address(out) for out in outs] if outs is not None else [0] * len(arrays),
+        [memory.address(array) for array in arrays],
+        [memory.address(out) for out in outs] if outs is not None else [0] * len(arrays),
         [array.shape for array in arrays],
-        [_dtype_of(array) for array in arrays],
+        [memory.dtype_of(array) for array in arrays],
         reduce,
         *scales,
         0,
@@ -250,7 +208,7 @@ def _group(
     def finish(native: Runtime, handle: int) -> list[Array]:
         if outs is not None:
             return list(outs)
-        return [_rows(native.result(handle, index), array) for index, array in enumerate(arrays)]
+        return [memory.rows(native.result(handle, index), array) for index, array in enumerate(arrays)]
 
     return _Pending(native, handle, (arrays, outs), finish)
 
@@ -265,7 +223,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As grouped_allreduce; returns one handle for the group at once."""
-    sources = [_input(array) for array in arrays]
+    sources = [memory.readable(array) for array in arrays]
     outs = [np.empty_like(source) for source in sources]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
@@ -299,7 +257,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As grouped_allreduce_; returns one handle for the group at once."""
-    targets = [_in_place(array) for array in arrays]
+    targets = [memory.writable(array) for array in arrays]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
     return _remember(_group(ops.ALLREDUCE, targets, targets, name, reduce, scales, process_set))
@@ -333,32 +291,30 @@ def _gathered(
     scales: tuple[float, float],
     process_set: ProcessSet,
 ) -> _Pending:
-    native = runtime.native()
-    handle = native.submit(
-        op, name, _address(array), 0, array.shape, _dtype_of(array), reduce, *scales, 0, _set_id(process_set)
-    )
-    return _Pending(native, handle, array, lambda native, handle: _rows(native.result(handle), array))
+    native, at, dtype = runtime.native(), memory.address(array), memory.dtype_of(array)
+    handle = native.submit(op, name, at, 0, array.shape, dtype, reduce, *scales, 0, _set_id(process_set))
+    return _Pending(native, handle, array, lambda native, handle: memory.rows(native.result(handle), array))
 
 
 def allgather_async(
     array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As allgather; returns a handle at once."""
-    return _remember(_gathered(ops.ALLGATHER, _input(array), name, ops.Sum, (1.0, 1.0), process_set))
+    return _remember(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))
 
 
 def allgather(
     array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
-    return _now(_gathered(ops.ALLGATHER, _input(array), name, ops.Sum, (1.0, 1.0), process_set))  # type: ignore[no-any-return]
+    return _now(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))  # type: ignore[no-any-return]
 
 
 def grouped_allgather_async(
     arrays: Sequence[ArrayLike], name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As grouped_allgather; returns one handle for the group at once."""
-    sources = [_input(array) for array in arrays]
+    sources = [memory.readable(array) for array in arrays]
     return _remember(_group(ops.ALLGATHER, sources, None, name, ops.Sum, (1.0, 1.0), process_set))
 
 
@@ -370,7 +326,7 @@ def grouped_allgather(
 
 
 def _scatterable(array: ArrayLike) -> Array:
-    source = _input(array)
+    source = memory.readable(array)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array with a first dimension to scatter; this one is 0-d.")
     return source
@@ -438,7 +394,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As alltoall; returns a handle at once."""
-    source = _input(array)
+    source = memory.readable(array)
     rows: list[int] | None = None
     if splits is not None:
         given = np.asarray(splits)
@@ -447,17 +403,15 @@ def alltoall_async(
                 "alltoall: splits is a 1-d array of integers, one for each rank of the process set"
             )
         rows = [int(count) for count in given]
-    native = runtime.native()
-    handle = native.submit(
-        ops.ALLTOALL, name, _address(source), 0, source.shape, _dtype_of(source), ops.Sum, 1.0, 1.0, 0,
-        _set_id(process_set), rows,
-    )  # fmt: skip
 
     def finish(native: Runtime, handle: int) -> Any:
         result = native.result(handle)
-        output = _rows(result, source)
+        output = memory.rows(result, source)
         return output if rows is None else (output, np.array(result.rows_from, np.int32))
 
+    native, at, dtype = runtime.native(), memory.address(source), memory.dtype_of(source)
+    where = _set_id(process_set)
+    handle = native.submit(ops.ALLTOALL, name, at, 0, source.shape, dtype, ops.Sum, 1.0, 1.0, 0, where, rows)
     return _remember(_Pending(native, handle, source, finish))
 
 
@@ -479,45 +433,44 @@ def alltoall(
 
 def _broadcast(
     array: Array, out: Array, root_rank: int, name: str | None, process_set: ProcessSet
-) -> _Pending:
-    native = runtime.native()
-    handle = native.submit(
-        ops.BROADCAST, name, _address(array), _address(out), array.shape, _dtype_of(array), ops.Sum, 1.0, 1.0,
-        int(root_rank), _set_id(process_set),
-    )  # fmt: skip
-    return _Pending(native, handle, (array, out), lambda native, handle: out)
+) -> Description:
+    places = memory.address(array), memory.address(out)
+    dtype, root = memory.dtype_of(array), int(root_rank)
+    return (ops.BROADCAST, name, *places, array.shape, dtype, ops.Sum, 1.0, 1.0, root, _set_id(process_set))
 
 
 def broadcast_async(
     array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As broadcast; returns a handle at once."""
-    source = _input(array)
-    return _remember(_broadcast(source, np.empty_like(source), root_rank, name, process_set))
+    source = memory.readable(array)
+    out = np.empty_like(source)
+    return _later_in(source, out, _broadcast(source, out, root_rank, name, process_set))
 
 
 def broadcast(
     array: ArrayLike, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
-    source = _input(array)
-    return _now(_broadcast(source, np.empty_like(source), root_rank, name, process_set))  # type: ignore[no-any-return]
+    source = memory.readable(array)
+    out = np.empty_like(source)
+    return _now_in(out, _broadcast(source, out, root_rank, name, process_set))
 
 
 def broadcast_async_(
     array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As broadcast_; returns a handle at once."""
-    target = _in_place(array)
-    return _remember(_broadcast(target, target, root_rank, name, process_set))
+    target = memory.writable(array)
+    return _later_in(target, target, _broadcast(target, target, root_rank, name, process_set))
 
 
 def broadcast_(
     array: Array, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """As broadcast, into the array itself, which is returned."""
-    target = _in_place(array)
-    return _now(_broadcast(target, target, root_rank, name, process_set))  # type: ignore[no-any-return]
+    target = memory.writable(array)
+    return _now_in(target, _broadcast(target, target, root_rank, name, process_set))
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

@@ -51,7 +51,11 @@ def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Callable[[Any], Any]:
     """broadcast_object with everything but the object fixed."""
-    return lambda obj=None: broadcast_object(obj, root_rank, name, process_set)
+
+    def broadcast(obj: Any = None) -> Any:
+        return broadcast_object(obj, root_rank, name, process_set)
+
+    return broadcast
 
 
 def allgather_object(

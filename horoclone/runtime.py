@@ -121,9 +121,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             raise _forked_error()
         if _native is not None:
             return
+        _install_hooks()
         wanted = _checked_process_sets(process_sets, comm)
         deadline = time.monotonic() + start_timeout_s(os.environ)
-        _install_hooks()
         from horoclone.bootstrap import exchange
 
         _job = exchange.open_job(comm, os.environ, deadline, _say, _job)
@@ -327,8 +327,10 @@ def _after_fork_in_child() -> None:
 
 def _tell_failure(kind: type[BaseException], error: BaseException, trace: Any) -> None:
     """Tells the peers why this rank is about to end, then the launcher with the whole traceback."""
-    runtime, job = _native, _job
-    if _forked_from is not None or job is None:
+    if _forked_from is not None:
+        return
+    runtime, job = _native, _job or _job_to_report_to()
+    if job is None:
         return
     consequence = issubclass(kind, (errors.PeerLost, errors.Aborted))  # the peers have the root cause already
     if runtime is not None and not consequence:
@@ -336,6 +338,18 @@ def _tell_failure(kind: type[BaseException], error: BaseException, trace: Any) -
         _bounded(lambda: runtime.abort(text), TELL_DEADLINE_S)
     report = "".join(traceback.format_exception(kind, error, trace))[-FAILURE_TEXT_BYTES:]
     _bounded(lambda: job.report_failure(report, consequence), TELL_DEADLINE_S)
+
+
+def _job_to_report_to() -> Job | None:
+    """For a failure before init came to the job: with our launcher, its rendezvous can be told nevertheless."""
+    if not os.environ.get("HOROCLONE_RENDEZVOUS"):
+        return None
+    from horoclone.bootstrap import exchange
+
+    try:
+        return exchange.open_job(None, os.environ, time.monotonic() + TELL_DEADLINE_S, None, None)
+    except (errors.HorovodInternalError, ValueError):
+        return None  # init has said what is wrong with the environment
 
 
 def failure_line(rank: int, kind: type[BaseException], error: BaseException) -> str:

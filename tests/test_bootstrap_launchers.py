@@ -10,7 +10,6 @@ import secrets
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +17,6 @@ from horoclone import errors
 from horoclone.bootstrap import exchange
 from horoclone.bootstrap.rendezvous import Server
 
-ROOT = Path(__file__).resolve().parent.parent
 SECRET = "correct-horse-battery"
 
 # What one rank does. argv: comma list of words. "hide=NAME" takes a variable away, as if the launcher had not set it.
@@ -87,21 +85,17 @@ def check(done, size, **expected):
             assert f"{name}={value}" in line, done.output
 
 
-def env_of(mpi):
-    return {**mpi.env, "PYTHONPATH": str(ROOT)}
-
-
 @pytest.mark.mpi
 @pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
 def test_open_mpi_on_one_host(launch, open_mpi, member, words):
-    check(launch([*open_mpi.command(3), *member(*words)], env=env_of(open_mpi)), 3, mpi=bool(words))
+    check(launch([*open_mpi.command(3), *member(*words)], env=open_mpi.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("words", [(), ("mpi-first",)], ids=["plain", "mpi first"])
 def test_open_mpi_on_several_hosts_goes_through_mpi4py(launch, open_mpi, member, words):
     hidden = "hide=OMPI_COMM_WORLD_LOCAL_SIZE"
-    check(launch([*open_mpi.command(2), *member(hidden, *words)], env=env_of(open_mpi)), 2, mpi=True)
+    check(launch([*open_mpi.command(2), *member(hidden, *words)], env=open_mpi.env), 2, mpi=True)
 
 
 @pytest.mark.mpi
@@ -109,23 +103,23 @@ def test_open_mpi_on_several_hosts_goes_through_mpi4py(launch, open_mpi, member,
 @pytest.mark.parametrize("hosts", ["one host", "several hosts"])
 def test_mpich(launch, mpich, member, words, hosts):
     hidden = ("hide=MPI_LOCALNRANKS",) if hosts == "several hosts" else ()
-    check(launch([*mpich.command(3), *member(*hidden, *words)], env=env_of(mpich)), 3, mpi=bool(words))
+    check(launch([*mpich.command(3), *member(*hidden, *words)], env=mpich.env), 3, mpi=bool(words))
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["open_mpi", "mpich"])
 def test_a_communicator_is_the_world(launch, request, member, name):
     mpi = request.getfixturevalue(name)
-    check(launch([*mpi.command(2), *member("comm")], env=env_of(mpi)), 2, mpi=True)
-    done = launch([*mpi.command(4), *member("split")], env=env_of(mpi))
+    check(launch([*mpi.command(2), *member("comm")], env=mpi.env), 2, mpi=True)
+    done = launch([*mpi.command(4), *member("split")], env=mpi.env)
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("member"))
     assert [line[:13] for line in lines] == ["member 0 of 2"] * 2 + ["member 1 of 2"] * 2, done.output
 
 
 @pytest.mark.mpi
 def test_mpiexec_of_one_mpi_with_mpi4py_on_another_is_an_error(launch, mpich, open_mpi, member):
-    env = {"PYTHONPATH": str(ROOT)}  # mpi4py finds Open MPI's library first
-    done = launch([*mpich.command(2), *member("mpi-first")], env=env, check=False)
+    # Without mpich.env, mpi4py finds Open MPI's library first.
+    done = launch([*mpich.command(2), *member("mpi-first")], check=False)
     assert done.returncode != 0
     assert "the launcher says size 2, this process's MPI says 1" in done.output
     assert "belong to different MPIs" in done.output
@@ -133,7 +127,7 @@ def test_mpiexec_of_one_mpi_with_mpi4py_on_another_is_an_error(launch, mpich, op
 
 @pytest.mark.mpi
 def test_the_wrong_mpi4py_does_not_matter_when_it_is_not_needed(launch, mpich, open_mpi, member):
-    check(launch([*mpich.command(2), *member()], env={"PYTHONPATH": str(ROOT)}), 2, mpi=False)
+    check(launch([*mpich.command(2), *member()]), 2, mpi=False)
 
 
 def torchrun(size, *command):
@@ -142,19 +136,19 @@ def torchrun(size, *command):
 
 
 def test_torchrun_on_one_host_needs_no_secret(launch, member):
-    done = launch([*torchrun(3), *member()[1:]], env={"PYTHONPATH": str(ROOT)}, timeout_s=120)
+    done = launch([*torchrun(3), *member()[1:]], timeout_s=120)
     check(done, 3, mpi=False)
 
 
 def test_torchrun_on_several_hosts_uses_its_store_and_a_secret(launch, member):
-    env = {"PYTHONPATH": str(ROOT), "HOROCLONE_SECRET": SECRET}
+    env = {"HOROCLONE_SECRET": SECRET}
     command = [*torchrun(2), *member("hide=LOCAL_WORLD_SIZE")[1:]]
     check(launch(command, env=env, timeout_s=120), 2, mpi=False)
 
 
 def test_torchrun_on_several_hosts_without_a_secret_says_how_to_fix_it(launch, member):
     command = [*torchrun(2), *member("hide=LOCAL_WORLD_SIZE")[1:]]
-    done = launch(command, env={"PYTHONPATH": str(ROOT)}, check=False, timeout_s=120)
+    done = launch(command, check=False, timeout_s=120)
     assert done.returncode != 0
     assert "share no secret" in done.output and "HOROCLONE_SECRET_FILE" in done.output
 
@@ -166,11 +160,11 @@ class Ranks:
     """Plain processes with the variables that a launcher would set."""
 
     def __init__(self, member, environments, words=((),)):
-        clean = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        clean = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
         self.processes = [
             subprocess.Popen(
                 member(*words[rank % len(words)]),
-                env={**clean, "PYTHONPATH": str(ROOT), **env},
+                env={**clean, **env},
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,

@@ -1,0 +1,54 @@
+"""NumPy arrays as the core sees them: address, dtype number, and the core's results as arrays without a copy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from horoclone import ops
+
+if TYPE_CHECKING:
+    from horoclone._core import Result
+
+Array = NDArray[Any]
+
+
+def dtype_of(array: Array) -> int:
+    number = ops.DTYPES.get(array.dtype.name)
+    if number is None:
+        raise ValueError(
+            f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.DTYPES)}."
+        )
+    return number
+
+
+def readable(array: ArrayLike) -> Array:
+    """As a C-contiguous array in native byte order; a copy only where that needs one."""
+    found = np.asarray(array)
+    if not found.flags.c_contiguous or not found.dtype.isnative:
+        found = np.array(found, dtype=found.dtype.newbyteorder("="), order="C", copy=True)
+    return found
+
+
+def writable(array: Array) -> Array:
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"an in-place operation needs a NumPy array, not {type(array).__name__}")
+    if not array.flags.c_contiguous or not array.dtype.isnative:
+        raise ValueError("Tensor is required to be contiguous.")
+    if not array.flags.writeable:
+        raise ValueError("an in-place operation needs a writable array, and this one is read-only")
+    return array
+
+
+def address(array: Array) -> int:
+    return int(array.__array_interface__["data"][0])
+
+
+def rows(result: Result, like: Array) -> Array:
+    """The core's bytes as an array of the rows' shape and dtype, without a copy."""
+    shape = (result.first_dimension, *like.shape[1:])
+    if result.nbytes == 0:
+        return np.empty(shape, like.dtype)
+    return np.frombuffer(memoryview(result), np.uint8).view(like.dtype).reshape(shape)

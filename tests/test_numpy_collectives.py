@@ -1,0 +1,419 @@
+"""Collectives on NumPy arrays against NumPy itself: every dtype and reduction, odd shapes, in place, asynchronous."""
+
+from __future__ import annotations
+
+import gc
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from world import ranks
+
+import horoclone as hvd
+from horoclone import ops
+
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+DTYPES = {name: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in ops.DTYPES}
+INTEGERS = [name for name, dtype in DTYPES.items() if dtype.kind in "iu"]
+FLOATS = ["float16", "bfloat16", "float32", "float64"]
+SHAPES = [(), (0,), (1,), (7,), (3, 5), (2, 0, 4), (1025,), (3, 257, 5)]
+
+
+def data(dtype, shape, rank, low=0, high=5):
+    """Small whole numbers, different on each rank, exact in every dtype and in every order of summing."""
+    random = np.random.default_rng([rank, len(shape), *shape])
+    return np.asarray(random.integers(low, high, shape)).astype(DTYPES[dtype])
+
+
+def everybody(dtype, shape, **bounds):
+    return np.stack([data(dtype, shape, rank, **bounds).astype(np.float64) for rank in range(hvd.size())])
+
+
+def same(result, expected, dtype, shape):
+    assert isinstance(result, np.ndarray)
+    assert result.dtype == DTYPES[dtype] and result.shape == shape
+    np.testing.assert_array_equal(result.astype(np.float64), expected)
+
+
+@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
+@ranks(2, 3)
+def test_allreduce_equals_numpy_for_every_dtype_shape_and_reduction(dtype):
+    for shape in SHAPES:
+        mine, stacked = data(dtype, shape, hvd.rank()), everybody(dtype, shape)
+        before = mine.copy()
+        for op, expected in (
+            (hvd.Sum, stacked.sum(0)),
+            (hvd.Min, stacked.min(0)),
+            (hvd.Max, stacked.max(0)),
+            (hvd.Product, stacked.prod(0)),
+        ):
+            same(hvd.allreduce(mine, op=op), expected, dtype, shape)
+        np.testing.assert_array_equal(mine, before, "the input is not touched")
+        if dtype in INTEGERS:
+            same(hvd.allreduce(mine), np.trunc(stacked.sum(0) / hvd.size()), dtype, shape)
+        else:
+            tolerance = {"float16": 1e-3, "bfloat16": 8e-3, "float32": 1e-6, "float64": 1e-15}[dtype]
+            result = hvd.allreduce(mine, op=hvd.Average).astype(np.float64)
+            np.testing.assert_allclose(result, stacked.mean(0), rtol=tolerance)
+
+
+@ranks(2, 3)
+def test_bool_reduces_with_or_and_and():
+    mine = np.array([True, False, hvd.rank() == 0, hvd.rank() == 1])
+    both = [True, False, True, True]
+    for op, expected in ((hvd.Sum, both), (hvd.Max, both), (hvd.Product, [True, False, False, False]),
+                         (hvd.Min, [True, False, False, False])):  # fmt: skip
+        result = hvd.allreduce(mine, op=op)
+        assert result.dtype == np.bool_ and result.tolist() == expected, op
+    with pytest.raises(ValueError, match=r"(?i)average"):
+        hvd.allreduce(mine)
+    assert hvd.allreduce(mine, op=hvd.Sum).tolist() == both, "a refused call leaves the runtime usable"
+
+
+@ranks(2, 3)
+def test_negative_integers_average_toward_zero():
+    mine = np.array([-7, 7, -1, 1], np.int32) if hvd.rank() == 0 else np.zeros(4, np.int32)
+    expected = [int(value / hvd.size()) for value in (-7, 7, -1, 1)]
+    assert hvd.allreduce(mine).tolist() == expected
+
+
+@ranks(2, 3)
+def test_scale_factors_multiply_before_and_after():
+    mine = np.full(5, hvd.rank() + 1, np.float32)
+    total = sum(range(1, hvd.size() + 1))
+    result = hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2.0, postscale_factor=0.5)
+    np.testing.assert_array_equal(result, np.full(5, total, np.float32))
+    result = hvd.allreduce(mine, prescale_factor=hvd.size())
+    np.testing.assert_allclose(result, np.full(5, total), rtol=1e-6)
+
+
+@ranks(2)
+def test_nan_and_infinity_pass():
+    mine = np.array([np.nan, np.inf, -np.inf, 1.0]) if hvd.rank() == 0 else np.ones(4)
+    for op in (hvd.Sum, hvd.Min, hvd.Max):
+        result = hvd.allreduce(mine, op=op)
+        assert np.isnan(result[0]), "NaN wins also in Min and Max"
+    assert np.isinf(hvd.allreduce(mine, op=hvd.Sum)[1:3]).all()
+
+
+@ranks(2, 3)
+def test_every_rank_gets_the_same_bits_and_so_does_every_run():
+    random = np.random.default_rng(hvd.rank())
+    for count in (1, 1000, 100_003):
+        mine = random.standard_normal(count).astype(np.float32)
+        first = hvd.allreduce(mine, op=hvd.Sum)
+        gathered = hvd.allgather(first.view(np.int32).reshape(1, -1))
+        assert (gathered == gathered[0]).all()
+        for _ in range(5):
+            assert hvd.allreduce(mine, op=hvd.Sum).tobytes() == first.tobytes()
+
+
+@ranks(2)
+def test_lists_scalars_strided_and_foreign_byte_order_are_converted():
+    assert hvd.allreduce([1, 2, 3], op=hvd.Sum).tolist() == [2, 4, 6]
+    scalar = hvd.allreduce(1.5, op=hvd.Sum)
+    assert scalar.shape == () and float(scalar) == 3.0
+    base = np.arange(24.0).reshape(4, 6)
+    for view in (base[:, ::2], base.T, base[::-1], np.asfortranarray(base)):
+        np.testing.assert_array_equal(hvd.allreduce(view, op=hvd.Sum), 2 * view)
+    big_endian = np.arange(5).astype(">i4")
+    result = hvd.allreduce(big_endian, op=hvd.Sum)
+    assert result.tolist() == [0, 2, 4, 6, 8] and result.dtype.isnative
+    read_only = np.frombuffer(b"\x01\x02", np.uint8)
+    assert hvd.allreduce(read_only, op=hvd.Sum).tolist() == [2, 4]
+
+
+@ranks(2)
+def test_in_place_operations_write_into_the_array_and_refuse_what_they_cannot():
+    mine = np.full(9, hvd.rank() + 1.0)
+    assert hvd.allreduce_(mine, op=hvd.Sum) is mine and (mine == 3).all()
+    mine = np.full(9, float(hvd.rank()))
+    assert hvd.broadcast_(mine, 1) is mine and (mine == 1).all()
+    pair = [np.full(3, hvd.rank() + 1), np.full((), hvd.rank() + 1.0)]
+    result = hvd.grouped_allreduce_(pair, op=hvd.Sum)
+    assert result[0] is pair[0] and result[1] is pair[1] and pair[0].tolist() == [3, 3, 3] and pair[1] == 3
+    for wrong in (np.zeros((4, 4))[:, 1], np.zeros(3, ">f4")):
+        with pytest.raises(ValueError, match=r"Tensor is required to be contiguous\."):
+            hvd.allreduce_(wrong)
+    with pytest.raises(ValueError, match="read-only"):
+        hvd.broadcast_(np.frombuffer(b"1234", np.uint8), 0)
+    with pytest.raises(ValueError, match="needs a NumPy array"):
+        hvd.allreduce_([1, 2])
+
+
+@ranks(2)
+def test_unknown_dtypes_are_refused_on_the_spot():
+    for wrong in (np.zeros(2, np.complex64), np.zeros(2, np.uint32), np.array(["a"]), np.array([None])):
+        with pytest.raises(ValueError, match=r"Tensor type .* is not supported"):
+            hvd.allreduce(wrong)
+    with pytest.raises(ValueError, match="op="):
+        hvd.allreduce(np.zeros(1), op=17)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@ranks(2, 3)
+def test_broadcast_from_every_root(dtype):
+    for root in range(hvd.size()):
+        for shape in SHAPES:
+            mine = data(dtype, shape, hvd.rank(), high=2)
+            same(hvd.broadcast(mine, root), data(dtype, shape, root, high=2).astype(np.float64), dtype, shape)
+
+
+@pytest.mark.parametrize("dtype", list(DTYPES))
+@ranks(2, 3)
+def test_allgather_of_unequal_first_dimensions(dtype):
+    for rest in ((), (3,), (2, 5)):
+        pieces = [data(dtype, ((rank * 2) % 3, *rest), rank, high=2) for rank in range(hvd.size())]
+        result = hvd.allgather(pieces[hvd.rank()])
+        expected = np.concatenate(pieces)
+        same(result, expected.astype(np.float64), dtype, expected.shape)
+        if result.size:
+            result[...] = 0  # the result is the caller's
+    empty = hvd.allgather(np.empty((0, 4), DTYPES[dtype]))
+    assert empty.shape == (0, 4) and empty.dtype == DTYPES[dtype]
+
+
+@ranks(2)
+def test_a_result_outlives_its_handle_and_the_runtime():
+    kept = hvd.allgather(np.arange(1000, dtype=np.int64) + hvd.rank())
+    expected = kept.copy()
+    for _ in range(20):
+        hvd.allgather(np.full(1000, -1, np.int64))
+    hvd.shutdown()
+    gc.collect()
+    np.testing.assert_array_equal(kept, expected)
+
+
+@ranks(2, 3)
+def test_groups_are_one_operation():
+    arrays = [np.full(shape, hvd.rank() + index, np.float32) for index, shape in enumerate(SHAPES)]
+    total = sum(range(hvd.size()))
+    for index, result in enumerate(hvd.grouped_allreduce(arrays, op=hvd.Sum)):
+        np.testing.assert_array_equal(result, np.full(SHAPES[index], total + index * hvd.size(), np.float32))
+    rows = [np.full((hvd.rank() + 1, 2), index) for index in range(3)]
+    for index, result in enumerate(hvd.grouped_allgather(rows)):
+        assert result.shape == (sum(range(1, hvd.size() + 1)), 2) and (result == index).all()
+    mixed = hvd.grouped_allreduce([np.ones(2, np.float16), np.ones(3, np.int64)], op=hvd.Sum)
+    assert [one.dtype.name for one in mixed] == ["float16", "int64"] and mixed[1].tolist() == [hvd.size()] * 3
+    assert hvd.grouped_allreduce([]) == [] and hvd.grouped_allgather([]) == []
+
+
+@ranks(2, 3)
+def test_asynchronous_operations_in_different_orders_on_different_ranks():
+    count = 40
+    order = np.random.default_rng(hvd.rank()).permutation(count)
+    handles = {}
+    for index in order:
+        array = np.full(100 + index, index + hvd.rank(), np.float64)
+        handles[index] = hvd.allreduce_async(array, name=f"a{index}", op=hvd.Sum)
+        del array  # the handle keeps it alive
+    gc.collect()
+    for index in range(count):
+        expected = hvd.size() * index + sum(range(hvd.size()))
+        np.testing.assert_array_equal(hvd.synchronize(handles[index]), np.full(100 + index, expected, float))
+        assert hvd.poll(handles[index]) and hvd.synchronize(handles[index]) is None, "a handle serves once"
+
+
+@ranks(2)
+def test_poll_turns_true_without_anybody_waiting():
+    handle = hvd.broadcast_async(np.full(4, hvd.rank()), 1)
+    deadline = time.monotonic() + 20
+    while not hvd.poll(handle):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert hvd.synchronize(handle).tolist() == [1] * 4
+    gathered = hvd.allgather_async([hvd.rank()])
+    grouped = hvd.grouped_allreduce_async([np.ones(1), np.ones(2)], op=hvd.Sum)
+    inside = np.ones(3)
+    placed = hvd.allreduce_async_(inside, op=hvd.Sum)
+    assert hvd.synchronize(placed) is inside and inside.tolist() == [2, 2, 2]
+    assert [one.tolist() for one in hvd.synchronize(grouped)] == [[2], [2, 2]]
+    assert hvd.synchronize(gathered).tolist() == [0, 1]
+
+
+@ranks(2)
+def test_a_name_that_is_pending_is_refused_and_the_first_completes():
+    if hvd.rank() == 0:
+        first = hvd.allreduce_async(np.ones(3), name="twice", op=hvd.Sum)
+        with pytest.raises(ValueError, match="twice"):
+            hvd.allreduce_async(np.ones(3), name="twice", op=hvd.Sum)
+        hvd.barrier()
+    else:
+        hvd.barrier()
+        first = hvd.allreduce_async(np.ones(3), name="twice", op=hvd.Sum)
+    assert hvd.synchronize(first).tolist() == [2, 2, 2]
+
+
+@pytest.mark.parametrize("what", ["shape", "dtype", "operation", "reduction", "root"])
+@ranks(2)
+def test_a_mismatch_is_an_error_on_every_rank_and_the_runtime_goes_on(what):
+    odd = hvd.rank() == 1
+    with pytest.raises(hvd.Mismatch, match="different") as caught:
+        if what == "shape":
+            hvd.allreduce(np.ones(4 if odd else 3), name="different")
+        elif what == "dtype":
+            hvd.allreduce(np.ones(3, np.float32 if odd else np.float64), name="different")
+        elif what == "reduction":
+            hvd.allreduce(np.ones(3), name="different", op=hvd.Max if odd else hvd.Sum)
+        elif what == "root":
+            hvd.broadcast(np.ones(3), 1 if odd else 0, name="different")
+        elif odd:
+            hvd.broadcast(np.ones(3), 0, name="different")
+        else:
+            hvd.allreduce(np.ones(3), name="different")
+    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value)
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+
+
+@ranks(3)
+def test_a_barrier_waits_for_everybody():
+    started = time.monotonic()
+    if hvd.rank() == 2:
+        time.sleep(0.5)
+    hvd.barrier()
+    if hvd.rank() != 2:
+        assert time.monotonic() - started > 0.4
+    hvd.barrier(process_set=hvd.global_process_set)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    dtype=st.sampled_from([*INTEGERS, *FLOATS]),
+    shape=st.lists(st.integers(0, 9), max_size=4).map(tuple),
+    op=st.sampled_from([ops.Sum, ops.Min, ops.Max]),
+    seed=st.integers(0, 10**6),
+)
+def compare_with_numpy(dtype, shape, op, seed):
+    def of(rank):
+        return np.asarray(np.random.default_rng([seed, rank]).integers(0, 9, shape)).astype(DTYPES[dtype])
+
+    stacked = np.stack([of(rank).astype(np.float64) for rank in range(hvd.size())])
+    expected = {ops.Sum: stacked.sum, ops.Min: stacked.min, ops.Max: stacked.max}[op](0)
+    same(hvd.allreduce(of(hvd.rank()), op=op), expected, dtype, shape)
+    gathered = hvd.allgather(of(hvd.rank())[None])
+    same(gathered, stacked, dtype, (hvd.size(), *shape))
+
+
+@ranks(2)
+def test_random_calls_agree_with_numpy():
+    compare_with_numpy()  # every rank draws the same examples
+
+
+@ranks(1)
+def test_a_process_alone_computes_what_it_has():
+    mine = np.arange(6.0).reshape(2, 3)
+    np.testing.assert_array_equal(hvd.allreduce(mine), mine)
+    np.testing.assert_array_equal(hvd.allreduce(mine, op=hvd.Sum, prescale_factor=2), 2 * mine)
+    np.testing.assert_array_equal(hvd.allgather(mine), mine)
+    np.testing.assert_array_equal(hvd.broadcast(mine, 0), mine)
+    hvd.barrier()
+    assert (hvd.rank(), hvd.size(), hvd.local_size(), hvd.cross_size()) == (0, 1, 1, 1)
+
+
+@ranks(2, 3)
+def test_alltoall_with_and_without_splits():
+    size, rank = hvd.size(), hvd.rank()
+    equal = hvd.alltoall(np.arange(2 * size) + 100 * rank)
+    expected = [100 * other + 2 * rank + step for other in range(size) for step in range(2)]
+    assert equal.tolist() == expected
+    splits = [other + rank for other in range(size)]
+    rows = np.repeat(np.arange(size, dtype=np.float32), splits)[:, None] * np.ones((1, 3), np.float32)
+    received, counts = hvd.alltoall(rows, splits)
+    assert counts.dtype == np.int32 and counts.tolist() == splits
+    assert received.shape == (sum(splits), 3) and (received == rank).all()
+    for wrong in ([[1, 1]], [0.5, 0.5]):
+        with pytest.raises(ValueError, match="splits is a 1-d array of integers"):
+            hvd.alltoall(rows, wrong)
+    with pytest.raises(ValueError, match=r"(?i)split"):
+        hvd.alltoall(rows, [1] * (size + 1))
+    assert hvd.alltoall(np.arange(size)).shape == (size,)
+
+
+@ranks(2, 3)
+def test_reducescatter_gives_the_first_ranks_one_row_more():
+    size, rank = hvd.size(), hvd.rank()
+    rows = 2 * size + 1
+    mine = np.arange(rows * 2, dtype=np.float64).reshape(rows, 2) * (rank + 1)
+    total = sum(range(1, size + 1)) * np.arange(rows * 2, dtype=np.float64).reshape(rows, 2)
+    own = np.array_split(total, size)[rank]
+    np.testing.assert_array_equal(hvd.reducescatter(mine, op=hvd.Sum), own)
+    np.testing.assert_allclose(hvd.reducescatter(mine), own / size)
+    for result in hvd.grouped_reducescatter([mine, mine], op=hvd.Sum):
+        np.testing.assert_array_equal(result, own)
+    with pytest.raises(ValueError, match="0-d"):
+        hvd.reducescatter(1.0)
+
+
+@ranks(3)
+def test_join_lets_the_others_go_on():
+    rank = hvd.rank()
+    for turn in range(rank):
+        present = 3 - 1 - turn  # rank r takes r turns
+        assert hvd.allreduce(np.ones(4), op=hvd.Sum, name=f"turn{turn}").tolist() == [present] * 4
+    time.sleep(0.1 * rank)
+    assert hvd.join() == 2
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [3]
+
+
+@ranks(3, init=False)
+def test_process_sets_reduce_among_themselves():
+    ends, middle = hvd.ProcessSet([2, 0]), hvd.ProcessSet([1])
+    hvd.init(process_sets=[ends, middle])
+    rank = hvd.rank()
+    assert hvd.global_process_set.ranks == [0, 1, 2] and hvd.global_process_set.size() == 3
+    assert (ends.size(), middle.size()) == (2, 1) and ends.process_set_id != middle.process_set_id
+    assert ends.included() is (rank != 1) and middle.included() is (rank == 1)
+    mine = ends if rank != 1 else middle
+    assert mine.rank() == (rank // 2 if rank != 1 else 0)
+    assert hvd.allreduce(np.array([rank]), op=hvd.Sum, process_set=mine).tolist() == [2 if rank != 1 else 1]
+    assert hvd.allgather([rank], process_set=mine).tolist() == mine.ranks
+    assert hvd.broadcast_object(rank, root_rank=mine.ranks[-1], process_set=mine) == mine.ranks[-1]
+    assert hvd.allgather_object(rank, process_set=mine) == mine.ranks
+    other = middle if mine is ends else ends
+    with pytest.raises(ValueError, match="not a member"):
+        hvd.allreduce(np.ones(1), process_set=other)
+    with pytest.raises(ValueError, match="not a member"):
+        other.rank()
+    with pytest.raises(ValueError, match="HOROVOD_DYNAMIC_PROCESS_SETS"):
+        hvd.add_process_set([0, 1])
+    hvd.shutdown()
+    assert ends.process_set_id is None and middle.process_set_id is None
+
+
+@ranks(3, init=False)
+def test_process_sets_come_and_go():
+    hvd.init(process_sets="dynamic")
+    pair = hvd.add_process_set([1, 0])
+    assert pair.ranks == [0, 1] and pair.included() is (hvd.rank() < 2)
+    if hvd.rank() < 2:
+        assert hvd.allreduce(np.ones(1), op=hvd.Sum, process_set=pair).tolist() == [2]
+    for duplicate in ([0, 1], [0, 1, 2]):
+        with pytest.raises(ValueError, match="exists already"):
+            hvd.add_process_set(duplicate)
+    with pytest.raises(ValueError, match="outside the world"):
+        hvd.add_process_set([3])
+    assert hvd.remove_process_set(pair) and pair.process_set_id is None and pair.included() is None
+    assert not hvd.remove_process_set(pair) and not hvd.remove_process_set(hvd.global_process_set)
+    with pytest.raises(ValueError, match="not been registered"):
+        hvd.allreduce(np.ones(1), process_set=pair)
+    again = hvd.add_process_set(hvd.ProcessSet([0, 2]))
+    assert again.size() == 2
+
+
+@ranks(2, init=False)
+def test_wrong_process_sets_are_named_by_their_index():
+    pair = hvd.ProcessSet([0])
+    for wrong, text in (
+        ([pair, hvd.ProcessSet([0])], r"process_sets\[1\] has the same ranks as process_sets\[0\]"),
+        ([pair, [1]], r"process_sets\[1\] is \[1\]"),
+        ("static", "only word allowed"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hvd.init(process_sets=wrong)
+    assert not hvd.is_initialized()
+    with pytest.raises(ValueError, match=r"process_sets\[0\]: .*exists already"):
+        hvd.init(process_sets=[hvd.ProcessSet([0, 1])])
+    assert not hvd.is_initialized()

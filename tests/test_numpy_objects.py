@@ -1,0 +1,62 @@
+"""broadcast_object and allgather_object, and that nothing else unpickles."""
+
+from __future__ import annotations
+
+import functools
+import pickle
+
+import pytest
+from world import ranks
+
+import horoclone as hvd
+
+THINGS = [None, 7, "text", [1, {"a": (2, 3)}], b"x" * 300_000]
+
+
+@ranks(2, 3)
+def test_objects_are_broadcast_from_every_root():
+    for root in range(hvd.size()):
+        for thing in THINGS:
+            given = thing if hvd.rank() == root else "other"
+            assert hvd.broadcast_object(given, root) == thing
+            assert hvd.broadcast_object(given, root, name="state") == thing
+
+
+@ranks(2, 3)
+def test_objects_are_gathered_by_rank():
+    gathered = hvd.allgather_object({"rank": hvd.rank(), "data": "x" * (1000 * hvd.rank())})
+    assert [one["rank"] for one in gathered] == list(range(hvd.size()))
+    assert [len(one["data"]) for one in gathered] == [1000 * rank for rank in range(hvd.size())]
+    assert hvd.allgather_object(None, name="nothing") == [None] * hvd.size()
+
+
+@ranks(2)
+def test_functions_travel_too():
+    factor = 3
+    tripled = hvd.broadcast_object((lambda x: factor * x) if hvd.rank() == 0 else None)
+    assert tripled(14) == 42
+    assert hvd.broadcast_object_fn(root_rank=1)(hvd.rank()) == 1
+    assert hvd.allgather_object(functools.partial(max, 3))[1](2) == 3
+
+
+@ranks(2)
+def test_an_object_that_cannot_be_pickled_is_the_callers_error():
+    with pytest.raises(TypeError, match="pickle"):
+        hvd.allgather_object(one for one in "generator")
+    assert hvd.allgather_object(1) == [1, 1]
+
+
+@ranks(2, init=False)
+def test_starting_and_reducing_unpickles_nothing():
+    def refuse(*args, **kwargs):
+        raise AssertionError("something was unpickled")
+
+    loads, load = pickle.loads, pickle.load
+    pickle.loads = pickle.load = refuse
+    try:
+        hvd.init()
+        assert hvd.allreduce([1.0], op=hvd.Sum).tolist() == [2.0]
+        assert hvd.allgather([hvd.rank()]).tolist() == [0, 1]
+        hvd.shutdown()
+    finally:
+        pickle.loads, pickle.load = loads, load

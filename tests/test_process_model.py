@@ -1,0 +1,405 @@
+"""The life of a process around the runtime: init, again, fork, exceptions, exits; every ending has a limit."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+from world import ranks
+
+import horoclone as hvd
+
+
+def numbers():
+    """Descriptors, threads, mappings, resident MiB of this process."""
+    with open("/proc/self/status") as file:
+        status = dict(line.split(":", 1) for line in file)
+    with open("/proc/self/maps") as file:
+        maps = sum(1 for _ in file)
+    resident = int(status["VmRSS"].split()[0]) // 1024
+    return len(os.listdir("/proc/self/fd")), int(status["Threads"]), maps, resident
+
+
+@ranks(2, init=False, limit_s=120)
+def test_three_hundred_lives_leave_nothing_behind():
+    def life():
+        hvd.init()
+        assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+        hvd.shutdown()
+
+    for _ in range(30):
+        life()
+    before = numbers()
+    started = time.monotonic()
+    for _ in range(300):
+        life()
+    took_ms = (time.monotonic() - started) / 300 * 1000
+    after = numbers()
+    print(f"{took_ms:.1f} ms a life; descriptors, threads, maps, MiB: {before} -> {after}")
+    assert after[0] <= before[0] and after[1] <= before[1]
+    assert after[2] <= before[2] + 10 and after[3] <= before[3] + 8
+
+
+@ranks(2)
+def test_init_twice_is_one_init_and_shutdown_twice_is_one_shutdown():
+    hvd.init()
+    assert hvd.is_initialized() and hvd.size() == 2
+    hvd.shutdown()
+    hvd.shutdown()
+    assert not hvd.is_initialized()
+    with pytest.raises(hvd.NotInitialized, match=r"use hvd.init\(\).*hvd.allreduce\(\)"):
+        hvd.allreduce(np.ones(1))
+    with pytest.raises(ValueError, match=r"hvd.rank\(\)"):
+        hvd.rank()
+
+
+@ranks(2)
+def test_what_was_pending_at_shutdown_fails_and_the_next_life_is_clean():
+    handle = hvd.allreduce_async(np.ones(3), name=f"only on {hvd.rank()}")
+    started = time.monotonic()
+    hvd.shutdown()
+    assert time.monotonic() - started < 8
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.synchronize(handle)
+    hvd.init()
+    assert hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2]
+
+
+def in_child(body):
+    """Runs body() in a forked child; gives what it printed. The child ends without the harness's exit."""
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            text = body()
+        except BaseException as error:
+            text = f"{type(error).__name__}: {error}"
+        os.write(write, str(text).encode())
+        os._exit(0)
+    os.close(write)
+    deadline = time.monotonic() + 20
+    while os.waitpid(pid, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+            raise AssertionError("the forked child hangs")
+        time.sleep(0.01)
+    with os.fdopen(read) as file:
+        return file.read()
+
+
+@ranks(2)
+def test_a_forked_child_is_told_and_the_parent_goes_on():
+    handle = hvd.allreduce_async(np.ones(100_000), name="across the fork", op=hvd.Sum)
+    for call in (hvd.rank, hvd.barrier, hvd.init, hvd.shutdown, lambda: hvd.allreduce(np.ones(1)), hvd.join):
+        text = in_child(call)
+        assert (
+            text.startswith("HorovodInternalError") and "was forked from pid" in text and "spawn" in text
+        ), text
+    assert in_child(hvd.is_initialized) == "False"
+    assert hvd.synchronize(handle)[0] == 2
+    for _ in range(20):
+        assert hvd.allreduce(np.ones(5), op=hvd.Sum).tolist() == [2] * 5
+
+
+@ranks(2)
+def test_forks_while_another_thread_reduces():
+    stop = threading.Event()
+    done = []
+
+    def reduce():
+        for _ in range(50):
+            done.append(hvd.allreduce(np.ones(1000), op=hvd.Sum)[0])
+        stop.set()
+
+    thread = threading.Thread(target=reduce)
+    thread.start()
+    while not stop.is_set():
+        assert in_child(lambda: "fine") == "fine"
+    thread.join(30)
+    assert done == [2.0] * 50
+
+
+@ranks(2)
+def test_memory_that_a_child_inherits_is_not_written_by_the_parent():
+    array = np.full(1000, float(hvd.rank()))
+
+    def child():
+        time.sleep(0.3)  # the parent reduces into its array meanwhile
+        return array.tolist() == [float(seen)] * 1000
+
+    seen = hvd.rank()
+    texts = []
+    forked = threading.Thread(target=lambda: texts.append(in_child(child)))
+    forked.start()
+    time.sleep(0.1)
+    hvd.allreduce_(array, op=hvd.Sum)
+    forked.join(20)
+    assert array[0] == 1.0 and texts == ["True"]
+
+
+# --- endings, under our launcher, so that exit codes and output are real
+
+
+def program(body):
+    return f"import os, signal, sys, time\nimport numpy as np\nimport horoclone as hvd\n{body}"
+
+
+@pytest.fixture
+def two(launch):
+    """two(body) runs a program on two ranks under horoclonerun; gives the finished command."""
+
+    def run(body, check=True, size=2, timeout_s=40):
+        command = [
+            sys.executable,
+            "-m",
+            "horoclone.launch",
+            "-np",
+            str(size),
+            sys.executable,
+            "-c",
+            program(body),
+        ]
+        env = {"HOROCLONE_START_TIMEOUT": "20"}
+        return launch(command, env=env, timeout_s=timeout_s, check=check)
+
+    return run
+
+
+def test_an_exception_on_one_rank_reaches_the_others_within_a_second(two):
+    done = two(
+        """
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(0.5)
+    print("raised at", time.time(), flush=True)
+    raise ValueError("bad batch 17")
+try:
+    hvd.allreduce(np.ones(4), name="w")
+except hvd.HorovodInternalError as error:
+    print("heard at", time.time(), type(error).__name__, error, flush=True)
+""",
+        check=False,
+    )
+    assert done.returncode != 0
+    assert "rank 1 raised ValueError: bad batch 17" in done.stdout, done.output
+    raised = float(re.search(r"raised at ([\d.]+)", done.stdout)[1])
+    heard = float(re.search(r"heard at ([\d.]+)", done.stdout)[1])
+    assert heard - raised < 1.0
+    assert done.stderr.count("[1] ValueError: bad batch 17") == 1, done.output
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_leaves_early_fails_the_others_soon(two, code):
+    done = two(
+        f"""
+hvd.init()
+if hvd.rank() == 1:
+    sys.exit({code})
+started = time.monotonic()
+try:
+    hvd.allreduce(np.ones(4), name="w")
+except hvd.HorovodInternalError as error:
+    print("after", time.monotonic() - started, error, flush=True)
+""",
+        check=False,
+    )
+    assert "rank 1" in done.stdout, done.output
+    assert float(re.search(r"after ([\d.e-]+)", done.stdout)[1]) < 2.0
+    assert (done.returncode == 0) == (code == 0), done.output
+
+
+def test_an_exit_with_pending_work_does_not_hang(two):
+    done = two("hvd.init()\nhvd.allreduce_async(np.ones(1000), name='a')\nprint('end', flush=True)\n")
+    assert done.stdout.count("end") == 2 and done.seconds < 15
+
+
+def test_an_exit_with_work_that_never_gets_ready_does_not_hang(two):
+    done = two("hvd.init()\nhvd.allreduce_async(np.ones(9), name=f'only {hvd.rank()}')\n", check=False)
+    assert done.seconds < 15
+
+
+def test_an_exit_without_shutdown_and_a_forked_child_that_exits_normally(two):
+    done = two(
+        """
+hvd.init()
+if os.fork() == 0:
+    sys.exit(0)  # runs the interpreter's exit functions in the child
+assert os.wait()[1] == 0
+assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+"""
+    )
+    assert done.seconds < 15
+
+
+def test_multiprocessing_workers_by_fork_and_by_spawn(two):
+    done = two(
+        """
+import multiprocessing
+hvd.init()
+for method in ("fork", "spawn", "forkserver"):
+    with multiprocessing.get_context(method).Pool(2) as pool:
+        assert pool.map(abs, [-1, -2, -3]) == [1, 2, 3]
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+print("fine", flush=True)
+"""
+    )
+    assert done.stdout.count("fine") == 2, done.output
+
+
+def test_ctrl_c_in_one_rank_is_said_to_the_others(two):
+    done = two(
+        """
+hvd.init()
+if hvd.rank() == 1:
+    time.sleep(0.3)
+    os.kill(os.getpid(), signal.SIGINT)
+    time.sleep(5)
+try:
+    hvd.barrier()
+except hvd.HorovodInternalError as error:
+    print("heard", error, flush=True)
+""",
+        check=False,
+    )
+    assert "rank 1 was interrupted (Ctrl-C)" in done.stdout, done.output
+    assert done.seconds < 15
+
+
+def test_ctrl_c_during_a_wait_is_served_at_once(two):
+    done = two(
+        """
+import threading
+hvd.init()
+if hvd.rank() == 0:
+    threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    started = time.monotonic()
+    try:
+        hvd.allreduce(np.ones(1), name="never on rank 1")
+    except KeyboardInterrupt:
+        print("interrupted after", time.monotonic() - started, flush=True)
+else:
+    time.sleep(2)
+hvd.shutdown()
+"""
+    )
+    assert float(re.search(r"interrupted after ([\d.]+)", done.stdout)[1]) < 1.5, done.output
+
+
+def test_an_exception_hook_of_the_user_still_runs(two):
+    done = two(
+        """
+sys.excepthook = lambda kind, error, trace: print("my hook saw", error, flush=True)
+hvd.init()
+raise KeyError("mine") if hvd.rank() == 0 else SystemExit(0)
+""",
+        check=False,
+    )
+    assert "my hook saw 'mine'" in done.stdout, done.output
+
+
+def test_a_failure_before_everybody_is_connected_is_told_to_those_who_wait(two):
+    done = two(
+        """
+if os.environ["HOROCLONE_RANK"] == "1":
+    time.sleep(0.3)
+    hvd.init(process_sets=[3])
+try:
+    hvd.init()
+except hvd.PeerLost as error:
+    print("heard of rank", error.rank, error, flush=True)
+""",
+        check=False,
+    )
+    assert "heard of rank 1 rank 1 failed before it was connected" in done.stdout, done.output
+    assert "ValueError: process_sets[0] is 3" in done.stdout, done.output
+
+
+def test_a_rank_that_never_comes_is_named_when_the_time_is_over(launch):
+    body = "hvd.init()"
+    env = {
+        "HOROCLONE_START_TIMEOUT": "1.5",
+        "HOROVOD_RANK": "0",
+        "HOROVOD_SIZE": "2",
+        "HOROVOD_LOCAL_RANK": "0",
+        "HOROVOD_LOCAL_SIZE": "2",
+    }
+    done = launch([sys.executable, "-c", program(body)], env=env, check=False)
+    assert done.returncode == 1 and done.seconds < 15
+    assert "Timeout" in done.stderr and "missing: rank 1" in done.stderr, done.output
+
+
+def test_start_timeout_must_be_a_number():
+    from horoclone import runtime
+
+    assert runtime.start_timeout_s({}) == 300
+    assert runtime.start_timeout_s({"HOROVOD_START_TIMEOUT": "30"}) == 30
+    assert runtime.start_timeout_s({"HOROCLONE_START_TIMEOUT": "2.5", "HOROVOD_START_TIMEOUT": "30"}) == 2.5
+    for wrong in ("soon", "-1", "0", "inf", "nan"):
+        with pytest.raises(ValueError, match="START_TIMEOUT"):
+            runtime.start_timeout_s({"HOROCLONE_START_TIMEOUT": wrong})
+
+
+def test_the_secret_does_not_reach_the_core_through_its_settings():
+    from horoclone import runtime
+
+    environ = {
+        "HOROCLONE_SECRET": "s",
+        "HOROCLONE_SECRET_FILE": "f",
+        "HOROVOD_CYCLE_TIME": "1",
+        "PATH": "/bin",
+    }
+    assert runtime.settings_of(environ) == {"HOROVOD_CYCLE_TIME": "1"}
+
+
+# --- a few runs under launchers that are not ours
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
+@pytest.mark.parametrize("order", ["alone", "mpi first", "mpi last", "comm"])
+def test_a_hundred_lives_under_mpirun(launch, request, name, order):
+    mpi = request.getfixturevalue(name)
+    body = f"""
+if {order!r} in ("mpi first", "comm"):
+    from mpi4py import MPI
+for _ in range(100):
+    hvd.init(MPI.COMM_WORLD if {order!r} == "comm" else None)
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+    assert hvd.mpi_built() and hvd.mpi_enabled() and hvd.gloo_built()
+    hvd.shutdown()
+hvd.init()
+if {order!r} == "mpi last":
+    from mpi4py import MPI
+if {order!r} != "alone":
+    assert (MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size) == (hvd.rank(), hvd.size())
+    assert hvd.mpi_threads_supported() in (True, False)
+    assert MPI.COMM_WORLD.allreduce(1) == 2
+os.write(1, b"\\nfine\\n")
+"""
+    done = launch([*mpi.command(2), sys.executable, "-c", program(body)], env=mpi.env, timeout_s=100)
+    assert done.stdout.split().count("fine") == 2, done.output
+
+
+@pytest.mark.parametrize("launcher", ["ours", "open_mpi", "mpich", "torchrun", "alone"])
+def test_the_example_computes_pi_under_every_launcher(launch, request, examples, launcher):
+    script, env, size = str(examples / "numpy_pi.py"), {}, 2
+    command = [sys.executable, script]
+    if launcher == "ours":
+        command = [sys.executable, "-m", "horoclone.launch", "-np", "2", *command]
+    elif launcher == "torchrun":
+        pytest.importorskip("torch")
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", script]
+    elif launcher == "alone":
+        size = 1
+    else:
+        mpi = request.getfixturevalue(launcher)
+        command, env = [*mpi.command(2), *command], mpi.env
+    done = launch([*command, "--samples", "10000", "--seed", "1"], env=env, timeout_s=100)
+    assert f"{size} ranks, seed 1" in done.stdout and "3.14159265" in done.stdout, done.output
+    assert done.stdout.count("alone:") == size
