@@ -262,7 +262,13 @@ def test_a_kill_is_explained_by_the_memory_counter():
     assert report.exit_code(-9) == 137 and report.signal_name(11) == "SIGSEGV"
 
 
+def test_what_another_rank_saw_names_the_tensor_of_a_killed_one():
+    lost = "Traceback (most recent call last):\n  x\nhoroclone.errors.PeerLost: allreduce 'w.3': rank 1 closed its connection"
+    text, code = report.failure_report([_end(0, 1, 1.0, report=lost), _end(1, -9, 1.1)], None)
+    assert code == 137 and "as rank 0 saw it: horoclone.errors.PeerLost: allreduce 'w.3'" in text
+
+
 def test_a_rank_that_left_early_is_named_when_nobody_else_is_to_blame():
     lost = ["Traceback (most recent call last):", "PeerLost: rank 1 left"]
     text, code = report.failure_report([_end(0, 1, 3.0, stderr=lost), _end(1, 0, 2.0)], None)
-    assert code == 1 and "rank 1 had left before with exit code 0" in text
+    assert code == 1 and "rank 1 ended with exit code 0 while others" in text

@@ -142,17 +142,26 @@ def _evidence(end: RankEnd) -> list[str]:
     ]
 
 
+def _seen_by_others(end: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
+    """A rank that died by a signal says nothing itself; what another was doing with it names operation and tensor."""
+    for other in ends:
+        if other.rank != end.rank and other.code > 0 and is_consequence(other):
+            lines = other.report.splitlines() if other.report else traceback_in(other.stderr)
+            error = exception_line(lines)
+            if error:
+                return [f"  as rank {other.rank} saw it: {error}"]
+    return []
+
+
 def _others(end: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
     hurt = [other.rank for other in ends if other.rank != end.rank and other.code != 0]
     lines = []
     if hurt:
         lines.append(f"  {ranks_text(hurt)} {'was' if len(hurt) == 1 else 'were'} stopped because of this.")
-    early = [other for other in ends if other.code == 0 and other.ended_s < end.ended_s]
+    early = [other.rank for other in ends if other.code == 0 and not other.by_us]
     if early and is_consequence(end):
-        first = min(early, key=lambda other: other.ended_s)
-        left = ranks_text([other.rank for other in early])
         lines.append(
-            f"  {left} had left before with exit code 0 (the first {end.ended_s - first.ended_s:.1f} s earlier): "
+            f"  {ranks_text(early)} ended with exit code 0 while others still had work: "
             "every rank must take part in every collective until the end."
         )
     return lines
@@ -169,6 +178,7 @@ def failure_report(ends: Sequence[RankEnd], logs: str | None) -> tuple[str, int]
     if advice:
         lines.append(f"  hint: {advice}")
     lines += _evidence(end)
+    lines += _seen_by_others(end, ends) if end.code < 0 else []
     lines += _others(end, ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")

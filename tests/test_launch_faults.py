@@ -1,0 +1,71 @@
+"""The launcher and the runtime together: what a whole job prints and returns when one rank raises, dies or leaves."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+RUN = [sys.executable, "-m", "horoclone.launch", "-np", "3", sys.executable, "-c"]
+BODY = """
+import os, sys, time
+import numpy as np
+import horoclone as hvd
+hvd.init()
+assert hvd.allreduce(np.ones(4), op=hvd.Sum, name="first").tolist() == [3.0] * 4
+if hvd.rank() == 1:
+    time.sleep(0.2)
+    {what}
+began = time.monotonic()
+try:
+    hvd.allreduce(np.ones(4), name="w.3")
+finally:
+    print("noticed", hvd.rank(), time.monotonic() - began < 1.5, flush=True)
+"""
+
+
+def _noticed(output: str) -> list[str]:
+    return sorted(line.partition("] ")[2] for line in output.splitlines() if "noticed" in line)
+
+
+def test_an_exception_on_one_rank_is_the_root_cause_and_its_traceback_is_in_the_report_once(launch):
+    done = launch([*RUN, BODY.format(what="raise ValueError('bad batch 17')")], check=False)
+    report = done.stderr[done.stderr.index("horoclonerun: ") :]
+    assert done.returncode == 1 and _noticed(done.stdout) == ["noticed 0 True", "noticed 2 True"], done.output
+    assert report.splitlines()[0].endswith("ended with exit code 1: ValueError: bad batch 17")
+    assert report.count("Traceback (most recent call last):") == 1
+    assert "ranks 0,2 were stopped because of this." in report
+    assert "rank 1 raised ValueError: bad batch 17" in done.stderr  # what the others say
+
+
+def test_a_killed_rank_is_the_root_cause_and_the_others_name_the_tensor(launch):
+    done = launch([*RUN, BODY.format(what="os.kill(os.getpid(), 9)")], check=False)
+    report = done.stderr[done.stderr.index("horoclonerun: ") :]
+    assert done.returncode == 137 and _noticed(done.stdout) == ["noticed 0 True", "noticed 2 True"], (
+        done.output
+    )
+    assert "was killed by SIGKILL" in report.splitlines()[0] and "allreduce 'w.3'" in report
+    assert done.seconds < 10
+
+
+def test_a_rank_that_leaves_early_with_zero_is_named(launch):
+    done = launch([*RUN, BODY.format(what="sys.exit(0)")], check=False)
+    assert done.returncode == 1, done.output
+    assert "rank 1 ended with exit code 0 while others still had work" in done.stderr
+
+
+def test_run_initialises_the_runtime_on_every_rank():
+    from horoclone.launch.api import run
+
+    def total():
+        import numpy as np
+
+        import horoclone as hvd
+
+        hvd.init()
+        return hvd.rank(), hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist()
+
+    assert run(total, np=2) == [(0, [2.0, 2.0]), (1, [2.0, 2.0])]
