@@ -51,7 +51,8 @@ for turn in range(100):
     descriptors = len(os.listdir("/proc/self/fd"))
     if turn == 10:
         first = descriptors
-assert descriptors <= first + 1, (first, descriptors)
+# Rank 0's server may not have noticed yet that the last few connections are closed; a leak would be 90 or more.
+assert descriptors <= first + 10, (first, descriptors)
 if "mpi-last" in words:
     from mpi4py import MPI
     assert MPI.COMM_WORLD.size == job.size
