@@ -55,7 +55,9 @@ class Allreduce(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         name, op, pre, post, group = ctx.arguments
         _require_linear(op, "allreduce")
-        reduced = mpi_ops.allreduce(grad.contiguous(), None, _grad_name(name), Compression.none, op, pre, post, group)
+        reduced = mpi_ops.allreduce(
+            grad.contiguous(), None, _grad_name(name), Compression.none, op, pre, post, group
+        )
         return reduced, None, None, None, None, None
 
 
@@ -71,14 +73,18 @@ class GroupedAllreduce(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Tensors:
         ctx.arguments = (name, op, pre, post, group)
-        return tuple(mpi_ops.synchronize(mpi_ops.grouped_allreduce_async(tensors, None, name, op, pre, post, group)))
+        return tuple(
+            mpi_ops.synchronize(mpi_ops.grouped_allreduce_async(tensors, None, name, op, pre, post, group))
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         name, op, pre, post, group = ctx.arguments
         _require_linear(op, "grouped_allreduce")
         whole = [grad.contiguous() for grad in grads]
-        reduced = mpi_ops.grouped_allreduce(whole, None, _grad_name(name), Compression.none, op, pre, post, group)
+        reduced = mpi_ops.grouped_allreduce(
+            whole, None, _grad_name(name), Compression.none, op, pre, post, group
+        )
         return (None, None, None, None, None, *reduced)
 
 
@@ -115,7 +121,9 @@ class GroupedAllgather(torch.autograd.Function):
 
 class Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet) -> torch.Tensor:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet
+    ) -> torch.Tensor:
         ctx.arguments = (root_rank, name, group)
         return mpi_ops.synchronize(mpi_ops.broadcast_async(tensor, root_rank, name, group))
 
@@ -171,7 +179,9 @@ class GroupedReducescatter(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Tensors:
         ctx.arguments = (name, op, group, pre * post)
-        return tuple(mpi_ops.synchronize(mpi_ops.grouped_reducescatter_async(tensors, name, op, group, pre, post)))
+        return tuple(
+            mpi_ops.synchronize(mpi_ops.grouped_reducescatter_async(tensors, name, op, group, pre, post))
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:

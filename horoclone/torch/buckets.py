@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.torch.tensors import NUMBER_OF, address_of
+from horoclone.torch.tensors import NUMBER_OF
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -68,20 +68,19 @@ class Slot:
 class Bucket:
     """Contiguous memory of several gradients of one dtype, reduced in place by one operation."""
 
-    def __init__(self, runtime: Runtime, name: str, dtype: torch.dtype, slots: Sequence[Slot]) -> None:
-        self.name = name
+    def __init__(self, runtime: Runtime, index: int, dtype: torch.dtype, slots: Sequence[Slot]) -> None:
+        self.index = index
         self.slots = list(slots)
         align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         offsets, count = [], 0
         for slot in self.slots:
             offsets.append(count)
             count += -(-slot.parameter.numel() // align) * align
-        self.flat = _allocate(runtime, count, dtype)
+        self.flat = _allocate(runtime, max(count, align), dtype)
         for slot, offset in zip(self.slots, offsets, strict=True):
             slot.bucket = self
             slot.view = self.flat.as_strided(slot.parameter.size(), slot.strides(), offset)
-        self.address = address_of(self.flat)
-        self.shape = self.flat.shape
+        self.address = self.flat.data_ptr()
         self.number = NUMBER_OF[dtype]
         self.waiting = 0  # counted slots that have not arrived
         self.handle = 0  # 0: not submitted
@@ -89,8 +88,6 @@ class Bucket:
 
 def _allocate(runtime: Runtime, count: int, dtype: torch.dtype) -> torch.Tensor:
     """Zeroed memory in the arena; private memory (reduced with copies) where the arena cannot give any."""
-    if count == 0:
-        return torch.zeros(0, dtype=dtype)
     try:
         block = runtime.allocate(count * dtype.itemsize)
     except HorovodInternalError:

@@ -70,7 +70,8 @@ def broadcast_optimizer_state(
         tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in forms]
     wires = [_bytes_of(t) for t in tensors]
     handles = [
-        mpi_ops.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set) for i, wire in enumerate(wires)
+        mpi_ops.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set)
+        for i, wire in enumerate(wires)
     ]
     for handle in handles:
         mpi_ops.synchronize(handle)
@@ -113,7 +114,11 @@ def _with_tensors(value: Any, tensors: list[torch.Tensor]) -> Any:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor's memory as bytes (of a contiguous copy, where it is not): any dtype travels."""
-    return tensor.contiguous().reshape(-1).view(torch.uint8) if tensor.numel() else torch.empty(0, dtype=torch.uint8)
+    return (
+        tensor.contiguous().reshape(-1).view(torch.uint8)
+        if tensor.numel()
+        else torch.empty(0, dtype=torch.uint8)
+    )
 
 
 def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) -> None:

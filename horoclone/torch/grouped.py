@@ -38,7 +38,9 @@ def _submit_group(
     targets = [0] * len(sources) if outputs is None else [address_of(t) for t in outputs]
     shapes = [t.shape for t in tensors]
     runtime = native()
-    handle = runtime.submit_group(op, name, sources, targets, shapes, dtypes, reduce, *scales, 0, set_id(process_set))
+    handle = runtime.submit_group(
+        op, name, sources, targets, shapes, dtypes, reduce, *scales, 0, set_id(process_set)
+    )
     return runtime, handle
 
 

@@ -21,8 +21,12 @@ if TYPE_CHECKING:
 
 # handle -> (output, tensors to keep alive, maker of the output from the core's result or None)
 _pending: dict[int, tuple[Any, Any, Callable[[Runtime, int], Any] | None]] = {}
-_owner: Runtime | None = None  # the runtime whose handles these are; a new life of the runtime begins a new table
-_unfinished: list[Any] = []  # memory of blocking calls that a signal broke off: the core may still write to it
+_owner: Runtime | None = (
+    None  # the runtime whose handles these are; a new life of the runtime begins a new table
+)
+_unfinished: list[
+    Any
+] = []  # memory of blocking calls that a signal broke off: the core may still write to it
 
 
 def remember(
@@ -75,7 +79,9 @@ def synchronize(handle: Any) -> Any:
         runtime.release(handle)
 
 
-def run(op: int, name: str | None, source: torch.Tensor, target: torch.Tensor, dtype: int, *rest: Any) -> torch.Tensor:
+def run(
+    op: int, name: str | None, source: torch.Tensor, target: torch.Tensor, dtype: int, *rest: Any
+) -> torch.Tensor:
     """Submits and waits in one crossing. rest: reduce, prescale, postscale, root, process set."""
     try:
         native().run(op, name, address_of(source), address_of(target), source.shape, dtype, *rest)

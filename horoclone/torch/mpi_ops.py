@@ -187,7 +187,9 @@ def allreduce(
 # --- allgather -----------------------------------------------------------------------------------------------------
 
 
-def allgather_async(tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
     """Starts an allgather and returns a handle."""
     dtype = number_of(tensor, name)
     runtime = native()
@@ -412,7 +414,9 @@ def reducescatter(
 
         share = Reducescatter.apply(wire, name, op, process_set, prescale_factor, postscale_factor)
     else:
-        share = synchronize(reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor))
+        share = synchronize(
+            reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor)
+        )
     return compression.decompress(share, ctx)
 
 

@@ -298,7 +298,9 @@ def _named(
             "model.named_parameters()."
         )
     names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    duplicates = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
     if duplicates:
         raise ValueError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"

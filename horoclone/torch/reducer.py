@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.ops import ALLREDUCE, Max
+from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
-from horoclone.runtime import native
+from horoclone.runtime import is_initialized, native
 from horoclone.torch import mpi_ops
 from horoclone.torch.buckets import Bucket, Slot, plan_buckets
 from horoclone.torch.compression import Compression
@@ -64,7 +64,10 @@ class Reducer:
         self._set_id = 0
         self._learned = False
         self._buckets: list[Bucket] = []
-        self._abandoned: list[Any] = []  # memory of reductions that were given up: the core may still write to it
+        self._declared = 0  # the core's number for them, while there are any
+        self._abandoned: list[
+            Any
+        ] = []  # memory of reductions that were given up: the core may still write to it
         self._order: dict[Slot, None] = {}  # in a learning step: by the last time that each hook fired
         self._incomplete = 0  # counted slots that have not arrived in this step
 
@@ -78,7 +81,9 @@ class Reducer:
         self.slots.append(slot)
         self._slot_of[parameter] = slot
         self._learned = False
-        reducer_of = weakref.ref(self)  # a dropped optimizer must not go on reducing its old model's gradients
+        reducer_of = weakref.ref(
+            self
+        )  # a dropped optimizer must not go on reducing its old model's gradients
 
         def hook(_: torch.Tensor) -> None:
             reducer = reducer_of()
@@ -179,10 +184,7 @@ class Reducer:
         for slot in bucket.slots:
             if not slot.arrived:  # frozen, or unused in this step
                 self._fill(slot)
-        bucket.handle = self._runtime.submit(
-            ALLREDUCE, bucket.name, bucket.address, bucket.address, bucket.shape, bucket.number, self._op,
-            *self._scales, 0, self._set_id,
-        )  # fmt: skip
+        bucket.handle = self._runtime.submit_declared(self._set_id, self._declared, bucket.index)
 
     def _fill(self, slot: Slot) -> None:
         """A slot whose hooks did not complete it: what is in parameter.grad, else zeros."""
@@ -199,7 +201,11 @@ class Reducer:
         slot.arrived = True
         grad = slot.parameter.grad
         if grad is None:
-            grad = _empty_sparse(slot) if slot.sparse_dim else torch.zeros_like(slot.parameter, requires_grad=False)
+            grad = (
+                _empty_sparse(slot)
+                if slot.sparse_dim
+                else torch.zeros_like(slot.parameter, requires_grad=False)
+            )
             if slot.parameter.requires_grad:
                 slot.parameter.grad = grad
         if grad.is_sparse and self._sparse_as_dense:
@@ -326,11 +332,36 @@ class Reducer:
 
     def _forget_layout(self) -> None:
         self._learned = False
-        self._buckets = []
+        self._undeclare()
         for slot in self.slots:
             slot.bucket = slot.view = None
             slot.fires = 0
             slot.expected = slot.left = self.passes
+
+    def _declare(self, layout: int) -> None:
+        """Collective. From here on a bucket starts without any message where all ranks share memory."""
+        assert self._runtime is not None
+        if self._buckets:
+            self._declared = self._runtime.declare(
+                [f"gradients.{layout}.{bucket.index}" for bucket in self._buckets],
+                [bucket.address for bucket in self._buckets],
+                [bucket.flat.numel() for bucket in self._buckets],
+                [bucket.number for bucket in self._buckets],
+                self._op,
+                *self._scales,
+                self._set_id,
+            )
+
+    def _undeclare(self) -> None:
+        if self._buckets and self._runtime is not None and is_initialized() and native() is self._runtime:
+            self._runtime.undeclare(self._set_id, self._declared)
+        self._buckets = []
+
+    def __del__(self) -> None:
+        try:
+            self._undeclare()
+        except (AttributeError, TypeError, HorovodInternalError):
+            pass  # the interpreter, or the runtime, is going
 
     def _agree_on(self, slots: Sequence[Slot]) -> None:
         """Checks that the ranks mean the same parameters, and learns which gradients are sparse on any rank."""
@@ -367,11 +398,14 @@ class Reducer:
         mpi_ops.broadcast_(message, root, "horoclone.optimizer.order", self._process_set)
         layout, used, *places = message.tolist()
         if self._buckets_allowed():
-            runs = [[ordered[i] for i in part if not ordered[i].sparse_dim] for part in (places[:used], places[used:])]
-            plan = plan_buckets(runs, self._groups_of(runs[0] + runs[1]), self._wire_dtype_of)
-            self._buckets = [
-                Bucket(self._runtime, f"gradients.{layout}.{k}", dtype, slots) for k, (dtype, slots) in enumerate(plan)
+            runs = [
+                [ordered[i] for i in part if not ordered[i].sparse_dim]
+                for part in (places[:used], places[used:])
             ]
+            plan = plan_buckets(runs, self._groups_of(runs[0] + runs[1]), self._wire_dtype_of)
+            self._undeclare()
+            self._buckets = [Bucket(self._runtime, k, dtype, slots) for k, (dtype, slots) in enumerate(plan)]
+            self._declare(layout)
         for slot in self.slots:
             slot.expected = self.passes * max(1, slot.fires)
         self._learned = True

@@ -50,7 +50,9 @@ class SyncBatchNorm(_BatchNorm):
         if self.training and self.track_running_stats and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
             factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
-        output, mean, variance, count = _SyncBatchNorm.apply(input, self.weight, self.bias, self.eps, self.process_set)
+        output, mean, variance, count = _SyncBatchNorm.apply(
+            input, self.weight, self.bias, self.eps, self.process_set
+        )
         if factor and self.running_mean is not None and self.running_var is not None:
             unbiased = variance * (count / (count - 1).clamp(min=1))
             with torch.no_grad():
@@ -117,7 +119,9 @@ class _SyncBatchNorm(torch.autograd.Function):
         return grad_input, grad_weight, grad_bias, None, None
 
 
-def _combined(count: int, mean: torch.Tensor, squares: torch.Tensor, group: ProcessSet) -> tuple[torch.Tensor, ...]:
+def _combined(
+    count: int, mean: torch.Tensor, squares: torch.Tensor, group: ProcessSet
+) -> tuple[torch.Tensor, ...]:
     """Count, mean and sum of squared deviations of all ranks' values together."""
     mine = torch.cat([mean.new_tensor([float(count)]), mean, squares]).unsqueeze(0)
     everybody = mpi_ops.allgather(mine, process_set=group)

@@ -32,7 +32,12 @@ def number_of(tensor: torch.Tensor, name: str | None) -> int:
     Raises ValueError for other layouts and dtypes, Unsupported for other devices.
     """
     number = NUMBER_OF.get(tensor.dtype)
-    if number is None or not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+    if (
+        number is None
+        or not tensor.is_cpu
+        or tensor.layout is not torch.strided
+        or not tensor.is_contiguous()
+    ):
         raise _refusal(tensor, name)
     return number
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +68,7 @@ def optimizers() -> dict[str, Any]:
     }
     for name in ("Adafactor", "Muon"):
         if hasattr(torch.optim, name):
-            known[name.lower()] = lambda p, cls=getattr(torch.optim, name): cls(p, lr=0.1)
+            known[name.lower()] = partial(getattr(torch.optim, name), lr=0.1)
     return known
 
 

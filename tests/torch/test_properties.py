@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -142,7 +143,7 @@ def test_random_models_train_alike() -> None:
         widths: list[int], dtype: torch.dtype, passes: int, compression: Any, groups: int, to_none: bool
     ) -> None:
         torch.manual_seed(0)
-        pairs = zip(widths, widths[1:], strict=False)
+        pairs = pairwise(widths)
         model = torch.nn.Sequential(*(torch.nn.Linear(a, b, dtype=dtype) for a, b in pairs))
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.01, momentum=0.5),
