@@ -1,0 +1,87 @@
+"""The documents say what is so: their code runs, their links lead somewhere, their lists are complete."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horoclone import errors
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+
+
+def python_blocks(page: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+
+
+def test_the_numpy_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: Path) -> None:
+    (block,) = [block for block in python_blocks("README.md") if "import numpy" in block]
+    script = tmp_path / "readme.py"
+    checks = "\nassert mean.shape == (1000,) and rows.shape == (3, 3) and rows[:, 0].tolist() == [0, 1, 1]\n"
+    script.write_text(
+        block + checks + "assert weights.shape == (10,)\nprint('rank', hvd.rank(), 'is content')\n"
+    )
+    done = launch([Path(sys.executable).with_name("horoclonerun"), "-np", "2", sys.executable, script])
+    assert "rank 0 is content" in done.stdout and "rank 1 is content" in done.stdout
+
+
+def test_the_torch_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (block,) = [block for block in python_blocks("README.md") if "horoclone.torch" in block]
+    before = (
+        "import torch\nfrom torch.optim import SGD\nfrom torch.utils.data import DataLoader, DistributedSampler\n"
+        "data, model = torch.arange(64.0).reshape(64, 1), torch.nn.Linear(1, 1)\n"
+    )
+    after = (
+        "for x in loader:\n    optimizer.zero_grad()\n    (model(x / 64) ** 2).mean().backward()\n    optimizer.step()\n"
+        "both = hvd.allgather(model.weight.detach())\nassert len(loader) == 1 and torch.equal(both[0], both[1])\n"
+    )
+    script = tmp_path / "readme.py"
+    script.write_text(before + block + after)
+    launch(
+        [Path(sys.executable).with_name("horoclonerun"), "-np", "2", sys.executable, script], timeout_s=120
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if "://" not in t]
+    missing = [target for target in targets if not (page.parent / target).exists()]
+    assert not missing, f"{page.relative_to(ROOT)} links to {missing}"
+
+
+def test_every_error_class_is_explained() -> None:
+    text = (ROOT / "docs" / "errors.md").read_text()
+    names = [
+        n
+        for n, c in inspect.getmembers(errors, inspect.isclass)
+        if issubclass(c, errors.HorovodInternalError)
+    ]
+    assert len(names) >= 7
+    assert not [name for name in names if f"`{name}`" not in text]
+
+
+def test_files_that_the_documents_name_exist() -> None:
+    missing = []
+    for page in PAGES:
+        for name in re.findall(
+            r"`((?:csrc|horoclone|tests|docs|examples|benchmarks)/[\w./-]+\.\w+)`", page.read_text()
+        ):
+            if not (ROOT / name).exists():
+                missing.append(f"{page.relative_to(ROOT)}: {name}")
+    assert not missing, missing
+
+
+def test_the_variables_that_the_documents_name_exist() -> None:
+    known = set(re.findall(r"HORO(?:CLONE|VOD)_[A-Z0-9_]+", (ROOT / "docs" / "environment.md").read_text()))
+    text = "".join(
+        (ROOT / page).read_text() for page in ("README.md", "docs/errors.md", "docs/architecture.md")
+    )
+    unknown = set(re.findall(r"HORO(?:CLONE|VOD)_[A-Z0-9]+[A-Z0-9_]*", text)) - known
+    assert not unknown, f"not in docs/environment.md: {unknown}"
