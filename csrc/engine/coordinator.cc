@@ -20,7 +20,7 @@ struct Ready {
   bool taken = false;         // fused into an earlier batch
   uint64_t fuse_hash = 0;     // 0: by itself
   size_t bytes = 0;
-  int32_t last_joined = -1;   // of a join; -1: it failed, see State::join_failures
+  int32_t last_joined = -1;  // of a join; -1: it failed, see State::join_failures
 };
 
 }  // namespace
@@ -61,8 +61,8 @@ struct Coordinator::State {
   int last_joined = -1;
   std::deque<Ready> ready;
   std::deque<std::string> join_failures;  // in the order of their items in `ready`
-  size_t ready_count = 0;  // not taken
-  size_t pending = 0;      // announced by somebody, in no plan yet
+  size_t ready_count = 0;                 // not taken
+  size_t pending = 0;                     // announced by somebody, in no plan yet
   uint32_t next_id = 0;
 };
 
@@ -123,7 +123,8 @@ void Coordinator::State::review_namesakes(const Namesakes& namesakes) {
     announcements += static_cast<int>(ledger.at(index).announced);
   }
   if (list.size() < 2 || ranks.count() != announcements || ranks.count_with(joined) != options.size) return;
-  std::sort(list.begin(), list.end(), [this](uint32_t a, uint32_t b) { return ledger.at(a).order < ledger.at(b).order; });
+  std::sort(list.begin(), list.end(),
+            [this](uint32_t a, uint32_t b) { return ledger.at(a).order < ledger.at(b).order; });
   const Entry& a = ledger.at(list[0]);
   const Entry& b = ledger.at(list[1]);
   std::string text = mismatched_operations(a.named->first, {a.op, a.marks.first()}, {b.op, b.marks.first()}, names);
@@ -326,8 +327,10 @@ std::vector<Stall> Coordinator::stalled(TimePoint now, double older_than_s) cons
     if (stall.waited_s < older_than_s) continue;
     stall.name = key_of(s.ledger.subject(e));
     for (int r = 0; r < s.options.size; r++) {
-      if (e.marks.has(r)) stall.present.push_back(r);
-      else if (!s.joined.has(r)) stall.missing.push_back(r);
+      if (e.marks.has(r))
+        stall.present.push_back(r);
+      else if (!s.joined.has(r))
+        stall.missing.push_back(r);
     }
     if (list.size() < kHinted) stall.hint = stall_hint(s.ledger, waiting, index, s.names);
     list.push_back(std::move(stall));

@@ -76,7 +76,8 @@ Status Ledger::unnamed_entry(Op op, uint64_t sequence, uint32_t* entry) {
   uint32_t made = new_entry(op);
   if (!window.add(sequence, made)) {
     free_.push_back(made);
-    return error(Code::kInternal, name_of(op), ".noname.", sequence, " is out of step with the other unnamed operations");
+    return error(Code::kInternal, name_of(op), ".noname.", sequence,
+                 " is out of step with the other unnamed operations");
   }
   entries_[made].unnamed = true;
   entries_[made].sequence = sequence;
@@ -160,9 +161,7 @@ const Signature* Ledger::announced_by(const Entry& e, int rank) const {
   return own != nullptr || e.named != nullptr ? own : slots_[e.slot].signature.get();
 }
 
-const Signature& Ledger::reference(const Entry& e) const {
-  return *announced_by(e, e.marks.first());
-}
+const Signature& Ledger::reference(const Entry& e) const { return *announced_by(e, e.marks.first()); }
 
 bool Ledger::uses_slot_agreement(const Entry& e) const {
   return e.unnamed && !e.detailed && !e.early && e.announced == static_cast<uint32_t>(size_);

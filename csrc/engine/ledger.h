@@ -28,7 +28,7 @@ class SequenceWindow {
  private:
   static constexpr uint64_t kMaxSpread = 1u << 20;
   uint32_t& cell(uint64_t sequence) { return ring_[sequence & (ring_.size() - 1)]; }
-  std::vector<uint32_t> ring_;  // power of two; kNoEntry where there is none
+  std::vector<uint32_t> ring_;   // power of two; kNoEntry where there is none
   uint64_t low_ = 0, high_ = 0;  // all entries are in [low_, high_)
   size_t count_ = 0;
 };
@@ -44,19 +44,19 @@ struct Entry {
   State state = State::kIdle;
   Op op = Op::kAllreduce;
   bool unnamed = false;
-  bool detailed = false;  // unnamed: some rank's signature is in by_rank (else all share the slot's)
-  bool dirty = true;      // a signature changed since `agreement` was made
-  bool teach = false;     // a rank announced it whole that may not know the slot
-  bool early = false;     // fails before everybody announced it
-  bool with_joined = false;  // became ready while a rank was joined
-  uint32_t slot = kNoSlot;   // named: its own. unnamed: the first announcer's
+  bool detailed = false;         // unnamed: some rank's signature is in by_rank (else all share the slot's)
+  bool dirty = true;             // a signature changed since `agreement` was made
+  bool teach = false;            // a rank announced it whole that may not know the slot
+  bool early = false;            // fails before everybody announced it
+  bool with_joined = false;      // became ready while a rank was joined
+  uint32_t slot = kNoSlot;       // named: its own. unnamed: the first announcer's
   uint32_t plan_slot = kNoSlot;  // the slot that goes into the plan, and
   bool assigned = false;         // whether the ranks have to learn it
-  uint32_t announced = 0;    // ranks in `marks`
-  RankSet marks;             // who announced it, this time
+  uint32_t announced = 0;        // ranks in `marks`
+  RankSet marks;                 // who announced it, this time
   uint64_t sequence = 0;
-  uint64_t order = 0;        // counts first announcements
-  TimePoint since{};         // of the first announcement; the coordinator's
+  uint64_t order = 0;  // counts first announcements
+  TimePoint since{};   // of the first announcement; the coordinator's
   std::pair<const std::string, Namesakes>* named = nullptr;
   std::vector<std::shared_ptr<const Signature>> by_rank;  // last announced; null: never
   std::shared_ptr<const Signature> recent;                // the last one stored, shared by ranks that announce the same
@@ -79,7 +79,8 @@ class Ledger {
   const Agreement& agreement(const Entry& entry) const;
   // What the lowest rank that announced it said.
   const Signature& reference(const Entry& entry) const;
-  // Finds the slot that goes into the plan (Entry::plan_slot); gives one to an entry that has none, if the capacity allows.
+  // Finds the slot that goes into the plan (Entry::plan_slot); gives one to an entry that has none, if the capacity
+  // allows.
   void choose_slot(uint32_t entry);
   // The round is over: forgets the announcements, and the entry too if it has no slot.
   void close(uint32_t entry);
@@ -118,8 +119,8 @@ class Ledger {
   std::vector<uint32_t> free_;
   std::unordered_map<std::string, Namesakes> names_;
   std::array<SequenceWindow, kOpCount> windows_;
-  SignatureTable by_content_;         // unnamed slots
-  std::vector<uint64_t> seen_once_;   // hashes of unnamed signatures without a slot
+  SignatureTable by_content_;        // unnamed slots
+  std::vector<uint64_t> seen_once_;  // hashes of unnamed signatures without a slot
   std::vector<const Signature*> scratch_;
 };
 

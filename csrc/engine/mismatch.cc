@@ -52,12 +52,18 @@ std::string text_of_tensor(const TensorMeta& t) {
 
 std::string announced(const Found& found, const Signature& s, const RankNames& names) {
   switch (found.what) {
-    case Difference::kTensorCount: return text_of(s.tensors.size(), s.tensors.size() == 1 ? " tensor" : " tensors");
-    case Difference::kReduce: return text_of("reduce operation ", name_of(s.reduce));
-    case Difference::kScale: return text_of("prescale ", s.prescale, " and postscale ", s.postscale);
-    case Difference::kRoot: return text_of("root rank ", names(s.root));
-    case Difference::kDevice: return s.device == 0 ? "a tensor in host memory (CPU)" : "a tensor on a GPU";
-    default: break;
+    case Difference::kTensorCount:
+      return text_of(s.tensors.size(), s.tensors.size() == 1 ? " tensor" : " tensors");
+    case Difference::kReduce:
+      return text_of("reduce operation ", name_of(s.reduce));
+    case Difference::kScale:
+      return text_of("prescale ", s.prescale, " and postscale ", s.postscale);
+    case Difference::kRoot:
+      return text_of("root rank ", names(s.root));
+    case Difference::kDevice:
+      return s.device == 0 ? "a tensor in host memory (CPU)" : "a tensor on a GPU";
+    default:
+      break;
   }
   std::string which = s.tensors.size() > 1 ? text_of("tensor ", found.tensor, " as ") : "";
   return which + text_of_tensor(s.tensors[found.tensor]);
@@ -86,8 +92,10 @@ std::string advice(const Subject& subject, const Found& found, int culprit, bool
     case Difference::kRoot:
       return text_of("Mismatched ", op, " root ranks. Every rank must pass the same root_rank.");
     case Difference::kDevice:
-      return text_of("Mismatched ", op, " CPU/GPU device selection. Move the tensor to one kind of device on every rank.");
-    default: break;
+      return text_of("Mismatched ", op,
+                     " CPU/GPU device selection. Move the tensor to one kind of device on every rank.");
+    default:
+      break;
   }
   if (first_dimension_is_free(subject.op))
     return text_of("Mismatched ", op, " tensor shapes. Only the first dimension may differ between ranks.");
@@ -133,20 +141,23 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
   bool gathers = subject.op == Op::kAllgather || subject.op == Op::kReducescatter || subject.op == Op::kAlltoall;
   for (const TensorMeta& t : s.tensors) {
     if (gathers && t.shape.empty())
-      return refuse(Code::kMismatch, text_of(label_of(subject), ": Process-set rank zero tried to ", name_of(subject.op),
-                                             " a rank-zero tensor. Give it a first dimension (reshape it to [1])."));
+      return refuse(Code::kMismatch,
+                    text_of(label_of(subject), ": Process-set rank zero tried to ", name_of(subject.op),
+                            " a rank-zero tensor. Give it a first dimension (reshape it to [1])."));
     if (reduces(subject.op) && s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
       return refuse(Code::kInvalidArgument,
                     text_of(label_of(subject), ": bool tensors have no Average; use Sum, Min, Max or Product."));
   }
   if (subject.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
-    return refuse(Code::kUnsupported, text_of(label_of(subject), ": Reducescatter currently only supports AVERAGE and SUM, ",
-                                              "not ", name_of(s.reduce), "."));
+    return refuse(Code::kUnsupported,
+                  text_of(label_of(subject), ": Reducescatter currently only supports AVERAGE and SUM, ", "not ",
+                          name_of(s.reduce), "."));
   if (subject.op == Op::kBroadcast && (s.root < 0 || s.root >= size))
-    return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": root ", s.root, " is not one of the process set's ",
-                                                  size, " ranks."));
+    return refuse(Code::kInvalidArgument,
+                  text_of(label_of(subject), ": root ", s.root, " is not one of the process set's ", size, " ranks."));
   if (subject.op == Op::kAlltoall && s.tensors.size() != 1)
-    return refuse(Code::kUnsupported, text_of(label_of(subject), ": alltoall takes one tensor, not ", s.tensors.size(), "."));
+    return refuse(Code::kUnsupported,
+                  text_of(label_of(subject), ": alltoall takes one tensor, not ", s.tensors.size(), "."));
   return {};
 }
 
@@ -160,8 +171,8 @@ Agreement add_splits(const Subject& subject, const Signature& s, int rank, int s
   int64_t rows = s.tensors[0].shape[0];
   if (s.splits.empty()) {
     if (rows % size != 0)
-      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " has ", rows, " rows, which ", size,
-                                                    " ranks cannot share equally; pass splits."));
+      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " has ", rows, " rows, which ",
+                                                    size, " ranks cannot share equally; pass splits."));
     out->insert(out->end(), static_cast<size_t>(size), rows / size);
     return {};
   }
@@ -230,7 +241,8 @@ uint64_t hash_of_key(const FuseKey& key) {
 std::string joined_text(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
   auto gone = std::find(by_rank.begin(), by_rank.end(), nullptr);
   return text_of(label_of(subject), ": ", op_title(subject.op), " is not supported with Join at this time. Rank ",
-                 names(static_cast<int>(gone - by_rank.begin())), " has joined and contributes to allreduce and barrier only.");
+                 names(static_cast<int>(gone - by_rank.begin())),
+                 " has joined and contributes to allreduce and barrier only.");
 }
 
 }  // namespace

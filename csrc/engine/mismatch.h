@@ -1,5 +1,5 @@
-// Compares what the ranks announced for one operation: either they agree, and this says on what (fusion key, bytes, rows),
-// or they do not, and this writes the text that every rank raises. PURE.
+// Compares what the ranks announced for one operation: either they agree, and this says on what (fusion key, bytes,
+// rows), or they do not, and this writes the text that every rank raises. PURE.
 #pragma once
 
 #include <span>
@@ -40,8 +40,8 @@ struct Subject {
   uint64_t sequence = 0;
   std::string_view name;
 };
-std::string label_of(const Subject& subject);   // for errors
-std::string key_of(const Subject& subject);     // for lists: allreduce.layer3.weight, allreduce.noname.17
+std::string label_of(const Subject& subject);  // for errors
+std::string key_of(const Subject& subject);    // for lists: allreduce.layer3.weight, allreduce.noname.17
 
 // Group ranks to the numbers users know; an empty table means that they are the same.
 struct RankNames {

@@ -192,7 +192,8 @@ void put_signature(Writer* out, const Signature& s) {
   bool scaled = s.prescale != 1.0 || s.postscale != 1.0;
   out->put(s.op);
   out->put(s.reduce);
-  out->put(static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0)));
+  out->put(
+      static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0)));
   put_varint(out, zigzag(s.root));
   if (scaled) {
     out->put(s.prescale);
@@ -243,10 +244,22 @@ void get_signature(Reader* in, Signature* s) {
 }
 
 enum EntryFlag : uint8_t {
-  kHasSlot = 1, kUnnamed = 2, kAssigned = 4, kHasSignature = 8, kHasName = 16, kFailedOn = 32, kEntryFlags = 63
+  kHasSlot = 1,
+  kUnnamed = 2,
+  kAssigned = 4,
+  kHasSignature = 8,
+  kHasName = 16,
+  kFailedOn = 32,
+  kEntryFlags = 63
 };
 enum BatchFlag : uint8_t {
-  kBatchInArena = 1, kSlotsOnly = 2, kSlotsUnnamed = 4, kHasRows = 8, kHasError = 16, kLastJoined = 32, kBatchFlags = 63
+  kBatchInArena = 1,
+  kSlotsOnly = 2,
+  kSlotsUnnamed = 4,
+  kHasRows = 8,
+  kHasError = 16,
+  kLastJoined = 32,
+  kBatchFlags = 63
 };
 
 void put_entry(Writer* out, const PlanEntry& e) {

@@ -12,7 +12,7 @@ struct PlanCache::State {
   struct Slot {
     bool known = false;
     bool unnamed = false;
-    bool announced = false;  // named: `signature` is what this rank itself announced last
+    bool announced = false;   // named: `signature` is what this rank itself announced last
     uint32_t next = kNoSlot;  // the slot announced behind this one the last time: steps repeat their order
     std::string name;
     Signature signature;
@@ -71,8 +71,10 @@ uint32_t PlanCache::State::find(const std::string& name, Op op) {
   return guess;
 }
 
-// A slot is learnt once; its name never changes. Null when the slot cannot be one of ours, or stands for something else.
-PlanCache::State::Slot* PlanCache::State::learn(Op op, const std::string& name, const Signature& signature, uint32_t slot) {
+// A slot is learnt once; its name never changes. Null when the slot cannot be one of ours, or stands for something
+// else.
+PlanCache::State::Slot* PlanCache::State::learn(Op op, const std::string& name, const Signature& signature,
+                                                uint32_t slot) {
   if (slot >= kMaxSlots) return nullptr;
   if (slot >= slots.size()) slots.resize(slot + 1);
   Slot& s = slots[slot];

@@ -14,15 +14,15 @@ const char* reason(const Entry& e, const Entry& other) {
     if (e.op == other.op) return nullptr;  // the same calls, only earlier or later
     return "unnamed operations are matched by their order: does every rank make the same calls?";
   }
-  if (e.op != other.op)
-    return e.named == other.named ? "one name is used for two operations" : nullptr;
+  if (e.op != other.op) return e.named == other.named ? "one name is used for two operations" : nullptr;
   if (!differ_by_counter(e.named->first, other.named->first)) return nullptr;
   return "the names differ only by a counter: did every rank make the same number of calls?";
 }
 
 }  // namespace
 
-std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry, const RankNames& names) {
+std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry,
+                       const RankNames& names) {
   const Entry& e = ledger.at(entry);
   for (size_t i = 0; i < std::min(waiting.size(), kCompared); i++) {
     if (waiting[i] == entry) continue;

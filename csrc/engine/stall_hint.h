@@ -9,6 +9,7 @@
 namespace hc {
 
 // `waiting`: every waiting entry; `entry`: the one to explain. Empty when nothing similar is found.
-std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry, const RankNames& names);
+std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry,
+                       const RankNames& names);
 
 }  // namespace hc

@@ -90,10 +90,11 @@ void measure(int size, bool unnamed_ones) {
   }
   Costs costs;
   for (int i = 0; i < kSteps; i++) run_step(&ranks, step_of(unnamed_ones, number++), &costs);
-  std::printf("%s, %2d ranks: announce %5.1f  encode %4.1f  decode %4.1f  take %5.1f ns per announcement;  decide %5.1f ns per "
-              "operation;  ballot %zu B, plan %zu B per step of %d\n",
-              unnamed_ones ? "unnamed" : "named  ", size, median(costs.announce), median(costs.encode), median(costs.decode),
-              median(costs.take), median(costs.decide), costs.ballot_bytes, costs.plan_bytes, kTensors);
+  std::printf(
+      "%s, %2d ranks: announce %5.1f  encode %4.1f  decode %4.1f  take %5.1f ns per announcement;  decide %5.1f ns per "
+      "operation;  ballot %zu B, plan %zu B per step of %d\n",
+      unnamed_ones ? "unnamed" : "named  ", size, median(costs.announce), median(costs.encode), median(costs.decode),
+      median(costs.take), median(costs.decide), costs.ballot_bytes, costs.plan_bytes, kTensors);
 }
 
 }  // namespace

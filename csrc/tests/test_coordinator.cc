@@ -91,7 +91,8 @@ TEST_CASE("coordinator: from the second time on an operation is a slot number in
 TEST_CASE("coordinator: allreduces with one key are fused up to the limit, over others in between") {
   Ranks ranks(options(1, 1024, 64));
   ranks.say(0, {allreduce("a", {8}), allreduce("h", {4}, DType::kF16), allreduce("b", {4}),
-                named("g", signature(Op::kAllgather, {2})), allreduce("big", {100}), allreduce("c", {4}), allreduce("d", {1})});
+                named("g", signature(Op::kAllgather, {2})), allreduce("big", {100}), allreduce("c", {4}),
+                allreduce("d", {1})});
   Plan plan = ranks.decide();
   auto names = [&](size_t b) {
     std::string all;
@@ -164,8 +165,8 @@ TEST_CASE("coordinator: rows of allgather, reducescatter and alltoall") {
   gather_0.tensors.push_back({DType::kI64, {7}});
   gather_1.tensors.push_back({DType::kI64, {9}});
   CHECK(agree_on(named("g", gather_0), named("g", gather_1)).rows == std::vector<int64_t>{3, 0, 7, 9});
-  CHECK(agree_on(named("r", signature(Op::kReducescatter, {5, 2})), named("r", signature(Op::kReducescatter, {5, 2}))).rows ==
-        std::vector<int64_t>{3, 2});
+  CHECK(agree_on(named("r", signature(Op::kReducescatter, {5, 2})), named("r", signature(Op::kReducescatter, {5, 2})))
+            .rows == std::vector<int64_t>{3, 2});
   Signature send_0 = signature(Op::kAlltoall, {5}), send_1 = signature(Op::kAlltoall, {4});
   send_0.splits = {1, 4};
   CHECK(agree_on(named("t", send_0), named("t", send_1)).rows == std::vector<int64_t>{1, 4, 2, 2});
@@ -180,9 +181,10 @@ TEST_CASE("coordinator: a dtype mismatch names ranks, types and the likely cause
   ranks.say(2, {allreduce("layer3.weight", {512, 512}, DType::kF16)});
   PlanBatch b = ranks.decide().batches.at(0);
   CHECK(b.error == Code::kMismatch);
-  CHECK(b.error_text == "allreduce 'layer3.weight': rank 8 announced float16[512,512], rank 4 announced float32[512,512]. "
-                        "Mismatched data types. Every rank must submit one name with one dtype and shape; is mixed "
-                        "precision on for rank 8 only?");
+  CHECK(b.error_text ==
+        "allreduce 'layer3.weight': rank 8 announced float16[512,512], rank 4 announced float32[512,512]. "
+        "Mismatched data types. Every rank must submit one name with one dtype and shape; is mixed "
+        "precision on for rank 8 only?");
   CHECK(b.entries.at(0).name == "layer3.weight");
   CHECK(b.entries.at(0).failed_on.empty());
   ranks.say(0, {allreduce("x", {2})});
@@ -204,13 +206,17 @@ TEST_CASE("coordinator: each kind of mismatch has its own text") {
   CHECK(has(mismatch(Op::kAllgather, shape({4}), {4, 2}).error_text, "Mismatched allgather tensor shapes"));
   CHECK(mismatch(Op::kAlltoall, shape({6, 2}), {4, 2}).error == Code::kOk);
   CHECK(has(mismatch(Op::kAlltoall, shape({4, 3}), {4, 2}).error_text, "Mismatched alltoall tensor shapes"));
-  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.reduce = Reduce::kMax; }).error_text, "reduce operation Max"));
-  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.prescale = 2; }).error_text, "Mismatched prescale and/or postscale"));
-  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.postscale = 2; }).error_text, "Mismatched prescale and/or postscale"));
+  CHECK(
+      has(mismatch(Op::kAllreduce, [](Signature& s) { s.reduce = Reduce::kMax; }).error_text, "reduce operation Max"));
+  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.prescale = 2; }).error_text,
+            "Mismatched prescale and/or postscale"));
+  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.postscale = 2; }).error_text,
+            "Mismatched prescale and/or postscale"));
   CHECK(has(mismatch(Op::kBroadcast, [](Signature& s) { s.root = 1; }).error_text, "Mismatched broadcast root ranks"));
   CHECK(mismatch(Op::kAllreduce, [](Signature& s) { s.root = 1; }).error == Code::kOk);
   CHECK(has(mismatch(Op::kAllgather, [](Signature& s) { s.device = 1; }).error_text, "CPU/GPU device selection"));
-  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.tensors.push_back(s.tensors[0]); }).error_text, "tensor counts"));
+  CHECK(has(mismatch(Op::kAllreduce, [](Signature& s) { s.tensors.push_back(s.tensors[0]); }).error_text,
+            "tensor counts"));
   b = agree_on(unnamed(17, signature(Op::kAllreduce, {4})), unnamed(17, signature(Op::kAllreduce, {5})));
   CHECK(has(b.error_text, "allreduce 'noname.17'"));
   CHECK(b.entries[0].unnamed);

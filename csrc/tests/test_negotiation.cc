@@ -64,7 +64,8 @@ Ballot random_ballot(Random& random) {
   bool sequences = pick(random, 3) == 0, ascending = pick(random, 2) == 0;
   uint32_t slot = static_cast<uint32_t>(pick(random, 100));
   for (int i = pick(random, 200); i > 0; i--) {
-    slot = ascending ? slot + 1 + static_cast<uint32_t>(pick(random, 3) / 2) : static_cast<uint32_t>(pick(random, kMaxSlots));
+    slot = ascending ? slot + 1 + static_cast<uint32_t>(pick(random, 3) / 2)
+                     : static_cast<uint32_t>(pick(random, kMaxSlots));
     b.cached.push_back({slot, sequences ? random() >> pick(random, 63) : 0});
   }
   for (int i = pick(random, 5); i > 0; i--)
@@ -92,7 +93,8 @@ PlanBatch random_batch(Random& random) {
     if (e.has_signature) e.signature = random_signature(random);
     for (int r = pick(random, 6) - 3; r > 0; r--) e.failed_on.push_back(pick(random, 1000));
   }
-  for (int i = pick(random, 20) - 10; i > 0; i--) b.rows.push_back(static_cast<int64_t>(random() >> (10 + pick(random, 50))));
+  for (int i = pick(random, 20) - 10; i > 0; i--)
+    b.rows.push_back(static_cast<int64_t>(random() >> (10 + pick(random, 50))));
   if (pick(random, 4) == 0) b.last_joined = pick(random, 100);
   if (pick(random, 4) == 0) {
     b.error = static_cast<Code>(1 + pick(random, 8));
@@ -184,10 +186,18 @@ void feed_mutations(Random& random, const std::vector<uint8_t>& good) {
   for (int i = 1 + pick(random, 4); i > 0 && !bytes.empty(); i--) {
     size_t at = static_cast<size_t>(pick(random, static_cast<int>(bytes.size())));
     switch (pick(random, 4)) {
-      case 0: bytes[at] = static_cast<uint8_t>(random()); break;
-      case 1: bytes.resize(at); break;
-      case 2: bytes.insert(bytes.begin() + static_cast<ptrdiff_t>(at), static_cast<uint8_t>(pick(random, 2) == 0 ? 0xff : 0)); break;
-      default: bytes[at] = static_cast<uint8_t>(bytes[at] ^ 1u << pick(random, 8)); break;
+      case 0:
+        bytes[at] = static_cast<uint8_t>(random());
+        break;
+      case 1:
+        bytes.resize(at);
+        break;
+      case 2:
+        bytes.insert(bytes.begin() + static_cast<ptrdiff_t>(at), static_cast<uint8_t>(pick(random, 2) == 0 ? 0xff : 0));
+        break;
+      default:
+        bytes[at] = static_cast<uint8_t>(bytes[at] ^ 1u << pick(random, 8));
+        break;
     }
   }
   T value;

@@ -4,228 +4,23 @@
 #include <doctest/doctest.h>
 
 #include <algorithm>
+#include <array>
 #include <deque>
 #include <map>
-#include <random>
-#include <set>
 
-#include "negotiation_samples.h"
+#include "negotiation_script.h"
 
 using namespace hc;
 using namespace hc::samples;
 
 namespace {
 
-using Random = std::mt19937_64;
 using Bytes = std::vector<uint8_t>;
-
-int pick(Random& random, int n) { return static_cast<int>(random() % static_cast<uint64_t>(n)); }
-bool chance(Random& random, int percent) { return pick(random, 100) < percent; }
-
-constexpr size_t kFusionBytes = 256;
 
 // A doctest assertion costs more than the code under test; only a failure becomes one.
 void must(bool ok, const std::string& what) {
   if (!ok) FAIL(what);
 }
-
-// One operation of the script, as each rank submits it.
-struct Operation {
-  std::string name;  // empty: unnamed
-  std::vector<Signature> on_rank;
-  std::vector<bool> submitted_by;
-  bool clash = false;   // one name, two operations
-  Code invalid = Code::kOk;
-  Code expected = Code::kOk;
-};
-
-struct Script {
-  std::vector<Operation> operations;
-  std::vector<std::vector<int>> actions;  // per rank: numbers of operations, or kJoinAction
-  std::vector<bool> leaves;
-  std::vector<Code> join_outcomes;
-};
-constexpr int kJoinAction = -1;
-
-Signature random_signature(Random& random, Op op, int size) {
-  Signature s = signature(op, {(1 + pick(random, 6)) * size, 2});
-  if (op == Op::kBarrier) return s;
-  if (op == Op::kAllreduce) {
-    s.in_arena = chance(random, 15);
-    s.reduce = static_cast<Reduce>(pick(random, 6));
-    if (chance(random, 20)) s.prescale = 0.5;
-    for (int more = chance(random, 25) ? 1 + pick(random, 3) : 0; more > 0; more--) s.tensors.push_back(s.tensors[0]);
-  }
-  if (op == Op::kReducescatter) s.reduce = chance(random, 50) ? Reduce::kSum : Reduce::kAverage;
-  if (op == Op::kBroadcast) s.root = pick(random, size);
-  DType dtype = chance(random, 60) ? DType::kF32 : DType::kF16;
-  for (TensorMeta& t : s.tensors) t.dtype = chance(random, 90) ? dtype : DType::kI64;
-  return s;
-}
-
-// What ranks may do differently without disagreeing.
-void vary(Random& random, Signature* s, int size) {
-  if (s->op == Op::kAllgather) s->tensors[0].shape[0] = pick(random, 5);
-  if (s->op == Op::kAllreduce && chance(random, 10)) s->in_arena = !s->in_arena;
-  if (s->op != Op::kAlltoall) return;
-  s->splits.clear();
-  s->tensors[0].shape[0] = 0;
-  for (int i = 0; i < size; i++) s->tensors[0].shape[0] += s->splits.emplace_back(pick(random, 4));
-}
-
-// Makes this rank's signature unacceptable beside the others'.
-void spoil(Random& random, Signature* s) {
-  switch (pick(random, s->op == Op::kBroadcast ? 5 : s->op == Op::kAllreduce ? 6 : 4)) {
-    case 0: s->tensors[0].dtype = DType::kU8; break;
-    case 1: s->tensors[0].shape.back()++; break;
-    case 2: s->tensors.push_back(s->tensors[0]); break;
-    case 3: s->device = 1; break;
-    case 4: s->op == Op::kBroadcast ? (void)(s->root ^= 1) : (void)(s->postscale = 3); break;
-    default: s->reduce = s->reduce == Reduce::kMax ? Reduce::kMin : Reduce::kMax; break;
-  }
-}
-
-class ScriptMaker {
- public:
-  ScriptMaker(Random& random, int size) : random_(random), size_(size) {
-    script_.actions.resize(static_cast<size_t>(size));
-    script_.leaves.resize(static_cast<size_t>(size));
-    for (int i = 0; i < 10; i++) {
-      Op op = chance(random_, 60) ? Op::kAllreduce : static_cast<Op>(std::vector<int>{1, 2, 3, 4, 6}[pick(random_, 5)]);
-      usual_.push_back(random_signature(random_, op, size_));
-    }
-  }
-  Script make() {
-    for (int phases = 1 + pick(random_, 6); phases > 0; phases--) {
-      bool join = chance(random_, 25);
-      add_phase(join, false);
-    }
-    if (chance(random_, 25)) add_phase(chance(random_, 50), true);
-    return std::move(script_);
-  }
-
- private:
-  void add_phase(bool join, bool last) {
-    std::vector<int> made;
-    for (int i = 0; i < static_cast<int>(usual_.size()); i++)
-      if (chance(random_, 50)) made.push_back(add("n" + std::to_string(i), usual_[static_cast<size_t>(i)]));
-    for (int i = pick(random_, 4); i > 0; i--) {
-      Op op = chance(random_, 80) ? Op::kAllreduce : Op::kAllgather;
-      made.push_back(add("", chance(random_, 60) && op == Op::kAllreduce ? kUnnamed : random_signature(random_, op, size_)));
-    }
-    if (!join && !last && chance(random_, 20)) made.push_back(add_clash());
-    std::shuffle(made.begin(), made.end(), random_);
-    std::vector<int> length = lengths(static_cast<int>(made.size()), join && !last, last);
-    bool left = std::count(script_.leaves.begin(), script_.leaves.end(), true) != 0;
-    for (int i = 0; i < static_cast<int>(made.size()); i++) {
-      Operation& o = script_.operations[static_cast<size_t>(made[static_cast<size_t>(i)])];
-      for (int r = 0; r < size_; r++) o.submitted_by[static_cast<size_t>(r)] = length[static_cast<size_t>(r)] > i;
-      predict(&o, left);
-    }
-    for (int r = 0; r < size_; r++) add_actions(r, made, length[static_cast<size_t>(r)], join);
-    if (join) script_.join_outcomes.push_back(left ? Code::kAborted : Code::kOk);
-  }
-
-  // How many of the phase's operations each rank submits.
-  std::vector<int> lengths(int all, bool uneven, bool last) {
-    std::vector<int> length(static_cast<size_t>(size_), all);
-    for (int r = 1; r < size_; r++) {
-      bool leaves = last && chance(random_, 40);
-      script_.leaves[static_cast<size_t>(r)] = leaves;
-      if ((uneven && chance(random_, 60)) || leaves) length[static_cast<size_t>(r)] = pick(random_, all + 1);
-    }
-    std::rotate(length.begin(), length.begin() + (last ? 0 : pick(random_, size_)), length.end());
-    return length;
-  }
-
-  void add_actions(int rank, const std::vector<int>& made, int length, bool join) {
-    std::vector<int> mine(made.begin(), made.begin() + length), order = mine;
-    std::shuffle(order.begin(), order.end(), random_);
-    // Any order among the named ones; the unnamed keep theirs.
-    size_t next = 0;
-    auto is_unnamed = [&](int o) { return script_.operations[static_cast<size_t>(o)].name.empty(); };
-    for (int& o : order) {
-      if (!is_unnamed(o)) continue;
-      while (!is_unnamed(mine[next])) next++;
-      o = mine[next++];
-    }
-    std::vector<int>& actions = script_.actions[static_cast<size_t>(rank)];
-    actions.insert(actions.end(), order.begin(), order.end());
-    if (join && !script_.leaves[static_cast<size_t>(rank)]) actions.push_back(kJoinAction);
-  }
-
-  int add(std::string name, Signature usual) {
-    Operation o;
-    if (chance(random_, 15)) usual = random_signature(random_, usual.op, size_);
-    if (chance(random_, 4) && usual.op == Op::kReducescatter) {
-      usual.reduce = Reduce::kMin;
-      o.invalid = Code::kUnsupported;
-    } else if (chance(random_, 4) && usual.op == Op::kAllgather) {
-      usual.tensors[0].shape = {};
-      o.invalid = Code::kMismatch;
-    }
-    o.name = std::move(name);
-    o.on_rank.assign(static_cast<size_t>(size_), usual);
-    o.submitted_by.assign(static_cast<size_t>(size_), true);
-    bool varies = chance(random_, 40);
-    for (Signature& s : o.on_rank)
-      if (varies && o.invalid == Code::kOk) vary(random_, &s, size_);
-    if (chance(random_, 8) && o.invalid == Code::kOk && usual.op != Op::kBarrier) {
-      spoil(random_, &o.on_rank[static_cast<size_t>(pick(random_, size_))]);
-    }
-    script_.operations.push_back(std::move(o));
-    return static_cast<int>(script_.operations.size()) - 1;
-  }
-
-  int add_clash() {
-    Operation o;
-    o.clash = true;
-    o.name = "clash" + std::to_string(script_.operations.size());
-    for (int r = 0; r < size_; r++) {
-      bool other = r == 0 ? false : r == 1 ? true : chance(random_, 50);
-      o.on_rank.push_back(signature(other ? Op::kBroadcast : Op::kAllreduce, {4}));
-    }
-    o.submitted_by.assign(static_cast<size_t>(size_), true);
-    script_.operations.push_back(std::move(o));
-    return static_cast<int>(script_.operations.size()) - 1;
-  }
-
-  void predict(Operation* o, bool left) {
-    const Signature* first = nullptr;
-    bool everybody = true, fit = true;
-    for (int r = 0; r < size_; r++) {
-      size_t i = static_cast<size_t>(r);
-      if (!o->submitted_by[i]) {
-        everybody = false;
-        continue;
-      }
-      if (first == nullptr) first = &o->on_rank[i];
-      fit = fit && fits(*first, o->on_rank[i]);
-    }
-    bool joins_well = first == nullptr || first->op == Op::kAllreduce || first->op == Op::kBarrier;
-    o->expected = left && !everybody          ? Code::kAborted
-                  : o->clash || !fit          ? Code::kMismatch
-                  : !everybody && !joins_well ? Code::kUnsupported
-                                              : o->invalid;
-  }
-  // The same, but for what vary() may change.
-  static bool fits(Signature a, Signature b) {
-    for (Signature* s : {&a, &b}) {
-      s->in_arena = false;
-      s->splits.clear();
-      bool free = s->op == Op::kAllgather || s->op == Op::kAlltoall;
-      for (TensorMeta& t : s->tensors)
-        if (free && !t.shape.empty()) t.shape[0] = 0;
-    }
-    return a == b;
-  }
-
-  const Signature kUnnamed = signature(Op::kAllreduce, {3});
-  Random& random_;
-  const int size_;
-  std::vector<Signature> usual_;  // [name]
-  Script script_;
-};
 
 Bytes bytes_of(const auto& value) {
   Writer w;
@@ -252,8 +47,14 @@ struct Rank {
 class World {
  public:
   World(Random& random, int size, size_t capacity)
-      : random_(random), size_(size), capacity_(capacity), script_(ScriptMaker(random, size).make()), ranks_(static_cast<size_t>(size)),
-        options_(options(size, capacity, chance(random, 20) ? 0 : kFusionBytes)), coordinator_(options_), twin_(options_),
+      : random_(random),
+        size_(size),
+        capacity_(capacity),
+        script_(ScriptMaker(random, size).make()),
+        ranks_(static_cast<size_t>(size)),
+        options_(options(size, capacity, chance(random, 20) ? 0 : kFusionBytes)),
+        coordinator_(options_),
+        twin_(options_),
         ended_(script_.operations.size(), std::vector<int>(static_cast<size_t>(size), 0)),
         place_(script_.operations.size(), -1) {}
 
@@ -262,11 +63,21 @@ class World {
       if (turn % 64 == 0 && finished()) break;
       int r = pick(random_, size_);
       switch (pick(random_, 5)) {
-        case 0: submit(r); break;
-        case 1: send_ballot(r); break;
-        case 2: take_ballot(r); break;
-        case 3: decide(); break;
-        default: take_plan(r); break;
+        case 0:
+          submit(r);
+          break;
+        case 1:
+          send_ballot(r);
+          break;
+        case 2:
+          take_ballot(r);
+          break;
+        case 3:
+          decide();
+          break;
+        default:
+          take_plan(r);
+          break;
       }
     }
     check_end();
@@ -311,7 +122,8 @@ class World {
     Rank& me = rank(r);
     Ballot b;
     b.rank = r;
-    for (size_t n = me.queue.empty() ? 0 : 1 + static_cast<size_t>(pick(random_, static_cast<int>(me.queue.size()))); n > 0; n--) {
+    for (size_t n = me.queue.empty() ? 0 : 1 + static_cast<size_t>(pick(random_, static_cast<int>(me.queue.size())));
+         n > 0; n--) {
       Rank::Pending& p = me.pending.at(me.queue.front());
       me.queue.pop_front();
       p.announced = true;
@@ -433,7 +245,8 @@ class World {
         arena = arena && t.in_arena && o.submitted_by[static_cast<size_t>(r)];
         if (s.op == Op::kAllgather) rows.push_back(t.tensors[0].shape[0]);
         if (s.op == Op::kAlltoall && !t.splits.empty()) rows.insert(rows.end(), t.splits.begin(), t.splits.end());
-        if (s.op == Op::kAlltoall && t.splits.empty()) rows.insert(rows.end(), static_cast<size_t>(size_), t.tensors[0].shape[0] / size_);
+        if (s.op == Op::kAlltoall && t.splits.empty())
+          rows.insert(rows.end(), static_cast<size_t>(size_), t.tensors[0].shape[0] / size_);
       }
       if (numbers.size() == 1) break;
       must(s.op == Op::kAllreduce, "only allreduces are fused");
@@ -453,8 +266,9 @@ class World {
   bool finished() {
     for (int r = 0; r < size_; r++) {
       Rank& me = rank(r);
-      if (me.next_action != script_.actions[static_cast<size_t>(r)].size() || !me.queue.empty() || !me.ballots.empty() ||
-          !me.plans.empty() || me.joining || !me.pending.empty() || (script_.leaves[static_cast<size_t>(r)] && !me.gone))
+      if (me.next_action != script_.actions[static_cast<size_t>(r)].size() || !me.queue.empty() ||
+          !me.ballots.empty() || !me.plans.empty() || me.joining || !me.pending.empty() ||
+          (script_.leaves[static_cast<size_t>(r)] && !me.gone))
         return false;
     }
     return !coordinator_.anything_ready();
@@ -465,7 +279,8 @@ class World {
     must(coordinator_.pending() == 0, "nothing pending");
     must(coordinator_.stalled(now_ + std::chrono::hours(1), 0).empty(), "nothing stalled");
     for (size_t o = 0; o < ended_.size(); o++)
-      for (size_t r = 0; r < ended_[o].size(); r++) must(ended_[o][r] == (script_.operations[o].submitted_by[r] ? 1 : 0), "what was submitted has ended");
+      for (size_t r = 0; r < ended_[o].size(); r++)
+        must(ended_[o][r] == (script_.operations[o].submitted_by[r] ? 1 : 0), "what was submitted has ended");
     for (int r = 0; r < size_; r++) {
       must(rank(r).cache.size() <= capacity_, "cache bounded");
       std::vector<Code> joins = script_.join_outcomes;
