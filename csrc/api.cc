@@ -164,6 +164,29 @@ hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor*
   });
 }
 
+hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors, int32_t n, int32_t* id) {
+  return guarded([&]() -> hc::Status {
+    std::vector<hc::Submission::Tensor> list;
+    hc::Submission s;
+    HC_TRY(read_request(*common, tensors, n, &list, &s));
+    hc::BucketSet set;
+    set.reduce = s.reduce;
+    set.prescale = s.prescale;
+    set.postscale = s.postscale;
+    for (int32_t i = 0; i < n; ++i) {
+      if (list[i].in != list[i].out) return hc::error(hc::Code::kInvalidArgument, "bucket '", names[i], "' must be reduced in place");
+      set.buckets.push_back({names[i], static_cast<std::byte*>(list[i].out), {list[i].shape.begin(), list[i].shape.end()}, list[i].dtype});
+    }
+    return rt->engine->declare(s.process_set, std::move(set), id);
+  });
+}
+hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, hc_handle* out) {
+  return guarded([&] { return rt->engine->submit_declared(process_set, id, bucket, out); });
+}
+hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id) {
+  return guarded([&] { return rt->engine->undeclare(process_set, id); });
+}
+
 int32_t hc_poll(hc_runtime* rt, hc_handle handle) { return rt->engine->poll(handle); }
 
 hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done) {

@@ -79,6 +79,25 @@ class Runtime:
         process_set: int = 0,
     ) -> int:
         """Several tensors as one operation (all or nothing), one handle."""
+    def declare(
+        self,
+        names: Sequence[str],
+        data: Sequence[int],  # addresses; reduced in place
+        counts: Sequence[int],  # elements
+        dtypes: Sequence[int],
+        reduce: int = 1,
+        prescale: float = 1.0,
+        postscale: float = 1.0,
+        process_set: int = 0,
+    ) -> int:
+        """Declares an optimizer's buckets, the same on every rank; collective over the process set. Returns the set's id.
+
+        The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is frozen:
+        submit_declared() starts a bucket without any message. Raises Mismatch when ranks declare different buckets.
+        """
+    def submit_declared(self, process_set: int, id: int, bucket: int) -> int:
+        """Like submit() of the declared bucket, under its declared name; returns a handle."""
+    def undeclare(self, process_set: int, id: int) -> None: ...
     def run(
         self,
         op: int,

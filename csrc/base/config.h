@@ -85,6 +85,8 @@ struct KnobRule {
   /* network */                                                                                             \
   X(std::string, interfaces, "", "NETWORK_INTERFACES", "GLOO_IFACE", KnobRule::text(),                      \
     "Comma-separated network interfaces that this rank may be reached on; empty: every one that is up.")    \
+  X(std::string, node, "", "NODE", "", KnobRule::text(),                                                    \
+    "Ranks with different labels count as ranks of different machines: no shared memory between them.")     \
   X(size_t, socket_buffer_bytes, 0, "SOCKET_BUFFER_BYTES", "", KnobRule::bytes(0, 1073741824.0),            \
     "Send and receive buffer of each socket; 0 leaves it to the kernel.")                                   \
   X(int, tcp_streams, 1, "TCP_STREAMS", "", KnobRule::count(1, 64),                                         \

@@ -13,7 +13,11 @@ Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& grou
       task.algorithm = Algorithm::kAuto;
     return make_shared_collective(std::move(task), group);
   }
-  if (task.algorithm == Algorithm::kSharedInPlace) task.algorithm = Algorithm::kAuto;
+  // Below this the messages' latency counts, not their bytes: recursive doubling over all ranks.
+  constexpr size_t kTwoLevelBytes = 8u << 10;
+  if (task.algorithm == Algorithm::kTwoLevel && task.op == Op::kAllreduce && task.bytes() > kTwoLevelBytes)
+    return make_two_level_allreduce(std::move(task), group);
+  if (task.algorithm != Algorithm::kRing && task.algorithm != Algorithm::kRecursiveDoubling) task.algorithm = Algorithm::kAuto;
   return make_channel_collective(std::move(task), group);
 }
 

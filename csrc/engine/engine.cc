@@ -38,6 +38,7 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.socket_buffer_bytes = static_cast<int>(c.socket_buffer_bytes);
   options.keepalive_s = c.keepalive_s;
   options.tcp_streams = c.tcp_streams;
+  options.node = c.node;
   if (c.simd != "auto" && !select_simd(c.simd.c_str()))
     return error(Code::kInvalidArgument, "HOROCLONE_SIMD=", c.simd, ": this processor does not have it");
   auto mesh = Mesh::listen(options);
@@ -65,13 +66,22 @@ Status Engine::connect(const MeshMembers& members) {
   sets_[0] = std::move(set);
   HC_TRY(thread_.start("hc-engine", [this] { run(); }));
   connected_.store(true);
-  // Nobody may use the lanes before everybody has prepared its own.
-  Submission barrier;
-  barrier.op = Op::kBarrier;
-  barrier.name = "horoclone.init";
-  barrier.will_wait = true;
+  return agree_on_settings(members);
+}
+
+// Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This is also the
+// first operation: nobody uses a lane before everybody has prepared its own.
+Status Engine::agree_on_settings(const MeshMembers& members) {
+  int64_t table[] = {static_cast<int64_t>(config_.block_bytes), static_cast<int64_t>(config_.segment_bytes), config_.hierarchical_allreduce, config_.shared_memory};
+  const int64_t shape[] = {std::size(table)};
+  const Submission::Tensor tensor{table, table, shape, DType::kI64};
+  Submission s;
+  s.op = Op::kBroadcast;
+  s.name = "horoclone.settings";
+  s.tensors = {&tensor, 1};
+  s.will_wait = true;
   int64_t handle = 0;
-  HC_TRY(submit(barrier, &handle));
+  HC_TRY(submit(s, &handle));
   bool done = false;
   const Deadline deadline = Deadline::in(members.timeout_s);
   Status outcome;
@@ -82,7 +92,27 @@ Status Engine::connect(const MeshMembers& members) {
     if (!done && members.cancelled && members.cancelled()) outcome = error(Code::kAborted, "init was interrupted");
   }
   release(handle);
-  return outcome;
+  HC_TRY(outcome);
+  if ((table[3] != 0) != config_.shared_memory)
+    return error(Code::kMismatch, "HOROCLONE_SHARED_MEMORY is ", config_.shared_memory ? "on" : "off", " for rank ", mesh_->rank(), " and ",
+                 table[3] ? "on" : "off", " for rank 0; set it alike for all");
+  enter_gate();
+  config_.block_bytes = static_cast<size_t>(table[0]);
+  config_.segment_bytes = static_cast<size_t>(table[1]);
+  config_.hierarchical_allreduce = static_cast<int>(table[2]);
+  sets_[0]->two_level = wants_two_level(*sets_[0]);
+  gate_.leave();
+  return Status::ok();
+}
+
+// Several nodes, of which at least one has several ranks that share memory.
+bool Engine::wants_two_level(const ProcessSet& set) const {
+  const std::vector<int>& node = set.group.node;
+  if (config_.hierarchical_allreduce == 0 || !config_.shared_memory || node.empty()) return false;
+  std::vector<int> distinct = node;
+  std::sort(distinct.begin(), distinct.end());
+  const bool repeats = std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end();
+  return repeats && distinct.front() != distinct.back();
 }
 
 std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks) {
@@ -107,10 +137,11 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     arenas.push_back(mesh_->arena(r));
     positions.push_back(position);
   }
-  if (arenas.size() > 1) {
+  if (!arenas.empty()) {
     set->lane = std::make_unique<SharedLane>(std::move(arenas), std::move(positions), my_index, id);
     group.lane = set->lane.get();
   }
+  set->two_level = wants_two_level(*set);
   if (set->group_rank == 0) {
     CoordinatorOptions options;
     options.size = set->size();
@@ -406,6 +437,8 @@ void Engine::decide(ProcessSet& set, bool* moved) {
   Plan plan = set.coordinator->decide(kPlansAhead - busy);
   if (plan.batches.empty()) return;
   *moved = true;
+  for (PlanBatch& batch : plan.batches)
+    if (batch.op == Op::kAllreduce && set.two_level) batch.algorithm = Algorithm::kTwoLevel;
   if (set.size() > 1) {
     frame_.clear();
     frame_.put(FrameKind::kPlan);
@@ -450,7 +483,8 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
     if (progress == Progress::kPending) break;
     finish_batch(set);
   }
-  if (!set.closed.is_ok() && !set.runner && set.queue.empty())
+  // What the leaver had agreed to completes first; what runs frozen either completes or steps back, for the leaver has thawed.
+  if (!set.closed.is_ok() && !set.runner && set.queue.empty() && set.frozen_runs.empty())
     while (!set.pending.empty()) {
       Operation* op = set.pending.back();
       complete(set, op, set.closed.with(op->describe()));

@@ -88,6 +88,8 @@ class Engine {
 
  private:
   explicit Engine(Config config);
+  Status agree_on_settings(const MeshMembers& members);
+  bool wants_two_level(const ProcessSet& set) const;
 
   // engine.cc: submission and agreement
   Status check(const Submission& s, const ProcessSet& set) const;
@@ -135,7 +137,7 @@ class Engine {
   void tell_everybody(const Status& reason);
   void say_goodbye(double timeout_s);
 
-  const Config config_;
+  Config config_;  // constant after connect
   Logger log_;
   std::unique_ptr<Mesh> mesh_;
   uint32_t generation_ = 0;

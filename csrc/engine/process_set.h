@@ -101,6 +101,7 @@ class ProcessSet {
   std::vector<FrozenRun> frozen_runs;
   Operation* deferred_join = nullptr;  // waits until nothing runs frozen
 
+  bool two_level = false;  // allreduce: shared memory within a node, channels between
   Group group;
   std::unique_ptr<SharedLane> lane;
   std::deque<PlanBatch> queue;

@@ -99,6 +99,14 @@ HC_EXPORT int32_t hc_get(const hc_runtime* rt, hc_fact fact);
 /* Checks the arguments, queues the operation, returns. One handle for all n tensors. Memory stays the caller's and must live
  * until the handle is done. */
 HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n, hc_handle* out);
+/* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out), memory fixed
+ * until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets lie in hc_blocks, their
+ * plan is frozen: a submitted bucket starts without any message. `common` gives reduce, scales and process set. */
+HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors, int32_t n,
+                                int32_t* id);
+HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, hc_handle* out);
+HC_EXPORT hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id);
+
 HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unknown), 0 not */
 /* Drives the engine until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);

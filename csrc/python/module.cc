@@ -193,6 +193,39 @@ class Runtime {
     return send(request, tensors.data(), static_cast<int32_t>(n));
   }
 
+  int declare(py::sequence names, py::sequence data, py::sequence counts, py::sequence dtypes, int reduce, double prescale,
+              double postscale, int process_set) {
+    const size_t n = names.size();
+    if (data.size() != n || counts.size() != n || dtypes.size() != n)
+      throw py::value_error("names, data, counts and dtypes must have one entry per bucket");
+    std::vector<std::string> texts(n);
+    std::vector<const char*> pointers(n);
+    std::vector<int64_t> sizes(n);
+    std::vector<hc_tensor> tensors(n);
+    for (size_t i = 0; i < n; ++i) {
+      texts[i] = names[i].cast<std::string>();
+      pointers[i] = texts[i].c_str();
+      sizes[i] = counts[i].cast<int64_t>();
+      void* at = reinterpret_cast<void*>(data[i].cast<uintptr_t>());
+      tensors[i] = {at, at, &sizes[i], 1, dtypes[i].cast<int32_t>()};
+    }
+    const hc_request request = request_for({HC_ALLREDUCE, reduce, 0, process_set, prescale, postscale});
+    int32_t id = 0;
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_declare(rt_, &request, pointers.data(), tensors.data(), static_cast<int32_t>(n), &id);
+    }
+    raise_if(status);
+    return id;
+  }
+  hc_handle submit_declared(int process_set, int id, int bucket) {
+    hc_handle handle = 0;
+    raise_if(hc_submit_declared(rt_, process_set, id, bucket, &handle));
+    return handle;
+  }
+  void undeclare(int process_set, int id) { raise_if(hc_undeclare(rt_, process_set, id)); }
+
   bool poll(hc_handle handle) const { return hc_poll(rt_, handle) != 0; }
 
   void wait(hc_handle handle) {
@@ -353,6 +386,10 @@ PYBIND11_MODULE(_core, m) {
            "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
       .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1, "prescale"_a = 1.0,
            "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
+      .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1, "prescale"_a = 1.0,
+           "postscale"_a = 1.0, "process_set"_a = 0)
+      .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a)
+      .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)
       .def("result", &Runtime::result, "handle"_a, "index"_a = 0)

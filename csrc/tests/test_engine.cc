@@ -70,6 +70,39 @@ TEST_CASE("allreduce of every size is exact on every rank") {
     }
 }
 
+TEST_CASE("two levels: shared memory within a node, channels between, also with nodes of unequal size") {
+  const std::vector<std::vector<std::string>> layouts = {
+      {"a", "a", "b", "b"}, {"a", "b", "a", "b"}, {"a", "a", "b"}, {"a", "b", "b", "b", "c", "c"}, {"a", "b", "c"}};
+  for (const auto& layout : layouts)
+    for (const char* hierarchical : {"-1", "0"}) {
+      const int size = static_cast<int>(layout.size());
+      CAPTURE(size);
+      World world(size, {{"HOROCLONE_HIERARCHICAL_ALLREDUCE", hierarchical}, {"HOROCLONE_SEGMENT_BYTES", "40000"}});
+      CHECK_OK(world.on_nodes(layout).each([&](Engine& engine, int rank) {
+        for (size_t n : {1, 3, 1000, 4099, 300007, 1500001}) {
+          auto in = ramp(n, rank);
+          std::vector<float> out(n, -1);
+          std::vector<int64_t> whole(n, rank + 1), average(n, -1);
+          int64_t a = 0, b = 0;
+          CHECK_OK(submit(engine, Op::kAllreduce, "x", in, &out, {static_cast<int64_t>(n)}, &a));
+          CHECK_OK(submit(engine, Op::kAllreduce, "w", whole, &average, {static_cast<int64_t>(n)}, &b, [](Submission& s) { s.reduce = Reduce::kAverage; }));
+          CHECK_OK(finish(engine, a));
+          CHECK_OK(finish(engine, b));
+          engine.release(a);
+          engine.release(b);
+          size_t wrong = 0;
+          for (size_t i = 0; i < n; ++i) wrong += out[i] != ramp_sum(i, size);
+          CHECK_LOCKED(wrong == 0);
+          CHECK_LOCKED(std::count(average.begin(), average.end(), size * (size + 1) / 2 / size) == static_cast<int64_t>(n));
+        }
+        int64_t h = 0;
+        std::vector<int64_t> mine(rank + 1, rank);
+        CHECK_OK(submit<int64_t>(engine, Op::kAllgather, "g", mine, nullptr, {rank + 1}, &h));
+        CHECK_OK(finish(engine, h));
+      }));
+    }
+}
+
 TEST_CASE("any order of submission completes, fused or not, named or not") {
   for (bool shared : {true, false}) {
     World world(3, settings_of(shared));
@@ -217,6 +250,74 @@ TEST_CASE("buffers in arenas are reduced where they lie, also when only some ran
       }
     }));
   }
+}
+
+// Declared buckets in arenas, in another order on each rank; one rank may join early.
+void run_frozen(int size, int steps, bool with_join, bool shared) {
+  World world(size, settings_of(shared));
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    constexpr int kBuckets = 5;
+    std::vector<std::shared_ptr<Memory>> memory;
+    BucketSet set;
+    for (int b = 0; b < kBuckets; ++b) {
+      const int64_t n = 10000 * b + 3;
+      memory.push_back(engine.allocate(n * sizeof(float)).take());
+      set.buckets.push_back({"bucket" + std::to_string(b), memory.back()->data(), {n}, DType::kF32});
+    }
+    int id = -1;
+    CHECK_OK(engine.declare(0, set, &id));
+    std::mt19937 random(rank + 1);
+    const int mine = with_join ? steps + rank : steps;
+    for (int step = 0; step < mine; ++step) {
+      std::vector<int> order = {0, 1, 2, 3, 4};
+      std::shuffle(order.begin(), order.end(), random);
+      int64_t handles[kBuckets];
+      for (int b : order) {
+        auto* v = reinterpret_cast<float*>(memory[b]->data());
+        std::fill(v, v + set.buckets[b].shape[0], static_cast<float>(step + rank));
+        CHECK_OK(engine.submit_declared(0, id, b, &handles[b]));
+      }
+      float expected = 0;
+      for (int r = 0; r < size; ++r) expected += !with_join || step < steps + r ? static_cast<float>(step + r) : 0;
+      for (int b : order) {
+        CHECK_OK(finish(engine, handles[b]));
+        engine.release(handles[b]);
+        const auto* v = reinterpret_cast<const float*>(memory[b]->data());
+        const auto n = set.buckets[b].shape[0];
+        CHECK_LOCKED(std::count(v, v + n, expected) == n);
+      }
+    }
+    if (!with_join) return;
+    int64_t h = 0;
+    CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &h));
+    CHECK_OK(finish(engine, h));
+    CHECK_LOCKED(engine.finished(h)->join_rank == size - 1);
+  }));
+}
+
+TEST_CASE("a frozen plan runs in any order and breaks when a rank joins, also while others wait inside it") {
+  for (int size : {1, 2, 4}) {
+    CAPTURE(size);
+    run_frozen(size, 50, false, true);
+    run_frozen(size, 5, false, false);
+    for (int round = 0; round < 10; ++round) run_frozen(size, round, true, true);
+  }
+}
+
+TEST_CASE("ranks that declare different buckets are told so, and go on") {
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    auto memory = engine.allocate(400).take();
+    BucketSet set;
+    set.buckets.push_back({"b", memory->data(), {rank ? 100 : 99}, DType::kF32});
+    int id = -1;
+    CHECK_LOCKED(engine.declare(0, set, &id).code() == Code::kMismatch);
+    set.buckets[0].shape = {100};
+    CHECK_OK(engine.declare(0, set, &id));
+    int64_t h = 0;
+    CHECK_OK(engine.submit_declared(0, id, 0, &h));
+    CHECK_OK(finish(engine, h));
+  }));
 }
 
 TEST_CASE("a mismatch raises on every rank and the engine goes on") {

@@ -21,6 +21,12 @@ class World {
     settings_.insert(settings_.end(), settings.begin(), settings.end());
   }
 
+  // Makes rank r count as a rank of machine `node[r]`.
+  World& on_nodes(std::vector<std::string> node) {
+    node_ = std::move(node);
+    return *this;
+  }
+
   // Runs body on every rank; returns the first status that was not ok (set-up and shutdown included).
   Status each(const Body& body, uint32_t generation = 1) {
     std::vector<std::string> endpoints(size_);
@@ -37,7 +43,9 @@ class World {
 
  private:
   Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& meet, const Body& body) {
-    auto config = Config::read(settings_);
+    auto settings = settings_;
+    if (!node_.empty()) settings.emplace_back("HOROCLONE_NODE", node_[rank]);
+    auto config = Config::read(settings);
     Status made = config.status();
     std::unique_ptr<Engine> engine;
     if (made.is_ok()) {
@@ -61,6 +69,7 @@ class World {
   }
   const int size_;
   std::vector<std::pair<std::string, std::string>> settings_;
+  std::vector<std::string> node_;
 };
 
 // One blocking allreduce-like call on a vector.

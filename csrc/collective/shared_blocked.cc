@@ -1,0 +1,205 @@
+// The blocked forms of the operations whose whole group shares memory.
+#include "collective/blocked.h"
+
+namespace hc {
+namespace {
+
+class BlockedAllreduce : public BlockedCollective {
+ public:
+  BlockedAllreduce(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    total_ = task_.count();
+    block_ = std::max<size_t>(1, block_bytes / item());
+    set_blocks((total_ + block_ - 1) / block_);
+    sources_.resize(n_);
+  }
+
+ private:
+  size_t begin_of(uint64_t block) const { return block * block_; }
+  Slices slices(uint64_t block) const { return {std::min(block_, total_ - begin_of(block)), n_, item()}; }
+
+  void fill(uint64_t block) override {  // all but my own slice, which I read where it lies
+    const Slices s = slices(block);
+    std::byte* to = slot(rank_, block);
+    view_.gather(begin_of(block), s.begin(rank_), to);
+    view_.gather(begin_of(block) + s.end(rank_), s.count_ - s.end(rank_), to + s.end(rank_) * item());
+  }
+  void start_reduce(uint64_t block) override {
+    const Slices s = slices(block);
+    size_t at = s.begin(rank_);
+    view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
+      for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : slot(m, block) + at * item();
+      std::byte* const destinations[] = {part.out, slot(rank_, block) + at * item()};
+      reduce(task_.dtype, task_.reduce, destinations, sources_, part.count, task_.scale);
+      at += part.count;
+    });
+  }
+  void drain(uint64_t block) override {
+    const Slices s = slices(block);
+    for (int m = 0; m < n_; ++m)
+      if (m != rank_)
+        view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), slot(m, block) + s.begin(m) * item());
+  }
+
+  size_t total_, block_;
+  std::vector<const std::byte*> sources_;
+};
+
+class BlockedBroadcast : public BlockedCollective {
+ public:
+  BlockedBroadcast(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    total_ = task_.count();
+    block_ = std::max<size_t>(1, block_bytes / item());
+    set_blocks((total_ + block_ - 1) / block_);
+    copies_own_ = rank_ == task_.root && std::any_of(task_.pieces.begin(), task_.pieces.end(), [](const Piece& p) { return p.in != p.out; });
+  }
+
+ private:
+  size_t count_of(uint64_t block) const { return std::min(block_, total_ - block * block_); }
+  void fill(uint64_t block) override {
+    if (rank_ == task_.root) view_.gather(block * block_, count_of(block), slot(rank_, block));
+  }
+  void drain(uint64_t block) override {
+    if (rank_ != task_.root || copies_own_) view_.scatter(block * block_, count_of(block), slot(task_.root, block));
+  }
+  size_t total_, block_;
+  bool copies_own_ = false;
+};
+
+class BlockedAllgather : public BlockedCollective {
+ public:
+  BlockedAllgather(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    block_ = std::max<size_t>(1, block_bytes / item());
+    size_t longest = 0, before = 0;
+    for (size_t c : task_.counts) {
+      offsets_.push_back(before);
+      before += c;
+      longest = std::max(longest, c);
+    }
+    set_blocks((longest + block_ - 1) / block_);
+  }
+
+ private:
+  size_t count_of(int m, uint64_t block) const {
+    const size_t from = block * block_;
+    return from >= task_.counts[m] ? 0 : std::min(block_, task_.counts[m] - from);
+  }
+  void fill(uint64_t block) override {
+    const size_t bytes = count_of(rank_, block) * item();
+    if (!bytes) return;
+    const Piece& p = task_.pieces[0];
+    const std::byte* from = p.in + block * block_ * item();
+    std::memcpy(slot(rank_, block), from, bytes);
+    std::byte* own = p.out + (offsets_[rank_] + block * block_) * item();
+    if (own != from) std::memcpy(own, from, bytes);
+  }
+  void drain(uint64_t block) override {
+    for (int m = 0; m < n_; ++m) {
+      const size_t bytes = count_of(m, block) * item();
+      if (m != rank_ && bytes) std::memcpy(task_.pieces[0].out + (offsets_[m] + block * block_) * item(), slot(m, block), bytes);
+    }
+  }
+  size_t block_;
+  std::vector<size_t> offsets_;
+};
+
+// Block b holds the b-th part of every slice, one after the other, so that all members reduce in every block.
+class BlockedReducescatter : public BlockedCollective {
+ public:
+  BlockedReducescatter(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    part_ = std::max<size_t>(1, block_bytes / item() / n_);
+    size_t longest = 0, before = 0;
+    for (size_t c : task_.counts) {
+      offsets_.push_back(before);
+      before += c;
+      longest = std::max(longest, c);
+    }
+    set_blocks((longest + part_ - 1) / part_);
+    sources_.resize(n_);
+  }
+
+ private:
+  size_t count_of(int m, uint64_t block) const {
+    const size_t from = block * part_;
+    return from >= task_.counts[m] ? 0 : std::min(part_, task_.counts[m] - from);
+  }
+  const std::byte* input_of(int m, uint64_t block) const {
+    return task_.pieces[0].in + (offsets_[m] + block * part_) * item();
+  }
+  void fill(uint64_t block) override {
+    for (int m = 0; m < n_; ++m)
+      if (m != rank_ && count_of(m, block))
+        std::memcpy(slot(rank_, block) + m * part_ * item(), input_of(m, block), count_of(m, block) * item());
+  }
+  void start_reduce(uint64_t block) override {
+    const size_t count = count_of(rank_, block);
+    if (!count) return;
+    for (int m = 0; m < n_; ++m)
+      sources_[m] = m == rank_ ? input_of(rank_, block) : slot(m, block) + rank_ * part_ * item();
+    std::byte* const destinations[] = {task_.pieces[0].out + block * part_ * item()};
+    reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
+  }
+  void drain(uint64_t) override {}
+  size_t part_;
+  std::vector<size_t> offsets_;
+  std::vector<const std::byte*> sources_;
+};
+
+// Block b holds the b-th part of what this rank sends to each member. The number of blocks must be agreed, so it comes
+// from the longest part in the whole table, which the engine puts behind counts (see Task::longest_part).
+class BlockedAlltoall : public BlockedCollective {
+ public:
+  BlockedAlltoall(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    part_ = std::max<size_t>(1, block_bytes / item() / n_);
+    size_t sent = 0, received = 0;
+    for (int m = 0; m < n_; ++m) {
+      sent_.push_back(sent);
+      received_.push_back(received);
+      sent += task_.counts[m];
+      received += task_.received_counts[m];
+    }
+    set_blocks((task_.longest_part + part_ - 1) / part_);
+  }
+
+ private:
+  size_t part_of(size_t count, uint64_t block) const {
+    const size_t from = block * part_;
+    return from >= count ? 0 : std::min(part_, count - from);
+  }
+  void fill(uint64_t block) override {
+    for (int m = 0; m < n_; ++m) {
+      const size_t bytes = part_of(task_.counts[m], block) * item();
+      if (!bytes) continue;
+      const std::byte* from = task_.pieces[0].in + (sent_[m] + block * part_) * item();
+      if (m == rank_)
+        std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(), from, bytes);
+      else
+        std::memcpy(slot(rank_, block) + m * part_ * item(), from, bytes);
+    }
+  }
+  void drain(uint64_t block) override {
+    for (int m = 0; m < n_; ++m) {
+      const size_t bytes = part_of(task_.received_counts[m], block) * item();
+      if (m != rank_ && bytes)
+        std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(), slot(m, block) + rank_ * part_ * item(), bytes);
+    }
+  }
+  size_t part_;
+  std::vector<size_t> sent_, received_;
+};
+
+}  // namespace
+
+Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group) {
+  const size_t block = std::min(kBlockSlotBytes, task.segment_bytes);
+  switch (task.op) {
+    case Op::kAllreduce: return std::unique_ptr<Collective>(std::make_unique<BlockedAllreduce>(std::move(task), group, block));
+    case Op::kBroadcast: return std::unique_ptr<Collective>(std::make_unique<BlockedBroadcast>(std::move(task), group, block));
+    case Op::kAllgather: return std::unique_ptr<Collective>(std::make_unique<BlockedAllgather>(std::move(task), group, block));
+    case Op::kReducescatter:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedReducescatter>(std::move(task), group, block));
+    case Op::kAlltoall: return std::unique_ptr<Collective>(std::make_unique<BlockedAlltoall>(std::move(task), group, block));
+    default: return error(Code::kInternal, "no shared-memory form of ", name_of(task.op));
+  }
+}
+
+}  // namespace hc
