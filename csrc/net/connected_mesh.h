@@ -81,7 +81,7 @@ class ConnectedMesh final : public Mesh {
 
   bool progress_shared();
   void handle_event(uint64_t token, bool* moved);
-  void local_end(int rank);
+  bool local_end(int rank);
   bool collect_losses(std::vector<Loss>* losses);
   int sleep_limit(int timeout_ms, bool* moved);
 

@@ -31,8 +31,8 @@ bool ConnectedMesh::progress_shared() {
   return moved;
 }
 
-// A local peer's socket or process has ended.
-void ConnectedMesh::local_end(int rank) {
+// Whether a local peer's socket or process has ended. Then what it left behind has been taken in.
+bool ConnectedMesh::local_end(int rank) {
   Peer& peer = peers_[rank];
   const bool ended = peer.process && is_readable(peer.process.get());
   bool closed = false;
@@ -42,10 +42,11 @@ void ConnectedMesh::local_end(int rank) {
     IoResult result = receive_parts(peer.liveness.get(), {&part, 1});
     closed = result.what == Io::kEnded || result.what == Io::kFailed;
   }
-  if (!ended && !closed) return;
+  if (!ended && !closed) return false;
   unwatch(&peer.liveness);
   unwatch(&peer.process);
   peer.channel->lose(ended ? text_of("process ", peer.pid, " has ended") : "closed its connection without a goodbye");
+  return true;
 }
 
 void ConnectedMesh::handle_event(uint64_t token, bool* moved) {
@@ -58,8 +59,8 @@ void ConnectedMesh::handle_event(uint64_t token, bool* moved) {
   Peer& peer = peers_[rank];
   if (peer.tcp) {
     static_cast<void>(peer.tcp->progress(moved));  // a failure stays in the channel until collect_losses
-  } else {
-    local_end(rank);
+  } else if (local_end(rank)) {
+    *moved = true;
   }
 }
 

@@ -6,7 +6,7 @@
 #include <cstring>
 #include <numeric>
 
-#include "mesh_world.h"
+#include "net_world.h"
 
 using namespace hc;
 using namespace hc::net_tests;

@@ -1,0 +1,443 @@
+// One behaviour, two channels: every case here runs on TCP (4 KiB socket buffers, so that partial reads and writes happen all
+// the time) and on rings in shared memory. Also the inbox on its own.
+#include <doctest/doctest.h>
+#include <sys/socket.h>
+#include <unistd.h>
+
+#include <cstring>
+#include <algorithm>
+#include <deque>
+#include <functional>
+#include <list>
+#include <memory>
+#include <random>
+#include <thread>
+
+#include "base/clock.h"
+#include "net/inbox.h"
+#include "net/shm_channel.h"
+#include "net/tcp_channel.h"
+
+using namespace hc;
+
+namespace {
+
+// Two channels that face each other, both driven by the test.
+struct Link {
+  virtual ~Link() = default;
+  std::unique_ptr<FramedChannel> a, b;
+  Traffic traffic_a, traffic_b;
+  // The far end disappears as the mesh would notice it.
+  virtual void end_b() = 0;
+
+  void step() {
+    bool moved = false;
+    status_a = a->progress(&moved);
+    status_b = b->progress(&moved);
+  }
+  bool until(const std::function<bool()>& condition, double timeout_s = 10) {
+    for (Deadline deadline = Deadline::in(timeout_s); !condition();) {
+      if (deadline.passed()) return false;
+      step();
+    }
+    return true;
+  }
+  Status status_a, status_b;
+};
+
+struct TcpLink final : Link {
+  TcpLink() {
+    int control[2], data[2];
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, control) == 0);
+    REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, data) == 0);
+    for (int fd : {control[0], control[1], data[0], data[1]}) {
+      int bytes = 4096;
+      setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
+    }
+    a = std::make_unique<TcpChannel>(1, "rank 1 (b)", &traffic_a, TcpChannel::Sockets{Fd(control[0]), Fd(data[0]), -1, 0});
+    b = std::make_unique<TcpChannel>(0, "rank 0 (a)", &traffic_b, TcpChannel::Sockets{Fd(control[1]), Fd(data[1]), -1, 0});
+    raw_control = control[1];
+    raw_data = data[1];
+  }
+  void end_b() override { static_cast<TcpChannel&>(*b).close(); }
+  int raw_control, raw_data;  // b's, for bytes that b would never send
+};
+
+struct ShmLink final : Link {
+  ShmLink() {
+    for (auto& arena : arenas) {
+      auto made = Arena::create(kMinArenaBytes);
+      REQUIRE(made.is_ok());
+      arena = made.take();
+      REQUIRE(arena->commit(kRingsOffset, 2 * kRingBytes).is_ok());
+    }
+    a = std::make_unique<ShmChannel>(1, "rank 1 (b)", &traffic_a, ShmChannel::Ends{arenas[0], arenas[1], 0, 1, &silent});
+    b = std::make_unique<ShmChannel>(0, "rank 0 (a)", &traffic_b, ShmChannel::Ends{arenas[1], arenas[0], 1, 0, &silent});
+  }
+  void end_b() override { a->lose("closed its connection without a goodbye"); }
+  std::shared_ptr<Arena> arenas[2];
+  Doorbell silent;
+};
+
+std::unique_ptr<Link> make_link(bool shared) {
+  if (shared) return std::make_unique<ShmLink>();
+  return std::make_unique<TcpLink>();
+}
+
+std::vector<uint8_t> frame_of(size_t bytes, unsigned seed) {
+  std::vector<uint8_t> frame(bytes);
+  for (size_t i = 0; i < bytes; ++i) frame[i] = static_cast<uint8_t>(i * 131 + seed * 17 + (i >> 8));
+  return frame;
+}
+
+std::vector<std::byte> data_of(size_t bytes, unsigned seed) {
+  std::vector<std::byte> data(bytes);
+  for (size_t i = 0; i < bytes; ++i) data[i] = static_cast<std::byte>(i * 13 + seed * 7 + (i >> 9));
+  return data;
+}
+
+Tag tag_of(uint16_t process_set, uint32_t batch, uint64_t offset) { return {3, process_set, batch, offset}; }
+
+}  // namespace
+
+#define FOR_EACH_CHANNEL(link)             \
+  bool shared = false;                     \
+  SUBCASE("TCP") {}                        \
+  SUBCASE("shared memory") { shared = true; } \
+  auto link = make_link(shared)
+
+TEST_CASE("channel: control frames of every size keep their order") {
+  FOR_EACH_CHANNEL(link);
+  std::vector<size_t> sizes = {1, 2, 3, 4, 5, 4095, 4096, 4097, 16383, 16384, 16385, 65023, 65024, 65025, 70000, 1 << 20, 1};
+  for (size_t i = 0; i < sizes.size(); ++i) REQUIRE(link->a->send(frame_of(sizes[i], i)).is_ok());
+  CHECK_FALSE(link->a->flushed());
+  std::vector<uint8_t> frame;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    REQUIRE(link->until([&] { return link->b->receive(&frame); }));
+    REQUIRE(frame == frame_of(sizes[i], i));
+  }
+  CHECK_FALSE(link->b->receive(&frame));
+  CHECK(link->a->flushed());
+  CHECK(link->traffic_a.bytes_sent.value() == link->traffic_b.bytes_received.value());
+}
+
+TEST_CASE("channel: the largest control frame passes, empty and larger ones are refused at the sender") {
+  FOR_EACH_CHANNEL(link);
+  CHECK(link->a->send({}).code() == Code::kInternal);
+  std::vector<uint8_t> large = frame_of(kMaxControlBytes + 1, 1);
+  CHECK(link->a->send(large).code() == Code::kInternal);
+  large.pop_back();
+  REQUIRE(link->a->send(large).is_ok());
+  std::vector<uint8_t> frame;
+  REQUIRE(link->until([&] { return link->b->receive(&frame); }));
+  CHECK(frame == large);
+}
+
+TEST_CASE("channel: thousands of small frames both ways at once") {
+  FOR_EACH_CHANNEL(link);
+  int got_a = 0, got_b = 0;
+  std::vector<uint8_t> frame;
+  auto fetch = [&] {
+    for (; link->a->receive(&frame); ++got_a) REQUIRE(frame == frame_of(1 + got_a % 70, got_a));
+    for (; link->b->receive(&frame); ++got_b) REQUIRE(frame == frame_of(1 + got_b % 90, got_b));
+    return got_a == 5000 && got_b == 5000;
+  };
+  for (int i = 0; i < 5000; ++i) {
+    REQUIRE(link->a->send(frame_of(1 + i % 90, i)).is_ok());
+    REQUIRE(link->b->send(frame_of(1 + i % 70, i)).is_ok());
+    if (i % 50) continue;
+    link->step();
+    fetch();
+  }
+  REQUIRE(link->until(fetch));
+}
+
+TEST_CASE("channel: many streams interleave, each in its own order, whenever the receives are posted") {
+  FOR_EACH_CHANNEL(link);
+  std::mt19937 random(11);
+  struct One {
+    std::vector<std::byte> out, in;
+    Transfer send, receive;
+  };
+  constexpr int kStreams = 12, kEach = 25;
+  std::list<One> all;
+  std::vector<std::vector<One*>> streams(kStreams);
+  for (int s = 0; s < kStreams; ++s) {
+    uint64_t offset = 0;
+    for (int i = 0; i < kEach; ++i) {
+      const size_t bytes = random() % 5 == 0 ? random() % 60000 : random() % 40;  // 0 as well
+      One& one = all.emplace_back();
+      one.out = data_of(bytes, s * 100 + i);
+      one.in.resize(bytes);
+      const Tag tag = tag_of(static_cast<uint16_t>(s % 3), static_cast<uint32_t>(s), offset);
+      one.send = {tag, one.out.data(), bytes};
+      one.receive = {tag, one.in.data(), bytes};
+      streams[s].push_back(&one);
+      offset += bytes;
+    }
+  }
+  std::vector<size_t> sent(kStreams), posted(kStreams);
+  for (int left = 2 * kStreams * kEach; left > 0;) {
+    const int s = random() % kStreams;
+    auto& next = random() % 2 ? sent[s] : posted[s];
+    if (next == streams[s].size()) continue;
+    One* one = streams[s][next++];
+    if (&next == &sent[s]) {
+      link->a->post_send(&one->send);
+    } else {
+      link->b->post_receive(&one->receive);
+    }
+    --left;
+    if (random() % 4 == 0) link->step();
+  }
+  REQUIRE(link->until([&] {
+    return std::all_of(all.begin(), all.end(), [](const One& o) { return o.send.done && o.receive.done; });
+  }));
+  for (const One& one : all) {
+    REQUIRE(one.in == one.out);
+    REQUIRE(one.receive.moved == one.in.size());
+  }
+  CHECK(link->a->flushed());
+  CHECK(link->status_b.is_ok());
+}
+
+TEST_CASE("channel: data before its receive is kept; the limit stops data but never control") {
+  FOR_EACH_CHANNEL(link);
+  std::deque<Transfer> sends;
+  std::vector<std::byte> out = data_of(kMaxTransferBytes, 1), in(kMaxTransferBytes);
+  const int segments = kMaxUnexpectedBytes / kMaxTransferBytes + 3;
+  for (int i = 0; i < segments; ++i) {
+    sends.push_back({tag_of(0, 1, i * kMaxTransferBytes), out.data(), out.size()});
+    link->a->post_send(&sends.back());
+  }
+  auto done = [&] { return std::count_if(sends.begin(), sends.end(), [](const Transfer& t) { return t.done; }); };
+  CHECK(link->until([&] { return done() >= segments - 3; }));
+  for (int i = 0; i < 200; ++i) link->step();
+  CHECK(done() == segments - 3);  // the rest is held back at the sender
+  REQUIRE(link->a->send(frame_of(10, 1)).is_ok());
+  std::vector<uint8_t> frame;
+  REQUIRE(link->until([&] { return link->b->receive(&frame); }));
+  for (int i = 0; i < segments; ++i) {
+    std::fill(in.begin(), in.end(), std::byte{0});
+    Transfer receive{tag_of(0, 1, i * kMaxTransferBytes), in.data(), in.size()};
+    link->b->post_receive(&receive);
+    REQUIRE(link->until([&] { return receive.done; }));
+    REQUIRE(in == out);
+  }
+  CHECK(done() == segments);
+}
+
+TEST_CASE("channel: data that is out of step breaks it with a clear error") {
+  FOR_EACH_CHANNEL(link);
+  std::vector<std::byte> out = data_of(100, 1), in(100);
+  Transfer send{tag_of(0, 9, 0), out.data(), 100}, receive{tag_of(0, 9, 64), in.data(), 100};
+  link->b->post_receive(&receive);
+  link->a->post_send(&send);
+  CHECK(link->until([&] { return !link->status_b.is_ok(); }));
+  CHECK(link->status_b.code() == Code::kInternal);
+  CHECK(link->status_b.text().find("rank 0 (a): data out of step in batch 9") == 0);
+  CHECK_FALSE(receive.done);
+}
+
+TEST_CASE("channel: a withdrawn transfer is not touched again; half-way it breaks the channel") {
+  FOR_EACH_CHANNEL(link);
+  std::vector<std::byte> out = data_of(kMaxTransferBytes, 1), in(kMaxTransferBytes);
+  Transfer early{tag_of(0, 1, 0), in.data(), 10};
+  link->b->post_receive(&early);
+  link->b->forget(&early);
+  Transfer small{tag_of(0, 1, 0), out.data(), 10};
+  link->a->post_send(&small);
+  for (int i = 0; i < 5; ++i) link->step();
+  CHECK_FALSE(early.done);
+  CHECK(in[1] == std::byte{0});
+  Transfer again{tag_of(0, 1, 0), in.data(), 10};  // what came meanwhile is not lost
+  link->b->post_receive(&again);
+  CHECK(again.done);
+
+  Transfer large{tag_of(0, 2, 0), out.data(), out.size()}, queued{tag_of(0, 3, 0), out.data(), 10};
+  link->a->post_send(&large);
+  link->a->post_send(&queued);
+  link->a->forget(&queued);
+  CHECK(link->a->progress(&shared).is_ok());
+  link->a->forget(&large);
+  bool moved = false;
+  CHECK(link->a->progress(&moved).code() == Code::kAborted);
+  CHECK(link->a->flushed());
+
+  Transfer receive{tag_of(0, 2, 0), in.data(), in.size()};
+  link->b->post_receive(&receive);
+  CHECK(link->b->progress(&moved).is_ok());
+  CHECK(receive.moved > 0);
+  link->b->forget(&receive);
+  CHECK(link->b->progress(&moved).code() == Code::kAborted);
+}
+
+TEST_CASE("channel: when the peer ends, its frames come first, then an error that names it") {
+  FOR_EACH_CHANNEL(link);
+  REQUIRE(link->b->send(frame_of(30, 1)).is_ok());
+  REQUIRE(link->b->send(frame_of(31, 2)).is_ok());
+  link->end_b();
+  bool moved = false;
+  for (int i = 0; i < 5; ++i) REQUIRE(link->a->progress(&moved).is_ok());
+  CHECK((moved || shared));  // there the end was noticed after everything had been read
+  std::vector<uint8_t> frame;
+  CHECK((link->a->receive(&frame) && frame == frame_of(30, 1)));
+  CHECK(link->a->progress(&moved).is_ok());
+  CHECK((link->a->receive(&frame) && frame == frame_of(31, 2)));
+  Status status = link->a->progress(&moved);
+  CHECK(status.code() == Code::kPeerLost);
+  CHECK(status.culprit() == 1);
+  CHECK(status.text() == "rank 1 (b): closed its connection without a goodbye");
+  CHECK_FALSE(link->a->send(frame_of(3, 3)).is_ok());
+}
+
+TEST_CASE("channel: after a goodbye an end is silent, unless something is still posted") {
+  FOR_EACH_CHANNEL(link);
+  link->a->expect_close();
+  link->end_b();
+  bool moved = false;
+  for (int i = 0; i < 3; ++i) CHECK(link->a->progress(&moved).is_ok());
+  std::byte byte{1};
+  Transfer send{tag_of(0, 1, 0), &byte, 1};
+  link->a->post_send(&send);
+  CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
+}
+
+TEST_CASE("channel: two threads, one for each end, both directions at once") {
+  FOR_EACH_CHANNEL(link);
+  auto drive = [&](FramedChannel& channel, unsigned own, unsigned other) {
+    std::vector<std::byte> out = data_of(700000, own), in(700000);
+    std::deque<Transfer> sends, receives;
+    for (uint32_t batch = 0; batch < 6; ++batch) {
+      sends.push_back({tag_of(0, batch, 0), out.data(), out.size()});
+      channel.post_send(&sends.back());
+    }
+    int frames = 0;
+    std::vector<uint8_t> frame;
+    bool good = true;
+    for (Deadline deadline = Deadline::in(30); !deadline.passed();) {
+      bool moved = false;
+      good &= channel.progress(&moved).is_ok();
+      if (receives.size() < 6 && (receives.empty() || receives.back().done)) {
+        if (!receives.empty()) good &= in == data_of(700000, other);
+        receives.push_back({tag_of(0, static_cast<uint32_t>(receives.size()), 0), in.data(), in.size()});
+        channel.post_receive(&receives.back());
+        good &= channel.send(frame_of(100, own)).is_ok();
+      }
+      while (channel.receive(&frame)) good &= frame == frame_of(100, other), ++frames;
+      if (!good) return false;
+      if (frames == 6 && receives.size() == 6 && receives.back().done && channel.flushed()) return true;
+      if (!moved) std::this_thread::yield();
+    }
+    return false;
+  };
+  bool good_a = false, good_b = false;
+  std::thread thread([&] { good_a = drive(*link->a, 1, 2); });
+  good_b = drive(*link->b, 2, 1);
+  thread.join();
+  CHECK(good_a);
+  CHECK(good_b);
+}
+
+TEST_CASE("channel: lengths that cannot be are refused before anything is allocated") {
+  auto link = std::make_unique<TcpLink>();
+  SUBCASE("control") {
+    const uint32_t length = 0xffffffffu;
+    REQUIRE(::write(link->raw_control, &length, 4) == 4);
+    bool moved = false;
+    Status status = link->a->progress(&moved);
+    CHECK(status.text().find("sent a control frame of 4294967295 bytes") != std::string::npos);
+    CHECK(status.culprit() == 1);
+  }
+  SUBCASE("control, nothing") {
+    const uint32_t length = 0;
+    REQUIRE(::write(link->raw_control, &length, 4) == 4);
+    bool moved = false;
+    CHECK_FALSE(link->a->progress(&moved).is_ok());
+  }
+  SUBCASE("data") {
+    SegmentHeader header{tag_of(0, 1, 0), 0xffffffffu, SegmentHeader::kGuard};
+    REQUIRE(::write(link->raw_data, &header, sizeof(header)) == sizeof(header));
+    bool moved = false;
+    CHECK(link->a->progress(&moved).text().find("damaged data header") != std::string::npos);
+  }
+  SUBCASE("data without its guard") {
+    SegmentHeader header{tag_of(0, 1, 0), 4, 1};
+    REQUIRE(::write(link->raw_data, &header, sizeof(header)) == sizeof(header));
+    bool moved = false;
+    CHECK(link->a->progress(&moved).code() == Code::kInternal);
+  }
+}
+
+TEST_CASE("channel: a frame cut off by the end is named as such") {
+  auto link = std::make_unique<TcpLink>();
+  const uint8_t start[] = {100, 0, 0, 0, 1, 2, 3};
+  REQUIRE(::write(link->raw_control, start, sizeof(start)) == sizeof(start));
+  link->end_b();
+  bool moved = false;
+  CHECK(link->a->progress(&moved).is_ok());  // a part of a frame is no reason to complain yet
+  CHECK(link->a->progress(&moved).text() == "rank 1 (b): closed its connection in the middle of a frame");
+}
+
+TEST_CASE("shm channel: a ring whose cursor lies is an error, not a crash") {
+  auto link = std::make_unique<ShmLink>();
+  auto* header = reinterpret_cast<RingHeader*>(ring_slot(*link->arenas[1], 0));
+  header->head[0].store(uint64_t{1} << 40);
+  bool moved = false;
+  CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
+}
+
+TEST_CASE("inbox: one read may bring the end of a segment and the next header") {
+  Inbox inbox;
+  std::vector<std::byte> in(8);
+  Transfer first{tag_of(0, 1, 0), in.data(), 4}, second{tag_of(0, 1, 4), in.data() + 4, 4};
+  REQUIRE(inbox.post(&first).is_ok());
+  REQUIRE(inbox.post(&second).is_ok());
+  auto feed = [&](const void* from, size_t bytes) {
+    const auto* at = static_cast<const std::byte*>(from);
+    size_t left = bytes;
+    for (const iovec& place : inbox.places()) {
+      size_t piece = std::min(left, place.iov_len);
+      std::memcpy(place.iov_base, at, piece);
+      at += piece, left -= piece;
+    }
+    REQUIRE(left == 0);
+    REQUIRE(inbox.took(bytes).is_ok());
+  };
+  SegmentHeader header{tag_of(0, 1, 0), 4, SegmentHeader::kGuard}, next{tag_of(0, 1, 4), 4, SegmentHeader::kGuard};
+  feed(&header, 10);
+  feed(reinterpret_cast<std::byte*>(&header) + 10, 14);
+  CHECK(inbox.waiting());
+  feed("ab", 2);
+  CHECK(first.moved == 2);
+  std::byte tail[26];
+  std::memcpy(tail, "cd", 2);
+  std::memcpy(tail + 2, &next, 24);
+  feed(tail, 26);
+  CHECK(first.done);
+  CHECK_FALSE(inbox.forget(&second));  // it is being filled
+  feed("efgh", 4);
+  CHECK(second.done);
+  CHECK(std::memcmp(in.data(), "abcdefgh", 8) == 0);
+  CHECK(inbox.between_segments());
+  CHECK(inbox.segments() == 2);
+}
+
+TEST_CASE("inbox: a receive posted while its segment is arriving takes over what is there") {
+  Inbox inbox(100);
+  SegmentHeader header{tag_of(0, 1, 0), 90, SegmentHeader::kGuard};
+  std::memcpy(inbox.places()[0].iov_base, &header, sizeof(header));
+  REQUIRE(inbox.took(sizeof(header)).is_ok());
+  std::memset(inbox.places()[0].iov_base, 5, 40);
+  REQUIRE(inbox.took(40).is_ok());
+  CHECK(inbox.kept_bytes() == 90);
+  std::vector<std::byte> in(90);
+  Transfer receive{tag_of(0, 1, 0), in.data(), 90};
+  REQUIRE(inbox.post(&receive).is_ok());
+  CHECK(receive.moved == 40);
+  CHECK(inbox.kept_bytes() == 0);
+  std::memset(inbox.places()[0].iov_base, 5, 50);
+  REQUIRE(inbox.took(50).is_ok());
+  CHECK(receive.done);
+  CHECK(in == std::vector<std::byte>(90, std::byte{5}));
+}
