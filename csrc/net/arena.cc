@@ -24,8 +24,9 @@ namespace hc {
 namespace {
 
 constexpr size_t kHugePage = 2u << 20;
-constexpr size_t kPunchBytes = 4u << 20;      // a freed block from this size on gives its pages back, a smaller one is cleared
-constexpr size_t kReserveStep = 16u << 20;    // a signal makes the kernel undo one step at most
+constexpr size_t kPunchBytes =
+    4u << 20;  // a freed block from this size on gives its pages back, a smaller one is cleared
+constexpr size_t kReserveStep = 16u << 20;       // a signal makes the kernel undo one step at most
 constexpr size_t kCheckMemoryBytes = 64u << 20;  // from here on memory is looked at before it is taken
 
 constexpr size_t round_up(size_t n, size_t unit) { return (n + unit - 1) / unit * unit; }
@@ -42,7 +43,8 @@ size_t number_in(const char* path, size_t otherwise) {
   return in >> value ? value : otherwise;  // "max" is no number
 }
 
-// What may still be used before the kernel would have to kill somebody: free memory, or the rest of a container's limit.
+// What may still be used before the kernel would have to kill somebody: free memory, or the rest of a container's
+// limit.
 size_t memory_left() {
   constexpr size_t unknown = std::numeric_limits<size_t>::max();
   size_t left = unknown;
@@ -70,7 +72,8 @@ size_t mappable_bytes() {
 // ftruncate beyond RLIMIT_FSIZE would raise SIGXFSZ.
 size_t file_limit() {
   rlimit limit{};
-  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return std::numeric_limits<size_t>::max();
+  if (getrlimit(RLIMIT_FSIZE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY)
+    return std::numeric_limits<size_t>::max();
   return limit.rlim_cur;
 }
 
@@ -146,13 +149,15 @@ Result<std::shared_ptr<Arena::Mapping>> Arena::map(int fd, size_t bytes) {
 Result<std::shared_ptr<Arena>> Arena::create(size_t bytes) {
   bytes = round_up(bytes, kPage);
   if (bytes < kMinArenaBytes) {
-    return error(Code::kInvalidArgument, "an arena of ", mib(bytes), " is too small; HOROCLONE_ARENA_BYTES must be at least ",
-                 mib(kMinArenaBytes), " (address space, not memory)");
+    return error(Code::kInvalidArgument, "an arena of ", mib(bytes),
+                 " is too small; HOROCLONE_ARENA_BYTES must be at least ", mib(kMinArenaBytes),
+                 " (address space, not memory)");
   }
   const size_t fits = std::min(mappable_bytes(), file_limit()) / kPage * kPage;
   if (fits < kMinArenaBytes) {
-    return error(Code::kUnsupported, "the process may map only ", mib(fits), " more; shared memory needs ", mib(kMinArenaBytes),
-                 " of address space per local rank. Raise `ulimit -v` and `ulimit -f`, or set HOROCLONE_SHARED_MEMORY=0");
+    return error(
+        Code::kUnsupported, "the process may map only ", mib(fits), " more; shared memory needs ", mib(kMinArenaBytes),
+        " of address space per local rank. Raise `ulimit -v` and `ulimit -f`, or set HOROCLONE_SHARED_MEMORY=0");
   }
   bytes = std::min(bytes, fits);
   int fd = memfd_create("horoclone", MFD_CLOEXEC | MFD_ALLOW_SEALING);
@@ -163,7 +168,8 @@ Result<std::shared_ptr<Arena>> Arena::create(size_t bytes) {
   std::shared_ptr<Arena> arena(new Arena);
   arena->fd_ = fd;  // closed by ~Arena from here on
   // Sealed, so that no peer can shrink it under another's feet (which would be SIGBUS).
-  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 || fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
+  if (ftruncate(fd, static_cast<off_t>(bytes)) != 0 ||
+      fcntl(fd, F_ADD_SEALS, F_SEAL_SHRINK | F_SEAL_GROW | F_SEAL_SEAL) != 0) {
     return error(Code::kInternal, "cannot size ", mib(bytes), " of shared memory: ", std::strerror(errno));
   }
   auto mapping = map(fd, bytes);
@@ -183,9 +189,10 @@ Result<std::shared_ptr<Arena>> Arena::attach(int fd, size_t bytes) {
   if (fstat(fd, &about) != 0 || seals < 0) {
     return error(Code::kInternal, "a peer's shared memory is no memfd: ", std::strerror(errno));
   }
-  if (bytes < kMinArenaBytes || about.st_size < 0 || static_cast<size_t>(about.st_size) < bytes || !(seals & F_SEAL_SHRINK)) {
-    return error(Code::kInternal, "a peer's shared memory has ", about.st_size, " bytes and seals ", seals, ", expected ",
-                 bytes, " bytes that cannot shrink");
+  if (bytes < kMinArenaBytes || about.st_size < 0 || static_cast<size_t>(about.st_size) < bytes ||
+      !(seals & F_SEAL_SHRINK)) {
+    return error(Code::kInternal, "a peer's shared memory has ", about.st_size, " bytes and seals ", seals,
+                 ", expected ", bytes, " bytes that cannot shrink");
   }
   auto mapping = map(fd, bytes);
   if (!mapping.is_ok()) return mapping.status();
@@ -220,16 +227,19 @@ Status Arena::reserve(size_t offset, size_t bytes) {
 
 Status Arena::commit(size_t offset, size_t bytes) {
   if (bytes == 0) return Status::ok();
-  if (fd_ < 0) return error(Code::kNotInitialized, "this process was forked after init; its shared memory is a private copy");
+  if (fd_ < 0)
+    return error(Code::kNotInitialized, "this process was forked after init; its shared memory is a private copy");
   if (offset > bytes_ || bytes > bytes_ - offset) {
-    return error(Code::kInvalidArgument, "bytes ", offset, " to ", offset + bytes, " lie outside the arena of ", mib(bytes_));
+    return error(Code::kInvalidArgument, "bytes ", offset, " to ", offset + bytes, " lie outside the arena of ",
+                 mib(bytes_));
   }
   size_t from = offset / kPage * kPage;
   return reserve(from, round_up(offset + bytes, kPage) - from);
 }
 
 Result<std::byte*> Arena::allocate(size_t bytes) {
-  if (bytes > bytes_) return error(Code::kInvalidArgument, mib(bytes), " of shared memory: the arena has ", mib(bytes_));
+  if (bytes > bytes_)
+    return error(Code::kInvalidArgument, mib(bytes), " of shared memory: the arena has ", mib(bytes_));
   bytes = std::max(round_up(bytes, kPage), kPage);
   std::lock_guard lock(mu_);
   auto best = free_.end();

@@ -28,7 +28,7 @@ inline constexpr int kMaxLocalRanks = 256;
 inline constexpr size_t kRingBytes = 256u << 10;  // one ring, header included
 inline constexpr size_t kLanesOffset = kRingsOffset + kMaxLocalRanks * kRingBytes;
 inline constexpr size_t kLaneBytes = 4u << 20;
-inline constexpr int kMaxLanes = 128;  // process sets alive at once
+inline constexpr int kMaxLanes = 128;                                         // process sets alive at once
 inline constexpr size_t kHeapOffset = kLanesOffset + kMaxLanes * kLaneBytes;  // 577 MiB, sparse
 inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
 
@@ -46,8 +46,8 @@ struct RankBlock {
 
 class Arena {
  public:
-  // A new one, owned by this rank. bytes >= kMinArenaBytes; only address space is taken until commit(). Smaller than asked
-  // for (see bytes()) where the process's address space is limited.
+  // A new one, owned by this rank. bytes >= kMinArenaBytes; only address space is taken until commit(). Smaller than
+  // asked for (see bytes()) where the process's address space is limited.
   static Result<std::shared_ptr<Arena>> create(size_t bytes);
   // A peer's, from the descriptor it sent (taken over). Two ranks in one process share ONE mapping, so that
   // ThreadSanitizer sees the truth.
@@ -73,7 +73,8 @@ class Arena {
   void free(std::byte* block);
   size_t allocated_bytes() const;
 
-  // In a forked child: the same addresses, private, so that views (p.grad) stay readable and the parent is not disturbed.
+  // In a forked child: the same addresses, private, so that views (p.grad) stay readable and the parent is not
+  // disturbed.
   void remap_private();
 
  private:
@@ -86,10 +87,10 @@ class Arena {
   std::byte* base_ = nullptr;
   size_t bytes_ = 0;
   int fd_ = -1;
-  mutable std::mutex mu_;                     // guards the three below
-  std::map<size_t, size_t> free_;             // offset -> bytes, coalesced; free ranges read as zero
+  mutable std::mutex mu_;          // guards the three below
+  std::map<size_t, size_t> free_;  // offset -> bytes, coalesced; free ranges read as zero
   std::map<size_t, size_t> used_;
-  size_t heap_end_ = kHeapOffset;             // handed out up to here
+  size_t heap_end_ = kHeapOffset;  // handed out up to here
 };
 
 }  // namespace hc

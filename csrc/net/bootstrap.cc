@@ -17,9 +17,9 @@
 namespace hc {
 namespace {
 
-constexpr int kPollMs = 50;       // `cancelled` is asked this often
-constexpr int kDialPollMs = 10;   // while a dialer has addresses to try
-constexpr int kAcceptBatch = 64;  // accepted in one turn, so that ranks get theirs
+constexpr int kPollMs = 50;        // `cancelled` is asked this often
+constexpr int kDialPollMs = 10;    // while a dialer has addresses to try
+constexpr int kAcceptBatch = 64;   // accepted in one turn, so that ranks get theirs
 constexpr size_t kNamedRanks = 8;  // in a report
 constexpr uint64_t kEndsMagic = 0x53444e4548434c4eull;
 constexpr size_t kEndsBytes = 16;
@@ -119,7 +119,8 @@ Bootstrap::Bootstrap(const BootstrapInput& input)
         if (!a.is_loopback() || own.identity.same_network(other.identity)) target.addresses.push_back(a);
       }
     }
-    const auto purposes = in_.shares[peer] ? std::vector{Purpose::kLocal} : std::vector{Purpose::kControl, Purpose::kData};
+    const auto purposes =
+        in_.shares[peer] ? std::vector{Purpose::kLocal} : std::vector{Purpose::kControl, Purpose::kData};
     for (Purpose purpose : purposes) {
       Slot slot(peer, purpose);
       const Claim claim{rank_, peer, members_.generation, purpose};
@@ -135,8 +136,8 @@ std::string Bootstrap::name_of(int rank) const {
 }
 
 Slot* Bootstrap::find(int peer, Purpose purpose) {
-  auto at = std::find_if(slots_.begin(), slots_.end(),
-                         [&](const Slot& s) { return s.peer == peer && s.purpose == purpose; });
+  auto at =
+      std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.peer == peer && s.purpose == purpose; });
   return at == slots_.end() ? nullptr : &*at;
 }
 
@@ -183,11 +184,12 @@ Status Bootstrap::check_time(TimePoint now) {
   if (members_.cancelled && members_.cancelled()) return error(Code::kAborted, "connecting was cancelled; ", missing());
   if (deadline_.passed()) {
     auto first = std::find_if(slots_.begin(), slots_.end(), [](const Slot& s) { return !s.done; });
-    return Status(Code::kTimeout,
-                  text_of("after ", members_.timeout_s, " s ", missing(),
-                          ". Did every rank start? HOROCLONE_START_TIMEOUT sets the time, HOROCLONE_NETWORK_INTERFACES the "
-                          "network"),
-                  first == slots_.end() ? -1 : first->peer);
+    return Status(
+        Code::kTimeout,
+        text_of("after ", members_.timeout_s, " s ", missing(),
+                ". Did every rank start? HOROCLONE_START_TIMEOUT sets the time, HOROCLONE_NETWORK_INTERFACES the "
+                "network"),
+        first == slots_.end() ? -1 : first->peer);
   }
   if (now >= next_report_) {
     const double waited = seconds_between(began_, now);
@@ -220,7 +222,8 @@ void Bootstrap::turned_away(const std::string& from, const std::string& why) {
 void Bootstrap::say_turned_away(TimePoint now) {
   if (turned_away_ == turned_away_said_ || seconds_between(turned_away_said_at_, now) < 1.0) return;
   if (members_.say) {
-    members_.say(text_of("turned away ", turned_away_ - turned_away_said_, " connections, the last one ", last_turned_away_));
+    members_.say(
+        text_of("turned away ", turned_away_ - turned_away_said_, " connections, the last one ", last_turned_away_));
   }
   turned_away_said_ = turned_away_;
   turned_away_said_at_ = now;
@@ -238,7 +241,8 @@ Verdict Bootstrap::judge(const Claim& claim, bool local, uint64_t number) {
 
 // Makes room: the oldest that has not even said hello, else the oldest. A real rank says hello at once.
 void Bootstrap::drop_one(const char* why) {
-  auto victim = std::find_if(incoming_.begin(), incoming_.end(), [](const Incoming& i) { return !i.handshake.said_hello(); });
+  auto victim =
+      std::find_if(incoming_.begin(), incoming_.end(), [](const Incoming& i) { return !i.handshake.said_hello(); });
   if (victim == incoming_.end()) victim = incoming_.begin();
   for (Slot& slot : slots_) {
     if (slot.taken_by == victim->number) slot.taken_by = 0;
@@ -312,8 +316,9 @@ Status Bootstrap::swap_ends(Slot& slot) {
     const int fds[2] = {in_.arena_fd, in_.doorbell_fd};
     IoResult sent = send_descriptors(slot.fd.get(), message.bytes(), fds);
     if (sent.what == Io::kFailed) {
-      return Status(Code::kPeerLost, text_of(name_of(slot.peer), ": cannot send the shared memory: ",
-                                             std::strerror(sent.error_number)), slot.peer);
+      return Status(Code::kPeerLost,
+                    text_of(name_of(slot.peer), ": cannot send the shared memory: ", std::strerror(sent.error_number)),
+                    slot.peer);
     }
     slot.ends_sent = sent.what == Io::kMoved;
   }
@@ -324,7 +329,7 @@ Status Bootstrap::swap_ends(Slot& slot) {
   if (got.what == Io::kWouldBlock) return Status::ok();
   Reader reader(message);
   if (got.what != Io::kMoved || reader.get<uint64_t>() != kEndsMagic) {
-    const char* why = got.what == Io::kFailed ? std::strerror(got.error_number)
+    const char* why = got.what == Io::kFailed  ? std::strerror(got.error_number)
                       : got.what == Io::kEnded ? "it closed the connection"
                                                : "a wrong message";
     return Status(Code::kPeerLost, text_of(name_of(slot.peer), ": shared memory did not arrive: ", why), slot.peer);
@@ -349,7 +354,8 @@ Status Bootstrap::watch_established() {
   if (set.empty() || ::poll(set.data(), set.size(), 0) <= 0) return Status::ok();
   for (size_t i = 0; i < set.size(); ++i) {
     if (!(set[i].revents & (POLLRDHUP | POLLHUP | POLLERR))) continue;
-    return Status(Code::kPeerLost, name_of(peers[i]) + " has left while the ranks were still connecting; its own log has the cause",
+    return Status(Code::kPeerLost,
+                  name_of(peers[i]) + " has left while the ranks were still connecting; its own log has the cause",
                   peers[i]);
   }
   return Status::ok();

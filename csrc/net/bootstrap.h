@@ -1,6 +1,6 @@
-// Brings the ranks of a job together: accepts and dials connections, authenticates each (net/handshake.h), swaps the shared
-// memory of local pairs. The lower rank of a pair listens, the higher one dials. Strangers cost a bounded number of half-open
-// connections and never hold up a real rank; every wait ends at the deadline.
+// Brings the ranks of a job together: accepts and dials connections, authenticates each (net/handshake.h), swaps the
+// shared memory of local pairs. The lower rank of a pair listens, the higher one dials. Strangers cost a bounded number
+// of half-open connections and never hold up a real rank; every wait ends at the deadline.
 //
 // Thread: the one that calls Mesh::connect. Owner: the mesh, for the length of that call.
 #pragma once
@@ -17,7 +17,7 @@
 
 namespace hc {
 
-inline constexpr size_t kMaxHalfOpen = 64;   // unauthenticated connections at one time; the oldest goes
+inline constexpr size_t kMaxHalfOpen = 64;    // unauthenticated connections at one time; the oldest goes
 inline constexpr double kHelloDeadlineS = 5;  // for a stranger to become a rank
 
 struct Listeners {

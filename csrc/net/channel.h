@@ -35,8 +35,8 @@ struct Transfer {
   bool done = false;
 };
 
-inline constexpr size_t kMaxControlBytes = 16u << 20;   // larger frames are refused before allocation
-inline constexpr size_t kMaxTransferBytes = 4u << 20;   // one data segment
+inline constexpr size_t kMaxControlBytes = 16u << 20;     // larger frames are refused before allocation
+inline constexpr size_t kMaxTransferBytes = 4u << 20;     // one data segment
 inline constexpr size_t kMaxUnexpectedBytes = 64u << 20;  // data that arrived before its receive was posted
 
 class Channel {
@@ -48,8 +48,9 @@ class Channel {
   // The next complete control frame, if one is there.
   virtual bool receive(std::vector<uint8_t>* frame) = 0;
 
-  // Data. Transfers of one stream (same tag but for the offset) are matched in the order of posting on both sides; different
-  // streams never hold each other up: a segment without a posted receive is kept aside, up to kMaxUnexpectedBytes.
+  // Data. Transfers of one stream (same tag but for the offset) are matched in the order of posting on both sides;
+  // different streams never hold each other up: a segment without a posted receive is kept aside, up to
+  // kMaxUnexpectedBytes.
   virtual void post_send(Transfer* transfer) = 0;
   virtual void post_receive(Transfer* transfer) = 0;
   // Withdraws a transfer that is not done (the operation was aborted). A half-moved one breaks the channel on purpose.

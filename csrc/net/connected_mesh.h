@@ -1,12 +1,4 @@
-// The one implementation of Mesh. connect() is in mesh_connect.cc, sleeping and noticing deaths in mesh_poll.cc, the rest in
-// mesh.cc. What the driver of the engine must do, and when:
-//  - spinning: channel(r).progress() and receive() for the channels it waits for; poll(0) now and then (a death shows only there);
-//  - before sleeping: set_asleep(kAsleep*), then every source of work once more (progress() of every channel, lanes, submissions),
-//    then poll(timeout) or poll(2) on wait_fd(); afterwards set_asleep(kAwake) and poll(0) if it slept on wait_fd();
-//  - after storing flags in a shared lane: wake(r) for every rank that may wait for them. Channels ring by themselves a peer that
-//    sleeps waiting; one that sleeps idle is rung with wake(r, true);
-//  - on moved: receive() until false. A Loss comes only after the peer's last frames were fetched; receives posted later than
-//    that are still served from what it had sent.
+// The one implementation of Mesh: connecting is in mesh_connect.cc, sleeping and noticing deaths in mesh_poll.cc.
 // Thread: as in mesh.h. Owner: the engine.
 #pragma once
 
@@ -22,6 +14,19 @@
 
 namespace hc {
 
+// What the driver of the engine must do, and when.
+//
+// Spinning: channel(r).progress() and receive() for the channels it waits for; poll(0) now and then, as a death shows
+// only there.
+//
+// Before sleeping: set_asleep(kAsleep*), then every source of work once more (progress() of every channel, lanes,
+// submissions), then poll(timeout), or poll(2) on wait_fd() and a poll(0) afterwards; then set_asleep(kAwake).
+//
+// After storing flags in a shared lane: wake(r) for every rank that may wait for them. Channels ring by themselves a
+// peer that sleeps waiting; one that sleeps idle is rung with wake(r, true).
+//
+// When something moved: receive() until false. A Loss comes only after the peer's last frames were fetched; receives
+// posted later than that are still served from what it had sent.
 class ConnectedMesh final : public Mesh {
  public:
   explicit ConnectedMesh(const MeshOptions& options) : options_(options) {}
@@ -64,7 +69,7 @@ class ConnectedMesh final : public Mesh {
     Doorbell doorbell;
     Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
     int32_t pid = 0;
-    std::string name;      // "rank 3 (node-b, pid 812)"
+    std::string name;  // "rank 3 (node-b, pid 812)"
     bool reported = false;
   };
 

@@ -6,11 +6,11 @@
 namespace hc {
 namespace {
 
-constexpr double kStaggerS = 0.05;    // between two addresses of one round
-constexpr double kRoundS = 0.1;       // before the first address is tried again; grows with the rounds
+constexpr double kStaggerS = 0.05;  // between two addresses of one round
+constexpr double kRoundS = 0.1;     // before the first address is tried again; grows with the rounds
 constexpr double kMaxRoundS = 1.0;
-constexpr double kConnectS = 3.0;     // an address that swallows packets
-constexpr int kMaxRefusals = 3;       // so many in a row at every address that answered: it will not change
+constexpr double kConnectS = 3.0;  // an address that swallows packets
+constexpr int kMaxRefusals = 3;    // so many in a row at every address that answered: it will not change
 
 TimePoint later(TimePoint now, double s) {
   return now + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(s));
@@ -38,7 +38,9 @@ std::string Dialer::tried() const {
   for (size_t i = 0; i < places(); ++i) {
     if (!all.empty()) all += ", ";
     all += name_of_place(i) + ": " +
-           (busy(i) ? "no answer yet" : last_error_[i].empty() ? "not tried yet" : last_error_[i]);
+           (busy(i)                  ? "no answer yet"
+            : last_error_[i].empty() ? "not tried yet"
+                                     : last_error_[i]);
   }
   return all.empty() ? "it has no address" : all;
 }
@@ -86,11 +88,13 @@ bool Dialer::step_attempt(Attempt& attempt, TimePoint now) {
   }
   if (!attempt.handshake) attempt.handshake = Handshake::connect(credentials_, claim_);
   switch (attempt.handshake->step(attempt.fd.get())) {
-    case Handshake::State::kPending: return true;
+    case Handshake::State::kPending:
+      return true;
     case Handshake::State::kFailed:
       note(attempt.place, attempt.handshake->status(), attempt.handshake->refused());
       return false;
-    case Handshake::State::kDone: break;
+    case Handshake::State::kDone:
+      break;
   }
   address_ = name_of_place(attempt.place);
   connected_ = std::move(attempt.fd);

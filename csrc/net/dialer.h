@@ -1,5 +1,5 @@
-// Dials one connection to one peer: all its addresses in quick succession, each again until one answers with a proof. Of
-// several that answer at once one only goes on, so that the peer never sees this rank twice.
+// Dials one connection to one peer: all its addresses in quick succession, each again until one answers with a proof.
+// Of several that answer at once one only goes on, so that the peer never sees this rank twice.
 //
 // Thread and owner: the bootstrap's.
 #pragma once

@@ -59,7 +59,8 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
   if (bytes.size() > kMaxEndpointBytes) return error(Code::kInvalidArgument, "an endpoint of ", bytes.size(), " bytes");
   Reader in({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
   const uint32_t magic = in.get<uint32_t>(), version = in.get<uint32_t>();
-  if (!in.ok() || magic != kMagic) return error(Code::kInvalidArgument, "these ", bytes.size(), " bytes are no endpoint");
+  if (!in.ok() || magic != kMagic)
+    return error(Code::kInvalidArgument, "these ", bytes.size(), " bytes are no endpoint");
   if (version != kProtocolVersion) {
     return error(Code::kUnsupported, "it speaks protocol version ", version, ", this one ", kProtocolVersion,
                  "; install the same horoclone on every host");
@@ -85,7 +86,8 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
     if (!address.is_ok()) return address.status();
     one.addresses.push_back(address.take());
   }
-  if (!in.ok() || in.remaining() != 0) return error(Code::kInvalidArgument, "a damaged endpoint of ", bytes.size(), " bytes");
+  if (!in.ok() || in.remaining() != 0)
+    return error(Code::kInvalidArgument, "a damaged endpoint of ", bytes.size(), " bytes");
   return one;
 }
 

@@ -1,5 +1,5 @@
-// What a rank tells the others about itself before they connect: which host it is on and where it listens. Travels through
-// a launcher's store, so it is parsed as if it came from anybody. Values only. Thread: any.
+// What a rank tells the others about itself before they connect: which host it is on and where it listens. Travels
+// through a launcher's store, so it is parsed as if it came from anybody. Values only. Thread: any.
 #pragma once
 
 #include <cstdint>

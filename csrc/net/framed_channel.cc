@@ -8,11 +8,11 @@ namespace {
 
 constexpr size_t kControlReadBytes = 16u << 10;
 constexpr size_t kMaxReadyBytes = 64u << 20;  // frames that the engine has not fetched; then reading stops
-constexpr size_t kTurnBytes = 8u << 20;       // one progress() reads about this much, so that every channel gets its turn
-constexpr size_t kSendBatch = 8;              // transfers in one write
+constexpr size_t kTurnBytes = 8u << 20;  // one progress() reads about this much, so that every channel gets its turn
+constexpr size_t kSendBatch = 8;         // transfers in one write
 constexpr size_t kSpareFrames = 8;
-constexpr size_t kSpareBytes = 64u << 10;     // larger frames are not kept for reuse
-constexpr double kLonelyEndS = 1.0;           // the data line ended and the control line did not: then it is a loss
+constexpr size_t kSpareBytes = 64u << 10;  // larger frames are not kept for reuse
+constexpr double kLonelyEndS = 1.0;        // the data line ended and the control line did not: then it is a loss
 
 }  // namespace
 
@@ -78,7 +78,8 @@ bool FramedChannel::receive(std::vector<uint8_t>* frame) {
   if (ready_.empty()) return false;
   const bool was_full = ready_bytes_ > kMaxReadyBytes;
   frame->swap(ready_.front());
-  if (spare_.size() < kSpareFrames && ready_.front().capacity() <= kSpareBytes) spare_.push_back(std::move(ready_.front()));
+  if (spare_.size() < kSpareFrames && ready_.front().capacity() <= kSpareBytes)
+    spare_.push_back(std::move(ready_.front()));
   ready_.pop_front();
   ready_bytes_ -= frame->size();
   if (was_full) settle();
@@ -172,7 +173,8 @@ bool FramedChannel::read_control() {
   return any;
 }
 
-// Cuts control_in_[0, bytes) into frames. False: a length that cannot be, the line has failed before anything was allocated.
+// Cuts control_in_[0, bytes) into frames. False: a length that cannot be, the line has failed before anything was
+// allocated.
 bool FramedChannel::parse_control(size_t bytes) {
   const uint8_t* at = control_in_.data();
   const uint8_t* const end = at + bytes;
@@ -187,7 +189,8 @@ bool FramedChannel::parse_control(size_t bytes) {
       std::memcpy(&frame_bytes_, length_, sizeof(frame_bytes_));
       if (frame_bytes_ == 0 || frame_bytes_ > kMaxControlBytes) {
         control_over_ = true;
-        fail(Code::kPeerLost, text_of("sent a control frame of ", frame_bytes_, " bytes; allowed are 1 to ", kMaxControlBytes));
+        fail(Code::kPeerLost,
+             text_of("sent a control frame of ", frame_bytes_, " bytes; allowed are 1 to ", kMaxControlBytes));
         return false;
       }
       if (!spare_.empty()) {

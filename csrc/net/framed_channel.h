@@ -1,6 +1,6 @@
-// A channel over two byte lines to one peer, one for control frames and one for data, so that data nobody takes yet never
-// holds up an abort. Framing, queues, matching and the order of "what it said" and "it is gone" live here, once; how bytes
-// move is the derived class's business (TcpChannel, ShmChannel).
+// A channel over two byte lines to one peer, one for control frames and one for data, so that data nobody takes yet
+// never holds up an abort. Framing, queues, matching and the order of "what it said" and "it is gone" live here, once;
+// how bytes move is the derived class's business (TcpChannel, ShmChannel).
 //
 // Thread: the one that drives the engine. Owner: the mesh.
 #pragma once
@@ -89,7 +89,8 @@ class FramedChannel : public Channel {
   Status failed_;
   std::string reason_;
 
-  // Control, incoming: a buffer that takes many small frames at once; a large frame is read straight into its own memory.
+  // Control, incoming: a buffer that takes many small frames at once; a large frame is read straight into its own
+  // memory.
   std::vector<uint8_t> control_in_;
   std::vector<uint8_t> frame_;
   size_t frame_have_ = 0;

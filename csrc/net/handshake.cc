@@ -19,12 +19,18 @@ constexpr std::string_view kContext = "horoclone handshake";
 
 const char* text_of(Verdict verdict) {
   switch (verdict) {
-    case Verdict::kWelcome: return "welcome";
-    case Verdict::kBadProof: return "the job secret or the job id differs";
-    case Verdict::kWrongGeneration: return "it belongs to another generation of the job";
-    case Verdict::kNotThisRank: return "another rank answers at this address";
-    case Verdict::kUnexpectedRank: return "no connection from that rank is expected";
-    case Verdict::kDuplicate: return "that rank is connected already";
+    case Verdict::kWelcome:
+      return "welcome";
+    case Verdict::kBadProof:
+      return "the job secret or the job id differs";
+    case Verdict::kWrongGeneration:
+      return "it belongs to another generation of the job";
+    case Verdict::kNotThisRank:
+      return "another rank answers at this address";
+    case Verdict::kUnexpectedRank:
+      return "no connection from that rank is expected";
+    case Verdict::kDuplicate:
+      return "that rank is connected already";
   }
   return "unknown verdict";
 }
@@ -111,7 +117,8 @@ void Handshake::take_hello_start() {
     if (!connecting_) queue_hello();  // so that it can name both versions, too
     fail(Code::kUnsupported,
          hc::text_of("the other side speaks protocol version ", version, ", this one ", kProtocolVersion,
-                     "; install the same horoclone on every host"), true);
+                     "; install the same horoclone on every host"),
+         true);
   }
 }
 

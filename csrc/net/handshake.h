@@ -1,6 +1,6 @@
-// Mutual authentication of one connection, before anything else is read from it: both sides prove that they know the job
-// secret, over fresh nonces, the job id, the generation, both ranks and the connection's purpose. Non-blocking; fixed-size
-// frames only, so that a stranger costs this object and nothing more. docs: hello, hello, proof, verdict.
+// Mutual authentication of one connection, before anything else is read from it: both sides prove that they know the
+// job secret, over fresh nonces, the job id, the generation, both ranks and the connection's purpose. Non-blocking;
+// fixed-size frames only, so that a stranger costs this object and nothing more. docs: hello, hello, proof, verdict.
 //
 // Thread: the one that connects the mesh. Owner: the bootstrap.
 #pragma once
@@ -21,7 +21,8 @@ constexpr const char* name_of(Purpose p) {
   return p == Purpose::kLocal ? "local" : p == Purpose::kControl ? "control" : "data";
 }
 
-// Why the accepting side turns a connection down. Told to the other side only after its proof was right, but for kBadProof.
+// Why the accepting side turns a connection down. Told to the other side only after its proof was right, but for
+// kBadProof.
 enum class Verdict : uint8_t { kWelcome, kBadProof, kWrongGeneration, kNotThisRank, kUnexpectedRank, kDuplicate };
 const char* text_of(Verdict verdict);
 
@@ -43,7 +44,8 @@ class Handshake {
   enum class State : uint8_t { kPending, kDone, kFailed };
   using Judge = std::function<Verdict(const Claim&)>;
 
-  // The connecting side. It sends its proof only after allow_proof(): of several addresses tried at once, one goes further.
+  // The connecting side. It sends its proof only after allow_proof(): of several addresses tried at once, one goes
+  // further.
   static Handshake connect(const Credentials* credentials, const Claim& claim);
   // The accepting side: `judge` is asked about a proven claim and by saying kWelcome takes the connection.
   static Handshake accept(const Credentials* credentials, uint32_t generation, Judge judge);
@@ -58,8 +60,8 @@ class Handshake {
 
   bool said_hello() const { return stage_ != Stage::kHello; }
 
-  // kFailed: why, in words for the log. `refused` when the other side said so or speaks another protocol: another try is
-  // unlikely to help.
+  // kFailed: why, in words for the log. `refused` when the other side said so or speaks another protocol: another try
+  // is unlikely to help.
   const Status& status() const { return status_; }
   bool refused() const { return refused_; }
 

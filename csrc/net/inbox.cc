@@ -38,9 +38,9 @@ void Inbox::end_segment() {
 
 Status Inbox::check(const SegmentHeader& header, const Transfer& transfer) const {
   if (header.tag.offset == transfer.tag.offset && header.bytes == transfer.bytes) return Status::ok();
-  return error(Code::kInternal, "data out of step in batch ", header.tag.batch, " of process set ", header.tag.process_set,
-               ": ", header.bytes, " bytes at offset ", header.tag.offset, " arrived where ", transfer.bytes,
-               " bytes at offset ", transfer.tag.offset, " were due");
+  return error(Code::kInternal, "data out of step in batch ", header.tag.batch, " of process set ",
+               header.tag.process_set, ": ", header.bytes, " bytes at offset ", header.tag.offset, " arrived where ",
+               transfer.bytes, " bytes at offset ", transfer.tag.offset, " were due");
 }
 
 // The header is complete: find a home for what follows.
@@ -48,8 +48,8 @@ Status Inbox::begin_segment() {
   if (header_.guard != SegmentHeader::kGuard || header_.bytes > kMaxTransferBytes) {
     return error(Code::kInternal, "a damaged data header (", header_.bytes, " bytes announced)");
   }
-  auto match = std::find_if(posted_.begin(), posted_.end(),
-                            [&](const Transfer* t) { return t->tag.same_stream(header_.tag); });
+  auto match =
+      std::find_if(posted_.begin(), posted_.end(), [&](const Transfer* t) { return t->tag.same_stream(header_.tag); });
   if (match != posted_.end()) {
     HC_TRY(check(header_, **match));
     into_ = *match;
@@ -75,8 +75,8 @@ Status Inbox::begin_segment() {
 Status Inbox::post(Transfer* transfer) {
   transfer->moved = 0;
   transfer->done = false;
-  auto match = std::find_if(kept_.begin(), kept_.end(),
-                            [&](const Kept& k) { return k.header.tag.same_stream(transfer->tag); });
+  auto match =
+      std::find_if(kept_.begin(), kept_.end(), [&](const Kept& k) { return k.header.tag.same_stream(transfer->tag); });
   if (match == kept_.end()) {
     posted_.push_back(transfer);
     return blocked_ ? begin_segment() : Status::ok();

@@ -1,6 +1,6 @@
 // Matches arriving data segments with posted receives. Segments for which nothing is posted yet are kept aside, up to
-// kMaxUnexpectedBytes; then it asks for no more bytes until a receive takes some. Knows memory, not sockets: the channel
-// reads into the places that it names.
+// kMaxUnexpectedBytes; then it asks for no more bytes until a receive takes some. Knows memory, not sockets: the
+// channel reads into the places that it names.
 //
 // Thread: the one that drives the engine. Owner: the channel.
 #pragma once
@@ -69,7 +69,7 @@ class Inbox {
   bool active_ = false;  // a segment's bytes are arriving:
   SegmentHeader current_;
   size_t got_ = 0;
-  Transfer* into_ = nullptr;        // a posted receive,
+  Transfer* into_ = nullptr;         // a posted receive,
   std::list<Kept>::iterator aside_;  // or kept aside
   iovec places_[2] = {};
 };

@@ -26,7 +26,8 @@ Status ConnectedMesh::open() {
     return error(Code::kUnsupported, "HOROCLONE_TCP_STREAMS is ", options_.tcp_streams,
                  "; one data connection per pair of ranks is all there is, leave it at 1");
   }
-  if (!(options_.keepalive_s >= 1)) return error(Code::kInvalidArgument, "keepalive_s is ", options_.keepalive_s, ", not >= 1");
+  if (!(options_.keepalive_s >= 1))
+    return error(Code::kInvalidArgument, "keepalive_s is ", options_.keepalive_s, ", not >= 1");
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
   doorbell_ = Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
   if (!epoll_ || !doorbell_) {
@@ -59,7 +60,8 @@ Status ConnectedMesh::open_listeners() {
   auto interfaces = network_interfaces(options_.interfaces);
   if (!interfaces.is_ok()) return interfaces.status();
   const TcpTuning tuning{options_.keepalive_s, options_.socket_buffer_bytes};
-  // A chosen interface means: nowhere else. Otherwise one socket serves every address, IPv6 ones where the kernel has them.
+  // A chosen interface means: nowhere else. Otherwise one socket serves every address, IPv6 ones where the kernel has
+  // them.
   uint16_t port = 0;
   bool six = true;
   if (options_.interfaces.empty()) {
@@ -108,7 +110,8 @@ Status ConnectedMesh::watch(int fd, uint64_t token) {
   epoll_event event{};
   event.events = EPOLLIN | EPOLLRDHUP;
   event.data.u64 = token;
-  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0) return error(Code::kInternal, "epoll_ctl: ", std::strerror(errno));
+  if (::epoll_ctl(epoll_.get(), EPOLL_CTL_ADD, fd, &event) != 0)
+    return error(Code::kInternal, "epoll_ctl: ", std::strerror(errno));
   return Status::ok();
 }
 
@@ -165,9 +168,10 @@ void ConnectedMesh::expect_close(int rank) {
 std::string ConnectedMesh::counters_json() const {
   const Traffic& t = traffic_;
   return text_of("{\"frames_sent\": ", t.frames_sent.value(), ", \"frames_received\": ", t.frames_received.value(),
-                 ", \"segments_sent\": ", t.segments_sent.value(), ", \"segments_received\": ", t.segments_received.value(),
-                 ", \"bytes_sent\": ", t.bytes_sent.value(), ", \"bytes_received\": ", t.bytes_received.value(),
-                 ", \"syscalls\": ", t.syscalls.value(), ", \"wakes\": ", t.wakes.value(), "}");
+                 ", \"segments_sent\": ", t.segments_sent.value(),
+                 ", \"segments_received\": ", t.segments_received.value(), ", \"bytes_sent\": ", t.bytes_sent.value(),
+                 ", \"bytes_received\": ", t.bytes_received.value(), ", \"syscalls\": ", t.syscalls.value(),
+                 ", \"wakes\": ", t.wakes.value(), "}");
 }
 
 void ConnectedMesh::close() {
@@ -184,8 +188,8 @@ void ConnectedMesh::close() {
   doorbell_.reset();
 }
 
-// Every descriptor here is the child's own number for the parent's object: closing it leaves the parent's alone, whereas
-// shutdown or epoll_ctl would not.
+// Every descriptor here is the child's own number for the parent's object: closing it leaves the parent's alone,
+// whereas shutdown or epoll_ctl would not.
 void ConnectedMesh::after_fork_child() {
   for (Peer& peer : peers_) {
     if (peer.tcp) peer.tcp->abandon();

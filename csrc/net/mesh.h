@@ -4,8 +4,8 @@
 // Bootstrap in two steps, with the exchange of addresses left to the caller (Python: a launcher's key-value store, PMI,
 // MPI ...; tests: a vector): listen() opens the listeners and gives an opaque endpoint; connect() takes everybody's.
 //
-// Thread: listen/connect on the caller's thread, then everything on the thread that drives the engine; wake_self and the
-// const accessors from any.
+// Thread: listen/connect on the caller's thread, then everything on the thread that drives the engine; wake_self and
+// the const accessors from any.
 #pragma once
 
 #include <functional>
@@ -23,13 +23,13 @@ namespace hc {
 inline constexpr uint32_t kProtocolVersion = 1;
 
 struct MeshOptions {
-  bool shared_memory = true;        // false: every pair talks TCP, also on one host
+  bool shared_memory = true;              // false: every pair talks TCP, also on one host
   size_t arena_bytes = size_t{64} << 30;  // address space of one arena
-  std::string interfaces;           // comma list of NICs to advertise; empty = every one that is up, loopback last
-  int socket_buffer_bytes = 0;      // 0 = left to the kernel's autotuning; tests use 4096
-  double keepalive_s = 30;          // TCP keep-alive and user timeout
-  int tcp_streams = 1;              // data connections per pair; only 1 exists
-  std::string node;                 // ranks with different texts are different nodes (tests of several nodes on one host)
+  std::string interfaces;       // comma list of NICs to advertise; empty = every one that is up, loopback last
+  int socket_buffer_bytes = 0;  // 0 = left to the kernel's autotuning; tests use 4096
+  double keepalive_s = 30;      // TCP keep-alive and user timeout
+  int tcp_streams = 1;          // data connections per pair; only 1 exists
+  std::string node;             // ranks with different texts are different nodes (tests of several nodes on one host)
 };
 
 struct MeshMembers {
@@ -39,13 +39,14 @@ struct MeshMembers {
   std::string job;                     // job id, in every handshake
   uint32_t generation = 0;             // in every handshake: a stale rank of an older life is refused
   double timeout_s = 300;
-  double report_after_s = 10;                      // then `say` hears who is missing and which address was tried
-  std::function<void(const std::string&)> say;     // may be empty
-  std::function<bool()> cancelled;                 // polled every 50 ms (Ctrl-C); may be empty
+  double report_after_s = 10;                   // then `say` hears who is missing and which address was tried
+  std::function<void(const std::string&)> say;  // may be empty
+  std::function<bool()> cancelled;              // polled every 50 ms (Ctrl-C); may be empty
 };
 
-// What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move data, and
-// it will look at its rings before it next waits: it needs no doorbell. That keeps a loop of blocking calls free of system calls.
+// What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move
+// data, and it will look at its rings before it next waits: it needs no doorbell. That keeps a loop of blocking calls
+// free of system calls.
 enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2 };
 
 // A peer that will not answer any more.
@@ -71,7 +72,7 @@ class Mesh {
   virtual int node_of(int rank) const = 0;
   virtual int local_rank() const = 0;
   virtual int local_size() const = 0;
-  virtual int cross_rank() const = 0;   // position of this node among those with a rank of my local_rank
+  virtual int cross_rank() const = 0;  // position of this node among those with a rank of my local_rank
   virtual int cross_size() const = 0;
   virtual bool is_homogeneous() const = 0;
   virtual std::string describe(int rank) const = 0;  // "rank 3 (node-b, pid 812)"
@@ -86,12 +87,15 @@ class Mesh {
   virtual Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) = 0;
   // True when every peer shares memory: then spinning needs no look at sockets at every turn.
   virtual bool all_shared() const = 0;
-  // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any thread.
+  // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any
+  // thread.
   virtual int wait_fd() const = 0;
-  // Sets this rank's asleep word; after kAsleep* the caller must look at every source of work once more before it sleeps.
+  // Sets this rank's asleep word; after kAsleep* the caller must look at every source of work once more before it
+  // sleeps.
   virtual void set_asleep(Sleep state) = 0;
-  // Rings the doorbell of a local rank if it sleeps with operations outstanding; with `even_if_idle` also when it sleeps with nothing
-  // to do (goodbye, abort, liveness probe). Cheap (one load after a fence) when it is awake. No-op for a remote rank.
+  // Rings the doorbell of a local rank if it sleeps with operations outstanding; with `even_if_idle` also when it
+  // sleeps with nothing to do (goodbye, abort, liveness probe). Cheap (one load after a fence) when it is awake. No-op
+  // for a remote rank.
   virtual void wake(int rank, bool even_if_idle) = 0;
   // Ends this rank's own sleep in poll(). Any thread; async-signal-safe.
   virtual void wake_self() = 0;

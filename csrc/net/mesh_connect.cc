@@ -14,11 +14,13 @@ Status ConnectedMesh::check_members(const MeshMembers& members) const {
     return error(Code::kInvalidArgument, "rank ", members.rank, " of ", size, " endpoints");
   }
   if (members.secret.size() < 16) {
-    return error(Code::kInvalidArgument, "a job secret of ", members.secret.size(), " bytes; it needs at least 16 random ones. "
+    return error(Code::kInvalidArgument, "a job secret of ", members.secret.size(),
+                 " bytes; it needs at least 16 random ones. "
                  "Set HOROCLONE_SECRET or HOROCLONE_SECRET_FILE, the same on every rank");
   }
   if (members.endpoints[members.rank] != own_endpoint_.encode()) {
-    return error(Code::kInvalidArgument, "endpoint ", members.rank, " is not this rank's own; was the list made for another job?");
+    return error(Code::kInvalidArgument, "endpoint ", members.rank,
+                 " is not this rank's own; was the list made for another job?");
   }
   return Status::ok();
 }
@@ -27,7 +29,8 @@ Status ConnectedMesh::read_endpoints(const MeshMembers& members, std::vector<End
   for (size_t r = 0; r < members.endpoints.size(); ++r) {
     auto one = Endpoint::decode(members.endpoints[r]);
     if (!one.is_ok()) {
-      return Status(one.status().code(), text_of("the endpoint of rank ", r, ": ", one.status().text()), static_cast<int>(r));
+      return Status(one.status().code(), text_of("the endpoint of rank ", r, ": ", one.status().text()),
+                    static_cast<int>(r));
     }
     endpoints->push_back(one.take());
   }
@@ -40,7 +43,8 @@ void ConnectedMesh::number_nodes(const std::vector<Endpoint>& endpoints) {
   node_.assign(size_, 0);
   local_.assign(size_, 0);
   for (int r = 0; r < size_; ++r) {
-    auto at = std::find_if(first.begin(), first.end(), [&](int f) { return endpoints[f].identity == endpoints[r].identity; });
+    auto at =
+        std::find_if(first.begin(), first.end(), [&](int f) { return endpoints[f].identity == endpoints[r].identity; });
     node_[r] = static_cast<int>(at - first.begin());
     if (at == first.end()) first.push_back(r), members.push_back(0);
     local_[r] = members[node_[r]]++;
@@ -74,7 +78,8 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   HC_TRY(read_endpoints(members, &endpoints));
   number_nodes(endpoints);
   HC_TRY(prepare_rings(), "shared memory for ", local_size_, " local ranks");
-  if (!no_arena_because_.empty() && members.say) members.say("no shared memory, TCP is used instead: " + no_arena_because_);
+  if (!no_arena_because_.empty() && members.say)
+    members.say("no shared memory, TCP is used instead: " + no_arena_because_);
 
   BootstrapInput input;
   input.members = &members;
@@ -108,9 +113,9 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
       continue;
     }
     const std::string name = text_of("rank ", r, " (", e.host_name, ", ", links[r].address, ")");
-    auto tcp = std::make_unique<TcpChannel>(
-        r, name, &traffic_,
-        TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data), epoll_.get(), static_cast<uint64_t>(r) + 1});
+    auto tcp = std::make_unique<TcpChannel>(r, name, &traffic_,
+                                            TcpChannel::Sockets{std::move(links[r].control), std::move(links[r].data),
+                                                                epoll_.get(), static_cast<uint64_t>(r) + 1});
     peer.tcp = tcp.get();
     peer.channel = std::move(tcp);
     tcp_peers_.push_back(r);
@@ -136,7 +141,8 @@ Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
   HC_TRY(watch(peer.liveness.get(), static_cast<uint64_t>(rank) + 1));
   // A child that the peer forked may keep its socket open; the process itself is watched, too.
   auto who = peer_credentials(peer.liveness.get());
-  if (who.is_ok() && who.value().pid != ::getpid()) peer.process = open_peer_pidfd(peer.liveness.get(), who.value().pid);
+  if (who.is_ok() && who.value().pid != ::getpid())
+    peer.process = open_peer_pidfd(peer.liveness.get(), who.value().pid);
   if (peer.process) HC_TRY(watch(peer.process.get(), static_cast<uint64_t>(rank) + 1));
   return Status::ok();
 }

@@ -28,7 +28,8 @@ void Doorbell::ring(bool even_if_idle) const {
   if (fd_ < 0) return;
   const auto state = static_cast<Sleep>(asleep_->load(std::memory_order_seq_cst));
   if (state == Sleep::kAwake || (state == Sleep::kAsleepIdle && !even_if_idle)) return;
-  if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0) return;  // somebody else rang
+  if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0)
+    return;  // somebody else rang
   const uint64_t one = 1;
   [[maybe_unused]] ssize_t written = ::write(fd_, &one, sizeof(one));  // full means that it will wake anyway
   traffic_->wakes.add(1);

@@ -1,6 +1,6 @@
-// A channel to a rank of the same node over byte rings in shared memory: each rank writes into its own arena and reads from
-// the peer's. One ring slot (kRingBytes) holds a ring for control and one for data. No system call but the doorbell of a peer
-// that sleeps while it waits.
+// A channel to a rank of the same node over byte rings in shared memory: each rank writes into its own arena and reads
+// from the peer's. One ring slot (kRingBytes) holds a ring for control and one for data. No system call but the
+// doorbell of a peer that sleeps while it waits.
 //
 // Thread: the one that drives the engine. Owner: the mesh.
 #pragma once
@@ -16,8 +16,8 @@ namespace hc {
 
 // First bytes of a ring slot; all zero is a valid empty slot. Cursors count bytes for ever, [0] control, [1] data.
 struct RingHeader {
-  alignas(kCacheLine) std::atomic<uint64_t> head[2];  // written by the sender
-  alignas(kCacheLine) std::atomic<uint64_t> tail[2];  // written by the receiver
+  alignas(kCacheLine) std::atomic<uint64_t> head[2];     // written by the sender
+  alignas(kCacheLine) std::atomic<uint64_t> tail[2];     // written by the receiver
   alignas(kCacheLine) std::atomic<uint32_t> starved[2];  // set by a sender that found no room, cleared by the receiver
 };
 inline constexpr size_t kRingHeaderBytes = 512;
@@ -31,8 +31,8 @@ class Doorbell {
  public:
   Doorbell() = default;
   Doorbell(std::atomic<uint32_t>* asleep, int fd, Traffic* traffic) : asleep_(asleep), fd_(fd), traffic_(traffic) {}
-  // No wake-up is lost: the ringer's store of news and its load of the word, the sleeper's store of the word and its look
-  // for news, are all sequentially consistent, so at least one side sees the other.
+  // No wake-up is lost: the ringer's store of news and its load of the word, the sleeper's store of the word and its
+  // look for news, are all sequentially consistent, so at least one side sees the other.
   void ring(bool even_if_idle) const;
   // For news that was stored with release order only.
   void ring_after_release(bool even_if_idle) const;

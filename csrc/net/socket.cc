@@ -51,8 +51,8 @@ socklen_t unix_address(std::string_view name, sockaddr_un* to) {
 
 void set_option(int fd, int level, int name, int value) { ::setsockopt(fd, level, name, &value, sizeof(value)); }
 
-// Before connect or listen: the buffers and the segment size are settled with the first packet. Segments must fit a small
-// buffer several times, or both sides wait for timers.
+// Before connect or listen: the buffers and the segment size are settled with the first packet. Segments must fit a
+// small buffer several times, or both sides wait for timers.
 void tune_tcp(int fd, const TcpTuning& tuning) {
   set_option(fd, IPPROTO_TCP, TCP_NODELAY, 1);
   const int idle_s = std::max(1, static_cast<int>(tuning.keepalive_s / 2));
@@ -60,11 +60,13 @@ void tune_tcp(int fd, const TcpTuning& tuning) {
   set_option(fd, IPPROTO_TCP, TCP_KEEPIDLE, idle_s);
   set_option(fd, IPPROTO_TCP, TCP_KEEPINTVL, std::max(1, idle_s / 3));
   set_option(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
-  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, std::max(1000, static_cast<int>(std::lround(tuning.keepalive_s * 1000))));
+  set_option(fd, IPPROTO_TCP, TCP_USER_TIMEOUT,
+             std::max(1000, static_cast<int>(std::lround(tuning.keepalive_s * 1000))));
   if (tuning.buffer_bytes <= 0) return;
   set_option(fd, SOL_SOCKET, SO_SNDBUF, tuning.buffer_bytes);
   set_option(fd, SOL_SOCKET, SO_RCVBUF, tuning.buffer_bytes);
-  if (tuning.buffer_bytes < kSmallBuffer) set_option(fd, IPPROTO_TCP, TCP_MAXSEG, std::max(536, tuning.buffer_bytes / 4));
+  if (tuning.buffer_bytes < kSmallBuffer)
+    set_option(fd, IPPROTO_TCP, TCP_MAXSEG, std::max(536, tuning.buffer_bytes / 4));
 }
 
 // Position of `name` in a comma list, -1 when absent.
@@ -96,7 +98,8 @@ Address Address::any(int family) {
 }
 
 Result<Address> Address::from_bytes(std::span<const uint8_t> host, uint16_t port) {
-  if (host.size() != 4 && host.size() != 16) return error(Code::kInvalidArgument, "an address of ", host.size(), " bytes");
+  if (host.size() != 4 && host.size() != 16)
+    return error(Code::kInvalidArgument, "an address of ", host.size(), " bytes");
   Address address = any(host.size() == 4 ? AF_INET : AF_INET6);
   void* to = host.size() == 4 ? static_cast<void*>(&reinterpret_cast<sockaddr_in&>(address.storage_).sin_addr)
                               : static_cast<void*>(&reinterpret_cast<sockaddr_in6&>(address.storage_).sin6_addr);
@@ -159,15 +162,18 @@ Result<std::vector<NetworkInterface>> network_interfaces(const std::string& want
     const int family = at->ifa_addr->sa_family;
     if (family != AF_INET && family != AF_INET6) continue;
     Address address(at->ifa_addr, family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6));
-    if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(at->ifa_addr)->sin6_addr)) continue;
+    if (family == AF_INET6 && IN6_IS_ADDR_LINKLOCAL(&reinterpret_cast<const sockaddr_in6*>(at->ifa_addr)->sin6_addr))
+      continue;
     if (position_in(names, at->ifa_name) < 0) names += (names.empty() ? "" : ",") + std::string(at->ifa_name);
     int place = wanted.empty() ? (address.is_loopback() ? 2 : 0) : 2 * position_in(wanted, at->ifa_name);
     if (place >= 0) found.push_back({place + (family == AF_INET6), {at->ifa_name, address}});
   }
   freeifaddrs(list);
   if (found.empty()) {
-    return error(Code::kInvalidArgument, wanted.empty() ? "no network interface is up" : "no interface of '" + wanted + "' is up",
-                 "; this host has: ", names.empty() ? "none" : names, ". Set HOROCLONE_NETWORK_INTERFACES to one of them");
+    return error(Code::kInvalidArgument,
+                 wanted.empty() ? "no network interface is up" : "no interface of '" + wanted + "' is up",
+                 "; this host has: ", names.empty() ? "none" : names,
+                 ". Set HOROCLONE_NETWORK_INTERFACES to one of them");
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });
   std::vector<NetworkInterface> all;
@@ -216,7 +222,8 @@ Result<Fd> listen_unix(std::string_view name) {
   if (!fd.is_ok()) return fd.status();
   sockaddr_un at;
   socklen_t bytes = unix_address(name, &at);
-  if (::bind(fd.value().get(), reinterpret_cast<sockaddr*>(&at), bytes) != 0 || ::listen(fd.value().get(), kBacklog) != 0) {
+  if (::bind(fd.value().get(), reinterpret_cast<sockaddr*>(&at), bytes) != 0 ||
+      ::listen(fd.value().get(), kBacklog) != 0) {
     return system_error("listen on a unix socket");
   }
   return fd.take();
@@ -314,7 +321,8 @@ IoResult send_descriptors(int fd, std::span<const uint8_t> bytes, std::span<cons
   cmsghdr* head = CMSG_FIRSTHDR(&message);
   head->cmsg_level = SOL_SOCKET, head->cmsg_type = SCM_RIGHTS, head->cmsg_len = CMSG_LEN(fds.size_bytes());
   std::memcpy(CMSG_DATA(head), fds.data(), fds.size_bytes());
-  IoResult result = io_result(uninterrupted([&] { return ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT); }), false);
+  IoResult result =
+      io_result(uninterrupted([&] { return ::sendmsg(fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT); }), false);
   if (result.what == Io::kMoved && result.bytes != bytes.size()) return {Io::kFailed, 0, EMSGSIZE};
   return result;
 }

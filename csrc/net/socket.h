@@ -1,5 +1,5 @@
-// Thin, typed system calls for sockets: every descriptor is non-blocking and close-on-exec, no call raises SIGPIPE or gives up
-// on EINTR. Nothing here waits. Thread: any; an Fd belongs to one owner.
+// Thin, typed system calls for sockets: every descriptor is non-blocking and close-on-exec, no call raises SIGPIPE or
+// gives up on EINTR. Nothing here waits. Thread: any; an Fd belongs to one owner.
 #pragma once
 
 #include <netinet/in.h>
@@ -63,7 +63,8 @@ struct NetworkInterface {
   std::string name;
   Address address;
 };
-// Addresses of the interfaces that are up, IPv4 before IPv6, loopback last; `wanted` (comma list) restricts and orders them.
+// Addresses of the interfaces that are up, IPv4 before IPv6, loopback last; `wanted` (comma list) restricts and orders
+// them.
 Result<std::vector<NetworkInterface>> network_interfaces(const std::string& wanted);
 
 struct TcpTuning {
@@ -100,8 +101,8 @@ struct IoResult {
 };
 IoResult send_parts(int fd, std::span<const iovec> parts);
 IoResult receive_parts(int fd, std::span<const iovec> parts);
-// One message with descriptors beside it (SCM_RIGHTS). Sent whole or not at all. On receipt `fds` come close-on-exec; a message
-// with another size or another number of descriptors is kFailed and the descriptors are closed.
+// One message with descriptors beside it (SCM_RIGHTS). Sent whole or not at all. On receipt `fds` come close-on-exec; a
+// message with another size or another number of descriptors is kFailed and the descriptors are closed.
 IoResult send_descriptors(int fd, std::span<const uint8_t> message, std::span<const int> fds);
 IoResult receive_descriptors(int fd, std::span<uint8_t> message, std::span<Fd> fds);
 

@@ -1,5 +1,5 @@
-// A channel over two TCP connections (any stream sockets): one for control, one for data. It keeps its own registration with
-// the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
+// A channel over two TCP connections (any stream sockets): one for control, one for data. It keeps its own registration
+// with the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
 //
 // Thread: the one that drives the engine. Owner: the mesh.
 #pragma once
@@ -12,8 +12,8 @@ class TcpChannel final : public FramedChannel {
  public:
   struct Sockets {
     Fd control, data;
-    int epoll = -1;       // -1: not registered anywhere
-    uint64_t token = 0;   // epoll_event::data of both
+    int epoll = -1;      // -1: not registered anywhere
+    uint64_t token = 0;  // epoll_event::data of both
   };
   TcpChannel(int rank, std::string peer, Traffic* traffic, Sockets sockets);
   ~TcpChannel() override { close(); }

@@ -82,7 +82,8 @@ class MeshWorld {
   std::vector<std::string> endpoints;
 };
 
-// The next control frame from `rank`, sleeping in poll() between looks. Empty when there is none in time or the rank is lost.
+// The next control frame from `rank`, sleeping in poll() between looks. Empty when there is none in time or the rank is
+// lost.
 inline std::vector<uint8_t> next_frame(Mesh& mesh, int rank, std::vector<Loss>* losses, double timeout_s = 20) {
   std::vector<uint8_t> frame;
   for (Deadline deadline = Deadline::in(timeout_s); !deadline.passed();) {

@@ -186,7 +186,8 @@ TEST_CASE("a forked child reads its views, writes its own copy and gets no new b
   CHECK(block[0] == std::byte{1});
 }
 
-#if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // whose shadow memory needs the address space itself
+#if !defined(__SANITIZE_ADDRESS__) && \
+    !defined(__SANITIZE_THREAD__)  // whose shadow memory needs the address space itself
 TEST_CASE("a limited address space gives a smaller arena, or says what to raise") {
   CHECK(in_child([] {
     rlimit limit{size_t{4} << 30, size_t{4} << 30};

@@ -1,11 +1,11 @@
-// One behaviour, two channels: every case here runs on TCP (4 KiB socket buffers, so that partial reads and writes happen all
-// the time) and on rings in shared memory. Also the inbox on its own.
+// One behaviour, two channels: every case here runs on TCP (4 KiB socket buffers, so that partial reads and writes
+// happen all the time) and on rings in shared memory. Also the inbox on its own.
 #include <doctest/doctest.h>
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include <cstring>
 #include <algorithm>
+#include <cstring>
 #include <deque>
 #include <functional>
 #include <list>
@@ -54,8 +54,10 @@ struct TcpLink final : Link {
       int bytes = 4096;
       setsockopt(fd, SOL_SOCKET, SO_SNDBUF, &bytes, sizeof(bytes));
     }
-    a = std::make_unique<TcpChannel>(1, "rank 1 (b)", &traffic_a, TcpChannel::Sockets{Fd(control[0]), Fd(data[0]), -1, 0});
-    b = std::make_unique<TcpChannel>(0, "rank 0 (a)", &traffic_b, TcpChannel::Sockets{Fd(control[1]), Fd(data[1]), -1, 0});
+    a = std::make_unique<TcpChannel>(1, "rank 1 (b)", &traffic_a,
+                                     TcpChannel::Sockets{Fd(control[0]), Fd(data[0]), -1, 0});
+    b = std::make_unique<TcpChannel>(0, "rank 0 (a)", &traffic_b,
+                                     TcpChannel::Sockets{Fd(control[1]), Fd(data[1]), -1, 0});
     raw_control = control[1];
     raw_data = data[1];
   }
@@ -71,8 +73,10 @@ struct ShmLink final : Link {
       arena = made.take();
       REQUIRE(arena->commit(kRingsOffset, 2 * kRingBytes).is_ok());
     }
-    a = std::make_unique<ShmChannel>(1, "rank 1 (b)", &traffic_a, ShmChannel::Ends{arenas[0], arenas[1], 0, 1, &silent});
-    b = std::make_unique<ShmChannel>(0, "rank 0 (a)", &traffic_b, ShmChannel::Ends{arenas[1], arenas[0], 1, 0, &silent});
+    a = std::make_unique<ShmChannel>(1, "rank 1 (b)", &traffic_a,
+                                     ShmChannel::Ends{arenas[0], arenas[1], 0, 1, &silent});
+    b = std::make_unique<ShmChannel>(0, "rank 0 (a)", &traffic_b,
+                                     ShmChannel::Ends{arenas[1], arenas[0], 1, 0, &silent});
   }
   void end_b() override { a->lose("closed its connection without a goodbye"); }
   std::shared_ptr<Arena> arenas[2];
@@ -100,15 +104,16 @@ Tag tag_of(uint16_t process_set, uint32_t batch, uint64_t offset) { return {3, p
 
 }  // namespace
 
-#define FOR_EACH_CHANNEL(link)             \
-  bool shared = false;                     \
-  SUBCASE("TCP") {}                        \
+#define FOR_EACH_CHANNEL(link)                \
+  bool shared = false;                        \
+  SUBCASE("TCP") {}                           \
   SUBCASE("shared memory") { shared = true; } \
   auto link = make_link(shared)
 
 TEST_CASE("channel: control frames of every size keep their order") {
   FOR_EACH_CHANNEL(link);
-  std::vector<size_t> sizes = {1, 2, 3, 4, 5, 4095, 4096, 4097, 16383, 16384, 16385, 65023, 65024, 65025, 70000, 1 << 20, 1};
+  std::vector<size_t> sizes = {1,     2,     3,     4,     5,     4095,  4096,    4097, 16383,
+                               16384, 16385, 65023, 65024, 65025, 70000, 1 << 20, 1};
   for (size_t i = 0; i < sizes.size(); ++i) REQUIRE(link->a->send(frame_of(sizes[i], i)).is_ok());
   CHECK_FALSE(link->a->flushed());
   std::vector<uint8_t> frame;
@@ -190,9 +195,8 @@ TEST_CASE("channel: many streams interleave, each in its own order, whenever the
     --left;
     if (random() % 4 == 0) link->step();
   }
-  REQUIRE(link->until([&] {
-    return std::all_of(all.begin(), all.end(), [](const One& o) { return o.send.done && o.receive.done; });
-  }));
+  REQUIRE(link->until(
+      [&] { return std::all_of(all.begin(), all.end(), [](const One& o) { return o.send.done && o.receive.done; }); }));
   for (const One& one : all) {
     REQUIRE(one.in == one.out);
     REQUIRE(one.receive.moved == one.in.size());

@@ -13,10 +13,10 @@
 #include <thread>
 
 #include "base/wire.h"
-#include "net_world.h"
 #include "net/bootstrap.h"
 #include "net/endpoint.h"
 #include "net/handshake.h"
+#include "net_world.h"
 
 using namespace hc;
 using namespace hc::net_tests;
@@ -166,7 +166,8 @@ TEST_CASE("handshake: another secret, job or generation is refused on both sides
 
 TEST_CASE("handshake: the judge's no reaches the connecting side") {
   SocketPair sockets;
-  Handshake a = Handshake::connect(&kCredentials, {3, 1, 7, Purpose::kLocal}), b = acceptor(kCredentials, Verdict::kDuplicate);
+  Handshake a = Handshake::connect(&kCredentials, {3, 1, 7, Purpose::kLocal}),
+            b = acceptor(kCredentials, Verdict::kDuplicate);
   shake(a, b, sockets);
   CHECK(a.status().text() == "refused: that rank is connected already");
   CHECK(b.status().text() == "refused rank 3: that rank is connected already");

@@ -8,8 +8,8 @@
 #include <iostream>
 #include <thread>
 
-#include "net_world.h"
 #include "net/socket.h"
+#include "net_world.h"
 
 using namespace hc;
 using namespace hc::net_tests;
