@@ -314,6 +314,11 @@ def test_too_many_backward_passes() -> None:
             "backward_passes_per_step to accumulate gradients locally.",
             lambda step=step: model(inputs(step)).square().mean().backward(),
         )
+        optimizer.step()  # on gradients that autograd wrote to while they were reduced: of no use, but no hang
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(inputs(step)).square().mean().backward()
         optimizer.step()
     assert same_on_every_rank(model)
 
