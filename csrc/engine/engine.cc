@@ -469,6 +469,10 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
           std::lock_guard lock(submit_mu_);
           return set.find_named(kind, name);
         });
+        if (!op && entry.unnamed && entry.failed_on.empty()) {
+          std::lock_guard lock(submit_mu_);
+          set.skip_sequence(batch.op, entry.sequence);
+        }
         // An early failure may not mean this rank's own announcement, which came later.
         const auto& struck = entry.failed_on;
         if (!struck.empty() && std::find(struck.begin(), struck.end(), set.group_rank) == struck.end()) op = nullptr;

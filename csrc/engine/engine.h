@@ -170,6 +170,7 @@ class Engine {
   Writer frame_;
   std::vector<uint8_t> received_;
   std::vector<bool> left_;              // [world] said goodbye
+  std::string departure_;               // the first goodbye that came in
   Liveness liveness_{0, {}};
   TimePoint next_timer_{}, next_stall_report_{};
   unsigned turn_ = 0;

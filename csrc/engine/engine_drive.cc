@@ -334,6 +334,7 @@ void Engine::tell_everybody(const Status& reason) {
 void Engine::peer_left(int rank, const std::string& text) {
   left_[rank] = true;
   mesh_->expect_close(rank);
+  if (departure_.empty()) departure_ = text_of(mesh_->describe(rank), " ", text);
   const std::string full = text_of("Horovod has been shut down: ", mesh_->describe(rank), " ", text,
                                    ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
   for (auto& [id, set] : sets_) {
@@ -361,7 +362,8 @@ void Engine::abort(const std::string& text) {
 void Engine::say_goodbye(double timeout_s) {
   frame_.clear();
   frame_.put(FrameKind::kGoodbye);
-  frame_.put_text("has shut down");
+  // The first one to leave is the cause of the others' end: name it in each goodbye that follows.
+  frame_.put_text(departure_.empty() ? "has shut down" : "has shut down after " + departure_);
   for (int r = 0; r < mesh_->size(); ++r)
     if (r != mesh_->rank() && !left_[r]) (void)send_frame(r, true);
   const Deadline deadline = Deadline::in(timeout_s);

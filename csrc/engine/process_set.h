@@ -4,6 +4,7 @@
 // Thread: the thread that drives the engine, except where a line says "submit lock".
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <deque>
@@ -62,6 +63,11 @@ class ProcessSet {
   // Submit lock ---------------------------------------------------------------------------------------------------
   // Gives the next number of an unnamed operation / the record of a name.
   uint64_t next_sequence(Op op) { return sequences_[static_cast<int>(op)]++; }
+  // Unnamed operation `sequence` ran without this rank, which had joined: number behind it, as the other ranks do.
+  void skip_sequence(Op op, uint64_t sequence) {
+    uint64_t& next = sequences_[static_cast<int>(op)];
+    next = std::max(next, sequence + 1);
+  }
   NameRecord& record_of(Op op, std::string_view name);
   Operation* find_named(Op op, std::string_view name);
 

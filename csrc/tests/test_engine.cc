@@ -311,7 +311,8 @@ TEST_CASE("ranks that declare different buckets are told so, and go on") {
     BucketSet set;
     set.buckets.push_back({"b", memory->data(), {rank ? 100 : 99}, DType::kF32});
     int id = -1;
-    CHECK_LOCKED(engine.declare(0, set, &id).code() == Code::kMismatch);
+    const Status differs = engine.declare(0, set, &id);
+    CHECK_LOCKED(differs.code() == Code::kMismatch);
     set.buckets[0].shape = {100};
     CHECK_OK(engine.declare(0, set, &id));
     int64_t h = 0;
@@ -366,8 +367,12 @@ TEST_CASE("join gives neutral elements and the same last rank everywhere") {
     std::atomic<int> last_sum{0};
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       for (int step = 0; step < 3 + rank; ++step) {
-        std::vector<float> v(100, 5.0f - rank), least(1, static_cast<float>(10 + rank));
-        int64_t a = 0, b = 0;
+        std::vector<float> v(100, 5.0f - rank), least(1, static_cast<float>(10 + rank)), unnamed(2, 1.0f);
+        int64_t a = 0, b = 0, c = 0;
+        CHECK_OK(submit(engine, Op::kAllreduce, "", unnamed, &unnamed, {2}, &c));
+        CHECK_OK(finish(engine, c));
+        engine.release(c);
+        CHECK_LOCKED(unnamed[0] == (step < 3 ? 3.0f : step == 3 ? 2.0f : 1.0f));
         CHECK_OK(submit(engine, Op::kAllreduce, "g", v, &v, {100}, &a));
         CHECK_OK(submit(engine, Op::kAllreduce, "least", least, &least, {1}, &b, [](Submission& s) { s.reduce = Reduce::kMin; }));
         CHECK_OK(finish(engine, a));
@@ -384,6 +389,10 @@ TEST_CASE("join gives neutral elements and the same last rank everywhere") {
       CHECK_OK(finish(engine, h));
       last_sum += engine.finished(h) ? engine.finished(h)->join_rank : 100;
       engine.release(h);
+      std::vector<float> behind(2, 1.0f);  // unnamed operations still match
+      CHECK_OK(submit(engine, Op::kAllreduce, "", behind, &behind, {2}, &h));
+      CHECK_OK(finish(engine, h));
+      CHECK_LOCKED(behind[1] == 3.0f);
     }));
     CHECK(last_sum == 6);  // rank 2 joined last, seen by three ranks
   }
