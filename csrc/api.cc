@@ -37,15 +37,20 @@ hc_status* guarded(Call&& call) {
   }
 }
 
-hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n, std::vector<hc::Submission::Tensor>* out,
-                        hc::Submission* s) {
+hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n,
+                        std::vector<hc::Submission::Tensor>* out, hc::Submission* s) {
   using hc::Code;
-  if (r.version != HC_VERSION) return hc::error(Code::kInvalidArgument, "request version ", r.version, ", this library speaks ", HC_VERSION);
+  if (r.version != HC_VERSION)
+    return hc::error(Code::kInvalidArgument, "request version ", r.version, ", this library speaks ", HC_VERSION);
   if (r.op < 0 || r.op >= hc::kOpCount) return hc::error(Code::kInvalidArgument, "unknown operation ", r.op);
-  if (r.reduce < 0 || r.reduce >= hc::kReduceCount) return hc::error(Code::kInvalidArgument, "unknown reduction ", r.reduce);
-  if (r.device != HC_HOST) return hc::error(Code::kUnsupported, "tensors in GPU memory are not supported by this version; copy them to the host first");
+  if (r.reduce < 0 || r.reduce >= hc::kReduceCount)
+    return hc::error(Code::kInvalidArgument, "unknown reduction ", r.reduce);
+  if (r.device != HC_HOST)
+    return hc::error(Code::kUnsupported,
+                     "tensors in GPU memory are not supported by this version; copy them to the host first");
   const bool bare = r.op == HC_BARRIER || r.op == HC_JOIN;
-  if (bare ? n != 0 : n < 1) return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " with ", n, " tensors");
+  if (bare ? n != 0 : n < 1)
+    return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " with ", n, " tensors");
   if (r.op == HC_ALLTOALL && n != 1) return hc::error(Code::kInvalidArgument, "alltoall takes one tensor");
   for (int32_t i = 0; i < n; ++i) {
     const hc_tensor& t = tensors[i];
@@ -117,8 +122,10 @@ const uint8_t* hc_endpoint(const hc_runtime* rt, size_t* bytes) {
 hc_status* hc_connect(hc_runtime* rt, const hc_members* m) {
   return guarded([&]() -> hc::Status {
     if (m->version != HC_VERSION) return hc::error(hc::Code::kInvalidArgument, "members version ", m->version);
-    if (m->size < 1 || m->rank < 0 || m->rank >= m->size) return hc::error(hc::Code::kInvalidArgument, "rank ", m->rank, " of ", m->size);
-    if (m->secret_bytes < 16) return hc::error(hc::Code::kInvalidArgument, "the job secret has ", m->secret_bytes, " bytes; 16 are needed");
+    if (m->size < 1 || m->rank < 0 || m->rank >= m->size)
+      return hc::error(hc::Code::kInvalidArgument, "rank ", m->rank, " of ", m->size);
+    if (m->secret_bytes < 16)
+      return hc::error(hc::Code::kInvalidArgument, "the job secret has ", m->secret_bytes, " bytes; 16 are needed");
     hc::MeshMembers members;
     members.rank = m->rank;
     for (int32_t r = 0; r < m->size; ++r)
@@ -135,13 +142,20 @@ hc_status* hc_connect(hc_runtime* rt, const hc_members* m) {
 int32_t hc_get(const hc_runtime* rt, hc_fact fact) {
   const hc::Mesh& mesh = rt->engine->mesh();
   switch (fact) {
-    case HC_RANK: return mesh.rank();
-    case HC_SIZE: return mesh.size();
-    case HC_LOCAL_RANK: return mesh.local_rank();
-    case HC_LOCAL_SIZE: return mesh.local_size();
-    case HC_CROSS_RANK: return mesh.cross_rank();
-    case HC_CROSS_SIZE: return mesh.cross_size();
-    case HC_IS_HOMOGENEOUS: return mesh.is_homogeneous();
+    case HC_RANK:
+      return mesh.rank();
+    case HC_SIZE:
+      return mesh.size();
+    case HC_LOCAL_RANK:
+      return mesh.local_rank();
+    case HC_LOCAL_SIZE:
+      return mesh.local_size();
+    case HC_CROSS_RANK:
+      return mesh.cross_rank();
+    case HC_CROSS_SIZE:
+      return mesh.cross_size();
+    case HC_IS_HOMOGENEOUS:
+      return mesh.is_homogeneous();
   }
   return -1;
 }
@@ -164,7 +178,8 @@ hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor*
   });
 }
 
-hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors, int32_t n, int32_t* id) {
+hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors,
+                      int32_t n, int32_t* id) {
   return guarded([&]() -> hc::Status {
     std::vector<hc::Submission::Tensor> list;
     hc::Submission s;
@@ -174,8 +189,12 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     set.prescale = s.prescale;
     set.postscale = s.postscale;
     for (int32_t i = 0; i < n; ++i) {
-      if (list[i].in != list[i].out) return hc::error(hc::Code::kInvalidArgument, "bucket '", names[i], "' must be reduced in place");
-      set.buckets.push_back({names[i], static_cast<std::byte*>(list[i].out), {list[i].shape.begin(), list[i].shape.end()}, list[i].dtype});
+      if (list[i].in != list[i].out)
+        return hc::error(hc::Code::kInvalidArgument, "bucket '", names[i], "' must be reduced in place");
+      set.buckets.push_back({names[i],
+                             static_cast<std::byte*>(list[i].out),
+                             {list[i].shape.begin(), list[i].shape.end()},
+                             list[i].dtype});
     }
     return rt->engine->declare(s.process_set, std::move(set), id);
   });
@@ -205,7 +224,8 @@ hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result
     const bool has = i >= 0 && static_cast<size_t>(i) < op->results.size() && op->results[i];
     *memory = has ? new hc_block{std::move(op->results[i])} : nullptr;
     const bool has_rows = i >= 0 && static_cast<size_t>(i) < op->first_dimension.size();
-    *out = {has_rows ? op->first_dimension[i] : 0, op->rows_from.data(), static_cast<int32_t>(op->rows_from.size()), op->join_rank};
+    *out = {has_rows ? op->first_dimension[i] : 0, op->rows_from.data(), static_cast<int32_t>(op->rows_from.size()),
+            op->join_rank};
     return hc::Status::ok();
   });
 }
@@ -241,8 +261,8 @@ const char* hc_counters(hc_runtime* rt) { return keep(rt->engine->counters_json(
 const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
 const char* hc_knobs(void) { return keep(hc::knobs_json()); }
 const char* hc_build_info(void) {
-  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__,
-                          "\",\"simd\":\"", hc::simd_name(), "\"}"));
+  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion,
+                          ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"", hc::simd_name(), "\"}"));
 }
 
 }  // extern "C"

@@ -8,14 +8,13 @@ namespace hc {
 using Clock = std::chrono::steady_clock;
 using TimePoint = Clock::time_point;
 
-inline double seconds_between(TimePoint from, TimePoint to) {
-  return std::chrono::duration<double>(to - from).count();
-}
+inline double seconds_between(TimePoint from, TimePoint to) { return std::chrono::duration<double>(to - from).count(); }
 
 class Deadline {
  public:
   static Deadline in(double timeout_s) {
-    return Deadline(Clock::now() + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s)));
+    return Deadline(Clock::now() +
+                    std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s)));
   }
   bool passed() const { return Clock::now() >= at_; }
   double remaining_s() const { return seconds_between(Clock::now(), at_); }

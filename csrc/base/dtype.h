@@ -14,8 +14,8 @@ constexpr size_t size_of(DType t) {
   return sizes[static_cast<int>(t)];
 }
 constexpr const char* name_of(DType t) {
-  constexpr const char* names[kDTypeCount] = {"bool",    "uint8",    "int8",    "uint16", "int16", "int32", "int64",
-                                              "float16", "bfloat16", "float32", "float64"};
+  constexpr const char* names[kDTypeCount] = {"bool",  "uint8",   "int8",     "uint16",  "int16",  "int32",
+                                              "int64", "float16", "bfloat16", "float32", "float64"};
   return names[static_cast<int>(t)];
 }
 constexpr bool is_float(DType t) { return t >= DType::kF16; }

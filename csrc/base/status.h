@@ -86,6 +86,5 @@ class [[nodiscard]] Result {
 #define HC_TRY(expression, ...)                                                                     \
   do {                                                                                              \
     ::hc::Status hc_try_status = (expression);                                                      \
-    if (!hc_try_status.is_ok())                                                                     \
-      return hc_try_status __VA_OPT__(.with(::hc::text_of(__VA_ARGS__)));                           \
+    if (!hc_try_status.is_ok()) return hc_try_status __VA_OPT__(.with(::hc::text_of(__VA_ARGS__))); \
   } while (0)

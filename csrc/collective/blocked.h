@@ -1,6 +1,6 @@
-// What the blocked forms in shared memory have in common: private tensors travel through slots of the lane in blocks, in a
-// pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several).
-// Thread: the thread that drives the engine.
+// What the blocked forms in shared memory have in common: private tensors travel through slots of the lane in blocks,
+// in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread: the thread
+// that drives the engine.
 #pragma once
 
 #include <algorithm>
@@ -13,19 +13,23 @@
 
 namespace hc {
 
-inline bool all_reached(const SharedLane& lane, std::atomic<uint64_t> LaneFlags::*counter, uint64_t value) {
+inline bool all_reached(const SharedLane& lane, std::atomic<uint64_t> LaneFlags::* counter, uint64_t value) {
   for (int m = 0; m < lane.size(); ++m)
     if ((lane.flags(m).*counter).load(std::memory_order_acquire) < value) return false;
   return true;
 }
 
 // Blocks through slots. A block passes three stages on every member: fill (my contribution into my slot), reduce
-// (allreduce and reducescatter: my slice of it) and drain (what I need from the others' slots). Fill of later blocks runs ahead
-// of drain by up to kBlockSlots, which hides a late peer.
+// (allreduce and reducescatter: my slice of it) and drain (what I need from the others' slots). Fill of later blocks
+// runs ahead of drain by up to kBlockSlots, which hides a late peer.
 class BlockedCollective : public Collective {
  public:
   BlockedCollective(Task task, const Group& group)
-      : task_(std::move(task)), lane_(*group.lane), n_(lane_.size()), rank_(lane_.index()), view_(task_.pieces, size_of(task_.dtype)) {
+      : task_(std::move(task)),
+        lane_(*group.lane),
+        n_(lane_.size()),
+        rank_(lane_.index()),
+        view_(task_.pieces, size_of(task_.dtype)) {
     first_ = lane_.block_total;
   }
 
@@ -83,8 +87,12 @@ class BlockedCollective : public Collective {
     return filled_ < drained_ + kBlockSlots &&
            (block < kBlockSlots || all_reached(lane_, &LaneFlags::consumed, block - kBlockSlots + 1));
   }
-  bool can_reduce() const { return started_ < filled_ && all_reached(lane_, &LaneFlags::filled, first_ + started_ + 1); }
-  bool can_drain() const { return drained_ < reduced_ && all_reached(lane_, &LaneFlags::reduced, first_ + drained_ + 1); }
+  bool can_reduce() const {
+    return started_ < filled_ && all_reached(lane_, &LaneFlags::filled, first_ + started_ + 1);
+  }
+  bool can_drain() const {
+    return drained_ < reduced_ && all_reached(lane_, &LaneFlags::reduced, first_ + drained_ + 1);
+  }
 
   uint64_t first_ = 0;
   uint64_t blocks_ = 0, filled_ = 0, started_ = 0, reduced_ = 0, drained_ = 0;

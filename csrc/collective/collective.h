@@ -20,20 +20,20 @@ class SharedLane;  // collective/shared.h: the group's part of the node's shared
 struct Group {
   int rank = 0;
   int size = 1;
-  std::vector<int> world_rank;      // [size]
-  std::vector<int> node;            // [size] node number of each
-  std::vector<Channel*> channel;    // [size] null at own position
-  SharedLane* lane = nullptr;       // not null when the local members share memory (one node: the whole group)
+  std::vector<int> world_rank;    // [size]
+  std::vector<int> node;          // [size] node number of each
+  std::vector<Channel*> channel;  // [size] null at own position
+  SharedLane* lane = nullptr;     // not null when the local members share memory (one node: the whole group)
 };
 
 enum class Algorithm : uint8_t {
   kAuto = 0,
-  kSharedFlat = 1,      // small: payload beside the flag, one barrier
-  kSharedBlocked = 2,   // private tensors: blocks through arena slots
-  kSharedInPlace = 3,   // every rank's buffer lies in an arena
-  kRing = 4,            // over channels, bandwidth-optimal
+  kSharedFlat = 1,         // small: payload beside the flag, one barrier
+  kSharedBlocked = 2,      // private tensors: blocks through arena slots
+  kSharedInPlace = 3,      // every rank's buffer lies in an arena
+  kRing = 4,               // over channels, bandwidth-optimal
   kRecursiveDoubling = 5,  // over channels, few elements
-  kTwoLevel = 6,        // shared memory within a node, channels across
+  kTwoLevel = 6,           // shared memory within a node, channels across
   kBinomialTree = 7,
   kPairwise = 8,
 };
@@ -102,14 +102,15 @@ Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Gro
 // Allreduce over several nodes of which some have several ranks: shared memory within, channels between. two_level.cc.
 Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Group& group);
 
-// One bucket of a frozen plan: nothing is negotiated, the ranks' arrival is the agreement. While it waits for arrivals it
-// steps back (done, withdrawn() is true, memory unchanged) when a member has left the frozen plan.
+// One bucket of a frozen plan: nothing is negotiated, the ranks' arrival is the agreement. While it waits for arrivals
+// it steps back (done, withdrawn() is true, memory unchanged) when a member has left the frozen plan.
 class FrozenCollective : public Collective {
  public:
   virtual bool withdrawn() const = 0;
   virtual std::vector<int> late_members() const = 0;  // group ranks that have not arrived
 };
-// In place, all members share memory; `bucket` indexes the lane's bucket flags, `turn` counts its uses from 0. shared.cc.
+// In place, all members share memory; `bucket` indexes the lane's bucket flags, `turn` counts its uses from 0.
+// shared.cc.
 std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn);
 
 }  // namespace hc

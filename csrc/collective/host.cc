@@ -17,7 +17,8 @@ Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& grou
   constexpr size_t kTwoLevelBytes = 8u << 10;
   if (task.algorithm == Algorithm::kTwoLevel && task.op == Op::kAllreduce && task.bytes() > kTwoLevelBytes)
     return make_two_level_allreduce(std::move(task), group);
-  if (task.algorithm != Algorithm::kRing && task.algorithm != Algorithm::kRecursiveDoubling) task.algorithm = Algorithm::kAuto;
+  if (task.algorithm != Algorithm::kRing && task.algorithm != Algorithm::kRecursiveDoubling)
+    task.algorithm = Algorithm::kAuto;
   return make_channel_collective(std::move(task), group);
 }
 

@@ -1,6 +1,6 @@
-// Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked (private
-// tensors travel through slots in blocks, pipelined) and in place (every buffer lies in an arena: rank r reads slice r of
-// all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
+// Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked
+// (private tensors travel through slots in blocks, pipelined) and in place (every buffer lies in an arena: rank r reads
+// slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
 // Thread: the thread that drives the engine.
 #include "collective/shared.h"
 
@@ -68,8 +68,7 @@ class FlatCollective : public Collective {
   size_t item() const { return size_of(task_.dtype); }
 
   bool others_ready() const {
-    if (task_.op == Op::kBroadcast)
-      return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
+    if (task_.op == Op::kBroadcast) return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
     return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
   }
 
@@ -82,9 +81,7 @@ class FlatCollective : public Collective {
     }
   }
   // Operations whose input is described by counts rather than by the piece.
-  bool is_input_counted() const {
-    return task_.op == Op::kAllgather || task_.op == Op::kReducescatter;
-  }
+  bool is_input_counted() const { return task_.op == Op::kAllgather || task_.op == Op::kReducescatter; }
   size_t input_count() const {
     if (task_.op == Op::kAllgather) return task_.counts[rank_];
     size_t n = 0;
@@ -94,11 +91,16 @@ class FlatCollective : public Collective {
 
   void collect() {
     switch (task_.op) {
-      case Op::kAllreduce: return collect_reduced();
-      case Op::kBroadcast: return collect_broadcast();
-      case Op::kAllgather: return collect_gathered();
-      case Op::kReducescatter: return collect_slice();
-      default: return;
+      case Op::kAllreduce:
+        return collect_reduced();
+      case Op::kBroadcast:
+        return collect_broadcast();
+      case Op::kAllgather:
+        return collect_gathered();
+      case Op::kReducescatter:
+        return collect_slice();
+      default:
+        return;
     }
   }
   void reduce_at(size_t offset, std::byte* out, size_t count) {
@@ -142,13 +144,20 @@ class FlatCollective : public Collective {
   std::vector<const std::byte*> sources_;
 };
 
-// Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have arrived.
-// Negotiated operations share the lane's flags; a bucket of a frozen plan has flags of its own and is not negotiated.
+// Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have
+// arrived. Negotiated operations share the lane's flags; a bucket of a frozen plan has flags of its own and is not
+// negotiated.
 class InPlaceAllreduce : public FrozenCollective {
  public:
   InPlaceAllreduce(Task task, const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags, bool frozen)
-      : task_(std::move(task)), lane_(*group.lane), n_(group.size), rank_(group.rank), turn_(turn), flags_(std::move(flags)),
-        frozen_(frozen), slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
+      : task_(std::move(task)),
+        lane_(*group.lane),
+        n_(group.size),
+        rank_(group.rank),
+        turn_(turn),
+        flags_(std::move(flags)),
+        frozen_(frozen),
+        slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
     at_ = slices_.begin(rank_);
   }
   Progress start() override {
@@ -185,7 +194,7 @@ class InPlaceAllreduce : public FrozenCollective {
  private:
   enum class Stage { kArriving, kReducing, kFinishing };
 
-  bool reached(std::atomic<uint64_t> InPlaceFlags::*counter) const {
+  bool reached(std::atomic<uint64_t> InPlaceFlags::* counter) const {
     for (InPlaceFlags* f : flags_)
       if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
     return true;
@@ -245,15 +254,19 @@ class InPlaceAllreduce : public FrozenCollective {
 size_t flat_payload(const Task& task) {
   const size_t item = size_of(task.dtype);
   switch (task.op) {
-    case Op::kBarrier: return 0;
-    case Op::kAllgather: return *std::max_element(task.counts.begin(), task.counts.end()) * item;
+    case Op::kBarrier:
+      return 0;
+    case Op::kAllgather:
+      return *std::max_element(task.counts.begin(), task.counts.end()) * item;
     case Op::kReducescatter: {
       size_t n = 0;
       for (size_t c : task.counts) n += c;
       return n * item;
     }
-    case Op::kAlltoall: return SIZE_MAX;  // where my part lies in a peer's slot depends on counts I do not know
-    default: return task.bytes();
+    case Op::kAlltoall:
+      return SIZE_MAX;  // where my part lies in a peer's slot depends on counts I do not know
+    default:
+      return task.bytes();
   }
 }
 
@@ -272,7 +285,8 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
     std::vector<InPlaceFlags*> flags;
     for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->in_place_flags(m));
     const uint64_t turn = group.lane->in_place_total++;
-    return std::unique_ptr<Collective>(std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
+    return std::unique_ptr<Collective>(
+        std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
   }
   const size_t payload = flat_payload(task);
   if (payload <= (task.algorithm == Algorithm::kSharedBlocked ? 0 : kFlatBytes))

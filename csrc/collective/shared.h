@@ -57,9 +57,7 @@ class SharedLane {
   }
   // Owner only: makes the flags of buckets [first, first + count) usable.
   Status prepare_buckets(size_t first, size_t count);
-  std::byte* flat_slot(int member, uint64_t turn) const {
-    return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes;
-  }
+  std::byte* flat_slot(int member, uint64_t turn) const { return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes; }
   std::byte* block_slot(int member, uint64_t block) const {
     return bases_[member] + kPage + 2 * kFlatSlotBytes + (block % kBlockSlots) * kBlockSlotBytes;
   }

@@ -50,7 +50,8 @@ class BlockedBroadcast : public BlockedCollective {
     total_ = task_.count();
     block_ = std::max<size_t>(1, block_bytes / item());
     set_blocks((total_ + block_ - 1) / block_);
-    copies_own_ = rank_ == task_.root && std::any_of(task_.pieces.begin(), task_.pieces.end(), [](const Piece& p) { return p.in != p.out; });
+    copies_own_ = rank_ == task_.root &&
+                  std::any_of(task_.pieces.begin(), task_.pieces.end(), [](const Piece& p) { return p.in != p.out; });
   }
 
  private:
@@ -95,7 +96,8 @@ class BlockedAllgather : public BlockedCollective {
   void drain(uint64_t block) override {
     for (int m = 0; m < n_; ++m) {
       const size_t bytes = count_of(m, block) * item();
-      if (m != rank_ && bytes) std::memcpy(task_.pieces[0].out + (offsets_[m] + block * block_) * item(), slot(m, block), bytes);
+      if (m != rank_ && bytes)
+        std::memcpy(task_.pieces[0].out + (offsets_[m] + block * block_) * item(), slot(m, block), bytes);
     }
   }
   size_t block_;
@@ -180,7 +182,8 @@ class BlockedAlltoall : public BlockedCollective {
     for (int m = 0; m < n_; ++m) {
       const size_t bytes = part_of(task_.received_counts[m], block) * item();
       if (m != rank_ && bytes)
-        std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(), slot(m, block) + rank_ * part_ * item(), bytes);
+        std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(),
+                    slot(m, block) + rank_ * part_ * item(), bytes);
     }
   }
   size_t part_;
@@ -192,13 +195,18 @@ class BlockedAlltoall : public BlockedCollective {
 Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group) {
   const size_t block = std::min(kBlockSlotBytes, task.segment_bytes);
   switch (task.op) {
-    case Op::kAllreduce: return std::unique_ptr<Collective>(std::make_unique<BlockedAllreduce>(std::move(task), group, block));
-    case Op::kBroadcast: return std::unique_ptr<Collective>(std::make_unique<BlockedBroadcast>(std::move(task), group, block));
-    case Op::kAllgather: return std::unique_ptr<Collective>(std::make_unique<BlockedAllgather>(std::move(task), group, block));
+    case Op::kAllreduce:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedAllreduce>(std::move(task), group, block));
+    case Op::kBroadcast:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedBroadcast>(std::move(task), group, block));
+    case Op::kAllgather:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedAllgather>(std::move(task), group, block));
     case Op::kReducescatter:
       return std::unique_ptr<Collective>(std::make_unique<BlockedReducescatter>(std::move(task), group, block));
-    case Op::kAlltoall: return std::unique_ptr<Collective>(std::make_unique<BlockedAlltoall>(std::move(task), group, block));
-    default: return error(Code::kInternal, "no shared-memory form of ", name_of(task.op));
+    case Op::kAlltoall:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedAlltoall>(std::move(task), group, block));
+    default:
+      return error(Code::kInternal, "no shared-memory form of ", name_of(task.op));
   }
 }
 

@@ -28,7 +28,12 @@ Scale scale_of(const Signature& s, DType dtype, int size) {
 
 BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group,
                          const std::vector<int>& ranks, const Config& config, Tag tag)
-    : batch_(std::move(batch)), operations_(std::move(operations)), group_(group), ranks_(ranks), config_(config), tag_(tag) {
+    : batch_(std::move(batch)),
+      operations_(std::move(operations)),
+      group_(group),
+      ranks_(ranks),
+      config_(config),
+      tag_(tag) {
   for (Operation* op : operations_)
     if (op) op->batch = batch_.id;
 }
@@ -75,12 +80,19 @@ const Signature& BatchRunner::signature_of(size_t entry) const {
 
 Status BatchRunner::prepare() {
   switch (batch_.op) {
-    case Op::kAllreduce: return prepare_allreduce();
-    case Op::kBroadcast: return prepare_each(&BatchRunner::prepare_broadcast);
-    case Op::kAllgather: return prepare_each(&BatchRunner::prepare_allgather);
-    case Op::kReducescatter: return prepare_each(&BatchRunner::prepare_reducescatter);
-    case Op::kAlltoall: return prepare_each(&BatchRunner::prepare_alltoall);
-    case Op::kBarrier: tasks_.push_back(task_for(0, DType::kU8)); return Status::ok();
+    case Op::kAllreduce:
+      return prepare_allreduce();
+    case Op::kBroadcast:
+      return prepare_each(&BatchRunner::prepare_broadcast);
+    case Op::kAllgather:
+      return prepare_each(&BatchRunner::prepare_allgather);
+    case Op::kReducescatter:
+      return prepare_each(&BatchRunner::prepare_reducescatter);
+    case Op::kAlltoall:
+      return prepare_each(&BatchRunner::prepare_alltoall);
+    case Op::kBarrier:
+      tasks_.push_back(task_for(0, DType::kU8));
+      return Status::ok();
     case Op::kJoin:
       for (Operation* op : operations_)
         if (op) op->join_rank = batch_.last_joined < 0 ? -1 : ranks_[batch_.last_joined];
@@ -145,7 +157,8 @@ Status BatchRunner::prepare_allreduce() {
 Status BatchRunner::prepare_each(Status (BatchRunner::*one)(size_t, size_t, size_t)) {
   size_t flat = 0;  // position among all tensors of the batch: PlanBatch::rows is indexed by it
   for (size_t e = 0; e < operations_.size(); ++e) {
-    if (!operations_[e]) return error(Code::kInternal, "a plan names a ", name_of(batch_.op), " that this rank did not submit");
+    if (!operations_[e])
+      return error(Code::kInternal, "a plan names a ", name_of(batch_.op), " that this rank did not submit");
     for (size_t t = 0; t < signature_of(e).tensors.size(); ++t)
       HC_TRY((this->*one)(e, t, flat++), operations_[e]->describe());
   }
@@ -202,7 +215,8 @@ Status BatchRunner::prepare_reducescatter(size_t entry, size_t tensor, size_t fl
     task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
     total += task.counts.back();
   }
-  auto out = result_memory(operations_[entry], tensor, batch_.rows[flat * n + group_.rank], per_row * size_of(meta.dtype));
+  auto out =
+      result_memory(operations_[entry], tensor, batch_.rows[flat * n + group_.rank], per_row * size_of(meta.dtype));
   if (!out.is_ok()) return out.status();
   task.pieces = {{operations_[entry]->in[tensor], out.value(), task.counts[group_.rank]}};
   if (total) tasks_.push_back(std::move(task));

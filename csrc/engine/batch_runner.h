@@ -1,5 +1,5 @@
-// Executes one batch of a plan: turns its entries into tasks (one per dtype, or per tensor), runs them one after the other and
-// says how the operations ended. Resumable, like the collectives it steps.
+// Executes one batch of a plan: turns its entries into tasks (one per dtype, or per tensor), runs them one after the
+// other and says how the operations ended. Resumable, like the collectives it steps.
 //
 // Thread: the thread that drives the engine. Owner: a process set.
 #pragma once

@@ -1,6 +1,6 @@
 // Decides, for one process set, what runs next and in which order. PURE: no I/O, no clock, no lock, no global; the same
-// ballots in the same order give the same plans, so it is tested over thousands of random schedules and runs unchanged in
-// a simulator. Lives on group rank 0 of each process set.
+// ballots in the same order give the same plans, so it is tested over thousands of random schedules and runs unchanged
+// in a simulator. Lives on group rank 0 of each process set.
 #pragma once
 
 #include <deque>
@@ -14,21 +14,21 @@
 namespace hc {
 
 struct CoordinatorOptions {
-  int size = 1;                       // ranks in the process set
-  size_t fusion_bytes = 128u << 20;   // 0 = no fusion
-  size_t cache_capacity = 1024;       // slots; 0 = no cache
+  int size = 1;                      // ranks in the process set
+  size_t fusion_bytes = 128u << 20;  // 0 = no fusion
+  size_t cache_capacity = 1024;      // slots; 0 = no cache
   uint32_t generation = 0;
   uint16_t process_set = 0;
-  std::vector<int> world_rank;        // [size] for texts
+  std::vector<int> world_rank;  // [size] for texts
 };
 
 // An operation that some ranks announced and others did not.
 struct Stall {
-  std::string name;                // "allreduce.layer1.weight", "allreduce.noname.17"
+  std::string name;  // "allreduce.layer1.weight", "allreduce.noname.17"
   double waited_s = 0;
-  std::vector<int> missing;        // group ranks
+  std::vector<int> missing;  // group ranks
   std::vector<int> present;
-  std::string hint;                // a likely cause, or empty: "rank 1 waits in allreduce.grad_8 instead: ..."
+  std::string hint;  // a likely cause, or empty: "rank 1 waits in allreduce.grad_8 instead: ..."
 };
 
 class Coordinator {

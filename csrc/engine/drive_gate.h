@@ -1,5 +1,6 @@
 // Who steps the engine: at any time one thread, either hc-engine or a thread that waits for a handle. A waiter has
-// precedence: it would only block, so it does the work itself and saves two thread wake-ups (37 us each where measured).
+// precedence: it would only block, so it does the work itself and saves two thread wake-ups (37 us each where
+// measured).
 //
 // Thread: any.
 #pragma once
@@ -22,7 +23,8 @@ class DriveGate {
     driven_ = true;
     return true;
   }
-  // Sleeps until the gate is free, `over()` holds, or the time is up. The driver calls changed() after it finished operations.
+  // Sleeps until the gate is free, `over()` holds, or the time is up. The driver calls changed() after it finished
+  // operations.
   template <class Over>
   void wait_turn(std::chrono::milliseconds limit, Over&& over) {
     wanting_.fetch_add(1);
@@ -67,9 +69,9 @@ class DriveGate {
   }
 
  private:
-  std::mutex mu_;  // guards the three below; never held while stepping
+  std::mutex mu_;                    // guards the three below; never held while stepping
   std::atomic<bool> driven_{false};  // written under the mutex
-  bool parked_ = false;    // hc-engine waits in enter_engine
+  bool parked_ = false;              // hc-engine waits in enter_engine
   bool stopping_ = false;
   std::atomic<int> wanting_{0};
   std::condition_variable changed_;

@@ -62,7 +62,8 @@ class Engine {
 
   const Mesh& mesh() const { return *mesh_; }
   Status submit(const Submission& submission, int64_t* handle);
-  // Collective over the process set: declares an optimizer's buckets (see BucketSet), whose memory must live until undeclare.
+  // Collective over the process set: declares an optimizer's buckets (see BucketSet), whose memory must live until
+  // undeclare.
   Status declare(int process_set, BucketSet buckets, int* id);
   Status undeclare(int process_set, int id);
   Status submit_declared(int process_set, int bucket_set, int bucket, int64_t* handle);
@@ -91,11 +92,13 @@ class Engine {
   Status agree_on_settings(const MeshMembers& members);
   bool wants_two_level(const ProcessSet& set) const;
 
-  // engine.cc: submission and agreement
+  // engine_submit.cc
   Status check(const Submission& s, const ProcessSet& set) const;
   Status queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle);
   void fill(Operation* op, const Submission& s, const ProcessSet& set);
   bool arena_holds(const Submission& s) const;
+
+  // engine_step.cc
   bool step();
   void take_incoming(bool* moved);
   void receive_frames(bool* moved);
@@ -113,14 +116,16 @@ class Engine {
   bool declared_in_arena(const BucketSet& buckets) const;
   void complete(ProcessSet& set, Operation* op, Status status);
   Status send_frame(int to, bool urgent);  // the frame in frame_
+
+  // engine.cc
   std::unique_ptr<ProcessSet> make_set(uint16_t id, std::vector<int> ranks);
   ProcessSet* find_set(int id) const;
 
   // engine_drive.cc: waiting, sleeping, failing
   void run();  // hc-engine
   using Over = std::function<bool()>;
-  // Drives, or lets another thread drive, until over() or the deadline. `over` must be safe from any thread when `shared`, else it is
-  // only called while this thread drives.
+  // Drives, or lets another thread drive, until over() or the deadline. `over` must be safe from any thread when
+  // `shared`, else it is only called while this thread drives.
   bool drive_until(const Over& over, bool shared, const Deadline& deadline);
   void drive(const Over& over, const Deadline& deadline);
   void rest_after_driving();
@@ -149,17 +154,17 @@ class Engine {
   EngineCounters counters_;
   NamedThread thread_;
 
-  mutable std::mutex submit_mu_;        // guards incoming_, failure_ and the parts of ProcessSet marked "submit lock"
+  mutable std::mutex submit_mu_;  // guards incoming_, failure_ and the parts of ProcessSet marked "submit lock"
   std::vector<Operation*> incoming_;
-  Status failure_;                      // not ok: submit refuses with it
+  Status failure_;  // not ok: submit refuses with it
   std::atomic<bool> has_incoming_{false};
   std::atomic<bool> failed_{false};
   std::atomic<bool> connected_{false};
   std::atomic<bool> stopping_{false};
-  std::atomic<int> sleepers_{0};        // threads in poll(2) on the mesh
+  std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};
-  std::mutex abort_mu_;                 // guards abort_text_
+  std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false};
 
@@ -169,8 +174,8 @@ class Engine {
   std::vector<Operation*> taken_;
   Writer frame_;
   std::vector<uint8_t> received_;
-  std::vector<bool> left_;              // [world] said goodbye
-  std::string departure_;               // the first goodbye that came in
+  std::vector<bool> left_;  // [world] said goodbye
+  std::string departure_;   // the first goodbye that came in
   Liveness liveness_{0, {}};
   TimePoint next_timer_{}, next_stall_report_{};
   unsigned turn_ = 0;

@@ -25,8 +25,8 @@ void pause_cpu() {
 #endif
 }
 
-// The wait between "just now" and "asleep": a few pauses, then give the core to whoever is runnable, then sleep. Never spins
-// without limit: with more ranks than cores that costs whole scheduler slices.
+// The wait between "just now" and "asleep": a few pauses, then give the core to whoever is runnable, then sleep. Never
+// spins without limit: with more ranks than cores that costs whole scheduler slices.
 class Idle {
  public:
   Idle(int pauses, double yield_us) : pauses_(pauses), yield_us_(yield_us) {}
@@ -62,7 +62,8 @@ Engine::~Engine() {
   notifier_.stop();
 }
 
-// ---- waiting ----------------------------------------------------------------------------------------------------------
+// ---- waiting
+// ----------------------------------------------------------------------------------------------------------
 
 bool Engine::poll(int64_t handle) {
   Operation* op = handles_.find(handle);
@@ -133,7 +134,8 @@ void Engine::drive(const Over& over, const Deadline& deadline) {
   }
 }
 
-// hc-engine, if it sleeps, takes over the watch: the asleep word must again say so, and what arrived in between be seen.
+// hc-engine, if it sleeps, takes over the watch: the asleep word must again say so, and what arrived in between be
+// seen.
 void Engine::rest_after_driving() {
   if (!engine_sleeps_.load(std::memory_order_seq_cst)) return;
   const size_t waiting = outstanding();
@@ -200,13 +202,15 @@ void Engine::poll_mesh(bool* moved) {
   for (const Loss& loss : losses) {
     if (left_[loss.rank]) continue;
     fail_everything(Status(Code::kPeerLost,
-                           text_of(mesh_->describe(loss.rank), " ", loss.reason, ". Its own output has the cause; the others stop because of it."),
+                           text_of(mesh_->describe(loss.rank), " ", loss.reason,
+                                   ". Its own output has the cause; the others stop because of it."),
                            loss.rank));
   }
   if (!polled.is_ok()) fail_everything(polled);
 }
 
-// ---- time -------------------------------------------------------------------------------------------------------------
+// ---- time
+// -------------------------------------------------------------------------------------------------------------
 
 void Engine::check_timers() {
   if (outstanding() == 0) {
@@ -240,10 +244,11 @@ void Engine::check_liveness(TimePoint now) {
       log_.warning(mesh_->describe(action.rank), " is not responding for ", static_cast<int>(action.silent_s),
                    " s (stopped? swapped out?); it counts as lost after ", config_.liveness_error_s, " s");
     } else {
-      return fail_everything(Status(Code::kPeerLost,
-                                    text_of(mesh_->describe(action.rank), " has not responded for ", static_cast<int>(action.silent_s),
-                                            " s (stopped? swapped out? HOROCLONE_LIVENESS_ERROR_S sets the limit)"),
-                                    action.rank));
+      return fail_everything(
+          Status(Code::kPeerLost,
+                 text_of(mesh_->describe(action.rank), " has not responded for ", static_cast<int>(action.silent_s),
+                         " s (stopped? swapped out? HOROCLONE_LIVENESS_ERROR_S sets the limit)"),
+                 action.rank));
     }
   }
 }
@@ -269,10 +274,14 @@ void Engine::report_stalls(TimePoint now) {
   next_stall_report_ = now + std::chrono::milliseconds(static_cast<int64_t>(config_.stall_check_s * 1000));
   if (config_.stall_shutdown_s > config_.stall_check_s)
     next_stall_report_ = std::min(next_stall_report_, now + std::chrono::milliseconds(500));
-  const std::string text = "One or more tensors were submitted to be reduced, gathered or broadcasted by a subset of ranks and are waiting for the "
-                           "remainder. Stalled ops:" + report;
+  const std::string text =
+      "One or more tensors were submitted to be reduced, gathered or broadcasted by a subset of ranks and are waiting "
+      "for the "
+      "remainder. Stalled ops:" +
+      report;
   if (fatal)
-    fail_everything(Status(Code::kAborted, text_of("stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. ", text), mesh_->rank()));
+    fail_everything(Status(Code::kAborted, text_of("stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. ", text),
+                           mesh_->rank()));
   else
     log_.warning(text);
 }
@@ -293,7 +302,8 @@ std::string Engine::frozen_stalls(const ProcessSet& set, TimePoint now) const {
   return report;
 }
 
-// ---- ends -------------------------------------------------------------------------------------------------------------
+// ---- ends
+// -------------------------------------------------------------------------------------------------------------
 
 void Engine::fail_everything(const Status& reason) {
   if (failed_.load()) return;
@@ -307,7 +317,8 @@ void Engine::fail_everything(const Status& reason) {
     std::string during;
     if (set->runner) {
       const size_t n = set->runner->operations().size();
-      during = text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
+      during =
+          text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
       set->runner.reset();
     }
     set->frozen_runs.clear();
@@ -328,15 +339,17 @@ void Engine::tell_everybody(const Status& reason) {
   frame_.put(static_cast<int32_t>(reason.culprit()));
   frame_.put_text(reason.text());
   for (int r = 0; r < mesh_->size(); ++r)
-    if (r != mesh_->rank() && r != reason.culprit() && !left_[r]) (void)send_frame(r, true);  // best effort: it may be gone too
+    if (r != mesh_->rank() && r != reason.culprit() && !left_[r])
+      (void)send_frame(r, true);  // best effort: it may be gone too
 }
 
 void Engine::peer_left(int rank, const std::string& text) {
   left_[rank] = true;
   mesh_->expect_close(rank);
   if (departure_.empty()) departure_ = text_of(mesh_->describe(rank), " ", text);
-  const std::string full = text_of("Horovod has been shut down: ", mesh_->describe(rank), " ", text,
-                                   ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
+  const std::string full = text_of(
+      "Horovod has been shut down: ", mesh_->describe(rank), " ", text,
+      ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
   for (auto& [id, set] : sets_) {
     const int position = set->position_of(rank);
     if (position < 0 || set->group_rank < 0) continue;
@@ -390,7 +403,8 @@ Status Engine::shutdown(double timeout_s) {
                            mesh_->rank()));
   {
     std::lock_guard lock(submit_mu_);
-    if (failure_.is_ok()) failure_ = error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again.");
+    if (failure_.is_ok())
+      failure_ = error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again.");
   }
   for (auto& [id, set] : sets_) set->thaw();
   say_goodbye(1.0);

@@ -48,22 +48,26 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   }
   gate_.leave();
   HC_TRY(made);
-  // Whether every rank declares the same, and has its buckets in its arena: one integer each, the least and the greatest agree.
+  // Whether every rank declares the same, and has its buckets in its arena: one integer each, the least and the
+  // greatest agree.
   const bool in_arena = declared_in_arena(buckets);
   int64_t mine[2] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), in_arena ? 1 : 0};
   int64_t least[2], most[2];
   HC_TRY(agree(process_set, text_of("horoclone.declare.", *id), mine, least, most));
   if (least[0] != most[0])
-    return error(Code::kMismatch, "the ranks of process set ", process_set, " declared different buckets; do all ranks build the same model "
+    return error(Code::kMismatch, "the ranks of process set ", process_set,
+                 " declared different buckets; do all ranks build the same model "
                  "and pass the same arguments to DistributedOptimizer?");
   enter_gate();
   BucketSet& stored = set->bucket_sets[*id];
-  stored.frozen = least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1 && !config_.autotune;
+  stored.frozen =
+      least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1 && !config_.autotune;
   gate_.leave();
   return Status::ok();
 }
 
-Status Engine::agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2], int64_t (&most)[2]) {
+Status Engine::agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2],
+                     int64_t (&most)[2]) {
   const int64_t shape[] = {2};
   for (const Reduce reduce : {Reduce::kMin, Reduce::kMax}) {
     int64_t* out = reduce == Reduce::kMin ? least : most;
@@ -100,7 +104,8 @@ Status Engine::undeclare(int process_set, int id) {
   {
     std::lock_guard lock(submit_mu_);
     if (ProcessSet* set = find_set(process_set)) {
-      const bool used = std::any_of(set->pending.begin(), set->pending.end(), [&](const Operation* op) { return op->bucket_set == id; });
+      const bool used = std::any_of(set->pending.begin(), set->pending.end(),
+                                    [&](const Operation* op) { return op->bucket_set == id; });
       if (!used) set->bucket_sets.erase(id);  // else the late operations find it; it goes with the process set
     }
   }
@@ -111,7 +116,8 @@ Status Engine::undeclare(int process_set, int id) {
 Status Engine::add_process_set(std::vector<int> ranks, int* id) {
   if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
   std::sort(ranks.begin(), ranks.end());
-  if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 || ranks.back() >= mesh_->size())
+  if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 ||
+      ranks.back() >= mesh_->size())
     return error(Code::kInvalidArgument, "a process set needs different ranks between 0 and ", mesh_->size() - 1);
   enter_gate();
   Status made;
@@ -138,7 +144,8 @@ Status Engine::remove_process_set(int id) {
   if (id == 0) return error(Code::kInvalidArgument, "the global process set cannot be removed");
   {
     std::lock_guard lock(submit_mu_);
-    if (!find_set(id)) return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
+    if (!find_set(id))
+      return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
   }
   HC_TRY(barrier(0, text_of("horoclone.process_set.remove.", id)));  // every rank has finished with the set
   enter_gate();
@@ -176,25 +183,32 @@ bool Engine::shares_memory() const {
 
 std::string Engine::counters_json() const {
   const auto get = [](const std::atomic<uint64_t>& c) { return c.load(std::memory_order_relaxed); };
-  return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches), ",\"fused\":", get(counters_.fused),
-                 ",\"plans_sent\":", get(counters_.plans_sent), ",\"ballots_sent\":", get(counters_.ballots_sent),
-                 ",\"control_frames_sent\":", get(counters_.control_frames_sent), ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
-                 ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen), ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
-                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(), ",\"mesh\":", mesh_->counters_json(), "}");
+  return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches),
+                 ",\"fused\":", get(counters_.fused), ",\"plans_sent\":", get(counters_.plans_sent),
+                 ",\"ballots_sent\":", get(counters_.ballots_sent),
+                 ",\"control_frames_sent\":", get(counters_.control_frames_sent),
+                 ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
+                 ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen),
+                 ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
+                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(),
+                 ",\"mesh\":", mesh_->counters_json(), "}");
 }
 
 std::string Engine::describe() {
   if (!connected_.load()) return "not connected";
   enter_gate();
-  std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(), failed_.load() ? text_of(", failed: ", failure_.text()) : "");
+  std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(),
+                             failed_.load() ? text_of(", failed: ", failure_.text()) : "");
   const TimePoint now = Clock::now();
   for (const auto& [id, set] : sets_) {
-    text += text_of("\nprocess set ", id, ": ", set->size(), " ranks, ", set->pending.size(), " operations pending, ", set->queue.size(), " batches planned",
+    text += text_of("\nprocess set ", id, ": ", set->size(), " ranks, ", set->pending.size(), " operations pending, ",
+                    set->queue.size(), " batches planned",
                     set->runner ? text_of(", batch ", set->runner->batch().id, " under way") : "");
     size_t shown = 0;
     for (const Operation* op : set->pending) {
       if (++shown > 20) break;
-      text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s", op->batch ? text_of(", in batch ", op->batch) : ", not agreed yet");
+      text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s",
+                      op->batch ? text_of(", in batch ", op->batch) : ", not agreed yet");
     }
     if (set->coordinator)
       for (const Stall& stall : set->coordinator->stalled(now, 0.0)) {

@@ -1,5 +1,6 @@
-// Which peers to ask for a sign of life, to warn about and to give up. PURE: times come in. Nothing happens while nothing is
-// outstanding. A stopped process (SIGSTOP) gives no sign through any kernel mechanism; this is how it is noticed.
+// Which peers to ask for a sign of life, to warn about and to give up. PURE: times come in. Nothing happens while
+// nothing is outstanding. A stopped process (SIGSTOP) gives no sign through any kernel mechanism; this is how it is
+// noticed.
 //
 // Thread: the thread that drives the engine.
 #pragma once

@@ -34,7 +34,8 @@ class Memory {
   size_t bytes() const { return bytes_; }
 
  private:
-  Memory(std::byte* data, size_t bytes, std::shared_ptr<Arena> arena) : data_(data), bytes_(bytes), arena_(std::move(arena)) {}
+  Memory(std::byte* data, size_t bytes, std::shared_ptr<Arena> arena)
+      : data_(data), bytes_(bytes), arena_(std::move(arena)) {}
   std::byte* data_;
   size_t bytes_;
   std::shared_ptr<Arena> arena_;  // null: private

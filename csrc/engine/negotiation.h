@@ -16,9 +16,9 @@
 namespace hc {
 
 inline constexpr uint32_t kNoSlot = 0xffffffffu;
-inline constexpr uint32_t kMaxSlots = 1u << 16;         // a decoder refuses larger slot numbers
-inline constexpr size_t kMaxPlanEntries = 1u << 16;     // in one plan; what is left goes into the next
-inline constexpr size_t kMaxTextBytes = 64u << 10;      // a name or an error text
+inline constexpr uint32_t kMaxSlots = 1u << 16;      // a decoder refuses larger slot numbers
+inline constexpr size_t kMaxPlanEntries = 1u << 16;  // in one plan; what is left goes into the next
+inline constexpr size_t kMaxTextBytes = 64u << 10;   // a name or an error text
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;
 
 struct TensorMeta {
@@ -32,7 +32,8 @@ struct TensorMeta {
   }
 };
 
-// Everything about an operation that ranks must agree on (or tell each other). Equal signatures = nothing to send but a slot number.
+// Everything about an operation that ranks must agree on (or tell each other). Equal signatures = nothing to send but a
+// slot number.
 struct Signature {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
@@ -73,16 +74,16 @@ struct Ballot {
 };
 
 struct PlanEntry {
-  uint32_t slot = kNoSlot;   // kNoSlot: not remembered (cache full or off)
-  uint64_t sequence = 0;     // unnamed entries
-  std::string name;          // set when the slot is new to the ranks (or there is none) and the entry is named
+  uint32_t slot = kNoSlot;  // kNoSlot: not remembered (cache full or off)
+  uint64_t sequence = 0;    // unnamed entries
+  std::string name;         // set when the slot is new to the ranks (or there is none) and the entry is named
   bool unnamed = false;
-  bool assigned = false;     // the slot was given in this plan: learn it
+  bool assigned = false;  // the slot was given in this plan: learn it
   // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.
   bool has_signature = false;
   Signature signature;
-  // Only in an error that strikes before everybody announced the entry (a rank left; one name, two operations): the group
-  // ranks whose announcement fails. A rank that is not listed keeps its own. Empty: every rank that submitted it.
+  // Only in an error that strikes before everybody announced the entry (a rank left; one name, two operations): the
+  // group ranks whose announcement fails. A rank that is not listed keeps its own. Empty: every rank that submitted it.
   std::vector<int32_t> failed_on;
 };
 

@@ -1,5 +1,5 @@
-// hc-notify: runs completion callbacks with no lock held, so that they may allocate and submit again. Started by the first
-// callback; stop() runs what is queued and joins.
+// hc-notify: runs completion callbacks with no lock held, so that they may allocate and submit again. Started by the
+// first callback; stop() runs what is queued and joins.
 //
 // Thread: push from the driving thread, callbacks on hc-notify.
 #pragma once

@@ -41,7 +41,7 @@ struct Operation {
   // Driving thread only.
   uint32_t slot = kNoSlot;
   size_t pending_at = 0;  // place in ProcessSet::pending
-  uint32_t batch = 0;  // the batch that executes it, 0 before
+  uint32_t batch = 0;     // the batch that executes it, 0 before
 
   // Written by the driving thread before `done`, read after it.
   Status status;
@@ -61,10 +61,10 @@ struct Operation {
 // The pool, and the map from handle to operation. Any thread.
 class Handles {
  public:
-  Operation* acquire();                     // a cleared operation with a fresh handle
-  Operation* find(int64_t handle);          // null: unknown or released
-  void release(int64_t handle);             // recycled at once when done, else when it gets done
-  void finished(Operation* op);             // driving thread: sets `done`; the operation may be recycled at once
+  Operation* acquire();             // a cleared operation with a fresh handle
+  Operation* find(int64_t handle);  // null: unknown or released
+  void release(int64_t handle);     // recycled at once when done, else when it gets done
+  void finished(Operation* op);     // driving thread: sets `done`; the operation may be recycled at once
   size_t live() const;
 
  private:

@@ -1,6 +1,6 @@
 // One rank's memory of past agreements: which slot stands for which name (or, unnamed, which signature), so that a
-// repeated announcement is a number instead of a name, shapes and scales. PURE. Mirrors Coordinator's slots: a slot is never
-// given to another name; when the coordinator's capacity is used up, new names simply stay uncached.
+// repeated announcement is a number instead of a name, shapes and scales. PURE. Mirrors Coordinator's slots: a slot is
+// never given to another name; when the coordinator's capacity is used up, new names simply stay uncached.
 #pragma once
 
 #include <memory>
@@ -13,8 +13,8 @@ class PlanCache {
  public:
   PlanCache();
   ~PlanCache();
-  // Puts the request into the ballot: as a slot number if this rank announced the same signature for it before, else whole
-  // (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
+  // Puts the request into the ballot: as a slot number if this rank announced the same signature for it before, else
+  // whole (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
   uint32_t announce(const Request& request, Ballot* ballot);
   // A plan entry with `assigned`: the slot stands for this request from now on.
   void learn(const Request& request, uint32_t slot);

@@ -18,7 +18,8 @@ NameRecord& ProcessSet::record_of(Op op, std::string_view name) {
   auto at = names.find(std::string(name));
   if (at != names.end()) return at->second;
   if (names.size() >= kNamesKept)
-    std::erase_if(names, [](const auto& entry) { return entry.second.pending.load(std::memory_order_acquire) == nullptr; });
+    std::erase_if(names,
+                  [](const auto& entry) { return entry.second.pending.load(std::memory_order_acquire) == nullptr; });
   return names[std::string(name)];
 }
 

@@ -25,8 +25,8 @@
 
 namespace hc {
 
-// Buckets that a binding declared (an optimizer's gradients): same names, sizes and order on every rank, memory fixed. Where all
-// members share memory their plan is frozen: a bucket starts as soon as it is submitted, without any message.
+// Buckets that a binding declared (an optimizer's gradients): same names, sizes and order on every rank, memory fixed.
+// Where all members share memory their plan is frozen: a bucket starts as soon as it is submitted, without any message.
 struct BucketSet {
   struct Bucket {
     std::string name;
@@ -93,7 +93,7 @@ class ProcessSet {
   PlanCache cache;
   Ballot ballot;  // what the next ballot will say
   bool ballot_waits() const { return !ballot.cached.empty() || !ballot.fresh.empty() || ballot.joined; }
-  Operation* join = nullptr;  // my join, while it is pending
+  Operation* join = nullptr;        // my join, while it is pending
   std::vector<Operation*> pending;  // taken from submit and not done, in no order (Operation::pending_at)
   size_t outstanding() const { return pending.size(); }
 
@@ -119,7 +119,7 @@ class ProcessSet {
     uint64_t base = 0;
     std::deque<Operation*> operations;
   };
-  std::array<uint64_t, kOpCount> sequences_{};  // submit lock
+  std::array<uint64_t, kOpCount> sequences_{};                               // submit lock
   std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // submit lock (records: atomic)
   std::array<Window, kOpCount> windows_;
   std::vector<Operation*> by_slot_;

@@ -3,7 +3,8 @@
  *  2. A call that can fail returns hc_status*: NULL is success; otherwise free it with hc_status_destroy.
  *  3. Structs that a caller fills begin with `version` = HC_VERSION so that they can grow.
  *  4. Pointers and counts travel together; strings are NUL-terminated UTF-8; no ownership passes unless said.
- *  5. Every call may come from any thread. hc_wait blocks the calling thread (it drives the engine meanwhile); nothing else does.
+ *  5. Every call may come from any thread. hc_wait blocks the calling thread (it drives the engine meanwhile); nothing
+ * else does.
  */
 #pragma once
 
@@ -22,16 +23,39 @@ typedef struct hc_status hc_status;
 typedef int64_t hc_handle; /* > 0; 0 is no handle */
 
 typedef enum hc_code {
-  HC_OK = 0, HC_NOT_INITIALIZED = 1, HC_INVALID_ARGUMENT = 2, HC_MISMATCH = 3, HC_PEER_LOST = 4,
-  HC_TIMEOUT = 5, HC_ABORTED = 6, HC_UNSUPPORTED = 7, HC_INTERNAL = 8
+  HC_OK = 0,
+  HC_NOT_INITIALIZED = 1,
+  HC_INVALID_ARGUMENT = 2,
+  HC_MISMATCH = 3,
+  HC_PEER_LOST = 4,
+  HC_TIMEOUT = 5,
+  HC_ABORTED = 6,
+  HC_UNSUPPORTED = 7,
+  HC_INTERNAL = 8
 } hc_code;
 
 typedef enum hc_dtype {
-  HC_BOOL, HC_UINT8, HC_INT8, HC_UINT16, HC_INT16, HC_INT32, HC_INT64, HC_FLOAT16, HC_BFLOAT16, HC_FLOAT32, HC_FLOAT64
+  HC_BOOL,
+  HC_UINT8,
+  HC_INT8,
+  HC_UINT16,
+  HC_INT16,
+  HC_INT32,
+  HC_INT64,
+  HC_FLOAT16,
+  HC_BFLOAT16,
+  HC_FLOAT32,
+  HC_FLOAT64
 } hc_dtype;
 typedef enum hc_reduce { HC_AVERAGE, HC_SUM, HC_ADASUM, HC_MIN, HC_MAX, HC_PRODUCT } hc_reduce;
 typedef enum hc_op {
-  HC_ALLREDUCE, HC_ALLGATHER, HC_BROADCAST, HC_ALLTOALL, HC_REDUCESCATTER, HC_JOIN, HC_BARRIER
+  HC_ALLREDUCE,
+  HC_ALLGATHER,
+  HC_BROADCAST,
+  HC_ALLTOALL,
+  HC_REDUCESCATTER,
+  HC_JOIN,
+  HC_BARRIER
 } hc_op;
 typedef enum hc_device { HC_HOST = 0, HC_CUDA = 1 } hc_device;
 
@@ -46,33 +70,35 @@ typedef struct hc_tensor {
   void* out;
   const int64_t* shape; /* rank entries */
   int32_t rank;
-  int32_t dtype;        /* hc_dtype */
+  int32_t dtype; /* hc_dtype */
 } hc_tensor;
 
-/* Called once from thread hc-notify, with no lock held; may submit again. status is NULL on success and lives for the call. */
+/* Called once from thread hc-notify, with no lock held; may submit again. status is NULL on success and lives for the
+ * call. */
 typedef void (*hc_done)(void* context, hc_handle handle, const hc_status* status);
 
 typedef struct hc_request {
-  int32_t version;      /* HC_VERSION */
-  int32_t op;           /* hc_op */
-  int32_t reduce;       /* hc_reduce */
-  int32_t root;         /* world rank, also within a process set (broadcast) */
-  int32_t process_set;  /* 0 = everybody */
-  int32_t device;       /* hc_device */
+  int32_t version;     /* HC_VERSION */
+  int32_t op;          /* hc_op */
+  int32_t reduce;      /* hc_reduce */
+  int32_t root;        /* world rank, also within a process set (broadcast) */
+  int32_t process_set; /* 0 = everybody */
+  int32_t device;      /* hc_device */
   int32_t device_index;
-  int32_t will_wait;    /* not 0: the caller waits for it at once, do not wake the engine thread */
-  const char* name;     /* NULL = unnamed: matched by order among the unnamed of this op and process set */
+  int32_t will_wait; /* not 0: the caller waits for it at once, do not wake the engine thread */
+  const char* name;  /* NULL = unnamed: matched by order among the unnamed of this op and process set */
   double prescale, postscale;
   const int64_t* splits; /* alltoall: rows for each rank of the set; NULL = equal */
   int32_t split_count;
-  void* stream;         /* device work: the stream that produces the input, */
-  void* ready_event;    /* or an event already recorded behind it */
-  hc_done done;         /* may be NULL */
+  void* stream;      /* device work: the stream that produces the input, */
+  void* ready_event; /* or an event already recorded behind it */
+  hc_done done;      /* may be NULL */
   void* done_context;
 } hc_request;
 
 /* Settings are name/value pairs: the HOROCLONE_* / HOROVOD_* variables of docs/environment.md. */
-HC_EXPORT hc_status* hc_runtime_create(const char* const* names, const char* const* values, int32_t n, hc_runtime** out);
+HC_EXPORT hc_status* hc_runtime_create(const char* const* names, const char* const* values, int32_t n,
+                                       hc_runtime** out);
 HC_EXPORT void hc_runtime_destroy(hc_runtime* rt);
 /* Opaque bytes that every other rank needs (see hc_connect). */
 HC_EXPORT const uint8_t* hc_endpoint(const hc_runtime* rt, size_t* bytes);
@@ -82,41 +108,52 @@ typedef struct hc_members {
   const uint8_t* const* endpoints; /* [size] */
   const size_t* endpoint_bytes;    /* [size] */
   const uint8_t* secret;
-  size_t secret_bytes;             /* >= 16 */
+  size_t secret_bytes; /* >= 16 */
   const char* job;
   uint32_t generation;
   double timeout_s;
-  int32_t (*cancelled)(void*);     /* polled every 50 ms; not 0 = give up; may be NULL */
+  int32_t (*cancelled)(void*); /* polled every 50 ms; not 0 = give up; may be NULL */
   void* cancelled_context;
 } hc_members;
 HC_EXPORT hc_status* hc_connect(hc_runtime* rt, const hc_members* members);
 
 typedef enum hc_fact {
-  HC_RANK, HC_SIZE, HC_LOCAL_RANK, HC_LOCAL_SIZE, HC_CROSS_RANK, HC_CROSS_SIZE, HC_IS_HOMOGENEOUS
+  HC_RANK,
+  HC_SIZE,
+  HC_LOCAL_RANK,
+  HC_LOCAL_SIZE,
+  HC_CROSS_RANK,
+  HC_CROSS_SIZE,
+  HC_IS_HOMOGENEOUS
 } hc_fact;
 HC_EXPORT int32_t hc_get(const hc_runtime* rt, hc_fact fact);
 
-/* Checks the arguments, queues the operation, returns. One handle for all n tensors. Memory stays the caller's and must live
- * until the handle is done. */
-HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n, hc_handle* out);
-/* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out), memory fixed
- * until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets lie in hc_blocks, their
- * plan is frozen: a submitted bucket starts without any message. `common` gives reduce, scales and process set. */
-HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names, const hc_tensor* tensors, int32_t n,
-                                int32_t* id);
-HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, hc_handle* out);
+/* Checks the arguments, queues the operation, returns. One handle for all n tensors. Memory stays the caller's and must
+ * live until the handle is done. */
+HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
+                               hc_handle* out);
+/* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
+ * memory fixed until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets
+ * lie in hc_blocks, their plan is frozen: a submitted bucket starts without any message. `common` gives reduce, scales
+ * and process set. */
+HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names,
+                                const hc_tensor* tensors, int32_t n, int32_t* id);
+HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket,
+                                        hc_handle* out);
 HC_EXPORT hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id);
 
 HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unknown), 0 not */
-/* Drives the engine until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the operation's. */
+/* Drives the engine until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the
+ * operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);
-/* Memory that the core owns: a result, or shared memory made by hc_block_create. Outlives the runtime until it is destroyed. */
+/* Memory that the core owns: a result, or shared memory made by hc_block_create. Outlives the runtime until it is
+ * destroyed. */
 typedef struct hc_block hc_block;
 HC_EXPORT void* hc_block_data(hc_block* block);
 HC_EXPORT size_t hc_block_bytes(hc_block* block);
 HC_EXPORT void hc_block_destroy(hc_block* block);
-/* Hands over the core-owned result of tensor i of a finished operation; *memory is the caller's (NULL when there is none: barrier, join).
- * rows_from (alltoall: rows received from each rank) stays valid until hc_release. */
+/* Hands over the core-owned result of tensor i of a finished operation; *memory is the caller's (NULL when there is
+ * none: barrier, join). rows_from (alltoall: rows received from each rank) stays valid until hc_release. */
 typedef struct hc_result {
   int64_t first_dimension;
   const int64_t* rows_from;
@@ -136,7 +173,8 @@ HC_EXPORT int32_t hc_shares_memory(hc_runtime* rt); /* 1 when every rank of the 
 
 /* Tells every rank to fail what is pending with this text ("rank 1 raised ValueError: bad batch 17"). */
 HC_EXPORT void hc_abort(hc_runtime* rt, const char* text);
-/* Finishes what every rank has announced, says goodbye, stops the threads. After timeout_s what is left fails as Aborted. */
+/* Finishes what every rank has announced, says goodbye, stops the threads. After timeout_s what is left fails as
+ * Aborted. */
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);
 HC_EXPORT void hc_after_fork_child(hc_runtime* rt);
 

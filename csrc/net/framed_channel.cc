@@ -30,9 +30,20 @@ void FramedChannel::fail(Code code, const std::string& reason) {
   control_sent_ = send_moved_ = 0;
 }
 
+// A socket broke: the peer closed both, and on the control line there may be its reason, yet unread.
+void FramedChannel::break_line(const std::string& reason) {
+  if (!failed_.is_ok()) return;
+  hold_until_ = Clock::now() + std::chrono::milliseconds(static_cast<int>(kLonelyEndS * 1000));
+  fail(Code::kPeerLost, reason);
+}
+
+bool FramedChannel::held_back() const {
+  return !failed_.is_ok() && !control_over_ && !goodbye_ && Clock::now() < hold_until_;
+}
+
 // Frames that the peer managed to send come first: among them may be its goodbye, or why it left.
 Status FramedChannel::verdict() const {
-  if (failed_.is_ok() || !ready_.empty()) return Status::ok();
+  if (failed_.is_ok() || !ready_.empty() || held_back()) return Status::ok();
   if (goodbye_ && !stranded_ && !inbox_.waiting()) return Status::ok();
   return failed_;
 }
@@ -51,7 +62,7 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
   if (frame.empty() || frame.size() > kMaxControlBytes) {
     return error(Code::kInternal, "a control frame of ", frame.size(), " bytes; allowed are 1 to ", kMaxControlBytes);
   }
-  if (!failed_.is_ok()) return goodbye_ ? Status::ok() : failed_;
+  if (!failed_.is_ok()) return goodbye_ || held_back() ? Status::ok() : failed_;
   uint32_t bytes = static_cast<uint32_t>(frame.size());
   const auto* length = reinterpret_cast<const uint8_t*>(&bytes);
   size_t moved = 0;
@@ -59,7 +70,7 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
     const iovec parts[2] = {{&bytes, sizeof(bytes)}, {const_cast<uint8_t*>(frame.data()), frame.size()}};
     IoResult result = write(Line::kControl, parts);
     if (result.what == Io::kFailed) {
-      fail(Code::kPeerLost, std::strerror(result.error_number));
+      break_line(std::strerror(result.error_number));
       settle();
       return goodbye_ ? Status::ok() : verdict();
     }
@@ -227,13 +238,13 @@ bool FramedChannel::read_data() {
     if (result.what == Io::kWouldBlock) break;
     any = true;
     if (result.what == Io::kFailed) {
-      fail(Code::kPeerLost, std::strerror(result.error_number));
+      break_line(std::strerror(result.error_number));
       break;
     }
     if (result.what == Io::kEnded) {
       data_ended_ = true;
       data_ended_at_ = Clock::now();
-      if (!inbox_.between_segments()) fail(Code::kPeerLost, "closed its connection in the middle of a data segment");
+      if (!inbox_.between_segments()) break_line("closed its connection in the middle of a data segment");
       break;
     }
     total += result.bytes;
@@ -251,7 +262,7 @@ bool FramedChannel::flush_control() {
   const iovec part{control_out_.data() + control_sent_, control_out_.size() - control_sent_};
   IoResult result = write(Line::kControl, {&part, 1});
   if (result.what == Io::kFailed) {
-    fail(Code::kPeerLost, std::strerror(result.error_number));
+    break_line(std::strerror(result.error_number));
     return true;
   }
   control_sent_ += result.bytes;
@@ -287,7 +298,7 @@ bool FramedChannel::flush_data() {
     SegmentHeader headers[kSendBatch];
     IoResult result = write(Line::kData, {parts, gather(parts, headers)});
     if (result.what == Io::kFailed) {
-      fail(Code::kPeerLost, std::strerror(result.error_number));
+      break_line(std::strerror(result.error_number));
       return true;
     }
     if (result.bytes == 0) break;

@@ -54,6 +54,8 @@ class FramedChannel : public Channel {
   // The first failure, also while progress() still holds it back because received frames wait.
   const Status& failure() const { return failed_; }
   const std::string& reason() const { return reason_; }
+  // It has failed, but the peer's last words may still come: for that long nobody is told.
+  bool held_back() const;
   bool has_frames() const { return !ready_.empty(); }
   // One line has ended in order and the other has not yet: look again soon.
   bool closing() const { return data_ended_ && failed_.is_ok(); }
@@ -78,6 +80,7 @@ class FramedChannel : public Channel {
   bool flush_data();
   bool check_ended();
   void fail(Code code, const std::string& reason);
+  void break_line(const std::string& reason);
   Status verdict() const;
   size_t gather(std::span<iovec> parts, std::span<SegmentHeader> headers) const;
 
@@ -88,6 +91,7 @@ class FramedChannel : public Channel {
   bool stranded_ = false;  // a send can never be done
   Status failed_;
   std::string reason_;
+  TimePoint hold_until_{};
 
   // Control, incoming: a buffer that takes many small frames at once; a large frame is read straight into its own
   // memory.

@@ -71,6 +71,7 @@ bool ConnectedMesh::collect_losses(std::vector<Loss>* losses) {
   for (int r = 0; r < size_; ++r) {
     Peer& peer = peers_[r];
     if (!peer.channel || peer.reported || peer.channel->failure().is_ok() || peer.channel->close_expected()) continue;
+    if (peer.channel->held_back()) continue;
     if (peer.channel->has_frames()) {
       waiting = true;
       continue;

@@ -59,7 +59,9 @@ class Block {
 class Result : public Block {
  public:
   Result(hc_block* block, const hc_result& r)
-      : Block(block), first_dimension(r.first_dimension), join_rank(r.join_rank),
+      : Block(block),
+        first_dimension(r.first_dimension),
+        join_rank(r.join_rank),
         rows_from(r.rows_from, r.rows_from + r.rows_from_count) {}
   const int64_t first_dimension;
   const int join_rank;
@@ -139,9 +141,18 @@ class Runtime {
       bytes.push_back(e.size());
     }
     Interrupt interrupt;
-    hc_members members{HC_VERSION, rank, static_cast<int32_t>(endpoints.size()), data.data(), bytes.data(),
-                       reinterpret_cast<const uint8_t*>(secret.data()), secret.size(), job.c_str(), generation, timeout_s,
-                       &Interrupt::check, &interrupt};
+    hc_members members{HC_VERSION,
+                       rank,
+                       static_cast<int32_t>(endpoints.size()),
+                       data.data(),
+                       bytes.data(),
+                       reinterpret_cast<const uint8_t*>(secret.data()),
+                       secret.size(),
+                       job.c_str(),
+                       generation,
+                       timeout_s,
+                       &Interrupt::check,
+                       &interrupt};
     hc_status* status;
     {
       py::gil_scoped_release release;
@@ -156,13 +167,13 @@ class Runtime {
 
   int fact(hc_fact which) const { return hc_get(rt_, which); }
 
-  hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce, double prescale,
-                   double postscale, int root, int process_set, py::handle splits) {
+  hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
+                   double prescale, double postscale, int root, int process_set, py::handle splits) {
     return submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, splits, false);
   }
 
-  void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce, double prescale,
-           double postscale, int root, int process_set) {
+  void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
+           double prescale, double postscale, int root, int process_set) {
     const hc_handle handle =
         submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, py::none(), true);
     try {
@@ -175,8 +186,9 @@ class Runtime {
     hc_release(rt_, handle);
   }
 
-  hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes, py::sequence dtypes,
-                         int reduce, double prescale, double postscale, int root, int process_set) {
+  hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes,
+                         py::sequence dtypes, int reduce, double prescale, double postscale, int root,
+                         int process_set) {
     const size_t n = ins.size();
     if (outs.size() != n || shapes.size() != n || dtypes.size() != n)
       throw py::value_error("data_in, data_out, shapes and dtypes must have one entry per tensor");
@@ -185,16 +197,17 @@ class Runtime {
     for (size_t i = 0; i < n; ++i) {
       Numbers numbers(shapes[i], "a shape must be a sequence of integers");
       dimensions[i].assign(numbers.data, numbers.data + numbers.size);
-      tensors[i] = {reinterpret_cast<const void*>(ins[i].cast<uintptr_t>()), reinterpret_cast<void*>(outs[i].cast<uintptr_t>()),
-                    dimensions[i].data(), numbers.size, dtypes[i].cast<int32_t>()};
+      tensors[i] = {reinterpret_cast<const void*>(ins[i].cast<uintptr_t>()),
+                    reinterpret_cast<void*>(outs[i].cast<uintptr_t>()), dimensions[i].data(), numbers.size,
+                    dtypes[i].cast<int32_t>()};
     }
     hc_request request = request_for({op, reduce, root, process_set, prescale, postscale});
     request.name = name_of(name);
     return send(request, tensors.data(), static_cast<int32_t>(n));
   }
 
-  int declare(py::sequence names, py::sequence data, py::sequence counts, py::sequence dtypes, int reduce, double prescale,
-              double postscale, int process_set) {
+  int declare(py::sequence names, py::sequence data, py::sequence counts, py::sequence dtypes, int reduce,
+              double prescale, double postscale, int process_set) {
     const size_t n = names.size();
     if (data.size() != n || counts.size() != n || dtypes.size() != n)
       throw py::value_error("names, data, counts and dtypes must have one entry per bucket");
@@ -331,13 +344,14 @@ class Runtime {
     raise_if(hc_submit(rt_, &request, tensors, n, &handle));
     return handle;
   }
-  hc_handle submit_one(const Kind& kind, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, py::handle splits,
-                       bool will_wait) {
+  hc_handle submit_one(const Kind& kind, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype,
+                       py::handle splits, bool will_wait) {
     Numbers dimensions(shape, "a shape must be a sequence of integers");
     hc_request request = request_for(kind);
     request.name = name_of(name);
     request.will_wait = will_wait;
-    hc_tensor tensor{reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), dimensions.data, dimensions.size, dtype};
+    hc_tensor tensor{reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), dimensions.data, dimensions.size,
+                     dtype};
     const bool bare = kind.op == HC_BARRIER || kind.op == HC_JOIN;
     if (splits.is_none()) return send(request, &tensor, bare ? 0 : 1);
     Numbers rows(splits, "splits must be a sequence of integers");
@@ -380,14 +394,15 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("cross_rank", fact(HC_CROSS_RANK))
       .def_property_readonly("cross_size", fact(HC_CROSS_SIZE))
       .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; })
-      .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
-           "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0, "splits"_a = py::none())
-      .def("submit_group", &Runtime::submit_group, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shapes"_a, "dtypes"_a, "reduce"_a = 1,
+      .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
+           "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
+           "splits"_a = py::none())
+      .def("submit_group", &Runtime::submit_group, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shapes"_a, "dtypes"_a,
+           "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
+      .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
-      .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1, "prescale"_a = 1.0,
-           "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
-      .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1, "prescale"_a = 1.0,
-           "postscale"_a = 1.0, "process_set"_a = 0)
+      .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1,
+           "prescale"_a = 1.0, "postscale"_a = 1.0, "process_set"_a = 0)
       .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a)
       .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
       .def("poll", &Runtime::poll, "handle"_a)

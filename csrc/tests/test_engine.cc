@@ -1,4 +1,5 @@
-// Worlds of engines in threads: agreement, execution, errors, join, process sets, shutdown. Each runs in shared memory and over TCP.
+// Worlds of engines in threads: agreement, execution, errors, join, process sets, shutdown. Each runs in shared memory
+// and over TCP.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -15,22 +16,24 @@ using Settings = std::vector<std::pair<std::string, std::string>>;
 
 Settings settings_of(bool shared) {
   if (shared) return {};
-  return {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_SEGMENT_BYTES", "1024"}, {"HOROCLONE_SOCKET_BUFFER_BYTES", "32768"}};
+  return {{"HOROCLONE_SHARED_MEMORY", "0"},
+          {"HOROCLONE_SEGMENT_BYTES", "1024"},
+          {"HOROCLONE_SOCKET_BUFFER_BYTES", "32768"}};
 }
 
 // doctest's macros are not safe from several threads at once.
 std::mutex check_mu;
-#define CHECK_LOCKED(...)                 \
-  do {                                    \
-    std::lock_guard lock(check_mu);       \
-    CHECK(__VA_ARGS__);                   \
+#define CHECK_LOCKED(...)           \
+  do {                              \
+    std::lock_guard lock(check_mu); \
+    CHECK(__VA_ARGS__);             \
   } while (0)
-#define CHECK_OK(expression)                          \
-  do {                                                \
-    const Status checked = (expression);              \
-    std::lock_guard lock(check_mu);                   \
-    INFO(checked.text());                             \
-    CHECK(checked.is_ok());                           \
+#define CHECK_OK(expression)             \
+  do {                                   \
+    const Status checked = (expression); \
+    std::lock_guard lock(check_mu);      \
+    INFO(checked.text());                \
+    CHECK(checked.is_ok());              \
   } while (0)
 
 std::vector<float> ramp(size_t n, int rank) {
@@ -85,7 +88,8 @@ TEST_CASE("two levels: shared memory within a node, channels between, also with 
           std::vector<int64_t> whole(n, rank + 1), average(n, -1);
           int64_t a = 0, b = 0;
           CHECK_OK(submit(engine, Op::kAllreduce, "x", in, &out, {static_cast<int64_t>(n)}, &a));
-          CHECK_OK(submit(engine, Op::kAllreduce, "w", whole, &average, {static_cast<int64_t>(n)}, &b, [](Submission& s) { s.reduce = Reduce::kAverage; }));
+          CHECK_OK(submit(engine, Op::kAllreduce, "w", whole, &average, {static_cast<int64_t>(n)}, &b,
+                          [](Submission& s) { s.reduce = Reduce::kAverage; }));
           CHECK_OK(finish(engine, a));
           CHECK_OK(finish(engine, b));
           engine.release(a);
@@ -93,7 +97,8 @@ TEST_CASE("two levels: shared memory within a node, channels between, also with 
           size_t wrong = 0;
           for (size_t i = 0; i < n; ++i) wrong += out[i] != ramp_sum(i, size);
           CHECK_LOCKED(wrong == 0);
-          CHECK_LOCKED(std::count(average.begin(), average.end(), size * (size + 1) / 2 / size) == static_cast<int64_t>(n));
+          CHECK_LOCKED(std::count(average.begin(), average.end(), size * (size + 1) / 2 / size) ==
+                       static_cast<int64_t>(n));
         }
         int64_t h = 0;
         std::vector<int64_t> mine(rank + 1, rank);
@@ -117,7 +122,8 @@ TEST_CASE("any order of submission completes, fused or not, named or not") {
         std::vector<int64_t> handles(n);
         for (int i : order) {
           data[i] = ramp(1 + i * 37 % 5000, rank);
-          CHECK_OK(submit(engine, Op::kAllreduce, "t" + std::to_string(i), data[i], &data[i], {static_cast<int64_t>(data[i].size())}, &handles[i]));
+          CHECK_OK(submit(engine, Op::kAllreduce, "t" + std::to_string(i), data[i], &data[i],
+                          {static_cast<int64_t>(data[i].size())}, &handles[i]));
         }
         std::vector<int32_t> unnamed = {rank};
         int64_t unnamed_handle = 0;
@@ -187,7 +193,8 @@ TEST_CASE("allgather, broadcast, alltoall, reducescatter, barrier") {
             splits.push_back((rank + j) * scale);
             to.insert(to.end(), (rank + j) * scale, rank * 100 + j);
           }
-          CHECK_OK(submit<int64_t>(engine, Op::kAlltoall, "a", to, nullptr, {static_cast<int64_t>(to.size())}, &h, [&](Submission& s) { s.splits = splits; }));
+          CHECK_OK(submit<int64_t>(engine, Op::kAlltoall, "a", to, nullptr, {static_cast<int64_t>(to.size())}, &h,
+                                   [&](Submission& s) { s.splits = splits; }));
           CHECK_OK(finish(engine, h));
           if (Operation* op = engine.finished(h)) {
             size_t at = 0, wrong = 0;
@@ -374,7 +381,8 @@ TEST_CASE("join gives neutral elements and the same last rank everywhere") {
         engine.release(c);
         CHECK_LOCKED(unnamed[0] == (step < 3 ? 3.0f : step == 3 ? 2.0f : 1.0f));
         CHECK_OK(submit(engine, Op::kAllreduce, "g", v, &v, {100}, &a));
-        CHECK_OK(submit(engine, Op::kAllreduce, "least", least, &least, {1}, &b, [](Submission& s) { s.reduce = Reduce::kMin; }));
+        CHECK_OK(submit(engine, Op::kAllreduce, "least", least, &least, {1}, &b,
+                        [](Submission& s) { s.reduce = Reduce::kMin; }));
         CHECK_OK(finish(engine, a));
         CHECK_OK(finish(engine, b));
         engine.release(a);
@@ -417,7 +425,8 @@ TEST_CASE("process sets do not delay each other and their ids are reused") {
     }
     std::vector<float> v(1);
     int64_t h = 0;
-    const Status foreign = submit(engine, Op::kAllreduce, "y", v, &v, {1}, &h, [&](Submission& s) { s.process_set = rank % 2 ? even : odd; });
+    const Status foreign = submit(engine, Op::kAllreduce, "y", v, &v, {1}, &h,
+                                  [&](Submission& s) { s.process_set = rank % 2 ? even : odd; });
     CHECK_LOCKED(foreign.code() == Code::kInvalidArgument);
     CHECK_OK(engine.remove_process_set(even));
     int again = 0;
@@ -470,13 +479,15 @@ TEST_CASE("abort reaches every rank with its text") {
 TEST_CASE("many worlds one after the other") {
   for (int round = 0; round < 20; ++round) {
     World world(2);
-    CHECK_OK(world.each([&](Engine& engine, int rank) {
-      std::vector<float> v(3, static_cast<float>(rank));
-      int64_t h = 0;
-      CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {3}, &h));
-      CHECK_OK(finish(engine, h));
-      CHECK_LOCKED(v[0] == 1.0f);
-    }, static_cast<uint32_t>(round)));
+    CHECK_OK(world.each(
+        [&](Engine& engine, int rank) {
+          std::vector<float> v(3, static_cast<float>(rank));
+          int64_t h = 0;
+          CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {3}, &h));
+          CHECK_OK(finish(engine, h));
+          CHECK_LOCKED(v[0] == 1.0f);
+        },
+        static_cast<uint32_t>(round)));
   }
 }
 

@@ -42,7 +42,8 @@ class World {
   }
 
  private:
-  Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& meet, const Body& body) {
+  Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& meet,
+             const Body& body) {
     auto settings = settings_;
     if (!node_.empty()) settings.emplace_back("HOROCLONE_NODE", node_[rank]);
     auto config = Config::read(settings);
@@ -75,14 +76,26 @@ class World {
 // One blocking allreduce-like call on a vector.
 template <class T>
 struct TypeOf;
-template <> struct TypeOf<float> { static constexpr DType value = DType::kF32; };
-template <> struct TypeOf<double> { static constexpr DType value = DType::kF64; };
-template <> struct TypeOf<int32_t> { static constexpr DType value = DType::kI32; };
-template <> struct TypeOf<int64_t> { static constexpr DType value = DType::kI64; };
+template <>
+struct TypeOf<float> {
+  static constexpr DType value = DType::kF32;
+};
+template <>
+struct TypeOf<double> {
+  static constexpr DType value = DType::kF64;
+};
+template <>
+struct TypeOf<int32_t> {
+  static constexpr DType value = DType::kI32;
+};
+template <>
+struct TypeOf<int64_t> {
+  static constexpr DType value = DType::kI64;
+};
 
 template <class T>
-Status submit(Engine& engine, Op op, const std::string& name, const std::vector<T>& in, std::vector<T>* out, std::vector<int64_t> shape,
-              int64_t* handle, const std::function<void(Submission&)>& adjust = {}) {
+Status submit(Engine& engine, Op op, const std::string& name, const std::vector<T>& in, std::vector<T>* out,
+              std::vector<int64_t> shape, int64_t* handle, const std::function<void(Submission&)>& adjust = {}) {
   Submission s;
   s.op = op;
   s.name = name;

@@ -1,0 +1,235 @@
+// One turn of the engine: take what was submitted, exchange ballots and plans, run the batches, complete the
+// operations. Thread: the thread that drives.
+#include <algorithm>
+
+#include "engine/engine.h"
+#include "engine/frames.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later gathers and gets fused
+
+}  // namespace
+
+bool Engine::step() {
+  bool moved = false;
+  counters_.steps.fetch_add(1, std::memory_order_relaxed);
+  if (!mesh_->all_shared() || ++turn_ % 1024 == 0) poll_mesh(&moved);
+  if (has_abort_.load(std::memory_order_acquire)) {
+    std::string text;
+    {
+      std::lock_guard lock(abort_mu_);
+      text.swap(abort_text_);
+      has_abort_.store(false);
+    }
+    fail_everything(Status(Code::kAborted, text, mesh_->rank()));
+    return true;
+  }
+  if (has_incoming_.load(std::memory_order_acquire)) take_incoming(&moved);
+  receive_frames(&moved);
+  for (auto& [id, set] : sets_) {
+    if (set->group_rank < 0) continue;
+    if (set->ballot_waits()) {
+      send_ballot(*set);
+      moved = true;
+    }
+    if (set->coordinator) decide(*set, &moved);
+    run_queue(*set, &moved);
+    if (!set->frozen_runs.empty() || set->deferred_join)
+      set->run_frozen(&moved, [&](Operation* op, const Status& outcome) {
+        counters_.frozen.fetch_add(1, std::memory_order_relaxed);
+        complete(*set, op, outcome);
+      });
+    wake_readers(*set);
+  }
+  return moved;
+}
+
+void Engine::take_incoming(bool* moved) {
+  {
+    std::lock_guard lock(submit_mu_);
+    taken_.swap(incoming_);
+    has_incoming_.store(false, std::memory_order_release);
+  }
+  for (Operation* op : taken_) {
+    ProcessSet* set = find_set(op->process_set);
+    set->adopt(op);
+    *moved = true;
+    if (failed_.load() || !set->closed.is_ok())
+      complete(*set, op, (failed_.load() ? failure_ : set->closed).with(op->describe()));
+    else if (op->bucket_set < 0 || !set->start_frozen(op))
+      set->announce(op);
+  }
+  taken_.clear();
+}
+
+void Engine::receive_frames(bool* moved) {
+  for (int r = 0; r < mesh_->size(); ++r) {
+    if (r == mesh_->rank() || left_[r]) continue;
+    // Shared-memory rings move here; sockets moved in poll_mesh. A broken channel is reported there, after its last
+    // frames.
+    if (mesh_->shares_memory(r)) (void)mesh_->channel(r).progress(moved).is_ok();
+    while (!failed_.load(std::memory_order_relaxed) && mesh_->channel(r).receive(&received_)) {
+      *moved = true;
+      liveness_.heard(r);
+      handle_frame(r, received_);
+      if (left_[r]) break;
+    }
+  }
+}
+
+void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
+  Reader in(frame);
+  const auto kind = in.get<FrameKind>();
+  Status bad;
+  if (kind == FrameKind::kBallot) {
+    Ballot ballot;
+    bad = decode(&in, &ballot);
+    ProcessSet* set = bad.is_ok() ? find_set(ballot.process_set) : nullptr;
+    if (set && set->coordinator && ballot.generation == generation_ && set->position_of(from) == ballot.rank)
+      bad = set->coordinator->take(ballot, Clock::now());
+  } else if (kind == FrameKind::kPlan) {
+    Plan plan;
+    bad = decode(&in, &plan);
+    ProcessSet* set = bad.is_ok() ? find_set(plan.process_set) : nullptr;
+    if (set && set->coordinator_rank() == from && plan.generation == generation_) take_plan(*set, std::move(plan));
+  } else if (kind == FrameKind::kGoodbye) {
+    peer_left(from, in.get_text());
+  } else if (kind == FrameKind::kAbort) {
+    const auto code = in.get<Code>();
+    const auto culprit = in.get<int32_t>();
+    fail_everything(Status(code == Code::kOk ? Code::kAborted : code, in.get_text(), culprit));
+  } else if (kind == FrameKind::kPing) {
+    frame_.clear();
+    frame_.put(FrameKind::kPong);
+    bad = send_frame(from, false);
+  } else if (kind != FrameKind::kPong) {
+    bad = error(Code::kInternal, "unknown control frame ", static_cast<int>(kind));
+  }
+  if (!bad.is_ok()) fail_everything(bad.with(text_of("control frame from ", mesh_->describe(from))));
+}
+
+Status Engine::send_frame(int to, bool urgent) {
+  counters_.control_frames_sent.fetch_add(1, std::memory_order_relaxed);
+  counters_.control_bytes_sent.fetch_add(frame_.size(), std::memory_order_relaxed);
+  Status sent = mesh_->channel(to).send(frame_.bytes());
+  mesh_->wake(to, urgent);
+  return sent;
+}
+
+void Engine::send_ballot(ProcessSet& set) {
+  Status sent;
+  if (failed_.load(std::memory_order_relaxed) || !set.closed.is_ok()) {
+    // Nobody is there to take it.
+  } else if (set.coordinator) {
+    sent = set.coordinator->take(set.ballot, Clock::now());
+  } else {
+    frame_.clear();
+    frame_.put(FrameKind::kBallot);
+    encode(set.ballot, &frame_);
+    sent = send_frame(set.coordinator_rank(), false);
+    counters_.ballots_sent.fetch_add(1, std::memory_order_relaxed);
+  }
+  set.ballot.cached.clear();
+  set.ballot.fresh.clear();
+  set.ballot.joined = false;
+  if (!sent.is_ok()) fail_everything(sent);
+}
+
+void Engine::decide(ProcessSet& set, bool* moved) {
+  const size_t busy = set.queue.size() + (set.runner ? 1 : 0);
+  if (busy >= kPlansAhead || !set.coordinator->anything_ready()) return;
+  Plan plan = set.coordinator->decide(kPlansAhead - busy);
+  if (plan.batches.empty()) return;
+  *moved = true;
+  for (PlanBatch& batch : plan.batches)
+    if (batch.op == Op::kAllreduce && set.two_level) batch.algorithm = Algorithm::kTwoLevel;
+  if (set.size() > 1) {
+    frame_.clear();
+    frame_.put(FrameKind::kPlan);
+    encode(plan, &frame_);
+    for (int r : set.ranks) {
+      if (r == mesh_->rank() || left_[r]) continue;
+      if (Status sent = send_frame(r, false); !sent.is_ok()) return fail_everything(sent);
+      counters_.plans_sent.fetch_add(1, std::memory_order_relaxed);
+    }
+  }
+  take_plan(set, std::move(plan));
+}
+
+void Engine::take_plan(ProcessSet& set, Plan plan) {
+  for (PlanBatch& batch : plan.batches) set.queue.push_back(std::move(batch));
+}
+
+void Engine::run_queue(ProcessSet& set, bool* moved) {
+  for (int turns = 0; turns < 16 && !failed_.load(std::memory_order_relaxed); ++turns) {
+    if (!set.runner) {
+      if (set.queue.empty()) break;
+      PlanBatch batch = std::move(set.queue.front());
+      set.queue.pop_front();
+      std::vector<Operation*> operations;
+      operations.reserve(batch.entries.size());
+      for (const PlanEntry& entry : batch.entries) {
+        Operation* op = set.match(batch.op, entry, [&](Op kind, const std::string& name) {
+          std::lock_guard lock(submit_mu_);
+          return set.find_named(kind, name);
+        });
+        if (!op && entry.unnamed && entry.failed_on.empty()) {
+          std::lock_guard lock(submit_mu_);
+          set.skip_sequence(batch.op, entry.sequence);
+        }
+        // An early failure may not mean this rank's own announcement, which came later.
+        const auto& struck = entry.failed_on;
+        if (!struck.empty() && std::find(struck.begin(), struck.end(), set.group_rank) == struck.end()) op = nullptr;
+        operations.push_back(op);
+      }
+      if (batch.op == Op::kJoin) operations.assign(1, set.join);
+      const Tag tag{static_cast<uint16_t>(generation_), set.id, batch.id, 0};
+      set.runner =
+          std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, config_, tag);
+    }
+    const Progress progress = set.runner->step(moved);
+    if (progress == Progress::kFailed) return fail_everything(Status(set.runner->status()));  // a copy: the runner goes
+    if (progress == Progress::kPending) break;
+    finish_batch(set);
+  }
+  // What the leaver had agreed to completes first; what runs frozen either completes or steps back, for the leaver has
+  // thawed.
+  if (!set.closed.is_ok() && !set.runner && set.queue.empty() && set.frozen_runs.empty())
+    while (!set.pending.empty()) {
+      Operation* op = set.pending.back();
+      complete(set, op, set.closed.with(op->describe()));
+      *moved = true;
+    }
+}
+
+// Whoever sleeps and waits for what this rank has just published.
+void Engine::wake_readers(ProcessSet& set) {
+  if (!set.lane || !set.lane->take_published()) return;
+  for (int position : set.lane->positions())
+    if (set.ranks[position] != mesh_->rank()) mesh_->wake(set.ranks[position], false);
+}
+
+void Engine::finish_batch(ProcessSet& set) {
+  auto runner = std::move(set.runner);
+  counters_.batches.fetch_add(1, std::memory_order_relaxed);
+  counters_.fused.fetch_add(runner->operations().size(), std::memory_order_relaxed);
+  counters_.bytes_reduced.fetch_add(runner->bytes(), std::memory_order_relaxed);
+  for (Operation* op : runner->operations())
+    if (op) complete(set, op, runner->outcome());
+}
+
+void Engine::complete(ProcessSet& set, Operation* op, Status status) {
+  set.forget(op);
+  op->status = std::move(status);
+  if (op->done_callback)
+    notifier_.push([call = op->done_callback, context = op->done_context, handle = op->handle, outcome = op->status] {
+      call(context, handle, outcome);
+    });
+  handles_.finished(op);
+  gate_.changed();
+}
+
+}  // namespace hc
