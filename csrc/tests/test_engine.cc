@@ -457,6 +457,20 @@ TEST_CASE("a rank that shuts down early fails the others' waiting operations, na
   }
 }
 
+TEST_CASE("a rank that has sent its share and shut down is no loss to one that is still receiving it") {
+  World world(2, {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_LIVENESS_PROBE_S", "0.01"}});
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    for (int round = 0; round < 3; ++round) {
+      std::vector<float> v(4000000, rank == 0 ? 7.0f : 0.0f);
+      int64_t h = 0;
+      CHECK_OK(submit(engine, Op::kBroadcast, "b", v, &v, {4000000}, &h));
+      CHECK_OK(finish(engine, h));
+      engine.release(h);
+      CHECK_LOCKED(std::count(v.begin(), v.end(), 7.0f) == 4000000);
+    }
+  }));
+}
+
 TEST_CASE("abort reaches every rank with its text") {
   World world(3);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
