@@ -49,9 +49,9 @@ pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k nam
 examples: $(VENV)/.ready-demo $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
 
-bench: $(VENV)/.ready-test $(VENV)/.ready-package ## the benchmark of allreduce against gloo and MPI
+bench: $(VENV)/.ready-test $(VENV)/.ready-package ## allreduce against gloo, MPI and memcpy, the short form, into out/
 	@$(PIP) matplotlib
-	python benchmarks/allreduce.py $(ARGS)
+	python benchmarks/allreduce.py --short --json out/allreduce.json --plot out/allreduce.png $(ARGS)
 
 lint: $(VENV)/.ready-lint ## ruff, mypy, clang-format
 	ruff check .

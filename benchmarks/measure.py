@@ -1,0 +1,222 @@
+"""One rank of the benchmark: times every contestant in turn on the same memory, and checks every result.
+
+Started by allreduce.py under an MPI launcher as `python measure.py PLAN OUT`; PLAN is the JSON of `Plan`, and
+rank 0 writes all ranks' times to OUT. A fault on one rank, a wrong number included, ends the whole job.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import mmap
+import random
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import torch
+from contestants import KINDS, Memcpy, library_name
+from inputs import Inputs
+from mpi4py import MPI
+
+SLOTS = 3  # buffers that are used in turn
+CALIBRATION_BYTES = 16 << 20
+CALIBRATION_CALLS = 15
+LOOP_CALLS = 500
+LOOP_STRIDE = 16  # floats: each number of the loop has a cache line of its own
+MANY_TENSORS = 1000
+MANY_BYTES = 1024
+MANY_CALLS = 2
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What all ranks do, in the same order."""
+
+    sizes: list[int]  # bytes
+    rounds: int
+    contestants: list[str]  # keys of contestants.KINDS
+    memory: str  # private, huge or shared
+    seed: int
+    extras: bool  # the loop of 4 B and the thousand small tensors
+
+
+def calls_for(nbytes: int) -> int:
+    """Timed calls per round. The same for every contestant, else their 99th percentiles would not compare."""
+    for limit, calls in ((64 << 10, 200), (1 << 20, 60), (4 << 20, 24), (16 << 20, 10), (64 << 20, 5)):
+        if nbytes <= limit:
+            return calls
+    return 3
+
+
+def allocate(nbytes: int, memory: str) -> torch.Tensor:
+    """`nbytes` of float32, touched. private: as torch allocates; huge: madvised for huge pages; shared: where
+    horoclone's optimizer keeps its gradients. All contestants get the same."""
+    if memory == "huge":
+        area = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        area.madvise(mmap.MADV_HUGEPAGE)
+        tensor = torch.frombuffer(area, dtype=torch.float32)
+    elif memory == "shared":
+        from horoclone.runtime import native
+
+        tensor = torch.frombuffer(native().allocate(nbytes), dtype=torch.float32)
+    else:
+        tensor = torch.empty(nbytes // 4, dtype=torch.float32)
+    return tensor.zero_()
+
+
+class Bench:
+    """The times of one rank; `times[part][label]` is a list of rounds, in microseconds."""
+
+    def __init__(self, comm: MPI.Intracomm, plan: Plan) -> None:
+        self.comm, self.plan = comm, plan
+        self.contestants = [KINDS[kind](comm) for kind in plan.contestants]
+        loop_floats = LOOP_CALLS * LOOP_STRIDE
+        many_bytes = MANY_TENSORS * MANY_BYTES
+        largest = max(*plan.sizes, CALIBRATION_BYTES, many_bytes, 4 * loop_floats)
+        self.inputs = Inputs(comm.rank, comm.size, largest // 4)
+        self.buffers = [allocate(largest, plan.memory) for _ in range(SLOTS)]
+        self.iteration = 0
+        self.times: dict[str, dict[str, list[list[float]]]] = {}
+        self._calls: dict[tuple[str, int], list[Callable[[], object]]] = {}
+
+    def run(self) -> dict[str, Any]:
+        gc.collect()
+        gc.disable()
+        calibration = [self._calibrate()]
+        for number in range(self.plan.rounds):
+            order = random.Random(f"{self.plan.seed}.{number}")
+            for nbytes in self.plan.sizes:
+                for one in order.sample(self.contestants, len(self.contestants)):
+                    self._round(f"size.{nbytes}", one.label, self._time_size(one, nbytes, number == 0))
+            if self.plan.extras:
+                self._extras(order)
+        calibration.append(self._calibrate())
+        return {"times": self.times, "calibration": calibration}
+
+    def _round(self, part: str, label: str, times: list[float]) -> None:
+        self.times.setdefault(part, {}).setdefault(label, []).append(times)
+
+    def _calibrate(self) -> list[float]:
+        return self._time_size(Memcpy(self.comm), CALIBRATION_BYTES, True, CALIBRATION_CALLS)
+
+    def _time_size(self, one: Any, nbytes: int, first: bool, calls: int | None = None) -> list[float]:
+        """One round of one contestant: a few calls to warm up, then the timed ones, all checked."""
+        views = [buffer[: nbytes // 4] for buffer in self.buffers]
+        if (one.label, nbytes) not in self._calls:
+            self._calls[one.label, nbytes] = [
+                one.prepare(views[slot], views[(slot + 1) % SLOTS], f"{one.label}.{nbytes}.{slot}")
+                for slot in range(SLOTS)
+            ]
+        prepared = self._calls[one.label, nbytes]
+        reduces = not isinstance(one, Memcpy)
+        warm = SLOTS * (2 if first else 1) if nbytes <= 16 << 20 else 1
+        times = []
+        for index in range(warm + (calls or calls_for(nbytes))):
+            slot = index % SLOTS
+            took = self._time(prepared[slot], views[slot])
+            self.inputs.check(views[slot if reduces else (slot + 1) % SLOTS], self.iteration, reduces)
+            if index >= warm:
+                times.append(took)
+        return times
+
+    def _time(self, call: Callable[[], object], tensor: torch.Tensor) -> float:
+        self.iteration += 1
+        self.inputs.write(tensor, self.iteration)
+        self.comm.Barrier()
+        start = time.perf_counter_ns()
+        call()
+        return (time.perf_counter_ns() - start) / 1000
+
+    def _extras(self, order: random.Random) -> None:
+        reducers = [one for one in self.contestants if not isinstance(one, Memcpy)]
+        for one in order.sample(reducers, len(reducers)):
+            self._round("loop", one.label, self._time_loop(one))
+        ways = [(one, way) for one in reducers for way in ("start_many", "group_many") if hasattr(one, way)]
+        for one, way in order.sample(ways, len(ways)):
+            part = "many" if way == "start_many" else "grouped"
+            self._round(part, one.label, self._time_many(one, way, part))
+
+    def _time_loop(self, one: Any) -> list[float]:
+        """Per call, of calls back to back with no barrier between; each call has a number of its own."""
+        area = self.buffers[0][: LOOP_CALLS * LOOP_STRIDE]
+        if (one.label, -1) not in self._calls:
+            numbers = [area[at : at + 1] for at in range(0, area.numel(), LOOP_STRIDE)]
+            self._calls[one.label, -1] = [one.prepare(n, n, f"{one.label}.loop") for n in numbers]
+        calls = self._calls[one.label, -1]
+
+        def loop() -> None:
+            for call in calls:
+                call()
+
+        self._time(loop, area)
+        took = self._time(loop, area)
+        self.inputs.check_every(area, LOOP_STRIDE, self.iteration)
+        return [took / len(calls)]
+
+    def _time_many(self, one: Any, way: str, part: str) -> list[float]:
+        """Of all tensors together, from the first submission to the last result."""
+        area = self.buffers[1][: MANY_TENSORS * MANY_BYTES // 4]
+        if (one.label + way, 0) not in self._calls:
+            tensors = list(area.split(MANY_BYTES // 4))
+            self._calls[one.label + way, 0] = [getattr(one, way)(tensors, f"{one.label}.{part}")]
+        times = []
+        for _ in range(1 + MANY_CALLS):
+            times.append(self._time(self._calls[one.label + way, 0][0], area))
+            self.inputs.check(area, self.iteration, True)
+        return times[1:]
+
+    def close(self) -> None:
+        shut = set()
+        for one in self.contestants:
+            if one.close.__qualname__ not in shut:  # the two ways of horoclone share one runtime
+                shut.add(one.close.__qualname__)
+                one.close()
+
+
+def versions() -> dict[str, str]:
+    """Of everything that was measured."""
+    import mpi4py
+    import numpy
+
+    import horoclone
+    from horoclone._core import build_info
+
+    return {
+        "horoclone": horoclone.__version__,
+        "horoclone build": build_info(),
+        "torch": torch.__version__,
+        "mpi": library_name(),
+        "mpi4py": mpi4py.__version__,
+        "numpy": numpy.__version__,
+        "python": sys.version.split()[0],
+    }
+
+
+def main(argv: list[str]) -> None:
+    plan, out = Plan(**json.loads(argv[0])), Path(argv[1])
+    comm = MPI.COMM_WORLD
+    torch.set_num_threads(1)
+    bench = Bench(comm, plan)
+    with torch.no_grad():
+        own = bench.run()
+    everybody = comm.gather(own)
+    if everybody is not None:
+        out.write_text(json.dumps({"versions": versions(), "ranks": everybody}), encoding="utf-8")
+    bench.buffers.clear()
+    bench.close()
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except BaseException:
+        traceback.print_exc()
+        sys.stderr.flush()
+        MPI.COMM_WORLD.Abort(1)

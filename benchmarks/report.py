@@ -1,0 +1,267 @@
+"""From the ranks' raw times to the result: a dictionary for JSON, a table in plain text, a plot."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from statistics_of import Summary, ratio_of, reasons_against, slowest_rank, summarise
+
+OWN = ("horoclone", "horoclone async")
+MEMCPY = "memcpy"
+MANY_TENSORS = 1000
+UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
+
+
+def size_text(nbytes: int) -> str:
+    """4 -> "4 B", 65536 -> "64 KiB"."""
+    for unit, name in UNITS:
+        if nbytes >= unit and nbytes % unit == 0:
+            return f"{nbytes // unit} {name}"
+    return f"{nbytes} B"
+
+
+def time_text(us: float) -> str:
+    """Three digits, in us or ms."""
+    return f"{us / 1000:.3g} ms" if us >= 10_000 else f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
+
+
+def analyse(
+    raw: dict[str, Any], settings: dict[str, Any], machine: dict[str, Any], load: dict[str, Any]
+) -> dict[str, Any]:
+    """`raw` is what measure.py wrote; `load` holds others_before and others_during, in cores."""
+    ranks = raw["ranks"]
+    memcpy = [
+        summarise([slowest_rank([rank["calibration"][at] for rank in ranks])]).median_us for at in (0, 1)
+    ]
+    reasons = reasons_against((memcpy[0], memcpy[1]), load["others_before"], load["others_during"])
+    parts = {part: _part(part, ranks) for part in ranks[0]["times"]}
+    return {
+        "benchmark": "allreduce, float32, sum, in place",
+        "settings": settings,
+        "machine": machine,
+        "versions": raw["versions"],
+        "noise": {**load, "memcpy_16MiB_us": memcpy, "reasons": reasons, "conclusive": not reasons},
+        "sizes": [
+            {"bytes": int(name.split(".")[1]), **part}
+            for name, part in parts.items()
+            if name.startswith("size.")
+        ],
+        "loop_4_bytes": parts.get("loop"),
+        "many": _per_second(parts.get("many")),
+        "grouped": _per_second(parts.get("grouped")),
+    }
+
+
+def _part(part: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """All contestants at one size: figures of each, and the ratios of both our ways to every peer."""
+    summaries: dict[str, Summary] = {}
+    for label in ranks[0]["times"][part]:
+        rounds = zip(*(rank["times"][part][label] for rank in ranks), strict=True)
+        summaries[label] = summarise([slowest_rank(per_rank) for per_rank in rounds])
+    ratios = {
+        own: {
+            peer: dataclasses.asdict(ratio_of(summaries[own].rounds_us, theirs.rounds_us))
+            for peer, theirs in summaries.items()
+            if peer not in OWN
+        }
+        for own in OWN
+        if own in summaries
+    }
+    return {
+        "contestants": {label: dataclasses.asdict(one) for label, one in summaries.items()},
+        "ratios": ratios,
+    }
+
+
+def _per_second(part: dict[str, Any] | None) -> dict[str, Any] | None:
+    if part is None:
+        return None
+    for one in part["contestants"].values():
+        one["tensors_per_s"] = MANY_TENSORS / one["median_us"] * 1e6
+    return part
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def headline(result: dict[str, Any]) -> list[str]:
+    """What was measured, where, and whether it may be believed."""
+    settings, machine, noise = result["settings"], result["machine"], result["noise"]
+    first, last = noise["memcpy_16MiB_us"]
+    lines = [
+        f"allreduce, float32, sum, in place; {settings['ranks']} ranks, {settings['rounds']} rounds, one thread each, "
+        f"{settings['memory']} memory, {'not bound' if settings['bind'] == 'none' else 'bound to ' + settings['bind']}",
+        f"{machine['processor']}, {machine['cores']} cores, {machine['kernel']}, "
+        f"{'virtual machine, ' if machine['virtual machine'] else ''}huge pages {machine['huge pages']}",
+        ", ".join(
+            f"{name} {result['versions'][name]}" for name in ("horoclone", "torch", "mpi", "mpi4py", "python")
+        ),
+        f"others used {_cores(noise['others_before'])} cores before and {_cores(noise['others_during'])} during; "
+        f"memcpy of 16 MiB took {time_text(first)} first, {time_text(last)} last",
+    ]
+    if not noise["conclusive"]:
+        lines.append("TOO NOISY, NO CONCLUSION: " + "; ".join(noise["reasons"]))
+    return lines
+
+
+def _cores(cores: float | None) -> str:
+    return "an unknown number of" if cores is None else f"{cores:.2f}"
+
+
+def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Header and rows. Times: median of the rounds' medians, and the 99th percentile after the slash."""
+    rows = [(size_text(one["bytes"]), one) for one in result["sizes"]]
+    if result["loop_4_bytes"]:
+        rows.append(("4 B in a loop", result["loop_4_bytes"]))
+    labels = list(
+        dict.fromkeys(label for _, part in rows for label in sorted(part["contestants"], key=_order))
+    )
+    own = next((label for label in OWN if label in labels), None)
+    peers = [label for label in labels if label not in OWN] if own else []
+    header = ["size", *labels, *(f"vs {peer}" for peer in peers)]
+    return header, [[name, *_times(part, labels), *_ratios(part, own, peers)] for name, part in rows]
+
+
+def _order(label: str) -> tuple[int, str]:
+    return (0, label) if label in OWN else (2, label) if label == MEMCPY else (1, label)
+
+
+def _times(part: dict[str, Any], labels: list[str]) -> list[str]:
+    cells = []
+    for label in labels:
+        one = part["contestants"].get(label)
+        cells.append(f"{time_text(one['median_us'])} / {time_text(one['p99_us'])}" if one else "-")
+    return cells
+
+
+def _ratios(part: dict[str, Any], own: str | None, peers: list[str]) -> list[str]:
+    if own is None:
+        return []
+    found = [part["ratios"][own].get(peer) for peer in peers]
+    return [ratio_text(one) if one else "-" for one in found]
+
+
+def ratio_text(one: dict[str, Any]) -> str:
+    """ "1.52x (1.47-1.58)"; a question mark where the interval holds 1."""
+    mark = "?" if one["verdict"] == "undecided" else ""
+    return f"{one['ratio']:.3g}x ({one['low']:.3g}-{one['high']:.3g}){mark}"
+
+
+def many_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """Thousands of small tensors a second. The columns are the contestants that have such a call."""
+    parts = [("one by one", result["many"]), ("grouped", result["grouped"])]
+    parts = [(name, part) for name, part in parts if part]
+    labels = sorted({label for _, part in parts for label in part["contestants"]}, key=_order)
+    rows = []
+    for name, part in parts:
+        speeds = [part["contestants"][label]["tensors_per_s"] for label in labels]
+        own = part["ratios"].get("horoclone async", {})
+        ratios = [ratio_text(own[label]) for label in labels if label in own]
+        rows.append([name, *(f"{speed / 1000:.3g} k/s" for speed in speeds), *ratios])
+    peers = [label for label in labels if label not in OWN]
+    titles = [f"vs {peer}" for peer in peers] if "horoclone async" in labels else []
+    return [f"{MANY_TENSORS} x 1 KiB", *labels, *titles], rows
+
+
+LEGEND = (
+    "Time of a call: the largest over the ranks. Cells: median of the rounds' medians / 99th percentile of all calls.",
+    "vs: the peer's time over that of horoclone's blocking call, with its bootstrap 95 % interval; above 1 means that",
+    "horoclone is faster, ? undecided. vs memcpy: the fraction of the speed at which all ranks copy the buffer at once.",
+    "Inputs are written anew by their owner before each call, so small ones start in its cache. All results were right.",
+    "In a loop: calls back to back, no barrier. Grouped: MPI has no such call; torch packs and unpacks a flat buffer.",
+)
+
+
+def print_tables(result: dict[str, Any]) -> None:
+    """Everything a reader needs, on the standard output."""
+    print("\n".join(headline(result)))
+    _print(*table(result))
+    if result["many"]:
+        _print(*many_table(result))
+    print("\n".join(LEGEND))
+
+
+def _print(header: list[str], rows: list[list[str]]) -> None:
+    import sys
+
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+            from rich.table import Table
+        except ImportError:
+            pass
+        else:
+            grid = Table(*header)
+            for row in rows:
+                grid.add_row(*row)
+            Console().print(grid)
+            return
+    widths = [max(len(row[at]) for row in [header, *rows]) for at in range(len(header))]
+    for row in [header, *rows]:
+        print(
+            "  ".join(
+                cell.rjust(width) if at else cell.ljust(width)
+                for at, (cell, width) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+        )
+    print()
+
+
+# --- the plot ------------------------------------------------------------------------------------------------------
+
+COLOURS = {"horoclone": "#0b6e4f", "horoclone async": "#5fb49c", "gloo": "#c8553d", MEMCPY: "#8d99ae"}
+COLOUR_OF_MPI = "#3d5a80"
+
+
+def plot(result: dict[str, Any], path: Path) -> None:
+    """Times over sizes above, our ratio to each peer below, with its interval."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(9, 9), sharex=True, height_ratios=(3, 2))
+    sizes = [one["bytes"] for one in result["sizes"]]
+    parts = result["sizes"]
+    for label in sorted(parts[0]["contestants"], key=_order):
+        ones = [part["contestants"][label] for part in parts]
+        colour = COLOURS.get(label, COLOUR_OF_MPI)
+        above.plot(sizes, [one["median_us"] for one in ones], "o-", label=label, color=colour, markersize=4)
+        above.fill_between(
+            sizes, [one["low_us"] for one in ones], [one["high_us"] for one in ones], color=colour, alpha=0.15
+        )
+    own = next((label for label in OWN if label in parts[0]["ratios"]), None)
+    for peer in sorted(parts[0]["ratios"].get(own, {}), key=_order):
+        ones = [part["ratios"][own][peer] for part in parts]
+        colour = COLOURS.get(peer, COLOUR_OF_MPI)
+        below.plot(
+            sizes, [one["ratio"] for one in ones], "o-", label=f"vs {peer}", color=colour, markersize=4
+        )
+        below.fill_between(
+            sizes, [one["low"] for one in ones], [one["high"] for one in ones], color=colour, alpha=0.2
+        )
+    below.axhline(1.0, color="black", linewidth=0.8)
+    _dress(above, below, sizes)
+    lines = headline(result)
+    figure.suptitle(lines[0].split(";")[0] + f"; {result['settings']['ranks']} ranks", fontsize=12)
+    figure.text(0.01, 0.005, "\n".join([*lines[1:], "bands: smallest to largest round above, 95 % interval below"]),
+                fontsize=6.5, color="#444444")  # fmt: skip
+    if not result["noise"]["conclusive"]:
+        figure.text(
+            0.5, 0.55, "too noisy, no conclusion", ha="center", fontsize=26, color="#b00020", alpha=0.35
+        )
+    figure.tight_layout(rect=(0, 0.07, 1, 1))
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
+
+
+def _dress(above: Any, below: Any, sizes: list[int]) -> None:
+    above.set(xscale="log", yscale="log", ylabel="time of a call, us")
+    below.set(xscale="log", yscale="log", ylabel="peer's time over horoclone's", xlabel="size of the tensor")
+    below.set_xticks(sizes, [size_text(nbytes) for nbytes in sizes], rotation=45, ha="right")
+    below.minorticks_off()
+    for axes in (above, below):
+        axes.grid(True, which="major", alpha=0.25)
+        axes.legend(fontsize=8, frameon=False)

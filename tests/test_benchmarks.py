@@ -1,0 +1,156 @@
+"""The benchmarks: their statistics, their checking of results, and one tiny run from end to end."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Imports a module of benchmarks/, as its scripts do."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module
+
+
+def test_a_call_lasts_as_long_as_its_slowest_rank(load):
+    statistics = load("statistics_of")
+    assert statistics.slowest_rank([[1.0, 5.0, 2.0], [3.0, 4.0, 2.5]]) == [3.0, 5.0, 2.5]
+    with pytest.raises(ValueError, match="same calls"):
+        statistics.slowest_rank([[1.0], [1.0, 2.0]])
+    with pytest.raises(ValueError):
+        statistics.slowest_rank([])
+
+
+def test_summary_is_the_median_of_the_rounds_medians(load):
+    summarise = load("statistics_of").summarise
+    one = summarise([[1.0, 2.0, 90.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
+    assert one.rounds_us == [2.0, 5.0, 8.0]  # 90 us in one call does not move its round
+    assert (one.median_us, one.low_us, one.high_us) == (5.0, 2.0, 8.0)
+    assert (one.max_us, one.p99_us, one.calls) == (90.0, 90.0, 9)
+    assert summarise([list(range(1, 201))]).p99_us == 199
+    for nothing in ([], [[1.0], []]):
+        with pytest.raises(ValueError):
+            summarise(nothing)
+
+
+def test_ratio_is_above_one_when_the_peer_is_slower(load):
+    ratio_of = load("statistics_of").ratio_of
+    clear = ratio_of([10.0, 11.0, 12.0, 10.5, 11.5, 10.2, 11.1], [20.0, 23.0, 24.0, 21.0, 22.0, 21.5, 22.5])
+    assert clear.verdict == "faster"
+    assert clear.ratio == 2.0
+    assert 1.0 < clear.low <= clear.ratio <= clear.high
+    assert ratio_of([20.0] * 7, [10.0] * 7).verdict == "slower"
+    mixed = ratio_of([10.0, 20.0, 10.0, 20.0, 15.0, 14.0, 16.0], [15.0, 15.1, 14.9, 15.0, 15.0, 15.2, 14.8])
+    assert mixed.verdict == "undecided"
+    assert mixed.low < 1.0 < mixed.high
+    with pytest.raises(ValueError, match="same rounds"):
+        ratio_of([1.0, 2.0], [1.0])
+
+
+def test_slow_rounds_cancel_because_rounds_are_drawn_in_pairs(load):
+    slow = [1.0, 3.0, 9.0, 2.0, 5.0, 1.0, 7.0]  # everybody was slowed down alike
+    exact = load("statistics_of").ratio_of([10.0 * s for s in slow], [20.0 * s for s in slow])
+    assert (exact.ratio, exact.low, exact.high) == (2.0, 2.0, 2.0)
+
+
+def test_an_interval_that_touches_one_decides_nothing(load):
+    verdict_of = load("statistics_of").verdict_of
+    assert [verdict_of(*edges) for edges in ((1.01, 2), (1.0, 2), (0.9, 1.0), (0.5, 0.99))] == [
+        "faster", "undecided", "undecided", "slower",
+    ]  # fmt: skip
+
+
+def test_noise_forbids_conclusions(load):
+    reasons = load("statistics_of").reasons_against
+    assert reasons((100.0, 109.0), 0.1, 0.2) == []
+    assert reasons((100.0, 100.0), 0.1, None) == []  # no /proc/stat
+    assert "before the start" in reasons((100.0, 100.0), 0.4, 0.0)[0]
+    assert "during" in reasons((100.0, 100.0), 0.0, 0.4)[0]
+    for drifting in ((100.0, 111.0), (111.0, 100.0)):
+        assert "memcpy" in reasons(drifting, 0.0, 0.0)[0]
+
+
+def test_names_of_sizes(load):
+    size_text = load("report").size_text
+    assert [size_text(n) for n in (4, 1024, 1028, 25 << 20)] == ["4 B", "1 KiB", "1028 B", "25 MiB"]
+
+
+@pytest.mark.parametrize("count", [1, 3, 1021, 5000])
+def test_wrong_results_are_found(load, count):
+    torch = pytest.importorskip("torch")
+    inputs = load("inputs")
+    ranks = [inputs.Inputs(rank, 3, 5000) for rank in range(3)]
+    parts = [torch.empty(count) for _ in ranks]
+    for one, part in zip(ranks, parts, strict=True):
+        one.write(part, 17)
+        one.check(part, 17, False)
+    right = sum(parts)
+    ranks[0].check(right, 17, True)
+    for wrong in (right + 0.0, parts[0]):
+        wrong[count // 2] += 1  # one element of the sum; and no sum at all
+        with pytest.raises(RuntimeError, match="not"):
+            ranks[0].check(wrong, 17, True)
+    with pytest.raises(RuntimeError):  # the result of the call before
+        ranks[0].check(right, 18, True)
+
+
+def test_arguments(load, capsys):
+    parse = load("allreduce").parse
+    assert parse([]).sizes[0] == 4 and parse([]).sizes[-1] == 64 << 20
+    assert set(parse(["--full"]).sizes) - set(parse([]).sizes) == {25 << 20, 256 << 20}
+    assert parse(["--short"]).rounds == 7 and len(parse(["--short"]).sizes) == 6
+    for wrong in (["--sizes", "6"], ["--contestants", "nccl"], ["--rounds", "0"], ["--short", "--full"]):
+        with pytest.raises(SystemExit):
+            parse(wrong)
+    assert "nccl" in capsys.readouterr().err
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_a_tiny_run(open_mpi, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("mpi4py")
+    drawing = importlib.util.find_spec("matplotlib") is not None
+    command = [
+        sys.executable, FOLDER / "allreduce.py", "--sizes", "4,4096", "--rounds", "2", "--force", "--settle", "0.2",
+        "--limit", "150", "--mpirun", open_mpi.mpirun, "--json", tmp_path / "out" / "result.json",
+        *(["--plot", tmp_path / "plot.png"] if drawing else []),
+    ]  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=170,
+        env={**os.environ, **open_mpi.env},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "out" / "result.json").read_text())
+    assert {"settings", "machine", "versions", "noise", "sizes", "loop_4_bytes", "many", "grouped"} <= set(
+        result
+    )
+    assert [one["bytes"] for one in result["sizes"]] == [4, 4096]
+    mpi = result["versions"]["mpi"]
+    for one in result["sizes"]:
+        assert set(one["contestants"]) == {"horoclone", "horoclone async", "gloo", mpi, "memcpy"}
+        assert set(one["ratios"]["horoclone"]) == {"gloo", mpi, "memcpy"}
+        for summary in one["contestants"].values():
+            assert 0 < summary["low_us"] <= summary["median_us"] <= summary["high_us"] <= summary["max_us"]
+            assert len(summary["rounds_us"]) == 2
+    for part in (result["many"], result["grouped"]):
+        assert set(part["contestants"]) == {"horoclone async", "gloo", mpi}
+        assert all(one["tensors_per_s"] > 0 for one in part["contestants"].values())
+    assert "4 KiB" in done.stdout and "vs gloo" in done.stdout
+    assert ("NO CONCLUSION" in done.stdout) == (not result["noise"]["conclusive"])
+    assert os.uname().nodename not in json.dumps(result["machine"])
+    if drawing:
+        assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
