@@ -313,6 +313,7 @@ void Engine::fail_everything(const Status& reason) {
   }
   failed_.store(true);
   log_.debug("failing every operation: ", reason.text());
+  tell_everybody(reason);  // before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives
   for (auto& [id, set] : sets_) {
     std::string during;
     if (set->runner) {
@@ -329,7 +330,6 @@ void Engine::fail_everything(const Status& reason) {
       complete(*set, op, reason.with(text_of(op->describe(), op->batch ? during : "")));
     }
   }
-  tell_everybody(reason);
 }
 
 void Engine::tell_everybody(const Status& reason) {
@@ -338,9 +338,9 @@ void Engine::tell_everybody(const Status& reason) {
   frame_.put(reason.code());
   frame_.put(static_cast<int32_t>(reason.culprit()));
   frame_.put_text(reason.text());
+  // Best effort: they may be gone, too. The culprit may live: one that was only stopped learns why it was given up.
   for (int r = 0; r < mesh_->size(); ++r)
-    if (r != mesh_->rank() && r != reason.culprit() && !left_[r])
-      (void)send_frame(r, true);  // best effort: it may be gone too
+    if (r != mesh_->rank() && !left_[r]) (void)send_frame(r, true);
 }
 
 void Engine::peer_left(int rank, const std::string& text) {

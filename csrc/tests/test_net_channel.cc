@@ -295,6 +295,33 @@ TEST_CASE("channel: when the peer ends, its frames come first, then an error tha
   CHECK_FALSE(link->a->send(frame_of(3, 3)).is_ok());
 }
 
+TEST_CASE("tcp channel: a broken data line is held back until the control line has told why") {
+  for (const bool tells : {true, false}) {
+    CAPTURE(tells);
+    auto link = std::make_unique<TcpLink>();
+    std::vector<std::byte> out = data_of(100, 1);
+    Transfer sends[2] = {{tag_of(0, 1, 0), out.data(), out.size()}, {tag_of(0, 1, 100), out.data(), out.size()}};
+    ::shutdown(link->raw_data, SHUT_RDWR);
+    for (Transfer& t : sends) link->a->post_send(&t);
+    CHECK_FALSE(static_cast<TcpChannel&>(*link->a).failure().is_ok());
+    bool moved = false;
+    CHECK(link->a->progress(&moved).is_ok());
+    CHECK(link->a->send(frame_of(5, 1)).is_ok());
+    if (tells) {
+      REQUIRE(link->b->send(frame_of(30, 1)).is_ok());
+      CHECK(link->a->progress(&moved).is_ok());
+      std::vector<uint8_t> frame;
+      CHECK((link->a->receive(&frame) && frame == frame_of(30, 1)));
+      CHECK(link->a->progress(&moved).is_ok());
+      link->end_b();
+    }
+    const TimePoint began = Clock::now();
+    while (link->a->progress(&moved).is_ok() && seconds_between(began, Clock::now()) < 3) usleep(1000);
+    CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
+    CHECK(seconds_between(began, Clock::now()) < (tells ? 0.5 : 2.0));
+  }
+}
+
 TEST_CASE("channel: after a goodbye an end is silent, unless something is still posted") {
   FOR_EACH_CHANNEL(link);
   link->a->expect_close();
