@@ -37,6 +37,7 @@ def _make_importable(name: str) -> Any:
 
 
 world = sys.modules.get("world") or _make_importable("world")
+crew_of = sys.modules.get("crew") or _make_importable("crew")
 
 
 @pytest.fixture(scope="session")
@@ -45,6 +46,20 @@ def worlds() -> Iterator[Any]:
     pool = world.Worlds()
     yield pool
     pool.end()
+
+
+@pytest.fixture(scope="session")
+def warm_crew() -> Iterator[Any]:
+    """The process from which the ranks of `crew` are forked."""
+    made = crew_of.Crew(clean_environment(), "numpy", "horoclone.arrays")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def crew(warm_crew: Any) -> Iterator[Any]:
+    """crew(body, size, ...) forks ranks that may die (see crew.py); none lives when the test is over."""
+    yield from crew_of.teams_of(warm_crew)
 
 
 @dataclass

@@ -1,0 +1,379 @@
+"""What happens when ranks die, stop, sleep, disagree or run out of something: each fault is made for real."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import random
+import re
+import signal
+import sys
+import time
+
+import numpy as np
+import pytest
+from crew import left_over, say, traces
+
+import horoclone as hvd
+
+MODES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
+SOON = {
+    "HOROCLONE_LIVENESS_PROBE_S": "0.2",
+    "HOROCLONE_LIVENESS_WARN_S": "0.6",
+    "HOROCLONE_LIVENESS_ERROR_S": "2",
+}
+BIG = 1 << 20  # elements of 4 bytes: many blocks, so that a fault hits the middle
+
+
+def mode(shared, **more):
+    return {"HOROCLONE_SHARED_MEMORY": "1" if shared else "0", **more}
+
+
+# --- a rank that dies
+
+
+def reduce_until_it_fails(name="w.3"):
+    hvd.init()
+    say(traces=traces())
+    array = np.ones(BIG, np.float32)
+    say(running=True)
+    try:
+        while True:
+            assert hvd.allreduce(array, op=hvd.Sum, name=name)[-1] == hvd.size()
+    except hvd.HorovodInternalError as error:
+        say(error=type(error).__name__, rank=getattr(error, "rank", None), text=str(error))
+    with pytest.raises(hvd.HorovodInternalError):
+        hvd.allreduce(array, name="after")
+
+
+def check_death(team, victim, number=signal.SIGKILL):
+    for rank in range(team.size):
+        team.wait_for(rank, "running")
+    held = [team.said(rank, "traces")[0]["traces"] for rank in range(team.size)]
+    time.sleep(random.uniform(0, 0.06))
+    killed = team.send(victim, number)
+    codes = team.wait()
+    assert codes[victim] == -number
+    for rank in set(range(team.size)) - {victim}:
+        heard = team.said(rank, "error")[0]
+        assert codes[rank] == 0, team.outputs()
+        assert (heard["error"], heard["rank"]) == ("PeerLost", victim), team.outputs()
+        assert f"rank {victim} (" in heard["text"] and "allreduce 'w.3'" in heard["text"], heard
+        assert heard["at"] - killed < 1.0, team.outputs()
+    assert not left_over(held)
+
+
+@MODES
+def test_a_rank_killed_at_any_moment_is_named_within_a_second_and_nothing_is_left(crew, shared):
+    for _ in range(20 if shared else 10):
+        check_death(crew(reduce_until_it_fails, 3, env=mode(shared)), random.randrange(3))
+
+
+def test_all_ranks_killed_leave_nothing(crew):
+    team = crew(reduce_until_it_fails, 3)
+    held = [team.wait_for(rank, "traces")["traces"] for rank in range(3)]
+    assert any(one["files"] for one in held)
+    for rank in range(3):
+        team.wait_for(rank, "running")
+    for rank in range(3):
+        team.send(rank, signal.SIGKILL)
+    assert team.wait() == [-9, -9, -9]
+    assert not left_over(held)
+
+
+def be_survived_by_a_child():
+    hvd.init()
+    if hvd.rank() == 1:
+        libc = ctypes.CDLL(None)
+        if libc.fork() == 0:  # as C code forks: no hook of Python runs, every descriptor stays open
+            libc.sleep(20)
+            os._exit(0)
+    say(running=True)
+    try:
+        while True:
+            hvd.allreduce(np.ones(1000), name="w.3")
+    except hvd.PeerLost as error:
+        say(error=type(error).__name__, rank=error.rank, text=str(error))
+
+
+@MODES
+def test_a_killed_rank_counts_as_dead_although_a_child_that_it_forked_lives(crew, shared):
+    team = crew(be_survived_by_a_child, 2, env=mode(shared, **SOON))
+    team.wait_for(0, "running")
+    team.wait_for(1, "running")
+    killed = team.send(1, signal.SIGKILL)
+    heard = team.wait_for(0, "error", 10)
+    try:
+        assert heard["rank"] == 1 and heard["at"] - killed < (1.0 if shared else 6.0), heard
+    finally:
+        os.killpg(team.pids[1], signal.SIGKILL)
+
+
+PROGRAM = """
+import ctypes, os, sys, time
+import numpy as np
+import horoclone as hvd
+hvd.init()
+array = np.ones(1 << 20, np.float32)
+hvd.allreduce(array, name="w.3")
+print("pid", hvd.rank(), os.getpid(), flush=True)
+began = time.monotonic()
+while True:
+    {what}
+    hvd.allreduce(array, name="w.3")
+"""
+
+
+def run(size):
+    return [sys.executable, "-m", "horoclone.launch", "-np", str(size), sys.executable, "-c"]
+
+
+@MODES
+def test_the_launcher_reports_a_rank_killed_from_outside(launch, shared):
+    started = launch.start([*run(3), PROGRAM.format(what="")], env=mode(shared))
+    for rank in range(3):
+        started.wait_for(f"pid {rank} ")
+    pid = int(re.search(r"pid 1 (\d+)", started.stdout)[1])
+    os.kill(pid, signal.SIGKILL)
+    killed = time.monotonic()
+    done = started.finish(20)
+    assert time.monotonic() - killed < 8
+    report = done.stderr[done.stderr.index("horoclonerun: ") :]
+    assert done.returncode == 137, done.output
+    assert report.startswith(f"horoclonerun: rank 1 (localhost, pid {pid}) was killed by SIGKILL"), report
+    assert "allreduce 'w.3'" in report and "ranks 0,2 were stopped because of this." in report, report
+    assert not started.left_over()
+
+
+@pytest.mark.parametrize(
+    "name, what",
+    [("SIGSEGV", "ctypes.string_at(0)"), ("SIGABRT", "os.abort()")],
+)
+def test_the_signal_of_a_crash_is_in_the_report(launch, name, what):
+    quiet = "import resource; resource.setrlimit(resource.RLIMIT_CORE, (0, 0))"
+    body = quiet + PROGRAM.format(what=f"hvd.rank() == 1 and time.monotonic() - began > 0.2 and {what}")
+    done = launch([*run(2), body], check=False)
+    assert done.returncode == 128 + getattr(signal, name), done.output
+    assert f"was killed by {name}" in done.stderr and "allreduce 'w.3'" in done.stderr, done.output
+
+
+# --- a rank that stops, or is slow
+
+
+def reduce_for(seconds, linger=0):
+    """linger: how long a rank stays, without shutting down, after it has lost another."""
+    hvd.init()
+    say(running=True)
+    began = time.monotonic()
+    try:
+        while hvd.allreduce(np.array([time.monotonic() - began < seconds]), op=hvd.Min, name="w.3")[0]:
+            pass
+        say(right=hvd.allreduce(np.arange(4.0), op=hvd.Sum).tolist() == [2.0 * n for n in range(4)])
+    except hvd.PeerLost as error:
+        say(error=type(error).__name__, rank=error.rank, text=str(error))
+        time.sleep(linger if error.rank != hvd.rank() else 0)
+
+
+@MODES
+def test_a_stopped_rank_that_goes_on_in_time_costs_a_warning(crew, shared):
+    team = crew(reduce_for, 2, env=mode(shared, **SOON), seconds=0.3)
+    team.wait_for(0, "running")
+    team.wait_for(1, "running")
+    team.send(1, signal.SIGSTOP)
+    time.sleep(1.4)
+    assert "rank 1" in team.output(0) and "is not responding for 0 s (stopped? swapped out?)" in team.output(
+        0
+    )
+    team.send(1, signal.SIGCONT)
+    assert team.wait() == [0, 0]
+    assert team.said(0, "right")[0]["right"] and team.said(1, "right")[0]["right"], team.outputs()
+
+
+@MODES
+def test_a_rank_that_stays_stopped_is_lost_and_learns_it_when_it_goes_on(crew, shared):
+    team = crew(reduce_for, 3, env=mode(shared, **SOON), seconds=30, linger=2)
+    for rank in range(3):
+        team.wait_for(rank, "running")
+    stopped = team.send(1, signal.SIGSTOP)
+    for rank in (0, 2):
+        heard = team.wait_for(rank, "error", 10)
+        assert heard["rank"] == 1 and "rank 1" in heard["text"] and "has not responded" in heard["text"]
+        assert "allreduce 'w.3'" in heard["text"] and 1.9 < heard["at"] - stopped < 4.5
+    woken = team.send(1, signal.SIGCONT)
+    heard = team.wait_for(1, "error", 10)
+    assert heard["rank"] == 1 and "has not responded" in heard["text"], heard  # why the others gave it up
+    assert heard["at"] - woken < 1.0, team.outputs()
+    assert team.wait() == [0, 0, 0]
+
+
+@pytest.mark.slow
+def test_with_the_real_deadlines_ten_seconds_pass_and_twenty_do_not(crew):
+    short, long = crew(reduce_for, 2, seconds=1), crew(reduce_for, 2, seconds=60)
+    for team in (short, long):
+        team.wait_for(0, "running")
+        team.wait_for(1, "running")
+    stopped = long.send(1, signal.SIGSTOP)
+    short.send(1, signal.SIGSTOP)
+    while "is not responding for" not in long.output(0):
+        assert time.monotonic() - stopped < 9, long.outputs()
+        time.sleep(0.02)
+    assert 4.5 < time.monotonic() - stopped < 8
+    time.sleep(10 - (time.monotonic() - stopped))
+    short.send(1, signal.SIGCONT)
+    assert short.wait() == [0, 0] and short.said(0, "right")[0]["right"], short.outputs()
+    assert "rank 1" in short.output(0) and "is not responding for 5 s" in short.output(0)
+    heard = long.wait_for(0, "error", 15)
+    assert heard["rank"] == 1 and 14 < heard["at"] - stopped < 20, heard
+
+
+def wait_for_a_slow_rank():
+    hvd.init()
+    hvd.barrier()
+    began, used = time.monotonic(), time.process_time()
+    for step in range(3):
+        if hvd.rank() == 1:
+            time.sleep(1.5)
+        assert hvd.allreduce(np.full(1000, step), op=hvd.Sum, name="w").tolist() == [2 * step] * 1000
+    say(share=(time.process_time() - used) / (time.monotonic() - began))
+
+
+@MODES
+def test_a_slow_rank_is_no_error_and_costs_the_waiting_one_no_processor(crew, shared):
+    team = crew(wait_for_a_slow_rank, 2, env=mode(shared, HOROCLONE_LIVENESS_PROBE_S="0.3"))
+    assert team.wait() == [0, 0]
+    assert team.said(0, "share")[0]["share"] < 0.2, team.outputs()
+    assert "not responding" not in team.outputs()
+
+
+# --- a rank that leaves
+
+
+def leave(how):
+    hvd.init()
+    hvd.allreduce(np.ones(2), name="first")
+    if hvd.rank() == 1:
+        time.sleep(0.2)
+        say(left=True)
+        if how == "raise":
+            raise ValueError("bad batch 17")
+        sys.exit(0)
+    try:
+        hvd.allreduce(np.ones(4), name="w")
+    except hvd.HorovodInternalError as error:
+        say(error=type(error).__name__, text=str(error))
+
+
+@MODES
+@pytest.mark.parametrize("how", ["raise", "exit"])
+def test_a_rank_that_raises_or_leaves_is_named_by_all_others_within_a_second(crew, shared, how):
+    team = crew(leave, 3, env=mode(shared), how=how)
+    assert team.wait() == [0, int(how == "raise"), 0], team.outputs()
+    for rank in (0, 2):
+        heard = team.said(rank, "error")[0]
+        assert heard["at"] - team.said(1, "left")[0]["at"] < 1.0, team.outputs()
+        expected = "rank 1 raised ValueError: bad batch 17" if how == "raise" else "rank 1"
+        assert expected in heard["text"], heard
+        assert how == "raise" or "shut down" in heard["text"], heard
+    assert team.output(1).count("Traceback") == int(how == "raise")
+
+
+def finish_early():
+    hvd.init()
+    for step in range(3 if hvd.rank() == 2 else 5):
+        hvd.allreduce(np.ones(2), name=f"step {step}")
+    if hvd.rank() != 2:
+        pytest.fail("the steps that rank 2 does not have were completed")
+
+
+def test_uneven_steps_without_join_name_the_rank_that_has_finished(crew):
+    team = crew(finish_early, 3)
+    codes = team.wait()
+    assert codes[2] == 0 and codes[:2] == [1, 1], team.outputs()
+    for rank in (0, 1):
+        assert "rank 2" in team.output(rank) and "hvd.join()" in team.output(rank), team.outputs()
+
+
+# --- ranks that disagree
+
+
+def name_differently(limit):
+    hvd.init()
+    handle = hvd.allreduce_async(np.ones(4), name="layer.1" if hvd.rank() < 2 else "layer.2")
+    if not limit:
+        time.sleep(2.5)
+        hvd.allreduce(np.ones(4), name="layer.2" if hvd.rank() < 2 else "layer.1")
+        hvd.synchronize(handle)
+        return say(right=True)
+    try:
+        hvd.synchronize(handle)
+    except hvd.HorovodInternalError as error:
+        say(error=type(error).__name__, text=str(error))
+
+
+@pytest.mark.parametrize("limit", [0, 3])
+def test_different_names_are_reported_with_their_ranks_and_fail_at_the_limit(crew, limit):
+    env = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "1", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": str(limit)}
+    team = crew(name_differently, 3, env=env, limit=limit)
+    assert team.wait(20) == [0, 0, 0], team.outputs()
+    report = team.output(0)
+    assert "submitted to be reduced, gathered or broadcasted by a subset of ranks" in report
+    assert re.search(r"layer\.1.*missing ranks 2; ready ranks 0 1", report), report
+    assert re.search(r"layer\.2.*missing ranks 0 1; ready ranks 2", report), report
+    for rank in range(3):
+        if limit:
+            heard = team.said(rank, "error")[0]
+            assert "STALL_SHUTDOWN_TIME_SECONDS" in heard["text"] and "layer.1" in heard["text"], heard
+        else:
+            assert team.said(rank, "right")
+
+
+def shuffle(rounds):
+    hvd.init()
+    order = random.Random(hvd.rank())
+    for turn in range(rounds):
+        names = list(range(12))
+        order.shuffle(names)
+        handles = {n: hvd.allreduce_async(np.full(50 + n, n + turn), op=hvd.Sum, name=f"t{n}") for n in names}
+        order.shuffle(names)
+        for n in names:
+            assert hvd.synchronize(handles[n]).tolist() == [3 * (n + turn)] * (50 + n)
+    say(right=True)
+
+
+@MODES
+def test_two_hundred_rounds_in_an_order_of_each_ranks_own(crew, shared):
+    team = crew(shuffle, 3, env=mode(shared), rounds=200)
+    assert team.wait(40) == [0, 0, 0], team.outputs()
+
+
+def patterns(dtype):
+    """Every kind of special value, quiet and signalling NaNs with payloads among them, as this rank's own bits."""
+    bits = {2: np.uint16, 4: np.uint32, 8: np.uint64}[np.dtype(dtype).itemsize]
+    mantissa = np.finfo(dtype).nmant
+    top = int(np.array(np.inf, dtype).view(bits))
+    quiet = top | 1 << (mantissa - 1)
+    sign = 1 << (8 * np.dtype(bits).itemsize - 1)
+    rank = hvd.rank() + 1
+    return np.array([top, top | sign, quiet | rank, top | rank, quiet | sign | rank, sign, 1, 0], bits).view(
+        dtype
+    )
+
+
+def move_special_values():
+    hvd.init()
+    for dtype in (np.float16, np.float32, np.float64):
+        mine = patterns(dtype)
+        gathered = hvd.allgather(mine).view(np.uint8)
+        assert gathered.tobytes()[hvd.rank() * mine.nbytes :][: mine.nbytes] == mine.tobytes()
+        assert hvd.broadcast(mine, 1).tobytes() == gathered.tobytes()[mine.nbytes : 2 * mine.nbytes]
+        say(dtype=np.dtype(dtype).name, gathered=gathered.tobytes().hex())
+        total = hvd.allreduce(np.array([np.nan, np.inf, -np.inf, 1], dtype), op=hvd.Sum)
+        assert np.isnan(total[0]) and total[1:].tolist() == [np.inf, -np.inf, hvd.size()]
+
+
+@MODES
+def test_nan_and_infinity_are_moved_bit_by_bit(crew, shared):
+    team = crew(move_special_values, 3, env=mode(shared))
+    assert team.wait() == [0, 0, 0], team.outputs()
+    for first, second, third in zip(*(team.said(rank, "gathered") for rank in range(3)), strict=True):
+        assert first["gathered"] == second["gathered"] == third["gathered"]

@@ -1,0 +1,295 @@
+"""Two hosts, as network namespaces that a virtual cable joins: collectives across them, and what cuts and resets do."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import subprocess
+import time
+import zlib
+from importlib.util import find_spec
+
+import crew as crews
+import numpy as np
+import pytest
+from crew import say
+
+import horoclone as hvd
+
+pytestmark = [pytest.mark.netns, pytest.mark.usefixtures("needs_root")]
+
+
+def ip(*words):
+    return subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20).stdout
+
+
+class Hosts:
+    """Namespaces `names`, with one address each, joined by one cable."""
+
+    def __init__(self):
+        tag = secrets.token_hex(3)
+        self.names = [f"hc-{tag}-{side}" for side in "ab"]
+        third = secrets.randbelow(250)
+        self.addresses = [f"10.213.{third}.{host}" for host in (1, 2)]
+        for name in self.names:
+            ip("netns", "add", name)
+        ip(
+            "-n",
+            self.names[0],
+            "link",
+            "add",
+            "cable",
+            "type",
+            "veth",
+            "peer",
+            "name",
+            "cable",
+            "netns",
+            self.names[1],
+        )
+        for name, address in zip(self.names, self.addresses, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/30", "dev", "cable")
+            ip("-n", name, "link", "set", "cable", "up")
+            ip("-n", name, "link", "set", "lo", "up")
+
+    def places(self, per_host):
+        return [name for name in self.names for _ in range(per_host)]
+
+    def bytes_of(self, host, interface):
+        """Received and sent by this interface so far."""
+        done = subprocess.run(
+            ["ip", "netns", "exec", self.names[host], "cat", "/proc/net/dev"],
+            check=True, capture_output=True, text=True, timeout=20,
+        )  # fmt: skip
+        words = next(
+            line for line in done.stdout.splitlines() if line.strip().startswith(f"{interface}:")
+        ).split()
+        return int(words[1]) + int(words[9])
+
+    def cut(self):
+        ip("-n", self.names[0], "link", "set", "cable", "down")
+
+    def close(self):
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+
+@pytest.fixture
+def hosts():
+    """Gone at the end, with everything that runs in them."""
+    try:
+        made = Hosts()
+    except (subprocess.CalledProcessError, OSError) as error:
+        pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def team(crew, hosts):
+    """team(body, per_host=2, ...) forks ranks on both hosts, which meet at an address of the first one."""
+
+    def start(body, per_host=2, **kwargs):
+        return crew(
+            body,
+            2 * per_host,
+            namespaces=hosts.places(per_host),
+            addresses=[f"{hosts.addresses[0]}:0"],
+            **kwargs,
+        )
+
+    return start
+
+
+# Around what is reduced at once, by recursive doubling (to 64 KiB) and by a ring, with and without a rest.
+SIZES = [1, 3, 1000, 16384, 16385, 65536 + 7, 300_001]
+
+
+def compute():
+    import ml_dtypes
+
+    hvd.init()
+    rank, size = hvd.rank(), hvd.size()
+    assert (hvd.local_rank(), hvd.local_size()) == (rank % 2, 2)
+    assert (hvd.cross_rank(), hvd.cross_size()) == (rank // 2, 2) and hvd.is_homogeneous()
+    for count in SIZES:
+        for dtype in (np.float32, np.int64, ml_dtypes.bfloat16):
+            mine = (np.arange(count) % 50 + rank).astype(
+                dtype
+            )  # every sum is exact, in 8 bits of mantissa, too
+            total = sum(((np.arange(count) % 50) + r for r in range(size)), np.zeros(count))
+            assert np.array_equal(hvd.allreduce(mine, op=hvd.Sum).astype(np.float64), total), (count, dtype)
+            average = hvd.allreduce(mine, op=hvd.Average).astype(np.float64)
+            expected = np.trunc(total / size) if dtype is np.int64 else (total / size)
+            exact = dtype is not ml_dtypes.bfloat16
+            assert np.array_equal(average, expected) if exact else np.allclose(average, expected, rtol=0.01)
+        gathered = hvd.allgather(np.full((rank + 1, 3), rank, np.float32))
+        assert gathered.tolist() == [[float(r)] * 3 for r in range(size) for _ in range(r + 1)]
+        for root in range(size):
+            assert hvd.broadcast(np.full(count, rank), root).tolist() == [root] * count
+    noise = np.random.default_rng(rank).standard_normal(100_003).astype(np.float32)
+    say(digest=zlib.crc32(hvd.allreduce(noise, name="noise").tobytes()))
+    assert hvd.alltoall(np.full(size, rank)).tolist() == list(range(size))
+    assert hvd.reducescatter(np.ones((size, 3)), op=hvd.Sum).tolist() == [[size] * 3]
+    hvd.barrier()
+
+
+@pytest.mark.parametrize("two_level", ["-1", "0", "1"])
+def test_collectives_between_two_hosts_of_two_ranks(team, two_level):
+    started = team(compute, env={"HOROCLONE_HIERARCHICAL_ALLREDUCE": two_level})
+    assert started.wait(40) == [0] * 4, started.outputs()
+    assert len({started.said(rank, "digest")[0]["digest"] for rank in range(4)}) == 1, started.outputs()
+
+
+def reduce_much(count, turns):
+    hvd.init()
+    array = np.ones(count, np.float32)
+    for _ in range(turns):
+        assert hvd.allreduce(array, op=hvd.Sum, name="much")[-1] == 4
+
+
+def test_data_crosses_the_cable_once_per_host_and_never_the_loopback(team, hosts):
+    count, turns = 1 << 20, 10
+    started = team(reduce_much, count=count, turns=turns)
+    assert started.wait(40) == [0] * 4, started.outputs()
+    cable, loops = hosts.bytes_of(0, "cable"), [hosts.bytes_of(host, "lo") for host in range(2)]
+    # Two hosts exchange one copy each way, and a little: were every rank in one ring, it would be half as much again.
+    assert 2 * 4 * count * turns < cable < 2.3 * 4 * count * turns, (cable, loops)
+    assert max(loops) < 200_000, loops  # at most the rendezvous of the first host
+
+
+def reduce_until_it_fails():
+    hvd.init()
+    array = np.ones(1 << 20, np.float32)
+    say(running=True)
+    try:
+        while True:
+            hvd.allreduce(array, name="w.3")
+    except hvd.HorovodInternalError as error:
+        say(error=type(error).__name__, rank=getattr(error, "rank", None), text=str(error))
+    os._exit(0)  # a farewell over a cut cable would only take its time
+
+
+def check_both_sides(started, since, limit_s):
+    for rank in range(4):
+        heard = started.wait_for(rank, "error", limit_s + 5)
+        assert heard["error"] == "PeerLost" and "allreduce 'w.3'" in heard["text"], heard
+        assert heard["at"] - since < limit_s, started.outputs()
+    assert started.wait() == [0] * 4
+    assert "rank " in started.said(0, "text")[0]["text"]
+
+
+def test_a_cut_cable_is_a_loss_on_both_sides(team, hosts):
+    started = team(reduce_until_it_fails, env={"HOROCLONE_KEEPALIVE_S": "3"})
+    for rank in range(4):
+        started.wait_for(rank, "running")
+    time.sleep(0.3)
+    hosts.cut()
+    check_both_sides(started, time.monotonic(), 10)
+    blamed = [started.said(rank, "error")[0]["rank"] for rank in range(4)]
+    assert set(blamed[:2]) <= {2, 3} and set(blamed[2:]) <= {0, 1}, (
+        started.outputs()
+    )  # each side names the other
+
+
+def wait_idle():
+    hvd.init()
+    say(running=True)
+    if hvd.rank() == 0:
+        time.sleep(60)
+    try:
+        hvd.allreduce(np.ones(2), name="w.3")
+    except hvd.HorovodInternalError as error:
+        say(error=type(error).__name__, rank=getattr(error, "rank", None), text=str(error))
+    os._exit(0)
+
+
+def test_a_cut_cable_is_noticed_while_nothing_moves(team, hosts):
+    started = team(wait_idle, env={"HOROCLONE_KEEPALIVE_S": "3"})
+    for rank in range(4):
+        started.wait_for(rank, "running")
+    hosts.cut()
+    cut = time.monotonic()
+    for rank in (2, 3):
+        heard = started.wait_for(rank, "error", 15)
+        assert heard["error"] == "PeerLost" and heard["rank"] in (0, 1) and heard["at"] - cut < 10, heard
+
+
+def test_a_reset_connection_is_an_error_at_once(team, hosts):
+    started = team(reduce_until_it_fails)
+    for rank in range(4):
+        started.wait_for(rank, "running")
+    time.sleep(0.3)
+    command = ["ip", "netns", "exec", hosts.names[0], "ss", "-K", "-t", "-n", "dst", hosts.addresses[1]]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    if killed.returncode != 0 or hosts.addresses[1] not in killed.stdout:
+        pytest.skip(f"ss -K resets nothing here: {killed.stderr or killed.stdout}")
+    check_both_sides(started, time.monotonic(), 2)
+
+
+def die_on_the_other_host():
+    hvd.init()
+    say(running=True, traces=crews.traces())
+    reduce_until_it_fails()
+
+
+@pytest.mark.parametrize("victim", [0, 3])
+def test_a_rank_killed_on_one_host_is_named_on_both(team, victim):
+    started = team(die_on_the_other_host)
+    for rank in range(4):
+        started.wait_for(rank, "running")
+    time.sleep(0.2)
+    killed = started.send(victim, 9)
+    for rank in set(range(4)) - {victim}:
+        heard = started.wait_for(rank, "error", 10)
+        assert heard["rank"] == victim and heard["at"] - killed < 1.0, started.outputs()
+
+
+def train():
+    import torch
+
+    import horoclone.torch as thvd
+
+    def model():
+        torch.manual_seed(3)
+        return torch.nn.Sequential(torch.nn.Linear(20, 300), torch.nn.Tanh(), torch.nn.Linear(300, 5))
+
+    thvd.init()
+    ours, alone = model(), model()
+    optimizer = thvd.DistributedOptimizer(
+        torch.optim.SGD(ours.parameters(), 0.1, momentum=0.9), ours.named_parameters()
+    )
+    plain = torch.optim.SGD(alone.parameters(), 0.1, momentum=0.9)
+    thvd.broadcast_parameters(ours.state_dict(), 0)
+    data = torch.randn(6, thvd.size(), 8, 20, generator=torch.Generator().manual_seed(5))
+    for step in data:
+        optimizer.zero_grad()
+        ours(step[thvd.rank()]).square().mean().backward()
+        optimizer.step()
+        plain.zero_grad()
+        alone(step.reshape(-1, 20)).square().mean().backward()
+        plain.step()
+    for mine, reference in zip(ours.parameters(), alone.parameters(), strict=True):
+        assert torch.allclose(mine, reference, rtol=1e-4, atol=1e-6)
+    flat = torch.cat([p.detach().flatten() for p in ours.parameters()])
+    everybody = thvd.allgather(flat[None])
+    assert all(torch.equal(row, flat) for row in everybody)
+    say(trained=True)
+
+
+@pytest.mark.skipif(find_spec("torch") is None, reason="no PyTorch")
+def test_an_optimizer_on_two_hosts_equals_one_process(hosts, warm_crew):
+    with_torch = crews.Crew(
+        warm_crew.env, "torch", "horoclone.torch"
+    )  # four imports at once would take their time
+    try:
+        started = with_torch.start(
+            train, 4, namespaces=hosts.places(2), addresses=[f"{hosts.addresses[0]}:0"]
+        )
+        try:
+            assert started.wait(60) == [0] * 4, started.outputs()
+            assert all(started.said(rank, "trained") for rank in range(4)), started.outputs()
+        finally:
+            started.close()
+    finally:
+        with_torch.close()
