@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,9 @@ def analyse(
     memcpy = [
         summarise([slowest_rank([rank["calibration"][at] for rank in ranks])]).median_us for at in (0, 1)
     ]
-    reasons = reasons_against((memcpy[0], memcpy[1]), load["others_before"], load["others_during"])
+    reasons = reasons_against(
+        (memcpy[0], memcpy[1]), load["others_before"], load["others_during"], settings["rounds"]
+    )
     parts = {part: _part(part, ranks) for part in ranks[0]["times"]}
     return {
         "benchmark": "allreduce, float32, sum, in place",
@@ -167,9 +170,9 @@ def many_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 LEGEND = (
     "Time of a call: the largest over the ranks. Cells: median of the rounds' medians / 99th percentile of all calls.",
-    "vs: the peer's time over that of horoclone's blocking call, with its bootstrap 95 % interval; above 1 means that",
-    "horoclone is faster, ? undecided. vs memcpy: the fraction of the speed at which all ranks copy the buffer at once.",
-    "Inputs are written anew by their owner before each call, so small ones start in its cache. All results were right.",
+    "vs: the peer's time over that of horoclone's blocking call, with its bootstrap 95 % interval; above 1 horoclone",
+    "is faster, ? undecided. vs memcpy: the fraction of the speed at which all ranks copy the buffer at once.",
+    "Inputs are written anew by their owner before each call, so small ones start in its cache; results were checked.",
     "In a loop: calls back to back, no barrier. Grouped: MPI has no such call; torch packs and unpacks a flat buffer.",
 )
 
@@ -184,8 +187,6 @@ def print_tables(result: dict[str, Any]) -> None:
 
 
 def _print(header: list[str], rows: list[list[str]]) -> None:
-    import sys
-
     if sys.stdout.isatty():
         try:
             from rich.console import Console

@@ -14,6 +14,9 @@ import numpy as np
 Rounds = Sequence[Sequence[float]]
 
 RESAMPLES = 4000
+MAX_LOAD = 0.3  # cores that others may use
+MAX_MOVE = 0.10  # how far memcpy may move between the start and the end
+MIN_ROUNDS = 7  # below it the bootstrap interval is far too narrow
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ def moved(first_us: float, last_us: float) -> float:
 
 
 def reasons_against(
-    memcpy_us: tuple[float, float], others_before: float, others_during: float | None
+    memcpy_us: tuple[float, float], others_before: float, others_during: float | None, rounds: int
 ) -> list[str]:
     """Why a run allows no conclusion; an empty list when it does. Loads of others are in cores."""
     reasons = []
@@ -93,11 +96,9 @@ def reasons_against(
         reasons.append(f"other processes used {others_before:.2f} cores before the start")
     if others_during is not None and others_during > MAX_LOAD:
         reasons.append(f"other processes used {others_during:.2f} cores during the run")
+    if rounds < MIN_ROUNDS:
+        reasons.append(f"{rounds} rounds are too few for an interval, which needs {MIN_ROUNDS}")
     if moved(*memcpy_us) > MAX_MOVE:
         first, last = memcpy_us
         reasons.append(f"memcpy took {first:.0f} us at the start and {last:.0f} us at the end")
     return reasons
-
-
-MAX_LOAD = 0.3  # cores that others may use
-MAX_MOVE = 0.10  # how far memcpy may move between the start and the end

@@ -72,12 +72,13 @@ def test_an_interval_that_touches_one_decides_nothing(load):
 
 def test_noise_forbids_conclusions(load):
     reasons = load("statistics_of").reasons_against
-    assert reasons((100.0, 109.0), 0.1, 0.2) == []
-    assert reasons((100.0, 100.0), 0.1, None) == []  # no /proc/stat
-    assert "before the start" in reasons((100.0, 100.0), 0.4, 0.0)[0]
-    assert "during" in reasons((100.0, 100.0), 0.0, 0.4)[0]
+    assert reasons((100.0, 109.0), 0.1, 0.2, 7) == []
+    assert reasons((100.0, 100.0), 0.1, None, 7) == []  # no /proc/stat
+    assert "before the start" in reasons((100.0, 100.0), 0.4, 0.0, 7)[0]
+    assert "during" in reasons((100.0, 100.0), 0.0, 0.4, 7)[0]
+    assert "too few" in reasons((100.0, 100.0), 0.0, 0.0, 6)[0]
     for drifting in ((100.0, 111.0), (111.0, 100.0)):
-        assert "memcpy" in reasons(drifting, 0.0, 0.0)[0]
+        assert "memcpy" in reasons(drifting, 0.0, 0.0, 7)[0]
 
 
 def test_names_of_sizes(load):
