@@ -7,6 +7,7 @@ launcher starts fast and works where nothing else does.
 from __future__ import annotations
 
 import importlib
+import sys
 from typing import Any
 
 __version__ = "0.1.0"
@@ -31,6 +32,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "grouped_reducescatter_async", "barrier", "join", "poll", "synchronize",
     ),
     "objects": ("broadcast_object", "broadcast_object_fn", "allgather_object"),
+    "launch.api": ("run",),
 }  # fmt: skip
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -40,6 +42,12 @@ __all__ = ["__version__", *_HOME_OF]
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
+        alias = sys.modules.get(
+            "horoclone.horovod_alias"
+        )  # loaded once `horovod` was imported: we are that, too
+        absent = alias.absent_module(name) if alias is not None else None
+        if absent is not None:
+            return absent
         raise AttributeError(f"module 'horoclone' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"horoclone.{home}"), name)
     globals()[name] = value

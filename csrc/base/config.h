@@ -161,7 +161,9 @@ struct KnobRule {
   X("CROSS_SIZE", "CROSS_SIZE", "count", "", "Number of machines; set by the launcher.")                    \
   X("HOSTNAME", "HOSTNAME", "text", "", "Name of this machine in the launcher's list of hosts.")            \
   X("ELASTIC_TIMEOUT", "ELASTIC_TIMEOUT", "seconds", "600",                                                 \
-    "Longest wait for enough machines after a change.")
+    "Longest wait for enough machines after a change.")                                                     \
+  X("NO_HOROVOD_ALIAS", "", "flag", "0",                                                                    \
+    "1: `import horovod` does not find horoclone under that name; read when horovod is first imported.")
 // clang-format on
 
 struct Config {

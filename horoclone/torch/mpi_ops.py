@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.common.basics import HorovodBasics
 from horoclone.ops import (
     ALLGATHER,
     ALLREDUCE,
@@ -82,6 +83,8 @@ __all__ = [
     "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
     "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
 ]  # fmt: skip
+
+_basics = HorovodBasics()  # a private name that many scripts know
 
 # --- allreduce -----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,137 @@
+"""`import horovod.torch` gives the module horoclone.torch: the finder behind horoclone_horovod_alias.pth.
+
+The .pth line puts a finder in front of all others and loads nothing; the first import of a name that begins with
+"horovod" loads this file. A real Horovod, or HOROCLONE_NO_HOROVOD_ALIAS=1, makes it step aside.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import horoclone
+from horoclone.stand_ins import StandInModule
+
+_OFF = "HOROCLONE_NO_HOROVOD_ALIAS"
+
+_TORCH = "Train with PyTorch (import horoclone.torch as hvd)"
+_TENSORFLOW = (
+    f"TensorFlow and Keras are not supported yet. {_TORCH}, or reduce NumPy arrays (import horoclone as hvd)."
+)
+_RAY = "Ray jobs are not supported yet. Start the ranks with horoclonerun, or with horoclone.run(function, np=N)."
+_SPARK = "Spark jobs are not supported yet. Write the data to files and train with horoclonerun or horoclone.run()."
+_MXNET = f"MXNet is retired and not supported. {_TORCH}."
+_DATA = "the data loaders are not supported. torch.utils.data.DataLoader(num_workers=...) loads in the background."
+
+# Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
+_ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
+    "tensorflow": (
+        _TENSORFLOW,
+        (
+            "keras", "keras.callbacks", "keras.elastic", "elastic", "mpi_ops", "compression", "functions", "util",
+            "sync_batch_norm", "gradient_aggregation", "gradient_aggregation_eager", "data", "data.compute_service",
+        ),
+    ),
+    "keras": (_TENSORFLOW, ("callbacks", "elastic")),
+    "mxnet": (_MXNET, ("mpi_ops", "compression", "functions")),
+    "ray": (_RAY, ("runner", "elastic", "elastic_v2", "strategy", "worker", "utils", "adapter", "ray_logger")),
+    "spark": (
+        _SPARK,
+        (
+            "runner", "conf", "common", "common.store", "common.backend", "common.estimator", "common.params",
+            "common.util", "keras", "keras.estimator", "torch", "torch.estimator", "lightning",
+            "lightning.estimator", "tensorflow", "tensorflow.compute_worker",
+        ),
+    ),
+    "data": (_DATA, ("data_loader_base",)),
+}  # fmt: skip
+
+
+class _SameModule:
+    """Loads `horovod.x` by importing the module of horoclone: no second copy, and its own spec stays as it is."""
+
+    def __init__(self, real: str) -> None:
+        self.real = real
+
+    def create_module(self, spec: ModuleSpec) -> None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        # A module may put another in its place in sys.modules; the import system then hands out that one.
+        sys.modules[module.__name__] = importlib.import_module(self.real)
+
+
+class _StandIn:
+    """Loads a module of Horovod that horoclone has not."""
+
+    def __init__(self, instead: str) -> None:
+        self.instead = instead
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return StandInModule(spec.name, self.instead)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+def find_spec(
+    name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+) -> ModuleSpec | None:
+    """The finder's method: a spec for `horovod` and for what is below it, None for every other name.
+
+    None also below a `horovod` that is not ours, and when this alias steps aside.
+    """
+    top, _, rest = name.partition(".")
+    if top != "horovod":
+        return None
+    if not rest:
+        if os.environ.get(_OFF, "0") not in ("", "0") or _real_horovod_is_there():
+            return None
+        return _spec(name, _SameModule("horoclone"), True)
+    if sys.modules.get("horovod") is not horoclone:
+        return None
+    if not isinstance(sys.modules.get(name.rpartition(".")[0]), StandInModule):
+        real = importlib.util.find_spec(f"horoclone.{rest}")
+        if real is not None:
+            return _spec(name, _SameModule(f"horoclone.{rest}"), real.submodule_search_locations is not None)
+    module, _, below = rest.partition(".")
+    instead, submodules = _ABSENT.get(module, ("", ()))
+    if module not in _ABSENT or (below and below not in submodules):
+        return None
+    return _spec(name, _StandIn(instead), True)
+
+
+def absent_module(name: str) -> ModuleType | None:
+    """The stand-in for `horovod.<name>`, for `from horovod import <name>`; None when the alias does not serve it."""
+    if name not in _ABSENT or sys.modules.get("horovod") is not horoclone:
+        return None
+    return importlib.import_module(f"horovod.{name}")
+
+
+def _spec(name: str, loader: Any, is_package: bool) -> ModuleSpec:
+    return ModuleSpec(name, loader, origin="horoclone", is_package=is_package)
+
+
+def _real_horovod_is_there() -> bool:
+    """Whether anybody else would find a package `horovod`. A bare folder of that name (a clone's) does not count."""
+    for finder in list(sys.meta_path):
+        if getattr(finder, "__name__", "") == "HorovodAlias" or finder is sys.modules[__name__]:
+            continue
+        search = getattr(finder, "find_spec", None)
+        spec = search("horovod", None) if search is not None else None
+        if spec is not None and spec.loader is not None and spec.origin is not None:
+            return True
+    return False
+
+
+def install() -> None:
+    """Puts the alias in front of all finders, for a tree that is used without being installed. Once is enough."""
+    already = any(getattr(finder, "__name__", "") in ("HorovodAlias", __name__) for finder in sys.meta_path)
+    if not already:
+        sys.meta_path.insert(0, sys.modules[__name__])  # type: ignore[arg-type]

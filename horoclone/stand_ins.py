@@ -1,0 +1,53 @@
+"""Stand-ins for what Horovod has and horoclone does not have yet: importable names that raise Unsupported on use.
+
+A script that imports such a name and never calls it runs; one that calls it hears what to do instead.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+from typing import Any
+
+from horoclone import errors
+
+ELASTIC = (
+    "elastic jobs are not supported yet. Start a fixed number of ranks (horoclonerun -np N), save checkpoints, and "
+    "start again from the last one after a failure."
+)
+
+
+class StandInType(type):
+    """The class of stand-ins: they can be subclassed and named in isinstance, not called or looked into."""
+
+    _what: str
+    _instead: str
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        raise errors.Unsupported(f"{cls._what}: {cls._instead}")
+
+    def __getattr__(cls, name: str) -> Any:
+        if name.startswith("_"):  # Python, debuggers and decorators probe for these
+            raise AttributeError(f"{cls._what} has no attribute {name!r}")
+        raise errors.Unsupported(f"{cls._what}.{name}: {cls._instead}")
+
+
+def stand_in(what: str, instead: str) -> Any:
+    """A class named `what` ("hvd.elastic.run") that raises Unsupported, ending in `instead`, when it is used."""
+    module, _, name = what.rpartition(".")
+    return StandInType(name, (), {"__module__": module, "_what": what, "_instead": instead})
+
+
+class StandInModule(ModuleType):
+    """A module of which every public name is a stand-in; the exceptions are the real ones, so that `except` works."""
+
+    def __init__(self, name: str, instead: str) -> None:
+        super().__init__(name, f"Not in this version of horoclone: {instead}")
+        self._instead = instead
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
+        kind = getattr(errors, name, None)
+        value = kind if isinstance(kind, type) else stand_in(f"{self.__name__}.{name}", self._instead)
+        setattr(self, name, value)
+        return value

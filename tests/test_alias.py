@@ -1,0 +1,351 @@
+"""`import horovod...`: the same modules as horoclone's, stand-ins for what is missing, and when it steps aside.
+
+Programs run in interpreters of their own, with a site folder that holds the .pth file as an installation does.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PTH = ROOT / "horoclone" / "horoclone_horovod_alias.pth"
+
+
+@pytest.fixture
+def site_folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "site"
+    folder.mkdir()
+    (folder / PTH.name).write_bytes(PTH.read_bytes())
+    return folder
+
+
+def run_python(site_folder: Path, program: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in a bare interpreter (-S: no installed .pth) after reading the site folder as site.py does.
+
+    What is installed beside pytest stays importable; so does the package of this tree, behind everything else.
+    """
+    packages = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
+    start = (
+        f"import sys; sys.path += {[*packages, str(ROOT)]!r}\n"
+        f"import site; before = set(sys.modules); site.addsitedir({str(site_folder)!r}); after = set(sys.modules)\n"
+    )
+    environ = {name: value for name, value in os.environ.items() if name != "HOROCLONE_NO_HOROVOD_ALIAS"}
+    return subprocess.run(
+        [sys.executable, "-S", *flags, "-c", start + program],
+        cwd=site_folder.parent, env={**environ, **env}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+def output_of(site_folder: Path, program: str, **env: str) -> str:
+    done = run_python(site_folder, program, **env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_start_of_python_loads_nothing(site_folder: Path) -> None:
+    program = "print(sorted(after - before), sys.meta_path[0].__name__, 'horoclone' in sys.modules)"
+    assert output_of(site_folder, program).split() == ["[]", "HorovodAlias", "False"]
+
+
+def test_the_pth_file_is_one_short_line() -> None:
+    (line,) = PTH.read_text().splitlines()
+    assert line.startswith("import sys; ") and len(line) < 250
+
+
+def test_the_packages_are_horoclones_without_a_framework(site_folder: Path) -> None:
+    program = """
+import horovod, horovod.common, horovod.common.util, horovod.common.exceptions, horovod.common.process_sets
+import horovod.common.basics, horovod.common.elastic, horovod.runner
+import horoclone, horoclone.errors, horoclone.process_sets, horoclone.launch.api
+assert horovod is horoclone and horovod.__spec__.name == "horoclone" and horovod.__name__ == "horoclone"
+for name in ("common", "common.util", "common.exceptions", "common.process_sets", "common.basics", "runner"):
+    assert sys.modules["horovod." + name] is sys.modules["horoclone." + name], name
+    assert sys.modules["horovod." + name].__spec__.name == "horoclone." + name
+assert horovod.run is horovod.runner.run is horoclone.launch.api.run and callable(horovod.run)
+assert horovod.common.exceptions.HorovodInternalError is horoclone.errors.HorovodInternalError
+assert horovod.common.process_sets.global_process_set is horoclone.process_sets.global_process_set
+from horovod import run
+from horovod.common.util import env
+print("torch" in sys.modules, "numpy" in sys.modules)
+"""
+    assert output_of(site_folder, program).split() == ["False", "False"]
+
+
+def test_torch_is_the_same_module_from_either_side(site_folder: Path) -> None:
+    pytest.importorskip("torch")
+    program = """
+import horovod.torch as hvd
+import horovod.torch.mpi_ops, horovod.torch.elastic.state, horovod.torch.elastic.sampler
+from horovod.torch import functions, compression, optimizer, sync_batch_norm
+import horoclone.torch, pickle, importlib
+assert hvd is horoclone.torch and hvd.__name__ == "horoclone.torch" and hvd.__spec__.name == "horoclone.torch"
+for name in "mpi_ops functions compression optimizer sync_batch_norm elastic elastic.state elastic.sampler".split():
+    ours = importlib.import_module("horoclone.torch." + name)
+    assert importlib.import_module("horovod.torch." + name) is ours, name
+assert optimizer.DistributedOptimizer is hvd.DistributedOptimizer is horoclone.torch.DistributedOptimizer
+from horovod.common.exceptions import HorovodInternalError
+assert issubclass(hvd.Mismatch, HorovodInternalError)
+assert isinstance(hvd.ProcessSet([0]), horoclone.process_sets.ProcessSet)
+data = pickle.dumps((hvd.Compression.fp16, hvd.ProcessSet([0, 1]), hvd.Mismatch("x")))
+assert b"horovod" not in data and b"horoclone" in data, data
+assert pickle.loads(data)[0] is horoclone.torch.Compression.fp16
+old = b"chorovod.torch.compression\\nFP16Compressor\\n."  # as Horovod itself has written it
+assert pickle.loads(old) is horoclone.torch.Compression.fp16
+hvd.init()
+assert hvd.mpi_ops._basics._get_process_set_ids_and_ranks() == {0: [0]} and hvd.mpi_ops._basics.size() == 1
+from horoclone import runtime
+assert runtime.is_initialized()
+print("same")
+"""
+    assert output_of(site_folder, program).split() == ["same"]
+
+
+ABSENT = ("tensorflow", "tensorflow.keras", "keras", "ray", "spark", "spark.keras", "mxnet", "data")
+
+
+def test_what_is_missing_can_be_imported_and_says_so_on_use(site_folder: Path) -> None:
+    program = f"""
+import importlib, importlib.util
+from horovod.common.exceptions import HorovodInternalError
+from horoclone.errors import Unsupported
+for name in {ABSENT!r}:
+    if importlib.util.find_spec("horoclone." + name.split(".")[0]) is not None:
+        continue  # this version has it
+    module = importlib.import_module("horovod." + name)
+    for use in (lambda: module.init(), lambda: module.callbacks.Something(0), lambda: module.run(print)):
+        try:
+            use()
+        except Unsupported as error:
+            assert "horovod." + name in str(error) and len(str(error)) > 60, error
+        else:
+            raise AssertionError(name)
+    assert module.HorovodInternalError is HorovodInternalError
+    assert not hasattr(module, "__all__") and not hasattr(module.Thing, "__wrapped__")
+    assert module.Thing is module.Thing and not isinstance(3, module.Thing)
+from horovod import spark
+from horovod.ray import RayExecutor
+from horovod.spark.common.store import Store
+class Mine(Store): pass
+for make in (Mine, RayExecutor):
+    try:
+        make()
+    except Unsupported as error:
+        print(str(error).split(":")[0])
+"""
+    assert output_of(site_folder, program).split() == [
+        "horovod.spark.common.store.Store",
+        "horovod.ray.RayExecutor",
+    ]
+
+
+def test_what_horovod_never_had_is_not_found(site_folder: Path) -> None:
+    program = """
+import horovod, importlib, importlib.util
+for name in ("horovod.nothing", "horovod.torch.nothing", "horovod.spark.nothing", "horovod.ray.a.b", "horovodx"):
+    try:
+        importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        assert "No module named 'horovod" in str(error), error
+    else:
+        raise AssertionError(name)
+try:
+    from horovod import nothing
+except ImportError:
+    pass
+assert not hasattr(horovod, "nothing")
+print("gone")
+"""
+    pytest.importorskip("torch")
+    assert output_of(site_folder, program).split() == ["gone"]
+
+
+def test_elastic_names_can_be_imported_and_raise_on_use() -> None:
+    from horoclone.common import elastic
+    from horoclone.errors import Unsupported
+
+    class Mine(elastic.State):
+        pass
+
+    for use in (Mine, elastic.ObjectState, elastic.run_fn, lambda: elastic.notification_manager.init()):
+        with pytest.raises(Unsupported, match="elastic jobs are not supported yet.*horoclonerun -np"):
+            use()
+
+
+def test_the_switch_turns_it_off(site_folder: Path) -> None:
+    off = run_python(site_folder, "import horovod.torch", HOROCLONE_NO_HOROVOD_ALIAS="1")
+    assert off.returncode == 1 and "ModuleNotFoundError: No module named 'horovod'" in off.stderr
+    program = "import horovod; print(horovod.__name__)"
+    assert output_of(site_folder, program, HOROCLONE_NO_HOROVOD_ALIAS="0") == "horoclone\n"
+
+
+@pytest.mark.parametrize("kind", ["package", "module", "own finder"])
+def test_it_steps_aside_for_a_real_horovod(site_folder: Path, kind: str) -> None:
+    """Also when that one is an editable install, which brings a finder of its own."""
+    place = site_folder if kind != "own finder" else site_folder.parent / "elsewhere"
+    real = place / "horovod.py" if kind == "module" else place / "horovod" / "__init__.py"
+    real.parent.mkdir(parents=True, exist_ok=True)
+    real.write_text("print('real'); __path__ = []" if kind == "module" else "print('real')")
+    if kind != "module":
+        (real.parent / "torch.py").write_text("print('real torch')")
+    finder = f"""
+import importlib.util
+class Editable:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == "horovod":
+            return importlib.util.spec_from_file_location(name, {str(real)!r})
+sys.meta_path.append(Editable)
+"""
+    program = (finder if kind == "own finder" else "") + "import horovod\n"
+    program += "try:\n    import horovod.torch\nexcept ModuleNotFoundError:\n    print('none')\n"
+    program += "print('horoclone.torch' in sys.modules)"
+    expected = ["real", "none" if kind == "module" else "real torch", "False"]
+    assert output_of(site_folder, program).splitlines() == expected
+
+
+def test_a_bare_folder_of_that_name_is_no_horovod(site_folder: Path) -> None:
+    (site_folder / "horovod" / "examples").mkdir(parents=True)  # as beside a clone of its sources
+    assert output_of(site_folder, "import horovod; print(horovod.__name__)") == "horoclone\n"
+
+
+def test_it_can_be_switched_on_without_an_installation(tmp_path: Path) -> None:
+    program = """
+from horoclone import horovod_alias
+horovod_alias.install(); horovod_alias.install()
+import horovod.common.util
+print(horovod.__name__, sys.meta_path.count(horovod_alias))
+"""
+    assert output_of(tmp_path, program).split() == ["horoclone", "1"]
+
+
+SCRIPT = """
+import torch
+import torch.nn.functional as F
+import horovod.torch as hvd
+
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1 * hvd.size(), momentum=0.9)
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+optimizer = hvd.DistributedOptimizer(
+    optimizer, named_parameters=model.named_parameters(), compression=hvd.Compression.none, op=hvd.Average
+)
+first = last = 0.0
+for step in range(30):
+    torch.manual_seed(100 * step + hvd.rank())
+    data = torch.randn(16, 4)
+    optimizer.zero_grad()
+    loss = F.cross_entropy(model(data), (data.sum(dim=1) > 0).long())
+    loss.backward()
+    optimizer.step()
+    last = hvd.allreduce(loss.detach(), name="loss", op=hvd.Average).item()
+    first = first or last
+weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+everybody = hvd.allgather(weights.reshape(1, -1))
+assert torch.equal(everybody[0], everybody[1]), "the ranks have different weights"
+assert hvd.allreduce(torch.tensor([float(hvd.rank())])).item() == 0.5
+print(f"rank {hvd.rank()} of {hvd.size()}: loss fell: {last < 0.7 * first}")
+"""
+
+
+def test_an_unedited_horovod_script_trains_under_horoclonerun(site_folder: Path) -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("horoclone._core", reason="the native module is not built")
+    script = site_folder.parent / "train.py"
+    script.write_text(SCRIPT)
+    customize = (
+        site_folder.parent / "start"
+    )  # stands for site-packages: every rank's Python reads the .pth from there
+    customize.mkdir()
+    (customize / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site_folder)!r})\n")
+    path = os.pathsep.join(filter(None, (str(customize), str(ROOT), os.environ.get("PYTHONPATH"))))
+    done = subprocess.run(
+        [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        cwd=site_folder.parent, capture_output=True, text=True, timeout=150,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for rank in (0, 1):
+        assert f"rank {rank} of 2: loss fell: True" in done.stdout, done.stdout
+
+
+def test_env_sets_variables_for_a_block_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horoclone.common import util
+
+    monkeypatch.setenv("HC_TEST_OLD", "before")
+    monkeypatch.delenv("HC_TEST_NEW", raising=False)
+    with pytest.raises(KeyError):
+        with util.env(HC_TEST_OLD="within", HC_TEST_NEW="1", HC_TEST_NONE=None):
+            assert os.environ["HC_TEST_OLD"] == "within" and os.environ["HC_TEST_NEW"] == "1"
+            assert "HC_TEST_NONE" not in os.environ
+            raise KeyError
+    assert os.environ["HC_TEST_OLD"] == "before" and "HC_TEST_NEW" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("version", "target", "answer"),
+    [
+        ("2.1.0", "2.1.0", True), ("2.1.0+cu118", "2.1.0", True), ("2.1", "2.1.0", True), ("10.0.1", "9.9.9", True),
+        ("2.0.9", "2.1.0", False), ("2.1.0rc1", "2.1.0", False), ("2.1.0.dev3", "2.1.0", False), ("2.1.1a0", "2.1.0", True),
+        ("2.1.0.post1", "2.1.0", True), ("v1.2.3", "1.2.3", True), ("2.0.0.1", "2.0.0", True),
+    ],
+)  # fmt: skip
+def test_versions_compare_by_number(version: str, target: str, answer: bool) -> None:
+    from horoclone.common import util
+
+    assert util.is_version_greater_equal_than(version, target) is answer
+
+
+def test_small_functions_of_horovods_util() -> None:
+    from horoclone.common import util
+
+    for version, target in (("2.1.0", "2.1"), (2, "2.1.0"), ("x", "2.1.0")):
+        with pytest.raises(ValueError, match=r"major\.minor\.patch|two strings|no version"):
+            util.is_version_greater_equal_than(version, target)  # type: ignore[arg-type]
+    assert util.split_list([1, 2, 3, 4, 5, 6, 7], 3) == [[1, 2, 3], [4, 5], [6, 7]]
+    assert util.split_list([1], 2) == [[1], []]
+    assert [n for n in range(-1, 17) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8, 16]
+    assert util.is_iterable("ab") and util.is_iterable({}) and not util.is_iterable(3)
+    assert util.get_ext_suffix().endswith(".so")
+    assert util.gloo_built() and util.nccl_built(verbose=True) == 0 and not util.gpu_available("torch")
+    assert not util.extension_available("mxnet") and not util.extension_available("no such")
+    with pytest.raises(ImportError, match="no binding for mxnet"):
+        util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")
+    util.check_installed_version("torch", "0.0.1")
+    calls: list[int] = []
+    remembered = util._cache(lambda number: calls.append(number) or number)
+    assert remembered(4) == remembered(4) == 4 and calls == [4]
+
+
+def test_the_set_of_an_id_is_found_for_a_block() -> None:
+    from horoclone.common import process_sets
+
+    with process_sets._temp_process_set_object(0) as found:
+        assert found is process_sets.global_process_set
+    with pytest.raises(ValueError, match="does not exist, or has not been registered"):
+        with process_sets._temp_process_set_object(77):
+            pass
+
+
+def test_the_installation_has_the_pth_file_and_will_remove_it_again() -> None:
+    files = {str(path): path for path in importlib.metadata.files("horoclone") or ()}
+    assert PTH.name in files, "the installation is older than this tree: pip install -e ."
+    assert Path(str(files[PTH.name].locate())).read_bytes() == PTH.read_bytes()
+    commands = {entry.name for entry in importlib.metadata.distribution("horoclone").entry_points}
+    assert "horovodrun" not in commands and "horoclonerun" in commands
+
+
+def test_stand_ins_cannot_be_pickled_by_accident() -> None:
+    from horoclone.stand_ins import stand_in
+
+    with pytest.raises(pickle.PicklingError):
+        pickle.dumps(stand_in("horovod.ray.RayExecutor", "use horoclonerun"))
