@@ -42,9 +42,8 @@ __all__ = ["__version__", *_HOME_OF]
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
-        alias = sys.modules.get(
-            "horoclone.horovod_alias"
-        )  # loaded once `horovod` was imported: we are that, too
+        # Once `horovod` was imported it is this module, and `from horovod import spark` ends here.
+        alias = sys.modules.get("horoclone.horovod_alias")
         absent = alias.absent_module(name) if alias is not None else None
         if absent is not None:
             return absent
