@@ -40,20 +40,24 @@ class DriveGate {
     changed_.wait_for(lock, limit, [&] { return !driven_ || over(); });
     wanting_.fetch_sub(1);
   }
-  // hc-engine: sleeps until no waiter drives or wants to; false: stop() was called.
-  bool enter_engine() {
+  enum class Turn { kDrives, kBusy, kStopping };
+  // hc-engine: drives when no waiter does or wants to; waits for that, but not longer than `limit`.
+  Turn enter_engine(std::chrono::milliseconds limit) {
     std::unique_lock lock(mu_);
     parked_ = true;
-    changed_.wait(lock, [&] { return stopping_ || (!driven_ && wanting_.load() == 0); });
+    changed_.wait_for(lock, limit, [&] { return stopping_ || (!driven_ && wanting_.load() == 0); });
     parked_ = false;
-    if (stopping_) return false;
+    if (stopping_) return Turn::kStopping;
+    if (driven_ || wanting_.load() > 0) return Turn::kBusy;
     driven_ = true;
-    return true;
+    return Turn::kDrives;
   }
-  void leave() {
+  // engine_needed: work is left that hc-engine should take up now. Else it is not disturbed: in a loop of blocking
+  // calls a wake-up after each of them would cost more than the calls.
+  void leave(bool engine_needed) {
     std::lock_guard lock(mu_);
     driven_ = false;
-    if (parked_ || wanting_.load() > 0) changed_.notify_all();
+    if ((parked_ && engine_needed) || wanting_.load() > 0) changed_.notify_all();
   }
   // Some operation is done: a thread that waits for it without driving should look.
   void changed() {

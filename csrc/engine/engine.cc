@@ -83,7 +83,7 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   config_.segment_bytes = static_cast<size_t>(table[1]);
   config_.hierarchical_allreduce = static_cast<int>(table[2]);
   sets_[0]->two_level = wants_two_level(*sets_[0]);
-  gate_.leave();
+  leave_gate();
   return Status::ok();
 }
 

@@ -130,6 +130,8 @@ class Engine {
   void drive(const Over& over, const Deadline& deadline);
   void rest_after_driving();
   void enter_gate();
+  void leave_gate();
+  bool work_until_idle();
   void sleep_on_mesh(int timeout_ms);
   void poll_mesh(bool* moved);
   void check_timers();

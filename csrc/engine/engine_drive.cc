@@ -50,7 +50,8 @@ class Idle {
   TimePoint started_{};
 };
 
-constexpr int kSliceMs = 50;  // a waiter looks up (deadline, another waiter) at least this often
+constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks whether a waiter has left the gate
+constexpr int kSliceMs = 50;                       // a waiter looks up (deadline, another waiter) at least this often
 
 }  // namespace
 
@@ -94,7 +95,7 @@ bool Engine::drive_until(const Over& over, bool shared, const Deadline& deadline
       drive(over, deadline);
       const bool is_over = over();
       rest_after_driving();
-      gate_.leave();
+      leave_gate();
       if (is_over) return true;
     } else {
       if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();  // the driver may sleep: it must hand over
@@ -111,6 +112,8 @@ void Engine::enter_gate() {
     gate_.wait_turn(std::chrono::milliseconds(kSliceMs), [] { return false; });
   }
 }
+
+void Engine::leave_gate() { gate_.leave(outstanding() > 0 || has_incoming_.load(std::memory_order_seq_cst)); }
 
 void Engine::drive(const Over& over, const Deadline& deadline) {
   mesh_->set_asleep(Sleep::kAwake);
@@ -157,35 +160,47 @@ void Engine::run() {
     Status set = cpu.is_ok() ? set_allowed_cpus(one) : cpu.status();
     if (!set.is_ok()) log_.warning("HOROCLONE_THREAD_AFFINITY: ", set.text());
   }
-  Idle idle(config_.spin_pauses, config_.yield_us);
-  while (gate_.enter_engine()) {
-    mesh_->set_asleep(Sleep::kAwake);
-    bool moved = false;
-    poll_mesh(&moved);
-    idle.reset();
-    while (!gate_.wanted() && !stopping_.load()) {
-      if (step()) {
-        idle.reset();
-      } else if (!idle.pause()) {
-        break;
-      }
+  while (true) {
+    const DriveGate::Turn turn = gate_.enter_engine(kBusyLook);
+    if (turn == DriveGate::Turn::kStopping) return;
+    bool more = false;
+    if (turn == DriveGate::Turn::kDrives) {
+      more = work_until_idle();
+      leave_gate();
+    } else {
+      // A waiter drives. Watch the mesh, so that it need not wake this thread when it leaves (rest_after_driving).
+      untimed_sleep_.store(false);
+      engine_sleeps_.store(true, std::memory_order_seq_cst);
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
     }
-    if (gate_.wanted() || stopping_.load()) {
-      gate_.leave();
-      continue;
-    }
-    check_timers();
-    const bool waiting = outstanding() > 0;
-    mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
-    untimed_sleep_.store(!waiting);
-    engine_sleeps_.store(true, std::memory_order_seq_cst);
-    sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    const bool more = step();
-    gate_.leave();
-    if (!more) sleep_on_mesh(waiting ? static_cast<int>(timer_s_ * 1000) + 1 : -1);
+    if (!more) sleep_on_mesh(untimed_sleep_.load() ? -1 : static_cast<int>(timer_s_ * 1000) + 1);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     engine_sleeps_.store(false, std::memory_order_seq_cst);
   }
+}
+
+// hc-engine, driving: works until there is nothing to do for a while or a waiter wants to drive, then prepares to
+// sleep. Returns whether something came up at the last look.
+bool Engine::work_until_idle() {
+  mesh_->set_asleep(Sleep::kAwake);
+  bool moved = false;
+  poll_mesh(&moved);
+  Idle idle(config_.spin_pauses, config_.yield_us);
+  while (!gate_.wanted() && !stopping_.load()) {
+    if (step()) {
+      idle.reset();
+    } else if (outstanding() == 0 || !idle.pause()) {
+      break;
+    }
+  }
+  check_timers();
+  const bool waiting = outstanding() > 0;
+  const bool hands_over = gate_.wanted();
+  if (!hands_over) mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
+  untimed_sleep_.store(!waiting && !hands_over);
+  engine_sleeps_.store(true, std::memory_order_seq_cst);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  return !hands_over && step();
 }
 
 size_t Engine::outstanding() const {
@@ -410,7 +425,7 @@ Status Engine::shutdown(double timeout_s) {
   say_goodbye(1.0);
   stopping_.store(true);
   connected_.store(false);
-  gate_.leave();
+  leave_gate();
   gate_.stop();
   mesh_->wake_self();
   thread_.join();

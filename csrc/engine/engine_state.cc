@@ -46,7 +46,7 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
     }
     set->bucket_sets[*id] = buckets;
   }
-  gate_.leave();
+  leave_gate();
   HC_TRY(made);
   // Whether every rank declares the same, and has its buckets in its arena: one integer each, the least and the
   // greatest agree.
@@ -62,7 +62,7 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   BucketSet& stored = set->bucket_sets[*id];
   stored.frozen =
       least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1 && !config_.autotune;
-  gate_.leave();
+  leave_gate();
   return Status::ok();
 }
 
@@ -109,7 +109,7 @@ Status Engine::undeclare(int process_set, int id) {
       if (!used) set->bucket_sets.erase(id);  // else the late operations find it; it goes with the process set
     }
   }
-  gate_.leave();
+  leave_gate();
   return Status::ok();
 }
 
@@ -131,7 +131,7 @@ Status Engine::add_process_set(std::vector<int> ranks, int* id) {
     std::lock_guard lock(submit_mu_);
     if (made.is_ok()) sets_[free_id] = std::move(set);
   }
-  gate_.leave();
+  leave_gate();
   HC_TRY(made);
   *id = free_id;
   std::string name = text_of("horoclone.process_set.add.", free_id);
@@ -159,7 +159,7 @@ Status Engine::remove_process_set(int id) {
     Operation* op = removed->pending.back();
     complete(*removed, op, error(Code::kAborted, op->describe(), ": its process set was removed"));
   }
-  gate_.leave();
+  leave_gate();
   return Status::ok();
 }
 
@@ -216,7 +216,7 @@ std::string Engine::describe() {
         for (int r : stall.missing) text += " " + std::to_string(set->ranks[r]);
       }
   }
-  gate_.leave();
+  leave_gate();
   return text;
 }
 
