@@ -182,7 +182,7 @@ def _network() -> list[Finding]:
     findings = [
         Finding("interfaces", OK if routed else NOTE, "; ".join(seen) or "none with an IPv4 address", advice)
     ]
-    for name in ("HOROVOD_GLOO_IFACE", "HOROCLONE_GLOO_IFACE"):
+    for name in ("HOROCLONE_NETWORK_INTERFACES", "HOROVOD_GLOO_IFACE"):
         if os.environ.get(name):
             try:
                 routable_addresses(os.environ[name])
