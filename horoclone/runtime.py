@@ -129,7 +129,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _job = exchange.open_job(comm, os.environ, deadline, _say, _job)
         runtime = _connect(_job, deadline)
         _native = runtime
-        _dynamic = os.environ.get("HOROVOD_DYNAMIC_PROCESS_SETS", "0") not in ("", "0")
+        wish = os.environ.get("HOROCLONE_DYNAMIC_PROCESS_SETS") or os.environ.get(
+            "HOROVOD_DYNAMIC_PROCESS_SETS"
+        )
+        _dynamic = (wish or "0").strip().lower() not in ("0", "false", "no", "off")
         try:
             sets.on_init(runtime, wanted)
         except BaseException:
@@ -470,7 +473,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     native()
     raise errors.Unsupported(
         f"start_timeline({file_path!r}): this version writes no timeline. Use the framework's profiler "
-        "(torch.profiler); HOROCLONE_LOG=debug shows each step of the runtime."
+        "(torch.profiler); HOROCLONE_LOG_LEVEL=debug shows each step of the runtime."
     )
 
 

@@ -64,6 +64,27 @@ def test_every_variable_that_the_sources_name_is_in_the_table(knobs: list[dict[s
     assert not [name for name in WITHOUT_EFFECT if name not in page], "a user must be told what has no effect"
 
 
+def test_a_setting_that_nothing_reads_says_so_and_one_that_is_read_does_not(
+    knobs: list[dict[str, str]],
+) -> None:
+    table = (ROOT / "csrc/base/config.h").read_text()
+    entries = [entry.split(",", 2) for entry in table.split("\n  X(")[1:]]  # type, field, the rest
+    field_of = {}
+    for _, field, rest in (entry for entry in entries if len(entry) == 3):
+        name = re.search(r'"([A-Z0-9_]+)", "[A-Z0-9_]*",\s*\\?\s*KnobRule', rest)
+        if name is not None:
+            field_of[f"HOROCLONE_{name.group(1)}"] = field.strip()
+    native = [p for p in ROOT.glob("csrc/**/*") if p.suffix in (".h", ".cc")]
+    core = "".join(p.read_text() for p in native if "tests" not in p.parts and p.stem != "config")
+    # options.py only turns flags into variables for the ranks.
+    package = "".join(p.read_text() for p in ROOT.glob("horoclone/**/*.py") if p.name != "options.py")
+    for knob in knobs:
+        if knob["read_by"] == "core":
+            read = re.search(rf"\b{field_of[knob['name']]}\b", core) or f'"{knob["name"]}"' in package
+            says_so = knob["help"].startswith("Accepted ")
+            assert bool(read) != says_so, f"{knob['name']}: read {bool(read)}, help {knob['help']!r}"
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

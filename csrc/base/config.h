@@ -45,20 +45,20 @@ struct KnobRule {
     KnobRule::bytes(0, 1099511627776.0),                                                                    \
     "Largest number of bytes that one collective may fuse; 0 turns fusion off.")                            \
   X(bool, disable_group_fusion, false, "DISABLE_GROUP_FUSION", "DISABLE_GROUP_FUSION", KnobRule::flag(),    \
-    "Never fuse a grouped operation with anything outside the group.")                                      \
+    "Accepted without effect in this version: a group may fuse with other operations.")                     \
   X(double, gathering_window_ms, 0, "CYCLE_TIME", "CYCLE_TIME", KnobRule::milliseconds(0, 60000),           \
-    "Longest time that rank 0 holds ready tensors back to fuse more of them; 0: never, fusion then "        \
-    "takes what gathered while the previous collective ran.")                                               \
+    "Accepted without effect in this version: what is ready is sent at once, and fusion takes "             \
+    "what gathered while the previous collective ran.")                                                     \
   X(int64_t, cache_capacity, 1024, "CACHE_CAPACITY", "CACHE_CAPACITY", KnobRule::count(0, 1e6),             \
     "Agreements remembered per process set, so that a repeated tensor costs one bit; 0 turns the cache "    \
     "off.")                                                                                                 \
   X(bool, dynamic_process_sets, false, "DYNAMIC_PROCESS_SETS", "DYNAMIC_PROCESS_SETS", KnobRule::flag(),    \
     "Allow process sets to be added and removed after init.")                                               \
   X(bool, deterministic, false, "DETERMINISTIC", "", KnobRule::flag(),                                      \
-    "Equal bits from run to run for every operation between machines too: fusion then depends only on "     \
-    "the order in which rank 0 submits, never on timing. Equal bits on all ranks are always given.")        \
+    "Accepted without effect in this version: between machines the order of a sum follows what "            \
+    "was fused together. Equal bits on all ranks are always given.")                                        \
   X(bool, elastic, false, "ELASTIC", "ELASTIC", KnobRule::flag(),                                           \
-    "Set by the elastic launcher: the world may be re-initialised with another size.")                      \
+    "Accepted without effect in this version: there is no elastic launcher.")                               \
   /* shared memory and algorithms */                                                                        \
   X(bool, shared_memory, true, "SHARED_MEMORY", "", KnobRule::flag(),                                       \
     "Ranks of one machine use shared memory; 0: TCP between all ranks.")                                    \
@@ -68,12 +68,14 @@ struct KnobRule {
   X(size_t, segment_bytes, 256 * kKiB, "SEGMENT_BYTES", "", KnobRule::bytes(16, 1073741824.0),              \
     "Bytes of one transfer between machines.")                                                              \
   X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, 1048576),                           \
-    "Up to this size a reduction in shared memory takes one barrier, every rank reading every input.")      \
+    "Accepted without effect in this version: up to 16 KiB a reduction in shared memory takes "             \
+    "one barrier, every rank reading every input.")                                                         \
   X(size_t, block_bytes, 256 * kKiB, "BLOCK_BYTES", "", KnobRule::bytes(64, 67108864),                      \
     "Bytes of one block when tensors outside shared memory pass through it.")                               \
   X(size_t, ring_threshold_bytes, 64 * kKiB, "RING_THRESHOLD_BYTES", "",                                    \
     KnobRule::bytes(0, 1099511627776.0),                                                                    \
-    "Between machines, allreduce uses a ring above this size and recursive doubling up to it.")             \
+    "Accepted without effect in this version: between machines, allreduce uses a ring from 64 "             \
+    "KiB on and recursive doubling below.")                                                                 \
   X(int, hierarchical_allreduce, -1, "HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLREDUCE",                    \
     KnobRule::count(-1, 1),                                                                                 \
     "Reduce within each machine first, then between machines: 1 always, 0 never, -1 decide by layout.")     \
@@ -99,7 +101,7 @@ struct KnobRule {
   X(double, init_report_s, 10, "INIT_REPORT_S", "", KnobRule::seconds(0.001, 1e7),                          \
     "init says which ranks are missing after this time.")                                                   \
   X(double, shutdown_timeout_s, 5, "SHUTDOWN_TIMEOUT_S", "", KnobRule::seconds(0, 1e7),                     \
-    "Longest time that shutdown waits for the other ranks.")                                                \
+    "Accepted without effect in this version: shutdown waits 5 s for the other ranks.")                     \
   X(bool, stall_check_disable, false, "STALL_CHECK_DISABLE", "STALL_CHECK_DISABLE", KnobRule::flag(),       \
     "No reports about tensors that some ranks have submitted and others have not.")                         \
   X(double, stall_check_s, 60, "STALL_CHECK_TIME_SECONDS", "STALL_CHECK_TIME_SECONDS",                      \
@@ -119,7 +121,8 @@ struct KnobRule {
   X(double, yield_us, 80, "YIELD_US", "", KnobRule::microseconds(0, 1e9),                                   \
     "Time for which a wait yields its core before it sleeps.")                                              \
   X(double, doorbell_us, 20, "DOORBELL_US", "", KnobRule::microseconds(0, 1e9),                             \
-    "A rank whose peers stay silent this long wakes them, in case they sleep.")                             \
+    "Accepted without effect in this version: sleeping ranks are woken when there is something "            \
+    "for them.")                                                                                            \
   X(std::string, thread_affinity, "", "THREAD_AFFINITY", "THREAD_AFFINITY", KnobRule::text(),               \
     "Comma-separated CPU numbers, one for each local rank, for the engine's thread; empty: as the main "    \
     "thread.")                                                                                              \
@@ -130,14 +133,14 @@ struct KnobRule {
   X(bool, log_hide_time, false, "LOG_HIDE_TIME", "LOG_HIDE_TIME",                                           \
     KnobRule::flag(), "No time in log lines.")                                                              \
   X(std::string, timeline, "", "TIMELINE", "TIMELINE", KnobRule::text(),                                    \
-    "File that rank 0 writes a Chrome trace to; DYNAMIC: started and stopped by the program.")              \
+    "Accepted without effect in this version: no timeline is written.")                                     \
   X(bool, timeline_mark_cycles, false, "TIMELINE_MARK_CYCLES", "TIMELINE_MARK_CYCLES", KnobRule::flag(),    \
-    "Mark every pass of the engine in the timeline.")                                                       \
+    "Accepted without effect in this version: no timeline is written.")                                     \
   X(bool, autotune, false, "AUTOTUNE", "AUTOTUNE", KnobRule::flag(),                                        \
-    "Search for a good fusion size and gathering window while training; equal bits from run to run are "    \
-    "then not promised.")                                                                                   \
+    "This version does not search for better settings; 1 only keeps the plans of declared "                 \
+    "buckets from being frozen.")                                                                           \
   X(std::string, autotune_log, "", "AUTOTUNE_LOG", "AUTOTUNE_LOG", KnobRule::text(),                        \
-    "File that rank 0 writes the samples of autotune to.")
+    "Accepted without effect in this version: nothing is searched for.")
 
 // Read by the launcher or by the Python package, never by the core: listed here so that they are documented once.
 // X(HOROCLONE_ name, HOROVOD_ name or "", type, default, help)
