@@ -93,10 +93,10 @@ def test_open_mpi_on_one_host(launch, open_mpi, member, words):
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("words", [(), ("mpi-first",)], ids=["plain", "mpi first"])
-def test_open_mpi_on_several_hosts_goes_through_mpi4py(launch, open_mpi, member, words):
+@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
+def test_open_mpi_on_several_hosts(launch, open_mpi, member, words):
     hidden = "hide=OMPI_COMM_WORLD_LOCAL_SIZE"
-    check(launch([*open_mpi.command(2), *member(hidden, *words)], env=open_mpi.env), 2, mpi=True)
+    check(launch([*open_mpi.command(2), *member(hidden, *words)], env=open_mpi.env), 2, mpi=bool(words))
 
 
 @pytest.mark.mpi

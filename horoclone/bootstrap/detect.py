@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which rank: a pure function of the environment variables.
+"""Which launcher started this process, and as which rank: decided from the environment variables alone.
 
 The first that applies wins: own launcher, torchrun (or its env:// variables), Open MPI, Hydra (MPICH, Intel MPI), a
 Slurm step, other MPI launchers, Horovod's variables, a process alone. A launcher of N processes is never ignored.
@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from horoclone import errors
+from horoclone.bootstrap import pmix
 
 Environment = Mapping[str, str]
 
@@ -96,7 +97,7 @@ def candidates(environ: Environment) -> list[Placement]:
 
 
 def explain(environ: Environment) -> str:
-    """Several lines for humans: what was decided, why, and what else was seen."""
+    """Several lines for humans: what was decided, why, how the ranks will meet, and what else was seen."""
     lines = []
     try:
         chosen = detect(environ)
@@ -110,6 +111,8 @@ def explain(environ: Environment) -> str:
     if chosen.size > 1:
         hosts = "one host" if chosen.one_host else "several hosts, or the launcher does not say"
         lines.append(f"  placement: {hosts} (local rank {chosen.local_rank}, local size {chosen.local_size})")
+    if chosen.launcher == "openmpi" and not chosen.one_host:
+        lines.append(f"  first contact: {pmix.explain(environ)}")
     for other in candidates(environ)[1:-1]:
         lines.append(
             f"  also seen, not used: {other.launcher}, rank {other.rank} of {other.size}: {other.why}"

@@ -1,8 +1,8 @@
 """From a placement (detect.py) to a job: rank, size, secret, and a way to exchange one blob with every rank.
 
 Whatever the launcher, the ranks end up at one rendezvous server: the launcher's own, or one in rank 0 that the
-launcher's key-value store, MPI, or a name that all processes can derive leads to. It stays up between init calls, so
-that init after shutdown costs one round trip under every launcher.
+launcher's key-value store (PMI-1, PMIx), MPI, or a name that all processes can derive leads to. It stays up between
+init calls, so that init after shutdown costs one round trip under every launcher.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horoclone import errors
-from horoclone.bootstrap import detect, launchers, wire
+from horoclone.bootstrap import detect, launchers, pmix, wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.detect import Placement
 from horoclone.bootstrap.rendezvous import Server, abstract_name
@@ -240,6 +240,11 @@ def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline
         return _meet_through_pmi(placement, environ, deadline)
     if placement.uses_mpi or (placement.launcher == "slurm" and not secret):
         reason = f"{placement.why}, for several hosts"
+        if placement.launcher == "openmpi":
+            try:
+                return _meet_through_pmix(placement, environ, deadline)
+            except pmix.Unavailable as error:
+                reason += f", and PMIx cannot be used ({error})"
         world = (launchers.initialised_mpi() or launchers.load_mpi(reason)).COMM_WORLD
         _refuse_foreign_mpi(placement, launchers.initialised_mpi())
         return _of_communicator(world, environ, deadline, None, key=None).meeting
@@ -298,6 +303,17 @@ def _meet_through_pmi(placement: Placement, environ: Environment, deadline: floa
         blob = store.broadcast(placement.rank, "horoclone", blob)
     finally:
         store.close()
+    return _join(blob, server, True, deadline)
+
+
+def _meet_through_pmix(placement: Placement, environ: Environment, deadline: float) -> Meeting:
+    server, blob = _host_server(placement.rank, placement.size, environ)
+    try:
+        blob = pmix.broadcast(environ, placement.rank, placement.size, blob, deadline)
+    except BaseException:
+        if server is not None:
+            server.close()
+        raise
     return _join(blob, server, True, deadline)
 
 

@@ -1,0 +1,178 @@
+"""The first contact through Open MPI's PMIx server, with its mpirun; no native code is involved.
+
+All ranks are on this host; the variable that says so is hidden from them, so that they take the way across hosts.
+"""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import sys
+
+import pytest
+
+from horoclone.bootstrap import pmix
+
+pytestmark = pytest.mark.mpi
+
+# What one rank does. argv: comma list of words, in any order.
+MEMBER = """
+import os, signal, sys, time
+words = sys.argv[1].split(",")
+del os.environ["OMPI_COMM_WORLD_LOCAL_SIZE"]
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+if "mpi-first" in words:
+    from mpi4py import MPI
+if "no-mpi4py" in words:
+    sys.modules["mpi4py"] = None
+from horoclone.bootstrap import detect, exchange, pmix
+if "no-library" in words:
+    pmix.find_library = lambda environ: os.devnull
+if "late-0" in words and rank == 0:
+    time.sleep(1.5)
+if "killed-early" in words and rank == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "stuck-0" in words and rank == 0:
+    time.sleep(30)
+if "absent-0" in words and rank == 0:
+    sys.exit(0)
+limit_s = 3 if "hurry" in words else 30
+if "wrong-size" in words:
+    try:
+        pmix.broadcast(os.environ, rank, 7, b"x", time.monotonic() + limit_s)
+    except pmix.Unavailable as error:
+        os.write(1, f"\\nrefused: {error}\\n".encode())
+    sys.exit(0)
+if "large" in words:
+    blob = bytes(range(256)) * 64
+    for turn in range(3):
+        given = blob[turn:] if rank == 0 else b""
+        assert pmix.broadcast(os.environ, rank, 2, given, time.monotonic() + limit_s) == blob[turn:]
+for contact in range(2):
+    job = None
+    for turn in range(20):
+        deadline = time.monotonic() + limit_s
+        job = exchange.open_job(None, os.environ, deadline, print, job)
+        blobs = job.gather(b"%d@%d" % (job.rank, turn), deadline, print)
+        assert blobs == [b"%d@%d" % (other, turn) for other in range(job.size)], blobs
+    assert len(set(job.gather(job.secret, deadline, print))) == 1 and len(job.secret) == 32
+    if "killed-late" in words:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+    if rank == 0:
+        time.sleep(0.2)  # the others' connections end first: no noise about a server that left
+    job.close()
+if "mpi-last" in words:
+    from mpi4py import MPI
+mpi = "mpi4py.MPI" in sys.modules and sys.modules["mpi4py.MPI"].Is_initialized()
+if mpi:
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.allreduce(MPI.COMM_WORLD.rank) == job.size * (job.size - 1) // 2
+    assert job.world_ranks_of(MPI.COMM_SELF) == [job.rank]
+line = f"member {job.rank} of {job.size} mpi={bool(mpi)} exchanges={pmix._exchanges}"
+how = [line for line in detect.explain(os.environ).splitlines() if "first contact" in line]
+os.write(1, f"\\n{line}{how[0]}\\n".encode())
+"""
+
+
+@pytest.fixture
+def ranks(launch, open_mpi, tmp_path):
+    """ranks(size, *words, check=True): what became of a job whose ranks do as the words say."""
+    path = tmp_path / "member.py"
+    path.write_text(MEMBER)
+
+    def run(size, *words, check=True):
+        command = [*open_mpi.command(size), sys.executable, str(path), ",".join(words)]
+        return launch(command, env=open_mpi.env, check=check)
+
+    return run
+
+
+def members(done, size):
+    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("member"))
+    assert [line.split(" mpi=")[0] for line in lines] == [f"member {r} of {size}" for r in range(size)], (
+        done.output
+    )
+    return lines
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("words", [(), ("mpi-first",), ("mpi-last",)], ids=["plain", "mpi first", "mpi last"])
+def test_ranks_meet_without_mpi_and_mpi_works_beside_it(ranks, size, words):
+    for line in members(ranks(size, *words), size):
+        assert f"mpi={bool(words)} exchanges=2" in line
+        assert "first contact: PMIx (OpenPMIx " in line
+
+
+def test_a_late_rank_0_is_waited_for(ranks):
+    assert all("mpi=True exchanges=2" in line for line in members(ranks(2, "late-0", "mpi-first"), 2))
+
+
+def test_a_large_value_arrives_whole_and_a_later_one_is_not_the_first(ranks):
+    assert all("exchanges=5" in line for line in members(ranks(2, "large"), 2))
+
+
+def test_without_the_library_the_ranks_meet_through_mpi4py(ranks):
+    for line in members(ranks(2, "no-library"), 2):
+        assert "mpi=True exchanges=0" in line
+        assert f"first contact: mpi4py, as PMIx cannot be used: {os.devnull} cannot be loaded" in line
+
+
+def test_without_the_library_and_mpi4py_the_error_names_both(ranks):
+    done = ranks(2, "no-library", "no-mpi4py", check=False)
+    assert done.returncode != 0
+    assert f"PMIx cannot be used ({os.devnull} cannot be loaded" in done.output
+    assert "mpi4py cannot be loaded" in done.output and "pip install mpi4py" in done.output
+
+
+def test_what_pmix_says_is_compared_with_the_variables(ranks):
+    done = ranks(2, "wrong-size")
+    assert done.stdout.count("refused: PMIx says size 2 (type 14), not 7") == 2, done.output
+
+
+@pytest.mark.parametrize("when", ["killed-early", "killed-late"])
+def test_a_killed_rank_ends_the_job(ranks, when):
+    done = ranks(3, when, check=False)
+    assert done.returncode != 0 and done.seconds < 20, done.output
+
+
+def test_a_rank_0_that_does_not_come_is_named(ranks):
+    done = ranks(2, "stuck-0", "hurry", check=False)
+    assert done.returncode != 0 and done.seconds < 25, done.output
+    assert "Timeout: rank 1 waited 3 s at the launcher's PMIx server" in done.output
+
+
+def test_a_rank_0_that_leaves_without_init_is_not_waited_for_past_the_deadline(ranks):
+    done = ranks(2, "absent-0", "hurry", check=False)
+    assert done.returncode != 0 and done.seconds < 20, done.output
+
+
+def test_a_process_that_is_offered_no_pmix_is_told_why():
+    environ = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "a@1", "PMIX_SERVER_URI4": "tcp4://", "PRTE_LAUNCHED": "1"}
+    assert pmix.refusal(environ) == ""
+    for name, said in (
+        ("PMIX_RANK", "PMIX_RANK and"),
+        ("PMIX_SERVER_URI4", "PMIX_SERVER_URI"),
+        ("PRTE_LAUNCHED", "Open MPI 5"),
+    ):
+        less = {key: value for key, value in environ.items() if key != name}
+        assert said in pmix.refusal(less)
+        assert pmix.explain(less).startswith("mpi4py, as PMIx cannot be used: ")
+        with pytest.raises(pmix.Unavailable, match=said.split()[0]):
+            pmix.broadcast(less, 0, 2, b"x", 0.0)
+
+
+def test_another_library_under_that_name_is_not_used(monkeypatch):
+    environ = {"PMIX_RANK": "0", "PMIX_NAMESPACE": "a@1", "PMIX_SERVER_URI4": "tcp4://", "PRTE_LAUNCHED": "1"}
+    libc = ctypes.util.find_library("c")
+    monkeypatch.setattr(pmix, "find_library", lambda environ: libc)
+    assert "undefined symbol: PMIx_Get_version" in pmix.explain(environ)
+
+
+def test_the_library_beside_the_launcher_is_found(tmp_path):
+    library = tmp_path / "lib64" / pmix.NAME
+    library.parent.mkdir()
+    library.touch()
+    assert pmix.find_library({"PMIX_PREFIX": str(tmp_path)}) == str(library)
+    assert pmix.find_library({"PATH": str(tmp_path)}) == pmix.NAME  # the loader's choice
