@@ -202,7 +202,7 @@ class Launch:
         self,
         command: Sequence[str | Path],
         *,
-        timeout_s: float = 60,
+        timeout_s: float = 150,
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
         check: bool = True,

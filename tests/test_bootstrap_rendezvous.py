@@ -156,7 +156,7 @@ def test_an_address_that_does_not_answer_does_not_delay_the_one_that_does(tcp):
     started = time.monotonic()
     client_of(tcp, addresses=[dead, *tcp.addresses, "127.0.0.1:1"]).put("a", b"")
     silent.close()
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < 20  # far below the deadline, also on a busy machine
 
 
 # --- strangers
