@@ -31,6 +31,7 @@ class Runtime:
     cross_rank: int
     cross_size: int
     is_homogeneous: bool
+    address: int  # of the hc_runtime, for native libraries (horoclone.attached); valid as long as this object
 
     def __init__(self, settings: dict[str, str]) -> None:
         """Opens the listeners. settings: HOROCLONE_* / HOROVOD_* variables (os.environ filtered); unknown names are ignored."""

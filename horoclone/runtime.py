@@ -16,6 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
+from horoclone.attached import attach as attach  # the bindings' native libraries
+from horoclone.attached import publish
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -135,6 +137,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _dynamic = (wish or "0").strip().lower() not in ("0", "false", "no", "off")
         try:
             sets.on_init(runtime, wanted)
+            publish(runtime.address)
         except BaseException:
             shutdown()
             raise
@@ -234,6 +237,7 @@ def _shutdown(timeout_s: float) -> None:
         if runtime is None:
             return
         sets.clear()
+        publish(0)
         try:
             runtime.shutdown(timeout_s)
         except errors.HorovodInternalError as error:

@@ -339,7 +339,9 @@ def test_the_set_of_an_id_is_found_for_a_block() -> None:
 def test_the_installation_has_the_pth_file_and_will_remove_it_again() -> None:
     # A build leaves an egg-info folder in the source tree, and with the tree on the path it is found first; what pip
     # installed, and will remove, is the distribution that has a record.
-    installed = [found for found in importlib.metadata.distributions(name="horoclone") if found.read_text("RECORD")]
+    installed = [
+        found for found in importlib.metadata.distributions(name="horoclone") if found.read_text("RECORD")
+    ]
     assert len(installed) == 1, "horoclone is not installed: pip install -e ."
     files = {str(path): path for path in installed[0].files or ()}
     assert PTH.name in files, "the installation is older than this tree: pip install -e ."

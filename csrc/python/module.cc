@@ -310,6 +310,7 @@ class Runtime {
     forked_ = true;
     hc_after_fork_child(rt_);
   }
+  uintptr_t address() const { return reinterpret_cast<uintptr_t>(rt_); }
   std::string counters() const { return hc_counters(rt_); }
   std::string describe() const {
     py::gil_scoped_release release;
@@ -393,6 +394,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("local_size", fact(HC_LOCAL_SIZE))
       .def_property_readonly("cross_rank", fact(HC_CROSS_RANK))
       .def_property_readonly("cross_size", fact(HC_CROSS_SIZE))
+      .def_property_readonly("address", &Runtime::address)
       .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; })
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
