@@ -22,12 +22,12 @@ _OFF = "HOROCLONE_NO_HOROVOD_ALIAS"
 
 _TORCH = "Train with PyTorch (import horoclone.torch as hvd)"
 _TENSORFLOW = (
-    f"TensorFlow and Keras are not supported yet. {_TORCH}, or reduce NumPy arrays (import horoclone as hvd)."
+    "this version has no such part of the TensorFlow and Keras bindings. "
+    f"{_TORCH}, or reduce NumPy arrays (import horoclone as hvd)."
 )
 _RAY = "Ray jobs are not supported yet. Start the ranks with horoclonerun, or with horoclone.run(function, np=N)."
 _SPARK = "Spark jobs are not supported yet. Write the data to files and train with horoclonerun or horoclone.run()."
 _MXNET = f"MXNet is retired and not supported. {_TORCH}."
-_DATA = "the data loaders are not supported. torch.utils.data.DataLoader(num_workers=...) loads in the background."
 
 # Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
 _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -49,7 +49,6 @@ _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
             "lightning.estimator", "tensorflow", "tensorflow.compute_worker",
         ),
     ),
-    "data": (_DATA, ("data_loader_base",)),
 }  # fmt: skip
 
 

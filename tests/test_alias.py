@@ -78,6 +78,73 @@ print("torch" in sys.modules, "numpy" in sys.modules)
     assert output_of(site_folder, program).split() == ["False", "False"]
 
 
+def test_the_data_loaders_are_found_under_both_names(site_folder: Path) -> None:
+    program = """
+import horovod.data, horoclone.data
+from horovod.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
+assert horovod.data is horoclone.data and AsyncDataLoaderMixin is horoclone.data.AsyncDataLoaderMixin
+print(sorted({"numpy", "torch", "horoclone.runtime"} & set(sys.modules)))
+"""
+    assert output_of(site_folder, program) == "[]\n"
+
+
+def test_every_module_that_horovod_has_for_torch_can_be_imported(site_folder: Path) -> None:
+    """Those that scripts in the wild name; what is not there yet raises Unsupported on use, not on import."""
+    pytest.importorskip("torch")
+    modules = [
+        "horovod",
+        "horovod.run",
+        "horovod.runner",
+        "horovod.common",
+        "horovod.common.basics",
+        "horovod.common.util",
+        "horovod.common.exceptions",
+        "horovod.common.process_sets",
+        "horovod.common.elastic",
+        "horovod.data",
+        "horovod.data.data_loader_base",
+        "horovod.torch",
+        "horovod.torch.mpi_ops",
+        "horovod.torch.functions",
+        "horovod.torch.compression",
+        "horovod.torch.optimizer",
+        "horovod.torch.sync_batch_norm",
+        "horovod.torch.elastic",
+        "horovod.torch.elastic.state",
+        "horovod.torch.elastic.sampler",
+        "horovod.ray",
+        "horovod.ray.elastic_v2",
+        "horovod.spark",
+        "horovod.spark.common.store",
+        "horovod.spark.torch",
+        "horovod.spark.keras",
+        "horovod.spark.lightning",
+        "horovod.mxnet",
+    ]
+    program = f"""
+import importlib
+from horoclone.errors import Unsupported
+for name in {modules!r}:
+    if name == "horovod.run":  # a function, as in Horovod
+        from horovod import run
+    else:
+        importlib.import_module(name)
+from horovod.torch.elastic import TorchState, ElasticSampler, run
+from horovod.torch.elastic.state import get_handler_registry
+import horovod.ray, horovod.spark, horovod.mxnet
+for use in (TorchState, lambda: run(print), get_handler_registry, horovod.ray.RayExecutor, horovod.spark.run,
+            lambda: horovod.mxnet.init()):
+    try:
+        use()
+    except Unsupported as error:
+        assert "orovod" in str(error) or "elastic" in str(error), error
+    else:
+        raise AssertionError(use)
+print("imported")
+"""
+    assert output_of(site_folder, program) == "imported\n"
+
+
 def test_torch_is_the_same_module_from_either_side(site_folder: Path) -> None:
     pytest.importorskip("torch")
     program = """
@@ -107,7 +174,7 @@ print("same")
     assert output_of(site_folder, program).split() == ["same"]
 
 
-ABSENT = ("tensorflow", "tensorflow.keras", "keras", "ray", "spark", "spark.keras", "mxnet", "data")
+ABSENT = ("tensorflow", "tensorflow.keras", "keras", "ray", "spark", "spark.keras", "mxnet")
 
 
 def test_what_is_missing_can_be_imported_and_says_so_on_use(site_folder: Path) -> None:

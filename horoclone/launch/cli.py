@@ -29,6 +29,22 @@ def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:
         return 141
 
 
+def horovodrun(argv: list[str] | None = None) -> int:
+    """The command of packages/horovodrun: horoclonerun with Horovod's prefix before every line."""
+    import importlib.metadata
+
+    try:
+        version = importlib.metadata.version("horovod")
+    except importlib.metadata.PackageNotFoundError:
+        return main(["--horovod-format", *(sys.argv[1:] if argv is None else argv)], "horovodrun")
+    say(
+        f"Horovod {version} is installed here, and `import horovod` finds it; this command starts jobs of horoclone. "
+        "Run horoclonerun for those, or `pip uninstall horovod`, or reinstall Horovod for its own horovodrun.",
+        "horovodrun",
+    )
+    return 2
+
+
 def _run(argv: list[str], program: str) -> int:
     arguments = options.build_parser(program).parse_args(argv)
     if arguments.version:
