@@ -101,6 +101,8 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
 Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group);
 // Allreduce over several nodes of which some have several ranks: shared memory within, channels between. two_level.cc.
 Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Group& group);
+// Allreduce with Reduce::kAdasum: each piece is a tensor with coefficients of its own. adasum.cc.
+Result<std::unique_ptr<Collective>> make_adasum_allreduce(Task task, const Group& group);
 
 // One bucket of a frozen plan: nothing is negotiated, the ranks' arrival is the agreement. While it waits for arrivals
 // it steps back (done, withdrawn() is true, memory unchanged) when a member has left the frozen plan.

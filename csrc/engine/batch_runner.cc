@@ -138,7 +138,7 @@ Status BatchRunner::prepare_allreduce() {
       const Piece piece = piece_for(e, t);
       if (piece.count && !piece.out) return error(Code::kInternal, "no memory for the stand-in of a joined rank");
       bytes_ += piece.count * size_of(dtype);
-      if (batch_.in_arena) {
+      if (batch_.in_arena && s.reduce != Reduce::kAdasum) {
         tasks_.push_back(task_for(e, dtype));
         tasks_.back().algorithm = Algorithm::kSharedInPlace;
         tasks_.back().pieces = {piece};

@@ -22,6 +22,10 @@ Status Engine::barrier(int process_set, const std::string& name) {
 
 Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  if (buckets.reduce == Reduce::kAdasum)
+    return error(Code::kUnsupported,
+                 "a bucket cannot be reduced with Adasum, whose coefficients belong to each tensor; use a grouped "
+                 "allreduce");
   std::string agreed;
   for (const auto& b : buckets.buckets) {
     agreed += text_of(b.name, name_of(b.dtype));

@@ -43,13 +43,13 @@ Status Engine::check(const Submission& s, const ProcessSet& set) const {
         t.dtype == DType::kBool)
       return error(Code::kInvalidArgument, name_of(s.op), " '", s.name,
                    "': Average of bool has no meaning; use Sum (or) or Product (and), or convert first");
+    if (s.op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
+      return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': Adasum needs floating-point tensors, not ",
+                   name_of(t.dtype), "; use op=Sum or op=Average, or convert first");
   }
   if (s.op == Op::kBroadcast && set.position_of(s.root) < 0)
     return error(Code::kInvalidArgument, "broadcast '", s.name, "': root rank ", s.root,
                  " is not a member of process set ", set.id);
-  if (s.reduce == Reduce::kAdasum && (s.op == Op::kAllreduce || s.op == Op::kReducescatter))
-    return error(Code::kUnsupported, name_of(s.op), " '", s.name,
-                 "': Adasum is not available in this version; use op=Average");
   if (s.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
     return error(Code::kInvalidArgument, "Reducescatter currently only supports AVERAGE and SUM.");
   if (s.op != Op::kAlltoall) return Status::ok();

@@ -147,6 +147,9 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
     if (reduces(subject.op) && s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
       return refuse(Code::kInvalidArgument,
                     text_of(label_of(subject), ": bool tensors have no Average; use Sum, Min, Max or Product."));
+    if (subject.op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
+      return refuse(Code::kInvalidArgument,
+                    text_of(label_of(subject), ": Adasum needs floating-point tensors, not ", name_of(t.dtype), "."));
   }
   if (subject.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
     return refuse(Code::kUnsupported,
@@ -221,7 +224,8 @@ size_t bytes_of(const Signature& s) {
   return sum;
 }
 
-// Adasum treats every tensor by itself, so its tensors never share a buffer.
+// Adasum adds up its dot products slice by slice, and the slices depend on what shares the buffer; apart, the same call
+// gives the same bits from run to run.
 bool may_fuse(const Subject& subject, const Signature& s) {
   if (subject.op != Op::kAllreduce || s.reduce == Reduce::kAdasum || s.tensors.empty()) return false;
   return std::all_of(s.tensors.begin(), s.tensors.end(),
