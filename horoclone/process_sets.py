@@ -5,10 +5,11 @@ The table of registered sets lives here, one per process; runtime.py fills it at
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from horoclone import runtime
+from horoclone import errors, runtime
 
 
 class ProcessSet:
@@ -53,7 +54,7 @@ class ProcessSet:
 
 def _sorted_ranks(ranks: Iterable[int]) -> list[int]:
     try:
-        listed = [int(rank) for rank in ranks]
+        listed = [operator.index(rank) for rank in ranks]
     except TypeError as error:
         raise ValueError(
             f"a process set is made of ranks or of an mpi4py communicator, not {ranks!r}"
@@ -88,54 +89,137 @@ def id_of(process_set: ProcessSet) -> int:
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Registers one more set; every rank of the world calls it with the same ranks. Returns the set with its id.
+    """Registers one more set; every rank of the world calls it. Returns the set with its id.
 
+    process_set: the same ranks on every rank, or an mpi4py communicator, which may differ from rank to rank as after
+    COMM_WORLD.Split(): then all of them are registered, and each rank gets its own.
     Needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before init (or `init(process_sets="dynamic")`). ValueError otherwise, for
-    ranks outside the world, and for a set that exists already.
+    ranks outside the world, and for a set that exists already; Mismatch when the ranks do not add the same set. All
+    ranks raise alike, and nothing was added then.
     """
-    native = runtime.native()
-    if not runtime.dynamic_process_sets():
-        raise ValueError(
-            "add_process_set needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or "
-            "hvd.init(process_sets='dynamic')."
-        )
+    native = _dynamic("add_process_set")
     wanted = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     _register(native, wanted)
     return wanted
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Removes a set; every rank of the world calls it. False when it is not registered, and for the global set."""
-    native = runtime.native()
-    if not runtime.dynamic_process_sets():
-        raise ValueError(
-            "remove_process_set needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or "
-            "hvd.init(process_sets='dynamic')."
-        )
+    """Removes a set; every rank of the world calls it. False when it is not registered, and for the global set.
+
+    Its id may be given to a later set. A set that was made of communicators is removed with those of the other ranks.
+    Mismatch when the ranks do not remove the same set; nothing was removed then.
+    """
+    native = _dynamic("remove_process_set")
     number = process_set.process_set_id
     if not number or _registered.get(number) is not process_set:
         return False
-    native.remove_process_set(number)
-    del _registered[number]
-    process_set.process_set_id = None
+    theirs = _exchange("remove", [number, int(process_set.mpi_comm is not None)])
+    numbers = {number for number, _ in theirs}
+    if len(numbers) > 1 and not all(from_comm for _, from_comm in theirs):
+        raise _different(
+            "remove_process_set",
+            [f"process set {number}" for number, _ in theirs],
+            "Every rank must remove the same set.",
+        )
+    for one in sorted(numbers):
+        native.remove_process_set(one)
+        _registered.pop(one).process_set_id = None
     return True
 
 
-def _register(native: Any, wanted: ProcessSet) -> None:
-    if wanted.ranks is None:
-        wanted.ranks = _sorted_ranks(runtime.world_ranks_of(wanted.mpi_comm))
-    if wanted.ranks and wanted.ranks[-1] >= native.size:
+_KINDS = ("ranks", "communicator", "foreign communicator")
+
+
+def _dynamic(call: str) -> Any:
+    native = runtime.native()
+    if not runtime.dynamic_process_sets():
         raise ValueError(
-            f"{wanted} has a rank outside the world of {native.size} ranks (0..{native.size - 1})."
+            f"{call} needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or hvd.init(process_sets='dynamic')."
         )
-    if not wanted.ranks:
-        raise ValueError(f"{wanted} is empty; a process set needs at least one rank.")
+    return native
+
+
+def _exchange(call: str, mine: list[int]) -> list[list[int]]:
+    """Every rank's list, by rank: what is registered or removed is agreed on before anything changes."""
+    import numpy as np
+
+    from horoclone import arrays
+
+    everything = arrays.allgather(np.array([len(mine), *mine], np.int64), f"horoclone.process_set.{call}")
+    lists, at = [], 0
+    while at < everything.size:
+        end = at + 1 + int(everything[at])
+        lists.append([int(value) for value in everything[at + 1 : end]])
+        at = end
+    return lists
+
+
+def _different(call: str, by_rank: list[str], advice: str) -> errors.Mismatch:
+    other = next(rank for rank, text in enumerate(by_rank) if text != by_rank[0])
+    return errors.Mismatch(
+        f"{call}: rank 0 passed {by_rank[0]}, rank {other} passed {by_rank[other]}. {advice}"
+    )
+
+
+def _register(native: Any, wanted: ProcessSet) -> None:
+    kind, mine, foreign = "ranks", list(wanted.ranks or []), None
+    if wanted.mpi_comm is not None:
+        kind = "communicator"
+        try:
+            mine = runtime.world_ranks_of(wanted.mpi_comm)
+        except ValueError as error:  # the others are told before it is raised: they would wait
+            kind, mine, foreign = "foreign communicator", [], error
+    theirs = _exchange("add", [_KINDS.index(kind), *mine])
+    if foreign is not None:
+        raise foreign
+    lists_to_add = _agreed([_KINDS[number] for number, *_ in theirs], [ranks for _, *ranks in theirs])
+    for ranks in lists_to_add:
+        _check(native, ranks)
+    for ranks in lists_to_add:
+        own = wanted if len(lists_to_add) == 1 or native.rank in ranks else ProcessSet(ranks)
+        number = native.add_process_set(ranks)
+        own.ranks, own.process_set_id = ranks, number
+        _registered[number] = own
+
+
+def _agreed(kinds: list[str], lists: list[list[int]]) -> list[list[int]]:
+    """The sets to add, from what every rank has passed: one, or those of the communicators. The same on every rank."""
+    if "foreign communicator" in kinds:
+        culprit = kinds.index("foreign communicator")
+        raise ValueError(f"rank {culprit} passed a communicator with members outside the world of init()")
+    if all(kind == "communicator" for kind in kinds):
+        return _of_communicators(lists)
+    texts = [f"{kind} {ranks}" for kind, ranks in zip(kinds, lists, strict=True)]
+    if any(text != texts[0] for text in texts):
+        advice = (
+            "Every rank must add the same set; for sets that differ from rank to rank pass communicators."
+        )
+        raise _different("add_process_set", texts, advice)
+    return lists[:1]
+
+
+def _of_communicators(lists: list[list[int]]) -> list[list[int]]:
+    """The different sets among every rank's communicator, by their first rank. An empty list is MPI.COMM_NULL."""
+    found = sorted({tuple(sorted(ranks)) for ranks in lists if ranks})
+    outside = [rank for rank, ranks in enumerate(lists) if not ranks]
+    if outside and len(found) > 1:
+        raise ValueError(
+            f"rank {outside[0]} passed MPI.COMM_NULL, while the others' communicators make {len(found)} sets: which of "
+            "them its object stands for cannot be told. Give that rank a communicator of its own (a colour)."
+        )
+    return [list(ranks) for ranks in found]
+
+
+def _check(native: Any, ranks: list[int]) -> None:
+    if not ranks:
+        raise ValueError("a process set needs at least one rank; this one is empty.")
+    if ranks[-1] >= native.size:
+        raise ValueError(
+            f"the process set {ranks} has a rank outside the world of {native.size} ranks (0..{native.size - 1})."
+        )
     for other in _registered.values():
-        if other.ranks == wanted.ranks:
-            raise ValueError(f"A process set with ranks {wanted.ranks} exists already: {other}.")
-    number = native.add_process_set(wanted.ranks)
-    wanted.process_set_id = number
-    _registered[number] = wanted
+        if other.ranks == ranks:
+            raise ValueError(f"A process set with ranks {ranks} exists already: {other}.")
 
 
 def on_init(native: Any, wanted: Sequence[ProcessSet]) -> None:
@@ -145,8 +229,8 @@ def on_init(native: Any, wanted: Sequence[ProcessSet]) -> None:
     for index, entry in enumerate(wanted):
         try:
             _register(native, entry)
-        except ValueError as error:
-            raise ValueError(f"process_sets[{index}]: {error}") from None
+        except (ValueError, errors.Mismatch) as error:
+            raise type(error)(f"process_sets[{index}]: {error}") from None
 
 
 def clear() -> None:

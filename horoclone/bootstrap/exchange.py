@@ -63,13 +63,20 @@ class Job:
     """One world to be connected: everybody at the meeting, or the ranks of a list."""
 
     def __init__(
-        self, meeting: Meeting, rank: int, size: int, scope: str = "world", group: Any = None
+        self,
+        meeting: Meeting,
+        rank: int,
+        size: int,
+        scope: str = "world",
+        group: Any = None,
+        members: list[int] | None = None,
     ) -> None:
         self.meeting = meeting
         self.rank, self.size = rank, size
         self.generation = 0
         self._scope = scope
-        self._group = group  # MPI group whose ranks are ours; None when there is none
+        self._group = group  # MPI group of the world that the launcher started; None: that of COMM_WORLD
+        self._members = members  # its ranks in our order; None: all of them in theirs
 
     @property
     def name(self) -> str:
@@ -101,18 +108,21 @@ class Job:
             self.meeting.client.report_failure(self.rank, text, consequence)
 
     def world_ranks_of(self, comm: Any) -> list[int]:
-        """Our ranks of the members of an mpi4py communicator. ValueError when they are not all ours."""
+        """Our ranks of an mpi4py communicator's members, none of MPI.COMM_NULL. ValueError when not all are ours."""
         group = self._group
         if group is None:
             mpi = launchers.initialised_mpi()
             if mpi is None or not self.uses_mpi:
                 raise ValueError("a process set made of a communicator needs a job started by mpirun")
             group = mpi.COMM_WORLD.Get_group()
+        if not comm:  # MPI.COMM_NULL: this process is in none of the communicators that a Split has made
+            return []
         theirs = comm.Get_group()
         ranks = [int(rank) for rank in theirs.Translate_ranks(list(range(theirs.Get_size())), group)]
-        if min(ranks, default=0) < 0:
+        ours = list(range(self.size)) if self._members is None else self._members
+        if not set(ranks) <= set(ours):
             raise ValueError("the communicator of a process set has members outside the world of init()")
-        return ranks
+        return [ours.index(rank) for rank in ranks]
 
     def close(self) -> None:
         self.meeting.close()
@@ -178,7 +188,7 @@ def _checked_ranks(comm: Any, placement: Placement) -> list[int]:
 def _part(job: Job, ranks: list[int]) -> Job:
     if not ranks or ranks == list(range(job.size)):
         return job
-    return Job(job.meeting, ranks.index(job.rank), len(ranks), _scope(ranks))
+    return Job(job.meeting, ranks.index(job.rank), len(ranks), _scope(ranks), job._group, ranks)
 
 
 def _scope(ranks: list[int]) -> str:
@@ -217,7 +227,7 @@ def _meet_again(
             previous.close()
         meeting = _meet(placement, ranks, environ, deadline)
         meeting.key = key
-    return Job(meeting, rank, len(ranks))
+    return Job(meeting, rank, len(ranks), members=ranks)
 
 
 def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline: float) -> Meeting:
