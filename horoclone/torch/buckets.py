@@ -7,6 +7,7 @@ Owner: reducer.py; thread: whichever runs backward or step.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +28,7 @@ class Slot:
 
     __slots__ = (
         "apart", "arrived", "backward", "bucket", "counted", "expected", "fires", "fires_in_pass", "left",
-        "name", "parameter", "passes", "pending", "sparse_dim", "view",
+        "name", "parameter", "passes", "pending", "sparse_dim", "used", "view",
     )  # fmt: skip
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
@@ -39,6 +40,7 @@ class Slot:
         self.left = 1
         self.counted = True  # its bucket waits for it in this step
         self.arrived = False  # complete and in its bucket, or submitted
+        self.used = False  # this rank had a gradient for it in this step
         self.apart = False  # in this step parameter.grad is not the view: copied in, result copied back
         self.sparse_dim = 0  # > 0: gradients are sparse, with so many sparse dimensions
         self.pending: Any = None  # (handle, wire tensor, compression context) while reduced alone
@@ -51,6 +53,13 @@ class Slot:
     def strides(self) -> tuple[int, ...]:
         """Of the gradient in its bucket: the parameter's, if it is dense without overlap."""
         return torch.empty_like(self.parameter, device="meta").stride()
+
+    def empty_sparse(self) -> torch.Tensor:
+        """The sparse gradient of a rank that has none."""
+        shape, sparse_dim = self.parameter.shape, self.sparse_dim
+        indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
+        values = torch.empty((0, *shape[sparse_dim:]), dtype=self.parameter.dtype)
+        return torch.sparse_coo_tensor(indices, values, shape)
 
     def place(self, grad: torch.Tensor) -> None:
         """Copies a gradient into the bucket and makes parameter.grad the view, where dtypes allow."""
@@ -83,7 +92,10 @@ class Bucket:
         self.address = self.flat.data_ptr()
         self.number = NUMBER_OF[dtype]
         self.waiting = 0  # counted slots that have not arrived
-        self.handle = 0  # 0: not submitted
+        self.sent = False
+        self.handle: Any = None  # of the operation under way
+        self.exposed: Any = None  # GradientBucket, where a GradientCompressor reduces it
+        self.work: Any = None  # the compressor's generator, while it runs
 
 
 def _allocate(runtime: Runtime, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -93,6 +105,18 @@ def _allocate(runtime: Runtime, count: int, dtype: torch.dtype) -> torch.Tensor:
     except HorovodInternalError:
         return torch.zeros(count, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=count)
+
+
+def groups_of(groups: int | Sequence[Sequence[torch.Tensor]], dense: Sequence[Slot]) -> list[list[Slot]]:
+    """The user's `groups` argument as slots: so many groups of `dense`, or lists of parameters that are in it."""
+    if isinstance(groups, int):
+        if groups <= 0:
+            return []
+        size, extra = divmod(len(dense), groups)
+        bounds = [k * size + min(k, extra) for k in range(groups + 1)]
+        return [list(dense[a:b]) for a, b in pairwise(bounds) if b > a]
+    slot_of = {slot.parameter: slot for slot in dense}
+    return [[slot_of[p] for p in group if p in slot_of] for group in groups]
 
 
 def plan_buckets(

@@ -6,19 +6,8 @@ from typing import Any
 
 import torch
 
-
-class Compressor:
-    """Base class of user-defined compressors: two static methods, no state."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns what goes over the wire, and whatever `decompress` needs to undo it."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Returns the tensor in its original form. `ctx` comes from `compress`."""
-        raise NotImplementedError
+from horoclone.ops import Average, Sum
+from horoclone.torch.compressor import Compressor, GradientCompressor
 
 
 class NoneCompressor(Compressor):
@@ -66,3 +55,18 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+
+
+def checked_compression(compression: Any, op: int, predivide: float) -> Any:
+    """The compressor that an optimizer uses: an own object for each optimizer where it keeps state.
+
+    ValueError for reductions that a GradientCompressor cannot do.
+    """
+    if isinstance(compression, type) and issubclass(compression, GradientCompressor):
+        compression = compression()
+    if isinstance(compression, GradientCompressor) and (op not in (Average, Sum) or predivide != 1.0):
+        raise ValueError(
+            f"{type(compression).__name__} works with op=hvd.Average and op=hvd.Sum and without "
+            "gradient_predivide_factor: it does not send the gradients themselves"
+        )
+    return compression

@@ -19,8 +19,8 @@ from horoclone.errors import Unsupported
 from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import mpi_ops
-from horoclone.torch.compression import Compression
-from horoclone.torch.reducer import Reducer
+from horoclone.torch.compression import Compression, checked_compression
+from horoclone.torch.reducer import Reducer, Terms
 
 # Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
 _UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
@@ -73,6 +73,13 @@ class DistributedMixin:
             yield
         finally:
             self._should_synchronize = True
+
+    def register_local(self, parameters: Any) -> None:
+        """Leaves the gradients of a parameter, a module's parameters, or several of either to this rank.
+
+        Call it before backward. A parameter that other ranks have too must be made local on all of them.
+        """
+        self._reducer.add_local(_parameters_of(parameters))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are accumulated locally before gradients are reduced."""
@@ -199,6 +206,10 @@ def DistributedOptimizer(
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
     process_set: ProcessSet = global_process_set,
+    *,
+    local_parameters: Any = (),
+    scale_local_gradients: bool = True,
+    unused_as_none: bool = False,
 ) -> Any:
     """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
 
@@ -206,13 +217,16 @@ def DistributedOptimizer(
     of gradients on the wire. backward_passes_per_step: passes accumulated locally. op: Average or Sum (also Min, Max,
     Product for dense gradients). gradient_predivide_factor: splits Average into 1/f before and f/size after the sum.
     groups (num_groups in older scripts): a number of groups, or lists of parameters, to be reduced together.
-    sparse_as_dense: turns sparse gradients into dense ones first.
+    sparse_as_dense: turns sparse gradients into dense ones first. local_parameters: parameters or modules whose
+    gradients stay on this rank, divided by the set's size under Average unless scale_local_gradients is False.
+    unused_as_none: a gradient that no rank has computed in a step is None, not zeros. docs/optimizer.md has the rest.
 
     Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
     groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init(), Unsupported for
     Adasum.
     """
     _check_arguments(optimizer, op, gradient_predivide_factor, process_set)
+    compression = checked_compression(compression, op, gradient_predivide_factor)
     passes = _checked_passes(backward_passes_per_step)
     included = bool(process_set.included())
     base = type(optimizer)
@@ -233,7 +247,17 @@ def DistributedOptimizer(
     wrapped._announced = False
     wrapped._should_synchronize = True
     wrapped.backward_passes_per_step = passes
-    reducer = Reducer(passes, op, gradient_predivide_factor, compression, sparse_as_dense, process_set)
+    terms = Terms(
+        op,
+        gradient_predivide_factor,
+        compression,
+        sparse_as_dense,
+        unused_as_none,
+        scale_local_gradients,
+        process_set,
+    )
+    reducer = Reducer(passes, terms)
+    reducer.add_local(_parameters_of(local_parameters))
     reducer.groups = _checked_groups(num_groups, groups)
     wrapped._reducer = reducer
     if included:
@@ -253,6 +277,17 @@ def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: Pro
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         raise Unsupported("op=hvd.Adasum is not supported by this version; use op=hvd.Average.")
     resolve_reduce(None, op)
+
+
+def _parameters_of(things: Any) -> list[torch.Tensor]:
+    """The parameters of a parameter, a module, or several of either. ValueError for anything else."""
+    if isinstance(things, torch.Tensor):
+        return [things]
+    if isinstance(things, torch.nn.Module):
+        return list(things.parameters())
+    if isinstance(things, Iterable) and not isinstance(things, (str, bytes)):
+        return [parameter for thing in things for parameter in _parameters_of(thing)]
+    raise ValueError(f"local parameters must be parameters or modules, not {type(things).__name__}")
 
 
 def _checked_passes(passes: int) -> int:

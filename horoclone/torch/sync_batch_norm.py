@@ -36,6 +36,23 @@ class SyncBatchNorm(_BatchNorm):
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
 
+    @classmethod
+    def convert_sync_batchnorm(
+        cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
+    ) -> torch.nn.Module:
+        """Replaces every batch normalisation layer in `module`; its parameters and buffers stay the same objects.
+
+        Returns `module`, or the layer's replacement if `module` is one. Call it before the optimizer is made.
+        """
+        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
+            options = (module.eps, module.momentum, module.affine, module.track_running_stats)
+            layer = cls(module.num_features, *options, process_set=process_set)
+            layer._parameters, layer._buffers = module._parameters, module._buffers
+            return layer.train(module.training)
+        for name, child in module.named_children():
+            setattr(module, name, cls.convert_sync_batchnorm(child, process_set))
+        return module
+
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
             raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")

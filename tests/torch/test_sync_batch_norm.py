@@ -102,3 +102,48 @@ def test_inside_a_model_with_the_distributed_optimizer() -> None:
     state = torch.cat([t.detach().double().flatten() for t in model.state_dict().values()])
     rows = hvd.allgather(state.unsqueeze(0))
     assert torch.equal(rows[0], rows[1])
+
+
+@ranks(4, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_statistics_of_a_process_set_in_float64_and_float16() -> None:
+    pair = hvd.add_process_set([1, 3])
+    if pair.included():
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float16, 2e-2)):
+            shape = (5, 3, 4, 4)
+            sync, reference = hvd.SyncBatchNorm(3, process_set=pair).to(dtype), plain(4).double()
+            mine = (share(shape, hvd.rank()) / 4).to(dtype).requires_grad_()
+            whole = torch.cat([(share(shape, r) / 4).to(dtype) for r in (1, 3)]).double().requires_grad_()
+            out, expected = sync(mine), reference(whole)
+            first = 0 if hvd.rank() == 1 else len(share(shape, 1))
+            here = slice(first, first + len(mine))
+            assert out.dtype == dtype and torch.allclose(out.double(), expected[here], atol=tolerance)
+            factor = torch.linspace(-1, 1, whole.numel()).double().view_as(whole)
+            (out.double().square() * factor[here]).sum().backward()
+            (expected.square() * factor).sum().backward()
+            assert torch.allclose(mine.grad.double(), whole.grad[here], atol=tolerance, rtol=tolerance)
+            assert torch.allclose(sync.running_mean.double(), reference.running_mean, atol=tolerance)
+            assert torch.allclose(sync.running_var.double(), reference.running_var, rtol=max(1e-6, tolerance))
+    hvd.barrier()
+    hvd.remove_process_set(pair)
+
+
+@ranks(2)
+def test_converting_a_model_keeps_its_parameters_and_buffers() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Conv2d(1, 3, 3),
+        torch.nn.BatchNorm2d(3, momentum=0.3),
+        torch.nn.Sequential(torch.nn.BatchNorm2d(3)),
+    )
+    before = dict(model.named_parameters()) | dict(model.named_buffers())
+    converted = hvd.SyncBatchNorm.convert_sync_batchnorm(model)
+    assert converted is model
+    assert isinstance(model[1], hvd.SyncBatchNorm) and isinstance(model[2][0], hvd.SyncBatchNorm)
+    assert model[1].momentum == 0.3
+    after = dict(model.named_parameters()) | dict(model.named_buffers())
+    assert before.keys() == after.keys() and all(after[name] is t for name, t in before.items())
+    x = torch.randn(3 + hvd.rank(), 1, 6, 6, generator=torch.Generator().manual_seed(hvd.rank()))
+    model(x).square().mean().backward()
+    rows = hvd.allgather(model[2][0].running_mean.unsqueeze(0))
+    assert torch.equal(rows[0], rows[1])
+    assert isinstance(hvd.SyncBatchNorm.convert_sync_batchnorm(torch.nn.BatchNorm1d(4)), hvd.SyncBatchNorm)

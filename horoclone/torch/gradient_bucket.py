@@ -1,0 +1,76 @@
+"""A bucket of gradients as a GradientCompressor sees it: memory, views, state, and operations among the same ranks."""
+
+# mypy: disable-error-code="no-any-return"
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from horoclone.errors import HorovodInternalError
+from horoclone.ops import Average, Sum
+from horoclone.process_sets import ProcessSet
+from horoclone.torch import mpi_ops
+from horoclone.torch.buckets import Bucket
+
+
+class GradientBucket:
+    """Gradients of one dtype that are reduced together; the same ones, in the same order, on every rank."""
+
+    def __init__(self, bucket: Bucket, name: str, op: int, process_set: ProcessSet) -> None:
+        self.flat = bucket.flat  # 1-d, all gradients; where there are gaps between them, zeros
+        self.gradients: list[torch.Tensor] = [slot.view for slot in bucket.slots]  # type: ignore[misc]
+        self.names = [slot.name for slot in bucket.slots]
+        self.index = bucket.index
+        self.state: dict[Any, Any] = {}  # the compressor's; kept from step to step
+        self.size = process_set.size() or 1
+        self.rank = process_set.rank() or 0  # within the process set
+        self.divisor = self.size if op == Average else 1
+        self._name, self._op, self._set = name, op, process_set
+
+    def allreduce(self, tensor: torch.Tensor, label: str) -> int:
+        """Starts the optimizer's reduction (Average or Sum) of a contiguous tensor, in place. Returns a handle.
+
+        label: differs between the operations of one call of `reduce`.
+        """
+        return mpi_ops.allreduce_async_(tensor, None, f"{self._name}.{label}", self._op, 1.0, 1.0, self._set)
+
+    def allreduce_sum(self, tensor: torch.Tensor, label: str) -> int:
+        """Starts a sum, whatever the optimizer's reduction is."""
+        return mpi_ops.allreduce_async_(tensor, None, f"{self._name}.{label}", Sum, 1.0, 1.0, self._set)
+
+    def allgather(self, tensor: torch.Tensor, label: str) -> int:
+        """Starts an allgather; the result has everybody's rows in rank order."""
+        return mpi_ops.allgather_async(tensor, f"{self._name}.{label}", self._set)
+
+    def alltoall(self, tensor: torch.Tensor, label: str) -> Exchange:
+        """Starts an exchange of equal shares of the first dimension; the result has a share from every rank."""
+        return Exchange(mpi_ops.alltoall_async(tensor, None, f"{self._name}.{label}", self._set))
+
+
+class Exchange:
+    """Handle of an alltoall of equal shares, whose result is the tensor alone."""
+
+    def __init__(self, handle: int) -> None:
+        self.parts = (handle,)
+
+    def __call__(self) -> torch.Tensor:
+        return mpi_ops.synchronize(self.parts[0])[0]
+
+
+def run_compressors(buckets: Sequence[Bucket], errors: list[Exception]) -> None:
+    """Lets the compressors under way end, stage by stage through all buckets: one's arithmetic overlaps with the
+    others' messages. Errors of operations are added to `errors`."""
+    running = [bucket for bucket in buckets if bucket.work is not None]
+    while running:
+        for bucket in running:
+            try:
+                output = mpi_ops.synchronize(bucket.handle) if bucket.handle is not None else None
+                bucket.handle = bucket.work.send(output)
+            except StopIteration:
+                bucket.work = None
+            except (HorovodInternalError, ValueError) as error:
+                errors.append(error)
+                bucket.work = None
+        running = [bucket for bucket in running if bucket.work is not None]
