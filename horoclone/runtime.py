@@ -249,6 +249,11 @@ def dynamic_process_sets() -> bool:
     return _dynamic
 
 
+def job_secret() -> bytes:
+    """What the ranks of this job share and nobody else knows; empty before init()."""
+    return _job.secret if _job is not None and _native is not None else b""
+
+
 def world_ranks_of(comm: Any) -> list[int]:
     """World ranks of the members of an mpi4py communicator."""
     if _job is None:

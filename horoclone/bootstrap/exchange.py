@@ -159,6 +159,18 @@ def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, 
     return _part(_meet_again((placement,), placement, everybody, environ, deadline, previous), ranks)
 
 
+def meet_on_this_host(token: str, rank: int, size: int, environ: Environment, deadline: float) -> Job:
+    """The job of `size` processes of one user on this host that know `token` from elsewhere; the caller closes it.
+
+    Timeout at the deadline (time.monotonic()) when rank 0 does not come; Job.gather names the others.
+    """
+    placement = Placement("c10d", rank, size, rank, size, token, "the processes share a token")
+    if size == 1:
+        return Job(_meet(placement, [0], environ, deadline), rank, size)
+    meeting = _meet_on_this_host(placement, rank, size, "token", b"", environ, deadline)
+    return Job(meeting, rank, size)
+
+
 def _as_placement(job: Job) -> Placement:
     return Placement("mpi", job.rank, job.size, -1, -1, "", "MPI is initialised")
 

@@ -10,7 +10,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.torch import elastic, mpi_ops
+from horoclone.torch import c10d, elastic, mpi_ops
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
     allgather_object,
@@ -26,5 +26,5 @@ __all__ = [
     *mpi_ops.__all__,
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "elastic",
+    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "elastic",
 ]  # fmt: skip

@@ -1,0 +1,484 @@
+"""torch.distributed on horoclone: `init_process_group("horoclone")` for CPU tensors, after `import horoclone.torch`.
+
+Each process group has a runtime of its own (c10d_meeting.py), whose world is the group: groups never wait for each
+other, nor for hvd's operations. Works and futures are in c10d_work.py. Thread: the caller's submits.
+"""
+
+# mypy: disable-error-code="misc, no-untyped-call, override, assignment"
+from __future__ import annotations
+
+import atexit
+import os
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import reduce as fold
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from horoclone import ops
+from horoclone.errors import HorovodInternalError, Timeout, Unsupported
+from horoclone.torch.c10d_meeting import connect, install_rendezvous
+from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, ops_name, reduction
+from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
+from horoclone.torch.tensors import address_of, from_result, number_of
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+BACKEND = "horoclone"
+DEFAULT_TIMEOUT_S = 1800.0  # torch's: nobody asked for it, so a rank that is alive and late is waited for
+EXIT_S = 5.0
+
+Tensors = Sequence[torch.Tensor]
+
+_open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
+
+
+class HorocloneGroup(dist.ProcessGroup):
+    """A process group of torch.distributed. Ranks in its arguments are ranks of the group.
+
+    Tensors are contiguous, in host memory. Reductions take the dtypes of hvd.allreduce; operations that only move data
+    take every dtype. Errors come from wait(): Mismatch, PeerLost, Aborted, Timeout; ValueError and Unsupported at once.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self._store, self._rank, self._size = store, rank, size
+        seconds = timeout.total_seconds()
+        self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds
+        self._runtime: Runtime | None = connect(
+            store, rank, size, seconds if seconds > 0 else DEFAULT_TIMEOUT_S
+        )
+        self._flight = InFlight(self._runtime)
+        self._name = self._description = ""
+        self._monitored = 0  # monitored barriers so far
+        _open_groups.add(self)
+
+    # --- facts and life ---
+
+    def getBackendName(self) -> str:
+        """Read by DDP's logger."""
+        return BACKEND
+
+    _get_backend_name = getBackendName
+
+    def getRank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def getSize(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    rank, size, name = getRank, getSize, getBackendName
+
+    # torch's own keep the names in their backends, of which this group has none.
+    def setGroupName(self, name: str) -> None:
+        """Called by torch when the group is made."""
+        self._name = name
+
+    def setGroupDesc(self, text: str) -> None:
+        """Called by torch when the group is made."""
+        self._description = text
+
+    def getGroupName(self) -> str:
+        """The name by which compiled code finds the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """What init_process_group or new_group was given."""
+        return self._description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """The time limit of operations that start from now on."""
+        self._limit_s = timeout.total_seconds() or None
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Finishes what every rank has started, and closes. Called by destroy_process_group and at exit."""
+        runtime, self._runtime = self._runtime, None
+        if runtime is None:
+            return
+        try:
+            runtime.shutdown(EXIT_S)
+        except HorovodInternalError:
+            pass  # the works have the error
+        self._flight.close()
+
+    def abort(self) -> None:
+        """Fails every pending operation on all ranks."""
+        if self._runtime is not None:
+            self._runtime.abort(f"rank {self._rank} of the process group called abort()")
+
+    # --- submission ---
+
+    def _native(self) -> Runtime:
+        if self._runtime is None:
+            raise HorovodInternalError(
+                "this process group has been destroyed; call init_process_group again."
+            )
+        return self._runtime
+
+    def _submit(
+        self, op: int, source: torch.Tensor, target: torch.Tensor | None, *, shape: Sequence[int] | None = None,
+        dtype: int | None = None, reduce: int = ops.Sum, prescale: float = 1.0, root: int = 0,
+        splits: Sequence[int] | None = None, outputs: Tensors = (), kept: Any = None, finish: Finish | None = None,
+    ) -> Work:  # fmt: skip
+        """target None: the core owns the result, and `finish` copies it."""
+        number = number_of(source, None) if dtype is None else dtype
+        handle = self._native().submit(
+            op, None, address_of(source), 0 if target is None else address_of(target),
+            source.shape if shape is None else tuple(shape), number, reduce, prescale, 1.0, root, 0, splits,
+        )  # fmt: skip
+        return self._work(handle, outputs, (source, target, kept), finish, ops_name(op))
+
+    def _work(
+        self, handle: int, outputs: Tensors, kept: Any, finish: Finish | None, what: str, **more: Any
+    ) -> Work:
+        what = f"{what} in process group {self._name!r}"
+        return Work(self._flight, handle, outputs, kept, finish, what=what, limit_s=self._limit_s, **more)
+
+    # --- reductions ---
+
+    def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
+        """Reduces one tensor, or several of one call, in place."""
+        tensors = listed(tensors)
+        kind, reduce, factor = reduction(opts)
+        if kind in BITWISE:
+            return self._fold(tensors, BITWISE[kind])
+        if len(tensors) == 1:
+            tensor = tensors[0]
+            return self._submit(
+                ops.ALLREDUCE, tensor, tensor, reduce=reduce, prescale=factor, outputs=tensors
+            )
+        addresses = [address_of(t) for t in tensors]
+        numbers = [number_of(t, None) for t in tensors]
+        shapes = [t.shape for t in tensors]
+        handle = self._native().submit_group(
+            ops.ALLREDUCE, None, addresses, addresses, shapes, numbers, reduce, factor, 1.0, 0, 0
+        )
+        return self._work(handle, tensors, tensors, None, "allreduce_coalesced")
+
+    allreduce_coalesced = allreduce
+
+    def _fold(self, tensors: Tensors, operation: Callable[..., torch.Tensor]) -> Work:
+        if any(t.dtype.is_floating_point or t.is_complex() for t in tensors):
+            raise ValueError("bitwise reductions need whole numbers or bool")
+        flat = torch.cat([as_bytes(t) for t in tensors])
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            rows = from_result(runtime.result(handle), (), torch.uint8).view(self._size, -1)
+            copy_apart(fold(operation, rows), tensors)
+
+        return self._submit(ops.ALLGATHER, flat, None, outputs=tensors, finish=finish)
+
+    def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> Work:
+        """Reduces into the tensor of rank opts.rootRank; the others' tensors stay as they are."""
+        tensors = listed(tensors)
+        root = opts.rootRank if hasattr(opts, "rootRank") else int(opts)
+        given = op if op is not None else opts
+        if self._rank == root:
+            return self.allreduce(tensors, given)
+        return self.allreduce([t.clone() for t in tensors], given)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        """output gets this rank's chunk of the sum: source has size times its elements."""
+        if source.numel() != self._size * output.numel():
+            raise ValueError(
+                f"reduce_scatter: the input has {source.numel()} elements, not {self._size} times the output's "
+                f"{output.numel()}"
+            )
+        return self._reduce_parts([output], [source], opts)
+
+    reduce_scatter_single = _reduce_scatter_base
+
+    def _reduce_parts(self, outputs: Tensors, sources: Tensors, opts: Any) -> Work:
+        """Pairs (output, source of size chunks); several pairs are laid out so that one operation does them all."""
+        kind, reduce, factor = reduction(opts)
+        for output in outputs:
+            number_of(output, None)
+        rows = [source.reshape(self._size, -1) for source in sources]
+        flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
+        if reduce not in (ops.Sum, ops.Average) or kind in BITWISE:
+            whole = flat.clone()
+            work = self.allreduce([whole], opts)
+            inner = work._finish
+
+            def cut(runtime: Runtime, handle: int) -> None:
+                if inner is not None:
+                    inner(runtime, handle)
+                copy_apart(whole[self._rank], outputs)
+
+            work._outputs, work._finish = list(outputs), cut
+            return work
+        dtype = flat.dtype
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            copy_apart(from_result(runtime.result(handle), (flat.shape[1],), dtype), outputs)
+
+        return self._submit(
+            ops.REDUCESCATTER, flat, None, reduce=reduce, prescale=factor, outputs=outputs, kept=sources,
+            finish=finish,
+        )  # fmt: skip
+
+    def reduce_scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+        """outputs: one tensor; sources: a list of one tensor per rank, each of the size of that rank's output."""
+        (output,), parts = listed(outputs), sources[0] if isinstance(sources[0], (list, tuple)) else sources
+        if all(part.numel() == output.numel() for part in parts):
+            return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
+        whole = torch.cat([part.reshape(-1) for part in parts])
+        start = sum(part.numel() for part in parts[: self._rank])
+        work = self.allreduce([whole], opts)
+        inner = work._finish
+
+        def cut(runtime: Runtime, handle: int) -> None:
+            if inner is not None:
+                inner(runtime, handle)
+            output.view(-1).copy_(whole[start : start + output.numel()])
+
+        work._outputs, work._finish = [output], cut
+        return work
+
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
+        """Several reduce_scatter_tensor as one operation."""
+        if len({s.dtype for s in sources}) > 1:
+            raise ValueError("coalesced reduce_scatter needs tensors of one dtype")
+        return self._reduce_parts(outputs, sources, opts)
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # --- movement ---
+
+    def broadcast(self, tensors: Any, opts: Any = None, root: int | None = None) -> Work:
+        """Overwrites the tensor with that of rank opts.rootRank."""
+        (tensor,) = listed(tensors)
+        if root is None:
+            root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
+        data = as_bytes(tensor)
+        return self._submit(ops.BROADCAST, data, data, root=root, outputs=[tensor], kept=tensor)
+
+    def allgather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+        """outputs: a list of one tensor per rank, of that rank's size (sizes may differ)."""
+        parts = outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs
+        (source,) = listed(sources)
+        if len(parts) != self._size:
+            raise ValueError(f"all_gather: {len(parts)} outputs for {self._size} ranks")
+        return self._gather_bytes(as_bytes(source), list(parts), source)
+
+    def _gather_bytes(self, data: torch.Tensor, outputs: Tensors, kept: Any) -> Work:
+        for output in outputs:
+            as_bytes(output)
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            copy_apart(from_result(runtime.result(handle), (), torch.uint8), outputs)
+
+        return self._submit(ops.ALLGATHER, data, None, outputs=outputs, kept=kept, finish=finish)
+
+    def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
+        """output gets everybody's source, one after the other."""
+        if output.numel() != self._size * source.numel():
+            raise ValueError(
+                f"all_gather_into_tensor: the output has {output.numel()} elements, not {self._size} times the input's "
+                f"{source.numel()}"
+            )
+        return self._gather_bytes(as_bytes(source), [output], source)
+
+    all_gather_single = _allgather_base
+
+    def all_gather_single_coalesced(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
+        """Several all_gather_into_tensor as one operation."""
+        parts = [as_bytes(source) for source in sources]
+        data = torch.cat(parts)
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            rows = from_result(runtime.result(handle), (), torch.uint8).view(self._size, -1)
+            pieces = rows.split([part.numel() for part in parts], 1)
+            for output, piece in zip(outputs, pieces, strict=True):
+                as_bytes(output).view(self._size, -1).copy_(piece)
+
+        return self._submit(ops.ALLGATHER, data, None, outputs=outputs, finish=finish)
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def allgather_coalesced(self, output_lists: Any, sources: Tensors, opts: Any = None) -> Work:
+        """output_lists: for each rank a list of one tensor per source."""
+        if len(output_lists) != self._size:
+            raise ValueError(
+                f"all_gather_coalesced: {len(output_lists)} lists of outputs for {self._size} ranks"
+            )
+        outputs = [output for of_rank in output_lists for output in of_rank]
+        return self._gather_bytes(torch.cat([as_bytes(s) for s in sources]), outputs, sources)
+
+    def gather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+        """Rank opts.rootRank gets everybody's tensor into its list of outputs."""
+        (source,) = listed(sources)
+        if self._rank == opts.rootRank:
+            return self.allgather(outputs, [source])
+        return self._submit(ops.ALLGATHER, as_bytes(source), None, kept=source)
+
+    def scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
+        """Each rank gets its entry of the list that rank opts.rootRank has."""
+        (output,) = listed(outputs)
+        row = output.numel() * output.element_size()
+        if self._rank == opts.rootRank:
+            parts = sources[0] if isinstance(sources[0], (list, tuple)) else sources
+            if len(parts) != self._size or any(p.numel() != output.numel() for p in parts):
+                raise ValueError(f"scatter: needs {self._size} tensors of {output.numel()} elements each")
+            data = torch.cat([as_bytes(part) for part in parts])
+            splits = [row] * self._size
+        else:
+            data, splits = torch.empty(0, dtype=torch.uint8), [0] * self._size
+        return self._exchange(data, splits, [output])
+
+    def alltoall_base(
+        self,
+        output: torch.Tensor,
+        source: torch.Tensor,
+        output_splits: Any,
+        input_splits: Any,
+        opts: Any = None,
+    ) -> Work:
+        """Cuts source along its first dimension (input_splits rows for each rank, or equal parts)."""
+        sizes = []
+        for tensor, splits, what in ((source, input_splits, "input"), (output, output_splits, "output")):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            row = as_bytes(tensor).numel() // rows if rows else 0
+            if not splits:
+                if rows % self._size:
+                    raise ValueError(f"all_to_all_single: {rows} {what} rows for {self._size} ranks")
+                splits = [rows // self._size] * self._size
+            if len(splits) != self._size or sum(splits) != rows:
+                raise ValueError(f"all_to_all_single: {what} splits {list(splits)} for {rows} rows")
+            sizes.append([int(count) * row for count in splits])
+        return self._exchange(as_bytes(source), sizes[0], [output], sizes[1], source)
+
+    all_to_all_single = alltoall_base
+
+    def alltoall(self, outputs: Tensors, sources: Tensors, opts: Any = None) -> Work:
+        """outputs[r] gets what rank r has in sources[this rank]."""
+        if len(outputs) != self._size or len(sources) != self._size:
+            raise ValueError(f"all_to_all: needs {self._size} inputs and as many outputs")
+        parts = [as_bytes(source) for source in sources]
+        expected = [as_bytes(output).numel() for output in outputs]
+        return self._exchange(torch.cat(parts), [p.numel() for p in parts], outputs, expected)
+
+    def _exchange(
+        self, data: torch.Tensor, splits: Sequence[int], outputs: Tensors,
+        expected: Sequence[int] | None = None, kept: Any = None,
+    ) -> Work:  # fmt: skip
+        for output in outputs:
+            as_bytes(output)
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            result = runtime.result(handle)
+            if expected is not None and list(result.rows_from) != list(expected):
+                raise ValueError(
+                    f"all_to_all: the ranks sent {list(result.rows_from)} bytes, the outputs have {list(expected)}"
+                )
+            copy_apart(from_result(result, (), torch.uint8), outputs)
+
+        return self._submit(
+            ops.ALLTOALL, data, None, splits=list(splits), outputs=outputs, kept=kept, finish=finish
+        )
+
+    # --- barriers ---
+
+    def barrier(self, opts: Any = None) -> Work:
+        """Complete when every rank has called it."""
+        handle = self._native().submit(ops.BARRIER, None, 0, 0, (), 0)
+        return self._work(handle, [], None, None, "barrier")
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier whose rank 0 names the ranks that did not come in time (the first one, or all with wait_all_ranks).
+
+        torch.distributed.monitored_barrier itself takes gloo only: call it on the group. Raises Timeout on every rank
+        that has come.
+        """
+        self._monitored += 1
+        limit_s = (timeout or timedelta(seconds=self._limit_s or DEFAULT_TIMEOUT_S)).total_seconds()
+        deadline = time.monotonic() + limit_s
+        prefix = f"monitored/{self._monitored}"
+        if self._rank != 0:
+            self._store.set(f"{prefix}/{self._rank}", b"here")
+            self._wait_in_store([f"{prefix}/verdict"], deadline + 1.0, "rank 0 did not answer")
+            verdict = bytes(self._store.get(f"{prefix}/verdict")).decode()
+        else:
+            missing = []
+            for rank in range(1, self._size):
+                try:
+                    self._wait_in_store([f"{prefix}/{rank}"], deadline, "")
+                except Timeout:
+                    missing.append(rank)
+                    if not wait_all_ranks:
+                        break
+            verdict = f"ranks {missing} did not come within {limit_s:g} s" if missing else ""
+            self._store.set(f"{prefix}/verdict", verdict.encode())
+        if verdict:
+            raise Timeout(f"monitored_barrier: {verdict}")
+
+    def _wait_in_store(self, keys: list[str], deadline: float, text: str) -> None:
+        try:
+            self._store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            raise Timeout(f"monitored_barrier: {text}") from error
+
+    # --- point to point ---
+
+    def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
+        """Not supported by this version."""
+        raise Unsupported(
+            "the backend 'horoclone' has no send and recv yet: use all_to_all, broadcast or gather, or a gloo group"
+        )
+
+    recv = recv_anysource = send
+
+    # --- coalescing: operations between the two calls are works of their own ---
+
+    def _start_coalescing(self, device: Any) -> None:
+        pass
+
+    def _end_coalescing(self, device: Any) -> Work:
+        return Finished()
+
+
+# --- registration ---
+
+
+def _create(store: Any, rank: int, size: int, timeout: timedelta) -> HorocloneGroup:
+    return HorocloneGroup(store, rank, size, timeout)
+
+
+def _close_all() -> None:
+    for group in list(_open_groups):
+        group.shutdown()
+
+
+def _after_fork_in_child() -> None:
+    for group in list(_open_groups):
+        if group._runtime is not None:
+            group._runtime.after_fork_child()
+
+
+def register() -> None:
+    """Makes the backend known to torch.distributed; importing horoclone.torch does it. Once is enough."""
+    if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
+        return
+    dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+    install_rendezvous()
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+register()

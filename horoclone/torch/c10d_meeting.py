@@ -1,0 +1,160 @@
+"""How the members of a torch process group connect: from torch's store to a runtime of their own.
+
+Nothing that is read from the store is trusted with more than a name: on one host the kernel vouches for the members, on
+several they must share a secret. Also the rendezvous for launchers that set none of torch's variables.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import atexit
+import hashlib
+import hmac
+import importlib
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from horoclone import errors, objects, runtime
+from horoclone.bootstrap import exchange, launchers, wire
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
+    """A runtime whose world is the process group: every member calls it with the group's store.
+
+    Raises Timeout naming who is missing, Unsupported for several hosts without a common secret.
+    """
+    deadline = time.monotonic() + timeout_s
+    settings = runtime.settings_of(os.environ)
+    secret = _own_secret()
+    mine = f"{_host()}\n{_fingerprint(secret)}".encode()
+    entries = _gather(store, "host", rank, size, mine, deadline)
+    hosts, prints = zip(*(entry.decode().split("\n") for entry in entries), strict=True)
+    one_host = len(set(hosts)) == 1
+    if one_host:
+        if "127.0.0.1" in wire.routable_addresses():
+            settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
+        if rank == 0:
+            store.set("token", secrets.token_hex(16))
+        token = _get(store, "token", deadline, 0).decode()
+        job = exchange.meet_on_this_host(token, rank, size, os.environ, deadline)
+    elif not secret or len(set(prints)) > 1:
+        raise errors.Unsupported(
+            f"torch.distributed's backend 'horoclone': {exchange.WITHOUT_SECRET}, and call hvd.init() before "
+            "init_process_group()."
+        )
+    native: Runtime = runtime._core().Runtime(settings)
+    try:
+        if one_host:
+            endpoints, secret, name = job.gather(native.endpoint(), deadline, None), job.secret, job.name
+        else:
+            endpoints = _gather(store, "endpoint", rank, size, native.endpoint(), deadline)
+            name = "c10d:" + hashlib.sha256(b"".join(endpoints)).hexdigest()[:32]
+        native.connect(rank, endpoints, secret, name, 1, max(0.1, deadline - time.monotonic()))
+    except BaseException:
+        try:
+            native.shutdown(0.0)
+        except errors.HorovodInternalError:
+            pass  # the first error is the one to report
+        raise
+    finally:
+        if one_host:
+            job.close()
+    return native
+
+
+def _own_secret() -> bytes:
+    """Of the job that hvd.init() has joined, or from the environment; empty when there is none."""
+    return runtime.job_secret() or launchers.shared_secret(os.environ)
+
+
+def _fingerprint(secret: bytes) -> str:
+    return hmac.new(secret, b"c10d", "sha256").hexdigest()[:16] if secret else "-"
+
+
+def _host() -> str:
+    """The same for processes that can reach each other's abstract sockets as the same user."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
+
+
+def _gather(store: Any, key: str, rank: int, size: int, mine: bytes, deadline: float) -> list[bytes]:
+    store.set(f"{key}/{rank}", mine)
+    return [_get(store, f"{key}/{other}", deadline, other) for other in range(size)]
+
+
+def _get(store: Any, key: str, deadline: float, rank: int) -> bytes:
+    try:
+        store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
+    except RuntimeError as error:  # DistStoreError for a time-out
+        raise errors.Timeout(
+            f"torch.distributed's backend 'horoclone': rank {rank} of the process group did not come: {error}"
+        ) from error
+    return bytes(store.get(key))
+
+
+# --- rendezvous without torch's variables ---
+
+
+def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """A handler for env:// that does as torch's own where its variables are set; else it asks horoclone's launchers.
+
+    So init_process_group("horoclone") needs no arguments under horoclonerun, mpirun and srun, and in a process alone.
+    """
+
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
+        given = [name for name in TORCHS_VARIABLES if name in os.environ]
+        if given or "rank=" in url or "world_size=" in url:
+            yield from torchs_own(url, timeout, **kwargs)
+            return
+        runtime.init()
+        native = runtime.native()
+        yield _store(native, timeout), native.rank, native.size
+        raise RuntimeError("env:// cannot meet a second time")
+
+    return handler
+
+
+def _store(native: Runtime, timeout: timedelta) -> Any:
+    """A store for everybody: nothing but a dictionary alone, a private file on one host, else TCP at rank 0."""
+    if native.size == 1:
+        return dist.HashStore()
+    if native.local_size == native.size:
+        place = ""
+        if native.rank == 0:
+            place = tempfile.mkdtemp(prefix="horoclone-c10d-")
+            atexit.register(shutil.rmtree, place, ignore_errors=True)
+        place = objects.broadcast_object(place, 0)
+        return dist.FileStore(os.path.join(place, "store"), native.size)
+    server, place = None, ("", 0)
+    if native.rank == 0:
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        names = os.environ.get("HOROCLONE_NETWORK_INTERFACES") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
+        address = wire.routable_addresses(names)[0]
+        server = dist.TCPStore(address, port, native.size, True, timeout, wait_for_workers=False)
+        place = (address, server.port)
+    address, port = objects.broadcast_object(place, 0)
+    return server or dist.TCPStore(address, port, native.size, False, timeout, wait_for_workers=False)
+
+
+def install_rendezvous() -> None:
+    """Puts the handler in front of torch's for env://, which is what init_process_group uses by default. Once."""
+    handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
+    if getattr(handlers.get("env"), "__module__", "") != __name__:
+        handlers["env"] = rendezvous_of_any_launcher(handlers["env"])

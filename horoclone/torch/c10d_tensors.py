@@ -1,0 +1,74 @@
+"""What torch.distributed passes and what the core takes: reductions, and tensors as bytes. Used by c10d.py."""
+
+# mypy: disable-error-code="misc, no-untyped-call"
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from horoclone import ops
+from horoclone.torch.tensors import number_of
+
+Tensors = Sequence[torch.Tensor]
+_RedOp = dist.ReduceOp.RedOpType
+
+REDUCTIONS = {
+    _RedOp.SUM: ops.Sum,
+    _RedOp.AVG: ops.Average,
+    _RedOp.PRODUCT: ops.Product,
+    _RedOp.MIN: ops.Min,
+    _RedOp.MAX: ops.Max,
+    _RedOp.PREMUL_SUM: ops.Sum,
+}
+# The core has no bitwise reductions: everybody's bits are gathered and folded on each rank.
+BITWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    _RedOp.BAND: torch.bitwise_and,
+    _RedOp.BOR: torch.bitwise_or,
+    _RedOp.BXOR: torch.bitwise_xor,
+}
+
+
+def ops_name(op: int) -> str:
+    names = {ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast"}
+    return names.get(op) or {ops.ALLTOALL: "alltoall", ops.REDUCESCATTER: "reducescatter"}.get(
+        op, "operation"
+    )
+
+
+def listed(tensors: Any) -> list[torch.Tensor]:
+    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+
+
+def reduction(opts: Any) -> tuple[Any, int, float]:
+    """(torch's reduction, ours, factor before it) of options or of an operation; SUM without any."""
+    wish = getattr(opts, "reduceOp", opts)
+    if wish is None:
+        wish = _RedOp.SUM
+    kind = wish if isinstance(wish, _RedOp) else wish.op
+    factor = 1.0
+    if kind == _RedOp.PREMUL_SUM:
+        factor = float(wish.factor)
+    return kind, REDUCTIONS.get(kind, ops.Sum), factor
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same memory as uint8[bytes]. Refuses what is not dense, contiguous and in host memory."""
+    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
+        number_of(tensor, None)
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
+    """Cuts `flat` (of the outputs' dtype, or bytes) into the outputs. ValueError when it does not fit."""
+    flat = flat.reshape(-1)
+    targets = [as_bytes(o) if flat.dtype is torch.uint8 else o.detach().view(-1) for o in outputs]
+    if sum(t.numel() for t in targets) != flat.numel():
+        raise ValueError(
+            f"the ranks sent {flat.numel()} elements, the outputs have {[math.prod(o.shape) for o in outputs]}"
+        )
+    for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
+        target.copy_(part)

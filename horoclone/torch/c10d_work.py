@@ -1,0 +1,228 @@
+"""One c10d operation in flight: wait(), futures and errors of the process group in c10d.py.
+
+wait() drives the core on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
+thread `hc-c10d` of the group waits instead, in the order of submission.
+"""
+
+# mypy: disable-error-code="misc, no-untyped-call, override, assignment"
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from horoclone.errors import Aborted, HorovodInternalError, Timeout
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+Finish = Callable[["Runtime", int], None]  # puts the core's result where the caller wants it
+
+SWEEP_AT = (
+    64  # works in flight from which a new one first looks for those that ended and that nobody waited for
+)
+CLOSED = "the process group was destroyed while this operation was pending"
+
+
+class InFlight:
+    """The works of one group, alive until the core is done with their tensors; the thread that completes futures."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        self.runtime = runtime
+        self._works: dict[int, Work] = {}
+        self._sweep_at = SWEEP_AT
+        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, work: Work) -> None:
+        if len(self._works) >= self._sweep_at:
+            for other in list(self._works.values()):
+                if self.runtime.poll(other.handle):
+                    other.complete()
+            self._sweep_at = max(SWEEP_AT, 2 * len(self._works))
+        self._works[work.handle] = work
+
+    def remove(self, work: Work) -> None:
+        self._works.pop(work.handle, None)
+
+    def watch(self, work: Work) -> None:
+        """Has `work` completed by a thread. Collectives of a group start in one order on all ranks, so one thread that
+        waits for them in that order never waits in vain; point-to-point operations get threads of their own."""
+        if not work.is_ordered:
+            threading.Thread(target=work.complete, name="hc-c10d-p2p", daemon=True).start()
+            return
+        with self._lock:
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._complete_all, name="hc-c10d", daemon=True)
+                self._thread.start()
+        self._queue.put(work)
+
+    def _complete_all(self) -> None:
+        while (work := self._queue.get()) is not None:
+            work.complete()
+
+    def close(self) -> None:
+        """After the runtime was shut down: every work that is left gets its error."""
+        for work in list(self._works.values()):
+            work.complete()
+        self._queue.put(None)
+
+
+class Work(dist.Work):
+    """What torch.distributed returns for async_op=True. Thread: any."""
+
+    def __init__(
+        self,
+        flight: InFlight,
+        handle: int,
+        outputs: Sequence[torch.Tensor],
+        kept: Any,
+        finish: Finish | None,
+        *,
+        what: str,
+        limit_s: float | None,
+        is_ordered: bool = True,
+        source: int = -1,
+    ) -> None:
+        super().__init__()
+        self.handle = handle
+        self.is_ordered = is_ordered
+        self._flight = flight
+        self._outputs = list(outputs)
+        self._kept = kept  # the core reads or writes them until it is done
+        self._finish = finish
+        self._what = what
+        self._limit_s = limit_s
+        self._source = source
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._done = threading.Event()
+        self._lock = threading.Lock()  # guards completion and _future
+        self._watched = False
+        flight.add(self)
+
+    # --- what torch calls ---
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Returns True when the outputs are there. Raises the operation's error; Timeout after `timeout`, if given."""
+        if not self._done.is_set():
+            limit_s = timeout.total_seconds()
+            if limit_s > 0 or self._limit_s is not None or self._watched:
+                self._wait_watched(limit_s if limit_s > 0 else self._limit_s, limit_s <= 0)
+            else:
+                self.complete()
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def is_completed(self) -> bool:
+        """Whether wait() would return or raise at once."""
+        if not self._done.is_set() and not self._watched and self._flight.runtime.poll(self.handle):
+            self.complete()
+        return self._done.is_set()
+
+    def is_success(self) -> bool:
+        """True when it is complete and without error."""
+        return self.is_completed() and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """The error that wait() raises, None while there is none."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The outputs; waits for them."""
+        self.wait()
+        return self._outputs
+
+    def source_rank(self) -> int:
+        """Whom a recv() received from, as a rank of the group."""
+        return self._source
+
+    def synchronize(self) -> None:
+        """As wait()."""
+        self.wait()
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future with the list of outputs, or with the error."""
+        with self._lock:
+            if self._future is None:
+                self._future = torch.futures.Future()
+                if self._done.is_set():
+                    self._settle(self._future)
+                else:
+                    self._watch()
+            return self._future
+
+    getFuture = get_future
+
+    # --- completion ---
+
+    def complete(self) -> None:
+        """Waits for the core, keeps the error for wait(), settles the future. A signal's exception passes through."""
+        with self._lock:
+            if self._done.is_set():
+                return
+            try:
+                self._take()
+            except (HorovodInternalError, ValueError) as error:  # the core has let go of the tensors
+                self._error = error
+            self._flight.remove(self)
+            self._kept = self._finish = None
+            self._done.set()
+            if self._future is not None:
+                self._settle(self._future)
+
+    def _take(self) -> None:
+        runtime = self._flight.runtime
+        runtime.wait(self.handle)
+        try:
+            if self._finish is not None:
+                self._finish(runtime, self.handle)
+        finally:
+            runtime.release(self.handle)
+
+    def _settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+        if self._error is None:
+            future.set_result(self._outputs)
+        else:
+            future.set_exception(self._error)
+
+    def _watch(self) -> None:
+        if not self._watched:
+            self._watched = True
+            self._flight.watch(self)
+
+    def _wait_watched(self, limit_s: float | None, give_up: bool) -> None:
+        with self._lock:
+            if not self._done.is_set():
+                self._watch()
+        if self._done.wait(limit_s):
+            return
+        text = f"{self._what}: not complete after {limit_s:g} s, the time limit given to torch.distributed."
+        if not give_up:
+            raise Timeout(f"{text} It stays pending; wait() may be called again.")
+        self._flight.runtime.abort(text)  # so that no rank goes on with half of a result
+        self._done.wait(limit_s)
+        raise Timeout(f"{text} The process group cannot be used any more.") from self._error
+
+
+class Finished(Work):
+    """A work that had nothing to do, or failed before the core saw it."""
+
+    def __init__(self, outputs: Sequence[torch.Tensor] = (), error: BaseException | None = None) -> None:
+        dist.Work.__init__(self)
+        self._outputs, self._error, self._source = list(outputs), error, -1
+        self._future, self._watched = None, False
+        self._lock = threading.Lock()
+        self._done = threading.Event()
+        self._done.set()
+
+
+def closed_error() -> Aborted:
+    return Aborted(CLOSED)

@@ -1,0 +1,366 @@
+"""torch.distributed on the backend `horoclone`: collectives, futures, groups, errors, and what is built on them."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import ranks
+
+import horoclone.torch as hvd
+
+
+@contextmanager
+def distributed(backend: str = "horoclone", **more: Any) -> Iterator[tuple[int, int]]:
+    dist.init_process_group(backend, **more)
+    try:
+        yield dist.get_rank(), dist.get_world_size()
+    finally:
+        dist.destroy_process_group()
+
+
+def values(rank: int, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(rank)
+    return torch.randint(1, 5, shape, generator=chance).to(dtype)
+
+
+def raised(call: Any) -> Exception:
+    try:
+        call()
+    except Exception as error:
+        return error
+    raise AssertionError("nothing was raised")
+
+
+@ranks(1, 2, 3)
+def test_every_reduction() -> None:
+    with distributed() as (rank, size):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            parts = torch.stack([values(r, 3, 4, dtype=dtype) for r in range(size)])
+            expected = {
+                dist.ReduceOp.SUM: parts.sum(0).to(dtype),
+                dist.ReduceOp.PRODUCT: parts.prod(0).to(dtype),
+                dist.ReduceOp.MIN: parts.amin(0),
+                dist.ReduceOp.MAX: parts.amax(0),
+            }
+            if dtype is torch.float32:
+                expected[dist.ReduceOp.AVG] = parts.mean(0)
+                expected[dist._make_nccl_premul_sum(0.5)] = parts.sum(0) * 0.5
+            if dtype is torch.int64:
+                both = [parts[0].clone() for _ in range(3)]
+                for part in parts[1:]:
+                    both = [both[0] & part, both[1] | part, both[2] ^ part]
+                kinds = (dist.ReduceOp.BAND, dist.ReduceOp.BOR, dist.ReduceOp.BXOR)
+                expected |= dict(zip(kinds, both, strict=True))
+            for op, wanted in expected.items():
+                mine = parts[rank].clone()
+                dist.all_reduce(mine, op)
+                assert torch.allclose(mine, wanted), (dtype, op, mine, wanted)
+                for root in range(size):
+                    mine = parts[rank].clone()
+                    dist.reduce(mine, root, op)
+                    assert torch.allclose(mine, wanted if rank == root else parts[rank])
+                wide = parts[rank].repeat(size, 1)
+                chunk = torch.empty(3, 4, dtype=dtype)
+                dist.reduce_scatter_tensor(chunk, wide, op)
+                assert torch.allclose(chunk, wanted), (dtype, op)
+        error = raised(lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND))
+        assert isinstance(error, ValueError)
+
+
+@ranks(1, 2, 3)
+def test_everything_that_moves_data() -> None:
+    with distributed() as (rank, size):
+        for dtype in (torch.float32, torch.bool, torch.complex64, torch.float8_e4m3fn):
+            everybody = [values(r, 2, 3).to(dtype) for r in range(size)]
+            mine, root = everybody[rank], size - 1
+
+            def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+                return bool(torch.equal(a.view(torch.uint8), b.view(torch.uint8)))
+
+            got = mine.clone()
+            dist.broadcast(got, root)
+            assert same(got, everybody[root])
+            outputs = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_gather(outputs, mine)
+            assert all(map(same, outputs, everybody))
+            whole = torch.empty(size * 2, 3, dtype=dtype)
+            dist.all_gather_into_tensor(whole, mine)
+            assert same(whole, torch.cat(everybody))
+            outputs = [torch.empty_like(mine) for _ in range(size)]
+            dist.gather(mine, outputs if rank == root else None, root)
+            assert rank != root or all(map(same, outputs, everybody))
+            got = torch.empty_like(mine)
+            dist.scatter(got, everybody if rank == root else None, root)
+            assert same(got, mine)
+            outputs = [torch.empty_like(mine) for _ in range(size)]
+            dist.all_to_all(outputs, [everybody[rank] for _ in range(size)])
+            assert all(map(same, outputs, everybody))
+        uneven = [torch.empty(r + 1, dtype=torch.int64) for r in range(size)]
+        dist.all_gather(uneven, torch.full((rank + 1,), rank))
+        assert [t.tolist() for t in uneven] == [[r] * (r + 1) for r in range(size)]
+        source = torch.arange(size * (rank + 1)).view(-1, 1) + 100 * rank  # rank + 1 rows for everybody
+        got = torch.empty(sum(range(1, size + 1)), 1, dtype=torch.int64)
+        dist.all_to_all_single(got, source, list(range(1, size + 1)), [rank + 1] * size)
+        wanted = [100 * r + rank * (r + 1) + i for r in range(size) for i in range(r + 1)]
+        assert got.view(-1).tolist() == wanted
+        got = torch.empty(size, dtype=torch.int64)
+        dist.all_to_all_single(got, torch.arange(size) + 10 * rank)
+        assert got.tolist() == [10 * r + rank for r in range(size)]
+        output, inputs = torch.empty(rank + 1), [torch.ones(r + 1) * (rank + 1) for r in range(size)]
+        dist.reduce_scatter(output, inputs)
+        assert output.tolist() == [sum(range(1, size + 1))] * (rank + 1)
+
+
+@ranks(2)
+def test_objects_coalescing_and_functional_collectives() -> None:
+    import torch.distributed._functional_collectives as functional
+
+    with distributed() as (rank, size):
+        everything: list[Any] = [None] * size
+        dist.all_gather_object(everything, {"rank": rank, "text": "x" * rank})
+        assert everything == [{"rank": r, "text": "x" * r} for r in range(size)]
+        box = [("from", rank)]
+        dist.broadcast_object_list(box, 1)
+        assert box == [("from", 1)]
+        tensors = [torch.full((n,), float(rank + n)) for n in (1, 5, 3)]
+        with dist.distributed_c10d._coalescing_manager():
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+        assert [t.tolist() for t in tensors] == [[2 * n + 1.0] * n for n in (1, 5, 3)]
+        gathered = [torch.empty(2 * n) for n in (1, 4)]
+        scattered = [torch.empty(n) for n in (1, 4)]
+        with dist.distributed_c10d._coalescing_manager(async_ops=True) as manager:
+            for n, output in zip((1, 4), gathered, strict=True):
+                dist.all_gather_into_tensor(output, torch.full((n,), float(rank)))
+        manager.wait()
+        with dist.distributed_c10d._coalescing_manager():
+            for n, output in zip((1, 4), scattered, strict=True):
+                dist.reduce_scatter_tensor(output, torch.arange(2.0 * n) + rank)
+        assert [g.tolist() for g in gathered] == [[0.0] * n + [1.0] * n for n in (1, 4)]
+        assert [s.tolist() for s in scattered] == [
+            [2.0 * (rank * n + i) + 1 for i in range(n)] for n in (1, 4)
+        ]
+        whole = functional.all_gather_tensor(torch.full((2, 2), float(rank)), 0, dist.group.WORLD)
+        assert torch.equal(whole, torch.arange(2.0).repeat_interleave(4).view(4, 2))
+        assert functional.all_reduce(torch.ones(3), "sum", dist.group.WORLD).tolist() == [2.0] * 3
+
+
+@ranks(2)
+def test_works_are_asynchronous_and_futures_complete() -> None:
+    with distributed() as (rank, _size):
+        x = torch.ones(3)
+        work = dist.all_reduce(x, async_op=True)
+        future = work.get_future().then(lambda f: f.value()[0] * 10)
+        assert future.wait().tolist() == [20.0] * 3 and work.is_completed() and work.is_success()
+        assert work.result()[0] is x and work.exception() is None
+        if rank == 1:
+            dist.distributed_c10d._get_default_store().wait(["late"], timedelta(seconds=30))
+        y = torch.ones(3)
+        work = dist.all_reduce(y, async_op=True)
+        if rank == 0:  # rank 1 starts it only after this
+            assert not work.is_completed()
+            error = raised(lambda: work.wait(timedelta(seconds=0.05)))
+            assert isinstance(error, hvd.Timeout) and "allreduce" in str(error), error
+            dist.distributed_c10d._get_default_store().set("late", "now")
+        assert work.wait() and y.tolist() == [2.0] * 3
+        forgotten = [torch.ones(2) for _ in range(300)]
+        for tensor in forgotten:
+            dist.all_reduce(tensor, async_op=True)
+        dist.barrier()
+        assert len(dist.group.WORLD._flight._works) <= 200  # they end by themselves
+        dist.all_reduce(torch.ones(1))
+
+
+@ranks(3)
+def test_groups_are_independent() -> None:
+    with distributed() as (rank, _):
+        low, high = dist.new_group([0, 1]), dist.new_group([1, 2])
+        alone = dist.new_group([2], use_local_synchronization=True) if rank == 2 else None
+        twin = dist.new_group([0, 1])
+        x = torch.tensor([float(rank)])
+        if rank == 1:  # the same ranks in another order: nothing waits for the other group
+            second = dist.all_reduce(x.clone(), group=high, async_op=True)
+            first = dist.all_reduce(x.clone(), group=low, async_op=True)
+            third = dist.all_reduce(x.clone(), group=twin, async_op=True)
+            assert [w.result()[0].item() for w in (first, second, third)] == [1.0, 3.0, 1.0]
+        if rank == 0:
+            third = dist.all_reduce(x.clone(), group=twin, async_op=True)
+            first = dist.all_reduce(x.clone(), group=low, async_op=True)
+            assert first.result()[0].item() == 1.0 and third.result()[0].item() == 1.0
+        if rank == 2:
+            assert dist.all_reduce(x.clone(), group=high, async_op=True).result()[0].item() == 3.0
+            y = torch.ones(1)
+            dist.all_reduce(y, group=alone)
+            assert y.item() == 1.0
+        got = torch.full((1,), float(rank))
+        if rank < 2:
+            dist.broadcast(got, 1, group=low)
+            assert got.item() == 1.0
+        before = hvd.allreduce(torch.ones(1), op=hvd.Sum)  # hvd's own world is another one
+        assert before.item() == 3.0
+
+
+@ranks(2)
+def test_a_mismatch_is_raised_from_wait_and_the_group_goes_on() -> None:
+    with distributed() as (rank, _):
+        work = dist.all_reduce(torch.ones(3 + rank), async_op=True)
+        assert isinstance(raised(work.wait), hvd.Mismatch)
+        assert isinstance(raised(work.get_future().wait), Exception)
+        future = dist.all_reduce(torch.ones(3 + rank), async_op=True).get_future()
+        assert "torch.float32" in str(raised(future.wait)) or "float32[" in str(raised(future.wait))
+        x = torch.ones(2)
+        dist.all_reduce(x)
+        assert x.tolist() == [2.0, 2.0]
+        assert isinstance(raised(lambda: dist.all_reduce(torch.ones(4, 4).t()[1:])), ValueError)
+        meta = torch.ones(2, device="meta")
+        assert isinstance(raised(lambda: dist.all_reduce(meta)), hvd.Unsupported)
+
+
+@ranks(2)
+def test_a_time_limit_that_was_asked_for_is_kept() -> None:
+    with distributed(timeout=timedelta(seconds=2)) as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            error = raised(lambda: dist.all_reduce(torch.ones(2)))
+            assert isinstance(error, hvd.Timeout) and "2 s" in str(error), error
+            store.set("over", "yes")
+        else:
+            store.wait(["over"], timedelta(seconds=30))
+            assert isinstance(raised(lambda: dist.all_reduce(torch.ones(2))), hvd.HorovodInternalError)
+
+
+@ranks(3)
+def test_a_monitored_barrier_names_who_is_missing() -> None:
+    with distributed() as (rank, _):
+        group = dist.group.WORLD
+        group.monitored_barrier(timedelta(seconds=30))
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            error = raised(lambda: group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True))
+            assert isinstance(error, hvd.Timeout) and "ranks [1, 2]" in str(error), error
+            store.set("said", "yes")
+        store.wait(["said"], timedelta(seconds=30))
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = torch.nn.Linear(20, 64), torch.nn.BatchNorm1d(64)
+        self.second = torch.nn.Linear(64, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x))))
+
+
+def ddp_gradients(backend: str, **more: Any) -> list[torch.Tensor]:
+    with distributed(backend) as (rank, _):
+        torch.manual_seed(rank)  # DDP gives everybody rank 0's parameters
+        model = torch.nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=0.001, **more)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            chance = torch.Generator().manual_seed(10 * step + rank)
+            (model(torch.randn(8, 20, generator=chance)) ** 2).mean().backward()
+            optimizer.step()
+        return [p.grad.clone() for p in model.parameters()] + [b.clone() for b in model.buffers()]
+
+
+@ranks(2)
+def test_ddp_computes_the_gradients_that_gloo_computes() -> None:
+    for more in ({}, {"gradient_as_bucket_view": True}, {"static_graph": True}):
+        for ours, gloos in zip(
+            ddp_gradients("horoclone", **more), ddp_gradients("gloo", **more), strict=True
+        ):
+            assert torch.equal(ours, gloos), (more, ours - gloos)
+
+
+@ranks(2)
+def test_ddp_with_a_communication_hook() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    with distributed() as (rank, _):
+        torch.manual_seed(0)
+        plain = Net()
+        model = torch.nn.parallel.DistributedDataParallel(copy.deepcopy(plain))
+        model.register_comm_hook(None, default_hooks.bf16_compress_hook)
+        data = torch.randn(2, 8, 20, generator=torch.Generator().manual_seed(3))
+        (model(data[rank]) ** 2).mean().backward()
+        sums = [torch.zeros_like(p) for p in plain.parameters()]
+        for part in data:
+            plain.zero_grad()
+            (plain(part) ** 2).mean().backward()
+            sums = [s + p.grad / 2 for s, p in zip(sums, plain.parameters(), strict=True)]
+        for p, s in zip(model.parameters(), sums, strict=True):
+            assert torch.allclose(p.grad, s, rtol=0.05, atol=0.01)
+
+
+@ranks(2)
+def test_fully_sharded_training_equals_training_alone() -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with distributed() as (rank, size):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(12, 32), torch.nn.ReLU(), torch.nn.Linear(32, 5))
+        alone = copy.deepcopy(model)
+        mesh = dist.init_device_mesh("cpu", (size,))
+        fully_shard(model[0], mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        ours, theirs = (torch.optim.Adam(m.parameters(), 1e-2) for m in (model, alone))
+        for step in range(4):
+            chance = torch.Generator().manual_seed(step)
+            data = torch.randn(2, 6, 12, generator=chance)
+            ours.zero_grad()
+            theirs.zero_grad()
+            (model(data[rank]) ** 2).mean().backward()
+            (alone(data.view(12, 12)) ** 2).mean().backward()
+            ours.step()
+            theirs.step()
+        for p, q in zip(model.parameters(), alone.parameters(), strict=True):
+            assert p.to_local().shape[0] < q.shape[0]
+            assert torch.allclose(p.full_tensor(), q, atol=1e-5), (p.full_tensor() - q).abs().max()
+
+
+PROGRAM = """
+import sys
+import torch, torch.distributed as dist
+import horoclone.torch as hvd
+if "hvd" in sys.argv:
+    hvd.init()
+dist.init_process_group("horoclone")
+x = torch.full((2,), dist.get_rank() + 1.0)
+dist.all_reduce(x)
+size = dist.get_world_size()
+assert x.tolist() == [size * (size + 1) / 2] * 2 and dist.get_backend() == "horoclone"
+if "hvd" in sys.argv:
+    assert hvd.allreduce(torch.ones(1), op=hvd.Sum).item() == size
+if "leave" not in sys.argv:
+    dist.destroy_process_group()
+sys.stdout.write(f"rank {dist.get_rank() if 'leave' in sys.argv else ''} of {size} is content\\n")
+"""
+
+
+@pytest.mark.parametrize("how", ["horoclonerun", "torchrun", "mpirun", "alone"])
+def test_under_every_launcher(how: str, launch: Any, tmp_path: Path, request: Any) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    env: dict[str, str] = {}
+    if how == "mpirun":
+        mpi = request.getfixturevalue("open_mpi")
+        command, env = [*mpi.command(2), sys.executable, script, "hvd"], mpi.env
+    elif how == "torchrun":
+        command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", script, "hvd"]
+    elif how == "horoclonerun":
+        command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", sys.executable, script, "leave"]
+    else:
+        command = [sys.executable, script]
+    done = launch(command, env=env, timeout_s=120)
+    assert done.stdout.count("is content") == (1 if how == "alone" else 2), done.output
