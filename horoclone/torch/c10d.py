@@ -46,7 +46,7 @@ class HorocloneGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]
         self._store, self._rank, self._size = store, rank, size
         seconds = timeout.total_seconds()
         self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds

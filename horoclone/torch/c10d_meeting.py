@@ -140,7 +140,7 @@ def _store(native: Runtime, timeout: timedelta) -> Any:
             atexit.register(shutil.rmtree, place, ignore_errors=True)
         place = objects.broadcast_object(place, 0)
         return dist.FileStore(os.path.join(place, "store"), native.size)
-    server, place = None, ("", 0)
+    server, announced = None, ("", 0)
     if native.rank == 0:
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -148,8 +148,8 @@ def _store(native: Runtime, timeout: timedelta) -> Any:
         names = os.environ.get("HOROCLONE_NETWORK_INTERFACES") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
         address = wire.routable_addresses(names)[0]
         server = dist.TCPStore(address, port, native.size, True, timeout, wait_for_workers=False)
-        place = (address, server.port)
-    address, port = objects.broadcast_object(place, 0)
+        announced = (address, server.port)
+    address, port = objects.broadcast_object(announced, 0)
     return server or dist.TCPStore(address, port, native.size, False, timeout, wait_for_workers=False)
 
 

@@ -14,7 +14,7 @@ from horoclone import ops
 from horoclone.torch.tensors import number_of
 
 Tensors = Sequence[torch.Tensor]
-_RedOp = dist.ReduceOp.RedOpType
+_RedOp: Any = dist.ReduceOp.RedOpType
 
 REDUCTIONS = {
     _RedOp.SUM: ops.Sum,

@@ -191,7 +191,7 @@ class Work(dist.Work):
         if self._error is None:
             future.set_result(self._outputs)
         else:
-            future.set_exception(self._error)
+            future.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
     def _watch(self) -> None:
         if not self._watched:
