@@ -8,6 +8,9 @@ import torch
 
 from horoclone.ops import Average, Sum
 from horoclone.torch.compressor import Compressor, GradientCompressor
+from horoclone.torch.low_rank import PowerSGDCompressor
+from horoclone.torch.quantized import Int8Compressor
+from horoclone.torch.top_k import TopKCompressor
 
 
 class NoneCompressor(Compressor):
@@ -55,6 +58,10 @@ class Compression:
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    # For DistributedOptimizer only; classes, or objects made with arguments: Compression.topk(ratio=0.001).
+    int8 = Int8Compressor
+    powersgd = PowerSGDCompressor
+    topk = TopKCompressor
 
 
 def checked_compression(compression: Any, op: int, predivide: float) -> Any:

@@ -1,0 +1,55 @@
+"""Only the largest gradients travel, as pairs of index and value; the rest waits in a residual.
+
+Top-k sparsification with error feedback: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018);
+Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horoclone.torch.compressor import GradientCompressor
+
+if TYPE_CHECKING:
+    from horoclone.torch.gradient_bucket import GradientBucket
+
+
+class TopKCompressor(GradientCompressor):
+    """Sends the `ratio` largest elements of a bucket, 8 bytes each, to every rank, which adds them up in rank order.
+
+    Elements that were not sent are added to the next step's gradients unless error_feedback is False. Infinities and
+    NaN count as largest, so they arrive. The bytes grow with the number of ranks: N * ratio * 2 of float32's.
+    """
+
+    def __init__(self, ratio: float = 0.01, error_feedback: bool = True) -> None:
+        if not 0 < ratio <= 1:
+            raise ValueError(f"ratio={ratio} must be above 0 and at most 1")
+        self.ratio = ratio
+        self.error_feedback = error_feedback
+
+    def reduce(self, bucket: GradientBucket) -> Generator[Any, Any, None]:
+        flat = bucket.flat
+        if bucket.size == 1:
+            return
+        if not flat.is_floating_point():
+            yield bucket.allreduce(flat, "plain")
+            return
+        values = flat.float() if flat.dtype != torch.float32 else flat
+        residual = bucket.state.get("residual")
+        total = values + residual if residual is not None else values.clone()
+        count = max(1, round(self.ratio * total.numel()))
+        indices = torch.topk(total.abs(), count, sorted=False).indices
+        chosen = total[indices]
+        if self.error_feedback:
+            bucket.state["residual"] = total.index_fill_(0, indices, 0.0)
+        message = torch.stack([indices.int(), chosen.view(torch.int32)])
+        everybody = yield bucket.allgather(message, "largest")
+        summed = torch.zeros_like(values)
+        for theirs in everybody.view(bucket.size, 2, count):
+            summed[theirs[0].long()] += (
+                theirs[1].view(torch.float32) / bucket.divisor
+            )  # no index twice in a row
+        flat.copy_(summed)
