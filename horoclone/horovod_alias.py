@@ -38,7 +38,6 @@ _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
             "sync_batch_norm", "gradient_aggregation", "gradient_aggregation_eager", "data", "data.compute_service",
         ),
     ),
-    "keras": (_TENSORFLOW, ("callbacks", "elastic")),
     "mxnet": (_MXNET, ("mpi_ops", "compression", "functions")),
     "ray": (_RAY, ("runner", "elastic", "elastic_v2", "strategy", "worker", "utils", "adapter", "ray_logger")),
     "spark": (

@@ -230,10 +230,11 @@ class Worker:
 class World:
     """N warm workers and the rendezvous server that they meet at."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, env: Mapping[str, str] | None = None) -> None:
         from horoclone.bootstrap.rendezvous import Server
 
         self.size = size
+        self.env = dict(env or {})  # what is read when a worker's process imports something, and then stays
         self.alive = True
         self.secret = secrets.token_bytes(32)
         self.job = f"test-{os.getpid()}-{secrets.token_hex(4)}"
@@ -268,6 +269,7 @@ class World:
             OPENBLAS_NUM_THREADS="1",
             PYTHONUNBUFFERED="1",
         )
+        env.update(self.env)
         try:
             return Worker(rank, env, [secret_fd])
         finally:
@@ -348,9 +350,10 @@ class World:
 
 
 class Worlds:
-    """The session's pool: one world per size, started when first asked for, replaced when it broke."""
+    """A pool: one world per size, started when first asked for, replaced when it broke. env: of their processes."""
 
-    def __init__(self) -> None:
+    def __init__(self, env: Mapping[str, str] | None = None) -> None:
+        self._env = dict(env or {})
         self._worlds: dict[int, World] = {}
 
     def run(
@@ -368,7 +371,7 @@ class Worlds:
         __tracebackhide__ = True
         world = self._worlds.get(size)
         if world is None or not world.alive:
-            world = self._worlds[size] = World(size)
+            world = self._worlds[size] = World(size, self._env)
         job = Job(inspect.getfile(body), body.__module__, body.__name__, kwargs, dict(env or {}), init)
         return world.run(job, limit_s, dies)
 

@@ -1,0 +1,305 @@
+"""Callbacks for model.fit: the same start everywhere, metrics of all ranks, learning rates for large batches.
+
+For Keras 3 on any backend and for tf_keras. Put them before callbacks that read metrics (ReduceLROnPlateau,
+EarlyStopping, ModelCheckpoint). All but BestModelCheckpoint communicate, so every rank needs the same ones.
+"""
+
+# mypy: disable-error-code="no-any-return, misc"
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from horoclone import runtime
+from horoclone.errors import Unsupported
+from horoclone.keras import learning_rate as rates
+from horoclone.keras.flavor import LEGACY, backend, keras
+from horoclone.keras.values import allgather_object, broadcast_variables
+
+__all__ = [
+    "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
+    "LearningRateWarmupCallback", "MetricAverageCallback",
+]  # fmt: skip
+
+JIT_COMPILE = (
+    "jit_compile=True compiles the training step with XLA, which cannot run the reduction of gradients on the "
+    "TensorFlow backend. Use model.compile(..., jit_compile=False)."
+)
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Before the first step, gives every rank the weights and the optimizer's state of rank `root_rank`.
+
+    The optimizer is built for that. A model that tf_keras builds in its first step is sent after that step. Random
+    seeds and metrics stay each rank's own, and so do `local_variables`. ValueError, on every rank, when the models or
+    the numbers of batches differ between the ranks. device has no effect.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self._local = list(local_variables or ())
+        self._sent = False
+
+    def register_local_var(self, var: Any) -> None:
+        """Takes a variable that every rank keeps as it is."""
+        self._local.append(var)
+
+    def set_model(self, model: Any) -> None:
+        """Called by Keras before it makes the training step: the last moment to switch XLA off."""
+        super().set_model(model)
+        if backend() == "tensorflow" and runtime.size() > 1:
+            _without_xla(model)
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Builds the optimizer and broadcasts, if the model is built."""
+        self._sent = False
+        steps = self.params.get("steps") if self.params else None
+        everybody = allgather_object(steps)
+        if len(set(everybody)) > 1:
+            raise ValueError(
+                f"the ranks have {everybody} batches per epoch, and every gradient needs all of them. Give each rank as "
+                "much data, or pass the same steps_per_epoch to fit() on all."
+            )
+        model = self.model
+        if not model.built:
+            if self._ready_everywhere(False):
+                self._send(model)
+            return
+        self._build_optimizer(model)
+        if self._ready_everywhere(True):
+            self._send(model)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts what did not exist before the first batch."""
+        if not self._sent:
+            self._send(self.model)
+
+    def _ready_everywhere(self, ready: bool) -> bool:
+        return all(allgather_object(ready))
+
+    @staticmethod
+    def _build_optimizer(model: Any) -> None:
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is None:
+            return
+        if not getattr(optimizer, "built", True):
+            optimizer.build(model.trainable_variables)
+        elif hasattr(optimizer, "_create_all_weights"):  # tf_keras.optimizers.legacy
+            optimizer._create_all_weights(model.trainable_variables)
+
+    def _send(self, model: Any) -> None:
+        local = {id(_native(variable)) for variable in self._local}
+        variables = [v for v in _state_of(model) if id(_native(v)) not in local]
+        broadcast_variables(variables, self.root_rank)
+        self._sent = True
+
+
+def _native(variable: Any) -> Any:
+    value = getattr(variable, "value", variable)
+    return variable if callable(value) else value
+
+
+def _state_of(model: Any) -> list[Any]:
+    """Weights (also the moving averages of normalisation) and the optimizer's variables, each once."""
+    optimizer = getattr(model, "optimizer", None)
+    variables = [] if optimizer is None else optimizer.variables
+    found = [*model.weights, *(variables() if callable(variables) else variables)]
+    return list({id(variable): variable for variable in found}.values())
+
+
+def _without_xla(model: Any) -> None:
+    """XLA has no kernel for the reduction: what Keras switched on by itself is switched off again."""
+    config = getattr(model, "_compile_config", None)
+    wanted = (getattr(config, "config", None) or {}).get("jit_compile", "auto")
+    jit = getattr(model, "_jit_compile", None) if LEGACY else getattr(model, "jit_compile", None)
+    if not jit:
+        return
+    if wanted is True:
+        raise Unsupported(JIT_COMPILE)
+    warnings.warn(
+        'jit_compile="auto" chose XLA, which cannot run the reduction of gradients on the TensorFlow backend; '
+        "training goes on with jit_compile=False.",
+        stacklevel=2,
+    )
+    model.jit_compile = False
+    model.train_function = None
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """At the end of each epoch replaces the metrics in `logs` by their averages over the ranks.
+
+    ValueError, on every rank, when the ranks have different metrics. device has no effect.
+    """
+
+    def __init__(self, device: str = "") -> None:
+        super().__init__()
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Averages; logs is changed in place, for the callbacks that come after this one."""
+        mine = {key: float(value) for key, value in (logs or {}).items() if np.ndim(value) == 0}
+        everybody = allgather_object(mine)
+        names = [sorted(metrics) for metrics in everybody]
+        if any(keys != names[0] for keys in names):
+            raise ValueError(
+                f"the ranks have different metrics: {dict(enumerate(names))}. Compile the same ones on all."
+            )
+        if logs is not None:
+            logs.update({key: float(np.mean([metrics[key] for metrics in everybody])) for key in mine})
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Sets the learning rate to initial_lr * multiplier(epoch) from start_epoch up to, not including, end_epoch.
+
+    multiplier: a number or a function of the epoch. staircase: once per epoch; otherwise before every batch with a
+    fractional epoch, which needs steps_per_epoch or a data set whose length is known. momentum_correction: where the
+    optimizer has momentum, what it has gathered is rescaled with the rate (Goyal et al., "Accurate, Large Minibatch
+    SGD", 2017, section 3), as if the next step alone had the momentum m * new/old. ValueError without initial_lr.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if initial_lr is None:
+            raise ValueError("Parameter `initial_lr` is required")
+        self.initial_lr = initial_lr
+        self.start_epoch = start_epoch
+        self.end_epoch = end_epoch
+        self.momentum_correction = momentum_correction
+        self.steps_per_epoch = steps_per_epoch
+        self.current_epoch = 0
+        self.staircase = staircase or not callable(multiplier)
+        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Finds the number of batches in an epoch, where it is needed."""
+        if self.staircase or self.steps_per_epoch:
+            return
+        self.steps_per_epoch = (self.params or {}).get("steps")
+        if not self.steps_per_epoch:
+            raise ValueError(
+                "Could not autodetect the number of steps per epoch. Please specify the steps_per_epoch parameter to "
+                f"{type(self).__name__}()."
+            )
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Remembers the epoch."""
+        self.current_epoch = epoch
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Sets the rate, if it is due."""
+        epoch = self.current_epoch
+        if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):
+            return
+        if self.staircase:
+            if batch == 0:
+                self._adjust(epoch)
+        else:
+            self._adjust(epoch + batch / float(self.steps_per_epoch or 1))
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Puts the rate into logs["lr"]."""
+        if logs is not None:
+            logs["lr"] = rates.learning_rate_of(self.model.optimizer)
+
+    def _adjust(self, epoch: float) -> None:
+        optimizer = (
+            self.model.optimizer
+        )  # on JAX, reading self.model brings the state back from the training step
+        new = self.initial_lr * self.multiplier(epoch)
+        old = rates.learning_rate_of(optimizer)
+        if new == old:
+            return
+        rates.set_learning_rate(optimizer, new)
+        if self.momentum_correction and old > 0:
+            rates.rescale_momentum(optimizer, new / old)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raises the learning rate from initial_lr / size to initial_lr, batch by batch, over the first warmup_epochs.
+
+    initial_lr is the rate for all ranks together (the one of a single rank times the size, by the linear scaling rule
+    of Goyal et al. 2017). verbose: rank 0 or every rank that sets it prints the rate reached.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            done = epoch + 1.0 / float(self.steps_per_epoch or 1)  # reached at the end of this batch
+            size = runtime.size()
+            return (done * (size - 1) / warmup_epochs + 1.0) / size
+
+        super().__init__(
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Says that the warm-up is over, after its last epoch."""
+        super().on_epoch_end(epoch, logs)
+        if self.end_epoch is not None and epoch == self.end_epoch - 1 and self.verbose > 0:
+            rate = rates.learning_rate_of(self.model.optimizer)
+            print(f"\nEpoch {epoch + 1}: finished gradual learning rate warmup to {rate:g}.")
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """ModelCheckpoint(save_best_only=True) that writes on rank 0 only. Set `filepath` before fit().
+
+    MetricAverageCallback, put before it, makes rank 0 judge by everybody's metrics. ValueError without a filepath.
+    """
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        verbose: int = 0,
+        save_weights_only: bool = False,
+        mode: str = "auto",
+        save_freq: Any = "epoch",
+        filepath: str | None = None,
+    ) -> None:
+        suffix = ".weights.h5" if save_weights_only else ".keras"
+        super().__init__(
+            filepath=filepath or f"best{suffix}",
+            monitor=monitor,
+            verbose=verbose,
+            save_best_only=True,
+            save_weights_only=save_weights_only,
+            mode=mode,
+            save_freq=save_freq,
+        )
+        if filepath is None:
+            self.filepath = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        """Checks that there is a filepath."""
+        if not self.filepath:
+            raise ValueError(
+                "BestModelCheckpoint: set its attribute filepath before fit(), as in callback.filepath = ..."
+            )
+        super().on_train_begin(logs)
+
+    def _save_model(self, *args: Any, **kwargs: Any) -> None:
+        if not runtime.is_initialized() or runtime.rank() == 0:
+            super()._save_model(*args, **kwargs)

@@ -1,0 +1,89 @@
+"""From the arguments of DistributedOptimizer, in whichever order an API has them, to a distributed optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horoclone.keras.flavor import LEGACY
+from horoclone.keras.reduction import Reduction, checked, layers_of
+from horoclone.ops import Average
+from horoclone.process_sets import ProcessSet, global_process_set
+
+Compression: Any
+if LEGACY:
+    from horoclone.keras.legacy_optimizer import distribute
+    from horoclone.tensorflow.compression import Compression
+else:
+    from horoclone.keras.compression import Compression
+    from horoclone.keras.optimizer import distribute
+
+__all__ = ["Compression", "PartialDistributedOptimizer", "distribute", "make_distributed"]
+
+
+def make_distributed(
+    optimizer: Any,
+    *,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    scale_local_gradients: bool = True,
+    local_layers: Any = None,
+) -> Any:
+    """DistributedOptimizer by keywords; local_layers as in PartialDistributedOptimizer."""
+    groups = checked(op, gradient_predivide_factor, backward_passes_per_step, num_groups, groups, process_set)
+    reduction = Reduction(
+        op=op,
+        predivide=gradient_predivide_factor,
+        compression=None if compression is Compression.none else compression,
+        sparse_as_dense=sparse_as_dense,
+        groups=groups,
+        process_set=process_set,
+        scale_local_gradients=scale_local_gradients,
+        passes=backward_passes_per_step,
+        average_passes=average_aggregated_gradients,
+        name=name or f"Distributed{type(optimizer).__name__}",
+        local_layers=layers_of(local_layers),
+    )
+    return distribute(optimizer, reduction)
+
+
+def PartialDistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    local_layers: Any = None,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As DistributedOptimizer; the gradients of local_layers (a layer or several) stay each rank's own."""
+    return make_distributed(
+        optimizer,
+        name=name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        scale_local_gradients=scale_local_gradients,
+        local_layers=local_layers,
+    )

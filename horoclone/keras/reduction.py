@@ -1,0 +1,152 @@
+"""One optimizer's gradients over the ranks: which are reduced, in which groups, and what happens to the others.
+
+The rules are here, once; on_tensorflow.py, on_jax.py and on_torch.py move the tensors of their backend. Thread: the
+one that trains (on TensorFlow and JAX, that traces).
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from horoclone.errors import Unsupported
+from horoclone.keras.flavor import backend
+from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set
+
+Grads = Sequence[Any]
+
+
+@dataclass
+class Part:
+    """Gradients that go out as one operation: their places in the optimizer's list."""
+
+    name: str
+    places: list[int]
+    op: int
+    prescale: float
+    postscale: float
+    compression: Any
+
+
+@dataclass
+class Reduction:
+    """What DistributedOptimizer was told about gradients. `key_of` (the optimizer's) identifies variables."""
+
+    op: int
+    predivide: float
+    compression: Any
+    sparse_as_dense: bool
+    groups: int | list[list[Any]]
+    process_set: ProcessSet
+    scale_local_gradients: bool
+    passes: int
+    average_passes: bool
+    name: str = "gradients"
+    local_variables: list[Any] = field(default_factory=list)
+    local_layers: list[Any] = field(default_factory=list)  # asked at use, as they may not be built yet
+
+    def active(self) -> bool:
+        """Whether there is anybody to reduce with. NotInitialized before init()."""
+        return bool(self.process_set.included()) and (self.process_set.size() or 1) > 1
+
+    def reduce(self, grads: Grads, variables: Sequence[Any], key_of: Callable[[Any], Hashable]) -> list[Any]:
+        """The gradients to apply: reduced over the ranks, local ones divided by the size, None where there is none.
+
+        grads: one per variable, dense or (TensorFlow) IndexedSlices, or None. Raises the errors of the operation.
+        """
+        if len(grads) != len(variables):
+            raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
+        if not self.active():
+            return list(grads)
+        mover = importlib.import_module(f"horoclone.keras.on_{backend()}")
+        local = self._local_keys(key_of)
+        shared = [i for i, v in enumerate(variables) if key_of(v) not in local]
+        result = list(grads)
+        divisor = self.process_set.size()
+        for i in sorted(set(range(len(variables))) - set(shared)):
+            if self.scale_local_gradients and grads[i] is not None:
+                result[i] = mover.scaled(grads[i], 1.0 / divisor)
+        parts = self._parts(shared, variables, key_of)
+        for i, reduced in mover.reduce(parts, grads, variables, self).items():
+            result[i] = reduced
+        return result
+
+    def _local_keys(self, key_of: Callable[[Any], Hashable]) -> set[Hashable]:
+        weights = [weight for layer in self.local_layers for weight in layer.trainable_weights]
+        return {key_of(variable) for variable in [*self.local_variables, *weights]}
+
+    def _parts(
+        self, shared: Sequence[int], variables: Sequence[Any], key_of: Callable[[Any], Hashable]
+    ) -> list[Part]:
+        """The groups of the user, then everything else; the float8 scales that Keras carries as gradients by Max."""
+        scales = [i for i in shared if getattr(variables[i], "overwrite_with_gradient", False)]
+        rest = [i for i in shared if i not in scales]
+        lists: list[list[int]] = []
+        if isinstance(self.groups, list):
+            place_of = {key_of(variables[i]): i for i in rest}
+            for group in self.groups:
+                lists.append([place_of[key_of(v)] for v in group if key_of(v) in place_of])
+            grouped = {i for places in lists for i in places}
+            lists.append([i for i in rest if i not in grouped])
+        elif self.groups > 0:
+            count = min(self.groups, len(rest)) or 1
+            cuts = [len(rest) * k // count for k in range(count + 1)]
+            lists = [rest[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+        else:
+            lists = [rest]
+        parts = [
+            Part(f"{self.name}.{n}", places, self.op, 1.0 / self.predivide, self.predivide, self.compression)
+            for n, places in enumerate(lists)
+            if places
+        ]
+        if scales:
+            parts.append(Part(f"{self.name}.scales", scales, Max, 1.0, 1.0, None))
+        return parts
+
+
+def checked(
+    op: int,
+    predivide: float,
+    passes: int,
+    num_groups: int,
+    groups: Any,
+    process_set: ProcessSet,
+) -> int | list[list[Any]]:
+    """Checks arguments of DistributedOptimizer and gives `groups` in one form. ValueError says what is wrong."""
+    if op == Adasum:
+        if process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        raise Unsupported("op=hvd.Adasum is not supported with Keras by this version; use op=hvd.Average.")
+    if resolve_reduce(None, op) not in (Average, Sum):
+        raise ValueError("DistributedOptimizer reduces gradients with op=hvd.Average or op=hvd.Sum.")
+    if predivide != 1.0 and op != Average:
+        raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if not predivide > 0:
+        raise ValueError(f"gradient_predivide_factor={predivide} must be positive")
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
+    if num_groups:
+        text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+        warnings.warn(text, DeprecationWarning, stacklevel=4)
+        groups = num_groups if groups is None else groups
+    if groups is None:
+        return 0
+    if isinstance(groups, int) and groups >= 0:
+        return groups
+    if not isinstance(groups, list) or not all(isinstance(group, (list, tuple)) for group in groups):
+        raise ValueError("groups should be a non-negative integer or a list of list of variables.")
+    members = [id(variable) for group in groups for variable in group]
+    if len(set(members)) != len(members):
+        raise ValueError("A variable can only appear once in groups.")
+    return [list(group) for group in groups]
+
+
+def layers_of(local_layers: Any) -> list[Any]:
+    """local_layers of PartialDistributedOptimizer as a list: None, one layer, or several."""
+    if local_layers is None:
+        return []
+    return list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]

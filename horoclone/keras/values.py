@@ -1,0 +1,140 @@
+"""Collectives on values (numbers, arrays, tensors of any backend), outside of the training step. Results are NumPy's."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from horoclone import arrays, runtime
+from horoclone.keras.flavor import LEGACY, assign, to_numpy
+from horoclone.objects import allgather_object, broadcast_object
+from horoclone.ops import Average, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set
+
+__all__ = [
+    "allgather", "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
+    "broadcast_variables", "reducescatter",
+]  # fmt: skip
+
+
+def _array(value: Any) -> Any:
+    """The value as an array; numbers of Python as float32 and int64, as in Keras."""
+    if isinstance(value, (float, int, bool)):
+        return np.asarray(value, np.float32 if isinstance(value, float) else None)
+    return np.asarray(to_numpy(value))
+
+
+def allreduce(
+    value: Any,
+    name: str | None = None,
+    average: bool | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    op: int | None = None,
+    compression: Any = None,
+) -> Any:
+    """The reduction of a value over the ranks, as a NumPy array of its shape and dtype. Default op: Average."""
+    array = _array(value)
+    original = array.dtype
+    wire = getattr(compression, "wire_dtype", None)  # the built-in compressors; NumPy has no other
+    if compression is not None and wire is None and compression.__name__ == "FP16Compressor":
+        wire = "float16"
+    if wire is not None and array.dtype.kind == "f":
+        array = array.astype(np.dtype(wire) if wire != "bfloat16" else _bfloat16())
+    reduced = arrays.allreduce(
+        array, None, name, resolve_reduce(average, op), prescale_factor, postscale_factor
+    )
+    return reduced.astype(original, copy=False)
+
+
+def _bfloat16() -> Any:
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
+def allgather(value: Any, name: str | None = None) -> Any:
+    """Every rank's rows in rank order, as a NumPy array; shapes may differ in the first dimension only."""
+    return arrays.allgather(_array(value), name)
+
+
+def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
+    """The value of rank root_rank, as a NumPy array. All ranks pass one of the same shape and dtype."""
+    return arrays.broadcast(_array(value), root_rank, name)
+
+
+def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
+    """This rank's share of the rows of the reduction, as a NumPy array."""
+    return arrays.reducescatter(_array(value), name, op)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """For scripts in TensorFlow 1's graph mode (tf_keras). RuntimeError elsewhere, where no global variables exist."""
+    if LEGACY:
+        import tensorflow as tf
+
+        if not tf.executing_eagerly():
+            import tf_keras
+
+            import horoclone.tensorflow as hvd
+
+            return tf_keras.backend.get_session().run(hvd.broadcast_global_variables(root_rank))
+    raise RuntimeError(
+        "hvd.broadcast_global_variables() needs TensorFlow 1's graph mode. Use "
+        "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in model.fit(), or in a custom loop "
+        "hvd.broadcast_variables([*model.weights, *optimizer.variables], root_rank=0)."
+    )
+
+
+def broadcast_variables(
+    variables: Sequence[Any], root_rank: int, process_set: ProcessSet = global_process_set
+) -> None:
+    """Gives Keras variables of any backend the values that they have on rank root_rank (a world rank).
+
+    Works outside of compiled functions. ValueError, on every rank, when they differ in number, shape or dtype.
+    """
+    _check_alike([_form_of(v) for v in variables], root_rank, process_set)
+    mine = runtime.rank() == root_rank
+    values = [np.array(to_numpy(v), order="C") for v in variables]
+    handles = [arrays.broadcast_async_(value, root_rank, None, process_set) for value in values]
+    for handle in handles:
+        arrays.synchronize(handle)
+    if not mine:
+        for variable, value in zip(variables, values, strict=True):
+            assign(variable, value)
+
+
+Form = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+
+
+def _form_of(variable: Any) -> Form:
+    dtype = variable.dtype
+    name = str(getattr(variable, "path", None) or variable.name)
+    return name, str(getattr(dtype, "name", dtype)), tuple(variable.shape)
+
+
+def _check_alike(forms: list[Form], root_rank: int, process_set: ProcessSet) -> None:
+    """The ranks compare what they are about to send: a checksum, and the whole lists only when those differ.
+
+    Not the names: they count the layers that a process has made, which says nothing about the values.
+    """
+    word = zlib.crc32(repr([form[1:] for form in forms]).encode())
+    words = arrays.allgather(np.array([word], np.int64), None, process_set)
+    if len(set(words.tolist())) == 1:
+        return
+    everybody = allgather_object(forms, process_set=process_set)
+    ranks = process_set.ranks or []
+    root = everybody[ranks.index(root_rank)]
+    for rank, theirs in zip(ranks, everybody, strict=True):
+        pairs = [(a, b) for a, b in zip(theirs, root, strict=False) if a[1:] != b[1:]]
+        if pairs or len(theirs) != len(root):
+            (name, dtype, shape), other = pairs[0] if pairs else (("", "", ()), ("", "", ()))
+            what = f"{name!r} is {dtype}{list(shape)} there and {other[0]!r} {other[1]}{list(other[2])} on rank {root_rank}"
+            raise ValueError(
+                f"the variables of rank {rank} differ from those of rank {root_rank}: "
+                + (what if pairs else f"{len(theirs)} there, {len(root)} on rank {root_rank}")
+                + ". Build the same model and the same optimizer on every rank."
+            )

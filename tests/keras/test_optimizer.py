@@ -1,0 +1,408 @@
+"""DistributedOptimizer of Keras 3 on every backend, against one process that sees everybody's batches.
+
+Horovod's, with Keras 3, trains every rank on its own without a word. So everything here compares weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+BACKENDS = ["torch"]
+BATCH, STEPS = 6, 5
+TOLERANCE = 2e-5  # absolute and relative: float32 sums in another order, over ten steps
+
+
+# --- what the ranks run ----------------------------------------------------------------------------------------------
+
+
+def network(seed: int = 0, **options: Any) -> Any:
+    import keras
+
+    keras.utils.set_random_seed(seed)
+    return keras.Sequential([
+        keras.Input((8,)),
+        keras.layers.Dense(16, activation="tanh", **options),
+        keras.layers.Dense(16, activation="tanh", **options),
+        keras.layers.Dense(3, **options),
+    ])  # fmt: skip
+
+
+def shard(rank: int, batch: int = BATCH, steps: int = STEPS) -> tuple[Any, Any]:
+    chance = np.random.default_rng(100 + rank)
+    x = chance.normal(size=(batch * steps, 8)).astype(np.float32)
+    return x, chance.integers(0, 3, batch * steps)
+
+
+def everybody(size: int, batch: int = BATCH, steps: int = STEPS) -> tuple[Any, Any]:
+    """The shards as one data set whose batch k consists of everybody's batches k."""
+    parts = [shard(rank, batch, steps) for rank in range(size)]
+    xs = np.stack([x.reshape(steps, batch, -1) for x, _ in parts], axis=1)
+    ys = np.stack([y.reshape(steps, batch) for _, y in parts], axis=1)
+    return xs.reshape(size * batch * steps, -1), ys.reshape(-1)
+
+
+def optimizer_named(which: str) -> Any:
+    import keras
+
+    return {
+        "sgd": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+        "adam": lambda: keras.optimizers.Adam(0.01, epsilon=1e-3),
+        "clipnorm": lambda: keras.optimizers.SGD(0.5, clipnorm=0.05),
+        "global_clipnorm": lambda: keras.optimizers.SGD(0.5, global_clipnorm=0.1),
+        "clipvalue": lambda: keras.optimizers.SGD(0.5, clipvalue=0.01),
+        "ema": lambda: keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5),
+        "accumulating": lambda: keras.optimizers.SGD(0.1, gradient_accumulation_steps=2),
+        "scaled": lambda: keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(0.1), initial_scale=1024.0
+        ),
+    }[which]()
+
+
+def compiled(model: Any, optimizer: Any, **options: Any) -> Any:
+    import keras
+
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(optimizer, loss, metrics=["accuracy"], **options)
+    return model
+
+
+def fit(model: Any, data: tuple[Any, Any], batch: int = BATCH, epochs: int = 2, callbacks: Any = ()) -> Any:
+    x, y = data
+    return model.fit(
+        x, y, batch_size=batch, epochs=epochs, shuffle=False, verbose=0, callbacks=list(callbacks)
+    )
+
+
+def same_everywhere(model: Any) -> bool:
+    import horoclone.keras as hvd
+
+    return len({tuple(w.tobytes() for w in ws) for ws in hvd.allgather_object(model.get_weights())}) == 1
+
+
+def close(model: Any, reference: Any, tolerance: float = TOLERANCE) -> None:
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+def trains_as_one(which: str, tolerance: float = TOLERANCE, **options: Any) -> None:
+    """fit on shards, from a start that differs between the ranks, equals fit on everything."""
+    import horoclone.keras as hvd
+
+    model = compiled(network(seed=hvd.rank()), hvd.DistributedOptimizer(optimizer_named(which), **options))
+    reference = compiled(network(seed=0), optimizer_named(which))
+    fit(model, shard(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    fit(reference, everybody(hvd.size()), batch=BATCH * hvd.size())
+    assert same_everywhere(model)
+    close(model, reference, tolerance)
+    start = network(seed=0).get_weights()
+    assert max(np.abs(a - b).max() for a, b in zip(start, model.get_weights(), strict=True)) > 0.01
+
+
+def goes_apart_without_us() -> None:
+    import horoclone.keras as hvd
+
+    model = compiled(network(seed=0), optimizer_named("sgd"))
+    fit(model, shard(hvd.rank()))
+    assert not same_everywhere(model)
+
+
+def aggregates(which: str, average: bool) -> None:
+    """Two batches per update equal batches of twice the size (averaged), also when only their sum is taken."""
+    import horoclone.keras as hvd
+
+    passes, steps = 2, 6
+    optimizer = hvd.DistributedOptimizer(
+        optimizer_named(which), backward_passes_per_step=passes, average_aggregated_gradients=average
+    )
+    model = compiled(network(), optimizer)
+    plain = optimizer_named(which)
+    if not average:  # the sum of the means is twice the mean
+        plain.learning_rate = plain.learning_rate * 2.0
+    reference = compiled(network(), plain)
+    fit(model, shard(hvd.rank(), steps=steps), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    x, y = everybody(hvd.size(), steps=steps)
+    fit(reference, (x, y), batch=BATCH * hvd.size() * passes)
+    assert same_everywhere(model)
+    close(model, reference)
+    assert int(np.asarray(hvd.allreduce(optimizer.iterations, op=hvd.Max))) == 2 * steps // passes
+
+
+def takes_gradients(options: dict[str, Any]) -> None:
+    """apply() in a loop of the user's own, with gradients that are known."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    variables = [keras.Variable(np.zeros(n, "float32"), name=f"v{n}") for n in (3, 5, 2)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), **options)
+    gradients = [
+        keras.ops.convert_to_tensor(np.full(v.shape, float(hvd.rank() + i + 1), "float32"))
+        for i, v in enumerate(variables)
+    ]
+    optimizer.apply_gradients(list(zip(gradients, variables, strict=True)))
+    mean = sum(range(1, hvd.size() + 1)) / hvd.size()
+    factor = hvd.size() if options.get("op") == hvd.Sum else 1.0
+    for i, variable in enumerate(variables):
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(mean + i) * factor, rtol=1e-3)
+    for i, gradient in enumerate(gradients):  # what the user holds stays as it was
+        np.testing.assert_array_equal(keras.ops.convert_to_numpy(gradient), float(hvd.rank() + i + 1))
+
+
+def takes_options() -> None:
+    import horoclone.keras as hvd
+
+    takes_gradients({"op": hvd.Sum})
+    takes_gradients({"gradient_predivide_factor": 2.0})
+    takes_gradients({"compression": hvd.Compression.fp16})
+    takes_gradients({"compression": hvd.Compression.bf16})
+    takes_gradients({"groups": 2})
+    takes_gradients({"groups": 7})
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        takes_gradients({"num_groups": 2})
+
+
+def groups_of_variables() -> None:
+    import keras
+
+    import horoclone.keras as hvd
+
+    variables = [keras.Variable(np.zeros(n, "float32"), name=f"v{n}") for n in (3, 5, 2)]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), groups=[[variables[2], variables[0]]])
+    gradients = [keras.ops.full(v.shape, float(hvd.rank())) for v in variables]
+    optimizer.apply(gradients, variables)
+    for variable in variables:
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(hvd.size() - 1) / 2)
+
+
+def keeps_local_variables() -> None:
+    """A local variable's gradient is this rank's own, divided by the size unless told otherwise."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    for scale in (True, False):
+        ours, mine = (keras.Variable(np.zeros(2, "float32"), name=n) for n in ("ours", "mine"))
+        optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), scale_local_gradients=scale)
+        optimizer.register_local_var(mine)
+        gradients = [keras.ops.full((2,), float(hvd.rank() + 1)) for _ in range(2)]
+        optimizer.apply(gradients, [ours, mine])
+        mean = (hvd.size() + 1) / 2
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(ours), -mean)
+        expected = -(hvd.rank() + 1) / (hvd.size() if scale else 1)
+        np.testing.assert_allclose(keras.ops.convert_to_numpy(mine), expected)
+
+
+def keeps_local_layers() -> None:
+    import horoclone.keras as hvd
+
+    model = network()
+    optimizer = hvd.PartialDistributedOptimizer(optimizer_named("sgd"), local_layers=model.layers[1])
+    compiled(model, optimizer)
+    fit(model, shard(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    weights = hvd.allgather_object(model.get_weights())
+    for index in range(len(weights[0])):
+        equal = all(np.array_equal(weights[0][index], other[index]) for other in weights)
+        assert equal == (index not in (2, 3)), index
+
+
+def stays_in_its_process_set() -> None:
+    """Ranks 0 and 1 train together; rank 2 is on its own."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    both = hvd.add_process_set([0, 1])
+    variable = keras.Variable(np.zeros(2, "float32"))
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), process_set=both)
+    optimizer.apply([keras.ops.full((2,), float(hvd.rank() + 1))], [variable])
+    expected = -1.5 if both.included() else -3.0
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), expected)
+
+
+def scales_losses_alike(outer: bool) -> None:
+    """An overflow on one rank skips the step on all, whichever way round the two wrappers are."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    sgd, scaled = keras.optimizers.SGD(1.0), keras.optimizers.LossScaleOptimizer
+    if outer:
+        optimizer = hvd.DistributedOptimizer(scaled(sgd, initial_scale=4.0))
+    else:
+        optimizer = scaled(hvd.DistributedOptimizer(sgd), initial_scale=4.0)
+    variable = keras.Variable(np.zeros(2, "float32"))
+    bad = np.inf if hvd.rank() == 0 else 1.0
+    optimizer.apply([keras.ops.full((2,), bad)], [variable])
+    np.testing.assert_array_equal(keras.ops.convert_to_numpy(variable), 0.0)
+    assert float(keras.ops.convert_to_numpy(optimizer.dynamic_scale)) == 2.0
+    optimizer.apply([keras.ops.full((2,), float(2 * hvd.rank()))], [variable])
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(variable), -(hvd.size() - 1) / 2.0)
+
+
+def trains_in_half_precision() -> None:
+    """mixed_float16: compile() puts a LossScaleOptimizer around ours."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    model = compiled(
+        network(seed=hvd.rank(), dtype="mixed_float16"), hvd.DistributedOptimizer(optimizer_named("sgd"))
+    )
+    if not isinstance(
+        model.optimizer, keras.optimizers.LossScaleOptimizer
+    ):  # it looks at the model's own policy
+        model = compiled(model, keras.optimizers.LossScaleOptimizer(model.optimizer))
+    fit(model, shard(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert same_everywhere(model)
+
+
+def is_saved_as_a_plain_optimizer(path: str, passes: int) -> None:
+    """Rank 0 saves; the file names Keras's own class; load_model goes on where training stopped."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    def distributed() -> Any:
+        return hvd.DistributedOptimizer(optimizer_named("adam"), backward_passes_per_step=passes)
+
+    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model = compiled(network(), distributed())
+    config = keras.saving.serialize_keras_object(model.optimizer)
+    assert config == keras.saving.serialize_keras_object(optimizer_named("adam")) | {
+        "config": model.optimizer.get_config()
+    }
+    fit(model, shard(hvd.rank(), steps=2), callbacks=start)
+    if hvd.rank() == 0:
+        model.save(path)
+    hvd.allgather_object(None)
+    plain = keras.models.load_model(path)
+    assert type(plain.optimizer) is type(optimizer_named("adam"))
+    assert len(plain.optimizer.variables) == len(optimizer_named("adam").variables) + 2 * 6
+    loaded = hvd.load_model(path)
+    assert int(loaded.optimizer.iterations) == int(model.optimizer.iterations) > 0
+    if passes == 1:
+        for other in (model, loaded):
+            fit(other, shard(hvd.rank()), callbacks=start)
+        assert same_everywhere(loaded)
+        close(loaded, model, 0.0)
+
+
+def keeps_what_was_built() -> None:
+    """Wrapped after training has begun: momenta and count stay."""
+    import horoclone.keras as hvd
+
+    optimizer = optimizer_named("sgd")
+    model = compiled(network(), optimizer)
+    fit(model, everybody(hvd.size()), batch=BATCH * hvd.size())
+    before = [np.array(v) for v in optimizer.variables]
+    assert hvd.DistributedOptimizer(optimizer) is optimizer
+    assert all(np.array_equal(a, np.array(b)) for a, b in zip(before, optimizer.variables, strict=True))
+    reference = compiled(network(), optimizer_named("sgd"))
+    fit(reference, everybody(hvd.size()), batch=BATCH * hvd.size(), epochs=4)
+    compiled(model, optimizer)
+    fit(model, shard(hvd.rank()))
+    close(model, reference)
+
+
+def refuses_wrong_arguments() -> None:
+    import keras
+
+    import horoclone.keras as hvd
+
+    def wrong(error: type[BaseException], text: str, **options: Any) -> None:
+        with pytest.raises(error, match=text):
+            hvd.DistributedOptimizer(options.pop("optimizer", None) or keras.optimizers.SGD(), **options)
+
+    wrong(ValueError, "already", optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()))
+    wrong(ValueError, "optimizer of Keras", optimizer="sgd")
+    wrong(ValueError, "gradient_predivide_factor", gradient_predivide_factor=2.0, op=hvd.Sum)
+    wrong(ValueError, "hvd.Average or op=hvd.Sum", op=hvd.Max)
+    wrong(ValueError, "groups", groups=-1)
+    wrong(ValueError, "groups", groups=["a"])
+    wrong(ValueError, "backward_passes_per_step", backward_passes_per_step=0)
+    wrong(hvd.Unsupported, "Adasum", op=hvd.Adasum)
+
+
+def misses_gradients_on_one_rank() -> None:
+    """Only on torch may a gradient be missing on some ranks: there it counts as zero, unless nobody has it."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    variables = [keras.Variable(np.zeros(2, "float32"), name=n) for n in "abc"]
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0))
+    mine = [keras.ops.ones((2,)), keras.ops.ones((2,)) if hvd.rank() == 0 else None, None]
+    with pytest.warns(UserWarning, match="Gradients do not exist for variables \\['c'\\]"):
+        optimizer.apply(mine, variables)
+    values = [keras.ops.convert_to_numpy(v)[0] for v in variables]
+    assert values == [-1.0, -1.0 / hvd.size(), 0.0]
+
+
+def says_what_differs() -> None:
+    """Other shapes on another rank: an error on every rank, and the next step works."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), name="mine")
+    variable = keras.Variable(np.zeros(2 + hvd.rank(), "float32"))
+    with pytest.raises(Exception, match=r"mine\.0"):
+        optimizer.apply([keras.ops.ones(variable.shape)], [variable])
+    assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+On = Callable[..., list[Any]]
+every_backend = pytest.mark.parametrize("backend", BACKENDS)
+
+
+@every_backend
+@pytest.mark.parametrize(
+    "which", ["sgd", "adam", "clipnorm", "global_clipnorm", "clipvalue", "ema", "accumulating", "scaled"]
+)
+def test_training_on_shards_equals_training_on_everything(on: On, backend: str, which: str) -> None:
+    on(backend, trains_as_one, which=which)
+
+
+@every_backend
+def test_without_the_wrapper_the_ranks_go_apart(on: On, backend: str) -> None:
+    on(backend, goes_apart_without_us)
+
+
+@every_backend
+@pytest.mark.parametrize("which, average", [("adam", True), ("sgd", False), ("scaled", True)])
+def test_several_batches_per_update(on: On, backend: str, which: str, average: bool) -> None:
+    on(backend, aggregates, which=which, average=average)
+
+
+@every_backend
+@pytest.mark.parametrize("body", [takes_options, groups_of_variables, keeps_local_variables, keeps_local_layers,
+                                  keeps_what_was_built, refuses_wrong_arguments, says_what_differs,
+                                  trains_in_half_precision], ids=lambda body: body.__name__)  # fmt: skip
+def test_of_the_wrapper(on: On, backend: str, body: Any) -> None:
+    on(backend, body)
+
+
+@every_backend
+@pytest.mark.parametrize("outer", [True, False])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, backend: str, outer: bool) -> None:
+    on(backend, scales_losses_alike, outer=outer)
+
+
+@every_backend
+@pytest.mark.parametrize("passes", [1, 2])
+def test_a_saved_model_is_a_plain_one(on: On, backend: str, passes: int, tmp_path: Any) -> None:
+    on(backend, is_saved_as_a_plain_optimizer, path=str(tmp_path / "model.keras"), passes=passes)
+
+
+def test_process_sets(on: On) -> None:
+    on("torch", stays_in_its_process_set, size=3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+
+
+def test_missing_gradients(on: On) -> None:
+    on("torch", misses_gradients_on_one_rank)
