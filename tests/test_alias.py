@@ -174,7 +174,7 @@ print("same")
     assert output_of(site_folder, program).split() == ["same"]
 
 
-ABSENT = ("tensorflow", "tensorflow.keras", "keras", "ray", "spark", "spark.keras", "mxnet")
+ABSENT = ("tensorflow", "tensorflow.keras", "ray", "spark", "spark.keras", "mxnet")
 
 
 def test_what_is_missing_can_be_imported_and_says_so_on_use(site_folder: Path) -> None:

@@ -61,8 +61,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         everybody = allgather_object(steps)
         if len(set(everybody)) > 1:
             raise ValueError(
-                f"the ranks have {everybody} batches per epoch, and every gradient needs all of them. Give each rank as "
-                "much data, or pass the same steps_per_epoch to fit() on all."
+                f"the ranks have {everybody} batches per epoch, and every gradient needs all of them. Give each rank "
+                "as much data, or pass the same steps_per_epoch to fit() on all."
             )
         model = self.model
         if not model.built:

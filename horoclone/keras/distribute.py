@@ -9,10 +9,10 @@ from horoclone.keras.reduction import Reduction, checked, layers_of
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 
-Compression: Any
 if LEGACY:
-    from horoclone.keras.legacy_optimizer import distribute
-    from horoclone.tensorflow.compression import Compression
+    from horoclone.errors import Unsupported
+
+    raise Unsupported("tf_keras is not supported yet; unset TF_USE_LEGACY_KERAS to train with Keras 3.")
 else:
     from horoclone.keras.compression import Compression
     from horoclone.keras.optimizer import distribute

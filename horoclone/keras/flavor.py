@@ -16,7 +16,7 @@ if LEGACY:
         import tf_keras
     except ImportError as error:
         raise ImportError(
-            "TF_USE_LEGACY_KERAS=1 asks for tf_keras, which is not installed: pip install tf_keras, or unset the variable."
+            "TF_USE_LEGACY_KERAS=1 asks for tf_keras, which is not installed: pip install tf_keras, or unset it."
         ) from error
     keras = tf_keras
 else:
@@ -28,8 +28,8 @@ else:
         ) from error
     if not keras_3.__version__.startswith("3."):
         raise ImportError(
-            f"keras {keras_3.__version__} is installed, and horoclone.keras is made for Keras 3 (pip install keras>=3), or "
-            "for tf_keras with TF_USE_LEGACY_KERAS=1."
+            f"keras {keras_3.__version__} is installed. horoclone.keras is made for Keras 3 (pip install keras>=3), "
+            "or for tf_keras with TF_USE_LEGACY_KERAS=1."
         )
     keras = keras_3
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.ops import Max
 from horoclone.torch import mpi_ops
 
 if TYPE_CHECKING:
@@ -34,35 +35,37 @@ def value_of(variable: Any) -> torch.Tensor:
     return value() if callable(value) else value
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def reduce(
     parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
 ) -> dict[int, Any]:
     """Place in the list -> reduced gradient; None where no rank had one. The tensors given stay as they are."""
+    places = [place for part in parts for place in part.places]
+    had = torch.tensor([grads[place] is not None for place in places], dtype=torch.uint8)
+    someone = mpi_ops.allreduce_async(
+        had, name=f"{settings.name}.present", op=Max, process_set=settings.process_set
+    )
     running = [_submit(part, grads, variables, settings) for part in parts]
     result: dict[int, Any] = {}
-    for part, (handle, flags, contexts) in zip(parts, running, strict=True):
-        *outputs, somebody = mpi_ops.synchronize(handle)
-        for place, output, context, some, mine in zip(
-            part.places, outputs, contexts, somebody.tolist(), flags, strict=True
-        ):
-            if some or mine:
-                decompress = part.compression is not None
-                result[place] = part.compression.decompress(output, context) if decompress else output
-            else:
-                result[place] = None
+    for part, (handle, contexts) in zip(parts, running, strict=True):
+        outputs = mpi_ops.synchronize(handle)
+        if part.compression is not None:
+            outputs = [part.compression.decompress(o, c) for o, c in zip(outputs, contexts, strict=True)]
+        result.update(zip(part.places, outputs, strict=True))
+    for place, present in zip(places, mpi_ops.synchronize(someone).tolist(), strict=True):
+        if not present:
+            result[place] = None
     return result
 
 
 def _submit(
     part: Part, grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
-) -> tuple[int, list[bool], list[Any]]:
-    """The handle of one group, which gradients this rank had, and what decompression needs."""
-    wires, contexts, flags = [], [], []
+) -> tuple[int, list[Any]]:
+    """The handle of one group, and what decompression needs."""
+    wires, contexts = [], []
     for place in part.places:
         gradient = grads[place]
-        flags.append(gradient is not None)
         if gradient is None:
             gradient = torch.zeros_like(value_of(variables[place]), requires_grad=False)
         wire, context = dense(gradient).detach(), None
@@ -70,7 +73,6 @@ def _submit(
             wire, context = part.compression.compress(wire)
         wires.append(wire.contiguous())
         contexts.append(context)
-    wires.append(torch.tensor(flags, dtype=torch.float32))
     handle = mpi_ops.grouped_allreduce_async(
         wires,
         name=part.name,
@@ -79,7 +81,7 @@ def _submit(
         postscale_factor=part.postscale,
         process_set=settings.process_set,
     )
-    return handle, flags, contexts
+    return handle, contexts
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ import importlib
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from horoclone.errors import Unsupported
@@ -62,11 +63,11 @@ class Reduction:
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
         if not self.active():
             return list(grads)
-        mover = importlib.import_module(f"horoclone.keras.on_{backend()}")
+        mover = _mover()
         local = self._local_keys(key_of)
         shared = [i for i, v in enumerate(variables) if key_of(v) not in local]
         result = list(grads)
-        divisor = self.process_set.size()
+        divisor = self.process_set.size() or 1
         for i in sorted(set(range(len(variables))) - set(shared)):
             if self.scale_local_gradients and grads[i] is not None:
                 result[i] = mover.scaled(grads[i], 1.0 / divisor)
@@ -95,7 +96,7 @@ class Reduction:
         elif self.groups > 0:
             count = min(self.groups, len(rest)) or 1
             cuts = [len(rest) * k // count for k in range(count + 1)]
-            lists = [rest[a:b] for a, b in zip(cuts, cuts[1:], strict=False)]
+            lists = [rest[a:b] for a, b in pairwise(cuts)]
         else:
             lists = [rest]
         parts = [
@@ -117,12 +118,10 @@ def checked(
     process_set: ProcessSet,
 ) -> int | list[list[Any]]:
     """Checks arguments of DistributedOptimizer and gives `groups` in one form. ValueError says what is wrong."""
-    if op == Adasum:
-        if process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        raise Unsupported("op=hvd.Adasum is not supported with Keras by this version; use op=hvd.Average.")
-    if resolve_reduce(None, op) not in (Average, Sum):
-        raise ValueError("DistributedOptimizer reduces gradients with op=hvd.Average or op=hvd.Sum.")
+    if resolve_reduce(None, op) not in (Average, Sum, Adasum):
+        raise ValueError("DistributedOptimizer reduces gradients with op=hvd.Average, hvd.Sum or hvd.Adasum.")
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not predivide > 0:
@@ -150,3 +149,12 @@ def layers_of(local_layers: Any) -> list[Any]:
     if local_layers is None:
         return []
     return list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
+
+
+def _mover() -> Any:
+    name = backend()
+    if name != "torch":
+        raise Unsupported(
+            f"Keras on {name} is not supported yet; set KERAS_BACKEND=torch before Keras is imported."
+        )
+    return importlib.import_module(f"horoclone.keras.on_{name}")

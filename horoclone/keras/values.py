@@ -1,4 +1,4 @@
-"""Collectives on values (numbers, arrays, tensors of any backend), outside of the training step. Results are NumPy's."""
+"""Collectives on values (numbers, arrays, tensors of any backend) outside of the training step; results are NumPy's."""
 
 from __future__ import annotations
 
@@ -131,10 +131,11 @@ def _check_alike(forms: list[Form], root_rank: int, process_set: ProcessSet) -> 
     for rank, theirs in zip(ranks, everybody, strict=True):
         pairs = [(a, b) for a, b in zip(theirs, root, strict=False) if a[1:] != b[1:]]
         if pairs or len(theirs) != len(root):
-            (name, dtype, shape), other = pairs[0] if pairs else (("", "", ()), ("", "", ()))
-            what = f"{name!r} is {dtype}{list(shape)} there and {other[0]!r} {other[1]}{list(other[2])} on rank {root_rank}"
+            what = f"{len(theirs)} there, {len(root)} on rank {root_rank}"
+            if pairs:
+                (name, dtype, shape), (other, kind, size) = pairs[0]
+                what = f"{name!r} is {dtype}{list(shape)} there, {other!r} {kind}{list(size)} on rank {root_rank}"
             raise ValueError(
-                f"the variables of rank {rank} differ from those of rank {root_rank}: "
-                + (what if pairs else f"{len(theirs)} there, {len(root)} on rank {root_rank}")
-                + ". Build the same model and the same optimizer on every rank."
+                f"the variables of rank {rank} differ from those of rank {root_rank}: {what}. "
+                "Build the same model and the same optimizer on every rank."
             )

@@ -165,6 +165,22 @@ def takes_options() -> None:
         takes_gradients({"num_groups": 2})
 
 
+def combines_by_adasum() -> None:
+    """Gradients at right angles are added, parallel ones averaged."""
+    import keras
+
+    import horoclone.keras as hvd
+
+    crossed, parallel = (
+        keras.Variable(np.zeros(hvd.size(), "float32"), name=n) for n in ("crossed", "parallel")
+    )
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(1.0), op=hvd.Adasum)
+    mine = np.eye(hvd.size(), dtype=np.float32)[hvd.rank()]
+    optimizer.apply([keras.ops.convert_to_tensor(mine), keras.ops.ones(hvd.size())], [crossed, parallel])
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(crossed), -1.0, rtol=1e-6)
+    np.testing.assert_allclose(keras.ops.convert_to_numpy(parallel), -1.0, rtol=1e-6)
+
+
 def groups_of_variables() -> None:
     import keras
 
@@ -320,11 +336,10 @@ def refuses_wrong_arguments() -> None:
     wrong(ValueError, "already", optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()))
     wrong(ValueError, "optimizer of Keras", optimizer="sgd")
     wrong(ValueError, "gradient_predivide_factor", gradient_predivide_factor=2.0, op=hvd.Sum)
-    wrong(ValueError, "hvd.Average or op=hvd.Sum", op=hvd.Max)
+    wrong(ValueError, "hvd.Average, hvd.Sum or hvd.Adasum", op=hvd.Max)
     wrong(ValueError, "groups", groups=-1)
     wrong(ValueError, "groups", groups=["a"])
     wrong(ValueError, "backward_passes_per_step", backward_passes_per_step=0)
-    wrong(hvd.Unsupported, "Adasum", op=hvd.Adasum)
 
 
 def misses_gradients_on_one_rank() -> None:
@@ -381,7 +396,7 @@ def test_several_batches_per_update(on: On, backend: str, which: str, average: b
 
 
 @every_backend
-@pytest.mark.parametrize("body", [takes_options, groups_of_variables, keeps_local_variables, keeps_local_layers,
+@pytest.mark.parametrize("body", [takes_options, combines_by_adasum, groups_of_variables, keeps_local_variables, keeps_local_layers,
                                   keeps_what_was_built, refuses_wrong_arguments, says_what_differs,
                                   trains_in_half_precision], ids=lambda body: body.__name__)  # fmt: skip
 def test_of_the_wrapper(on: On, backend: str, body: Any) -> None:
