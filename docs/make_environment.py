@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import sys
+import textwrap
 from pathlib import Path
+
+from horoclone import settings
 
 PAGE = Path(__file__).with_name("environment.md")
 HEAD = """# Environment variables
@@ -29,6 +32,22 @@ needed.
 
 | variable | Horovod name | default | type | meaning |
 |---|---|---|---|---|
+"""
+
+
+UNREAD = """
+## Horovod's variables that nothing here reads
+
+Where one of these is set to something else than Horovod's default, rank 0 says so at its first `init()`.
+
+| variable | Horovod's default | instead |
+|---|---|---|
+"""
+BUILD_TIME = """
+## Horovod's variables at build time
+
+{instead} So nothing reads these, at build time or later, and nothing is said when they are set:
+{names}.
 """
 
 
@@ -58,6 +77,11 @@ def page(knobs: list[dict[str, str]]) -> str:
             if k["read_by"] == read_by
         ]
         parts.append(head + "\n".join(rows) + "\n")
+    parts.append(
+        UNREAD + "".join(f"{line(code(n), code(d), cell(text))}\n" for n, d, text in settings.UNREAD)
+    )
+    names = textwrap.fill(", ".join(map(code, settings.BUILD_TIME)), 116, break_on_hyphens=False)
+    parts.append(BUILD_TIME.format(instead=settings.BUILD_TIME_INSTEAD, names=names))
     return "".join(parts)
 
 

@@ -7,17 +7,40 @@ The core has no globals; the comfort of `hvd.rank()` without an object lives her
 from __future__ import annotations
 
 import atexit
+import json
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
 from horoclone.attached import attach as attach  # the bindings' native libraries
 from horoclone.attached import publish
+from horoclone.built import (
+    ccl_built as ccl_built,
+)
+from horoclone.built import (
+    cuda_built as cuda_built,
+)
+from horoclone.built import (
+    ddl_built as ddl_built,
+)
+from horoclone.built import (
+    gloo_built as gloo_built,
+)
+from horoclone.built import (
+    mpi_built as mpi_built,
+)
+from horoclone.built import (
+    nccl_built as nccl_built,
+)
+from horoclone.built import (
+    rocm_built as rocm_built,
+)
+from horoclone.settings import flag, remarks, settings_of, start_timeout_s
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -85,28 +108,6 @@ def is_initialized() -> bool:
 # --- init and shutdown ---------------------------------------------------------------------------------------------
 
 
-def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
-    """What the core reads: the HOROCLONE_* and HOROVOD_* variables, without the secret."""
-    return {
-        name: value
-        for name, value in environ.items()
-        if name.startswith(("HOROCLONE_", "HOROVOD_"))
-        and name not in ("HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE")
-    }
-
-
-def start_timeout_s(environ: Mapping[str, str]) -> float:
-    """HOROCLONE_START_TIMEOUT (or HOROVOD_START_TIMEOUT) in seconds, 300 by default."""
-    text = environ.get("HOROCLONE_START_TIMEOUT") or environ.get("HOROVOD_START_TIMEOUT") or "300"
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise ValueError(f"HOROCLONE_START_TIMEOUT={text!r} is not a positive number of seconds.")
-    return seconds
-
-
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
     """Starts the runtime and connects this process with all others of the job. Does nothing when it is already up.
 
@@ -131,10 +132,8 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _job = exchange.open_job(comm, os.environ, deadline, _say, _job)
         runtime = _connect(_job, deadline)
         _native = runtime
-        wish = os.environ.get("HOROCLONE_DYNAMIC_PROCESS_SETS") or os.environ.get(
-            "HOROVOD_DYNAMIC_PROCESS_SETS"
-        )
-        _dynamic = (wish or "0").strip().lower() not in ("0", "false", "no", "off")
+        _dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
+        _remark()
         try:
             sets.on_init(runtime, wanted)
             publish(runtime.address)
@@ -157,6 +156,18 @@ def _connect(job: Job, deadline: float) -> Runtime:
             pass  # the first error is the one to report
         raise
     return runtime
+
+
+_remarked = False
+
+
+def _remark() -> None:
+    """Rank 0 says once in its life which variables change nothing."""
+    global _remarked
+    if not _remarked and _job is not None and _job.rank == 0:
+        _remarked = True
+        for line in remarks(os.environ, json.loads(_core().knobs())):
+            _say(line)
 
 
 _core_module: Any = None
@@ -410,13 +421,6 @@ def is_homogeneous() -> bool:
     return native().is_homogeneous
 
 
-def mpi_built() -> bool:
-    """Whether mpi4py is installed: jobs may be started by mpirun and communicators passed to init."""
-    import importlib.util
-
-    return importlib.util.find_spec("mpi4py") is not None
-
-
 def mpi_enabled() -> bool:
     """Whether this job was started by an MPI launcher or from an MPI communicator."""
     if _job is not None:
@@ -442,39 +446,9 @@ def mpi_threads_supported() -> bool:
     return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
 
 
-def gloo_built() -> bool:
-    """Always True: it means that MPI is not needed."""
-    return True
-
-
 def gloo_enabled() -> bool:
     """Whether the job runs without MPI."""
     return not mpi_enabled()
-
-
-def nccl_built() -> int:
-    """NCCL's version code, 0 when NCCL cannot be used."""
-    return 0
-
-
-def ddl_built() -> bool:
-    """False: IBM's DDL is not supported."""
-    return False
-
-
-def ccl_built() -> bool:
-    """False: oneCCL is not supported."""
-    return False
-
-
-def cuda_built() -> bool:
-    """Whether tensors on CUDA devices can be reduced there."""
-    return False
-
-
-def rocm_built() -> bool:
-    """False: ROCm is not supported."""
-    return False
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:

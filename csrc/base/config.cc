@@ -196,6 +196,9 @@ Result<Config> Config::read(const Lookup& lookup) {
   HC_TRY(read_one(lookup, name, horovod, rule, &config.field));
   HC_KNOBS(HC_READ)
 #undef HC_READ
+  // HOROVOD_GLOO_TIMEOUT_SECONDS alone may be short: the default of the warning keeps its distance.
+  if (!found(lookup, "HOROCLONE_LIVENESS_WARN_S"))
+    config.liveness_warn_s = std::min(config.liveness_warn_s, config.liveness_error_s / 2);
   HC_TRY(check_together(config));
   return config;
 }

@@ -45,10 +45,10 @@ struct KnobRule {
     KnobRule::bytes(0, 1099511627776.0),                                                                    \
     "Largest number of bytes that one collective may fuse; 0 turns fusion off.")                            \
   X(bool, disable_group_fusion, false, "DISABLE_GROUP_FUSION", "DISABLE_GROUP_FUSION", KnobRule::flag(),    \
-    "Accepted without effect in this version: a group may fuse with other operations.")                     \
+    "1: a group shares its collective with no other operation; all of a group always run together.")        \
   X(double, gathering_window_ms, 0, "CYCLE_TIME", "CYCLE_TIME", KnobRule::milliseconds(0, 60000),           \
-    "Accepted without effect in this version: what is ready is sent at once, and fusion takes "             \
-    "what gathered while the previous collective ran.")                                                     \
+    "Gathering window: what is ready is held back this long, so that more is fused with it. 0: it starts "  \
+    "at once, fused with what gathered while the previous collective ran.")                                 \
   X(int64_t, cache_capacity, 1024, "CACHE_CAPACITY", "CACHE_CAPACITY", KnobRule::count(0, 1e6),             \
     "Agreements remembered per process set, so that a repeated tensor costs one bit; 0 turns the cache "    \
     "off.")                                                                                                 \
@@ -93,7 +93,7 @@ struct KnobRule {
     "Send and receive buffer of each socket; 0 leaves it to the kernel.")                                   \
   X(int, tcp_streams, 1, "TCP_STREAMS", "", KnobRule::count(1, 64),                                         \
     "Sockets between two ranks on different machines.")                                                     \
-  X(double, keepalive_s, 30, "KEEPALIVE_S", "", KnobRule::seconds(1, 32767),                                \
+  X(double, keepalive_s, 30, "KEEPALIVE_S", "GLOO_TIMEOUT_SECONDS", KnobRule::seconds(1, 32767),            \
     "Silence after which TCP probes a connection and gives it up as dead.")                                 \
   /* deadlines */                                                                                           \
   X(double, init_timeout_s, 300, "START_TIMEOUT", "START_TIMEOUT", KnobRule::seconds(0.001, 1e7),           \
@@ -112,9 +112,9 @@ struct KnobRule {
   X(double, liveness_probe_s, 1, "LIVENESS_PROBE_S", "", KnobRule::seconds(0.001, 1e7),                     \
     "A rank that has waited this long asks the late rank's engine for a sign of life.")                     \
   X(double, liveness_warn_s, 5, "LIVENESS_WARN_S", "", KnobRule::seconds(0.001, 1e7),                       \
-    "Silence after a probe that is worth a warning.")                                                       \
-  X(double, liveness_error_s, 15, "LIVENESS_ERROR_S", "", KnobRule::seconds(0.001, 1e7),                    \
-    "Silence after a probe at which the rank counts as lost.")                                              \
+    "Silence after a probe that is worth a warning; at most half of LIVENESS_ERROR_S if unset.")                                                       \
+  X(double, liveness_error_s, 15, "LIVENESS_ERROR_S", "GLOO_TIMEOUT_SECONDS",                               \
+    KnobRule::seconds(0.001, 1e7), "Silence after a probe at which the rank counts as lost.")               \
   /* waiting */                                                                                             \
   X(int, spin_pauses, 20, "SPIN_PAUSES", "", KnobRule::count(0, 1e9),                                       \
     "CPU pause instructions of a wait before it yields its core.")                                          \
@@ -163,8 +163,8 @@ struct KnobRule {
   X("CROSS_RANK", "CROSS_RANK", "count", "", "Position of this machine; set by the launcher.")              \
   X("CROSS_SIZE", "CROSS_SIZE", "count", "", "Number of machines; set by the launcher.")                    \
   X("HOSTNAME", "HOSTNAME", "text", "", "Name of this machine in the launcher's list of hosts.")            \
-  X("ELASTIC_TIMEOUT", "ELASTIC_TIMEOUT", "seconds", "600",                                                 \
-    "Longest wait for enough machines after a change.")                                                     \
+  X("MPI_THREADS_DISABLE", "MPI_THREADS_DISABLE", "flag", "0",                                              \
+    "1: where horoclone itself has to load mpi4py, it asks MPI for one thread only (MPI_THREAD_FUNNELED).") \
   X("NO_HOROVOD_ALIAS", "", "flag", "0",                                                                    \
     "1: `import horovod` does not find horoclone under that name; read when horovod is first imported.")
 // clang-format on

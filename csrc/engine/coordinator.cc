@@ -154,7 +154,8 @@ void Coordinator::State::make_ready(uint32_t index) {
   item.entry = index;
   item.bytes = a.bytes;
   if (a.error == Code::kOk) ledger.choose_slot(index);
-  if (a.fusable && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0) item.fuse_hash = a.fuse_hash;
+  const bool alone = !options.fuse_groups && ledger.reference(e).tensors.size() > 1;
+  if (a.fusable && !alone && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0) item.fuse_hash = a.fuse_hash;
   ready.push_back(item);
   ready_count++;
 }

@@ -129,6 +129,7 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     CoordinatorOptions options;
     options.size = set->size();
     options.fusion_bytes = config_.fusion_bytes;
+    options.fuse_groups = !config_.disable_group_fusion;
     options.cache_capacity = static_cast<size_t>(config_.cache_capacity);
     options.generation = generation_;
     options.process_set = id;

@@ -105,6 +105,7 @@ class Engine {
   void handle_frame(int from, std::span<const uint8_t> frame);
   void send_ballot(ProcessSet& set);
   void decide(ProcessSet& set, bool* moved);
+  bool gathers(ProcessSet& set);
   void take_plan(ProcessSet& set, Plan plan);
   void run_queue(ProcessSet& set, bool* moved);
   void wake_readers(ProcessSet& set);
@@ -131,7 +132,8 @@ class Engine {
   void rest_after_driving();
   void enter_gate();
   void leave_gate();
-  bool work_until_idle();
+  int work_until_idle();
+  int until_gathered(int limit_ms) const;
   void sleep_on_mesh(int timeout_ms);
   void poll_mesh(bool* moved);
   void check_timers();
@@ -180,6 +182,7 @@ class Engine {
   std::string departure_;   // the first goodbye that came in
   Liveness liveness_{0, {}};
   TimePoint next_timer_{}, next_stall_report_{};
+  TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes
   unsigned turn_ = 0;
 };
 

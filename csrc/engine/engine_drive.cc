@@ -128,7 +128,7 @@ void Engine::drive(const Over& over, const Deadline& deadline) {
     if (deadline.passed() || stopping_.load()) return;
     mesh_->set_asleep(Sleep::kAsleepWaiting);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    if (!step() && !over()) sleep_on_mesh(std::min(kSliceMs, deadline.remaining_ms()));
+    if (!step() && !over()) sleep_on_mesh(until_gathered(std::min(kSliceMs, deadline.remaining_ms())));
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     mesh_->set_asleep(Sleep::kAwake);
     bool moved = false;
@@ -144,7 +144,7 @@ void Engine::rest_after_driving() {
   const size_t waiting = outstanding();
   mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   if (!waiting && !has_incoming_.load(std::memory_order_seq_cst)) return;
-  if (step() || untimed_sleep_.load()) mesh_->wake_self();
+  if (step() || untimed_sleep_.load() || next_gathered_ != TimePoint::max()) mesh_->wake_self();
 }
 
 void Engine::sleep_on_mesh(int timeout_ms) {
@@ -163,9 +163,9 @@ void Engine::run() {
   while (true) {
     const DriveGate::Turn turn = gate_.enter_engine(kBusyLook);
     if (turn == DriveGate::Turn::kStopping) return;
-    bool more = false;
+    int sleep_ms = static_cast<int>(timer_s_ * 1000) + 1;
     if (turn == DriveGate::Turn::kDrives) {
-      more = work_until_idle();
+      sleep_ms = work_until_idle();
       leave_gate();
     } else {
       // A waiter drives. Watch the mesh, so that it need not wake this thread when it leaves (rest_after_driving).
@@ -173,15 +173,15 @@ void Engine::run() {
       engine_sleeps_.store(true, std::memory_order_seq_cst);
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
     }
-    if (!more) sleep_on_mesh(untimed_sleep_.load() ? -1 : static_cast<int>(timer_s_ * 1000) + 1);
+    if (sleep_ms != 0) sleep_on_mesh(sleep_ms);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     engine_sleeps_.store(false, std::memory_order_seq_cst);
   }
 }
 
 // hc-engine, driving: works until there is nothing to do for a while or a waiter wants to drive, then prepares to
-// sleep. Returns whether something came up at the last look.
-bool Engine::work_until_idle() {
+// sleep. Returns for how many ms it may: 0 when something came up at the last look, -1 until it is woken.
+int Engine::work_until_idle() {
   mesh_->set_asleep(Sleep::kAwake);
   bool moved = false;
   poll_mesh(&moved);
@@ -200,7 +200,15 @@ bool Engine::work_until_idle() {
   untimed_sleep_.store(!waiting && !hands_over);
   engine_sleeps_.store(true, std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  return !hands_over && step();
+  if (!hands_over && step()) return 0;
+  return untimed_sleep_.load() ? -1 : until_gathered(static_cast<int>(timer_s_ * 1000) + 1);
+}
+
+// limit_ms, or less when a gathering window closes before; at least 1.
+int Engine::until_gathered(int limit_ms) const {
+  if (next_gathered_ == TimePoint::max()) return limit_ms;
+  const double left_ms = seconds_between(Clock::now(), next_gathered_) * 1000;
+  return std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));
 }
 
 size_t Engine::outstanding() const {
@@ -259,11 +267,12 @@ void Engine::check_liveness(TimePoint now) {
       log_.warning(mesh_->describe(action.rank), " is not responding for ", static_cast<int>(action.silent_s),
                    " s (stopped? swapped out?); it counts as lost after ", config_.liveness_error_s, " s");
     } else {
-      return fail_everything(
-          Status(Code::kPeerLost,
-                 text_of(mesh_->describe(action.rank), " has not responded for ", static_cast<int>(action.silent_s),
-                         " s (stopped? swapped out? HOROCLONE_LIVENESS_ERROR_S sets the limit)"),
-                 action.rank));
+      return fail_everything(Status(
+          Code::kPeerLost,
+          text_of(
+              mesh_->describe(action.rank), " has not responded for ", static_cast<int>(action.silent_s),
+              " s (stopped? swapped out? HOROCLONE_LIVENESS_ERROR_S or HOROVOD_GLOO_TIMEOUT_SECONDS sets the limit)"),
+          action.rank));
     }
   }
 }

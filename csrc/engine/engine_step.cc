@@ -16,6 +16,7 @@ constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is 
 bool Engine::step() {
   bool moved = false;
   counters_.steps.fetch_add(1, std::memory_order_relaxed);
+  next_gathered_ = TimePoint::max();
   if (!mesh_->all_shared() || ++turn_ % 1024 == 0) poll_mesh(&moved);
   if (has_abort_.load(std::memory_order_acquire)) {
     std::string text;
@@ -142,8 +143,9 @@ void Engine::send_ballot(ProcessSet& set) {
 
 void Engine::decide(ProcessSet& set, bool* moved) {
   const size_t busy = set.queue.size() + (set.runner ? 1 : 0);
-  if (busy >= kPlansAhead || !set.coordinator->anything_ready()) return;
+  if (busy >= kPlansAhead || !set.coordinator->anything_ready() || gathers(set)) return;
   Plan plan = set.coordinator->decide(kPlansAhead - busy);
+  set.gathering = set.gathering && set.coordinator->anything_ready();  // what there was no room for has waited already
   if (plan.batches.empty()) return;
   *moved = true;
   for (PlanBatch& batch : plan.batches)
@@ -159,6 +161,19 @@ void Engine::decide(ProcessSet& set, bool* moved) {
     }
   }
   take_plan(set, std::move(plan));
+}
+
+// Whether what is ready waits for company. The window opens with the first operation that is ready.
+bool Engine::gathers(ProcessSet& set) {
+  if (config_.gathering_window_ms <= 0) return false;
+  const TimePoint now = Clock::now();
+  if (!set.gathering) {
+    set.gathering = true;
+    set.gathered_at = now + std::chrono::microseconds(static_cast<int64_t>(config_.gathering_window_ms * 1000));
+  }
+  if (now >= set.gathered_at) return false;
+  next_gathered_ = std::min(next_gathered_, set.gathered_at);
+  return true;
 }
 
 void Engine::take_plan(ProcessSet& set, Plan plan) {

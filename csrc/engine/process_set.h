@@ -90,6 +90,8 @@ class ProcessSet {
   void forget(Operation* op);  // it is about to be done
 
   std::unique_ptr<Coordinator> coordinator;  // on group rank 0
+  bool gathering = false;  // something is ready and held back until gathered_at, so that more joins it
+  TimePoint gathered_at{};
   PlanCache cache;
   Ballot ballot;  // what the next ballot will say
   bool ballot_waits() const { return !ballot.cached.empty() || !ballot.fresh.empty() || ballot.joined; }

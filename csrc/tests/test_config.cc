@@ -67,6 +67,11 @@ TEST_CASE("flags, bytes, counts, times and words are read in all their forms") {
   CHECK(good({{"HOROCLONE_FUSION_THRESHOLD", "0"}}).fusion_bytes == 0);
   CHECK(good({{"HOROCLONE_HIERARCHICAL_ALLREDUCE", "-1"}}).hierarchical_allreduce == -1);
   CHECK(good({{"HOROCLONE_LIVENESS_PROBE_S", "0.25"}}).liveness_probe_s == 0.25);
+  const Config short_timeout = good({{"HOROVOD_GLOO_TIMEOUT_SECONDS", "2"}});
+  CHECK(short_timeout.liveness_error_s == 2);
+  CHECK(short_timeout.keepalive_s == 2);
+  CHECK(short_timeout.liveness_warn_s == 1);  // the default of 5 would come too late
+  CHECK(good({{"HOROVOD_GLOO_TIMEOUT_SECONDS", "120"}}).liveness_warn_s == 5);
   CHECK(good({{"HOROCLONE_YIELD_US", "1e2"}}).yield_us == 100);
   CHECK(good({{"HOROVOD_LOG_LEVEL", "TRACE"}}).log_level == LogLevel::kTrace);
   CHECK(good({{"HOROVOD_CPU_OPERATIONS", "GLOO"}}).cpu_operations == "gloo");

@@ -20,6 +20,7 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.bootstrap import wire
+from horoclone.settings import flag
 
 MAX_BLOB_BYTES = 16384
 PMI_CHUNK = 512  # hex digits in one value; Hydra allows 1024, others less
@@ -240,6 +241,10 @@ def mpi_was_initialised() -> bool:
 def load_mpi(reason: str) -> Any:
     """Imports mpi4py.MPI (which initialises MPI). Unsupported, with the fix, when it is missing or broken."""
     try:
+        import mpi4py
+
+        if flag(os.environ, "MPI_THREADS_DISABLE"):
+            mpi4py.rc.thread_level = "funneled"
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise errors.Unsupported(

@@ -1,0 +1,147 @@
+"""The environment variables as the Python side sees them: what goes to the core, and what is said about the rest.
+
+A variable that nothing reads is never passed over in silence: init says so once, on rank 0, with what to do instead.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+
+class Unread(NamedTuple):
+    """A variable of Horovod's that nothing here reads. default: silent at this value; None: never mentioned at init."""
+
+    name: str
+    default: str | None
+    instead: str
+
+
+_GPU = "Tensors in GPU memory are not reduced in this version; pass tensor.cpu()."
+_SPARK = "Spark jobs are not supported yet; start the ranks with horoclonerun or horoclone.run()."
+_BUILD = "Nothing is chosen when horoclone is built: it finds frameworks and launchers when it runs."
+_TUNING = "HOROVOD_AUTOTUNE has no such parameter in this version."
+
+UNREAD: tuple[Unread, ...] = (
+    Unread("HOROVOD_HIERARCHICAL_ALLGATHER", "0", "allgather has one algorithm here."),
+    Unread(
+        "HOROVOD_TORUS_ALLREDUCE", "0", "HOROVOD_HIERARCHICAL_ALLREDUCE=1 is the two-level algorithm here."
+    ),
+    Unread("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "3", _TUNING),
+    Unread("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10", _TUNING),
+    Unread("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20", _TUNING),
+    Unread("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "0.8", _TUNING),
+    Unread("HOROVOD_NUM_NCCL_STREAMS", "1", _GPU),
+    Unread("HOROVOD_BATCH_D2D_MEMCOPIES", "1", _GPU),
+    Unread("HOROVOD_ENABLE_ASYNC_COMPLETION", "0", _GPU),
+    Unread("HOROVOD_ENABLE_XLA_OPS", "0", _GPU),
+    Unread("HOROVOD_DISABLE_NVTX_RANGES", "0", _GPU),
+    Unread("HOROVOD_CONTROLLER", "", "The launcher decides: mpirun for MPI, everything else goes without."),
+    Unread(
+        "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
+        "1073741824",
+        "Adasum needs no MPI here and cuts its messages itself.",
+    ),
+    Unread("HOROVOD_CCL_CACHE", "0", "oneCCL is not used."),
+    Unread(
+        "HOROVOD_CCL_BGT_AFFINITY",
+        "",
+        "oneCCL is not used; HOROVOD_THREAD_AFFINITY places the engine's thread.",
+    ),
+    Unread(
+        "HOROVOD_ELASTIC_TIMEOUT", "600", "Elastic jobs are not supported yet; run a fixed number of ranks."
+    ),
+    Unread(
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR",
+        None,
+        "Only names the job of ranks that Horovod's own launcher started.",
+    ),
+    Unread("HOROVOD_GLOO_RENDEZVOUS_PORT", None, "As HOROVOD_GLOO_RENDEZVOUS_ADDR."),
+    Unread("HOROVOD_SPARK_START_TIMEOUT", "600", _SPARK),
+    Unread("HOROVOD_SPARK_WORK_DIR", "", _SPARK),
+    Unread("HOROVOD_SPARK_PYTHONPATH", "", _SPARK),
+    Unread("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "", _SPARK),
+    Unread(
+        "_HOROVOD_SECRET_KEY", None, "HOROCLONE_SECRET or HOROCLONE_SECRET_FILE gives the ranks a secret."
+    ),
+    Unread("NCCL_SOCKET_IFNAME", None, "Set by --network-interfaces for other software that uses NCCL."),
+    Unread("NCCL_IB_DISABLE", None, "Set by --tcp for other software that uses NCCL."),
+    Unread("DDL_OPTIONS", None, "IBM's DDL is not supported."),
+)
+# What Horovod reads when it is built. Docker images carry these along, so they are documented and not mentioned.
+BUILD_TIME: tuple[str, ...] = (
+    *(f"HOROVOD_WITH_{part}" for part in ("PYTORCH", "TENSORFLOW", "MXNET", "MPI", "GLOO", "NVTX")),
+    *(f"HOROVOD_WITHOUT_{part}" for part in ("PYTORCH", "TENSORFLOW", "MXNET", "MPI", "GLOO", "NVTX")),
+    "HOROVOD_GPU", "HOROVOD_GPU_OPERATIONS", "HOROVOD_GPU_ALLREDUCE", "HOROVOD_GPU_ALLGATHER",
+    "HOROVOD_GPU_BROADCAST", "HOROVOD_GPU_ALLTOALL", "HOROVOD_GPU_REDUCESCATTER", "HOROVOD_ALLOW_MIXED_GPU_IMPL",
+    "HOROVOD_CUDA_HOME", "HOROVOD_BUILD_CUDA_CC_LIST", "HOROVOD_ROCM_HOME", "HOROVOD_NCCL_HOME",
+    "HOROVOD_NCCL_INCLUDE", "HOROVOD_NCCL_LIB", "HOROVOD_NCCL_LINK", "HOROVOD_BUILD_ARCH_FLAGS", "HOROVOD_CMAKE",
+    "HOROVOD_DEBUG", "HOROVOD_SKIP_COMPILE", "HOROVOD_LOCAL_VERSION",
+)  # fmt: skip
+BUILD_TIME_INSTEAD = _BUILD
+
+_SECRETS = ("HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE")
+
+
+def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
+    """What the core reads: the HOROCLONE_* and HOROVOD_* variables, without the secret."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name.startswith(("HOROCLONE_", "HOROVOD_")) and name not in _SECRETS
+    }
+
+
+def start_timeout_s(environ: Mapping[str, str]) -> float:
+    """HOROCLONE_START_TIMEOUT (or HOROVOD_START_TIMEOUT) in seconds, 300 by default."""
+    text = environ.get("HOROCLONE_START_TIMEOUT") or environ.get("HOROVOD_START_TIMEOUT") or "300"
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise ValueError(f"HOROCLONE_START_TIMEOUT={text!r} is not a positive number of seconds.")
+    return seconds
+
+
+def flag(environ: Mapping[str, str], name: str) -> bool:
+    """HOROCLONE_<name> or HOROVOD_<name>: true unless it is unset, empty, 0, false, no or off."""
+    text = environ.get(f"HOROCLONE_{name}") or environ.get(f"HOROVOD_{name}") or "0"
+    return text.strip().lower() not in ("0", "false", "no", "off")
+
+
+def remarks(environ: Mapping[str, str], knobs: Sequence[Mapping[str, str]]) -> list[str]:
+    """One line for each variable that is set and changes nothing: read by nobody, without effect, or misspelt.
+
+    knobs: the rows of _core.knobs(). Nothing is said at LOG_LEVEL error or fatal.
+    """
+    level = environ.get("HOROCLONE_LOG_LEVEL") or environ.get("HOROVOD_LOG_LEVEL") or ""
+    if level.strip().lower() in ("error", "fatal"):
+        return []
+    known = {name for knob in knobs for name in (knob["name"], knob["horovod"]) if name}
+    lines = [
+        f"{name}={environ[name]} has no effect, nothing reads it: {instead}"
+        for name, default, instead in UNREAD
+        if name not in known and default is not None and environ.get(name, "").strip() not in ("", default)
+    ]
+    for knob in knobs:
+        name = next((one for one in (knob["name"], knob["horovod"]) if one and environ.get(one)), None)
+        if name and knob["help"].startswith("Accepted") and environ[name].strip() != knob["default"]:
+            lines.append(f"{name}={environ[name]}: {knob['help']}")
+    return lines + _misspelt(environ, known)
+
+
+def _misspelt(environ: Mapping[str, str], known: Iterable[str]) -> list[str]:
+    """HOROCLONE_ names that are no setting, and HOROVOD_ names that are nearly one (other software has such names)."""
+    valid = {*known, *BUILD_TIME, *(one.name for one in UNREAD)}
+    lines = []
+    for name in sorted(environ):
+        if not name.startswith(("HOROCLONE_", "HOROVOD_")) or name in valid:
+            continue
+        near = difflib.get_close_matches(name, valid, 1, 0.9)
+        if near or name.startswith("HOROCLONE_"):
+            meant = f"; did you mean {near[0]}?" if near else "; docs/environment.md has the list."
+            lines.append(f"{name} is not a setting{meant}")
+    return lines
