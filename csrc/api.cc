@@ -237,6 +237,8 @@ hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, i
 hc_status* hc_process_set_remove(hc_runtime* rt, int32_t id) {
   return guarded([&] { return rt->engine->remove_process_set(id); });
 }
+int32_t hc_process_set_size(hc_runtime* rt, int32_t id) { return rt->engine->place_in(id).size; }
+int32_t hc_process_set_rank(hc_runtime* rt, int32_t id) { return rt->engine->place_in(id).rank; }
 
 hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out) {
   return guarded([&]() -> hc::Status {

@@ -88,6 +88,11 @@ def id_of(process_set: ProcessSet) -> int:
     return number
 
 
+def by_id(number: int) -> ProcessSet | None:
+    """The set that has this id now, None when there is none."""
+    return _registered.get(number)
+
+
 def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
     """Registers one more set; every rank of the world calls it. Returns the set with its id.
 

@@ -78,6 +78,11 @@ class Engine {
   // Collective over the world, in the same order on every rank.
   Status add_process_set(std::vector<int> ranks, int* id);
   Status remove_process_set(int id);
+  // Any thread; size 0: there is no such set. rank: this one's place in it, -1 when it is no member.
+  struct Place {
+    int size = 0, rank = -1;
+  };
+  Place place_in(int process_set);
   Result<std::shared_ptr<Memory>> allocate(size_t bytes);
   bool shares_memory() const;
 

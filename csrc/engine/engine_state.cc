@@ -167,6 +167,12 @@ Status Engine::remove_process_set(int id) {
   return Status::ok();
 }
 
+Engine::Place Engine::place_in(int process_set) {
+  std::lock_guard lock(submit_mu_);
+  const ProcessSet* set = find_set(process_set);
+  return set ? Place{set->size(), set->group_rank} : Place{};
+}
+
 Result<std::shared_ptr<Memory>> Engine::allocate(size_t bytes) {
   if (!connected_.load()) return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
   if (!mesh_->shares_memory(mesh_->rank())) {

@@ -241,11 +241,13 @@ void Engine::finish_batch(ProcessSet& set) {
 void Engine::complete(ProcessSet& set, Operation* op, Status status) {
   set.forget(op);
   op->status = std::move(status);
+  std::function<void()> tell;  // made before `op` may be recycled, run after its result may be taken
   if (op->done_callback)
-    notifier_.push([call = op->done_callback, context = op->done_context, handle = op->handle, outcome = op->status] {
+    tell = [call = op->done_callback, context = op->done_context, handle = op->handle, outcome = op->status] {
       call(context, handle, outcome);
-    });
+    };
   handles_.finished(op);
+  if (tell) notifier_.push(std::move(tell));
   gate_.changed();
 }
 

@@ -166,6 +166,9 @@ HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
 /* Collective: every member of the world calls it in the same order. */
 HC_EXPORT hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, int32_t* id);
 HC_EXPORT hc_status* hc_process_set_remove(hc_runtime* rt, int32_t id);
+/* How many ranks belong to it, and the place of this one (-1: no member). Size 0: there is no such set. */
+HC_EXPORT int32_t hc_process_set_size(hc_runtime* rt, int32_t id);
+HC_EXPORT int32_t hc_process_set_rank(hc_runtime* rt, int32_t id);
 
 /* Shared memory of this rank that every local rank sees; zeroed, 4 KiB aligned. */
 HC_EXPORT hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out);

@@ -1,0 +1,51 @@
+"""Loads libhoroclone_tensorflow.so, which registers our ops with TensorFlow, and tells it where the runtime is.
+
+The library is built without TensorFlow: it finds TensorFlow's C API in the process and tests it when it is loaded.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+import horoclone
+from horoclone import attached
+from horoclone.errors import HorovodVersionMismatchError
+
+OLDEST = (2, 16)
+MADE_FOR = "2.16 or newer (tested with 2.16 and 2.21)"
+_PATH = Path(horoclone.__file__).parent / "libhoroclone_tensorflow.so"
+
+
+def _load() -> Any:
+    """The module of op functions that TensorFlow makes from the library.
+
+    HorovodVersionMismatchError (an ImportError) when this TensorFlow cannot be used, with the reason as its cause.
+    """
+    found = tuple(map(int, re.findall(r"\d+", tf.__version__)[:2]))
+    if found < OLDEST:
+        raise HorovodVersionMismatchError("tensorflow", MADE_FOR, tf.__version__)
+    try:
+        functions = tf.load_op_library(str(_PATH))
+    except tf.errors.OpError as error:
+        raise ImportError(
+            f"{_PATH.name} cannot be loaded: {error.message}. Reinstall horoclone; in a source tree: pip install -e ."
+        ) from error
+    native = ctypes.CDLL(str(_PATH))  # the copy that TensorFlow has loaded
+    native.hc_tensorflow_problem.restype = ctypes.c_char_p
+    problem = native.hc_tensorflow_problem()
+    if problem is not None:
+        raise HorovodVersionMismatchError("tensorflow", MADE_FOR, tf.__version__) from ImportError(
+            problem.decode()
+        )
+    set_runtime = native.hc_tensorflow_set_runtime
+    set_runtime.argtypes, set_runtime.restype = [ctypes.c_uint64], None
+    attached.attach(set_runtime)
+    return functions
+
+
+functions: Any = _load()

@@ -1,0 +1,350 @@
+"""The collectives as TensorFlow ops, eagerly and in graphs, one function per op; and facts about the job.
+
+An op is matched across ranks by its name. In a graph that is the node's name, by default made from the input's name; run
+eagerly, it is the argument `name`, and ops without one are matched by their order. Inputs: bool, uint8, int8, uint16,
+int16, int32, int64, float16, bfloat16, float32, float64. Errors, when the op runs: tf.errors.FailedPreconditionError
+(ranks disagree, or there was no init), InvalidArgumentError (wrong arguments), UnknownError (a rank was lost, or the job
+given up), UnimplementedError; ValueError at once for an unknown process set.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horoclone.errors import Unsupported
+from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.process_sets import (
+    ProcessSet,
+    add_process_set,
+    global_process_set,
+    id_of,
+    remove_process_set,
+)
+from horoclone.runtime import (
+    ccl_built,
+    cross_rank,
+    cross_size,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    gloo_enabled,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    mpi_built,
+    mpi_enabled,
+    mpi_threads_supported,
+    nccl_built,
+    rank,
+    rocm_built,
+    shutdown,
+    size,
+    start_timeline,
+    stop_timeline,
+)
+from horoclone.tensorflow.library import functions
+
+__all__ = [
+    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather", "alltoall",
+    "broadcast", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
+    "gloo_enabled", "grouped_allgather", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
+    "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
+    "process_set_included_op", "rank", "rank_op", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
+    "start_timeline", "stop_timeline",
+]  # fmt: skip
+
+# AutoGraph would rewrite these functions while it traces the user's; there is nothing to rewrite.
+_as_it_is = tf.autograph.experimental.do_not_convert
+
+_GUARD = "_horoclone_guard"
+_eager_guard: Any = None
+
+
+def _guard() -> Any:
+    """An input that TensorFlow cannot compute in advance: without it an op with constant inputs would be run once,
+    while the graph is optimised, and never again. One per graph."""
+    global _eager_guard
+    if tf.executing_eagerly():
+        if _eager_guard is None:
+            with tf.device("CPU:0"):
+                _eager_guard = tf.constant(0)
+        return _eager_guard
+    graph: Any = tf.compat.v1.get_default_graph()
+    guard = getattr(graph, _GUARD, None)
+    if guard is None:
+        with tf.control_dependencies(None), tf.device("CPU:0"):
+            guard = tf.compat.v1.placeholder_with_default(tf.constant(0), (), name="horoclone_guard")
+        setattr(graph, _GUARD, guard)
+    return guard
+
+
+def _refuse_xla() -> None:
+    """Unsupported inside tf.function(jit_compile=True), where TensorFlow would only say that there is no kernel."""
+    graph: Any = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        context = graph._get_control_flow_context()
+        while context is not None:
+            if context.IsXLAContext():
+                raise Unsupported(
+                    "collectives cannot run in a function that XLA compiles. Use tf.function(jit_compile=False), or "
+                    "model.compile(..., jit_compile=False) in Keras; or reduce outside of the compiled function."
+                )
+            context = context.outer_context
+        graph = getattr(graph, "outer_graph", None)
+
+
+def _normalize_name(name: str) -> str:
+    return re.sub("[^a-zA-Z0-9_]", "_", name)
+
+
+def _common(
+    kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
+) -> dict[str, Any]:
+    """The arguments that all ops share: node name, key, process set, guard."""
+    arguments = {
+        "guard": _guard(),
+        "ignore_name_scope": ignore_name_scope,
+        "process_set_id": id_of(process_set),
+    }
+    if tf.executing_eagerly():
+        return {**arguments, "tensor_name": name or ""}
+    _refuse_xla()
+    if name is None:
+        name = f"{kind}_{_normalize_name(tensors[0].name)}"
+    # The attribute is not the key in a graph. It makes the node unlike all others: equal ones would be merged.
+    unique = tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=False)
+    return {**arguments, "tensor_name": unique, "name": name}
+
+
+def _tensors(values: Sequence[Any]) -> list[Any]:
+    return [tf.convert_to_tensor(value) for value in values]
+
+
+def _scales(prescale_factor: float, postscale_factor: float) -> dict[str, str]:
+    return {
+        "prescale_factor": float(prescale_factor).hex(),
+        "postscale_factor": float(postscale_factor).hex(),
+    }
+
+
+# --- allreduce -----------------------------------------------------------------------------------------------------
+
+
+def _allreduce(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces tensors of one shape and dtype over all ranks. Differentiable for Sum and Average."""
+    tensor = tf.convert_to_tensor(tensor)
+    return functions.horovod_allreduce(
+        tensor=tensor,
+        reduce_op=op,
+        **_scales(prescale_factor, postscale_factor),
+        **_common("HorovodAllreduce", [tensor], name, ignore_name_scope, process_set),
+    )
+
+
+def _grouped_allreduce(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Sum,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Reduces several tensors, of any shapes and dtypes, as one operation."""
+    if not tensors:
+        return []
+    tensors = _tensors(tensors)
+    return functions.horovod_grouped_allreduce(
+        tensors=tensors,
+        reduce_op=op,
+        **_scales(prescale_factor, postscale_factor),
+        **_common("HorovodGroupedAllreduce", tensors, name, ignore_name_scope, process_set),
+    )
+
+
+# --- allgather -----------------------------------------------------------------------------------------------------
+
+
+def allgather(
+    tensor: Any,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one.
+
+    Differentiable: each rank gets the sum of the gradients of its rows.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    return functions.horovod_allgather(
+        tensor=tensor, **_common("HorovodAllgather", [tensor], name, ignore_name_scope, process_set)
+    )
+
+
+def grouped_allgather(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """allgather of several tensors as one operation."""
+    if not tensors:
+        return []
+    tensors = _tensors(tensors)
+    return functions.horovod_grouped_allgather(
+        tensors=tensors, **_common("HorovodGroupedAllgather", tensors, name, ignore_name_scope, process_set)
+    )
+
+
+# --- broadcast -----------------------------------------------------------------------------------------------------
+
+
+def broadcast(
+    tensor: Any,
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the sum of the gradients."""
+    tensor = tf.convert_to_tensor(tensor)
+    return functions.horovod_broadcast(
+        tensor=tensor,
+        root_rank=root_rank,
+        **_common("HorovodBroadcast", [tensor], name, ignore_name_scope, process_set),
+    )
+
+
+def _grouped_broadcast(
+    tensors: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """broadcast of several tensors as one operation."""
+    if not tensors:
+        return []
+    tensors = _tensors(tensors)
+    return functions.horovod_grouped_broadcast(
+        tensors=tensors,
+        root_rank=root_rank,
+        **_common("HorovodGroupedBroadcast", tensors, name, ignore_name_scope, process_set),
+    )
+
+
+# --- alltoall and reducescatter ------------------------------------------------------------------------------------
+
+
+def alltoall(
+    tensor: Any,
+    splits: Any = None,
+    name: str | None = None,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends splits[r] rows of `tensor` to each rank r (equal shares without splits) and concatenates what arrives.
+
+    splits: 1-d, int32, one number for each rank of the set. Returns the output, and with `splits` also the rows received
+    from each rank (int32). Differentiable.
+    """
+    tensor = tf.convert_to_tensor(tensor)
+    output, received = functions.horovod_alltoall(
+        tensor=tensor,
+        splits=tf.convert_to_tensor([] if splits is None else splits, dtype=tf.int32),
+        **_common("HorovodAlltoall", [tensor], name, ignore_name_scope, process_set),
+    )
+    return output if splits is None else (output, received)
+
+
+def _reducescatter(
+    tensor: Any,
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduces (Sum or Average) and gives each rank its share of the rows; the first ranks get one more if uneven."""
+    tensor = tf.convert_to_tensor(tensor)
+    return functions.horovod_reducescatter(
+        tensor=tensor,
+        reduce_op=op,
+        **_scales(prescale_factor, postscale_factor),
+        **_common("HorovodReducescatter", [tensor], name, ignore_name_scope, process_set),
+    )
+
+
+def _grouped_reducescatter(
+    tensors: Sequence[Any],
+    name: str | None = None,
+    op: int = Sum,
+    ignore_name_scope: bool = False,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Any]:
+    """reducescatter of several tensors as one operation."""
+    if not tensors:
+        return []
+    tensors = _tensors(tensors)
+    return functions.horovod_grouped_reducescatter(
+        tensors=tensors,
+        reduce_op=op,
+        **_scales(prescale_factor, postscale_factor),
+        **_common("HorovodGroupedReducescatter", tensors, name, ignore_name_scope, process_set),
+    )
+
+
+# --- join, and facts that are read when the op runs ----------------------------------------------------------------
+
+
+def join() -> Any:
+    """Says that this rank has no more data, and waits until every rank has said so; gives the rank that joined last
+    (int32). Meanwhile this rank takes part in the others' allreduces with neutral elements."""
+    return functions.horovod_join()
+
+
+def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """Number of ranks in the process set, read each time the op runs (int32)."""
+    return functions.horovod_size(process_set_id=process_set_id, name=name)
+
+
+def rank_op(name: str | None = None) -> Any:
+    """This process's number, read each time the op runs (int32)."""
+    return functions.horovod_rank(name=name)
+
+
+def process_set_rank_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """This process's place in the process set, -1 when it is no member; read each time the op runs (int32)."""
+    return functions.horovod_rank(process_set_id=process_set_id, name=name)
+
+
+def local_size_op(name: str | None = None) -> Any:
+    """Number of ranks on this host, read each time the op runs (int32)."""
+    return functions.horovod_local_size(name=name)
+
+
+def local_rank_op(name: str | None = None) -> Any:
+    """This process's number on its host, read each time the op runs (int32)."""
+    return functions.horovod_local_rank(name=name)
+
+
+def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
+    """1 when this process belongs to the process set, else 0; read each time the op runs (int32)."""
+    return functions.horovod_process_set_included(process_set_id=process_set_id, name=name)

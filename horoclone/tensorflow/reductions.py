@@ -1,0 +1,156 @@
+"""What users call to reduce: mpi_ops with compression, averages, tf.IndexedSlices and Horovod's older arguments.
+
+An IndexedSlices is reduced by two allgathers, of its values and of its indices; rows may then appear several times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horoclone.ops import Adasum, Average, Sum, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.tensorflow import mpi_ops
+from horoclone.tensorflow.compression import Compression
+
+
+def allreduce(
+    tensor: Any,
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+) -> Any:
+    """Reduces a tf.Tensor, tf.Variable or tf.IndexedSlices over all ranks; the same bits on every rank.
+
+    op: Average (the default), Sum, Min, Max, Product, Adasum. Integers average with truncation toward zero.
+    NotImplementedError for an IndexedSlices with another op than Average and Sum, or with factors.
+    """
+    reduce = resolve_reduce(average, op)
+    if isinstance(tensor, tf.IndexedSlices):
+        if prescale_factor != 1.0 or postscale_factor != 1.0:
+            raise NotImplementedError(
+                "prescale_factor and postscale_factor are not supported with tf.IndexedSlices; scale the values, or "
+                "make it dense with tf.convert_to_tensor()"
+            )
+        with tf.device(device_sparse):
+            return _allreduce_sparse(tensor, reduce, name, process_set, ignore_name_scope)
+    with tf.device(device_dense):
+        wire, context = compression.compress(tf.convert_to_tensor(tensor))
+        reduced = mpi_ops._allreduce(
+            wire, name, reduce, prescale_factor, postscale_factor, ignore_name_scope, process_set
+        )
+        return compression.decompress(reduced, context)
+
+
+def _allreduce_sparse(
+    slices: Any, op: int, name: str | None, process_set: ProcessSet, ignore_name_scope: bool
+) -> Any:
+    if op == Adasum:
+        raise NotImplementedError(
+            "The Adasum reduction does not currently support sparse tensors. As a workaround please pass "
+            "sparse_as_dense=True to DistributedOptimizer"
+        )
+    if op not in (Average, Sum):
+        raise NotImplementedError("tf.IndexedSlices can be reduced with op=Average or op=Sum only")
+    values_name, indices_name = (None, None) if name is None else (f"{name}_values", f"{name}_indices")
+    values = mpi_ops.allgather(slices.values, values_name, ignore_name_scope, process_set)
+    indices = mpi_ops.allgather(slices.indices, indices_name, ignore_name_scope, process_set)
+    if op == Average:
+        values = values / tf.cast(mpi_ops.size_op(id_of(process_set)), values.dtype)
+    return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
+
+
+def grouped_allreduce(
+    tensors: Sequence[Any],
+    average: bool | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    name: str | None = None,
+) -> list[Any]:
+    """allreduce of several tensors, of any shapes and dtypes, as one operation: none before all are ready everywhere.
+
+    Entries that are tf.IndexedSlices are reduced one by one.
+    """
+    reduce = resolve_reduce(average, op)
+    results: list[Any] = list(tensors)
+    dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
+    for i in set(range(len(results))) - set(dense):
+        own = None if name is None else f"{name}_{i}"
+        results[i] = allreduce(
+            results[i], None, device_dense, device_sparse, compression, reduce, prescale_factor,
+            postscale_factor, own, process_set, ignore_name_scope,
+        )  # fmt: skip
+    with tf.device(device_dense):
+        packed = [compression.compress(tf.convert_to_tensor(results[i])) for i in dense]
+        reduced = mpi_ops._grouped_allreduce(
+            [wire for wire, _ in packed], name, reduce, prescale_factor, postscale_factor, ignore_name_scope,
+            process_set,
+        )  # fmt: skip
+        for i, tensor, (_, context) in zip(dense, reduced, packed, strict=True):
+            results[i] = compression.decompress(tensor, context)
+    return results
+
+
+def reducescatter(
+    tensor: Any,
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    ignore_name_scope: bool = False,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduces over the ranks (Average or Sum) and returns this rank's share of the rows; the first ranks get one row
+    more where they cannot be shared equally. Differentiable. NotImplementedError for a tf.IndexedSlices."""
+    _refuse_sparse([tensor])
+    with tf.device(device_dense):
+        wire, context = compression.compress(tf.convert_to_tensor(tensor))
+        share = mpi_ops._reducescatter(
+            wire, name, resolve_reduce(None, op), ignore_name_scope, process_set, prescale_factor, postscale_factor
+        )  # fmt: skip
+        return compression.decompress(share, context)
+
+
+def grouped_reducescatter(
+    tensors: Sequence[Any],
+    device_dense: str = "",
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    name: str | None = None,
+) -> list[Any]:
+    """reducescatter of several tensors as one operation."""
+    _refuse_sparse(tensors)
+    with tf.device(device_dense):
+        packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+        shares = mpi_ops._grouped_reducescatter(
+            [wire for wire, _ in packed], name, resolve_reduce(None, op), False, process_set, prescale_factor,
+            postscale_factor,
+        )  # fmt: skip
+        return [compression.decompress(s, context) for s, (_, context) in zip(shares, packed, strict=True)]
+
+
+def _refuse_sparse(tensors: Sequence[Any]) -> None:
+    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
+        raise NotImplementedError(
+            "reducescatter does not support tf.IndexedSlices; use tf.convert_to_tensor()"
+        )
