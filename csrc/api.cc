@@ -260,6 +260,16 @@ hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
 void hc_after_fork_child(hc_runtime* rt) { rt->engine->after_fork_child(); }
 
 const char* hc_counters(hc_runtime* rt) { return keep(rt->engine->counters_json()); }
+const char* hc_flight_record(hc_runtime* rt, const char* reason) { return keep(rt->engine->flight_record(reason)); }
+hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles) {
+  return guarded([&] { return rt->engine->start_timeline(path, mark_cycles != 0); });
+}
+hc_status* hc_timeline_stop(hc_runtime* rt) {
+  return guarded([&] { return rt->engine->stop_timeline(); });
+}
+void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread) {
+  rt->engine->watch_stack(signal, fd, thread);
+}
 const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
 const char* hc_knobs(void) { return keep(hc::knobs_json()); }
 const char* hc_build_info(void) {

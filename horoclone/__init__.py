@@ -18,6 +18,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built",
         "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "start_timeline", "stop_timeline",
     ),
+    "observe": ("flight_record", "metrics"),
     "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product"),
     "process_sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
     "errors": (

@@ -144,8 +144,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
+    from horoclone import observe
+
     runtime = _core().Runtime(settings_of(os.environ))
     try:
+        observe.watch_stack(runtime, os.environ)
         endpoints = job.gather(runtime.endpoint(), deadline, _say)
         remaining_s = max(0.1, deadline - time.monotonic())
         runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s)
@@ -452,15 +455,15 @@ def gloo_enabled() -> bool:
 
 
 def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
-    """Not available yet: raises Unsupported (NotInitialized before init)."""
-    native()
-    raise errors.Unsupported(
-        f"start_timeline({file_path!r}): this version writes no timeline. Use the framework's profiler "
-        "(torch.profiler); HOROCLONE_LOG_LEVEL=debug shows each step of the runtime."
-    )
+    """Writes a Chrome trace of what the engine does to `file_path` from now on (docs/timeline.md); ends the one before.
+
+    Rank 0 writes; on other ranks nothing happens unless HOROCLONE_TIMELINE_ALL_RANKS=1. ValueError before init, when
+    HOROVOD_TIMELINE was not set (DYNAMIC, or a path), or when the file cannot be written.
+    """
+    native().start_timeline(os.fspath(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:
-    """Not available yet: raises Unsupported (NotInitialized before init)."""
-    native()
-    raise errors.Unsupported("stop_timeline(): this version writes no timeline, so there is none to stop.")
+    """Completes and closes the file of the timeline; nothing happens when none is being written. ValueError before
+    init, or when HOROVOD_TIMELINE was not set."""
+    native().stop_timeline()

@@ -109,6 +109,8 @@ struct KnobRule {
     "Age of such a tensor at its first report.")                                                            \
   X(double, stall_shutdown_s, 0, "STALL_SHUTDOWN_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS",              \
     KnobRule::seconds(0, 1e7), "Age of such a tensor at which the job is aborted; 0: never.")               \
+  X(bool, stall_stacks, true, "STALL_STACKS", "", KnobRule::flag(),                                         \
+    "Stall reports show the Python stack of late ranks, taken with a signal of its own.")                   \
   X(double, liveness_probe_s, 1, "LIVENESS_PROBE_S", "", KnobRule::seconds(0.001, 1e7),                     \
     "A rank that has waited this long asks the late rank's engine for a sign of life.")                     \
   X(double, liveness_warn_s, 5, "LIVENESS_WARN_S", "", KnobRule::seconds(0.001, 1e7),                       \
@@ -133,9 +135,15 @@ struct KnobRule {
   X(bool, log_hide_time, false, "LOG_HIDE_TIME", "LOG_HIDE_TIME",                                           \
     KnobRule::flag(), "No time in log lines.")                                                              \
   X(std::string, timeline, "", "TIMELINE", "TIMELINE", KnobRule::text(),                                    \
-    "Accepted without effect in this version: no timeline is written.")                                     \
+    "File in which rank 0 writes a Chrome trace from init on; DYNAMIC: only between start_timeline() "      \
+    "and stop_timeline().")                                                                                 \
   X(bool, timeline_mark_cycles, false, "TIMELINE_MARK_CYCLES", "TIMELINE_MARK_CYCLES", KnobRule::flag(),    \
-    "Accepted without effect in this version: no timeline is written.")                                     \
+    "The timeline shows each coordinated step as well.")                                                    \
+  X(bool, timeline_all_ranks, false, "TIMELINE_ALL_RANKS", "", KnobRule::flag(),                            \
+    "Every rank writes its own timeline (timeline.rank3.json); `horoclone timeline` merges them.")          \
+  X(std::string, recorder_dir, "", "RECORDER_DIR", "", KnobRule::text(),                                    \
+    "Folder into which each rank writes its last 1,000 operations when something fails or stalls; "         \
+    "`horoclone debug` compares them.")                                                                     \
   X(bool, autotune, false, "AUTOTUNE", "AUTOTUNE", KnobRule::flag(),                                        \
     "This version does not search for better settings; 1 only keeps the plans of declared "                 \
     "buckets from being frozen.")                                                                           \

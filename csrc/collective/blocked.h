@@ -31,6 +31,7 @@ class BlockedCollective : public Collective {
         rank_(lane_.index()),
         view_(task_.pieces, size_of(task_.dtype)) {
     first_ = lane_.block_total;
+    algorithm_ = "shm blocks";
   }
 
   Progress start() override {

@@ -7,6 +7,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/dtype.h"
 #include "base/status.h"
 #include "collective/reduce.h"
@@ -80,6 +81,8 @@ class Collective {
   // Does what can be done now. `moved` is set when anything happened (the engine then does not go to sleep).
   virtual Progress step(bool* moved) = 0;
   const Status& status() const { return status_; }
+  // What it is called in a timeline: "ring", "shm flat".
+  const char* algorithm() const { return algorithm_; }
 
  protected:
   Progress fail(Status status) {
@@ -87,6 +90,7 @@ class Collective {
     return Progress::kFailed;
   }
   Status status_;
+  const char* algorithm_ = "host";
 };
 
 // Chooses by Task::algorithm (kAuto: by operation, size and layout) and makes the state machine. host.cc.
@@ -110,6 +114,11 @@ class FrozenCollective : public Collective {
  public:
   virtual bool withdrawn() const = 0;
   virtual std::vector<int> late_members() const = 0;  // group ranks that have not arrived
+  struct Arrival {
+    int last = -1;   // group rank of a member that was missing at the last look; -1: nobody was when this one came
+    TimePoint at{};  // when all were there, if somebody was missing
+  };
+  virtual Arrival arrival() const = 0;
 };
 // In place, all members share memory; `bucket` indexes the lane's bucket flags, `turn` counts its uses from 0.
 // shared.cc.

@@ -31,6 +31,7 @@ ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
       item_(size_of(task_.dtype)),
       segment_elements_(elements_per_segment(task_)),
       unfinished_(schedule_.steps.size()) {
+  algorithm_ = schedule_.name;
   if (schedule_.scratch_count) scratch_ = uninitialised(schedule_.scratch_count * item_);
   state_.resize(schedule_.steps.size());
   std::vector<int> flow_of(2 * static_cast<size_t>(group.size), -1);  // by peer, then receives and sends

@@ -45,6 +45,7 @@ class FlatCollective : public Collective {
  public:
   FlatCollective(Task task, const Group& group) : task_(std::move(task)), lane_(*group.lane), rank_(group.rank) {
     turn_ = lane_.flat_total++;
+    algorithm_ = "shm flat";
   }
 
   Progress start() override { return Progress::kPending; }
@@ -159,6 +160,7 @@ class InPlaceAllreduce : public FrozenCollective {
         frozen_(frozen),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
     at_ = slices_.begin(rank_);
+    algorithm_ = frozen ? "shm frozen" : "shm in place";
   }
   Progress start() override {
     flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
@@ -168,7 +170,11 @@ class InPlaceAllreduce : public FrozenCollective {
 
   Progress step(bool* moved) override {
     if (stage_ == Stage::kArriving) {
-      if (!reached(&InPlaceFlags::arrived)) return frozen_ && must_withdraw() ? withdraw() : Progress::kPending;
+      if (const int late = first_late(); late >= 0) {
+        arrival_.last = late;
+        return frozen_ && must_withdraw() ? withdraw() : Progress::kPending;
+      }
+      if (arrival_.last >= 0) arrival_.at = Clock::now();
       if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
       stage_ = Stage::kReducing;
     }
@@ -184,6 +190,7 @@ class InPlaceAllreduce : public FrozenCollective {
   }
 
   bool withdrawn() const override { return withdrawn_; }
+  Arrival arrival() const override { return arrival_; }
   std::vector<int> late_members() const override {
     std::vector<int> late;
     for (int m = 0; m < n_; ++m)
@@ -198,6 +205,11 @@ class InPlaceAllreduce : public FrozenCollective {
     for (InPlaceFlags* f : flags_)
       if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
     return true;
+  }
+  int first_late() const {
+    for (int m = 0; m < n_; ++m)
+      if (flags_[m]->arrived.load(std::memory_order_acquire) <= turn_) return m;
+    return -1;
   }
   // A member that thawed has nothing under way, so if it has not arrived it never will, and nobody can have begun to
   // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
@@ -245,6 +257,7 @@ class InPlaceAllreduce : public FrozenCollective {
   const Slices slices_;
   Stage stage_ = Stage::kArriving;
   bool withdrawn_ = false;
+  Arrival arrival_;
   size_t at_ = 0;
   std::vector<std::byte*> buffers_, there_;
   std::vector<const std::byte*> from_;

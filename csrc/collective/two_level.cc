@@ -14,6 +14,7 @@ class TwoLevelAllreduce : public BlockedCollective {
  public:
   TwoLevelAllreduce(Task task, const Group& group, Lane lane)
       : BlockedCollective(std::move(task), group), group_(group), lane_plan_(std::move(lane)) {
+    algorithm_ = "two level";
     total_ = task_.count();
     block_ = std::max<size_t>(1, kBlockSlotBytes / item());
     set_blocks((total_ + block_ - 1) / block_);

@@ -59,6 +59,7 @@ Progress BatchRunner::step(bool* moved) {
         return Progress::kFailed;
       }
       collective_ = made.take();
+      if (timeline_ && timeline_->on()) timeline_->phase(operations_, collective_->algorithm());
       if (collective_->start() == Progress::kFailed) {
         status_ = collective_->status();
         return Progress::kFailed;

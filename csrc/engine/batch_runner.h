@@ -10,6 +10,7 @@
 #include "base/config.h"
 #include "collective/collective.h"
 #include "engine/operation.h"
+#include "engine/timeline.h"
 
 namespace hc {
 
@@ -31,6 +32,7 @@ class BatchRunner {
   const std::vector<Operation*>& operations() const { return operations_; }
   const PlanBatch& batch() const { return batch_; }
   size_t bytes() const { return bytes_; }
+  void show_in(Timeline* timeline) { timeline_ = timeline; }
 
  private:
   const Signature& signature_of(size_t entry) const;
@@ -60,6 +62,7 @@ class BatchRunner {
   bool prepared_ = false;
   Status status_, outcome_;
   size_t bytes_ = 0;
+  Timeline* timeline_ = nullptr;
 };
 
 }  // namespace hc

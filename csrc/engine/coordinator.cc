@@ -35,7 +35,7 @@ struct Coordinator::State {
         why_left(static_cast<size_t>(options.size)) {}
 
   Status check(const Ballot& ballot) const;
-  void arrived(uint32_t entry, TimePoint now);
+  void arrived(uint32_t entry, int rank, TimePoint now);
   void join(int rank);
   void leave(int rank, const std::string& text);
   void review();
@@ -78,12 +78,15 @@ Status Coordinator::State::check(const Ballot& b) const {
   return Status::ok();
 }
 
-void Coordinator::State::arrived(uint32_t index, TimePoint now) {
+void Coordinator::State::arrived(uint32_t index, int rank, TimePoint now) {
   Entry& e = ledger.at(index);
   if (e.announced == 1) {
     e.since = now;
     pending++;
   }
+  if (options.watch && options.watch->on()) options.watch->announced(ledger.subject(e), rank, now);
+  if (options.lateness && e.announced == static_cast<uint32_t>(options.size))
+    options.lateness->last_was(rank, seconds_between(e.since, now));
   if (e.state != Entry::State::kWaiting) return;  // already failing; this rank fails with the others
   if (e.announced == static_cast<uint32_t>(options.size))
     make_ready(index);
@@ -216,6 +219,7 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   if (e.named != nullptr && (failed || p.has_signature || p.slot == kNoSlot)) p.name = e.named->first;
   for (int r = 0; e.early && r < options.size; r++)
     if (e.marks.has(r)) p.failed_on.push_back(r);
+  if (options.watch && options.watch->on()) options.watch->decided(ledger.subject(e));
   ledger.close(index);
   pending--;
 }
@@ -285,11 +289,11 @@ Status Coordinator::take(const Ballot& ballot, TimePoint now) {
   uint32_t entry = kNoEntry;
   for (const CachedRequest& c : ballot.cached) {
     HC_TRY(s.ledger.announce(ballot.rank, c, &entry), "rank ", s.names(ballot.rank));
-    s.arrived(entry, now);
+    s.arrived(entry, ballot.rank, now);
   }
   for (const Request& r : ballot.fresh) {
     HC_TRY(s.ledger.announce(ballot.rank, r, &entry), "rank ", s.names(ballot.rank));
-    s.arrived(entry, now);
+    s.arrived(entry, ballot.rank, now);
   }
   if (ballot.joined) s.join(ballot.rank);
   return Status::ok();

@@ -9,9 +9,20 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "engine/lateness.h"
+#include "engine/mismatch.h"
 #include "engine/negotiation.h"
 
 namespace hc {
+
+// Told what a coordinator sees, while it is on: a timeline listens.
+class AgreementWatch {
+ public:
+  virtual ~AgreementWatch() = default;
+  virtual bool on() const = 0;
+  virtual void announced(const Subject& subject, int group_rank, TimePoint at) = 0;
+  virtual void decided(const Subject& subject) = 0;  // it goes into a plan
+};
 
 struct CoordinatorOptions {
   int size = 1;                      // ranks in the process set
@@ -21,6 +32,8 @@ struct CoordinatorOptions {
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;  // [size] for texts
+  AgreementWatch* watch = nullptr;
+  Lateness* lateness = nullptr;  // who was the last to be ready, where all announce
 };
 
 // An operation that some ranks announced and others did not.

@@ -46,7 +46,9 @@ Status Engine::connect(const MeshMembers& members) {
   sets_[0] = std::move(set);
   HC_TRY(thread_.start("hc-engine", [this] { run(); }));
   connected_.store(true);
-  return agree_on_settings(members);
+  HC_TRY(agree_on_settings(members));
+  start_configured_timeline();
+  return Status::ok();
 }
 
 // Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This
@@ -134,6 +136,9 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     options.generation = generation_;
     options.process_set = id;
     options.world_rank = ranks;
+    set->watch = std::make_unique<TimelineWatch>(&timeline_, id, ranks);
+    options.watch = set->watch.get();
+    options.lateness = &set->lateness;
     set->coordinator = std::make_unique<Coordinator>(options);
   }
   return set;

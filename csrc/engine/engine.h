@@ -11,6 +11,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -19,10 +20,15 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "engine/drive_gate.h"
+#include "engine/frames.h"
+#include "engine/inquiry.h"
 #include "engine/liveness.h"
 #include "engine/notifier.h"
 #include "engine/operation.h"
 #include "engine/process_set.h"
+#include "engine/recorder.h"
+#include "engine/stack_source.h"
+#include "engine/timeline.h"
 #include "net/mesh.h"
 
 namespace hc {
@@ -92,6 +98,14 @@ class Engine {
   std::string counters_json() const;
   std::string describe();
 
+  // engine_observe.cc. The timeline is written by rank 0, or by every rank into a file of its own.
+  Status start_timeline(const std::string& path, bool mark_cycles);
+  Status stop_timeline();
+  // This rank's last operations, as JSON.
+  std::string flight_record(const std::string& reason);
+  // Before connect: see StackSource.
+  void watch_stack(int signal, int fd, int thread) { stack_source_.watch(signal, fd, thread); }
+
  private:
   explicit Engine(Config config);
   Status agree_on_settings(const MeshMembers& members);
@@ -142,14 +156,35 @@ class Engine {
   void sleep_on_mesh(int timeout_ms);
   void poll_mesh(bool* moved);
   void check_timers();
-  void report_stalls(TimePoint now);
-  std::string frozen_stalls(const ProcessSet& set, TimePoint now) const;
   void check_liveness(TimePoint now);
   void fail_everything(const Status& reason);
   void peer_left(int rank, const std::string& text);
   size_t outstanding() const;
   void tell_everybody(const Status& reason);
   void say_goodbye(double timeout_s);
+
+  // engine_stall.cc
+  struct StallFacts {
+    std::set<int> late;  // world ranks
+    double longest_s = 0;
+  };
+  void report_stalls(TimePoint now);
+  std::string coordinated_stalls(const ProcessSet& set, TimePoint now, StallFacts* facts) const;
+  std::string frozen_stalls(const ProcessSet& set, TimePoint now, StallFacts* facts) const;
+  void open_inquiry(const std::set<int>& late, TimePoint now);
+  Status answer_inquiry(int from, bool asked);
+  std::string testimony();
+
+  // engine_observe.cc
+  void start_configured_timeline();
+  void measure_clock(Trace::Origin* origin);
+  void ask_clock();
+  Status take_clock_frame(FrameKind kind, int from, Reader* in);
+  Status take_report_frame(FrameKind kind, int from, Reader* in);
+  void save_record(const std::string& reason);
+  void note_batch(const ProcessSet& set, TimePoint planned);
+  void note_frozen(ProcessSet& set, const Operation& op, const FrozenCollective& run);
+  void note_done(const Operation& op, const Status& status);
 
   Config config_;  // constant after connect
   Logger log_;
@@ -159,7 +194,10 @@ class Engine {
 
   Handles handles_;
   DriveGate gate_;
-  Notifier notifier_;
+  Timeline timeline_;
+  Recorder recorder_;  // submitted: submit lock
+  StackSource stack_source_;
+  Notifier notifier_;  // its thread uses the recorder
   EngineCounters counters_;
   NamedThread thread_;
 
@@ -186,8 +224,13 @@ class Engine {
   std::vector<bool> left_;  // [world] said goodbye
   std::string departure_;   // the first goodbye that came in
   Liveness liveness_{0, {}};
-  TimePoint next_timer_{}, next_stall_report_{};
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes
+  TimePoint next_timer_{}, next_stall_report_{}, last_mismatch_save_{};
+  Inquiry inquiry_;
+  struct ClockAgainstRank0 {
+    int rounds_left = 0;
+    double ahead_s = 0, error_s = 1e9;
+  } clock_;
   unsigned turn_ = 0;
 };
 

@@ -277,55 +277,6 @@ void Engine::check_liveness(TimePoint now) {
   }
 }
 
-// Only a coordinator knows who is missing.
-void Engine::report_stalls(TimePoint now) {
-  next_stall_report_ = now + std::chrono::milliseconds(500);
-  std::string report;
-  bool fatal = false;
-  for (const auto& [id, set] : sets_) {
-    if (!set->coordinator) continue;
-    for (const Stall& stall : set->coordinator->stalled(now, config_.stall_check_s)) {
-      report += text_of("\n  ", stall.name, " (", static_cast<int>(stall.waited_s), " s): missing ranks");
-      for (int r : stall.missing) report += " " + std::to_string(set->ranks[r]);
-      report += "; ready ranks";
-      for (int r : stall.present) report += " " + std::to_string(set->ranks[r]);
-      if (!stall.hint.empty()) report += "; " + stall.hint;
-      fatal = fatal || (config_.stall_shutdown_s > config_.stall_check_s && stall.waited_s >= config_.stall_shutdown_s);
-    }
-  }
-  for (const auto& [id, set] : sets_) report += frozen_stalls(*set, now);
-  if (report.empty()) return;
-  next_stall_report_ = now + std::chrono::milliseconds(static_cast<int64_t>(config_.stall_check_s * 1000));
-  if (config_.stall_shutdown_s > config_.stall_check_s)
-    next_stall_report_ = std::min(next_stall_report_, now + std::chrono::milliseconds(500));
-  const std::string text =
-      "One or more tensors were submitted to be reduced, gathered or broadcasted by a subset of ranks and are waiting "
-      "for the "
-      "remainder. Stalled ops:" +
-      report;
-  if (fatal)
-    fail_everything(Status(Code::kAborted, text_of("stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. ", text),
-                           mesh_->rank()));
-  else
-    log_.warning(text);
-}
-
-// In a frozen plan no coordinator knows; the lowest of the ranks that wait speaks for them.
-std::string Engine::frozen_stalls(const ProcessSet& set, TimePoint now) const {
-  std::string report;
-  for (const ProcessSet::FrozenRun& run : set.frozen_runs) {
-    const double waited_s = seconds_between(run.op->submitted, now);
-    if (waited_s < config_.stall_check_s) continue;
-    const std::vector<int> late = run.collective->late_members();
-    int speaker = 0;
-    while (std::find(late.begin(), late.end(), speaker) != late.end()) ++speaker;
-    if (late.empty() || speaker != set.group_rank) continue;
-    report += text_of("\n  ", run.op->describe(), " (", static_cast<int>(waited_s), " s): missing ranks");
-    for (int m : late) report += " " + std::to_string(set.ranks[m]);
-  }
-  return report;
-}
-
 // ---- ends
 // -------------------------------------------------------------------------------------------------------------
 
@@ -354,6 +305,7 @@ void Engine::fail_everything(const Status& reason) {
       complete(*set, op, reason.with(text_of(op->describe(), op->batch ? during : "")));
     }
   }
+  save_record(reason.text());
 }
 
 void Engine::tell_everybody(const Status& reason) {
@@ -445,6 +397,7 @@ Status Engine::shutdown(double timeout_s) {
   }
   incoming_.clear();
   notifier_.stop();
+  timeline_.stop();
   mesh_->close();
   return Status::ok();
 }
@@ -453,6 +406,7 @@ void Engine::after_fork_child() {
   connected_.store(false);
   thread_.forget();
   notifier_.forget();
+  timeline_.forget();
   mesh_->after_fork_child();
 }
 

@@ -191,19 +191,6 @@ bool Engine::shares_memory() const {
   return true;
 }
 
-std::string Engine::counters_json() const {
-  const auto get = [](const std::atomic<uint64_t>& c) { return c.load(std::memory_order_relaxed); };
-  return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches),
-                 ",\"fused\":", get(counters_.fused), ",\"plans_sent\":", get(counters_.plans_sent),
-                 ",\"ballots_sent\":", get(counters_.ballots_sent),
-                 ",\"control_frames_sent\":", get(counters_.control_frames_sent),
-                 ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
-                 ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen),
-                 ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
-                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(),
-                 ",\"mesh\":", mesh_->counters_json(), "}");
-}
-
 std::string Engine::describe() {
   if (!connected_.load()) return "not connected";
   enter_gate();

@@ -39,9 +39,10 @@ bool Engine::step() {
     if (set->coordinator) decide(*set, &moved);
     run_queue(*set, &moved);
     if (!set->frozen_runs.empty() || set->deferred_join)
-      set->run_frozen(&moved, [&](Operation* op, const Status& outcome) {
+      set->run_frozen(&moved, [&](Operation* op, const FrozenCollective& run) {
         counters_.frozen.fetch_add(1, std::memory_order_relaxed);
-        complete(*set, op, outcome);
+        note_frozen(*set, *op, run);
+        complete(*set, op, run.status());
       });
     wake_readers(*set);
   }
@@ -58,10 +59,15 @@ void Engine::take_incoming(bool* moved) {
     ProcessSet* set = find_set(op->process_set);
     set->adopt(op);
     *moved = true;
-    if (failed_.load() || !set->closed.is_ok())
+    if (failed_.load() || !set->closed.is_ok()) {
       complete(*set, op, (failed_.load() ? failure_ : set->closed).with(op->describe()));
-    else if (op->bucket_set < 0 || !set->start_frozen(op))
-      set->announce(op);
+      continue;
+    }
+    const bool frozen = op->bucket_set >= 0 && set->start_frozen(op);
+    if (!frozen) set->announce(op);
+    // A coordinator shows what all ranks announce, when their ballots come.
+    if (timeline_.on() && (frozen || !set->coordinator))
+      timeline_.announced(Timeline::key_of(*op), mesh_->rank(), op->submitted);
   }
   taken_.clear();
 }
@@ -107,7 +113,7 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     frame_.put(FrameKind::kPong);
     bad = send_frame(from, false);
   } else if (kind != FrameKind::kPong) {
-    bad = error(Code::kInternal, "unknown control frame ", static_cast<int>(kind));
+    bad = take_report_frame(kind, from, &in);
   }
   if (!bad.is_ok()) fail_everything(bad.with(text_of("control frame from ", mesh_->describe(from))));
 }
@@ -177,6 +183,10 @@ bool Engine::gathers(ProcessSet& set) {
 }
 
 void Engine::take_plan(ProcessSet& set, Plan plan) {
+  if (timeline_.on()) {
+    if (timeline_.marks_cycles()) timeline_.cycle();
+    for (PlanBatch& batch : plan.batches) batch.planned = Clock::now();
+  }
   for (PlanBatch& batch : plan.batches) set.queue.push_back(std::move(batch));
 }
 
@@ -204,8 +214,11 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       }
       if (batch.op == Op::kJoin) operations.assign(1, set.join);
       const Tag tag{static_cast<uint16_t>(generation_), set.id, batch.id, 0};
+      const TimePoint planned = batch.planned;
       set.runner =
           std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, config_, tag);
+      set.runner->show_in(&timeline_);
+      note_batch(set, planned);
     }
     const Progress progress = set.runner->step(moved);
     if (progress == Progress::kFailed) return fail_everything(Status(set.runner->status()));  // a copy: the runner goes
@@ -240,6 +253,7 @@ void Engine::finish_batch(ProcessSet& set) {
 
 void Engine::complete(ProcessSet& set, Operation* op, Status status) {
   set.forget(op);
+  note_done(*op, status);
   op->status = std::move(status);
   std::function<void()> tell;  // made before `op` may be recycled, run after its result may be taken
   if (op->done_callback)

@@ -178,6 +178,7 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
   } else {
     op->request.sequence = set->next_sequence(s.op);
   }
+  recorder_.submitted(op, ++set->calls, record ? record->uses++ : op->request.sequence);
   if (s.op == Op::kJoin) set->join_pending.store(true, std::memory_order_release);
   incoming_.push_back(op);
   *handle = op->handle;

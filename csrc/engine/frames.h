@@ -12,6 +12,10 @@ enum class FrameKind : uint8_t {
   kAbort = 4,    // everybody must fail. Body: code, culprit (world rank or -1), text
   kPing = 5,     // are you there?
   kPong = 6,
+  kInquiry = 16,      // a stall is being reported. Body: u8, 1 = answer what you do instead
+  kTestimony = 17,    // the answer. Body: text
+  kClockAsk = 18,     // what time is it? Body: i64 my monotonic clock, ns
+  kClockAnswer = 19,  // Body: i64 what was asked, i64 my monotonic clock, ns
 };
 
 }  // namespace hc

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "base/clock.h"
 #include "base/dtype.h"
 #include "base/status.h"
 #include "base/wire.h"
@@ -100,6 +101,7 @@ struct PlanBatch {
   int32_t last_joined = -1;  // op join: group rank that joined last
   Code error = Code::kOk;    // not ok: no data moves, every entry fails with `error_text`
   std::string error_text;
+  TimePoint planned{};  // stays on this rank: when the plan came, while a timeline is written
 };
 
 struct Plan {

@@ -22,6 +22,7 @@ using DoneCallback = void (*)(Operation&);
 // Who has this name pending, in one process set. Nodes of an unordered_map: the address is stable.
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
+  uint64_t uses = 0;  // submit lock
 };
 
 struct Operation {
@@ -35,6 +36,7 @@ struct Operation {
   int bucket_set = -1;  // declared buckets: which set, which bucket of it
   int bucket = -1;
   TimePoint submitted;
+  uint64_t record = 0;  // which of the flight recorder's
   void (*done_callback)(void*, int64_t, const Status&) = nullptr;
   void* done_context = nullptr;
 

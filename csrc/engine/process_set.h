@@ -20,6 +20,7 @@
 #include "collective/shared.h"
 #include "engine/batch_runner.h"
 #include "engine/coordinator.h"
+#include "engine/lateness.h"
 #include "engine/operation.h"
 #include "engine/plan_cache.h"
 
@@ -45,7 +46,7 @@ struct BucketSet {
 class ProcessSet {
  public:
   ProcessSet(uint16_t id, uint32_t generation, std::vector<int> ranks, int group_rank)
-      : id(id), generation(generation), ranks(std::move(ranks)), group_rank(group_rank) {
+      : id(id), generation(generation), ranks(std::move(ranks)), group_rank(group_rank), lateness(size()) {
     ballot.generation = generation;
     ballot.process_set = id;
     ballot.rank = group_rank;
@@ -70,7 +71,9 @@ class ProcessSet {
   }
   NameRecord& record_of(Op op, std::string_view name);
   Operation* find_named(Op op, std::string_view name);
+  uint64_t calls = 0;  // submitted to this set
 
+  Lateness lateness;  // driving thread writes; on group rank 0 about every operation, elsewhere about frozen buckets
   std::atomic<bool> join_pending{false};  // set under the submit lock, cleared by the driving thread
 
   // Driving thread ------------------------------------------------------------------------------------------------
@@ -78,7 +81,7 @@ class ProcessSet {
   void announce(Operation* op);  // puts a pending operation into the next ballot
   // Starts a bucket of a frozen plan; false: announce it.
   bool start_frozen(Operation* op);
-  // Steps what runs frozen; calls done(op) for what has ended, and announces what stepped back.
+  // Steps what runs frozen; calls done(op, collective) for what has ended, and announces what stepped back.
   template <class Done>
   void run_frozen(bool* moved, Done&& done);
   // This rank enters no frozen plan any more (it joins or leaves); nothing of it runs frozen.
@@ -89,6 +92,7 @@ class ProcessSet {
   Operation* match(Op op, const PlanEntry& entry, FindNamed&& find_named);
   void forget(Operation* op);  // it is about to be done
 
+  std::unique_ptr<AgreementWatch> watch;     // the coordinator's
   std::unique_ptr<Coordinator> coordinator;  // on group rank 0
   bool gathering = false;  // something is ready and held back until gathered_at, so that more joins it
   TimePoint gathered_at{};
@@ -142,7 +146,7 @@ void ProcessSet::run_frozen(bool* moved, Done&& done) {
       bucket_sets[run.op->bucket_set].frozen = false;
       announce(run.op);
     } else {
-      done(run.op, run.collective->status());
+      done(run.op, *run.collective);
     }
   }
   if (deferred_join && frozen_runs.empty()) {

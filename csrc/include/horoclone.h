@@ -181,8 +181,17 @@ HC_EXPORT void hc_abort(hc_runtime* rt, const char* text);
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);
 HC_EXPORT void hc_after_fork_child(hc_runtime* rt);
 
+/* Chrome trace of what the engine does; rank 0 writes, or every rank (HOROCLONE_TIMELINE_ALL_RANKS). INVALID_ARGUMENT
+ * unless HOROVOD_TIMELINE was set. */
+HC_EXPORT hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles);
+HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
+/* Before hc_connect: `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` (not
+ * blocking, the caller's) reads from. Stall reports show it. */
+HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);
+
 /* JSON texts, valid until the next call of the same function on the same thread. */
 HC_EXPORT const char* hc_counters(hc_runtime* rt);
+HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */
 HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans: pending tensors, plan, peers */
 HC_EXPORT const char* hc_knobs(void);              /* the table of settings: [{name, type, default, help, horovod}] */
 HC_EXPORT const char* hc_build_info(void);

@@ -311,6 +311,27 @@ class Runtime {
     hc_after_fork_child(rt_);
   }
   uintptr_t address() const { return reinterpret_cast<uintptr_t>(rt_); }
+  void start_timeline(const std::string& path, bool mark_cycles) {
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_timeline_start(rt_, path.c_str(), mark_cycles);
+    }
+    raise_if(status);
+  }
+  void stop_timeline() {
+    hc_status* status;
+    {
+      py::gil_scoped_release release;
+      status = hc_timeline_stop(rt_);
+    }
+    raise_if(status);
+  }
+  void watch_stack(int signal, int fd, int thread) { hc_watch_stack(rt_, signal, fd, thread); }
+  std::string flight_record(const std::string& reason) const {
+    py::gil_scoped_release release;
+    return hc_flight_record(rt_, reason.c_str());
+  }
   std::string counters() const { return hc_counters(rt_); }
   std::string describe() const {
     py::gil_scoped_release release;
@@ -418,6 +439,10 @@ PYBIND11_MODULE(_core, m) {
       .def("abort", &Runtime::abort, "text"_a)
       .def("shutdown", &Runtime::shutdown, "timeout_s"_a = 5.0)
       .def("after_fork_child", &Runtime::after_fork_child)
+      .def("start_timeline", &Runtime::start_timeline, "path"_a, "mark_cycles"_a = false)
+      .def("stop_timeline", &Runtime::stop_timeline)
+      .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a)
+      .def("flight_record", &Runtime::flight_record, "reason"_a = "asked for")
       .def("counters", &Runtime::counters)
       .def("describe", &Runtime::describe);
   m.def("knobs", &hc_knobs);

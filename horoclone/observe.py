@@ -1,0 +1,105 @@
+"""What the runtime tells about itself: the flight recorder, counters, and the stack that stall reports show."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import signal
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from horoclone import runtime
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+
+def flight_record(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
+    """This rank's last 1,000 operations, newest last, under "operations"; also rank, size, host and process sets.
+
+    Each has op, name (None: unnamed), dtype, shape, process_set, call (its number among this rank's calls to that set,
+    from 1), use (its number among those with its name), state ("pending", "running", "ok", or how it failed) and how
+    many seconds ago it was submitted, agreed on and done (None: not yet). With `path` the record is written there too;
+    `horoclone debug` compares the records of several ranks. NotInitialized before init; OSError from writing.
+    """
+    text = runtime.native().flight_record("asked for")
+    if path is not None:
+        Path(path).write_text(text)
+    record: dict[str, Any] = json.loads(text)
+    return record
+
+
+def metrics() -> dict[str, Any]:
+    """Counters of this rank since init: operations, batches, bytes, control frames, sleeps, ... All only grow.
+
+    "last_ready" says who keeps the others waiting: process set id -> [{rank, times, seconds}]: how often that rank was
+    the last to be ready, and how long the first one had waited by then. Rank 0 of a set knows about every operation
+    that is negotiated; about an optimizer's declared buckets each rank knows whom it waited for itself. "slowest" names
+    the rank with the most seconds per set. NotInitialized before init.
+    """
+    counters: dict[str, Any] = json.loads(runtime.native().counters())
+    last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}
+    counters["last_ready"] = last_ready
+    counters["slowest"] = {
+        set_id: max(ranks, key=lambda one: one["seconds"])["rank"]
+        for set_id, ranks in last_ready.items()
+        if ranks
+    }
+    return counters
+
+
+# --- the stack of a late rank --------------------------------------------------------------------------------------
+
+_pipe: tuple[int, int] | None = None  # kept for the life of the process: a signal may come at any moment
+_signal: int | None = None
+
+
+def watch_stack(native: Runtime, environ: Mapping[str, str]) -> None:
+    """Lets stall reports show what the thread that calls init() is doing. Called before the runtime connects.
+
+    A real-time signal that nobody uses makes faulthandler write that thread's stack into a pipe: a handler in C that
+    needs neither the GIL nor any lock, so that it also works in a sleep or an extension that never returns. Does
+    nothing with HOROCLONE_STALL_STACKS=0, or when no signal is free.
+    """
+    if environ.get("HOROCLONE_STALL_STACKS", "1").strip().lower() in ("0", "false", "no", "off"):
+        return
+    if not _prepare():
+        return
+    assert _pipe is not None and _signal is not None
+    native.watch_stack(_signal, _pipe[0], threading.get_native_id())
+
+
+def _prepare() -> bool:
+    global _pipe, _signal
+    if _signal is not None:
+        return True
+    free = _free_signal()
+    if free is None or not hasattr(faulthandler, "register"):
+        return False
+    _pipe = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)  # a full pipe must not hold up the program
+    faulthandler.register(free, file=_pipe[1], all_threads=False, chain=False)
+    _signal = free
+    return True
+
+
+def _free_signal() -> int | None:
+    """A real-time signal that has neither a handler nor a meaning for anybody here, from the top."""
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    taken = _taken_signals()
+    for number in range(int(signal.SIGRTMAX) - 3, int(signal.SIGRTMIN) + 2, -1):
+        if number not in blocked and not taken >> (number - 1) & 1:
+            return number
+    return None
+
+
+def _taken_signals() -> int:
+    """Bit n-1: signal n is handled or ignored, as the kernel sees it, so that handlers of C code count as well."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return -1  # nobody knows: take none
+    words = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+    return int(words.get("SigCgt", "0"), 16) | int(words.get("SigIgn", "0"), 16)
