@@ -1,0 +1,45 @@
+"""horoclone for JAX: `import horoclone.jax as hvd`. Collectives on pytrees, under jit and outside, and for Optax."""
+
+from horoclone.errors import (
+    Aborted,
+    HorovodInternalError,
+    HostsUpdatedInterrupt,
+    Mismatch,
+    NotInitialized,
+    PeerLost,
+    Timeout,
+    Unsupported,
+)
+from horoclone.jax import native
+from horoclone.jax.compression import Compression
+from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
+from horoclone.objects import allgather_object, broadcast_object
+from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import (
+    cross_rank,
+    cross_size,
+    init,
+    is_homogeneous,
+    is_initialized,
+    local_rank,
+    local_size,
+    rank,
+    shutdown,
+    size,
+)
+
+native.load()
+add_process_set = native.add_process_set
+remove_process_set = native.remove_process_set
+
+broadcast_parameters = broadcast
+
+__all__ = [
+    "Aborted", "Adasum", "Average", "Compression", "HorovodInternalError", "HostsUpdatedInterrupt", "Max", "Min",
+    "Mismatch", "NotInitialized", "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported",
+    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
+    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "global_process_set", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "remove_process_set",
+    "shutdown", "size",
+]  # fmt: skip

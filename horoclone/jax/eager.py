@@ -1,0 +1,83 @@
+"""Calls outside of programs: arrays on the CPU are read where they lie, others are copied to the host and back.
+
+Thread: the caller's, which drives the engine while it waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from horoclone import array_memory as memory
+from horoclone import ops, runtime
+from horoclone.jax.call import NAMES, Call
+from horoclone.process_sets import registered
+
+ALIGNMENT = 64  # bytes: XLA takes NumPy memory that lies so without a copy
+_MOVED_AS = {"uint32": "int32", "uint64": "int64"}  # the core has no such dtypes; moving needs none
+
+
+def run(arrays: Sequence[Any], call: Call) -> list[Any]:
+    """Runs the call now and returns its results as JAX arrays on their arguments' devices."""
+    native = runtime.native()
+    sources = [memory.readable(_words(np.asarray(array), call)) for array in arrays]
+    owned = call.op in (ops.ALLGATHER, ops.ALLTOALL, ops.REDUCESCATTER)
+    outs = [None if owned else empty(source) for source in sources]
+    handle = native.submit_group(
+        call.op,
+        call.name or None,
+        [memory.address(source) for source in sources],
+        [0 if out is None else memory.address(out) for out in outs],
+        [source.shape for source in sources],
+        [memory.dtype_of(source) for source in sources],
+        call.reduce,
+        call.prescale,
+        call.postscale,
+        call.root,
+        _set_number(call.members),
+    )
+    try:
+        native.wait(handle)
+    except BaseException:
+        # Interrupted while the core still reads and writes memory that would go away now: end it.
+        if not native.poll(handle):
+            native.abort(f"interrupted in {NAMES[call.op]}")
+        raise
+    try:
+        done = [
+            memory.rows(native.result(handle, i), sources[i]) if out is None else out
+            for i, out in enumerate(outs)
+        ]
+    finally:
+        native.release(handle)
+    return jax.device_put(
+        [result.view(array.dtype) for array, result in zip(arrays, done, strict=True)],
+        [array.sharding if isinstance(array, jax.Array) else None for array in arrays],
+        may_alias=True,
+    )
+
+
+def _words(array: np.ndarray[Any, Any], call: Call) -> np.ndarray[Any, Any]:
+    moved = call.op not in (ops.ALLREDUCE, ops.REDUCESCATTER)
+    name = array.dtype.name
+    return array.view(_MOVED_AS[name]) if moved and name in _MOVED_AS else array
+
+
+def _set_number(members: str) -> int:
+    if not members:
+        return 0
+    wanted = [int(rank) for rank in members.split(",")]
+    for number, ranks in registered().items():
+        if number and ranks == wanted:
+            return number
+    raise ValueError(f"the process set {wanted} is not registered any more")
+
+
+def empty(like: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """Memory for a result that becomes a JAX array without a copy."""
+    raw = np.empty(like.nbytes + ALIGNMENT, np.uint8)
+    start = -memory.address(raw) % ALIGNMENT
+    return raw[start : start + like.nbytes].view(like.dtype).reshape(like.shape)

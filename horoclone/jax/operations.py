@@ -1,0 +1,195 @@
+"""The operations on pytrees of arrays, inside and outside of jit. Under jit each is one asynchronous call.
+
+Every function takes a pytree whose leaves are arrays of any dtype of the core (bool, 8- to 64-bit integers, float16,
+bfloat16, float32, float64; uint32 and uint64 where data is only moved) and any shape, and returns a pytree of the same
+structure. Under jit and its kin every rank must build the same calls; `name` ties calls together on all ranks, and
+without it a name is made of the tree's paths, shapes and dtypes. Errors: ValueError for wrong arguments and those of
+horoclone.errors, at once; under jit what goes wrong when the program runs arrives as jax.errors.JaxRuntimeError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from horoclone import arrays, ops, runtime
+from horoclone.errors import Unsupported
+from horoclone.jax import native
+from horoclone.jax.call import NAMES, Call, is_tracing, name_for, paths_and_leaves
+from horoclone.jax.compression import Compression, Compressor
+from horoclone.jax.primitives import bind
+from horoclone.process_sets import ProcessSet, global_process_set
+
+_MOVABLE = {*ops.DTYPES, "uint32", "uint64"}
+
+
+def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more: Any) -> Any:
+    """Checks the leaves, names the call, binds it, and puts the results into the tree's structure."""
+    paths, leaves, structure = paths_and_leaves(tree)
+    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+    if not leaves:
+        return tree
+    _check_dtypes(op, paths, leaves)
+    members = native.members_of(process_set)
+    if name is None and is_tracing():
+        alike = [value for key, value in sorted(more.items()) if key != "position"]
+        name = name_for(op, paths, leaves, members, *alike)
+    elif name is not None and not name:
+        raise ValueError("an empty name; pass None for an unnamed operation")
+    call = Call(op, name or "", members=members, **more)
+    if is_tracing():
+        _refuse_local_devices(call)
+    return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
+
+
+def _check_dtypes(op: int, paths: list[str], leaves: list[Any]) -> None:
+    accepted = set(ops.DTYPES) if op in (ops.ALLREDUCE, ops.REDUCESCATTER) else _MOVABLE
+    for path, leaf in zip(paths, leaves, strict=True):
+        if str(leaf.dtype) not in accepted:
+            raise ValueError(
+                f"{NAMES[op]}: the array at {path or 'the root'} is {leaf.dtype}[{','.join(map(str, leaf.shape))}]. "
+                f"Accepted: {', '.join(sorted(accepted))}."
+            )
+
+
+def _refuse_local_devices(call: Call) -> None:
+    """Inside pmap and shard_map every device of this process would make the call, under one name."""
+    mesh = jax.sharding.get_abstract_mesh()
+    manual = {axis: mesh.shape[axis] for axis in getattr(mesh, "manual_axes", ()) if mesh.shape[axis] > 1}
+    if manual:
+        raise Unsupported(
+            f"{NAMES[call.op]} '{call.name}' inside shard_map or pmap over {manual} local devices: each would make the "
+            "call. horoclone counts processes: reduce over the local devices first (jax.lax.psum), leave shard_map, "
+            "and call it on the result; or start one process per device."
+        )
+
+
+def _members(process_set: ProcessSet) -> dict[str, int]:
+    """Size and position, for operations whose results depend on them."""
+    if process_set is global_process_set:
+        return {"size": runtime.size(), "position": runtime.rank()}
+    return {
+        "size": process_set.size() or 1,
+        "position": (process_set.rank() or 0) if process_set.included() else -1,
+    }
+
+
+def _with_rows(op: int) -> Callable[[str, Any], None]:
+    def check(path: str, leaf: Any) -> None:
+        if jnp.ndim(leaf) == 0:
+            raise ValueError(f"{NAMES[op]}: the array at {path or 'the root'} has no first dimension")
+
+    return check
+
+
+def _require_rows(op: int, tree: Any) -> None:
+    for path, leaf in zip(*paths_and_leaves(tree)[:2], strict=True):
+        _with_rows(op)(path, leaf)
+
+
+def allreduce(
+    tree: Any,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: type[Compressor] = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Reduces every array of the tree over the ranks, all in one call; the same bits on every rank. Default: Average.
+
+    Differentiable for Average and Sum (the gradient is the same reduction of the cotangents). vmap: the whole batch in
+    one call.
+    """
+    reduce = ops.resolve_reduce(average, op)
+    leaves, structure = jax.tree_util.tree_flatten(tree)
+    pressed = [compression.compress(jnp.asarray(leaf)) for leaf in leaves]
+    small = jax.tree_util.tree_unflatten(structure, [array for array, _ in pressed])
+    scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales)
+    back = jax.tree_util.tree_leaves(reduced)
+    restored = [compression.decompress(array, kept) for array, (_, kept) in zip(back, pressed, strict=True)]
+    return jax.tree_util.tree_unflatten(structure, restored)
+
+
+def broadcast(
+    tree: Any, root_rank: int = 0, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> Any:
+    """Every array as rank root_rank (a world rank, also in a process set) has it, all in one call.
+
+    Differentiable: the root gets the average of the cotangents, as in Horovod, the others zeros.
+    """
+    return _call(tree, ops.BROADCAST, name, process_set, root=int(root_rank))
+
+
+def allgather(tree: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
+    """Every rank's rows, in rank order. Arrays may differ in the first dimension, but not under jit.
+
+    Differentiable: the gradient is a reducescatter (Average) of the cotangents.
+    """
+    _require_rows(ops.ALLGATHER, tree)
+    return _call(tree, ops.ALLGATHER, name, process_set, **_members(process_set))
+
+
+def reducescatter(
+    tree: Any,
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> Any:
+    """Reduces (Average or Sum) and gives each rank its share of the rows; the first ranks one row more if uneven.
+
+    Differentiable where the rows divide evenly: the gradient is an allgather of the cotangents.
+    """
+    _require_rows(ops.REDUCESCATTER, tree)
+    scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
+    reduce = ops.resolve_reduce(None, op)
+    return _call(tree, ops.REDUCESCATTER, name, process_set, reduce=reduce, **scales, **_members(process_set))
+
+
+def alltoall(
+    array: Any,
+    splits: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """Sends equal shares of the rows to each rank and returns the rows received, in rank order; one array.
+
+    With `splits` (rows for each rank; not under jit, where sizes must be known): (rows, received_splits as int32).
+    Differentiable without splits: the gradient is an alltoall of the cotangents.
+    """
+    _require_rows(ops.ALLTOALL, array)
+    if splits is not None:
+        if is_tracing():
+            raise Unsupported(
+                "alltoall with splits under jit: how much is received is not known when the program is built. Pad the "
+                "rows to equal shares and leave splits out, or call it outside jit."
+            )
+        rows, received = arrays.alltoall(array, splits, name, process_set)
+        return jnp.asarray(rows), jnp.asarray(received)
+    leaves = jax.tree_util.tree_leaves(array)
+    if len(leaves) != 1:
+        raise ValueError(f"alltoall takes one array, not a tree of {len(leaves)}")
+    members = _members(process_set)
+    if leaves[0].shape[0] % members["size"]:
+        raise ValueError(
+            f"alltoall: first dimension {leaves[0].shape[0]} is not divisible by the number of ranks "
+            f"{members['size']}; pass splits"
+        )
+    return _call(array, ops.ALLTOALL, name, process_set, **members)
+
+
+def barrier(process_set: ProcessSet = global_process_set) -> None:
+    """Returns when every rank of the process set has called it. Not under jit, where it would have no place."""
+    if is_tracing():
+        raise Unsupported(
+            "barrier() under jit has no place among operations that depend on data only; call it outside, or let later "
+            "operations use the result of an allreduce."
+        )
+    arrays.barrier(process_set)

@@ -1,0 +1,193 @@
+"""The one JAX primitive behind every operation, with its rules: shapes, lowering, derivatives, batching.
+
+A call carries any number of arrays and becomes one asynchronous custom call in XLA. Derivatives are those of linear
+maps: the transpose of a broadcast is a sum on its root, and so on, with Horovod's factors.
+Thread: whichever traces.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
+
+from horoclone import ops, runtime
+from horoclone.errors import Unsupported
+from horoclone.jax import eager, native
+from horoclone.jax.call import NAMES, SELF_TEST, Call, rows_of
+
+collective_p = Primitive("horoclone_collective")
+collective_p.multiple_results = True
+
+
+def bind(arrays: Sequence[Any], call: Call) -> list[Any]:
+    """Adds the call to the program that is being traced; runs it at once when none is."""
+    return list(collective_p.bind(*arrays, call=call))
+
+
+def _loopback(arrays: Sequence[Any], root: int) -> list[Any]:
+    return bind(arrays, Call(SELF_TEST, "self-test", root=root))
+
+
+# --- shapes ----------------------------------------------------------------------------------------------------------
+
+
+def _result_shape(shape: tuple[int, ...], call: Call) -> tuple[int, ...]:
+    if call.op == ops.ALLGATHER:
+        return (shape[0] * call.size, *shape[1:])
+    if call.op == ops.REDUCESCATTER:
+        return (rows_of(shape[0], call.size, call.position), *shape[1:])
+    return shape
+
+
+def _abstract(*avals: Any, call: Call) -> list[Any]:
+    return [jax.core.ShapedArray(_result_shape(aval.shape, call), aval.dtype) for aval in avals]
+
+
+collective_p.def_abstract_eval(_abstract)
+collective_p.def_impl(lambda *arrays, call: eager.run(arrays, call))
+
+
+# --- lowering --------------------------------------------------------------------------------------------------------
+
+_lower_to_call = jax.ffi.ffi_lowering(native.TARGET, has_side_effect=True)
+
+
+class _Program:
+    """The number of an XLA program of this process, kept with the module that becomes it."""
+
+    numbers = itertools.count(1)
+
+    def __init__(self) -> None:
+        self.number = next(self.numbers)
+
+
+def _program_of(module: Any) -> int:
+    """A number of the program that is being lowered: it tells the handlers which call sites belong together."""
+    for kept in module.keepalives:
+        if isinstance(kept, _Program):
+            return kept.number
+    program = _Program()
+    module.add_keepalive(program)
+    return program.number
+
+
+def _lower(context: Any, *operands: Any, call: Call) -> Any:
+    if call.op != SELF_TEST:
+        native.check(_loopback)
+    return _lower_to_call(
+        context,
+        *operands,
+        op=np.int32(call.op),
+        reduce=np.int32(call.reduce),
+        root=np.int32(call.root),
+        program=np.int64(_program_of(context.module_context)),
+        prescale=np.float64(call.prescale),
+        postscale=np.float64(call.postscale),
+        name=call.name,
+        members=call.members,
+    )
+
+
+def _lower_elsewhere(context: Any, *operands: Any, call: Call) -> Any:
+    raise Unsupported(
+        f"{NAMES[call.op]} '{call.name}' inside a program for {context.module_context.platforms}: this version "
+        "runs in programs for the CPU only. Call it outside jit, where arrays are copied to the host, or set "
+        "JAX_PLATFORMS=cpu."
+    )
+
+
+mlir.register_lowering(collective_p, _lower, platform="cpu")
+mlir.register_lowering(collective_p, _lower_elsewhere)
+
+
+# --- derivatives -----------------------------------------------------------------------------------------------------
+
+
+def _require_linear(call: Call) -> None:
+    if call.op in (ops.ALLREDUCE, ops.REDUCESCATTER) and call.reduce not in (ops.Average, ops.Sum):
+        raise Unsupported(
+            f"{NAMES[call.op]} '{call.name}' with op={ops.REDUCE_NAMES[call.reduce]} has no gradient here: only "
+            "Average and Sum are linear. Use jax.lax.stop_gradient on its argument if the gradient is not wanted."
+        )
+
+
+def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+    _require_linear(call)
+    results = collective_p.bind(*primals, call=call)
+    # Integers have no tangents; every other argument takes part on every rank, zero or not.
+    moving = [i for i, tangent in enumerate(tangents) if _is_differentiable(primals[i])]
+    filled = [ad.instantiate_zeros(tangents[i]) for i in moving]
+    out: list[Any] = [ad.Zero(jax.typeof(result).to_tangent_aval()) for result in results]
+    if filled:
+        pushed = collective_p.bind(*filled, call=replace(call, name=f"{call.name}.jvp"))
+        for i, tangent in zip(moving, pushed, strict=True):
+            out[i] = tangent
+    return results, out
+
+
+def _is_differentiable(value: Any) -> bool:
+    return bool(jnp.issubdtype(jax.typeof(value).dtype, jnp.inexact))
+
+
+def _transpose(cotangents: Sequence[Any], *operands: Any, call: Call) -> list[Any]:
+    filled = [ad.instantiate_zeros(cotangent) for cotangent in cotangents]
+    shapes = [operand.aval.shape for operand in operands]
+    gradients = transposed(filled, replace(call, name=call.name.removesuffix(".jvp") + ".grad"), shapes)
+    # A known operand has no gradient, yet takes part: on another rank it may not be known.
+    return [g if ad.is_undefined_primal(o) else None for g, o in zip(gradients, operands, strict=True)]
+
+
+def transposed(cotangents: list[Any], call: Call, shapes: list[tuple[int, ...]]) -> list[Any]:
+    """Horovod's gradients. allgather and broadcast average over the ranks, as the losses of data parallelism do."""
+    if call.op == ops.ALLREDUCE:
+        return collective_p.bind(*cotangents, call=call)
+    if call.op == ops.ALLTOALL:
+        return collective_p.bind(*cotangents, call=call)
+    if call.op == ops.BROADCAST:
+        everybody = replace(call, op=ops.ALLREDUCE, reduce=ops.Average, root=0)
+        reduced = collective_p.bind(*cotangents, call=everybody)
+        return list(reduced) if call.root == runtime.rank() else [jnp.zeros_like(r) for r in reduced]
+    if call.op == ops.ALLGATHER:
+        share = replace(call, op=ops.REDUCESCATTER, reduce=ops.Average)
+        return collective_p.bind(*cotangents, call=share)
+    factor = call.prescale * call.postscale * (call.size if call.reduce == ops.Sum else 1)
+    whole = replace(call, op=ops.ALLGATHER, reduce=ops.Sum, prescale=1.0, postscale=1.0)
+    scaled = [c if factor == 1 else c * jnp.asarray(factor, c.dtype) for c in cotangents]
+    if any(shape[0] % call.size for shape in shapes):
+        raise Unsupported(
+            f"reducescatter '{call.name}': rows {[shape[0] for shape in shapes]} do not divide by {call.size} ranks, "
+            "and the gradient of an uneven reducescatter is not available under jax; pad the rows."
+        )
+    return collective_p.bind(*scaled, call=whole)
+
+
+ad.primitive_jvps[collective_p] = _jvp
+ad.primitive_transposes[collective_p] = _transpose
+
+
+# --- batching --------------------------------------------------------------------------------------------------------
+
+
+def _batch(arrays: Sequence[Any], dims: Sequence[Any], *, call: Call) -> tuple[list[Any], list[Any]]:
+    """One call for the whole batch. Operations on rows keep axis 0 for them and take the batch as axis 1."""
+    by_rows = call.op in (ops.ALLGATHER, ops.REDUCESCATTER, ops.ALLTOALL)
+    if by_rows:
+        moved = [
+            array if dim is None else jnp.moveaxis(array, dim, 1)
+            for array, dim in zip(arrays, dims, strict=True)
+        ]
+        dims = [dim if dim is None else 1 for dim in dims]
+    else:
+        moved = list(arrays)
+    return collective_p.bind(*moved, call=call), list(dims)
+
+
+batching.primitive_batchers[collective_p] = _batch
