@@ -14,7 +14,9 @@ import torch
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
+from horoclone.torch import functional
 from horoclone.torch.compression import Compression
+from horoclone.torch.functional import is_compiling, start
 from horoclone.torch.handles import remember, set_id, synchronize
 from horoclone.torch.tensors import address_of, from_result, number_of, refuse_scalar
 
@@ -54,6 +56,17 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a list."""
+    if is_compiling():
+        return functional.reduced(
+            "grouped_allreduce",
+            list(tensors),
+            average,
+            name,
+            op,
+            (prescale_factor, postscale_factor),
+            process_set,
+            True,
+        )
     tensors = list(tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
@@ -86,6 +99,16 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts one reduction of several tensors into new ones; one handle, whose output is a list."""
+    if is_compiling():
+        return functional.reduced(
+            "grouped_allreduce",
+            list(tensors),
+            average,
+            name,
+            op,
+            (prescale_factor, postscale_factor),
+            process_set,
+        )
     tensors = list(tensors)
     reduce = resolve_reduce(average, op)
     outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
@@ -108,7 +131,17 @@ def grouped_allreduce(
     reduce = resolve_reduce(average, op)
     pairs = [compression.compress(t) for t in tensors]
     wires = [wire for wire, _ in pairs]
-    if torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
+    if is_compiling():
+        reduced = start(
+            "grouped_allreduce",
+            wires,
+            name,
+            reduce,
+            (prescale_factor, postscale_factor),
+            process_set,
+            differentiable=True,
+        )()
+    elif torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
         from horoclone.torch.autograd import GroupedAllreduce
 
         reduced = GroupedAllreduce.apply(name, reduce, prescale_factor, postscale_factor, process_set, *wires)
@@ -131,6 +164,8 @@ def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts an allgather of several tensors as one operation; one handle, whose output is a list."""
+    if is_compiling():
+        return start("grouped_allgather", list(tensors), name, process_set=process_set)
     tensors = list(tensors)
     runtime, handle = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
     return remember(runtime, handle, None, tensors, _make_group(tensors))
@@ -141,6 +176,8 @@ def grouped_allgather(
 ) -> list[torch.Tensor]:
     """Several allgathers as one operation. Differentiable."""
     tensors = list(tensors)
+    if is_compiling():
+        return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         from horoclone.torch.autograd import GroupedAllgather
 
@@ -157,6 +194,15 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts several reducescatters as one operation; one handle, whose output is a list."""
+    if is_compiling():
+        return start(
+            "grouped_reducescatter",
+            list(tensors),
+            name,
+            resolve_reduce(None, op),
+            (prescale_factor, postscale_factor),
+            process_set,
+        )
     tensors = list(tensors)
     refuse_scalar(tensors)
     reduce = resolve_reduce(None, op)
@@ -177,7 +223,17 @@ def grouped_reducescatter(
     """Several reducescatters as one operation. Differentiable."""
     pairs = [compression.compress(t) for t in tensors]
     wires = [wire for wire, _ in pairs]
-    if torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
+    if is_compiling():
+        shares = start(
+            "grouped_reducescatter",
+            wires,
+            name,
+            resolve_reduce(None, op),
+            (prescale_factor, postscale_factor),
+            process_set,
+            differentiable=True,
+        )()
+    elif torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
         from horoclone.torch.autograd import GroupedReducescatter
 
         shares = GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *wires)

@@ -19,6 +19,9 @@ from horoclone.torch.tensors import address_of
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
+# True only while torch.compile traces: its tracer takes it for a constant.
+is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)
+
 # handle -> (output, tensors to keep alive, maker of the output from the core's result or None)
 _pending: dict[int, tuple[Any, Any, Callable[[Runtime, int], Any] | None]] = {}
 _owner: Runtime | None = (
@@ -59,6 +62,8 @@ def synchronize(handle: Any) -> Any:
 
     Raises the operation's error: ValueError for wrong arguments, HorovodInternalError or a child of it otherwise.
     """
+    if is_compiling():
+        return handle()
     entry = _pending.get(handle)
     if entry is None:
         return handle() if callable(handle) else None

@@ -55,6 +55,7 @@ from horoclone.runtime import (
     stop_timeline,
 )
 from horoclone.torch.compression import Compression
+from horoclone.torch.functional import is_compiling, reduced, start
 from horoclone.torch.grouped import (
     grouped_allgather,
     grouped_allgather_async,
@@ -103,6 +104,10 @@ def allreduce_(
     Raises ValueError for wrong arguments, Mismatch when the ranks differ in dtype, shape, op or scales, Unsupported
     for tensors that are not in host memory.
     """
+    if is_compiling():
+        return reduced(
+            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
+        )()
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
     dtype = number_of(tensor, name)
     address = tensor.data_ptr() or NOWHERE
@@ -127,6 +132,10 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts `allreduce_` and returns a handle for `poll` and `synchronize`. ValueError if `name` is pending."""
+    if is_compiling():
+        return reduced(
+            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
+        )
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
     dtype = number_of(tensor, name)
     address = address_of(tensor)
@@ -148,6 +157,10 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a reduction into a new tensor and returns a handle; `tensor` must not change until it is done."""
+    if is_compiling():
+        return reduced(
+            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set
+        )
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
     dtype = number_of(tensor, name)
     output = torch.empty_like(tensor, requires_grad=False)
@@ -176,6 +189,10 @@ def allreduce(
     reduce = resolve_reduce(average, op)
     wire, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
+    if is_compiling():
+        return compression.decompress(
+            start("allreduce", [wire], name, reduce, scales, process_set, differentiable=True)(), ctx
+        )
     if wire.requires_grad and torch.is_grad_enabled():
         from horoclone.torch.autograd import Allreduce
 
@@ -194,6 +211,8 @@ def allgather_async(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """Starts an allgather and returns a handle."""
+    if is_compiling():
+        return start("allgather", [tensor], name, process_set=process_set)
     dtype = number_of(tensor, name)
     runtime = native()
     handle = runtime.submit(
@@ -210,6 +229,8 @@ def allgather(
 
     Differentiable (each rank gets its own rows of the averaged gradient, as in Horovod). A 0-d tensor is an error.
     """
+    if is_compiling():
+        return start("allgather", [tensor], name, process_set=process_set, differentiable=True)()
     if tensor.requires_grad and torch.is_grad_enabled():
         from horoclone.torch.autograd import Allgather
 
@@ -260,6 +281,8 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts `broadcast_` and returns a handle."""
+    if is_compiling():
+        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)
     dtype = number_of(tensor, name)
     address = address_of(tensor)
     runtime = native()
@@ -276,6 +299,8 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
+    if is_compiling():
+        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)()
     dtype = number_of(tensor, name)
     return run(BROADCAST, name, tensor, tensor, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set))
 
@@ -287,6 +312,8 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a broadcast into a new tensor and returns a handle."""
+    if is_compiling():
+        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank)
     number_of(tensor, name)  # refuses what is not contiguous before the copy would hide it
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
@@ -298,6 +325,10 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
     """Returns rank root_rank's tensor. Differentiable: the root gets the averaged gradient, the others zero."""
+    if is_compiling():
+        return start(
+            "broadcast", [tensor], name, process_set=process_set, root=root_rank, differentiable=True
+        )()
     if tensor.requires_grad and torch.is_grad_enabled():
         from horoclone.torch.autograd import Broadcast
 
@@ -328,6 +359,8 @@ def alltoall_async(
 ) -> int:
     """Starts an alltoall; the handle's output is the pair (output, received_splits)."""
     rows = _rows_to_send(splits)
+    if is_compiling():
+        return start("alltoall", [tensor], name, process_set=process_set, splits=rows)
     dtype = number_of(tensor, name)
     runtime = native()
     handle = runtime.submit(
@@ -364,7 +397,11 @@ def alltoall(
     Returns the output, and with `splits` also the rows received from each rank (int32). Differentiable.
     ValueError: splits not 1-d, not int32, of the wrong length, with a sum beyond the rows; rows not divisible.
     """
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if is_compiling():
+        rows = _rows_to_send(splits)
+        begun = start("alltoall", [tensor], name, process_set=process_set, splits=rows, differentiable=True)
+        output, received = begun()
+    elif tensor.requires_grad and torch.is_grad_enabled():
         from horoclone.torch.autograd import Alltoall
 
         output, received = Alltoall.apply(tensor, splits, name, process_set)
@@ -385,6 +422,15 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter and returns a handle."""
+    if is_compiling():
+        return start(
+            "reducescatter",
+            [tensor],
+            name,
+            resolve_reduce(None, op),
+            (prescale_factor, postscale_factor),
+            process_set,
+        )
     refuse_scalar([tensor])
     reduce = resolve_reduce(None, op)
     dtype = number_of(tensor, name)
@@ -412,6 +458,12 @@ def reducescatter(
     allgather of the gradient, times the size for Sum, as in Horovod.
     """
     wire, ctx = compression.compress(tensor)
+    if is_compiling():
+        scales = (prescale_factor, postscale_factor)
+        begun = start(
+            "reducescatter", [wire], name, resolve_reduce(None, op), scales, process_set, differentiable=True
+        )
+        return compression.decompress(begun(), ctx)
     if wire.requires_grad and torch.is_grad_enabled():
         from horoclone.torch.autograd import Reducescatter
 
