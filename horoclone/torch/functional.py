@@ -27,7 +27,7 @@ Tensors = Sequence[torch.Tensor]
 
 # Everything but the tensors. splits: alltoall's; for allgather everybody's first dimensions, where they differ.
 OPTIONS = "str? name, int reduce, float prescale, float postscale, int root, int process_set, int[]? splits"
-Options = tuple[str | None, int, float, float, int, int, "list[int] | None"]
+Options = tuple[str | None, int, float, float, int, int, "Sequence[int] | None"]
 
 KINDS = {
     "allreduce": ops.ALLREDUCE,
