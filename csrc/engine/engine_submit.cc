@@ -51,7 +51,9 @@ Status Engine::check(const Submission& s, const ProcessSet& set) const {
     return error(Code::kInvalidArgument, "broadcast '", s.name, "': root rank ", s.root,
                  " is not a member of process set ", set.id);
   if (s.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
-    return error(Code::kInvalidArgument, "Reducescatter currently only supports AVERAGE and SUM.");
+    return error(Code::kInvalidArgument, "reducescatter '", s.name,
+                 "': Reducescatter currently only supports AVERAGE and SUM. Pass op=Sum or op=Average, or take this "
+                 "rank's rows of an allreduce");
   if (s.op != Op::kAlltoall) return Status::ok();
   const auto& t = s.tensors[0];
   if (t.shape.empty())
@@ -158,7 +160,7 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
   if (!set)
     return error(Code::kInvalidArgument, horovod_name_of(s.op), ": Process set ", s.process_set,
                  " does not exist, or has not been registered.");
-  HC_TRY(check(s, *set));
+  HC_TRY(check(s, *set), "rank ", mesh_->rank());
   if (set->join_pending.load(std::memory_order_acquire))
     return error(Code::kInvalidArgument, name_of(s.op), ": rank ", mesh_->rank(),
                  " has joined and submits nothing until join() has returned");
