@@ -328,7 +328,9 @@ def grouped_allgather(
 def _scatterable(array: ArrayLike) -> Array:
     source = memory.readable(array)
     if source.ndim == 0:
-        raise ValueError("reducescatter needs an array with a first dimension to scatter; reshape this one to [1].")
+        raise ValueError(
+            "reducescatter needs an array with a first dimension to scatter; reshape this one to [1]."
+        )
     return source
 
 
