@@ -147,6 +147,66 @@ def test_horovodruns_flags_become_variables(launch, tmp_path, flags, variable, t
     assert _ranks(launch, tmp_path, ["-np", "1", *flags], [variable]) == [{variable: text}]
 
 
+def test_every_tunable_reaches_every_rank_from_flags_and_from_a_file_in_horovods_sections(launch, tmp_path):
+    """Each flag of the table with a value of its own; the file says the same by section and key."""
+    yaml = pytest.importorskip("yaml")
+    from horoclone.launch.options import SETTINGS, variable_text
+
+    special = {"log-level": "INFO", "timeline-filename": str(tmp_path / "t"), "autotune-log-file": str(tmp_path / "a"),
+               "thread-affinity": "0,1"}  # fmt: skip
+    flags, sections, expected = [], {}, {}
+    for number, setting in enumerate(SETTINGS, 1):
+        value = special.get(setting.flag, True if setting.kind is bool else number)
+        flags += [f"--{setting.flag}"] if setting.kind is bool else [f"--{setting.flag}", str(value)]
+        section, _, key = setting.place.partition(".")
+        sections.setdefault(section, {})[key] = value
+        expected[setting.variable] = variable_text(
+            setting, setting.kind(str(value)) if value is not True else True
+        )
+    assert len(expected) == len(SETTINGS) >= 22
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(sections))
+    for folder in ("flags", "file", "off"):
+        (tmp_path / folder).mkdir()
+    for folder, given in (("flags", flags), ("file", ["--config-file", str(file)])):
+        assert _ranks(launch, tmp_path / folder, ["-np", "2", *given], list(expected)) == [expected] * 2
+    off = [f"--{one.off_flag or 'no-' + one.flag}" for one in SETTINGS if one.kind is bool]
+    turned = {one.variable: variable_text(one, False) for one in SETTINGS if one.kind is bool}
+    assert _ranks(launch, tmp_path / "off", ["-np", "1", *off], list(turned)) == [turned]
+
+
+def test_flags_change_what_the_runtime_does_not_only_variables(launch, tmp_path):
+    """Seen from inside: the runtime itself has read them."""
+    pytest.importorskip("horoclone._core", reason="the native module is not built")
+    body = (
+        "import json, time, numpy as np, horoclone as hvd; from horoclone import runtime; hvd.init(); t = time.monotonic()\n"
+        "hvd.synchronize(hvd.allreduce_async(np.ones(1), name='a')); took = time.monotonic() - t\n"
+        "print(took > 0.25, flush=True); hvd.barrier(); error = None\n"
+        "try: hvd.allreduce(np.ones(1), name=f'only {hvd.rank()}')\n"
+        "except hvd.HorovodInternalError as e: error = str(e)\n"
+        "print('STALL_SHUTDOWN' in error, flush=True)\n"
+    )
+    flags = ["--cycle-time-ms", "300", "--stall-check-warning-time-seconds", "1",
+             "--stall-check-shutdown-time-seconds", "2", "--log-without-timestamp"]  # fmt: skip
+    done = launch([*RUN, "-np", "2", *flags, PYTHON, "-c", body], timeout_s=60)
+    assert sorted(done.stdout.split()) == ["True"] * 4 + ["[0]"] * 2 + ["[1]"] * 2, done.output
+    assert "[0] [horoclone] [rank 0] warning: One or more tensors" in done.stderr, done.output
+
+
+def test_the_programmatic_twin_takes_all_of_horovods_arguments_in_its_order():
+    import inspect
+
+    from horoclone import run
+
+    names = """func args kwargs num_proc min_num_proc max_num_proc slots reset_limit cooldown_range hosts hostfile
+        host_discovery_script start_timeout ssh_port ssh_identity_file disable_cache output_filename verbose use_gloo
+        use_mpi mpi_args network_interface network_interfaces executable np min_np max_np""".split()  # noqa: SIM905
+    signature = inspect.signature(run)
+    assert list(signature.parameters)[: len(names)] == names
+    given = {one: signature.parameters[one].default for one in names[1:]}
+    assert given.pop("args") == () and set(given.values()) <= {None, 1}
+
+
 def test_flag_beats_environment_beats_file(launch, tmp_path):
     pytest.importorskip("yaml")
     file = tmp_path / "config.yaml"

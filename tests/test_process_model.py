@@ -386,6 +386,44 @@ os.write(1, b"\\nfine\\n")
     assert done.stdout.split().count("fine") == 2, done.output
 
 
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["open_mpi", "mpich"])
+def test_every_life_may_have_another_world_under_mpirun(launch, request, name):
+    """COMM_WORLD, a duplicate, halves of a Split and lists of ranks, in turn; MPI itself is used in between."""
+    mpi = request.getfixturevalue(name)
+    body = """
+from mpi4py import MPI
+everybody, me = MPI.COMM_WORLD, MPI.COMM_WORLD.rank
+half = everybody.Split(me // 2, -me)  # {0, 1} and {2}, numbered from behind
+worlds = [None, everybody, everybody.Dup(), half, [0, 1, 2], [2, 0] if me != 1 else [1]]
+for life in range(42):
+    comm = worlds[life % len(worlds)]
+    hvd.init(comm)
+    size = 3 if comm is None else len(comm) if isinstance(comm, list) else comm.size
+    rank = me if comm is None else comm.index(me) if isinstance(comm, list) else comm.rank
+    assert (hvd.rank(), hvd.size()) == (rank, size), (life, hvd.rank(), hvd.size())
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [size] * 2
+    assert hvd.broadcast_object(me, root_rank=0) == (me if size == 1 else hvd.allgather_object(me)[0])
+    assert everybody.allreduce(1) == 3
+    hvd.shutdown()
+os.write(1, b"\\nfine\\n")
+"""
+    done = launch([*mpi.command(3), sys.executable, "-c", program(body)], env=mpi.env, timeout_s=100)
+    assert done.stdout.split().count("fine") == 3, done.output
+
+
+@ranks(3, init=False)
+def test_every_life_may_have_another_world_under_our_launcher():
+    me = int(os.environ["HOROCLONE_RANK"])
+    for life in range(30):
+        comm = ([0, 1, 2], None, [2, 1] if me else [0], [1, 0] if me < 2 else [2], [1, 2, 0])[life % 5]
+        hvd.init(comm)
+        ranks_of_world = list(range(3)) if comm is None else comm
+        assert (hvd.rank(), hvd.size()) == (ranks_of_world.index(me), len(ranks_of_world))
+        assert hvd.allgather(np.array([me])).tolist() == ranks_of_world
+        hvd.shutdown()
+
+
 @pytest.mark.parametrize("launcher", ["ours", "open_mpi", "mpich", "torchrun", "alone"])
 def test_the_example_computes_pi_under_every_launcher(launch, request, examples, launcher):
     script, env, size = str(examples / "numpy_pi.py"), {}, 2
