@@ -49,7 +49,7 @@ asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBeha
 pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k name" chooses some
 	python -m pytest $(ARGS)
 
-examples: $(VENV)/.ready-demo $(VENV)/.ready-package ## every example, two processes each
+examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
 
 bench: $(VENV)/.ready-test $(VENV)/.ready-package ## allreduce against gloo, MPI and memcpy, the short form, into out/
