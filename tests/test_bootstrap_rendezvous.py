@@ -41,7 +41,7 @@ def tcp():
     one.close()
 
 
-def client_of(server, timeout_s=10.0, **changes):
+def client_of(server, timeout_s=60.0, **changes):
     values = {"addresses": server.addresses, "secret": server.secret, "job": "job", **changes}
     return Client(timeout_s=timeout_s, **values)
 
