@@ -23,6 +23,16 @@ BUCKET_BYTES = 16 << 20
 ALIGNMENT_BYTES = 64
 
 
+def flat_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A dense tensor's memory as one dimension."""
+    return tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its elements fill a stretch of memory without gaps, in whatever order of dimensions."""
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+
+
 class Slot:
     """One parameter's gradient: where it lies and how far it is in the current step."""
 
@@ -77,7 +87,10 @@ class Slot:
 class Bucket:
     """Contiguous memory of several gradients of one dtype, reduced in place by one operation."""
 
-    def __init__(self, runtime: Runtime, index: int, dtype: torch.dtype, slots: Sequence[Slot]) -> None:
+    def __init__(
+        self, runtime: Runtime, index: int, dtype: torch.dtype, slots: Sequence[Slot], shares: int = 1
+    ) -> None:
+        """shares: the size is a multiple of so many aligned parts."""
         self.index = index
         self.slots = list(slots)
         align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -85,7 +98,8 @@ class Bucket:
         for slot in self.slots:
             offsets.append(count)
             count += -(-slot.parameter.numel() // align) * align
-        self.flat = _allocate(runtime, max(count, align), dtype)
+        count = -(-max(count, 1) // (align * shares)) * align * shares
+        self.flat = _allocate(runtime, count, dtype)
         for slot, offset in zip(self.slots, offsets, strict=True):
             slot.bucket = self
             slot.view = self.flat.as_strided(slot.parameter.size(), slot.strides(), offset)

@@ -77,6 +77,8 @@ def broadcast_optimizer_state(
         mpi_ops.synchronize(handle)
     state = _with_tensors(skeleton, tensors)
     _check_groups(optimizer, state, root_rank)
+    if hasattr(optimizer, "_become_whole"):  # sharded state: everybody cuts it anew
+        optimizer._become_whole(received=not is_root)
     if not is_root:
         _assign(optimizer, state)
 

@@ -20,7 +20,10 @@ from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import mpi_ops
 from horoclone.torch.compression import Compression, checked_compression
-from horoclone.torch.reducer import Reducer, Terms
+from horoclone.torch.reducer import Reducer
+from horoclone.torch.sharded_state import gather_state
+from horoclone.torch.sharding import Sharding, checked_way
+from horoclone.torch.single import Terms
 
 # Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
 _UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
@@ -36,6 +39,8 @@ class DistributedMixin:
     _announced: bool  # synchronize() was called by the user since the last step
     _should_synchronize: bool
     backward_passes_per_step: int
+    _sharding: Sharding | None  # None: every rank keeps the whole state
+    _whole_state: dict[Any, Any] | None  # sharded state that was collected, until the next step
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -47,10 +52,13 @@ class DistributedMixin:
         self._synchronize()
         self._announced = True
 
-    def _synchronize(self) -> None:
+    def _synchronize(self, whole: bool = True) -> None:
+        """whole: False where sharded gradients need not be whole, because this rank's step reads its share only."""
         reducer = self._reducer
         if self._included and not reducer.reduced:
             reducer.synchronize(self._find_new)
+        if whole and reducer.partial:
+            reducer.gather()
         reducer.reduced = True
 
     def _find_new(self) -> None:
@@ -105,9 +113,11 @@ class DistributedMixin:
                     stacklevel=2,
                 )
             if closure is None or self._reducer.outstanding:
-                self._synchronize()
+                self._synchronize(whole=False)
         self._announced = False
         self._reducer.reduced = False
+        if self._sharding is not None:
+            return self._step_of_my_share(*args, **kwargs)
         return super().step(*args, **kwargs)  # type: ignore[misc]
 
     # Tells torch that step hooks run already: in the wrapped class's step.
@@ -119,7 +129,7 @@ class DistributedMixin:
         def reduced_closure() -> Any:
             loss = closure()
             if self._should_synchronize and self._reducer.outstanding:
-                self._synchronize()
+                self._synchronize(whole=False)
                 self._reducer.reduced = False
             if isinstance(self, torch.optim.LBFGS) and self._included:
                 loss = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
@@ -127,6 +137,24 @@ class DistributedMixin:
             return loss
 
         return reduced_closure
+
+    def _step_of_my_share(self, closure: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """With sharded state: updates this rank's pieces of the parameters, then exchanges them."""
+        sharding, reducer = self._sharding, self._reducer
+        assert sharding is not None
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if sharding.layout != reducer.layout:
+            self._gather_state(None)
+            self._become_whole()
+            sharding.lay_out(reducer)
+        self._whole_state = None
+        with sharding.only_mine(self.__dict__):
+            result = super().step(*args, **kwargs)  # type: ignore[misc]
+        sharding.share_parameters()
+        return result if closure is None else loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. AssertionError between backward() and step() or synchronize()."""
@@ -151,15 +179,72 @@ class DistributedMixin:
         self._reducer.discard()
         self._announced, self._should_synchronize = False, True
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        if self._sharding is not None:
+            self._whole_state = None
+            self._sharding.forget()  # every rank has been given the whole state; the next step keeps its share
+
+    # --- sharded state ------------------------------------------------------------------------------------------------
+
+    def consolidate_state_dict(self, to: int | None = None) -> None:
+        """With shard_optimizer_state: collects the state on rank `to`, or on every rank. Every rank must call it.
+
+        Then state_dict() works there until the next step. ValueError when `to` is not in the process set.
+        """
+        ranks = self._process_set.ranks or [0]
+        if to is not None and to not in ranks:
+            raise ValueError(f"consolidate_state_dict(to={to}): not one of the optimizer's ranks, {ranks}")
+        self._gather_state(None if to is None else ranks.index(to))
+
+    def _gather_state(self, to: int | None) -> None:
+        if self._sharding is not None and self._sharding.pieces:
+            self._whole_state = gather_state(self._sharding, self.__dict__["state"], to)
+
+    def _become_whole(self, received: bool = False) -> None:
+        """The collected state becomes the optimizer's own, as if it were not sharded; the next step cuts it again.
+
+        received: another rank's state is about to replace it.
+        """
+        if self._sharding is None or not self._sharding.pieces:
+            return
+        if not received:
+            with self._with_whole_state():
+                whole = self.__dict__["state"]
+            own = self.__dict__["state"]
+            own.clear()
+            own.update(whole)
+        self._whole_state = None
+        self._sharding.forget()
+
+    @contextmanager
+    def _with_whole_state(self) -> Iterator[None]:
+        own = self.__dict__["state"]
+        if self._sharding is not None and self._sharding.pieces:
+            if self._whole_state is None:
+                raise RuntimeError(
+                    "the state of this optimizer is sharded: every rank must call optimizer.consolidate_state_dict() "
+                    "after the last step (to=RANK collects it on that rank only) before its state can be read here"
+                )
+            self.__dict__["state"] = self._whole_state
+        try:
+            yield
+        finally:
+            self.__dict__["state"] = own
+
+    def state_dict(self) -> dict[str, Any]:
+        """As the wrapped class, of whole parameters. RuntimeError if the state is sharded and not consolidated."""
+        with self._with_whole_state():
+            return super().state_dict()  # type: ignore[misc]
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """The groups. Reading them first completes the reductions in flight, if every gradient has come or a gradient
         scaler is about to divide the gradients: so that `scaler.step(optimizer)` alone is right."""
         reducer = self.__dict__.get("_reducer")
-        if reducer is not None and reducer.outstanding and self._should_synchronize:  # noqa: SIM102
-            if reducer.complete() or sys._getframe(1).f_code.co_name in _UNSCALERS:
-                self._synchronize()
+        if reducer is not None and reducer.outstanding and self._should_synchronize:
+            # Any rank alone may read them, but all of them unscale.
+            unscales = sys._getframe(1).f_code.co_name in _UNSCALERS
+            if unscales or reducer.complete():
+                self._synchronize(whole=unscales)
         try:
             return self.__dict__["param_groups"]
         except KeyError:
@@ -174,7 +259,8 @@ class DistributedMixin:
         plain = type(self)._wrapped_class
         state = {key: value for key, value in self.__dict__.items() if key not in _OWN_ATTRIBUTES}
         if hasattr(plain, "__getstate__"):
-            state = plain.__getstate__(self)  # type: ignore[attr-defined]
+            with self._with_whole_state():
+                state = plain.__getstate__(self)  # type: ignore[attr-defined]
         return _plain_optimizer, (plain, state)
 
     _wrapped_class: type
@@ -182,7 +268,7 @@ class DistributedMixin:
 
 _OWN_ATTRIBUTES = frozenset({
     "_reducer", "_parameter_names", "_included", "_process_set", "_announced", "_should_synchronize",
-    "backward_passes_per_step",
+    "backward_passes_per_step", "_sharding", "_whole_state",
 })  # fmt: skip
 
 
@@ -210,6 +296,7 @@ def DistributedOptimizer(
     local_parameters: Any = (),
     scale_local_gradients: bool = True,
     unused_as_none: bool = False,
+    shard_optimizer_state: bool | str = False,
 ) -> Any:
     """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
 
@@ -219,7 +306,9 @@ def DistributedOptimizer(
     groups (num_groups in older scripts): a number of groups, or lists of parameters, to be reduced together.
     sparse_as_dense: turns sparse gradients into dense ones first. local_parameters: parameters or modules whose
     gradients stay on this rank, divided by the set's size under Average unless scale_local_gradients is False.
-    unused_as_none: a gradient that no rank has computed in a step is None, not zeros. docs/optimizer.md has the rest.
+    unused_as_none: a gradient that no rank has computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1,
+    each rank keeps the state of its share of the parameters ("elements" or "parameters" say how they are cut).
+    docs/optimizer.md has the rest.
 
     Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
     groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init(), Unsupported for
@@ -260,6 +349,12 @@ def DistributedOptimizer(
     reducer.add_local(_parameters_of(local_parameters))
     reducer.groups = _checked_groups(num_groups, groups)
     wrapped._reducer = reducer
+    wrapped._sharding = wrapped._whole_state = None
+    if shard_optimizer_state:
+        way = checked_way(shard_optimizer_state, base)
+        if included:
+            wrapped._sharding = Sharding(way, process_set)
+            reducer.shares = (process_set.size() or 1) if way == "elements" else 1
     if included:
         wrapped._find_new()
     return wrapped

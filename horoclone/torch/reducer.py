@@ -12,22 +12,22 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.ops import Average, Max
-from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
+from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import mpi_ops
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters, by_name
-from horoclone.torch.buckets import Bucket, Slot, groups_of, plan_buckets
+from horoclone.torch.buckets import Bucket, Slot, groups_of, is_dense, plan_buckets
 from horoclone.torch.compression import Compression
-from horoclone.torch.compressor import GradientCompressor
 from horoclone.torch.gradient_bucket import GradientBucket, run_compressors
+from horoclone.torch.single import Terms, finish_alone, reduces_buckets, submit_alone
+from horoclone.torch.tensors import from_result
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -38,22 +38,6 @@ TOO_MANY = (
 )
 
 
-@dataclass(frozen=True)
-class Terms:
-    """How gradients are reduced; the same on every rank."""
-
-    op: int = Average
-    predivide: float = 1.0
-    compression: Any = Compression.none
-    sparse_as_dense: bool = False
-    unused_as_none: bool = False
-    scale_local_gradients: bool = True
-    process_set: ProcessSet = global_process_set
-
-    def scales(self) -> tuple[float, float]:
-        return 1.0 / self.predivide, self.predivide
-
-
 class Reducer:
     """The gradients of one optimizer."""
 
@@ -61,9 +45,11 @@ class Reducer:
         self.passes = passes
         self.outstanding = False  # a hook has fired since the last synchronize()
         self.reduced = False  # synchronize() has run and no hook has fired since
+        self.partial = False  # and what it left here is right only in this rank's shares of the buckets
         self.slots: list[Slot] = []
         self.groups: int | list[list[torch.Tensor]] = 0
         self.buckets: list[Bucket] = []
+        self.shares = 1  # parts that a bucket is cut into: the set's size where state is sharded by elements
         self.layout = 0  # number of the bucket layout, the same on every rank; 0: not formed yet
         self._terms = terms
         self._slot_of: dict[torch.Tensor, Slot] = {}
@@ -71,6 +57,7 @@ class Reducer:
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
+        self._scatter = False  # a bucket is reduced to shares: between machines that is half of an allreduce
         self._declared: int | None = None  # the core's number for the buckets
         self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
         self._order: dict[Slot, None] = {}  # in a learning step: by the last time that each hook fired
@@ -159,7 +146,7 @@ class Reducer:
             own = self._terms.process_set
             self._set_id = 0 if own is global_process_set else id_of(own)
         self.outstanding = True
-        self.reduced = False
+        self.reduced = self.partial = False
         self._incomplete = 0
         for bucket in self.buckets:
             bucket.waiting = 0
@@ -189,7 +176,7 @@ class Reducer:
         slot.arrived = slot.used = True
         bucket = slot.bucket
         if bucket is None:
-            self._submit_alone(slot)
+            submit_alone(slot, self._terms)
             with self._lock:
                 self._incomplete -= slot.counted
             return
@@ -219,6 +206,11 @@ class Reducer:
             with torch.no_grad():
                 bucket.work = self._terms.compression.reduce(bucket.exposed)
                 bucket.handle = next(bucket.work, None)
+        elif self._scatter:
+            bucket.handle = self._runtime.submit(
+                REDUCESCATTER, self._name_of(bucket), bucket.address, 0, bucket.flat.shape, bucket.number,
+                self._terms.op, *self._terms.scales(), 0, self._set_id,
+            )  # fmt: skip
         else:
             assert self._declared is not None
             bucket.handle = self._runtime.submit_declared(self._set_id, self._declared, bucket.index)
@@ -234,35 +226,6 @@ class Reducer:
         elif grad is not slot.view:
             slot.place(grad)
         slot.arrived = True
-
-    def _submit_alone(self, slot: Slot) -> None:
-        slot.arrived = True
-        grad = slot.parameter.grad
-        slot.used = grad is not None
-        if grad is None:
-            grad = (
-                slot.empty_sparse()
-                if slot.sparse_dim
-                else torch.zeros_like(slot.parameter, requires_grad=False)
-            )
-            if slot.parameter.requires_grad:
-                slot.parameter.grad = grad
-        terms = self._terms
-        if grad.is_sparse and terms.sparse_as_dense:
-            grad = slot.parameter.grad = grad.to_dense()
-        if grad.is_sparse:
-            handle: Any = mpi_ops.sparse_allreduce_async(grad, slot.name, terms.op, terms.process_set)
-            slot.pending = (handle, None, None)
-            return
-        wire, ctx = self._single_compression().compress(grad.detach())
-        wire = wire.contiguous()
-        handle = mpi_ops.allreduce_async_(wire, None, slot.name, terms.op, *terms.scales(), terms.process_set)
-        slot.pending = (handle, wire, ctx)
-
-    def _single_compression(self) -> Any:
-        """For gradients that are reduced alone, as all are in a learning step."""
-        chosen = self._terms.compression
-        return Compression.none if _reduces_buckets(chosen) else chosen
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -287,7 +250,7 @@ class Reducer:
                 self._agree_on(self.slots if learning else self.slots[before:])
             for slot in self.slots:
                 if not slot.arrived and slot.bucket is None:
-                    self._submit_alone(slot)
+                    submit_alone(slot, self._terms)
             for bucket in self.buckets:
                 if not bucket.sent:
                     self._submit(bucket)
@@ -295,6 +258,8 @@ class Reducer:
             if self._terms.unused_as_none:
                 self._clear_unused()
             if learning:
+                if self.partial:  # new buckets will be cut elsewhere
+                    self.gather()
                 self._form_buckets()
             self._scale_local()
         finally:
@@ -312,7 +277,7 @@ class Reducer:
         for slot in self.slots:
             if slot.pending is not None:
                 try:
-                    self._finish_alone(slot)
+                    finish_alone(slot, self._terms)
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
         if errors:
@@ -323,7 +288,42 @@ class Reducer:
         if bucket.exposed is None:
             handle, bucket.handle = bucket.handle, None
             self._runtime.wait(handle)
+            if self._scatter:
+                self._keep_share(bucket, handle)
             self._runtime.release(handle)
+        self._hand_out(bucket)
+
+    def _keep_share(self, bucket: Bucket, handle: int) -> None:
+        """Puts this rank's share of the sum where it belongs in the bucket; the rest of it stays as it was."""
+        assert self._runtime is not None
+        self._share_of(bucket).copy_(from_result(self._runtime.result(handle), (), bucket.flat.dtype))
+        self.partial = True
+
+    def _share_of(self, bucket: Bucket) -> torch.Tensor:
+        return bucket.flat.chunk(self.shares)[self._terms.process_set.rank() or 0]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """After synchronize() that has left this rank with its shares only: makes the gradients whole. Collective."""
+        runtime, shares = self._runtime, [self._share_of(bucket) for bucket in self.buckets]
+        assert runtime is not None
+        handles = [
+            runtime.submit(
+                ALLGATHER, self._name_of(bucket), share.data_ptr(), bucket.address, share.shape, bucket.number, Sum,
+                1.0, 1.0, 0, self._set_id,
+            )
+            for bucket, share in zip(self.buckets, shares, strict=True)
+        ]  # fmt: skip
+        for handle in handles:
+            runtime.wait(handle)
+            runtime.release(handle)
+        for slot in self.slots:
+            grad = slot.parameter.grad
+            if slot.view is not None and grad is not None and grad is not slot.view:
+                grad.copy_(slot.view)
+        self.partial = False
+
+    def _hand_out(self, bucket: Bucket) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for slot in bucket.slots:
@@ -341,22 +341,6 @@ class Reducer:
             sources.append(slot.view)  # type: ignore[arg-type]
         if targets:
             torch._foreach_copy_(targets, sources)
-
-    def _finish_alone(self, slot: Slot) -> None:
-        (handle, wire, ctx), slot.pending = slot.pending, None
-        output = mpi_ops.synchronize(handle)
-        parameter = slot.parameter
-        grad = parameter.grad
-        if wire is None:  # sparse
-            parameter.grad = output
-            return
-        if grad is None and not parameter.requires_grad:
-            return
-        output = self._single_compression().decompress(output, ctx)
-        if grad is None or grad.is_sparse:
-            parameter.grad = output.clone()
-        elif output.data_ptr() != grad.data_ptr():
-            grad.copy_(output)
 
     def _clear_unused(self) -> None:
         """Gradients that no rank has computed go back to None."""
@@ -410,7 +394,7 @@ class Reducer:
         assert self._runtime is not None
         if self.buckets:
             self._declared = self._runtime.declare(
-                [f"gradients.{self.layout}.{bucket.index}" for bucket in self.buckets],
+                [self._name_of(bucket) for bucket in self.buckets],
                 [bucket.address for bucket in self.buckets],
                 [bucket.flat.numel() for bucket in self.buckets],
                 [bucket.number for bucket in self.buckets],
@@ -451,35 +435,42 @@ class Reducer:
         observed = list(self._order) + [slot for slot in by_name(self.slots) if slot not in self._order]
         self.layout, used, unused = agree_on_order(observed, self._terms.process_set)
         if self._buckets_allowed():
-            runs = [[slot for slot in part if not slot.sparse_dim] for part in (used, unused)]
+            runs = [[slot for slot in part if self._fits_bucket(slot)] for part in (used, unused)]
             plan = plan_buckets(runs, groups_of(self.groups, runs[0] + runs[1]), self._wire_dtype_of)
             self._undeclare()
-            self.buckets = [Bucket(self._runtime, k, dtype, slots) for k, (dtype, slots) in enumerate(plan)]
-            if _reduces_buckets(self._terms.compression):
+            self.buckets = [
+                Bucket(self._runtime, k, dtype, slots, self.shares) for k, (dtype, slots) in enumerate(plan)
+            ]
+            self._scatter = self.shares > 1 and not self._runtime.shares_memory()
+            if reduces_buckets(self._terms.compression):
+                self._scatter = False
                 self._expose()
-            else:
+            elif not self._scatter:
                 self._declare()
         for slot in self.slots:
             slot.expected = self.passes * max(1, slot.fires)
         self._learned = True
 
+    def _fits_bucket(self, slot: Slot) -> bool:
+        return not slot.sparse_dim and (self.shares == 1 or is_dense(slot.parameter))
+
+    def _name_of(self, bucket: Bucket) -> str:
+        return f"gradients.{self.layout}.{bucket.index}"
+
     def _expose(self) -> None:
         for bucket in self.buckets:
-            name = f"gradients.{self.layout}.{bucket.index}"
-            bucket.exposed = GradientBucket(bucket, name, self._terms.op, self._terms.process_set)
+            bucket.exposed = GradientBucket(
+                bucket, self._name_of(bucket), self._terms.op, self._terms.process_set
+            )
 
     def _buckets_allowed(self) -> bool:
         """A stateless compressor of the user's own sees one gradient at a time, as it would in Horovod."""
         chosen = self._terms.compression
-        return chosen is Compression.none or hasattr(chosen, "wire_dtype") or _reduces_buckets(chosen)
+        return chosen is Compression.none or hasattr(chosen, "wire_dtype") or reduces_buckets(chosen)
 
     def _wire_dtype_of(self, slot: Slot) -> torch.dtype:
         dtype = slot.parameter.dtype
         return getattr(self._terms.compression, "wire_dtype", dtype) if dtype.is_floating_point else dtype
-
-
-def _reduces_buckets(compression: Any) -> bool:
-    return isinstance(compression, GradientCompressor)
 
 
 def _outermost_backward() -> FrameType | None:

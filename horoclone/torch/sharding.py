@@ -1,0 +1,194 @@
+"""ZeRO stage 1: every rank keeps the optimizer state of its share of the parameters, and updates only those.
+
+The parameters are cut into pieces, each owned by one rank. For a step the optimizer's parameter groups hold this
+rank's pieces instead of the parameters; then every owner broadcasts what it has updated. Rajbhandari et al., "ZeRO:
+Memory Optimizations Toward Training Trillion Parameter Models" (SC 2020). docs/decisions/0020 says why it is cut so.
+Thread: the one that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from horoclone.ops import BROADCAST, Sum
+from horoclone.process_sets import ProcessSet
+from horoclone.runtime import native
+from horoclone.torch.agreement import by_name
+from horoclone.torch.buckets import Bucket, flat_of, is_dense
+from horoclone.torch.handles import set_id
+from horoclone.torch.reducer import Reducer
+from horoclone.torch.sharded_state import scatter_state
+from horoclone.torch.tensors import NUMBER_OF
+
+# Optimizers that treat every element of a parameter alike, whatever its neighbours: a parameter may be cut anywhere.
+_ELEMENT_WISE = frozenset(
+    getattr(torch.optim, name)
+    for name in (
+        "ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD",
+    )
+    if hasattr(torch.optim, name)
+)  # fmt: skip
+_NOT_ELEMENT_WISE = ("Adafactor", "Muon", "SparseAdam")
+
+
+class Piece:
+    """Elements begin..end of a parameter, in the order of its memory, and the rank of the set that owns them."""
+
+    __slots__ = ("begin", "end", "owner", "parameter", "tensor")
+
+    def __init__(self, parameter: torch.Tensor, begin: int, end: int, owner: int) -> None:
+        self.parameter, self.begin, self.end, self.owner = parameter, begin, end, owner
+        self.tensor = parameter  # what the owner's optimizer updates: the parameter, or a view of its memory
+
+    @property
+    def whole(self) -> bool:
+        return self.end - self.begin == self.parameter.numel()
+
+    def part_of(self, like: torch.Tensor) -> torch.Tensor:
+        """These elements of a tensor of the parameter's shape: its own memory where it is laid out alike."""
+        if like.stride() != self.parameter.stride():
+            like = torch.empty_like(self.parameter, dtype=like.dtype).copy_(like)
+        return flat_of(like)[self.begin : self.end]
+
+
+def checked_way(way: Any, kind: type) -> str:
+    """ "elements" or "parameters" for the argument shard_optimizer_state. ValueError where it cannot be."""
+    if issubclass(kind, torch.optim.LBFGS):
+        raise ValueError(
+            "shard_optimizer_state does not work with LBFGS: its state is about all parameters together"
+        )
+    if way is True:
+        return "elements" if kind in _ELEMENT_WISE else "parameters"
+    if way not in ("elements", "parameters"):
+        raise ValueError(f"shard_optimizer_state={way!r}: must be True, False, 'elements' or 'parameters'")
+    if way == "elements" and any(base.__name__ in _NOT_ELEMENT_WISE for base in kind.__mro__):
+        raise ValueError(
+            f"shard_optimizer_state='elements' does not work with {kind.__name__}, which looks at whole parameters; "
+            "use 'parameters' or True"
+        )
+    return str(way)
+
+
+class Sharding:
+    """Who owns what, for one optimizer; makes its step one of this rank's pieces."""
+
+    def __init__(self, way: str, process_set: ProcessSet) -> None:
+        self.way = way
+        self.process_set = process_set
+        self.size = self.rank = 0  # of the set, when the pieces were cut
+        self.pieces: list[Piece] = []
+        self.layout = 0  # the reducer's number of the layout that the pieces belong to; 0: none
+        self._mine: dict[torch.Tensor, list[Piece]] = {}
+
+    def lay_out(self, reducer: Reducer) -> None:
+        """Cuts the reducer's parameters, the same way on every rank."""
+        self.size, self.rank = self.process_set.size() or 1, self.process_set.rank() or 0
+        pieces: list[Piece] = []
+        if self.way == "elements":
+            for bucket in reducer.buckets:
+                pieces += self._cut(bucket)
+        alone = [slot for slot in by_name(reducer.slots) if self.way == "parameters" or slot.bucket is None]
+        loads = [0] * self.size
+        for slot in sorted(alone, key=lambda slot: -slot.parameter.nbytes):  # stable: by name among equals
+            owner = loads.index(min(loads))
+            loads[owner] += slot.parameter.nbytes
+            pieces.append(Piece(slot.parameter, 0, slot.parameter.numel(), owner))
+        self.pieces, self.layout = pieces, reducer.layout
+        self._mine = {slot.parameter: [] for slot in reducer.slots}
+        for piece in pieces:
+            if piece.owner == self.rank:
+                self._mine[piece.parameter].append(piece)
+
+    def forget(self) -> None:
+        """No rank owns anything: the state is, or is about to be, that of whole parameters."""
+        self.pieces, self.layout, self._mine = [], 0, {}
+
+    def _cut(self, bucket: Bucket) -> list[Piece]:
+        """Rank r owns the r-th of equal parts of the bucket."""
+        share = bucket.flat.numel() // self.size
+        pieces = []
+        for slot in bucket.slots:
+            assert slot.view is not None
+            first, count = int(slot.view.storage_offset()), slot.parameter.numel()
+            if count == 0:
+                pieces.append(Piece(slot.parameter, 0, 0, 0))
+            for owner in range(first // share, self.size):
+                begin, end = max(0, owner * share - first), min(count, (owner + 1) * share - first)
+                if begin < end:
+                    pieces.append(Piece(slot.parameter, begin, end, owner))
+        return pieces
+
+    # --- one step --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def only_mine(self, optimizer: dict[str, Any]) -> Iterator[None]:
+        """Within it the optimizer (given by its __dict__) has this rank's pieces for parameters."""
+        groups = optimizer["param_groups"]
+        full = [group["params"] for group in groups]
+        scatter_state(optimizer["state"], self._mine)
+        try:
+            for group, parameters in zip(groups, full, strict=True):
+                group["params"] = [t for p in parameters for t in self._tensors_of(p, optimizer["state"])]
+            yield
+        finally:
+            for group, parameters in zip(groups, full, strict=True):
+                group["params"] = parameters
+            for piece in self.pieces:
+                if piece.tensor is not piece.parameter:
+                    piece.tensor.grad = None
+
+    def _tensors_of(self, parameter: torch.Tensor, state: dict[Any, Any]) -> list[torch.Tensor]:
+        pieces = self._mine.get(parameter)
+        if pieces is None:  # frozen or local: not sharded
+            return [parameter]
+        grad = parameter.grad
+        for piece in pieces:
+            if piece.whole:
+                continue
+            view = flat_of(parameter)[piece.begin : piece.end]
+            if piece.tensor is parameter or piece.tensor.data_ptr() != view.data_ptr():
+                old, piece.tensor = (
+                    piece.tensor,
+                    view.requires_grad_(),
+                )  # first step, or parameter.data was exchanged
+                if old is not parameter and old in state:
+                    state[piece.tensor] = state.pop(old)
+            piece.tensor.grad = None if grad is None else piece.part_of(grad)
+        return [piece.tensor for piece in pieces]
+
+    def share_parameters(self) -> None:
+        """Every owner broadcasts its pieces, in place, all of them as one operation. Collective."""
+        if self.size == 1:
+            return
+        runtime, number = native(), set_id(self.process_set)
+        roots = self.process_set.ranks or []
+        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        handles = []
+        for owner in range(self.size):
+            parts = []
+            for piece in self.pieces:
+                if piece.owner != owner or piece.begin == piece.end:
+                    continue
+                if is_dense(piece.parameter):
+                    parts.append(flat_of(piece.parameter)[piece.begin : piece.end])
+                else:
+                    parts.append(piece.parameter.detach().contiguous())
+                    copies.append((piece.parameter, parts[-1]))
+            if parts:
+                where = [part.data_ptr() for part in parts]
+                form = [part.shape for part in parts], [NUMBER_OF[part.dtype] for part in parts]
+                name = f"parameters.{self.layout}.{owner}"
+                handle = runtime.submit_group(
+                    BROADCAST, name, where, where, *form, Sum, 1.0, 1.0, roots[owner], number
+                )
+                handles.append(handle)
+        for handle in handles:
+            runtime.wait(handle)
+            runtime.release(handle)
+        with torch.no_grad():
+            for parameter, received in copies:
+                parameter.copy_(received)

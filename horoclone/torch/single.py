@@ -1,0 +1,83 @@
+"""How gradients are reduced, and the reduction of those that lie in no bucket: in a first step, and sparse ones."""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from horoclone.ops import Average
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.torch import mpi_ops
+from horoclone.torch.buckets import Slot
+from horoclone.torch.compression import Compression
+from horoclone.torch.compressor import GradientCompressor
+
+
+@dataclass(frozen=True)
+class Terms:
+    """How gradients are reduced; the same on every rank."""
+
+    op: int = Average
+    predivide: float = 1.0
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    unused_as_none: bool = False
+    scale_local_gradients: bool = True
+    process_set: ProcessSet = global_process_set
+
+    def scales(self) -> tuple[float, float]:
+        return 1.0 / self.predivide, self.predivide
+
+
+def reduces_buckets(compression: Any) -> bool:
+    return isinstance(compression, GradientCompressor)
+
+
+def submit_alone(slot: Slot, terms: Terms) -> None:
+    """Starts the reduction of a gradient that lies in no bucket (zeros where this rank has none)."""
+    slot.arrived = True
+    grad = slot.parameter.grad
+    slot.used = grad is not None
+    if grad is None:
+        grad = (
+            slot.empty_sparse() if slot.sparse_dim else torch.zeros_like(slot.parameter, requires_grad=False)
+        )
+        if slot.parameter.requires_grad:
+            slot.parameter.grad = grad
+    if grad.is_sparse and terms.sparse_as_dense:
+        grad = slot.parameter.grad = grad.to_dense()
+    if grad.is_sparse:
+        handle: Any = mpi_ops.sparse_allreduce_async(grad, slot.name, terms.op, terms.process_set)
+        slot.pending = (handle, None, None)
+        return
+    wire, ctx = _single_compression(terms).compress(grad.detach())
+    wire = wire.contiguous()
+    handle = mpi_ops.allreduce_async_(wire, None, slot.name, terms.op, *terms.scales(), terms.process_set)
+    slot.pending = (handle, wire, ctx)
+
+
+def _single_compression(terms: Terms) -> Any:
+    """For gradients that are reduced alone, as all are in a learning step."""
+    chosen = terms.compression
+    return Compression.none if reduces_buckets(chosen) else chosen
+
+
+def finish_alone(slot: Slot, terms: Terms) -> None:
+    """Waits for it and puts the result into parameter.grad."""
+    (handle, wire, ctx), slot.pending = slot.pending, None
+    output = mpi_ops.synchronize(handle)
+    parameter = slot.parameter
+    grad = parameter.grad
+    if wire is None:  # sparse
+        parameter.grad = output
+        return
+    if grad is None and not parameter.requires_grad:
+        return
+    output = _single_compression(terms).decompress(output, ctx)
+    if grad is None or grad.is_sparse:
+        parameter.grad = output.clone()
+    elif output.data_ptr() != grad.data_ptr():
+        grad.copy_(output)
