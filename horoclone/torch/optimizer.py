@@ -319,15 +319,7 @@ def DistributedOptimizer(
     passes = _checked_passes(backward_passes_per_step)
     included = bool(process_set.included())
     base = type(optimizer)
-    derived = type(
-        base.__name__,
-        (DistributedMixin, base),
-        {
-            **{key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")},
-            "_wrapped_class": base,
-        },
-    )
-    wrapped: Any = object.__new__(derived)
+    wrapped: Any = object.__new__(_derived_from(base))
     # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
@@ -358,6 +350,12 @@ def DistributedOptimizer(
     if included:
         wrapped._find_new()
     return wrapped
+
+
+def _derived_from(base: type) -> type:
+    """The wrapped optimizer's class: of the same name, with ours in front."""
+    attributes = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
+    return type(base.__name__, (DistributedMixin, base), {**attributes, "_wrapped_class": base})
 
 
 def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: ProcessSet) -> None:
