@@ -1,0 +1,152 @@
+"""The examples do what they say: each runs on two ranks in warm processes, and its last lines are read.
+
+`make examples` starts the same files as a person would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+import runpy
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world import ranks
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def run_example(name: str, *arguments: str) -> str:
+    """What it prints on this rank."""
+    import torch
+
+    from horoclone import horovod_alias
+
+    horovod_alias.install()
+    torch._dynamo.reset()
+    said, before = io.StringIO(), sys.argv
+    sys.argv = [name, *arguments]
+    try:
+        with contextlib.redirect_stdout(said), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    finally:
+        sys.argv = before
+    return said.getvalue()
+
+
+def last_line(pattern: str, text: str) -> list[float]:
+    """The numbers of the groups in the last line that is not empty."""
+    line = text.strip().splitlines()[-1]
+    found = re.fullmatch(pattern, line)
+    assert found is not None, f"{pattern!r} is not {line!r}"
+    return [float(part) for part in found.groups()]
+
+
+# --- each claim, read on rank 0's output ---
+
+
+def synthetic(text: str) -> None:
+    rates = [float(x) for x in re.findall(r"Iter #\d+: ([\d.]+) img/sec per rank", text)]
+    total, spread = last_line(r"Total img/sec on 2 rank\(s\): ([\d.]+) \+-([\d.]+)", text)
+    assert len(rates) == 4 and total > 0 and spread >= 0
+    mean = float(re.findall(r"Img/sec per rank: ([\d.]+)", text)[0])
+    assert mean == pytest.approx(sum(rates) / 4, abs=0.1)
+
+
+def process_sets(text: str) -> None:
+    assert text.count("trained by ranks") == 2
+    sets, distance = last_line(r"(\d) process sets, largest distance ([\de.+-]+)", text)
+    assert sets == 2 and distance < 1e-3
+
+
+def join(text: str) -> None:
+    few, many, last, error = last_line(
+        r"steps per rank \[(\d+), (\d+)\], last to join: rank (\d), largest error ([\de.+-]+)", text
+    )
+    assert (few, many, last) == (60, 120, 1) and error < 0.05
+
+
+def embedding(text: str) -> None:
+    rows, low, high, loss = last_line(r"(\d+) rows on 2 ranks as \[(\d+), (\d+)\], final loss ([\d.]+)", text)
+    assert low + high == rows == 1000 and loss < 0.1
+
+
+def evaluation(text: str) -> None:
+    accuracy, recall = last_line(r"accuracy ([\d.]+), worst recall ([\d.]+), equal to one rank's: True", text)
+    assert accuracy > 0.93 and recall > 0.7
+
+
+def mixed(text: str) -> None:
+    scale, accuracy = last_line(r"\w+float\d+: loss scale ([\d.]+), training accuracy ([\d.]+)%", text)
+    assert scale == 1 and accuracy > 92
+
+
+def backend(text: str) -> None:
+    (accuracy,) = last_line(
+        r"DDP on horoclone, 2 ranks, training accuracy ([\d.]+)%, same parameters: True", text
+    )
+    assert accuracy > 92
+
+
+def compiled(text: str) -> None:
+    assert float(re.findall(r"differ by ([\de.+-]+)", text)[0]) < 1e-4
+    first, final = last_line(r"loss ([\d.]+) at first, ([\d.]+) after 50 steps on 2 ranks", text)
+    assert final < 0.7 * first
+
+
+def horovods(text: str) -> None:
+    (accuracy,) = last_line(r"Test set: Average loss: [\d.]+, Accuracy: ([\d.]+)%", text)
+    assert accuracy > 80
+
+
+CLAIMS = {
+    "torch_synthetic_benchmark.py": synthetic,
+    "torch_process_sets.py": process_sets,
+    "torch_join.py": join,
+    "torch_alltoall_embedding.py": embedding,
+    "torch_evaluation.py": evaluation,
+    "torch_amp.py": mixed,
+    "torch_ddp_backend.py": backend,
+    "torch_compile.py": compiled,
+    "torch_horovod_script.py": horovods,
+}
+
+
+@pytest.mark.parametrize("name", CLAIMS)
+@ranks(2, init=False, check=lambda said: CLAIMS[said[0][0]](said[0][1]))
+def test_an_example(name: str) -> Any:
+    return name, run_example(name)
+
+
+@pytest.mark.parametrize("more", ["--fp16-allreduce"])
+@ranks(2, init=False, check=lambda said: synthetic(said[0]))
+def test_the_options_of_the_benchmark(more: str) -> str:
+    return run_example("torch_synthetic_benchmark.py", more, "--num-batches-per-iter", "1")
+
+
+@ranks(2, init=False, check=lambda said: check_resumed(*said[0]))
+def test_a_long_training_goes_on_from_its_newest_checkpoint(tmp_path: Path) -> tuple[str, str]:
+    folder = ("--checkpoint-dir", str(tmp_path), "--synthetic-images", "256")
+    return (
+        run_example("torch_imagenet_style.py", *folder, "--epochs", "2"),
+        run_example("torch_imagenet_style.py", *folder, "--epochs", "5"),
+    )
+
+
+def check_resumed(first: str, second: str) -> None:
+    pattern = r"2 ranks, epochs {} to {}, training accuracy ([\d.]+)%; \S+"
+    (before,) = last_line(pattern.format(1, 2), first)
+    (after,) = last_line(pattern.format(3, 5), second)
+    assert "resumed after epoch 2" in second and "resumed" not in first
+    assert after > 80 and after > before
+
+
+def test_every_example_is_listed() -> None:
+    page = (EXAMPLES.parent / "docs" / "examples.md").read_text()
+    missing = [path.name for path in EXAMPLES.glob("*.py") if path.name not in page]
+    assert not missing, f"not in docs/examples.md: {missing}"
