@@ -86,10 +86,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         optimizer = getattr(model, "optimizer", None)
         if optimizer is None:
             return
-        if not getattr(optimizer, "built", True):
-            optimizer.build(model.trainable_variables)
-        elif hasattr(optimizer, "_create_all_weights"):  # tf_keras.optimizers.legacy
+        if hasattr(optimizer, "_create_all_weights"):  # tf_keras.optimizers.legacy
             optimizer._create_all_weights(model.trainable_variables)
+        elif LEGACY or not optimizer.built:
+            optimizer.build(model.trainable_variables)
 
     def _send(self, model: Any) -> None:
         local = {id(_native(variable)) for variable in self._local}

@@ -10,9 +10,8 @@ from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 
 if LEGACY:
-    from horoclone.errors import Unsupported
-
-    raise Unsupported("tf_keras is not supported yet; unset TF_USE_LEGACY_KERAS to train with Keras 3.")
+    from horoclone.keras.legacy_optimizer import distribute
+    from horoclone.tensorflow.compression import Compression
 else:
     from horoclone.keras.compression import Compression
     from horoclone.keras.optimizer import distribute

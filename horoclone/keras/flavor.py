@@ -54,6 +54,15 @@ def to_numpy(value: Any) -> Any:
     return keras.ops.convert_to_numpy(value)
 
 
+def to_tensor(value: Any) -> Any:
+    """An array as a tensor of the backend."""
+    if LEGACY:
+        import tensorflow as tf
+
+        return tf.convert_to_tensor(value)
+    return keras.ops.convert_to_tensor(value)
+
+
 def assign(variable: Any, value: Any) -> None:
     """Sets a variable of a model or an optimizer, outside of compiled functions."""
     if LEGACY:

@@ -15,7 +15,7 @@ from typing import Any
 
 from horoclone.errors import Unsupported
 from horoclone.keras.aggregation import Aggregation
-from horoclone.keras.flavor import backend, keras
+from horoclone.keras.flavor import keras
 from horoclone.keras.reduction import Reduction
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
@@ -65,10 +65,7 @@ class DistributedMixin:
         self._horoclone.aggregation.apply(grads, places, update, state)
 
     def _reduced(self: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        reduction = self._horoclone.reduction
-        if reduction.active():
-            _refuse_compilation()
-        return reduction.reduce(grads, variables, self._var_key)
+        return self._horoclone.reduction.reduce(grads, variables, self._var_key)
 
     def stateless_apply(
         self: Any,
@@ -250,20 +247,3 @@ _SCALED_STEPS = {
     for name in ("_stateful_handle_finite_grads", "_stateless_handle_finite_grads")
     if (method := getattr(LossScaleOptimizer, name, None)) is not None
 }
-
-
-def _refuse_compilation() -> None:
-    """TensorFlow's XLA has no kernel for the reduction; without this the error comes from deep inside, or differs."""
-    if backend() != "tensorflow":
-        return
-    from horoclone.keras import on_tensorflow
-
-    if on_tensorflow.compiled_by_xla(_callers(400)):
-        raise Unsupported(JIT_COMPILE)
-
-
-JIT_COMPILE = (
-    "jit_compile=True compiles the training step with XLA, which cannot run the reduction of gradients on the "
-    "TensorFlow backend. Use model.compile(..., jit_compile=False) (in a custom loop, tf.function without "
-    "jit_compile)."
-)

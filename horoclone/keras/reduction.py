@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from horoclone.errors import Unsupported
 from horoclone.keras.flavor import backend
 from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -63,7 +62,7 @@ class Reduction:
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
         if not self.active():
             return list(grads)
-        mover = _mover()
+        mover = importlib.import_module(f"horoclone.keras.on_{backend()}")
         local = self._local_keys(key_of)
         shared = [i for i, v in enumerate(variables) if key_of(v) not in local]
         result = list(grads)
@@ -149,12 +148,3 @@ def layers_of(local_layers: Any) -> list[Any]:
     if local_layers is None:
         return []
     return list(local_layers) if isinstance(local_layers, Iterable) else [local_layers]
-
-
-def _mover() -> Any:
-    name = backend()
-    if name != "torch":
-        raise Unsupported(
-            f"Keras on {name} is not supported yet; set KERAS_BACKEND=torch before Keras is imported."
-        )
-    return importlib.import_module(f"horoclone.keras.on_{name}")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from horoclone import arrays, runtime
-from horoclone.keras.flavor import LEGACY, assign, to_numpy
+from horoclone.keras.distribute import Compression
+from horoclone.keras.flavor import LEGACY, assign, to_numpy, to_tensor
 from horoclone.objects import allgather_object, broadcast_object
 from horoclone.ops import Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -34,26 +35,15 @@ def allreduce(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     op: int | None = None,
-    compression: Any = None,
+    compression: Any = Compression.none,
 ) -> Any:
     """The reduction of a value over the ranks, as a NumPy array of its shape and dtype. Default op: Average."""
-    array = _array(value)
-    original = array.dtype
-    wire = getattr(compression, "wire_dtype", None)  # the built-in compressors; NumPy has no other
-    if compression is not None and wire is None and compression.__name__ == "FP16Compressor":
-        wire = "float16"
-    if wire is not None and array.dtype.kind == "f":
-        array = array.astype(np.dtype(wire) if wire != "bfloat16" else _bfloat16())
-    reduced = arrays.allreduce(
-        array, None, name, resolve_reduce(average, op), prescale_factor, postscale_factor
-    )
-    return reduced.astype(original, copy=False)
-
-
-def _bfloat16() -> Any:
-    import ml_dtypes
-
-    return np.dtype(ml_dtypes.bfloat16)
+    reduce, factors = resolve_reduce(average, op), (prescale_factor, postscale_factor)
+    if compression is Compression.none:
+        return arrays.allreduce(_array(value), None, name, reduce, *factors)
+    wire, context = compression.compress(to_tensor(_array(value)))
+    reduced = arrays.allreduce(_array(wire), None, name, reduce, *factors)
+    return _array(compression.decompress(to_tensor(reduced), context))
 
 
 def allgather(value: Any, name: str | None = None) -> Any:

@@ -1,0 +1,50 @@
+"""Gradients of Keras on JAX, under jit and outside: one call for all of them.
+
+Groups are not kept apart here: XLA runs independent calls in an order of its own, and may hold one back until another
+is done, so ranks could wait for each other. What needs a second call is made to wait for the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+import horoclone.jax as hvd
+
+if TYPE_CHECKING:
+    from horoclone.keras.reduction import Part, Reduction
+
+
+def traced(value: Any) -> bool:
+    """Whether the value is known only when the program runs."""
+    return isinstance(value, jax.core.Tracer)
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """The gradient times a factor."""
+    return gradient * factor
+
+
+def reduce(
+    parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
+) -> dict[int, Any]:
+    """Place in the list -> reduced gradient; a gradient that is None stays so (it is so on every rank)."""
+    alike: dict[tuple[int, float, float], list[Part]] = {}
+    for part in parts:
+        alike.setdefault((part.op, part.prescale, part.postscale), []).append(part)
+    result: dict[int, Any] = {}
+    for (op, prescale, postscale), members in alike.items():
+        places = [place for part in members for place in part.places if grads[place] is not None]
+        if not places:
+            continue
+        wires = [grads[place] for place in places]
+        if result:
+            wires, _ = jax.lax.optimization_barrier((wires, list(result.values())))
+        options: dict[str, Any] = {"op": op, "process_set": settings.process_set}
+        if members[0].compression is not None:
+            options["compression"] = members[0].compression
+        reduced = hvd.allreduce(wires, prescale_factor=prescale, postscale_factor=postscale, **options)
+        result.update(zip(places, reduced, strict=True))
+    return result

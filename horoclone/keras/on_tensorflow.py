@@ -1,0 +1,51 @@
+"""Gradients of Keras on TensorFlow, eagerly and in functions: one grouped operation for each group.
+
+Sparse gradients (tf.IndexedSlices) are gathered, and then have a row twice where two ranks touched it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+import horoclone.tensorflow as hvd
+
+if TYPE_CHECKING:
+    from horoclone.keras.reduction import Part, Reduction
+
+
+def scaled(gradient: Any, factor: float) -> Any:
+    """The gradient times a factor."""
+    if isinstance(gradient, tf.IndexedSlices):
+        return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
+    return gradient * tf.cast(factor, gradient.dtype)
+
+
+def reduce(
+    parts: Sequence[Part], grads: Sequence[Any], variables: Sequence[Any], settings: Reduction
+) -> dict[int, Any]:
+    """Place in the list -> reduced gradient; a gradient that is None stays so (it is so on every rank)."""
+    result: dict[int, Any] = {}
+    for part in parts:
+        places = [place for place in part.places if grads[place] is not None]
+        sparse = [place for place in places if isinstance(grads[place], tf.IndexedSlices)]
+        if settings.sparse_as_dense:
+            sparse = []
+        dense = [place for place in places if place not in sparse]
+        options: dict[str, Any] = {"op": part.op, "process_set": settings.process_set}
+        if part.compression is not None:
+            options["compression"] = part.compression
+        for place in sparse:
+            result[place] = hvd.allreduce(grads[place], name=f"{part.name}.{place}", **options)
+        if dense:
+            reduced = hvd.grouped_allreduce(
+                [tf.convert_to_tensor(grads[place]) for place in dense],
+                name=part.name,
+                prescale_factor=part.prescale,
+                postscale_factor=part.postscale,
+                **options,
+            )
+            result.update(zip(dense, reduced, strict=True))
+    return result

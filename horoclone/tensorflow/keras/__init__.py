@@ -1,0 +1,48 @@
+"""horoclone for tf.keras: `import horoclone.tensorflow.keras as hvd`. horoclone.keras under Horovod's older name.
+
+One thing differs, as in Horovod: the order of DistributedOptimizer's arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from horoclone import keras as _keras
+from horoclone.keras import *  # noqa: F403 - its __all__ is the list
+from horoclone.keras import Average, Compression, ProcessSet, callbacks, elastic, global_process_set
+from horoclone.keras.distribute import make_distributed
+
+__all__ = [*_keras.__all__, "DistributedOptimizer", "callbacks", "elastic"]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: int = Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: ProcessSet = global_process_set,
+    scale_local_gradients: bool = True,
+) -> Any:
+    """As horoclone.keras.DistributedOptimizer, with the arguments in the order of horovod.tensorflow.keras."""
+    return make_distributed(
+        optimizer,
+        name=name,
+        compression=compression,
+        sparse_as_dense=sparse_as_dense,
+        gradient_predivide_factor=gradient_predivide_factor,
+        op=op,
+        num_groups=num_groups,
+        groups=groups,
+        process_set=process_set,
+        backward_passes_per_step=backward_passes_per_step,
+        average_aggregated_gradients=average_aggregated_gradients,
+        scale_local_gradients=scale_local_gradients,
+    )

@@ -1,0 +1,288 @@
+"""The callbacks, and collectives on values, on every backend and with tf_keras. The loops are Keras's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+BACKENDS = ["torch"]
+On = Callable[..., list[Any]]
+
+
+def the_keras() -> Any:
+    from horoclone.keras.flavor import keras
+
+    return keras
+
+
+def network(optimizer: Any = None, seed: int = 0, width: int = 4) -> Any:
+    keras = the_keras()
+    keras.utils.set_random_seed(seed)
+    model = keras.Sequential([
+        keras.layers.Input((3,)),
+        keras.layers.Dense(width, activation="tanh"),
+        keras.layers.BatchNormalization(),
+        keras.layers.Dropout(0.5),
+        keras.layers.Dense(1),
+    ])  # fmt: skip
+    model.compile(optimizer or keras.optimizers.SGD(0.1, momentum=0.9), "mse")
+    return model
+
+
+def data(seed: int, batches: int = 4) -> dict[str, Any]:
+    chance = np.random.default_rng(seed)
+    x = chance.normal(size=(4 * batches, 3)).astype(np.float32)
+    return {"x": x, "y": x.sum(axis=1, keepdims=True), "batch_size": 4, "shuffle": False, "verbose": 0}
+
+
+def state_of(model: Any) -> list[Any]:
+    from horoclone.keras.flavor import to_numpy
+
+    variables = model.optimizer.variables
+    return [
+        np.array(to_numpy(v)) for v in [*model.weights, *(variables() if callable(variables) else variables)]
+    ]
+
+
+class Probe:
+    """A callback that notes something before every batch."""
+
+    def __new__(cls, look: Callable[[Any], Any]) -> Any:
+        class Looking(the_keras().callbacks.Callback):
+            seen: list[Any] = []
+
+            def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+                self.seen.append(look(self.model))
+
+        probe = Looking()
+        probe.seen = []
+        return probe
+
+
+# --- what the ranks run ----------------------------------------------------------------------------------------------
+
+
+def starts_alike() -> None:
+    """Before step 0 every rank has the root's weights, moving averages and momenta; seeds stay each rank's own."""
+    import horoclone.keras as hvd
+
+    root = hvd.size() - 1
+    model = network(seed=hvd.rank())
+    model.fit(**data(hvd.rank()))  # builds, and makes all state differ
+    mine = state_of(model)
+    everybody = hvd.allgather_object(mine)
+    assert not np.array_equal(everybody[0][0], everybody[1][0])
+    probe = Probe(state_of)
+    model.fit(**data(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(root), probe])
+    for ours, theirs in zip(probe.seen[0], everybody[root], strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def builds_the_optimizer_before_the_first_step() -> None:
+    import horoclone.keras as hvd
+
+    model = network(hvd.DistributedOptimizer(the_keras().optimizers.Adam(0.01)), seed=hvd.rank())
+    probe = Probe(state_of)
+    model.fit(**data(hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0), probe])
+    weights = len(model.weights)
+    assert len(probe.seen[0]) >= weights + 1 + 2 * len(
+        model.trainable_weights
+    )  # iterations, two moments each
+    states = hvd.allgather_object(probe.seen[0])
+    assert all(np.array_equal(a, b) for a, b in zip(states[0], states[1], strict=True))
+
+
+def keeps_local_variables() -> None:
+    import horoclone.keras as hvd
+
+    model = network(seed=hvd.rank())
+    before = [np.array(w) for w in model.get_weights()]
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[model.weights[0]])
+    callback.register_local_var(model.weights[1])
+    probe = Probe(lambda model: model.get_weights())
+    model.fit(**data(0), callbacks=[callback, probe])
+    for index in (0, 1):
+        np.testing.assert_array_equal(probe.seen[0][index], before[index])
+    assert len({w.tobytes() for w in hvd.allgather_object(probe.seen[0][0])}) == hvd.size()
+
+
+def says_which_variable_differs() -> None:
+    import horoclone.keras as hvd
+
+    model = network(width=4 + hvd.rank())
+    with pytest.raises(
+        ValueError, match=r"of rank 1 differ from those of rank 0: .*\[3, 5\] there, .*\[3, 4\] on rank 0"
+    ):
+        model.fit(**data(0), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    with pytest.raises(ValueError, match=r"the ranks have \[4, 5\] batches per epoch"):
+        network().fit(
+            **data(0, 4 + hvd.rank()), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+        )
+    assert hvd.allreduce(1.0, op=hvd.Sum) == hvd.size()
+
+
+def averages_metrics() -> None:
+    """Also those of the validation; what Keras keeps as history, and later callbacks see, is the average."""
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+    model = network()
+    own: list[dict[str, float]] = []
+    note = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: own.append(dict(logs)))
+    history = model.fit(
+        **data(hvd.rank()),
+        epochs=2,
+        validation_data=(data(9)["x"], data(9)["y"]),
+        callbacks=[note, hvd.callbacks.MetricAverageCallback()],
+    ).history
+    assert set(history) == {"loss", "val_loss"}
+    for epoch in range(2):
+        for name in history:
+            mean = np.mean([logs[epoch][name] for logs in hvd.allgather_object(own)])
+            np.testing.assert_allclose(history[name][epoch], mean, rtol=1e-6)
+    with pytest.raises(ValueError, match="different metrics"):
+        hvd.callbacks.MetricAverageCallback().on_epoch_end(0, {f"metric{hvd.rank()}": 1.0})
+
+
+def warms_up() -> None:
+    """From 1/size of the rate to all of it, a little more with every batch."""
+    import horoclone.keras as hvd
+
+    callbacks = hvd.callbacks
+    from horoclone.keras.learning_rate import learning_rate_of
+
+    model, steps, epochs = network(), 4, 2
+    probe = Probe(lambda model: learning_rate_of(model.optimizer))
+    warm = callbacks.LearningRateWarmupCallback(0.4, warmup_epochs=epochs, verbose=1)
+    history = model.fit(**data(0, steps), epochs=3, callbacks=[warm, probe]).history
+    size = hvd.size()
+    expected = [0.4 / size * ((i + 1) / steps * (size - 1) / epochs + 1) for i in range(epochs * steps)]
+    np.testing.assert_allclose(probe.seen, expected + [0.4] * steps, rtol=1e-5)
+    np.testing.assert_allclose(history["lr"][-1], 0.4, rtol=1e-6)
+
+
+def follows_a_schedule() -> None:
+    import horoclone.keras as hvd
+    from horoclone.keras.learning_rate import learning_rate_of
+
+    model = network()
+    schedule = hvd.callbacks.LearningRateScheduleCallback
+    probe = Probe(lambda model: round(learning_rate_of(model.optimizer), 6))
+    drops = [
+        schedule(1.0, 0.5, start_epoch=1, end_epoch=2),
+        schedule(1.0, lambda epoch: 0.1**epoch, start_epoch=2),
+    ]
+    model.fit(**data(0, 2), epochs=4, callbacks=[*drops, probe])
+    assert probe.seen == [0.1, 0.1, 0.5, 0.5, 0.01, 0.01, 0.001, 0.001]
+    with pytest.raises(ValueError, match="initial_lr"):
+        schedule(None, 0.5)
+    model.compile(the_keras().optimizers.SGD(lambda: 0.1), "mse")
+    with pytest.raises(TypeError, match="learning rate of this optimizer cannot be set"):
+        model.fit(**data(0, 2), callbacks=[schedule(1.0, 0.5)])
+
+
+def corrects_momentum(correction: bool) -> None:
+    """After a change of the rate from 0.1 to 0.05, what SGD has gathered counts half."""
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+    model = keras.Sequential(
+        [keras.layers.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+    )
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.5), lambda y, z: z)  # gradient 1, whatever the weight
+    probe = Probe(lambda model: float(model.get_weights()[0][0, 0]))
+    drop = hvd.callbacks.LearningRateScheduleCallback(
+        0.1, lambda epoch: 0.5**epoch, momentum_correction=correction
+    )
+    x = np.ones((1, 1), np.float32)
+    model.fit(x, x, epochs=4, verbose=0, callbacks=[drop, probe])
+    weight, velocity, rate, expected = 0.0, 0.0, 0.1, []
+    for epoch in range(4):
+        expected.append(weight)
+        new = 0.1 * 0.5**epoch
+        velocity *= new / rate if correction else 1.0
+        rate = new
+        velocity = 0.5 * velocity - rate
+        weight += velocity
+    np.testing.assert_allclose(probe.seen, expected, rtol=1e-5)
+
+
+def writes_the_best_on_one_rank(folder: str) -> None:
+    from pathlib import Path
+
+    import horoclone.keras as hvd
+
+    best = hvd.callbacks.BestModelCheckpoint(monitor="loss")
+    with pytest.raises(ValueError, match="filepath"):
+        network().fit(**data(0), callbacks=[best])
+    best.filepath = f"{folder}/rank{hvd.rank()}.keras"
+    network().fit(**data(0), epochs=2, callbacks=[best])
+    hvd.allgather_object(None)
+    assert [path.name for path in Path(folder).iterdir()] == ["rank0.keras"]
+
+
+def works_on_values() -> None:
+    import horoclone.keras as hvd
+    from horoclone.keras.flavor import to_tensor
+
+    rank, size = hvd.rank(), hvd.size()
+    tensor = to_tensor(np.arange(4, dtype=np.float32) + rank)
+    np.testing.assert_allclose(hvd.allreduce(tensor), np.arange(4) + (size - 1) / 2)
+    np.testing.assert_allclose(
+        hvd.allreduce([1.0, 2.0], op=hvd.Sum, prescale_factor=2.0), [2.0 * size, 4.0 * size]
+    )
+    np.testing.assert_allclose(
+        hvd.allreduce(tensor, name="named", compression=hvd.Compression.fp16), np.arange(4) + (size - 1) / 2
+    )
+    assert hvd.allreduce(3) == 3 and hvd.allreduce(2.5) == 2.5
+    gathered = hvd.allgather(to_tensor(np.full((rank + 1, 2), rank, np.int32)))
+    assert gathered.tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
+    np.testing.assert_array_equal(hvd.broadcast(tensor, 1), np.arange(4) + 1)
+    np.testing.assert_allclose(
+        hvd.reducescatter(np.ones((size, 3), np.float32), op=hvd.Sum), np.full((1, 3), size)
+    )
+    with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
+        hvd.broadcast_global_variables(0)
+
+
+def has_no_elastic_yet() -> None:
+    import horoclone.keras as hvd
+
+    for name in (
+        "KerasState",
+        "CommitStateCallback",
+        "UpdateBatchStateCallback",
+        "UpdateEpochStateCallback",
+        "run",
+    ):
+        with pytest.raises(hvd.Unsupported, match="elastic jobs are not supported yet"):
+            getattr(hvd.elastic, name)(None)
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("body", [starts_alike, builds_the_optimizer_before_the_first_step, keeps_local_variables,
+                                  says_which_variable_differs, averages_metrics, warms_up, follows_a_schedule,
+                                  works_on_values], ids=lambda body: body.__name__)  # fmt: skip
+def test_callbacks(on: On, backend: str, body: Any) -> None:
+    on(backend, body)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("correction", [True, False])
+def test_momentum_is_rescaled_with_the_rate(on: On, backend: str, correction: bool) -> None:
+    on(backend, corrects_momentum, correction=correction)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_best_model_is_written_by_rank_0(on: On, backend: str, tmp_path: Any) -> None:
+    on(backend, writes_the_best_on_one_rank, folder=str(tmp_path))
+
+
+def test_elastic_names_say_what_to_do_instead(on: On) -> None:
+    on("torch", has_no_elastic_yet)
