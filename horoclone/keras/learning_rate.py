@@ -18,6 +18,7 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
     """Sets the rate. TypeError when the optimizer has a schedule or a function in its place."""
     try:
         if LEGACY:
+            _refuse_schedule(optimizer)
             keras.backend.set_value(optimizer.learning_rate, rate)
         else:
             optimizer.learning_rate = rate
@@ -26,6 +27,14 @@ def set_learning_rate(optimizer: Any, rate: float) -> None:
             "the learning rate of this optimizer cannot be set: it comes from a schedule or a function. Give the "
             "optimizer a number, or leave the learning-rate callbacks of horoclone out."
         ) from error
+
+
+def _refuse_schedule(optimizer: Any) -> None:
+    """tf_keras would set the rate that the schedule gave last."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    source = getattr(optimizer, "_hyper", {}).get("learning_rate", getattr(optimizer, "_learning_rate", None))
+    if isinstance(source, keras.optimizers.schedules.LearningRateSchedule):
+        raise TypeError(f"the rate comes from {source}")
 
 
 def rescale_momentum(optimizer: Any, factor: float) -> None:

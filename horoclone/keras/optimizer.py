@@ -8,6 +8,7 @@ loads without horoclone. `apply` is what every way of training ends in: fit, tra
 # mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Iterator, Sequence
 from types import FrameType
@@ -149,13 +150,18 @@ class DistributedMixin:
 
     @property
     def loss_scale_factor(self) -> Any:
-        """As in the wrapped class. The assignment is how a LossScaleOptimizer takes an optimizer over."""
+        """As in the wrapped class. Its assignment is how a LossScaleOptimizer takes an optimizer over; where the value
+        stays the same, TensorFlow's tracking only reads it."""
+        self._notice_loss_scaler()
         return self.__dict__.get("loss_scale_factor")
 
     @loss_scale_factor.setter
     def loss_scale_factor(self, value: Any) -> None:
         self.__dict__["loss_scale_factor"] = value
-        outer = _loss_scaler_of_caller(self)
+        self._notice_loss_scaler()
+
+    def _notice_loss_scaler(self) -> None:
+        outer = None if self._horoclone.handed_over else _loss_scaler_of_caller(self)
         if outer is not None and not isinstance(outer, DistributedMixin):
             _hand_over(self)
             distribute(outer, self._horoclone.reduction)
@@ -194,14 +200,17 @@ def _derived(base: type) -> type:
 
 
 def _give_registered_name(derived: type, base: type) -> None:
-    """A class of the user that is registered with Keras is saved under its registered name."""
-    try:
-        from keras.src.saving import object_registration
-    except ImportError:
-        return
-    name = object_registration.GLOBAL_CUSTOM_NAMES.get(base)
-    if name is not None:
-        object_registration.GLOBAL_CUSTOM_NAMES[derived] = name
+    """Keras saves its own classes, and those that users have registered, under a name that it looks up by class."""
+    for module, table in (
+        ("keras.src.saving.object_registration", "GLOBAL_CUSTOM_NAMES"),
+        ("keras.src.api_export", "REGISTERED_OBJS_TO_NAMES"),
+    ):
+        try:
+            names = getattr(importlib.import_module(module), table)
+        except (ImportError, AttributeError):
+            continue  # another Keras: the class is then found by its module and name
+        if base in names:
+            names[derived] = names[base]
 
 
 def _aggregate(optimizer: Any) -> None:

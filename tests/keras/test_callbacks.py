@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-BACKENDS = ["torch"]
+BACKENDS = ["tensorflow", "torch", "legacy"]
 On = Callable[..., list[Any]]
 
 
@@ -179,7 +179,9 @@ def follows_a_schedule() -> None:
     assert probe.seen == [0.1, 0.1, 0.5, 0.5, 0.01, 0.01, 0.001, 0.001]
     with pytest.raises(ValueError, match="initial_lr"):
         schedule(None, 0.5)
-    model.compile(the_keras().optimizers.SGD(lambda: 0.1), "mse")
+    model.compile(
+        the_keras().optimizers.SGD(the_keras().optimizers.schedules.ExponentialDecay(0.1, 9, 0.9)), "mse"
+    )
     with pytest.raises(TypeError, match="learning rate of this optimizer cannot be set"):
         model.fit(**data(0, 2), callbacks=[schedule(1.0, 0.5)])
 

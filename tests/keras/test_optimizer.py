@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-BACKENDS = ["torch"]
+BACKENDS = ["tensorflow", "torch"]
 BATCH, STEPS = 6, 5
 TOLERANCE = 2e-5  # absolute and relative: float32 sums in another order, over ten steps
 
