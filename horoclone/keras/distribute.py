@@ -11,10 +11,12 @@ from horoclone.process_sets import ProcessSet, global_process_set
 
 if LEGACY:
     from horoclone.keras.legacy_optimizer import distribute
-    from horoclone.tensorflow.compression import Compression
+    from horoclone.tensorflow.compression import Compression as _Compression
 else:
-    from horoclone.keras.compression import Compression
+    from horoclone.keras.compression import Compression as _Compression  # type: ignore[assignment]
     from horoclone.keras.optimizer import distribute
+
+Compression: Any = _Compression  # of TensorFlow's tensors with tf_keras, of any backend's with Keras 3
 
 __all__ = ["Compression", "PartialDistributedOptimizer", "distribute", "make_distributed"]
 
@@ -48,6 +50,7 @@ def make_distributed(
         passes=backward_passes_per_step,
         average_passes=average_aggregated_gradients,
         name=name or f"Distributed{type(optimizer).__name__}",
+        named=name is not None,
         local_layers=layers_of(local_layers),
     )
     return distribute(optimizer, reduction)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 import horoclone.jax as hvd
+from horoclone.jax.call import is_tracing
 
 if TYPE_CHECKING:
     from horoclone.keras.reduction import Part, Reduction
@@ -45,6 +46,9 @@ def reduce(
         options: dict[str, Any] = {"op": op, "process_set": settings.process_set}
         if members[0].compression is not None:
             options["compression"] = members[0].compression
+        # In a program two optimizers may be at it at once: there the names that the binding makes are told apart.
+        if settings.named or not is_tracing():
+            options["name"] = members[0].name
         reduced = hvd.allreduce(wires, prescale_factor=prescale, postscale_factor=postscale, **options)
         result.update(zip(places, reduced, strict=True))
     return result

@@ -45,7 +45,8 @@ class Reduction:
     scale_local_gradients: bool
     passes: int
     average_passes: bool
-    name: str = "gradients"
+    name: str
+    named: bool  # by the user, so that the name is unlike others
     local_variables: list[Any] = field(default_factory=list)
     local_layers: list[Any] = field(default_factory=list)  # asked at use, as they may not be built yet
 

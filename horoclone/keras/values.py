@@ -71,7 +71,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
 
             import horoclone.tensorflow as hvd
 
-            return tf_keras.backend.get_session().run(hvd.broadcast_global_variables(root_rank))
+            return tf_keras.backend.get_session().run(hvd.broadcast_global_variables(root_rank))  # type: ignore[attr-defined]
     raise RuntimeError(
         "hvd.broadcast_global_variables() needs TensorFlow 1's graph mode. Use "
         "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in model.fit(), or in a custom loop "

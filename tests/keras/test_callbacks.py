@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-BACKENDS = ["tensorflow", "torch", "legacy"]
+BACKENDS = ["tensorflow", "jax", "torch", "legacy"]
 On = Callable[..., list[Any]]
 
 

@@ -15,7 +15,7 @@ from horoclone.keras.distribute import make_distributed
 __all__ = [*_keras.__all__, "DistributedOptimizer", "callbacks", "elastic"]
 
 
-def DistributedOptimizer(
+def DistributedOptimizer(  # type: ignore[no-redef]
     optimizer: Any,
     name: str | None = None,
     device_dense: str = "",
