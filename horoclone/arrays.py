@@ -329,7 +329,7 @@ def _scatterable(array: ArrayLike) -> Array:
     source = memory.readable(array)
     if source.ndim == 0:
         raise ValueError(
-            "reducescatter needs an array with a first dimension to scatter; reshape this one to [1]."
+            "reducescatter needs an array with a first dimension to scatter; this one is 0-d: reshape it to [1]."
         )
     return source
 

@@ -317,7 +317,7 @@ def test_a_stall_beyond_the_limit_ends_the_job_on_every_rank(binding):
     mine = f"only on {hvd.rank()}"
     error = raised(lambda: hvd.allreduce(of([1]), name=mine))
     says(
-        error, hvd.HorovodInternalError, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "only on 0", "missing ranks 1"
+        error, hvd.HorovodInternalError, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS", "only on 0", "missing rank 1"
     )
     says(raised(lambda: hvd.allreduce_async(of([1]))), hvd.HorovodInternalError)  # until the next init
     hvd.shutdown()

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from horoclone import errors, objects, runtime
 from horoclone.bootstrap import exchange, launchers, wire
+from horoclone.settings import settings_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -39,7 +40,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
     Raises Timeout naming who is missing, Unsupported for several hosts without a common secret.
     """
     deadline = time.monotonic() + timeout_s
-    settings = runtime.settings_of(os.environ)
+    settings = settings_of(os.environ)
     secret = _own_secret()
     mine = f"{_host()}\n{_fingerprint(secret)}".encode()
     entries = _gather(store, "host", rank, size, mine, deadline)
