@@ -100,9 +100,9 @@ def _jax_cond(
     condition: Any, true: Callable[[], None], false: Callable[[], None], state: Sequence[Any]
 ) -> None:
     """A condition whose branches assign to `state`: under jit each branch hands out what it assigned."""
-    from horoclone.keras import on_jax
+    from horoclone.keras.on_jax import traced
 
-    if not on_jax.traced(condition):
+    if not traced(condition):
         true() if condition else false()
         return
 
