@@ -49,7 +49,8 @@ inline Signature random_signature(Random& random, Op op, int size) {
   if (op == Op::kReducescatter) s.reduce = chance(random, 50) ? Reduce::kSum : Reduce::kAverage;
   if (op == Op::kBroadcast) s.root = pick(random, size);
   DType dtype = chance(random, 60) ? DType::kF32 : DType::kF16;
-  for (TensorMeta& t : s.tensors) t.dtype = chance(random, 90) ? dtype : DType::kI64;
+  const bool whole = s.reduce != Reduce::kAdasum;  // which is for floats only
+  for (TensorMeta& t : s.tensors) t.dtype = whole && !chance(random, 90) ? DType::kI64 : dtype;
   return s;
 }
 
@@ -67,7 +68,7 @@ inline void vary(Random& random, Signature* s, int size) {
 inline void spoil(Random& random, Signature* s) {
   switch (pick(random, s->op == Op::kBroadcast ? 5 : s->op == Op::kAllreduce ? 6 : 4)) {
     case 0:
-      s->tensors[0].dtype = DType::kU8;
+      s->tensors[0].dtype = DType::kF64;
       break;
     case 1:
       s->tensors[0].shape.back()++;
