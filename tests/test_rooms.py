@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -175,10 +175,11 @@ def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> N
 
 
 def test_the_launcher_starts_in_a_few_tens_of_milliseconds() -> None:
-    def seconds(code: str) -> float:
-        began = time.perf_counter()
+    def seconds(code: str) -> float:  # of processor time: others on the machine do not count
+        began = os.times()
         subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-        return time.perf_counter() - began
+        ended = os.times()
+        return ended.children_user + ended.children_system - began.children_user - began.children_system
 
     bare, ours = (min(seconds(code) for _ in range(5)) for code in ("pass", "import horoclone.launch.cli"))
     assert ours - bare < 0.15, f"importing the launcher takes {ours - bare:.3f} s more than Python itself"
