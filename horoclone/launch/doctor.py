@@ -244,8 +244,30 @@ def _devices() -> list[Finding]:
     return findings
 
 
+def _records() -> list[Finding]:
+    """What an earlier job left in HOROCLONE_RECORDER_DIR."""
+    folder = os.environ.get("HOROCLONE_RECORDER_DIR")
+    if not folder:
+        return []
+    from horoclone.launch import debug
+
+    try:
+        records = debug.read([folder])
+    except debug.LaunchError as error:
+        return [Finding("flight records", NOTE, str(error).partition("; ")[0])]
+    diverged = debug.divergences(records)
+    text = f"{len(records)} of {records[0].size} ranks in {folder}: {debug.brief(records[0])}"
+    if not diverged:
+        return [Finding("flight records", NOTE, text)]
+    return [
+        Finding(
+            "flight records", NOTE, f"{text}; the ranks made different calls", f"horoclone debug {folder}"
+        )
+    ]
+
+
 _CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices,
+    _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices, _records,
 )  # fmt: skip
 
 

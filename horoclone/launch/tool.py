@@ -1,4 +1,4 @@
-"""The `horoclone` command: run, doctor."""
+"""The `horoclone` command: run, doctor, debug, timeline."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from horoclone.launch.usage import say
 
 _USAGE = """usage: horoclone run -np N [flags] python train.py ...   start a job (the same as horoclonerun)
        horoclone doctor [--json]                        examine this host
+       horoclone debug DIR|FILE ...                     compare the ranks' flight records
+       horoclone timeline OUT FILE FILE ...             merge the ranks' timelines into one
        horoclone check-build                            what is available, and why not the rest
        horoclone --version"""
 
@@ -31,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         from horoclone.launch import cli
 
         return cli.main(["--check-build"], "horoclone")
+    if (verb == "debug" and rest) or (verb == "timeline" and len(rest) > 1):
+        return _read_files(verb, rest)
     if verb in ("--version", "-V", "version"):
         from horoclone import __version__
 
@@ -46,6 +50,18 @@ def main(argv: list[str] | None = None) -> int:
         "horoclone",
     )
     return 2
+
+
+def _read_files(verb: str, words: list[str]) -> int:
+    """debug and timeline: what jobs have left behind. 2 for files that cannot be used."""
+    from horoclone.launch import debug, timelines
+    from horoclone.launch.usage import LaunchError
+
+    try:
+        return debug.main(words) if verb == "debug" else timelines.main(words[0], words[1:])
+    except LaunchError as error:
+        say(str(error), "horoclone")
+        return error.exit_code
 
 
 if __name__ == "__main__":

@@ -1,0 +1,186 @@
+"""Stall reports: whom they name, what the late rank is doing, when they come and when the job ends; who is slow."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import signal
+import threading
+import time
+
+import numpy as np
+import pytest
+from world import ranks
+
+import horoclone as hvd
+
+SOON = {"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"}
+MODES = pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+
+
+def say(**facts):
+    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
+    import crew
+
+    crew.say(**facts)
+
+
+def wait_until_reported_for(seconds, how):
+    """Rank 1 comes late, in one of several ways."""
+    if how == "python":
+        time.sleep(seconds)
+    elif how == "extension":
+        reading, writing = os.pipe()
+        threading.Timer(seconds, os.write, (writing, b"x")).start()
+        ctypes.CDLL(None).read(reading, ctypes.create_string_buffer(1), 1)  # without the GIL
+    else:
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            ctypes.PyDLL(None).usleep(50_000)  # in C and with the GIL
+
+
+def come_late(how):
+    hvd.init()
+    hvd.allreduce(np.ones(2), name="before")
+    if hvd.rank() == 1:
+        wait_until_reported_for(2.0, how)
+        hvd.allreduce(np.ones(2), name="late")
+    else:
+        hvd.allreduce(np.ones(2), name="late")
+    say(right=True)
+
+
+@MODES
+@pytest.mark.parametrize("how", ["python", "extension", "extension with the GIL"])
+def test_the_report_shows_what_the_late_rank_does(crew, how, shared):
+    team = crew(come_late, 3, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared}, how=how)
+    assert team.wait() == [0, 0, 0], team.outputs()
+    report = team.output(0)
+    assert re.search(r"allreduce\.late \(\d+ s\): missing rank 1; ready ranks 0,2", report), report
+    assert "rank 1 has nothing pending; its last call was allreduce 'before'" in report, report
+    assert "in wait_until_reported_for" in report and "in come_late" in report, report
+    assert "rank 2 " not in report.replace("[rank 2]", ""), "a rank that waits is not late"
+
+
+def wait_for_each_other():
+    hvd.init()
+    try:
+        if hvd.rank() == 0:
+            hvd.allreduce(np.ones(2), name="a")
+        else:
+            wait_in_b()
+    except hvd.HorovodInternalError as error:
+        say(text=str(error))
+
+
+def wait_in_b():
+    hvd.allreduce(np.ones(2), name="b")
+
+
+@MODES
+def test_two_ranks_that_wait_in_different_collectives_are_both_shown(crew, shared):
+    env = {**SOON, "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "1", "HOROCLONE_SHARED_MEMORY": shared}
+    team = crew(wait_for_each_other, 2, env=env)
+    assert team.wait() == [0, 0], team.outputs()
+    for rank in range(2):  # the job's end says it on every rank
+        text = team.said(rank, "text")[0]["text"]
+        assert "STALL_SHUTDOWN_TIME_SECONDS" in text, text
+        assert "allreduce.a" in text and "allreduce.b" in text, text
+        assert re.search(r"rank 0 waits in allreduce 'a'", text) and re.search(
+            r"rank 1 waits in allreduce 'b'", text
+        )
+        assert "in wait_in_b" in text and text.count("in wait_for_each_other") == 2, text
+
+
+@pytest.mark.parametrize(
+    ("setting", "reported", "stack"),
+    [("HOROVOD_STALL_CHECK_DISABLE=1", False, False), ("HOROCLONE_STALL_STACKS=0", True, False)],
+)
+def test_both_can_be_switched_off(crew, setting, reported, stack):
+    name, _, value = setting.partition("=")
+    team = crew(come_late, 2, env={**SOON, name: value}, how="python")
+    assert team.wait() == [0, 0], team.outputs()
+    assert ("missing rank 1" in team.output(0)) == reported, team.outputs()
+    assert ("wait_until_reported_for" in team.output(0)) == stack, team.outputs()
+
+
+def keep_own_handlers():
+    """Every real-time signal has a handler of the program's before init: none is taken, and nothing is raised."""
+    heard = []
+    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
+        signal.signal(number, lambda number, frame: heard.append(number))
+    come_late("python")
+    say(heard=heard)
+
+
+def take_over_later():
+    hvd.init()
+    for number in range(signal.SIGRTMIN, signal.SIGRTMAX + 1):
+        signal.signal(number, signal.SIG_DFL)  # would end the process
+    come_late("python")
+
+
+@pytest.mark.parametrize("body", [keep_own_handlers, take_over_later])
+def test_a_program_that_uses_the_signals_keeps_them(crew, body):
+    team = crew(body, 2, env=SOON)
+    assert team.wait() == [0, 0], team.outputs()
+    assert "its stack is not available" in team.output(0), team.outputs()
+    assert all(not said["heard"] for rank in range(2) for said in team.said(rank, "heard"))
+
+
+def stop_in_the_middle():
+    hvd.init()
+    hvd.allreduce(np.ones(2), name="before")
+    if hvd.rank() == 1:
+        say(stops=True)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    hvd.allreduce(np.ones(2), name="late")
+
+
+def test_a_stopped_rank_has_not_answered(crew):
+    team = crew(stop_in_the_middle, 2, env=SOON)
+    team.wait_for(1, "stops")
+    deadline = time.monotonic() + 20
+    while "has not answered" not in team.output(0) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    team.send(1, signal.SIGCONT)
+    assert team.wait() == [0, 0], team.outputs()
+    assert "rank 1 has not answered (stopped? very busy?)" in team.output(0), team.outputs()
+
+
+@ranks(3)
+def test_metrics_name_the_slowest_rank():
+    for i in range(5):
+        if hvd.rank() == 2:
+            time.sleep(0.05)
+        hvd.allreduce(np.ones(2), name=f"t{i}")
+    facts = hvd.metrics()
+    hvd.barrier()
+    assert facts["operations"] >= 5
+    if hvd.rank() == 0:
+        by_rank = {one["rank"]: one for one in facts["last_ready"][0]}
+        assert by_rank[2]["times"] >= 5 and by_rank[2]["seconds"] > 0.2, facts
+        assert facts["slowest"][0] == 2
+
+
+@ranks(2)
+def test_metrics_name_the_slowest_rank_of_declared_buckets():
+    torch = pytest.importorskip("torch")
+    import horoclone.torch as hvd_torch
+
+    model = torch.nn.Linear(8, 8)
+    optimizer = hvd_torch.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+    )
+    for _ in range(4):
+        loss = model(torch.ones(2, 8)).sum()
+        optimizer.zero_grad()
+        if hvd.rank() == 1:
+            time.sleep(0.1)
+        loss.backward()
+        optimizer.step()
+    facts = hvd.metrics()
+    if hvd.rank() == 0:
+        assert facts["frozen"] > 0 and facts["slowest"][0] == 1, facts
+        assert {one["rank"]: one for one in facts["last_ready"][0]}[1]["seconds"] > 0.2, facts

@@ -1,0 +1,232 @@
+"""The timeline: its format, its phases, starting and stopping it, and what is left of it after a kill."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from world import ranks
+
+import horoclone as hvd
+from horoclone.launch import timelines, tool
+from horoclone.launch.usage import LaunchError
+
+
+def say(**facts):
+    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
+    import crew
+
+    crew.say(**facts)
+
+
+def check_schema(events):
+    """Metadata first, begins and ends nest on every row, and its time never goes back."""
+    assert "start_time_since_epoch_in_micros" in events[0]["args"]
+    named = {e["pid"] for e in events if e["name"] == "process_name"} if events else set()
+    open_spans: dict = {}
+    last: dict = {}
+    for event in (e for e in events if e["ph"] != "M"):
+        row = (event["pid"], event.get("tid", 0))
+        assert event["pid"] in named, event
+        if event["ph"] != "i":
+            assert event["ts"] >= last.get(row, 0), event
+            last[row] = event["ts"]
+        if event["ph"] == "B":
+            open_spans.setdefault(row, []).append(event["name"])
+        elif event["ph"] == "E":
+            assert open_spans.get(row), f"an end without a beginning: {event}"
+            open_spans[row].pop()
+        else:
+            assert event["ph"] in "Xi", event
+    assert not any(open_spans.values()), open_spans
+
+
+def events_of(path):
+    events = json.loads(Path(path).read_text())
+    for event in events:
+        event.setdefault("name", "")
+    check_schema(events)
+    return events
+
+
+def process_of(events, name):
+    """The events of one tensor."""
+    pids = {e["pid"] for e in events if e["name"] == "process_name" and e["args"].get("name") == name}
+    assert len(pids) == 1, (name, pids)
+    return [e for e in events if e["pid"] in pids and e["ph"] != "M"]
+
+
+def work(rounds=2):
+    for _ in range(rounds):
+        handles = [hvd.allreduce_async(np.ones((3, 4), np.float32), name=f"t{i}") for i in range(3)]
+        for handle in handles:
+            hvd.synchronize(handle)
+        hvd.allreduce(np.ones(1 << 16, np.float64), name="big")
+        hvd.allgather(np.ones(5, np.int32))
+
+
+def use_all_forms(path):
+    hvd.init()
+    work()
+    hvd.shutdown()
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+def test_rank_0_writes_every_phase_of_every_tensor(worlds, tmp_path, shared):
+    path = tmp_path / "timeline.json"
+    env = {
+        "HOROVOD_TIMELINE": str(path),
+        "HOROVOD_TIMELINE_MARK_CYCLES": "1",
+        "HOROCLONE_SHARED_MEMORY": shared,
+    }
+    worlds.run(2, use_all_forms, init=False, env=env, path=str(path))
+    assert [p.name for p in tmp_path.iterdir()] == ["timeline.json"]
+    events = events_of(path)
+    small, big, unnamed = (process_of(events, name) for name in ("t0", "big", "allgather (unnamed)"))
+    assert [e["name"] for e in small if e["ph"] == "B" and e["tid"] == 0] == ["NEGOTIATE_ALLREDUCE"] * 2
+    assert sorted(e["name"] for e in small if e["ph"] == "X") == ["0", "0", "1", "1"]  # each rank, each time
+    how = ("SHM_FLAT", "SHM_BLOCKS") if shared == "1" else ("RECURSIVE_DOUBLING", "RING")
+    for tensor, algorithm in zip((small, big), how, strict=True):
+        names = [e["name"] for e in tensor if e["ph"] == "B" and e["tid"] == 1]
+        assert names == ["ALLREDUCE", "QUEUE", f"{algorithm}_ALLREDUCE"] * 2
+    ends = [e["args"] for e in small if e["ph"] == "E" and "args" in e]
+    assert ends == [{"dtype": "float32", "shape": "[3, 4]"}] * 2
+    assert sum(e["name"] == "ALLGATHER" for e in unnamed) == 2
+    assert any(e["name"] == "CYCLE_START" and e["ph"] == "i" for e in events)
+    assert [e["args"] for e in events if e["name"] == "dropped_events"] == [{"count": 0}]
+
+
+def start_and_stop(folder):
+    with pytest.raises(ValueError):
+        hvd.start_timeline(f"{folder}/early.json")
+    hvd.init()
+    for turn in range(3):
+        hvd.start_timeline(f"{folder}/{turn}.json", mark_cycles=turn == 1)
+        hvd.allreduce(np.ones(4), name=f"turn{turn}")
+        hvd.stop_timeline()
+        hvd.allreduce(np.ones(4), name="outside")
+    hvd.stop_timeline()  # none is being written
+    if hvd.rank() == 0:
+        with pytest.raises(ValueError, match="cannot be written"):
+            hvd.start_timeline(f"{folder}/no such folder/x.json")
+        with pytest.raises(ValueError, match="empty"):
+            hvd.start_timeline("")
+    hvd.allreduce(np.ones(4), name="after")
+
+
+def test_start_and_stop_as_often_as_wanted(worlds, tmp_path):
+    worlds.run(2, start_and_stop, init=False, env={"HOROVOD_TIMELINE": "DYNAMIC"}, folder=str(tmp_path))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["0.json", "1.json", "2.json"]
+    for turn in range(3):
+        events = events_of(tmp_path / f"{turn}.json")
+        assert process_of(events, f"turn{turn}")
+        # (Rank 1 may announce what comes after the stop before rank 0 has stopped.)
+        assert sum(e["name"] == "ALLREDUCE" for e in events) == 1
+        assert any(e["name"] == "CYCLE_START" for e in events) == (turn == 1)
+
+
+@ranks(2)
+def test_without_the_variable_it_is_a_value_error():
+    for call in (lambda: hvd.start_timeline("/tmp/never.json"), hvd.stop_timeline):
+        with pytest.raises(ValueError, match="HOROVOD_TIMELINE"):
+            call()
+    assert hvd.allreduce(np.ones(2), name="usable")[0] == 1
+
+
+def reduce_buckets(path):
+    import torch
+
+    import horoclone.torch as hvd_torch
+
+    hvd_torch.init()
+    model = torch.nn.Linear(64, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = hvd_torch.DistributedOptimizer(optimizer, model.named_parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.ones(2, 64)).sum().backward()
+        optimizer.step()
+    frozen = hvd.metrics()["frozen"]
+    optimizer = None
+    hvd_torch.shutdown()
+    return frozen
+
+
+def test_frozen_buckets_have_their_own_phase(worlds, tmp_path):
+    pytest.importorskip("torch")
+    path = tmp_path / "t.json"
+    frozen = worlds.run(2, reduce_buckets, init=False, env={"HOROVOD_TIMELINE": str(path)}, path=str(path))
+    shown = [e for e in events_of(path) if e["name"] == "SHM_FROZEN_ALLREDUCE"]
+    assert frozen[0] == len(shown) > 0
+
+
+@pytest.mark.parametrize("shared", ["1", "0"], ids=["one clock", "measured clock"])
+def test_the_files_of_all_ranks_merge_on_one_clock(worlds, tmp_path, capsys, shared):
+    env = {
+        "HOROVOD_TIMELINE": str(tmp_path / "t.json"),
+        "HOROCLONE_TIMELINE_ALL_RANKS": "1",
+        "HOROCLONE_SHARED_MEMORY": shared,
+    }
+    worlds.run(2, use_all_forms, init=False, env=env, path="")
+    files = [tmp_path / "t.json", tmp_path / "t.rank1.json"]
+    heads = [events_of(file)[0]["args"] for file in files]
+    assert [head["rank"] for head in heads] == [0, 1]
+    assert heads[1]["clock_error_micros"] < 1e6 and (shared == "0" or heads[1]["clock_error_micros"] == 0)
+    assert tool.main(["timeline", str(tmp_path / "all.json"), *map(str, files)]) == 0
+    assert "2 ranks" in capsys.readouterr().out
+    events = events_of(tmp_path / "all.json")
+    # An allreduce ends on no rank before it has begun on every rank: true only on a common clock.
+    spans = []
+    for rank in range(2):
+        mine = [e for e in process_of(events, f"rank {rank}: big") if e["tid"] == 1]
+        begins = [e["ts"] for e in mine if e["name"] == "ALLREDUCE"]
+        ends = [e["ts"] for e in mine if e["ph"] == "E" and "args" in e]
+        spans.append(list(zip(begins, ends, strict=True)))
+    slack = 2 * heads[1]["clock_error_micros"] + 1
+    for (begin0, end0), (begin1, end1) in zip(*spans, strict=True):
+        assert end0 > begin1 - slack and end1 > begin0 - slack
+    with pytest.raises(LaunchError, match="one file per rank"):
+        timelines.merge([files[0], files[0]])
+
+
+def trace_until_killed():
+    hvd.init()
+    while True:
+        work(1)
+        say(running=True)
+
+
+def test_after_kill_9_the_file_can_be_read(crew, tmp_path):
+    path = tmp_path / "t.json"
+    team = crew(trace_until_killed, 2, env={"HOROVOD_TIMELINE": str(path)})
+    team.wait_for(1, "running")
+    while not path.exists() or path.stat().st_size < 20_000:
+        team.wait_for(0, "running")
+    for rank in range(2):
+        team.send(rank, signal.SIGKILL)
+    team.wait()
+    with pytest.raises(ValueError):
+        json.loads(path.read_text())  # no closing bracket: the format allows that
+    assert process_of([{"name": "", **e} for e in timelines.read(path)], "t0")
+    cut = tmp_path / "cut.json"
+    cut.write_bytes(path.read_bytes()[:-7])
+    assert len(timelines.read(cut)) > 50
+    cut.write_text("{}")
+    with pytest.raises(LaunchError, match="not a timeline"):
+        timelines.read(cut)
+
+
+def write_to_a_full_disk():
+    hvd.init()
+    work(3)
+    say(right=os.path.exists("/dev/full"))
+
+
+def test_a_full_disk_ends_the_timeline_and_not_the_job(crew):
+    team = crew(write_to_a_full_disk, 2, env={"HOROVOD_TIMELINE": "/dev/full"})
+    assert team.wait() == [0, 0], team.outputs()
+    assert "the timeline ends here" in team.output(0) and team.said(0, "right"), team.outputs()
