@@ -210,6 +210,17 @@ def test_rows_of_an_allgather_may_differ():
     assert debug.divergences([record(0, [one]), record(1, [two])])[0].different == {1: ["shape"]}
 
 
+def test_messages_between_two_ranks_are_not_compared():
+    message = call(7, "t", "pending", op="send") | {"call": 0}
+    ranks_of_three = [record(0, [message], 3), record(1, [], 3), record(2, [], 3)]
+    assert debug.divergences(ranks_of_three) == []
+    assert "send 't'" in debug.report(ranks_of_three)  # still told, as not completed
+    found = debug.divergences(
+        [record(0, [message, call(8, "a", "pending")]), record(1, [message | {"op": "recv"}])]
+    )
+    assert [(one.key[2], one.missing) for one in found] == [("a", [1])]
+
+
 def test_files_that_are_no_records_are_named(tmp_path, capfd, monkeypatch):
     with pytest.raises(LaunchError, match="HOROCLONE_RECORDER_DIR"):
         debug.read([tmp_path])

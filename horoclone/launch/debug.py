@@ -1,7 +1,8 @@
 """`horoclone debug`: merges the ranks' flight records and names the first call on which they disagree.
 
 A call is known by operation, process set and name with its use, or its number among the unnamed ones. One that ended
-well was made by every rank, so only calls that did not are compared. Reads files only; needs nothing native.
+well was made by every rank, so only calls that did not are compared. Messages between two ranks have call number 0 and
+are not compared. Reads files only; needs nothing native.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def key_of(op: Operation) -> Key:
 
 def divergences(records: Sequence[Record]) -> list[Divergence]:
     """All divergent calls, the earliest first: the one with the smallest call number in its process set."""
-    calls = [{key_of(op): op for op in record.operations} for record in records]
+    calls = [{key_of(op): op for op in record.operations if op["call"]} for record in records]
     suspects: dict[Key, int] = {}
     for by_key in calls:
         for key, op in by_key.items():
@@ -110,7 +111,7 @@ def _goes_back(record: Record, process_set: int, call: int) -> bool:
     """Whether the record still holds this rank's calls to the set from about that number on."""
     if record.submitted <= len(record.operations):
         return True
-    kept = [op["call"] for op in record.operations if op["process_set"] == process_set]
+    kept = [op["call"] for op in record.operations if op["process_set"] == process_set and op["call"]]
     return bool(kept) and kept[0] <= call
 
 
@@ -181,7 +182,7 @@ def _explain(one: Divergence, records: Sequence[Record]) -> list[str]:
     lines = [f"First divergent call: {_headline(one)}.", f"It is {numbers}.", ""]
     middle = min(op["call"] for op in one.made.values())
     for record in records:
-        own = [op for op in record.operations if op["process_set"] == process_set]
+        own = [op for op in record.operations if op["process_set"] == process_set and op["call"]]
         if record.rank not in one.made and record.rank not in one.missing:
             continue
         at = one.made[record.rank]["call"] if record.rank in one.made else middle
