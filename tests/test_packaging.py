@@ -58,6 +58,7 @@ def test_the_library_needs_only_what_every_linux_has(core: Any, library: Path) -
         (library, set()),
         (Path(core.__file__), {"libhoroclone.so"}),
         (ops, {"libhoroclone.so"}),
+        (library.with_name("libhoroclone_jax.so"), {"libhoroclone.so"}),
     ):
         dynamic = output_of("readelf", "-d", path)
         needed = set(re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic))
@@ -130,6 +131,7 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     assert {
         "horoclone/libhoroclone.so",
         "horoclone/libhoroclone_tensorflow.so",
+        "horoclone/libhoroclone_jax.so",
         "horoclone/py.typed",
         "horoclone/_core.pyi",
         "horoclone/torch/__init__.py",

@@ -12,7 +12,9 @@ from horoclone.errors import (
 )
 from horoclone.jax import native
 from horoclone.jax.compression import Compression
+from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
+from horoclone.jax.optimizer import DistributedOptimizer
 from horoclone.objects import allgather_object, broadcast_object
 from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -36,10 +38,11 @@ remove_process_set = native.remove_process_set
 broadcast_parameters = broadcast
 
 __all__ = [
-    "Aborted", "Adasum", "Average", "Compression", "HorovodInternalError", "HostsUpdatedInterrupt", "Max", "Min",
-    "Mismatch", "NotInitialized", "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported",
-    "add_process_set", "allgather", "allgather_object", "allreduce", "alltoall", "barrier", "broadcast",
-    "broadcast_object", "broadcast_parameters", "cross_rank", "cross_size", "global_process_set", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "remove_process_set",
-    "shutdown", "size",
+    "Aborted", "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError",
+    "HostsUpdatedInterrupt", "Max", "Min", "Mismatch", "NotInitialized", "PeerLost", "ProcessSet",
+    "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
+    "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters",
+    "cross_rank", "cross_size", "global_process_set", "horovod_error_of", "init", "is_homogeneous",
+    "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "remove_process_set", "shutdown",
+    "size",
 ]  # fmt: skip

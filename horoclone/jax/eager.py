@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from horoclone import array_memory as memory
@@ -23,6 +24,7 @@ _MOVED_AS = {"uint32": "int32", "uint64": "int64"}  # the core has no such dtype
 def run(arrays: Sequence[Any], call: Call) -> list[Any]:
     """Runs the call now and returns its results as JAX arrays on their arguments' devices."""
     native = runtime.native()
+    arrays = [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in arrays]
     sources = [memory.readable(_words(np.asarray(array), call)) for array in arrays]
     owned = call.op in (ops.ALLGATHER, ops.ALLTOALL, ops.REDUCESCATTER)
     outs = [None if owned else empty(source) for source in sources]
@@ -55,7 +57,7 @@ def run(arrays: Sequence[Any], call: Call) -> list[Any]:
         native.release(handle)
     return jax.device_put(
         [result.view(array.dtype) for array, result in zip(arrays, done, strict=True)],
-        [array.sharding if isinstance(array, jax.Array) else None for array in arrays],
+        [array.sharding for array in arrays],
         may_alias=True,
     )
 

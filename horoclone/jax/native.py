@@ -85,6 +85,8 @@ def _unfit(what: str) -> str:
 
 def _set_runtime(address: int) -> None:
     _library.hc_jax_attach(address or None)
+    if address:
+        refresh()
 
 
 def members_of(process_set: ProcessSet) -> str:

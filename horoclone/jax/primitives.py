@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.interpreters import partial_eval as pe
 
 from horoclone import ops, runtime
 from horoclone.errors import Unsupported
@@ -79,9 +80,23 @@ def _program_of(module: Any) -> int:
     return program.number
 
 
+def _refuse_several_devices(module: Any, call: Call) -> None:
+    """XLA would make the call once for each device, under one name."""
+    devices = getattr(module.axis_context, "num_devices", None)
+    if devices is None and hasattr(module.axis_context, "mesh"):
+        devices = module.axis_context.mesh.size
+    if devices and devices > 1:
+        raise Unsupported(
+            f"{NAMES[call.op]} '{call.name}' in a program over {devices} devices of this process: each would make the "
+            "call. horoclone counts processes: start one per device, or reduce over the local devices first "
+            "(jax.lax.psum) and call it in a program of one device."
+        )
+
+
 def _lower(context: Any, *operands: Any, call: Call) -> Any:
     if call.op != SELF_TEST:
         native.check(_loopback)
+        _refuse_several_devices(context.module_context, call)
     return _lower_to_call(
         context,
         *operands,
@@ -104,6 +119,8 @@ def _lower_elsewhere(context: Any, *operands: Any, call: Call) -> Any:
     )
 
 
+# A call whose results this rank does not use stays in the program: the other ranks may use theirs.
+pe.dce_rules[collective_p] = lambda used, equation: ([True] * len(equation.invars), equation)
 mlir.register_lowering(collective_p, _lower, platform="cpu")
 mlir.register_lowering(collective_p, _lower_elsewhere)
 
@@ -154,7 +171,8 @@ def transposed(cotangents: list[Any], call: Call, shapes: list[tuple[int, ...]])
     if call.op == ops.BROADCAST:
         everybody = replace(call, op=ops.ALLREDUCE, reduce=ops.Average, root=0)
         reduced = collective_p.bind(*cotangents, call=everybody)
-        return list(reduced) if call.root == runtime.rank() else [jnp.zeros_like(r) for r in reduced]
+        # Zero by value: every program uses the result, so no compiler may leave the call out.
+        return [jnp.where(np.bool_(call.root == runtime.rank()), r, jnp.zeros_like(r)) for r in reduced]
     if call.op == ops.ALLGATHER:
         share = replace(call, op=ops.REDUCESCATTER, reduce=ops.Average)
         return collective_p.bind(*cotangents, call=share)

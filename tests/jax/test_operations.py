@@ -199,5 +199,20 @@ def shutdown_and_init_between_calls() -> list[Any]:
     return out
 
 
+def sets_of_two_lives() -> list[float]:
+    out, pair = [], hvd.ProcessSet([0, 1])
+    program = jax.jit(lambda x: hvd.allreduce(x, op=hvd.Sum, process_set=pair))
+    for others in ([], [hvd.ProcessSet([1, 2])]):  # the pair has another number in each life
+        hvd.init(process_sets=[*others, pair])
+        if hvd.rank() < 2:
+            out.append(float(program(jnp.float32(hvd.rank() + 1))))
+        hvd.shutdown()
+    return out
+
+
+def test_a_compiled_program_finds_its_process_set_in_the_next_life(worlds: Any) -> None:
+    assert worlds.run(3, sets_of_two_lives, init=False) == [[3.0, 3.0], [3.0, 3.0], []]
+
+
 def test_a_compiled_program_survives_shutdown_and_init(worlds: Any) -> None:
     assert worlds.run(2, shutdown_and_init_between_calls, init=False) == [[3.0] * 3] * 2

@@ -1,0 +1,151 @@
+"""DistributedOptimizer against one process that has the batches of all ranks, and the example."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from world import ranks
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+import jax.numpy as jnp  # noqa: E402
+
+import horoclone.jax as hvd  # noqa: E402
+from horoclone import runtime  # noqa: E402
+
+
+def data(rank: int, step: int) -> tuple[Any, Any]:
+    chance = np.random.default_rng([rank, step])
+    x = chance.normal(size=(8, 5)).astype(np.float32)
+    return x, np.sin(x.sum(1, keepdims=True))
+
+
+def start() -> dict[str, Any]:
+    keys = jax.random.split(jax.random.key(3), 2)
+    return {
+        "a": jax.random.normal(keys[0], (5, 7)),
+        "b": {"c": jax.random.normal(keys[1], (7, 1)), "d": jnp.zeros(1)},
+    }
+
+
+def loss(p: dict[str, Any], x: Any, y: Any) -> Any:
+    return ((jnp.tanh(x @ p["a"]) @ p["b"]["c"] + p["b"]["d"] - y) ** 2).mean()
+
+
+def trained(tx: Any, steps: int, batch: Any, jit: bool = True) -> dict[str, Any]:
+    def step(p: Any, state: Any, x: Any, y: Any) -> Any:
+        changes, state = tx.update(jax.grad(loss)(p, x, y), state, p)
+        return optax.apply_updates(p, changes), state
+
+    run = jax.jit(step, donate_argnums=(0, 1)) if jit else step
+    p = start()
+    state = tx.init(p)
+    for i in range(steps):
+        p, state = run(p, state, *batch(i))
+    return p
+
+
+def of_all_ranks(step: int) -> tuple[Any, Any]:
+    parts = [data(r, step) for r in range(hvd.size())]
+    return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+
+def operations() -> int:
+    """How many collectives this rank has completed."""
+    return int(json.loads(runtime.native().counters())["operations"])
+
+
+def close(a: Any, b: Any, rtol: float) -> None:
+    for x, y in zip(jax.tree_util.tree_leaves(a), jax.tree_util.tree_leaves(b), strict=True):
+        assert np.allclose(x, y, rtol=rtol, atol=rtol), (x, y)
+
+
+def same_bits(p: Any) -> None:
+    mine = [np.asarray(x).tobytes() for x in jax.tree_util.tree_leaves(p)]
+    assert all(other == mine for other in hvd.allgather_object(mine))
+
+
+@ranks(2)
+def test_equals_one_process_with_the_whole_batch() -> None:
+    """Tolerance: sums in another order, 20 Adam steps."""
+    whole = trained(optax.adamw(1e-2), 20, of_all_ranks)
+    p = trained(hvd.DistributedOptimizer(optax.adamw(1e-2)), 20, lambda i: data(hvd.rank(), i))
+    same_bits(p)
+    close(p, whole, 1e-4)
+    wide = trained(
+        hvd.DistributedOptimizer(optax.adamw(1e-2), gradient_predivide_factor=4.0),
+        20,
+        lambda i: data(hvd.rank(), i),
+    )
+    same_bits(wide)
+    close(wide, whole, 1e-4)
+    short = hvd.DistributedOptimizer(optax.sgd(0.1), compression=hvd.Compression.bf16)
+    p = trained(short, 10, lambda i: data(hvd.rank(), i))
+    same_bits(p)
+    close(p, trained(optax.sgd(0.1), 10, of_all_ranks), 3e-2)
+    plain = trained(hvd.DistributedOptimizer(optax.sgd(0.1)), 2, lambda i: data(hvd.rank(), i), jit=False)
+    close(plain, trained(optax.sgd(0.1), 2, of_all_ranks), 1e-5)
+    summed = trained(hvd.DistributedOptimizer(optax.sgd(0.01), op=hvd.Sum), 5, lambda i: data(hvd.rank(), i))
+    close(summed, trained(optax.sgd(0.01 * hvd.size()), 5, of_all_ranks), 1e-5)
+
+
+@ranks(2)
+def test_backward_passes_per_step_reduces_every_kth_time_only() -> None:
+    passes, steps = 3, 4
+    tx = hvd.DistributedOptimizer(optax.adam(1e-2), backward_passes_per_step=passes)
+    before = operations()
+    p = trained(tx, passes * steps, lambda i: data(hvd.rank(), i))
+    assert operations() - before == steps
+    same_bits(p)
+
+    def long_batch(step: int) -> tuple[Any, Any]:
+        parts = [of_all_ranks(passes * step + i) for i in range(passes)]
+        return np.concatenate([x for x, _ in parts]), np.concatenate([y for _, y in parts])
+
+    close(p, trained(optax.adam(1e-2), steps, long_batch), 1e-4)
+    state = tx.init(start())
+    changes, state = jax.jit(tx.update)(start(), state, start())
+    assert (
+        all(not np.any(np.asarray(c)) for c in jax.tree_util.tree_leaves(changes)) and int(state.passes) == 1
+    )
+
+
+@ranks(2)
+def test_inside_a_chain_and_with_extra_arguments() -> None:
+    def scaled(factor: Any) -> Any:
+        return optax.GradientTransformationExtraArgs(
+            lambda p: optax.EmptyState(),
+            lambda u, s, p=None, *, factor, **_: (jax.tree_util.tree_map(lambda g: g * factor, u), s),
+        )
+
+    tx = optax.chain(optax.clip_by_global_norm(1.0), hvd.DistributedOptimizer(scaled(1)))
+    p = {"w": jnp.full(4, 3.0 * (hvd.rank() + 1))}  # clipped to 0.5 each before the reduction
+    out, _ = jax.jit(lambda u: tx.update(u, tx.init(u), u, factor=2.0))(p)
+    assert np.allclose(out["w"], 1.0)
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.DistributedOptimizer(optax.sgd(1), backward_passes_per_step=0)
+    with pytest.raises(ValueError, match="op=Average only"):
+        hvd.DistributedOptimizer(optax.sgd(1), op=hvd.Sum, gradient_predivide_factor=2.0)
+
+
+def final(output: str) -> tuple[float, float]:
+    found = re.search(r"test loss ([\d.]+), accuracy ([\d.]+)%", output)
+    assert found is not None, output
+    return float(found.group(1)), float(found.group(2))
+
+
+def test_example_on_two_ranks_comes_out_as_on_one(launch: Any, examples: Path) -> None:
+    pytest.importorskip("sklearn")
+    program = [sys.executable, examples / "jax_optax_digits.py"]
+    two = launch([sys.executable, "-m", "horoclone.launch.cli", "-np", "2", *program], timeout_s=150).output
+    one = launch(program, timeout_s=150).output
+    assert "2 ranks, identical parameters" in two and "1 ranks, identical parameters" in one
+    (loss_two, accuracy_two), (loss_one, accuracy_one) = final(two), final(one)
+    assert accuracy_two >= 96.0 and abs(accuracy_two - accuracy_one) <= 1.0  # percentage points
+    assert abs(loss_two - loss_one) <= 0.02 * loss_one + 1e-4
