@@ -1,6 +1,6 @@
 """DistributedOptimizer: an optimizer of the user's class whose gradients are reduced over the ranks before each step.
 
-The class is made at run time: same name, derived from the wrapped class, with DistributedMixin in front. Everything
+The class is made at run time (wrapping.py), with DistributedMixin in front, or AdasumMixin (adasum.py). Everything
 about gradients is in reducer.py. Thread: the one that trains.
 """
 
@@ -9,38 +9,38 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 
-from horoclone.errors import Unsupported
 from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import mpi_ops
+from horoclone.torch.adasum import AdasumMixin, Deltas
 from horoclone.torch.compression import Compression, checked_compression
 from horoclone.torch.reducer import Reducer
 from horoclone.torch.sharded_state import gather_state
 from horoclone.torch.sharding import Sharding, checked_way
 from horoclone.torch.single import Terms
-
-# Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
-_UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
+from horoclone.torch.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of, wrap
 
 
-class DistributedMixin:
+class DistributedMixin(WrappedOptimizer):
     """What DistributedOptimizer adds to an optimizer class."""
 
     _reducer: Reducer
-    _parameter_names: dict[torch.Tensor, str]
     _included: bool  # this rank is in the process set
     _process_set: ProcessSet
     _announced: bool  # synchronize() was called by the user since the last step
     _should_synchronize: bool
-    backward_passes_per_step: int
     _sharding: Sharding | None  # None: every rank keeps the whole state
     _whole_state: dict[Any, Any] | None  # sharded state that was collected, until the next step
+    _own_attributes = frozenset({
+        "_reducer", "_parameter_names", "_included", "_process_set", "_announced", "_should_synchronize",
+        "backward_passes_per_step", "_sharding", "_whole_state",
+    })  # fmt: skip
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -67,12 +67,6 @@ class DistributedMixin:
                 if parameter.requires_grad and not self._reducer.knows(parameter):
                     self._reducer.add(parameter, self._name_of(parameter))
 
-    def _name_of(self, parameter: torch.Tensor) -> str:
-        name = self._parameter_names.get(parameter)
-        if name is None:
-            name = self._parameter_names[parameter] = f"allreduce.noname.{len(self._parameter_names)}"
-        return name
-
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Within it, step() does not reduce: for steps after an explicit synchronize()."""
@@ -87,11 +81,11 @@ class DistributedMixin:
 
         Call it before backward. A parameter that other ranks have too must be made local on all of them.
         """
-        self._reducer.add_local(_parameters_of(parameters))
+        self._reducer.add_local(parameters_of(parameters))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are accumulated locally before gradients are reduced."""
-        self.backward_passes_per_step = _checked_passes(passes)
+        self.backward_passes_per_step = checked_passes(passes)
         self._reducer.set_passes(passes)
 
     # --- the optimizer's own methods ----------------------------------------------------------------------------------
@@ -168,9 +162,7 @@ class DistributedMixin:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters; their gradients are reduced from the next step on."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        group = self.__dict__["param_groups"][-1]
-        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
-            self._parameter_names.setdefault(parameter, name)
+        self._name_last_group()
         if self._included and not self._reducer.outstanding:
             self._find_new()
 
@@ -207,7 +199,7 @@ class DistributedMixin:
         if self._sharding is None or not self._sharding.pieces:
             return
         if not received:
-            with self._with_whole_state():
+            with self._readable_state():
                 whole = self.__dict__["state"]
             own = self.__dict__["state"]
             own.clear()
@@ -216,7 +208,7 @@ class DistributedMixin:
         self._sharding.forget()
 
     @contextmanager
-    def _with_whole_state(self) -> Iterator[None]:
+    def _readable_state(self) -> Iterator[None]:
         own = self.__dict__["state"]
         if self._sharding is not None and self._sharding.pieces:
             if self._whole_state is None:
@@ -232,7 +224,7 @@ class DistributedMixin:
 
     def state_dict(self) -> dict[str, Any]:
         """As the wrapped class, of whole parameters. RuntimeError if the state is sharded and not consolidated."""
-        with self._with_whole_state():
+        with self._readable_state():
             return super().state_dict()  # type: ignore[misc]
 
     @property
@@ -242,7 +234,7 @@ class DistributedMixin:
         reducer = self.__dict__.get("_reducer")
         if reducer is not None and reducer.outstanding and self._should_synchronize:
             # Any rank alone may read them, but all of them unscale.
-            unscales = sys._getframe(1).f_code.co_name in _UNSCALERS
+            unscales = sys._getframe(1).f_code.co_name in UNSCALERS
             if unscales or reducer.complete():
                 self._synchronize(whole=unscales)
         try:
@@ -253,32 +245,6 @@ class DistributedMixin:
     @param_groups.setter
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies are plain optimizers of the wrapped class: hooks and buckets belong to this process."""
-        plain = type(self)._wrapped_class
-        state = {key: value for key, value in self.__dict__.items() if key not in _OWN_ATTRIBUTES}
-        if hasattr(plain, "__getstate__"):
-            with self._with_whole_state():
-                state = plain.__getstate__(self)  # type: ignore[attr-defined]
-        return _plain_optimizer, (plain, state)
-
-    _wrapped_class: type
-
-
-_OWN_ATTRIBUTES = frozenset({
-    "_reducer", "_parameter_names", "_included", "_process_set", "_announced", "_should_synchronize",
-    "backward_passes_per_step", "_sharding", "_whole_state",
-})  # fmt: skip
-
-
-def _plain_optimizer(plain: type, state: Any) -> Any:
-    optimizer: Any = object.__new__(plain)
-    if hasattr(optimizer, "__setstate__"):
-        optimizer.__setstate__(state)
-    else:
-        optimizer.__dict__.update(state)
-    return optimizer
 
 
 def DistributedOptimizer(
@@ -302,32 +268,35 @@ def DistributedOptimizer(
 
     named_parameters: as from model.named_parameters(); the names must be the same on all ranks. compression: the form
     of gradients on the wire. backward_passes_per_step: passes accumulated locally. op: Average or Sum (also Min, Max,
-    Product for dense gradients). gradient_predivide_factor: splits Average into 1/f before and f/size after the sum.
-    groups (num_groups in older scripts): a number of groups, or lists of parameters, to be reduced together.
-    sparse_as_dense: turns sparse gradients into dense ones first. local_parameters: parameters or modules whose
-    gradients stay on this rank, divided by the set's size under Average unless scale_local_gradients is False.
-    unused_as_none: a gradient that no rank has computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1,
-    each rank keeps the state of its share of the parameters ("elements" or "parameters" say how they are cut).
-    docs/optimizer.md has the rest.
+    Product for dense gradients); or Adasum, which reduces what each rank's own step has changed instead of gradients.
+    gradient_predivide_factor: splits Average into 1/f before and f/size after the sum. groups (num_groups in older
+    scripts): a number of groups, or lists of parameters, to be reduced together. sparse_as_dense: turns sparse
+    gradients into dense ones first. local_parameters: parameters or modules whose gradients stay on this rank, divided
+    by the set's size under Average unless scale_local_gradients is False. unused_as_none: a gradient that no rank has
+    computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1, each rank keeps the state of its share of the
+    parameters ("elements" or "parameters" say how they are cut). docs/optimizer.md has the rest.
 
     Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
-    groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init(), Unsupported for
-    Adasum.
+    groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init().
     """
     _check_arguments(optimizer, op, gradient_predivide_factor, process_set)
     compression = checked_compression(compression, op, gradient_predivide_factor)
-    passes = _checked_passes(backward_passes_per_step)
+    passes = checked_passes(backward_passes_per_step)
     included = bool(process_set.included())
-    base = type(optimizer)
-    wrapped: Any = object.__new__(_derived_from(base))
-    # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
-    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
-    wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
+    groups = _checked_groups(num_groups, groups)
+    local = parameters_of(local_parameters)
+    if op == Adasum:
+        if shard_optimizer_state:
+            raise ValueError(
+                "shard_optimizer_state does not work with op=hvd.Adasum: every rank makes a whole step"
+            )
+        wrapped = wrap(optimizer, AdasumMixin, named_parameters, passes)
+        return wrapped._begin(Deltas(compression, process_set), local, sparse_as_dense)
+    wrapped = wrap(optimizer, DistributedMixin, named_parameters, passes)
     wrapped._process_set = process_set
     wrapped._included = included
     wrapped._announced = False
     wrapped._should_synchronize = True
-    wrapped.backward_passes_per_step = passes
     terms = Terms(
         op,
         gradient_predivide_factor,
@@ -338,12 +307,12 @@ def DistributedOptimizer(
         process_set,
     )
     reducer = Reducer(passes, terms)
-    reducer.add_local(_parameters_of(local_parameters))
-    reducer.groups = _checked_groups(num_groups, groups)
+    reducer.add_local(local)
+    reducer.groups = groups
     wrapped._reducer = reducer
     wrapped._sharding = wrapped._whole_state = None
     if shard_optimizer_state:
-        way = checked_way(shard_optimizer_state, base)
+        way = checked_way(shard_optimizer_state, type(optimizer))
         if included:
             wrapped._sharding = Sharding(way, process_set)
             reducer.shares = (process_set.size() or 1) if way == "elements" else 1
@@ -352,41 +321,16 @@ def DistributedOptimizer(
     return wrapped
 
 
-def _derived_from(base: type) -> type:
-    """The wrapped optimizer's class: of the same name, with ours in front."""
-    attributes = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-    return type(base.__name__, (DistributedMixin, base), {**attributes, "_wrapped_class": base})
-
-
 def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: ProcessSet) -> None:
-    if isinstance(optimizer, DistributedMixin):
+    if isinstance(optimizer, WrappedOptimizer):
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if not predivide > 0:
         raise ValueError(f"gradient_predivide_factor={predivide} must be positive")
-    if op == Adasum:
-        if process_set is not global_process_set:
-            raise NotImplementedError("Adasum does not support non-global process sets yet.")
-        raise Unsupported("op=hvd.Adasum is not supported by this version; use op=hvd.Average.")
+    if op == Adasum and process_set is not global_process_set:
+        raise NotImplementedError("Adasum does not support non-global process sets yet.")
     resolve_reduce(None, op)
-
-
-def _parameters_of(things: Any) -> list[torch.Tensor]:
-    """The parameters of a parameter, a module, or several of either. ValueError for anything else."""
-    if isinstance(things, torch.Tensor):
-        return [things]
-    if isinstance(things, torch.nn.Module):
-        return list(things.parameters())
-    if isinstance(things, Iterable) and not isinstance(things, (str, bytes)):
-        return [parameter for thing in things for parameter in _parameters_of(thing)]
-    raise ValueError(f"local parameters must be parameters or modules, not {type(things).__name__}")
-
-
-def _checked_passes(passes: int) -> int:
-    if passes < 1:
-        raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
-    return passes
 
 
 def _checked_groups(num_groups: int, groups: Any) -> int | list[list[torch.Tensor]]:
@@ -410,37 +354,6 @@ def _checked_groups(num_groups: int, groups: Any) -> int | list[list[torch.Tenso
                 raise ValueError("A parameter can only appear once in groups.")
             seen.add(parameter)
     return [list(group) for group in groups]
-
-
-def _named(
-    param_groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[torch.Tensor, str]:
-    """Parameter -> name for everything that the optimizer has. ValueError for duplicates and gaps."""
-    parameters = [p for group in param_groups for p in group["params"]]
-    if named_parameters is None:
-        return {p: f"allreduce.noname.{i}" for i, p in enumerate(parameters)}
-    pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) for pair in pairs):
-        raise ValueError(
-            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
-            "model.named_parameters()."
-        )
-    names = [name for name, _ in pairs]
-    duplicates = (
-        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
-    )
-    if duplicates:
-        raise ValueError(
-            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
-        )
-    known = {parameter: name for name, parameter in pairs}
-    unnamed = [p for p in parameters if p not in known]
-    if unnamed:
-        raise ValueError(
-            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
-            + ", ".join(str(id(p)) for p in unnamed)
-        )
-    return known
 
 
 __all__ = ["DistributedOptimizer"]

@@ -159,7 +159,7 @@ class Reducer:
 
     def _observe(self, slot: Slot) -> None:
         """Learning step: several calls within one backward are one pass, whose last call completes the gradient."""
-        backward = _outermost_backward()
+        backward = outermost_backward()
         if backward is None or backward is not slot.backward:
             slot.backward, slot.fires_in_pass = backward, 0
             slot.passes += 1
@@ -473,7 +473,7 @@ class Reducer:
         return getattr(self._terms.compression, "wire_dtype", dtype) if dtype.is_floating_point else dtype
 
 
-def _outermost_backward() -> FrameType | None:
+def outermost_backward() -> FrameType | None:
     """Frame of the user's backward call (a reentrant checkpoint nests another one inside)."""
     found, frame = None, sys._getframe(1)
     while frame is not None:

@@ -393,7 +393,6 @@ def test_arguments_of_the_optimizer_are_checked() -> None:
     raises(ValueError, "must consist of torch.Tensor", lambda: make(groups=[[1]]))
     raises(ValueError, "only appear once", lambda: make(groups=[[named[0][1]], [named[0][1]]]))
     raises(ValueError, "already", lambda: hvd.DistributedOptimizer(make()))
-    raises(hvd.Unsupported, "Adasum", lambda: make(op=hvd.Adasum))
 
 
 @ranks(2)

@@ -1,0 +1,275 @@
+"""DistributedOptimizer(op=Adasum): every rank makes its own step, and what the steps have changed is reduced.
+
+Maleki et al., "Scaling Distributed Training with Adaptive Summation" (MLSys 2021), in the form that takes any
+optimizer: parameters = start + adasum over the ranks of (parameters after the local step - start). Gradients and the
+optimizer's state stay on their rank. Thread: the one that trains; hooks run on the threads of backward.
+"""
+
+# mypy: disable-error-code="no-any-return"
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from horoclone.errors import HorovodInternalError
+from horoclone.ops import Adasum, Max
+from horoclone.process_sets import ProcessSet
+from horoclone.runtime import native, size
+from horoclone.torch import mpi_ops
+from horoclone.torch.agreement import agree_on_order, agree_on_parameters
+from horoclone.torch.buckets import BUCKET_BYTES, Slot, flat_of, is_dense
+from horoclone.torch.grouped import grouped_allreduce_async_
+from horoclone.torch.reducer import TOO_MANY, outermost_backward
+from horoclone.torch.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
+
+
+class Deltas:
+    """The reduction: remembers where parameters were, and moves them by the Adasum of everybody's differences."""
+
+    def __init__(self, compression: Any, process_set: ProcessSet) -> None:
+        self._compression = compression
+        self._set = process_set
+        self._runtime: Any = None
+        self._known: list[torch.Tensor] = []  # in the order of param_groups
+        self._layout = 0  # number of the agreed layout, in the names of the operations
+        self._parts: list[list[torch.Tensor]] = []  # one operation each, the same ones on every rank
+        self._starts: dict[torch.Tensor, torch.Tensor] = {}
+
+    @torch.no_grad()
+    def begin(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Before the local step. Collective where the parameters or the runtime are new."""
+        parameters = [parameter for _, parameter in named]
+        changed = len(parameters) != len(self._known) or any(
+            a is not b for a, b in zip(parameters, self._known, strict=True)
+        )
+        if changed or native() is not self._runtime:
+            self._lay_out(named)
+            self._known, self._runtime = parameters, native()
+        if parameters:
+            torch._foreach_copy_([self._starts[p] for p in parameters], parameters)
+
+    def _lay_out(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
+        slots = [Slot(parameter, name) for name, parameter in named]
+        agree_on_parameters(slots, self._set)
+        self._layout, used, unused = agree_on_order(slots, self._set)
+        self._parts, filled = [[]], 0
+        for slot in (*used, *unused):
+            if filled > BUCKET_BYTES:
+                self._parts.append([])
+                filled = 0
+            self._parts[-1].append(slot.parameter)
+            filled += slot.parameter.nbytes
+        self._starts = {
+            p: torch.empty_like(p, requires_grad=False) for p in (slot.parameter for slot in slots)
+        }
+
+    @torch.no_grad()
+    def reduce(self) -> None:
+        """After the local step. Raises the first error, after everything has ended; parameters are then as before."""
+        if not self._known:
+            return
+        errors: list[Exception] = []
+        running: list[tuple[int, list[torch.Tensor], list[tuple[torch.Tensor, Any]]]] = []
+        for index, part in enumerate(
+            self._parts
+        ):  # one part's arithmetic overlaps with the messages of the others
+            torch._foreach_sub_(part, [self._starts[p] for p in part])
+            wires = [self._on_the_wire(p) for p in part]
+            flat = [flat_of(wire) for wire, _ in wires]
+            try:
+                name = f"deltas.{self._layout}.{index}"
+                handle = grouped_allreduce_async_(flat, name=name, op=Adasum, process_set=self._set)
+                running.append((handle, part, wires))
+            except (HorovodInternalError, ValueError) as error:
+                errors.append(error)
+        reduced: list[list[torch.Tensor]] = []
+        for handle, _, wires in running:
+            try:
+                mpi_ops.synchronize(handle)
+                reduced.append([self._compression.decompress(wire, ctx) for wire, ctx in wires])
+            except (HorovodInternalError, ValueError) as error:
+                errors.append(error)
+        if not errors:
+            for (_, part, _), deltas in zip(running, reduced, strict=True):
+                torch._foreach_add_([self._starts[p] for p in part], deltas)
+        torch._foreach_copy_(self._known, [self._starts[p] for p in self._known])
+        if errors:
+            raise errors[0]
+
+    def _on_the_wire(self, parameter: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """A tensor without gaps, and what decompress needs. Without compression: the parameter's own memory."""
+        wire, ctx = self._compression.compress(parameter.detach())
+        return (wire if is_dense(wire) else wire.contiguous()), ctx
+
+
+class AdasumMixin(WrappedOptimizer):
+    """What DistributedOptimizer(op=Adasum) adds to an optimizer class."""
+
+    _deltas: Deltas
+    _local: dict[torch.Tensor, None]
+    _sparse_as_dense: bool
+    _watched: dict[torch.Tensor, None]  # reduced; in the order in which they were first seen
+    _passes: dict[
+        torch.Tensor, tuple[int, Any]
+    ]  # since the last step: passes, and the backward call seen last
+    _stepping: bool  # a closure may clear and compute gradients as often as it likes
+    _own_attributes = frozenset({
+        "_deltas", "_local", "_sparse_as_dense", "_watched", "_passes", "_stepping", "_parameter_names",
+        "backward_passes_per_step",
+    })  # fmt: skip
+
+    def _begin(self, deltas: Deltas, local: Iterable[torch.Tensor], sparse_as_dense: bool) -> Any:
+        self._deltas, self._sparse_as_dense = deltas, sparse_as_dense
+        self._local = dict.fromkeys(local)
+        self._watched, self._passes, self._stepping = {}, {}, False
+        self._watch_new()
+        return self
+
+    # --- hooks -----------------------------------------------------------------------------------------------------
+
+    def _watch_new(self) -> None:
+        optimizer_of = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            optimizer = optimizer_of()
+            if optimizer is not None and parameter in optimizer._watched and not optimizer._stepping:
+                optimizer._count(parameter)
+
+        for group in self.__dict__["param_groups"]:
+            for parameter in group["params"]:
+                known = parameter in self._watched or parameter in self._local
+                if parameter.requires_grad and not known:
+                    self._watched[parameter] = None
+                    parameter.register_post_accumulate_grad_hook(hook)
+
+    def _count(self, parameter: torch.Tensor) -> None:
+        """Several calls within one backward are one pass (reentrant checkpoints make several)."""
+        backward = outermost_backward()
+        passes, last = self._passes.get(parameter, (0, None))
+        if backward is None or backward is not last:
+            passes += 1
+            if passes > self.backward_passes_per_step:
+                raise AssertionError(f"{TOO_MANY} (parameter {self._name_of(parameter)!r})")
+        self._passes[parameter] = (passes, backward)
+
+    # --- what DistributedOptimizer has besides the optimizer's own methods -------------------------------------------
+
+    def synchronize(self) -> None:
+        """Nothing: gradients stay on their rank and may be read or clipped at any time."""
+
+    def skip_synchronize(self) -> AbstractContextManager[None]:
+        """AssertionError with several ranks: the reduction is a part of the step."""
+        if size() > 1:
+            raise AssertionError("Skipping synchronization is not supported when using Adasum optimizer.")
+        return nullcontext()
+
+    def register_local(self, parameters: Any) -> None:
+        """Leaves a parameter, a module's parameters, or several of either to this rank: they are updated here only."""
+        for parameter in parameters_of(parameters):
+            self._watched.pop(parameter, None)
+            self._passes.pop(parameter, None)
+            self._local[parameter] = None
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Changes how many backward passes one step may accumulate."""
+        self.backward_passes_per_step = checked_passes(passes)
+
+    # --- the optimizer's own methods ---------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """The wrapped class's step on this rank's gradients, then the Adasum of what it has changed on every rank.
+
+        Raises the error of a failed reduction; parameters are then as before the step, the state is one step on.
+        """
+        self._watch_new()
+        self._passes.clear()
+        if self._sparse_as_dense:
+            self._make_dense()
+        alone = size() == 1
+        if not alone:
+            self._deltas.begin([(self._name_of(p), p) for p in self._watched])
+        self._stepping = True
+        try:
+            with self._post_hooks_later() as run_post_hooks:
+                result = super().step(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._stepping = False
+        if not alone:
+            self._deltas.reduce()
+        run_post_hooks((self, *args), kwargs)
+        return result
+
+    # Tells torch that step hooks run already: in the wrapped class's step, and here.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    @contextmanager
+    def _post_hooks_later(self) -> Iterator[Any]:
+        """The step's own post hooks are left out, for they must see the parameters that all ranks have."""
+        hooks = self.__dict__.get("_optimizer_step_post_hooks", {})
+        self.__dict__["_optimizer_step_post_hooks"] = OrderedDict()
+
+        def run(args: Any, kwargs: Any) -> None:
+            for hook in list(hooks.values()):
+                hook(self, args, kwargs)
+
+        try:
+            yield run
+        finally:
+            self.__dict__["_optimizer_step_post_hooks"] = hooks
+
+    def _make_dense(self) -> None:
+        for parameter in self._watched:
+            if parameter.grad is not None and parameter.grad.is_sparse:
+                parameter.grad = parameter.grad.to_dense()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears the gradients. AssertionError between backward() and step()."""
+        if self._passes:
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds parameters; what a step changes in them is reduced from the next step on."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        self._name_last_group()
+        self._watch_new()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As the wrapped class. The state is this rank's own: ranks that load one file get one rank's state."""
+        self._passes.clear()
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups. When a gradient scaler reads them to divide the gradients, the ranks first agree on whether any
+        of them has an overflow, so that all make the step or none does."""
+        if self.__dict__.get("_passes") and sys._getframe(1).f_code.co_name in UNSCALERS:
+            self._passes.clear()
+            self._agree_on_overflow()
+        return self.__dict__["param_groups"]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        self.__dict__["param_groups"] = groups
+
+    @torch.no_grad()
+    def _agree_on_overflow(self) -> None:
+        if size() == 1:
+            return
+        gradients = [p.grad for p in self._watched if p.grad is not None]
+        values = [g._values() if g.is_sparse else g for g in gradients]
+        found = not all(bool(v.isfinite().all()) for v in values)
+        anywhere = mpi_ops.allreduce(
+            torch.tensor([found], dtype=torch.uint8), name="horoclone.overflow", op=Max
+        )
+        if anywhere.item() and not found and values:
+            values[0].fill_(float("inf"))

@@ -1,0 +1,126 @@
+"""What every class that DistributedOptimizer makes has in common: how it is made of the user's, names, pickling.
+
+The class has the wrapped class's name and derives from it, with a mixin in front: optimizer.py's, which reduces
+gradients, or adasum.py's, which reduces what a step has changed. Thread: the one that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+
+# Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
+UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
+
+
+class WrappedOptimizer:
+    """Base of the mixins."""
+
+    _wrapped_class: type
+    _own_attributes: frozenset[str] = frozenset()  # the mixin's: not part of the wrapped optimizer's state
+    _parameter_names: dict[torch.Tensor, str]
+    backward_passes_per_step: int
+
+    def _name_of(self, parameter: torch.Tensor) -> str:
+        name = self._parameter_names.get(parameter)
+        if name is None:
+            name = self._parameter_names[parameter] = f"allreduce.noname.{len(self._parameter_names)}"
+        return name
+
+    def _name_last_group(self) -> None:
+        """After add_param_group: takes over the names that came with the group."""
+        group = self.__dict__["param_groups"][-1]
+        for parameter, name in zip(group["params"], group.get("param_names", ()), strict=False):
+            self._parameter_names.setdefault(parameter, name)
+
+    def _readable_state(self) -> AbstractContextManager[None]:
+        """Within it self.state is of whole parameters."""
+        return nullcontext()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickles and copies are plain optimizers of the wrapped class: hooks and buckets belong to this process."""
+        plain = type(self)._wrapped_class
+        state = {key: value for key, value in self.__dict__.items() if key not in self._own_attributes}
+        if hasattr(plain, "__getstate__"):
+            with self._readable_state():
+                state = plain.__getstate__(self)  # type: ignore[attr-defined]
+        return _plain_optimizer, (plain, state)
+
+
+def _plain_optimizer(plain: type, state: Any) -> Any:
+    optimizer: Any = object.__new__(plain)
+    if hasattr(optimizer, "__setstate__"):
+        optimizer.__setstate__(state)
+    else:
+        optimizer.__dict__.update(state)
+    return optimizer
+
+
+def wrap(
+    optimizer: Any, mixin: type, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, passes: int
+) -> Any:
+    """An instance of the derived class that shares everything with `optimizer`. The mixin's attributes are not set.
+
+    ValueError for names that are no names.
+    """
+    base = type(optimizer)
+    attributes = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
+    derived = type(base.__name__, (mixin, base), {**attributes, "_wrapped_class": base})
+    wrapped: Any = object.__new__(derived)
+    # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
+    wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
+    wrapped.backward_passes_per_step = passes
+    return wrapped
+
+
+def parameters_of(things: Any) -> list[torch.Tensor]:
+    """The parameters of a parameter, a module, or several of either. ValueError for anything else."""
+    if isinstance(things, torch.Tensor):
+        return [things]
+    if isinstance(things, torch.nn.Module):
+        return list(things.parameters())
+    if isinstance(things, Iterable) and not isinstance(things, (str, bytes)):
+        return [parameter for thing in things for parameter in parameters_of(thing)]
+    raise ValueError(f"local parameters must be parameters or modules, not {type(things).__name__}")
+
+
+def checked_passes(passes: int) -> int:
+    """backward_passes_per_step. ValueError below 1."""
+    if passes < 1:
+        raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
+    return passes
+
+
+def _named(
+    param_groups: Sequence[dict[str, Any]], named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Parameter -> name for everything that the optimizer has. ValueError for duplicates and gaps."""
+    parameters = [p for group in param_groups for p in group["params"]]
+    if named_parameters is None:
+        return {p: f"allreduce.noname.{i}" for i, p in enumerate(parameters)}
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) for pair in pairs):
+        raise ValueError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = (
+        sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
+    )
+    if duplicates:
+        raise ValueError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    known = {parameter: name for name, parameter in pairs}
+    unnamed = [p for p in parameters if p not in known]
+    if unnamed:
+        raise ValueError(
+            "named_parameters was specified, but one or more model parameters were not named. Python object ids: "
+            + ", ".join(str(id(p)) for p in unnamed)
+        )
+    return known
