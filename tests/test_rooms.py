@@ -40,7 +40,7 @@ WHO_PICKLES = {
 HOROVODS_NAMES = {
     f"horoclone/common/{n}.py"
     for n in ("__init__", "basics", "elastic", "exceptions", "process_sets", "util")
-}
+} | {"horoclone/tensorflow/util.py"}
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|impl|misc)(_|$)", re.IGNORECASE)
 
 FILE_LINES = 500

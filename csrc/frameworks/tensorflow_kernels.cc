@@ -60,11 +60,10 @@ TfCode code_of(hc_code code) {
   switch (code) {
     case HC_NOT_INITIALIZED:
     case HC_MISMATCH:
+    case HC_UNSUPPORTED:
       return kTfFailedPrecondition;
     case HC_INVALID_ARGUMENT:
       return kTfInvalidArgument;
-    case HC_UNSUPPORTED:
-      return kTfUnimplemented;
     default:
       return kTfUnknown;
   }
@@ -355,6 +354,8 @@ int32_t read_value(hc_runtime* runtime, const ValueSpec& spec, int32_t process_s
       return hc_get(runtime, HC_LOCAL_RANK);
     case Value::kIncluded:
       return hc_process_set_rank(runtime, process_set) >= 0;
+    case Value::kGuard:
+      return 0;
   }
   return -1;
 }
@@ -378,7 +379,7 @@ void compute_value(void* opaque, TF_OpKernelContext* ctx) {
   const int32_t process_set = static_cast<const ValueKernel*>(opaque)->process_set;
   const auto lease = runtime_pointer().lease();
   Outcome outcome;
-  if (!lease.get()) {
+  if (!lease.get() && spec.value != Value::kGuard) {
     outcome.set(kTfFailedPrecondition, kNotInitialized);
   } else if (spec.of_process_set && hc_process_set_size(lease.get(), process_set) == 0) {
     outcome.set(kTfInvalidArgument, std::string(spec.type) + ": Process set " + std::to_string(process_set) +

@@ -1,6 +1,6 @@
 // Op definitions and shape functions. The data operations are not stateful: TensorFlow runs stateful ops of a function
-// strictly one after another. So that they are not folded as constants either, each has an input `guard`, which the
-// Python side feeds with something that is no constant for TensorFlow. join and the value ops are stateful.
+// strictly one after another. So that they are not folded as constants either, each has an input `guard`, which comes
+// from a stateful op, one in each graph. join and the value ops are stateful as well.
 #include "tensorflow_ops.h"
 
 namespace hc::tensorflow {

@@ -32,7 +32,8 @@ inline constexpr OpSpec kCollectives[] = {
 inline constexpr int kCollectiveCount = sizeof(kCollectives) / sizeof(kCollectives[0]);
 
 // Facts about the job, read when the op runs.
-enum class Value { kSize, kRank, kLocalSize, kLocalRank, kIncluded };
+// The guard is always 0; it is the input that keeps a graph's collectives from being folded.
+enum class Value { kSize, kRank, kLocalSize, kLocalRank, kIncluded, kGuard };
 struct ValueSpec {
   const char* type;
   Value value;
@@ -45,6 +46,7 @@ inline constexpr ValueSpec kValues[] = {
     {"HorovodLocalSize", Value::kLocalSize, false, "local_size"},
     {"HorovodLocalRank", Value::kLocalRank, false, "local_rank"},
     {"HorovodProcessSetIncluded", Value::kIncluded, true, "included"},
+    {"HorovodGuard", Value::kGuard, false, "guard"},
 };
 inline constexpr int kValueCount = sizeof(kValues) / sizeof(kValues[0]);
 

@@ -1,5 +1,8 @@
 """horoclone for TensorFlow: `import horoclone.tensorflow as hvd`. What `horovod.tensorflow` offers, same names."""
 
+from typing import Any
+
+from horoclone.common.util import gpu_available
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -10,18 +13,43 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.tensorflow import mpi_ops, op_gradients  # noqa: F401 - registers the gradients
+from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
 from horoclone.tensorflow.compression import Compression
+from horoclone.tensorflow.functions import (
+    BroadcastGlobalVariablesHook,
+    allgather_object,
+    broadcast_,
+    broadcast_global_variables,
+    broadcast_object,
+    broadcast_object_fn,
+    broadcast_variables,
+)
 from horoclone.tensorflow.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
+from horoclone.tensorflow.optimizer import DistributedOptimizer
 from horoclone.tensorflow.reductions import (
     allreduce,
     grouped_allreduce,
     grouped_reducescatter,
     reducescatter,
 )
+from horoclone.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from horoclone.tensorflow.util import _executing_eagerly  # noqa: F401 - a private name that scripts know
 
 __all__ = [
     *mpi_ops.__all__,
-    "Aborted", "Compression", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PeerLost",
-    "Timeout", "Unsupported", "allreduce", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
+    "Aborted", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",
+    "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PartialDistributedGradientTape",
+    "PeerLost", "Timeout", "Unsupported", "allgather_object", "allreduce", "broadcast_",
+    "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic",
+    "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """SyncBatchNormalization needs Keras, which is loaded when it is asked for."""
+    if name == "SyncBatchNormalization":
+        from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+        globals()[name] = SyncBatchNormalization
+        return SyncBatchNormalization
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

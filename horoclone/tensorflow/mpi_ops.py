@@ -3,8 +3,8 @@
 An op is matched across ranks by its name. In a graph that is the node's name, by default made from the input's name;
 run eagerly, it is the argument `name`, and ops without one are matched by their order. Inputs: bool, uint8, int8,
 uint16, int16, int32, int64, float16, bfloat16, float32, float64. Errors, when the op runs:
-tf.errors.FailedPreconditionError (ranks disagree, or there was no init), InvalidArgumentError (wrong arguments),
-UnknownError (a rank was lost, or the job given up), UnimplementedError; ValueError at once for an unknown process set.
+tf.errors.FailedPreconditionError (ranks disagree, no init, or not supported), InvalidArgumentError (wrong arguments),
+UnknownError (a rank was lost, or the job given up); ValueError at once for an unknown process set.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ _eager_guard: Any = None
 
 
 def _guard() -> Any:
-    """An input that TensorFlow cannot compute in advance: without it an op with constant inputs would be run once,
-    while the graph is optimised, and never again. One per graph."""
+    """An input that TensorFlow does not compute in advance, as it comes from a stateful op, one in each graph. Without
+    it an op with constant inputs would be run once, while the graph is optimised, and never again."""
     global _eager_guard
     if tf.executing_eagerly():
         if _eager_guard is None:
@@ -82,7 +82,7 @@ def _guard() -> Any:
     guard = getattr(graph, _GUARD, None)
     if guard is None:
         with tf.control_dependencies(None), tf.device("CPU:0"):
-            guard = tf.compat.v1.placeholder_with_default(tf.constant(0), (), name="horoclone_guard")
+            guard = functions.horovod_guard(name="horoclone_guard")
         setattr(graph, _GUARD, guard)
     return guard
 

@@ -116,5 +116,5 @@ def _of_grouped_reducescatter(op: Any, *gradients: Any) -> list[Any]:
     return [*mpi_ops.grouped_allgather(_for_share(op, _dense(gradients)), **_same(op)), None]
 
 
-for _name in ("Join", "Size", "Rank", "LocalSize", "LocalRank", "ProcessSetIncluded"):
+for _name in ("Join", "Size", "Rank", "LocalSize", "LocalRank", "ProcessSetIncluded", "Guard"):
     tf.no_gradient(f"Horovod{_name}")

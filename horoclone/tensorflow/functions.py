@@ -1,0 +1,146 @@
+"""Making ranks start alike: variables and Python objects, from one rank to all. Eager, in functions, in TF1 graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horoclone import objects
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.tensorflow import mpi_ops
+from horoclone.tensorflow.mpi_ops import _as_it_is
+
+# Types that the collectives do not know travel as others of the same size.
+_TRAVELS_AS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+    tf.dtypes.experimental.float8_e4m3fn: tf.uint8,
+    tf.dtypes.experimental.float8_e5m2: tf.uint8,
+}
+
+
+def _tf_variable(variable: Any) -> Any:
+    """The tf.Variable in a variable of Keras 3; a tf.Variable as it is."""
+    inner = getattr(variable, "value", None)
+    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
+
+
+def _is_resource(variable: Any) -> bool:
+    return variable.dtype == tf.resource or hasattr(variable, "handle")
+
+
+def _assign(variable: Any, value: Any) -> Any:
+    """In a graph the op; eagerly the variable."""
+    if not _is_resource(variable):
+        return tf.compat.v1.assign(variable, value)
+    return variable.assign(value)
+
+
+@_as_it_is
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gives the variables rank root_rank's values, in place and as one operation. Returns them, updated (in a graph:
+    tensors to run).
+
+    ValueError when resource variables and reference variables (of TensorFlow 1) are mixed.
+    """
+    plain = [_tf_variable(variable) for variable in variables]
+    if len({_is_resource(variable) for variable in plain}) > 1:
+        raise ValueError("broadcast_: resource variables and reference variables cannot be mixed in one call")
+    values = [variable.read_value() for variable in plain]
+    wires = [tf.bitcast(v, _TRAVELS_AS[v.dtype]) if v.dtype in _TRAVELS_AS else v for v in values]
+    received = mpi_ops._grouped_broadcast(wires, root_rank, name, process_set=process_set)
+    restored = [
+        tf.bitcast(r, v.dtype) if v.dtype in _TRAVELS_AS else r for r, v in zip(received, values, strict=True)
+    ]
+    return [_assign(variable, value) for variable, value in zip(plain, restored, strict=True)]
+
+
+@_as_it_is
+def broadcast_variables(
+    variables: Sequence[Any],
+    root_rank: int,
+    process_set: ProcessSet = global_process_set,
+    inplace: bool = False,
+) -> Any:
+    """Gives the variables rank root_rank's values. In a graph returns the op that does it; eagerly it is done.
+
+    variables: tf.Variables of either kind or Keras variables, the same number, shapes and dtypes on every rank (any
+    numeric dtype). `inplace` is accepted and changes nothing: the values are always received beside the variables.
+    """
+    plain = [_tf_variable(variable) for variable in variables]
+    updates = []
+    for kind in (True, False):
+        group = [variable for variable in plain if _is_resource(variable) == kind]
+        if group:
+            updates += broadcast_(group, root_rank, process_set=process_set)
+    return None if tf.executing_eagerly() else tf.group(*updates)
+
+
+def broadcast_global_variables(root_rank: int) -> Any:
+    """The op that gives all global variables of the default graph rank root_rank's values.
+
+    RuntimeError when TensorFlow runs eagerly, where there is no such list.
+    """
+    if tf.executing_eagerly():
+        raise RuntimeError(
+            "hvd.broadcast_global_variables() does not support eager execution. "
+            "Please use `hvd.broadcast_variables(<model/optimizer variables>)` instead."
+        )
+    return broadcast_variables(tf.compat.v1.global_variables(), root_rank)
+
+
+class BroadcastGlobalVariablesHook(tf.compat.v1.train.SessionRunHook):
+    """Broadcasts all global variables from rank root_rank after a session was made, so that ranks start alike."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.bcast_op: Any = None
+
+    def begin(self) -> None:
+        """Adds the op to the graph, once for each graph."""
+        if self.bcast_op is None or self.bcast_op.graph is not tf.compat.v1.get_default_graph():
+            with tf.device(self.device):
+                self.bcast_op = broadcast_global_variables(self.root_rank)
+
+    def after_create_session(self, session: Any, coord: Any) -> None:
+        """Runs the op."""
+        session.run(self.bcast_op)
+
+
+def broadcast_object(
+    obj: Any = None,
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Any:
+    """The object of rank root_rank on every rank, through cloudpickle. `session` is accepted and not needed."""
+    return objects.broadcast_object(obj, root_rank, name, process_set)
+
+
+def broadcast_object_fn(
+    root_rank: int = 0,
+    session: Any = None,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[[Any], Any]:
+    """broadcast_object with everything but the object fixed."""
+    return objects.broadcast_object_fn(root_rank, name, process_set)
+
+
+def allgather_object(
+    obj: Any, session: Any = None, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Any]:
+    """Every rank's object, in rank order, through cloudpickle. `session` is accepted and not needed."""
+    return objects.allgather_object(obj, name, process_set)

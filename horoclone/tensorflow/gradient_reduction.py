@@ -1,0 +1,169 @@
+"""One list of gradients over the ranks: which are reduced, in which groups, and what happens to the others.
+
+Dense gradients go out as few grouped operations. In a graph these are cut so that the last layers' gradients, which are
+ready first, travel while the others are computed. Sparse ones (tf.IndexedSlices) are gathered, all in one operation.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import tensorflow as tf
+
+from horoclone.ops import Adasum, Average, Sum, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.tensorflow import mpi_ops
+from horoclone.tensorflow.compression import Compression
+from horoclone.tensorflow.reductions import grouped_allreduce
+
+# Large enough that one operation more costs little beside it, small enough that a network has several.
+GROUP_BYTES = 8 << 20
+
+
+def key_of(variable: Any) -> Hashable:
+    """What identifies a tf.Variable, a Keras variable or a tensor."""
+    inner = getattr(variable, "value", None)
+    if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable):
+        variable = inner  # a variable of Keras 3
+    return variable.ref() if hasattr(variable, "ref") else id(variable)
+
+
+@dataclass
+class GradientReduction:
+    """What a tape or an optimizer was told about gradients. Raises ValueError for options that contradict."""
+
+    device_dense: str = ""
+    device_sparse: str = ""
+    compression: Any = Compression.none
+    sparse_as_dense: bool = False
+    op: int = Average
+    gradient_predivide_factor: float = 1.0
+    num_groups: int = 0
+    groups: int | Sequence[Sequence[Any]] | None = None
+    process_set: ProcessSet = global_process_set
+    scale_local_gradients: bool = True
+    local_sources: set[Hashable] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        if resolve_reduce(None, self.op) not in (Average, Sum, Adasum):
+            raise ValueError("gradients are reduced with op=hvd.Average, hvd.Sum or hvd.Adasum.")
+        if self.op == Adasum and self.process_set is not global_process_set:
+            raise NotImplementedError("Adasum does not support non-global process sets yet.")
+        if self.gradient_predivide_factor != 1.0 and self.op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
+        if not self.gradient_predivide_factor > 0:
+            raise ValueError(f"gradient_predivide_factor={self.gradient_predivide_factor} must be positive")
+        if self.num_groups:
+            text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+            warnings.warn(text, DeprecationWarning, stacklevel=4)
+            self.groups = self.num_groups if self.groups is None else self.groups
+        self._check_groups()
+
+    def _check_groups(self) -> None:
+        if self.groups is None or (isinstance(self.groups, int) and self.groups >= 0):
+            return
+        lists = isinstance(self.groups, list) and all(
+            isinstance(group, (list, tuple)) for group in self.groups
+        )
+        if not lists:
+            raise ValueError("groups should be a non-negative integer or a list of list of tf.Variable.")
+        members = [key_of(variable) for group in self.groups for variable in group]  # type: ignore[union-attr]
+        if len(set(members)) != len(members):
+            raise ValueError("A variable can only appear once in groups.")
+
+    def register_local(self, sources: Iterable[Any]) -> None:
+        """Their gradients stay this rank's own."""
+        self.local_sources |= {key_of(source) for source in sources}
+
+    def reduce(self, gradients: Sequence[Any], sources: Sequence[Any], name: str) -> list[Any]:
+        """The gradients to apply: reduced, None where there is none, local ones divided by the size if so asked.
+
+        gradients: one for each source (a tf.Tensor, a tf.IndexedSlices or None). name: of the operations, in a graph.
+        """
+        result = list(gradients)
+        keys = [key_of(source) for source in sources]
+        there = [i for i, gradient in enumerate(result) if gradient is not None]
+        for i in there:
+            if keys[i] in self.local_sources and self.scale_local_gradients:
+                result[i] = self._divided_by_size(result[i])
+            elif self.sparse_as_dense and isinstance(result[i], tf.IndexedSlices):
+                result[i] = tf.convert_to_tensor(result[i])
+        shared = [i for i in there if keys[i] not in self.local_sources]
+        sparse = [i for i in shared if isinstance(result[i], tf.IndexedSlices)]
+        with tf.name_scope(name):
+            self._reduce_sparse(result, sparse)
+            for number, places in enumerate(
+                self._groups_of([i for i in shared if i not in sparse], result, keys)
+            ):
+                reduced = grouped_allreduce(
+                    [result[i] for i in places],
+                    device_dense=self.device_dense,
+                    compression=self.compression,
+                    op=self.op,
+                    prescale_factor=1.0 / self.gradient_predivide_factor,
+                    postscale_factor=self.gradient_predivide_factor,
+                    process_set=self.process_set,
+                    name=None if tf.executing_eagerly() else f"HorovodGroupedAllreduce_{number}",
+                )
+                for i, gradient in zip(places, reduced, strict=True):
+                    result[i] = gradient
+        return result
+
+    def _divided_by_size(self, gradient: Any) -> Any:
+        size = mpi_ops.size_op(id_of(self.process_set))
+        if isinstance(gradient, tf.IndexedSlices):
+            values = gradient.values / tf.cast(size, gradient.values.dtype)
+            return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        return gradient / tf.cast(size, gradient.dtype)
+
+    def _reduce_sparse(self, result: list[Any], places: Sequence[int]) -> None:
+        """Replaces the IndexedSlices at these places by everybody's rows."""
+        if not places:
+            return
+        if self.op == Adasum:
+            raise NotImplementedError(
+                "The Adasum reduction does not currently support sparse tensors. As a workaround please pass "
+                "sparse_as_dense=True to DistributedOptimizer"
+            )
+        with tf.device(self.device_sparse):
+            parts = [part for i in places for part in (result[i].values, result[i].indices)]
+            name = None if tf.executing_eagerly() else "HorovodGroupedAllgather"
+            gathered = mpi_ops.grouped_allgather(parts, name=name, process_set=self.process_set)
+            for i, values, indices in zip(places, gathered[::2], gathered[1::2], strict=True):
+                whole = tf.IndexedSlices(values, indices, result[i].dense_shape)
+                result[i] = self._divided_by_size(whole) if self.op == Average else whole
+
+    def _groups_of(
+        self, places: list[int], gradients: Sequence[Any], keys: Sequence[Hashable]
+    ) -> list[list[int]]:
+        """The user's groups, then everything else."""
+        if isinstance(self.groups, int) and self.groups > 0 and places:
+            count = min(self.groups, len(places))
+            cuts = [len(places) * k // count for k in range(count + 1)]
+            return [places[a:b] for a, b in pairwise(cuts)]
+        lists: list[list[int]] = []
+        if self.groups and not isinstance(self.groups, int):
+            place_of = {keys[i]: i for i in places}
+            for group in self.groups:
+                lists.append([place_of[key_of(v)] for v in group if key_of(v) in place_of])
+            taken = {i for group in lists for i in group}
+            places = [i for i in places if i not in taken]
+        lists += [places] if tf.executing_eagerly() else _cut_by_bytes(places, gradients)
+        return [group for group in lists if group]
+
+
+def _cut_by_bytes(places: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:
+    """Groups of about GROUP_BYTES, from the last gradient to the first. By static shapes: the same on every rank."""
+    groups: list[list[int]] = [[]]
+    filled = 0
+    for i in reversed(places):
+        if filled >= GROUP_BYTES:
+            groups.append([])
+            filled = 0
+        groups[-1].append(i)
+        filled += (gradients[i].shape.num_elements() or 0) * gradients[i].dtype.size
+    return groups

@@ -1,0 +1,33 @@
+"""Under Horovod's name: small functions that scripts and libraries take from horovod.tensorflow.util."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+from typing import Any
+
+import tensorflow as tf
+
+__all__ = ["_cache", "_executing_eagerly", "_make_subgraph", "refs_to_vars", "vars_to_refs"]
+
+
+def _executing_eagerly() -> bool:
+    """Whether ops run at once."""
+    return bool(tf.executing_eagerly())
+
+
+def _make_subgraph(function: Callable[..., Any]) -> Callable[..., Any]:
+    return tf.function(function)  # type: ignore[no-any-return]
+
+
+_cache = lru_cache(maxsize=None)
+
+
+def vars_to_refs(variables: Iterable[Any]) -> tuple[Any, ...]:
+    """Hashable references to variables."""
+    return tuple(variable.ref() for variable in variables)
+
+
+def refs_to_vars(references: Iterable[Any]) -> list[Any]:
+    """The variables behind references."""
+    return [reference.deref() for reference in references]

@@ -1,0 +1,277 @@
+"""DistributedGradientTape, broadcasts of variables and objects, SyncBatchNormalization: eagerly and in functions."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from world import ranks
+
+tf = pytest.importorskip("tensorflow")
+
+import horoclone.tensorflow as hvd  # noqa: E402
+from horoclone import runtime  # noqa: E402
+
+
+def variables() -> list[Any]:
+    """Three dense variables and an embedding; rank 0's start values everywhere."""
+    chance = np.random.default_rng(7)
+    shapes = [(4, 3), (3,), (3, 2), (6, 4)]
+    return [tf.Variable(chance.normal(size=shape).astype(np.float32)) for shape in shapes]
+
+
+def loss_of(weights: list[Any], rank: int) -> Any:
+    """A small network on rows that differ between the ranks."""
+    w, b, out, table = weights
+    rows = tf.nn.embedding_lookup(table, [rank % 6, (rank + 1) % 6, 5])
+    return tf.reduce_sum(tf.square(tf.tanh(rows @ w + b) @ out)) * (rank + 1.0)
+
+
+def own_gradients(rank: int) -> list[np.ndarray]:
+    weights = variables()
+    with tf.GradientTape() as tape:
+        loss = loss_of(weights, rank)
+    return [tf.convert_to_tensor(g).numpy() for g in tape.gradient(loss, weights)]
+
+
+def distributed(weights: list[Any], graph: bool, local: Any = None, **options: Any) -> list[Any]:
+    def run() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = loss_of(weights, hvd.rank())
+        tape = hvd.DistributedGradientTape(tape, **options)
+        if local is not None:
+            tape.register_local_source(local)
+        assert isinstance(tape, tf.GradientTape) and type(tape).__name__ == "GradientTape"
+        return tape.gradient(loss, weights)
+
+    return (tf.function(run) if graph else run)()
+
+
+@ranks(2, 3)
+def test_gradients_are_averaged_whatever_the_options() -> None:
+    n = hvd.size()
+    mean = [sum(parts) / n for parts in zip(*(own_gradients(r) for r in range(n)), strict=True)]
+    weights = variables()
+    options: list[dict[str, Any]] = [
+        {},
+        {"sparse_as_dense": True},
+        {"op": hvd.Sum},
+        {"groups": 2},
+        {"groups": [[weights[0], weights[2]]]},
+        {"gradient_predivide_factor": 4.0},
+        {"compression": hvd.Compression.fp16},
+    ]
+    for option in options:
+        for graph in (False, True):
+            got = distributed(weights, graph, **option)
+            sparse = not option.get("sparse_as_dense")
+            assert isinstance(got[3], tf.IndexedSlices) == sparse, option
+            factor = n if option.get("op") == hvd.Sum else 1
+            for g, expected in zip(got, mean, strict=True):
+                tolerance = 5e-3 if "compression" in option else 1e-5
+                dense = tf.convert_to_tensor(g).numpy()
+                assert np.allclose(dense, expected * factor, rtol=tolerance, atol=tolerance), (option, graph)
+
+
+@ranks(2)
+def test_local_sources_and_local_layers_keep_their_own_gradient() -> None:
+    n, weights, mine = hvd.size(), variables(), own_gradients(hvd.rank())
+    mean = sum(own_gradients(r)[0] for r in range(n)) / n
+    for graph in (False, True):
+        got = distributed(weights, graph, local=weights[2])
+        assert np.allclose(got[2].numpy(), mine[2] / n, rtol=1e-5, atol=1e-6)
+        assert np.allclose(got[0].numpy(), mean, rtol=1e-5, atol=1e-6)
+        got = distributed(weights, graph, local=weights[2], scale_local_gradients=False)
+        assert np.allclose(got[2].numpy(), mine[2], rtol=1e-5, atol=1e-6)
+
+    class Layer:
+        trainable_weights = [weights[1]]
+
+    for layers in (Layer(), [Layer()]):
+        with tf.GradientTape() as tape:
+            loss = loss_of(weights, hvd.rank())
+        tape = hvd.PartialDistributedGradientTape(tape, local_layers=layers)
+        own, shared = tape.get_local_and_global_gradients(loss, weights)
+        assert np.allclose(own[0].numpy(), mine[0]) and np.allclose(
+            shared[0].numpy(), mean, rtol=1e-5, atol=1e-6
+        )
+        assert np.allclose(shared[1].numpy(), mine[1] / n)
+
+
+@ranks(2)
+def test_structures_missing_gradients_and_a_tape_that_is_wrapped_before_it_records() -> None:
+    a, b, unused = tf.Variable(2.0), tf.Variable([1.0, 2.0]), tf.Variable(1.0)
+    with hvd.DistributedGradientTape(tf.GradientTape(persistent=True)) as tape:
+        loss = a * tf.reduce_sum(b) * (hvd.rank() + 1.0)
+    got = tape.gradient(loss, {"a": a, "rest": [b, unused]})
+    assert (
+        got["a"].numpy() == 4.5 and got["rest"][0].numpy().tolist() == [3.0, 3.0] and got["rest"][1] is None
+    )
+    assert tape.gradient(loss, a).numpy() == 4.5
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedGradientTape(tape)
+
+
+@ranks(2)
+def test_contradicting_options_are_refused() -> None:
+    v = tf.Variable(1.0)
+    for options, error in (
+        ({"op": hvd.Max}, ValueError),
+        ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, ValueError),
+        ({"gradient_predivide_factor": 0.0}, ValueError),
+        ({"groups": -1}, ValueError),
+        ({"groups": [v]}, ValueError),
+        ({"groups": [[v], [v]]}, ValueError),
+        ({"op": hvd.Adasum, "process_set": hvd.ProcessSet([0])}, NotImplementedError),
+    ):
+        with pytest.raises(error):
+            hvd.DistributedGradientTape(tf.GradientTape(), **options)
+    with pytest.warns(DeprecationWarning, match="num_groups"):
+        hvd.DistributedGradientTape(tf.GradientTape(), num_groups=2)
+
+
+def pair_adasum(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Maleki et al., Scaling distributed training with adaptive summation (2020), for two ranks."""
+    dot, aa, bb = (a * b).sum(), (a * a).sum(), (b * b).sum()
+    return (1 - dot / (2 * aa)) * a + (1 - dot / (2 * bb)) * b
+
+
+@ranks(2)
+def test_adasum_of_gradients_is_per_tensor() -> None:
+    first, second = own_gradients(0), own_gradients(1)
+    for graph in (False, True):
+        got = distributed(variables(), graph, op=hvd.Adasum, sparse_as_dense=True)
+        for g, a, b in zip(got, first, second, strict=True):
+            assert np.allclose(g.numpy(), pair_adasum(a, b), rtol=1e-4, atol=1e-5), graph
+    with pytest.raises(NotImplementedError, match="sparse_as_dense"):
+        distributed(variables(), False, op=hvd.Adasum)
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_process_sets() -> None:
+    pair = hvd.add_process_set([0, 2])
+    if hvd.rank() == 1:
+        with pytest.raises(tf.errors.InvalidArgumentError, match="not a member"):
+            hvd.allreduce(tf.ones(2), process_set=pair)
+        assert int(hvd.process_set_included_op(pair.process_set_id)) == 0
+    else:
+        assert hvd.allreduce(tf.ones(2), op=hvd.Sum, process_set=pair).numpy().tolist() == [2, 2]
+        gathered = hvd.allgather(tf.constant([hvd.rank()]), process_set=pair)
+        assert gathered.numpy().tolist() == [0, 2]
+        assert hvd.broadcast(tf.constant(hvd.rank()), 2, process_set=pair).numpy() == 2
+        v = tf.Variable(hvd.rank() + 1.0)
+        with tf.GradientTape() as tape:
+            loss = v * (hvd.rank() + 1.0)
+        tape = hvd.DistributedGradientTape(tape, process_set=pair)
+        assert tape.gradient(loss, v).numpy() == 2.0
+        with tf.GradientTape() as tape:
+            rows = tf.ones((hvd.rank() + 1, 2))
+            tape.watch(rows)
+            loss = tf.reduce_sum(hvd.allgather(rows, process_set=pair))
+        assert tape.gradient(loss, rows).numpy().tolist() == [[2.0, 2.0]] * (hvd.rank() + 1)
+        assert int(hvd.size_op(pair.process_set_id)) == 2
+    with pytest.raises(ValueError, match="has not been registered"):
+        hvd.allreduce(tf.ones(2), process_set=hvd.ProcessSet([0, 1]))
+    assert hvd.remove_process_set(pair)
+    with pytest.raises(ValueError, match="has not been registered"):
+        hvd.allreduce(tf.ones(2), process_set=pair)
+
+
+@ranks(2)
+def test_broadcast_of_variables_of_every_dtype() -> None:
+    dtypes = [
+        "bool", "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16",
+        "float32", "float64", "complex64", "complex128",
+    ]  # fmt: skip
+    for graph in (False, True):
+        made = [tf.Variable(tf.cast(tf.fill((2, 3), hvd.rank() + 1), dtype)) for dtype in dtypes]
+        expected = [tf.cast(tf.fill((2, 3), 2), dtype).numpy() for dtype in dtypes]
+
+        def run(made: Any = made) -> None:
+            hvd.broadcast_variables(made, root_rank=1)
+
+        (tf.function(run) if graph else run)()
+        for variable, value in zip(made, expected, strict=True):
+            assert np.array_equal(variable.numpy(), value), (variable.dtype, graph)
+    again = tf.Variable(hvd.rank())
+    assert hvd.broadcast_([again], 1)[0].numpy() == 1 and again.numpy() == 1
+    with pytest.raises(RuntimeError, match="broadcast_variables"):
+        hvd.broadcast_global_variables(0)
+
+
+@ranks(2)
+def test_objects() -> None:
+    assert hvd.broadcast_object({"rank": hvd.rank()}, root_rank=1) == {"rank": 1}
+    assert hvd.broadcast_object_fn(root_rank=0, name="fn")([hvd.rank()]) == [0]
+    assert hvd.allgather_object("x" * hvd.rank()) == ["", "x"]
+
+
+@ranks(2, 3)
+def test_sync_batch_normalization_is_that_of_the_whole_batch() -> None:
+    n, me = hvd.size(), hvd.rank()
+    chance = np.random.default_rng(3)
+    parts = [
+        chance.normal(5.0, 2.0, size=(r + 2, 4, 3)).astype(np.float32) for r in range(n)
+    ]  # unequal batches
+    pull = [chance.normal(size=part.shape).astype(np.float32) for part in parts]
+
+    def outcome(layer: Any, x: Any, weight: Any, graph: bool) -> Any:
+        def run(x: Any) -> Any:
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = layer(x, training=True)
+                loss = tf.reduce_sum(y * weight)
+            return y, tape.gradient(loss, x)
+
+        return [t.numpy() for t in (tf.function(run) if graph else run)(tf.constant(x))]
+
+    for graph in (False, True):
+        whole = tf.keras.layers.BatchNormalization()
+        y, gradient = outcome(whole, np.concatenate(parts), np.concatenate(pull), graph)
+        begin = sum(len(part) for part in parts[:me])
+        mine = slice(begin, begin + len(parts[me]))
+        layer = hvd.SyncBatchNormalization()
+        got_y, got_gradient = outcome(layer, parts[me], pull[me], graph)
+        assert np.allclose(got_y, y[mine], atol=1e-5) and np.allclose(got_gradient, gradient[mine], atol=1e-5)
+        for a, b in zip(layer.get_weights(), whole.get_weights(), strict=True):
+            assert np.allclose(a, b, atol=1e-6)
+        assert np.allclose(layer(parts[me]), whole(parts[me]), atol=1e-5)
+    with pytest.raises(ValueError, match="fused"):
+        hvd.SyncBatchNormalization(fused=True)
+    half = hvd.SyncBatchNormalization(dtype="float16")
+    assert half(tf.cast(parts[me], tf.float16), training=True).dtype == tf.float16
+
+
+@ranks(2)
+def test_a_gradient_list_is_few_operations() -> None:
+    weights = [tf.Variable(tf.ones((50,))) for _ in range(60)]
+
+    def run() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(w * w) for w in weights])
+        return hvd.DistributedGradientTape(tape).gradient(loss, weights)
+
+    for step in (run, tf.function(run)):
+        step()
+        before = operations()
+        got = step()
+        assert operations() - before == 1 and all((g.numpy() == 2).all() for g in got)
+    big = [tf.Variable(tf.ones((1 << 20,))) for _ in range(5)]  # 4 MiB each
+
+    @tf.function
+    def large() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([tf.reduce_sum(w * w) for w in big])
+        return hvd.DistributedGradientTape(tape).gradient(loss, big)
+
+    large()
+    before = operations()
+    large()
+    assert operations() - before == 3  # 8 + 8 + 4 MiB, so that they overlap with the backward pass
+
+
+def operations() -> int:
+    """How many operations this rank has submitted."""
+    return int(json.loads(runtime.native().counters())["operations"])
