@@ -1,0 +1,73 @@
+"""tf.data's service on two compute ranks, read by training ranks in another process."""
+
+from __future__ import annotations
+
+import stat
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+from horoclone import errors  # noqa: E402
+from horoclone.tensorflow.data import compute_service  # noqa: E402
+
+
+def test_two_workers_feed_two_training_ranks(launch: Any, tmp_path: Path) -> None:
+    file = tmp_path / "service.json"
+    launcher = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2"]
+    job = launch.start(
+        [*launcher, sys.executable, "-m", "horoclone.tensorflow.data.compute_worker", file, "--timeout", "50"]
+    )
+    config = compute_service.TfDataServiceConfig.read(str(file), wait_for_file_creation=True, timeout=60)
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600, "the key is in it"
+    assert compute_service.TfDataServiceConfig.from_dict(config.to_dict()) == config
+    assert (config.dispatchers, config.workers_per_dispatcher, config.dispatcher_side) == (1, 2, "compute")
+
+    numbers = tf.data.Dataset.range(40).map(lambda x: x * 10)
+    # One pass shared by both training ranks, each element once: both workers of both jobs have a part of it.
+    shared = [numbers.send_to_data_service(config, rank, 2, reuse_dataset=True) for rank in range(2)]
+    received = [int(x) for dataset in shared for x in dataset]
+    assert sorted(received) == [10 * i for i in range(40)]
+    # A pass of one's own.
+    alone = numbers.send_to_data_service(config, 0, processing_mode="parallel_epochs")
+    assert sorted(int(x) for x in alone) == sorted(2 * [10 * i for i in range(40)]), "once from each worker"
+
+    stranger = compute_service.ComputeClient(config.addresses, b"x" * 32, 1.0)
+    with pytest.raises((errors.HorovodInternalError, ValueError)):
+        stranger.shutdown()
+    client = config.compute_client()
+    client.shutdown()
+    client.close()
+    done = job.finish(60)
+    assert done.returncode == 0, done.output
+    assert not job.left_over()
+
+
+def test_dispatchers_on_the_training_side(launch: Any, tmp_path: Path) -> None:
+    file = tmp_path / "service.json"
+    launcher = [sys.executable, "-m", "horoclone.launch.cli", "-np", "1"]
+    job = launch.start(
+        [*launcher, sys.executable, "-m", "horoclone.tensorflow.data.compute_worker", file, "--dispatcher-side", "training"]
+    )  # fmt: skip
+    config = compute_service.TfDataServiceConfig.read(str(file), wait_for_file_creation=True, timeout=60)
+    with pytest.raises(RuntimeError, match="tf_data_service"):
+        tf.data.Dataset.range(3).send_to_data_service(config, 0)
+    with compute_service.tf_data_service(config, rank=0) as address:
+        service = tf.data.experimental.service.distribute(
+            processing_mode="distributed_epoch", service=address
+        )
+        assert sorted(int(x) for x in tf.data.Dataset.range(10).apply(service)) == list(range(10))
+    client = config.compute_client()
+    client.shutdown()
+    client.close()
+    assert job.finish(60).returncode == 0
+
+
+def test_a_file_that_never_comes_is_a_timeout(tmp_path: Path) -> None:
+    with pytest.raises(errors.Timeout, match="compute_worker"):
+        compute_service.TfDataServiceConfig.read(
+            str(tmp_path / "no"), wait_for_file_creation=True, timeout=0.2
+        )
