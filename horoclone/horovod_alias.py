@@ -21,9 +21,8 @@ from horoclone.stand_ins import StandInModule
 _OFF = "HOROCLONE_NO_HOROVOD_ALIAS"
 
 _TORCH = "Train with PyTorch (import horoclone.torch as hvd)"
-_TENSORFLOW = (
-    "this version has no such part of the TensorFlow and Keras bindings. "
-    f"{_TORCH}, or reduce NumPy arrays (import horoclone as hvd)."
+_AGGREGATION = (
+    "pass backward_passes_per_step to hvd.DistributedOptimizer; there is nothing else to call here."
 )
 _RAY = "Ray jobs are not supported yet. Start the ranks with horoclonerun, or with horoclone.run(function, np=N)."
 _SPARK = "Spark jobs are not supported yet. Write the data to files and train with horoclonerun or horoclone.run()."
@@ -31,13 +30,7 @@ _MXNET = f"MXNet is retired and not supported. {_TORCH}."
 
 # Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
 _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
-    "tensorflow": (
-        _TENSORFLOW,
-        (
-            "keras", "keras.callbacks", "keras.elastic", "elastic", "mpi_ops", "compression", "functions", "util",
-            "sync_batch_norm", "gradient_aggregation", "gradient_aggregation_eager", "data", "data.compute_service",
-        ),
-    ),
+    "tensorflow": (_AGGREGATION, ("gradient_aggregation", "gradient_aggregation_eager")),
     "mxnet": (_MXNET, ("mpi_ops", "compression", "functions")),
     "ray": (_RAY, ("runner", "elastic", "elastic_v2", "strategy", "worker", "utils", "adapter", "ray_logger")),
     "spark": (
