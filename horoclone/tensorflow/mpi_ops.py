@@ -102,8 +102,12 @@ def _refuse_xla() -> None:
         graph = getattr(graph, "outer_graph", None)
 
 
-def _normalize_name(name: str) -> str:
-    return re.sub("[^a-zA-Z0-9_]", "_", name)
+def _node_name(kind: str, source: str) -> str:
+    """What an op without a name is called, made from its input's name. An eager tensor that a function captures is
+    called by a number that differs between ranks: then the order in which the graph is built decides alone."""
+    if re.fullmatch(r"\d+(_\d+)?(:\d+)?", source.rpartition("/")[2]):
+        return kind
+    return f"{kind}_{re.sub('[^a-zA-Z0-9_]', '_', source)}"
 
 
 def _common(
@@ -119,7 +123,7 @@ def _common(
         return {**arguments, "tensor_name": name or ""}
     _refuse_xla()
     if name is None:
-        name = f"{kind}_{_normalize_name(tensors[0].name)}"
+        name = _node_name(kind, tensors[0].name)
     # The attribute is not the key in a graph. It makes the node unlike all others: equal ones would be merged.
     unique = tf.compat.v1.get_default_graph().unique_name(name, mark_as_used=False)
     return {**arguments, "tensor_name": unique, "name": name}

@@ -145,6 +145,26 @@ def test_names_decide_and_ignore_name_scope_shortens_them() -> None:
     assert results == {"x": 2.0, "y": 20.0}
 
 
+@ranks(2)
+def test_a_captured_tensor_gives_the_same_name_on_every_rank() -> None:
+    """TensorFlow names it by a number that counts what this process has made so far."""
+    for _ in range(3 * hvd.rank()):
+        tf.constant(1.0) + 1.0
+    first, second, small = tf.fill((2, 2), hvd.rank() + 1.0), tf.ones((3,)), tf.constant(1.0)
+
+    @tf.function
+    def captures() -> Any:
+        with tf.name_scope("scope"):
+            scoped = hvd.allreduce(second, op=hvd.Sum)
+        inner = tf.cond(tf.reduce_sum(second) > 1.0, lambda: hvd.allreduce(first), lambda: first)
+        return [*hvd.grouped_allreduce([first, second], op=hvd.Sum), scoped, inner, hvd.allreduce(small)]
+
+    for _ in range(2):
+        a, b, scoped, inner, one = captures()
+        assert (a.numpy() == 3).all() and (b.numpy() == 2).all() and (scoped.numpy() == 2).all()
+        assert (inner.numpy() == 1.5).all() and one.numpy() == 1.0
+
+
 @ranks(2, init=False)
 def test_value_ops_are_read_anew_after_each_init() -> None:
     """One traced function through several lives of the runtime, with the ranks exchanged in one of them."""
