@@ -48,7 +48,7 @@ class _DistributedGradientTape(tf.GradientTape):
 
     @_as_it_is
     def get_local_and_global_gradients(
-        self, target: Any, sources: Any, output_gradients: Any = None
+        self, target: Any, sources: Any, output_gradients: Any = None, use_generic_names: bool = False
     ) -> tuple[Any, Any]:
         """This rank's own gradients, and those that gradient() gives; both in the structure of `sources`."""
         gradients = super().gradient(target, sources, output_gradients)

@@ -1,0 +1,131 @@
+"""The names, arguments and defaults of horovod.tensorflow (Horovod 0.28), which scripts rely on."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+
+tf = pytest.importorskip("tensorflow")
+
+import horoclone.tensorflow as hvd  # noqa: E402
+from horoclone.tensorflow import compression, mpi_ops  # noqa: E402
+from horoclone.tensorflow.data import compute_service  # noqa: E402
+from horoclone.tensorflow.library import functions  # noqa: E402
+
+WORLD = hvd.global_process_set
+none = hvd.Compression.none
+Average = hvd.Average
+
+# What Horovod takes, in its order and with its defaults; ours may take more behind it.
+TABLE: dict[str, Any] = {
+    "allreduce": lambda tensor, average=None, device_dense="", device_sparse="", compression=none, op=None, prescale_factor=1.0, postscale_factor=1.0, name=None, process_set=WORLD, ignore_name_scope=False: 0,
+    "grouped_allreduce": lambda tensors, average=None, device_dense="", device_sparse="", compression=none, op=None, prescale_factor=1.0, postscale_factor=1.0, process_set=WORLD, ignore_name_scope=False, name=None: 0,
+    "allgather": lambda tensor, name=None, ignore_name_scope=False, process_set=WORLD: 0,
+    "grouped_allgather": lambda tensors, name=None, ignore_name_scope=False, process_set=WORLD: 0,
+    "broadcast": lambda tensor, root_rank, name=None, ignore_name_scope=False, process_set=WORLD: 0,
+    "broadcast_": lambda variables, root_rank, name=None, process_set=WORLD: 0,
+    "alltoall": lambda tensor, splits=None, name=None, ignore_name_scope=False, process_set=WORLD: 0,
+    "reducescatter": lambda tensor, device_dense="", compression=none, op=Average, name=None, process_set=WORLD, ignore_name_scope=False, prescale_factor=1.0, postscale_factor=1.0: 0,
+    "grouped_reducescatter": lambda tensors, device_dense="", compression=none, op=Average, process_set=WORLD, prescale_factor=1.0, postscale_factor=1.0: 0,
+    "join": lambda: 0,
+    "size_op": lambda process_set_id=0, name=None: 0,
+    "rank_op": lambda name=None: 0,
+    "local_size_op": lambda name=None: 0,
+    "local_rank_op": lambda name=None: 0,
+    "process_set_included_op": lambda process_set_id=0, name=None: 0,
+    "broadcast_variables": lambda variables, root_rank, process_set=WORLD, inplace=False: 0,
+    "broadcast_global_variables": lambda root_rank: 0,
+    "broadcast_object": lambda obj, root_rank=0, session=None, name=None, process_set=WORLD: 0,
+    "broadcast_object_fn": lambda root_rank=0, session=None, name=None, process_set=WORLD: 0,
+    "allgather_object": lambda obj, session=None, name=None, process_set=WORLD: 0,
+    "BroadcastGlobalVariablesHook": lambda root_rank, device="": 0,
+    "DistributedOptimizer": lambda optimizer, name=None, use_locking=False, device_dense="", device_sparse="", compression=none, sparse_as_dense=False, backward_passes_per_step=1, op=Average, gradient_predivide_factor=1.0, average_aggregated_gradients=False, num_groups=0, groups=None, process_set=WORLD, scale_local_gradients=True: 0,
+    "DistributedGradientTape": lambda gradtape, device_dense="", device_sparse="", compression=none, sparse_as_dense=False, op=Average, gradient_predivide_factor=1.0, num_groups=0, groups=None, process_set=WORLD, scale_local_gradients=True: 0,
+    "PartialDistributedGradientTape": lambda gradtape, device_dense="", device_sparse="", compression=none, sparse_as_dense=False, op=Average, gradient_predivide_factor=1.0, num_groups=0, groups=None, process_set=WORLD, local_layers=None, scale_local_gradients=True: 0,
+    "init": lambda comm=None, process_sets=None: 0,
+    "start_timeline": lambda file_path, mark_cycles=False: 0,
+    "ProcessSet": lambda ranks_or_comm: 0,
+}  # fmt: skip
+OF_TAPES: dict[str, Any] = {
+    "gradient": lambda target, sources, output_gradients=None, use_generic_names=False: 0,
+    "register_local_source": lambda source: 0,
+    "get_local_and_global_gradients": lambda target, sources, output_gradients=None, use_generic_names=False: (
+        0
+    ),
+}
+OF_THE_SERVICE: dict[str, Any] = {
+    "tf_data_service": lambda compute_config, rank: 0,
+    "send_to_data_service": lambda dataset, compute_config, rank, size=None, processing_mode="distributed_epoch", reuse_dataset=False, round_robin=False: 0,
+    "compute_worker_fn": lambda compute_config: 0,
+}  # fmt: skip
+OF_ITS_CONFIG: dict[str, Any] = {
+    "compute_client": lambda verbose=1: 0,
+    "write": lambda filename: 0,
+    "read": lambda filename, wait_for_file_creation=False: 0,
+    "to_dict": lambda: 0,
+    "from_dict": lambda config: 0,
+}
+FACTS = [
+    "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
+    "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
+    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "stop_timeline", "Sum", "Average", "Adasum", "Min", "Max",
+    "Product", "add_process_set", "remove_process_set", "SyncBatchNormalization", "Compression", "elastic",
+    "gpu_available",
+]  # fmt: skip
+
+
+def differences(ours: Any, theirs: Any) -> list[str]:
+    """Where `ours` does not take what `theirs` takes, in the same places; a default may be added."""
+    mine = [p for p in inspect.signature(ours).parameters.values() if p.name != "self"]
+    wanted = list(inspect.signature(theirs).parameters.values())
+    found = []
+    for place, want in enumerate(wanted):
+        if place >= len(mine) or mine[place].name != want.name:
+            found.append(f"argument {place} should be {want.name}")
+        elif want.default is not want.empty and mine[place].default != want.default:
+            found.append(f"{want.name} should be {want.default!r} by default")
+    added = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    return found + [f"{name} is required" for name in added]
+
+
+def check(owner: Any, table: dict[str, Any]) -> None:
+    wrong = {name: differences(getattr(owner, name), wanted) for name, wanted in table.items()}
+    assert not {name: found for name, found in wrong.items() if found}
+
+
+def test_functions_take_what_horovods_take() -> None:
+    check(hvd, TABLE)
+    check(hvd.DistributedGradientTape(tf.GradientTape()), OF_TAPES)
+    check(compute_service, OF_THE_SERVICE)
+    check(compute_service.TfDataServiceConfig, OF_ITS_CONFIG)
+    assert tf.data.Dataset.send_to_data_service is compute_service.send_to_data_service
+
+
+def test_every_other_name_is_there() -> None:
+    assert not [name for name in FACTS if not hasattr(hvd, name)]
+    assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+    assert issubclass(hvd.Compression.fp16, compression.Compressor)
+    assert issubclass(hvd.SyncBatchNormalization, tf.keras.layers.BatchNormalization)
+    assert inspect.signature(hvd.SyncBatchNormalization).parameters["fused"].default is False
+    assert not [name for name in hvd.__all__ if not hasattr(hvd, name)] and hvd.init is mpi_ops.init
+
+
+def test_the_ops_are_registered_under_their_names() -> None:
+    """Graphs that were saved name them; those with inputs have gradients."""
+    with_gradient = "Allreduce GroupedAllreduce Allgather GroupedAllgather Broadcast Alltoall Reducescatter GroupedReducescatter"
+    without = "Join Size LocalSize Rank LocalRank ProcessSetIncluded"
+    from tensorflow.python.framework import ops
+
+    for name in [*with_gradient.split(), *without.split()]:
+        python_name = "".join("_" + c.lower() if c.isupper() else c for c in "Horovod" + name).lstrip("_")
+        assert callable(getattr(functions, python_name)), name
+        gradient = ops.gradient_registry.lookup("Horovod" + name)
+        assert (gradient is None) == (name in without.split()), name
+
+
+def test_elastic_names_can_be_imported_and_say_what_to_do_instead() -> None:
+    for name in ("run", "TensorFlowState", "TensorFlowKerasState"):
+        with pytest.raises(hvd.Unsupported, match="checkpoint"):
+            getattr(hvd.elastic, name)(None)
