@@ -21,7 +21,7 @@ struct hc_runtime {
 namespace {
 
 static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL && static_cast<int>(hc::DType::kF64) == HC_FLOAT64 &&
-              static_cast<int>(hc::Op::kBarrier) == HC_BARRIER && static_cast<int>(hc::Reduce::kProduct) == HC_PRODUCT);
+              static_cast<int>(hc::Op::kReceive) == HC_RECEIVE && static_cast<int>(hc::Reduce::kProduct) == HC_PRODUCT);
 
 hc_status* wrap(hc::Status status) { return status.is_ok() ? nullptr : new hc_status{std::move(status)}; }
 
@@ -48,10 +48,11 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   if (r.device != HC_HOST)
     return hc::error(Code::kUnsupported,
                      "tensors in GPU memory are not supported by this version; copy them to the host first");
-  const bool bare = r.op == HC_BARRIER || r.op == HC_JOIN;
-  if (bare ? n != 0 : n < 1)
+  const bool bare = r.op == HC_BARRIER || r.op == HC_JOIN, may_be_bare = r.op == HC_SCATTER || r.op == HC_RECEIVE;
+  if (bare ? n != 0 : n < (may_be_bare ? 0 : 1))
     return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " with ", n, " tensors");
-  if (r.op == HC_ALLTOALL && n != 1) return hc::error(Code::kInvalidArgument, "alltoall takes one tensor");
+  if ((r.op == HC_ALLTOALL || r.op == HC_SEND || may_be_bare) && n > 1)
+    return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " takes one tensor");
   for (int32_t i = 0; i < n; ++i) {
     const hc_tensor& t = tensors[i];
     if (t.dtype < 0 || t.dtype >= hc::kDTypeCount) return hc::error(Code::kInvalidArgument, "unknown dtype ", t.dtype);
@@ -66,6 +67,7 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   s->prescale = r.prescale;
   s->postscale = r.postscale;
   s->tensors = *out;
+  s->tag = r.tag;
   if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
   s->will_wait = r.will_wait != 0;
   return hc::Status::ok();
@@ -224,8 +226,19 @@ hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result
     const bool has = i >= 0 && static_cast<size_t>(i) < op->results.size() && op->results[i];
     *memory = has ? new hc_block{std::move(op->results[i])} : nullptr;
     const bool has_rows = i >= 0 && static_cast<size_t>(i) < op->first_dimension.size();
-    *out = {has_rows ? op->first_dimension[i] : 0, op->rows_from.data(), static_cast<int32_t>(op->rows_from.size()),
-            op->join_rank};
+    *out = {has_rows ? op->first_dimension[i] : 0,
+            op->rows_from.data(),
+            static_cast<int32_t>(op->rows_from.size()),
+            op->join_rank,
+            -1,
+            nullptr,
+            0,
+            op->source};
+    if (op->received) {
+      out->dtype = static_cast<int32_t>(op->received->dtype);
+      out->shape = op->received->shape.data();
+      out->shape_rank = static_cast<int32_t>(op->received->shape.size());
+    }
     return hc::Status::ok();
   });
 }

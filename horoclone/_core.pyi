@@ -14,6 +14,9 @@ class Result:
     first_dimension: int
     rows_from: list[int]  # alltoall: rows received from each rank of the set
     join_rank: int  # join: the rank that joined last, else -1
+    dtype: int  # scatter, receive: of what came, else -1
+    shape: list[int]  # likewise
+    source: int  # receive: world rank of the sender, else -1
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Block:
@@ -52,7 +55,7 @@ class Runtime:
         name: str | None,
         data_in: int,  # address
         data_out: int,  # address; 0 = the core owns the result (always so for allgather, alltoall, reducescatter)
-        shape: Sequence[int],  # of the input; tuple or torch.Size is fastest
+        shape: Sequence[int] | None,  # of the input; tuple or torch.Size is fastest; None: there is no tensor
         dtype: int,
         reduce: int = 1,
         prescale: float = 1.0,
@@ -60,10 +63,12 @@ class Runtime:
         root: int = 0,
         process_set: int = 0,
         splits: Sequence[int] | None = None,
+        tag: int = 0,
     ) -> int:
         """Queues one operation and returns its handle. The caller keeps the memory alive until it is done.
 
-        barrier and join: data_in = data_out = 0, shape = ().
+        barrier and join: data_in = data_out = 0, shape = (). scatter on other ranks than the root, and receive of
+        whatever comes: shape = None. send, receive: root is the other rank (-1: from any), tag >= 0.
         """
     def submit_group(
         self,

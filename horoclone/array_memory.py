@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from horoclone._core import Result
 
 Array = NDArray[Any]
+NAMES = {number: name for name, number in ops.DTYPES.items()}
 
 
 def dtype_of(array: Array) -> int:
@@ -52,3 +53,27 @@ def rows(result: Result, like: Array) -> Array:
     if result.nbytes == 0:
         return np.empty(shape, like.dtype)
     return np.frombuffer(memoryview(result), np.uint8).view(like.dtype).reshape(shape)
+
+
+def row_counts(splits: ArrayLike | None, what: str) -> list[int] | None:
+    """The rows for each rank that a caller gave; ValueError unless it is a 1-d array of integers."""
+    if splits is None:
+        return None
+    given = np.asarray(splits)
+    if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
+        raise ValueError(f"{what}: splits is a 1-d array of integers, one for each rank of the process set")
+    return [int(count) for count in given]
+
+
+def received(result: Result) -> Array:
+    """What another rank sent, in its dtype and shape, without a copy."""
+    name = NAMES[result.dtype]
+    if name == "bfloat16":
+        import ml_dtypes
+
+        dtype = np.dtype(ml_dtypes.bfloat16)
+    else:
+        dtype = np.dtype(name)
+    if result.nbytes == 0:
+        return np.empty(result.shape, dtype)
+    return np.frombuffer(memoryview(result), np.uint8).view(dtype).reshape(result.shape)

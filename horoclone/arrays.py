@@ -9,8 +9,7 @@ Handles of the `_async` functions are integers for poll() and synchronize(); the
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,63 +17,13 @@ from numpy.typing import ArrayLike, NDArray
 
 from horoclone import array_memory as memory
 from horoclone import ops, runtime
-from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.array_handles import Pending, now, remember, set_id, synchronize
+from horoclone.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
 Array = NDArray[Any]
-
-
-class _Pending:
-    """An operation in flight: which runtime has it, what must stay alive, and how its outcome is made."""
-
-    __slots__ = ("finish", "handle", "keep", "native")
-
-    def __init__(
-        self, native: Runtime, handle: int, keep: Any, finish: Callable[[Runtime, int], Any]
-    ) -> None:
-        self.native = native
-        self.handle = handle  # 0: nothing was submitted (an empty group)
-        self.keep = keep
-        self.finish = finish
-
-
-_pending: dict[int, _Pending] = {}
-_numbers = itertools.count(1)
-
-
-def _set_id(process_set: ProcessSet) -> int:
-    return 0 if process_set is global_process_set else id_of(process_set)
-
-
-def _remember(pending: _Pending) -> int:
-    number = next(_numbers)
-    _pending[number] = pending
-    return number
-
-
-def _now(pending: _Pending) -> Any:
-    """Waits for the operation and gives its outcome."""
-    if pending.handle == 0:
-        return pending.finish(pending.native, 0)
-    pending.native.wait(pending.handle)
-    try:
-        return pending.finish(pending.native, pending.handle)
-    finally:
-        pending.native.release(pending.handle)
-
-
-def poll(handle: int) -> bool:
-    """Whether synchronize(handle) would return at once."""
-    pending = _pending.get(handle)
-    return pending is None or pending.handle == 0 or pending.native.poll(pending.handle)
-
-
-def synchronize(handle: int) -> Any:
-    """Waits for an `_async` operation and returns what the blocking function would have. None for an unknown handle."""
-    pending = _pending.pop(handle, None)
-    return None if pending is None else _now(pending)
 
 
 # --- allreduce
@@ -94,7 +43,7 @@ def _allreduce(
     """The arguments of Runtime.submit and Runtime.run."""
     places = memory.address(array), memory.address(out)
     dtype = memory.dtype_of(array)
-    return (ops.ALLREDUCE, name, *places, array.shape, dtype, reduce, *scales, 0, _set_id(process_set))
+    return (ops.ALLREDUCE, name, *places, array.shape, dtype, reduce, *scales, 0, set_id(process_set))
 
 
 def _now_in(out: Array, description: Description) -> Array:
@@ -105,7 +54,7 @@ def _now_in(out: Array, description: Description) -> Array:
 def _later_in(array: Array, out: Array, description: Description) -> int:
     native = runtime.native()
     keep = (array, out)
-    return _remember(_Pending(native, native.submit(*description), keep, lambda native, handle: out))
+    return remember(Pending(native, native.submit(*description), keep, lambda native, handle: out))
 
 
 def allreduce(
@@ -187,11 +136,11 @@ def _group(
     reduce: int,
     scales: tuple[float, float],
     process_set: ProcessSet,
-) -> _Pending:
+) -> Pending:
     """outs None: the core owns the results, row by row."""
     native = runtime.native()
     if not arrays:
-        return _Pending(native, 0, None, lambda native, handle: [])
+        return Pending(native, 0, None, lambda native, handle: [])
     handle = native.submit_group(
         op,
         name,
@@ -202,7 +151,7 @@ def _group(
         reduce,
         *scales,
         0,
-        _set_id(process_set),
+        set_id(process_set),
     )
 
     def finish(native: Runtime, handle: int) -> list[Array]:
@@ -210,7 +159,7 @@ def _group(
             return list(outs)
         return [memory.rows(native.result(handle, index), array) for index, array in enumerate(arrays)]
 
-    return _Pending(native, handle, (arrays, outs), finish)
+    return Pending(native, handle, (arrays, outs), finish)
 
 
 def grouped_allreduce_async(
@@ -227,7 +176,7 @@ def grouped_allreduce_async(
     outs = [np.empty_like(source) for source in sources]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
-    return _remember(_group(ops.ALLREDUCE, sources, outs, name, reduce, scales, process_set))
+    return remember(_group(ops.ALLREDUCE, sources, outs, name, reduce, scales, process_set))
 
 
 def grouped_allreduce(
@@ -260,7 +209,7 @@ def grouped_allreduce_async_(
     targets = [memory.writable(array) for array in arrays]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
-    return _remember(_group(ops.ALLREDUCE, targets, targets, name, reduce, scales, process_set))
+    return remember(_group(ops.ALLREDUCE, targets, targets, name, reduce, scales, process_set))
 
 
 def grouped_allreduce_(
@@ -290,24 +239,24 @@ def _gathered(
     reduce: int,
     scales: tuple[float, float],
     process_set: ProcessSet,
-) -> _Pending:
+) -> Pending:
     native, at, dtype = runtime.native(), memory.address(array), memory.dtype_of(array)
-    handle = native.submit(op, name, at, 0, array.shape, dtype, reduce, *scales, 0, _set_id(process_set))
-    return _Pending(native, handle, array, lambda native, handle: memory.rows(native.result(handle), array))
+    handle = native.submit(op, name, at, 0, array.shape, dtype, reduce, *scales, 0, set_id(process_set))
+    return Pending(native, handle, array, lambda native, handle: memory.rows(native.result(handle), array))
 
 
 def allgather_async(
     array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As allgather; returns a handle at once."""
-    return _remember(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))
+    return remember(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))
 
 
 def allgather(
     array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
-    return _now(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))  # type: ignore[no-any-return]
+    return now(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))  # type: ignore[no-any-return]
 
 
 def grouped_allgather_async(
@@ -315,7 +264,7 @@ def grouped_allgather_async(
 ) -> int:
     """As grouped_allgather; returns one handle for the group at once."""
     sources = [memory.readable(array) for array in arrays]
-    return _remember(_group(ops.ALLGATHER, sources, None, name, ops.Sum, (1.0, 1.0), process_set))
+    return remember(_group(ops.ALLGATHER, sources, None, name, ops.Sum, (1.0, 1.0), process_set))
 
 
 def grouped_allgather(
@@ -345,7 +294,7 @@ def reducescatter_async(
     """As reducescatter; returns a handle at once."""
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(None, op)
-    return _remember(_gathered(ops.REDUCESCATTER, _scatterable(array), name, reduce, scales, process_set))
+    return remember(_gathered(ops.REDUCESCATTER, _scatterable(array), name, reduce, scales, process_set))
 
 
 def reducescatter(
@@ -373,7 +322,7 @@ def grouped_reducescatter_async(
     sources = [_scatterable(array) for array in arrays]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(None, op)
-    return _remember(_group(ops.REDUCESCATTER, sources, None, name, reduce, scales, process_set))
+    return remember(_group(ops.REDUCESCATTER, sources, None, name, reduce, scales, process_set))
 
 
 def grouped_reducescatter(
@@ -396,15 +345,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As alltoall; returns a handle at once."""
-    source = memory.readable(array)
-    rows: list[int] | None = None
-    if splits is not None:
-        given = np.asarray(splits)
-        if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-            raise ValueError(
-                "alltoall: splits is a 1-d array of integers, one for each rank of the process set"
-            )
-        rows = [int(count) for count in given]
+    source, rows = memory.readable(array), memory.row_counts(splits, "alltoall")
 
     def finish(native: Runtime, handle: int) -> Any:
         result = native.result(handle)
@@ -412,9 +353,9 @@ def alltoall_async(
         return output if rows is None else (output, np.array(result.rows_from, np.int32))
 
     native, at, dtype = runtime.native(), memory.address(source), memory.dtype_of(source)
-    where = _set_id(process_set)
+    where = set_id(process_set)
     handle = native.submit(ops.ALLTOALL, name, at, 0, source.shape, dtype, ops.Sum, 1.0, 1.0, 0, where, rows)
-    return _remember(_Pending(native, handle, source, finish))
+    return remember(Pending(native, handle, source, finish))
 
 
 def alltoall(
@@ -438,7 +379,7 @@ def _broadcast(
 ) -> Description:
     places = memory.address(array), memory.address(out)
     dtype, root = memory.dtype_of(array), int(root_rank)
-    return (ops.BROADCAST, name, *places, array.shape, dtype, ops.Sum, 1.0, 1.0, root, _set_id(process_set))
+    return (ops.BROADCAST, name, *places, array.shape, dtype, ops.Sum, 1.0, 1.0, root, set_id(process_set))
 
 
 def broadcast_async(
@@ -478,7 +419,7 @@ def broadcast_(
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank of the process set has called it."""
     native = runtime.native()
-    handle = native.submit(ops.BARRIER, None, 0, 0, (), 0, ops.Sum, 1.0, 1.0, 0, _set_id(process_set))
+    handle = native.submit(ops.BARRIER, None, 0, 0, (), 0, ops.Sum, 1.0, 1.0, 0, set_id(process_set))
     native.wait(handle)
     native.release(handle)
 

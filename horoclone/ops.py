@@ -11,6 +11,11 @@ ALLTOALL = 3
 REDUCESCATTER = 4
 JOIN = 5
 BARRIER = 6
+REDUCE = 7
+GATHER = 8
+SCATTER = 9
+SEND = 10
+RECEIVE = 11
 
 # Horovod's order; users see these integers.
 Average = 0
@@ -35,6 +40,15 @@ DTYPES: dict[str, int] = {
     "float32": 9,
     "float64": 10,
 }
+
+
+def peer_number(rank: int | None, what: str) -> int:
+    """The rank that a message goes to or comes from as the core's number: None means any. ValueError otherwise."""
+    if rank is None:
+        return -1
+    if isinstance(rank, bool) or not isinstance(rank, int) or rank < 0:
+        raise ValueError(f"{what}={rank!r} is not the rank of a process")
+    return rank
 
 
 def resolve_reduce(average: bool | None, op: int | None) -> int:

@@ -28,12 +28,31 @@ constexpr const char* name_of(Reduce r) {
   return names[static_cast<int>(r)];
 }
 
-enum class Op : uint8_t { kAllreduce, kAllgather, kBroadcast, kAlltoall, kReducescatter, kJoin, kBarrier };
-inline constexpr int kOpCount = 7;
+enum class Op : uint8_t {
+  kAllreduce,
+  kAllgather,
+  kBroadcast,
+  kAlltoall,
+  kReducescatter,
+  kJoin,
+  kBarrier,
+  kReduce,
+  kGather,
+  kScatter,
+  kSend,
+  kReceive
+};
+inline constexpr int kOpCount = 12;
 constexpr const char* name_of(Op op) {
-  constexpr const char* names[kOpCount] = {"allreduce",     "allgather", "broadcast", "alltoall",
-                                           "reducescatter", "join",      "barrier"};
+  constexpr const char* names[kOpCount] = {"allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join",
+                                           "barrier",   "reduce",    "gather",    "scatter",  "send",          "recv"};
   return names[static_cast<int>(op)];
 }
+// One rank has a part of its own, and all must name the same one.
+constexpr bool has_root(Op op) {
+  return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
+}
+// Between two ranks, without an agreement of all.
+constexpr bool is_message(Op op) { return op == Op::kSend || op == Op::kReceive; }
 
 }  // namespace hc

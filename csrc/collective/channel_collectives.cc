@@ -63,6 +63,11 @@ Status check_algorithm(const Task& task, Algorithm only) {
                static_cast<int>(task.algorithm), "; use auto (0) or ", static_cast<int>(only));
 }
 
+Status check_root(const Task& task, const Group& group) {
+  if (task.root >= 0 && task.root < group.size) return Status::ok();
+  return invalid(task, text_of("root ", task.root, " in a group of ", group.size));
+}
+
 Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
   for (const Piece& piece : task.pieces) HC_TRY(check_memory(task, piece, {piece.count, piece.count}));
   AllreduceShape shape{.rank = group.rank, .size = group.size, .count = task.count()};
@@ -78,8 +83,7 @@ Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
 
 Result<Schedule> broadcast_schedule(const Task& task, const Group& group) {
   HC_TRY(check_algorithm(task, Algorithm::kBinomialTree));
-  if (task.root < 0 || task.root >= group.size)
-    return invalid(task, text_of("root ", task.root, " in a group of ", group.size));
+  HC_TRY(check_root(task, group));
   const Piece& piece = task.pieces[0];
   const bool root = group.rank == task.root;
   HC_TRY(check_memory(task, piece, {root ? piece.count : 0, piece.count}));
@@ -88,6 +92,37 @@ Result<Schedule> broadcast_schedule(const Task& task, const Group& group) {
                          .root = task.root,
                          .count = piece.count,
                          .in_place = piece.in == piece.out});
+}
+
+Result<Schedule> reduce_schedule(const Task& task, const Group& group) {
+  HC_TRY(check_algorithm(task, Algorithm::kBinomialTree));
+  HC_TRY(check_root(task, group));
+  const Piece& piece = task.pieces[0];
+  HC_TRY(check_memory(task, piece, {piece.count, group.rank == task.root ? piece.count : 0}));
+  return plan_reduce({.rank = group.rank,
+                      .size = group.size,
+                      .root = task.root,
+                      .count = piece.count,
+                      .load = task.scale.pre != 1.0 ? Load::kCopy : Load::kNone});
+}
+
+Result<Schedule> gather_schedule(const Task& task, const Group& group) {
+  HC_TRY(check_root(task, group));
+  HC_TRY(check_counts(task, task.counts, group));
+  const Piece& piece = task.pieces[0];
+  const size_t before = std::accumulate(task.counts.begin(), task.counts.begin() + group.rank, size_t{0});
+  const bool root = group.rank == task.root;
+  const bool in_place = root && piece.out && piece.in == piece.out + before * size_of(task.dtype);
+  if (!in_place) HC_TRY(check_memory(task, piece, {task.counts[group.rank], root ? total(task.counts) : 0}));
+  return plan_gather(group.rank, task.root, task.counts, in_place);
+}
+
+Result<Schedule> scatter_schedule(const Task& task, const Group& group) {
+  HC_TRY(check_root(task, group));
+  HC_TRY(check_counts(task, task.counts, group));
+  const size_t in = group.rank == task.root ? total(task.counts) : 0;
+  HC_TRY(check_memory(task, task.pieces[0], {in, task.counts[group.rank]}));
+  return plan_scatter(group.rank, task.root, task.counts);
 }
 
 Result<Schedule> allgather_schedule(const Task& task, const Group& group) {
@@ -143,20 +178,28 @@ Result<Schedule> schedule_of(const Task& task, const Group& group) {
       return alltoall_schedule(task, group);
     case Op::kBarrier:
       return plan_dissemination_barrier(group.rank, group.size);
+    case Op::kReduce:
+      return reduce_schedule(task, group);
+    case Op::kGather:
+      return gather_schedule(task, group);
+    case Op::kScatter:
+      return scatter_schedule(task, group);
     case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
       break;
   }
-  return error(Code::kUnsupported, name_of(task.op), " moves no data and is not a collective over channels");
+  return error(Code::kUnsupported, name_of(task.op), " is not a collective over channels");
 }
 
 }  // namespace
 
 Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Group& group) {
   HC_TRY(check_group(task, group));
-  const bool reduces = task.op == Op::kAllreduce || task.op == Op::kReducescatter;
+  const bool reduces = task.op == Op::kAllreduce || task.op == Op::kReducescatter || task.op == Op::kReduce;
   if (reduces && task.reduce == Reduce::kAdasum)
     return error(Code::kUnsupported, name_of(task.op), " over channels: Adasum is not a sum of elements");
-  if (!reduces && !task.scale.is_unit()) return invalid(task, "only allreduce and reducescatter scale");
+  if (!reduces && !task.scale.is_unit()) return invalid(task, "only allreduce, reducescatter and reduce scale");
   if (task.op == Op::kBarrier) {
     task.dtype = DType::kU8;
     task.pieces = {Piece{&kToken, nullptr, 1}};

@@ -39,7 +39,8 @@ enum class Algorithm : uint8_t {
   kPairwise = 8,
 };
 
-// One tensor's share of a task, in elements of Task::dtype. `in` may equal `out`.
+// One tensor's share of a task, in elements of Task::dtype. `in` may equal `out`. What only the root has (the output of
+// reduce and gather, the input of scatter) is null elsewhere.
 struct Piece {
   const std::byte* in = nullptr;
   std::byte* out = nullptr;
@@ -51,11 +52,11 @@ struct Task {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
   DType dtype = DType::kF32;
-  int root = 0;  // group rank (broadcast)
+  int root = 0;  // group rank (broadcast, reduce, gather, scatter)
   Scale scale;
   std::vector<Piece> pieces;
-  // allgather: elements contributed by each group rank (out = their concatenation);
-  // reducescatter: elements of each group rank's slice (in = their concatenation, out = mine);
+  // allgather, gather: elements contributed by each group rank (out = their concatenation);
+  // reducescatter, scatter: elements of each group rank's slice (in = their concatenation, out = mine);
   // alltoall: elements sent to each group rank (in = their concatenation).
   std::vector<size_t> counts;
   std::vector<size_t> received_counts;  // alltoall: elements from each group rank (out = their concatenation)

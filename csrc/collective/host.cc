@@ -6,8 +6,7 @@
 namespace hc {
 
 Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& group) {
-  if (task.op == Op::kAllreduce && task.reduce == Reduce::kAdasum)
-    return make_adasum_allreduce(std::move(task), group);
+  if (task.op == Op::kAllreduce && task.reduce == Reduce::kAdasum) return make_adasum_allreduce(std::move(task), group);
   const bool one_node = group.lane && group.lane->size() == group.size;
   if (one_node && group.size > 1) {
     if (task.algorithm != Algorithm::kSharedInPlace && task.algorithm != Algorithm::kSharedBlocked &&

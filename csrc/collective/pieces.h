@@ -30,7 +30,7 @@ class PieceView {
       const size_t skip = begin - starts_[i];
       const size_t take = std::min(count, p.count - skip);
       if (!take) continue;
-      visit(Piece{p.in + skip * item_, p.out + skip * item_, take});
+      visit(Piece{p.in + skip * item_, p.out ? p.out + skip * item_ : nullptr, take});
       begin += take;
       count -= take;
     }

@@ -196,6 +196,65 @@ Schedule plan_broadcast(const BroadcastShape& shape) {
   return s;
 }
 
+Schedule plan_reduce(const ReduceShape& shape) {
+  const int n = shape.size;
+  const int stages = std::bit_width(static_cast<unsigned>(n - 1));
+  Schedule s{.name = "binomial tree", .rounds = stages};
+  if (n == 1) return add_lone_copy(s, shape.load, shape.count), s;
+  const int mine = wrap(shape.rank - shape.root, n);  // number counted from the root
+  auto rank_of = [&](int number) { return wrap(number + shape.root, n); };
+  const bool root = mine == 0, has_child = mine % 2 == 0 && mine + 1 < n, copies = shape.load == Load::kCopy;
+  const Spot input{Place::kInput, 0}, home{root ? Place::kOutput : Place::kScratch, 0};
+  if (!root && (has_child || copies)) s.scratch_count = shape.count;
+  int made = add_load(s, shape.load, input, home, shape.count);
+  Spot source = copies ? home : input;
+  for (int stage = 0; stage < stages; ++stage) {
+    if ((mine & (1 << stage)) != 0) {
+      Step leave = send(rank_of(mine - (1 << stage)), stage + 1, source, shape.count);
+      leave.after[0] = made;
+      s.add(leave);
+      break;
+    }
+    const int child = mine + (1 << stage);
+    if (child >= n) continue;
+    Step sum{.action = Action::kReduce, .peer = rank_of(child), .round = stage + 1, .count = shape.count};
+    sum.from = source;
+    sum.to = home;
+    sum.incoming_first = false;
+    sum.finish = root && stage == stages - 1;  // the root's last child always exists
+    sum.after[0] = made;
+    made = s.add(sum);
+    source = home;
+  }
+  return s;
+}
+
+Schedule plan_gather(int rank, int root, std::span<const size_t> counts, bool in_place) {
+  const int n = static_cast<int>(counts.size());
+  const Offsets offset(counts);
+  Schedule s{.name = "gather", .rounds = n > 1 ? 1 : 0};
+  if (rank != root) return s.add(send(root, 1, {Place::kInput, 0}, counts[rank])), s;
+  for (int k = 1; k < n; ++k) {
+    const int from = wrap(root + k, n);
+    s.add(receive(from, 1, {Place::kOutput, offset.at[from]}, counts[from]));
+  }
+  if (!in_place) s.add(copy({Place::kInput, 0}, {Place::kOutput, offset.at[root]}, counts[root]));
+  return s;
+}
+
+Schedule plan_scatter(int rank, int root, std::span<const size_t> counts) {
+  const int n = static_cast<int>(counts.size());
+  const Offsets offset(counts);
+  Schedule s{.name = "scatter", .rounds = n > 1 ? 1 : 0};
+  if (rank != root) return s.add(receive(root, 1, {Place::kOutput, 0}, counts[rank])), s;
+  for (int k = 1; k < n; ++k) {
+    const int to = wrap(root + k, n);
+    s.add(send(to, 1, {Place::kInput, offset.at[to]}, counts[to]));
+  }
+  s.add(copy({Place::kInput, offset.at[root]}, {Place::kOutput, 0}, counts[root]));
+  return s;
+}
+
 Schedule plan_ring_allgather(int rank, std::span<const size_t> counts, bool in_place) {
   const int n = static_cast<int>(counts.size());
   const Offsets offset(counts);

@@ -93,6 +93,22 @@ struct BroadcastShape {
 };
 Schedule plan_broadcast(const BroadcastShape& shape);
 
+// Binomial tree, log2(size) rounds, the broadcast's tree backwards. Partial sums of inner nodes live in scratch; a
+// fixed tree in the order of ranks counted from the root. load: kNone or kCopy (prescaling).
+struct ReduceShape {
+  int rank = 0;
+  int size = 1;
+  int root = 0;
+  size_t count = 0;
+  Load load = Load::kNone;
+};
+Schedule plan_reduce(const ReduceShape& shape);
+
+// Everybody's part goes straight to, or comes straight from, the root: each byte crosses the wire once.
+// in_place: the root's own part lies where it belongs.
+Schedule plan_gather(int rank, int root, std::span<const size_t> counts, bool in_place);
+Schedule plan_scatter(int rank, int root, std::span<const size_t> counts);
+
 // Ring, size-1 rounds; counts[i] elements from rank i, output their concatenation. in_place: the input lies in the
 // output already.
 Schedule plan_ring_allgather(int rank, std::span<const size_t> counts, bool in_place);

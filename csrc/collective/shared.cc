@@ -69,12 +69,15 @@ class FlatCollective : public Collective {
   size_t item() const { return size_of(task_.dtype); }
 
   bool others_ready() const {
-    if (task_.op == Op::kBroadcast) return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
+    if (task_.op == Op::kBroadcast || task_.op == Op::kScatter)
+      return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
+    if ((task_.op == Op::kReduce || task_.op == Op::kGather) && rank_ != task_.root) return true;
     return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
   }
 
   void contribute(std::byte* to) {
-    if (task_.op == Op::kBarrier || (task_.op == Op::kBroadcast && rank_ != task_.root)) return;
+    const bool from_root = task_.op == Op::kBroadcast || task_.op == Op::kScatter;
+    if (task_.op == Op::kBarrier || (from_root && rank_ != task_.root)) return;
     for (const Piece& p : task_.pieces) {
       size_t bytes = (is_input_counted() ? input_count() : p.count) * item();
       if (bytes) std::memcpy(to, p.in, bytes);
@@ -82,9 +85,9 @@ class FlatCollective : public Collective {
     }
   }
   // Operations whose input is described by counts rather than by the piece.
-  bool is_input_counted() const { return task_.op == Op::kAllgather || task_.op == Op::kReducescatter; }
+  bool is_input_counted() const { return !task_.counts.empty(); }
   size_t input_count() const {
-    if (task_.op == Op::kAllgather) return task_.counts[rank_];
+    if (task_.op == Op::kAllgather || task_.op == Op::kGather) return task_.counts[rank_];
     size_t n = 0;
     for (size_t c : task_.counts) n += c;
     return n;
@@ -100,6 +103,12 @@ class FlatCollective : public Collective {
         return collect_gathered();
       case Op::kReducescatter:
         return collect_slice();
+      case Op::kReduce:
+        return rank_ == task_.root ? collect_reduced() : void();
+      case Op::kGather:
+        return rank_ == task_.root ? collect_gathered() : void();
+      case Op::kScatter:
+        return collect_scattered();
       default:
         return;
     }
@@ -117,10 +126,17 @@ class FlatCollective : public Collective {
       offset += p.count * item();
     }
   }
-  void collect_slice() {
+  size_t bytes_before_mine() const {
     size_t before = 0;
     for (int m = 0; m < rank_; ++m) before += task_.counts[m];
-    if (task_.counts[rank_]) reduce_at(before * item(), task_.pieces[0].out, task_.counts[rank_]);
+    return before * item();
+  }
+  void collect_slice() {
+    if (task_.counts[rank_]) reduce_at(bytes_before_mine(), task_.pieces[0].out, task_.counts[rank_]);
+  }
+  void collect_scattered() {
+    const size_t bytes = task_.counts[rank_] * item();
+    if (bytes) std::memcpy(task_.pieces[0].out, slot(task_.root) + bytes_before_mine(), bytes);
   }
   void collect_broadcast() {
     const std::byte* from = slot(task_.root);
@@ -270,7 +286,9 @@ size_t flat_payload(const Task& task) {
     case Op::kBarrier:
       return 0;
     case Op::kAllgather:
+    case Op::kGather:
       return *std::max_element(task.counts.begin(), task.counts.end()) * item;
+    case Op::kScatter:
     case Op::kReducescatter: {
       size_t n = 0;
       for (size_t c : task.counts) n += c;

@@ -4,9 +4,11 @@
 namespace hc {
 namespace {
 
-class BlockedAllreduce : public BlockedCollective {
+// Every member reduces its slice of a block; then all, or the root alone, collect the slices.
+class BlockedReduction : public BlockedCollective {
  public:
-  BlockedAllreduce(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+  BlockedReduction(Task task, const Group& group, size_t block_bytes)
+      : BlockedCollective(std::move(task), group), collects_(task_.op == Op::kAllreduce || rank_ == task_.root) {
     total_ = task_.count();
     block_ = std::max<size_t>(1, block_bytes / item());
     set_blocks((total_ + block_ - 1) / block_);
@@ -28,18 +30,19 @@ class BlockedAllreduce : public BlockedCollective {
     size_t at = s.begin(rank_);
     view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
       for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : slot(m, block) + at * item();
-      std::byte* const destinations[] = {part.out, slot(rank_, block) + at * item()};
-      reduce(task_.dtype, task_.reduce, destinations, sources_, part.count, task_.scale);
+      std::byte* const destinations[] = {slot(rank_, block) + at * item(), part.out};
+      reduce(task_.dtype, task_.reduce, std::span(destinations, collects_ ? 2 : 1), sources_, part.count, task_.scale);
       at += part.count;
     });
   }
   void drain(uint64_t block) override {
     const Slices s = slices(block);
-    for (int m = 0; m < n_; ++m)
+    for (int m = 0; m < n_ && collects_; ++m)
       if (m != rank_)
         view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), slot(m, block) + s.begin(m) * item());
   }
 
+  const bool collects_;
   size_t total_, block_;
   std::vector<const std::byte*> sources_;
 };
@@ -66,9 +69,10 @@ class BlockedBroadcast : public BlockedCollective {
   bool copies_own_ = false;
 };
 
-class BlockedAllgather : public BlockedCollective {
+class BlockedGather : public BlockedCollective {
  public:
-  BlockedAllgather(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+  BlockedGather(Task task, const Group& group, size_t block_bytes)
+      : BlockedCollective(std::move(task), group), collects_(task_.op == Op::kAllgather || rank_ == task_.root) {
     block_ = std::max<size_t>(1, block_bytes / item());
     size_t longest = 0, before = 0;
     for (size_t c : task_.counts) {
@@ -89,17 +93,19 @@ class BlockedAllgather : public BlockedCollective {
     if (!bytes) return;
     const Piece& p = task_.pieces[0];
     const std::byte* from = p.in + block * block_ * item();
-    std::memcpy(slot(rank_, block), from, bytes);
+    if (task_.op == Op::kAllgather || !collects_) std::memcpy(slot(rank_, block), from, bytes);
+    if (!collects_) return;
     std::byte* own = p.out + (offsets_[rank_] + block * block_) * item();
     if (own != from) std::memcpy(own, from, bytes);
   }
   void drain(uint64_t block) override {
-    for (int m = 0; m < n_; ++m) {
+    for (int m = 0; m < n_ && collects_; ++m) {
       const size_t bytes = count_of(m, block) * item();
       if (m != rank_ && bytes)
         std::memcpy(task_.pieces[0].out + (offsets_[m] + block * block_) * item(), slot(m, block), bytes);
     }
   }
+  const bool collects_;
   size_t block_;
   std::vector<size_t> offsets_;
 };
@@ -144,6 +150,44 @@ class BlockedReducescatter : public BlockedCollective {
   size_t part_;
   std::vector<size_t> offsets_;
   std::vector<const std::byte*> sources_;
+};
+
+// Block b of the root's slot holds the b-th part of every member's slice, one after the other.
+class BlockedScatter : public BlockedCollective {
+ public:
+  BlockedScatter(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
+    part_ = std::max<size_t>(1, block_bytes / item() / n_);
+    size_t longest = 0, before = 0;
+    for (size_t c : task_.counts) {
+      offsets_.push_back(before);
+      before += c;
+      longest = std::max(longest, c);
+    }
+    set_blocks((longest + part_ - 1) / part_);
+  }
+
+ private:
+  size_t bytes_of(int m, uint64_t block) const {
+    const size_t from = block * part_;
+    return from >= task_.counts[m] ? 0 : std::min(part_, task_.counts[m] - from) * item();
+  }
+  void fill(uint64_t block) override {
+    for (int m = 0; m < n_ && rank_ == task_.root; ++m) {
+      const size_t bytes = bytes_of(m, block);
+      if (!bytes) continue;
+      const std::byte* from = task_.pieces[0].in + (offsets_[m] + block * part_) * item();
+      std::byte* own = task_.pieces[0].out + block * part_ * item();
+      std::memcpy(m == rank_ ? own : slot(rank_, block) + m * part_ * item(), from, bytes);
+    }
+  }
+  void drain(uint64_t block) override {
+    const size_t bytes = bytes_of(rank_, block);
+    if (rank_ != task_.root && bytes)
+      std::memcpy(task_.pieces[0].out + block * part_ * item(), slot(task_.root, block) + rank_ * part_ * item(),
+                  bytes);
+  }
+  size_t part_;
+  std::vector<size_t> offsets_;
 };
 
 // Block b holds the b-th part of what this rank sends to each member. The number of blocks must be agreed, so it comes
@@ -196,11 +240,15 @@ Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Gro
   const size_t block = std::min(kBlockSlotBytes, task.segment_bytes);
   switch (task.op) {
     case Op::kAllreduce:
-      return std::unique_ptr<Collective>(std::make_unique<BlockedAllreduce>(std::move(task), group, block));
+    case Op::kReduce:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedReduction>(std::move(task), group, block));
     case Op::kBroadcast:
       return std::unique_ptr<Collective>(std::make_unique<BlockedBroadcast>(std::move(task), group, block));
     case Op::kAllgather:
-      return std::unique_ptr<Collective>(std::make_unique<BlockedAllgather>(std::move(task), group, block));
+    case Op::kGather:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedGather>(std::move(task), group, block));
+    case Op::kScatter:
+      return std::unique_ptr<Collective>(std::make_unique<BlockedScatter>(std::move(task), group, block));
     case Op::kReducescatter:
       return std::unique_ptr<Collective>(std::make_unique<BlockedReducescatter>(std::move(task), group, block));
     case Op::kAlltoall:

@@ -91,6 +91,15 @@ Status BatchRunner::prepare() {
       return prepare_each(&BatchRunner::prepare_reducescatter);
     case Op::kAlltoall:
       return prepare_each(&BatchRunner::prepare_alltoall);
+    case Op::kReduce:
+      return prepare_each(&BatchRunner::prepare_reduce);
+    case Op::kGather:
+      return prepare_each(&BatchRunner::prepare_gather);
+    case Op::kScatter:
+      return prepare_scatter();
+    case Op::kSend:
+    case Op::kReceive:
+      break;
     case Op::kBarrier:
       tasks_.push_back(task_for(0, DType::kU8));
       return Status::ok();
@@ -167,12 +176,12 @@ Status BatchRunner::prepare_each(Status (BatchRunner::*one)(size_t, size_t, size
 }
 
 Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes) {
-  op->first_dimension.resize(op->in.size());
-  op->results.resize(op->in.size());
+  op->first_dimension.resize(std::max<size_t>(1, op->in.size()));
+  op->results.resize(op->first_dimension.size());
   op->first_dimension[tensor] = rows;
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
   bytes_ += bytes;
-  if (op->out[tensor]) return op->out[tensor];
+  if (tensor < op->out.size() && op->out[tensor]) return op->out[tensor];
   auto memory = Memory::make_private(bytes);
   if (!memory) return error(Code::kInternal, "no memory for a result of ", bytes, " bytes");
   op->results[tensor] = memory;
@@ -244,6 +253,58 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
   if (!out.is_ok()) return out.status();
   task.pieces = {{op->in[tensor], out.value(), static_cast<size_t>(rows) * per_row}};
   if (task.longest_part) tasks_.push_back(std::move(task));
+  return Status::ok();
+}
+
+Status BatchRunner::prepare_reduce(size_t entry, size_t tensor, size_t) {
+  Piece piece = piece_for(entry, tensor);
+  const DType dtype = signature_of(entry).tensors[tensor].dtype;
+  bytes_ += piece.count * size_of(dtype);
+  if (!piece.count) return Status::ok();
+  tasks_.push_back(task_for(entry, dtype));
+  if (tasks_.back().root != group_.rank) piece.out = nullptr;
+  tasks_.back().pieces = {piece};
+  return Status::ok();
+}
+
+Status BatchRunner::prepare_gather(size_t entry, size_t tensor, size_t flat) {
+  if (signature_of(entry).root == group_.rank) return prepare_allgather(entry, tensor, flat);
+  const TensorMeta& meta = signature_of(entry).tensors[tensor];
+  const size_t per_row = elements_per_row(meta), n = group_.size;
+  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  Task task = task_for(entry, meta.dtype);
+  size_t total = 0;
+  for (size_t r = 0; r < n; ++r) {
+    task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
+    total += task.counts.back();
+  }
+  bytes_ += task.counts[group_.rank] * size_of(meta.dtype);
+  task.pieces = {{operations_[entry]->in[tensor], nullptr, task.counts[group_.rank]}};
+  if (total) tasks_.push_back(std::move(task));
+  return Status::ok();
+}
+
+// What comes is described by the root's signature, which the plan carries.
+Status BatchRunner::prepare_scatter() {
+  Operation* op = operations_[0];
+  const Signature& s = batch_.entries[0].signature;
+  const size_t n = group_.size, me = group_.rank;
+  if (!op || s.tensors.size() != 1 || s.tensors[0].shape.empty() || batch_.rows.size() < n)
+    return error(Code::kInternal, "a plan names a scatter without saying of what, or that this rank did not submit");
+  op->received = s.tensors[0];
+  op->received->shape[0] = batch_.rows[me];
+  const size_t per_row = elements_per_row(s.tensors[0]);
+  Task task = task_for(0, s.tensors[0].dtype);
+  size_t total = 0;
+  for (size_t r = 0; r < n; ++r) {
+    task.counts.push_back(static_cast<size_t>(batch_.rows[r]) * per_row);
+    total += task.counts.back();
+  }
+  const bool root = static_cast<size_t>(task.root) == me;
+  auto out = result_memory(op, 0, batch_.rows[me], per_row * size_of(task.dtype));
+  if (!out.is_ok()) return out.status();
+  task.pieces = {{root ? op->in[0] : nullptr, out.value(), task.counts[me]}};
+  if (total) tasks_.push_back(std::move(task));
   return Status::ok();
 }
 

@@ -43,6 +43,9 @@ class BatchRunner {
   Status prepare_allgather(size_t entry, size_t tensor, size_t flat);
   Status prepare_reducescatter(size_t entry, size_t tensor, size_t flat);
   Status prepare_alltoall(size_t entry, size_t tensor, size_t flat);
+  Status prepare_reduce(size_t entry, size_t tensor, size_t flat);
+  Status prepare_gather(size_t entry, size_t tensor, size_t flat);
+  Status prepare_scatter();
   Task task_for(size_t entry, DType dtype) const;
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);

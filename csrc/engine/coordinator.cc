@@ -216,6 +216,10 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   }
   p.has_signature = !failed && (p.assigned || e.with_joined);
   if (p.has_signature) p.signature = ledger.reference(e);
+  if (!failed && e.op == Op::kScatter) {  // the others know nothing of what the root sends
+    p.has_signature = true;
+    p.signature = *ledger.announced_by(e, ledger.reference(e).root);
+  }
   if (e.named != nullptr && (failed || p.has_signature || p.slot == kNoSlot)) p.name = e.named->first;
   for (int r = 0; e.early && r < options.size; r++)
     if (e.marks.has(r)) p.failed_on.push_back(r);

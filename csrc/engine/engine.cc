@@ -44,6 +44,7 @@ Status Engine::connect(const MeshMembers& members) {
   auto set = make_set(0, everybody);
   if (set->lane) HC_TRY(set->lane->prepare(), "rank ", mesh_->rank());
   sets_[0] = std::move(set);
+  attach_messages();
   HC_TRY(thread_.start("hc-engine", [this] { run(); }));
   connected_.store(true);
   HC_TRY(agree_on_settings(members));
@@ -87,6 +88,23 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   sets_[0]->two_level = wants_two_level(*sets_[0]);
   leave_gate();
   return Status::ok();
+}
+
+void Engine::attach_messages() {
+  Messages::Host host;
+  host.rank = mesh_->rank();
+  host.generation = generation_;
+  host.segment_bytes = config_.segment_bytes;
+  host.send = [this](int to, const Writer& frame) {
+    frame_.clear();
+    frame_.put_raw(frame.bytes().data(), frame.size());
+    return send_frame(to, false);
+  };
+  host.channel = [this](int rank) -> Channel& { return mesh_->channel(rank); };
+  host.complete = [this](Operation* op, Status status) { finish(op, std::move(status)); };
+  host.has_left = [this](int rank) { return static_cast<bool>(left_[rank]); };
+  host.members = [this](uint16_t process_set) -> const std::vector<int>& { return find_set(process_set)->ranks; };
+  messages_.attach(std::move(host));
 }
 
 // Several nodes, of which at least one has several ranks that share memory.

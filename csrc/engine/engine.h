@@ -23,6 +23,7 @@
 #include "engine/frames.h"
 #include "engine/inquiry.h"
 #include "engine/liveness.h"
+#include "engine/messages.h"
 #include "engine/notifier.h"
 #include "engine/operation.h"
 #include "engine/process_set.h"
@@ -37,7 +38,7 @@ namespace hc {
 struct Submission {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
-  int root = 0;  // world rank
+  int root = 0;  // world rank; of a message the other's, -1 = receive from any
   int process_set = 0;
   std::string_view name;  // empty: unnamed
   double prescale = 1, postscale = 1;
@@ -49,6 +50,7 @@ struct Submission {
   };
   std::span<const Tensor> tensors;
   std::span<const int64_t> splits;
+  int64_t tag = 0;  // messages
   bool will_wait = false;
   void (*done)(void*, int64_t, const Status&) = nullptr;
   void* done_context = nullptr;
@@ -111,8 +113,10 @@ class Engine {
   Status agree_on_settings(const MeshMembers& members);
   bool wants_two_level(const ProcessSet& set) const;
 
-  // engine_submit.cc
+  // engine_check.cc
   Status check(const Submission& s, const ProcessSet& set) const;
+
+  // engine_submit.cc
   Status queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle);
   void fill(Operation* op, const Submission& s, const ProcessSet& set);
   bool arena_holds(const Submission& s) const;
@@ -135,9 +139,11 @@ class Engine {
   Status agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2], int64_t (&most)[2]);
   bool declared_in_arena(const BucketSet& buckets) const;
   void complete(ProcessSet& set, Operation* op, Status status);
+  void finish(Operation* op, Status status);
   Status send_frame(int to, bool urgent);  // the frame in frame_
 
   // engine.cc
+  void attach_messages();
   std::unique_ptr<ProcessSet> make_set(uint16_t id, std::vector<int> ranks);
   ProcessSet* find_set(int id) const;
 
@@ -224,6 +230,7 @@ class Engine {
   std::vector<bool> left_;  // [world] said goodbye
   std::string departure_;   // the first goodbye that came in
   Liveness liveness_{0, {}};
+  Messages messages_;
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes
   TimePoint next_timer_{}, next_stall_report_{}, last_mismatch_save_{};
   Inquiry inquiry_;

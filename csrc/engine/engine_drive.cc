@@ -212,7 +212,7 @@ int Engine::until_gathered(int limit_ms) const {
 }
 
 size_t Engine::outstanding() const {
-  size_t n = 0;
+  size_t n = messages_.outstanding();
   for (const auto& [id, set] : sets_) n += set->outstanding();
   return n;
 }
@@ -255,8 +255,10 @@ void Engine::check_liveness(TimePoint now) {
       return seconds_between(op->submitted, now) >= config_.liveness_probe_s;
     });
     if (late)
-      for (int r : set->ranks) waits[r] = r != mesh_->rank() && !left_[r];
+      for (int r : set->ranks) waits[r] = true;
   }
+  messages_.mark_awaited(now, config_.liveness_probe_s, &waits);
+  for (int r = 0; r < mesh_->size(); ++r) waits[r] = waits[r] && r != mesh_->rank() && !left_[r];
   for (const Liveness::Action& action : liveness_.tick(now, waits)) {
     if (action.kind == Liveness::Action::kPing) {
       counters_.pings.fetch_add(1, std::memory_order_relaxed);
@@ -289,6 +291,7 @@ void Engine::fail_everything(const Status& reason) {
   failed_.store(true);
   log_.debug("failing every operation: ", reason.text());
   tell_everybody(reason);  // before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives
+  messages_.fail_all(reason);
   for (auto& [id, set] : sets_) {
     std::string during;
     if (set->runner) {
@@ -326,6 +329,7 @@ void Engine::peer_left(int rank, const std::string& text) {
   const std::string full = text_of(
       "Horovod has been shut down: ", mesh_->describe(rank), " ", text,
       ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
+  messages_.peer_left(rank, full);
   for (auto& [id, set] : sets_) {
     const int position = set->position_of(rank);
     if (position < 0 || set->group_rank < 0) continue;
@@ -392,6 +396,10 @@ Status Engine::shutdown(double timeout_s) {
   thread_.join();
   for (Operation* op : incoming_) {  // submitted in the last moment by another thread
     ProcessSet* set = find_set(op->process_set);
+    if (is_message(op->signature().op)) {
+      finish(op, failure_.with(op->describe()));
+      continue;
+    }
     set->adopt(op);
     complete(*set, op, failure_.with(op->describe()));
   }

@@ -191,7 +191,7 @@ void Engine::save_record(const std::string& reason) {
 // What every finished operation leaves behind.
 void Engine::note_done(const Operation& op, const Status& status) {
   recorder_.done(op, status.code(), Recorder::now());
-  if (timeline_.on()) timeline_.done(op, status);
+  if (timeline_.on() && !is_message(op.signature().op)) timeline_.done(op, status);
   if (status.code() != Code::kMismatch || config_.recorder_dir.empty()) return;
   const TimePoint now = Clock::now();
   if (seconds_between(last_mismatch_save_, now) < kMismatchSaveS) return;

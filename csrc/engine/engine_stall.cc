@@ -33,7 +33,7 @@ std::vector<int> world_ranks(const std::vector<int>& group_ranks, const ProcessS
 
 }  // namespace
 
-// Only a coordinator knows who is missing.
+// Only a coordinator knows who is missing. (A message's two ranks know it themselves.)
 std::string Engine::coordinated_stalls(const ProcessSet& set, TimePoint now, StallFacts* facts) const {
   std::string report;
   if (!set.coordinator) return report;
@@ -74,6 +74,7 @@ void Engine::report_stalls(TimePoint now) {
   StallFacts facts;
   for (const auto& [id, set] : sets_)
     report += coordinated_stalls(*set, now, &facts) + frozen_stalls(*set, now, &facts);
+  report += messages_.stalled(now, config_.stall_check_s, &facts.longest_s, &facts.late);
   if (report.empty()) return inquiry_.close();
   if (!inquiry_.is_open()) open_inquiry(facts.late, now);
   if (!inquiry_.complete(now)) {
@@ -140,6 +141,11 @@ std::string Engine::testimony() {
         text += text_of(text.empty() ? "waits in " : ", ", op->describe(), " (",
                         static_cast<int>(seconds_between(op->submitted, now)), " s)");
   }
+  pending += messages_.outstanding();
+  for (const Operation* op : messages_.operations())
+    if (shown++ < kShown)
+      text += text_of(text.empty() ? "waits in " : ", ", op->describe(), " (",
+                      static_cast<int>(seconds_between(op->submitted, now)), " s)");
   if (pending > kShown) text += text_of(" and ", pending - kShown, " more");
   if (text.empty()) {
     std::lock_guard lock(submit_mu_);

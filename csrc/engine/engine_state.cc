@@ -159,6 +159,7 @@ Status Engine::remove_process_set(int id) {
     removed = std::move(sets_[id]);
     sets_.erase(id);
   }
+  messages_.set_removed(static_cast<uint16_t>(id), error(Code::kAborted, "its process set was removed"));
   while (!removed->pending.empty()) {
     Operation* op = removed->pending.back();
     complete(*removed, op, error(Code::kAborted, op->describe(), ": its process set was removed"));
@@ -213,6 +214,8 @@ std::string Engine::describe() {
         for (int r : stall.missing) text += " " + std::to_string(set->ranks[r]);
       }
   }
+  for (const Operation* op : messages_.operations())
+    text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s");
   leave_gate();
   return text;
 }

@@ -46,6 +46,7 @@ bool Engine::step() {
       });
     wake_readers(*set);
   }
+  if (Status stepped = messages_.step(&moved); !stepped.is_ok()) fail_everything(stepped);
   return moved;
 }
 
@@ -57,8 +58,17 @@ void Engine::take_incoming(bool* moved) {
   }
   for (Operation* op : taken_) {
     ProcessSet* set = find_set(op->process_set);
-    set->adopt(op);
     *moved = true;
+    if (is_message(op->signature().op)) {
+      Status sent;
+      if (failed_.load())
+        finish(op, failure_.with(op->describe()));
+      else
+        sent = messages_.submit(op);
+      if (!sent.is_ok()) fail_everything(sent);
+      continue;
+    }
+    set->adopt(op);
     if (failed_.load() || !set->closed.is_ok()) {
       complete(*set, op, (failed_.load() ? failure_ : set->closed).with(op->describe()));
       continue;
@@ -102,6 +112,8 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     bad = decode(&in, &plan);
     ProcessSet* set = bad.is_ok() ? find_set(plan.process_set) : nullptr;
     if (set && set->coordinator_rank() == from && plan.generation == generation_) take_plan(*set, std::move(plan));
+  } else if (kind >= FrameKind::kMessage && kind <= FrameKind::kMessageWithdrawn) {
+    bad = messages_.handle(from, kind, &in);
   } else if (kind == FrameKind::kGoodbye) {
     peer_left(from, in.get_text());
   } else if (kind == FrameKind::kAbort) {
@@ -253,6 +265,10 @@ void Engine::finish_batch(ProcessSet& set) {
 
 void Engine::complete(ProcessSet& set, Operation* op, Status status) {
   set.forget(op);
+  finish(op, std::move(status));
+}
+
+void Engine::finish(Operation* op, Status status) {
   note_done(*op, status);
   op->status = std::move(status);
   std::function<void()> tell;  // made before `op` may be recycled, run after its result may be taken

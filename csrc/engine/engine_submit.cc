@@ -1,83 +1,11 @@
-// Submission: arguments are checked, an operation is filled and queued. Any thread.
+// Submission: an operation is filled and queued. Any thread.
 #include <algorithm>
 #include <tuple>
 
 #include "engine/engine.h"
+#include "engine/mismatch.h"
 
 namespace hc {
-
-namespace {
-
-const char* horovod_name_of(Op op) {  // as in Horovod's messages
-  constexpr const char* names[kOpCount] = {"Allreduce",     "Allgather", "Broadcast", "Alltoall",
-                                           "Reducescatter", "Join",      "Barrier"};
-  return names[static_cast<int>(op)];
-}
-
-std::string shape_text(std::span<const int64_t> shape) {
-  std::string text = "[";
-  for (size_t i = 0; i < shape.size(); ++i) text += (i ? "," : "") + std::to_string(shape[i]);
-  return text + "]";
-}
-
-}  // namespace
-
-Status Engine::check(const Submission& s, const ProcessSet& set) const {
-  if (set.group_rank < 0)
-    return error(Code::kInvalidArgument, horovod_name_of(s.op), ": Rank ", mesh_->rank(),
-                 " is not a member of the provided process set.");
-  for (const auto& t : s.tensors) {
-    for (int64_t d : t.shape)
-      if (d < 0)
-        return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': negative dimension in ",
-                     shape_text(t.shape));
-    int64_t count = 1;
-    for (int64_t d : t.shape)
-      if (__builtin_mul_overflow(count, d, &count))
-        return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': shape ", shape_text(t.shape),
-                     " has too many elements");
-    if (count && !t.in) return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': tensor without memory");
-    if ((s.op == Op::kAllreduce || s.op == Op::kBroadcast) && count && !t.out)
-      return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': no memory for the result");
-    if ((s.op == Op::kAllreduce || s.op == Op::kReducescatter) && s.reduce == Reduce::kAverage &&
-        t.dtype == DType::kBool)
-      return error(Code::kInvalidArgument, name_of(s.op), " '", s.name,
-                   "': Average of bool has no meaning; use Sum (or) or Product (and), or convert first");
-    if (s.op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
-      return error(Code::kInvalidArgument, name_of(s.op), " '", s.name, "': Adasum needs floating-point tensors, not ",
-                   name_of(t.dtype), "; use op=Sum or op=Average, or convert first");
-  }
-  if (s.op == Op::kBroadcast && set.position_of(s.root) < 0)
-    return error(Code::kInvalidArgument, "broadcast '", s.name, "': root rank ", s.root,
-                 " is not a member of process set ", set.id);
-  if (s.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
-    return error(Code::kInvalidArgument, "reducescatter '", s.name,
-                 "': Reducescatter currently only supports AVERAGE and SUM. Pass op=Sum or op=Average, or take this "
-                 "rank's rows of an allreduce");
-  if (s.op != Op::kAlltoall) return Status::ok();
-  const auto& t = s.tensors[0];
-  if (t.shape.empty())
-    return error(Code::kInvalidArgument, "alltoall '", s.name, "': the tensor must have at least one dimension");
-  const int64_t rows = t.shape[0];
-  if (s.splits.empty()) {
-    if (rows % set.size())
-      return error(Code::kInvalidArgument, "alltoall '", s.name, "': first dimension ", rows,
-                   " is not divisible by the number of ranks ", set.size(), "; pass splits");
-    return Status::ok();
-  }
-  if (static_cast<int>(s.splits.size()) != set.size())
-    return error(Code::kInvalidArgument, "alltoall '", s.name, "': splits has ", s.splits.size(), " entries for ",
-                 set.size(), " ranks");
-  int64_t sum = 0;
-  for (int64_t n : s.splits) {
-    if (n < 0) return error(Code::kInvalidArgument, "alltoall '", s.name, "': negative entry in splits");
-    sum += n;
-  }
-  if (sum > rows)
-    return error(Code::kInvalidArgument, "alltoall '", s.name, "': the sum of splits, ", sum,
-                 ", exceeds the first dimension ", rows);
-  return Status::ok();
-}
 
 bool Engine::arena_holds(const Submission& s) const {
   if (s.op != Op::kAllreduce || !mesh_->shares_memory(mesh_->rank()) || s.tensors.empty()) return false;
@@ -100,7 +28,7 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
   g.op = s.op;
   g.reduce = s.reduce;
   g.in_arena = arena_holds(s);
-  g.root = s.op == Op::kBroadcast ? set.position_of(s.root) : 0;
+  g.root = has_root(s.op) ? set.position_of(s.root) : is_message(s.op) ? s.root : 0;
   g.prescale = s.prescale;
   g.postscale = s.postscale;
   g.tensors.resize(s.tensors.size());
@@ -158,13 +86,13 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
     return failure_.with(text_of(name_of(s.op), s.name.empty() ? "" : " '", s.name, s.name.empty() ? "" : "'"));
   ProcessSet* set = find_set(s.process_set);
   if (!set)
-    return error(Code::kInvalidArgument, horovod_name_of(s.op), ": Process set ", s.process_set,
+    return error(Code::kInvalidArgument, title_of(s.op), ": Process set ", s.process_set,
                  " does not exist, or has not been registered.");
   HC_TRY(check(s, *set), "rank ", mesh_->rank());
-  if (set->join_pending.load(std::memory_order_acquire))
+  if (set->join_pending.load(std::memory_order_acquire) && !is_message(s.op))
     return error(Code::kInvalidArgument, name_of(s.op), ": rank ", mesh_->rank(),
                  " has joined and submits nothing until join() has returned");
-  NameRecord* record = s.name.empty() ? nullptr : &set->record_of(s.op, s.name);
+  NameRecord* record = s.name.empty() || is_message(s.op) ? nullptr : &set->record_of(s.op, s.name);
   if (record && record->pending.load(std::memory_order_acquire))
     return error(Code::kInvalidArgument, name_of(s.op), " '", s.name,
                  "': an operation with this name is already pending on rank ", mesh_->rank(),
@@ -174,13 +102,17 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
     return error(Code::kInternal, "more than a million operations are live; wait for some and release their handles");
   fill(op, s, *set);
   if (bucket) std::tie(op->bucket_set, op->bucket) = *bucket;
-  if (record) {
+  if (is_message(s.op)) {
+    op->request.sequence = static_cast<uint64_t>(s.tag);
+  } else if (record) {
     op->name_record = record;
     record->pending.store(op, std::memory_order_release);
   } else {
     op->request.sequence = set->next_sequence(s.op);
   }
-  recorder_.submitted(op, ++set->calls, record ? record->uses++ : op->request.sequence);
+  // Messages are no calls that all ranks make alike.
+  const uint64_t call = is_message(s.op) ? 0 : ++set->calls;
+  recorder_.submitted(op, call, record ? record->uses++ : op->request.sequence);
   if (s.op == Op::kJoin) set->join_pending.store(true, std::memory_order_release);
   incoming_.push_back(op);
   *handle = op->handle;

@@ -12,10 +12,16 @@ enum class FrameKind : uint8_t {
   kAbort = 4,    // everybody must fail. Body: code, culprit (world rank or -1), text
   kPing = 5,     // are you there?
   kPong = 6,
-  kInquiry = 16,      // a stall is being reported. Body: u8, 1 = answer what you do instead
-  kTestimony = 17,    // the answer. Body: text
-  kClockAsk = 18,     // what time is it? Body: i64 my monotonic clock, ns
-  kClockAnswer = 19,  // Body: i64 what was asked, i64 my monotonic clock, ns
+  // Between the two ranks of a message (messages.h):
+  kMessage = 7,            // sender: what it is. Body: process set, tag, id, dtype, shape, the payload if it is small
+  kMessageWanted = 8,      // receiver: send the payload on the stream of this id
+  kMessageTaken = 9,       // receiver: the payload that came along is where it belongs. Body: id
+  kMessageRefused = 10,    // receiver: it does not fit. Body: id, code, text
+  kMessageWithdrawn = 11,  // sender: asked for too late, its process set was removed. Body: id
+  kInquiry = 16,           // a stall is being reported. Body: u8, 1 = answer what you do instead
+  kTestimony = 17,         // the answer. Body: text
+  kClockAsk = 18,          // what time is it? Body: i64 my monotonic clock, ns
+  kClockAnswer = 19,       // Body: i64 what was asked, i64 my monotonic clock, ns
 };
 
 }  // namespace hc

@@ -77,6 +77,8 @@ class Ledger {
   // Compares what the ranks announced, if anything changed. Ranks without a mark count as joined.
   void settle(Entry* entry, const RankNames& names);
   const Agreement& agreement(const Entry& entry) const;
+  // What this rank announced; null when it has not.
+  const Signature* announced_by(const Entry& entry, int rank) const;
   // What the lowest rank that announced it said.
   const Signature& reference(const Entry& entry) const;
   // Finds the slot that goes into the plan (Entry::plan_slot); gives one to an entry that has none, if the capacity
@@ -104,7 +106,6 @@ class Ledger {
   Status mark(int rank, uint32_t entry);
   Status use_slot(int rank, uint32_t slot, uint64_t sequence, uint32_t* entry);
   bool uses_slot_agreement(const Entry& entry) const;
-  const Signature* announced_by(const Entry& entry, int rank) const;
   void store(Entry* entry, int rank, const Signature& signature);
   bool uniform(const Entry& entry) const;
   bool deserves_slot(const Entry& entry);

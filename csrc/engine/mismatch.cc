@@ -16,8 +16,8 @@ struct Found {
   size_t tensor = 0;  // kDType, kShape
 };
 
-bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter; }
-bool first_dimension_is_free(Op op) { return op == Op::kAllgather || op == Op::kAlltoall; }
+bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
+bool first_dimension_is_free(Op op) { return op == Op::kAllgather || op == Op::kAlltoall || op == Op::kGather; }
 
 bool same_shape(Op op, const TensorMeta& a, const TensorMeta& b) {
   if (a.shape.size() != b.shape.size()) return false;
@@ -30,6 +30,7 @@ bool same_shape(Op op, const TensorMeta& a, const TensorMeta& b) {
 bool same_number(double a, double b) { return a == b || (a != a && b != b); }
 
 Found difference(Op op, const Signature& a, const Signature& b) {
+  if (op == Op::kScatter) return {a.root != b.root ? Difference::kRoot : Difference::kNone};  // only the root has rows
   if (a.tensors.size() != b.tensors.size()) return {Difference::kTensorCount};
   for (size_t t = 0; t < a.tensors.size(); t++)
     if (a.tensors[t].dtype != b.tensors[t].dtype) return {Difference::kDType, t};
@@ -37,7 +38,7 @@ Found difference(Op op, const Signature& a, const Signature& b) {
     if (a.reduce != b.reduce) return {Difference::kReduce};
     if (!same_number(a.prescale, b.prescale) || !same_number(a.postscale, b.postscale)) return {Difference::kScale};
   }
-  if (op == Op::kBroadcast && a.root != b.root) return {Difference::kRoot};
+  if (has_root(op) && a.root != b.root) return {Difference::kRoot};
   if (a.device != b.device) return {Difference::kDevice};
   for (size_t t = 0; t < a.tensors.size(); t++)
     if (!same_shape(op, a.tensors[t], b.tensors[t])) return {Difference::kShape, t};
@@ -67,12 +68,6 @@ std::string announced(const Found& found, const Signature& s, const RankNames& n
   }
   std::string which = s.tensors.size() > 1 ? text_of("tensor ", found.tensor, " as ") : "";
   return which + text_of_tensor(s.tensors[found.tensor]);
-}
-
-std::string op_title(Op op) {
-  std::string title = name_of(op);
-  title[0] = static_cast<char>(title[0] - 'a' + 'A');
-  return title;
 }
 
 // Horovod's words, then the next move.
@@ -138,7 +133,9 @@ Agreement refuse(Code code, std::string text) {
 
 // What is wrong on every rank alike; Agreement::error is kOk when nothing is.
 Agreement check_arguments(const Subject& subject, const Signature& s, int size) {
-  bool gathers = subject.op == Op::kAllgather || subject.op == Op::kReducescatter || subject.op == Op::kAlltoall;
+  const Op op = subject.op;
+  const bool gathers = op == Op::kAllgather || op == Op::kReducescatter || op == Op::kAlltoall || op == Op::kGather ||
+                       op == Op::kScatter;
   for (const TensorMeta& t : s.tensors) {
     if (gathers && t.shape.empty())
       return refuse(Code::kMismatch,
@@ -147,7 +144,7 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
     if (reduces(subject.op) && s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
       return refuse(Code::kInvalidArgument,
                     text_of(label_of(subject), ": bool tensors have no Average; use Sum, Min, Max or Product."));
-    if (subject.op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
+    if (op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
       return refuse(Code::kInvalidArgument,
                     text_of(label_of(subject), ": Adasum needs floating-point tensors, not ", name_of(t.dtype), "."));
   }
@@ -155,12 +152,14 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
     return refuse(Code::kUnsupported,
                   text_of(label_of(subject), ": Reducescatter currently only supports AVERAGE and SUM, ", "not ",
                           name_of(s.reduce), "."));
-  if (subject.op == Op::kBroadcast && (s.root < 0 || s.root >= size))
+  if (op == Op::kReduce && s.reduce == Reduce::kAdasum)
+    return refuse(Code::kUnsupported, text_of(label_of(subject), ": Adasum is for allreduce."));
+  if (has_root(op) && (s.root < 0 || s.root >= size))
     return refuse(Code::kInvalidArgument,
                   text_of(label_of(subject), ": root ", s.root, " is not one of the process set's ", size, " ranks."));
-  if (subject.op == Op::kAlltoall && s.tensors.size() != 1)
+  if ((op == Op::kAlltoall || op == Op::kScatter) && s.tensors.size() != 1)
     return refuse(Code::kUnsupported,
-                  text_of(label_of(subject), ": alltoall takes one tensor, not ", s.tensors.size(), "."));
+                  text_of(label_of(subject), ": ", name_of(op), " takes one tensor, not ", s.tensors.size(), "."));
   return {};
 }
 
@@ -169,10 +168,14 @@ void slice_rows(int64_t rows, int size, std::vector<int64_t>* out) {
   for (int r = 0; r < size; r++) out->push_back(rows / size + (r < rows % size ? 1 : 0));
 }
 
-// One rank's line of the alltoall table; no splits = equal parts.
+// One rank's line of the alltoall table, or the root's rows for everybody; no splits = equal parts.
 Agreement add_splits(const Subject& subject, const Signature& s, int rank, int size, std::vector<int64_t>* out) {
   int64_t rows = s.tensors[0].shape[0];
   if (s.splits.empty()) {
+    if (subject.op == Op::kScatter) {
+      slice_rows(rows, size, out);
+      return {};
+    }
     if (rows % size != 0)
       return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " has ", rows, " rows, which ",
                                                     size, " ranks cannot share equally; pass splits."));
@@ -204,9 +207,13 @@ Agreement rows_of(const Subject& subject, std::span<const Signature* const> by_r
     }
     return a;
   }
+  if (subject.op == Op::kScatter) {
+    Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(any.root)], names(any.root), size, &a.rows);
+    return bad.error != Code::kOk ? bad : a;
+  }
   for (size_t t = 0; t < any.tensors.size(); t++) {
     if (subject.op == Op::kReducescatter) slice_rows(any.tensors[t].shape[0], size, &a.rows);
-    if (subject.op != Op::kAllgather) continue;
+    if (!first_dimension_is_free(subject.op)) continue;
     for (const Signature* s : by_rank) a.rows.push_back(s->tensors[t].shape[0]);
   }
   return a;
@@ -244,12 +251,18 @@ uint64_t hash_of_key(const FuseKey& key) {
 
 std::string joined_text(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
   auto gone = std::find(by_rank.begin(), by_rank.end(), nullptr);
-  return text_of(label_of(subject), ": ", op_title(subject.op), " is not supported with Join at this time. Rank ",
+  return text_of(label_of(subject), ": ", title_of(subject.op), " is not supported with Join at this time. Rank ",
                  names(static_cast<int>(gone - by_rank.begin())),
                  " has joined and contributes to allreduce and barrier only.");
 }
 
 }  // namespace
+
+std::string title_of(Op op) {
+  std::string title = name_of(op);
+  title[0] = static_cast<char>(title[0] - 'a' + 'A');
+  return title;
+}
 
 std::string label_of(const Subject& s) {
   if (s.unnamed) return text_of(name_of(s.op), " 'noname.", s.sequence, "' (unnamed, matched by order)");
@@ -280,7 +293,9 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
   }
   if (someone_joined && subject.op != Op::kAllreduce && subject.op != Op::kBarrier)
     return refuse(Code::kUnsupported, joined_text(subject, by_rank, names));
-  const Signature& s = *by_rank[static_cast<size_t>(reference)];
+  const Signature& first = *by_rank[static_cast<size_t>(reference)];
+  const bool by_root = subject.op == Op::kScatter && first.root >= 0 && first.root < static_cast<int>(by_rank.size());
+  const Signature& s = by_root ? *by_rank[static_cast<size_t>(first.root)] : first;
   Agreement a = check_arguments(subject, s, static_cast<int>(by_rank.size()));
   if (a.error != Code::kOk) return a;
   if (!someone_joined) a = rows_of(subject, by_rank, names);

@@ -33,6 +33,8 @@ struct Agreement {
   std::vector<int64_t> rows;  // as PlanBatch::rows
 };
 
+std::string title_of(Op op);  // as Horovod's messages begin: Allreduce
+
 // What the operation is called in a text: allreduce 'layer3.weight', allreduce 'noname.17' (unnamed).
 struct Subject {
   Op op = Op::kAllreduce;

@@ -10,6 +10,9 @@ constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
 
 std::string Operation::describe() const {
   const Signature& s = request.signature;
+  if (is_message(s.op))
+    return text_of(name_of(s.op), s.op == Op::kSend ? " to " : " from ",
+                   s.root < 0 ? std::string("any rank") : text_of("rank ", s.root), " (tag ", request.sequence, ")");
   if (request.name.empty()) return text_of(name_of(s.op), " no. ", request.sequence, " (unnamed)");
   return text_of(name_of(s.op), " '", request.name, "'");
 }
@@ -69,6 +72,8 @@ void Handles::recycle(Operation* op) {
   op->results.clear();
   op->first_dimension.clear();
   op->rows_from.clear();
+  op->received.reset();
+  op->source = -1;
   op->status = Status::ok();
   op->name_record = nullptr;
   op->done_callback = nullptr;

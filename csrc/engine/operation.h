@@ -6,6 +6,7 @@
 #include <condition_variable>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -50,13 +51,15 @@ struct Operation {
   std::vector<std::shared_ptr<Memory>> results;
   std::vector<int64_t> first_dimension;
   std::vector<int64_t> rows_from;
+  std::optional<TensorMeta> received;  // scatter, receive: what came
+  int source = -1;                     // receive: world rank of the sender
   int32_t join_rank = -1;
   std::atomic<bool> done{false};
 
   bool released = false;  // guarded by Handles' mutex
 
   const Signature& signature() const { return request.signature; }
-  // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)"
+  // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)", "send to rank 3 (tag 0)"
   std::string describe() const;
 };
 

@@ -55,7 +55,12 @@ typedef enum hc_op {
   HC_ALLTOALL,
   HC_REDUCESCATTER,
   HC_JOIN,
-  HC_BARRIER
+  HC_BARRIER,
+  HC_REDUCE,
+  HC_GATHER,
+  HC_SCATTER,
+  HC_SEND,
+  HC_RECEIVE
 } hc_op;
 typedef enum hc_device { HC_HOST = 0, HC_CUDA = 1 } hc_device;
 
@@ -64,7 +69,9 @@ HC_EXPORT const char* hc_status_text(const hc_status* status);
 HC_EXPORT int32_t hc_status_culprit(const hc_status* status); /* world rank, -1 when unknown */
 HC_EXPORT void hc_status_destroy(hc_status* status);
 
-/* One tensor of a request. `out` NULL: the core owns the result (sizes unknown before the agreement), see hc_result. */
+/* One tensor of a request. `out` NULL: the core owns the result (sizes unknown before the agreement), see hc_result.
+ * reduce and gather have a result on the root only. scatter: only the root gives a tensor, the others none. receive: a
+ * tensor to receive into (`out`), or none. */
 typedef struct hc_tensor {
   const void* in;
   void* out;
@@ -78,22 +85,24 @@ typedef struct hc_tensor {
 typedef void (*hc_done)(void* context, hc_handle handle, const hc_status* status);
 
 typedef struct hc_request {
-  int32_t version;     /* HC_VERSION */
-  int32_t op;          /* hc_op */
-  int32_t reduce;      /* hc_reduce */
-  int32_t root;        /* world rank, also within a process set (broadcast) */
+  int32_t version; /* HC_VERSION */
+  int32_t op;      /* hc_op */
+  int32_t reduce;  /* hc_reduce */
+  int32_t root;    /* world rank, also within a process set (broadcast, reduce, gather, scatter; the peer of send and
+                      receive) */
   int32_t process_set; /* 0 = everybody */
   int32_t device;      /* hc_device */
   int32_t device_index;
   int32_t will_wait; /* not 0: the caller waits for it at once, do not wake the engine thread */
   const char* name;  /* NULL = unnamed: matched by order among the unnamed of this op and process set */
   double prescale, postscale;
-  const int64_t* splits; /* alltoall: rows for each rank of the set; NULL = equal */
+  const int64_t* splits; /* alltoall, scatter's root: rows for each rank of the set; NULL = equal */
   int32_t split_count;
   void* stream;      /* device work: the stream that produces the input, */
   void* ready_event; /* or an event already recorded behind it */
   hc_done done;      /* may be NULL */
   void* done_context;
+  int64_t tag; /* send, receive: matched in order among those of one process set, source and tag; >= 0 */
 } hc_request;
 
 /* Settings are name/value pairs: the HOROCLONE_* / HOROVOD_* variables of docs/environment.md. */
@@ -159,6 +168,11 @@ typedef struct hc_result {
   const int64_t* rows_from;
   int32_t rows_from_count;
   int32_t join_rank; /* join: world rank that joined last, else -1 */
+  /* scatter, receive: what came; else dtype is -1. shape stays valid until hc_release. */
+  int32_t dtype;
+  const int64_t* shape;
+  int32_t shape_rank;
+  int32_t source; /* receive: world rank of the sender, else -1 */
 } hc_result;
 HC_EXPORT hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);

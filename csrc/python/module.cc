@@ -62,10 +62,14 @@ class Result : public Block {
       : Block(block),
         first_dimension(r.first_dimension),
         join_rank(r.join_rank),
-        rows_from(r.rows_from, r.rows_from + r.rows_from_count) {}
+        dtype(r.dtype),
+        source(r.source),
+        rows_from(r.rows_from, r.rows_from + r.rows_from_count),
+        shape(r.shape, r.shape + r.shape_rank) {}
   const int64_t first_dimension;
   const int join_rank;
-  const std::vector<int64_t> rows_from;
+  const int dtype, source;
+  const std::vector<int64_t> rows_from, shape;
 };
 
 // The numbers of a shape or of splits, from a tuple (torch.Size is one), a list or any sequence.
@@ -168,8 +172,9 @@ class Runtime {
   int fact(hc_fact which) const { return hc_get(rt_, which); }
 
   hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
-                   double prescale, double postscale, int root, int process_set, py::handle splits) {
-    return submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, splits, false);
+                   double prescale, double postscale, int root, int process_set, py::handle splits, int64_t tag) {
+    return submit_one({op, reduce, root, process_set, prescale, postscale, tag}, name, in, out, shape, dtype, splits,
+                      false);
   }
 
   void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
@@ -342,6 +347,7 @@ class Runtime {
   struct Kind {
     int op, reduce, root, process_set;
     double prescale, postscale;
+    int64_t tag = 0;
   };
   static hc_request request_for(const Kind& k) {
     hc_request r{};
@@ -352,6 +358,7 @@ class Runtime {
     r.process_set = k.process_set;
     r.prescale = k.prescale;
     r.postscale = k.postscale;
+    r.tag = k.tag;
     return r;
   }
   static const char* name_of(py::handle name) {
@@ -368,13 +375,14 @@ class Runtime {
   }
   hc_handle submit_one(const Kind& kind, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype,
                        py::handle splits, bool will_wait) {
-    Numbers dimensions(shape, "a shape must be a sequence of integers");
+    const bool bare = kind.op == HC_BARRIER || kind.op == HC_JOIN || shape.is_none();
+    const py::tuple empty;
+    Numbers dimensions(bare ? py::handle(empty) : shape, "a shape must be a sequence of integers");
     hc_request request = request_for(kind);
     request.name = name_of(name);
     request.will_wait = will_wait;
     hc_tensor tensor{reinterpret_cast<const void*>(in), reinterpret_cast<void*>(out), dimensions.data, dimensions.size,
                      dtype};
-    const bool bare = kind.op == HC_BARRIER || kind.op == HC_JOIN;
     if (splits.is_none()) return send(request, &tensor, bare ? 0 : 1);
     Numbers rows(splits, "splits must be a sequence of integers");
     static const int64_t none[1] = {0};
@@ -401,7 +409,10 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("nbytes", &Result::bytes)
       .def_readonly("first_dimension", &Result::first_dimension)
       .def_readonly("join_rank", &Result::join_rank)
-      .def_readonly("rows_from", &Result::rows_from);
+      .def_readonly("rows_from", &Result::rows_from)
+      .def_readonly("dtype", &Result::dtype)
+      .def_readonly("shape", &Result::shape)
+      .def_readonly("source", &Result::source);
 
   using namespace py::literals;
   auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
@@ -419,7 +430,7 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; })
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
-           "splits"_a = py::none())
+           "splits"_a = py::none(), "tag"_a = 0)
       .def("submit_group", &Runtime::submit_group, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shapes"_a, "dtypes"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
       .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,

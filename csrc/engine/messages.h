@@ -1,0 +1,118 @@
+// Send and receive between two ranks; no coordinator and no other rank is involved. A send is announced (what it is,
+// small payloads included); the receiver matches announcements with its receives, in order, by process set, source and
+// tag, and asks for the payload, which then goes straight into its place. So unexpected messages take no memory but
+// their announcements, and both sides learn when a message does not fit.
+// Thread: the thread that drives the engine. Owner: the engine.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "base/clock.h"
+#include "base/wire.h"
+#include "collective/collective.h"
+#include "engine/frames.h"
+#include "engine/operation.h"
+
+namespace hc {
+
+inline constexpr size_t kEagerBytes = 8u << 10;          // such payloads travel with the announcement
+inline constexpr size_t kEagerWindow = 256u << 10;       // of them unanswered, per receiver
+inline constexpr size_t kSelfBufferBytes = 64u << 20;    // what a rank sends to itself is copied, up to so much
+inline constexpr size_t kAnnouncementsAhead = 1u << 15;  // unanswered, per receiver; more wait at the sender
+inline constexpr uint16_t kMessageStream = 0xffff;       // Tag::process_set of payloads; no process set has this number
+
+class Messages {
+ public:
+  // What it needs of the engine.
+  struct Host {
+    int rank = 0;
+    uint32_t generation = 0;
+    size_t segment_bytes = 0;
+    std::function<Status(int to, const Writer& frame)> send;
+    std::function<Channel&(int rank)> channel;
+    std::function<void(Operation* op, Status status)> complete;
+    std::function<bool(int rank)> has_left;                                // has said goodbye
+    std::function<const std::vector<int>&(uint16_t process_set)> members;  // world ranks
+  };
+  void attach(Host host) { host_ = std::move(host); }
+
+  // A kSend or kReceive: Signature::root is the other's world rank (receive: -1 = any), Request::sequence the tag.
+  Status submit(Operation* op);
+  Status handle(int from, FrameKind kind, Reader* in);
+  // Moves payloads. An error is a transport's: the whole engine must stop.
+  Status step(bool* moved);
+
+  void peer_left(int rank, const std::string& text);
+  // Ends what waits in a process set that is removed; payloads under way go on.
+  void set_removed(uint16_t process_set, const Status& reason);
+  void fail_all(const Status& reason);
+
+  size_t outstanding() const { return operations_.size(); }
+  const std::vector<Operation*>& operations() const { return operations_; }  // in no order
+  // Marks the ranks that an operation has waited for longer than `older_than_s`.
+  void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) const;
+  // One line for each that nobody has matched for so long.
+  std::string stalled(TimePoint now, double older_than_s, double* longest_s, std::set<int>* late) const;
+
+ private:
+  struct Announced {
+    int from = -1;
+    uint32_t id = 0;
+    TensorMeta meta;
+    bool here = false;  // the payload came with it
+    std::vector<std::byte> payload;
+  };
+  struct Mailbox {  // of one process set and tag
+    std::list<Announced> announced;
+    std::list<Operation*> receives;
+  };
+  using Address = std::pair<uint16_t, int64_t>;
+  struct Moving {
+    Operation* op;
+    int peer;
+    uint32_t id;
+    std::unique_ptr<Collective> transfer;
+  };
+  struct Outbox {  // to one rank
+    size_t unanswered = 0, eager_bytes = 0;
+    std::list<Operation*> queued;
+  };
+  struct Sent {
+    Operation* op;  // null: given up, the answer is still to come
+    int to;
+    size_t eager_bytes;
+  };
+
+  Status announce(Operation* op);
+  Status pump(int to);
+  Status send_to_self(Operation* op);
+  Status arrived(const Address& address, Announced message);
+  Status match(Operation* op, Announced message);
+  Status prepare(Operation* op, const Announced& message);
+  Status answer(int to, FrameKind kind, uint32_t id, const Status& reason);
+  Status answered(int from, FrameKind kind, Reader* in);
+  Status read_announcement(int from, Reader* in);
+  Status withdrawn(int from, Reader* in);
+  Status begin_transfer(Operation* op, int peer, uint32_t id);
+  void complete(Operation* op, Status status);
+  void drop_waiting(const std::function<bool(const Operation*)>& which, const Status& reason);
+
+  Host host_;
+  uint32_t next_id_ = 0;
+  std::map<Address, Mailbox> mailboxes_;
+  std::map<int, Outbox> outboxes_;
+  std::unordered_map<uint32_t, Sent> sent_;  // announced, not answered
+  std::vector<Moving> moving_;
+  size_t self_bytes_ = 0;  // copied, not received yet
+  std::vector<Operation*> operations_;
+};
+
+}  // namespace hc

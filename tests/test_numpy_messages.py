@@ -1,0 +1,105 @@
+"""send, recv, isend and irecv of NumPy arrays, in shared memory; what goes wrong names both ranks and ends."""
+
+from __future__ import annotations
+
+import time
+
+import ml_dtypes
+import numpy as np
+import pytest
+from world import ranks
+
+import horoclone as hvd
+from horoclone import ops
+
+DTYPES = [np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name) for name in ops.DTYPES]
+
+
+@ranks(2)
+def test_every_dtype_and_shape_arrives():
+    for dtype in DTYPES:
+        for shape in [(), (0, 3), (5,), (33, 9, 2), (70_000,)]:
+            message = (np.arange(np.prod(shape, dtype=int)) % 2).reshape(shape).astype(dtype)
+            if hvd.rank() == 0:
+                assert hvd.send(message, 1) is None
+                hvd.send(message, 1, tag=3)
+                continue
+            found = hvd.recv(None, 0)
+            target = np.empty(shape, dtype)
+            assert hvd.recv(target, src=0, tag=3) is target
+            for got in (found, target):
+                assert got.dtype == dtype and got.shape == shape and got.tobytes() == message.tobytes()
+
+
+@ranks(2, 3)
+def test_everybody_sends_to_everybody_and_to_itself():
+    messages = [np.full(20_000, 10 * hvd.rank() + to, np.float32) for to in range(hvd.size())]
+    sent = [hvd.isend(message, to, tag=7) for to, message in enumerate(messages)]
+    places = [np.zeros(20_000, np.float32) for _ in messages]
+    received = [hvd.irecv(place, src, tag=7) for src, place in enumerate(places)]
+    for src, handle in enumerate(received):
+        assert hvd.synchronize(handle) is places[src]
+        assert (places[src] == 10 * src + hvd.rank()).all()
+    for handle in sent:
+        assert hvd.synchronize(handle) is None
+    hvd.send(np.arange(3), hvd.rank())
+    assert hvd.recv(src=hvd.rank()).tolist() == [0, 1, 2]
+
+
+@ranks(2)
+def test_handles_are_polled_and_collectives_are_not_held_up():
+    if hvd.rank() == 0:
+        handle = hvd.irecv(None, 1, tag=1)
+        assert not hvd.poll(handle)
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+        assert not hvd.poll(handle), "nothing was sent yet"
+        hvd.barrier()
+        deadline = time.monotonic() + 30
+        while not hvd.poll(handle) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert hvd.synchronize(handle).tolist() == [4]
+    else:
+        assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+        hvd.barrier()
+        hvd.send([4], 0, tag=1)
+
+
+@ranks(3)
+def test_a_receive_from_anybody_takes_what_comes():
+    if hvd.rank():
+        return hvd.send(np.array([hvd.rank()]), 0, tag=2)
+    assert sorted(int(hvd.recv(tag=2)[0]) for _ in range(hvd.size() - 1)) == [1, 2]
+
+
+@ranks(2)
+def test_what_does_not_fit_is_an_error_on_both_sides_and_the_next_message_arrives():
+    for count in (4, 40_000):
+        for wrong in (np.zeros(count, np.int32), np.zeros(count + 1)):
+            with pytest.raises(
+                hvd.Mismatch, match=rf"rank 0 sent float64\[{count}\] with tag 0, rank 1 receives"
+            ):
+                if hvd.rank() == 0:
+                    hvd.send(np.ones(count), 1)
+                else:
+                    hvd.recv(wrong, 0)
+        if hvd.rank() == 0:
+            hvd.send(np.ones(count), 1)
+        else:
+            assert hvd.recv(np.zeros((2, count // 2)), 0).sum() == count, (
+                "another shape of as many elements fits"
+            )
+
+
+@ranks(2)
+def test_wrong_arguments_raise_at_once():
+    one = np.ones(3)
+    for call, text in (
+        (lambda: hvd.send(one, 2), "not a member"),
+        (lambda: hvd.send(one, -1), "dst=-1"),
+        (lambda: hvd.recv(one, "first"), "src='first'"),
+        (lambda: hvd.send(one, 1, tag=-4), "tag -4 is negative"),
+        (lambda: hvd.recv(one[::2], 1), "contiguous"),
+        (lambda: hvd.send(np.ones(2, np.complex64), 1), "complex64 is not supported"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            call()

@@ -1,0 +1,136 @@
+"""reduce, gather and scatter on NumPy arrays: every dtype, root and form, process sets, errors that leave it usable."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+from world import ranks
+
+import horoclone as hvd
+from horoclone import ops
+
+DTYPES = [np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name) for name in ops.DTYPES]
+
+
+def data(dtype, shape, rank):
+    random = np.random.default_rng([rank, *shape])
+    return random.integers(0, 2 if dtype == np.bool_ else 5, shape).astype(dtype)
+
+
+def same(result, expected, dtype):
+    assert isinstance(result, np.ndarray) and result.dtype == dtype and result.shape == expected.shape
+    np.testing.assert_array_equal(result.astype(np.float64), expected.astype(np.float64))
+
+
+@ranks(1, 2, 3)
+def test_reduce_gives_the_root_the_reduction_and_the_others_none():
+    for dtype in DTYPES:
+        for shape in [(), (0,), (7,), (3, 257, 5)]:
+            wide = np.stack([data(dtype, shape, rank).astype(np.float64) for rank in range(hvd.size())])
+            cases = [(hvd.Min, wide.min(0)), (hvd.Max, wide.max(0)), (hvd.Product, wide.prod(0))]
+            cases.append((hvd.Sum, wide.max(0) if dtype == np.bool_ else wide.sum(0)))
+            if dtype == np.float64:
+                cases.append((hvd.Average, wide.sum(0) * (1 / hvd.size())))
+            for root, (op, expected) in enumerate(cases):
+                root %= hvd.size()
+                mine = data(dtype, shape, hvd.rank())
+                result = hvd.reduce(mine, root, op=op)
+                later = hvd.synchronize(hvd.reduce_async(mine, root, op=op))
+                if hvd.rank() == root:
+                    same(result, np.asarray(expected), dtype)
+                    same(later, np.asarray(expected), dtype)
+                else:
+                    assert result is None and later is None
+                same(mine, data(dtype, shape, hvd.rank()), dtype)
+    result = hvd.reduce(np.ones(4), 0, op=hvd.Sum, name="scaled", prescale_factor=3.0, postscale_factor=0.5)
+    assert result is None if hvd.rank() else result.tolist() == [1.5 * hvd.size()] * 4
+
+
+@ranks(1, 2, 3)
+def test_gather_concatenates_on_the_root():
+    for dtype in DTYPES:
+        for rows in (0, 1, 5, 900):
+            root = rows % hvd.size()
+            parts = [data(dtype, (rows * (rank + 1) % 1000, 2, 3), rank) for rank in range(hvd.size())]
+            result = hvd.gather(parts[hvd.rank()], root)
+            later = hvd.synchronize(hvd.gather_async(parts[hvd.rank()], root, name="g"))
+            if hvd.rank() == root:
+                same(result, np.concatenate(parts), dtype)
+                same(later, np.concatenate(parts), dtype)
+            else:
+                assert result is None and later is None
+
+
+@ranks(1, 2, 3)
+def test_scatter_gives_everybody_its_rows():
+    for dtype in DTYPES:
+        for rows in (0, 1, 5, 3001):
+            root = rows % hvd.size()
+            whole = data(dtype, (rows, 4), 17)
+            mine = hvd.scatter(whole if hvd.rank() == root else None, root)
+            same(mine, np.array_split(whole, hvd.size())[hvd.rank()], dtype)
+            splits = [0] * hvd.size()
+            splits[-1] = rows
+            handle = hvd.scatter_async(whole, root, splits, name="s")
+            mine = hvd.synchronize(handle)
+            same(mine, whole if hvd.rank() == hvd.size() - 1 else whole[:0], dtype)
+    assert hvd.scatter(np.arange(2 * hvd.size()), 0).shape == (2,)
+
+
+@ranks(3, init=False)
+def test_in_a_process_set_roots_are_world_ranks():
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    if pair.included():
+        mine = np.full(3, hvd.rank() + 1.0)
+        reduced = hvd.reduce(mine, 2, op=hvd.Sum, process_set=pair)
+        gathered = hvd.gather(mine, 2, process_set=pair)
+        part = hvd.scatter(np.array([[1], [2]]) if hvd.rank() == 2 else None, 2, process_set=pair)
+        assert part.tolist() == [[1 + hvd.rank() // 2]]
+        if hvd.rank() == 2:
+            assert reduced.tolist() == [4, 4, 4] and gathered.tolist() == [1, 1, 1, 3, 3, 3]
+        with pytest.raises(ValueError, match="root rank 1 is not a member of process set"):
+            hvd.reduce(mine, 1, process_set=pair)
+    else:
+        with pytest.raises(ValueError, match="Rank 1 is not a member"):
+            hvd.gather(np.ones(1), 0, process_set=pair)
+
+
+@ranks(2)
+def test_what_cannot_work_raises_and_the_runtime_goes_on():
+    one = np.ones(4)
+    with pytest.raises(hvd.Mismatch, match="Mismatched reduce root ranks"):
+        hvd.reduce(one, hvd.rank(), name="roots")
+    with pytest.raises(hvd.Mismatch, match="Mismatched data types"):
+        hvd.gather(one.astype(np.float32) if hvd.rank() else one, 0, name="types")
+    with pytest.raises(hvd.Mismatch, match="Mismatched reduce reduce operations"):
+        hvd.reduce(one, 0, op=hvd.Sum if hvd.rank() else hvd.Max, name="ops")
+    with pytest.raises(hvd.HorovodInternalError, match="rank-zero tensor"):
+        hvd.gather(np.float64(3), 0, name="scalar")
+    for call in (lambda: hvd.reduce(one, 5), lambda: hvd.gather(one, -1), lambda: hvd.scatter(one, 2)):
+        with pytest.raises(ValueError, match="root rank"):
+            call()
+    with pytest.raises(ValueError, match="Adasum is for allreduce"):
+        hvd.reduce(one, 0, op=hvd.Adasum)
+    with pytest.raises(ValueError, match="Average of bool"):
+        hvd.reduce(np.ones(2, bool), 0)
+    if hvd.rank() == 0:
+        for splits, text in (([1], "1 entries for 2 ranks"), ([4, 1], "exceeds"), ([-1, 5], "negative")):
+            with pytest.raises(ValueError, match=text):
+                hvd.scatter(one, 0, splits=splits)
+        with pytest.raises(ValueError, match="must pass the array"):
+            hvd.scatter(None, 0)
+        with pytest.raises(ValueError, match="at least one dimension"):
+            hvd.scatter(np.float64(1), 0)
+    assert hvd.scatter(one, 0).tolist() == [1, 1]
+
+
+@ranks(2)
+def test_not_while_a_rank_has_joined():
+    if hvd.rank() == 0:
+        calls = (hvd.reduce, hvd.gather, hvd.scatter)
+        for call in calls:
+            with pytest.raises(hvd.Unsupported, match="not supported with Join"):
+                call(np.ones(2), 0)
+    assert hvd.join() in (0, 1)
