@@ -395,10 +395,7 @@ class Runtime {
   bool forked_ = false;
 };
 
-}  // namespace
-
-PYBIND11_MODULE(_core, m) {
-  m.doc() = "The native door of horoclone; see _core.pyi.";
+void add_memory(py::module_& m) {
   py::class_<Block>(m, "Block", py::buffer_protocol())
       .def_buffer(&Block::buffer)
       .def_property_readonly("data_ptr", [](const Block& b) { return reinterpret_cast<uintptr_t>(b.data()); })
@@ -413,6 +410,13 @@ PYBIND11_MODULE(_core, m) {
       .def_readonly("dtype", &Result::dtype)
       .def_readonly("shape", &Result::shape)
       .def_readonly("source", &Result::source);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_core, m) {
+  m.doc() = "The native door of horoclone; see _core.pyi.";
+  add_memory(m);
 
   using namespace py::literals;
   auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
