@@ -38,7 +38,11 @@ UNREAD: tuple[Unread, ...] = (
     Unread("HOROVOD_ENABLE_ASYNC_COMPLETION", "0", _GPU),
     Unread("HOROVOD_ENABLE_XLA_OPS", "0", _GPU),
     Unread("HOROVOD_DISABLE_NVTX_RANGES", "0", _GPU),
-    Unread("HOROVOD_CONTROLLER", "", "The launcher decides: mpirun for MPI, everything else goes without."),
+    Unread(
+        "HOROVOD_CONTROLLER",
+        "",
+        "The launcher decides: --mpi or mpirun for MPI, everything else goes without.",
+    ),
     Unread(
         "HOROVOD_ADASUM_MPI_CHUNK_SIZE",
         "1073741824",

@@ -67,10 +67,8 @@ def test_its_errors_carry_its_name_and_it_leaves_a_real_horovod_alone(
     launch, command: Path, tmp_path: Path
 ) -> None:
     env = {"PYTHONPATH": str(ROOT)}
-    done = launch([command, "-np", "2", "--mpi", "true"], env=env, check=False)
-    assert (
-        done.returncode == 2 and done.stderr.startswith("horovodrun: --mpi ") and "mpirun -n N" in done.stderr
-    )
+    done = launch([command, "-np", "2", "--jsrun", "true"], env=env, check=False)
+    assert done.returncode == 2 and done.stderr.startswith("horovodrun: --jsrun ") and "LSF" in done.stderr
     real = tmp_path / "horovod-0.28.1.dist-info"
     real.mkdir()
     (real / "METADATA").write_text("Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")

@@ -234,7 +234,7 @@ def test_flag_beats_environment_beats_file(launch, tmp_path):
     ("autotune:\n  enabled: 1\n", "expected true or false"),
     ("num_proc: true\n", "num_proc: expected"),
     ("elastic:\n  min_np: 2\n", "not supported yet"),
-    ("controller: mpi\n", "mpirun"),
+    ("controller: jsrun\n", "gloo or mpi"),
     ("- a\n- b\n", "expected 'section:'"),
     ("a: [\n", "is not YAML"),
 ])  # fmt: skip
@@ -247,9 +247,9 @@ def test_a_wrong_config_file_is_explained_without_a_traceback(launch, tmp_path, 
 
 
 @pytest.mark.parametrize("flags, code, said", [
-    (["-np", "2", "--mpi", "true"], 2, "mpirun -n N"),
-    (["-np", "2", "--jsrun", "true"], 2, "without MPI"),
-    (["-np", "2", "--mpi-args=-x A", "true"], 2, "mpirun ARGS"),
+    (["-np", "2", "--jsrun", "true"], 2, "LSF"),
+    (["-np", "2", "--mpi", "--gloo", "true"], 2, "two different things"),
+    (["-np", "2", "--mpi", "--ranks", "0", "true"], 2, "--output-filename"),
     (["--min-np", "2", "true"], 2, "Unsupported"),
     (["--blacklist-cooldown-range", "1", "2", "true"], 2, "Unsupported"),
     (["--host-discovery-script", "x", "true"], 2, "checkpoints"),
@@ -370,7 +370,7 @@ def test_the_doctor_answers_in_json_and_names_the_launcher(launch):
 
 
 def test_the_doctor_sees_a_launcher_and_a_library_of_different_mpis():
-    from horoclone.launch.doctor import mpi_family
+    from horoclone.launch.mpirun import mpi_family
 
     assert mpi_family("mpirun (Open MPI) 5.0.11") == "Open MPI" == mpi_family("Open MPI v5.0.11, package: x")
     assert (

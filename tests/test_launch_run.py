@@ -81,6 +81,7 @@ def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
         {"num_proc": 2, "np": 3},
         {"np": 3, "hosts": "localhost:2"},
         {"hosts": "localhost", "hostfile": "x"},
+        {"use_mpi": True, "use_gloo": True},
     ):
         with pytest.raises(ValueError):
             run(print, **wrong)
@@ -90,7 +91,6 @@ def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
         {"min_np": 1},
         {"max_num_proc": 4},
         {"slots": 2},
-        {"use_mpi": True},
         {"host_discovery_script": "x"},
     ):
         with pytest.raises(Unsupported):

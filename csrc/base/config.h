@@ -160,6 +160,8 @@ struct KnobRule {
     "Inherited descriptor from which the job secret is read; set by the launcher.")                         \
   X("FUNCTION_FDS", "", "text", "",                                                                         \
     "Two inherited descriptors of a function started with run(); set by the launcher, taken out at start.") \
+  X("FUNCTION_FOLDER", "", "text", "",                                                                      \
+    "Private folder of a function started with run(use_mpi=True); set by the launcher, taken out at start.") \
   X("RENDEZVOUS", "", "text", "",                                                                           \
     "host:port, comma-separated, of the store in which ranks find each other; set by the launcher.")        \
   X("JOB", "", "text", "", "Name of the job, part of every handshake; set by the launcher.")                \

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from horoclone.errors import Unsupported
-from horoclone.launch.call import VALUE, pack_function
+from horoclone.launch.call import ERROR, VALUE, pack_function
 from horoclone.launch.link import SshOptions, package_home
 from horoclone.launch.usage import LaunchError
 
@@ -83,13 +83,16 @@ def run(
 
     hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, output_filename, verbose and network_interfaces are the
     flags of horoclonerun; executable is the Python of the ranks; env adds variables for them; disable_cache and
-    use_gloo are accepted and change nothing. func and its values must be picklable by cloudpickle.
+    use_gloo are accepted and change nothing. use_mpi=True (or mpi_args) starts the ranks with the mpirun on PATH,
+    on this host. func and its values must be picklable by cloudpickle.
 
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
-    together; Unsupported for elastic arguments and MPI; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
+    together; Unsupported for elastic arguments; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
     elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, min_np, max_np)
-    _refuse(func, (*elastic, host_discovery_script), bool(use_mpi) or mpi_args is not None, (num_proc, np))
+    _refuse(func, (*elastic, host_discovery_script), (num_proc, np))
+    if use_mpi and use_gloo:
+        raise ValueError("run(): use_mpi and use_gloo say two different things; give one of them.")
     wishes = _Wishes(
         size=num_proc or np or 1,
         hosts=hosts,
@@ -104,17 +107,15 @@ def run(
         grace_s=grace,
         environment=dict(env or {}),
     )
+    if use_mpi or mpi_args:
+        return _run_with_mpi(wishes, mpi_args or "", _pickle(func, args, kwargs))
     return _run(wishes, _pickle(func, args, kwargs))
 
 
-def _refuse(func: Any, elastic: Sequence[Any], mpi: bool, sizes: tuple[int | None, int | None]) -> None:
+def _refuse(func: Any, elastic: Sequence[Any], sizes: tuple[int | None, int | None]) -> None:
     if any(value is not None for value in elastic):
         raise Unsupported(
             "run(): elastic jobs are not supported yet; run a fixed num_proc and save checkpoints."
-        )
-    if mpi:
-        raise Unsupported(
-            "run(): ranks start without MPI; leave use_mpi and mpi_args out, or use mpirun on a script."
         )
     given = [size for size in sizes if size is not None]
     if len(set(given)) > 1:
@@ -137,6 +138,29 @@ def _run(wishes: _Wishes, function: bytes) -> list[Any]:
     return _values(result)
 
 
+def _run_with_mpi(wishes: _Wishes, mpi_args: str, function: bytes) -> list[Any]:
+    from horoclone.launch import mpirun
+
+    request = mpirun.MpiRequest(
+        placements=_placements(wishes),
+        command=[wishes.ssh.python, "-c", _RANK, package_home()],
+        environment=_environment(wishes),
+        mpi_args=mpi_args,
+        output_folder=wishes.output_folder,
+    )
+    try:
+        exit_code, answers = mpirun.call(request, function, wishes.grace_s)
+    except LaunchError as error:
+        raise ValueError(f"run(): {error}") from None
+    if exit_code != 0:
+        rank = next((rank for rank, answer in answers.items() if answer[:1] == ERROR), -1)
+        said = f"rank {rank} raised (its traceback is above)" if rank >= 0 else "mpirun says why, above"
+        raise RunError(
+            f"run(): mpirun ended with exit code {exit_code}; {said}", rank, exit_code
+        ) from _cause(answers.get(rank, b""))
+    return [_value(rank, answers[rank]) for rank in range(len(answers))]
+
+
 def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
     try:
         import cloudpickle
@@ -147,24 +171,14 @@ def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _job(wishes: _Wishes, function: bytes) -> Any:
-    from horoclone.launch.cli import choose_placements
-    from horoclone.launch.environment import job_environment
     from horoclone.launch.job import Job, JobRequest
     from horoclone.launch.output import Screen, Style
 
-    settings = dict(wishes.environment)
-    if wishes.start_timeout_s is not None:
-        settings["HOROVOD_START_TIMEOUT"] = f"{wishes.start_timeout_s:g}"
-    if wishes.interfaces:
-        settings["HOROVOD_GLOO_IFACE"] = wishes.interfaces
-    for stream in (sys.stdout, sys.stderr):  # the ranks' lines go straight to the descriptors
-        if stream is not None:
-            stream.flush()
     return Job(
         JobRequest(
-            placements=choose_placements(wishes.size, wishes.hosts, wishes.hostfile),
+            placements=_placements(wishes),
             command=[wishes.ssh.python, "-c", _RANK, package_home()],
-            environment=job_environment(os.environ, settings),
+            environment=_environment(wishes),
             cwd=os.getcwd(),
             screen=Screen(Style()),
             ssh=wishes.ssh,
@@ -178,9 +192,27 @@ def _job(wishes: _Wishes, function: bytes) -> Any:
     )
 
 
-def _values(result: Any) -> list[Any]:
-    import cloudpickle
+def _placements(wishes: _Wishes) -> list[Any]:
+    from horoclone.launch.cli import choose_placements
 
+    return choose_placements(wishes.size, wishes.hosts, wishes.hostfile)
+
+
+def _environment(wishes: _Wishes) -> dict[str, str]:
+    from horoclone.launch.environment import job_environment
+
+    settings = dict(wishes.environment)
+    if wishes.start_timeout_s is not None:
+        settings["HOROVOD_START_TIMEOUT"] = f"{wishes.start_timeout_s:g}"
+    if wishes.interfaces:
+        settings["HOROVOD_GLOO_IFACE"] = wishes.interfaces
+    for stream in (sys.stdout, sys.stderr):  # the ranks' lines go straight to the descriptors
+        if stream is not None:
+            stream.flush()
+    return job_environment(os.environ, settings)
+
+
+def _values(result: Any) -> list[Any]:
     if result.exit_code == 130:
         raise KeyboardInterrupt
     if result.exit_code != 0:
@@ -188,22 +220,29 @@ def _values(result: Any) -> list[Any]:
 
         end = culprit(result.ends)
         rank = end.rank if end is not None else -1
-        answer = result.results.get(rank, b"")
-        cause = None
-        if answer and answer[:1] != VALUE:
-            try:
-                _, cause = cloudpickle.loads(answer[1:])
-            except Exception:
-                cause = None
-        raise RunError(f"run(): {result.text}", rank, result.exit_code) from cause
-    values = []
-    for rank in range(len(result.ends)):
-        answer = result.results[rank]
-        if answer[:1] != VALUE:
-            raise RunError(
-                f"run(): rank {rank} ended with exit code 0, but left no value (os._exit in the function?)",
-                rank,
-                0,
-            )
-        values.append(cloudpickle.loads(answer[1:]))
-    return values
+        raise RunError(f"run(): {result.text}", rank, result.exit_code) from _cause(
+            result.results.get(rank, b"")
+        )
+    return [_value(rank, result.results[rank]) for rank in range(len(result.ends))]
+
+
+def _cause(answer: bytes) -> BaseException | None:
+    """The exception that a rank left as its answer, where it could be pickled."""
+    import cloudpickle
+
+    if answer[:1] != ERROR:
+        return None
+    try:
+        _, cause = cloudpickle.loads(answer[1:])
+    except Exception:
+        return None
+    return cause
+
+
+def _value(rank: int, answer: bytes) -> Any:
+    import cloudpickle
+
+    if answer[:1] != VALUE:
+        text = f"run(): rank {rank} ended with exit code 0, but left no value (os._exit in the function?)"
+        raise RunError(text, rank, 0)
+    return cloudpickle.loads(answer[1:])

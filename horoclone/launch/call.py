@@ -1,6 +1,7 @@
 """A rank of horoclone.run: takes the function from inherited memory, calls it, leaves its value in inherited memory.
 
-Both descriptors come from our own parent, so what is unpickled here is what the caller of run() passed.
+Both descriptors come from our own parent, so what is unpickled here is what the caller of run() passed. Under mpirun,
+which hands down no descriptors, they are files in a folder that only this user can read.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import traceback
 from typing import Any
 
 VALUE, ERROR = b"V", b"E"
+_MPI_RANKS = ("OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK")
 
 
 def pack_function(path: list[str], pickled: bytes) -> bytes:
@@ -42,12 +44,26 @@ def _pickled_error(error: BaseException) -> bytes:
         return bytes(cloudpickle.dumps((text, None)))
 
 
+def _descriptors() -> tuple[int, int]:
+    """(the function's, the answer's)."""
+    folder = os.environ.pop("HOROCLONE_FUNCTION_FOLDER", None)
+    if folder is None:
+        source, target = os.environ.pop("HOROCLONE_FUNCTION_FDS").split(",")
+        return int(source), int(target)
+    rank = next(os.environ[name] for name in _MPI_RANKS if name in os.environ)
+    answer = os.path.join(folder, f"rank.{int(rank)}")
+    return (
+        os.open(os.path.join(folder, "function"), os.O_RDONLY | os.O_CLOEXEC),
+        os.open(answer, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600),
+    )
+
+
 def main() -> int:
     import cloudpickle
 
     from horoclone.launch.process import read_memory
 
-    source, target = (int(part) for part in os.environ.pop("HOROCLONE_FUNCTION_FDS").split(","))
+    source, target = _descriptors()
     path, pickled = unpack_function(read_memory(source))
     os.close(source)
     sys.path.extend(entry for entry in path if entry not in sys.path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from typing import Any
 
@@ -143,10 +144,13 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
             here = [one.rank for one in placements if one.host == host]
             way = "started directly" if host_lists.is_local(host) else "over ssh"
             say(f"{host}: {len(here)} of {len(placements)} ranks ({here[0]}-{here[-1]}), {way}", program)
+    environment = job_environment(os.environ, {**settings, **launcher_variables(arguments)})
+    if arguments.mpi or arguments.mpi_args or arguments.binding_args:
+        return _launch_with_mpi(arguments, placements, environment, program)
     request = JobRequest(
         placements=placements,
         command=arguments.command,
-        environment=job_environment(os.environ, {**settings, **launcher_variables(arguments)}),
+        environment=environment,
         cwd=_here(),
         screen=Screen(style, only),
         ssh=SshOptions(
@@ -165,6 +169,34 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
     if result.text:
         say(result.text, program)
     return result.exit_code
+
+
+def _launch_with_mpi(
+    arguments: argparse.Namespace, placements: list[Any], environment: dict[str, str], program: str
+) -> int:
+    from horoclone.launch import mpirun
+
+    if arguments.ranks:
+        raise LaunchError(
+            "--ranks chooses among lines that mpirun prints; leave --mpi out, or use --output-filename"
+        )
+    if arguments.gloo:
+        raise LaunchError("--gloo and --mpi say two different things; give one of them")
+    request = mpirun.MpiRequest(
+        placements=placements,
+        command=arguments.command,
+        environment=environment,
+        threads=str(arguments.threads_per_rank),
+        mpi_args=arguments.mpi_args or "",
+        binding_args=arguments.binding_args or "",
+        output_folder=os.path.abspath(arguments.output_filename) if arguments.output_filename else None,
+        prefix_timestamp=arguments.prefix_timestamp,
+        ssh_port=arguments.ssh_port,
+        ssh_identity_file=arguments.ssh_identity_file,
+    )
+    if arguments.verbose:
+        say(shlex.join(mpirun.command_line(mpirun.find(), request)[0]), program)
+    return mpirun.start(request)
 
 
 def launcher_variables(arguments: Any) -> dict[str, str]:

@@ -28,6 +28,8 @@ LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
     "ranks": (int, str),
     "verbose": (bool,),
     "tcp": (bool,),
+    "mpi_args": (str,),
+    "binding_args": (str,),
 }
 _OLD_PLACES = {"logging.hide_timestamp": "logging.with_timestamp"}
 
@@ -62,10 +64,9 @@ def _sorted_out(path: str, content: dict[Any, Any]) -> tuple[dict[str, Any], dic
         if value is None:
             continue
         if key == "controller":
-            if str(value).lower() != "gloo":
-                raise NotYet(
-                    f"{path}: controller: {value} is not what this launcher does; start the script with mpirun"
-                )
+            if str(value).lower() not in ("gloo", "mpi"):
+                raise NotYet(f"{path}: controller: {value} is not what this launcher does; gloo or mpi are")
+            flags["mpi"] = str(value).lower() == "mpi"
         elif key == "elastic":
             raise NotYet(
                 f"{path}: elastic jobs are not supported yet (Unsupported); remove the section and use -np N"

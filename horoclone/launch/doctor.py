@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 from horoclone.launch import inventory
 from horoclone.launch.hosts import local_devices, usable_cores
+from horoclone.launch.mpirun import mpi_family
 
 OK, NOTE, BAD = "ok", "note", "bad"
 
@@ -53,17 +54,6 @@ def _run(command: list[str]) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return done.stdout + done.stderr if done.returncode == 0 else None
-
-
-def mpi_family(text: str) -> str:
-    """'Open MPI', 'MPICH', 'Intel MPI' or '' from the version text of a launcher or a library."""
-    if "Intel(R) MPI" in text:
-        return "Intel MPI"
-    if "Open MPI" in text or "open-mpi" in text or "OpenRTE" in text or "PRRTE" in text:
-        return "Open MPI"
-    if "MPICH" in text or "HYDRA" in text or "Hydra" in text:
-        return "MPICH"
-    return ""
 
 
 def _mpi() -> list[Finding]:

@@ -13,7 +13,13 @@ _STAYS_HERE = re.compile(
     r"|XAUTHORITY|WINDOWID|SSH_.*|XDG_.*|DBUS_.*|GPG_.*|TMUX.*|STY|LS_COLORS|HOROCLONE_SECRET.*|_HOROVOD_SECRET_KEY)$"
 )
 # What another launcher told *us* about this process would contradict the rank's own numbers.
-_STALE = ("HOROCLONE_FUNCTION_FDS", "HOROCLONE_SECRET_FD", "HOROCLONE_SECRET", "HOROCLONE_SECRET_FILE")
+_STALE = (
+    "HOROCLONE_FUNCTION_FDS",
+    "HOROCLONE_FUNCTION_FOLDER",
+    "HOROCLONE_SECRET_FD",
+    "HOROCLONE_SECRET",
+    "HOROCLONE_SECRET_FILE",
+)
 
 
 def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str, str]:

@@ -95,14 +95,12 @@ _NO_ELASTIC = (
     "is for elastic jobs, and this version has none yet (Unsupported). Run a fixed size with -np N, save "
     "checkpoints, and let your scheduler restart the job; a failed rank ends it with its exit code"
 )
-_USE_MPIRUN = (
-    "is not what this launcher does: it starts ranks without MPI. Start the script with MPI's own launcher"
-)
 _REFUSED = (
-    (("--mpi", "--use-mpi"), 0, f"{_USE_MPIRUN}: mpirun -n N python train.py"),
-    (("--mpi-args",), 1, f"{_USE_MPIRUN} and give it the arguments: mpirun ARGS -n N python train.py"),
-    (("--binding-args",), 1, f"{_USE_MPIRUN} for binding: mpirun --bind-to core -n N python train.py"),
-    (("--jsrun", "--use-jsrun"), 0, f"{_USE_MPIRUN}: jsrun or mpirun with its own flags"),
+    (
+        ("--jsrun", "--use-jsrun"),
+        0,
+        "needs LSF's own launcher, which starts ranks itself: jsrun -n N python train.py",
+    ),
 )
 
 
@@ -154,6 +152,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     )
     _add_general(parser)
     _add_output(parser)
+    _add_mpi(parser)
     tunables = parser.add_argument_group(
         "tunables (each sets the variable named in its help, for every rank)"
     )
@@ -223,6 +222,15 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
     )
     add("--disable-cache", action="store_true", help="accepted; no check of hosts is remembered")
     add("--tcp", action="store_true", help="no InfiniBand for NCCL (NCCL_IB_DISABLE=1)")
+
+
+def _add_mpi(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("MPI").add_argument
+    add("--mpi", "--use-mpi", action="store_true", dest="mpi",
+        help="start the ranks with the mpirun that is on PATH (Open MPI, MPICH, Intel MPI)")  # fmt: skip
+    add("--mpi-args", metavar="ARGS", help="more arguments for mpirun, in quotes; implies --mpi")
+    add("--binding-args", metavar="ARGS",
+        help="mpirun's arguments for binding, instead of none; implies --mpi")  # fmt: skip
 
 
 def _add_output(parser: argparse.ArgumentParser) -> None:
