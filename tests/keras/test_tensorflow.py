@@ -1,0 +1,272 @@
+"""What only TensorFlow has: sparse gradients, XLA, the name horovod.tensorflow.keras, and tf_keras with its two kinds
+of optimizers. "tensorflow" is Keras 3, "legacy" is tf_keras."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+BATCH, STEPS = 6, 4
+TOLERANCE = 2e-5  # absolute and relative: float32 sums in another order, over eight steps
+On = Callable[..., list[Any]]
+
+
+def the_keras() -> Any:
+    from horoclone.keras.flavor import keras
+
+    return keras
+
+
+def optimizer_named(which: str) -> Any:
+    keras = the_keras()
+    optimizers = keras.optimizers
+    return {
+        "sgd": lambda: optimizers.SGD(0.1, momentum=0.9),
+        "adam": lambda: optimizers.Adam(0.01, epsilon=1e-3),
+        "clipped": lambda: optimizers.SGD(0.5, global_clipnorm=0.1),
+        "scaled": lambda: keras.mixed_precision.LossScaleOptimizer(optimizers.SGD(0.1), initial_scale=1024.0),
+        "legacy sgd": lambda: optimizers.legacy.SGD(0.1, momentum=0.9),
+        "legacy adam": lambda: optimizers.legacy.Adam(0.01, epsilon=1e-3),
+        "legacy clipped": lambda: optimizers.legacy.SGD(0.5, global_clipnorm=0.1),
+        "legacy scaled": lambda: keras.mixed_precision.LossScaleOptimizer(
+            optimizers.legacy.SGD(0.1), initial_scale=1024.0
+        ),
+    }[which]()
+
+
+def network(seed: int, optimizer: Any, embedding: bool = False, **options: Any) -> Any:
+    keras = the_keras()
+    keras.utils.set_random_seed(seed)
+    first = [keras.layers.Embedding(11, 4), keras.layers.Flatten()] if embedding else []
+    model = keras.Sequential([
+        keras.layers.Input((5,)), *first, keras.layers.Dense(8, activation="tanh"), keras.layers.Dense(3),
+    ])  # fmt: skip
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True), **options)
+    return model
+
+
+def shard(rank: int, steps: int, embedding: bool) -> tuple[Any, Any]:
+    chance = np.random.default_rng(100 + rank)
+    count = BATCH * steps
+    x = chance.integers(0, 11, (count, 5)) if embedding else chance.normal(size=(count, 5)).astype(np.float32)
+    return x, chance.integers(0, 3, count)
+
+
+def everybody(size: int, steps: int, embedding: bool) -> tuple[Any, Any]:
+    """The shards as one data set whose batch k consists of everybody's batches k."""
+    parts = [shard(rank, steps, embedding) for rank in range(size)]
+    xs, ys = (np.stack([p[i].reshape(steps, BATCH, *p[i].shape[1:]) for p in parts], axis=1) for i in (0, 1))
+    return xs.reshape(-1, 5), ys.reshape(-1)
+
+
+def fit(model: Any, data: tuple[Any, Any], batch: int = BATCH, callbacks: Any = ()) -> None:
+    model.fit(*data, batch_size=batch, epochs=2, shuffle=False, verbose=0, callbacks=list(callbacks))
+
+
+def same_everywhere(model: Any) -> bool:
+    import horoclone.keras as hvd
+
+    return len({tuple(w.tobytes() for w in ws) for ws in hvd.allgather_object(model.get_weights())}) == 1
+
+
+# --- what the ranks run ----------------------------------------------------------------------------------------------
+
+
+def trains_as_one(which: str, embedding: bool = False, passes: int = 1, **options: Any) -> None:
+    """fit on shards, from a start that differs between the ranks, equals fit on everything."""
+    import horoclone.keras as hvd
+
+    optimizer = hvd.DistributedOptimizer(
+        optimizer_named(which), backward_passes_per_step=passes, average_aggregated_gradients=True, **options
+    )
+    model = network(hvd.rank(), optimizer, embedding)
+    reference = network(0, optimizer_named(which), embedding)
+    fit(
+        model,
+        shard(hvd.rank(), STEPS, embedding),
+        callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)],
+    )
+    fit(reference, everybody(hvd.size(), STEPS, embedding), batch=BATCH * hvd.size() * passes)
+    assert same_everywhere(model)
+    for ours, theirs in zip(model.get_weights(), reference.get_weights(), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def goes_apart_without_us() -> None:
+    import horoclone.keras as hvd
+
+    model = network(0, optimizer_named("sgd"))
+    fit(model, shard(hvd.rank(), STEPS, False))
+    assert not same_everywhere(model)
+
+
+def skips_together(legacy: bool, outer: bool) -> None:
+    """An overflow on one rank skips the step on all, whichever way round the two wrappers are."""
+    import tensorflow as tf
+
+    import horoclone.tensorflow.keras as hvd
+
+    keras = the_keras()
+    kind = keras.optimizers.legacy.SGD if legacy else keras.optimizers.SGD
+    scaled = keras.mixed_precision.LossScaleOptimizer
+    if outer:
+        optimizer = hvd.DistributedOptimizer(scaled(kind(1.0), initial_scale=4.0))
+    else:
+        optimizer = scaled(hvd.DistributedOptimizer(kind(1.0)), initial_scale=4.0)
+    variable = tf.Variable([0.0, 0.0])
+    optimizer.apply_gradients([(tf.fill((2,), np.inf if hvd.rank() == 0 else 1.0), variable)])
+    assert variable.numpy().tolist() == [0.0, 0.0] and float(optimizer.loss_scale) == 2.0
+    optimizer.apply_gradients([(tf.fill((2,), float(hvd.rank())), variable)])
+    np.testing.assert_allclose(variable.numpy(), -(hvd.size() - 1) / 2.0)
+
+
+def reduces_only_once() -> None:
+    """Gradients that the user has reduced are left alone: the arguments that Horovod's users know."""
+    import tensorflow as tf
+
+    import horoclone.tensorflow.keras as hvd
+
+    for kind, flag in (
+        (the_keras().optimizers.SGD, {"skip_gradients_aggregation": True}),
+        (the_keras().optimizers.legacy.SGD, {"experimental_aggregate_gradients": False}),
+    ):
+        optimizer, variable = hvd.DistributedOptimizer(kind(1.0)), tf.Variable(0.0)
+        optimizer.apply_gradients([(tf.constant(float(hvd.rank())), variable)], **flag)
+        assert variable.numpy() == -hvd.rank()
+        with pytest.raises(ValueError, match="already"):
+            hvd.DistributedOptimizer(optimizer)
+
+
+def keeps_local_variables() -> None:
+    import tensorflow as tf
+
+    import horoclone.tensorflow.keras as hvd
+
+    for kind in (the_keras().optimizers.SGD, the_keras().optimizers.legacy.SGD):
+        ours, mine = tf.Variable(0.0), tf.Variable(0.0)
+        optimizer = hvd.DistributedOptimizer(kind(1.0), scale_local_gradients=False)
+        optimizer.register_local_var(mine)
+        optimizer.apply_gradients([(tf.constant(float(hvd.rank())), v) for v in (ours, mine)])
+        assert ours.numpy() == -(hvd.size() - 1) / 2 and mine.numpy() == -hvd.rank()
+
+
+def saves_a_plain_optimizer(path: str, which: str) -> None:
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    model = network(0, hvd.DistributedOptimizer(optimizer_named(which)))
+    fit(model, shard(hvd.rank(), STEPS, False), callbacks=start)
+    if hvd.rank() == 0:
+        model.save(path)
+    hvd.allgather_object(None)
+    assert type(keras.models.load_model(path).optimizer) is type(optimizer_named(which))
+    loaded = hvd.load_model(path)
+    assert int(loaded.optimizer.iterations) == 2 * STEPS
+    for other in (model, loaded):
+        fit(other, shard(hvd.rank(), STEPS, False), callbacks=start)
+    assert same_everywhere(loaded)
+    for ours, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+def refuses_xla() -> None:
+    """With the callback and without it, before anything has been communicated; the next model trains."""
+    import horoclone.tensorflow.keras as hvd
+
+    data = shard(hvd.rank(), 1, False)
+    for callbacks in ([hvd.callbacks.BroadcastGlobalVariablesCallback(0)], []):
+        model = network(0, hvd.DistributedOptimizer(optimizer_named("sgd")), jit_compile=True)
+        with pytest.raises(Exception, match=r"model\.compile\(.*jit_compile=False"):
+            fit(model, data, callbacks=callbacks)
+    fit(network(0, hvd.DistributedOptimizer(optimizer_named("sgd"))), data)
+
+
+def switches_automatic_xla_off() -> None:
+    """Keras chooses XLA by itself where it sees a GPU."""
+    import horoclone.tensorflow.keras as hvd
+
+    model = network(hvd.rank(), hvd.DistributedOptimizer(optimizer_named("sgd")))
+    model.jit_compile = True  # as compile() does with "auto" beside a GPU
+    with pytest.warns(UserWarning, match="jit_compile"):
+        fit(model, shard(hvd.rank(), 1, False), callbacks=[hvd.callbacks.BroadcastGlobalVariablesCallback(0)])
+    assert not model.jit_compile and same_everywhere(model)
+
+
+def has_horovods_names() -> None:
+    import importlib
+
+    from horoclone import horovod_alias
+
+    horovod_alias.install()
+    for name in ("keras", "tensorflow.keras"):
+        for part in ("", ".callbacks", ".elastic"):
+            ours = importlib.import_module(f"horoclone.{name}{part}")
+            assert importlib.import_module(f"horovod.{name}{part}") is ours
+    import horovod.keras as one
+    import horovod.tensorflow.keras as two
+
+    assert one.callbacks.MetricAverageCallback is two.callbacks.MetricAverageCallback
+    optimizer = two.DistributedOptimizer(
+        optimizer_named("sgd"), None, "", "", two.Compression.none, False, 1.0, two.Average, 3, True
+    )
+    assert optimizer._horoclone.reduction.passes == 3 and optimizer._horoclone.reduction.average_passes
+    optimizer = one.DistributedOptimizer(
+        optimizer_named("sgd"), None, "", "", one.Compression.fp16, False, 1.0, one.Sum, 0, 4
+    )
+    assert optimizer._horoclone.reduction.groups == 4 and optimizer._horoclone.reduction.op == one.Sum
+
+
+# --- tests -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("which", ["sgd", "adam", "clipped", "scaled", "legacy sgd", "legacy adam", "legacy clipped",
+                                   "legacy scaled"])  # fmt: skip
+def test_tf_keras_on_shards_equals_tf_keras_on_everything(on: On, which: str) -> None:
+    on("legacy", trains_as_one, which=which)
+
+
+@pytest.mark.parametrize("which", ["adam", "legacy sgd"])
+def test_tf_keras_with_several_batches_per_update(on: On, which: str) -> None:
+    on("legacy", trains_as_one, which=which, passes=2)
+
+
+@pytest.mark.parametrize("sparse_as_dense", [False, True])
+@pytest.mark.parametrize(
+    "backend, which, passes",
+    [("tensorflow", "sgd", 1), ("tensorflow", "adam", 2), ("legacy", "legacy sgd", 1)],
+)
+def test_sparse_gradients(on: On, backend: str, which: str, passes: int, sparse_as_dense: bool) -> None:
+    on(backend, trains_as_one, which=which, embedding=True, passes=passes, sparse_as_dense=sparse_as_dense)
+
+
+@pytest.mark.parametrize("legacy", [False, True])
+@pytest.mark.parametrize("outer", [False, True])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, legacy: bool, outer: bool) -> None:
+    on("legacy", skips_together, legacy=legacy, outer=outer)
+
+
+@pytest.mark.parametrize("body", [goes_apart_without_us, reduces_only_once, keeps_local_variables, has_horovods_names],
+                         ids=lambda body: body.__name__)  # fmt: skip
+def test_of_tf_keras(on: On, body: Any) -> None:
+    on("legacy", body)
+
+
+@pytest.mark.parametrize("which, suffix", [("adam", "keras"), ("legacy adam", "h5")])
+def test_tf_keras_saves_a_plain_optimizer(on: On, which: str, suffix: str, tmp_path: Any) -> None:
+    on("legacy", saves_a_plain_optimizer, path=str(tmp_path / f"model.{suffix}"), which=which)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
+def test_xla_is_refused_before_the_first_step(on: On, backend: str) -> None:
+    on(backend, refuses_xla)
+
+
+@pytest.mark.parametrize(
+    "body", [switches_automatic_xla_off, has_horovods_names], ids=lambda body: body.__name__
+)
+def test_of_keras_3(on: On, body: Any) -> None:
+    on("tensorflow", body)
