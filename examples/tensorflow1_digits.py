@@ -43,6 +43,11 @@ def network(images):
     return layer
 
 
+def plain_run(session, tensor, feed):
+    """The tensor's value, with no hook of the session called."""
+    return session.run_step_fn(lambda step_context: step_context.session.run(tensor, feed))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=600, help="divided by the number of ranks")
@@ -81,8 +86,8 @@ def main() -> None:
             feed = {image: train_x[batch], label: train_y[batch]}
             if number == last_step - 1:  # the session ends with the last step: test before it
                 part = slice(hvd.rank(), None, hvd.size())
-                tested = session.run(all_correct, {image: test_x[part], label: test_y[part]})
-                final_loss = session.run(mean_loss, feed)
+                tested = plain_run(session, all_correct, {image: test_x[part], label: test_y[part]})
+                final_loss = plain_run(session, mean_loss, feed)
             session.run(train, feed)
 
     accuracy = float(tested) / len(test_x)
