@@ -10,7 +10,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.torch import c10d, elastic, mpi_ops
+from horoclone.torch import c10d, elastic, messages, mpi_ops, rooted
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
     allgather_object,
@@ -18,12 +18,14 @@ from horoclone.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from horoclone.torch.messages import *  # noqa: F403
 from horoclone.torch.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
 from horoclone.torch.optimizer import DistributedOptimizer
+from horoclone.torch.rooted import *  # noqa: F403
 from horoclone.torch.sync_batch_norm import SyncBatchNorm
 
 __all__ = [
-    *mpi_ops.__all__,
+    *messages.__all__, *mpi_ops.__all__, *rooted.__all__,
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
     "broadcast_optimizer_state", "broadcast_parameters", "c10d", "elastic",

@@ -21,11 +21,11 @@ from horoclone.torch.compression import Compression
 Tensors = tuple[torch.Tensor, ...]
 
 
-def _grad_name(name: str | None) -> str | None:
+def grad_name(name: str | None) -> str | None:
     return None if name is None else f"{name}.grad"
 
 
-def _require_linear(op: int, what: str) -> None:
+def require_linear(op: int, what: str) -> None:
     if op not in (Average, Sum):
         raise Unsupported(
             f"{what} with op={REDUCE_NAMES[op]} has no gradient here: only Average and Sum are linear. Call it on "
@@ -39,7 +39,7 @@ def _rank_in(process_set: ProcessSet) -> int:
 
 def _rows_before(rows: int, process_set: ProcessSet, name: str | None) -> int:
     """How many rows the lower ranks contributed to an allgather to which this rank gave `rows`."""
-    everybody = mpi_ops.allgather(torch.tensor([rows]), _grad_name(name) and f"{name}.rows", process_set)
+    everybody = mpi_ops.allgather(torch.tensor([rows]), grad_name(name) and f"{name}.rows", process_set)
     return int(everybody[: _rank_in(process_set)].sum())
 
 
@@ -54,9 +54,9 @@ class Allreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         name, op, pre, post, group = ctx.arguments
-        _require_linear(op, "allreduce")
+        require_linear(op, "allreduce")
         reduced = mpi_ops.allreduce(
-            grad.contiguous(), None, _grad_name(name), Compression.none, op, pre, post, group
+            grad.contiguous(), None, grad_name(name), Compression.none, op, pre, post, group
         )
         return reduced, None, None, None, None, None
 
@@ -80,10 +80,10 @@ class GroupedAllreduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         name, op, pre, post, group = ctx.arguments
-        _require_linear(op, "grouped_allreduce")
+        require_linear(op, "grouped_allreduce")
         whole = [grad.contiguous() for grad in grads]
         reduced = mpi_ops.grouped_allreduce(
-            whole, None, _grad_name(name), Compression.none, op, pre, post, group
+            whole, None, grad_name(name), Compression.none, op, pre, post, group
         )
         return (None, None, None, None, None, *reduced)
 
@@ -97,7 +97,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         rows, name, group = ctx.arguments
-        reduced = mpi_ops.allreduce(grad.contiguous(), name=_grad_name(name), op=Average, process_set=group)
+        reduced = mpi_ops.allreduce(grad.contiguous(), name=grad_name(name), op=Average, process_set=group)
         return reduced.narrow(0, _rows_before(rows, group, name), rows), None, None
 
 
@@ -111,7 +111,7 @@ class GroupedAllgather(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         rows, name, group = ctx.arguments
         whole = [grad.contiguous() for grad in grads]
-        reduced = mpi_ops.grouped_allreduce(whole, name=_grad_name(name), op=Average, process_set=group)
+        reduced = mpi_ops.grouped_allreduce(whole, name=grad_name(name), op=Average, process_set=group)
         own = [
             part.narrow(0, _rows_before(count, group, None if name is None else f"{name}.{i}"), count)
             for i, (part, count) in enumerate(zip(reduced, rows, strict=True))
@@ -130,7 +130,7 @@ class Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         root_rank, name, group = ctx.arguments
-        reduced = mpi_ops.allreduce(grad.contiguous(), name=_grad_name(name), op=Average, process_set=group)
+        reduced = mpi_ops.allreduce(grad.contiguous(), name=grad_name(name), op=Average, process_set=group)
         return reduced if rank() == root_rank else torch.zeros_like(reduced), None, None, None
 
 
@@ -145,7 +145,7 @@ class Alltoall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         received, shape, name, group = ctx.arguments
-        back, _ = mpi_ops.alltoall(grad.contiguous(), received, _grad_name(name), group)
+        back, _ = mpi_ops.alltoall(grad.contiguous(), received, grad_name(name), group)
         if back.shape[0] < shape[0]:  # rows beyond the sum of splits went nowhere
             rest = back.new_zeros((shape[0] - back.shape[0], *shape[1:]))
             back = torch.cat([back, rest])
@@ -163,7 +163,7 @@ class Reducescatter(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         name, op, group, scale = ctx.arguments
-        whole = mpi_ops.allgather(_scaled(grad, op, group, scale), _grad_name(name), group)
+        whole = mpi_ops.allgather(_scaled(grad, op, group, scale), grad_name(name), group)
         return whole, None, None, None, None, None
 
 
@@ -187,7 +187,7 @@ class GroupedReducescatter(torch.autograd.Function):
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         name, op, group, scale = ctx.arguments
         parts = [_scaled(grad, op, group, scale) for grad in grads]
-        return (None, None, None, None, None, *mpi_ops.grouped_allgather(parts, _grad_name(name), group))
+        return (None, None, None, None, None, *mpi_ops.grouped_allgather(parts, grad_name(name), group))
 
 
 def _scaled(grad: torch.Tensor, op: int, group: ProcessSet, scale: float) -> torch.Tensor:

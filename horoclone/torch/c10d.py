@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,16 +19,16 @@ import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.errors import HorovodInternalError, Timeout, Unsupported
-from horoclone.torch.c10d_meeting import connect, install_rendezvous
+from horoclone.errors import HorovodInternalError, Timeout
+from horoclone.torch.c10d_facts import BACKEND, GroupFacts
+from horoclone.torch.c10d_meeting import connect, install_rendezvous, missing_at_barrier
 from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, ops_name, reduction
 from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
-from horoclone.torch.tensors import address_of, from_result, number_of
+from horoclone.torch.tensors import NUMBER_OF, address_of, from_result, number_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
-BACKEND = "horoclone"
 DEFAULT_TIMEOUT_S = 1800.0  # torch's: nobody asked for it, so a rank that is alive and late is waited for
 EXIT_S = 5.0
 
@@ -38,7 +37,7 @@ Tensors = Sequence[torch.Tensor]
 _open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
 
 
-class HorocloneGroup(dist.ProcessGroup):
+class HorocloneGroup(GroupFacts):
     """A process group of torch.distributed. Ranks in its arguments are ranks of the group.
 
     Tensors are contiguous, in host memory. Reductions take the dtypes of hvd.allreduce; operations that only move data
@@ -46,59 +45,18 @@ class HorocloneGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        super().__init__(rank, size)  # type: ignore[call-arg]
-        self._store, self._rank, self._size = store, rank, size
+        super().__init__(rank, size)
+        self._store = store
         seconds = timeout.total_seconds()
         self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds
         self._runtime: Runtime | None = connect(
             store, rank, size, seconds if seconds > 0 else DEFAULT_TIMEOUT_S
         )
         self._flight = InFlight(self._runtime)
-        self._name = self._description = ""
         self._monitored = 0  # monitored barriers so far
         _open_groups.add(self)
 
-    # --- facts and life ---
-
-    def getBackendName(self) -> str:
-        """Read by DDP's logger."""
-        return BACKEND
-
-    _get_backend_name = getBackendName
-
-    def getRank(self) -> int:
-        """This process's rank in the group."""
-        return self._rank
-
-    def getSize(self) -> int:
-        """How many ranks the group has."""
-        return self._size
-
-    rank, size, name = getRank, getSize, getBackendName
-
-    # torch's own keep the names in their backends, of which this group has none.
-    def setGroupName(self, name: str) -> None:
-        """Called by torch when the group is made."""
-        self._name = name
-
-    def setGroupDesc(self, text: str) -> None:
-        """Called by torch when the group is made."""
-        self._description = text
-
-    def getGroupName(self) -> str:
-        """The name by which compiled code finds the group."""
-        return self._name
-
-    def getGroupDesc(self) -> str:
-        """What init_process_group or new_group was given."""
-        return self._description
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
+    # --- life ---
 
     def set_timeout(self, timeout: timedelta) -> None:
         """The time limit of operations that start from now on."""
@@ -132,15 +90,18 @@ class HorocloneGroup(dist.ProcessGroup):
         return self._runtime
 
     def _submit(
-        self, op: int, source: torch.Tensor, target: torch.Tensor | None, *, shape: Sequence[int] | None = None,
-        dtype: int | None = None, reduce: int = ops.Sum, prescale: float = 1.0, root: int = 0,
-        splits: Sequence[int] | None = None, outputs: Tensors = (), kept: Any = None, finish: Finish | None = None,
+        self, op: int, source: torch.Tensor | None, target: torch.Tensor | None, *, reduce: int = ops.Sum,
+        prescale: float = 1.0, root: int = 0, splits: Sequence[int] | None = None, outputs: Tensors = (),
+        kept: Any = None, finish: Finish | None = None,
     ) -> Work:  # fmt: skip
-        """target None: the core owns the result, and `finish` copies it."""
-        number = number_of(source, None) if dtype is None else dtype
+        """source None: scatter, not on the root. target None: the core owns the result, and `finish` copies it."""
+        given = (
+            (0, None, 0) if source is None else (address_of(source), source.shape, number_of(source, None))
+        )
+        address, shape, number = given
         handle = self._native().submit(
-            op, None, address_of(source), 0 if target is None else address_of(target),
-            source.shape if shape is None else tuple(shape), number, reduce, prescale, 1.0, root, 0, splits,
+            op, None, address, 0 if target is None else address_of(target), shape, number, reduce, prescale, 1.0,
+            root, 0, splits,
         )  # fmt: skip
         return self._work(handle, outputs, (source, target, kept), finish, ops_name(op))
 
@@ -173,7 +134,10 @@ class HorocloneGroup(dist.ProcessGroup):
 
     allreduce_coalesced = allreduce
 
-    def _fold(self, tensors: Tensors, operation: Callable[..., torch.Tensor]) -> Work:
+    def _fold(
+        self, tensors: Tensors, operation: Callable[..., torch.Tensor], root: int | None = None
+    ) -> Work:
+        """root None: for everybody."""
         if any(t.dtype.is_floating_point or t.is_complex() for t in tensors):
             raise ValueError("bitwise reductions need whole numbers or bool")
         flat = torch.cat([as_bytes(t) for t in tensors])
@@ -182,16 +146,22 @@ class HorocloneGroup(dist.ProcessGroup):
             rows = from_result(runtime.result(handle), (), torch.uint8).view(self._size, -1)
             copy_apart(fold(operation, rows), tensors)
 
-        return self._submit(ops.ALLGATHER, flat, None, outputs=tensors, finish=finish)
+        if root is None:
+            return self._submit(ops.ALLGATHER, flat, None, outputs=tensors, finish=finish)
+        here = finish if root == self._rank else None
+        return self._submit(ops.GATHER, flat, None, root=root, outputs=tensors, finish=here)
 
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> Work:
         """Reduces into the tensor of rank opts.rootRank; the others' tensors stay as they are."""
-        tensors = listed(tensors)
+        (tensor,) = listed(tensors)
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts)
-        given = op if op is not None else opts
-        if self._rank == root:
-            return self.allreduce(tensors, given)
-        return self.allreduce([t.clone() for t in tensors], given)
+        kind, reduce, factor = reduction(op if op is not None else opts)
+        if kind in BITWISE:
+            return self._fold([tensor], BITWISE[kind], root)
+        target = tensor if self._rank == root else None
+        return self._submit(
+            ops.REDUCE, tensor, target, reduce=reduce, prescale=factor, root=root, outputs=[tensor]
+        )
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         """output gets this rank's chunk of the sum: source has size times its elements."""
@@ -322,25 +292,42 @@ class HorocloneGroup(dist.ProcessGroup):
         return self._gather_bytes(torch.cat([as_bytes(s) for s in sources]), outputs, sources)
 
     def gather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
-        """Rank opts.rootRank gets everybody's tensor into its list of outputs."""
+        """Rank opts.rootRank gets everybody's tensor into its list of outputs; sizes may differ."""
         (source,) = listed(sources)
+        data, parts = as_bytes(source), []
         if self._rank == opts.rootRank:
-            return self.allgather(outputs, [source])
-        return self._submit(ops.ALLGATHER, as_bytes(source), None, kept=source)
+            parts = list(outputs[0] if isinstance(outputs[0], (list, tuple)) else outputs)
+            if len(parts) != self._size:
+                raise ValueError(f"gather: {len(parts)} outputs for {self._size} ranks")
+            for part in parts:
+                as_bytes(part)
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            if parts:
+                copy_apart(from_result(runtime.result(handle), (), torch.uint8), parts)
+
+        return self._submit(
+            ops.GATHER, data, None, root=opts.rootRank, outputs=parts, kept=source, finish=finish
+        )
 
     def scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
-        """Each rank gets its entry of the list that rank opts.rootRank has."""
+        """Each rank gets its entry of the list that rank opts.rootRank has; sizes may differ."""
         (output,) = listed(outputs)
-        row = output.numel() * output.element_size()
+        data, splits, wanted = None, None, as_bytes(output).numel()
         if self._rank == opts.rootRank:
-            parts = sources[0] if isinstance(sources[0], (list, tuple)) else sources
-            if len(parts) != self._size or any(p.numel() != output.numel() for p in parts):
-                raise ValueError(f"scatter: needs {self._size} tensors of {output.numel()} elements each")
-            data = torch.cat([as_bytes(part) for part in parts])
-            splits = [row] * self._size
-        else:
-            data, splits = torch.empty(0, dtype=torch.uint8), [0] * self._size
-        return self._exchange(data, splits, [output])
+            parts = [as_bytes(p) for p in (sources[0] if isinstance(sources[0], (list, tuple)) else sources)]
+            if len(parts) != self._size or parts[self._rank].numel() != wanted:
+                raise ValueError(
+                    f"scatter: needs {self._size} tensors, that of rank {self._rank} with {output.numel()} elements"
+                )
+            data, splits = torch.cat(parts), [part.numel() for part in parts]
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            copy_apart(from_result(runtime.result(handle), (), torch.uint8), [output])
+
+        return self._submit(
+            ops.SCATTER, data, None, root=opts.rootRank, splits=splits, outputs=[output], finish=finish
+        )
 
     def alltoall_base(
         self,
@@ -408,41 +395,47 @@ class HorocloneGroup(dist.ProcessGroup):
         """
         self._monitored += 1
         limit_s = (timeout or timedelta(seconds=self._limit_s or DEFAULT_TIMEOUT_S)).total_seconds()
-        deadline = time.monotonic() + limit_s
         prefix = f"monitored/{self._monitored}"
-        if self._rank != 0:
-            self._store.set(f"{prefix}/{self._rank}", b"here")
-            self._wait_in_store([f"{prefix}/verdict"], deadline + 1.0, "rank 0 did not answer")
-            verdict = bytes(self._store.get(f"{prefix}/verdict")).decode()
-        else:
-            missing = []
-            for rank in range(1, self._size):
-                try:
-                    self._wait_in_store([f"{prefix}/{rank}"], deadline, "")
-                except Timeout:
-                    missing.append(rank)
-                    if not wait_all_ranks:
-                        break
-            verdict = f"ranks {missing} did not come within {limit_s:g} s" if missing else ""
-            self._store.set(f"{prefix}/verdict", verdict.encode())
-        if verdict:
-            raise Timeout(f"monitored_barrier: {verdict}")
-
-    def _wait_in_store(self, keys: list[str], deadline: float, text: str) -> None:
-        try:
-            self._store.wait(keys, timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            raise Timeout(f"monitored_barrier: {text}") from error
+        missing = missing_at_barrier(self._store, prefix, self._rank, self._size, limit_s, wait_all_ranks)
+        if missing:
+            raise Timeout(f"monitored_barrier: {missing}")
 
     # --- point to point ---
 
-    def send(self, tensors: Tensors, destination: int, tag: int) -> Work:
-        """Not supported by this version."""
-        raise Unsupported(
-            "the backend 'horoclone' has no send and recv yet: use all_to_all, broadcast or gather, or a gloo group"
-        )
+    def send(self, tensors: Any, destination: int, tag: int = 0) -> Work:
+        """Complete when the receiver has taken it. Its tensor must have as many elements, of the same dtype."""
+        return self._message(ops.SEND, tensors, destination, tag)
 
-    recv = recv_anysource = send
+    def recv(self, tensors: Any, source: int, tag: int = 0) -> Work:
+        """Overwrites the tensor with what that rank sends with this tag."""
+        return self._message(ops.RECEIVE, tensors, source, tag)
+
+    def recv_anysource(self, tensors: Any, tag: int = 0) -> Work:
+        """Overwrites the tensor with what comes first; the work's source_rank() says from whom."""
+        return self._message(ops.RECEIVE, tensors, -1, tag)
+
+    def _message(self, op: int, tensors: Any, peer: int, tag: int) -> Work:
+        (tensor,) = listed(tensors)
+        data = tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
+        number, address, sends = number_of(data, None), address_of(data), op == ops.SEND
+        handle = self._native().submit(
+            op, None, address if sends else 0, 0 if sends else address, data.shape, number, ops.Sum, 1.0, 1.0,
+            peer, 0, None, tag,
+        )  # fmt: skip
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            work._source = runtime.result(handle).source
+
+        work = self._work(
+            handle,
+            [tensor],
+            data,
+            finish if peer < 0 else None,
+            f"{'send to' if sends else 'recv from'} {'any rank' if peer < 0 else f'rank {peer}'}",
+            is_ordered=False,
+            source=peer,
+        )
+        return work
 
     # --- coalescing: operations between the two calls are works of their own ---
 

@@ -1,7 +1,8 @@
 """How the members of a torch process group connect: from torch's store to a runtime of their own.
 
 Nothing that is read from the store is trusted with more than a name: on one host the kernel vouches for the members, on
-several they must share a secret. Also the rendezvous for launchers that set none of torch's variables.
+several they must share a secret. Also the rendezvous for launchers that set none of torch's variables, and a barrier in
+the store.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -152,6 +153,34 @@ def _store(native: Runtime, timeout: timedelta) -> Any:
         announced = (address, server.port)
     address, port = objects.broadcast_object(announced, 0)
     return server or dist.TCPStore(address, port, native.size, False, timeout, wait_for_workers=False)
+
+
+def missing_at_barrier(
+    store: Any, prefix: str, rank: int, size: int, limit_s: float, wait_all_ranks: bool
+) -> str:
+    """A barrier in the store: "" when all came in time, else who did not (as rank 0 saw it). Keys begin with prefix."""
+    deadline = time.monotonic() + limit_s
+
+    def comes(key: str, until: float) -> bool:
+        try:
+            store.wait([f"{prefix}/{key}"], timedelta(seconds=max(0.001, until - time.monotonic())))
+        except RuntimeError:
+            return False
+        return True
+
+    if rank != 0:
+        store.set(f"{prefix}/{rank}", b"here")
+        answered = comes("verdict", deadline + 1.0)
+        return bytes(store.get(f"{prefix}/verdict")).decode() if answered else "rank 0 did not answer"
+    missing: list[int] = []
+    for other in range(1, size):
+        if not comes(str(other), deadline):
+            missing.append(other)
+            if not wait_all_ranks:
+                break
+    verdict = f"ranks {missing} did not come within {limit_s:g} s" if missing else ""
+    store.set(f"{prefix}/verdict", verdict.encode())
+    return verdict
 
 
 def install_rendezvous() -> None:

@@ -33,10 +33,11 @@ BITWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def ops_name(op: int) -> str:
-    names = {ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast"}
-    return names.get(op) or {ops.ALLTOALL: "alltoall", ops.REDUCESCATTER: "reducescatter"}.get(
-        op, "operation"
-    )
+    names = {
+        ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast", ops.ALLTOALL: "alltoall",
+        ops.REDUCESCATTER: "reducescatter", ops.REDUCE: "reduce", ops.GATHER: "gather", ops.SCATTER: "scatter",
+    }  # fmt: skip
+    return names.get(op, "operation")
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:

@@ -144,6 +144,8 @@ class Work(dist.Work):
         """Whom a recv() received from, as a rank of the group."""
         return self._source
 
+    _source_rank = source_rank  # torch.distributed.recv asks by this name
+
     def synchronize(self) -> None:
         """As wait()."""
         self.wait()

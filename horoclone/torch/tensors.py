@@ -21,6 +21,8 @@ NUMBER_OF: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, number in ops.DTYPES.items() if hasattr(torch, name)
 }
 
+_DTYPE_OF = {number: dtype for dtype, number in NUMBER_OF.items()}
+
 # An empty tensor has address 0, which means "the core owns the result" in a submission; it gets this address instead.
 _nowhere = torch.empty(16, dtype=torch.uint8)
 NOWHERE = _nowhere.data_ptr()
@@ -76,3 +78,15 @@ def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> tor
     if math.prod(shape) == 0:
         return torch.empty(shape, dtype=dtype)
     return torch.frombuffer(result, dtype=dtype).view(shape)
+
+
+def received(result: Result) -> torch.Tensor:
+    """What another rank sent, in its dtype and shape, over the core's memory, which the tensor keeps alive."""
+    dtype = _DTYPE_OF.get(result.dtype)
+    if dtype is None:
+        raise Unsupported(
+            f"what arrived has a dtype that torch {torch.__version__} lacks: uint16 came with 2.3"
+        )
+    if result.nbytes == 0:
+        return torch.empty(result.shape, dtype=dtype)
+    return torch.frombuffer(result, dtype=dtype).view(result.shape)

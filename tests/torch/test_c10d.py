@@ -120,6 +120,81 @@ def test_everything_that_moves_data() -> None:
         assert output.tolist() == [sum(range(1, size + 1))] * (rank + 1)
 
 
+@ranks(2, 3)
+def test_send_and_receive() -> None:
+    with distributed() as (rank, size):
+        right, left = (rank + 1) % size, (rank - 1) % size
+        for dtype in (torch.float32, torch.bool, torch.bfloat16, torch.complex64, torch.float8_e4m3fn):
+            for count in (3, 50_000):
+                got, wanted = torch.empty(count).to(dtype), values(left, count).to(dtype)
+                sending = dist.isend(values(rank, count).to(dtype), right, tag=5)
+                assert dist.recv(got, left, tag=5) == left
+                assert sending.wait() and torch.equal(got.view(torch.uint8), wanted.view(torch.uint8))
+        first, second = torch.zeros(4), torch.zeros(4)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, torch.full((4,), float(rank)), right, tag=1),
+                dist.P2POp(dist.isend, torch.full((4,), 10.0 + rank), right, tag=2),
+                dist.P2POp(dist.irecv, second, left, tag=2),
+                dist.P2POp(dist.irecv, first, left, tag=1),
+            ]
+        )
+        for work in works:
+            work.wait()
+        assert first.tolist() == [float(left)] * 4 and second.tolist() == [10.0 + left] * 4
+        if rank:
+            dist.send(torch.tensor([rank]), 0)
+            dist.send_object_list([{"from": rank}], 0)
+        else:
+            found = {}
+            for _ in range(size - 1):
+                place = torch.zeros(1, dtype=torch.int64)
+                source = dist.recv(place)
+                found[source] = place.item()
+            assert found == {r: r for r in range(1, size)}
+            for source in range(1, size):
+                box: list[Any] = [None]
+                dist.recv_object_list(box, source)
+                assert box == [{"from": source}]
+        future = (
+            (dist.isend if rank == 0 else dist.irecv)(torch.ones(2), 1 - min(rank, 1)) if rank < 2 else None
+        )
+        if future is not None:
+            assert future.get_future().wait()[0].tolist() == [1.0, 1.0]
+        error = raised(lambda: dist.send(torch.ones(4, 4).t(), right))
+        assert isinstance(error, ValueError) and "contiguous" in str(error)
+        if rank < 2:
+            place = torch.ones(3) if rank == 0 else torch.ones(3, dtype=torch.int32)
+            call = dist.send if rank == 0 else dist.recv
+            assert "rank 0 sent float32[3]" in str(raised(lambda: call(place, 1 - rank)))
+        dist.barrier()
+
+
+@ranks(3)
+def test_uneven_gather_and_scatter() -> None:
+    with distributed() as (rank, size):
+        mine = torch.full((rank + 1,), float(rank))
+        outputs = [torch.empty(r + 1) for r in range(size)]
+        dist.gather(mine, outputs if rank == 2 else None, 2)
+        assert rank != 2 or [t.tolist() for t in outputs] == [[float(r)] * (r + 1) for r in range(size)]
+        got = torch.empty(rank + 1)
+        dist.group.WORLD.scatter([got], [outputs] if rank == 2 else [[]], scatter_from(2)).wait()
+        assert got.tolist() == mine.tolist()
+        wrong = torch.empty(rank + 2 if rank == 0 else rank + 1)
+        work = dist.group.WORLD.scatter([wrong], [outputs] if rank == 2 else [[]], scatter_from(2))
+        if rank == 0:
+            assert isinstance(raised(work.wait), ValueError)
+        else:
+            work.wait()
+        dist.barrier()
+
+
+def scatter_from(root: int) -> Any:
+    options = dist.ScatterOptions()
+    options.rootRank = root
+    return options
+
+
 @ranks(2)
 def test_objects_coalescing_and_functional_collectives() -> None:
     import torch.distributed._functional_collectives as functional

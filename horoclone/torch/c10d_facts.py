@@ -1,0 +1,57 @@
+"""What torch.distributed asks a process group about itself: backend, rank, size, names, devices. See c10d.py."""
+
+# mypy: disable-error-code="misc, no-untyped-call, override, assignment"
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+BACKEND = "horoclone"
+
+
+class GroupFacts(dist.ProcessGroup):
+    """torch's own process groups keep these facts in their backends, of which ours has none."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)  # type: ignore[call-arg]
+        self._rank, self._size = rank, size
+        self._name = self._description = ""
+
+    def getBackendName(self) -> str:
+        """Read by DDP's logger."""
+        return BACKEND
+
+    _get_backend_name = getBackendName
+
+    def getRank(self) -> int:
+        """This process's rank in the group."""
+        return self._rank
+
+    def getSize(self) -> int:
+        """How many ranks the group has."""
+        return self._size
+
+    rank, size, name = getRank, getSize, getBackendName
+
+    def setGroupName(self, name: str) -> None:
+        """Called by torch when the group is made."""
+        self._name = name
+
+    def setGroupDesc(self, text: str) -> None:
+        """Called by torch when the group is made."""
+        self._description = text
+
+    def getGroupName(self) -> str:
+        """The name by which compiled code finds the group."""
+        return self._name
+
+    def getGroupDesc(self) -> str:
+        """What init_process_group or new_group was given."""
+        return self._description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]

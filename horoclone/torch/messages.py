@@ -1,0 +1,77 @@
+"""Torch tensors from one rank to another: send, recv, and isend, irecv with handles for poll() and synchronize().
+
+Only the two ranks take part; collectives are neither needed nor delayed, and a rank that has joined may still do it.
+Messages match in order by process set, sender and tag. A send is done when its receiver has matched it and the data
+have left, so two ranks that both send first, blocking, wait for each other: use isend. Only what a rank sends to itself
+is copied (up to 64 MiB) and done at once. Gradients do not travel. Thread: the caller's.
+"""
+
+# mypy: disable-error-code="no-any-return"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.ops import RECEIVE, SEND, Sum, peer_number
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import native
+from horoclone.torch.handles import remember, set_id, synchronize
+from horoclone.torch.tensors import address_of, number_of, received
+
+__all__ = ["irecv", "isend", "recv", "send"]
+
+
+def _number_of(tensor: Any, what: str) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise ValueError(f"{what} takes a torch.Tensor, not {type(tensor).__name__}")
+    return number_of(tensor, None)
+
+
+def isend(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
+    """As send; returns a handle at once. Do not change the tensor before it is done."""
+    dtype, to, runtime = _number_of(tensor, "send"), peer_number(dst, "dst"), native()
+    handle = runtime.submit(
+        SEND, None, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, to, set_id(process_set), None, tag
+    )  # fmt: skip
+    return remember(runtime, handle, None, tensor)
+
+
+def send(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
+    """Sends a contiguous tensor of any shape and dtype to rank dst (a world rank).
+
+    Returns when the receiver has taken it. Mismatch, on both sides, when it receives into a tensor that does not fit;
+    PeerLost when it dies; ValueError for a dst that is not in the process set or a negative tag.
+    """
+    synchronize(isend(tensor, dst, tag, process_set))
+
+
+def irecv(
+    tensor: torch.Tensor | None = None,
+    src: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As recv; returns a handle at once. Do not touch the tensor before it is done."""
+    peer, runtime = peer_number(src, "src"), native()
+    rest = (Sum, 1.0, 1.0, peer, set_id(process_set), None, tag)
+    if tensor is None:
+        handle = runtime.submit(RECEIVE, None, 0, 0, None, 0, *rest)
+        return remember(runtime, handle, None, None, lambda rt, h: received(rt.result(h)))
+    dtype = _number_of(tensor, "recv")
+    handle = runtime.submit(RECEIVE, None, 0, address_of(tensor), tensor.shape, dtype, *rest)
+    return remember(runtime, handle, tensor, tensor)
+
+
+def recv(
+    tensor: torch.Tensor | None = None,
+    src: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Receives from rank src (a world rank; None: from whoever sends first) into `tensor`, which is returned.
+
+    The tensor must have the sender's dtype and number of elements. Without one a new tensor of the sender's shape and
+    dtype is made. Errors as those of send.
+    """
+    return synchronize(irecv(tensor, src, tag, process_set))

@@ -1,0 +1,225 @@
+"""reduce, gather and scatter of torch tensors: every dtype, root and form, process sets, gradients, errors."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from world import ranks
+
+import horoclone.torch as hvd
+from horoclone import ops
+
+DTYPES = [getattr(torch, name) for name in ops.DTYPES]
+SHAPES = [(), (0,), (7,), (3, 257, 5)]
+
+
+def values(rank: int, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(rank)
+    return torch.randint(0, 2 if dtype is torch.bool else 4, shape, generator=chance).to(dtype)
+
+
+def same(result: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert result.dtype == dtype and result.shape == expected.shape and not result.requires_grad
+    assert torch.equal(result.to(torch.float64), expected.to(torch.float64))
+
+
+@ranks(1, 2, 3)
+def test_reduce_gives_the_root_the_reduction_and_changes_nobody_else() -> None:
+    me, size = hvd.rank(), hvd.size()
+    for dtype in DTYPES:
+        for shape in SHAPES:
+            wide = torch.stack([values(rank, shape, dtype).double() for rank in range(size)])
+            cases = [(hvd.Min, wide.amin(0)), (hvd.Max, wide.amax(0)), (hvd.Product, wide.prod(0))]
+            cases.append((hvd.Sum, wide.amax(0) if dtype is torch.bool else wide.sum(0)))
+            for number, (op, expected) in enumerate(cases):
+                root = number % size
+                mine = values(me, shape, dtype)
+                place, later = mine.clone(), mine.clone()
+                results = [
+                    hvd.reduce(mine, root, op=op),
+                    hvd.synchronize(hvd.reduce_async(mine, root, op=op, name="async")),
+                    hvd.reduce_(place, root, op=op),
+                    hvd.synchronize(hvd.reduce_async_(later, root, op=op)),
+                ]
+                assert results[2] is place and results[3] is later
+                same(mine, values(me, shape, dtype), dtype)
+                for result in results if me == root else []:
+                    same(result, expected, dtype)
+                if me != root:
+                    assert results[0].shape == results[1].shape == (0,) and results[0].dtype == dtype
+                    same(place, mine, dtype)
+                    same(later, mine, dtype)
+    for dtype in (torch.float64, torch.bfloat16):
+        average = hvd.reduce(torch.full((5,), 2.0 * me, dtype=dtype), 0)
+        assert me or average.tolist() == [size - 1.0] * 5
+    scaled = hvd.reduce(torch.ones(4), 0, op=hvd.Sum, prescale_factor=3.0, postscale_factor=0.5)
+    assert scaled.tolist() == ([] if me else [1.5 * size] * 4)
+
+
+@ranks(1, 2, 3)
+def test_gather_and_scatter_move_rows_of_every_dtype() -> None:
+    me, size = hvd.rank(), hvd.size()
+    for dtype in DTYPES:
+        for rows in (0, 1, 5, 900):
+            root = rows % size
+            parts = [values(rank, (rows * (rank + 1) % 1000, 2, 3), dtype) for rank in range(size)]
+            nothing = torch.empty((0, 2, 3), dtype=dtype)
+            for result in (
+                hvd.gather(parts[me], root),
+                hvd.synchronize(hvd.gather_async(parts[me], root, name="g")),
+            ):
+                same(result, torch.cat(parts) if me == root else nothing, dtype)
+            whole = values(17, (rows, 4), dtype)
+            mine = hvd.scatter(whole if me == root else None, root)
+            same(mine, torch.tensor_split(whole, size)[me], dtype)
+            splits = torch.zeros(size, dtype=torch.int32)
+            splits[-1] = rows
+            mine = hvd.synchronize(hvd.scatter_async(whole, root, splits, name="s"))
+            same(mine, whole if me == size - 1 else whole[:0], dtype)
+
+
+@ranks(3, init=False)
+def test_in_a_process_set_roots_are_world_ranks() -> None:
+    pair = hvd.ProcessSet([0, 2])
+    hvd.init(process_sets=[pair])
+    if pair.included():
+        mine = torch.full((3,), hvd.rank() + 1.0, requires_grad=True)
+        reduced = hvd.reduce(mine, 2, op=hvd.Sum, process_set=pair)
+        gathered = hvd.gather(mine, 2, process_set=pair)
+        part = hvd.scatter(torch.tensor([[1], [2]]) if hvd.rank() == 2 else None, 2, process_set=pair)
+        assert part.tolist() == [[1 + hvd.rank() // 2]]
+        if hvd.rank() == 2:
+            assert reduced.tolist() == [4, 4, 4] and gathered.tolist() == [1, 1, 1, 3, 3, 3]
+        (reduced.sum() + (gathered * 2).sum()).backward()
+        assert mine.grad.tolist() == [3, 3, 3]
+        with pytest.raises(ValueError, match="root rank 1 is not a member of process set"):
+            hvd.reduce(mine, 1, process_set=pair)
+    else:
+        with pytest.raises(ValueError, match="Rank 1 is not a member"):
+            hvd.gather(torch.ones(1), 0, process_set=pair)
+
+
+@ranks(1, 2, 3)
+def test_gradients_are_the_exact_ones() -> None:
+    """Against the gradients of the same sums on one process, for every root."""
+    me, size = hvd.rank(), hvd.size()
+    everybody = [
+        torch.randn(rank + 2, 3, generator=torch.Generator().manual_seed(rank)) for rank in range(size)
+    ]
+    rows = [len(part) for part in everybody]
+    alone = [part.clone().requires_grad_() for part in everybody]
+    weights = torch.randn(sum(rows), 3, generator=torch.Generator().manual_seed(99))
+    (torch.cat(alone) ** 2 * weights).sum().backward()
+    for root in range(size):
+        mine = everybody[me].clone().requires_grad_()
+        gathered = hvd.gather(mine, root)
+        ((gathered**2 * weights).sum() if me == root else gathered.sum()).backward()
+        assert torch.allclose(mine.grad, alone[me].grad)
+
+        for op, factor in ((hvd.Sum, 1.0), (hvd.Average, 1 / size)):
+            mine = torch.full((4,), me + 1.0, requires_grad=True)
+            reduced = hvd.reduce(mine, root, op, name=f"r.{op}", prescale_factor=2.0, postscale_factor=3.0)
+            ((reduced**2).sum() if me == root else reduced.sum()).backward()
+            value = 6 * factor * sum(range(1, size + 1))
+            assert torch.allclose(mine.grad, torch.full((4,), 2 * value * 6 * factor))
+
+        whole = torch.randn(sum(rows) + 2, 3, generator=torch.Generator().manual_seed(7))
+        source = whole.clone().requires_grad_() if me == root else torch.empty(0, requires_grad=True)
+        part = hvd.scatter(source, root, splits=rows)
+        (part**2 * (me + 1)).sum().backward()
+        if me == root:
+            share = torch.cat([torch.full((count, 1), 2.0 * (r + 1)) for r, count in enumerate(rows)])
+            assert torch.allclose(source.grad[: sum(rows)], share * whole[: sum(rows)])
+            assert source.grad[sum(rows) :].tolist() == [[0.0] * 3] * 2
+        else:
+            assert source.grad.shape == (0,)
+    largest = hvd.reduce(torch.ones(2, requires_grad=True), 0, op=hvd.Max)
+    with pytest.raises(hvd.Unsupported, match="op=Max has no gradient"):
+        largest.sum().backward()
+    with torch.no_grad():
+        assert not hvd.gather(torch.ones(1, requires_grad=True), 0).requires_grad
+
+
+@ranks(2)
+def test_what_cannot_work_raises_and_the_runtime_goes_on() -> None:
+    me, one = hvd.rank(), torch.ones(4)
+    with pytest.raises(hvd.Mismatch, match="Mismatched reduce root ranks"):
+        hvd.reduce(one, me, name="roots")
+    with pytest.raises(hvd.Mismatch, match="Mismatched data types"):
+        hvd.gather(one.double() if me else one, 0, name="types")
+    with pytest.raises(hvd.Mismatch, match="Mismatched reduce reduce operations"):
+        hvd.reduce(one, 0, op=hvd.Sum if me else hvd.Max, name="ops")
+    with pytest.raises(hvd.HorovodInternalError, match="rank-zero tensor"):
+        hvd.gather(torch.tensor(3.0), 0, name="scalar")
+    for call in (lambda: hvd.reduce(one, 5), lambda: hvd.gather(one, -1), lambda: hvd.scatter(one, 2)):
+        with pytest.raises(ValueError, match="root rank"):
+            call()
+    with pytest.raises(ValueError, match="Adasum is for allreduce"):
+        hvd.reduce(one, 0, op=hvd.Adasum)
+    with pytest.raises(ValueError, match="Average of bool"):
+        hvd.reduce(torch.ones(2, dtype=torch.bool), 0)
+    for wrong, text in (
+        (torch.ones(4, 6).t(), "contiguous"),
+        (torch.ones(2, dtype=torch.complex64), "not supported"),
+        (torch.eye(2).to_sparse(), "sparse"),
+    ):
+        for call in (hvd.reduce, hvd.reduce_, hvd.gather):
+            with pytest.raises(ValueError, match=text):
+                call(wrong, 0)
+    with pytest.raises(hvd.Unsupported, match="device meta"):
+        hvd.reduce(torch.ones(2, device="meta"), 0)
+    if me == 0:
+        for splits, text in (
+            ([1], "1 entries for 2 ranks"),
+            ([4, 1], "exceeds"),
+            ([-1, 5], "negative"),
+            ([1.0, 3.0], "integers"),
+            (torch.ones(2, 2), "integers"),
+            (3, "integers"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                hvd.scatter(one, 0, splits=splits)
+        for nothing in (None, [1, 2]):
+            with pytest.raises(ValueError, match="must pass the tensor"):
+                hvd.scatter(nothing, 0)
+        with pytest.raises(ValueError, match="at least one dimension"):
+            hvd.scatter(torch.tensor(1.0), 0)
+    assert hvd.scatter(one, 0).tolist() == [1, 1]
+    unregistered = hvd.ProcessSet([0, 1])
+    with pytest.raises(ValueError, match="has not been registered"):
+        hvd.reduce(one, 0, process_set=unregistered)
+
+
+@ranks(2)
+def test_not_while_a_rank_has_joined() -> None:
+    if hvd.rank() == 0:
+        for call in (hvd.reduce, hvd.gather, hvd.scatter):
+            with pytest.raises(hvd.Unsupported, match="not supported with Join"):
+                call(torch.ones(2), 0)
+    assert hvd.join() in (0, 1)
+
+
+@ranks(2)
+def test_large_tensors_and_pending_ones_are_kept_alive() -> None:
+    me, size, count = hvd.rank(), hvd.size(), 1_000_003
+    handles = [hvd.reduce_async(torch.full((count,), me + i + 1.0), i % size, op=hvd.Sum) for i in range(4)]
+    pieces = [hvd.gather_async(torch.full((count,), float(me)), 0), hvd.scatter_async(torch.arange(count), 1)]
+    for i, handle in enumerate(handles):
+        result = hvd.synchronize(handle)
+        expected = 3.0 + 2 * i if i % size == me else math.nan
+        assert result.numel() == (count if i % size == me else 0) and bool((result == expected).all())
+    gathered, part = (hvd.synchronize(handle) for handle in pieces)
+    assert me or gathered.sum().item() == count
+    first = (count + 1) // 2
+    assert torch.equal(part, torch.arange(count)[me * first :][:first])
+
+
+@ranks(2)
+def test_a_compiled_function_may_call_them_outside_its_graphs() -> None:
+    @torch.compile(backend="eager")
+    def total(x: torch.Tensor) -> torch.Tensor:
+        return hvd.reduce(x * 2, 0, op=hvd.Sum) + 1
+
+    assert total(torch.ones(3)).tolist() == ([] if hvd.rank() else [5.0] * 3)
