@@ -341,3 +341,20 @@ def test_a_parameter_group_added_between_backward_and_step_is_reduced() -> None:
     for a, b in zip([*model.parameters(), *more.parameters()], reference.parameters(), strict=True):
         assert torch.allclose(a, b, rtol=1e-9)
     assert same_on_every_rank([*model.parameters(), *more.parameters()])
+
+
+@ranks(2)
+def test_a_group_is_one_reduction_and_the_rest_fills_buckets() -> None:
+    model = layers(4)
+    parameters = list(model.parameters())
+    groups = [[parameters[0], parameters[5]], [parameters[6]]]
+    optimizer = sgd(model, groups=groups)
+    for step in range(3):
+        optimizer.zero_grad()
+        model(inputs(step)).square().mean().backward()
+        optimizer.step()
+    place = {p: p.grad.untyped_storage().data_ptr() for p in parameters}  # a bucket's memory
+    rest = [p for p in parameters if not any(p is q for group in groups for q in group)]
+    buckets = [{place[p] for p in part} for part in (*groups, rest)]
+    assert [len(bucket) for bucket in buckets] == [1, 1, 1] and len(set.union(*buckets)) == 3
+    assert same_on_every_rank(model.parameters())
