@@ -7,7 +7,6 @@ Exit codes: 0, 1 a rank failed or a number was wrong, 2 wrong arguments, 3 too n
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import shutil
@@ -15,16 +14,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from machine import Load, facts  # noqa: E402
+from machine import Load, facts, load_before, only_one  # noqa: E402
 from report import analyse, plot, print_tables  # noqa: E402
 from statistics_of import MAX_LOAD  # noqa: E402
 
@@ -138,26 +134,6 @@ def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
         **{name: getattr(arguments, name) for name in kept},
         "environment": environment,
     }
-
-
-@contextmanager
-def only_one() -> Iterator[None]:
-    """One benchmark at a time on this machine; waits for its turn and says so."""
-    path = Path(tempfile.gettempdir()) / f"horoclone-benchmark-{os.getuid()}.lock"
-    with open(path, "w", encoding="utf-8") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            say("another benchmark runs; waiting for it")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def load_before(settle_s: float) -> float:
-    """Cores that others use while we do nothing."""
-    load = Load()
-    time.sleep(settle_s)
-    return load.others() or 0.0
 
 
 def run_ranks(arguments: argparse.Namespace, out: Path) -> dict[str, Any] | None:

@@ -1,14 +1,19 @@
-"""What the figures depend on: kind of processor, cores, kernel, pages; and how busy others keep the machine.
+"""What the figures depend on: kind of processor, cores, kernel, pages; and whether others use the machine.
 
 Nothing here names the machine.
 """
 
 from __future__ import annotations
 
+import fcntl
 import os
 import platform
 import resource
+import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +75,26 @@ class Load:
         if busy is None or now_busy is None:
             return None
         return max(0.0, (now_busy - busy - (_own_s() - own)) / (time.monotonic() - start))
+
+
+def load_before(settle_s: float) -> float:
+    """Cores that others use while we do nothing."""
+    load = Load()
+    time.sleep(settle_s)
+    return load.others() or 0.0
+
+
+@contextmanager
+def only_one() -> Iterator[None]:
+    """One benchmark at a time on this machine; waits for its turn and says so."""
+    path = Path(tempfile.gettempdir()) / f"horoclone-benchmark-{os.getuid()}.lock"
+    with open(path, "w", encoding="utf-8") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("another benchmark runs; waiting for it", file=sys.stderr, flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _busy_s() -> float | None:

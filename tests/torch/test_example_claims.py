@@ -104,6 +104,13 @@ def horovods(text: str) -> None:
     assert accuracy > 80
 
 
+def zero(text: str) -> None:
+    state = re.findall(r"2\.41 MB of state, of which the ranks keep (\d+)% and (\d+)%", text)
+    assert state == [("50", "50")]
+    sharded, whole = last_line(r"loss ([\d.]+) sharded, ([\d.]+) unsharded from its checkpoint", text)
+    assert sharded == whole < 0.3
+
+
 CLAIMS = {
     "torch_synthetic_benchmark.py": synthetic,
     "torch_process_sets.py": process_sets,
@@ -114,6 +121,7 @@ CLAIMS = {
     "torch_ddp_backend.py": backend,
     "torch_compile.py": compiled,
     "torch_horovod_script.py": horovods,
+    "torch_zero.py": zero,
 }
 
 
@@ -123,7 +131,12 @@ def test_an_example(name: str) -> Any:
     return name, run_example(name)
 
 
-@pytest.mark.parametrize("more", ["--fp16-allreduce"])
+@ranks(2, init=False, check=lambda said: horovods(said[0]))
+def test_horovods_script_with_adasum() -> str:
+    return run_example("torch_horovod_script.py", "--use-adasum")
+
+
+@pytest.mark.parametrize("more", ["--fp16-allreduce", "--use-adasum"])
 @ranks(2, init=False, check=lambda said: synthetic(said[0]))
 def test_the_options_of_the_benchmark(more: str) -> str:
     return run_example("torch_synthetic_benchmark.py", more, "--num-batches-per-iter", "1")
