@@ -76,6 +76,25 @@ def test_gradients_are_averaged_whatever_the_options() -> None:
 
 
 @ranks(2)
+def test_a_step_that_is_traced_once_takes_batches_of_any_size() -> None:
+    table, weights = tf.Variable(tf.ones((6, 2))), tf.Variable(tf.ones((2, 1)))
+
+    @tf.function(input_signature=[tf.TensorSpec((None,), tf.int32)])
+    def step(ids: Any) -> Any:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.embedding_lookup(table, ids) @ weights)
+        return hvd.DistributedGradientTape(tape).gradient(loss, [table, weights])
+
+    for count in (1, 4, 0):
+        rows = [count, count + 1]  # on rank 0 and on rank 1
+        sparse, dense = step(tf.range(rows[hvd.rank()]))
+        assert sparse.values.shape == (sum(rows), 2) and np.allclose(sparse.values.numpy(), 0.5)
+        assert sparse.indices.numpy().tolist() == [*range(rows[0]), *range(rows[1])]
+        assert np.allclose(dense.numpy(), sum(rows) / 2)
+    assert step.experimental_get_tracing_count() == 1
+
+
+@ranks(2)
 def test_local_sources_and_local_layers_keep_their_own_gradient() -> None:
     n, weights, mine = hvd.size(), variables(), own_gradients(hvd.rank())
     mean = sum(own_gradients(r)[0] for r in range(n)) / n

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,8 @@ from horoclone.bootstrap.rendezvous import Client
 
 SERVICE = tf.data.experimental.service
 JOB = "tf.data"
+# Key of the service and training rank -> how many shared datasets it has asked for, which numbers their jobs.
+_shared: Counter[tuple[bytes, int]] = Counter()
 LOOK_S = 30.0  # how long one look at the meeting point waits for the end
 
 
@@ -170,7 +173,8 @@ def send_to_data_service(
 ) -> Any:
     """The dataset, computed by the service. Also a method of tf.data.Dataset.
 
-    reuse_dataset: the training ranks share one pass over the data, else each has its own. round_robin (with
+    reuse_dataset: the training ranks share one pass over the data, else each has its own; every rank asks for its
+    shared datasets (of one service) in the same order. round_robin (with
     reuse_dataset): rank after rank takes a batch, so that all take equally many; the dataset must be infinite.
     RuntimeError with dispatchers on the training side: use the context manager tf_data_service.
     """
@@ -180,12 +184,16 @@ def send_to_data_service(
             "address:` and tf.data.experimental.service.distribute(service=address, ...)"
         )
     in_turns = reuse_dataset and round_robin
+    job = None
+    if reuse_dataset:
+        job = f"{JOB}.{_shared[compute_config.key, rank]}"
+        _shared[compute_config.key, rank] += 1
     with tf_data_service(compute_config, rank) as address:
         return dataset.apply(
             SERVICE.distribute(
                 processing_mode=processing_mode,
                 service=address,
-                job_name="job" if reuse_dataset else None,
+                job_name=job,
                 consumer_index=rank if in_turns else None,
                 num_consumers=size if in_turns else None,
             )
