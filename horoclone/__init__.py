@@ -33,7 +33,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "grouped_reducescatter_async", "barrier", "join",
     ),
     "array_handles": ("poll", "synchronize"),
-    "rooted_arrays": ("reduce", "reduce_async", "gather", "gather_async", "scatter", "scatter_async"),
+    "rooted_arrays": (
+        "reduce", "reduce_", "reduce_async", "reduce_async_", "gather", "gather_async", "scatter", "scatter_async",
+    ),
     "array_messages": ("send", "recv", "isend", "irecv"),
     "objects": ("broadcast_object", "broadcast_object_fn", "allgather_object"),
     "launch.api": ("run",),

@@ -28,11 +28,12 @@ def _reduced(
     name: str | None,
     scales: tuple[float, float],
     process_set: ProcessSet,
+    in_place: bool = False,
 ) -> Pending:
     source, native, where = memory.readable(array), runtime.native(), set_id(process_set)
-    reduce, dtype = ops.resolve_reduce(None, op), memory.dtype_of(source)
-    out = np.empty_like(source) if native.rank == root_rank else None
-    places = memory.address(source), 0 if out is None else memory.address(out)
+    reduce, dtype, is_root = ops.resolve_reduce(None, op), memory.dtype_of(source), native.rank == root_rank
+    out = source if in_place else np.empty_like(source) if is_root else None
+    places = memory.address(source), memory.address(out) if is_root and out is not None else 0
     handle = native.submit(ops.REDUCE, name, *places, source.shape, dtype, reduce, *scales, root_rank, where)
     return Pending(native, handle, (source, out), lambda native, handle: out)
 
@@ -66,6 +67,34 @@ def reduce(
     """
     scales = (prescale_factor, postscale_factor)
     return now(_reduced(array, root_rank, op, name, scales, process_set))  # type: ignore[no-any-return]
+
+
+def reduce_async_(
+    array: Array,
+    root_rank: int,
+    op: int = ops.Average,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """As reduce_; returns a handle at once."""
+    scales = (prescale_factor, postscale_factor)
+    return remember(_reduced(memory.writable(array), root_rank, op, name, scales, process_set, True))
+
+
+def reduce_(
+    array: Array,
+    root_rank: int,
+    op: int = ops.Average,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> Array:
+    """Overwrites rank root_rank's array with the reduction; the others' stay as they are. Returns the array."""
+    scales = (prescale_factor, postscale_factor)
+    return now(_reduced(memory.writable(array), root_rank, op, name, scales, process_set, True))  # type: ignore[no-any-return]
 
 
 def _gathered(array: ArrayLike, root_rank: int, name: str | None, process_set: ProcessSet) -> Pending:

@@ -37,11 +37,16 @@ def test_reduce_gives_the_root_the_reduction_and_the_others_none():
                 mine = data(dtype, shape, hvd.rank())
                 result = hvd.reduce(mine, root, op=op)
                 later = hvd.synchronize(hvd.reduce_async(mine, root, op=op))
+                place, other = mine.copy(), mine.copy()
+                assert hvd.reduce_(place, root, op=op) is place
+                assert hvd.synchronize(hvd.reduce_async_(other, root, op=op)) is other
                 if hvd.rank() == root:
                     same(result, np.asarray(expected), dtype)
-                    same(later, np.asarray(expected), dtype)
+                    for more in (later, place, other):
+                        same(more, np.asarray(expected), dtype)
                 else:
                     assert result is None and later is None
+                    assert place.tobytes() == other.tobytes() == mine.tobytes()
                 same(mine, data(dtype, shape, hvd.rank()), dtype)
     result = hvd.reduce(np.ones(4), 0, op=hvd.Sum, name="scaled", prescale_factor=3.0, postscale_factor=0.5)
     assert result is None if hvd.rank() else result.tolist() == [1.5 * hvd.size()] * 4
@@ -113,6 +118,8 @@ def test_what_cannot_work_raises_and_the_runtime_goes_on():
             call()
     with pytest.raises(ValueError, match="Adasum is for allreduce"):
         hvd.reduce(one, 0, op=hvd.Adasum)
+    with pytest.raises(ValueError, match="needs a NumPy array"):
+        hvd.reduce_([1.0, 2.0], 0)
     with pytest.raises(ValueError, match="Average of bool"):
         hvd.reduce(np.ones(2, bool), 0)
     if hvd.rank() == 0:

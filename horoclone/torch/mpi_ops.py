@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.common.basics import HorovodBasics
+from horoclone.errors import HorovodInternalError as HorovodInternalError  # Horovod has it here, too
 from horoclone.ops import (
     ALLGATHER,
     ALLREDUCE,
