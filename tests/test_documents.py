@@ -49,6 +49,19 @@ def test_the_torch_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: P
     )
 
 
+def test_the_page_on_launching_says_what_happens(launch: Any, tmp_path: Path) -> None:
+    (block,) = python_blocks("docs/launching.md")
+    script, config = tmp_path / "calls.py", tmp_path / "job.yaml"
+    script.write_text(block)
+    assert "[0, 10, 20]" in launch([sys.executable, script], env={"PYTHONPATH": str(ROOT)}).stdout
+    (yaml,) = re.findall(r"```yaml\n(.*?)```", (ROOT / "docs" / "launching.md").read_text(), re.DOTALL)
+    config.write_text(yaml)
+    command = [sys.executable, "-m", "horoclone.launch.cli", "--config-file", config, "--print-config"]
+    said = launch(command, env={"PYTHONPATH": str(ROOT)}).stdout
+    rows = [line for line in said.splitlines() if "file" in line]
+    assert len(rows) == 5 and re.search(r"HOROVOD_FUSION_THRESHOLD +67108864 ", said), said
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     targets = [t for t in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()) if "://" not in t]
