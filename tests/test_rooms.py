@@ -172,18 +172,8 @@ def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> N
     )
     assert not heavy, f"loaded before anything was asked for: {sorted(heavy)}"
     assert "horoclone._core" not in loaded and "horoclone.runtime" not in loaded
-    assert len(loaded) < 200, f"{len(loaded)} modules: {loaded}"
-
-
-def test_the_launcher_starts_in_a_few_tens_of_milliseconds() -> None:
-    def seconds(code: str) -> float:  # of processor time: others on the machine do not count
-        began = os.times()
-        subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-        ended = os.times()
-        return ended.children_user + ended.children_system - began.children_user - began.children_system
-
-    bare, ours = (min(seconds(code) for _ in range(5)) for code in ("pass", "import horoclone.launch.cli"))
-    assert ours - bare < 0.15, f"importing the launcher takes {ours - bare:.3f} s more than Python itself"
+    # What its start costs: some tens of milliseconds (modules are counted, because time depends on the machine).
+    assert len(loaded) < 150, f"{len(loaded)} modules: {loaded}"
 
 
 def test_import_horoclone_alone_loads_only_itself() -> None:
