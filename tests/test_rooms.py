@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 import sys
@@ -173,7 +172,7 @@ def test_the_launcher_loads_neither_native_code_nor_numpy_nor_a_framework() -> N
     assert not heavy, f"loaded before anything was asked for: {sorted(heavy)}"
     assert "horoclone._core" not in loaded and "horoclone.runtime" not in loaded
     # What its start costs: some tens of milliseconds (modules are counted, because time depends on the machine).
-    assert len(loaded) < 150, f"{len(loaded)} modules: {loaded}"
+    assert len(loaded) < 60, f"{len(loaded)} modules: {loaded}"
 
 
 def test_import_horoclone_alone_loads_only_itself() -> None:
