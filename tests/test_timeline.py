@@ -23,25 +23,60 @@ def say(**facts):
     crew.say(**facts)
 
 
+# What the Trace Event Format (JSON array form) asks of each kind of event, as Perfetto reads it: the keys beside "ph"
+# and "pid", and their types.
+NUMBER = (int, float)
+FIELDS = {
+    "M": {"name": str, "args": dict},
+    "B": {"name": str, "ts": NUMBER, "tid": int},
+    "E": {"ts": NUMBER, "tid": int},
+    "X": {"name": str, "ts": NUMBER, "tid": int, "dur": NUMBER},
+    "i": {"name": str, "ts": NUMBER, "tid": int, "s": str},
+}
+METADATA = {
+    "process_name": ("name", str),
+    "thread_name": ("name", str),
+    "process_sort_index": ("sort_index", int),
+}
+
+
+def check_fields(event):
+    """Perfetto drops what breaks these rules, mostly in silence."""
+    fields = FIELDS[event["ph"]]
+    optional = {"E": {"args", "name"}, "M": {"tid"}}.get(event["ph"], set())
+    assert set(fields) <= event.keys() <= {"ph", "pid", *fields, *optional}, event
+    for key, kind in [("pid", int), *fields.items()]:
+        assert isinstance(event[key], kind) and not isinstance(event[key], bool), event
+    assert isinstance(event.get("args", {}), dict) and event.get("dur", 0) >= 0, event
+    assert event.get("s", "t") in ("g", "p", "t"), event  # the scope of an instant
+    if event["name"] in METADATA:
+        key, kind = METADATA[event["name"]]
+        assert event["ph"] == "M" and isinstance(event["args"].get(key), kind), event
+
+
 def check_schema(events):
-    """Metadata first, begins and ends nest on every row, and its time never goes back."""
+    """Every event is well formed, begins and ends nest on every row, and a row's time never goes back."""
     assert "start_time_since_epoch_in_micros" in events[0]["args"]
-    named = {e["pid"] for e in events if e["name"] == "process_name"} if events else set()
+    named = {e["pid"] for e in events if e["name"] == "process_name"}
+    rows = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
     open_spans: dict = {}
     last: dict = {}
-    for event in (e for e in events if e["ph"] != "M"):
-        row = (event["pid"], event.get("tid", 0))
+    for event in events:
+        check_fields(event)
+        if event["ph"] == "M":
+            continue
+        row = (event["pid"], event["tid"])
         assert event["pid"] in named, event
-        if event["ph"] != "i":
-            assert event["ts"] >= last.get(row, 0), event
-            last[row] = event["ts"]
+        if event["ph"] == "i":
+            continue
+        assert row in rows, event
+        assert event["ts"] >= last.get(row, 0), event
+        last[row] = event["ts"]
         if event["ph"] == "B":
             open_spans.setdefault(row, []).append(event["name"])
         elif event["ph"] == "E":
             assert open_spans.get(row), f"an end without a beginning: {event}"
             open_spans[row].pop()
-        else:
-            assert event["ph"] in "Xi", event
     assert not any(open_spans.values()), open_spans
 
 

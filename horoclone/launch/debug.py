@@ -95,7 +95,8 @@ def _examine(key: Key, records: Sequence[Record], calls: Sequence[dict[Key, Oper
     made = {record.rank: by_key[key] for record, by_key in zip(records, calls, strict=True) if key in by_key}
     members = next((r.process_sets[key[0]] for r in records if key[0] in r.process_sets), sorted(made))
     seen = {record.rank: record for record in records}
-    missing, unknown = [], []
+    missing: list[int] = []
+    unknown: list[int] = []
     earliest = min(op["call"] for op in made.values())
     for rank in members:
         if rank in made:
