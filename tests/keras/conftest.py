@@ -50,11 +50,14 @@ def worlds_of() -> Iterator[Callable[[str], Worlds]]:
 def on(worlds_of: Callable[[str], Worlds]) -> Callable[..., list[Any]]:
     """on(backend, body, size=2, **kwargs) runs a module-level function on ranks that have Keras on that backend."""
 
-    def run(backend: str, body: Callable[..., Any], size: int = 2, **kwargs: Any) -> list[Any]:
+    def run(
+        backend: str, body: Callable[..., Any], size: int = 2, limit_s: float = 180.0, **kwargs: Any
+    ) -> list[Any]:
+        """limit_s: the first body of a world imports Keras, which takes long on a busy machine."""
         __tracebackhide__ = True
         for package in NEEDS[backend]:
             if importlib.util.find_spec(package) is None:
                 pytest.skip(f"{package} is not installed")
-        return worlds_of(backend).run(size, body, **kwargs)
+        return worlds_of(backend).run(size, body, limit_s=limit_s, **kwargs)
 
     return run

@@ -1,0 +1,89 @@
+"""The names, arguments and defaults of horovod.keras and horovod.tensorflow.keras (Horovod 0.28), with both Kerases."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+NAMES = [
+    "init", "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
+    "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
+    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "start_timeline", "stop_timeline", "Average", "Sum",
+    "Adasum", "Min", "Max", "Product", "Compression", "ProcessSet", "global_process_set", "add_process_set",
+    "remove_process_set", "callbacks", "elastic", "load_model", "broadcast_object", "allgather_object",
+]  # fmt: skip
+
+
+def tables(hvd: Any) -> dict[str, dict[str, Any]]:
+    """What Horovod takes, in its order and with its defaults; ours may take more behind it."""
+    none, Average, WORLD = hvd.Compression.none, hvd.Average, hvd.global_process_set
+    of_both: dict[str, Any] = {
+        "allreduce": lambda value, name=None, average=None, prescale_factor=1.0, postscale_factor=1.0, op=None, compression=none: 0,
+        "allgather": lambda value, name=None: 0,
+        "broadcast": lambda value, root_rank, name=None: 0,
+        "reducescatter": lambda value, name=None, op=Average: 0,
+        "broadcast_global_variables": lambda root_rank: 0,
+        "load_model": lambda filepath, custom_optimizers=None, custom_objects=None, compression=none, legacy_opts=False: 0,
+    }  # fmt: skip
+    return {
+        "horovod.keras": {
+            **of_both,
+            "DistributedOptimizer": lambda optimizer, name=None, device_dense="", device_sparse="", compression=none, sparse_as_dense=False, gradient_predivide_factor=1.0, op=Average, num_groups=0, groups=None: 0,
+            "PartialDistributedOptimizer": lambda optimizer, name=None, device_dense="", device_sparse="", compression=none, sparse_as_dense=False, gradient_predivide_factor=1.0, op=Average, backward_passes_per_step=1, average_aggregated_gradients=False, num_groups=0, groups=None, process_set=WORLD, local_layers=None, scale_local_gradients=True: 0,
+        },
+        "horovod.tensorflow.keras": {
+            **of_both,
+            "DistributedOptimizer": lambda optimizer, name=None, device_dense="", device_sparse="", compression=none, sparse_as_dense=False, gradient_predivide_factor=1.0, op=Average, backward_passes_per_step=1, average_aggregated_gradients=False, num_groups=0, groups=None, process_set=WORLD, scale_local_gradients=True: 0,
+        },
+        "callbacks": {
+            "BroadcastGlobalVariablesCallback": lambda root_rank, device="", local_variables=None: 0,
+            "MetricAverageCallback": lambda device="": 0,
+            "LearningRateScheduleCallback": lambda initial_lr, multiplier, start_epoch=0, end_epoch=None, staircase=True, momentum_correction=True, steps_per_epoch=None: 0,
+            "LearningRateWarmupCallback": lambda initial_lr, warmup_epochs=5, momentum_correction=True, steps_per_epoch=None, verbose=0: 0,
+            "BestModelCheckpoint": lambda monitor="val_loss", verbose=0, save_weights_only=False, mode="auto", save_freq="epoch": 0,
+        },
+    }  # fmt: skip
+
+
+def not_as(theirs: Any, ours: Any) -> str | None:
+    """How `ours` cannot be called as `theirs`; None when it can."""
+    mine = list(inspect.signature(ours).parameters.values())
+    wanted = list(inspect.signature(theirs).parameters.values())
+    for have, want in zip(mine, wanted, strict=False):
+        if (have.name, have.default) != (want.name, want.default):
+            return f"{have} stands where {want} should"
+    if len(mine) < len(wanted):
+        return f"{wanted[len(mine)]} is missing"
+    required = [p.name for p in mine[len(wanted) :] if p.default is p.empty and p.kind != p.VAR_KEYWORD]
+    return f"{required} must be given" if required else None
+
+
+def takes_what_horovods_takes() -> None:
+    import importlib
+
+    from horoclone import horovod_alias
+
+    horovod_alias.install()
+    hvd = importlib.import_module("horovod.keras")
+    wrong = {}
+    for owner, table in tables(hvd).items():
+        for where in ("horovod.keras", "horovod.tensorflow.keras") if owner == "callbacks" else (owner,):
+            holder = importlib.import_module(f"{where}.callbacks" if owner == "callbacks" else where)
+            for name, theirs in table.items():
+                if reason := not_as(theirs, getattr(holder, name)):
+                    wrong[f"{holder.__name__}.{name}"] = reason
+            if owner != "callbacks":
+                assert not [name for name in NAMES if not hasattr(holder, name)]
+                assert not [name for name in holder.__all__ if not hasattr(holder, name)]
+    assert not wrong, wrong
+    assert callable(hvd.callbacks.BroadcastGlobalVariablesCallback.register_local_var)
+    for kind in (hvd.Compression.none, hvd.Compression.fp16):
+        assert callable(kind.compress) and callable(kind.decompress)
+
+
+@pytest.mark.parametrize("backend", ["torch", "legacy"])
+def test_functions_and_callbacks_take_what_horovods_take(on: Callable[..., Any], backend: str) -> None:
+    on(backend, takes_what_horovods_takes)
