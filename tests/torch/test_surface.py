@@ -113,8 +113,8 @@ def test_every_other_name_is_there() -> None:
 
 @ranks(1)
 def test_a_wrapped_optimizer_takes_what_horovods_takes() -> None:
-    model = torch.nn.Linear(2, 1)
     for op in (hvd.Average, hvd.Adasum):
+        model = torch.nn.Linear(2, 1)
         wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), op=op)
         assert type(wrapped).__name__ == "SGD" and isinstance(wrapped, torch.optim.SGD)
         check(wrapped, OF_AN_OPTIMIZER)
@@ -124,6 +124,14 @@ def test_a_wrapped_optimizer_takes_what_horovods_takes() -> None:
             wrapped.zero_grad()
         model(torch.ones(1, 2)).sum().backward()
         wrapped.step(closure=None)
+        for call in (lambda w: w.zero_grad(set_to_none=False), lambda w: w.zero_grad(False)):
+            call(wrapped)
+            assert [p.grad.abs().sum().item() for p in model.parameters()] == [0.0, 0.0]
+        for call in (lambda w: w.zero_grad(set_to_none=True), lambda w: w.zero_grad()):
+            model(torch.ones(1, 2)).sum().backward()
+            wrapped.step()
+            call(wrapped)
+            assert [p.grad for p in model.parameters()] == [None, None]
 
 
 def arguments_of(name: str) -> dict[str, Any]:
