@@ -23,8 +23,9 @@ SUM = """
     import horoclone as hvd
     hvd.init()
     total = hvd.allreduce(np.arange(3.0) + hvd.rank(), op=hvd.Sum)
-    print("rank", hvd.rank(), "of", hvd.size(), "sum", total.tolist(), "threshold",
-          os.environ.get("HOROVOD_FUSION_THRESHOLD"), "under MPI", hvd.mpi_enabled(), flush=True)
+    threshold = os.environ.get("HOROVOD_FUSION_THRESHOLD")
+    text = f"rank {hvd.rank()} of {hvd.size()} sum {total.tolist()} threshold {threshold} under MPI {hvd.mpi_enabled()}"
+    os.write(1, (text + "\\n").encode())  # at once: two ranks share mpirun's output
     last = hvd.rank() == hvd.size() - 1
     hvd.shutdown()
     sys.exit(int(sys.argv[1]) if last else 0)
@@ -128,3 +129,13 @@ def test_no_mpirun_or_a_stranger_is_an_error_with_the_next_move(launch: Any, tmp
     env = {"PATH": f"{tmp_path}{os.pathsep}/usr/bin{os.pathsep}/bin"}
     done = launch([*RUN, "--mpi", "-np", "2", "true"], env=env, check=False)
     assert done.returncode == 2 and "odd launcher 1.0" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_hydra_gets_whole_lines_unless_the_user_wants_them_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    request = _request("localhost")
+    request = request._replace(environment={**request.environment, "PYTHONUNBUFFERED": "1"})
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
+    assert "PYTHONUNBUFFERED" not in command_line(Mpi("mpiexec", "MPICH", 5), request)[1]
+    assert "PYTHONUNBUFFERED" in command_line(Mpi("mpirun", "Open MPI", 5), request)[1]
+    monkeypatch.setenv("PYTHONUNBUFFERED", "1")
+    assert "PYTHONUNBUFFERED" in command_line(Mpi("mpiexec", "MPICH", 5), request)[1]

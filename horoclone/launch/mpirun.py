@@ -83,6 +83,9 @@ def command_line(mpi: Mpi, request: MpiRequest) -> tuple[list[str], dict[str, st
     environment = dict(request.environment)
     most = max(one.local_size for one in request.placements)
     environment.update(thread_variables(environment, request.threads, most, usable_cores()))
+    if mpi.family != "Open MPI" and "PYTHONUNBUFFERED" not in os.environ:
+        # Ours, for prefixes that come at once. Hydra has none, and mixes what ranks write piece by piece.
+        environment.pop("PYTHONUNBUFFERED", None)
     flags = _open_mpi(mpi, request, environment) if mpi.family == "Open MPI" else _hydra(mpi, request)
     own = _split("--mpi-args", request.mpi_args)
     return [mpi.program, *flags, *own, *request.command], environment
