@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from horoclone import arrays, runtime
+from horoclone.array_handles import synchronize
 from horoclone.keras.distribute import Compression
 from horoclone.keras.flavor import LEGACY, assign, to_numpy, to_tensor
 from horoclone.objects import allgather_object, broadcast_object
@@ -91,7 +92,7 @@ def broadcast_variables(
     values = [np.array(to_numpy(v), order="C") for v in variables]
     handles = [arrays.broadcast_async_(value, root_rank, None, process_set) for value in values]
     for handle in handles:
-        arrays.synchronize(handle)
+        synchronize(handle)
     if not mine:
         for variable, value in zip(variables, values, strict=True):
             assign(variable, value)

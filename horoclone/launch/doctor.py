@@ -17,6 +17,7 @@ from typing import NamedTuple
 from horoclone.launch import inventory
 from horoclone.launch.hosts import local_devices, usable_cores
 from horoclone.launch.mpirun import mpi_family
+from horoclone.launch.usage import LaunchError
 
 OK, NOTE, BAD = "ok", "note", "bad"
 
@@ -243,7 +244,7 @@ def _records() -> list[Finding]:
 
     try:
         records = debug.read([folder])
-    except debug.LaunchError as error:
+    except LaunchError as error:
         return [Finding("flight records", NOTE, str(error).partition("; ")[0])]
     diverged = debug.divergences(records)
     text = f"{len(records)} of {records[0].size} ranks in {folder}: {debug.brief(records[0])}"
