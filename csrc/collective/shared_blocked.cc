@@ -69,52 +69,11 @@ class BlockedBroadcast : public BlockedCollective {
   bool copies_own_ = false;
 };
 
-class BlockedGather : public BlockedCollective {
- public:
-  BlockedGather(Task task, const Group& group, size_t block_bytes)
-      : BlockedCollective(std::move(task), group), collects_(task_.op == Op::kAllgather || rank_ == task_.root) {
-    block_ = std::max<size_t>(1, block_bytes / item());
-    size_t longest = 0, before = 0;
-    for (size_t c : task_.counts) {
-      offsets_.push_back(before);
-      before += c;
-      longest = std::max(longest, c);
-    }
-    set_blocks((longest + block_ - 1) / block_);
-  }
-
- private:
-  size_t count_of(int m, uint64_t block) const {
-    const size_t from = block * block_;
-    return from >= task_.counts[m] ? 0 : std::min(block_, task_.counts[m] - from);
-  }
-  void fill(uint64_t block) override {
-    const size_t bytes = count_of(rank_, block) * item();
-    if (!bytes) return;
-    const Piece& p = task_.pieces[0];
-    const std::byte* from = p.in + block * block_ * item();
-    if (task_.op == Op::kAllgather || !collects_) std::memcpy(slot(rank_, block), from, bytes);
-    if (!collects_) return;
-    std::byte* own = p.out + (offsets_[rank_] + block * block_) * item();
-    if (own != from) std::memcpy(own, from, bytes);
-  }
-  void drain(uint64_t block) override {
-    for (int m = 0; m < n_ && collects_; ++m) {
-      const size_t bytes = count_of(m, block) * item();
-      if (m != rank_ && bytes)
-        std::memcpy(task_.pieces[0].out + (offsets_[m] + block * block_) * item(), slot(m, block), bytes);
-    }
-  }
-  const bool collects_;
-  size_t block_;
-  std::vector<size_t> offsets_;
-};
-
-// Block b holds the b-th part of every slice, one after the other, so that all members reduce in every block.
-class BlockedReducescatter : public BlockedCollective {
- public:
-  BlockedReducescatter(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
-    part_ = std::max<size_t>(1, block_bytes / item() / n_);
+// Every member has a slice of the whole, of task.counts[m] elements from offsets_[m]; block b moves their b-th parts.
+class BlockedSlices : public BlockedCollective {
+ protected:
+  BlockedSlices(Task task, const Group& group, size_t part_bytes) : BlockedCollective(std::move(task), group) {
+    part_ = std::max<size_t>(1, part_bytes / item());
     size_t longest = 0, before = 0;
     for (size_t c : task_.counts) {
       offsets_.push_back(before);
@@ -122,14 +81,52 @@ class BlockedReducescatter : public BlockedCollective {
       longest = std::max(longest, c);
     }
     set_blocks((longest + part_ - 1) / part_);
-    sources_.resize(n_);
   }
-
- private:
   size_t count_of(int m, uint64_t block) const {
     const size_t from = block * part_;
     return from >= task_.counts[m] ? 0 : std::min(part_, task_.counts[m] - from);
   }
+
+  size_t part_;  // elements
+  std::vector<size_t> offsets_;
+};
+
+class BlockedGather : public BlockedSlices {
+ public:
+  BlockedGather(Task task, const Group& group, size_t block_bytes)
+      : BlockedSlices(std::move(task), group, block_bytes),
+        collects_(task_.op == Op::kAllgather || rank_ == task_.root) {}
+
+ private:
+  void fill(uint64_t block) override {
+    const size_t bytes = count_of(rank_, block) * item();
+    if (!bytes) return;
+    const Piece& p = task_.pieces[0];
+    const std::byte* from = p.in + block * part_ * item();
+    if (task_.op == Op::kAllgather || !collects_) std::memcpy(slot(rank_, block), from, bytes);
+    if (!collects_) return;
+    std::byte* own = p.out + (offsets_[rank_] + block * part_) * item();
+    if (own != from) std::memcpy(own, from, bytes);
+  }
+  void drain(uint64_t block) override {
+    for (int m = 0; m < n_ && collects_; ++m) {
+      const size_t bytes = count_of(m, block) * item();
+      if (m != rank_ && bytes)
+        std::memcpy(task_.pieces[0].out + (offsets_[m] + block * part_) * item(), slot(m, block), bytes);
+    }
+  }
+  const bool collects_;
+};
+
+// Block b holds the b-th part of every slice, one after the other, so that all members reduce in every block.
+class BlockedReducescatter : public BlockedSlices {
+ public:
+  BlockedReducescatter(Task task, const Group& group, size_t block_bytes)
+      : BlockedSlices(std::move(task), group, block_bytes / group.lane->size()) {
+    sources_.resize(n_);
+  }
+
+ private:
   const std::byte* input_of(int m, uint64_t block) const {
     return task_.pieces[0].in + (offsets_[m] + block * part_) * item();
   }
@@ -147,30 +144,17 @@ class BlockedReducescatter : public BlockedCollective {
     reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
   }
   void drain(uint64_t) override {}
-  size_t part_;
-  std::vector<size_t> offsets_;
   std::vector<const std::byte*> sources_;
 };
 
 // Block b of the root's slot holds the b-th part of every member's slice, one after the other.
-class BlockedScatter : public BlockedCollective {
+class BlockedScatter : public BlockedSlices {
  public:
-  BlockedScatter(Task task, const Group& group, size_t block_bytes) : BlockedCollective(std::move(task), group) {
-    part_ = std::max<size_t>(1, block_bytes / item() / n_);
-    size_t longest = 0, before = 0;
-    for (size_t c : task_.counts) {
-      offsets_.push_back(before);
-      before += c;
-      longest = std::max(longest, c);
-    }
-    set_blocks((longest + part_ - 1) / part_);
-  }
+  BlockedScatter(Task task, const Group& group, size_t block_bytes)
+      : BlockedSlices(std::move(task), group, block_bytes / group.lane->size()) {}
 
  private:
-  size_t bytes_of(int m, uint64_t block) const {
-    const size_t from = block * part_;
-    return from >= task_.counts[m] ? 0 : std::min(part_, task_.counts[m] - from) * item();
-  }
+  size_t bytes_of(int m, uint64_t block) const { return count_of(m, block) * item(); }
   void fill(uint64_t block) override {
     for (int m = 0; m < n_ && rank_ == task_.root; ++m) {
       const size_t bytes = bytes_of(m, block);
@@ -186,8 +170,6 @@ class BlockedScatter : public BlockedCollective {
       std::memcpy(task_.pieces[0].out + block * part_ * item(), slot(task_.root, block) + rank_ * part_ * item(),
                   bytes);
   }
-  size_t part_;
-  std::vector<size_t> offsets_;
 };
 
 // Block b holds the b-th part of what this rank sends to each member. The number of blocks must be agreed, so it comes

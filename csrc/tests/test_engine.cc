@@ -3,10 +3,10 @@
 #include <doctest/doctest.h>
 
 #include <atomic>
-#include <mutex>
 #include <numeric>
 #include <random>
 
+#include "tests/locked_checks.h"
 #include "tests/world.h"
 
 namespace hc {
@@ -20,21 +20,6 @@ Settings settings_of(bool shared) {
           {"HOROCLONE_SEGMENT_BYTES", "1024"},
           {"HOROCLONE_SOCKET_BUFFER_BYTES", "32768"}};
 }
-
-// doctest's macros are not safe from several threads at once.
-std::mutex check_mu;
-#define CHECK_LOCKED(...)           \
-  do {                              \
-    std::lock_guard lock(check_mu); \
-    CHECK(__VA_ARGS__);             \
-  } while (0)
-#define CHECK_OK(expression)             \
-  do {                                   \
-    const Status checked = (expression); \
-    std::lock_guard lock(check_mu);      \
-    INFO(checked.text());                \
-    CHECK(checked.is_ok());              \
-  } while (0)
 
 std::vector<float> ramp(size_t n, int rank) {
   std::vector<float> v(n);

@@ -2,9 +2,9 @@
 // segments, messages that do not fit, to oneself, peers that leave, stalls.
 #include <doctest/doctest.h>
 
-#include <mutex>
 #include <numeric>
 
+#include "tests/locked_checks.h"
 #include "tests/world.h"
 
 namespace hc {
@@ -18,20 +18,6 @@ Settings settings_of(bool shared) {
           {"HOROCLONE_SEGMENT_BYTES", "4096"},
           {"HOROCLONE_SOCKET_BUFFER_BYTES", "16384"}};
 }
-
-std::mutex check_mu;
-#define CHECK_LOCKED(...)           \
-  do {                              \
-    std::lock_guard lock(check_mu); \
-    CHECK(__VA_ARGS__);             \
-  } while (0)
-#define CHECK_OK(expression)             \
-  do {                                   \
-    const Status checked = (expression); \
-    std::lock_guard lock(check_mu);      \
-    INFO(checked.text());                \
-    CHECK(checked.is_ok());              \
-  } while (0)
 
 struct To {
   int peer;

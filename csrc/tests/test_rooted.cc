@@ -2,8 +2,7 @@
 // sets, errors.
 #include <doctest/doctest.h>
 
-#include <mutex>
-
+#include "tests/locked_checks.h"
 #include "tests/world.h"
 
 namespace hc {
@@ -15,20 +14,6 @@ Settings settings_of(bool shared) {
   if (shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"}, {"HOROCLONE_SEGMENT_BYTES", "1024"}};
 }
-
-std::mutex check_mu;
-#define CHECK_LOCKED(...)           \
-  do {                              \
-    std::lock_guard lock(check_mu); \
-    CHECK(__VA_ARGS__);             \
-  } while (0)
-#define CHECK_OK(expression)             \
-  do {                                   \
-    const Status checked = (expression); \
-    std::lock_guard lock(check_mu);      \
-    INFO(checked.text());                \
-    CHECK(checked.is_ok());              \
-  } while (0)
 
 float value(size_t i, int rank) { return static_cast<float>((i * 7 + static_cast<size_t>(rank) * 13) % 101); }
 std::vector<float> values(size_t n, int rank) {
