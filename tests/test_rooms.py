@@ -130,6 +130,7 @@ def test_a_framework_is_imported_by_its_own_binding_only() -> None:
         room = "keras" if parts[:2] == ("tensorflow", "keras") else parts[0]  # Horovod's second name for it
         allowed = {room} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if room == "keras" else set())
         allowed |= {"optax"} if room == "jax" else set()  # the optimizers of JAX's world
+        allowed |= {"torch"} if room == "lightning" else set()
         allowed |= LAZY_IMPORTS.get(path.relative_to(PACKAGE).as_posix(), set())
         assert first_words(names) & FRAMEWORKS <= allowed, f"{path}: only a binding knows its framework"
         bindings = {name.split(".")[1] for name in names if name.startswith("horoclone.")} & FRAMEWORKS

@@ -1,0 +1,97 @@
+"""Tells Lightning who this process is: rank and sizes from horoclone.init(), under whatever launcher started it.
+
+Works with other strategies of Lightning too: it finds an address and a port for them. Thread: the one that trains.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from lightning.pytorch.plugins.environments import ClusterEnvironment
+
+from horoclone import objects, runtime
+
+
+class HorocloneEnvironment(ClusterEnvironment):
+    """Ranks that horoclonerun, mpirun, torchrun or srun has started, or one process alone.
+
+    Making one calls horoclone.init(), unless that was done. What Lightning wants to set is ignored: the launcher has
+    decided it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        runtime.init()
+        self._meeting: tuple[str, int] | None = None
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        return True
+
+    @property
+    def main_address(self) -> str:
+        """Where rank 0 can be reached. Collective when it is first read, unless the launcher has set MASTER_ADDR."""
+        return self._meet()[0]
+
+    @property
+    def main_port(self) -> int:
+        """A port that was free on rank 0. Collective when it is first read, unless the launcher has set MASTER_PORT."""
+        return self._meet()[1]
+
+    def _meet(self) -> tuple[str, int]:
+        if self._meeting is None:
+            given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+            own = ("", 0)
+            if given[0] and given[1]:
+                own = (given[0], int(given[1]))
+            elif runtime.rank() == 0:
+                with socket.socket() as probe:
+                    probe.bind(("", 0))
+                    own = (_address(), probe.getsockname()[1])
+            self._meeting = objects.broadcast_object(own, 0, "horoclone.lightning.meeting")
+        return self._meeting
+
+    @staticmethod
+    def detect() -> bool:
+        """Whether horoclone.init() was called, or would find several ranks."""
+        return runtime.is_initialized() or "HOROCLONE_RENDEZVOUS" in os.environ
+
+    def world_size(self) -> int:
+        return runtime.size()
+
+    def set_world_size(self, size: int) -> None:
+        pass
+
+    def global_rank(self) -> int:
+        return runtime.rank()
+
+    def set_global_rank(self, rank: int) -> None:
+        pass
+
+    def local_rank(self) -> int:
+        return runtime.local_rank()
+
+    def node_rank(self) -> int:
+        return runtime.cross_rank()
+
+    def validate_settings(self, num_devices: int, num_nodes: int) -> None:
+        """ValueError where Lightning's wishes differ from what was started."""
+        check_wishes(num_devices, num_nodes)
+
+
+def check_wishes(devices: int, nodes: int) -> None:
+    """Trainer's `devices` and `num_nodes` against what the launcher has started; 1, their default, says nothing."""
+    wishes = {"devices": (devices, runtime.local_size()), "num_nodes": (nodes, runtime.cross_size())}
+    for what, (wish, found) in wishes.items():
+        if wish not in (1, found):
+            raise ValueError(
+                f"Trainer({what}={wish}), but the launcher started {runtime.local_size()} rank(s) on this host, "
+                f"{runtime.size()} on {runtime.cross_size()} host(s). Leave {what} out, and start the script with as "
+                f"many ranks as you want: horoclonerun -np {wish} python ..."
+            )
+
+
+def _address() -> str:
+    """Of this host, for the others."""
+    return "127.0.0.1" if runtime.cross_size() == 1 else socket.getfqdn()
