@@ -34,6 +34,7 @@ class HorocloneStrategy(DDPStrategy):
     """
 
     strategy_name = NAME
+    _asked: bool  # the trainer has set its devices
 
     def __init__(
         self,
@@ -66,12 +67,13 @@ class HorocloneStrategy(DDPStrategy):
         self._accelerator = accelerator
 
     @property
-    def parallel_devices(self) -> list[torch.device]:
-        """One entry per rank on this host."""
-        return [torch.device("cpu")] * runtime.local_size()
+    def parallel_devices(self) -> list[torch.device] | None:
+        """One entry per rank on this host; None until the trainer has said what it was asked for."""
+        return [torch.device("cpu")] * runtime.local_size() if self._asked else None
 
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        self._asked = bool(devices)
         if devices:
             check_wishes(len(devices), 1)
 
