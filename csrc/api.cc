@@ -4,6 +4,7 @@
 
 #include "base/config.h"
 #include "collective/reduce.h"
+#include "device/probe.h"
 #include "engine/engine.h"
 #include "horoclone.h"
 
@@ -84,6 +85,13 @@ void call_done(void* context, int64_t handle, const hc::Status& status) {
   c->done(c->context, handle, status.is_ok() ? nullptr : &wrapped);
 }
 
+std::vector<std::pair<std::string, std::string>> settings_of(const char* const* names, const char* const* values,
+                                                             int32_t n) {
+  std::vector<std::pair<std::string, std::string>> settings;
+  for (int32_t i = 0; i < n; ++i) settings.emplace_back(names[i], values[i]);
+  return settings;
+}
+
 const char* keep(std::string text) {
   thread_local std::string kept;
   kept = std::move(text);
@@ -101,9 +109,7 @@ void hc_status_destroy(hc_status* s) { delete s; }
 
 hc_status* hc_runtime_create(const char* const* names, const char* const* values, int32_t n, hc_runtime** out) {
   return guarded([&]() -> hc::Status {
-    std::vector<std::pair<std::string, std::string>> settings;
-    for (int32_t i = 0; i < n; ++i) settings.emplace_back(names[i], values[i]);
-    auto config = hc::Config::read(settings);
+    auto config = hc::Config::read(settings_of(names, values, n));
     if (!config.is_ok()) return config.status();
     auto engine = hc::Engine::create(config.take());
     if (!engine.is_ok()) return engine.status();
@@ -288,6 +294,11 @@ const char* hc_knobs(void) { return keep(hc::knobs_json()); }
 const char* hc_build_info(void) {
   return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion,
                           ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"", hc::simd_name(), "\"}"));
+}
+const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
+  auto config = hc::Config::read(settings_of(names, values, n));
+  const hc::Config c = config.is_ok() ? config.take() : hc::Config();
+  return keep(hc::device_report_json({c.cuda_library, c.nccl_library, c.nccl_folders}));
 }
 
 }  // extern "C"

@@ -146,5 +146,8 @@ class Runtime:
 
 def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
 def build_info() -> str: ...  # JSON: version, compiler, simd
+def device_report(settings: dict[str, str]) -> str:
+    """JSON: {"cuda": {"found", "file", "version", "devices"} or {"found": false, "reason"}, "nccl": the same and "where"}."""
+
 def set_error_classes(classes: dict[int, Callable[[str, int], BaseException]]) -> None:
     """code -> factory(text, culprit); called once by horoclone.errors' importer (runtime.py)."""

@@ -145,8 +145,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
     from horoclone import observe
+    from horoclone.gpu_libraries import with_libraries
 
-    runtime = _core().Runtime(settings_of(os.environ))
+    runtime = _core().Runtime(with_libraries(settings_of(os.environ)))
     try:
         observe.watch_stack(runtime, os.environ)
         endpoints = job.gather(runtime.endpoint(), deadline, _say)

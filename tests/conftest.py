@@ -49,6 +49,27 @@ def worlds() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="session")
+def doubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the doubles of libcuda.so.1 and libnccl.so.2 (tests/doubles): no GPU takes part where they are used."""
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
+    folder = tmp_path_factory.mktemp("doubles")
+    flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}", "-pthread"]
+    for source, name, extra in (
+        ("cuda", "libcuda.so.1", []),
+        ("nccl", "libnccl.so.2", []),
+        ("nccl", "incomplete/libnccl.so.2", ["-DHC_DOUBLE_WITHOUT_AVERAGING"]),
+    ):
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        code = ROOT / "tests" / "doubles" / f"{source}_double.cc"
+        end = [f"-Wl,-soname,{path.name}", "-o", str(path), "-ldl", "-lrt"]
+        subprocess.run([*compiler.split(), *flags, *extra, str(code), *end], check=True, timeout=300)
+    return folder
+
+
+@pytest.fixture(scope="session")
 def warm_crew() -> Iterator[Any]:
     """The process from which the ranks of `crew` are forked."""
     made = crew_of.Crew(clean_environment(), "numpy", "horoclone.arrays")

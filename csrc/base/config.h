@@ -84,6 +84,14 @@ struct KnobRule {
     "Accepted for compatibility: host memory is always reduced by this library's own algorithms.")          \
   X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
     "Instruction set of the reductions; all of them give the same bits.")                                   \
+  /* devices */                                                                                             \
+  X(std::string, cuda_library, "", "CUDA_LIBRARY", "", KnobRule::text(),                                    \
+    "File that is loaded as CUDA's driver library; empty: libcuda.so.1.")                                   \
+  X(std::string, nccl_library, "", "NCCL_LIBRARY", "", KnobRule::text(),                                    \
+    "File that is loaded as NCCL; empty: the copy that the process has loaded, pip's, the system's.")       \
+  X(std::string, nccl_folders, "", "NCCL_FOLDERS", "", KnobRule::text(),                                    \
+    "Colon-separated folders in which libnccl.so.2 is looked for before the system's; set by the Python "   \
+    "package to those of pip's packages.")                                                                  \
   /* network */                                                                                             \
   X(std::string, interfaces, "", "NETWORK_INTERFACES", "GLOO_IFACE", KnobRule::text(),                      \
     "Comma-separated network interfaces that this rank may be reached on; empty: every one that is up.")    \

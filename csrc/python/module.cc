@@ -112,15 +112,23 @@ struct Interrupt {
   std::unique_ptr<py::error_already_set> error;
 };
 
-class Runtime {
- public:
-  explicit Runtime(const std::map<std::string, std::string>& settings) {
-    std::vector<const char*> names, values;
+// As the C API takes them; the map must outlive this.
+struct Settings {
+  explicit Settings(const std::map<std::string, std::string>& settings) {
     for (const auto& [name, value] : settings) {
       names.push_back(name.c_str());
       values.push_back(value.c_str());
     }
-    raise_if(hc_runtime_create(names.data(), values.data(), static_cast<int32_t>(names.size()), &rt_));
+  }
+  int32_t count() const { return static_cast<int32_t>(names.size()); }
+  std::vector<const char*> names, values;
+};
+
+class Runtime {
+ public:
+  explicit Runtime(const std::map<std::string, std::string>& settings) {
+    const Settings given(settings);
+    raise_if(hc_runtime_create(given.names.data(), given.values.data(), given.count(), &rt_));
   }
   ~Runtime() {
     if (forked_) return;  // the engine's thread does not exist here: nothing can be joined
@@ -462,5 +470,12 @@ PYBIND11_MODULE(_core, m) {
       .def("describe", &Runtime::describe);
   m.def("knobs", &hc_knobs);
   m.def("build_info", &hc_build_info);
+  m.def(
+      "device_report",
+      [](const std::map<std::string, std::string>& settings) {
+        const Settings given(settings);
+        return std::string(hc_device_report(given.names.data(), given.values.data(), given.count()));
+      },
+      "settings"_a);
   m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
 }

@@ -221,8 +221,10 @@ def _frameworks() -> list[Finding]:
 
 
 def _devices() -> list[Finding]:
-    path, where = inventory.nccl_library()
-    findings = [Finding("NCCL", OK if path else NOTE, f"{path} ({where})" if path else where)]
+    findings = [
+        Finding(item.name, OK if item.found else NOTE, item.detail)
+        for item in (inventory.gpu_driver(), inventory.nccl_library())
+    ]
     count = local_devices()
     driver = ""
     try:

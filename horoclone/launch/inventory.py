@@ -12,10 +12,13 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
-_PROBE = (
-    "import json, horoclone._core as core\n"
-    "print(json.dumps({'file': core.__file__, 'build': json.loads(core.build_info())}))"
-)
+# A process of its own, because asking the GPU driver starts it, after which a process must not fork any more.
+_PROBE = """import json, os, horoclone._core as core
+from horoclone.gpu_libraries import with_libraries
+from horoclone.settings import settings_of
+devices = json.loads(core.device_report(with_libraries(settings_of(os.environ))))
+print(json.dumps({'file': core.__file__, 'build': json.loads(core.build_info()), 'devices': devices}))
+"""
 _PROBE_LIMIT_S = 20.0
 
 
@@ -108,7 +111,7 @@ def controllers() -> list[Item]:
 
 @functools.lru_cache(maxsize=1)
 def core() -> dict[str, Any]:
-    """{'file', 'build'} from a process of its own that loads the native module, or {'error'}."""
+    """{'file', 'build', 'devices'} from a process of its own that loads the native module, or {'error'}."""
     if not module_exists("horoclone._core"):
         return {
             "error": "the native module is not built: pip install . (from the source folder; needs g++ >= 11)"
@@ -135,35 +138,28 @@ def core() -> dict[str, Any]:
         return {"error": f"the native module gave an unexpected answer: {done.stdout[:200]!r}"}
 
 
-def nccl_library() -> tuple[str | None, str]:
-    """(path, where it was found) of libnccl, or (None, why not): pip's package, LD_LIBRARY_PATH, the system."""
-    if module_exists("nvidia"):
-        spec = importlib.util.find_spec("nvidia")
-        for folder in (spec.submodule_search_locations or []) if spec else []:
-            path = os.path.join(folder, "nccl", "lib", "libnccl.so.2")
-            if os.path.exists(path):
-                return (
-                    path,
-                    f"pip package {version_of('nvidia-nccl-cu13') or version_of('nvidia-nccl-cu12') or 'nvidia-nccl'}",
-                )
-    searched = [folder for folder in os.environ.get("LD_LIBRARY_PATH", "").split(":") if folder]
-    for folder in searched:
-        path = os.path.join(folder, "libnccl.so.2")
-        if os.path.exists(path):
-            return path, "LD_LIBRARY_PATH"
-    ldconfig = shutil.which("ldconfig") or shutil.which("ldconfig", path="/sbin:/usr/sbin")
-    if ldconfig:
-        try:
-            listing = subprocess.run([ldconfig, "-p"], capture_output=True, text=True, timeout=10.0).stdout
-        except (OSError, subprocess.TimeoutExpired):
-            listing = ""
-        for line in listing.splitlines():
-            if "libnccl.so.2" in line and "=>" in line:
-                return line.rpartition("=>")[2].strip(), "system library path"
-    return (
-        None,
-        "not in pip's nvidia packages, LD_LIBRARY_PATH or the system's libraries: pip install nvidia-nccl-cu12",
-    )
+def gpu_driver() -> Item:
+    """CUDA's driver: version, file and devices, or why there is none."""
+    native = core()
+    if "error" in native:
+        return Item("CUDA", False, native["error"])
+    cuda = native["devices"]["cuda"]
+    if not cuda["found"]:
+        return Item("CUDA", False, cuda["reason"])
+    devices = cuda["devices"]
+    seen = f"{len(devices)} visible: {', '.join(sorted(set(devices)))}" if devices else "no device is visible"
+    return Item("CUDA", bool(devices), f"{cuda['version']}, {cuda['file']}, {seen}")
+
+
+def nccl_library() -> Item:
+    """NCCL: version, file and how it was found, or what is missing and the command that brings it."""
+    native = core()
+    if "error" in native:
+        return Item("NCCL", False, native["error"])
+    nccl = native["devices"]["nccl"]
+    if not nccl["found"]:
+        return Item("NCCL", False, nccl["reason"])
+    return Item("NCCL", True, f"{nccl['version']}, {nccl['file']} ({nccl['where']})")
 
 
 def operations() -> list[Item]:
@@ -172,16 +168,17 @@ def operations() -> list[Item]:
     if "error" in native:
         return [Item(name, False, native["error"]) for name in ("Shared memory", "TCP")]
     build = native["build"]
-    features = build.get("features", {})
+    features, driver, nccl = build.get("features", {}), gpu_driver(), nccl_library()
     items = [
         Item("Shared memory", True, f"one host; SIMD: {build.get('simd', '?')}"),
         Item("TCP", True, "between hosts"),
     ]
-    path, where = nccl_library()
     if features.get("nccl"):
-        items.append(Item("NCCL", path is not None, f"{path} ({where})" if path else where))
+        items.append(driver)
+        without = "" if driver.found or not nccl.found else "; of no use without CUDA's driver"
+        items.append(Item("NCCL", nccl.found and driver.found, nccl.detail + without))
     else:
-        seen = f"the library is here ({path}), but " if path else ""
+        seen = f"the library is here ({nccl.detail}), but " if nccl.found else f"{nccl.detail}; and "
         items.append(Item("NCCL", False, f"{seen}this version of horoclone does not use it"))
     if features.get("mpi"):
         mpi4py = version_of("mpi4py")

@@ -1,0 +1,80 @@
+// What is used of NVIDIA's driver API (libcuda.so.1): types and the list of functions, declared here so that no CUDA
+// header is needed; facts from NVIDIA's public reference of the driver API. Loaded at run time, never linked.
+// Thread: any. Calling cuInit makes no context: contexts are the frameworks' business.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/library.h"
+#include "base/status.h"
+
+namespace hc {
+
+using CuResult = int;
+using CuDevice = int;
+using CuPointer = uint64_t;  // an address in device memory
+using CuContext = struct CuContextTag*;
+using CuStream = struct CuStreamTag*;  // null: the legacy default stream of the current context
+using CuEvent = struct CuEventTag*;
+struct CuUuid {
+  unsigned char bytes[16];
+};
+
+inline constexpr CuResult kCuSuccess = 0;
+inline constexpr CuResult kCuOutOfMemory = 2;
+inline constexpr CuResult kCuNotReady = 600;
+inline constexpr unsigned kCuStreamNonBlocking = 1;
+inline constexpr unsigned kCuEventDisableTiming = 2;
+
+// X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.
+// clang-format off
+#define HC_CUDA_SYMBOLS(X)                                                                                     \
+  X(cuInit, "cuInit", (unsigned))                                                                              \
+  X(cuDriverGetVersion, "cuDriverGetVersion", (int*))                                                          \
+  X(cuGetErrorString, "cuGetErrorString", (CuResult, const char**))                                            \
+  X(cuDeviceGetCount, "cuDeviceGetCount", (int*))                                                              \
+  X(cuDeviceGet, "cuDeviceGet", (CuDevice*, int))                                                              \
+  X(cuDeviceGetName, "cuDeviceGetName", (char*, int, CuDevice))                                                \
+  X(cuDeviceGetUuid, "cuDeviceGetUuid", (CuUuid*, CuDevice))                                                   \
+  X(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState", (CuDevice, unsigned*, int*))                     \
+  X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CuContext*, CuDevice))                              \
+  X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice))                                     \
+  X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext))                                                      \
+  X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext*))                                                       \
+  X(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int*, int*))                                  \
+  X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority", (CuStream*, unsigned, int))                      \
+  X(cuStreamDestroy, "cuStreamDestroy_v2", (CuStream))                                                         \
+  X(cuStreamQuery, "cuStreamQuery", (CuStream))                                                                \
+  X(cuStreamWaitEvent, "cuStreamWaitEvent", (CuStream, CuEvent, unsigned))                                     \
+  X(cuEventCreate, "cuEventCreate", (CuEvent*, unsigned))                                                      \
+  X(cuEventDestroy, "cuEventDestroy_v2", (CuEvent))                                                            \
+  X(cuEventRecord, "cuEventRecord", (CuEvent, CuStream))                                                       \
+  X(cuEventQuery, "cuEventQuery", (CuEvent))                                                                   \
+  X(cuMemAlloc, "cuMemAlloc_v2", (CuPointer*, size_t))                                                         \
+  X(cuMemFree, "cuMemFree_v2", (CuPointer))                                                                    \
+  X(cuMemHostAlloc, "cuMemHostAlloc", (void**, size_t, unsigned))                                              \
+  X(cuMemFreeHost, "cuMemFreeHost", (void*))                                                                   \
+  X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CuPointer, CuPointer, size_t, CuStream))                       \
+  X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void*, CuPointer, size_t, CuStream))                           \
+  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CuPointer, const void*, size_t, CuStream))
+// clang-format on
+
+struct CudaApi {
+#define HC_FIELD(name, exported, arguments) CuResult(*name) arguments = nullptr;
+  HC_CUDA_SYMBOLS(HC_FIELD)
+#undef HC_FIELD
+  std::shared_ptr<Library> library;
+  std::string file;
+  int version = 0;  // of CUDA, as the driver says: 12040 is 12.4
+
+  // `path`: a file to load instead of the driver's own name. Unsupported says which file or symbol was missing, and
+  // what to do about it. Initialises the driver.
+  static Result<std::shared_ptr<const CudaApi>> load(const std::string& path);
+  // Ok, or "cuMemAlloc: out of memory (2)" as kInternal.
+  Status check(CuResult result, const char* call) const;
+};
+
+}  // namespace hc

@@ -1,0 +1,86 @@
+#include "device/nccl_api.h"
+
+#include <unistd.h>
+
+namespace hc {
+
+namespace {
+
+constexpr const char* kName = "libnccl.so.2";
+
+std::string advice(int cuda_version) { return text_of("pip install nvidia-nccl-cu", cuda_version >= 13000 ? 13 : 12); }
+
+// Where NCCL is: the setting, the process, pip's folders, the system. `tried` collects why not.
+std::shared_ptr<Library> find(const std::string& path, const std::string& folders, std::string* found,
+                              std::string* tried) {
+  if (!path.empty()) {
+    *found = "HOROCLONE_NCCL_LIBRARY";
+    auto opened = Library::open(path);
+    if (!opened.is_ok()) *tried = opened.status().text() + " (HOROCLONE_NCCL_LIBRARY names this file)";
+    return opened.is_ok() ? opened.take() : nullptr;
+  }
+  *found = "already loaded in this process";
+  if (auto library = Library::loaded(kName)) return library;
+  *found = "pip package";
+  for (size_t at = 0; at < folders.size();) {
+    const size_t end = std::min(folders.find(':', at), folders.size());
+    const std::string file = folders.substr(at, end - at) + "/" + kName;
+    at = end + 1;
+    if (::access(file.c_str(), R_OK) != 0) continue;
+    auto opened = Library::open(file);
+    if (opened.is_ok()) return opened.take();
+    *tried += opened.status().text() + "; ";
+  }
+  *found = "system library path";
+  auto opened = Library::open(kName);
+  if (opened.is_ok()) return opened.take();
+  *tried += opened.status().text();
+  return nullptr;
+}
+
+Status resolve(NcclApi* api) {
+#define HC_RESOLVE(name, type, arguments) api->name = reinterpret_cast<type(*) arguments>(api->library->symbol(#name));
+#define HC_NEED(name, type, arguments) \
+  HC_RESOLVE(name, type, arguments)    \
+  if (!api->name) return error(Code::kUnsupported, api->file, " (", api->found, ") has no ", #name);
+  HC_RESOLVE(ncclGetVersion, NcclResult, (int*))
+  if (!api->ncclGetVersion || api->ncclGetVersion(&api->version) != kNcclSuccess)
+    return error(Code::kUnsupported, api->file, " (", api->found, ") does not tell its version: it is no NCCL");
+  if (api->version < kNcclOldest)
+    return error(Code::kUnsupported, "NCCL ", nccl_version_text(api->version), " in ", api->file, " (", api->found,
+                 ") is too old: ", nccl_version_text(kNcclOldest), " or newer is needed");
+  HC_NCCL_SYMBOLS(HC_NEED)
+  HC_NCCL_NEWER_SYMBOLS(HC_RESOLVE)
+#undef HC_NEED
+#undef HC_RESOLVE
+  return Status::ok();
+}
+
+}  // namespace
+
+std::string nccl_version_text(int version) {
+  // Until 2.8 the code was 1000 * major + 100 * minor + patch.
+  const int unit = version < 10000 ? 1000 : 10000;
+  return text_of(version / unit, ".", version % unit / 100, ".", version % 100);
+}
+
+Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, const std::string& folders,
+                                                     int cuda_version) {
+  auto api = std::make_shared<NcclApi>();
+  std::string tried;
+  api->library = find(path, folders, &api->found, &tried);
+  if (!api->library) return error(Code::kUnsupported, "NCCL was not found: ", tried, "; ", advice(cuda_version));
+  api->file = api->library->file();
+  if (Status usable = resolve(api.get()); !usable.is_ok())
+    return error(Code::kUnsupported, usable.text(), "; ", advice(cuda_version), " --upgrade");
+  return std::shared_ptr<const NcclApi>(std::move(api));
+}
+
+Status NcclApi::check(NcclResult result, const char* call, NcclHandle comm) const {
+  if (result == kNcclSuccess || result == kNcclInProgress) return Status::ok();
+  const char* detail = ncclGetLastError(comm);
+  return error(Code::kInternal, call, ": ", ncclGetErrorString(result), detail && *detail ? " (" : "",
+               detail ? detail : "", detail && *detail ? ")" : "");
+}
+
+}  // namespace hc

@@ -1,0 +1,93 @@
+// What is used of NCCL (libnccl.so.2): types and the list of functions, declared here so that no header of NCCL is
+// needed; facts from NCCL's public reference. Loaded at run time: the copy that the framework has loaded first, then
+// pip's packages, then the system's. Thread: any.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/dtype.h"
+#include "base/library.h"
+#include "base/status.h"
+#include "device/cuda_api.h"
+
+namespace hc {
+
+using NcclResult = int;
+using NcclHandle = struct NcclHandleTag*;
+struct NcclId {
+  char bytes[128];
+};
+// The head of ncclConfig_t, as far as NCCL 2.14 defined it. `size` and `version` say so, and newer ones then take their
+// own defaults for what follows.
+struct NcclConfig {
+  size_t size = sizeof(NcclConfig);
+  unsigned magic = 0xcafebeef;
+  unsigned version = 21400;
+  int blocking = 0;
+};
+static_assert(sizeof(NcclConfig) == 24);
+
+inline constexpr NcclResult kNcclSuccess = 0;
+inline constexpr NcclResult kNcclInProgress = 7;
+enum NcclType { kNcclI8, kNcclU8, kNcclI32, kNcclU32, kNcclI64, kNcclU64, kNcclF16, kNcclF32, kNcclF64, kNcclBF16 };
+enum NcclOp { kNcclSum, kNcclProduct, kNcclMax, kNcclMin, kNcclAverage };
+inline constexpr int kNcclScalarOnHost = 1;  // ncclScalarHostImmediate: the scalar is read during the call
+
+// Non-blocking communicators and ncclCommFinalize came with 2.14; ncclAvg, bfloat16 and ncclRedOpCreatePreMulSum
+// before.
+inline constexpr int kNcclOldest = 21400;
+
+// X(name, return type, arguments). Every one of them is needed and there in kNcclOldest.
+// clang-format off
+#define HC_NCCL_SYMBOLS(X)                                                                                     \
+  X(ncclGetVersion, NcclResult, (int*))                                                                        \
+  X(ncclGetErrorString, const char*, (NcclResult))                                                             \
+  X(ncclGetLastError, const char*, (NcclHandle))                                                               \
+  X(ncclGetUniqueId, NcclResult, (NcclId*))                                                                    \
+  X(ncclCommInitRankConfig, NcclResult, (NcclHandle*, int, NcclId, int, NcclConfig*))                          \
+  X(ncclCommGetAsyncError, NcclResult, (NcclHandle, NcclResult*))                                              \
+  X(ncclCommFinalize, NcclResult, (NcclHandle))                                                                \
+  X(ncclCommDestroy, NcclResult, (NcclHandle))                                                                 \
+  X(ncclCommAbort, NcclResult, (NcclHandle))                                                                   \
+  X(ncclGroupStart, NcclResult, ())                                                                            \
+  X(ncclGroupEnd, NcclResult, ())                                                                              \
+  X(ncclAllReduce, NcclResult, (const void*, void*, size_t, int, int, NcclHandle, CuStream))                   \
+  X(ncclReduce, NcclResult, (const void*, void*, size_t, int, int, int, NcclHandle, CuStream))                 \
+  X(ncclBroadcast, NcclResult, (const void*, void*, size_t, int, int, NcclHandle, CuStream))                   \
+  X(ncclAllGather, NcclResult, (const void*, void*, size_t, int, NcclHandle, CuStream))                        \
+  X(ncclReduceScatter, NcclResult, (const void*, void*, size_t, int, int, NcclHandle, CuStream))               \
+  X(ncclSend, NcclResult, (const void*, size_t, int, int, NcclHandle, CuStream))                               \
+  X(ncclRecv, NcclResult, (void*, size_t, int, int, NcclHandle, CuStream))                                     \
+  X(ncclRedOpCreatePreMulSum, NcclResult, (int*, const void*, int, int, NcclHandle))                           \
+  X(ncclRedOpDestroy, NcclResult, (int, NcclHandle))
+// Newer ones: null where this NCCL lacks them.
+#define HC_NCCL_NEWER_SYMBOLS(X)                                                                               \
+  X(ncclMemAlloc, NcclResult, (void**, size_t))                                                                \
+  X(ncclCommWindowRegister, NcclResult, (NcclHandle, void*, size_t, void**, int))                              \
+  X(ncclCommShrink, NcclResult, (NcclHandle, int*, int, NcclHandle*, NcclConfig*, int))
+// clang-format on
+
+struct NcclApi {
+#define HC_FIELD(name, type, arguments) type(*name) arguments = nullptr;
+  HC_NCCL_SYMBOLS(HC_FIELD)
+  HC_NCCL_NEWER_SYMBOLS(HC_FIELD)
+#undef HC_FIELD
+  std::shared_ptr<Library> library;
+  std::string file;
+  std::string found;  // where: "already loaded in this process", "pip package", ...
+  int version = 0;    // 22809 is 2.28.9
+
+  // `path`: a file to load instead of searching. `folders`: pip's package folders, colon-separated. Unsupported says
+  // what was missing or too old and what to do. `cuda_version` chooses the package that the advice names (0: unknown).
+  static Result<std::shared_ptr<const NcclApi>> load(const std::string& path, const std::string& folders,
+                                                     int cuda_version);
+  // Ok, or NCCL's own words as kInternal. `comm` may be null.
+  Status check(NcclResult result, const char* call, NcclHandle comm) const;
+};
+
+std::string nccl_version_text(int version);  // "2.28.9"
+
+}  // namespace hc

@@ -1,0 +1,383 @@
+// A TEST DOUBLE of NVIDIA's driver library, built as libcuda.so.1 for the tests only: no GPU takes part. Device memory
+// is host memory, a stream is a worker thread with a queue, an event is a ticket in that queue. It is stricter than the
+// original: a device pointer must lie in what cuMemAlloc gave, and most calls need a current context.
+//   HC_DOUBLE_DEVICES=n        devices (default 4)
+//   HC_DOUBLE_DELAY_US=n       before each thing that a stream does (default 0)
+//   HC_DOUBLE_CUDA_FAIL=f:n:r  the n-th call (from 1) of function f returns r
+//   HC_DOUBLE_CUDA_VERSION=n   default 12080
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <functional>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#define DOUBLE_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidContext = 201,
+              kInvalidHandle = 400, kNotReady = 600;
+
+long number_from(const char* name, long otherwise) {
+  const char* text = std::getenv(name);
+  return text && *text ? std::atol(text) : otherwise;
+}
+
+struct Context {
+  int device = 0;
+  int users = 0;  // retained so many times
+};
+
+// What an event stands for: done when the stream has come to the place where it was recorded.
+struct Ticket {
+  std::mutex mu;
+  std::condition_variable changed;
+  bool done = false;
+  void finish() {
+    std::lock_guard lock(mu);
+    done = true;
+    changed.notify_all();
+  }
+  void wait() {
+    std::unique_lock lock(mu);
+    changed.wait(lock, [&] { return done; });
+  }
+  bool poll() {
+    std::lock_guard lock(mu);
+    return done;
+  }
+};
+
+struct Event {
+  std::mutex mu;
+  std::shared_ptr<Ticket> last;  // null: never recorded
+};
+
+class Stream {
+ public:
+  Stream() : worker_([this] { run(); }) {}
+  ~Stream() {
+    {
+      std::lock_guard lock(mu_);
+      ending_ = true;
+      changed_.notify_all();
+    }
+    worker_.join();
+  }
+  void push(std::function<void()> job) {
+    std::lock_guard lock(mu_);
+    jobs_.push_back(std::move(job));
+    changed_.notify_all();
+  }
+  bool idle() {
+    std::lock_guard lock(mu_);
+    return jobs_.empty() && !busy_;
+  }
+
+ private:
+  void run() {
+    const auto delay = std::chrono::microseconds(number_from("HC_DOUBLE_DELAY_US", 0));
+    std::unique_lock lock(mu_);
+    while (true) {
+      changed_.wait(lock, [&] { return ending_ || !jobs_.empty(); });
+      if (jobs_.empty()) return;  // what was queued is done first, as cuStreamDestroy promises
+      auto job = std::move(jobs_.front());
+      jobs_.pop_front();
+      busy_ = true;
+      lock.unlock();
+      if (delay.count()) std::this_thread::sleep_for(delay);
+      job();
+      lock.lock();
+      busy_ = false;
+    }
+  }
+  std::mutex mu_;
+  std::condition_variable changed_;
+  std::deque<std::function<void()>> jobs_;
+  bool ending_ = false, busy_ = false;
+  std::thread worker_;
+};
+
+struct Driver {
+  std::mutex mu;
+  std::map<int, Context> contexts;  // by device; addresses are stable
+  std::map<int, int> retained;      // ever, by device
+  std::map<uint64_t, size_t> memory;
+  std::map<std::string, int> calls;
+  std::map<int, std::unique_ptr<Stream>> default_streams;
+  std::atomic<int> streams{0}, events{0};
+
+  bool fails(const char* function, int* result) {
+    const char* wish = std::getenv("HC_DOUBLE_CUDA_FAIL");
+    if (!wish) return false;
+    const std::string text = wish;
+    const size_t first = text.find(':'), second = text.find(':', first + 1);
+    if (second == std::string::npos || text.substr(0, first) != function) return false;
+    std::lock_guard lock(mu);
+    if (++calls[function] != std::atoi(text.c_str() + first + 1)) return false;
+    *result = std::atoi(text.c_str() + second + 1);
+    return true;
+  }
+  bool holds(uint64_t at, size_t bytes) {
+    std::lock_guard lock(mu);
+    auto after = memory.upper_bound(at);
+    if (after == memory.begin()) return false;
+    --after;
+    return at + bytes <= after->first + after->second;
+  }
+};
+Driver& driver() {
+  static auto* one = new Driver;  // outlives every thread
+  return *one;
+}
+
+thread_local std::vector<Context*> current;
+
+Stream* stream_of(void* handle) {
+  if (handle) return static_cast<Stream*>(handle);
+  if (current.empty()) return nullptr;
+  std::lock_guard lock(driver().mu);
+  auto& made = driver().default_streams[current.back()->device];
+  if (!made) made = std::make_unique<Stream>();
+  return made.get();
+}
+
+int copy(void* to, const void* from, size_t bytes, void* stream) {
+  Stream* s = stream_of(stream);
+  if (!s) return kInvalidContext;
+  s->push([=] { std::memcpy(to, from, bytes); });
+  return kSuccess;
+}
+
+void* host(uint64_t pointer) { return reinterpret_cast<void*>(pointer); }
+
+}  // namespace
+
+#define MAY_FAIL \
+  if (int wished = 0; driver().fails(__func__, &wished)) return wished
+#define NEEDS_CONTEXT \
+  MAY_FAIL;           \
+  if (current.empty()) return kInvalidContext
+
+// For the NCCL double, and for tests that ask what is left.
+DOUBLE_API int hc_double_enqueue(void* stream, void (*job)(void*), void* argument) {
+  Stream* s = stream_of(stream);
+  if (!s) return kInvalidContext;
+  s->push([=] { job(argument); });
+  return kSuccess;
+}
+DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
+  return bytes == 0 || driver().holds(reinterpret_cast<uint64_t>(at), bytes);
+}
+// what: "memory" (allocations), "streams", "events", "contexts" (ever made on `device`)
+DOUBLE_API int hc_double_count(const char* what, int device) {
+  std::lock_guard lock(driver().mu);
+  const std::string name = what;
+  if (name == "memory") return static_cast<int>(driver().memory.size());
+  if (name == "streams") return driver().streams.load();
+  if (name == "events") return driver().events.load();
+  return driver().retained[device];
+}
+
+DOUBLE_API int cuInit(unsigned) {
+  MAY_FAIL;
+  return kSuccess;
+}
+DOUBLE_API int cuDriverGetVersion(int* version) {
+  *version = static_cast<int>(number_from("HC_DOUBLE_CUDA_VERSION", 12080));
+  return kSuccess;
+}
+DOUBLE_API int cuGetErrorString(int result, const char** text) {
+  switch (result) {
+    case kSuccess:
+      *text = "no error";
+      return kSuccess;
+    case kInvalidValue:
+      *text = "invalid argument";
+      return kSuccess;
+    case kOutOfMemory:
+      *text = "out of memory";
+      return kSuccess;
+    case kInvalidContext:
+      *text = "invalid device context";
+      return kSuccess;
+    case kNotReady:
+      *text = "device not ready";
+      return kSuccess;
+  }
+  *text = nullptr;
+  return kInvalidValue;
+}
+DOUBLE_API int cuDeviceGetCount(int* count) {
+  MAY_FAIL;
+  *count = static_cast<int>(number_from("HC_DOUBLE_DEVICES", 4));
+  return kSuccess;
+}
+DOUBLE_API int cuDeviceGet(int* device, int ordinal) {
+  if (ordinal < 0 || ordinal >= number_from("HC_DOUBLE_DEVICES", 4)) return kInvalidDevice;
+  *device = ordinal;
+  return kSuccess;
+}
+DOUBLE_API int cuDeviceGetName(char* name, int length, int device) {
+  std::snprintf(name, static_cast<size_t>(length), "Test double %d (no GPU)", device);
+  return kSuccess;
+}
+DOUBLE_API int cuDeviceGetUuid(void* uuid, int device) {
+  std::memset(uuid, 0, 16);
+  static_cast<unsigned char*>(uuid)[0] = static_cast<unsigned char>(device + 1);
+  return kSuccess;
+}
+DOUBLE_API int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  std::lock_guard lock(driver().mu);
+  *flags = 0;
+  auto at = driver().contexts.find(device);
+  *active = at != driver().contexts.end() && at->second.users > 0;
+  return kSuccess;
+}
+DOUBLE_API int cuDevicePrimaryCtxRetain(void** context, int device) {
+  MAY_FAIL;
+  std::lock_guard lock(driver().mu);
+  Context& c = driver().contexts[device];
+  c.device = device;
+  if (c.users++ == 0) ++driver().retained[device];
+  *context = &c;
+  return kSuccess;
+}
+DOUBLE_API int cuDevicePrimaryCtxRelease_v2(int device) {
+  std::lock_guard lock(driver().mu);
+  --driver().contexts[device].users;
+  return kSuccess;
+}
+DOUBLE_API int cuCtxPushCurrent_v2(void* context) {
+  if (!context) return kInvalidContext;
+  current.push_back(static_cast<Context*>(context));
+  return kSuccess;
+}
+DOUBLE_API int cuCtxPopCurrent_v2(void** context) {
+  if (current.empty()) return kInvalidContext;
+  if (context) *context = current.back();
+  current.pop_back();
+  return kSuccess;
+}
+DOUBLE_API int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  NEEDS_CONTEXT;
+  *least = 0;
+  *greatest = -5;
+  return kSuccess;
+}
+DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+  NEEDS_CONTEXT;
+  *stream = new Stream;
+  ++driver().streams;
+  return kSuccess;
+}
+DOUBLE_API int cuStreamDestroy_v2(void* stream) {
+  if (!stream) return kInvalidHandle;
+  delete static_cast<Stream*>(stream);
+  --driver().streams;
+  return kSuccess;
+}
+DOUBLE_API int cuStreamQuery(void* stream) {
+  NEEDS_CONTEXT;
+  return stream_of(stream)->idle() ? kSuccess : kNotReady;
+}
+DOUBLE_API int cuStreamSynchronize(void* stream) {
+  NEEDS_CONTEXT;
+  auto ticket = std::make_shared<Ticket>();
+  stream_of(stream)->push([ticket] { ticket->finish(); });
+  ticket->wait();
+  return kSuccess;
+}
+DOUBLE_API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  NEEDS_CONTEXT;
+  auto* e = static_cast<Event*>(event);
+  std::shared_ptr<Ticket> ticket;
+  {
+    std::lock_guard lock(e->mu);
+    ticket = e->last;
+  }
+  if (ticket) stream_of(stream)->push([ticket] { ticket->wait(); });
+  return kSuccess;
+}
+DOUBLE_API int cuEventCreate(void** event, unsigned) {
+  NEEDS_CONTEXT;
+  *event = new Event;
+  ++driver().events;
+  return kSuccess;
+}
+DOUBLE_API int cuEventDestroy_v2(void* event) {
+  if (!event) return kInvalidHandle;
+  delete static_cast<Event*>(event);
+  --driver().events;
+  return kSuccess;
+}
+DOUBLE_API int cuEventRecord(void* event, void* stream) {
+  NEEDS_CONTEXT;
+  auto* e = static_cast<Event*>(event);
+  auto ticket = std::make_shared<Ticket>();
+  {
+    std::lock_guard lock(e->mu);
+    e->last = ticket;
+  }
+  stream_of(stream)->push([ticket] { ticket->finish(); });
+  return kSuccess;
+}
+DOUBLE_API int cuEventQuery(void* event) {
+  MAY_FAIL;
+  auto* e = static_cast<Event*>(event);
+  std::lock_guard lock(e->mu);
+  return !e->last || e->last->poll() ? kSuccess : kNotReady;
+}
+DOUBLE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
+  NEEDS_CONTEXT;
+  if (!bytes) return kInvalidValue;
+  void* made = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!made) return kOutOfMemory;
+  std::memset(made, 0xcd, bytes);
+  std::lock_guard lock(driver().mu);
+  *pointer = reinterpret_cast<uint64_t>(made);
+  driver().memory[*pointer] = bytes;
+  return kSuccess;
+}
+DOUBLE_API int cuMemFree_v2(uint64_t pointer) {
+  MAY_FAIL;
+  {
+    std::lock_guard lock(driver().mu);
+    if (!driver().memory.erase(pointer)) return kInvalidValue;
+  }
+  std::free(host(pointer));
+  return kSuccess;
+}
+DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  NEEDS_CONTEXT;
+  *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  return *pointer ? kSuccess : kOutOfMemory;
+}
+DOUBLE_API int cuMemFreeHost(void* pointer) {
+  std::free(pointer);
+  return kSuccess;
+}
+DOUBLE_API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+  NEEDS_CONTEXT;
+  if (!driver().holds(to, bytes) || !driver().holds(from, bytes)) return kInvalidValue;
+  return copy(host(to), host(from), bytes, stream);
+}
+DOUBLE_API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+  NEEDS_CONTEXT;
+  if (!driver().holds(from, bytes)) return kInvalidValue;
+  return copy(to, host(from), bytes, stream);
+}
+DOUBLE_API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+  NEEDS_CONTEXT;
+  if (!driver().holds(to, bytes)) return kInvalidValue;
+  return copy(host(to), from, bytes, stream);
+}

@@ -1,0 +1,135 @@
+"""What is found of CUDA and NCCL, and what is said where something is missing. On doubles of both: no GPU takes part."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+core = pytest.importorskip("horoclone._core", reason="the native module is not built")
+
+REPORT = """
+import ctypes, json, sys
+settings, preload = json.loads(sys.argv[1]), sys.argv[2]
+if preload:
+    ctypes.CDLL(preload)
+import horoclone._core as core
+report = json.loads(core.device_report(settings))
+if report["cuda"]["found"]:
+    cuda = ctypes.CDLL(report["cuda"]["file"])
+    report["contexts"] = [cuda.hc_double_count(b"contexts", device) for device in range(4)]
+print(json.dumps(report))
+"""
+
+
+def environment(**extra: str) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("HOROCLONE_", "HC_DOUBLE"))
+    }
+    return {**kept, **extra}
+
+
+def report(settings: dict[str, Any], preload: Path | str = "", **env: str) -> Any:
+    done = subprocess.run(
+        [sys.executable, "-c", REPORT, json.dumps({k: str(v) for k, v in settings.items()}), str(preload)],
+        env=environment(**env), capture_output=True, text=True, timeout=60, check=True,
+    )  # fmt: skip
+    return json.loads(done.stdout)
+
+
+def cuda_of(doubles: Path) -> dict[str, Any]:
+    return {"HOROCLONE_CUDA_LIBRARY": doubles / "libcuda.so.1"}
+
+
+def test_double_file_version_and_devices_are_reported_without_a_context(doubles: Path) -> None:
+    found = report(
+        {**cuda_of(doubles), "HOROCLONE_NCCL_FOLDERS": f"/nowhere:{doubles}"}, HC_DOUBLE_DEVICES="2"
+    )
+    assert found["cuda"] == {
+        "found": True,
+        "file": str(doubles / "libcuda.so.1"),
+        "version": "12.8",
+        "devices": ["Test double 0 (no GPU)", "Test double 1 (no GPU)"],
+    }
+    nccl = found["nccl"]
+    assert nccl["found"] and nccl["version"] == "2.28.9" and nccl["where"] == "pip package"
+    assert nccl["file"] == str(doubles / "libnccl.so.2")
+    assert nccl["features"] == {"mem_alloc": False, "windows": False, "shrink": False}
+    assert found["contexts"] == [0, 0, 0, 0], "asking made a context"
+
+
+def test_double_the_copy_that_the_process_has_loaded_wins(doubles: Path) -> None:
+    folders = {"HOROCLONE_NCCL_FOLDERS": doubles / "incomplete"}
+    found = report({**cuda_of(doubles), **folders}, preload=doubles / "libnccl.so.2")["nccl"]
+    assert found["where"] == "already loaded in this process" and found["file"] == str(
+        doubles / "libnccl.so.2"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "env", "said"),
+    [
+        ({}, {"HC_DOUBLE_NCCL_VERSION": "2805"}, ("2.8.5", "too old", "2.14.0", "pip install nvidia-nccl-cu12 --upgrade")),
+        ({}, {"HC_DOUBLE_NCCL_VERSION": "21304"}, ("2.13.4", "too old")),
+        ({"HOROCLONE_NCCL_LIBRARY": "incomplete/libnccl.so.2"}, {}, ("has no ncclRedOpCreatePreMulSum", "incomplete")),
+        ({"HOROCLONE_NCCL_LIBRARY": "absent.so"}, {}, ("absent.so", "HOROCLONE_NCCL_LIBRARY names this file")),
+        (
+            {"HOROCLONE_NCCL_LIBRARY": "absent.so"},
+            {"HC_DOUBLE_CUDA_VERSION": "13000"},
+            ("pip install nvidia-nccl-cu13",),
+        ),
+    ],
+)  # fmt: skip
+def test_double_why_nccl_cannot_be_used(
+    doubles: Path, settings: dict[str, str], env: dict[str, str], said: tuple[str, ...]
+) -> None:
+    paths = {name: doubles / value for name, value in settings.items()}
+    base = {**cuda_of(doubles), "HOROCLONE_NCCL_FOLDERS": doubles}
+    found = report({**base, **paths}, **env)["nccl"]
+    assert not found["found"]
+    for words in said:
+        assert words in found["reason"], found["reason"]
+
+
+def test_double_why_cuda_cannot_be_used(doubles: Path, tmp_path: Path) -> None:
+    failed = report(cuda_of(doubles), HC_DOUBLE_CUDA_FAIL="cuInit:1:2")["cuda"]
+    assert (
+        not failed["found"]
+        and "cuInit: out of memory" in failed["reason"]
+        and "--gpus all" in failed["reason"]
+    )
+    wrong = report({"HOROCLONE_CUDA_LIBRARY": doubles / "libnccl.so.2"})["cuda"]
+    assert not wrong["found"] and "has no cuInit" in wrong["reason"]
+    absent = report({"HOROCLONE_CUDA_LIBRARY": tmp_path / "no.so"})["cuda"]
+    assert "no.so" in absent["reason"] and "HOROCLONE_CUDA_LIBRARY" in absent["reason"]
+
+
+def test_double_the_doctor_and_check_build_say_what_was_found(doubles: Path) -> None:
+    env = environment(
+        HOROCLONE_CUDA_LIBRARY=str(doubles / "libcuda.so.1"),
+        HOROCLONE_NCCL_LIBRARY=str(doubles / "libnccl.so.2"),
+    )
+    tool = [sys.executable, "-m", "horoclone.launch.tool"]
+    done = subprocess.run([*tool, "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120)
+    topics = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
+    assert topics["NCCL"]["status"] == "ok" and f"2.28.9, {doubles}/libnccl.so.2" in topics["NCCL"]["text"]
+    assert topics["CUDA"]["status"] == "ok" and "4 visible: Test double 0" in topics["CUDA"]["text"]
+    table = subprocess.run(
+        [sys.executable, "-m", "horoclone.launch", "--check-build"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stdout
+    assert f"2.28.9, {doubles}/libnccl.so.2" in table
+    without = {**env, "HOROCLONE_NCCL_LIBRARY": str(doubles / "absent.so")}
+    table = subprocess.run(
+        [sys.executable, "-m", "horoclone.launch", "--check-build"], env=without, capture_output=True, text=True,
+        timeout=120,
+    ).stdout  # fmt: skip
+    assert "[ ] NCCL" in table and "absent.so" in table
