@@ -1,0 +1,81 @@
+"""The Keras examples on two ranks, under Horovod's names, against one process that takes the whole batch.
+
+Every rank first runs the example as a world of its own, then all run it together, in the same warm processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import re
+import runpy
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+def output_of(script: str, *arguments: str) -> str:
+    """What a script prints on this rank."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = [script, *arguments]
+    try:
+        with contextlib.redirect_stdout(said):
+            runpy.run_path(script, run_name="__main__")
+    finally:
+        sys.argv = before
+    return said.getvalue()
+
+
+def comes_out_as_alone(
+    script: str, folder: str, whole: list[str], loss_within: float, accuracy_within: float
+) -> None:
+    """loss_within: a fraction. accuracy_within: images in a hundred. `whole`: arguments for the whole batch."""
+    import horoclone.keras as hvd
+    from horoclone import horovod_alias
+
+    horovod_alias.install()
+    horovods = Path(folder) / f"train{os.environ['HOROCLONE_RANK']}.py"
+    horovods.write_text(Path(script).read_text().replace("import horoclone.", "import horovod."))
+    assert re.search(r"^import horovod\.\S*keras as hvd$", horovods.read_text(), re.MULTILINE)
+    hvd.init([int(os.environ["HOROCLONE_RANK"])])
+    alone = output_of(script, *whole)
+    hvd.shutdown()
+    hvd.init()
+    together = output_of(str(horovods))
+    if hvd.rank() != 0:
+        assert together == "", "only rank 0 shows progress and results"
+        return
+
+    def metrics(text: str, size: int) -> tuple[float, float]:
+        assert re.search(rf"^{size} ranks on \w+, identical models$", text, re.MULTILINE), text[-2000:]
+        found = re.search(r"test loss ([\d.]+), accuracy ([\d.]+)%", text)
+        assert found is not None
+        return float(found[1]), float(found[2])
+
+    (loss, accuracy), (expected, expected_accuracy) = metrics(together, 2), metrics(alone, 1)
+    assert abs(loss - expected) <= loss_within * expected + 1e-4, (loss, expected)
+    assert abs(accuracy - expected_accuracy) <= accuracy_within, (accuracy, expected_accuracy)
+    assert re.search(r"22/22.*loss: [\d.]+", together), "a progress bar of 22 steps, as alone"
+
+
+def run(on: Callable[..., Any], backend: str, name: str, folder: Path, **tolerances: Any) -> None:
+    pytest.importorskip("sklearn")
+    script = str(EXAMPLES / name)
+    on(backend, comes_out_as_alone, init=False, limit_s=600, script=script, folder=str(folder), **tolerances)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
+def test_keras_3(on: Callable[..., Any], backend: str, tmp_path: Path) -> None:
+    run(on, backend, "keras_fit.py", tmp_path, whole=[], loss_within=0.05, accuracy_within=1.0)
+
+
+def test_tf_keras(on: Callable[..., Any], tmp_path: Path) -> None:
+    """The warm-up depends on the number of ranks, so the losses may differ more."""
+    whole = ["--batch-size", "64", "--learning-rate", "0.002"]
+    run(on, "legacy", "keras_legacy.py", tmp_path, whole=whole, loss_within=0.25, accuracy_within=2.0)
