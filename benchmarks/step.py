@@ -1,0 +1,251 @@
+"""The step time of one Keras model: with horoclone, without communication, and in MultiWorkerMirroredStrategy.
+
+`python benchmarks/step.py`. Every contestant has its own processes, which take turns in random order; while one trains,
+the others sleep. Overhead is what a step takes longer than the same number of processes that do not communicate.
+Exit codes: 0, 1 a rank failed or the contestants' models differ, 3 too noisy for a conclusion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from multiprocessing.connection import Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from machine import Load, facts, load_before, only_one  # noqa: E402
+from statistics_of import MAX_LOAD, MIN_ROUNDS, ratio_of  # noqa: E402
+from step_worker import Plan  # noqa: E402
+
+CONTESTANTS = {
+    "tf_keras alone": ("alone", "legacy"),
+    "tf_keras horoclone": ("horoclone", "legacy"),
+    "tf_keras MultiWorkerMirrored": ("multiworker", "legacy"),
+    "Keras 3 TensorFlow alone": ("alone", "tensorflow"),
+    "Keras 3 TensorFlow horoclone": ("horoclone", "tensorflow"),
+    "Keras 3 JAX alone": ("alone", "jax"),
+    "Keras 3 JAX horoclone": ("horoclone", "jax"),
+    "Keras 3 torch alone": ("alone", "torch"),
+    "Keras 3 torch horoclone": ("horoclone", "torch"),
+}
+START_S = 900.0  # a contestant imports its framework
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark with `argv` and returns the exit code."""
+    arguments = parse(argv)
+    with only_one():
+        before = load_before(2.0)
+        if before > MAX_LOAD and not arguments.force:
+            print(
+                f"step.py: other processes use {before:.2f} cores (--force: run nevertheless)",
+                file=sys.stderr,
+            )
+            return 3
+        load = Load()
+        with tempfile.TemporaryDirectory() as folder:
+            crews: dict[str, Crew] = {}
+            try:
+                for name in arguments.contestants:
+                    crews[name] = Crew(name, arguments, Path(folder))
+                for crew in crews.values():
+                    crew.join()
+                times, outcomes = measure(crews, arguments)
+            except (EOFError, OSError) as error:
+                print(f"step.py: a rank failed ({error!r}); what it wrote is above", file=sys.stderr)
+                return 1
+            finally:
+                for crew in crews.values():
+                    crew.end()
+        during = load.others()
+    result = {
+        "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
+        "machine": facts(),
+        "versions": versions(),
+        "others": {"before": before, "during": during},
+        "outcomes": outcomes,
+        "times": times,
+    }
+    if arguments.json:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    different = disagreements(outcomes)
+    if different:
+        print(f"step.py: the models differ: {different}", file=sys.stderr)
+        return 1
+    print_tables(times, outcomes, during)
+    return 0
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--np", type=int, default=2, help="ranks (2)")
+    parser.add_argument("--model", choices=("dense", "resnet50"), default="dense", help="both have 100 MB")
+    parser.add_argument("--batch", type=int, help="rows per rank (dense: 32, resnet50: 4)")
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of a contestant in a round")
+    parser.add_argument("--contestants", type=lambda text: text.split(","), default=list(CONTESTANTS)[:3],
+                        help=f"of {','.join(CONTESTANTS)}; \"all\" for all (the first three)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
+    parser.add_argument("--force", action="store_true", help="run although others use the machine")
+    parser.add_argument("--json", type=Path, help="write everything here")
+    arguments = parser.parse_args(argv)
+    if arguments.contestants == ["all"]:
+        arguments.contestants = list(CONTESTANTS)
+    if unknown := [name for name in arguments.contestants if name not in CONTESTANTS]:
+        parser.error(f"no contestant {unknown[0]!r}")
+    arguments.batch = arguments.batch or {"dense": 32, "resnet50": 4}[arguments.model]
+    return arguments
+
+
+class Crew:
+    """The processes of one contestant. They start together with the others'; join() waits until they are ready."""
+
+    def __init__(self, name: str, arguments: argparse.Namespace, folder: Path) -> None:
+        kind, backend = CONTESTANTS[name]
+        ports = [f"127.0.0.1:{port}" for port in free_ports(arguments.np)] if kind == "multiworker" else []
+        address = str(folder / name.replace(" ", "-"))
+        self.size = arguments.np
+        self.processes: list[subprocess.Popen[bytes]] = []
+        self.ranks: list[Connection[Any, Any]] = []
+        self.listener = Listener(address, family="AF_UNIX", backlog=arguments.np)
+        for rank in range(1 if kind == "horoclone" else arguments.np):
+            own = -1 if kind == "horoclone" else rank
+            plan = Plan(name, kind, backend, arguments.model, arguments.batch, own, arguments.np, ports)
+            command = [sys.executable, str(HERE / "step_worker.py"), address, json.dumps(asdict(plan))]
+            if kind == "horoclone":
+                launcher = [sys.executable, "-m", "horoclone.launch.cli", "-np", str(arguments.np)]
+                command = launcher + command
+            self.processes.append(subprocess.Popen(command, start_new_session=True))
+
+    def join(self) -> None:
+        """Waits for the ranks; OSError (a timeout is one) when they do not come within START_S."""
+        joined: dict[int, Connection[Any, Any]] = {}
+        self.listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
+        while len(joined) < self.size:
+            connection = self.listener.accept()
+            joined[connection.recv()[1]] = connection
+        self.ranks = [joined[rank] for rank in sorted(joined)]
+
+    def ask(self, command: Any) -> list[dict[str, Any]]:
+        """The ranks' answers; EOFError when one has died."""
+        for rank in self.ranks:
+            rank.send(command)
+        return [rank.recv() for rank in self.ranks]
+
+    def end(self) -> None:
+        """Tells the ranks to leave, and kills those that do not."""
+        self.listener.close()
+        for rank in self.ranks:
+            try:
+                rank.send(None)
+            except OSError:
+                pass  # it is gone
+        for process in self.processes:
+            try:
+                process.wait(20 if self.ranks else 0)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [one.getsockname()[1] for one in sockets]
+    for one in sockets:
+        one.close()
+    return ports
+
+
+Times = dict[str, dict[str, list[float]]]
+
+
+def measure(crews: dict[str, Crew], arguments: argparse.Namespace) -> tuple[Times, dict[str, Any]]:
+    """Per contestant and round: wall time of a step (of the slowest rank) and processor time (mean), milliseconds."""
+    times: Times = {name: {"wall": [], "cpu": []} for name in crews}
+    losses: dict[str, list[float]] = {}
+    for crew in crews.values():
+        crew.ask(2)  # compiles
+    for number in range(arguments.rounds):
+        order = random.Random(f"{arguments.seed}.{number}").sample(list(crews), len(crews))
+        for name in order:
+            answers = crews[name].ask(arguments.steps)
+            times[name]["wall"].append(1e3 * max(answer["wall"] for answer in answers))
+            times[name]["cpu"].append(1e3 * float(np.mean([answer["cpu"] for answer in answers])))
+            losses[name] = [answer["loss"] for answer in answers]
+    outcomes = {
+        name: {"ranks": crew.ask("outcome"), "mean loss": float(np.mean(losses[name]))}
+        for name, crew in crews.items()
+    }
+    return times, outcomes
+
+
+def disagreements(outcomes: dict[str, Any]) -> list[str]:
+    """Who has other weights on another rank, or (the losses of all ranks together) has learnt something else."""
+    found = []
+    together = {n: o for n, o in outcomes.items() if CONTESTANTS[n][0] != "alone"}
+    for name, outcome in together.items():
+        if len({rank["digest"] for rank in outcome["ranks"]}) != 1:
+            found.append(f"the ranks of {name}: {outcome['ranks']}")
+    digests = {n: o["ranks"][0]["digest"] for n, o in together.items() if CONTESTANTS[n][1] == "legacy"}
+    if digests and max(digests.values()) - min(digests.values()) > 1e-4 * max(digests.values()):
+        found.append(f"the sums of weights {digests}")
+    return found
+
+
+def versions() -> dict[str, str]:
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for package in ("horoclone", "tensorflow", "tf_keras", "keras", "jax", "torch", "numpy"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            pass
+    return found
+
+
+def print_tables(times: Times, outcomes: dict[str, Any], during: float | None) -> None:
+    """Medians of the rounds with their range, the overhead over "alone", and what the others' overhead is of ours."""
+    ranks = next(iter(outcomes.values()))["ranks"]
+    size = f"{4e-6 * ranks[0]['parameters']:.1f} MB in {ranks[0]['tensors']} tensors"
+    print(f"{len(ranks)} ranks, {size}; others used {during or 0.0:.2f} cores")
+    print(f"{'':30} {'step, ms':>22} {'overhead, ms':>22} {'CPU, ms':>9} {'CPU overhead':>13}")
+    over: dict[str, dict[str, Any]] = {}
+    for name, of in times.items():
+        alone = name.rpartition(" ")[0] + " alone"
+        row = f"{name:30} {spread(of['wall']):>22}"
+        if alone in times and alone != name:
+            over[name] = {what: np.subtract(of[what], times[alone][what]) for what in ("wall", "cpu")}
+            row += f" {spread(over[name]['wall']):>22} {np.median(of['cpu']):9.1f} {np.median(over[name]['cpu']):13.1f}"
+        else:
+            row += f" {'':22} {np.median(of['cpu']):9.1f}"
+        print(row)
+    ours, theirs = over.get("tf_keras horoclone"), over.get("tf_keras MultiWorkerMirrored")
+    if ours and theirs:
+        for what, word in (("wall", "time"), ("cpu", "processor time")):
+            ratio = ratio_of(list(ours[what]), list(theirs[what]))
+            few = "" if len(ours[what]) >= MIN_ROUNDS else f" (too few rounds: {len(ours[what])})"
+            print(f"MultiWorkerMirrored's overhead in {word} is {ratio.ratio:.1f} times horoclone's, "
+                  f"95 % interval {ratio.low:.1f} to {ratio.high:.1f}{few}")  # fmt: skip
+
+
+def spread(values: Any) -> str:
+    return f"{np.median(values):.1f} ({min(values):.0f}-{max(values):.0f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""benchmarks/step.py: what it concludes from times and models. Its processes need minutes and TensorFlow."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+ALONE, OURS, THEIRS = "tf_keras alone", "tf_keras horoclone", "tf_keras MultiWorkerMirrored"
+
+
+@pytest.fixture
+def step(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(FOLDER))
+    return importlib.import_module("step")
+
+
+def outcome(*digests: float) -> dict[str, Any]:
+    return {"ranks": [{"digest": digest, "parameters": 25_000_000, "tensors": 14} for digest in digests]}
+
+
+def test_models_that_differ_are_found(step: Any) -> None:
+    alike = {ALONE: outcome(1.0, 2.0), OURS: outcome(5.0, 5.0), THEIRS: outcome(5.0001, 5.0001)}
+    assert step.disagreements(alike) == []  # those that train alone differ by right
+    assert "the ranks of" in step.disagreements({OURS: outcome(5.0, 5.00001)})[0]
+    assert "sums of weights" in step.disagreements({OURS: outcome(5.0, 5.0), THEIRS: outcome(5.1, 5.1)})[0]
+
+
+def test_overhead_is_what_a_round_took_longer_than_the_same_round_alone(step: Any, capsys: Any) -> None:
+    alone = [100.0, 200.0, 110.0, 100.0, 100.0, 100.0, 100.0]
+    times = {
+        ALONE: {"wall": alone, "cpu": [90.0] * 7},
+        OURS: {"wall": [t + 10 for t in alone], "cpu": [95.0] * 7},
+        THEIRS: {"wall": [t + 40 for t in alone], "cpu": [120.0] * 7},
+    }
+    step.print_tables(times, {name: outcome(1.0, 1.0) for name in times}, 0.1)
+    said = capsys.readouterr().out
+    assert "2 ranks, 100.0 MB in 14 tensors" in said
+    assert "overhead in time is 4.0 times horoclone's, 95 % interval 4.0 to 4.0" in said
+    assert "overhead in processor time is 6.0 times" in said
+
+
+def test_arguments(step: Any, capsys: Any) -> None:
+    assert (
+        step.parse([]).contestants == [ALONE, OURS, THEIRS] and step.parse(["--model", "resnet50"]).batch == 4
+    )
+    assert step.parse(["--contestants", "all"]).contestants == list(step.CONTESTANTS)
+    with pytest.raises(SystemExit):
+        step.parse(["--contestants", "horovod"])
+    assert "no contestant 'horovod'" in capsys.readouterr().err
