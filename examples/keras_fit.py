@@ -1,7 +1,8 @@
 """Data-parallel training of a small convolutional network on scikit-learn's digits with Keras 3 and model.fit.
 
 On any backend of Keras, under any launcher, and alone. The batch of all ranks together is the same, so is the result:
-on 1 or 2 ranks the test loss comes out equal to 5 %, the accuracy to one image in a hundred.
+on 1 or 2 ranks the test loss comes out equal to a thousandth, the accuracy to one of 360 images: the network is smooth,
+and Adam's epsilon is large, so that nothing amplifies the rounding of sums in another order.
     KERAS_BACKEND=tensorflow horoclonerun -np 2 python examples/keras_fit.py
     KERAS_BACKEND=jax mpirun -n 2 python examples/keras_fit.py
     KERAS_BACKEND=torch python examples/keras_fit.py
@@ -28,9 +29,9 @@ import horoclone.keras as hvd
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--epochs", type=int, default=6)
+    parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch-size", type=int, default=64, help="of all ranks together")
-    parser.add_argument("--learning-rate", type=float, default=0.004, help="for such a batch")
+    parser.add_argument("--learning-rate", type=float, default=0.015, help="for such a batch")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--checkpoint", type=Path, help="file to write (default: in a new temporary folder)")
     return parser.parse_args()
@@ -68,11 +69,11 @@ def network():
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),
-            keras.layers.Conv2D(16, 3, padding="same", activation="relu"),
-            keras.layers.Conv2D(32, 3, padding="same", activation="relu"),
-            keras.layers.MaxPooling2D(2),
+            keras.layers.Conv2D(16, 3, padding="same", activation="gelu"),
+            keras.layers.Conv2D(32, 3, padding="same", activation="gelu"),
+            keras.layers.AveragePooling2D(2),
             keras.layers.Flatten(),
-            keras.layers.Dense(64, activation="relu"),
+            keras.layers.Dense(64, activation="gelu"),
             keras.layers.Dense(10),
         ]
     )
@@ -88,8 +89,10 @@ def main() -> None:
     train_x, test_x, train_y, test_y = digits()
 
     model = network()
+    # Adam's usual epsilon, 1e-7, makes whole steps of the rounding in gradients that are nearly zero
+    optimizer = keras.optimizers.Adam(args.learning_rate, epsilon=1e-3)
     model.compile(
-        optimizer=hvd.DistributedOptimizer(keras.optimizers.Adam(args.learning_rate)),
+        optimizer=hvd.DistributedOptimizer(optimizer),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -100,6 +103,7 @@ def main() -> None:
     model.fit(
         MyShare(train_x, train_y, args.batch_size, args.seed),
         epochs=args.epochs,
+        shuffle=False,  # fit() would take the batches in an order of each rank's own; MyShare shuffles
         validation_data=(test_x[rank::size], test_y[rank::size]),
         verbose=1 if rank == 0 else 0,
         callbacks=[

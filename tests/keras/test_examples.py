@@ -32,10 +32,8 @@ def output_of(script: str, *arguments: str) -> str:
     return said.getvalue()
 
 
-def comes_out_as_alone(
-    script: str, folder: str, whole: list[str], loss_within: float, accuracy_within: float
-) -> None:
-    """loss_within: a fraction. accuracy_within: images in a hundred. `whole`: arguments for the whole batch."""
+def comes_out_as_alone(script: str, folder: str, options: list[str], whole: list[str]) -> None:
+    """options: of every run. whole: further ones, with which one process takes the whole batch."""
     import horoclone.keras as hvd
     from horoclone import horovod_alias
 
@@ -44,10 +42,10 @@ def comes_out_as_alone(
     horovods.write_text(Path(script).read_text().replace("import horoclone.", "import horovod."))
     assert re.search(r"^import horovod\.\S*keras as hvd$", horovods.read_text(), re.MULTILINE)
     hvd.init([int(os.environ["HOROCLONE_RANK"])])
-    alone = output_of(script, *whole)
+    alone = output_of(script, *options, *whole)
     hvd.shutdown()
     hvd.init()
-    together = output_of(str(horovods))
+    together = output_of(str(horovods), *options)
     if hvd.rank() != 0:
         assert together == "", "only rank 0 shows progress and results"
         return
@@ -59,23 +57,33 @@ def comes_out_as_alone(
         return float(found[1]), float(found[2])
 
     (loss, accuracy), (expected, expected_accuracy) = metrics(together, 2), metrics(alone, 1)
-    assert abs(loss - expected) <= loss_within * expected + 1e-4, (loss, expected)
-    assert abs(accuracy - expected_accuracy) <= accuracy_within, (accuracy, expected_accuracy)
+    assert abs(loss - expected) <= 1e-3 * expected + 1e-4, (loss, expected)
+    assert abs(accuracy - expected_accuracy) <= 0.3, (accuracy, expected_accuracy)
     assert re.search(r"22/22.*loss: [\d.]+", together), "a progress bar of 22 steps, as alone"
 
 
-def run(on: Callable[..., Any], backend: str, name: str, folder: Path, **tolerances: Any) -> None:
+def run(
+    on: Callable[..., Any], backend: str, name: str, folder: Path, options: list[str], whole: list[str]
+) -> None:
     pytest.importorskip("sklearn")
     script = str(EXAMPLES / name)
-    on(backend, comes_out_as_alone, init=False, limit_s=600, script=script, folder=str(folder), **tolerances)
+    on(
+        backend,
+        comes_out_as_alone,
+        init=False,
+        limit_s=600,
+        script=script,
+        folder=str(folder),
+        options=options,
+        whole=whole,
+    )
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "jax", "torch"])
 def test_keras_3(on: Callable[..., Any], backend: str, tmp_path: Path) -> None:
-    run(on, backend, "keras_fit.py", tmp_path, whole=[], loss_within=0.05, accuracy_within=1.0)
+    run(on, backend, "keras_fit.py", tmp_path, options=[], whole=[])
 
 
 def test_tf_keras(on: Callable[..., Any], tmp_path: Path) -> None:
-    """The warm-up depends on the number of ranks, so the losses may differ more."""
-    whole = ["--batch-size", "64", "--learning-rate", "0.002"]
-    run(on, "legacy", "keras_legacy.py", tmp_path, whole=whole, loss_within=0.25, accuracy_within=2.0)
+    whole = ["--batch-size", "64", "--learning-rate", "0.02"]
+    run(on, "legacy", "keras_legacy.py", tmp_path, options=["--warmup-epochs", "0"], whole=whole)
