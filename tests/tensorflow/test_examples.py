@@ -82,3 +82,24 @@ def test_two_ranks_train_as_one_process_with_the_whole_batch() -> None:
             expected,
         )
         assert accuracies[-1] >= 97.0
+
+
+@ranks(2, init=False, limit_s=120)
+def test_an_unedited_loop_for_horovod(checkpoints: str) -> None:
+    """scripts/tape.py knows nothing of horoclone. The ranks end alike, the loss has fallen, rank 0 alone wrote."""
+    from horoclone import horovod_alias
+
+    horovod_alias.install()
+    folder = Path(checkpoints) / os.environ["HOROCLONE_RANK"]
+    os.environ["CHECKPOINTS"] = str(folder / "digits")
+    names = runpy.run_path(str(Path(__file__).parent / "scripts" / "tape.py"), run_name="__main__")
+    hvd, losses = names["hvd"], names["losses"]
+    state = [[v.numpy().tobytes() for v in names["model"].variables], losses, names["accuracy"]]
+    assert hvd.size() == 2 and all(theirs == state for theirs in hvd.allgather_object(state))
+    assert len(losses) == 10 and losses[-1] < 0.7 * losses[0] and names["accuracy"] > 0.7
+    assert (folder / "digits-1.index").exists() == (hvd.rank() == 0) and folder.exists() == (hvd.rank() == 0)
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path) -> str:
+    return str(tmp_path)
