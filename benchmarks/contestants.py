@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from mpi4py import MPI
 
 import horoclone.torch as hvd
 
@@ -26,12 +25,12 @@ class Horoclone:
 
     label = "horoclone"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: Any) -> None:
         if not hvd.is_initialized():
             hvd.init()
         if (hvd.rank(), hvd.size()) != (comm.rank, comm.size):
             raise RuntimeError(
-                f"horoclone sees rank {hvd.rank()} of {hvd.size()}, MPI {comm.rank} of {comm.size}"
+                f"horoclone sees rank {hvd.rank()} of {hvd.size()}, the starter {comm.rank} of {comm.size}"
             )
 
     def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
@@ -68,20 +67,84 @@ class HorocloneAsync(Horoclone):
         return lambda: wait(start(tensors, None, name, total))
 
 
+class HorocloneFlat(Horoclone):
+    """The same with no second level: one ring over all ranks. It begins each turn with a runtime of its own."""
+
+    label = "horoclone flat"
+
+    def begin(self) -> None:
+        self._restart({"HOROVOD_HIERARCHICAL_ALLREDUCE": "0"})
+
+    def end(self) -> None:
+        self._restart({})
+
+    @staticmethod
+    def _restart(settings: dict[str, str]) -> None:
+        hvd.shutdown()
+        os.environ.update(settings)
+        hvd.init()
+        for name in settings:
+            del os.environ[name]
+
+
+class HorocloneFp16(Horoclone):
+    """float16 on the wire: cast, `allreduce_`, cast back, as an optimizer with Compression.fp16 does."""
+
+    label = "horoclone fp16"
+    tolerance = 2e-3  # of the largest number
+
+    def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
+        reduce, total, wire = hvd.allreduce_, hvd.Sum, torch.empty_like(tensor, dtype=torch.float16)
+
+        def run() -> None:
+            wire.copy_(tensor)
+            reduce(wire, None, name, total)
+            tensor.copy_(wire)
+
+        return run
+
+
+class HorocloneInt8(Horoclone):
+    """Block-int8 compression of a whole bucket, without error feedback, as an optimizer runs it."""
+
+    label = "horoclone int8"
+    tolerance = 2e-2
+
+    def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
+        from types import SimpleNamespace
+
+        from horoclone.process_sets import global_process_set
+        from horoclone.torch.gradient_bucket import GradientBucket
+
+        compressor = hvd.Compression.int8(error_feedback=False)
+        flat: Any = SimpleNamespace(flat=tensor, slots=[], index=0)
+        bucket = GradientBucket(flat, name, hvd.Sum, global_process_set)
+
+        def run() -> None:
+            work = compressor.reduce(bucket)
+            handle = next(work, None)
+            while handle is not None:
+                try:
+                    handle = work.send(hvd.synchronize(handle))
+                except StopIteration:
+                    return
+
+        return run
+
+
 class Gloo:
-    """torch.distributed with the gloo backend, over the loopback interface."""
+    """torch.distributed with the gloo backend, over the loopback interface or GLOO_SOCKET_IFNAME."""
 
     label = "gloo"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: Any) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         # torch warns at every coalesced call that it will go away; the warning would be timed as well.
         warnings.filterwarnings("ignore", message=".*coalesced.*")
-        store = (
-            dist.TCPStore("127.0.0.1", 0, comm.size, True, wait_for_workers=False) if comm.rank == 0 else None
-        )
+        host = getattr(comm, "address", "127.0.0.1")
+        store = dist.TCPStore(host, 0, comm.size, True, wait_for_workers=False) if comm.rank == 0 else None
         port = comm.bcast(store.port if store else None)
-        store = store or dist.TCPStore("127.0.0.1", port, comm.size, False)
+        store = store or dist.TCPStore(host, port, comm.size, False)
         dist.init_process_group("gloo", store=store, rank=comm.rank, world_size=comm.size)
 
     def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
@@ -109,27 +172,29 @@ class Gloo:
 class Mpi:
     """`Allreduce(MPI.IN_PLACE)` of mpi4py on the tensor's memory."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
-        self.comm = comm
+    def __init__(self, comm: Any) -> None:
+        from mpi4py import MPI
+
+        self.comm, self.MPI = comm, MPI
 
     @property
     def label(self) -> str:
         return library_name()
 
     def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
-        reduce, here, buffer = self.comm.Allreduce, MPI.IN_PLACE, [tensor.numpy(), MPI.FLOAT]
+        reduce, here, buffer = self.comm.Allreduce, self.MPI.IN_PLACE, [tensor.numpy(), self.MPI.FLOAT]
         return lambda: reduce(here, buffer)
 
     def start_many(self, tensors: list[torch.Tensor], name: str) -> Call:
-        start, here, wait = self.comm.Iallreduce, MPI.IN_PLACE, MPI.Request.Waitall
-        buffers = [[tensor.numpy(), MPI.FLOAT] for tensor in tensors]
+        start, here, wait = self.comm.Iallreduce, self.MPI.IN_PLACE, self.MPI.Request.Waitall
+        buffers = [[tensor.numpy(), self.MPI.FLOAT] for tensor in tensors]
         return lambda: wait([start(here, buffer) for buffer in buffers])
 
     def group_many(self, tensors: list[torch.Tensor], name: str) -> Call:
         """MPI has no grouped call: packed by torch.cat, reduced flat, and unpacked by one call of torch."""
         flat = torch.empty(sum(tensor.numel() for tensor in tensors), dtype=tensors[0].dtype)
         parts = list(flat.split([tensor.numel() for tensor in tensors]))
-        reduce, here, buffer = self.comm.Allreduce, MPI.IN_PLACE, [flat.numpy(), MPI.FLOAT]
+        reduce, here, buffer = self.comm.Allreduce, self.MPI.IN_PLACE, [flat.numpy(), self.MPI.FLOAT]
 
         def run() -> None:
             torch.cat(tensors, out=flat)
@@ -147,7 +212,7 @@ class Memcpy:
 
     label = "memcpy"
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: Any) -> None:
         pass
 
     def prepare(self, tensor: torch.Tensor, target: torch.Tensor, name: str) -> Call:
@@ -160,6 +225,8 @@ class Memcpy:
 
 def library_name() -> str:
     """The MPI library that mpi4py loaded, for example "Open MPI 5.0.11" or "MPICH 5.0.2"."""
+    from mpi4py import MPI
+
     first = MPI.Get_library_version().splitlines()[0].replace("\0", "")
     if first.startswith("Open MPI"):
         return first.split(",")[0].replace(" v", " ")
@@ -171,6 +238,9 @@ def library_name() -> str:
 KINDS: dict[str, Any] = {
     "horoclone": Horoclone,
     "async": HorocloneAsync,
+    "flat": HorocloneFlat,
+    "fp16": HorocloneFp16,
+    "int8": HorocloneInt8,
     "gloo": Gloo,
     "mpi": Mpi,
     "memcpy": Memcpy,

@@ -30,19 +30,21 @@ class Inputs:
     def _expected(self, iteration: int, ranks: range) -> tuple[int, int]:
         return sum(rank + 1 for rank in ranks), sum(self._offset(rank, iteration) for rank in ranks)
 
-    def check(self, tensor: torch.Tensor, iteration: int, reduced: bool) -> None:
-        """Sampled elements and the sum of all, both exactly. RuntimeError when a number is wrong."""
+    def check(self, tensor: torch.Tensor, iteration: int, reduced: bool, tolerance: float = 0.0) -> None:
+        """Sampled elements and the sum of all, exactly or within `tolerance` of the largest element that there can be.
+        RuntimeError when a number is wrong."""
         ranks = range(self.size) if reduced else range(self.rank, self.rank + 1)
         scale, offset = self._expected(iteration, ranks)
         count = tensor.numel()
+        allowed = tolerance * ((PERIOD - 1) * scale + offset)
         for index in self._samples_of(count):
             wanted = index % PERIOD * scale + offset
-            if tensor[index].item() != wanted:
+            if not abs(tensor[index].item() - wanted) <= allowed:
                 raise RuntimeError(f"element {index} of {count} is {tensor[index].item()}, not {wanted}")
         full, rest = divmod(count, PERIOD)
         wanted = scale * (full * PERIOD * (PERIOD - 1) // 2 + rest * (rest - 1) // 2) + count * offset
         total = tensor.sum(dtype=torch.float64).item()
-        if total != wanted:
+        if not abs(total - wanted) <= allowed * count:
             raise RuntimeError(f"the {count} elements add up to {total}, not {wanted}")
 
     def check_every(self, tensor: torch.Tensor, stride: int, iteration: int) -> None:

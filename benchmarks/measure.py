@@ -1,7 +1,7 @@
 """One rank of the benchmark: times every contestant in turn on the same memory, and checks every result.
 
-Started by allreduce.py under an MPI launcher as `python measure.py PLAN OUT`; PLAN is the JSON of `Plan`, and
-rank 0 writes all ranks' times to OUT. A fault on one rank, a wrong number included, ends the whole job.
+Started as `python measure.py PLAN OUT`, by allreduce.py under an MPI launcher or by network.py on two hosts. PLAN is
+the JSON of `Plan`; rank 0 writes all ranks' times to OUT. A fault on one rank, a wrong number included, ends the job.
 """
 
 from __future__ import annotations
@@ -9,11 +9,13 @@ from __future__ import annotations
 import gc
 import json
 import mmap
+import os
 import random
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import torch
 from contestants import KINDS, Memcpy, library_name
 from inputs import Inputs
-from mpi4py import MPI
+from meeting import communicator
 
 SLOTS = 3  # buffers that are used in turn
 CALIBRATION_BYTES = 16 << 20
@@ -74,7 +76,7 @@ def allocate(nbytes: int, memory: str) -> torch.Tensor:
 class Bench:
     """The times of one rank; `times[part][label]` is a list of rounds, in microseconds."""
 
-    def __init__(self, comm: MPI.Intracomm, plan: Plan) -> None:
+    def __init__(self, comm: Any, plan: Plan) -> None:
         self.comm, self.plan = comm, plan
         self.contestants = [KINDS[kind](comm) for kind in plan.contestants]
         loop_floats = LOOP_CALLS * LOOP_STRIDE
@@ -94,11 +96,24 @@ class Bench:
             order = random.Random(f"{self.plan.seed}.{number}")
             for nbytes in self.plan.sizes:
                 for one in order.sample(self.contestants, len(self.contestants)):
-                    self._round(f"size.{nbytes}", one.label, self._time_size(one, nbytes, number == 0))
+                    with self._turn_of(one):
+                        self._round(f"size.{nbytes}", one.label, self._time_size(one, nbytes, number == 0))
             if self.plan.extras:
                 self._extras(order)
         calibration.append(self._calibrate())
         return {"times": self.times, "calibration": calibration}
+
+    @contextmanager
+    def _turn_of(self, one: Any) -> Iterator[None]:
+        """Some need other settings of the runtime while it is their turn."""
+        if not hasattr(one, "begin"):
+            yield
+            return
+        one.begin()
+        try:
+            yield
+        finally:
+            one.end()
 
     def _round(self, part: str, label: str, times: list[float]) -> None:
         self.times.setdefault(part, {}).setdefault(label, []).append(times)
@@ -115,13 +130,15 @@ class Bench:
                 for slot in range(SLOTS)
             ]
         prepared = self._calls[one.label, nbytes]
-        reduces = not isinstance(one, Memcpy)
+        reduces, tolerance = not isinstance(one, Memcpy), getattr(one, "tolerance", 0.0)
         warm = SLOTS * (2 if first else 1) if nbytes <= 16 << 20 else 1
         times = []
         for index in range(warm + (calls or calls_for(nbytes))):
             slot = index % SLOTS
             took = self._time(prepared[slot], views[slot])
-            self.inputs.check(views[slot if reduces else (slot + 1) % SLOTS], self.iteration, reduces)
+            self.inputs.check(
+                views[slot if reduces else (slot + 1) % SLOTS], self.iteration, reduces, tolerance
+            )
             if index >= warm:
                 times.append(took)
         return times
@@ -180,35 +197,46 @@ class Bench:
                 one.close()
 
 
-def versions() -> dict[str, str]:
+def versions(mpi: bool) -> dict[str, str]:
     """Of everything that was measured."""
-    import mpi4py
     import numpy
 
     import horoclone
     from horoclone._core import build_info
 
-    return {
+    found = {
         "horoclone": horoclone.__version__,
         "horoclone build": build_info(),
         "torch": torch.__version__,
-        "mpi": library_name(),
-        "mpi4py": mpi4py.__version__,
         "numpy": numpy.__version__,
         "python": sys.version.split()[0],
     }
+    if mpi:
+        import mpi4py
+
+        found.update({"mpi": library_name(), "mpi4py": mpi4py.__version__})
+    return found
+
+
+def end_the_job() -> None:
+    """Of all ranks, from one that has failed. Without MPI the starter sees the exit code and kills the others."""
+    if "mpi4py" in sys.modules:
+        communicator().Abort(1)
+    os._exit(1)
 
 
 def main(argv: list[str]) -> None:
     plan, out = Plan(**json.loads(argv[0])), Path(argv[1])
-    comm = MPI.COMM_WORLD
+    comm = communicator()
     torch.set_num_threads(1)
     bench = Bench(comm, plan)
     with torch.no_grad():
         own = bench.run()
     everybody = comm.gather(own)
     if everybody is not None:
-        out.write_text(json.dumps({"versions": versions(), "ranks": everybody}), encoding="utf-8")
+        out.write_text(
+            json.dumps({"versions": versions("mpi4py" in sys.modules), "ranks": everybody}), encoding="utf-8"
+        )
     bench.buffers.clear()
     bench.close()
 
@@ -219,4 +247,4 @@ if __name__ == "__main__":
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        end_the_job()

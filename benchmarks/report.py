@@ -99,7 +99,9 @@ def headline(result: dict[str, Any]) -> list[str]:
         f"{machine['processor']}, {machine['cores']} cores, {machine['kernel']}, "
         f"{'virtual machine, ' if machine['virtual machine'] else ''}huge pages {machine['huge pages']}",
         ", ".join(
-            f"{name} {result['versions'][name]}" for name in ("horoclone", "torch", "mpi", "mpi4py", "python")
+            f"{name} {result['versions'][name]}"
+            for name in ("horoclone", "torch", "mpi", "mpi4py", "python")
+            if name in result["versions"]
         ),
         f"others used {_cores(noise['others_before'])} cores before and {_cores(noise['others_during'])} during; "
         f"memcpy of 16 MiB took {time_text(first)} first, {time_text(last)} last",
@@ -180,13 +182,14 @@ LEGEND = (
 def print_tables(result: dict[str, Any]) -> None:
     """Everything a reader needs, on the standard output."""
     print("\n".join(headline(result)))
-    _print(*table(result))
+    print_rows(*table(result))
     if result["many"]:
-        _print(*many_table(result))
+        print_rows(*many_table(result))
     print("\n".join(LEGEND))
 
 
-def _print(header: list[str], rows: list[list[str]]) -> None:
+def print_rows(header: list[str], rows: list[list[str]]) -> None:
+    """A table: with rich on a terminal, else in plain text."""
     if sys.stdout.isatty():
         try:
             from rich.console import Console

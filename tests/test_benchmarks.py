@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -155,3 +156,58 @@ def test_a_tiny_run(open_mpi, tmp_path):
     assert os.uname().nodename not in json.dumps(result["machine"])
     if drawing:
         assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_what_must_cross_the_cable(load):
+    link_bytes = load("network").link_bytes
+    assert [link_bytes(label, 1000, 1) for label in ("horoclone", "gloo")] == [1000, 1000]
+    assert [link_bytes(label, 1000, 2) for label in ("horoclone", "horoclone flat", "gloo")] == [
+        1000,
+        1500,
+        1500,
+    ]
+    assert link_bytes("gloo", 1000, 4) == 1750
+
+
+def test_network_figures_that_cannot_be(load):
+    network = load("network")
+    line = {"ratio": 0.95, "low": 0.94, "high": 0.96}
+    result = {
+        "case": {"per_host": 1, "lo_bytes": [1000, 2000]},
+        "sizes": [
+            {"bytes": 25 << 20, "found": {"of line": line, "horoclone of raw": {**line, "ratio": 1.005}}}
+        ],
+    }
+    assert network.doubts(result) == []
+    result["sizes"][0]["found"]["of line"] = {**line, "ratio": 1.2}
+    result["sizes"].append({"bytes": 1 << 20, "found": {}})
+    result["case"]["lo_bytes"] = [0, 5 << 20]
+    reasons = network.doubts(result)
+    assert len(reasons) == 3 and "loopback" in reasons[0] and "more than there can be" in reasons[1], reasons
+    assert "burst" in reasons[2]
+    assert [network.verdict(line, least) for least in (0.94, 0.95, 0.97)] == ["met", "undecided", "missed"]
+
+
+@pytest.mark.netns
+@pytest.mark.slow
+@pytest.mark.usefixtures("needs_root")
+def test_a_tiny_run_between_two_hosts(tmp_path):
+    pytest.importorskip("torch")
+    if not (shutil.which("ip") and shutil.which("tc")):
+        pytest.skip("no iproute2")
+    command = [
+        sys.executable, FOLDER / "network.py", "--cases", "1g-2x2", "--sizes", "1048576", "--rounds", "1", "--force",
+        "--settle", "0.1", "--raw-s", "0.3", "--limit", "100", "--json", tmp_path / "network.json",
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=150)
+    if "Operation not permitted" in done.stderr:
+        pytest.skip(f"no namespaces here: {done.stderr}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    case = json.loads((tmp_path / "network.json").read_text())["cases"]["1g-2x2"]
+    (size,) = case["sizes"]
+    assert set(size["contestants"]) == {"horoclone", "horoclone flat", "gloo"}
+    assert case["case"]["cable_bytes"] > 60 * (
+        1 << 20
+    )  # 60 calls at least of each, whose data cannot have gone elsewhere
+    assert 0 < size["found"]["of line"]["ratio"] and min(case["raw_gbit"]["rates"]) > 0
+    assert "NO CONCLUSION" in done.stdout and "horoclone vs gloo >= 1.45" in done.stdout

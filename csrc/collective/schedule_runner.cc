@@ -1,5 +1,5 @@
-// The loop behind schedule_runner.h. One pass: post what may go, do a little local work, let the channels move, then
-// complete what has moved (which is where reductions happen). A pass that changes nothing ends the step.
+// The loop behind schedule_runner.h. One pass: complete what has moved (which is where reductions happen), post what
+// may go, do a little local work, let the channels move, complete. A pass that changes nothing ends the step.
 #include "collective/schedule_runner.h"
 
 #include <algorithm>
@@ -81,6 +81,8 @@ Progress ScheduleRunner::step(bool* moved) {
   if (!status_.is_ok()) return Progress::kFailed;
   for (int pass = 0; pass < kPassesPerStep && unfinished_ > 0; ++pass) {
     bool any = false;
+    // The channels may have moved outside of this: what has arrived makes room for receives before more is read.
+    for (Flow& flow : flows_) any |= harvest(flow);
     for (Flow& flow : flows_) any |= post(flow);
     any |= work_locally();
     Status status = progress_channels(&any);

@@ -164,10 +164,12 @@ bool FramedChannel::read_control() {
     if (result.what == Io::kWouldBlock) break;
     if (result.what != Io::kMoved) {
       control_over_ = true;
-      const bool middle = frame_bytes_ > 0 || length_have_ > 0;
-      fail(Code::kPeerLost, result.what == Io::kFailed ? std::strerror(result.error_number)
-                            : middle                   ? "closed its connection in the middle of a frame"
-                                                       : "closed its connection without a goodbye");
+      control_ended_at_ = Clock::now();
+      if (result.what == Io::kFailed) {
+        fail(Code::kPeerLost, std::strerror(result.error_number));
+      } else if (frame_bytes_ > 0 || length_have_ > 0) {
+        fail(Code::kPeerLost, "closed its connection in the middle of a frame");
+      }  // else check_ended() decides: the data line may hold what it sent last
       return true;
     }
     any = true;
@@ -249,10 +251,13 @@ bool FramedChannel::read_data() {
     }
     total += result.bytes;
     traffic_->bytes_received.add(result.bytes);
+    if (control_over_) control_ended_at_ = Clock::now();
     const size_t before = inbox_.segments();
+    const bool expected = inbox_.waiting();
     if (Status status = inbox_.took(result.bytes); !status.is_ok()) fail(status.code(), status.text());
     traffic_->segments_received.add(inbox_.segments() - before);
     if (result.bytes < wanted) break;
+    if (expected && !inbox_.waiting()) break;  // its owner may post the next receives; else they are copied twice
   }
   return any;
 }
@@ -320,8 +325,14 @@ bool FramedChannel::flush_data() {
   return any;
 }
 
-// A peer closes both lines at once; news of the control line may be a little later than that of the data line.
+// A peer closes both lines at once, but they are two streams: the end of one may overtake what comes on the other, be
+// it a goodbye or the last segments of a collective that is over for the peer.
 bool FramedChannel::check_ended() {
+  const bool silent = control_over_ && !goodbye_ && seconds_between(control_ended_at_, Clock::now()) >= kLonelyEndS;
+  if (control_over_ && (data_ended_ || silent)) {
+    fail(Code::kPeerLost, "closed its connection without a goodbye");
+    return true;
+  }
   if (!data_ended_ || goodbye_) return false;
   if (seconds_between(data_ended_at_, Clock::now()) < kLonelyEndS) return false;
   fail(Code::kPeerLost, "closed its data connection");

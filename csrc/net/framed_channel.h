@@ -58,7 +58,7 @@ class FramedChannel : public Channel {
   bool held_back() const;
   bool has_frames() const { return !ready_.empty(); }
   // One line has ended in order and the other has not yet: look again soon.
-  bool closing() const { return data_ended_ && failed_.is_ok(); }
+  bool closing() const { return (data_ended_ || control_over_) && failed_.is_ok(); }
 
  protected:
   // Move what fits now. kEnded: nothing will follow.
@@ -105,6 +105,7 @@ class FramedChannel : public Channel {
   size_t ready_bytes_ = 0;
   std::vector<std::vector<uint8_t>> spare_;  // emptied frames, used again
   bool control_over_ = false;
+  TimePoint control_ended_at_{};  // or the last data after that
 
   std::vector<uint8_t> control_out_;  // what did not fit, from control_sent_ on
   size_t control_sent_ = 0;

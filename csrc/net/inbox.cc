@@ -11,6 +11,7 @@ std::span<const iovec> Inbox::places() {
   if (active_) {
     std::byte* to = into_ ? into_->data : aside_->data.get();
     places_[n++] = {to + got_, current_.bytes - got_};
+    if (into_ && posted_.empty()) return {places_, n};  // the next receive is not posted yet; it may soon be
   }
   places_[n++] = {reinterpret_cast<std::byte*>(&header_) + header_bytes_, sizeof(header_) - header_bytes_};
   return {places_, n};

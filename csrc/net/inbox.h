@@ -30,8 +30,8 @@ class Inbox {
  public:
   explicit Inbox(size_t unexpected_limit = kMaxUnexpectedBytes) : limit_(unexpected_limit) {}
 
-  // Where the next bytes go: the rest of the current segment and the next header, so that one system call takes both.
-  // Empty while blocked.
+  // Where the next bytes go: the rest of the current segment and, if a receive for another one is posted, the next
+  // header, so that one system call takes both. Empty while blocked.
   std::span<const iovec> places();
   // `bytes` arrived there.
   Status took(size_t bytes);

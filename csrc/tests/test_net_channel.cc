@@ -334,6 +334,42 @@ TEST_CASE("channel: after a goodbye an end is silent, unless something is still 
   CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
 }
 
+TEST_CASE("tcp channel: the last data is taken in, though the end of the control line comes first") {
+  std::vector<std::byte> out = data_of(700, 5), in(700);
+  Transfer send{tag_of(0, 1, 0), out.data(), out.size()}, receive{tag_of(0, 1, 0), in.data(), in.size()};
+  auto link = std::make_unique<TcpLink>();
+  bool moved = false;
+  link->a->post_receive(&receive);
+  SUBCASE("both ended") {
+    for (const bool goodbye : {false, true}) {
+      CAPTURE(goodbye);
+      link = std::make_unique<TcpLink>();
+      link->a->post_receive(&receive);
+      link->b->post_send(&send);
+      REQUIRE(send.done);
+      link->end_b();
+      if (goodbye) link->a->expect_close();
+      Status status;
+      for (int i = 0; i < 5; ++i) status = link->a->progress(&moved);
+      CHECK(status.code() == (goodbye ? Code::kOk : Code::kPeerLost));
+      CHECK(receive.done);
+      CHECK(in == out);
+    }
+  }
+  SUBCASE("data follows later, then nothing does") {
+    ::shutdown(link->raw_control, SHUT_WR);
+    for (int i = 0; i < 3; ++i) CHECK(link->a->progress(&moved).is_ok());
+    CHECK(static_cast<TcpChannel&>(*link->a).closing());
+    link->b->post_send(&send);
+    CHECK(link->a->progress(&moved).is_ok());
+    CHECK(receive.done);
+    const TimePoint began = Clock::now();
+    while (link->a->progress(&moved).is_ok() && seconds_between(began, Clock::now()) < 3) usleep(1000);
+    CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
+    CHECK(seconds_between(began, Clock::now()) < 2.0);
+  }
+}
+
 TEST_CASE("channel: two threads, one for each end, both directions at once") {
   FOR_EACH_CHANNEL(link);
   auto drive = [&](FramedChannel& channel, unsigned own, unsigned other) {

@@ -1,0 +1,181 @@
+"""Two hosts on one machine: network namespaces joined by a veth cable, each end shaped by tbf. Needs root and iproute2.
+
+What runs in a namespace sees its own `cable` and its own `lo` and nothing else, so that no byte leaves the machine, and
+no byte between the hosts can avoid the cable.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CLONE_NEWNET = 0x40000000
+CABLE = "cable"
+# Credit that the shaper gives for free; what is measured must be far larger. Enough for one timer tick at 10 Gbit/s.
+BURST_BYTES = 128 << 10
+RAW_CHUNK_BYTES = 1 << 20
+
+
+def ip(*words: str) -> str:
+    """Runs `ip`; its error text in RuntimeError."""
+    return _run("ip", *words)
+
+
+def _run(*words: str) -> str:
+    done = subprocess.run(words, capture_output=True, text=True, timeout=20)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(words)}: {done.stderr.strip()}")
+    return done.stdout
+
+
+class Hosts:
+    """A context manager: two namespaces and their cable, gone at the end with everything that runs in them."""
+
+    def __init__(self, gbit: float, mtu: int) -> None:
+        self.gbit, self.mtu = gbit, mtu
+        tag = secrets.token_hex(3)
+        self.names = [f"hcb-{tag}-{side}" for side in "ab"]
+        third = secrets.randbelow(250)
+        self.addresses = [f"10.214.{third}.{host}" for host in (1, 2)]
+
+    def __enter__(self) -> Hosts:
+        try:
+            self._make()
+        except BaseException:
+            self._remove()
+            raise
+        return self
+
+    def _make(self) -> None:
+        for name in self.names:
+            ip("netns", "add", name)
+        ip("-n", self.names[0], "link", "add", CABLE, "type", "veth", "peer", "name", CABLE,
+           "netns", self.names[1])  # fmt: skip
+        for name, address in zip(self.names, self.addresses, strict=True):
+            ip("-n", name, "addr", "add", f"{address}/30", "dev", CABLE)
+            ip("-n", name, "link", "set", CABLE, "mtu", str(self.mtu), "up")
+            ip("-n", name, "link", "set", "lo", "up")
+            _run("tc", "-n", name, "qdisc", "add", "dev", CABLE, "root", "tbf", "rate", f"{self.gbit:g}gbit",
+                 "burst", str(BURST_BYTES), "latency", "20ms")  # fmt: skip
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def _remove(self) -> None:
+        for name in self.names:
+            subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
+
+    def command(self, host: int, words: list[str]) -> list[str]:
+        """The command that runs `words` on this host."""
+        return ["ip", "netns", "exec", self.names[host], *words]
+
+    def sent(self, host: int, interface: str) -> int:
+        """Bytes that this interface has sent so far."""
+        for line in _run(*self.command(host, ["cat", "/proc/net/dev"])).splitlines():
+            if line.strip().startswith(f"{interface}:"):
+                return int(line.split()[9])
+        raise RuntimeError(f"host {host} has no interface {interface}")
+
+    def inside(self, host: int, call: Callable[[], Any]) -> Any:
+        """What `call` returns when a thread of this host runs it; sockets that it opens stay of this host."""
+        result: list[Any] = []
+
+        def run() -> None:
+            try:
+                fd = os.open(f"/run/netns/{self.names[host]}", os.O_RDONLY | os.O_CLOEXEC)
+                if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET):
+                    raise OSError(ctypes.get_errno(), f"setns {self.names[host]}")
+                os.close(fd)
+                result.append(call())
+            except BaseException as error:
+                result.append(error)
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        if isinstance(result[0], BaseException):
+            raise result[0]
+        return result[0]
+
+    def raw_gbit(self, streams: int, seconds: float = 1.5) -> float:
+        """What plain sockets carry in each direction while both are busy: the smaller direction, in Gbit/s."""
+        words = [sys.executable, str(Path(__file__).resolve()), str(streams), str(seconds)]
+        ports = "39017"
+        server = subprocess.Popen(
+            self.command(0, [*words, "listen", self.addresses[0], ports]), stdout=subprocess.PIPE, text=True
+        )
+        client = subprocess.Popen(
+            self.command(1, [*words, "connect", self.addresses[0], ports]), stdout=subprocess.PIPE, text=True
+        )
+        try:
+            rates = [float(one.communicate(timeout=30 + seconds)[0]) for one in (server, client)]
+        finally:
+            for one in (server, client):
+                if one.poll() is None:
+                    one.kill()
+                    one.wait()
+        return min(rates)
+
+
+# --- a process of raw_gbit -----------------------------------------------------------------------------------------
+
+
+def _connections(streams: int, role: str, address: tuple[str, int]) -> list[socket.socket]:
+    if role == "listen":
+        with socket.create_server(address) as listener:
+            listener.settimeout(20)
+            return [listener.accept()[0] for _ in range(streams)]
+    deadline = time.monotonic() + 20
+    made: list[socket.socket] = []
+    while len(made) < streams:
+        try:
+            made.append(socket.create_connection(address, timeout=5))
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+    return made
+
+
+def _measure(streams: int, seconds: float, role: str, address: tuple[str, int]) -> float:
+    """Gbit/s received, from a third of the time on: windows have grown by then and the burst is used up."""
+    connections = _connections(streams, role, address)
+    end = time.monotonic() + seconds
+    begin = end - seconds * 2 / 3
+    received = [0] * streams
+    payload = bytes(RAW_CHUNK_BYTES)
+
+    def send(connection: socket.socket) -> None:
+        connection.settimeout(10)
+        while time.monotonic() < end:
+            connection.sendall(payload)
+        connection.shutdown(socket.SHUT_WR)
+
+    def receive(index: int, connection: socket.socket) -> None:
+        place = memoryview(bytearray(RAW_CHUNK_BYTES))
+        connection.settimeout(10)
+        while got := connection.recv_into(place):
+            if begin <= time.monotonic() < end:
+                received[index] += got
+
+    threads = [threading.Thread(target=send, args=(one,)) for one in connections]
+    threads += [threading.Thread(target=receive, args=pair) for pair in enumerate(connections)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sum(received) * 8 / (end - begin) / 1e9
+
+
+if __name__ == "__main__":
+    _streams, _seconds, _role, _host, _port = sys.argv[1:6]
+    print(_measure(int(_streams), float(_seconds), _role, (_host, int(_port))))
