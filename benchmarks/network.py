@@ -315,8 +315,9 @@ def print_result(results: dict[str, Any]) -> None:
         case, noise = result["case"], result["noise"]
         rates = ", ".join(f"{rate:.3f}" for rate in result["raw_gbit"]["rates"])
         print(
-            f"\n{name}: {case['gbit']:g} Gbit/s, MTU {case['mtu']}, 2 hosts x {case['per_host']}; plain sockets, 1, 2, 1, 2"
-            f" streams, both ways at once: {rates} Gbit/s; others used {noise['others_during']:.2f} cores"
+            f"\n{name}: {case['gbit']:g} Gbit/s, MTU {case['mtu']}, 2 hosts x {case['per_host']}; "
+            f"plain sockets, 1, 2, 1, 2 streams, both ways at once: {rates} Gbit/s; "
+            f"others used {noise['others_during']:.2f} cores"
         )
         if noise["reasons"]:
             print("NO CONCLUSION: " + "; ".join(noise["reasons"]))

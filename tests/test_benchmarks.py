@@ -209,5 +209,5 @@ def test_a_tiny_run_between_two_hosts(tmp_path):
     assert case["case"]["cable_bytes"] > 60 * (
         1 << 20
     )  # 60 calls at least of each, whose data cannot have gone elsewhere
-    assert 0 < size["found"]["of line"]["ratio"] and min(case["raw_gbit"]["rates"]) > 0
+    assert size["found"]["of line"]["ratio"] > 0 and min(case["raw_gbit"]["rates"]) > 0
     assert "NO CONCLUSION" in done.stdout and "horoclone vs gloo >= 1.45" in done.stdout
