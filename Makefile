@@ -24,7 +24,7 @@ FOR_TEST_ALONE := tf_keras==2.21.0
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' | grep -v /tests/)
 
-.PHONY: help demo test cpp tsan asan pytest examples bench lint format docs clean install
+.PHONY: help demo test cpp tsan asan pytest gpu examples bench lint format docs clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -48,6 +48,10 @@ asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBeha
 
 pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k name" chooses some
 	python -m pytest $(ARGS)
+
+gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is installed; skipped with the reason elsewhere
+	@$(PIP) pytest pytest-timeout hypothesis ml_dtypes psutil
+	python -m pytest -rs tests/torch/test_gpu.py tests/torch/test_gpu_double.py tests/test_gpu_double_loading.py $(ARGS)
 
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done

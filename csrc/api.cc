@@ -46,9 +46,11 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   if (r.op < 0 || r.op >= hc::kOpCount) return hc::error(Code::kInvalidArgument, "unknown operation ", r.op);
   if (r.reduce < 0 || r.reduce >= hc::kReduceCount)
     return hc::error(Code::kInvalidArgument, "unknown reduction ", r.reduce);
-  if (r.device != HC_HOST)
-    return hc::error(Code::kUnsupported,
-                     "tensors in GPU memory are not supported by this version; copy them to the host first");
+  if (r.device != HC_HOST && r.device != HC_CUDA)
+    return hc::error(Code::kInvalidArgument, "unknown kind of device ", r.device);
+  if (r.device == HC_CUDA && (r.op == HC_SEND || r.op == HC_RECEIVE || r.op == HC_SCATTER))
+    return hc::error(Code::kUnsupported, name_of(static_cast<hc::Op>(r.op)),
+                     " takes tensors in host memory only; copy the one on the GPU there first");
   const bool bare = r.op == HC_BARRIER || r.op == HC_JOIN, may_be_bare = r.op == HC_SCATTER || r.op == HC_RECEIVE;
   if (bare ? n != 0 : n < (may_be_bare ? 0 : 1))
     return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " with ", n, " tensors");
@@ -71,6 +73,10 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   s->tag = r.tag;
   if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
   s->will_wait = r.will_wait != 0;
+  s->on_device = r.device == HC_CUDA && r.op != HC_BARRIER;
+  s->device_index = r.device_index;
+  s->stream = static_cast<hc::CuStream>(r.stream);
+  s->ready_event = static_cast<hc::CuEvent>(r.ready_event);
   return hc::Status::ok();
 }
 
@@ -192,6 +198,8 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     std::vector<hc::Submission::Tensor> list;
     hc::Submission s;
     HC_TRY(read_request(*common, tensors, n, &list, &s));
+    if (s.on_device)
+      return hc::error(hc::Code::kUnsupported, "declared buckets lie in host memory; submit those on a GPU by name");
     hc::BucketSet set;
     set.reduce = s.reduce;
     set.prescale = s.prescale;
@@ -248,6 +256,15 @@ hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result
     return hc::Status::ok();
   });
 }
+hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stream) {
+  return guarded([&] { return rt->engine->stream_wait(handle, static_cast<hc::CuStream>(stream)); });
+}
+hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream) {
+  return guarded([&]() -> hc::Status {
+    if (i < 0) return hc::error(hc::Code::kInvalidArgument, "result ", i);
+    return rt->engine->copy_result(handle, static_cast<size_t>(i), to, bytes, static_cast<hc::CuStream>(stream));
+  });
+}
 void hc_release(hc_runtime* rt, hc_handle handle) { rt->engine->release(handle); }
 
 hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, int32_t* id) {
@@ -293,7 +310,8 @@ const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
 const char* hc_knobs(void) { return keep(hc::knobs_json()); }
 const char* hc_build_info(void) {
   return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion,
-                          ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"", hc::simd_name(), "\"}"));
+                          ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"", hc::simd_name(),
+                          "\",\"features\":{\"nccl\":true}}"));
 }
 const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));

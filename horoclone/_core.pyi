@@ -64,11 +64,14 @@ class Runtime:
         process_set: int = 0,
         splits: Sequence[int] | None = None,
         tag: int = 0,
+        device: int = -1,  # CUDA's number of the GPU whose memory it is; -1: host memory
+        stream: int = 0,  # on a GPU: the CUstream that produces the input
     ) -> int:
         """Queues one operation and returns its handle. The caller keeps the memory alive until it is done.
 
         barrier and join: data_in = data_out = 0, shape = (). scatter on other ranks than the root, and receive of
-        whatever comes: shape = None. send, receive: root is the other rank (-1: from any), tag >= 0.
+        whatever comes: shape = None. send, receive: root is the other rank (-1: from any), tag >= 0. An operation on
+        a GPU is done when it has been enqueued.
         """
     def submit_group(
         self,
@@ -83,6 +86,8 @@ class Runtime:
         postscale: float = 1.0,
         root: int = 0,
         process_set: int = 0,
+        device: int = -1,
+        stream: int = 0,
     ) -> int:
         """Several tensors as one operation (all or nothing), one handle."""
     def declare(
@@ -127,6 +132,10 @@ class Runtime:
         """
     def result(self, handle: int, index: int = 0) -> Result: ...
     def release(self, handle: int) -> None: ...
+    def stream_wait(self, handle: int, stream: int) -> None:
+        """On a GPU, after wait(): the stream waits for the result, the host does not."""
+    def copy_result(self, handle: int, index: int, to: int, nbytes: int, stream: int) -> None:
+        """On a GPU, after wait(): copies the core-owned result there on that stream; result() tells its rows before."""
     def add_process_set(self, ranks: Sequence[int]) -> int:
         """Collective over the world. Returns the id."""
     def remove_process_set(self, id: int) -> None: ...
@@ -145,7 +154,7 @@ class Runtime:
     def describe(self) -> str: ...
 
 def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
-def build_info() -> str: ...  # JSON: version, compiler, simd
+def build_info() -> str: ...  # JSON: version, compiler, simd, features
 def device_report(settings: dict[str, str]) -> str:
     """JSON: {"cuda": {"found", "file", "version", "devices"} or {"found": false, "reason"}, "nccl": the same and "where"}."""
 

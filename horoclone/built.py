@@ -1,4 +1,4 @@
-"""What this build can do, under the names at which Horovod's scripts ask for it. No state, nothing is loaded."""
+"""What this build can do here, under the names at which Horovod's scripts ask for it. No state; no GPU is started."""
 
 from __future__ import annotations
 
@@ -16,7 +16,22 @@ def gloo_built() -> bool:
 
 
 def nccl_built() -> int:
-    """NCCL's version code, 0 when NCCL cannot be used."""
+    """NCCL's version code (22809 is 2.28.9), 0 when it or CUDA's driver does not load: `horoclone doctor` says why."""
+    import ctypes
+    import os
+
+    from horoclone.gpu_libraries import nccl_folders
+
+    if not cuda_built():
+        return 0
+    files = [f"{folder}/libnccl.so.2" for folder in nccl_folders()]
+    for file in [os.environ.get("HOROCLONE_NCCL_LIBRARY") or "libnccl.so.2", *files]:
+        version = ctypes.c_int(0)
+        try:
+            if ctypes.CDLL(file).ncclGetVersion(ctypes.byref(version)) == 0:
+                return version.value
+        except (OSError, AttributeError):
+            continue
     return 0
 
 
@@ -31,8 +46,15 @@ def ccl_built() -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether tensors on CUDA devices can be reduced there."""
-    return False
+    """Whether CUDA's driver is here. Whether a GPU is: torch.cuda.is_available()."""
+    import ctypes
+    import os
+
+    try:
+        ctypes.CDLL(os.environ.get("HOROCLONE_CUDA_LIBRARY") or "libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def rocm_built() -> bool:

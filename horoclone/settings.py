@@ -19,7 +19,7 @@ class Unread(NamedTuple):
     instead: str
 
 
-_GPU = "Tensors in GPU memory are not reduced in this version; pass tensor.cpu()."
+_GPU = "Work on GPUs has one stream for each process set, and no thread that waits for it."
 _SPARK = "Spark jobs are not supported yet; start the ranks with horoclonerun or horoclone.run()."
 _BUILD = "Nothing is chosen when horoclone is built: it finds frameworks and launchers when it runs."
 _TUNING = "HOROVOD_AUTOTUNE has no such parameter in this version."

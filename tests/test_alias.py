@@ -374,6 +374,7 @@ def test_versions_compare_by_number(version: str, target: str, answer: bool) -> 
 
 def test_small_functions_of_horovods_util() -> None:
     from horoclone.common import util
+    from horoclone.launch import inventory
 
     for version, target in (("2.1.0", "2.1"), (2, "2.1.0"), ("x", "2.1.0")):
         with pytest.raises(ValueError, match=r"major\.minor\.patch|two strings|no version"):
@@ -383,7 +384,10 @@ def test_small_functions_of_horovods_util() -> None:
     assert [n for n in range(-1, 17) if util.num_rank_is_power_2(n)] == [1, 2, 4, 8, 16]
     assert util.is_iterable("ab") and util.is_iterable({}) and not util.is_iterable(3)
     assert util.get_ext_suffix().endswith(".so")
-    assert util.gloo_built() and util.nccl_built(verbose=True) == 0 and not util.gpu_available("torch")
+    found = inventory.core()["devices"]
+    usable = found["cuda"]["found"] and found["nccl"]["found"]
+    assert util.gloo_built() and util.nccl_built(verbose=True) == (found["nccl"]["code"] if usable else 0)
+    assert util.gpu_available("torch") == found["cuda"]["found"]
     assert not util.extension_available("mxnet") and not util.extension_available("no such")
     with pytest.raises(ImportError, match="no binding for mxnet"):
         util.check_extension("horovod.mxnet", "HOROVOD_WITH_MXNET", __file__, "mpi_lib")

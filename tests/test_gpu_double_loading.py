@@ -127,9 +127,20 @@ def test_double_the_doctor_and_check_build_say_what_was_found(doubles: Path) -> 
         timeout=120,
     ).stdout
     assert f"2.28.9, {doubles}/libnccl.so.2" in table
+    assert "[X] NCCL" in table and "[X] CUDA" in table
     without = {**env, "HOROCLONE_NCCL_LIBRARY": str(doubles / "absent.so")}
     table = subprocess.run(
         [sys.executable, "-m", "horoclone.launch", "--check-build"], env=without, capture_output=True, text=True,
         timeout=120,
     ).stdout  # fmt: skip
     assert "[ ] NCCL" in table and "absent.so" in table
+
+
+def test_double_what_is_built_answers_with_the_version(doubles: Path) -> None:
+    code = "import horoclone as hvd; print(hvd.cuda_built(), hvd.nccl_built())"
+    env = {"HOROCLONE_CUDA_LIBRARY": "libcuda.so.1", "HOROCLONE_NCCL_LIBRARY": "libnccl.so.2"}
+    here = {name: str(doubles / file) for name, file in env.items()}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(**here), capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["True", "22809"], done.stderr

@@ -85,6 +85,9 @@ struct KnobRule {
   X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
     "Instruction set of the reductions; all of them give the same bits.")                                   \
   /* devices */                                                                                             \
+  X(std::string, gpu_operations, "auto", "GPU_OPERATIONS", "", KnobRule::word("auto|nccl|host"),            \
+    "How tensors in GPU memory are reduced: auto: by NCCL, through host memory where NCCL cannot; nccl: "   \
+    "an error instead; host: through host memory.")                                                         \
   X(std::string, cuda_library, "", "CUDA_LIBRARY", "", KnobRule::text(),                                    \
     "File that is loaded as CUDA's driver library; empty: libcuda.so.1.")                                   \
   X(std::string, nccl_library, "", "NCCL_LIBRARY", "", KnobRule::text(),                                    \

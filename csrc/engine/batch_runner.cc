@@ -40,20 +40,13 @@ BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, co
 
 Progress BatchRunner::step(bool* moved) {
   if (!prepared_) {
-    prepared_ = true;
-    *moved = true;
-    outcome_ = batch_.error == Code::kOk ? prepare() : Status(batch_.error, batch_.error_text);
-    // A rank that cannot allocate its results must not leave the others waiting in the collective: there is no way
-    // back from here, so it is the engine that fails.
-    if (!outcome_.is_ok() && batch_.error == Code::kOk) {
-      status_ = outcome_;
-      return Progress::kFailed;
-    }
+    const Progress progress = begin(moved);
+    if (progress != Progress::kDone) return progress;
   }
   if (!outcome_.is_ok()) return Progress::kDone;
   while (next_task_ < tasks_.size()) {
     if (!collective_) {
-      auto made = make_collective(std::move(tasks_[next_task_]), group_);
+      auto made = make_next();
       if (!made.is_ok()) {
         status_ = made.status();
         return Progress::kFailed;
@@ -72,7 +65,40 @@ Progress BatchRunner::step(bool* moved) {
     ++next_task_;
     *moved = true;
   }
+  return device_ ? end() : Progress::kDone;
+}
+
+Progress BatchRunner::begin(bool* moved) {
+  if (device_ && batch_.error == Code::kOk) {
+    const Progress progress = device_->begin(operations_, moved);
+    if (progress == Progress::kFailed) status_ = device_->status();
+    if (progress != Progress::kDone) return progress;
+  }
+  prepared_ = true;
+  *moved = true;
+  if (batch_.error != Code::kOk)
+    outcome_ = Status(batch_.error, batch_.error_text);
+  else if (device_)
+    outcome_ = device_->outcome();
+  if (!outcome_.is_ok()) return Progress::kDone;
+  outcome_ = prepare();
+  // A rank that cannot allocate its results must not leave the others waiting in the collective: there is no way
+  // back from here, so it is the engine that fails.
+  if (!outcome_.is_ok()) {
+    status_ = outcome_;
+    return Progress::kFailed;
+  }
   return Progress::kDone;
+}
+
+Progress BatchRunner::end() {
+  status_ = device_->finish(operations_);
+  return status_.is_ok() ? Progress::kDone : Progress::kFailed;
+}
+
+Result<std::unique_ptr<Collective>> BatchRunner::make_next() {
+  Task task = std::move(tasks_[next_task_]);
+  return device_ ? device_->make_collective(std::move(task)) : make_collective(std::move(task), group_);
 }
 
 const Signature& BatchRunner::signature_of(size_t entry) const {
@@ -127,15 +153,21 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
   return task;
 }
 
-Piece BatchRunner::piece_for(size_t entry, size_t tensor) {
+Result<Piece> BatchRunner::piece_for(size_t entry, size_t tensor) {
   const TensorMeta& meta = signature_of(entry).tensors[tensor];
   const auto count = static_cast<size_t>(meta.count());
-  if (Operation* op = operations_[entry]) return {op->in[tensor], op->out[tensor], count};
+  if (Operation* op = operations_[entry]) return Piece{op->in[tensor], op->out[tensor], count};
+  const Reduce reduce = signature_of(entry).reduce;
+  if (device_) {
+    auto made = device_->neutral(meta.dtype, reduce, count);
+    HC_TRY(made.status(), "the stand-in of a joined rank");
+    return Piece{made.value(), made.value(), count};
+  }
   auto memory = Memory::make_private(count * size_of(meta.dtype));
-  if (!memory) return {};
-  fill_neutral(meta.dtype, signature_of(entry).reduce, memory->data(), count);
+  if (!memory) return error(Code::kInternal, "no memory for the stand-in of a joined rank");
+  fill_neutral(meta.dtype, reduce, memory->data(), count);
   neutral_.push_back(memory);
-  return {memory->data(), memory->data(), count};
+  return Piece{memory->data(), memory->data(), count};
 }
 
 // One task per dtype, in order of appearance; a buffer that lies in an arena is reduced where it lies.
@@ -145,8 +177,9 @@ Status BatchRunner::prepare_allreduce() {
     const Signature& s = signature_of(e);
     for (size_t t = 0; t < s.tensors.size(); ++t) {
       const DType dtype = s.tensors[t].dtype;
-      const Piece piece = piece_for(e, t);
-      if (piece.count && !piece.out) return error(Code::kInternal, "no memory for the stand-in of a joined rank");
+      auto found = piece_for(e, t);
+      HC_TRY(found.status());
+      const Piece piece = found.value();
       bytes_ += piece.count * size_of(dtype);
       if (batch_.in_arena && s.reduce != Reduce::kAdasum) {
         tasks_.push_back(task_for(e, dtype));
@@ -182,6 +215,7 @@ Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int6
   const size_t bytes = static_cast<size_t>(rows) * row_bytes;
   bytes_ += bytes;
   if (tensor < op->out.size() && op->out[tensor]) return op->out[tensor];
+  if (device_) return device_->result_memory(op, tensor, bytes);
   auto memory = Memory::make_private(bytes);
   if (!memory) return error(Code::kInternal, "no memory for a result of ", bytes, " bytes");
   op->results[tensor] = memory;
@@ -189,7 +223,9 @@ Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int6
 }
 
 Status BatchRunner::prepare_broadcast(size_t entry, size_t tensor, size_t) {
-  const Piece piece = piece_for(entry, tensor);
+  auto found = piece_for(entry, tensor);
+  HC_TRY(found.status());
+  const Piece piece = found.value();
   const DType dtype = signature_of(entry).tensors[tensor].dtype;
   bytes_ += piece.count * size_of(dtype);
   if (!piece.count) return Status::ok();
@@ -257,7 +293,9 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
 }
 
 Status BatchRunner::prepare_reduce(size_t entry, size_t tensor, size_t) {
-  Piece piece = piece_for(entry, tensor);
+  auto found = piece_for(entry, tensor);
+  HC_TRY(found.status());
+  Piece piece = found.value();
   const DType dtype = signature_of(entry).tensors[tensor].dtype;
   bytes_ += piece.count * size_of(dtype);
   if (!piece.count) return Status::ok();

@@ -9,6 +9,7 @@
 
 #include "base/config.h"
 #include "collective/collective.h"
+#include "engine/device_batch.h"
 #include "engine/operation.h"
 #include "engine/timeline.h"
 
@@ -33,9 +34,15 @@ class BatchRunner {
   const PlanBatch& batch() const { return batch_; }
   size_t bytes() const { return bytes_; }
   void show_in(Timeline* timeline) { timeline_ = timeline; }
+  // Before the first step: the tensors lie in device memory.
+  void on_device(std::unique_ptr<DeviceBatch> device) { device_ = std::move(device); }
+  bool is_on_device() const { return device_ != nullptr; }
 
  private:
   const Signature& signature_of(size_t entry) const;
+  Progress begin(bool* moved);
+  Progress end();
+  Result<std::unique_ptr<Collective>> make_next();
   Status prepare();
   Status prepare_allreduce();
   Status prepare_each(Status (BatchRunner::*one)(size_t entry, size_t tensor, size_t flat));
@@ -49,7 +56,7 @@ class BatchRunner {
   Task task_for(size_t entry, DType dtype) const;
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
-  Piece piece_for(size_t entry, size_t tensor);
+  Result<Piece> piece_for(size_t entry, size_t tensor);
 
   PlanBatch batch_;
   std::vector<Operation*> operations_;
@@ -58,6 +65,7 @@ class BatchRunner {
   const Config& config_;
   const Tag tag_;
 
+  std::unique_ptr<DeviceBatch> device_;  // null: host memory
   std::vector<Task> tasks_;
   size_t next_task_ = 0;
   std::unique_ptr<Collective> collective_;

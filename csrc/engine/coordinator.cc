@@ -268,6 +268,7 @@ PlanBatch Coordinator::State::next_batch() {
     batch.error = a.error;
     batch.error_text = a.text;
     batch.in_arena = a.in_arena;
+    batch.on_device = a.on_device;
     batch.rows = a.rows;
     if (item.fuse_hash != 0)
       fuse(&batch, item.entry, item.bytes);

@@ -52,6 +52,11 @@ struct Submission {
   std::span<const int64_t> splits;
   int64_t tag = 0;  // messages
   bool will_wait = false;
+  // Tensors in the memory of a GPU (join: the GPU that stands in for this rank's tensors).
+  bool on_device = false;
+  int device_index = 0;
+  CuStream stream = nullptr;      // it produces the input,
+  CuEvent ready_event = nullptr;  // or this event, recorded behind it; lives until the operation is done
   void (*done)(void*, int64_t, const Status&) = nullptr;
   void* done_context = nullptr;
 };
@@ -82,6 +87,10 @@ class Engine {
   // The operation behind a handle that is done; null when it is not, or unknown.
   Operation* finished(int64_t handle);
   void release(int64_t handle) { handles_.release(handle); }
+  // engine_device.cc. Of an operation on device memory that is done, which means enqueued: makes `stream` wait for its
+  // result, also (when `to` is not null) copies result i there, behind that.
+  Status stream_wait(int64_t handle, CuStream stream);
+  Status copy_result(int64_t handle, size_t i, void* to, size_t bytes, CuStream stream);
 
   // Collective over the world, in the same order on every rank.
   Status add_process_set(std::vector<int> ranks, int* id);
@@ -117,9 +126,22 @@ class Engine {
   Status check(const Submission& s, const ProcessSet& set) const;
 
   // engine_submit.cc
-  Status queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle);
+  Status queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle,
+                      std::unique_ptr<DeviceWork> device = nullptr);
   void fill(Operation* op, const Submission& s, const ProcessSet& set);
   bool arena_holds(const Submission& s) const;
+
+  // engine_device.cc
+  Result<std::shared_ptr<Gpu>> adopt_gpu(int index);
+  Result<std::unique_ptr<DeviceWork>> prepare_device(const Submission& s);
+  void put_on_device(ProcessSet& set);
+  void order_device_batches(ProcessSet& set, const Plan& plan);
+  void grant_device_turns(uint16_t set, uint32_t count);
+  Status take_device_frame(FrameKind kind, int from, Reader* in);
+  void device_batch_over(ProcessSet& set);
+  bool device_in_flight();
+  void check_device();
+  void leave_devices();
 
   // engine_step.cc
   bool step();
@@ -217,6 +239,9 @@ class Engine {
   std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};
+  std::mutex device_mu_;  // guards gpu_
+  std::shared_ptr<Gpu> gpu_;
+  std::atomic<bool> has_gpu_{false};
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false};
@@ -227,8 +252,10 @@ class Engine {
   std::vector<Operation*> taken_;
   Writer frame_;
   std::vector<uint8_t> received_;
-  std::vector<bool> left_;  // [world] said goodbye
-  std::string departure_;   // the first goodbye that came in
+  std::vector<bool> left_;             // [world] said goodbye
+  std::string departure_;              // the first goodbye that came in
+  std::deque<uint16_t> device_turns_;  // whose batch on a device comes next: the same order on every rank
+  bool waits_on_device_ = false;       // in this step: look again soon
   Liveness liveness_{0, {}};
   Messages messages_;
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes

@@ -51,6 +51,7 @@ class Idle {
 };
 
 constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks whether a waiter has left the gate
+constexpr int kDeviceLookMs = 1;                   // how often a copy or NCCL's start is looked at
 constexpr int kSliceMs = 50;                       // a waiter looks up (deadline, another waiter) at least this often
 
 }  // namespace
@@ -194,7 +195,7 @@ int Engine::work_until_idle() {
     }
   }
   check_timers();
-  const bool waiting = outstanding() > 0;
+  const bool waiting = outstanding() > 0 || device_in_flight();
   const bool hands_over = gate_.wanted();
   if (!hands_over) mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   untimed_sleep_.store(!waiting && !hands_over);
@@ -206,6 +207,7 @@ int Engine::work_until_idle() {
 
 // limit_ms, or less when a gathering window closes before; at least 1.
 int Engine::until_gathered(int limit_ms) const {
+  if (waits_on_device_) limit_ms = std::min(limit_ms, kDeviceLookMs);  // a device rings no doorbell
   if (next_gathered_ == TimePoint::max()) return limit_ms;
   const double left_ms = seconds_between(Clock::now(), next_gathered_) * 1000;
   return std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));
@@ -236,13 +238,15 @@ void Engine::poll_mesh(bool* moved) {
 // -------------------------------------------------------------------------------------------------------------
 
 void Engine::check_timers() {
-  if (outstanding() == 0) {
+  if (outstanding() == 0 && !device_in_flight()) {
     liveness_.rest();
     return;
   }
   const TimePoint now = Clock::now();
   if (now < next_timer_) return;
   next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
+  if (failed_.load()) return;
+  check_device();
   if (failed_.load()) return;
   check_liveness(now);
   if (!config_.stall_check_disable && now >= next_stall_report_) report_stalls(now);
@@ -251,9 +255,11 @@ void Engine::check_timers() {
 void Engine::check_liveness(TimePoint now) {
   std::vector<bool> waits(mesh_->size(), false);
   for (const auto& [id, set] : sets_) {
-    const bool late = std::any_of(set->pending.begin(), set->pending.end(), [&](const Operation* op) {
-      return seconds_between(op->submitted, now) >= config_.liveness_probe_s;
-    });
+    const bool late = std::any_of(set->pending.begin(), set->pending.end(),
+                                  [&](const Operation* op) {
+                                    return seconds_between(op->submitted, now) >= config_.liveness_probe_s;
+                                  }) ||
+                      (set->device && set->device->oldest_flight_s(now) >= config_.liveness_probe_s);
     if (late)
       for (int r : set->ranks) waits[r] = true;
   }
@@ -300,6 +306,7 @@ void Engine::fail_everything(const Status& reason) {
           text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
       set->runner.reset();
     }
+    if (set->device) set->device->abort();
     set->frozen_runs.clear();
     set->deferred_join = nullptr;
     set->queue.clear();
@@ -404,6 +411,7 @@ Status Engine::shutdown(double timeout_s) {
     complete(*set, op, failure_.with(op->describe()));
   }
   incoming_.clear();
+  leave_devices();
   notifier_.stop();
   timeline_.stop();
   mesh_->close();

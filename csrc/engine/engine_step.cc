@@ -17,6 +17,7 @@ bool Engine::step() {
   bool moved = false;
   counters_.steps.fetch_add(1, std::memory_order_relaxed);
   next_gathered_ = TimePoint::max();
+  waits_on_device_ = false;
   if (!mesh_->all_shared() || ++turn_ % 1024 == 0) poll_mesh(&moved);
   if (has_abort_.load(std::memory_order_acquire)) {
     std::string text;
@@ -111,7 +112,10 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     Plan plan;
     bad = decode(&in, &plan);
     ProcessSet* set = bad.is_ok() ? find_set(plan.process_set) : nullptr;
-    if (set && set->coordinator_rank() == from && plan.generation == generation_) take_plan(*set, std::move(plan));
+    if (set && set->coordinator_rank() == from && plan.generation == generation_) {
+      if (set->id == 0) order_device_batches(*set, plan);
+      take_plan(*set, std::move(plan));
+    }
   } else if (kind >= FrameKind::kMessage && kind <= FrameKind::kMessageWithdrawn) {
     bad = messages_.handle(from, kind, &in);
   } else if (kind == FrameKind::kGoodbye) {
@@ -124,6 +128,8 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     frame_.clear();
     frame_.put(FrameKind::kPong);
     bad = send_frame(from, false);
+  } else if (kind == FrameKind::kDeviceAsk || kind == FrameKind::kDeviceTurn) {
+    bad = take_device_frame(kind, from, &in);
   } else if (kind != FrameKind::kPong) {
     bad = take_report_frame(kind, from, &in);
   }
@@ -178,6 +184,7 @@ void Engine::decide(ProcessSet& set, bool* moved) {
       counters_.plans_sent.fetch_add(1, std::memory_order_relaxed);
     }
   }
+  order_device_batches(set, plan);
   take_plan(set, std::move(plan));
 }
 
@@ -230,11 +237,15 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       set.runner =
           std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, config_, tag);
       set.runner->show_in(&timeline_);
+      if (set.runner->batch().on_device && set.runner->batch().error == Code::kOk) put_on_device(set);
       note_batch(set, planned);
     }
     const Progress progress = set.runner->step(moved);
     if (progress == Progress::kFailed) return fail_everything(Status(set.runner->status()));  // a copy: the runner goes
-    if (progress == Progress::kPending) break;
+    if (progress == Progress::kPending) {
+      waits_on_device_ = waits_on_device_ || set.runner->is_on_device();
+      break;
+    }
     finish_batch(set);
   }
   // What the leaver had agreed to completes first; what runs frozen either completes or steps back, for the leaver has
@@ -256,6 +267,7 @@ void Engine::wake_readers(ProcessSet& set) {
 
 void Engine::finish_batch(ProcessSet& set) {
   auto runner = std::move(set.runner);
+  if (runner->is_on_device()) device_batch_over(set);
   counters_.batches.fetch_add(1, std::memory_order_relaxed);
   counters_.fused.fetch_add(runner->operations().size(), std::memory_order_relaxed);
   counters_.bytes_reduced.fetch_add(runner->bytes(), std::memory_order_relaxed);

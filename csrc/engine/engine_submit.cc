@@ -27,7 +27,8 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
   Signature& g = op->request.signature;
   g.op = s.op;
   g.reduce = s.reduce;
-  g.in_arena = arena_holds(s);
+  g.device = s.on_device && s.op != Op::kJoin;
+  g.in_arena = !g.device && arena_holds(s);
   g.root = has_root(s.op) ? set.position_of(s.root) : is_message(s.op) ? s.root : 0;
   g.prescale = s.prescale;
   g.postscale = s.postscale;
@@ -45,9 +46,15 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
 Status Engine::submit(const Submission& s, int64_t* handle) {
   if (!connected_.load(std::memory_order_acquire))
     return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  std::unique_ptr<DeviceWork> device;
+  if (s.on_device) {
+    auto prepared = prepare_device(s);
+    HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", mesh_->rank());
+    device = prepared.take();
+  }
   {
     std::lock_guard lock(submit_mu_);
-    HC_TRY(queue_locked(s, nullptr, handle));
+    HC_TRY(queue_locked(s, nullptr, handle, std::move(device)));
   }
   if (!s.will_wait && sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();
   return Status::ok();
@@ -81,7 +88,8 @@ Status Engine::submit_declared(int process_set, int bucket_set, int bucket, int6
 }
 
 // Submit lock held: checks, fills an operation and queues it.
-Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle) {
+Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle,
+                            std::unique_ptr<DeviceWork> device) {
   if (!failure_.is_ok())
     return failure_.with(text_of(name_of(s.op), s.name.empty() ? "" : " '", s.name, s.name.empty() ? "" : "'"));
   ProcessSet* set = find_set(s.process_set);
@@ -101,6 +109,7 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
   if (!op)
     return error(Code::kInternal, "more than a million operations are live; wait for some and release their handles");
   fill(op, s, *set);
+  op->device = std::move(device);
   if (bucket) std::tie(op->bucket_set, op->bucket) = *bucket;
   if (is_message(s.op)) {
     op->request.sequence = static_cast<uint64_t>(s.tag);

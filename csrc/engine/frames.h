@@ -18,10 +18,12 @@ enum class FrameKind : uint8_t {
   kMessageTaken = 9,       // receiver: the payload that came along is where it belongs. Body: id
   kMessageRefused = 10,    // receiver: it does not fit. Body: id, code, text
   kMessageWithdrawn = 11,  // sender: asked for too late, its process set was removed. Body: id
-  kInquiry = 16,           // a stall is being reported. Body: u8, 1 = answer what you do instead
-  kTestimony = 17,         // the answer. Body: text
-  kClockAsk = 18,          // what time is it? Body: i64 my monotonic clock, ns
-  kClockAnswer = 19,       // Body: i64 what was asked, i64 my monotonic clock, ns
+  kDeviceAsk = 12,   // coordinator to rank 0: batches on devices wait for their turn. Body: u16 process set, u32 number
+  kDeviceTurn = 13,  // rank 0 to members of a process set: its next batches on devices come now. Body: the same
+  kInquiry = 16,     // a stall is being reported. Body: u8, 1 = answer what you do instead
+  kTestimony = 17,   // the answer. Body: text
+  kClockAsk = 18,    // what time is it? Body: i64 my monotonic clock, ns
+  kClockAnswer = 19,  // Body: i64 what was asked, i64 my monotonic clock, ns
 };
 
 }  // namespace hc

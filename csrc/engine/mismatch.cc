@@ -301,6 +301,7 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
   if (!someone_joined) a = rows_of(subject, by_rank, names);
   if (a.error != Code::kOk) return a;
   a.in_arena = in_arena && !someone_joined && !s.tensors.empty();
+  a.on_device = s.device != 0 && !s.tensors.empty();
   a.fusable = !a.in_arena && may_fuse(subject, s);
   if (a.fusable) a.fuse = {s.reduce, s.tensors[0].dtype, s.device, s.prescale, s.postscale};
   if (a.fusable) a.fuse_hash = hash_of_key(a.fuse);

@@ -26,6 +26,7 @@ struct Agreement {
   Code error = Code::kOk;
   std::string text;
   bool in_arena = false;
+  bool on_device = false;
   bool fusable = false;
   FuseKey fuse;
   uint64_t fuse_hash = 0;     // of `fuse`; not 0 when fusable

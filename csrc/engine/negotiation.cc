@@ -259,7 +259,8 @@ enum BatchFlag : uint8_t {
   kHasRows = 8,
   kHasError = 16,
   kLastJoined = 32,
-  kBatchFlags = 63
+  kBatchOnDevice = 64,
+  kBatchFlags = 127
 };
 
 void put_entry(Writer* out, const PlanEntry& e) {
@@ -353,7 +354,7 @@ void put_batch(Writer* out, const PlanBatch& b, uint32_t expected_id) {
   out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (slots_only ? kSlotsOnly : 0) |
                                 (slots_only && b.entries.front().unnamed ? kSlotsUnnamed : 0) |
                                 (b.rows.empty() ? 0 : kHasRows) | (failed ? kHasError : 0) |
-                                (b.last_joined >= 0 ? kLastJoined : 0)));
+                                (b.last_joined >= 0 ? kLastJoined : 0) | (b.on_device ? kBatchOnDevice : 0)));
   put_entries(out, b, slots_only);
   if (!b.rows.empty()) put_rows(out, b.rows);
   if (b.last_joined >= 0) put_varint(out, static_cast<uint32_t>(b.last_joined));
@@ -369,6 +370,7 @@ void get_batch(Reader* in, uint32_t expected_id, size_t room, PlanBatch* b) {
   uint8_t flags = in->get<uint8_t>();
   if ((flags & ~kBatchFlags) != 0) in->fail();
   b->in_arena = (flags & kBatchInArena) != 0;
+  b->on_device = (flags & kBatchOnDevice) != 0;
   get_entries(in, flags, room, b);
   if (!in->ok()) return;
   if ((flags & kHasRows) != 0) get_rows(in, &b->rows);

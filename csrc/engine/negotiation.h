@@ -93,7 +93,8 @@ struct PlanBatch {
   uint32_t id = 0;  // counts up per process set
   Op op = Op::kAllreduce;
   Algorithm algorithm = Algorithm::kAuto;
-  bool in_arena = false;  // every rank's tensors lie in its arena
+  bool in_arena = false;   // every rank's tensors lie in its arena
+  bool on_device = false;  // the tensors lie in the memory of a GPU
   std::vector<PlanEntry> entries;
   // allgather, reducescatter: rows (first dimension) of each group rank, tensor by tensor ([tensor * size + rank]).
   // alltoall: the full table of rows, [sender * size + receiver].

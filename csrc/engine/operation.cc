@@ -70,6 +70,7 @@ void Handles::recycle(Operation* op) {
   op->in.clear();
   op->out.clear();
   op->results.clear();
+  op->device.reset();
   op->first_dimension.clear();
   op->rows_from.clear();
   op->received.reset();

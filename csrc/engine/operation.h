@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "engine/device_work.h"
 #include "engine/memory.h"
 #include "engine/negotiation.h"
 
@@ -36,6 +37,7 @@ struct Operation {
   NameRecord* name_record = nullptr;
   int bucket_set = -1;  // declared buckets: which set, which bucket of it
   int bucket = -1;
+  std::unique_ptr<DeviceWork> device;  // null: host memory
   TimePoint submitted;
   uint64_t record = 0;  // which of the flight recorder's
   void (*done_callback)(void*, int64_t, const Status&) = nullptr;

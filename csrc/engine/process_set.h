@@ -116,6 +116,8 @@ class ProcessSet {
   bool two_level = false;  // allreduce: shared memory within a node, channels between
   Group group;
   std::unique_ptr<SharedLane> lane;
+  std::string told_about_device;        // DeviceGroup::reason, once it has been logged
+  std::unique_ptr<DeviceGroup> device;  // from the first batch on device memory on; uses `group`
   std::deque<PlanBatch> queue;
   std::unique_ptr<BatchRunner> runner;
   Status closed;  // not ok: every operation from now on fails with it (a member has left)

@@ -90,16 +90,16 @@ typedef struct hc_request {
   int32_t reduce;  /* hc_reduce */
   int32_t root;    /* world rank, also within a process set (broadcast, reduce, gather, scatter; the peer of send and
                       receive) */
-  int32_t process_set; /* 0 = everybody */
-  int32_t device;      /* hc_device */
-  int32_t device_index;
-  int32_t will_wait; /* not 0: the caller waits for it at once, do not wake the engine thread */
-  const char* name;  /* NULL = unnamed: matched by order among the unnamed of this op and process set */
+  int32_t process_set;  /* 0 = everybody */
+  int32_t device;       /* hc_device: where all tensors of the request lie (join: where stand-ins for them may lie) */
+  int32_t device_index; /* as CUDA numbers devices in this process; the same in every request */
+  int32_t will_wait;    /* not 0: the caller waits for it at once, do not wake the engine thread */
+  const char* name;     /* NULL = unnamed: matched by order among the unnamed of this op and process set */
   double prescale, postscale;
   const int64_t* splits; /* alltoall, scatter's root: rows for each rank of the set; NULL = equal */
   int32_t split_count;
-  void* stream;      /* device work: the stream that produces the input, */
-  void* ready_event; /* or an event already recorded behind it */
+  void* stream;      /* HC_CUDA: the CUstream that produces the input (NULL: the default stream), */
+  void* ready_event; /* or a CUevent already recorded behind it, which lives until the operation is done */
   hc_done done;      /* may be NULL */
   void* done_context;
   int64_t tag; /* send, receive: matched in order among those of one process set, source and tag; >= 0 */
@@ -175,6 +175,12 @@ typedef struct hc_result {
   int32_t source; /* receive: world rank of the sender, else -1 */
 } hc_result;
 HC_EXPORT hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory);
+/* Tensors on a GPU (hc_request.device = HC_CUDA): their operation is done when it has been enqueued. This makes
+ * `stream` wait for the result; the host does not wait. */
+HC_EXPORT hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stream);
+/* The same, then copies the core-owned result of tensor i to `to` on that stream and lets the core's memory go.
+ * hc_take_result tells first_dimension and rows_from before. */
+HC_EXPORT hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
 
 /* Collective: every member of the world calls it in the same order. */
@@ -209,7 +215,8 @@ HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* t
 HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans: pending tensors, plan, peers */
 HC_EXPORT const char* hc_knobs(void);              /* the table of settings: [{name, type, default, help, horovod}] */
 HC_EXPORT const char* hc_build_info(void);
-/* Which CUDA driver and which NCCL can be used here, or why not; settings as for hc_runtime_create. Makes no context. */
+/* Which CUDA driver and which NCCL can be used here, or why not; settings as for hc_runtime_create. Makes no context.
+ */
 HC_EXPORT const char* hc_device_report(const char* const* names, const char* const* values, int32_t n);
 
 #ifdef __cplusplus

@@ -180,9 +180,10 @@ class Runtime {
   int fact(hc_fact which) const { return hc_get(rt_, which); }
 
   hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
-                   double prescale, double postscale, int root, int process_set, py::handle splits, int64_t tag) {
-    return submit_one({op, reduce, root, process_set, prescale, postscale, tag}, name, in, out, shape, dtype, splits,
-                      false);
+                   double prescale, double postscale, int root, int process_set, py::handle splits, int64_t tag,
+                   int device, uintptr_t stream) {
+    return submit_one({op, reduce, root, process_set, prescale, postscale, tag, device, stream}, name, in, out, shape,
+                      dtype, splits, false);
   }
 
   void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
@@ -200,8 +201,8 @@ class Runtime {
   }
 
   hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes,
-                         py::sequence dtypes, int reduce, double prescale, double postscale, int root,
-                         int process_set) {
+                         py::sequence dtypes, int reduce, double prescale, double postscale, int root, int process_set,
+                         int device, uintptr_t stream) {
     const size_t n = ins.size();
     if (outs.size() != n || shapes.size() != n || dtypes.size() != n)
       throw py::value_error("data_in, data_out, shapes and dtypes must have one entry per tensor");
@@ -214,7 +215,7 @@ class Runtime {
                     reinterpret_cast<void*>(outs[i].cast<uintptr_t>()), dimensions[i].data(), numbers.size,
                     dtypes[i].cast<int32_t>()};
     }
-    hc_request request = request_for({op, reduce, root, process_set, prescale, postscale});
+    hc_request request = request_for({op, reduce, root, process_set, prescale, postscale, 0, device, stream});
     request.name = name_of(name);
     return send(request, tensors.data(), static_cast<int32_t>(n));
   }
@@ -280,6 +281,12 @@ class Runtime {
     return std::make_unique<Result>(memory, facts);
   }
   void release(hc_handle handle) { hc_release(rt_, handle); }
+  void stream_wait(hc_handle handle, uintptr_t stream) {
+    raise_if(hc_stream_wait(rt_, handle, reinterpret_cast<void*>(stream)));
+  }
+  void copy_result(hc_handle handle, int index, uintptr_t to, size_t bytes, uintptr_t stream) {
+    raise_if(hc_copy_result(rt_, handle, index, reinterpret_cast<void*>(to), bytes, reinterpret_cast<void*>(stream)));
+  }
 
   int add_process_set(const std::vector<int32_t>& ranks) {
     int32_t id = 0;
@@ -356,6 +363,8 @@ class Runtime {
     int op, reduce, root, process_set;
     double prescale, postscale;
     int64_t tag = 0;
+    int device = -1;  // of CUDA; -1: host memory
+    uintptr_t stream = 0;
   };
   static hc_request request_for(const Kind& k) {
     hc_request r{};
@@ -367,6 +376,9 @@ class Runtime {
     r.prescale = k.prescale;
     r.postscale = k.postscale;
     r.tag = k.tag;
+    r.device = k.device < 0 ? HC_HOST : HC_CUDA;
+    r.device_index = k.device;
+    r.stream = reinterpret_cast<void*>(k.stream);
     return r;
   }
   static const char* name_of(py::handle name) {
@@ -442,9 +454,10 @@ PYBIND11_MODULE(_core, m) {
       .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; })
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
-           "splits"_a = py::none(), "tag"_a = 0)
+           "splits"_a = py::none(), "tag"_a = 0, "device"_a = -1, "stream"_a = 0)
       .def("submit_group", &Runtime::submit_group, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shapes"_a, "dtypes"_a,
-           "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
+           "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0, "device"_a = -1,
+           "stream"_a = 0)
       .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
       .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1,
@@ -455,6 +468,8 @@ PYBIND11_MODULE(_core, m) {
       .def("wait", &Runtime::wait, "handle"_a)
       .def("result", &Runtime::result, "handle"_a, "index"_a = 0)
       .def("release", &Runtime::release, "handle"_a)
+      .def("stream_wait", &Runtime::stream_wait, "handle"_a, "stream"_a)
+      .def("copy_result", &Runtime::copy_result, "handle"_a, "index"_a, "to"_a, "nbytes"_a, "stream"_a)
       .def("add_process_set", &Runtime::add_process_set, "ranks"_a)
       .def("remove_process_set", &Runtime::remove_process_set, "id"_a)
       .def("allocate", &Runtime::allocate, "nbytes"_a)

@@ -173,13 +173,9 @@ def operations() -> list[Item]:
         Item("Shared memory", True, f"one host; SIMD: {build.get('simd', '?')}"),
         Item("TCP", True, "between hosts"),
     ]
-    if features.get("nccl"):
-        items.append(driver)
-        without = "" if driver.found or not nccl.found else "; of no use without CUDA's driver"
-        items.append(Item("NCCL", nccl.found and driver.found, nccl.detail + without))
-    else:
-        seen = f"the library is here ({nccl.detail}), but " if nccl.found else f"{nccl.detail}; and "
-        items.append(Item("NCCL", False, f"{seen}this version of horoclone does not use it"))
+    items.append(driver)
+    without = "" if driver.found or not nccl.found else "; of no use without CUDA's driver"
+    items.append(Item("NCCL", nccl.found and driver.found, nccl.detail + without))
     if features.get("mpi"):
         mpi4py = version_of("mpi4py")
         items.append(

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
+from horoclone.torch.gpu import HOST, memory_beside, place_of
 from horoclone.torch.tensors import NUMBER_OF
 
 if TYPE_CHECKING:
@@ -67,8 +68,9 @@ class Slot:
     def empty_sparse(self) -> torch.Tensor:
         """The sparse gradient of a rank that has none."""
         shape, sparse_dim = self.parameter.shape, self.sparse_dim
-        indices = torch.empty((sparse_dim, 0), dtype=torch.int64)
-        values = torch.empty((0, *shape[sparse_dim:]), dtype=self.parameter.dtype)
+        device = self.parameter.device
+        indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=device)
+        values = torch.empty((0, *shape[sparse_dim:]), dtype=self.parameter.dtype, device=device)
         return torch.sparse_coo_tensor(indices, values, shape)
 
     def place(self, grad: torch.Tensor) -> None:
@@ -99,7 +101,8 @@ class Bucket:
             offsets.append(count)
             count += -(-slot.parameter.numel() // align) * align
         count = -(-max(count, 1) // (align * shares)) * align * shares
-        self.flat = _allocate(runtime, count, dtype)
+        self.flat = _allocate(runtime, count, dtype, self.slots[0].parameter)
+        self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
         for slot, offset in zip(self.slots, offsets, strict=True):
             slot.bucket = self
             slot.view = self.flat.as_strided(slot.parameter.size(), slot.strides(), offset)
@@ -112,8 +115,10 @@ class Bucket:
         self.work: Any = None  # the compressor's generator, while it runs
 
 
-def _allocate(runtime: Runtime, count: int, dtype: torch.dtype) -> torch.Tensor:
-    """Zeroed memory in the arena; private memory (reduced with copies) where the arena cannot give any."""
+def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
+    """Zeroed memory in the arena, or private where it cannot give any (reduced with copies). On a GPU: there."""
+    if place_of(like) is not HOST:
+        return memory_beside(like, (count,), dtype).zero_()
     try:
         block = runtime.allocate(count * dtype.itemsize)
     except HorovodInternalError:

@@ -18,8 +18,9 @@ from horoclone.errors import Unsupported
 from horoclone.ops import Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
+from horoclone.torch.gpu import HOST, behind, place_of_all, rows_of
 from horoclone.torch.handles import is_compiling, remember, set_id, synchronize
-from horoclone.torch.tensors import address_of, from_result, number_of, refuse_scalar
+from horoclone.torch.tensors import ON_GPU, address_of, number_of, refuse_scalar
 
 __all__ = ["KINDS", "Started", "call", "is_compiling", "reduced", "start"]
 
@@ -62,26 +63,29 @@ def _start(kind: str, tensors: Tensors, *options: Any) -> torch.Tensor:
         outputs: list[torch.Tensor] | None = whole
     else:
         outputs = [torch.empty_like(tensor) for tensor in whole] if op == ops.ALLREDUCE else None
-    numbers = [number_of(tensor, name) for tensor in whole]
+    numbers, place = [number_of(tensor, name, True) for tensor in whole], HOST
+    if max(numbers) >= ON_GPU:
+        place = place_of_all(whole)
+        numbers = [number - ON_GPU for number in numbers]
     sources = [address_of(tensor) for tensor in whole]
     targets = [0] * len(whole) if outputs is None else [address_of(output) for output in outputs]
     runtime = native()
     rest = (reduce, prescale, postscale, root, set_number)
     if kind.startswith("grouped"):
         shapes = [tensor.shape for tensor in whole]
-        handle = runtime.submit_group(op, name, sources, targets, shapes, numbers, *rest)
+        handle = runtime.submit_group(op, name, sources, targets, shapes, numbers, *rest, *place)
     else:
         rows = splits if op == ops.ALLTOALL else None
-        handle = runtime.submit(op, name, sources[0], targets[0], whole[0].shape, numbers[0], *rest, rows)
-    make = None
+        handle = runtime.submit(
+            op, name, sources[0], targets[0], whole[0].shape, numbers[0], *rest, rows, 0, *place
+        )
+    make = behind(place, outputs)
     if outputs is None:
-        forms = [(tuple(tensor.shape[1:]), tensor.dtype) for tensor in whole]
 
         def make(rt: Any, number: int) -> list[torch.Tensor]:
-            results = [rt.result(number, i) for i in range(len(forms))]
-            made = [from_result(result, *form) for result, form in zip(results, forms, strict=True)]
+            made = [rows_of(rt, number, i, tensor, place) for i, tensor in enumerate(whole)]
             if op == ops.ALLTOALL:
-                made.append(torch.tensor(results[0].rows_from, dtype=torch.int32))
+                made.append(torch.tensor(rt.result(number).rows_from, dtype=torch.int32))
             return made
 
     return torch.tensor(remember(runtime, handle, outputs, whole, make))

@@ -17,8 +17,9 @@ from horoclone.runtime import native
 from horoclone.torch import functional
 from horoclone.torch.compression import Compression
 from horoclone.torch.functional import is_compiling, start
+from horoclone.torch.gpu import HOST, Place, behind, place_of_all, rows_of
 from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import address_of, from_result, number_of, refuse_scalar
+from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of, refuse_scalar
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -31,19 +32,23 @@ Tensors = Sequence[torch.Tensor]
 def _submit_group(
     op: int, name: str | None, tensors: Tensors, outputs: Tensors | None, reduce: int, scales: tuple[float, float],
     process_set: ProcessSet,
-) -> tuple[Runtime, int]:  # fmt: skip
+) -> tuple[Runtime, int, Place]:  # fmt: skip
     """One handle for all. outputs None: the core owns the results."""
     if not tensors:
         raise ValueError("a grouped operation needs at least one tensor")
-    dtypes = [number_of(t, name) for t in tensors]
+    dtypes = [number_of(t, name, True) for t in tensors]
+    place = HOST
+    if max(dtypes) >= ON_GPU:
+        place = place_of_all(tensors)
+        dtypes = [dtype - ON_GPU for dtype in dtypes]
     sources = [address_of(t) for t in tensors]
     targets = [0] * len(sources) if outputs is None else [address_of(t) for t in outputs]
     shapes = [t.shape for t in tensors]
     runtime = native()
     handle = runtime.submit_group(
-        op, name, sources, targets, shapes, dtypes, reduce, *scales, 0, set_id(process_set)
+        op, name, sources, targets, shapes, dtypes, reduce, *scales, 0, set_id(process_set), *place
     )
-    return runtime, handle
+    return runtime, handle, place
 
 
 def grouped_allreduce_async_(
@@ -70,8 +75,8 @@ def grouped_allreduce_async_(
     tensors = list(tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
-    runtime, handle = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
-    return remember(runtime, handle, tensors, tensors)
+    runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
+    return remember(runtime, handle, tensors, tensors, behind(place, tensors))
 
 
 def grouped_allreduce_(
@@ -113,8 +118,8 @@ def grouped_allreduce_async(
     reduce = resolve_reduce(average, op)
     outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
     scales = (prescale_factor, postscale_factor)
-    runtime, handle = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
-    return remember(runtime, handle, outputs, tensors)
+    runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
+    return remember(runtime, handle, outputs, tensors, behind(place, outputs))
 
 
 def grouped_allreduce(
@@ -155,7 +160,10 @@ def grouped_allreduce(
 # --- allgather and reducescatter ---
 
 
-def _make_group(tensors: Tensors) -> Callable[[Runtime, int], list[torch.Tensor]]:
+def _make_group(tensors: Tensors, place: Place) -> Callable[[Runtime, int], list[torch.Tensor]]:
+    if place is not HOST:
+        like = [t.detach()[:0] if t.dim() else t.detach() for t in tensors]
+        return lambda rt, h: [rows_of(rt, h, i, form, place) for i, form in enumerate(like)]
     forms = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
     return lambda rt, h: [from_result(rt.result(h, i), row, kind) for i, (row, kind) in enumerate(forms)]
 
@@ -167,8 +175,8 @@ def grouped_allgather_async(
     if is_compiling():
         return start("grouped_allgather", list(tensors), name, process_set=process_set)
     tensors = list(tensors)
-    runtime, handle = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
-    return remember(runtime, handle, None, tensors, _make_group(tensors))
+    runtime, handle, place = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
+    return remember(runtime, handle, None, tensors, _make_group(tensors, place))
 
 
 def grouped_allgather(
@@ -207,8 +215,8 @@ def grouped_reducescatter_async(
     refuse_scalar(tensors)
     reduce = resolve_reduce(None, op)
     scales = (prescale_factor, postscale_factor)
-    runtime, handle = _submit_group(REDUCESCATTER, name, tensors, None, reduce, scales, process_set)
-    return remember(runtime, handle, None, tensors, _make_group(tensors))
+    runtime, handle, place = _submit_group(REDUCESCATTER, name, tensors, None, reduce, scales, process_set)
+    return remember(runtime, handle, None, tensors, _make_group(tensors, place))
 
 
 def grouped_reducescatter(

@@ -14,7 +14,8 @@ from horoclone import process_sets as _sets
 from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.tensors import address_of
+from horoclone.torch.gpu import behind, place_of, rows_like
+from horoclone.torch.tensors import ON_GPU, address_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -88,12 +89,33 @@ def run(
     op: int, name: str | None, source: torch.Tensor, target: torch.Tensor, dtype: int, *rest: Any
 ) -> torch.Tensor:
     """Submits and waits in one crossing. rest: reduce, prescale, postscale, root, process set."""
+    if dtype >= ON_GPU:
+        output: torch.Tensor = synchronize(start_on_gpu(op, name, source, target, dtype, *rest))
+        return output
     try:
         native().run(op, name, address_of(source), address_of(target), source.shape, dtype, *rest)
     except BaseException as error:
         keep_if_broken_off(error, (source, target))
         raise
     return target
+
+
+def start_on_gpu(
+    op: int, name: str | None, tensor: torch.Tensor, output: torch.Tensor | None, dtype: int, *rest: Any
+) -> int:
+    """Submits work on a tensor on a GPU and returns its handle. output None: rows whose number the ranks agree on.
+
+    rest: reduce, prescale, postscale, root, process set and, for an alltoall, the rows to send.
+    """
+    runtime, place = native(), place_of(tensor)
+    target = 0 if output is None else address_of(output)
+    reduce, prescale, postscale, root, set_number, *splits = rest
+    handle = runtime.submit(
+        op, name, address_of(tensor), target, tensor.shape, dtype - ON_GPU, reduce, prescale, postscale, root,
+        set_number, splits[0] if splits else None, 0, *place,
+    )  # fmt: skip
+    make = rows_like(tensor, place) if output is None else behind(place, output)
+    return remember(runtime, handle, output, (tensor, output), make)
 
 
 def keep_if_broken_off(error: BaseException, tensors: Any) -> None:

@@ -57,6 +57,7 @@ from horoclone.runtime import (
 )
 from horoclone.torch.compression import Compression
 from horoclone.torch.functional import is_compiling, reduced, start
+from horoclone.torch.gpu import place_to_join
 from horoclone.torch.grouped import (
     grouped_allgather,
     grouped_allgather_async,
@@ -67,8 +68,16 @@ from horoclone.torch.grouped import (
     grouped_reducescatter,
     grouped_reducescatter_async,
 )
-from horoclone.torch.handles import keep_if_broken_off, poll, remember, run, set_id, synchronize
-from horoclone.torch.tensors import NOWHERE, address_of, from_result, number_of, refuse_scalar
+from horoclone.torch.handles import (
+    keep_if_broken_off,
+    poll,
+    remember,
+    run,
+    set_id,
+    start_on_gpu,
+    synchronize,
+)
+from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, from_result, number_of, refuse_scalar
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -103,14 +112,17 @@ def allreduce_(
     """Reduces `tensor` over the ranks in place and returns it. Any shape and dtype (no Average of bool).
 
     Raises ValueError for wrong arguments, Mismatch when the ranks differ in dtype, shape, op or scales, Unsupported
-    for tensors that are not in host memory.
+    for tensors that are neither in host memory nor on one of NVIDIA's GPUs.
     """
     if is_compiling():
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )()
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        scales = (prescale_factor, postscale_factor)
+        return run(ALLREDUCE, name, tensor, tensor, dtype, reduce, *scales, 0, set_id(process_set))
     address = tensor.data_ptr() or NOWHERE
     try:  # as in handles.run, spelt out: this is the call that loops make on one number
         native().run(
@@ -138,7 +150,10 @@ def allreduce_async_(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        scales = (prescale_factor, postscale_factor)
+        return start_on_gpu(ALLREDUCE, name, tensor, tensor, dtype, reduce, *scales, 0, set_id(process_set))
     address = address_of(tensor)
     runtime = native()
     handle = runtime.submit(
@@ -163,8 +178,11 @@ def allreduce_async(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set
         )
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
     output = torch.empty_like(tensor, requires_grad=False)
+    if dtype >= ON_GPU:
+        scales = (prescale_factor, postscale_factor)
+        return start_on_gpu(ALLREDUCE, name, tensor, output, dtype, reduce, *scales, 0, set_id(process_set))
     runtime = native()
     handle = runtime.submit(
         ALLREDUCE, name, address_of(tensor), address_of(output), tensor.shape, dtype, reduce, prescale_factor,
@@ -199,7 +217,7 @@ def allreduce(
 
         reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
     else:
-        dtype = number_of(wire, name)
+        dtype = number_of(wire, name, True)
         output = torch.empty_like(wire, requires_grad=False)
         reduced = run(ALLREDUCE, name, wire, output, dtype, reduce, *scales, 0, set_id(process_set))
     return compression.decompress(reduced, ctx)
@@ -214,7 +232,9 @@ def allgather_async(
     """Starts an allgather and returns a handle."""
     if is_compiling():
         return start("allgather", [tensor], name, process_set=process_set)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        return start_on_gpu(ALLGATHER, name, tensor, None, dtype, Sum, 1.0, 1.0, 0, set_id(process_set))
     runtime = native()
     handle = runtime.submit(
         ALLGATHER, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, 0, set_id(process_set)
@@ -284,7 +304,11 @@ def broadcast_async_(
     """Starts `broadcast_` and returns a handle."""
     if is_compiling():
         return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        return start_on_gpu(
+            BROADCAST, name, tensor, tensor, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set)
+        )
     address = address_of(tensor)
     runtime = native()
     handle = runtime.submit(
@@ -302,7 +326,7 @@ def broadcast_(
     """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
     if is_compiling():
         return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)()
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
     return run(BROADCAST, name, tensor, tensor, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set))
 
 
@@ -315,7 +339,7 @@ def broadcast_async(
     """Starts a broadcast into a new tensor and returns a handle."""
     if is_compiling():
         return start("broadcast", [tensor], name, process_set=process_set, root=root_rank)
-    number_of(tensor, name)  # refuses what is not contiguous before the copy would hide it
+    number_of(tensor, name, True)  # refuses what is not contiguous before the copy would hide it
     return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
 
 
@@ -362,22 +386,13 @@ def alltoall_async(
     rows = _rows_to_send(splits)
     if is_compiling():
         return start("alltoall", [tensor], name, process_set=process_set, splits=rows)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        return start_on_gpu(ALLTOALL, name, tensor, None, dtype, Sum, 1.0, 1.0, 0, set_id(process_set), rows)
     runtime = native()
     handle = runtime.submit(
-        ALLTOALL,
-        name,
-        address_of(tensor),
-        0,
-        tensor.shape,
-        dtype,
-        Sum,
-        1.0,
-        1.0,
-        0,
-        set_id(process_set),
-        rows,
-    )
+        ALLTOALL, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, 0, set_id(process_set), rows
+    )  # fmt: skip
     row, kind = tuple(tensor.shape[1:]), tensor.dtype
 
     def make(rt: Runtime, h: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -434,7 +449,10 @@ def reducescatter_async(
         )
     refuse_scalar([tensor])
     reduce = resolve_reduce(None, op)
-    dtype = number_of(tensor, name)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        scales = (prescale_factor, postscale_factor)
+        return start_on_gpu(REDUCESCATTER, name, tensor, None, dtype, reduce, *scales, 0, set_id(process_set))
     runtime = native()
     handle = runtime.submit(
         REDUCESCATTER, name, address_of(tensor), 0, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
@@ -482,10 +500,11 @@ def reducescatter(
 def join(device: int = -1) -> int:
     """Says that this rank has no more data, and waits until every rank has said so. Returns the rank that joined last.
 
-    Meanwhile this rank takes part in the others' allreduces with neutral elements. `device` is accepted and not needed.
+    Meanwhile this rank takes part in the others' allreduces with neutral elements, on GPU number `device` (-1: the
+    current one) where the others' tensors are on GPUs.
     """
     runtime = native()
-    handle = runtime.submit(JOIN, None, 0, 0, (), 0)
+    handle = runtime.submit(JOIN, None, 0, 0, (), 0, Sum, 1.0, 1.0, 0, 0, None, 0, *place_to_join(device))
     return synchronize(remember(runtime, handle, None, None, lambda rt, h: rt.result(h).join_rank))
 
 

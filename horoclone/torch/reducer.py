@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
+from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Max, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import mpi_ops
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.buckets import Bucket, Slot, groups_of, is_dense, plan_buckets
 from horoclone.torch.compression import Compression
+from horoclone.torch.gpu import HOST, follow, place_of
 from horoclone.torch.gradient_bucket import GradientBucket, run_compressors
 from horoclone.torch.single import Terms, finish_alone, reduces_buckets, submit_alone
 from horoclone.torch.tensors import from_result
@@ -211,9 +212,14 @@ class Reducer:
                 REDUCESCATTER, self._name_of(bucket), bucket.address, 0, bucket.flat.shape, bucket.number,
                 self._terms.op, *self._terms.scales(), 0, self._set_id,
             )  # fmt: skip
-        else:
-            assert self._declared is not None
+        elif self._declared is not None:
             bucket.handle = self._runtime.submit_declared(self._set_id, self._declared, bucket.index)
+        else:  # on a GPU
+            bucket.place = place_of(bucket.flat)
+            bucket.handle = self._runtime.submit(
+                ALLREDUCE, self._name_of(bucket), bucket.address, bucket.address, bucket.flat.shape, bucket.number,
+                self._terms.op, *self._terms.scales(), 0, self._set_id, None, 0, *bucket.place,
+            )  # fmt: skip
 
     def _fill(self, slot: Slot) -> None:
         """A slot whose hooks did not complete it: what is in parameter.grad, else zeros."""
@@ -288,6 +294,7 @@ class Reducer:
         if bucket.exposed is None:
             handle, bucket.handle = bucket.handle, None
             self._runtime.wait(handle)
+            follow(self._runtime, handle, bucket.place)
             if self._scatter:
                 self._keep_share(bucket, handle)
             self._runtime.release(handle)
@@ -392,7 +399,7 @@ class Reducer:
     def _declare(self) -> None:
         """Collective. From here on a bucket starts without any message where all ranks share memory."""
         assert self._runtime is not None
-        if self.buckets:
+        if self.buckets and self.buckets[0].place is HOST:
             self._declared = self._runtime.declare(
                 [self._name_of(bucket) for bucket in self.buckets],
                 [bucket.address for bucket in self.buckets],
@@ -441,7 +448,8 @@ class Reducer:
             self.buckets = [
                 Bucket(self._runtime, k, dtype, slots, self.shares) for k, (dtype, slots) in enumerate(plan)
             ]
-            self._scatter = self.shares > 1 and not self._runtime.shares_memory()
+            on_host = all(bucket.place is HOST for bucket in self.buckets)
+            self._scatter = self.shares > 1 and on_host and not self._runtime.shares_memory()
             if reduces_buckets(self._terms.compression):
                 self._scatter = False
                 self._expose()
@@ -452,7 +460,8 @@ class Reducer:
         self._learned = True
 
     def _fits_bucket(self, slot: Slot) -> bool:
-        return not slot.sparse_dim and (self.shares == 1 or is_dense(slot.parameter))
+        together = slot.parameter.device == self.slots[0].parameter.device
+        return together and not slot.sparse_dim and (self.shares == 1 or is_dense(slot.parameter))
 
     def _name_of(self, bucket: Bucket) -> str:
         return f"gradients.{self.layout}.{bucket.index}"

@@ -15,8 +15,8 @@ import torch
 from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import address_of, from_result, number_of, received
+from horoclone.torch.handles import remember, set_id, start_on_gpu, synchronize
+from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of, received
 
 __all__ = [
     "gather", "gather_async", "reduce", "reduce_", "reduce_async", "reduce_async_", "scatter", "scatter_async",
@@ -40,11 +40,15 @@ def _reduced(
     process_set: ProcessSet,
 ) -> int:
     """output None: a new tensor, on the root."""
-    reduce, dtype, runtime = resolve_reduce(None, op), number_of(tensor, name), native()
+    reduce, dtype, runtime = resolve_reduce(None, op), number_of(tensor, name, True), native()
     is_root = runtime.rank == root_rank
     if output is None:
         like = tensor.detach()
         output = torch.empty_like(like) if is_root else like.new_empty(0)
+    if dtype >= ON_GPU:
+        return start_on_gpu(
+            REDUCE, name, tensor, output, dtype, reduce, *scales, root_rank, set_id(process_set)
+        )
     target = address_of(output) if is_root else 0
     handle = runtime.submit(
         REDUCE, name, address_of(tensor), target, tensor.shape, dtype, reduce, *scales, root_rank,
@@ -129,7 +133,11 @@ def gather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a gather and returns a handle."""
-    dtype, runtime = number_of(tensor, name), native()
+    dtype, runtime = number_of(tensor, name, True), native()
+    if dtype >= ON_GPU:
+        rows = None if runtime.rank == root_rank else tensor.detach().new_empty((0, *tensor.shape[1:]))
+        rest = (Sum, 1.0, 1.0, root_rank, set_id(process_set))
+        return start_on_gpu(GATHER, name, tensor, rows, dtype, *rest)
     handle = runtime.submit(
         GATHER, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set)
     )  # fmt: skip

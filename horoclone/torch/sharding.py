@@ -19,6 +19,7 @@ from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native
 from horoclone.torch.agreement import by_name
 from horoclone.torch.buckets import Bucket, flat_of, is_dense
+from horoclone.torch.gpu import follow, place_of_all
 from horoclone.torch.handles import set_id
 from horoclone.torch.reducer import Reducer
 from horoclone.torch.sharded_state import scatter_state
@@ -182,12 +183,14 @@ class Sharding:
                 where = [part.data_ptr() for part in parts]
                 form = [part.shape for part in parts], [NUMBER_OF[part.dtype] for part in parts]
                 name = f"parameters.{self.layout}.{owner}"
+                place = place_of_all(parts)
                 handle = runtime.submit_group(
-                    BROADCAST, name, where, where, *form, Sum, 1.0, 1.0, roots[owner], number
+                    BROADCAST, name, where, where, *form, Sum, 1.0, 1.0, roots[owner], number, *place
                 )
-                handles.append(handle)
-        for handle in handles:
+                handles.append((handle, place))
+        for handle, place in handles:
             runtime.wait(handle)
+            follow(runtime, handle, place)
             runtime.release(handle)
         with torch.no_grad():
             for parameter, received in copies:

@@ -28,10 +28,15 @@ _nowhere = torch.empty(16, dtype=torch.uint8)
 NOWHERE = _nowhere.data_ptr()
 
 
-def number_of(tensor: torch.Tensor, name: str | None) -> int:
+# Added to the number of a dtype where the tensor is on a GPU, so that the way of host memory costs one comparison.
+ON_GPU = 64
+
+
+def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
     """The core's number for the dtype of a tensor that it can read where it lies: dense, contiguous, in host memory.
 
-    Raises ValueError for other layouts and dtypes, Unsupported for other devices.
+    gpu: the caller also takes tensors on CUDA devices, whose numbers have ON_GPU added (see gpu.py). Raises ValueError
+    for other layouts and dtypes, Unsupported for other devices.
     """
     number = NUMBER_OF.get(tensor.dtype)
     if (
@@ -40,16 +45,25 @@ def number_of(tensor: torch.Tensor, name: str | None) -> int:
         or tensor.layout is not torch.strided
         or not tensor.is_contiguous()
     ):
-        raise _refusal(tensor, name)
+        return _number_elsewhere(tensor, name, gpu)
     return number
 
 
-def _refusal(tensor: torch.Tensor, name: str | None) -> Exception:
+def _number_elsewhere(tensor: torch.Tensor, name: str | None, gpu: bool) -> int:
+    number = NUMBER_OF.get(tensor.dtype)
+    readable = tensor.layout is torch.strided and tensor.is_contiguous()
+    if number is None or not gpu or not tensor.is_cuda or not readable:
+        raise _refusal(tensor, name, gpu)
+    return number + ON_GPU
+
+
+def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
     label = f"tensor {name!r}" if name else f"unnamed tensor of shape {list(tensor.shape)}"
-    if not tensor.is_cpu:
+    if not (tensor.is_cpu or (gpu and tensor.is_cuda)):
+        moved = "host memory and memory of NVIDIA's GPUs" if gpu else "host memory only in this function"
         return Unsupported(
-            f"{label} is on device {tensor.device}: this version moves host memory only. Pass tensor.cpu(), or keep "
-            "the model on the CPU; reductions on GPUs come with a later version."
+            f"{label} is on device {tensor.device}: this version moves {moved}. Pass tensor.cpu(), or keep the model "
+            "on the CPU."
         )
     if tensor.layout is not torch.strided:
         return ValueError(

@@ -1,0 +1,82 @@
+#include "collective/device_group.h"
+
+#include <thread>
+
+namespace hc {
+
+namespace {
+constexpr double kFarewellS = 2;  // for what runs on the device, and for the communicator to end in peace
+}
+
+DeviceGroup::DeviceGroup(const Group& group, DeviceOptions options) : group_(group), options_(std::move(options)) {}
+
+DeviceGroup::~DeviceGroup() {
+  const Deadline deadline = Deadline::in(kFarewellS);
+  while (comm_ && oldest_flight_s(Clock::now()) > 0 && !deadline.passed() && check().is_ok())
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  if (comm_ && flights_.empty()) finish_communicator();
+  abort();
+  if (stream_) gpu_->end_stream(stream_);
+}
+
+Status DeviceGroup::ensure_stream() {
+  if (stream_ || !gpu_) return Status::ok();
+  auto made = gpu_->make_stream();
+  HC_TRY(made.status());
+  stream_ = made.value();
+  return Status::ok();
+}
+
+void DeviceGroup::load_nccl() {
+  if (nccl_sought_ || !gpu_) return;
+  nccl_sought_ = true;
+  auto loaded = NcclApi::load(options_.nccl_library, options_.nccl_folders, gpu_->api().version);
+  nccl_missing_ = loaded.status();
+  if (loaded.is_ok()) nccl_ = loaded.take();
+}
+
+double DeviceGroup::oldest_flight_s(TimePoint now) {
+  while (!flights_.empty()) {
+    auto passed = gpu_->passed(*flights_.front().done);
+    if (passed.is_ok() && !passed.value()) return std::max(1e-9, seconds_between(flights_.front().since, now));
+    flights_.pop_front();
+  }
+  return 0;
+}
+
+Status DeviceGroup::check() {
+  if (!comm_) return Status::ok();
+  NcclResult state = kNcclSuccess;
+  const Gpu::Current current(*gpu_);
+  HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError", comm_));
+  return nccl_->check(state, "NCCL", comm_);
+}
+
+void DeviceGroup::abort() {
+  if (comm_) {
+    const Gpu::Current current(*gpu_);
+    (void)nccl_->ncclCommAbort(comm_);
+  }
+  comm_ = nullptr;
+}
+
+// In peace: every rank has the data, nobody reads from this one any more.
+void DeviceGroup::finish_communicator() {
+  const Gpu::Current current(*gpu_);
+  if (nccl_->ncclCommFinalize(comm_) > kNcclSuccess && !check().is_ok()) return;
+  NcclResult state = kNcclInProgress;
+  for (const Deadline deadline = Deadline::in(kFarewellS); !deadline.passed();) {
+    if (nccl_->ncclCommGetAsyncError(comm_, &state) != kNcclSuccess || state != kNcclInProgress) break;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  if (state != kNcclSuccess) return;
+  (void)nccl_->ncclCommDestroy(comm_);
+  comm_ = nullptr;
+}
+
+Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
+  if (way_ == Way::kNccl && nccl_does(task)) return make_nccl_collective(std::move(task), this, group_);
+  return make_staged_collective(std::move(task), this, group_);
+}
+
+}  // namespace hc

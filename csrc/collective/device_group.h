@@ -1,0 +1,93 @@
+// A process set's part on GPUs: its stream on this rank's device, its communicator, and whether NCCL moves the data or
+// host memory does. The ranks decide that together, once, with a table that travels over the host's collectives; every
+// launch is asynchronous and comes from the thread that drives, so all ranks launch in the order of the plan.
+//
+// Thread: the thread that drives the engine. Owner: a process set.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "collective/collective.h"
+#include "device/gpu.h"
+#include "device/nccl_api.h"
+
+namespace hc {
+
+enum class GpuOperations { kAuto, kNccl, kHost };  // the setting HOROCLONE_GPU_OPERATIONS
+
+struct DeviceOptions {
+  GpuOperations operations = GpuOperations::kAuto;
+  std::string nccl_library, nccl_folders;
+  double init_timeout_s = 300;
+};
+
+class DeviceGroup {
+ public:
+  DeviceGroup(const Group& group, DeviceOptions options);
+  ~DeviceGroup();  // ends the communicator, the peers willing; else aborts it
+
+  // This rank's device; null on a rank that has joined before it used one. May be given later than the first batch.
+  void use(const std::shared_ptr<Gpu>& gpu) { gpu_ = gpu; }
+  Gpu* gpu() const { return gpu_.get(); }
+  const std::shared_ptr<Gpu>& shared_gpu() const { return gpu_; }
+  CuStream stream() const { return stream_; }
+
+  // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.
+  // Stepped by every rank at the same batch. Empty once it is done for good: nothing to do.
+  std::unique_ptr<Collective> make_setup(Tag tag);
+  enum class Way { kUnknown, kNccl, kHost };
+  Way way() const { return way_; }
+  // Why host memory moves the data, or how NCCL was found.
+  const std::string& reason() const { return reason_; }
+  // Not ok: the setting demands NCCL, which cannot be used. The same on every rank.
+  const Status& refusal() const { return refusal_; }
+
+  // For tensors in device memory; pieces as in a host task, with device addresses.
+  Result<std::unique_ptr<Collective>> make_collective(Task task);
+  // Whether NCCL does this with our meaning. The same on every rank.
+  static bool nccl_does(const Task& task);
+
+  // A batch has been launched; `done` comes behind it.
+  void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
+  // How long the oldest launched batch has been under way; 0: nothing is.
+  double oldest_flight_s(TimePoint now);
+  // Not ok: the communicator has failed (a network error, a peer's crash that NCCL noticed).
+  Status check();
+  // Ends what runs on the device, so that streams that wait for it go on. Nothing works afterwards.
+  void abort();
+
+ private:
+  friend class DeviceSetup;
+  friend class NcclCollective;
+  friend class StagedCollective;
+  struct Flight {
+    GpuEventPtr done;
+    TimePoint since;
+  };
+  Status ensure_stream();
+  void load_nccl();
+  void finish_communicator();
+
+  const Group& group_;
+  const DeviceOptions options_;
+  std::shared_ptr<Gpu> gpu_;
+  std::shared_ptr<const NcclApi> nccl_;
+  Status nccl_missing_;
+  bool nccl_sought_ = false;
+  CuStream stream_ = nullptr;
+  NcclHandle comm_ = nullptr;
+  Way way_ = Way::kUnknown;
+  std::string reason_;
+  Status refusal_;
+  std::deque<Flight> flights_;
+};
+
+// collective/device_setup.cc, nccl.cc, staged.cc
+std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceGroup* device, const Group& group);
+std::unique_ptr<Collective> make_staged_collective(Task task, DeviceGroup* device, const Group& group);
+
+}  // namespace hc

@@ -1,0 +1,329 @@
+// Collectives by NCCL. All of a task is enqueued at once, in one group, on the process set's stream; the communicator
+// does not block, so "enqueued" may take a few looks. Small tensors of a fused allreduce travel through one packed
+// buffer, large ones from where they lie; what is packed depends on sizes only, so every rank launches the same.
+#include <cstring>
+
+#include "base/half.h"
+#include "collective/device_group.h"
+
+namespace hc {
+
+namespace {
+
+// Below this the launch of a collective costs more than two copies within the device. Not measured on a GPU.
+constexpr size_t kPackBelowBytes = 256u << 10;
+constexpr size_t kPackAlign = 16;
+
+// NCCL's type with the same arithmetic; for movement alone everything is bytes.
+int nccl_type(DType dtype) {
+  switch (dtype) {
+    case DType::kBool:
+    case DType::kU8:
+      return kNcclU8;
+    case DType::kI8:
+      return kNcclI8;
+    case DType::kI32:
+      return kNcclI32;
+    case DType::kI64:
+      return kNcclI64;
+    case DType::kF16:
+      return kNcclF16;
+    case DType::kBF16:
+      return kNcclBF16;
+    case DType::kF32:
+      return kNcclF32;
+    case DType::kF64:
+      return kNcclF64;
+    case DType::kU16:
+    case DType::kI16:
+      break;
+  }
+  return -1;
+}
+
+int nccl_op(DType dtype, Reduce reduce) {
+  const bool is_bool = dtype == DType::kBool;  // or is the greater one, and the smaller
+  if (reduce == Reduce::kMax || (is_bool && reduce == Reduce::kSum)) return kNcclMax;
+  if (reduce == Reduce::kMin || (is_bool && reduce == Reduce::kProduct)) return kNcclMin;
+  return reduce == Reduce::kProduct ? kNcclProduct : kNcclSum;
+}
+
+bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
+
+size_t aligned(size_t bytes) { return (bytes + kPackAlign - 1) / kPackAlign * kPackAlign; }
+
+}  // namespace
+
+bool DeviceGroup::nccl_does(const Task& task) {
+  if (!reduces(task.op)) return task.op != Op::kScatter;
+  if (task.reduce == Reduce::kAdasum || nccl_type(task.dtype) < 0) return false;
+  if (task.dtype == DType::kBool) return true;
+  if (!is_float(task.dtype)) return task.scale.is_unit();  // our integer average truncates toward zero in int64
+  return task.reduce == Reduce::kSum || task.scale.is_unit();
+}
+
+class NcclCollective : public Collective {
+ public:
+  NcclCollective(Task task, DeviceGroup* device, const Group& group)
+      : task_(std::move(task)),
+        device_(*device),
+        nccl_(*device->nccl_),
+        gpu_(*device->gpu_),
+        size_(group.size),
+        rank_(group.rank) {
+    algorithm_ = "nccl";
+  }
+  ~NcclCollective() override { drop_operator(); }
+
+  Progress start() override {
+    const Gpu::Current current(gpu_);
+    Status enqueued = enqueue();
+    return enqueued.is_ok() ? Progress::kPending : fail(enqueued);
+  }
+
+  Progress step(bool* moved) override {
+    const Gpu::Current current(gpu_);
+    NcclResult state = kNcclSuccess;
+    Status ok = nccl_.check(nccl_.ncclCommGetAsyncError(comm(), &state), "ncclCommGetAsyncError", comm());
+    if (ok.is_ok() && state == kNcclInProgress) return Progress::kPending;
+    if (ok.is_ok()) ok = nccl_.check(state, "NCCL", comm());
+    if (ok.is_ok()) ok = unpack();
+    if (!ok.is_ok()) return fail(ok);
+    drop_operator();
+    *moved = true;
+    return Progress::kDone;
+  }
+
+ private:
+  NcclHandle comm() const { return device_.comm_; }
+  CuStream stream() const { return device_.stream_; }
+
+  Status enqueue() {
+    HC_TRY(choose_operator());
+    if (task_.op == Op::kAllreduce) HC_TRY(pack());
+    HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));
+    Status called = call();
+    // The group is ended in any case: the calls of this thread would stay open.
+    Status ended = nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", comm());
+    return called.is_ok() ? ended : called;
+  }
+
+  Status call() {
+    switch (task_.op) {
+      case Op::kAllreduce:
+        return allreduce();
+      case Op::kAllgather:
+        return allgather();
+      case Op::kBroadcast:
+        return broadcast();
+      case Op::kReducescatter:
+        return reducescatter();
+      case Op::kAlltoall:
+        return alltoall();
+      case Op::kReduce:
+        return reduce();
+      case Op::kGather:
+        return gather();
+      default:
+        break;
+    }
+    return error(Code::kInternal, "NCCL does no ", name_of(task_.op));
+  }
+
+  // Average and scales happen inside NCCL, before the sum and in the tensor's own type.
+  Status choose_operator() {
+    if (!reduces(task_.op)) return Status::ok();
+    type_ = nccl_type(task_.dtype);
+    operator_ = nccl_op(task_.dtype, task_.reduce);
+    const double factor = task_.scale.pre * task_.scale.post;
+    if (!is_float(task_.dtype) || factor == 1.0) return Status::ok();
+    if (factor == 1.0 / size_) {
+      operator_ = kNcclAverage;
+      return Status::ok();
+    }
+    const auto as_float = static_cast<float>(factor);
+    const Float16 as_half = to_float16(as_float);
+    const BFloat16 as_bfloat = to_bfloat16(as_float);
+    const void* scalar = &factor;
+    if (type_ == kNcclF32) scalar = &as_float;
+    if (type_ == kNcclF16) scalar = &as_half;
+    if (type_ == kNcclBF16) scalar = &as_bfloat;
+    HC_TRY(nccl_.check(nccl_.ncclRedOpCreatePreMulSum(&operator_, scalar, type_, kNcclScalarOnHost, comm()),
+                       "ncclRedOpCreatePreMulSum", comm()));
+    made_operator_ = true;
+    return Status::ok();
+  }
+
+  void drop_operator() {
+    if (made_operator_ && comm()) (void)nccl_.ncclRedOpDestroy(operator_, comm());
+    made_operator_ = false;
+  }
+
+  bool is_packed(const Piece& piece) const {
+    return packs_ && piece.count && piece.count * size_of(task_.dtype) < kPackBelowBytes;
+  }
+
+  Status pack() {
+    const size_t item = size_of(task_.dtype);
+    size_t bytes = 0;
+    int small = 0;
+    packs_ = true;
+    for (const Piece& piece : task_.pieces)
+      if (is_packed(piece)) {
+        bytes += aligned(piece.count * item);
+        ++small;
+      }
+    packs_ = small > 1;
+    if (!packs_) return Status::ok();
+    auto memory = gpu_.device_memory(bytes, stream());
+    HC_TRY(memory.status());
+    packed_ = memory.take();
+    packed_count_ = bytes / item;
+    return for_packed([&](CuPointer at, const Piece& piece, size_t count) {
+      return gpu_.copy(at, reinterpret_cast<CuPointer>(piece.in), count, stream());
+    });
+  }
+
+  Status unpack() {
+    if (!packed_) return Status::ok();
+    HC_TRY(for_packed([&](CuPointer at, const Piece& piece, size_t count) {
+      return gpu_.copy(reinterpret_cast<CuPointer>(piece.out), at, count, stream());
+    }));
+    auto used = gpu_.record(stream());
+    HC_TRY(used.status());
+    packed_->used_until(used.take());
+    packed_.reset();
+    return Status::ok();
+  }
+
+  template <class Copy>
+  Status for_packed(Copy&& copy) {
+    CuPointer at = packed_->at();
+    for (const Piece& piece : task_.pieces) {
+      if (!is_packed(piece)) continue;
+      const size_t bytes = piece.count * size_of(task_.dtype);
+      HC_TRY(copy(at, piece, bytes));
+      at += aligned(bytes);
+    }
+    return Status::ok();
+  }
+
+  Status allreduce() {
+    if (packed_) HC_TRY(reduce_all(packed_->data(), packed_->data(), packed_count_));
+    for (const Piece& piece : task_.pieces)
+      if (piece.count && !is_packed(piece)) HC_TRY(reduce_all(piece.in, piece.out, piece.count));
+    return Status::ok();
+  }
+  Status reduce_all(const void* in, void* out, size_t count) {
+    return nccl_.check(nccl_.ncclAllReduce(in, out, count, type_, operator_, comm(), stream()), "ncclAllReduce",
+                       comm());
+  }
+
+  bool equal_counts() const {
+    for (const size_t count : task_.counts)
+      if (count != task_.counts[0]) return false;
+    return true;
+  }
+
+  Status allgather() {
+    const Piece& piece = task_.pieces[0];
+    const size_t item = size_of(task_.dtype);
+    if (equal_counts())
+      return nccl_.check(nccl_.ncclAllGather(piece.in, piece.out, task_.counts[0] * item, kNcclU8, comm(), stream()),
+                         "ncclAllGather", comm());
+    size_t at = 0;
+    for (int r = 0; r < size_; ++r) {
+      const size_t bytes = task_.counts[r] * item;
+      if (bytes) HC_TRY(broadcast_from(r, piece.in, piece.out + at, bytes));
+      at += bytes;
+    }
+    return Status::ok();
+  }
+
+  Status broadcast() {
+    const Piece& piece = task_.pieces[0];
+    return broadcast_from(task_.root, piece.in, piece.out, piece.count * size_of(task_.dtype));
+  }
+  Status broadcast_from(int root, const std::byte* in, std::byte* out, size_t bytes) {
+    const void* source = rank_ == root ? in : out;
+    return nccl_.check(nccl_.ncclBroadcast(source, out, bytes, kNcclU8, root, comm(), stream()), "ncclBroadcast",
+                       comm());
+  }
+
+  Status reducescatter() {
+    const Piece& piece = task_.pieces[0];
+    if (equal_counts())
+      return nccl_.check(
+          nccl_.ncclReduceScatter(piece.in, piece.out, task_.counts[0], type_, operator_, comm(), stream()),
+          "ncclReduceScatter", comm());
+    const std::byte* at = piece.in;
+    for (int r = 0; r < size_; ++r) {
+      const size_t count = task_.counts[r];
+      if (count)
+        HC_TRY(nccl_.check(nccl_.ncclReduce(at, piece.out, count, type_, operator_, r, comm(), stream()), "ncclReduce",
+                           comm()));
+      at += count * size_of(task_.dtype);
+    }
+    return Status::ok();
+  }
+
+  Status reduce() {
+    const Piece& piece = task_.pieces[0];
+    return nccl_.check(
+        nccl_.ncclReduce(piece.in, piece.out, piece.count, type_, operator_, task_.root, comm(), stream()),
+        "ncclReduce", comm());
+  }
+
+  Status gather() {
+    const Piece& piece = task_.pieces[0];
+    const size_t item = size_of(task_.dtype), mine = task_.counts[static_cast<size_t>(rank_)] * item;
+    if (mine) HC_TRY(send(piece.in, mine, task_.root));
+    if (rank_ != task_.root) return Status::ok();
+    std::byte* to = piece.out;
+    for (int r = 0; r < size_; ++r) {
+      const size_t bytes = task_.counts[static_cast<size_t>(r)] * item;
+      if (bytes) HC_TRY(receive(to, bytes, r));
+      to += bytes;
+    }
+    return Status::ok();
+  }
+
+  Status send(const std::byte* from, size_t bytes, int to) {
+    return nccl_.check(nccl_.ncclSend(from, bytes, kNcclU8, to, comm(), stream()), "ncclSend", comm());
+  }
+  Status receive(std::byte* to, size_t bytes, int from) {
+    return nccl_.check(nccl_.ncclRecv(to, bytes, kNcclU8, from, comm(), stream()), "ncclRecv", comm());
+  }
+
+  Status alltoall() {
+    const Piece& piece = task_.pieces[0];
+    const size_t item = size_of(task_.dtype);
+    const std::byte* from = piece.in;
+    std::byte* to = piece.out;
+    for (int r = 0; r < size_; ++r) {
+      const size_t out = task_.counts[r] * item, in = task_.received_counts[r] * item;
+      if (out) HC_TRY(send(from, out, r));
+      if (in) HC_TRY(receive(to, in, r));
+      from += out;
+      to += in;
+    }
+    return Status::ok();
+  }
+
+  const Task task_;
+  DeviceGroup& device_;
+  const NcclApi& nccl_;
+  Gpu& gpu_;
+  const int size_, rank_;
+  int type_ = kNcclU8, operator_ = kNcclSum;
+  bool made_operator_ = false;
+  bool packs_ = false;
+  GpuMemoryPtr packed_;
+  size_t packed_count_ = 0;
+};
+
+std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceGroup* device, const Group& group) {
+  return std::make_unique<NcclCollective>(std::move(task), device, group);
+}
+
+}  // namespace hc

@@ -1,0 +1,226 @@
+#include "device/gpu.h"
+
+#include <algorithm>
+#include <bit>
+#include <thread>
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kSmallestBlock = 64u << 10;
+constexpr double kCloseLimitS = 2;
+constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
+
+// Blocks come in powers of two, so that one of an earlier batch fits the next.
+size_t rounded(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestBlock)); }
+
+}  // namespace
+
+GpuEvent::~GpuEvent() {
+  std::lock_guard lock(gpu_->mu_);
+  gpu_->events_.push_back(event_);
+}
+
+GpuMemory::~GpuMemory() { gpu_->give_back(kind_, {data_, bytes_, std::move(last_use_)}); }
+
+Result<std::shared_ptr<Gpu>> Gpu::adopt(std::shared_ptr<const CudaApi> api, int index) {
+  std::shared_ptr<Gpu> gpu(new Gpu(std::move(api), index));
+  const CudaApi& cuda = gpu->api();
+  unsigned flags = 0;
+  int active = 0;
+  HC_TRY(cuda.check(cuda.cuDeviceGet(&gpu->device_, index), "cuDeviceGet"), "device ", index);
+  HC_TRY(cuda.check(cuda.cuDevicePrimaryCtxGetState(gpu->device_, &flags, &active), "cuDevicePrimaryCtxGetState"));
+  if (!active)
+    return error(Code::kUnsupported, "device ", index,
+                 " has no CUDA context in this process: the tensor's framework makes it, and did not for this device");
+  HC_TRY(cuda.check(cuda.cuDeviceGetUuid(&gpu->uuid_, gpu->device_), "cuDeviceGetUuid"));
+  HC_TRY(cuda.check(cuda.cuDevicePrimaryCtxRetain(&gpu->context_, gpu->device_), "cuDevicePrimaryCtxRetain"));
+  return gpu;
+}
+
+Gpu::~Gpu() {
+  if (!context_) return;
+  close();
+  {
+    const Current current(*this);
+    for (CuEvent event : events_) (void)api_->cuEventDestroy(event);
+  }
+  (void)api_->cuDevicePrimaryCtxRelease(device_);
+}
+
+Result<CuStream> Gpu::make_stream() {
+  const Current current(*this);
+  int least = 0, greatest = 0;
+  HC_TRY(api_->check(api_->cuCtxGetStreamPriorityRange(&least, &greatest), "cuCtxGetStreamPriorityRange"));
+  CuStream stream = nullptr;
+  HC_TRY(api_->check(api_->cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, greatest),
+                     "cuStreamCreateWithPriority"));
+  return stream;
+}
+
+void Gpu::end_stream(CuStream stream) {
+  const Current current(*this);
+  (void)api_->cuStreamDestroy(stream);
+}
+
+Result<GpuEventPtr> Gpu::record(CuStream stream) {
+  const Current current(*this);
+  CuEvent event = nullptr;
+  {
+    std::lock_guard lock(mu_);
+    if (!events_.empty()) {
+      event = events_.back();
+      events_.pop_back();
+    }
+  }
+  if (!event) HC_TRY(api_->check(api_->cuEventCreate(&event, kCuEventDisableTiming), "cuEventCreate"));
+  auto made = std::make_shared<GpuEvent>(shared_from_this(), event);
+  HC_TRY(api_->check(api_->cuEventRecord(event, stream), "cuEventRecord"));
+  return made;
+}
+
+Status Gpu::wait(CuStream stream, CuEvent event) {
+  const Current current(*this);
+  return api_->check(api_->cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
+}
+
+Result<bool> Gpu::passed(const GpuEvent& event) {
+  const Current current(*this);
+  const CuResult result = api_->cuEventQuery(event.get());
+  if (result == kCuNotReady) return false;
+  HC_TRY(api_->check(result, "cuEventQuery"));
+  return true;
+}
+
+Result<GpuMemoryPtr> Gpu::device_memory(size_t bytes, CuStream stream) {
+  auto block = take(GpuMemory::Kind::kDevice, bytes);
+  HC_TRY(block.status());
+  Block b = block.take();
+  auto memory = std::make_shared<GpuMemory>(shared_from_this(), GpuMemory::Kind::kDevice, b.data, b.bytes);
+  if (b.last_use) HC_TRY(wait(stream, b.last_use->get()));
+  return memory;
+}
+
+Result<GpuMemoryPtr> Gpu::pinned_memory(size_t bytes) {
+  auto block = take(GpuMemory::Kind::kPinned, bytes);
+  HC_TRY(block.status());
+  const Block b = block.take();
+  return std::make_shared<GpuMemory>(shared_from_this(), GpuMemory::Kind::kPinned, b.data, b.bytes);
+}
+
+// From the stock, or new. The host uses pinned memory at once: only blocks whose last use is over will do.
+Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
+  const size_t wanted = rounded(bytes);
+  {
+    const Current current(*this);
+    std::lock_guard lock(mu_);
+    auto& stock = stock_[static_cast<int>(kind)];
+    const auto at = std::find_if(stock.begin(), stock.end(), [&](const Block& b) {
+      if (b.bytes != wanted) return false;
+      return kind == GpuMemory::Kind::kDevice || !b.last_use || api_->cuEventQuery(b.last_use->get()) == kCuSuccess;
+    });
+    if (at != stock.end()) {
+      Block found = std::move(*at);
+      stock.erase(at);
+      return found;
+    }
+  }
+  Block made{nullptr, wanted, nullptr};
+  Status allocated = allocate(kind, &made);
+  if (!allocated.is_ok()) {
+    drop_stock(kind, 0);
+    allocated = allocate(kind, &made);
+  }
+  if (!allocated.is_ok()) return allocated.with(text_of(wanted, " bytes for device ", index_));
+  return made;
+}
+
+Status Gpu::allocate(GpuMemory::Kind kind, Block* block) {
+  const Current current(*this);
+  if (kind == GpuMemory::Kind::kPinned) {
+    void* at = nullptr;
+    HC_TRY(api_->check(api_->cuMemHostAlloc(&at, block->bytes, kPortable), "cuMemHostAlloc"));
+    block->data = static_cast<std::byte*>(at);
+    return Status::ok();
+  }
+  CuPointer at = 0;
+  HC_TRY(api_->check(api_->cuMemAlloc(&at, block->bytes), "cuMemAlloc"));
+  block->data = reinterpret_cast<std::byte*>(at);
+  return Status::ok();
+}
+
+void Gpu::free(GpuMemory::Kind kind, const Block& block) {
+  const Current current(*this);
+  if (kind == GpuMemory::Kind::kPinned)
+    (void)api_->cuMemFreeHost(block.data);
+  else
+    (void)api_->cuMemFree(reinterpret_cast<CuPointer>(block.data));
+}
+
+// Waits until the last use is over, not longer than the deadline.
+bool Gpu::is_idle(const Block& block, const Deadline& deadline) {
+  if (!block.last_use) return true;
+  const Current current(*this);
+  while (api_->cuEventQuery(block.last_use->get()) == kCuNotReady) {
+    if (deadline.passed()) return false;
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  }
+  return true;
+}
+
+// What is still in use at the deadline stays: freeing it would wait for the device, or pull memory from under it.
+void Gpu::drop_stock(GpuMemory::Kind kind, double limit_s) {
+  std::vector<Block> dropped, kept;
+  {
+    std::lock_guard lock(mu_);
+    dropped.swap(stock_[static_cast<int>(kind)]);
+  }
+  const Deadline deadline = Deadline::in(limit_s);
+  for (Block& block : dropped) {
+    if (is_idle(block, deadline))
+      free(kind, block);
+    else if (!closed_)
+      kept.push_back(std::move(block));
+  }
+  std::lock_guard lock(mu_);
+  auto& stock = stock_[static_cast<int>(kind)];
+  std::move(kept.begin(), kept.end(), std::back_inserter(stock));
+}
+
+void Gpu::give_back(GpuMemory::Kind kind, Block block) {
+  {
+    std::lock_guard lock(mu_);
+    if (!closed_) {
+      stock_[static_cast<int>(kind)].push_back(std::move(block));
+      return;
+    }
+  }
+  if (is_idle(block, Deadline::in(kCloseLimitS))) free(kind, block);
+}
+
+void Gpu::close() {
+  {
+    std::lock_guard lock(mu_);
+    closed_ = true;
+  }
+  drop_stock(GpuMemory::Kind::kDevice, kCloseLimitS);
+  drop_stock(GpuMemory::Kind::kPinned, kCloseLimitS);
+}
+
+Status Gpu::copy(CuPointer to, CuPointer from, size_t bytes, CuStream stream) {
+  const Current current(*this);
+  return api_->check(api_->cuMemcpyDtoDAsync(to, from, bytes, stream), "cuMemcpyDtoDAsync");
+}
+
+Status Gpu::copy_to_host(std::byte* to, CuPointer from, size_t bytes, CuStream stream) {
+  const Current current(*this);
+  return api_->check(api_->cuMemcpyDtoHAsync(to, from, bytes, stream), "cuMemcpyDtoHAsync");
+}
+
+Status Gpu::copy_from_host(CuPointer to, const std::byte* from, size_t bytes, CuStream stream) {
+  const Current current(*this);
+  return api_->check(api_->cuMemcpyHtoDAsync(to, from, bytes, stream), "cuMemcpyHtoDAsync");
+}
+
+}  // namespace hc

@@ -1,0 +1,126 @@
+// The GPU of this rank: events, scratch memory and streams on it, in the context that the framework made. Never makes a
+// context itself: a device without one is not this rank's. Thread: any.
+#pragma once
+
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "device/cuda_api.h"
+
+namespace hc {
+
+class Gpu;
+
+// A place in a stream. Goes back to its device's stock when the last one forgets it.
+class GpuEvent {
+ public:
+  GpuEvent(std::shared_ptr<Gpu> gpu, CuEvent event) : gpu_(std::move(gpu)), event_(event) {}
+  ~GpuEvent();
+  GpuEvent(const GpuEvent&) = delete;
+  GpuEvent& operator=(const GpuEvent&) = delete;
+  CuEvent get() const { return event_; }
+
+ private:
+  std::shared_ptr<Gpu> gpu_;
+  CuEvent event_;
+};
+using GpuEventPtr = std::shared_ptr<GpuEvent>;
+
+// Memory of the device, or host memory that it copies from and to fast. Goes back to the stock; whoever gets it next
+// waits for `last_use`.
+class GpuMemory {
+ public:
+  enum class Kind { kDevice, kPinned };
+  GpuMemory(std::shared_ptr<Gpu> gpu, Kind kind, std::byte* data, size_t bytes)
+      : gpu_(std::move(gpu)), kind_(kind), data_(data), bytes_(bytes) {}
+  ~GpuMemory();
+  GpuMemory(const GpuMemory&) = delete;
+  GpuMemory& operator=(const GpuMemory&) = delete;
+  std::byte* data() const { return data_; }
+  CuPointer at() const { return reinterpret_cast<CuPointer>(data_); }
+  size_t bytes() const { return bytes_; }
+  void used_until(GpuEventPtr event) { last_use_ = std::move(event); }
+
+ private:
+  std::shared_ptr<Gpu> gpu_;
+  const Kind kind_;
+  std::byte* data_;
+  const size_t bytes_;
+  GpuEventPtr last_use_;
+};
+using GpuMemoryPtr = std::shared_ptr<GpuMemory>;
+
+class Gpu : public std::enable_shared_from_this<Gpu> {
+ public:
+  // Unsupported, with the reason, when the device does not exist or has no context that somebody made.
+  static Result<std::shared_ptr<Gpu>> adopt(std::shared_ptr<const CudaApi> api, int index);
+  ~Gpu();
+  Gpu(const Gpu&) = delete;
+  Gpu& operator=(const Gpu&) = delete;
+
+  const CudaApi& api() const { return *api_; }
+  int index() const { return index_; }
+  const CuUuid& uuid() const { return uuid_; }
+
+  // Makes the context current for a scope.
+  class Current {
+   public:
+    explicit Current(const Gpu& gpu) : gpu_(gpu) { pushed_ = gpu.api_->cuCtxPushCurrent(gpu.context_) == kCuSuccess; }
+    ~Current() {
+      CuContext popped = nullptr;
+      if (pushed_) (void)gpu_.api_->cuCtxPopCurrent(&popped);
+    }
+    Current(const Current&) = delete;
+    Current& operator=(const Current&) = delete;
+
+   private:
+    const Gpu& gpu_;
+    bool pushed_;
+  };
+
+  Result<CuStream> make_stream();  // of the highest priority; the caller's until end_stream
+  void end_stream(CuStream stream);
+  Result<GpuEventPtr> record(CuStream stream);  // behind everything in the stream so far
+  Status wait(CuStream stream, CuEvent event);  // the stream does, not the caller
+  Result<bool> passed(const GpuEvent& event);
+  // For use on `stream` from now on.
+  Result<GpuMemoryPtr> device_memory(size_t bytes, CuStream stream);
+  Result<GpuMemoryPtr> pinned_memory(size_t bytes);
+  // Gives all stock back to the device; what comes back from now on goes there at once. Ends a cycle of owners.
+  void close();
+  Status copy(CuPointer to, CuPointer from, size_t bytes, CuStream stream);
+  Status copy_to_host(std::byte* to, CuPointer from, size_t bytes, CuStream stream);
+  Status copy_from_host(CuPointer to, const std::byte* from, size_t bytes, CuStream stream);
+
+ private:
+  friend class GpuEvent;
+  friend class GpuMemory;
+  struct Block {
+    std::byte* data = nullptr;
+    size_t bytes = 0;
+    GpuEventPtr last_use;  // null: nobody uses it any more
+  };
+  Gpu(std::shared_ptr<const CudaApi> api, int index) : api_(std::move(api)), index_(index) {}
+  Result<Block> take(GpuMemory::Kind kind, size_t bytes);
+  Status allocate(GpuMemory::Kind kind, Block* block);
+  void free(GpuMemory::Kind kind, const Block& block);
+  bool is_idle(const Block& block, const Deadline& deadline);
+  void drop_stock(GpuMemory::Kind kind, double limit_s);
+  void give_back(GpuMemory::Kind kind, Block block);
+
+  const std::shared_ptr<const CudaApi> api_;
+  const int index_;
+  CuDevice device_ = 0;
+  CuContext context_ = nullptr;
+  CuUuid uuid_{};
+  std::atomic<bool> closed_{false};
+  std::mutex mu_;  // guards all below
+  std::vector<CuEvent> events_;
+  std::vector<Block> stock_[2];
+};
+
+}  // namespace hc

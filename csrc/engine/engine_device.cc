@@ -1,0 +1,200 @@
+// Operations on tensors in the memory of a GPU: which GPU, in which order batches start on it, what happens while they
+// run. An operation is done when it has been enqueued: streams wait for its result, the host does not.
+//
+// Batches of different process sets must start in the same order on every rank, else two communicators wait for each
+// other. Rank 0 of the world gives that order: plans of the global set come from it anyway; for other sets their
+// coordinator asks, and rank 0 tells all members. Its frames arrive in the order in which they were sent.
+#include <algorithm>
+
+#include "engine/engine.h"
+
+namespace hc {
+
+namespace {
+
+GpuOperations operations_of(const std::string& word) {
+  return word == "nccl" ? GpuOperations::kNccl : word == "host" ? GpuOperations::kHost : GpuOperations::kAuto;
+}
+
+uint32_t device_batches_in(const Plan& plan) {
+  return static_cast<uint32_t>(std::count_if(plan.batches.begin(), plan.batches.end(), [](const PlanBatch& batch) {
+    return batch.on_device && batch.error == Code::kOk;
+  }));
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Gpu>> Engine::adopt_gpu(int index) {
+  std::lock_guard lock(device_mu_);
+  if (!gpu_) {
+    auto api = CudaApi::load(config_.cuda_library);
+    HC_TRY(api.status());
+    auto gpu = Gpu::adopt(api.take(), index);
+    HC_TRY(gpu.status());
+    gpu_ = gpu.take();
+    has_gpu_.store(true);
+  }
+  if (gpu_->index() != index)
+    return error(Code::kUnsupported, "the tensor is on device ", index, ", but this rank works on device ",
+                 gpu_->index(),
+                 ": one process drives one GPU. Start one rank for each GPU and call "
+                 "torch.cuda.set_device(hvd.local_rank()) before the first tensor");
+  return gpu_;
+}
+
+// Any thread; the event is recorded here because only the caller knows that its stream has been given all work.
+Result<std::unique_ptr<DeviceWork>> Engine::prepare_device(const Submission& s) {
+  auto gpu = adopt_gpu(s.device_index);
+  if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its tensors stand in on the host
+  HC_TRY(gpu.status());
+  auto work = std::make_unique<DeviceWork>();
+  work->gpu = gpu.take();
+  work->ready_given = s.ready_event;
+  if (s.op == Op::kJoin || s.ready_event) return work;
+  auto ready = work->gpu->record(s.stream);
+  HC_TRY(ready.status());
+  work->ready = ready.take();
+  return work;
+}
+
+Status Engine::stream_wait(int64_t handle, CuStream stream) {
+  Operation* op = finished(handle);
+  if (!op || !op->device) return error(Code::kInvalidArgument, "handle ", handle, " is no finished work on a device");
+  return op->device->done ? op->device->gpu->wait(stream, op->device->done->get()) : Status::ok();
+}
+
+Status Engine::copy_result(int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) {
+  HC_TRY(stream_wait(handle, stream));
+  DeviceWork& work = *finished(handle)->device;
+  if (!bytes) return Status::ok();
+  if (i >= work.results.size() || !work.results[i] || work.results[i]->bytes() < bytes)
+    return error(Code::kInvalidArgument, "handle ", handle, " has no result ", i, " of ", bytes, " bytes");
+  HC_TRY(work.gpu->copy(reinterpret_cast<CuPointer>(to), work.results[i]->at(), bytes, stream));
+  auto read = work.gpu->record(stream);
+  HC_TRY(read.status());
+  work.results[i]->used_until(read.take());
+  work.results[i].reset();
+  return Status::ok();
+}
+
+// The batch that `set.runner` has just got.
+void Engine::put_on_device(ProcessSet& set) {
+  if (!set.device) {
+    DeviceOptions options;
+    options.operations = operations_of(config_.gpu_operations);
+    options.nccl_library = config_.nccl_library;
+    options.nccl_folders = config_.nccl_folders;
+    options.init_timeout_s = config_.init_timeout_s;
+    set.device = std::make_unique<DeviceGroup>(set.group, options);
+  }
+  {
+    std::lock_guard lock(device_mu_);
+    if (gpu_) set.device->use(gpu_);
+  }
+  const Tag tag{static_cast<uint16_t>(generation_), set.id, set.runner->batch().id, 0};
+  set.runner->on_device(std::make_unique<DeviceBatch>(
+      set.device.get(), tag, [this, id = set.id] { return !device_turns_.empty() && device_turns_.front() == id; }));
+}
+
+void Engine::device_batch_over(ProcessSet& set) {
+  if (!device_turns_.empty() && device_turns_.front() == set.id) device_turns_.pop_front();
+  if (set.device && !set.device->reason().empty() && set.group_rank == 0 &&
+      set.device->reason() != set.told_about_device) {
+    set.told_about_device = set.device->reason();
+    const bool nccl = set.device->way() == DeviceGroup::Way::kNccl;
+    if (nccl || config_.gpu_operations == "host")
+      log_.debug("process set ", set.id, ": tensors on GPUs are reduced by ", set.told_about_device);
+    else
+      log_.warning("process set ", set.id,
+                   ": tensors on GPUs travel through host memory, which is slower: ", set.told_about_device);
+  }
+}
+
+// Called with each plan of the global set on every rank, and with plans of other sets on their coordinator.
+void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
+  const uint32_t count = device_batches_in(plan);
+  if (!count) return;
+  if (set.id == 0) {
+    device_turns_.insert(device_turns_.end(), count, 0);
+  } else if (mesh_->rank() == 0) {
+    grant_device_turns(set.id, count);
+  } else {
+    frame_.clear();
+    frame_.put(FrameKind::kDeviceAsk);
+    frame_.put(set.id);
+    frame_.put(count);
+    if (Status sent = send_frame(0, false); !sent.is_ok()) fail_everything(sent);
+  }
+}
+
+// On rank 0 of the world.
+void Engine::grant_device_turns(uint16_t id, uint32_t count) {
+  ProcessSet* set = find_set(id);
+  if (!set) return;
+  frame_.clear();
+  frame_.put(FrameKind::kDeviceTurn);
+  frame_.put(id);
+  frame_.put(count);
+  for (const int r : set->ranks) {
+    if (r == mesh_->rank())
+      device_turns_.insert(device_turns_.end(), count, id);
+    else if (!left_[r])
+      if (Status sent = send_frame(r, false); !sent.is_ok()) return fail_everything(sent);
+  }
+}
+
+Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {
+  constexpr uint32_t kMost = 1u << 16;
+  const auto id = in->get<uint16_t>();
+  const auto count = in->get<uint32_t>();
+  if (!in->ok() || count > kMost) return error(Code::kInternal, "a broken frame about turns on devices");
+  const ProcessSet* set = find_set(id);
+  if (kind == FrameKind::kDeviceAsk) {
+    if (mesh_->rank() == 0 && set && set->coordinator_rank() == from) grant_device_turns(id, count);
+  } else if (from == 0) {
+    device_turns_.insert(device_turns_.end(), count, id);
+  }
+  return Status::ok();
+}
+
+// Driving thread. Whether something that was launched has not ended yet; what is done with it is forgotten.
+bool Engine::device_in_flight() {
+  if (!has_gpu_.load(std::memory_order_relaxed) || failed_.load()) return false;
+  const TimePoint now = Clock::now();
+  return std::any_of(sets_.begin(), sets_.end(), [&](const auto& entry) {
+    return entry.second->device && entry.second->device->oldest_flight_s(now) > 0;
+  });
+}
+
+// At the end, no thread drives any more.
+void Engine::leave_devices() {
+  for (auto& [id, set] : sets_) {
+    set->runner.reset();
+    set->device.reset();
+  }
+  device_turns_.clear();
+  std::lock_guard lock(device_mu_);
+  has_gpu_.store(false);
+  if (gpu_) gpu_->close();
+}
+
+// What NCCL has noticed by itself, and turns that rank 0 can give no more.
+void Engine::check_device() {
+  if (!has_gpu_.load(std::memory_order_relaxed)) return;
+  for (const auto& [id, set] : sets_) {
+    if (!set->device) continue;
+    if (Status ok = set->device->check(); !ok.is_ok())
+      return fail_everything(
+          Status(ok.code(),
+                 text_of("NCCL failed on ", mesh_->describe(mesh_->rank()), " in process set ", id, ": ", ok.text(),
+                         ". Did a rank crash, or the network between GPUs? NCCL_DEBUG=INFO shows "
+                         "more"),
+                 mesh_->rank()));
+    const bool has_turn = std::find(device_turns_.begin(), device_turns_.end(), id) != device_turns_.end();
+    if (left_[0] && id != 0 && !has_turn && set->runner && set->runner->is_on_device())
+      return fail_everything(
+          Status(Code::kAborted, text_of(mesh_->describe(0), " has shut down, and it orders the work on GPUs"), 0));
+  }
+}
+
+}  // namespace hc

@@ -1,0 +1,139 @@
+// A framework's side of a GPU, on the doubles of CUDA and NCCL (tests/doubles): no GPU takes part. One object per rank:
+// it has made the context, has a stream of its own, and holds tensors in "device memory".
+#pragma once
+
+#include <doctest/doctest.h>
+
+#include <cstdlib>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "device/cuda_api.h"
+#include "tests/world.h"
+
+namespace hc {
+
+inline const std::string kCudaDouble = HC_DOUBLES "/libcuda.so.1";
+inline const std::string kNcclDouble = HC_DOUBLES "/libnccl.so.2";
+
+using Settings = std::vector<std::pair<std::string, std::string>>;
+inline Settings gpu_settings(Settings more = {}) {
+  Settings all = {{"HOROCLONE_CUDA_LIBRARY", kCudaDouble}, {"HOROCLONE_NCCL_LIBRARY", kNcclDouble}};
+  all.insert(all.end(), more.begin(), more.end());
+  return all;
+}
+
+using Variables = std::map<std::string, std::string>;
+
+// Sets variables that the doubles read, for a scope in which no other thread runs at its ends.
+class DoubleEnvironment {
+ public:
+  explicit DoubleEnvironment(Variables values) : values_(std::move(values)) {
+    for (const auto& [name, value] : values_) ::setenv(name.c_str(), value.c_str(), 1);
+  }
+  ~DoubleEnvironment() {
+    for (const auto& [name, value] : values_) ::unsetenv(name.c_str());
+  }
+
+ private:
+  const Variables values_;
+};
+
+inline std::shared_ptr<const CudaApi> cuda_double() {
+  auto api = CudaApi::load(kCudaDouble);
+  CHECK_MESSAGE(api.is_ok(), api.status().text());
+  return api.take();
+}
+inline int double_count(const char* what, int device = 0) {
+  using Count = int (*)(const char*, int);
+  return reinterpret_cast<Count>(cuda_double()->library->symbol("hc_double_count"))(what, device);
+}
+
+class FrameworkOnGpu {
+ public:
+  explicit FrameworkOnGpu(int device) : device(device), api_(cuda_double()) {
+    (void)api_->cuDevicePrimaryCtxRetain(&context_, device);
+    (void)api_->cuCtxPushCurrent(context_);
+    (void)api_->cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, 0);
+  }
+  ~FrameworkOnGpu() {
+    synchronize();
+    for (const auto at : memory_) (void)api_->cuMemFree(at);
+    (void)api_->cuStreamDestroy(stream);
+    (void)api_->cuCtxPopCurrent(nullptr);
+    (void)api_->cuDevicePrimaryCtxRelease(device);
+  }
+  FrameworkOnGpu(const FrameworkOnGpu&) = delete;
+
+  void* memory(size_t bytes) {
+    CuPointer at = 0;
+    CHECK(api_->cuMemAlloc(&at, std::max<size_t>(bytes, 1)) == kCuSuccess);
+    memory_.push_back(at);
+    return reinterpret_cast<void*>(at);
+  }
+  // A tensor with these values, which are there when the stream has come so far. `values` must live until then.
+  template <class T>
+  T* tensor(const std::vector<T>& values) {
+    auto* at = static_cast<T*>(memory(values.size() * sizeof(T)));
+    write(at, values);
+    return at;
+  }
+  template <class T>
+  void write(T* to, const std::vector<T>& values) {
+    CHECK(api_->cuMemcpyHtoDAsync(reinterpret_cast<CuPointer>(to), values.data(), values.size() * sizeof(T), stream) ==
+          kCuSuccess);
+  }
+  template <class T>
+  std::vector<T> read(const T* from, size_t count) {
+    std::vector<T> values(count);
+    CHECK(api_->cuMemcpyDtoHAsync(values.data(), reinterpret_cast<CuPointer>(from), count * sizeof(T), stream) ==
+          kCuSuccess);
+    synchronize();
+    return values;
+  }
+  void synchronize() {
+    using Synchronize = int (*)(CuStream);
+    (void)reinterpret_cast<Synchronize>(api_->library->symbol("cuStreamSynchronize"))(stream);
+  }
+  bool busy() { return api_->cuStreamQuery(stream) == kCuNotReady; }
+
+  // What every submission on this device says.
+  void place(Submission* s) const {
+    s->on_device = true;
+    s->device_index = device;
+    s->stream = stream;
+  }
+
+  const int device;
+  CuStream stream = nullptr;
+
+ private:
+  std::shared_ptr<const CudaApi> api_;
+  CuContext context_ = nullptr;
+  std::vector<CuPointer> memory_;
+};
+
+// Submits one tensor of `shape`; `out` null: the core owns the result.
+inline Status submit_gpu(Engine& engine, const FrameworkOnGpu& gpu, Op op, const std::string& name, const void* in,
+                         void* out, std::vector<int64_t> shape, DType dtype, int64_t* handle,
+                         const std::function<void(Submission&)>& adjust = {}) {
+  Submission s;
+  s.op = op;
+  s.name = name;
+  gpu.place(&s);
+  const Submission::Tensor tensor{in, out, shape, dtype};
+  s.tensors = {&tensor, 1};
+  if (adjust) adjust(s);
+  return engine.submit(s, handle);
+}
+
+// Waits until it is enqueued and makes the framework's stream wait for it. Keeps the handle.
+inline Status enqueued(Engine& engine, const FrameworkOnGpu& gpu, int64_t handle) {
+  bool done = false;
+  Status outcome = engine.wait(handle, 30, &done);
+  if (outcome.is_ok() && !done) outcome = error(Code::kTimeout, "not enqueued within 30 s");
+  return outcome.is_ok() ? engine.stream_wait(handle, gpu.stream) : outcome;
+}
+
+}  // namespace hc

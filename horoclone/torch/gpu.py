@@ -1,0 +1,106 @@
+"""Torch tensors on a GPU: where one lies, whose stream fills it, and results that streams wait for, not the host.
+
+Everything else about them is as for tensors in host memory. Thread: the caller's; its current stream counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from horoclone.torch.tensors import address_of, from_result
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+Place = tuple[
+    int, int
+]  # CUDA's number of the device and the stream, the last two arguments of Runtime.submit
+HOST: Place = (-1, 0)
+
+Maker = Callable[["Runtime", int], Any]
+
+
+def place_of(tensor: torch.Tensor) -> Place:
+    """Where work on the tensor runs: its device and the stream that is current there."""
+    if not tensor.is_cuda:
+        return HOST
+    device = tensor.get_device()
+    return device, _stream_now(device)
+
+
+def _stream_now(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+def place_of_all(tensors: Sequence[torch.Tensor]) -> Place:
+    """The common place of a group; ValueError when some of it lie elsewhere."""
+    places = {place_of(tensor) for tensor in tensors}
+    if len(places) > 1:
+        where = sorted({str(tensor.device) for tensor in tensors})
+        raise ValueError(
+            f"the tensors of one group lie on different devices ({', '.join(where)}); pass one group for each"
+        )
+    return places.pop()
+
+
+def place_to_join(device: int) -> Place:
+    """For hvd.join(device): the GPU that stands in for this rank's tensors; -1: the current one, if torch uses any."""
+    if device < 0 and torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.current_device()
+    return HOST if device < 0 or not torch.cuda.is_available() else (device, 0)
+
+
+def memory_beside(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """New memory on the same GPU; not written yet."""
+    return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def follow(runtime: Runtime, handle: int, place: Place) -> None:
+    """After wait(): the caller's current stream comes behind the result, and so does the one that made the input."""
+    device, submitted_on = place
+    if device < 0:
+        return
+    now = _stream_now(device)
+    runtime.stream_wait(handle, now)
+    if now != submitted_on:
+        runtime.stream_wait(handle, submitted_on)
+
+
+def behind(place: Place, output: Any) -> Maker | None:
+    """For handles.remember: gives `output`, whose memory was given to the operation, once streams wait for it."""
+    if place[0] < 0:
+        return None
+
+    def make(runtime: Runtime, handle: int) -> Any:
+        follow(runtime, handle, place)
+        return output
+
+    return make
+
+
+def rows_of(runtime: Runtime, handle: int, index: int, like: torch.Tensor, place: Place) -> torch.Tensor:
+    """A core-owned result: rows of the shape and dtype of `like`, on its device. On a GPU it is copied once, there."""
+    result = runtime.result(handle, index)
+    if place[0] < 0:
+        return from_result(result, tuple(like.shape[1:]), like.dtype)
+    rows = memory_beside(like, (result.first_dimension, *like.shape[1:]), like.dtype)
+    follow(runtime, handle, place)
+    size = rows.numel() * rows.element_size()
+    runtime.copy_result(handle, index, address_of(rows), size, _stream_now(place[0]))
+    return rows
+
+
+def rows_like(tensor: torch.Tensor, place: Place) -> Maker:
+    """For handles.remember: the one core-owned result of an operation on `tensor`; of an alltoall, with its splits."""
+    form = tensor.detach()[:0] if tensor.dim() else tensor.detach()
+
+    def make(runtime: Runtime, handle: int) -> Any:
+        rows, result = rows_of(runtime, handle, 0, form, place), runtime.result(handle)
+        if not result.rows_from:
+            return rows
+        return rows, torch.tensor(result.rows_from, dtype=torch.int32)
+
+    return make

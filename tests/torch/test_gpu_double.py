@@ -1,0 +1,306 @@
+"""The torch binding's way for tensors on GPUs, on doubles of CUDA and NCCL: no GPU takes part.
+
+"Device memory" is host memory that the double has given out, so ordinary CPU tensors can lie in it; what asks torch
+about CUDA (where is the tensor, which stream is current) asks the double instead. Streams are threads with delays.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from crew import say
+
+import horoclone.torch as hvd
+from horoclone.errors import HorovodInternalError, Mismatch, PeerLost
+from horoclone.torch import (
+    buckets,
+    functional,
+    gpu,
+    grouped,
+    handles,
+    mpi_ops,
+    reducer,
+    rooted,
+    sharding,
+    tensors,
+)
+
+DTYPES = [
+    torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
+    torch.float32, torch.float64,
+]  # fmt: skip
+
+
+class Double:
+    """The framework's side: a context, a stream, tensors in the double's memory; takes the place of torch.cuda."""
+
+    def __init__(self, device: int) -> None:
+        self.cuda = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
+        self.device = device
+        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+        assert self.cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert self.cuda.cuCtxPushCurrent_v2(context) == 0
+        assert self.cuda.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+        self.stream = stream.value
+        self.memory: list[tuple[int, int]] = []
+
+    def tensor(self, values: torch.Tensor) -> torch.Tensor:
+        size = max(1, values.numel() * values.element_size())
+        pointer = ctypes.c_uint64()
+        assert self.cuda.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(size)) == 0
+        self.memory.append((pointer.value, size))
+        if not values.numel():
+            return values.clone()
+        buffer = (ctypes.c_char * size).from_address(pointer.value)
+        made = torch.frombuffer(buffer, dtype=values.dtype, count=values.numel()).view(values.shape)
+        return made.copy_(values)
+
+    def place_of(self, tensor: torch.Tensor) -> gpu.Place:
+        at = tensor.data_ptr()
+        return (self.device, self.stream) if any(a <= at < a + n for a, n in self.memory) else gpu.HOST
+
+    def synchronize(self) -> None:
+        assert self.cuda.cuStreamSynchronize(ctypes.c_void_p(self.stream)) == 0
+
+    def install(self) -> None:
+        """CPU tensors are read at once, where CUDA's would be read behind the stream: so the host waits here."""
+        follow = gpu.follow
+
+        def follow_and_wait(runtime, handle, place):
+            follow(runtime, handle, place)
+            if place[0] >= 0:
+                self.synchronize()
+
+        rows_of = gpu.rows_of
+
+        def rows_of_and_wait(*args):
+            made = rows_of(*args)
+            self.synchronize()
+            return made
+
+        number_of = tensors.number_of
+
+        def number_with_place_of(tensor, name, takes_gpu=False):
+            number = number_of(tensor, name)
+            return number + tensors.ON_GPU * (takes_gpu and self.place_of(tensor) is not gpu.HOST)
+
+        def memory_beside(like, shape, dtype):
+            return self.tensor(torch.zeros(shape, dtype=dtype))
+
+        empty_like = torch.empty_like
+
+        def empty_beside(tensor, **options):
+            made = empty_like(tensor, **options)
+            there = "device" not in options and self.place_of(tensor) is not gpu.HOST
+            return self.tensor(made) if there else made
+
+        torch.empty_like = empty_beside
+        gpu._stream_now = lambda device: self.stream
+        fakes = {
+            "place_of": self.place_of,
+            "follow": follow_and_wait,
+            "rows_of": rows_of_and_wait,
+            "memory_beside": memory_beside,
+            "number_of": number_with_place_of,
+        }
+        for module in (gpu, mpi_ops, handles, grouped, buckets, reducer, functional, rooted, sharding):
+            for name, fake in fakes.items():
+                if hasattr(module, name):
+                    setattr(module, name, fake)
+
+
+def begin() -> Double:
+    hvd.init()
+    double = Double(hvd.local_rank())
+    double.install()
+    return double
+
+
+@pytest.fixture(scope="module")
+def warm():
+    import sys
+
+    made = sys.modules["crew"].Crew(dict(os.environ), "torch", "horoclone.torch", "horoclone.torch.optimizer")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def ranks(warm, doubles: Path):
+    """ranks(body, size=2, **env): runs the body on the doubles and expects every rank to end well."""
+    import sys
+
+    env = {
+        "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
+        "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
+        "HC_DOUBLE_DELAY_US": "100",
+    }
+    for start in sys.modules["crew"].teams_of(warm):
+
+        def run(body, size=2, expect=None, start=start, **more):
+            team = start(body, size, env={**env, **more})
+            codes = team.wait(60)
+            assert codes == (expect or [0] * size), team.outputs()
+            return team
+
+        yield run
+
+
+def some(dtype: torch.dtype, rank: int, shape=(3, 4)) -> torch.Tensor:
+    values = (torch.arange(12).reshape(shape) * 7 + rank * 3) % 5
+    return values.to(dtype)
+
+
+def operations() -> None:
+    double, rank, size = begin(), hvd.rank(), hvd.size()
+    for dtype in DTYPES:
+        ours = [some(dtype, r) for r in range(size)]
+        wide = torch.stack([one.to(torch.float64) for one in ours])
+        for op, expected in ((hvd.Sum, wide.sum(0)), (hvd.Max, wide.amax(0)), (hvd.Average, wide.mean(0))):
+            if dtype is torch.bool:
+                if op == hvd.Average:
+                    continue
+                expected = wide.amax(0)
+            elif op == hvd.Average and not dtype.is_floating_point:
+                expected = (wide.sum(0) / size).trunc()
+            mine = double.tensor(ours[rank])
+            handle = hvd.allreduce_async_(mine, name=f"{dtype}.{op}", op=op)
+            assert hvd.synchronize(handle) is mine
+            tolerance = 1e-2 if dtype.itemsize < 4 else 1e-6
+            torch.testing.assert_close(mine.to(torch.float64), expected, rtol=tolerance, atol=0)
+        gathered = hvd.synchronize(hvd.allgather_async(double.tensor(ours[rank][: rank + 1]), f"g{dtype}"))
+        assert double.place_of(gathered) != gpu.HOST
+        assert torch.equal(gathered, torch.cat([ours[r][: r + 1] for r in range(size)]))
+        target = double.tensor(ours[rank])
+        hvd.synchronize(hvd.broadcast_async_(target, 1, f"b{dtype}"))
+        assert torch.equal(target, ours[1])
+        splits = torch.tensor([1, 2], dtype=torch.int32)
+        rows, received = hvd.synchronize(hvd.alltoall_async(double.tensor(ours[rank]), splits, f"a{dtype}"))
+        cut = [ours[r][:1] if rank == 0 else ours[r][1:] for r in range(size)]
+        assert torch.equal(rows, torch.cat(cut)) and received.tolist() == [1 + rank] * 2
+    share = hvd.synchronize(hvd.reducescatter_async(double.tensor(some(torch.float32, rank)), "rs", hvd.Sum))
+    total = some(torch.float32, 0) + some(torch.float32, 1)
+    assert torch.equal(share, total[:2] if rank == 0 else total[2:])
+    least = hvd.reduce(double.tensor(mine := some(torch.float32, rank)), 1, hvd.Min)
+    both = torch.stack([some(torch.float32, 0), some(torch.float32, 1)])
+    assert torch.equal(least, both.amin(0)) if rank == 1 else least.shape == (0,)
+    rows = hvd.gather(double.tensor(mine[: rank + 1]), 0)
+    assert torch.equal(rows, torch.cat([both[0][:1], both[1][:2]])) if rank == 0 else rows.shape == (0, 4)
+    # A blocking call, which has a way of its own, and one that is not on the GPU in between.
+    mine = double.tensor(torch.ones(5))
+    hvd.allreduce_(mine, name="blocking", op=hvd.Sum)
+    assert mine.tolist() == [2.0] * 5
+    apart = hvd.allreduce(mine, op=hvd.Average)
+    assert apart.tolist() == [2.0] * 5 and double.place_of(apart) is not gpu.HOST and apart is not mine
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
+
+
+@pytest.mark.parametrize("way", ["nccl", "host", "auto"])
+def test_double_operations_and_dtypes(ranks, way) -> None:
+    ranks(operations, HOROCLONE_GPU_OPERATIONS=way)
+
+
+def groups() -> None:
+    double, rank = begin(), hvd.rank()
+    ours = [double.tensor(torch.full((n,), float(rank + 1))) for n in (3, 50_000, 7, 9)]
+    hvd.synchronize(hvd.grouped_allreduce_async_(ours, name="g", op=hvd.Sum))
+    assert all(torch.equal(one, torch.full_like(one, 3.0)) for one in ours)
+    parts = hvd.synchronize(hvd.grouped_allgather_async([one[: rank + 1] for one in ours], "gg"))
+    assert [part.tolist() for part in parts] == [[3.0] * 3] * 4
+    with pytest.raises(ValueError, match="different devices"):
+        hvd.grouped_allreduce_async([ours[0], torch.ones(3)], name="mixed")
+    halves = hvd.synchronize(hvd.grouped_reducescatter_async(ours[:1], "gr", hvd.Average))
+    assert halves[0].tolist() == [3.0] * (2 if rank == 0 else 1)
+    # The same name on a GPU here, in host memory there: both are told, and go on.
+    tensor = ours[0] if rank == 0 else torch.ones(3)
+    with pytest.raises(Mismatch, match=r"'w'.*rank") as caught:
+        hvd.synchronize(hvd.allreduce_async_(tensor, name="w", op=hvd.Sum))
+    assert "rank 0" in str(caught.value) and "rank 1" in str(caught.value) and "GPU" in str(caught.value)
+    subset = hvd.add_process_set([1])
+    if rank == 1:
+        hvd.synchronize(hvd.allreduce_async_(ours[0], name="own", op=hvd.Sum, process_set=subset))
+        assert ours[0].tolist() == [3.0] * 3
+    hvd.remove_process_set(subset)
+
+
+def test_double_groups_mixed_places_and_process_sets(ranks) -> None:
+    ranks(groups, HOROVOD_DYNAMIC_PROCESS_SETS="1")
+
+
+def trained(double: Double | None, steps: int = 4, **options) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+    if double is not None:
+        for parameter in model.parameters():
+            parameter.data = double.tensor(parameter.data)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), **options
+    )
+    for step in range(steps):
+        torch.manual_seed(10 * step + hvd.rank())
+        optimizer.zero_grad()
+        model(torch.randn(8, 6)).square().sum().backward()
+        optimizer.step()
+    if double is not None:
+        places = [double.place_of(bucket.flat) for bucket in optimizer._reducer.buckets]
+        assert places and gpu.HOST not in places, "buckets lie on the GPU"
+        if not options.get("compression"):
+            assert all(double.place_of(p.grad) != gpu.HOST for p in model.parameters())
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def optimizes() -> None:
+    double = begin()
+    for options in ({}, {"compression": hvd.Compression.fp16}, {"gradient_predivide_factor": 2.0}):
+        on_gpu, on_host = trained(double, **options), trained(None, **options)
+        for a, b in zip(on_gpu, on_host, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_double_the_optimizers_buckets_lie_on_the_gpu_and_give_the_same_steps(ranks) -> None:
+    ranks(optimizes)
+
+
+def joins() -> None:
+    double, rank = begin(), hvd.rank()
+    hvd.synchronize(hvd.allreduce_async_(double.tensor(torch.ones(4)), name="both", op=hvd.Sum))
+    if rank == 1:
+        mine = double.tensor(torch.full((4,), 5.0))
+        hvd.synchronize(hvd.allreduce_async_(mine, name="alone", op=hvd.Sum))
+        assert mine.tolist() == [5.0] * 4
+    assert hvd.join() == 1
+
+
+def test_double_join(ranks) -> None:
+    ranks(joins)
+
+
+def dies_while_the_device_works() -> None:
+    double = begin()
+    data = double.tensor(torch.ones(100_000))
+    try:
+        for step in range(100_000):
+            hvd.synchronize(hvd.allreduce_async_(data, name="w", op=hvd.Average))
+            if hvd.rank() == 1 and step == 20:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if step == 20:
+                say(began=True)
+                began = time.monotonic()
+    except PeerLost as error:
+        double.synchronize()  # what waited for the dead rank on the device has been ended
+        say(seconds=time.monotonic() - began, rank=error.rank, text=str(error))
+        with pytest.raises(HorovodInternalError):
+            hvd.allreduce(torch.ones(1), name="after")
+
+
+def test_double_a_killed_rank_is_named_and_the_streams_of_the_others_go_on(ranks) -> None:
+    team = ranks(dies_while_the_device_works, expect=[0, -signal.SIGKILL])
+    heard = team.said(0, "seconds")[0]
+    assert heard["rank"] == 1 and heard["seconds"] < 5, heard
