@@ -68,15 +68,7 @@ from horoclone.torch.grouped import (
     grouped_reducescatter,
     grouped_reducescatter_async,
 )
-from horoclone.torch.handles import (
-    keep_if_broken_off,
-    poll,
-    remember,
-    run,
-    set_id,
-    start_on_gpu,
-    synchronize,
-)
+from horoclone.torch.handles import keep_if_broken_off, poll, remember, run, set_id, start_on_gpu, synchronize
 from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, from_result, number_of, refuse_scalar
 
 if TYPE_CHECKING:
@@ -439,14 +431,8 @@ def reducescatter_async(
 ) -> int:
     """Starts a reducescatter and returns a handle."""
     if is_compiling():
-        return start(
-            "reducescatter",
-            [tensor],
-            name,
-            resolve_reduce(None, op),
-            (prescale_factor, postscale_factor),
-            process_set,
-        )
+        scales = (prescale_factor, postscale_factor)
+        return start("reducescatter", [tensor], name, resolve_reduce(None, op), scales, process_set)
     refuse_scalar([tensor])
     reduce = resolve_reduce(None, op)
     dtype = number_of(tensor, name, True)
