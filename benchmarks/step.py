@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import asdict
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
@@ -31,6 +32,7 @@ from statistics_of import MAX_LOAD, MIN_ROUNDS, ratio_of  # noqa: E402
 from step_worker import Plan  # noqa: E402
 
 CONTESTANTS = {
+    "tf_keras one rank": ("single", "legacy"),
     "tf_keras alone": ("alone", "legacy"),
     "tf_keras horoclone": ("horoclone", "legacy"),
     "tf_keras MultiWorkerMirrored": ("multiworker", "legacy"),
@@ -93,12 +95,13 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--np", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--model", choices=("dense", "resnet50"), default="dense", help="both have 100 MB")
+    parser.add_argument("--model", choices=("dense", "resnet50", "tiny"), default="dense",
+                        help="the first two have 100 MB")  # fmt: skip
     parser.add_argument("--batch", type=int, help="rows per rank (dense: 32, resnet50: 4)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a contestant in a round")
-    parser.add_argument("--contestants", type=lambda text: text.split(","), default=list(CONTESTANTS)[:3],
-                        help=f"of {','.join(CONTESTANTS)}; \"all\" for all (the first three)")  # fmt: skip
+    parser.add_argument("--contestants", type=lambda text: text.split(","), default=list(CONTESTANTS)[:4],
+                        help=f"of {','.join(CONTESTANTS)}; \"all\" for all (the first four)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
     parser.add_argument("--force", action="store_true", help="run although others use the machine")
     parser.add_argument("--json", type=Path, help="write everything here")
@@ -107,7 +110,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.contestants = list(CONTESTANTS)
     if unknown := [name for name in arguments.contestants if name not in CONTESTANTS]:
         parser.error(f"no contestant {unknown[0]!r}")
-    arguments.batch = arguments.batch or {"dense": 32, "resnet50": 4}[arguments.model]
+    arguments.batch = arguments.batch or {"resnet50": 4}.get(arguments.model, 32)
     return arguments
 
 
@@ -118,11 +121,12 @@ class Crew:
         kind, backend = CONTESTANTS[name]
         ports = [f"127.0.0.1:{port}" for port in free_ports(arguments.np)] if kind == "multiworker" else []
         address = str(folder / name.replace(" ", "-"))
-        self.size = arguments.np
+        self.name = name
+        self.size = 1 if kind == "single" else arguments.np
         self.processes: list[subprocess.Popen[bytes]] = []
         self.ranks: list[Connection[Any, Any]] = []
         self.listener = Listener(address, family="AF_UNIX", backlog=arguments.np)
-        for rank in range(1 if kind == "horoclone" else arguments.np):
+        for rank in range(1 if kind == "horoclone" else self.size):
             own = -1 if kind == "horoclone" else rank
             plan = Plan(name, kind, backend, arguments.model, arguments.batch, own, arguments.np, ports)
             command = [sys.executable, str(HERE / "step_worker.py"), address, json.dumps(asdict(plan))]
@@ -132,11 +136,20 @@ class Crew:
             self.processes.append(subprocess.Popen(command, start_new_session=True))
 
     def join(self) -> None:
-        """Waits for the ranks; OSError (a timeout is one) when they do not come within START_S."""
+        """Waits for the ranks; OSError (a timeout is one) when one ends, or when they do not come within START_S."""
         joined: dict[int, Connection[Any, Any]] = {}
-        self.listener._listener._socket.settimeout(START_S)  # type: ignore[attr-defined]
+        self.listener._listener._socket.settimeout(1.0)  # type: ignore[attr-defined]
+        deadline = time.monotonic() + START_S
         while len(joined) < self.size:
-            connection = self.listener.accept()
+            try:
+                connection = self.listener.accept()
+            except TimeoutError:
+                ended = [process.returncode for process in self.processes if process.poll() is not None]
+                if ended or time.monotonic() > deadline:
+                    raise OSError(
+                        f"{self.name}: a rank ended with {ended}" if ended else f"{self.name}: not ready"
+                    ) from None
+                continue
             joined[connection.recv()[1]] = connection
         self.ranks = [joined[rank] for rank in sorted(joined)]
 
@@ -220,7 +233,7 @@ def versions() -> dict[str, str]:
 
 def print_tables(times: Times, outcomes: dict[str, Any], during: float | None) -> None:
     """Medians of the rounds with their range, the overhead over "alone", and what the others' overhead is of ours."""
-    ranks = next(iter(outcomes.values()))["ranks"]
+    ranks = max((outcome["ranks"] for outcome in outcomes.values()), key=len)
     size = f"{4e-6 * ranks[0]['parameters']:.1f} MB in {ranks[0]['tensors']} tensors"
     print(f"{len(ranks)} ranks, {size}; others used {during or 0.0:.2f} cores")
     print(f"{'':30} {'step, ms':>22} {'overhead, ms':>22} {'CPU, ms':>9} {'CPU overhead':>13}")

@@ -25,9 +25,9 @@ class Plan:
     """One contestant. backend: "legacy" is tf_keras, the others are Keras 3's."""
 
     name: str
-    kind: str  # alone, horoclone or multiworker
+    kind: str  # single, alone (several that do not communicate), horoclone or multiworker
     backend: str
-    model: str  # dense or resnet50
+    model: str  # dense, resnet50 or tiny
     batch: int  # of one rank
     rank: int  # -1: the launcher says
     size: int
@@ -61,10 +61,10 @@ class Training:
 
         self.keras, self.plan, self.rank = keras, plan, plan.rank
         self.start_from_rank_0: list[Any] = []
-        optimizer: Any = keras.optimizers.SGD(1e-3, momentum=0.9)
         if plan.kind == "multiworker":
             self._compile_in_strategy()
             return
+        optimizer: Any = keras.optimizers.SGD(1e-3, momentum=0.9)
         if plan.kind == "horoclone":
             import horoclone.keras as hvd
 
@@ -76,6 +76,7 @@ class Training:
         self.data = self._data(plan.batch)
 
     def _compile_in_strategy(self) -> None:
+        """The strategy comes before everything else that touches TensorFlow."""
         import tensorflow as tf
 
         ring = tf.distribute.experimental.CommunicationImplementation.RING
@@ -92,9 +93,10 @@ class Training:
     def _compile(self, optimizer: Any) -> None:
         keras = self.keras
         keras.utils.set_random_seed(1)
-        if self.plan.model == "dense":
-            hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(6)]
-            self.shape: tuple[int, ...] = (2048,)
+        if self.plan.model != "resnet50":
+            width = 2048 if self.plan.model == "dense" else 64
+            hidden = [keras.layers.Dense(width, activation="relu") for _ in range(6)]
+            self.shape: tuple[int, ...] = (width,)
             model = keras.Sequential(
                 [keras.layers.Input(self.shape), *hidden, keras.layers.Dense(CLASSES, activation="softmax")]
             )
