@@ -223,7 +223,16 @@ def versions() -> dict[str, str]:
     from importlib.metadata import PackageNotFoundError, version
 
     found = {}
-    for package in ("horoclone", "tensorflow", "tf_keras", "keras", "jax", "torch", "numpy"):
+    for package in (
+        "horoclone",
+        "tensorflow",
+        "tensorflow-cpu",
+        "tf_keras",
+        "keras",
+        "jax",
+        "torch",
+        "numpy",
+    ):
         try:
             found[package] = version(package)
         except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""Gradients of Keras on TensorFlow, eagerly and in functions: one grouped operation for each group.
+"""Gradients of Keras on TensorFlow: one grouped operation for each group, in functions several of about 8 MiB.
 
 Sparse gradients (tf.IndexedSlices) are gathered, and then have a row twice where two ranks touched it.
 """
@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 import horoclone.tensorflow as hvd
+from horoclone.tensorflow.gradient_reduction import cut_by_bytes
 
 if TYPE_CHECKING:
     from horoclone.keras.reduction import Part, Reduction
@@ -39,13 +40,16 @@ def reduce(
             options["compression"] = part.compression
         for place in sparse:
             result[place] = hvd.allreduce(grads[place], name=f"{part.name}.{place}", **options)
-        if dense:
+        cut = part.divisible and not tf.executing_eagerly()
+        for number, group in enumerate(cut_by_bytes(dense, grads) if cut else [dense]):
+            if not group:
+                continue
             reduced = hvd.grouped_allreduce(
-                [tf.convert_to_tensor(grads[place]) for place in dense],
-                name=part.name,
+                [tf.convert_to_tensor(grads[place]) for place in group],
+                name=part.name if number == 0 else f"{part.name}.{number}",
                 prescale_factor=part.prescale,
                 postscale_factor=part.postscale,
                 **options,
             )
-            result.update(zip(dense, reduced, strict=True))
+            result.update(zip(group, reduced, strict=True))
     return result

@@ -30,6 +30,7 @@ class Part:
     prescale: float
     postscale: float
     compression: Any
+    divisible: bool = False  # nobody asked for just this group
 
 
 @dataclass
@@ -100,7 +101,15 @@ class Reduction:
         else:
             lists = [rest]
         parts = [
-            Part(f"{self.name}.{n}", places, self.op, 1.0 / self.predivide, self.predivide, self.compression)
+            Part(
+                f"{self.name}.{n}",
+                places,
+                self.op,
+                1.0 / self.predivide,
+                self.predivide,
+                self.compression,
+                divisible=not self.groups,
+            )
             for n, places in enumerate(lists)
             if places
         ]

@@ -152,11 +152,11 @@ class GradientReduction:
                 lists.append([place_of[key_of(v)] for v in group if key_of(v) in place_of])
             taken = {i for group in lists for i in group}
             places = [i for i in places if i not in taken]
-        lists += [places] if tf.executing_eagerly() else _cut_by_bytes(places, gradients)
+        lists += [places] if tf.executing_eagerly() else cut_by_bytes(places, gradients)
         return [group for group in lists if group]
 
 
-def _cut_by_bytes(places: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:
+def cut_by_bytes(places: Sequence[int], gradients: Sequence[Any]) -> list[list[int]]:
     """Groups of about GROUP_BYTES, from the last gradient to the first. By static shapes: the same on every rank."""
     groups: list[list[int]] = [[]]
     filled = 0

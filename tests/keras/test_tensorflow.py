@@ -140,6 +140,36 @@ def reduces_only_once() -> None:
             hvd.DistributedOptimizer(optimizer)
 
 
+def sends_few_groups() -> None:
+    """In a function groups of about 8 MiB, which travel while others are computed; eagerly, or as the user says, one."""
+    import json
+
+    import tensorflow as tf
+
+    import horoclone.tensorflow.keras as hvd
+    from horoclone import runtime
+
+    def operations() -> int:
+        return int(json.loads(runtime.native().counters())["operations"])
+
+    for groups, expected in ((None, 3), (1, 1)):
+        variables = [tf.Variable(tf.zeros((1 << 20,))) for _ in range(5)]  # 4 MiB each
+        optimizer = hvd.DistributedOptimizer(the_keras().optimizers.SGD(1.0), groups=groups)
+        optimizer.build(variables)
+
+        def step(optimizer: Any = optimizer, variables: Any = variables) -> None:
+            gradients = [tf.fill((1 << 20,), float(hvd.rank() + i)) for i in range(5)]
+            optimizer.apply_gradients(zip(gradients, variables, strict=True))
+
+        compiled = tf.function(step)
+        compiled()  # traces
+        for run, count in ((compiled, expected), (step, 1)):
+            before = operations()
+            run()
+            assert operations() - before == count
+        assert all((v.numpy() == -3 * (i + 0.5)).all() for i, v in enumerate(variables))
+
+
 def keeps_local_variables() -> None:
     import tensorflow as tf
 
@@ -249,7 +279,7 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(on: On, legacy: bool, out
     on("legacy", skips_together, legacy=legacy, outer=outer)
 
 
-@pytest.mark.parametrize("body", [goes_apart_without_us, reduces_only_once, keeps_local_variables, has_horovods_names],
+@pytest.mark.parametrize("body", [goes_apart_without_us, reduces_only_once, sends_few_groups, keeps_local_variables, has_horovods_names],
                          ids=lambda body: body.__name__)  # fmt: skip
 def test_of_tf_keras(on: On, body: Any) -> None:
     on("legacy", body)
@@ -266,7 +296,7 @@ def test_xla_is_refused_before_the_first_step(on: On, backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [switches_automatic_xla_off, has_horovods_names], ids=lambda body: body.__name__
+    "body", [switches_automatic_xla_off, sends_few_groups, has_horovods_names], ids=lambda body: body.__name__
 )
 def test_of_keras_3(on: On, body: Any) -> None:
     on("tensorflow", body)
