@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "base/config.h"
+#include "collective/quantize.h"
 #include "collective/reduce.h"
 #include "device/probe.h"
 #include "engine/engine.h"
@@ -36,6 +37,14 @@ hc_status* guarded(Call&& call) {
   } catch (const std::exception& e) {
     return wrap(hc::error(hc::Code::kInternal, e.what()));
   }
+}
+
+hc::Status check_blocks(const hc_blocks& b) {
+  if (b.version == HC_VERSION && b.block > 0 && b.share >= 0 && b.share % b.block == 0 && b.count >= 0 &&
+      b.count <= b.share)
+    return hc::Status::ok();
+  return hc::error(hc::Code::kInvalidArgument, b.count, " elements of ", b.share, " in blocks of ", b.block,
+                   " (version ", b.version, ")");
 }
 
 hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n,
@@ -294,6 +303,24 @@ hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
   return guarded([&] { return rt->engine->shutdown(timeout_s); });
 }
 void hc_after_fork_child(hc_runtime* rt) { rt->engine->after_fork_child(); }
+
+hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message) {
+  return guarded([&]() -> hc::Status {
+    HC_TRY(check_blocks(*blocks));
+    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
+    hc::quantize(format, in, static_cast<size_t>(blocks->count), residual, static_cast<std::byte*>(message));
+    return hc::Status::ok();
+  });
+}
+hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add) {
+  return guarded([&]() -> hc::Status {
+    HC_TRY(check_blocks(*blocks));
+    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
+    const auto count = static_cast<size_t>(blocks->count);
+    hc::dequantize(format, static_cast<const std::byte*>(message), out, count, add != 0);
+    return hc::Status::ok();
+  });
+}
 
 const char* hc_counters(hc_runtime* rt) { return keep(rt->engine->counters_json()); }
 const char* hc_flight_record(hc_runtime* rt, const char* reason) { return keep(rt->engine->flight_record(reason)); }

@@ -153,6 +153,12 @@ class Runtime:
     def counters(self) -> str: ...  # JSON
     def describe(self) -> str: ...
 
+# Block quantisation of float32, as in horoclone.h: the first `count` of `share` elements, addresses as integers (residual
+# 0: none). ValueError when the numbers do not fit together; the memory behind the addresses is the caller's business.
+def quantize(block: int, share: int, count: int, data_in: int, residual: int, message: int) -> None: ...
+def dequantize(
+    block: int, share: int, count: int, message: int, data_out: int, add: bool = False
+) -> None: ...
 def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
 def build_info() -> str: ...  # JSON: version, compiler, simd, features
 def device_report(settings: dict[str, str]) -> str:

@@ -9,6 +9,7 @@
 #include <limits>
 
 #include "base/half.h"
+#include "collective/quantize.h"
 #include "collective/reduce_kernels.h"
 
 namespace hc {
@@ -282,6 +283,14 @@ void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count) 
     default:
       with_integer(dtype, [&](auto t) { fill(destination, count, neutral_integer<decltype(t)>(op)); });
   }
+}
+
+void quantize(const BlockFormat& format, const float* in, size_t count, float* residual, std::byte* message) {
+  kernels().quantize({in, count, residual, format.block, format.share, message});
+}
+
+void dequantize(const BlockFormat& format, const std::byte* message, float* out, size_t count, bool add) {
+  kernels().dequantize({message, format.block, format.share, out, count, add});
 }
 
 const char* simd_name() { return kernels().name; }

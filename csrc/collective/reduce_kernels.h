@@ -8,6 +8,9 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "collective/quantize_kernels.h"
+#include "collective/vectors.h"
+
 namespace hc {
 
 enum class Fold : uint8_t { kSum, kMin, kMax, kProduct };
@@ -27,6 +30,8 @@ using Kernel = void (*)(const ReduceCall&);
 struct KernelTable {
   const char* name;
   Kernel kernel[11][kFoldCount];  // [DType][Fold]
+  void (*quantize)(const QuantizeCall&);
+  void (*dequantize)(const DequantizeCall&);
 };
 
 // Null when the compiler or the architecture has no such instructions.
@@ -34,20 +39,6 @@ const KernelTable* avx2_kernels();
 const KernelTable* avx512_kernels();
 
 namespace {
-
-// Width bytes of T. GCC's vectors work lane by lane with +, *, < and ?:, and integers of T's width: nothing
-// is promoted.
-template <class T, size_t Width>
-struct VectorOf {
-  typedef T type __attribute__((vector_size(Width)));
-};
-
-template <class V>
-[[gnu::always_inline]] inline V load_vector(const std::byte* p) {
-  V v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
 
 // A lane type says how elements in memory become the vectors that are computed with. Needed: Vec (one step's
 // elements), Scalar (a factor), kElements in one step, kBytes of them in memory, load, store, fold, scale,
@@ -265,6 +256,8 @@ template <size_t Width, class HalfConvert>
 constexpr KernelTable make_table(const char* name) {
   KernelTable t{};
   t.name = name;
+  t.quantize = BlockLoops<Width>::quantize;
+  t.dequantize = BlockLoops<Width>::dequantize;
   fill_row<BoolLane<Width>>(t.kernel[0]);
   fill_row<IntegerLane<uint8_t, uint8_t, Width>>(t.kernel[1]);
   fill_row<IntegerLane<uint8_t, int8_t, Width>>(t.kernel[2]);

@@ -209,6 +209,16 @@ HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
  * blocking, the caller's) reads from. Stall reports show it. */
 HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);
 
+/* Block quantisation: `share` elements (a multiple of `block`) as share / block float32 scales, then share 8-bit
+ * integers. `count` elements are there, the others of the share are zeros. quantize: residual is NULL, or count numbers
+ * that are added to `in` and become what was lost. dequantize: writes count elements, or adds them. */
+typedef struct hc_blocks {
+  int32_t version;
+  int64_t block, share, count;
+} hc_blocks;
+HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
+HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
+
 /* JSON texts, valid until the next call of the same function on the same thread. */
 HC_EXPORT const char* hc_counters(hc_runtime* rt);
 HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */

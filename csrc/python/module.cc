@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "horoclone.h"
+#include "quantize.h"
 
 namespace py = pybind11;
 
@@ -437,6 +438,7 @@ void add_memory(py::module_& m) {
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The native door of horoclone; see _core.pyi.";
   add_memory(m);
+  hc_python::add_quantize(m);
 
   using namespace py::literals;
   auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };

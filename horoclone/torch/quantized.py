@@ -1,6 +1,7 @@
 """Gradients as 8-bit integers with one scale per block, with error feedback: about a quarter of float32's bytes.
 
-A reduce-scatter by exchange of quantised shares and an allgather of the quantised sums, so integers are never added up.
+A reduce-scatter by exchange of quantised shares and an allgather of the quantised sums, so integers are never added up;
+in parts, so that arithmetic (csrc/collective/quantize_kernels.h) and messages overlap.
 Error feedback after Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs" (Interspeech 2014), and Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019).
 """
@@ -8,16 +9,33 @@ Training of Speech DNNs" (Interspeech 2014), and Karimireddy et al., "Error Feed
 from __future__ import annotations
 
 from collections.abc import Generator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone._core import dequantize, quantize
 from horoclone.torch.compressor import GradientCompressor
 
 if TYPE_CHECKING:
     from horoclone.torch.gradient_bucket import GradientBucket
 
 SCALE_BYTES = 4
+PART_ELEMENTS = 1 << 20  # a bucket travels in parts: while one is on the wire, another is quantised
+
+
+@dataclass(frozen=True)
+class Part:
+    """Elements [first, first + count) of a bucket; each rank sums up a share of them, the last ones less than that."""
+
+    number: int
+    first: int
+    count: int
+    share: int  # whole blocks
+
+    def of_rank(self, rank: int) -> slice:
+        begin = min(rank * self.share, self.count)
+        return slice(self.first + begin, self.first + min(begin + self.share, self.count))
 
 
 class Int8Compressor(GradientCompressor):
@@ -41,47 +59,62 @@ class Int8Compressor(GradientCompressor):
         if not flat.is_floating_point():
             yield bucket.allreduce(flat, "plain")
             return
-        share = -(-flat.numel() // (bucket.size * self.block)) * self.block
-        work = flat.new_zeros(bucket.size * share, dtype=torch.float32)
-        work[: flat.numel()].copy_(flat)
-        received = yield bucket.alltoall(
-            self._encode(work.view(bucket.size, share), bucket, "sent"), "shares"
-        )
-        total = work.new_zeros((1, share))
-        for row in received:  # in rank order
-            total += self._decode(row.unsqueeze(0))
-        total /= bucket.divisor
-        everybody = yield bucket.allgather(self._encode(total, bucket, "returned"), "sums")
-        flat.copy_(self._decode(everybody).view(-1)[: flat.numel()])
+        values = flat if flat.dtype is torch.float32 else flat.to(torch.float32)
+        parts = self._parts(flat.numel(), bucket.size)
+        under_way = []
+        for part in parts:
+            message = self._encode(
+                values, [part.of_rank(rank) for rank in range(bucket.size)], part, "sent", bucket
+            )
+            under_way.append(bucket.alltoall(message, f"shares.{part.number}"))
+        total = values.new_empty(parts[0].share)
+        for part, handle in zip(parts, list(under_way), strict=True):
+            received = yield handle
+            mine = total[: part.share]
+            for rank, row in enumerate(received):  # in rank order
+                self._decode(row, mine, part.share, add=rank > 0)
+            if bucket.divisor != 1:
+                mine /= bucket.divisor
+            message = self._encode(mine, [slice(0, part.share)], part, "returned", bucket)
+            under_way.append(bucket.allgather(message, f"sums.{part.number}"))
+        for part, handle in zip(parts, under_way[len(parts) :], strict=True):
+            everybody = yield handle
+            for rank, row in enumerate(everybody):
+                self._decode(row, values[part.of_rank(rank)], part.share)
+        if values is not flat:
+            flat.copy_(values)
 
-    def _encode(self, values: torch.Tensor, bucket: GradientBucket, which: str) -> torch.Tensor:
-        """[rows, share] float32 -> [rows, bytes]: scales, then integers. Adds the residual `which` and renews it."""
-        residual = bucket.state.get(which)
-        if residual is not None:
-            values = values + residual
-        rows, share = values.shape
-        blocks = values.view(rows, share // self.block, self.block)
-        scales = blocks.abs().amax(dim=2, keepdim=True) / 127
-        whole = torch.where(scales == 0, 1.0, scales)
-        integers = (blocks / whole).round_().nan_to_num_(0.0).to(torch.int8)
+    def _parts(self, elements: int, size: int) -> list[Part]:
+        unit = size * self.block
+        step = max(1, PART_ELEMENTS // unit) * unit
+        counts = [min(step, elements - first) for first in range(0, elements, step)]
+        return [
+            Part(number, number * step, count, -(-count // unit) * self.block)
+            for number, count in enumerate(counts)
+        ]
+
+    def _encode(
+        self, values: torch.Tensor, pieces: list[slice], part: Part, which: str, bucket: GradientBucket
+    ) -> torch.Tensor:
+        """[len(pieces), bytes]: a row for each piece of `values`, float32. Adds the residual `which` and renews it."""
+        message = torch.empty((len(pieces), self._bytes_of(part.share)), dtype=torch.uint8)
+        lost = None
         if self.error_feedback:
-            lost = (blocks - integers * scales).view(rows, share)
-            bucket.state[which] = lost if bool(scales.isfinite().all()) else lost.nan_to_num_(0.0, 0.0, 0.0)
-        message = values.new_empty((rows, self._bytes_of(share)), dtype=torch.uint8)
-        cut = share // self.block * SCALE_BYTES
-        message[:, :cut] = scales.view(rows, -1).view(torch.uint8)
-        message[:, cut:] = integers.view(rows, share).view(torch.uint8)
+            key = (which, part.number)
+            if key not in bucket.state:
+                bucket.state[key] = torch.zeros((len(pieces), part.share))
+            lost = bucket.state[key]
+        for row, piece in enumerate(pieces):
+            source = values[piece]
+            residual = 0 if lost is None else lost[row].data_ptr()
+            quantize(
+                self.block, part.share, source.numel(), source.data_ptr(), residual, message[row].data_ptr()
+            )
         return message
 
     def _bytes_of(self, share: int) -> int:
         return share // self.block * SCALE_BYTES + share
 
-    def _decode(self, message: torch.Tensor) -> torch.Tensor:
-        """[rows, bytes] -> [rows, share] float32."""
-        rows, length = message.shape
-        count = length // (self.block + SCALE_BYTES)
-        scales = message[:, : count * SCALE_BYTES].contiguous().view(torch.float32)
-        integers = (
-            message[:, count * SCALE_BYTES :].contiguous().view(torch.int8).view(rows, count, self.block)
-        )
-        return (integers * scales.unsqueeze(2)).view(rows, -1)
+    def _decode(self, message: torch.Tensor, into: torch.Tensor, share: int, add: bool = False) -> None:
+        """Writes (or adds) what a row holds into float32 memory, as many elements as that has."""
+        dequantize(self.block, share, into.numel(), message.data_ptr(), into.data_ptr(), add)

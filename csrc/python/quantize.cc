@@ -1,0 +1,51 @@
+// Block quantisation from Python, on addresses. The GIL is released: another bucket's hook may run meanwhile.
+#include "quantize.h"
+
+#include <cstdint>
+#include <string>
+
+#include "horoclone.h"
+
+namespace py = pybind11;
+
+namespace hc_python {
+namespace {
+
+// The only thing that can go wrong are the numbers.
+void raise_if(hc_status* status) {
+  if (!status) return;
+  const std::string text = hc_status_text(status);
+  hc_status_destroy(status);
+  throw py::value_error(text);
+}
+
+}  // namespace
+
+// Addresses of float32 numbers and of bytes; the caller keeps their memory, and has checked its size.
+void add_quantize(py::module_& m) {
+  using namespace py::literals;
+  m.def(
+      "quantize",
+      [](int64_t block, int64_t share, int64_t count, uintptr_t in, uintptr_t residual, uintptr_t message) {
+        const hc_blocks blocks{HC_VERSION, block, share, count};
+        py::gil_scoped_release release;
+        hc_status* status = hc_quantize(&blocks, reinterpret_cast<const float*>(in), reinterpret_cast<float*>(residual),
+                                        reinterpret_cast<void*>(message));
+        py::gil_scoped_acquire acquire;
+        raise_if(status);
+      },
+      "block"_a, "share"_a, "count"_a, "data_in"_a, "residual"_a, "message"_a);
+  m.def(
+      "dequantize",
+      [](int64_t block, int64_t share, int64_t count, uintptr_t message, uintptr_t out, bool add) {
+        const hc_blocks blocks{HC_VERSION, block, share, count};
+        py::gil_scoped_release release;
+        hc_status* status =
+            hc_dequantize(&blocks, reinterpret_cast<const void*>(message), reinterpret_cast<float*>(out), add);
+        py::gil_scoped_acquire acquire;
+        raise_if(status);
+      },
+      "block"_a, "share"_a, "count"_a, "message"_a, "data_out"_a, "add"_a = false);
+}
+
+}  // namespace hc_python
