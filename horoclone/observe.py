@@ -38,7 +38,9 @@ def metrics() -> dict[str, Any]:
     "last_ready" says who keeps the others waiting: process set id -> [{rank, times, seconds}]: how often that rank was
     the last to be ready, and how long the first one had waited by then. Rank 0 of a set knows about every operation
     that is negotiated; about an optimizer's declared buckets each rank knows whom it waited for itself. "slowest" names
-    the rank with the most seconds per set. NotInitialized before init.
+    the rank with the most seconds per set. "autotune" has the settings in force: {searching, changes,
+    fusion_threshold, cycle_time_ms, ...}; with HOROVOD_AUTOTUNE=1 they change until searching is False.
+    NotInitialized before init.
     """
     counters: dict[str, Any] = json.loads(runtime.native().counters())
     last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}

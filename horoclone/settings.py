@@ -22,17 +22,12 @@ class Unread(NamedTuple):
 _GPU = "Work on GPUs has one stream for each process set, and no thread that waits for it."
 _SPARK = "Spark jobs are not supported yet; start the ranks with horoclonerun or horoclone.run()."
 _BUILD = "Nothing is chosen when horoclone is built: it finds frameworks and launchers when it runs."
-_TUNING = "HOROVOD_AUTOTUNE has no such parameter in this version."
 
 UNREAD: tuple[Unread, ...] = (
     Unread("HOROVOD_HIERARCHICAL_ALLGATHER", "0", "allgather has one algorithm here."),
     Unread(
         "HOROVOD_TORUS_ALLREDUCE", "0", "HOROVOD_HIERARCHICAL_ALLREDUCE=1 is the two-level algorithm here."
     ),
-    Unread("HOROVOD_AUTOTUNE_WARMUP_SAMPLES", "3", _TUNING),
-    Unread("HOROVOD_AUTOTUNE_STEPS_PER_SAMPLE", "10", _TUNING),
-    Unread("HOROVOD_AUTOTUNE_BAYES_OPT_MAX_SAMPLES", "20", _TUNING),
-    Unread("HOROVOD_AUTOTUNE_GAUSSIAN_PROCESS_NOISE", "0.8", _TUNING),
     Unread("HOROVOD_NUM_NCCL_STREAMS", "1", _GPU),
     Unread("HOROVOD_BATCH_D2D_MEMCOPIES", "1", _GPU),
     Unread("HOROVOD_ENABLE_ASYNC_COMPLETION", "0", _GPU),

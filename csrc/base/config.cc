@@ -54,7 +54,7 @@ std::string accepts_text(const KnobRule& rule) {
     case Kind::kCount:
       return text_of("a whole number", range);
     case Kind::kNumber:
-      return text_of("a number", range, " (", rule.unit, ")");
+      return text_of("a number", range, *rule.unit ? text_of(" (", rule.unit, ")") : "");
   }
   return {};
 }
@@ -117,13 +117,15 @@ const char* found(const Config::Lookup& lookup, const std::string& name) {
 }
 
 template <class T>
-Status read_one(const Config::Lookup& lookup, const char* ours, const char* theirs, const KnobRule& rule, T* out) {
+Status read_one(const Config::Lookup& lookup, const char* ours, const char* theirs, const KnobRule& rule, T* out,
+                std::set<std::string, std::less<>>* given) {
   std::string name = text_of("HOROCLONE_", ours);
   const char* value = found(lookup, name);
   if (!value && *theirs) {
     name = text_of("HOROVOD_", theirs);
     value = found(lookup, name);
   }
+  if (value) given->insert(ours);
   if (!value || parse(value, rule, out)) return {};
   return error(Code::kInvalidArgument, name, "='", value, "' is not valid: accepted is ", accepts_text(rule), ".");
 }
@@ -169,7 +171,8 @@ const char* type_name(const KnobRule& rule) {
     case Kind::kCount:
       return "count";
     case Kind::kNumber:
-      return std::strcmp(rule.unit, "s") == 0    ? "seconds"
+      return std::strcmp(rule.unit, "") == 0     ? "number"
+             : std::strcmp(rule.unit, "s") == 0  ? "seconds"
              : std::strcmp(rule.unit, "ms") == 0 ? "milliseconds"
                                                  : "microseconds";
   }
@@ -193,7 +196,7 @@ std::string json_of(const Row& row) {
 Result<Config> Config::read(const Lookup& lookup) {
   Config config;
 #define HC_READ(type, field, default_value, name, horovod, rule, help) \
-  HC_TRY(read_one(lookup, name, horovod, rule, &config.field));
+  HC_TRY(read_one(lookup, name, horovod, rule, &config.field, &config.given));
   HC_KNOBS(HC_READ)
 #undef HC_READ
   // HOROVOD_GLOO_TIMEOUT_SECONDS alone may be short: the default of the warning keeps its distance.

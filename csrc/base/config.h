@@ -7,6 +7,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <span>
 #include <string>
 #include <utility>
@@ -32,6 +33,7 @@ struct KnobRule {
   static constexpr KnobRule text() { return {Kind::kText, 0, 0, "", ""}; }
   static constexpr KnobRule bytes(double low, double high) { return {Kind::kBytes, low, high, "", "bytes"}; }
   static constexpr KnobRule count(double low, double high) { return {Kind::kCount, low, high, "", ""}; }
+  static constexpr KnobRule number(double low, double high) { return {Kind::kNumber, low, high, "", ""}; }
   static constexpr KnobRule seconds(double low, double high) { return {Kind::kNumber, low, high, "", "s"}; }
   static constexpr KnobRule milliseconds(double low, double high) { return {Kind::kNumber, low, high, "", "ms"}; }
   static constexpr KnobRule microseconds(double low, double high) { return {Kind::kNumber, low, high, "", "us"}; }
@@ -67,15 +69,14 @@ struct KnobRule {
     "used).")                                                                                               \
   X(size_t, segment_bytes, 128 * kKiB, "SEGMENT_BYTES", "", KnobRule::bytes(16, 1073741824.0),              \
     "Bytes of one transfer between machines.")                                                              \
-  X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, 1048576),                           \
-    "Accepted without effect in this version: up to 16 KiB a reduction in shared memory takes "             \
-    "one barrier, every rank reading every input.")                                                         \
+  X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, 32768),                             \
+    "In shared memory, up to this size an operation takes one barrier and every rank reads every input; "   \
+    "larger ones move in blocks.")                                                         \
   X(size_t, block_bytes, 256 * kKiB, "BLOCK_BYTES", "", KnobRule::bytes(64, 67108864),                      \
     "Bytes of one block when tensors outside shared memory pass through it.")                               \
   X(size_t, ring_threshold_bytes, 64 * kKiB, "RING_THRESHOLD_BYTES", "",                                    \
     KnobRule::bytes(0, 1099511627776.0),                                                                    \
-    "Accepted without effect in this version: between machines, allreduce uses a ring from 64 "             \
-    "KiB on and recursive doubling below.")                                                                 \
+    "Between machines, allreduce uses a ring from this size on and recursive doubling below.")                                                                 \
   X(int, hierarchical_allreduce, -1, "HIERARCHICAL_ALLREDUCE", "HIERARCHICAL_ALLREDUCE",                    \
     KnobRule::count(-1, 1),                                                                                 \
     "Reduce within each machine first, then between machines: 1 always, 0 never, -1 decide by layout.")     \
@@ -156,10 +157,19 @@ struct KnobRule {
     "Folder into which each rank writes its last 1,000 operations when something fails or stalls; "         \
     "`horoclone debug` compares them.")                                                                     \
   X(bool, autotune, false, "AUTOTUNE", "AUTOTUNE", KnobRule::flag(),                                        \
-    "This version does not search for better settings; 1 only keeps the plans of declared "                 \
-    "buckets from being frozen.")                                                                           \
+    "1: rank 0 measures while the job runs and looks for better values of the fusion threshold, the "       \
+    "gathering window and the choice of algorithm. What is set by hand stays.")                                                                           \
   X(std::string, autotune_log, "", "AUTOTUNE_LOG", "AUTOTUNE_LOG", KnobRule::text(),                        \
-    "Accepted without effect in this version: nothing is searched for.")
+    "File in which rank 0 writes each sample of autotune, as comma-separated values.")                      \
+  X(int, autotune_warmup_samples, 3, "AUTOTUNE_WARMUP_SAMPLES", "AUTOTUNE_WARMUP_SAMPLES",                  \
+    KnobRule::count(0, 1e6), "Samples that are thrown away before autotune begins.")                        \
+  X(int, autotune_steps_per_sample, 10, "AUTOTUNE_STEPS_PER_SAMPLE", "AUTOTUNE_STEPS_PER_SAMPLE",           \
+    KnobRule::count(1, 1e6), "Training steps of which one sample is the median.")                           \
+  X(int, autotune_max_samples, 20, "AUTOTUNE_MAX_SAMPLES", "AUTOTUNE_BAYES_OPT_MAX_SAMPLES",                \
+    KnobRule::count(1, 1e6), "Samples after which autotune settles for the best that it has found.")        \
+  X(double, autotune_noise, 0.8, "AUTOTUNE_NOISE", "AUTOTUNE_GAUSSIAN_PROCESS_NOISE",                       \
+    KnobRule::number(0, 1),                                                                                 \
+    "How much samples scatter: other settings must be better by 5 % times this to be preferred.")
 
 // Read by the launcher or by the Python package, never by the core: listed here so that they are documented once.
 // X(HOROCLONE_ name, HOROVOD_ name or "", type, default, help)
@@ -194,6 +204,9 @@ struct Config {
 #define HC_FIELD(type, field, default_value, ...) type field = default_value;
   HC_KNOBS(HC_FIELD)
 #undef HC_FIELD
+
+  // The HOROCLONE_ names, without the prefix, of what was set by whoever started the job.
+  std::set<std::string, std::less<>> given;
 
   // Gives the value of a variable, or null when it is not set.
   using Lookup = std::function<const char*(const char* name)>;

@@ -10,8 +10,7 @@
 namespace hc {
 namespace {
 
-constexpr size_t kRingFromBytes = 64u << 10;  // below, rounds cost more than bytes
-constexpr std::byte kToken{1};                // what a barrier sends
+constexpr std::byte kToken{1};  // what a barrier sends
 
 Status invalid(const Task& task, const std::string& why) {
   return error(Code::kInvalidArgument, name_of(task.op), " over channels: ", why);
@@ -74,7 +73,7 @@ Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
   shape.pack = task.pieces.size() > 1;
   shape.load = shape.pack || task.scale.pre != 1.0 ? Load::kCopy : Load::kNone;
   shape.in_place = task.pieces.size() == 1 && task.pieces[0].in == task.pieces[0].out;
-  const bool few = task.bytes() < kRingFromBytes;
+  const bool few = task.bytes() < task.ring_from_bytes;
   if (task.algorithm == Algorithm::kRecursiveDoubling || (task.algorithm == Algorithm::kAuto && few))
     return plan_recursive_doubling(shape);
   HC_TRY(check_algorithm(task, Algorithm::kRing));

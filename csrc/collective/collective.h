@@ -62,8 +62,10 @@ struct Task {
   std::vector<size_t> received_counts;  // alltoall: elements from each group rank (out = their concatenation)
   size_t longest_part = 0;              // alltoall: most elements any rank sends to any other; the same on every rank
   Algorithm algorithm = Algorithm::kAuto;
-  size_t segment_bytes = 256u << 10;  // one transfer; tests make it tiny
-  Tag tag;                            // generation, process set, batch
+  size_t segment_bytes = 256u << 10;   // one transfer; tests make it tiny
+  size_t flat_bytes = 16u << 10;       // shared memory, kAuto: up to this many go the flat way, at most kFlatSlotBytes
+  size_t ring_from_bytes = 64u << 10;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
+  Tag tag;                             // generation, process set, batch
 
   size_t count() const {
     size_t n = 0;

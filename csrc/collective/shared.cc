@@ -36,7 +36,6 @@ Status SharedLane::prepare_buckets(size_t first, size_t count) {
 
 namespace {
 
-constexpr size_t kFlatBytes = 16u << 10;        // payload of one rank that goes the flat way
 constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces before it looks at others again
 
 // What flat operations of every kind share: my payload goes into the slot of this turn, then I wait for the members
@@ -320,7 +319,8 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
         std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
   }
   const size_t payload = flat_payload(task);
-  if (payload <= (task.algorithm == Algorithm::kSharedBlocked ? 0 : kFlatBytes))
+  const size_t flat_bytes = std::min(task.flat_bytes, kFlatSlotBytes);
+  if (payload <= (task.algorithm == Algorithm::kSharedBlocked ? 0 : flat_bytes))
     return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));
   return make_blocked_collective(std::move(task), group);
 }

@@ -27,13 +27,8 @@ Scale scale_of(const Signature& s, DType dtype, int size) {
 }
 
 BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group,
-                         const std::vector<int>& ranks, const Config& config, Tag tag)
-    : batch_(std::move(batch)),
-      operations_(std::move(operations)),
-      group_(group),
-      ranks_(ranks),
-      config_(config),
-      tag_(tag) {
+                         const std::vector<int>& ranks, Tag tag)
+    : batch_(std::move(batch)), operations_(std::move(operations)), group_(group), ranks_(ranks), tag_(tag) {
   for (Operation* op : operations_)
     if (op) op->batch = batch_.id;
 }
@@ -143,7 +138,10 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
   task.dtype = dtype;
   task.algorithm = batch_.algorithm;
   task.tag = tag_;
-  task.segment_bytes = group_.lane && group_.lane->size() == group_.size ? config_.block_bytes : config_.segment_bytes;
+  const bool one_node = group_.lane && group_.lane->size() == group_.size;
+  task.segment_bytes = one_node ? batch_.tuning.block_bytes : batch_.tuning.segment_bytes;
+  task.flat_bytes = batch_.tuning.flat_bytes;
+  task.ring_from_bytes = batch_.tuning.ring_from_bytes;
   if (entry < batch_.entries.size() && batch_.op != Op::kBarrier) {
     const Signature& s = signature_of(entry);
     task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;

@@ -7,7 +7,6 @@
 #include <memory>
 #include <vector>
 
-#include "base/config.h"
 #include "collective/collective.h"
 #include "engine/device_batch.h"
 #include "engine/operation.h"
@@ -23,7 +22,7 @@ class BatchRunner {
   // operations: what this rank submitted for each entry, null where it did not (it has joined). `ranks` are the world
   // ranks of the set.
   BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group, const std::vector<int>& ranks,
-              const Config& config, Tag tag);
+              Tag tag);
 
   // kFailed: a transport failed, the whole engine must stop; status() says why. A batch that carries an error, or whose
   // results do not fit into memory, is kDone with outcome() not ok: only its operations fail.
@@ -62,7 +61,6 @@ class BatchRunner {
   std::vector<Operation*> operations_;
   const Group& group_;
   const std::vector<int>& ranks_;
-  const Config& config_;
   const Tag tag_;
 
   std::unique_ptr<DeviceBatch> device_;  // null: host memory

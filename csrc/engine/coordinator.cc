@@ -51,7 +51,7 @@ struct Coordinator::State {
   void close(uint32_t entry, PlanBatch* batch);
   void drop_taken();
 
-  const CoordinatorOptions options;
+  CoordinatorOptions options;  // constant, except fusion_bytes
   const RankNames names;
   Ledger ledger;
   RankSet joined, left;
@@ -239,7 +239,8 @@ void Coordinator::State::fuse(PlanBatch* batch, uint32_t first, size_t bytes) {
     if (next.entry == kNoEntry) break;  // nothing overtakes a join
     if (next.taken || next.fuse_hash != hash) continue;
     if (!(ledger.agreement(ledger.at(next.entry)).fuse == key)) continue;
-    if (next.bytes > options.fusion_bytes - bytes) {
+    // The threshold may have shrunk since these became ready.
+    if (bytes > options.fusion_bytes || next.bytes > options.fusion_bytes - bytes) {
       misfits++;
       continue;
     }
@@ -322,6 +323,8 @@ Plan Coordinator::decide(size_t room) {
 bool Coordinator::anything_ready() const { return state_->ready_count != 0; }
 
 size_t Coordinator::pending() const { return state_->pending; }
+
+void Coordinator::set_fusion_bytes(size_t bytes) { state_->options.fusion_bytes = bytes; }
 
 void Coordinator::leave(int rank, const std::string& text) { state_->leave(rank, text); }
 

@@ -61,6 +61,8 @@ class Coordinator {
   // A rank has left for good (shutdown): operations that wait for it fail with `text`, now and later.
   void leave(int rank, const std::string& text);
   size_t pending() const;
+  // Holds for the plans to come.
+  void set_fusion_bytes(size_t bytes);
 
  private:
   struct State;

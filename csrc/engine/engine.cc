@@ -55,10 +55,11 @@ Status Engine::connect(const MeshMembers& members) {
 // Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This
 // is also the first operation: nobody uses a lane before everybody has prepared its own.
 Status Engine::agree_on_settings(const MeshMembers& members) {
-  int64_t table[] = {static_cast<int64_t>(config_.block_bytes), static_cast<int64_t>(config_.segment_bytes),
-                     config_.hierarchical_allreduce, config_.shared_memory};
+  double table[kKnobCount + 1] = {};
+  for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(Tuning::of(config_), static_cast<Knob>(k));
+  table[kKnobCount] = config_.shared_memory;
   const int64_t shape[] = {std::size(table)};
-  const Submission::Tensor tensor{table, table, shape, DType::kI64};
+  const Submission::Tensor tensor{table, table, shape, DType::kF64};
   Submission s;
   s.op = Op::kBroadcast;
   s.name = "horoclone.settings";
@@ -78,14 +79,18 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   }
   release(handle);
   HC_TRY(outcome);
-  if ((table[3] != 0) != config_.shared_memory)
+  const bool shared_on_0 = table[kKnobCount] != 0;
+  if (shared_on_0 != config_.shared_memory)
     return error(Code::kMismatch, "HOROCLONE_SHARED_MEMORY is ", config_.shared_memory ? "on" : "off", " for rank ",
-                 mesh_->rank(), " and ", table[3] ? "on" : "off", " for rank 0; set it alike for all");
+                 mesh_->rank(), " and ", shared_on_0 ? "on" : "off", " for rank 0; set it alike for all");
   enter_gate();
-  config_.block_bytes = static_cast<size_t>(table[0]);
-  config_.segment_bytes = static_cast<size_t>(table[1]);
-  config_.hierarchical_allreduce = static_cast<int>(table[2]);
-  sets_[0]->two_level = wants_two_level(*sets_[0]);
+  for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
+  if (!tuned_) {  // rank 0 may have gone on and changed them already
+    sets_[0]->tuning = agreed_tuning_;
+    adopt(agreed_tuning_);
+  }
+  if (sets_[0]->coordinator) sets_[0]->coordinator->set_fusion_bytes(agreed_tuning_.fusion_bytes);
+  start_tuner();
   leave_gate();
   return Status::ok();
 }
@@ -108,9 +113,9 @@ void Engine::attach_messages() {
 }
 
 // Several nodes, of which at least one has several ranks that share memory.
-bool Engine::wants_two_level(const ProcessSet& set) const {
+bool Engine::may_be_two_level(const ProcessSet& set) const {
   const std::vector<int>& node = set.group.node;
-  if (config_.hierarchical_allreduce == 0 || !config_.shared_memory || node.empty()) return false;
+  if (!config_.shared_memory || node.empty()) return false;
   std::vector<int> distinct = node;
   std::sort(distinct.begin(), distinct.end());
   const bool repeats = std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end();
@@ -144,11 +149,12 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     set->lane = std::make_unique<SharedLane>(std::move(arenas), std::move(positions), my_index, id);
     group.lane = set->lane.get();
   }
-  set->two_level = wants_two_level(*set);
+  set->may_be_two_level = may_be_two_level(*set);
+  set->tuning = agreed_tuning_;  // not tuning_, which ranks may have learnt of at different moments
   if (set->group_rank == 0) {
     CoordinatorOptions options;
     options.size = set->size();
-    options.fusion_bytes = config_.fusion_bytes;
+    options.fusion_bytes = agreed_tuning_.fusion_bytes;
     options.fuse_groups = !config_.disable_group_fusion;
     options.cache_capacity = static_cast<size_t>(config_.cache_capacity);
     options.generation = generation_;

@@ -19,6 +19,7 @@
 #include "base/log.h"
 #include "base/status.h"
 #include "base/thread.h"
+#include "engine/autotuner.h"
 #include "engine/drive_gate.h"
 #include "engine/frames.h"
 #include "engine/inquiry.h"
@@ -120,7 +121,7 @@ class Engine {
  private:
   explicit Engine(Config config);
   Status agree_on_settings(const MeshMembers& members);
-  bool wants_two_level(const ProcessSet& set) const;
+  bool may_be_two_level(const ProcessSet& set) const;
 
   // engine_check.cc
   Status check(const Submission& s, const ProcessSet& set) const;
@@ -214,6 +215,13 @@ class Engine {
   void note_frozen(ProcessSet& set, const Operation& op, const FrozenCollective& run);
   void note_done(const Operation& op, const Status& status);
 
+  // engine_tune.cc
+  void start_tuner();
+  void open_tune_log();
+  void write_tune_log(std::string text);
+  void tune(const Operation& op);
+  void adopt(const Tuning& tuning);
+
   Config config_;  // constant after connect
   Logger log_;
   std::unique_ptr<Mesh> mesh_;
@@ -245,6 +253,8 @@ class Engine {
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false};
+  mutable std::mutex tuning_mu_;  // guards tuning_shown_
+  Tuning tuning_shown_;           // tuning_, for counters
 
   // Driving thread only (the map also changes in add/remove, which hold the gate and the submit lock).
   std::map<int, std::unique_ptr<ProcessSet>> sets_;
@@ -261,6 +271,11 @@ class Engine {
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes
   TimePoint next_timer_{}, next_stall_report_{}, last_mismatch_save_{};
   Inquiry inquiry_;
+  Tuning agreed_tuning_;              // rank 0's settings at init; constant after connect
+  Tuning tuning_;                     // the newest that this rank knows of; its coordinators pass it on
+  std::unique_ptr<Autotuner> tuner_;  // on rank 0 while it searches
+  bool tuned_ = false;                // a plan has brought settings
+  bool tune_log_open_ = false;
   struct ClockAgainstRank0 {
     int rounds_left = 0;
     double ahead_s = 0, error_s = 1e9;

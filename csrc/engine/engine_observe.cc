@@ -191,6 +191,7 @@ void Engine::save_record(const std::string& reason) {
 // What every finished operation leaves behind.
 void Engine::note_done(const Operation& op, const Status& status) {
   recorder_.done(op, status.code(), Recorder::now());
+  if (tuner_ && status.is_ok()) tune(op);
   if (timeline_.on() && !is_message(op.signature().op)) timeline_.done(op, status);
   if (status.code() != Code::kMismatch || config_.recorder_dir.empty()) return;
   const TimePoint now = Clock::now();
@@ -235,6 +236,11 @@ std::string Engine::counters_json() const {
       if (set->group_rank >= 0)
         lateness += text_of(lateness.empty() ? "" : ",", "\"", id, "\":", set->lateness.json(set->ranks));
   }
+  std::string autotune;
+  {
+    std::lock_guard lock(tuning_mu_);
+    autotune = to_json(tuning_shown_);
+  }
   return text_of("{\"operations\":", get(counters_.operations), ",\"batches\":", get(counters_.batches),
                  ",\"fused\":", get(counters_.fused), ",\"plans_sent\":", get(counters_.plans_sent),
                  ",\"ballots_sent\":", get(counters_.ballots_sent),
@@ -243,7 +249,7 @@ std::string Engine::counters_json() const {
                  ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen),
                  ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
                  ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(), ",\"last_ready\":{",
-                 lateness, "},\"mesh\":", mesh_->counters_json(), "}");
+                 lateness, "},\"autotune\":", autotune, ",\"mesh\":", mesh_->counters_json(), "}");
 }
 
 }  // namespace hc

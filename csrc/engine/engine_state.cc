@@ -64,8 +64,7 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
                  "and pass the same arguments to DistributedOptimizer?");
   enter_gate();
   BucketSet& stored = set->bucket_sets[*id];
-  stored.frozen =
-      least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1 && !config_.autotune;
+  stored.frozen = least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1;
   leave_gate();
   return Status::ok();
 }

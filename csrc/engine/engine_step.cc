@@ -167,13 +167,19 @@ void Engine::send_ballot(ProcessSet& set) {
 
 void Engine::decide(ProcessSet& set, bool* moved) {
   const size_t busy = set.queue.size() + (set.runner ? 1 : 0);
-  if (busy >= kPlansAhead || !set.coordinator->anything_ready() || gathers(set)) return;
-  Plan plan = set.coordinator->decide(kPlansAhead - busy);
+  const bool may_run = busy < kPlansAhead && set.coordinator->anything_ready() && !gathers(set);
+  // New settings ride with batches, for which every member knows the set; in the world, where coordinators of other
+  // sets wait for them, also alone.
+  const bool tunes = set.tuning != tuning_ && (may_run || set.id == 0) && !failed_.load(std::memory_order_relaxed);
+  if (!may_run && !tunes) return;
+  if (tunes) set.coordinator->set_fusion_bytes(tuning_.fusion_bytes);
+  Plan plan = set.coordinator->decide(may_run ? kPlansAhead - busy : 0);
   set.gathering = set.gathering && set.coordinator->anything_ready();  // what there was no room for has waited already
-  if (plan.batches.empty()) return;
+  if (plan.batches.empty() && !(tunes && set.id == 0)) return;
+  if (tunes) plan.tuning = tuning_;
   *moved = true;
   for (PlanBatch& batch : plan.batches)
-    if (batch.op == Op::kAllreduce && set.two_level) batch.algorithm = Algorithm::kTwoLevel;
+    if (batch.op == Op::kAllreduce && set.may_be_two_level && tuning_.two_level) batch.algorithm = Algorithm::kTwoLevel;
   if (set.size() > 1) {
     frame_.clear();
     frame_.put(FrameKind::kPlan);
@@ -190,11 +196,11 @@ void Engine::decide(ProcessSet& set, bool* moved) {
 
 // Whether what is ready waits for company. The window opens with the first operation that is ready.
 bool Engine::gathers(ProcessSet& set) {
-  if (config_.gathering_window_ms <= 0) return false;
+  if (tuning_.window_ms <= 0) return false;
   const TimePoint now = Clock::now();
   if (!set.gathering) {
     set.gathering = true;
-    set.gathered_at = now + std::chrono::microseconds(static_cast<int64_t>(config_.gathering_window_ms * 1000));
+    set.gathered_at = now + std::chrono::microseconds(static_cast<int64_t>(tuning_.window_ms * 1000));
   }
   if (now >= set.gathered_at) return false;
   next_gathered_ = std::min(next_gathered_, set.gathered_at);
@@ -206,7 +212,15 @@ void Engine::take_plan(ProcessSet& set, Plan plan) {
     if (timeline_.marks_cycles()) timeline_.cycle();
     for (PlanBatch& batch : plan.batches) batch.planned = Clock::now();
   }
-  for (PlanBatch& batch : plan.batches) set.queue.push_back(std::move(batch));
+  if (plan.tuning) {
+    set.tuning = *plan.tuning;
+    if (set.id == 0) adopt(*plan.tuning);
+    tuned_ = true;
+  }
+  for (PlanBatch& batch : plan.batches) {
+    batch.tuning = set.tuning;
+    set.queue.push_back(std::move(batch));
+  }
 }
 
 void Engine::run_queue(ProcessSet& set, bool* moved) {
@@ -234,8 +248,7 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       if (batch.op == Op::kJoin) operations.assign(1, set.join);
       const Tag tag{static_cast<uint16_t>(generation_), set.id, batch.id, 0};
       const TimePoint planned = batch.planned;
-      set.runner =
-          std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, config_, tag);
+      set.runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, tag);
       set.runner->show_in(&timeline_);
       if (set.runner->batch().on_device && set.runner->batch().error == Code::kOk) put_on_device(set);
       note_batch(set, planned);

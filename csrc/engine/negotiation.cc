@@ -381,6 +381,32 @@ void get_batch(Reader* in, uint32_t expected_id, size_t room, PlanBatch* b) {
   get_string(in, &b->error_text);
 }
 
+void put_tuning(Writer* out, const Tuning& t) {
+  put_varint(out, t.version);
+  out->put(static_cast<uint8_t>((t.searching ? 1 : 0) | (t.two_level ? 2 : 0)));
+  out->put(t.window_ms);
+  for (size_t bytes : {t.fusion_bytes, t.ring_from_bytes, t.flat_bytes, t.block_bytes, t.segment_bytes})
+    put_varint(out, bytes);
+}
+
+void get_tuning(Reader* in, Tuning* t) {
+  constexpr uint64_t kMost = uint64_t{1} << 40;
+  const uint64_t version = get_varint(in);
+  const uint8_t flags = in->get<uint8_t>();
+  t->window_ms = in->get<double>();
+  if (version > std::numeric_limits<uint32_t>::max() || flags > 3) in->fail();
+  if (!(t->window_ms >= 0 && t->window_ms <= 60000)) in->fail();
+  t->version = static_cast<uint32_t>(version);
+  t->searching = (flags & 1) != 0;
+  t->two_level = (flags & 2) != 0;
+  for (size_t* bytes : {&t->fusion_bytes, &t->ring_from_bytes, &t->flat_bytes, &t->block_bytes, &t->segment_bytes}) {
+    const uint64_t value = get_varint(in);
+    if (value > kMost) in->fail();
+    *bytes = static_cast<size_t>(value);
+  }
+  if (t->block_bytes == 0 || t->segment_bytes == 0) in->fail();
+}
+
 }  // namespace
 
 void encode(const Ballot& ballot, Writer* out) {
@@ -423,7 +449,8 @@ Status decode(Reader* in, Ballot* ballot) {
 void encode(const Plan& plan, Writer* out) {
   out->put(plan.generation);
   out->put(plan.process_set);
-  put_varint(out, plan.batches.size());
+  put_varint(out, plan.batches.size() * 2 + (plan.tuning ? 1 : 0));
+  if (plan.tuning) put_tuning(out, *plan.tuning);
   uint32_t expected_id = 0;
   for (const PlanBatch& b : plan.batches) {
     put_batch(out, b, expected_id);
@@ -437,11 +464,13 @@ Status decode(Reader* in, Plan* plan) {
   size_t bytes = in->remaining();
   plan->generation = in->get<uint32_t>();
   plan->process_set = in->get<uint16_t>();
-  size_t batches = get_length(in, kSmallestBatch);
-  if (batches > kMaxPlanEntries) in->fail();
+  const uint64_t head = get_varint(in);  // twice the number of batches, and 1 where settings change
+  const uint64_t batches = head / 2;
+  if (batches > kMaxPlanEntries || batches > in->remaining() / kSmallestBatch) in->fail();
+  if (in->ok() && head % 2 != 0) get_tuning(in, &plan->tuning.emplace());
   size_t room = kMaxPlanEntries;
   uint32_t expected_id = 0;
-  for (size_t i = 0; i < batches && in->ok(); i++) {
+  for (uint64_t i = 0; i < batches && in->ok(); i++) {
     PlanBatch& b = plan->batches.emplace_back();
     get_batch(in, expected_id, room, &b);
     expected_id = b.id + 1;

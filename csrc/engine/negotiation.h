@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "base/status.h"
 #include "base/wire.h"
 #include "collective/collective.h"
+#include "engine/tuning.h"
 
 namespace hc {
 
@@ -102,12 +104,15 @@ struct PlanBatch {
   int32_t last_joined = -1;  // op join: group rank that joined last
   Code error = Code::kOk;    // not ok: no data moves, every entry fails with `error_text`
   std::string error_text;
-  TimePoint planned{};  // stays on this rank: when the plan came, while a timeline is written
+  // These stay on this rank: when the plan came, while a timeline is written; what was in force then.
+  TimePoint planned{};
+  Tuning tuning{};
 };
 
 struct Plan {
   uint32_t generation = 0;
   uint16_t process_set = 0;
+  std::optional<Tuning> tuning;  // in force for these batches and the later ones
   std::vector<PlanBatch> batches;
 };
 

@@ -113,7 +113,8 @@ class ProcessSet {
   std::vector<FrozenRun> frozen_runs;
   Operation* deferred_join = nullptr;  // waits until nothing runs frozen
 
-  bool two_level = false;  // allreduce: shared memory within a node, channels between
+  bool may_be_two_level = false;  // several nodes: allreduce in shared memory within each, over channels between
+  Tuning tuning;                  // in force for the plans that come; the same on every rank after the same plan
   Group group;
   std::unique_ptr<SharedLane> lane;
   std::string told_about_device;        // DeviceGroup::reason, once it has been logged

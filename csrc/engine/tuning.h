@@ -1,0 +1,59 @@
+// The settings that autotune may change. Every batch of a process set runs with the same values on all of its ranks: a
+// change rides in a plan of the set and holds from that plan on. PURE values; who searches for good ones is Autotuner.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "base/config.h"
+
+namespace hc {
+
+struct Tuning {
+  uint32_t version = 0;  // changes since init
+  bool searching = false;
+  size_t fusion_bytes = 128 * kMiB;
+  double window_ms = 0;
+  bool two_level = true;  // allreduce over nodes with several ranks each: reduce within each node first
+  size_t ring_from_bytes = 64 * kKiB;
+  size_t flat_bytes = 16 * kKiB;
+  size_t block_bytes = 256 * kKiB;
+  size_t segment_bytes = 256 * kKiB;
+  bool operator==(const Tuning&) const = default;
+
+  static Tuning of(const Config& config);
+};
+
+enum class Knob : uint8_t { kFusion, kWindow, kTwoLevel, kRingFrom, kFlat, kBlock, kSegment };
+inline constexpr int kKnobCount = 7;
+
+// The name of the setting, as in the table without its prefix; the word of metrics and of the log.
+const char* setting_of(Knob knob);
+const char* word_of(Knob knob);
+double value_of(const Tuning& tuning, Knob knob);
+void set_value(Tuning* tuning, Knob knob, double value);
+
+// {"searching": false, "changes": 0, "fusion_threshold": ...}
+std::string to_json(const Tuning& tuning);
+
+// The values of one setting that are worth a try, ascending.
+struct Ladder {
+  Knob knob = Knob::kFusion;
+  std::vector<double> values;
+  size_t start = 0;  // position of the value in force
+};
+
+struct TuneLayout {
+  bool one_node = true;
+  bool may_be_two_level = false;  // several nodes, of which one has several ranks that share memory
+};
+
+// In the order in which they are searched, without what means nothing in this layout and what `is_fixed` (by the user).
+std::vector<Ladder> ladders_for(const TuneLayout& layout, const Tuning& start,
+                                const std::function<bool(std::string_view setting)>& is_fixed);
+
+}  // namespace hc
