@@ -47,8 +47,11 @@ Status Engine::connect(const MeshMembers& members) {
   attach_messages();
   HC_TRY(thread_.start("hc-engine", [this] { run(); }));
   connected_.store(true);
+  // The coordinator's runs before anybody is let go: it shows what the others announce. They measure its clock for
+  // theirs, which it answers as soon as it runs.
+  if (members.rank == 0) start_configured_timeline();
   HC_TRY(agree_on_settings(members));
-  start_configured_timeline();
+  if (members.rank != 0) start_configured_timeline();
   return Status::ok();
 }
 
