@@ -142,6 +142,9 @@ class Engine {
   void device_batch_over(ProcessSet& set);
   bool device_in_flight();
   void check_device();
+  void device_failed(const Status& status);
+  void blame_for_device(TimePoint now);
+  Status with_words_of_device(const Status& reason);
   void leave_devices();
 
   // engine_step.cc
@@ -266,6 +269,8 @@ class Engine {
   std::string departure_;              // the first goodbye that came in
   std::deque<uint16_t> device_turns_;  // whose batch on a device comes next: the same order on every rank
   bool waits_on_device_ = false;       // in this step: look again soon
+  Status device_failure_;              // what CUDA or NCCL said; who is to blame may still be on its way here
+  TimePoint device_failed_at_{};
   Liveness liveness_{0, {}};
   Messages messages_;
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes

@@ -12,6 +12,8 @@ namespace hc {
 
 namespace {
 
+constexpr double kBlameS = 1;  // how long a device's error waits for the news of whom it comes from
+
 GpuOperations operations_of(const std::string& word) {
   return word == "nccl" ? GpuOperations::kNccl : word == "host" ? GpuOperations::kHost : GpuOperations::kAuto;
 }
@@ -173,9 +175,36 @@ void Engine::leave_devices() {
     set->device.reset();
   }
   device_turns_.clear();
+  device_failure_ = Status::ok();
   std::lock_guard lock(device_mu_);
   has_gpu_.store(false);
   if (gpu_) gpu_->close();
+}
+
+// NCCL notices a dead peer before the mesh does, or after, and does not say which one. So its error ends the job a
+// moment later, unless somebody's departure does first.
+void Engine::device_failed(const Status& status) {
+  if (!device_failure_.is_ok()) return;
+  device_failure_ = Status(status.code(), text_of("the GPU of ", mesh_->describe(mesh_->rank()), ": ", status.text()));
+  device_failed_at_ = Clock::now();
+}
+
+void Engine::blame_for_device(TimePoint now) {
+  if (failed_.load() || seconds_between(device_failed_at_, now) < kBlameS) return;
+  fail_everything(Status(device_failure_.code(),
+                         text_of(device_failure_.text(),
+                                 ". No rank's end was noticed: is it the network between GPUs, or this GPU? "
+                                 "NCCL_DEBUG=INFO shows more")));
+}
+
+// The reason of the end, with what the devices' libraries have to say about it on this rank.
+Status Engine::with_words_of_device(const Status& reason) {
+  if (!has_gpu_.load(std::memory_order_relaxed)) return reason;
+  for (const auto& [id, set] : sets_)
+    if (set->device)
+      if (Status ok = set->device->check(); !ok.is_ok()) device_failed(ok);
+  if (device_failure_.is_ok() || reason.text().find(device_failure_.text()) != std::string::npos) return reason;
+  return Status(reason.code(), text_of(reason.text(), " On this rank, ", device_failure_.text()), reason.culprit());
 }
 
 // What NCCL has noticed by itself, and turns that rank 0 can give no more.
@@ -183,13 +212,7 @@ void Engine::check_device() {
   if (!has_gpu_.load(std::memory_order_relaxed)) return;
   for (const auto& [id, set] : sets_) {
     if (!set->device) continue;
-    if (Status ok = set->device->check(); !ok.is_ok())
-      return fail_everything(
-          Status(ok.code(),
-                 text_of("NCCL failed on ", mesh_->describe(mesh_->rank()), " in process set ", id, ": ", ok.text(),
-                         ". Did a rank crash, or the network between GPUs? NCCL_DEBUG=INFO shows "
-                         "more"),
-                 mesh_->rank()));
+    if (Status ok = set->device->check(); !ok.is_ok()) return device_failed(ok.with(text_of("process set ", id)));
     const bool has_turn = std::find(device_turns_.begin(), device_turns_.end(), id) != device_turns_.end();
     if (left_[0] && id != 0 && !has_turn && set->runner && set->runner->is_on_device())
       return fail_everything(

@@ -142,7 +142,7 @@ void Engine::drive(const Over& over, const Deadline& deadline) {
 // seen.
 void Engine::rest_after_driving() {
   if (!engine_sleeps_.load(std::memory_order_seq_cst)) return;
-  const size_t waiting = outstanding();
+  const bool waiting = outstanding() > 0 || device_in_flight();  // what flies is watched: a rank may die, NCCL fail
   mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   if (!waiting && !has_incoming_.load(std::memory_order_seq_cst)) return;
   if (step() || untimed_sleep_.load() || next_gathered_ != TimePoint::max()) mesh_->wake_self();
@@ -238,6 +238,7 @@ void Engine::poll_mesh(bool* moved) {
 // -------------------------------------------------------------------------------------------------------------
 
 void Engine::check_timers() {
+  if (!device_failure_.is_ok()) blame_for_device(Clock::now());
   if (outstanding() == 0 && !device_in_flight()) {
     liveness_.rest();
     return;
@@ -288,8 +289,9 @@ void Engine::check_liveness(TimePoint now) {
 // ---- ends
 // -------------------------------------------------------------------------------------------------------------
 
-void Engine::fail_everything(const Status& reason) {
+void Engine::fail_everything(const Status& first_reason) {
   if (failed_.load()) return;
+  const Status reason = with_words_of_device(first_reason);
   {
     std::lock_guard lock(submit_mu_);
     failure_ = reason;

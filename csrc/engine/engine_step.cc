@@ -17,7 +17,7 @@ bool Engine::step() {
   bool moved = false;
   counters_.steps.fetch_add(1, std::memory_order_relaxed);
   next_gathered_ = TimePoint::max();
-  waits_on_device_ = false;
+  waits_on_device_ = !device_failure_.is_ok();
   if (!mesh_->all_shared() || ++turn_ % 1024 == 0) poll_mesh(&moved);
   if (has_abort_.load(std::memory_order_acquire)) {
     std::string text;
@@ -224,7 +224,7 @@ void Engine::take_plan(ProcessSet& set, Plan plan) {
 }
 
 void Engine::run_queue(ProcessSet& set, bool* moved) {
-  for (int turns = 0; turns < 16 && !failed_.load(std::memory_order_relaxed); ++turns) {
+  for (int turns = 0; turns < 16 && !failed_.load(std::memory_order_relaxed) && device_failure_.is_ok(); ++turns) {
     if (!set.runner) {
       if (set.queue.empty()) break;
       PlanBatch batch = std::move(set.queue.front());
@@ -254,7 +254,10 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       note_batch(set, planned);
     }
     const Progress progress = set.runner->step(moved);
-    if (progress == Progress::kFailed) return fail_everything(Status(set.runner->status()));  // a copy: the runner goes
+    if (progress == Progress::kFailed) {
+      const Status why = set.runner->status();  // a copy: the runner goes
+      return set.runner->is_on_device() ? device_failed(why) : fail_everything(why);
+    }
     if (progress == Progress::kPending) {
       waits_on_device_ = waits_on_device_ || set.runner->is_on_device();
       break;

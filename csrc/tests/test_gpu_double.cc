@@ -67,10 +67,13 @@ void reduces(Engine& engine, FrameworkOnGpu& gpu, DType dtype, size_t count, con
 }
 
 // Submits, waits until it is enqueued, releases: how an operation ends.
-Status ends(Engine& engine, const FrameworkOnGpu& gpu, const std::string& name, float* data, int64_t count) {
+Status ends(Engine& engine, const FrameworkOnGpu& gpu, const std::string& name, float* data, int64_t count,
+            bool will_wait = false) {
   int64_t handle = 0;
-  HC_TRY(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, DType::kF32, &handle,
-                    [](Submission& s) { s.reduce = Reduce::kSum; }));
+  HC_TRY(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, DType::kF32, &handle, [&](Submission& s) {
+    s.reduce = Reduce::kSum;
+    s.will_wait = will_wait;
+  }));
   Status outcome = enqueued(engine, gpu, handle);
   engine.release(handle);
   return outcome;
@@ -473,23 +476,26 @@ TEST_CASE("double of CUDA and NCCL: one process drives one GPU, and makes no con
 
 TEST_CASE("double of CUDA and NCCL: an error that NCCL reports later ends the job with its words") {
   DoubleEnvironment failing(Variables{{"HC_DOUBLE_NCCL_FAIL", "1:3:6"}});
-  World world(2, gpu_settings({{"HOROCLONE_STALL_CHECK_TIME_SECONDS", "0.2"}}));
-  CHECK(world
-            .each([](Engine& engine, int rank) {
-              FrameworkOnGpu gpu(rank);
-              const std::vector<float> values(8, 1.0f);
-              Status outcome;
-              for (int i = 0; i < 200 && outcome.is_ok(); ++i) {
-                outcome = ends(engine, gpu, text_of("x", i), gpu.tensor(values), 8);
-                gpu.synchronize();  // ends although the other rank never comes: the communicator is aborted
-              }
-              CHECK(!outcome.is_ok());
-              CHECK_MESSAGE(
-                  outcome.text().find("remote process exited or there was a network error") != std::string::npos,
-                  outcome.text());
-            })
-            .text() == "");
-  CHECK(double_count("memory") == 0);
+  for (const bool will_wait : {false, true}) {  // true: hc-engine is not woken for an operation
+    CAPTURE(will_wait);
+    World world(2, gpu_settings({{"HOROCLONE_STALL_CHECK_TIME_SECONDS", "0.2"}}));
+    CHECK(world
+              .each([&](Engine& engine, int rank) {
+                FrameworkOnGpu gpu(rank);
+                const std::vector<float> values(8, 1.0f);
+                Status outcome;
+                for (int i = 0; i < 200 && outcome.is_ok(); ++i) {
+                  outcome = ends(engine, gpu, text_of("x", i), gpu.tensor(values), 8, will_wait);
+                  gpu.synchronize();  // ends although the other rank never comes: the communicator is aborted
+                }
+                CHECK(!outcome.is_ok());
+                CHECK_MESSAGE(
+                    outcome.text().find("remote process exited or there was a network error") != std::string::npos,
+                    outcome.text());
+              })
+              .text() == "");
+    CHECK(double_count("memory") == 0);
+  }
 }
 
 TEST_CASE("double of CUDA and NCCL: when a rank aborts, streams that wait for it go on") {
