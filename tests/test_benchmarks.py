@@ -211,3 +211,33 @@ def test_a_tiny_run_between_two_hosts(tmp_path):
     )  # 60 calls at least of each, whose data cannot have gone elsewhere
     assert size["found"]["of line"]["ratio"] > 0 and min(case["raw_gbit"]["rates"]) > 0
     assert "NO CONCLUSION" in done.stdout and "horoclone vs gloo >= 1.45" in done.stdout
+
+
+def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
+    """That the script works: on a GPU it has not been run."""
+    pytest.importorskip("torch")
+    out = tmp_path / "gpu.json"
+    tiny = [
+        "--model",
+        "tiny",
+        "--batch-size",
+        "4",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--warm",
+        "1",
+        "--bytes",
+        "4096",
+    ]
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
+         "c10d", "--rdzv-endpoint", "localhost:0", FOLDER / "gpu.py", "--device", "cpu", *tiny, "--json", out],
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert set(found["times"]) == {"alone", "ddp", "ddp view", "horoclone"} and found["facts"]["ranks"] == 2
+    assert all(len(one["step_ms"]) == 2 and min(one["step_ms"]) > 0 for one in found["times"].values())
+    assert set(found["allreduce"]["4096"]) == {"torch.distributed", "horoclone"}

@@ -111,6 +111,11 @@ def zero(text: str) -> None:
     assert sharded == whole < 0.3
 
 
+def on_gpu(text: str) -> None:
+    loss, accuracy = last_line(r"trained on .+; loss ([\d.]+), training accuracy ([\d.]+)%", text)
+    assert loss < 0.5 and accuracy > 90
+
+
 CLAIMS = {
     "torch_synthetic_benchmark.py": synthetic,
     "torch_process_sets.py": process_sets,
@@ -122,6 +127,7 @@ CLAIMS = {
     "torch_compile.py": compiled,
     "torch_horovod_script.py": horovods,
     "torch_zero.py": zero,
+    "torch_gpu_digits.py": on_gpu,
 }
 
 
