@@ -203,6 +203,38 @@ def saves_a_plain_optimizer(path: str, which: str) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+def loads_what_the_user_wrote(path: str) -> None:
+    """An optimizer and a loss of the user's own: saved under their names, loaded as custom_optimizers and objects."""
+    import horoclone.keras as hvd
+
+    keras = the_keras()
+
+    class Halving(keras.optimizers.SGD):
+        pass
+
+    def own_loss(truth: Any, guess: Any) -> Any:
+        return keras.losses.sparse_categorical_crossentropy(truth, guess, from_logits=True)
+
+    model = network(0, hvd.DistributedOptimizer(Halving(0.1, momentum=0.9)))
+    model.compile(model.optimizer, own_loss)
+    start = [hvd.callbacks.BroadcastGlobalVariablesCallback(0)]
+    fit(model, shard(hvd.rank(), STEPS, False), callbacks=start)
+    path = f"{path}{hvd.rank()}.keras"
+    model.save(path)
+    with pytest.raises((TypeError, ValueError), match="Halving|own_loss"):
+        hvd.load_model(path)
+    kinds = {"own_loss": own_loss}
+    loaded = hvd.load_model(path, [Halving], kinds, compression=hvd.Compression.fp16)
+    assert (
+        isinstance(loaded.optimizer, Halving)
+        and loaded.optimizer._horoclone.reduction.compression is hvd.Compression.fp16
+    )
+    plain = keras.models.load_model(path, custom_objects={"Halving": Halving, **kinds})
+    assert type(plain.optimizer) is Halving
+    fit(loaded, shard(hvd.rank(), STEPS, False), callbacks=start)
+    assert same_everywhere(loaded) and int(loaded.optimizer.iterations) == 4 * STEPS  # two epochs, twice
+
+
 def refuses_xla() -> None:
     """With the callback and without it, before anything has been communicated; the next model trains."""
     import horoclone.tensorflow.keras as hvd
@@ -288,6 +320,11 @@ def test_of_tf_keras(on: On, body: Any) -> None:
 @pytest.mark.parametrize("which, suffix", [("adam", "keras"), ("legacy adam", "h5")])
 def test_tf_keras_saves_a_plain_optimizer(on: On, which: str, suffix: str, tmp_path: Any) -> None:
     on("legacy", saves_a_plain_optimizer, path=str(tmp_path / f"model.{suffix}"), which=which)
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
+def test_a_model_with_classes_of_the_users_is_loaded(on: On, backend: str, tmp_path: Any) -> None:
+    on(backend, loads_what_the_user_wrote, path=str(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "legacy"])

@@ -129,3 +129,18 @@ def test_elastic_names_can_be_imported_and_say_what_to_do_instead() -> None:
     for name in ("run", "TensorFlowState", "TensorFlowKerasState"):
         with pytest.raises(hvd.Unsupported, match="checkpoint"):
             getattr(hvd.elastic, name)(None)
+
+
+def test_on_a_gpu_every_argument_is_in_host_memory() -> None:
+    """The kernels for GPUs are there without one, so this needs none."""
+    from tensorflow.python.framework import kernels
+
+    for name, arguments in {
+        "HorovodGroupedAllreduce": {"tensors", "guard", "sum"},
+        "HorovodAlltoall": {"tensor", "splits", "guard", "output", "received_splits"},
+        "HorovodBroadcast": {"tensor", "guard", "output"},
+        "HorovodSize": {"size"},
+    }.items():
+        kinds = {k.device_type: k for k in kernels.get_registered_kernels_for_op(name).kernel}
+        assert set(kinds) == {"CPU", "GPU"} and not kinds["CPU"].host_memory_arg
+        assert set(kinds["GPU"].host_memory_arg) == arguments
