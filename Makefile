@@ -56,9 +56,10 @@ gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is inst
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
 
-bench: $(VENV)/.ready-test $(VENV)/.ready-package ## allreduce against gloo, MPI and memcpy, the short form, into out/
+bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its peers, the short forms, into out/; one table
 	@$(PIP) matplotlib
-	python benchmarks/allreduce.py --short --json out/allreduce.json --plot out/allreduce.png $(ARGS)
+	@[ -d $(VENV)/impi ] || $(PIP) --ignore-installed --no-deps --prefix $(VENV)/impi impi-rt || echo "SKIPPED Intel MPI: it cannot be installed"
+	python benchmarks/all.py $(ARGS)
 
 lint: $(VENV)/.ready-lint ## ruff, mypy, clang-format
 	ruff check .

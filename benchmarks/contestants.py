@@ -14,8 +14,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from gradients import buckets
 
 import horoclone.torch as hvd
+from horoclone.runtime import native
+from horoclone.torch.tensors import number_of
 
 Call = Callable[[], object]
 
@@ -65,6 +68,28 @@ class HorocloneAsync(Horoclone):
         """All tensors in one grouped call."""
         start, wait, total = hvd.grouped_allreduce_async_, hvd.synchronize, hvd.Sum
         return lambda: wait(start(tensors, None, name, total))
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Where the optimizer keeps gradients: in memory that the node's ranks share."""
+        return torch.frombuffer(native().allocate(nbytes), dtype=torch.float32)
+
+    def bucket_many(self, area: torch.Tensor, counts: list[int], name: str) -> Call:
+        """Declared buckets, reduced where they lie. Their runtime ends before they need to be withdrawn."""
+        parts = [area[first:last] for first, last in buckets(counts)]
+        runtime, number = native(), number_of(area, name)
+        declared = runtime.declare(
+            [f"{name}.{index}" for index in range(len(parts))], [part.data_ptr() for part in parts],
+            [part.numel() for part in parts], [number] * len(parts), hvd.Sum,
+        )  # fmt: skip
+        start, wait, release = runtime.submit_declared, runtime.wait, runtime.release
+        numbers = range(len(parts))
+
+        def run() -> None:
+            for handle in [start(0, declared, index) for index in numbers]:
+                wait(handle)
+                release(handle)
+
+        return run
 
 
 class HorocloneFlat(Horoclone):
@@ -165,6 +190,10 @@ class Gloo:
         reduce = dist.all_reduce_coalesced
         return lambda: reduce(tensors)
 
+    def bucket_many(self, area: torch.Tensor, counts: list[int], name: str) -> Call:
+        """DDP's buckets, of which the gradients are views: nothing is packed."""
+        return self.start_many([area[first:last] for first, last in buckets(counts)], name)
+
     def close(self) -> None:
         dist.destroy_process_group()
 
@@ -189,6 +218,16 @@ class Mpi:
         start, here, wait = self.comm.Iallreduce, self.MPI.IN_PLACE, self.MPI.Request.Waitall
         buffers = [[tensor.numpy(), self.MPI.FLOAT] for tensor in tensors]
         return lambda: wait([start(here, buffer) for buffer in buffers])
+
+    def block_many(self, tensors: list[torch.Tensor], name: str) -> Call:
+        """One blocking call after the other."""
+        calls = [self.prepare(tensor, tensor, name) for tensor in tensors]
+
+        def run() -> None:
+            for call in calls:
+                call()
+
+        return run
 
     def group_many(self, tensors: list[torch.Tensor], name: str) -> Call:
         """MPI has no grouped call: packed by torch.cat, reduced flat, and unpacked by one call of torch."""

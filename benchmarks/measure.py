@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ import torch
 from contestants import KINDS, Memcpy, library_name
 from inputs import Inputs
 from meeting import communicator
+from operations import OperationTimer
+from sets import SetTimer
 
 SLOTS = 3  # buffers that are used in turn
 CALIBRATION_BYTES = 16 << 20
@@ -47,6 +49,8 @@ class Plan:
     memory: str  # private, huge or shared
     seed: int
     extras: bool  # the loop of 4 B and the thousand small tensors
+    sets: dict[str, list[int]] = field(default_factory=dict)  # of sets.py
+    operation: str = "allreduce"  # of operations.py, when it is another one
 
 
 def calls_for(nbytes: int) -> int:
@@ -81,12 +85,15 @@ class Bench:
         self.contestants = [KINDS[kind](comm) for kind in plan.contestants]
         loop_floats = LOOP_CALLS * LOOP_STRIDE
         many_bytes = MANY_TENSORS * MANY_BYTES
-        largest = max(*plan.sizes, CALIBRATION_BYTES, many_bytes, 4 * loop_floats)
+        set_bytes = [4 * sum(counts) for counts in plan.sets.values()]
+        largest = max(*plan.sizes, *set_bytes, CALIBRATION_BYTES, many_bytes, 4 * loop_floats)
         self.inputs = Inputs(comm.rank, comm.size, largest // 4)
         self.buffers = [allocate(largest, plan.memory) for _ in range(SLOTS)]
         self.iteration = 0
         self.times: dict[str, dict[str, list[list[float]]]] = {}
         self._calls: dict[tuple[str, int], list[Callable[[], object]]] = {}
+        self._sets = SetTimer(self, plan.sets)
+        self._operation = None if plan.operation == "allreduce" else OperationTimer(self, plan.operation)
 
     def run(self) -> dict[str, Any]:
         gc.collect()
@@ -97,7 +104,9 @@ class Bench:
             for nbytes in self.plan.sizes:
                 for one in order.sample(self.contestants, len(self.contestants)):
                     with self._turn_of(one):
-                        self._round(f"size.{nbytes}", one.label, self._time_size(one, nbytes, number == 0))
+                        time_size = self._operation.time_size if self._operation else self._time_size
+                        self.add_round(f"size.{nbytes}", one.label, time_size(one, nbytes, number == 0))
+            self._sets.round(order)
             if self.plan.extras:
                 self._extras(order)
         calibration.append(self._calibrate())
@@ -115,7 +124,7 @@ class Bench:
         finally:
             one.end()
 
-    def _round(self, part: str, label: str, times: list[float]) -> None:
+    def add_round(self, part: str, label: str, times: list[float]) -> None:
         self.times.setdefault(part, {}).setdefault(label, []).append(times)
 
     def _calibrate(self) -> list[float]:
@@ -135,7 +144,7 @@ class Bench:
         times = []
         for index in range(warm + (calls or calls_for(nbytes))):
             slot = index % SLOTS
-            took = self._time(prepared[slot], views[slot])
+            took = self.time_call(prepared[slot], views[slot])
             self.inputs.check(
                 views[slot if reduces else (slot + 1) % SLOTS], self.iteration, reduces, tolerance
             )
@@ -143,7 +152,8 @@ class Bench:
                 times.append(took)
         return times
 
-    def _time(self, call: Callable[[], object], tensor: torch.Tensor) -> float:
+    def time_call(self, call: Callable[[], object], tensor: torch.Tensor) -> float:
+        """One call on numbers that this rank has just written, after a barrier; in microseconds."""
         self.iteration += 1
         self.inputs.write(tensor, self.iteration)
         self.comm.Barrier()
@@ -154,11 +164,11 @@ class Bench:
     def _extras(self, order: random.Random) -> None:
         reducers = [one for one in self.contestants if not isinstance(one, Memcpy)]
         for one in order.sample(reducers, len(reducers)):
-            self._round("loop", one.label, self._time_loop(one))
+            self.add_round("loop", one.label, self._time_loop(one))
         ways = [(one, way) for one in reducers for way in ("start_many", "group_many") if hasattr(one, way)]
         for one, way in order.sample(ways, len(ways)):
             part = "many" if way == "start_many" else "grouped"
-            self._round(part, one.label, self._time_many(one, way, part))
+            self.add_round(part, one.label, self._time_many(one, way, part))
 
     def _time_loop(self, one: Any) -> list[float]:
         """Per call, of calls back to back with no barrier between; each call has a number of its own."""
@@ -172,8 +182,8 @@ class Bench:
             for call in calls:
                 call()
 
-        self._time(loop, area)
-        took = self._time(loop, area)
+        self.time_call(loop, area)
+        took = self.time_call(loop, area)
         self.inputs.check_every(area, LOOP_STRIDE, self.iteration)
         return [took / len(calls)]
 
@@ -185,11 +195,14 @@ class Bench:
             self._calls[one.label + way, 0] = [getattr(one, way)(tensors, f"{one.label}.{part}")]
         times = []
         for _ in range(1 + MANY_CALLS):
-            times.append(self._time(self._calls[one.label + way, 0][0], area))
+            times.append(self.time_call(self._calls[one.label + way, 0][0], area))
             self.inputs.check(area, self.iteration, True)
         return times[1:]
 
     def close(self) -> None:
+        self.buffers.clear()
+        self._calls.clear()
+        self._sets.close()
         shut = set()
         for one in self.contestants:
             if one.close.__qualname__ not in shut:  # the two ways of horoclone share one runtime
@@ -237,7 +250,6 @@ def main(argv: list[str]) -> None:
         out.write_text(
             json.dumps({"versions": versions("mpi4py" in sys.modules), "ranks": everybody}), encoding="utf-8"
         )
-    bench.buffers.clear()
     bench.close()
 
 

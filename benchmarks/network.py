@@ -26,17 +26,16 @@ HERE = Path(__file__).resolve().parent
 sys.path[:0] = [str(HERE), str(HERE.parent)]
 
 from hosts import BURST_BYTES, CABLE, Hosts  # noqa: E402
-from machine import Load, facts, load_before, only_one  # noqa: E402
+from machine import Load  # noqa: E402
 from meeting import ADDRESS, FOLDER  # noqa: E402
 from report import COLOURS, analyse, print_rows, ratio_text, size_text, time_text  # noqa: E402
-from statistics_of import MAX_LOAD, ratio_of  # noqa: E402
+from session import Failed, add_options, run, say  # noqa: E402
+from statistics_of import loads_against, ratio_of  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
 MIN_BURSTS = 32  # smaller sizes live on the shaper's free credit
 MAX_ON_LO = 1 << 20  # bytes: rendezvous and the control messages of ranks of one host
-RAW_SLACK = (
-    1.01  # repeated raw runs differ by so much; a larger fraction means that the shaper was not understood
-)
+RAW_SLACK = 1.01  # repeated raw runs differ by so much; larger: the shaper was not understood
 
 
 @dataclass(frozen=True)
@@ -70,41 +69,28 @@ def main(argv: list[str] | None = None) -> int:
     if os.geteuid() != 0:
         say("network namespaces need root")
         return 2
-    results = {}
-    with only_one():
-        before = load_before(arguments.settle)
-        if before > MAX_LOAD and not arguments.force:
-            say(
-                f"too noisy, no conclusion: other processes use {before:.2f} cores (--force: run nevertheless)"
-            )
-            return 3
-        for name in arguments.cases:
-            case = CASES[name]
-            if arguments.sizes:
-                case = dataclasses.replace(case, sizes=tuple(arguments.sizes))
-            try:
-                results[name] = measure(case, arguments, before)
-            except RuntimeError as error:
-                say(f"{name}: {error}")
-                return 1
-    whole = {"benchmark": "allreduce between two hosts", "cases": results}
-    if arguments.json:
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(whole, indent=1) + "\n", encoding="utf-8")
-    noisy = {name: one["noise"]["reasons"] for name, one in results.items() if one["noise"]["reasons"]}
-    if noisy and not arguments.force:
-        for name, reasons in noisy.items():
-            say(f"{name}: no conclusion: {'; '.join(reasons)} (--force prints all the same)")
-        return 3
-    print_result(results)
-    if arguments.plot:
-        arguments.plot.parent.mkdir(parents=True, exist_ok=True)
-        plot(results, arguments.plot)
-    return 0
+    return run(arguments, lambda: measure_all(arguments), print_result, plot)
 
 
-def say(text: str) -> None:
-    print(f"network.py: {text}", file=sys.stderr, flush=True)
+def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
+    cases: dict[str, Any] = {}
+    for name in arguments.cases:
+        case = CASES[name]
+        if arguments.sizes:
+            case = dataclasses.replace(case, sizes=tuple(arguments.sizes))
+        try:
+            cases[name] = measure(case, arguments)
+        except RuntimeError as error:
+            raise Failed(f"{name}: {error}") from None
+    return {
+        "benchmark": "allreduce, float32, sum, in place, between two hosts (namespaces, tbf); "
+        f"{arguments.rounds} rounds, one thread each",
+        "versions": next(iter(cases.values()))["versions"],
+        "noise": {
+            "reasons": [f"{name}: {why}" for name, one in cases.items() for why in one["noise"]["reasons"]]
+        },
+        "cases": cases,
+    }
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -116,15 +102,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--raw-s", type=float, default=1.5, help="seconds of each run of plain sockets (1.5)")
     parser.add_argument("--rounds", type=int, default=7, help="below 7 the intervals say little (7)")
     parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
-    parser.add_argument("--force", action="store_true", help="run and print although the machine is noisy")
-    parser.add_argument(
-        "--settle", type=float, default=2.0, help="seconds for which others' load is watched first"
-    )
     parser.add_argument(
         "--limit", type=float, default=600.0, help="seconds after which the ranks of a case are killed"
     )
-    parser.add_argument("--json", type=Path, help="write the result here")
-    parser.add_argument("--plot", type=Path, help="write a plot here (.png, .svg, .pdf)")
+    add_options(parser)
     arguments = parser.parse_args(argv)
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
@@ -141,7 +122,7 @@ def cases_of(text: str) -> list[str]:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def measure(case: Case, arguments: argparse.Namespace, before: float) -> dict[str, Any]:
+def measure(case: Case, arguments: argparse.Namespace) -> dict[str, Any]:
     """One case from the making of its hosts to its result."""
     with Hosts(case.gbit, case.mtu) as hosts:
         raws = [hosts.raw_gbit(streams, arguments.raw_s) for streams in (1, 2)]
@@ -153,13 +134,8 @@ def measure(case: Case, arguments: argparse.Namespace, before: float) -> dict[st
         cable = hosts.sent(0, CABLE) - cable
         loops = [hosts.sent(host, "lo") - was for host, was in zip((0, 1), loops, strict=True)]
         raws += [hosts.raw_gbit(streams, arguments.raw_s) for streams in (1, 2)]
-    settings = {
-        "ranks": 2 * case.per_host,
-        "rounds": arguments.rounds,
-        "seed": arguments.seed,
-        "force": arguments.force,
-    }
-    result = analyse(raw, settings, facts(), {"others_before": before, "others_during": others})
+    settings = {"ranks": 2 * case.per_host, "rounds": arguments.rounds, "seed": arguments.seed}
+    result = analyse(raw, settings)
     result["case"] = {
         **dataclasses.asdict(case),
         "burst": BURST_BYTES,
@@ -169,8 +145,8 @@ def measure(case: Case, arguments: argparse.Namespace, before: float) -> dict[st
     result["raw_gbit"] = {"streams": [1, 2, 1, 2], "rates": raws, "best": max(raws)}
     for one in result["sizes"]:
         one["found"] = found(case, one, max(raws), arguments.seed)
-    result["noise"]["reasons"] += doubts(result)
-    result["noise"]["conclusive"] = not result["noise"]["reasons"]
+    result["noise"]["others_during"] = others
+    result["noise"]["reasons"] += [*loads_against(0.0, others), *doubts(result)]
     return result
 
 
@@ -302,32 +278,22 @@ def verdict(value: dict[str, Any], least: float) -> str:
     return "missed" if value["high"] < least else "undecided"
 
 
-def print_result(results: dict[str, Any]) -> None:
-    """What was measured, and a table for each case."""
-    first = next(iter(results.values()))
-    machine, versions = first["machine"], first["versions"]
-    print(
-        f"allreduce, float32, sum, in place, between two hosts (namespaces, tbf), {first['settings']['rounds']} rounds"
-    )
-    print(f"{machine['processor']}, {machine['cores']} cores, {machine['kernel']}; horoclone {versions['horoclone']}, "
-          f"torch {versions['torch']}, python {versions['python']}")  # fmt: skip
-    for name, result in results.items():
-        case, noise = result["case"], result["noise"]
+def print_result(whole: dict[str, Any]) -> None:
+    """A table for each case, and its gates."""
+    for name, result in whole["cases"].items():
+        case = result["case"]
         rates = ", ".join(f"{rate:.3f}" for rate in result["raw_gbit"]["rates"])
         print(
-            f"\n{name}: {case['gbit']:g} Gbit/s, MTU {case['mtu']}, 2 hosts x {case['per_host']}; "
-            f"plain sockets, 1, 2, 1, 2 streams, both ways at once: {rates} Gbit/s; "
-            f"others used {noise['others_during']:.2f} cores"
+            f"{name}: {case['gbit']:g} Gbit/s, MTU {case['mtu']}, 2 hosts x {case['per_host']}; "
+            f"plain sockets, 1, 2, 1, 2 streams, both ways at once: {rates} Gbit/s"
         )
-        if noise["reasons"]:
-            print("NO CONCLUSION: " + "; ".join(noise["reasons"]))
         print_rows(*rows_of(result))
-        for one in result["sizes"][-1:]:
-            for what, least in case["gates"].items():
-                value = one["found"][what]
-                print(
-                    f"  {what} >= {least:g}: {ratio_text(value)} at {size_text(one['bytes'])}, {verdict(value, least)}"
-                )
+        one = result["sizes"][-1]
+        for what, least in case["gates"].items():
+            value = one["found"][what]
+            judged = verdict(value, least)
+            print(f"  {what} >= {least:g}: {ratio_text(value)} at {size_text(one['bytes'])}, {judged}")
+        print()
 
 
 def rows_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -350,13 +316,14 @@ def rows_of(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     return header, rows
 
 
-def plot(results: dict[str, Any], path: Path) -> None:
+def plot(whole: dict[str, Any], path: Path) -> None:
     """Per case and contestant: buffer per time, as a fraction of the nominal rate."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
+    results = whole["cases"]
     figure, panels = plt.subplots(1, len(results), figsize=(3.4 * len(results), 4.2), squeeze=False)
     for axes, (name, result) in zip(panels[0], results.items(), strict=True):
         case, size = result["case"], result["sizes"][-1]

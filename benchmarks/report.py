@@ -12,6 +12,7 @@ from statistics_of import Summary, ratio_of, reasons_against, slowest_rank, summ
 OWN = ("horoclone", "horoclone async")
 MEMCPY = "memcpy"
 MANY_TENSORS = 1000
+SHOWN = ("horoclone", "torch", "mpi", "mpi4py", "python")  # of the versions
 UNITS = ((1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -28,29 +29,26 @@ def time_text(us: float) -> str:
     return f"{us / 1000:.3g} ms" if us >= 10_000 else f"{us:.0f} us" if us >= 100 else f"{us:.3g} us"
 
 
-def analyse(
-    raw: dict[str, Any], settings: dict[str, Any], machine: dict[str, Any], load: dict[str, Any]
-) -> dict[str, Any]:
-    """`raw` is what measure.py wrote; `load` holds others_before and others_during, in cores."""
+def analyse(raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """`raw` is what measure.py wrote. session.py adds the machine, and to "noise" what others used of it."""
     ranks = raw["ranks"]
     memcpy = [
         summarise([slowest_rank([rank["calibration"][at] for rank in ranks])]).median_us for at in (0, 1)
     ]
-    reasons = reasons_against(
-        (memcpy[0], memcpy[1]), load["others_before"], load["others_during"], settings["rounds"]
-    )
     parts = {part: _part(part, ranks) for part in ranks[0]["times"]}
     return {
-        "benchmark": "allreduce, float32, sum, in place",
         "settings": settings,
-        "machine": machine,
         "versions": raw["versions"],
-        "noise": {**load, "memcpy_16MiB_us": memcpy, "reasons": reasons, "conclusive": not reasons},
+        "noise": {
+            "memcpy_16MiB_us": memcpy,
+            "reasons": reasons_against((memcpy[0], memcpy[1]), settings["rounds"]),
+        },
         "sizes": [
             {"bytes": int(name.split(".")[1]), **part}
             for name, part in parts.items()
             if name.startswith("size.")
         ],
+        "sets": {name[4:]: part["contestants"] for name, part in parts.items() if name.startswith("set.")},
         "loop_4_bytes": parts.get("loop"),
         "many": _per_second(parts.get("many")),
         "grouped": _per_second(parts.get("grouped")),
@@ -86,33 +84,44 @@ def _per_second(part: dict[str, Any] | None) -> dict[str, Any] | None:
     return part
 
 
-# --- the table -----------------------------------------------------------------------------------------------------
-
-
-def headline(result: dict[str, Any]) -> list[str]:
+def head_lines(result: dict[str, Any]) -> list[str]:
     """What was measured, where, and whether it may be believed."""
-    settings, machine, noise = result["settings"], result["machine"], result["noise"]
-    first, last = noise["memcpy_16MiB_us"]
+    machine, noise = result["machine"], result["noise"]
+    virtual = "virtual machine, " if machine["virtual machine"] else ""
     lines = [
-        f"allreduce, float32, sum, in place; {settings['ranks']} ranks, {settings['rounds']} rounds, one thread each, "
-        f"{settings['memory']} memory, {'not bound' if settings['bind'] == 'none' else 'bound to ' + settings['bind']}",
-        f"{machine['processor']}, {machine['cores']} cores, {machine['kernel']}, "
-        f"{'virtual machine, ' if machine['virtual machine'] else ''}huge pages {machine['huge pages']}",
-        ", ".join(
-            f"{name} {result['versions'][name]}"
-            for name in ("horoclone", "torch", "mpi", "mpi4py", "python")
-            if name in result["versions"]
-        ),
-        f"others used {_cores(noise['others_before'])} cores before and {_cores(noise['others_during'])} during; "
-        f"memcpy of 16 MiB took {time_text(first)} first, {time_text(last)} last",
+        result["benchmark"],
+        f"{machine['processor']}, {machine['cores']} cores, {machine['kernel']}, {virtual}"
+        f"huge pages {machine['huge pages']}",
     ]
-    if not noise["conclusive"]:
+    if versions := result.get("versions"):
+        lines.append(", ".join(f"{name} {value}" for name, value in versions.items() if name in SHOWN))
+    lines.append(
+        f"others used {_cores(noise['others_before'])} cores before and {_cores(noise['others_during'])} during"
+    )
+    if "memcpy_16MiB_us" in noise:
+        first, last = noise["memcpy_16MiB_us"]
+        lines[-1] += f"; memcpy of 16 MiB took {time_text(first)} first, {time_text(last)} last"
+    if noise["reasons"]:
         lines.append("TOO NOISY, NO CONCLUSION: " + "; ".join(noise["reasons"]))
     return lines
 
 
 def _cores(cores: float | None) -> str:
     return "an unknown number of" if cores is None else f"{cores:.2f}"
+
+
+# --- the table -----------------------------------------------------------------------------------------------------
+
+
+def benchmark_of(settings: dict[str, Any]) -> str:
+    """What was measured, in a line."""
+    bound = "not bound" if settings["bind"] == "none" else "bound to " + settings["bind"]
+    reduces = settings["operation"] in ("allreduce", "reducescatter")
+    in_place = ", in place" if settings["operation"] == "allreduce" else ""
+    return (
+        f"{settings['operation']}, float32{', sum' if reduces else ''}{in_place}; {settings['ranks']} ranks, "
+        f"{settings['rounds']} rounds, one thread each, {settings['memory']} memory, {bound}"
+    )
 
 
 def table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
@@ -181,7 +190,6 @@ LEGEND = (
 
 def print_tables(result: dict[str, Any]) -> None:
     """Everything a reader needs, on the standard output."""
-    print("\n".join(headline(result)))
     print_rows(*table(result))
     if result["many"]:
         print_rows(*many_table(result))
@@ -248,7 +256,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
         )
     below.axhline(1.0, color="black", linewidth=0.8)
     _dress(above, below, sizes)
-    lines = headline(result)
+    lines = head_lines(result)
     figure.suptitle(lines[0].split(";")[0] + f"; {result['settings']['ranks']} ranks", fontsize=12)
     figure.text(0.01, 0.005, "\n".join([*lines[1:], "bands: smallest to largest round above, 95 % interval below"]),
                 fontsize=6.5, color="#444444")  # fmt: skip

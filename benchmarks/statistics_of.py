@@ -87,18 +87,21 @@ def moved(first_us: float, last_us: float) -> float:
     return abs(last_us - first_us) / min(first_us, last_us)
 
 
-def reasons_against(
-    memcpy_us: tuple[float, float], others_before: float, others_during: float | None, rounds: int
-) -> list[str]:
-    """Why a run allows no conclusion; an empty list when it does. Loads of others are in cores."""
+def reasons_against(memcpy_us: tuple[float, float], rounds: int) -> list[str]:
+    """Why the figures themselves allow no conclusion; an empty list when they do."""
     reasons = []
-    if others_before > MAX_LOAD:
-        reasons.append(f"other processes used {others_before:.2f} cores before the start")
-    if others_during is not None and others_during > MAX_LOAD:
-        reasons.append(f"other processes used {others_during:.2f} cores during the run")
     if rounds < MIN_ROUNDS:
         reasons.append(f"{rounds} rounds are too few for an interval, which needs {MIN_ROUNDS}")
     if moved(*memcpy_us) > MAX_MOVE:
         first, last = memcpy_us
         reasons.append(f"memcpy took {first:.0f} us at the start and {last:.0f} us at the end")
+    return reasons
+
+
+def loads_against(before: float, during: float | None) -> list[str]:
+    """Why what others did meanwhile allows none. Loads are in cores; None: the system does not say."""
+    reasons = []
+    for cores, when in ((before, "before the start"), (during or 0.0, "during the run")):
+        if cores > MAX_LOAD:
+            reasons.append(f"other processes used {cores:.2f} cores {when}")
     return reasons

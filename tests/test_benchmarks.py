@@ -72,14 +72,15 @@ def test_an_interval_that_touches_one_decides_nothing(load):
 
 
 def test_noise_forbids_conclusions(load):
-    reasons = load("statistics_of").reasons_against
-    assert reasons((100.0, 109.0), 0.1, 0.2, 7) == []
-    assert reasons((100.0, 100.0), 0.1, None, 7) == []  # no /proc/stat
-    assert "before the start" in reasons((100.0, 100.0), 0.4, 0.0, 7)[0]
-    assert "during" in reasons((100.0, 100.0), 0.0, 0.4, 7)[0]
-    assert "too few" in reasons((100.0, 100.0), 0.0, 0.0, 6)[0]
+    statistics = load("statistics_of")
+    loads, reasons = statistics.loads_against, statistics.reasons_against
+    assert loads(0.1, 0.2) == loads(0.1, None) == []  # None: no /proc/stat
+    assert "before the start" in loads(0.4, 0.0)[0]
+    assert "during" in loads(0.0, 0.4)[0]
+    assert reasons((100.0, 109.0), 7) == []
+    assert "too few" in reasons((100.0, 100.0), 6)[0]
     for drifting in ((100.0, 111.0), (111.0, 100.0)):
-        assert "memcpy" in reasons(drifting, 0.0, 0.0, 7)[0]
+        assert "memcpy" in reasons(drifting, 7)[0]
 
 
 def test_names_of_sizes(load):
@@ -125,7 +126,7 @@ def test_a_tiny_run(open_mpi, tmp_path):
     drawing = importlib.util.find_spec("matplotlib") is not None
     command = [
         sys.executable, FOLDER / "allreduce.py", "--sizes", "4,4096", "--rounds", "2", "--force", "--settle", "0.2",
-        "--limit", "150", "--mpirun", open_mpi.mpirun, "--json", tmp_path / "out" / "result.json",
+        "--limit", "150", "--mpi", open_mpi.mpirun, "--json", tmp_path / "out" / "result.json",
         *(["--plot", tmp_path / "plot.png"] if drawing else []),
     ]  # fmt: skip
     done = subprocess.run(
@@ -186,6 +187,73 @@ def test_network_figures_that_cannot_be(load):
     assert len(reasons) == 3 and "loopback" in reasons[0] and "more than there can be" in reasons[1], reasons
     assert "burst" in reasons[2]
     assert [network.verdict(line, least) for least in (0.94, 0.95, 0.97)] == ["met", "undecided", "missed"]
+
+
+def test_shapes_of_models_and_their_buckets(load):
+    gradients = load("gradients")
+    assert (len(gradients.resnet50()), sum(gradients.resnet50())) == (161, 25_557_032)
+    assert gradients.resnet50()[:2] == [1000, 2_048_000]  # as backward completes them
+    ranges = gradients.buckets([100_000, 200_000, 100_000, 7_000_000, 5])
+    assert ranges == [(0, 300_000), (300_000, 7_400_000), (7_400_000, 7_400_005)]
+
+
+def test_wrong_results_of_the_other_operations_are_found(load):
+    torch = pytest.importorskip("torch")
+    inputs = [load("inputs").Inputs(rank, 2, 3000) for rank in range(2)]
+    parts = [torch.empty(3000) for _ in inputs]
+    for one, part in zip(inputs, parts, strict=True):
+        one.write(part, 9)
+    right = {
+        "broadcast": parts[0],
+        "allgather": torch.cat(parts),
+        "reducescatter": (parts[0] + parts[1])[1500:],
+        "alltoall": torch.cat([part[1500:] for part in parts]),
+    }
+    for operation, result in right.items():
+        inputs[1].check_operation(operation, result, 9)
+        wrong = result.clone()
+        wrong[700] += 1
+        with pytest.raises(RuntimeError, match=operation):
+            inputs[1].check_operation(operation, wrong, 9)
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_sets_of_tensors_and_another_operation(load, open_mpi, monkeypatch):
+    pytest.importorskip("torch")
+    pytest.importorskip("mpi4py")
+    for name, value in open_mpi.env.items():
+        monkeypatch.setenv(name, value)
+    plan = {"sizes": [64], "rounds": 1, "contestants": ["async", "gloo", "mpi"], "memory": "private", "seed": 1,
+            "extras": False, "sets": {"few": [300, 1, 7]}, "operation": "alltoall"}  # fmt: skip
+    raw = load("start").run_ranks(plan, 2, 100, "none", str(open_mpi.mpirun))
+    result = load("report").analyse(raw, {"rounds": 1})
+    assert len(result["sizes"][0]["contestants"]) == 3
+    ways = {label.split(", ")[1] for label in result["sets"]["few"] if label.startswith("horoclone")}
+    assert ways == {"one by one", "grouped", "buckets"}
+    assert len(result["sets"]["few"]) == 9 and all(w["calls"] for w in result["sets"]["few"].values())
+
+
+@pytest.mark.slow
+def test_counters_of_control_and_of_idle_engines(tmp_path):
+    pytest.importorskip("torch")
+    options = {
+        "control.py": ["--np", "2", "--steps", "3"],
+        "idle.py": ["--np", "2", "--seconds", "0.3", "--rounds", "1"],
+    }
+    results = {}
+    for program, more in options.items():
+        path = tmp_path / f"{program}.json"
+        command = [sys.executable, FOLDER / program, *more, "--force", "--settle", "0.1", "--json", path]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=100)
+        assert done.returncode == 0, done.stdout + done.stderr
+        results[program] = json.loads(path.read_text())
+    rows = {(row["way"], row["form"]): row for row in results["control.py"]["rows"]}
+    assert len(rows) == 6
+    assert rows["shared memory", "declared"]["rank 0 messages"] == 0  # a frozen plan needs no message
+    assert rows["TCP", "grouped"]["others messages"] > 0
+    for ranks in results["idle.py"]["idle"].values():
+        assert [rank["messages"] for rank in ranks] == [0, 0]
 
 
 @pytest.mark.netns

@@ -61,7 +61,7 @@ class Int8Compressor(GradientCompressor):
             return
         values = flat if flat.dtype is torch.float32 else flat.to(torch.float32)
         parts = self._parts(flat.numel(), bucket.size)
-        under_way = []
+        under_way: list[Any] = []
         for part in parts:
             message = self._encode(
                 values, [part.of_rank(rank) for rank in range(bucket.size)], part, "sent", bucket

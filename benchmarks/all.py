@@ -1,0 +1,177 @@
+"""The short form of every benchmark, and one table of what they found: `make bench`. Under 15 minutes.
+
+Each runs as a program of its own, with --json and --plot into the folder of results. One that finds the machine too
+noisy, or that cannot run here (no root for namespaces, no such MPI), has "no conclusion" in the table, with the reason
+above it.
+Exit codes: 0, 1 a benchmark failed, 3 too noisy for some conclusion.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from report import print_rows, ratio_text, size_text, time_text  # noqa: E402
+from session import Failed  # noqa: E402
+from start import find_mpi  # noqa: E402
+
+FEW = "65536,16777216"
+PARTS: dict[str, list[str]] = {
+    "allreduce": ["allreduce.py", "--short"],
+    "allreduce, MPICH": ["allreduce.py", "--sizes", "4,65536,16777216,67108864", "--no-extras", "--rounds", "7",
+                         "--contestants", "horoclone,mpi", "--mpi", "mpich"],
+    "allreduce, Intel MPI": ["allreduce.py", "--sizes", "4,65536,16777216,67108864", "--no-extras", "--rounds", "7",
+                             "--contestants", "horoclone,mpi", "--mpi", "impi"],
+    **{
+        operation: ["allreduce.py", "--operation", operation, "--sizes", FEW, "--rounds", "7"]
+        for operation in ("broadcast", "allgather", "reducescatter", "alltoall")
+    },
+    "models": ["models.py"],
+    "models, 4 ranks": ["models.py", "--np", "4", "--sets", "ResNet-50"],
+    "many small": ["many_small.py", "--sets", "1000 x 64 B,1000 x 1 KiB"],
+    "network": ["network.py", "--cases", "1g,10g,1g-2x2,1g-2x4", "--sizes", "26214400"],
+    "idle": ["idle.py"],
+    "memory": ["memory.py", "--np", "2"],
+    "control": ["control.py", "--np", "2,4,8"],
+}  # fmt: skip
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the parts and returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=Path("out"), help="folder of results (out)")
+    parser.add_argument(
+        "--parts", type=lambda text: text.split(";"), default=list(PARTS), help=";".join(PARTS)
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="conclude although the machine is noisy, marked so"
+    )
+    arguments = parser.parse_args(argv)
+    if unknown := [name for name in arguments.parts if name not in PARTS]:
+        parser.error(f"no part {unknown[0]!r}")
+    codes, rows, began = {}, [], time.monotonic()
+    for name in arguments.parts:
+        print(f"\n=== {name}", flush=True)
+        codes[name] = run_part(name, arguments.out, arguments.force)
+        path = result_of(name, arguments.out)
+        if codes[name] == 0 and path.exists():
+            result = json.loads(path.read_text(encoding="utf-8"))
+            mark = " (noisy)" if result["noise"]["reasons"] else ""
+            rows += [[f"{name}: {row[0]}{mark}", *row[1:]] for row in rows_of(name, result)]
+        else:
+            rows.append([name, "no conclusion: see above", "", ""])
+    print(f"\n=== all, {(time.monotonic() - began) / 60:.1f} minutes\n")
+    print_rows(["what", "horoclone", "best of the others", "theirs / ours"], rows)
+    print("theirs / ours: above 1 horoclone is faster; with a 95 % interval; ? undecided.")
+    return 1 if 1 in codes.values() else 3 if 3 in codes.values() else 0
+
+
+def result_of(name: str, out: Path) -> Path:
+    return out / f"{name.replace(', ', '_').replace(' ', '_')}.json"
+
+
+def run_part(name: str, out: Path, force: bool) -> int:
+    """The exit code; 2 for a part that cannot run here."""
+    program, *options = PARTS[name]
+    if "--mpi" in options:
+        try:
+            find_mpi(options[options.index("--mpi") + 1])
+        except Failed as error:
+            print(f"SKIPPED: {error}", flush=True)
+            return 2
+    path = result_of(name, out)
+    path.unlink(missing_ok=True)
+    command = [
+        sys.executable,
+        str(HERE / program),
+        *options,
+        "--json",
+        str(path),
+        "--plot",
+        str(path.with_suffix(".png")),
+    ]
+    path_of_package = os.pathsep.join(filter(None, [str(HERE.parent), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": path_of_package}
+    return subprocess.run(
+        [*command, *(["--force"] if force else [])], env=environment, check=False
+    ).returncode
+
+
+def rows_of(name: str, result: dict[str, Any]) -> Iterator[list[str]]:
+    """What | ours | the best peer | ratio."""
+    if "cases" in result:
+        yield from network_rows(result)
+    elif result.get("sets"):
+        for title, one in result["sets"].items():
+            for label, ratio in one["best"]["ratios"].items():
+                peer = one["best"]["peer"]
+                yield [f"{title}, {label.split(', ')[1]}", time_text(one["ways"][label]["median_us"]),
+                       f"{time_text(one['ways'][peer]['median_us'])} {peer}", ratio_text(ratio)]  # fmt: skip
+    elif "sizes" in result:
+        for one in result["sizes"]:
+            yield size_row(one)
+    elif "idle" in result:
+        for title, ranks in result["idle"].items():
+            cpu = max(rank["cpu"] for rank in ranks)
+            yield [
+                title,
+                f"{100 * cpu:.3f} % of a core, {max(rank['messages'] for rank in ranks):.0f} messages",
+                "",
+                "",
+            ]
+        yield [
+            "init() of a process alone: its step after / before",
+            "",
+            "",
+            ratio_text(result["cost"]["after init"]),
+        ]
+    elif "ways" in result:
+        for title, of in result["ways"].items():
+            last = list(of)[-2]
+            yield [f"{title}, {last}", f"{of[last]['proportional'] / 1e6:.1f} MB", "", ""]
+    elif "rows" in result:
+        for row in result["rows"]:
+            figures = f"{row['rank 0 messages']:.1f} messages, {row['rank 0 bytes']:.0f} B of rank 0 per step"
+            yield [f"{row['ranks']} ranks, {row['way']}, {row['form']}", figures, "", ""]
+
+
+def size_row(one: dict[str, Any]) -> list[str]:
+    own = one["contestants"]["horoclone"]
+    peers = {
+        label: of for label, of in one["contestants"].items() if not label.startswith(("horoclone", "memcpy"))
+    }
+    best = min(peers, key=lambda label: peers[label]["median_us"])
+    return [size_text(one["bytes"]), time_text(own["median_us"]),
+            f"{time_text(peers[best]['median_us'])} {best}", ratio_text(one["ratios"]["horoclone"][best])]  # fmt: skip
+
+
+def network_rows(result: dict[str, Any]) -> Iterator[list[str]]:
+    for name, case in result["cases"].items():
+        one = case["sizes"][-1]
+        own, gloo = one["contestants"]["horoclone"], one["contestants"]["gloo"]
+        line = f"{time_text(own['median_us'])}, {one['found']['of line']['ratio']:.3f} of line"
+        yield [
+            name,
+            line,
+            f"{time_text(gloo['median_us'])} gloo",
+            ratio_text(one["found"]["horoclone vs gloo"]),
+        ]
+        for label in ("horoclone fp16", "horoclone int8"):
+            if label in one["contestants"]:
+                ratio = ratio_text(one["found"][f"{label} vs horoclone"])
+                yield [f"{name}, {label.split()[1]}", time_text(one["contestants"][label]["median_us"]),
+                       f"{time_text(own['median_us'])} float32", ratio]  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

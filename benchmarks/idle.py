@@ -1,0 +1,171 @@
+"""What an engine costs that has nothing to do, and what init() alone costs: `python benchmarks/idle.py`.
+
+Ranks that sleep after init(): processor time, messages, sleeps and wake-ups of each. A process alone that computes,
+before init(), after it, and after shutdown(), in turn. Exit codes: see session.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE))
+
+from report import print_rows, ratio_text  # noqa: E402
+from session import Failed, add_options, draw_bars, run  # noqa: E402
+from statistics_of import ratio_of  # noqa: E402
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the benchmark with `argv` and returns the exit code."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    add_options(parser)
+    parser.add_argument(
+        "--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4], help="ranks"
+    )
+    parser.add_argument("--seconds", type=float, default=5.0, help="for which the ranks sleep")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of the process alone")
+    arguments = parser.parse_args(argv)
+    return run(arguments, lambda: measure(arguments), show, draw)
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    import horoclone
+    from horoclone.launch.api import RunError
+
+    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    try:
+        idle = {
+            f"{size} ranks, {way}": horoclone.run(
+                sleep, (arguments.seconds,), np=size,
+                env={**environment, **({} if way == "shared memory" else {"HOROCLONE_SHARED_MEMORY": "0"})},
+            )
+            for size in arguments.np
+            for way in ("shared memory", "TCP")
+        }  # fmt: skip
+        (alone,) = horoclone.run(compute, (arguments.rounds,), np=1, env=environment)
+    except RunError as error:
+        raise Failed(str(error)) from None
+    cost = {
+        name: dataclasses.asdict(ratio_of(alone["before"], alone[name]))
+        for name in ("after init", "shut down")
+    }
+    return {
+        "benchmark": f"idle engines for {arguments.seconds:g} s; init() and a process alone, {arguments.rounds} rounds",
+        "idle": idle,
+        "alone_ms": alone,
+        "cost": cost,
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    rows = []
+    for name, ranks in result["idle"].items():
+        worst = {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+        rows.append([
+            name, f"{100 * worst['cpu']:.4f} %", f"{worst['messages']:.0f}", f"{worst['bytes']:.0f}",
+            f"{worst['sleeps']:.0f}", f"{worst['switches']:.1f}/s",
+        ])  # fmt: skip
+    print_rows(["idle, the worst rank", "of a core", "messages", "bytes", "sleeps", "context switches"], rows)
+    rows = [
+        [
+            name,
+            f"{statistics.median(times):.2f} ms",
+            ratio_text(result["cost"][name]) if name in result["cost"] else "",
+        ]
+        for name, times in result["alone_ms"].items()
+    ]
+    print_rows(["a process alone", "a step", "of the time before init()"], rows)
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    cpu = {
+        name: tuple(100 * f(rank["cpu"] for rank in ranks) for f in (max, min, max))
+        for name, ranks in result["idle"].items()
+    }
+    alone = {
+        name: (statistics.median(times), min(times), max(times)) for name, times in result["alone_ms"].items()
+    }
+    draw_bars(path, result["benchmark"], {"idle: % of a core": cpu, "a process alone: ms per step": alone})
+
+
+# --- on the ranks --------------------------------------------------------------------------------------------------
+
+
+def sleep(seconds: float) -> dict[str, float]:
+    """What this rank did while nobody wanted anything of it."""
+    import json
+    import resource
+    import time
+
+    import numpy as np
+
+    import horoclone as hvd
+    from horoclone.runtime import native
+
+    hvd.init()
+    for turn in range(3):
+        hvd.allreduce(np.ones(1000), name=f"warm.{turn}")
+    time.sleep(0.5)
+
+    def look() -> tuple[float, dict[str, Any], Any]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        counters = json.loads(native().counters())
+        return used.ru_utime + used.ru_stime, counters, used.ru_nvcsw + used.ru_nivcsw
+
+    before = look()
+    time.sleep(seconds)
+    after = look()
+    mesh = [look_[1]["mesh"] for look_ in (before, after)]
+    found = {
+        "cpu": (after[0] - before[0]) / seconds,
+        "messages": mesh[1]["frames_sent"] - mesh[0]["frames_sent"],
+        "bytes": mesh[1]["bytes_sent"] - mesh[0]["bytes_sent"],
+        "sleeps": after[1]["sleeps"] - before[1]["sleeps"],
+        "switches": (after[2] - before[2]) / seconds,
+    }
+    hvd.barrier()
+    return found
+
+
+def compute(rounds: int) -> dict[str, list[float]]:
+    """Milliseconds of a step of plain torch before init(), after it and after shutdown(), in turn."""
+    import time
+
+    import torch
+
+    import horoclone.torch as hvd
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(512, 512) for _ in range(8)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    x = torch.randn(64, 512)
+
+    def step() -> float:
+        times = []
+        for _ in range(40):
+            began = time.perf_counter()
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            times.append(1000 * (time.perf_counter() - began))
+        return sorted(times)[len(times) // 2]
+
+    step()
+    found: dict[str, list[float]] = {"before": [], "after init": [], "shut down": []}
+    for _ in range(rounds):
+        found["before"].append(step())
+        hvd.init()
+        found["after init"].append(step())
+        hvd.shutdown()
+        found["shut down"].append(step())
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())
