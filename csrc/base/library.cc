@@ -3,9 +3,17 @@
 #include <dlfcn.h>
 #include <link.h>
 
+#include <mutex>
+
 namespace hc {
 
+namespace {
+// The loader has a lock of its own. ThreadSanitizer does not see that one, and takes what the loader wrote for a race.
+std::mutex loader_mu;
+}  // namespace
+
 Result<std::shared_ptr<Library>> Library::open(const std::string& name) {
+  std::lock_guard lock(loader_mu);
   (void)::dlerror();
   if (void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE))
     return std::shared_ptr<Library>(new Library(handle, name));
@@ -14,6 +22,7 @@ Result<std::shared_ptr<Library>> Library::open(const std::string& name) {
 }
 
 std::shared_ptr<Library> Library::loaded(const std::string& name) {
+  std::lock_guard lock(loader_mu);
   void* handle = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
   return handle ? std::shared_ptr<Library>(new Library(handle, name)) : nullptr;
 }
@@ -23,6 +32,7 @@ Library::~Library() { ::dlclose(handle_); }
 void* Library::symbol(const char* name) const { return ::dlsym(handle_, name); }
 
 std::string Library::file() const {
+  std::lock_guard lock(loader_mu);
   link_map* map = nullptr;
   if (::dlinfo(handle_, RTLD_DI_LINKMAP, &map) == 0 && map && map->l_name && *map->l_name) return map->l_name;
   return name_;

@@ -13,19 +13,22 @@ namespace hc {
 
 namespace {
 
+int element(size_t i, int rank, int salt) {
+  return static_cast<int>(1 + (i * 7 + static_cast<size_t>(rank * 3 + salt)) % 5);
+}
+
 template <class T>
 std::vector<T> filled(size_t count, int rank, int salt = 0) {
   std::vector<T> values(count);
-  for (size_t i = 0; i < count; ++i) values[i] = static_cast<T>(1 + (i * 7 + static_cast<size_t>(rank) * 3 + salt) % 5);
+  for (size_t i = 0; i < count; ++i) values[i] = static_cast<T>(element(i, rank, salt));
   return values;
 }
 
 // The reduction over `size` ranks of filled(), element i.
-template <class T>
 double expected(Reduce reduce, size_t i, int size, int salt = 0) {
   double total = 0;
   for (int r = 0; r < size; ++r) {
-    const auto v = static_cast<double>(filled<T>(i + 1, r, salt)[i]);
+    const double v = element(i, r, salt);
     if (r == 0)
       total = v;
     else if (reduce == Reduce::kMin)
@@ -57,7 +60,7 @@ void reduces(Engine& engine, FrameworkOnGpu& gpu, DType dtype, size_t count, con
     const auto got = gpu.read(out, count);
     size_t wrong = 0;
     for (size_t i = 0; i < count; ++i) {
-      double want = expected<T>(reduce, i, size);
+      double want = expected(reduce, i, size);
       if (!is_float(dtype)) want = std::trunc(want);
       wrong += std::abs(static_cast<double>(got[i]) - want) > 1e-5 * want;
     }
@@ -151,7 +154,7 @@ TEST_CASE("double of CUDA and NCCL: the host does not wait for the device, strea
               CHECK(ends(engine, gpu, "late", data, 64).text() == "");
               CHECK(gpu.busy());  // enqueued, and the input itself was not there yet
               const auto got = gpu.read(data, 64);
-              for (size_t i = 0; i < 64; ++i) CHECK(got[i] == expected<float>(Reduce::kSum, i, 2));
+              for (size_t i = 0; i < 64; ++i) CHECK(got[i] == expected(Reduce::kSum, i, 2));
             })
             .text() == "");
 }
@@ -184,8 +187,8 @@ TEST_CASE("double of CUDA and NCCL: many small and some large tensors, one by on
               for (size_t t = 0; t < kTensors; ++t) {
                 const auto got = gpu.read(data[t], values[t].size());
                 const size_t last = got.size() - 1;
-                CHECK(got[0] == expected<float>(Reduce::kSum, 0, 3, static_cast<int>(t)));
-                CHECK(got[last] == expected<float>(Reduce::kSum, last, 3, static_cast<int>(t)));
+                CHECK(got[0] == expected(Reduce::kSum, 0, 3, static_cast<int>(t)));
+                CHECK(got[last] == expected(Reduce::kSum, last, 3, static_cast<int>(t)));
               }
               // As a group, of two dtypes.
               const auto a = filled<float>(10, rank);
@@ -203,8 +206,8 @@ TEST_CASE("double of CUDA and NCCL: many small and some large tensors, one by on
               CHECK(engine.submit(s, &handle).is_ok());
               CHECK(enqueued(engine, gpu, handle).text() == "");
               engine.release(handle);
-              CHECK(gpu.read(on_a, 10)[9] == expected<float>(Reduce::kSum, 9, 3));
-              CHECK(gpu.read(on_b, 20)[19] == expected<double>(Reduce::kSum, 19, 3));
+              CHECK(gpu.read(on_a, 10)[9] == expected(Reduce::kSum, 9, 3));
+              CHECK(gpu.read(on_b, 20)[19] == expected(Reduce::kSum, 19, 3));
             })
             .text() == "");
 }
@@ -402,7 +405,7 @@ TEST_CASE("double of CUDA and NCCL: without NCCL the data goes through host memo
                     CHECK(outcome.text().find(row.why) != std::string::npos);
                   } else {
                     CHECK(outcome.text() == "");
-                    CHECK(gpu.read(data, 300)[299] == expected<float>(Reduce::kSum, 299, 2));
+                    CHECK(gpu.read(data, 300)[299] == expected(Reduce::kSum, 299, 2));
                   }
                   // The runtime stays usable.
                   const std::vector<int32_t> one = {1};
