@@ -26,7 +26,7 @@ MAY_INCLUDE = {
     "frameworks": {"frameworks", "door"},
     "include": set(),
 }
-FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "flax", "optax", "mxnet", "lightning"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning"}
 # path -> framework that it imports inside a function, and only when it is needed
 LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
 # path -> whose objects it packs

@@ -1,0 +1,59 @@
+"""horoclone for CuPy: `import horoclone.cupy as hvd`. Collectives on arrays on a GPU, behind CuPy's current stream."""
+
+from horoclone.array_handles import poll, synchronize
+from horoclone.cupy.operations import (
+    allgather,
+    allgather_async,
+    allreduce,
+    allreduce_,
+    allreduce_async,
+    allreduce_async_,
+    alltoall,
+    alltoall_async,
+    broadcast,
+    broadcast_,
+    broadcast_async,
+    broadcast_async_,
+    grouped_allreduce,
+    grouped_allreduce_,
+    grouped_allreduce_async,
+    grouped_allreduce_async_,
+    join,
+    reducescatter,
+    reducescatter_async,
+)
+from horoclone.errors import (
+    Aborted,
+    HorovodInternalError,
+    Mismatch,
+    NotInitialized,
+    PeerLost,
+    Timeout,
+    Unsupported,
+)
+from horoclone.objects import allgather_object, broadcast_object
+from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
+from horoclone.runtime import (
+    cross_rank,
+    cross_size,
+    init,
+    is_initialized,
+    local_rank,
+    local_size,
+    nccl_built,
+    rank,
+    shutdown,
+    size,
+)
+
+__all__ = [
+    "Aborted", "Adasum", "Average", "HorovodInternalError", "Max", "Min", "Mismatch", "NotInitialized", "PeerLost",
+    "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_async",
+    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
+    "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
+    "cross_rank", "cross_size", "global_process_set", "grouped_allreduce", "grouped_allreduce_",
+    "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_initialized", "join", "local_rank",
+    "local_size", "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
+    "shutdown", "size", "synchronize",
+]  # fmt: skip

@@ -1,0 +1,150 @@
+"""horoclone.cupy on doubles of CUDA and NCCL and on a stand-in for CuPy: no GPU and no CuPy take part.
+
+The stand-in has the few names of CuPy that the binding uses; its arrays lie in the memory of CUDA's double, whose
+streams are threads with delays, so whoever reads too early reads old values.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from crew import Crew, teams_of
+
+from horoclone import ops
+
+
+class StandIn(types.ModuleType):
+    """Becomes sys.modules["cupy"] of a rank."""
+
+    def __init__(self, device: int) -> None:
+        super().__init__("cupy")
+        driver = self.driver = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
+        context, stream = ctypes.c_void_p(), ctypes.c_void_p()
+        assert driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+        assert driver.cuCtxPushCurrent_v2(context) == 0
+        assert driver.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
+        standin = self
+
+        class ndarray:
+            def __init__(self, shape: Any, dtype: Any) -> None:
+                self.host = standin.memory(shape, np.dtype(dtype))
+                self.shape, self.dtype, self.ndim = self.host.shape, self.host.dtype, self.host.ndim
+                self.nbytes, self.flags = self.host.nbytes, self.host.flags
+                self.data = types.SimpleNamespace(ptr=self.host.ctypes.data if self.host.size else 0)
+                self.device = types.SimpleNamespace(id=device)
+
+            def reshape(self, shape: Any) -> Any:
+                assert tuple(shape) == self.shape
+                return self
+
+            def get(self) -> np.ndarray:
+                assert driver.cuStreamSynchronize(stream) == 0
+                return self.host.copy()
+
+        self.ndarray = ndarray
+        self.cuda = types.SimpleNamespace(
+            get_current_stream=lambda device: types.SimpleNamespace(ptr=stream.value),
+            Device=lambda: types.SimpleNamespace(id=device),
+        )
+        self.empty = ndarray
+        self.empty_like = lambda like: ndarray(like.shape, like.dtype)
+        self.ascontiguousarray = lambda array: array
+        self.from_dlpack = lambda foreign: foreign.owner
+
+    def memory(self, shape: Any, dtype: np.dtype) -> np.ndarray:
+        size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        pointer = ctypes.c_uint64()
+        assert self.driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(max(1, size))) == 0
+        raw = (ctypes.c_char * max(1, size)).from_address(pointer.value)
+        return np.frombuffer(raw, np.uint8, size).view(dtype).reshape(shape)
+
+    def array(self, values: Any) -> Any:
+        values = np.asarray(values)
+        made = self.ndarray(values.shape, values.dtype)
+        made.host[...] = values
+        return made
+
+
+def begin() -> tuple[Any, Any]:
+    import horoclone
+
+    horoclone.init()
+    cupy = sys.modules["cupy"] = StandIn(horoclone.local_rank())
+    import horoclone.cupy as hvd
+
+    return cupy, hvd
+
+
+def some(dtype: np.dtype, rank: int) -> np.ndarray:
+    return ((np.arange(12).reshape(3, 4) * 7 + rank * 3) % 5).astype(dtype)
+
+
+def operations() -> None:
+    cupy, hvd = begin()
+    rank, size = hvd.rank(), hvd.size()
+    for dtype in (np.dtype(name) for name in ops.DTYPES if name != "bfloat16"):
+        ours = [some(dtype, r) for r in range(size)]
+        wide = np.stack([one.astype(np.float64) for one in ours])
+        source = cupy.array(ours[rank])
+        largest = hvd.allreduce(source, op=hvd.Max)
+        assert isinstance(largest, cupy.ndarray) and largest.dtype == dtype and largest is not source
+        np.testing.assert_array_equal(largest.get().astype(np.float64), wide.max(0))
+        if dtype != np.bool_:
+            target = cupy.array(ours[rank])
+            assert hvd.allreduce_(target) is target
+            mean = wide.mean(0) if dtype.kind == "f" else np.trunc(wide.mean(0))
+            np.testing.assert_allclose(target.get().astype(np.float64), mean, rtol=1e-3)
+        rows = hvd.allgather(cupy.array(ours[rank][: rank + 1]), f"rows of {dtype}")
+        np.testing.assert_array_equal(rows.get(), np.concatenate([ours[r][: r + 1] for r in range(size)]))
+        handle = hvd.broadcast_async(cupy.array(ours[rank]), 1)
+        np.testing.assert_array_equal(hvd.synchronize(handle).get(), ours[1])
+        sent, received = hvd.alltoall(cupy.array(ours[rank]), [1, 2])
+        np.testing.assert_array_equal(
+            sent.get(), np.concatenate([o[:1] if rank == 0 else o[1:] for o in ours])
+        )
+        assert received == [1 + rank] * 2
+    share = hvd.reducescatter(cupy.array(some(np.dtype("f4"), rank)), op=hvd.Sum)
+    total = some(np.dtype("f4"), 0) + some(np.dtype("f4"), 1)
+    np.testing.assert_array_equal(share.get(), total[:2] if rank == 0 else total[2:])
+    group = hvd.grouped_allreduce([cupy.array(np.full(n, rank + 1.0)) for n in (1, 70_000)], op=hvd.Sum)
+    assert [float(one.get()[-1]) for one in group] == [3.0, 3.0] and hvd.grouped_allreduce([]) == []
+    hvd.broadcast_(scalar := cupy.array(np.float32(rank)), 1)
+    assert scalar.get() == 1.0 and scalar.shape == ()
+    # What speaks DLPack is reduced where it lies, and given back.
+    foreign = types.SimpleNamespace(owner=cupy.array(np.ones(3)))
+    assert hvd.allreduce_(foreign, op=hvd.Sum) is foreign and foreign.owner.get().tolist() == [2.0] * 3
+    with pytest.raises(ValueError, match="complex64 is not supported"):
+        hvd.allreduce(cupy.array(np.ones(2, np.complex64)))
+    with pytest.raises(hvd.Mismatch, match="GPU"):
+        import horoclone
+
+        mixed = cupy.array(np.ones(3)) if rank == 0 else np.ones(3)
+        (hvd if rank == 0 else horoclone).allreduce(mixed, name="mixed")
+    if rank == 1:
+        assert hvd.allreduce(cupy.array(np.ones(2)), op=hvd.Sum, name="alone").get().tolist() == [1.0, 1.0]
+    assert hvd.join() == 1
+
+
+def test_double_cupy_arrays_in_every_operation(doubles: Path) -> None:
+    crew = Crew(dict(os.environ), "numpy", "horoclone.arrays")
+    try:
+        for start in teams_of(crew):
+            team = start(
+                operations,
+                2,
+                env={
+                    "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
+                    "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
+                    "HC_DOUBLE_DELAY_US": "100",
+                },
+            )
+            assert team.wait(60) == [0, 0], team.outputs()
+    finally:
+        crew.close()
