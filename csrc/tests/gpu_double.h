@@ -50,6 +50,11 @@ inline int double_count(const char* what, int device = 0) {
   return reinterpret_cast<Count>(cuda_double()->library->symbol("hc_double_count"))(what, device);
 }
 
+inline int double_communicators() {
+  const auto library = Library::open(kNcclDouble).take();
+  return reinterpret_cast<int (*)()>(library->symbol("hc_double_communicators"))();
+}
+
 class FrameworkOnGpu {
  public:
   explicit FrameworkOnGpu(int device) : device(device), api_(cuda_double()) {

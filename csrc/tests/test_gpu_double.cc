@@ -330,10 +330,24 @@ TEST_CASE("double of CUDA and NCCL: process sets that share ranks start their wo
                   CHECK(gpu.read(data[s], 32)[31] == static_cast<float>(members[s].size()));
                 }
               }
+              const auto all_are_here = [&](const char* name) {
+                const std::vector<int32_t> one = {1};
+                std::vector<int32_t> sum(1);
+                int64_t handle = 0;
+                CHECK(submit(engine, Op::kAllreduce, name, one, &sum, {1}, &handle).is_ok());
+                CHECK(finish(engine, handle).is_ok());
+                engine.release(handle);
+              };
+              // Each rank has a stream of its own, before all others, and a communicator for each of its sets.
+              all_are_here("before counting");
+              CHECK(double_count("urgent streams") == 3 + 2 + 2 + 2);
+              CHECK(double_communicators() == 3 + 2 + 2 + 2);
+              all_are_here("after counting");
               CHECK(engine.remove_process_set(ids[2]).is_ok());
             })
             .text() == "");
   CHECK(double_count("streams") == 0);
+  CHECK(double_communicators() == 0);
 }
 
 TEST_CASE("double of CUDA and NCCL: a joined rank takes part with neutral elements") {

@@ -25,7 +25,7 @@
 namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidContext = 201,
-              kInvalidHandle = 400, kNotReady = 600;
+              kInvalidHandle = 400, kNotReady = 600, kHighestPriority = -5;
 
 long number_from(const char* name, long otherwise) {
   const char* text = std::getenv(name);
@@ -64,7 +64,8 @@ struct Event {
 
 class Stream {
  public:
-  Stream() : worker_([this] { run(); }) {}
+  explicit Stream(bool urgent = false) : urgent(urgent), worker_([this] { run(); }) {}
+  const bool urgent;  // of the highest priority
   ~Stream() {
     {
       std::lock_guard lock(mu_);
@@ -114,7 +115,7 @@ struct Driver {
   std::map<uint64_t, size_t> memory;
   std::map<std::string, int> calls;
   std::map<int, std::unique_ptr<Stream>> default_streams;
-  std::atomic<int> streams{0}, events{0};
+  std::atomic<int> streams{0}, urgent_streams{0}, events{0};
 
   bool fails(const char* function, int* result) {
     const char* wish = std::getenv("HC_DOUBLE_CUDA_FAIL");
@@ -154,7 +155,7 @@ Stream* stream_of(void* handle) {
 int copy(void* to, const void* from, size_t bytes, void* stream) {
   Stream* s = stream_of(stream);
   if (!s) return kInvalidContext;
-  s->push([=] { std::memcpy(to, from, bytes); });
+  if (bytes) s->push([=] { std::memcpy(to, from, bytes); });
   return kSuccess;
 }
 
@@ -178,12 +179,14 @@ DOUBLE_API int hc_double_enqueue(void* stream, void (*job)(void*), void* argumen
 DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
   return bytes == 0 || driver().holds(reinterpret_cast<uint64_t>(at), bytes);
 }
-// what: "memory" (allocations), "streams", "events", "contexts" (ever made on `device`)
+// what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "contexts" (ever made
+// on `device`)
 DOUBLE_API int hc_double_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
   if (name == "memory") return static_cast<int>(driver().memory.size());
   if (name == "streams") return driver().streams.load();
+  if (name == "urgent streams") return driver().urgent_streams.load();
   if (name == "events") return driver().events.load();
   return driver().retained[device];
 }
@@ -271,17 +274,19 @@ DOUBLE_API int cuCtxPopCurrent_v2(void** context) {
 DOUBLE_API int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
   NEEDS_CONTEXT;
   *least = 0;
-  *greatest = -5;
+  *greatest = kHighestPriority;
   return kSuccess;
 }
-DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int) {
+DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
   NEEDS_CONTEXT;
-  *stream = new Stream;
+  *stream = new Stream(priority == kHighestPriority);
+  driver().urgent_streams += priority == kHighestPriority;
   ++driver().streams;
   return kSuccess;
 }
 DOUBLE_API int cuStreamDestroy_v2(void* stream) {
   if (!stream) return kInvalidHandle;
+  driver().urgent_streams -= static_cast<Stream*>(stream)->urgent;
   delete static_cast<Stream*>(stream);
   --driver().streams;
   return kSuccess;
