@@ -58,6 +58,16 @@ def memory_beside(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) 
     return torch.empty(shape, dtype=dtype, device=like.device)
 
 
+def to_host(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy in host memory. The host waits for it."""
+    return tensor.detach().cpu()
+
+
+def to_gpu(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Values from host memory in new memory beside `like`."""
+    return memory_beside(like, values.shape, values.dtype).copy_(values)
+
+
 def follow(runtime: Runtime, handle: int, place: Place) -> None:
     """After wait(): the caller's current stream comes behind the result, and so does the one that made the input."""
     device, submitted_on = place

@@ -3,7 +3,8 @@
 Only the two ranks take part; collectives are neither needed nor delayed, and a rank that has joined may still do it.
 Messages match in order by process set, sender and tag. A send is done when its receiver has matched it and the data
 have left, so two ranks that both send first, blocking, wait for each other: use isend. Only what a rank sends to itself
-is copied (up to 64 MiB) and done at once. Gradients do not travel. Thread: the caller's.
+is copied (up to 64 MiB) and done at once. Tensors on GPUs travel through host memory: isend waits for the copy there,
+the receiver's copy comes with synchronize. Gradients do not travel. Thread: the caller's.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -16,8 +17,9 @@ import torch
 from horoclone.ops import RECEIVE, SEND, Sum, peer_number
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
+from horoclone.torch.gpu import to_host
 from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import address_of, number_of, received
+from horoclone.torch.tensors import ON_GPU, address_of, number_of, received
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
@@ -25,12 +27,14 @@ __all__ = ["irecv", "isend", "recv", "send"]
 def _number_of(tensor: Any, what: str) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(f"{what} takes a torch.Tensor, not {type(tensor).__name__}")
-    return number_of(tensor, None)
+    return number_of(tensor, None, True)
 
 
 def isend(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
     """As send; returns a handle at once. Do not change the tensor before it is done."""
     dtype, to, runtime = _number_of(tensor, "send"), peer_number(dst, "dst"), native()
+    if dtype >= ON_GPU:
+        tensor, dtype = to_host(tensor), dtype - ON_GPU
     handle = runtime.submit(
         SEND, None, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, to, set_id(process_set), None, tag
     )  # fmt: skip
@@ -59,6 +63,16 @@ def irecv(
         handle = runtime.submit(RECEIVE, None, 0, 0, None, 0, *rest)
         return remember(runtime, handle, None, None, lambda rt, h: received(rt.result(h)))
     dtype = _number_of(tensor, "recv")
+    if dtype >= ON_GPU:
+        arrived, target = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.detach()
+        place = address_of(arrived)
+        handle = runtime.submit(RECEIVE, None, 0, place, arrived.shape, dtype - ON_GPU, *rest)
+
+        def put(_: Any, __: int) -> torch.Tensor:
+            target.copy_(arrived)
+            return tensor
+
+        return remember(runtime, handle, tensor, (tensor, arrived), put)
     handle = runtime.submit(RECEIVE, None, 0, address_of(tensor), tensor.shape, dtype, *rest)
     return remember(runtime, handle, tensor, tensor)
 
@@ -72,6 +86,6 @@ def recv(
     """Receives from rank src (a world rank; None: from whoever sends first) into `tensor`, which is returned.
 
     The tensor must have the sender's dtype and number of elements. Without one a new tensor of the sender's shape and
-    dtype is made. Errors as those of send.
+    dtype is made, in host memory. Errors as those of send.
     """
     return synchronize(irecv(tensor, src, tag, process_set))

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone._core import dequantize, quantize
+from horoclone.errors import Unsupported
 from horoclone.torch.compressor import GradientCompressor
 
 if TYPE_CHECKING:
@@ -56,6 +57,11 @@ class Int8Compressor(GradientCompressor):
         flat = bucket.flat
         if bucket.size == 1:
             return
+        if not flat.is_cpu:
+            raise Unsupported(
+                f"Int8Compressor quantises in host memory, and the gradients are on {flat.device}: take "
+                "hvd.Compression.fp16 or bf16 there, or keep the model on the CPU"
+            )
         if not flat.is_floating_point():
             yield bucket.allreduce(flat, "plain")
             return

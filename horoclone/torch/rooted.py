@@ -7,7 +7,7 @@ them can run while a rank of the process set has joined (Unsupported). Thread: t
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ import torch
 from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
+from horoclone.torch.gpu import HOST, place_of, to_gpu, to_host
 from horoclone.torch.handles import remember, set_id, start_on_gpu, synchronize
 from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of, received
 
@@ -197,9 +198,20 @@ def scatter_async(
             f"{type(tensor).__name__}"
         )
     else:
-        dtype, counts = number_of(tensor, name), _row_counts(splits)
-        handle = runtime.submit(SCATTER, name, address_of(tensor), 0, tensor.shape, dtype, *rest, counts)
-    return remember(runtime, handle, None, tensor, lambda rt, h: received(rt.result(h)))
+        dtype, counts = number_of(tensor, name, True), _row_counts(splits)
+        given = tensor if dtype < ON_GPU else to_host(tensor)
+        handle = runtime.submit(
+            SCATTER, name, address_of(given), 0, given.shape, dtype % ON_GPU, *rest, counts
+        )
+        return remember(runtime, handle, None, given, _share_beside(tensor))
+    return remember(runtime, handle, None, tensor, _share_beside(tensor))
+
+
+def _share_beside(tensor: torch.Tensor | None) -> Callable[[Any, int], torch.Tensor]:
+    """What arrived; on the GPU of the tensor that this rank passed, if that lies on one."""
+    if tensor is None or place_of(tensor) is HOST:
+        return lambda runtime, handle: received(runtime.result(handle))
+    return lambda runtime, handle: to_gpu(received(runtime.result(handle)), tensor)
 
 
 def scatter(
@@ -212,7 +224,8 @@ def scatter(
     """This rank's share of the rows of rank root_rank's tensor: splits[r] rows for the r-th rank of the process set.
 
     Without splits the shares are equal, the first ranks get one row more if uneven. The root passes tensor and splits;
-    the others may pass None and get the root's dtype. Differentiable where every rank passes a tensor that requires
+    the others may pass None and get the root's dtype; who passes a tensor on a GPU gets the share there (it travels
+    through host memory). Differentiable where every rank passes a tensor that requires
     its gradient (the others any: `torch.empty(0, requires_grad=True)`): the root gets the shares' gradients.
     """
     if _with_gradient(tensor):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -323,3 +324,9 @@ def test_what_such_a_compressor_cannot_do_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match="must be"):
             wrong()
+
+
+def test_int8_refuses_gradients_that_are_not_in_host_memory() -> None:
+    bucket: Any = types.SimpleNamespace(flat=torch.empty(4, device="meta"), size=2)
+    with pytest.raises(hvd.Unsupported, match="quantises in host memory"):
+        next(hvd.Compression.int8().reduce(bucket))

@@ -7,6 +7,7 @@ import torch
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone.errors import Mismatch
 
 pytestmark = [
     pytest.mark.skipif(
@@ -56,6 +57,29 @@ def test_every_operation_and_dtype() -> None:
     assert sent.tolist() == ([0, 0] if rank == 0 else [1, 2, 1, 2]) and received.tolist() == [1 + rank] * 2
     share = hvd.reducescatter(torch.arange(3.0, device=where), op=hvd.Sum)
     assert share.tolist() == ([0.0, 2.0] if rank == 0 else [4.0])
+
+
+@ranks(2)
+def test_what_one_rank_gets_messages_groups_and_join() -> None:
+    where, rank = device(), hvd.rank()
+    mine = torch.arange(4.0, device=where) + rank
+    total = hvd.reduce(mine, 1, op=hvd.Sum)
+    assert total.tolist() == ([1.0, 3.0, 5.0, 7.0] if rank == 1 else [])
+    rows = hvd.gather(mine[: rank + 1], 0)
+    assert rows.tolist() == ([0.0, 1.0, 2.0] if rank == 0 else [])
+    share = hvd.scatter(mine if rank == 0 else torch.empty(0, device=where), 0)
+    assert share.device == where and share.tolist() == [2.0 * rank, 2.0 * rank + 1]
+    arrived = torch.empty(4, device=where)
+    sent, got = hvd.isend(mine, 1 - rank), hvd.irecv(arrived, 1 - rank)
+    assert hvd.synchronize(got).tolist() == [i + 1.0 - rank for i in range(4)]
+    hvd.synchronize(sent)
+    group = [torch.full((n,), rank + 1.0, device=where) for n in (1, 5, 200_000)]
+    assert [one[-1].item() for one in hvd.grouped_allreduce(group, op=hvd.Sum)] == [3.0] * 3
+    with pytest.raises(Mismatch, match="GPU"):
+        hvd.allreduce(mine if rank == 0 else mine.cpu(), name="here and there")
+    if rank == 1:
+        assert hvd.allreduce(mine, op=hvd.Sum, name="alone").tolist() == mine.tolist()
+    assert hvd.join() == 1
 
 
 @ranks(2)

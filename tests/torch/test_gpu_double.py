@@ -25,6 +25,7 @@ from horoclone.torch import (
     gpu,
     grouped,
     handles,
+    messages,
     mpi_ops,
     reducer,
     rooted,
@@ -50,6 +51,7 @@ class Double:
         assert self.cuda.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
         self.stream = stream.value
         self.memory: list[tuple[int, int]] = []
+        self.sources: list[torch.Tensor] = []
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         size = max(1, values.numel() * values.element_size())
@@ -61,6 +63,15 @@ class Double:
         buffer = (ctypes.c_char * size).from_address(pointer.value)
         made = torch.frombuffer(buffer, dtype=values.dtype, count=values.numel()).view(values.shape)
         return made.copy_(values)
+
+    def late(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor whose values the stream has yet to write."""
+        made, source = self.tensor(torch.zeros_like(values)), values.clone()
+        self.sources.append(source)
+        size = ctypes.c_size_t(source.numel() * source.element_size())
+        pointers = ctypes.c_uint64(made.data_ptr()), ctypes.c_void_p(source.data_ptr())
+        assert self.cuda.cuMemcpyHtoDAsync_v2(*pointers, size, ctypes.c_void_p(self.stream)) == 0
+        return made
 
     def place_of(self, tensor: torch.Tensor) -> gpu.Place:
         at = tensor.data_ptr()
@@ -103,14 +114,31 @@ class Double:
 
         torch.empty_like = empty_beside
         gpu._stream_now = lambda device: self.stream
+
+        def to_host(tensor):
+            self.synchronize()
+            return tensor.detach().clone()
+
         fakes = {
+            "to_host": to_host,
             "place_of": self.place_of,
             "follow": follow_and_wait,
             "rows_of": rows_of_and_wait,
             "memory_beside": memory_beside,
             "number_of": number_with_place_of,
         }
-        for module in (gpu, mpi_ops, handles, grouped, buckets, reducer, functional, rooted, sharding):
+        for module in (
+            gpu,
+            messages,
+            mpi_ops,
+            handles,
+            grouped,
+            buckets,
+            reducer,
+            functional,
+            rooted,
+            sharding,
+        ):
             for name, fake in fakes.items():
                 if hasattr(module, name):
                     setattr(module, name, fake)
@@ -193,6 +221,14 @@ def operations() -> None:
     assert torch.equal(least, both.amin(0)) if rank == 1 else least.shape == (0,)
     rows = hvd.gather(double.tensor(mine[: rank + 1]), 0)
     assert torch.equal(rows, torch.cat([both[0][:1], both[1][:2]])) if rank == 0 else rows.shape == (0, 4)
+    share = hvd.scatter(double.tensor(torch.arange(6.0)) if rank == 0 else None, 0)
+    assert share.tolist() == [3.0 * rank + i for i in range(3)]
+    assert (double.place_of(share) is gpu.HOST) == (rank == 1), "where this rank's own tensor was"
+    late = double.late(torch.arange(40_000) + rank)  # written behind what the stream still has to do
+    arrived = double.tensor(torch.zeros(40_000, dtype=torch.int64))
+    sent, got = hvd.isend(late, 1 - rank), hvd.irecv(arrived, 1 - rank)
+    assert hvd.synchronize(got) is arrived and torch.equal(arrived, torch.arange(40_000) + 1 - rank)
+    hvd.synchronize(sent)
     # A blocking call, which has a way of its own, and one that is not on the GPU in between.
     mine = double.tensor(torch.ones(5))
     hvd.allreduce_(mine, name="blocking", op=hvd.Sum)
