@@ -72,6 +72,9 @@ struct KnobRule {
   X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, 32768),                             \
     "In shared memory, up to this size an operation takes one barrier and every rank reads every input; "   \
     "larger ones move in blocks.")                                                         \
+  X(bool, express, true, "EXPRESS", "", KnobRule::flag(),                                                   \
+    "In shared memory, small allreduces that are called again and again, one at a time, are not agreed on "  \
+    "anew each time; 0: always.")                                                                             \
   X(size_t, block_bytes, 256 * kKiB, "BLOCK_BYTES", "", KnobRule::bytes(64, 67108864),                      \
     "Bytes of one block when tensors outside shared memory pass through it.")                               \
   X(size_t, ring_threshold_bytes, 64 * kKiB, "RING_THRESHOLD_BYTES", "",                                    \

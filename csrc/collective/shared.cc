@@ -24,6 +24,7 @@ Status SharedLane::prepare() {
   Arena& own = *arenas_[my_index_];
   HC_TRY(own.commit(offset_, kBucketFlagsOffset), "shared memory for a process set");
   std::memset(bases_[my_index_], 0, kPage);
+  for (uint64_t place : {0, 1}) express_slot(my_index_, place).turn.store(0, std::memory_order_relaxed);
   return Status::ok();
 }
 

@@ -28,16 +28,27 @@ struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
   // Not 0: this member has no frozen operation under way and enters none any more (it has joined or is leaving).
   alignas(kCacheLine) std::atomic<uint64_t> thawed;
-  InPlaceFlags in_place;  // of the negotiated in-place operations
+  InPlaceFlags in_place;                                     // of the negotiated in-place operations
+  alignas(kCacheLine) std::atomic<uint64_t> express_closed;  // I enter no express turn before this one (express.h)
+};
+
+// One member's part of an express turn.
+inline constexpr size_t kExpressBytes = 16u << 10;
+struct ExpressSlot {
+  alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
+  std::atomic<uint64_t> slot, sequence, signature;
+  alignas(kCacheLine) std::byte payload[kExpressBytes];
 };
 
 inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
 inline constexpr int kBlockSlots = 4;
 inline constexpr size_t kBlockSlotBytes = 512u << 10;
-inline constexpr size_t kBucketFlagsOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+inline constexpr size_t kExpressOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+inline constexpr size_t kBucketFlagsOffset = kExpressOffset + 12 * kPage;  // behind two express slots
 inline constexpr size_t kMaxFrozenBuckets = 4096;
 static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
 static_assert(sizeof(LaneFlags) <= kPage);
+static_assert(kExpressOffset + 2 * sizeof(ExpressSlot) <= kBucketFlagsOffset);
 
 class SharedLane {
  public:
@@ -60,6 +71,9 @@ class SharedLane {
   std::byte* flat_slot(int member, uint64_t turn) const { return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes; }
   std::byte* block_slot(int member, uint64_t block) const {
     return bases_[member] + kPage + 2 * kFlatSlotBytes + (block % kBlockSlots) * kBlockSlotBytes;
+  }
+  ExpressSlot& express_slot(int member, uint64_t place) const {
+    return reinterpret_cast<ExpressSlot*>(bases_[member] + kExpressOffset)[place & 1];
   }
   std::byte* arena_base(int member) const { return arenas_[member]->base(); }
   const Arena& arena(int member) const { return *arenas_[member]; }

@@ -151,6 +151,8 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
   if (!arenas.empty()) {
     set->lane = std::make_unique<SharedLane>(std::move(arenas), std::move(positions), my_index, id);
     group.lane = set->lane.get();
+    set->express.attach(set->lane.get());
+    set->express_allowed = config_.express;
   }
   set->may_be_two_level = may_be_two_level(*set);
   set->tuning = agreed_tuning_;  // not tuning_, which ranks may have learnt of at different moments

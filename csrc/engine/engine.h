@@ -64,7 +64,7 @@ struct Submission {
 
 struct EngineCounters {  // driving thread writes, anyone reads
   std::atomic<uint64_t> operations{0}, batches{0}, fused{0}, plans_sent{0}, ballots_sent{0}, control_frames_sent{0},
-      control_bytes_sent{0}, bytes_reduced{0}, frozen{0}, sleeps{0}, steps{0}, pings{0};
+      control_bytes_sent{0}, bytes_reduced{0}, frozen{0}, express{0}, sleeps{0}, steps{0}, pings{0};
 };
 
 class Engine {

@@ -247,9 +247,10 @@ std::string Engine::counters_json() const {
                  ",\"control_frames_sent\":", get(counters_.control_frames_sent),
                  ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
                  ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen),
-                 ",\"sleeps\":", get(counters_.sleeps), ",\"steps\":", get(counters_.steps),
-                 ",\"pings\":", get(counters_.pings), ",\"live_handles\":", handles_.live(), ",\"last_ready\":{",
-                 lateness, "},\"autotune\":", autotune, ",\"mesh\":", mesh_->counters_json(), "}");
+                 ",\"express\":", get(counters_.express), ",\"sleeps\":", get(counters_.sleeps),
+                 ",\"steps\":", get(counters_.steps), ",\"pings\":", get(counters_.pings),
+                 ",\"live_handles\":", handles_.live(), ",\"last_ready\":{", lateness, "},\"autotune\":", autotune,
+                 ",\"mesh\":", mesh_->counters_json(), "}");
 }
 
 }  // namespace hc

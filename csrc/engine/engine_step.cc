@@ -41,7 +41,7 @@ bool Engine::step() {
     run_queue(*set, &moved);
     if (!set->frozen_runs.empty() || set->deferred_join)
       set->run_frozen(&moved, [&](Operation* op, const FrozenCollective& run) {
-        counters_.frozen.fetch_add(1, std::memory_order_relaxed);
+        (op->bucket_set >= 0 ? counters_.frozen : counters_.express).fetch_add(1, std::memory_order_relaxed);
         note_frozen(*set, *op, run);
         complete(*set, op, run.status());
       });
@@ -74,7 +74,7 @@ void Engine::take_incoming(bool* moved) {
       complete(*set, op, (failed_.load() ? failure_ : set->closed).with(op->describe()));
       continue;
     }
-    const bool frozen = op->bucket_set >= 0 && set->start_frozen(op);
+    const bool frozen = op->bucket_set >= 0 ? set->start_frozen(op) : set->start_express(op);
     if (!frozen) set->announce(op);
     // A coordinator shows what all ranks announce, when their ballots come.
     if (timeline_.on() && (frozen || !set->coordinator))
@@ -107,7 +107,7 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     bad = decode(&in, &ballot);
     ProcessSet* set = bad.is_ok() ? find_set(ballot.process_set) : nullptr;
     if (set && set->coordinator && ballot.generation == generation_ && set->position_of(from) == ballot.rank)
-      bad = set->coordinator->take(ballot, Clock::now());
+      bad = set->take_ballot(ballot);
   } else if (kind == FrameKind::kPlan) {
     Plan plan;
     bad = decode(&in, &plan);
@@ -151,7 +151,7 @@ void Engine::send_ballot(ProcessSet& set) {
   if (failed_.load(std::memory_order_relaxed) || !set.closed.is_ok()) {
     // Nobody is there to take it.
   } else if (set.coordinator) {
-    sent = set.coordinator->take(set.ballot, Clock::now());
+    sent = set.take_ballot(set.ballot);
   } else {
     frame_.clear();
     frame_.put(FrameKind::kBallot);
@@ -162,6 +162,7 @@ void Engine::send_ballot(ProcessSet& set) {
   set.ballot.cached.clear();
   set.ballot.fresh.clear();
   set.ballot.joined = false;
+  set.ballot.on_express = false;
   if (!sent.is_ok()) fail_everything(sent);
 }
 
@@ -177,6 +178,7 @@ void Engine::decide(ProcessSet& set, bool* moved) {
   set.gathering = set.gathering && set.coordinator->anything_ready();  // what there was no room for has waited already
   if (plan.batches.empty() && !(tunes && set.id == 0)) return;
   if (tunes) plan.tuning = tuning_;
+  if (set.suits_express(plan)) plan.express_turn = set.express.fresh_turn();
   *moved = true;
   for (PlanBatch& batch : plan.batches)
     if (batch.op == Op::kAllreduce && set.may_be_two_level && tuning_.two_level) batch.algorithm = Algorithm::kTwoLevel;
@@ -221,6 +223,7 @@ void Engine::take_plan(ProcessSet& set, Plan plan) {
     batch.tuning = set.tuning;
     set.queue.push_back(std::move(batch));
   }
+  if (plan.express_turn) set.open_express(*plan.express_turn);
 }
 
 void Engine::run_queue(ProcessSet& set, bool* moved) {

@@ -413,7 +413,7 @@ void encode(const Ballot& ballot, Writer* out) {
   out->put(ballot.generation);
   out->put(ballot.process_set);
   put_varint(out, static_cast<uint32_t>(ballot.rank));
-  out->put(static_cast<uint8_t>(ballot.joined ? 1 : 0));
+  out->put(static_cast<uint8_t>((ballot.joined ? 1 : 0) | (ballot.on_express ? 2 : 0)));
   put_slots(out, ballot.cached);
   put_varint(out, ballot.fresh.size());
   for (const Request& r : ballot.fresh) {
@@ -430,9 +430,10 @@ Status decode(Reader* in, Ballot* ballot) {
   ballot->generation = in->get<uint32_t>();
   ballot->process_set = in->get<uint16_t>();
   ballot->rank = get_rank(in);
-  uint8_t joined = in->get<uint8_t>();
-  if (joined > 1) in->fail();
-  ballot->joined = joined == 1;
+  const uint8_t flags = in->get<uint8_t>();
+  if (flags > 3) in->fail();
+  ballot->joined = (flags & 1) != 0;
+  ballot->on_express = (flags & 2) != 0;
   if (in->ok()) get_slots(in, &ballot->cached);
   size_t fresh = in->ok() ? get_length(in, kSmallestRequest) : 0;
   for (size_t i = 0; i < fresh && in->ok(); i++) {
@@ -449,8 +450,9 @@ Status decode(Reader* in, Ballot* ballot) {
 void encode(const Plan& plan, Writer* out) {
   out->put(plan.generation);
   out->put(plan.process_set);
-  put_varint(out, plan.batches.size() * 2 + (plan.tuning ? 1 : 0));
+  put_varint(out, plan.batches.size() * 4 + (plan.express_turn ? 2 : 0) + (plan.tuning ? 1 : 0));
   if (plan.tuning) put_tuning(out, *plan.tuning);
+  if (plan.express_turn) put_varint(out, *plan.express_turn);
   uint32_t expected_id = 0;
   for (const PlanBatch& b : plan.batches) {
     put_batch(out, b, expected_id);
@@ -464,10 +466,12 @@ Status decode(Reader* in, Plan* plan) {
   size_t bytes = in->remaining();
   plan->generation = in->get<uint32_t>();
   plan->process_set = in->get<uint16_t>();
-  const uint64_t head = get_varint(in);  // twice the number of batches, and 1 where settings change
-  const uint64_t batches = head / 2;
+  const uint64_t head =
+      get_varint(in);  // four times the number of batches, 1 where settings change, 2 for an express turn
+  const uint64_t batches = head / 4;
   if (batches > kMaxPlanEntries || batches > in->remaining() / kSmallestBatch) in->fail();
-  if (in->ok() && head % 2 != 0) get_tuning(in, &plan->tuning.emplace());
+  if (in->ok() && (head & 1) != 0) get_tuning(in, &plan->tuning.emplace());
+  if (in->ok() && (head & 2) != 0) plan->express_turn = get_varint(in);
   size_t room = kMaxPlanEntries;
   uint32_t expected_id = 0;
   for (uint64_t i = 0; i < batches && in->ok(); i++) {

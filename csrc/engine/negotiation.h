@@ -74,6 +74,7 @@ struct Ballot {
   // This rank has no more data: it counts as ready for every allreduce and barrier until all have joined. Said once per
   // join; it may ride with this rank's last announcements, and announces nothing more until the join is over.
   bool joined = false;
+  bool on_express = false;  // this rank has an express session open (express.h): a turn of its own is under way
 };
 
 struct PlanEntry {
@@ -112,7 +113,8 @@ struct PlanBatch {
 struct Plan {
   uint32_t generation = 0;
   uint16_t process_set = 0;
-  std::optional<Tuning> tuning;  // in force for these batches and the later ones
+  std::optional<Tuning> tuning;          // in force for these batches and the later ones
+  std::optional<uint64_t> express_turn;  // an express session is open from now on, with this turn first
   std::vector<PlanBatch> batches;
 };
 

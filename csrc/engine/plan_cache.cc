@@ -58,6 +58,14 @@ uint32_t PlanCache::announce(const Request& request, Ballot* ballot) {
   return number;
 }
 
+uint32_t PlanCache::find(const Request& request) {
+  if (request.name.empty()) return state_->by_content.find(request.signature);
+  const uint32_t number = state_->find(request.name, request.signature.op);
+  if (number == kNoSlot) return kNoSlot;
+  const State::Slot& slot = state_->slots[number];
+  return slot.announced && slot.signature == request.signature ? number : kNoSlot;
+}
+
 // The slot of a name. The guess saves hashing it.
 uint32_t PlanCache::State::find(const std::string& name, Op op) {
   uint32_t guess = last == kNoSlot ? kNoSlot : slots[last].next;

@@ -16,6 +16,8 @@ class PlanCache {
   // Puts the request into the ballot: as a slot number if this rank announced the same signature for it before, else
   // whole (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
   uint32_t announce(const Request& request, Ballot* ballot);
+  // The slot as which the request would be announced; kNoSlot: it would go whole.
+  uint32_t find(const Request& request);
   // A plan entry with `assigned`: the slot stands for this request from now on.
   void learn(const Request& request, uint32_t slot);
   // As above, on a rank that did not submit it (joined).

@@ -2,11 +2,24 @@
 
 #include <algorithm>
 
+#include "engine/signature_table.h"
+
 namespace hc {
 
 namespace {
 constexpr size_t kNamesKept = 8192;  // records of names that are not pending, per operation kind
+// A session with fewer turns was a mistake: the next one takes twice as many plans to open.
+constexpr uint64_t kTurnsThatPay = 64;
+constexpr int kFirstWanted = 8, kMostWanted = 4096;
+
+bool goes_express(const Operation& op, size_t most_bytes) {
+  const Signature& s = op.signature();
+  if (s.op != Op::kAllreduce || s.reduce == Reduce::kAdasum || s.device || s.in_arena || s.tensors.size() != 1)
+    return false;
+  const size_t bytes = static_cast<size_t>(s.tensors[0].count()) * size_of(s.tensors[0].dtype);
+  return bytes > 0 && bytes <= most_bytes && op.out[0];
 }
+}  // namespace
 
 int ProcessSet::position_of(int world_rank) const {
   auto at = std::lower_bound(ranks.begin(), ranks.end(), world_rank);
@@ -36,6 +49,11 @@ void ProcessSet::adopt(Operation* op) {
 
 void ProcessSet::announce(Operation* op) {
   const Op kind = op->signature().op;
+  // Nobody may wait for me in a turn while I wait for the coordinator. With a turn of mine under way: when it is over.
+  if (express.is_busy())
+    ballot.on_express = true;
+  else if (express.is_on())
+    express.close();
   if (kind == Op::kJoin) {
     join = op;
     if (!frozen_runs.empty()) {
@@ -49,7 +67,9 @@ void ProcessSet::announce(Operation* op) {
   op->slot = cache.announce(op->request, &ballot);
   if (op->request.name.empty()) {
     Window& w = windows_[static_cast<int>(kind)];
-    // Numbers are given and operations queued under one lock, so they arrive here without a gap.
+    // Numbers are given and operations queued under one lock, so they arrive here without a gap, except for one that
+    // has stepped back from the express way while later ones were agreed on.
+    for (; op->request.sequence < w.base; --w.base) w.operations.push_front(nullptr);
     const uint64_t at = op->request.sequence - w.base;
     if (w.operations.size() <= at) w.operations.resize(at + 1, nullptr);
     w.operations[at] = op;
@@ -77,7 +97,54 @@ bool ProcessSet::start_frozen(Operation* op) {
   return true;
 }
 
+bool ProcessSet::start_express(Operation* op) {
+  if (!express.is_on() || pending.size() != 1 || runner || !queue.empty()) return false;
+  if (!goes_express(*op, std::min(kExpressBytes, tuning.flat_bytes))) return false;
+  const uint32_t cached = cache.find(op->request);
+  if (cached == kNoSlot) return false;
+  const Signature& s = op->signature();
+  Task task;
+  task.dtype = s.tensors[0].dtype;
+  task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
+  task.scale = scale_of(s, task.dtype, size());
+  task.pieces = {{op->in[0], op->out[0], static_cast<size_t>(s.tensors[0].count())}};
+  auto turn = express.enter(std::move(task), group, {cached, op->request.sequence, hash_of(s)});
+  if (!turn) return false;
+  frozen_runs.push_back({op, std::move(turn)});
+  return true;
+}
+
+void ProcessSet::open_express(uint64_t first_turn) {
+  if (!lane || lane->size() != size()) return;
+  express.open(first_turn);
+  // The plan that says so is for one operation of mine; what else I have announced, others may wait for.
+  if (!express_allowed || join || pending.size() > 1) express.close();
+}
+
+Status ProcessSet::take_ballot(const Ballot& ballot) {
+  // A session must be over on every member before the next one opens.
+  if (ballot.on_express) express_trial.alike = 0;
+  return coordinator->take(ballot, Clock::now());
+}
+
+bool ProcessSet::suits_express(const Plan& plan) {
+  if (!express_allowed || !lane || lane->size() != size() || size() < 2 || express.is_on() || express.is_busy())
+    return false;
+  ExpressTrial& trial = express_trial;
+  const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
+  const bool suits = b && b->op == Op::kAllreduce && b->error == Code::kOk && b->entries.size() == 1 &&
+                     b->entries[0].slot != kNoSlot && !b->entries[0].assigned && !b->entries[0].has_signature &&
+                     coordinator->pending() == 0 && pending.size() == 1 && !join &&
+                     goes_express(*pending[0], std::min(kExpressBytes, tuning.flat_bytes));
+  trial.alike = suits ? trial.alike + 1 : 0;
+  if (trial.alike < trial.wanted) return false;
+  const bool paid = express.successes() - trial.successes_before >= kTurnsThatPay;
+  trial = {0, paid ? kFirstWanted : std::min(2 * trial.wanted, kMostWanted), express.successes()};
+  return true;
+}
+
 void ProcessSet::thaw() {
+  if (express.is_on() && !express.is_busy()) express.close();
   if (!lane || bucket_sets.empty()) return;
   for (auto& [id, set] : bucket_sets) set.frozen = false;
   lane->publish(lane->mine().thawed, 1);
@@ -94,6 +161,7 @@ void ProcessSet::forget(Operation* op) {
   const Op kind = op->signature().op;
   if (kind != Op::kJoin && op->request.name.empty()) {
     Window& w = windows_[static_cast<int>(kind)];
+    if (w.operations.empty()) w.base = std::max(w.base, op->request.sequence + 1);  // it was never announced
     const uint64_t at = op->request.sequence - w.base;
     if (at < w.operations.size()) w.operations[at] = nullptr;
     while (!w.operations.empty() && !w.operations.front()) {

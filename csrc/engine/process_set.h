@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "collective/collective.h"
+#include "collective/express.h"
 #include "collective/shared.h"
 #include "engine/batch_runner.h"
 #include "engine/coordinator.h"
@@ -81,10 +82,18 @@ class ProcessSet {
   void announce(Operation* op);  // puts a pending operation into the next ballot
   // Starts a bucket of a frozen plan; false: announce it.
   bool start_frozen(Operation* op);
+  // Starts a small allreduce on the express way, without a message; false: announce it.
+  bool start_express(Operation* op);
+  // A plan says so.
+  void open_express(uint64_t first_turn);
+  // Group rank 0: what a member announces.
+  Status take_ballot(const Ballot& ballot);
+  // Group rank 0: whether the plans so far look like a loop of blocking calls, which an express session serves.
+  bool suits_express(const Plan& plan);
   // Steps what runs frozen; calls done(op, collective) for what has ended, and announces what stepped back.
   template <class Done>
   void run_frozen(bool* moved, Done&& done);
-  // This rank enters no frozen plan any more (it joins or leaves); nothing of it runs frozen.
+  // This rank enters no frozen plan any more and no express turn (it joins or leaves); nothing of it runs there.
   void thaw();
   // The operation that a plan entry means on this rank; null when this rank did not submit it (it has joined).
   // `find_named` must be called with the submit lock held: the caller passes a function that does.
@@ -112,6 +121,14 @@ class ProcessSet {
   };
   std::vector<FrozenRun> frozen_runs;
   Operation* deferred_join = nullptr;  // waits until nothing runs frozen
+
+  // Its operations are frozen runs without a bucket set.
+  Express express;
+  bool express_allowed = true;
+  struct ExpressTrial {             // group rank 0
+    int alike = 0, wanted = 8;      // plans in a row that suit it; how many open a session
+    uint64_t successes_before = 0;  // of the session before
+  } express_trial;
 
   bool may_be_two_level = false;  // several nodes: allreduce in shared memory within each, over channels between
   Tuning tuning;                  // in force for the plans that come; the same on every rank after the same plan
@@ -146,9 +163,11 @@ void ProcessSet::run_frozen(bool* moved, Done&& done) {
     frozen_runs.erase(frozen_runs.begin() + static_cast<std::ptrdiff_t>(i));
     *moved = true;
     if (run.collective->withdrawn()) {
-      bucket_sets[run.op->bucket_set].frozen = false;
+      if (run.op->bucket_set >= 0) bucket_sets[run.op->bucket_set].frozen = false;
       announce(run.op);
     } else {
+      // What was announced while the turn was under way may be waited for by others who would wait here.
+      if (express.is_on() && !express.is_busy() && pending.size() > 1) express.close();
       done(run.op, *run.collective);
     }
   }

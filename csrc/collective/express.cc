@@ -1,0 +1,144 @@
+#include "collective/express.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+namespace hc {
+
+// One turn. The payload is read only when all members have published equal keys; a member overwrites a slot only after
+// a later turn has succeeded, which all have entered after they had read this one.
+class ExpressAllreduce final : public FrozenCollective {
+ public:
+  ExpressAllreduce(Task task, const Group& group, const ExpressKey& key, Express* express)
+      : task_(std::move(task)),
+        lane_(*group.lane),
+        rank_(group.rank),
+        key_(key),
+        express_(express),
+        turn_(express->turn_),
+        place_(express->place_) {
+    algorithm_ = "shm express";
+  }
+
+  Progress start() override {
+    ExpressSlot& mine = slot(rank_);
+    // Somebody may still look at what a turn without success left here: it must not take my new key for the old turn's.
+    mine.turn.store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    mine.slot.store(key_.slot, std::memory_order_relaxed);
+    mine.sequence.store(key_.sequence, std::memory_order_relaxed);
+    mine.signature.store(key_.signature, std::memory_order_relaxed);
+    const Piece& piece = task_.pieces[0];
+    std::memcpy(mine.payload, piece.in, piece.count * size_of(task_.dtype));
+    lane_.publish(mine.turn, turn_);
+    return Progress::kPending;
+  }
+
+  Progress step(bool* moved) override {
+    View seen = look();
+    // A member that has closed a later turn has left this one with success, so everybody must be here by now; one that
+    // has closed this turn never enters it.
+    const bool closed = seen == View::kWaiting && express_->most_closed() > turn_;
+    if (closed) seen = look();
+    if (seen == View::kWaiting && !closed) return Progress::kPending;
+    *moved = true;
+    if (arrival_.last >= 0) arrival_.at = Clock::now();
+    withdrawn_ = seen != View::kAllHere;
+    if (!withdrawn_) collect();
+    express_->leave_turn(!withdrawn_);
+    return Progress::kDone;
+  }
+
+  bool withdrawn() const override { return withdrawn_; }
+  Arrival arrival() const override { return arrival_; }
+  std::vector<int> late_members() const override {
+    std::vector<int> late;
+    for (int m = 0; m < lane_.size(); ++m)
+      if (slot(m).turn.load(std::memory_order_acquire) != turn_) late.push_back(m);
+    return late;
+  }
+
+ private:
+  enum class View { kWaiting, kAllHere, kMismatch };
+
+  ExpressSlot& slot(int member) const { return lane_.express_slot(member, place_); }
+
+  View look() {
+    for (int m = 0; m < lane_.size(); ++m) {
+      if (m == rank_) continue;
+      const ExpressSlot& other = slot(m);
+      const bool here = other.turn.load(std::memory_order_acquire) == turn_;
+      const ExpressKey key{other.slot.load(std::memory_order_relaxed), other.sequence.load(std::memory_order_relaxed),
+                           other.signature.load(std::memory_order_relaxed)};
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (!here || other.turn.load(std::memory_order_relaxed) != turn_) {
+        arrival_.last = m;
+        return View::kWaiting;
+      }
+      if (key != key_) return View::kMismatch;
+    }
+    return View::kAllHere;
+  }
+
+  void collect() {
+    const Piece& piece = task_.pieces[0];
+    std::vector<const std::byte*> sources(lane_.size());
+    for (int m = 0; m < lane_.size(); ++m) sources[m] = slot(m).payload;
+    std::byte* const destinations[] = {piece.out};
+    reduce(task_.dtype, task_.reduce, destinations, sources, piece.count, task_.scale);
+  }
+
+  const Task task_;
+  SharedLane& lane_;
+  const int rank_;
+  const ExpressKey key_;
+  Express* const express_;
+  const uint64_t turn_, place_;
+  bool withdrawn_ = false;
+  Arrival arrival_;
+};
+
+uint64_t Express::most_closed() const {
+  uint64_t most = 0;
+  for (int m = 0; m < lane_->size(); ++m)
+    most = std::max(most, lane_->flags(m).express_closed.load(std::memory_order_acquire));
+  return most;
+}
+
+uint64_t Express::fresh_turn() const { return std::max(turn_, most_closed()) + 1; }
+
+void Express::open(uint64_t first_turn) {
+  turn_ = first_turn;
+  is_on_ = true;
+}
+
+void Express::close() {
+  is_on_ = false;
+  lane_->publish(lane_->mine().express_closed, turn_ + 1);
+}
+
+std::unique_ptr<FrozenCollective> Express::enter(Task task, const Group& group, const ExpressKey& key) {
+  if (!is_on_ || is_busy_) return nullptr;
+  if (most_closed() > turn_) {
+    is_on_ = false;
+    return nullptr;
+  }
+  is_busy_ = true;
+  auto turn = std::make_unique<ExpressAllreduce>(std::move(task), group, key, this);
+  (void)turn->start();  // it only publishes
+  return turn;
+}
+
+void Express::leave_turn(bool met) {
+  is_busy_ = false;
+  ++turn_;
+  if (met) {
+    place_ ^= 1;
+    ++successes_;
+  } else {
+    is_on_ = false;
+  }
+}
+
+}  // namespace hc

@@ -1,0 +1,214 @@
+// The express way of small allreduces: loops of blocking calls take it, everything else makes the ranks step back to
+// the agreement, and neither a result nor an operation is lost on the way.
+#include <doctest/doctest.h>
+
+#include <random>
+#include <thread>
+
+#include "tests/locked_checks.h"
+#include "tests/world.h"
+
+namespace hc {
+namespace {
+
+uint64_t counter(const Engine& engine, const std::string& name) {
+  const std::string json = engine.counters_json(), key = "\"" + name + "\":";
+  const size_t at = json.find(key);
+  return at == std::string::npos ? 0 : std::stoull(json.substr(at + key.size()));
+}
+
+float part(int rank, int step, size_t i) { return static_cast<float>((rank + 1) * (step % 1000 + 1)) + i % 5; }
+
+float sum(int size, int step, size_t i) {
+  float total = 0;
+  for (int r = 0; r < size; ++r) total += part(r, step, i);
+  return total;
+}
+
+// One small allreduce of which every element is checked.
+struct Small {
+  Small(Engine* engine, std::string name, int rank, int size, int step, size_t n = 3)
+      : engine(engine), size(size), step(step), values(n) {
+    for (size_t i = 0; i < n; ++i) values[i] = part(rank, step, i);
+    CHECK_OK(submit(*engine, Op::kAllreduce, name, values, &values, {static_cast<int64_t>(n)}, &handle));
+  }
+  void finish_and_check() {
+    CHECK_OK(finish(*engine, handle));
+    engine->release(handle);
+    size_t wrong = 0;
+    for (size_t i = 0; i < values.size(); ++i) wrong += values[i] != sum(size, step, i);
+    if (wrong) CHECK_LOCKED(wrong == 0);
+  }
+  Engine* engine;
+  int size, step;
+  std::vector<float> values;
+  int64_t handle = 0;
+};
+
+void blocking(Engine& engine, const std::string& name, int rank, int size, int step, size_t n = 3) {
+  Small(&engine, name, rank, size, step, n).finish_and_check();
+}
+
+TEST_CASE("express: a loop of blocking allreduces needs no messages, named or not") {
+  for (int size : {2, 3, 5}) {
+    for (std::string name : {"x", ""}) {
+      World world(size);
+      CHECK_OK(world.each([&](Engine& engine, int rank) {
+        for (int step = 0; step < 20; ++step) blocking(engine, name, rank, size, step);
+        const uint64_t sent = counter(engine, "ballots_sent") + counter(engine, "plans_sent");
+        for (int step = 0; step < 200; ++step) blocking(engine, name, rank, size, step);
+        CHECK_LOCKED(counter(engine, "express") >= 200);
+        CHECK_LOCKED(counter(engine, "ballots_sent") + counter(engine, "plans_sent") == sent);
+        // Another operation, then back again.
+        blocking(engine, "other", rank, size, 1, 50000);
+        for (int step = 0; step < 100; ++step) blocking(engine, name, rank, size, step);
+        CHECK_LOCKED(counter(engine, "express") >= 250);
+      }));
+    }
+  }
+}
+
+TEST_CASE("express: it is not taken when it is switched off, over TCP, or by what is large") {
+  World tcp(2, {{"HOROCLONE_SHARED_MEMORY", "0"}});
+  World off(2, {{"HOROCLONE_EXPRESS", "0"}});
+  World large(2);
+  for (World* world : {&tcp, &off, &large})
+    CHECK_OK(world->each([&](Engine& engine, int rank) {
+      for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 2, step, world == &large ? 5000 : 3);
+      CHECK_LOCKED(counter(engine, "express") == 0);
+    }));
+}
+
+TEST_CASE("express: dtypes, averages and scales are those of the agreed way") {
+  World world(3);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    for (int step = 0; step < 60; ++step) {
+      std::vector<int32_t> whole(5, rank + step);
+      std::vector<double> out(5, rank + 0.5 * step);
+      int64_t h = 0;
+      const int64_t shape[] = {5};
+      for (bool integers : {true, false}) {
+        const Submission::Tensor tensor{integers ? static_cast<void*>(whole.data()) : out.data(),
+                                        integers ? static_cast<void*>(whole.data()) : out.data(), shape,
+                                        integers ? DType::kI32 : DType::kF64};
+        Submission s;
+        s.reduce = Reduce::kAverage;
+        s.postscale = integers ? 1 : 2;
+        s.name = integers ? "i" : "d";
+        s.tensors = {&tensor, 1};
+        CHECK_OK(engine.submit(s, &h));
+        CHECK_OK(finish(engine, h));
+        engine.release(h);
+      }
+      CHECK_LOCKED(whole[4] == 1 + step);
+      CHECK_LOCKED(out[4] == doctest::Approx(2 * (1 + 0.5 * step)));
+    }
+    CHECK_LOCKED(counter(engine, "express") > 50);
+  }));
+}
+
+TEST_CASE("express: different orders, names and shapes make the ranks step back, and they come together again") {
+  for (int size : {2, 4}) {
+    World world(size);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      for (int round = 0; round < 30; ++round) {
+        for (int step = 0; step < 30; ++step) blocking(engine, "a", rank, size, step);
+        {  // the ranks disagree on which comes first
+          Small first(&engine, rank % 2 ? "b" : "c", rank, size, rank % 2 ? 5 : 6);
+          Small second(&engine, rank % 2 ? "c" : "b", rank, size, rank % 2 ? 6 : 5);
+          first.finish_and_check();
+          second.finish_and_check();
+        }
+        for (int step = 0; step < 20; ++step) blocking(engine, "", rank, size, step);
+        std::vector<float> odd(rank == size - 1 ? 3 : 4,
+                               1.0f);  // the shapes differ: an error on every rank, again and again
+        for (int again = 0; again < 2; ++again) {
+          int64_t h = 0;
+          CHECK_OK(submit(engine, Op::kAllreduce, "odd", odd, &odd, {static_cast<int64_t>(odd.size())}, &h));
+          const Status differs = finish(engine, h);
+          CHECK_LOCKED(differs.code() == Code::kMismatch);
+          engine.release(h);
+        }
+      }
+    }));
+  }
+}
+
+TEST_CASE("express: a random program, the same on all ranks, with different delays on each") {
+  for (unsigned seed : {1u, 2u, 3u, 4u}) {
+    const int size = 2 + static_cast<int>(seed % 3);
+    World world(size);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      std::mt19937 program(seed), mine(seed * 100 + rank);
+      std::vector<std::unique_ptr<Small>> open;
+      for (int i = 0; i < 1500; ++i) {
+        const unsigned what = program() % 100;
+        if (mine() % 50 == 0) std::this_thread::yield();
+        if (what < 80) {
+          blocking(engine, program() % 8 ? "x" : "y", rank, size, i);
+        } else if (what < 90) {
+          open.push_back(std::make_unique<Small>(&engine, "open" + std::to_string(i % 7 + 10 * open.size()), rank, size,
+                                                 i, 1 + program() % 6000));
+        } else if (what < 94) {
+          int64_t h = 0;
+          CHECK_OK(submit<float>(engine, Op::kBarrier, "", {}, nullptr, {}, &h));
+          CHECK_OK(finish(engine, h));
+          engine.release(h);
+        } else {
+          if (mine() % 2) std::shuffle(open.begin(), open.end(), mine);
+          for (auto& small : open) small->finish_and_check();
+          open.clear();
+        }
+      }
+      for (auto& small : open) small->finish_and_check();
+    }));
+  }
+}
+
+TEST_CASE("express: two threads of each rank, one of which leaves turns open while the other announces") {
+  World world(3);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    const auto work = [&](const std::string& name, int steps) {
+      for (int step = 0; step < steps; ++step) blocking(engine, name, rank, 3, step);
+    };
+    for (int round = 0; round < 10; ++round) {
+      work("alone", 40);
+      std::thread other(work, "a", 30 + 7 * round);
+      work("b", 50);
+      other.join();
+    }
+    CHECK_LOCKED(counter(engine, "express") > 0);
+  }));
+}
+
+TEST_CASE("express: a rank joins or leaves while the others are in a turn") {
+  for (int round = 0; round < 10; ++round) {
+    World world(3);
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      const int steps = 20 + (rank == 1 ? 0 : round + 3);
+      for (int step = 0; step < steps; ++step) {
+        std::vector<float> v(4, 1.0f);
+        int64_t h = 0;
+        CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {4}, &h));
+        CHECK_OK(finish(engine, h));
+        engine.release(h);
+        CHECK_LOCKED(v[3] == (step < 20 ? 3.0f : 2.0f));
+      }
+      int64_t h = 0;
+      CHECK_OK(submit<float>(engine, Op::kJoin, "", {}, nullptr, {}, &h));
+      CHECK_OK(finish(engine, h));
+      engine.release(h);
+      for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 3, step);
+      if (rank == 2 && round % 2) return;
+      std::vector<float> v(4, 1.0f);
+      CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {4}, &h));
+      const Status last = finish(engine, h);
+      CHECK_LOCKED(last.is_ok() == (round % 2 == 0));
+      if (!last.is_ok()) CHECK_LOCKED(last.text().find("rank 2") != std::string::npos);
+      engine.release(h);
+    }));
+  }
+}
+
+}  // namespace
+}  // namespace hc
