@@ -82,7 +82,8 @@ def lose_a_rank(folder):
     for i in range(5):
         hvd.allreduce(np.ones(4), name=f"step{i}")
     if hvd.rank() == 1:
-        while len(list(Path(folder).parent.glob("submitted-*"))) < 2:  # else there is no "last" in their records
+        # Else there is no "last" in their records.
+        while len(list(Path(folder).parent.glob("submitted-*"))) < 2:
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGKILL)
     last = hvd.allreduce_async(np.ones(4), name="last")

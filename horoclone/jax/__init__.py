@@ -16,6 +16,7 @@ from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
 from horoclone.jax.optimizer import DistributedOptimizer
 from horoclone.objects import allgather_object, broadcast_object
+from horoclone.observe import flight_record, metrics
 from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import (
@@ -42,7 +43,7 @@ __all__ = [
     "HostsUpdatedInterrupt", "Max", "Min", "Mismatch", "NotInitialized", "PeerLost", "ProcessSet",
     "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
     "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters",
-    "cross_rank", "cross_size", "global_process_set", "horovod_error_of", "init", "is_homogeneous",
-    "is_initialized", "local_rank", "local_size", "rank", "reducescatter", "remove_process_set", "shutdown",
-    "size",
+    "cross_rank", "cross_size", "flight_record", "global_process_set", "horovod_error_of", "init",
+    "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank", "reducescatter",
+    "remove_process_set", "shutdown", "size",
 ]  # fmt: skip

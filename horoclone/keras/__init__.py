@@ -30,6 +30,7 @@ from horoclone.keras.values import (
     broadcast_variables,
     reducescatter,
 )
+from horoclone.observe import flight_record, metrics
 from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horoclone.runtime import (
@@ -59,13 +60,14 @@ from horoclone.runtime import (
 
 __all__ = [
     "Aborted", "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError",
-    "HostsUpdatedInterrupt", "Max", "Min", "Mismatch", "NotInitialized", "PartialDistributedOptimizer", "PeerLost",
-    "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
-    "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object", "broadcast_variables", "callbacks",
-    "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "elastic", "global_process_set",
-    "gloo_built", "gloo_enabled", "init", "is_homogeneous", "is_initialized", "load_model", "local_rank",
-    "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "reducescatter",
-    "remove_process_set", "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
+    "HostsUpdatedInterrupt", "Max", "Min", "Mismatch", "NotInitialized", "PartialDistributedOptimizer",
+    "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather",
+    "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
+    "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
+    "elastic", "flight_record", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "is_homogeneous", "is_initialized", "load_model", "local_rank", "local_size", "metrics", "mpi_built",
+    "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set",
+    "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
 ]  # fmt: skip
 
 

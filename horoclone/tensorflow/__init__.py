@@ -13,6 +13,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.observe import flight_record, metrics
 from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.functions import (
@@ -42,6 +43,7 @@ __all__ = [
     "PeerLost", "Timeout", "Unsupported", "allgather_object", "allreduce", "broadcast_",
     "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic",
     "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
+    "flight_record", "metrics",
 ]  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.observe import flight_record, metrics
 from horoclone.torch import c10d, elastic, messages, mpi_ops, rooted
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
@@ -28,5 +29,5 @@ __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "elastic",
+    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "elastic", "flight_record", "metrics",
 ]  # fmt: skip
