@@ -135,7 +135,7 @@ class Training:
 
 
 def _clock(keras: Any, steps: int) -> Any:
-    class Clock(keras.callbacks.Callback):
+    class Clock(keras.callbacks.Callback):  # type: ignore[misc]
         """Starts before the first step that counts and stops when the epoch's loss is known."""
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
