@@ -32,11 +32,10 @@ help: ## list the verbs
 demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two processes
 	horoclonerun -np 2 python examples/torch_digits.py
 
-test: $(VENV)/.ready-test $(VENV)/.ready-package ## everything: C++, sanitizers, examples, Python
+test: $(VENV)/.ready-test $(VENV)/.ready-package ## everything: C++, sanitizers, Python (every example is one of its tests)
 	@$(MAKE) --no-print-directory cpp
 	@$(MAKE) --no-print-directory tsan
 	@$(MAKE) --no-print-directory asan
-	@$(MAKE) --no-print-directory examples
 	@$(MAKE) --no-print-directory pytest
 
 cpp: $(VENV)/.ready-tools ## C++ tests, optimised build

@@ -438,6 +438,19 @@ void add_memory(py::module_& m) {
       .def_readonly("source", &Result::source);
 }
 
+// What a runtime is among its job's.
+void add_facts(py::class_<Runtime>* runtime) {
+  const auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
+  runtime->def_property_readonly("rank", fact(HC_RANK))
+      .def_property_readonly("size", fact(HC_SIZE))
+      .def_property_readonly("local_rank", fact(HC_LOCAL_RANK))
+      .def_property_readonly("local_size", fact(HC_LOCAL_SIZE))
+      .def_property_readonly("cross_rank", fact(HC_CROSS_RANK))
+      .def_property_readonly("cross_size", fact(HC_CROSS_SIZE))
+      .def_property_readonly("address", &Runtime::address)
+      .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; });
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
@@ -446,19 +459,11 @@ PYBIND11_MODULE(_core, m) {
   hc_python::add_quantize(m);
 
   using namespace py::literals;
-  auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
-  py::class_<Runtime>(m, "Runtime")
-      .def(py::init<const std::map<std::string, std::string>&>(), "settings"_a)
+  py::class_<Runtime> runtime(m, "Runtime");
+  add_facts(&runtime);
+  runtime.def(py::init<const std::map<std::string, std::string>&>(), "settings"_a)
       .def("endpoint", &Runtime::endpoint)
       .def("connect", &Runtime::connect, "rank"_a, "endpoints"_a, "secret"_a, "job"_a, "generation"_a, "timeout_s"_a)
-      .def_property_readonly("rank", fact(HC_RANK))
-      .def_property_readonly("size", fact(HC_SIZE))
-      .def_property_readonly("local_rank", fact(HC_LOCAL_RANK))
-      .def_property_readonly("local_size", fact(HC_LOCAL_SIZE))
-      .def_property_readonly("cross_rank", fact(HC_CROSS_RANK))
-      .def_property_readonly("cross_size", fact(HC_CROSS_SIZE))
-      .def_property_readonly("address", &Runtime::address)
-      .def_property_readonly("is_homogeneous", [](const Runtime& rt) { return rt.fact(HC_IS_HOMOGENEOUS) != 0; })
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
            "splits"_a = py::none(), "tag"_a = 0, "device"_a = -1, "stream"_a = 0)
