@@ -438,7 +438,6 @@ void add_memory(py::module_& m) {
       .def_readonly("source", &Result::source);
 }
 
-// What a runtime is among its job's.
 void add_facts(py::class_<Runtime>* runtime) {
   const auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
   runtime->def_property_readonly("rank", fact(HC_RANK))
@@ -457,7 +456,6 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The native door of horoclone; see _core.pyi.";
   add_memory(m);
   hc_python::add_quantize(m);
-
   using namespace py::literals;
   py::class_<Runtime> runtime(m, "Runtime");
   add_facts(&runtime);
