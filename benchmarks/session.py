@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -45,6 +46,7 @@ def run(
     draw: Callable[[Result, Path], None],
 ) -> int:
     """Runs one benchmark and returns its exit code. measure() gives the result, whose "noise" may hold "reasons"."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that ranks are ended by whoever started them
     with only_one():
         before = load_before(arguments.settle)
         if before > MAX_LOAD and not arguments.force:
