@@ -92,7 +92,7 @@ Progress BatchRunner::end() {
 }
 
 Result<std::unique_ptr<Collective>> BatchRunner::make_next() {
-  Task task = std::move(tasks_[next_task_]);
+  Task& task = tasks_[next_task_];
   return device_ ? device_->make_collective(std::move(task)) : make_collective(std::move(task), group_);
 }
 
@@ -151,21 +151,26 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
   return task;
 }
 
-Result<Piece> BatchRunner::piece_for(size_t entry, size_t tensor) {
+Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
   const TensorMeta& meta = signature_of(entry).tensors[tensor];
   const auto count = static_cast<size_t>(meta.count());
-  if (Operation* op = operations_[entry]) return Piece{op->in[tensor], op->out[tensor], count};
+  if (Operation* op = operations_[entry]) {
+    *piece = {op->in[tensor], op->out[tensor], count};
+    return Status::ok();
+  }
   const Reduce reduce = signature_of(entry).reduce;
   if (device_) {
     auto made = device_->neutral(meta.dtype, reduce, count);
     HC_TRY(made.status(), "the stand-in of a joined rank");
-    return Piece{made.value(), made.value(), count};
+    *piece = {made.value(), made.value(), count};
+    return Status::ok();
   }
   auto memory = Memory::make_private(count * size_of(meta.dtype));
   if (!memory) return error(Code::kInternal, "no memory for the stand-in of a joined rank");
   fill_neutral(meta.dtype, reduce, memory->data(), count);
   neutral_.push_back(memory);
-  return Piece{memory->data(), memory->data(), count};
+  *piece = {memory->data(), memory->data(), count};
+  return Status::ok();
 }
 
 // One task per dtype, in order of appearance; a buffer that lies in an arena is reduced where it lies.
@@ -175,9 +180,8 @@ Status BatchRunner::prepare_allreduce() {
     const Signature& s = signature_of(e);
     for (size_t t = 0; t < s.tensors.size(); ++t) {
       const DType dtype = s.tensors[t].dtype;
-      auto found = piece_for(e, t);
-      HC_TRY(found.status());
-      const Piece piece = found.value();
+      Piece piece;
+      HC_TRY(piece_for(e, t, &piece));
       bytes_ += piece.count * size_of(dtype);
       if (batch_.in_arena && s.reduce != Reduce::kAdasum) {
         tasks_.push_back(task_for(e, dtype));
@@ -221,9 +225,8 @@ Result<std::byte*> BatchRunner::result_memory(Operation* op, size_t tensor, int6
 }
 
 Status BatchRunner::prepare_broadcast(size_t entry, size_t tensor, size_t) {
-  auto found = piece_for(entry, tensor);
-  HC_TRY(found.status());
-  const Piece piece = found.value();
+  Piece piece;
+  HC_TRY(piece_for(entry, tensor, &piece));
   const DType dtype = signature_of(entry).tensors[tensor].dtype;
   bytes_ += piece.count * size_of(dtype);
   if (!piece.count) return Status::ok();
@@ -291,9 +294,8 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
 }
 
 Status BatchRunner::prepare_reduce(size_t entry, size_t tensor, size_t) {
-  auto found = piece_for(entry, tensor);
-  HC_TRY(found.status());
-  Piece piece = found.value();
+  Piece piece;
+  HC_TRY(piece_for(entry, tensor, &piece));
   const DType dtype = signature_of(entry).tensors[tensor].dtype;
   bytes_ += piece.count * size_of(dtype);
   if (!piece.count) return Status::ok();

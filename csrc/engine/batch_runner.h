@@ -55,7 +55,7 @@ class BatchRunner {
   Task task_for(size_t entry, DType dtype) const;
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
-  Result<Piece> piece_for(size_t entry, size_t tensor);
+  Status piece_for(size_t entry, size_t tensor, Piece* piece);
 
   PlanBatch batch_;
   std::vector<Operation*> operations_;

@@ -5,7 +5,9 @@
 #include <doctest/doctest.h>
 
 #include <cstdlib>
+#include <list>
 #include <map>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -77,7 +79,7 @@ class FrameworkOnGpu {
     memory_.push_back(at);
     return reinterpret_cast<void*>(at);
   }
-  // A tensor with these values, which are there when the stream has come so far. `values` must live until then.
+  // A tensor with these values, which are there when the stream has come so far.
   template <class T>
   T* tensor(const std::vector<T>& values) {
     auto* at = static_cast<T*>(memory(values.size() * sizeof(T)));
@@ -86,8 +88,9 @@ class FrameworkOnGpu {
   }
   template <class T>
   void write(T* to, const std::vector<T>& values) {
-    CHECK(api_->cuMemcpyHtoDAsync(reinterpret_cast<CuPointer>(to), values.data(), values.size() * sizeof(T), stream) ==
-          kCuSuccess);
+    const auto bytes = std::as_bytes(std::span(values));
+    const auto& source = sources_.emplace_back(bytes.begin(), bytes.end());  // lives until the stream has read it
+    CHECK(api_->cuMemcpyHtoDAsync(reinterpret_cast<CuPointer>(to), source.data(), source.size(), stream) == kCuSuccess);
   }
   template <class T>
   std::vector<T> read(const T* from, size_t count) {
@@ -117,6 +120,7 @@ class FrameworkOnGpu {
   std::shared_ptr<const CudaApi> api_;
   CuContext context_ = nullptr;
   std::vector<CuPointer> memory_;
+  std::list<std::vector<std::byte>> sources_;
 };
 
 // Submits one tensor of `shape`; `out` null: the core owns the result.
