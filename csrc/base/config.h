@@ -134,7 +134,8 @@ struct KnobRule {
     KnobRule::seconds(0.001, 1e7), "Silence after a probe at which the rank counts as lost.")               \
   /* waiting */                                                                                             \
   X(int, spin_pauses, 20, "SPIN_PAUSES", "", KnobRule::count(0, 1e9),                                       \
-    "CPU pause instructions of a wait before it yields its core.")                                          \
+    "CPU pause instructions of a wait before it yields its core. Not set: none where there are more ranks than "   \
+    "cores.")                                          \
   X(double, yield_us, 80, "YIELD_US", "", KnobRule::microseconds(0, 1e9),                                   \
     "Time for which a wait yields its core before it sleeps.")                                              \
   X(double, doorbell_us, 20, "DOORBELL_US", "", KnobRule::microseconds(0, 1e9),                             \

@@ -36,6 +36,9 @@ Status Engine::connect(const MeshMembers& members) {
   generation_ = members.generation;
   left_.assign(mesh_->size(), false);
   liveness_ = Liveness(mesh_->size(), {config_.liveness_probe_s, config_.liveness_warn_s, config_.liveness_error_s});
+  // With more ranks than cores whoever waits is in the way of those it waits for.
+  const bool crowded = mesh_->local_size() > static_cast<int>(allowed_cpus().size());
+  spin_pauses_ = crowded && !config_.given.contains("SPIN_PAUSES") ? 0 : config_.spin_pauses;
   timer_s_ = std::min({1.0, config_.liveness_probe_s, config_.stall_check_s});
   next_timer_ = Clock::now();
   next_stall_report_ = Clock::now();

@@ -230,6 +230,7 @@ class Engine {
   std::unique_ptr<Mesh> mesh_;
   uint32_t generation_ = 0;
   double timer_s_ = 1;
+  int spin_pauses_ = 0;
 
   Handles handles_;
   DriveGate gate_;

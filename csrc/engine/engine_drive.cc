@@ -118,7 +118,7 @@ void Engine::leave_gate() { gate_.leave(outstanding() > 0 || has_incoming_.load(
 
 void Engine::drive(const Over& over, const Deadline& deadline) {
   mesh_->set_asleep(Sleep::kAwake);
-  Idle idle(config_.spin_pauses, config_.yield_us);
+  Idle idle(spin_pauses_, config_.yield_us);
   while (!over()) {
     if (step()) {
       idle.reset();
@@ -186,7 +186,7 @@ int Engine::work_until_idle() {
   mesh_->set_asleep(Sleep::kAwake);
   bool moved = false;
   poll_mesh(&moved);
-  Idle idle(config_.spin_pauses, config_.yield_us);
+  Idle idle(spin_pauses_, config_.yield_us);
   while (!gate_.wanted() && !stopping_.load()) {
     if (step()) {
       idle.reset();
