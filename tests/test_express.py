@@ -1,0 +1,78 @@
+"""Express turns from Python: a loop takes them, and whoever is late or lost in one is named."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+
+import numpy as np
+from world import ranks
+
+import horoclone as hvd
+
+ENOUGH = 40  # calls in a row after which a session is open
+
+
+def say(**facts):
+    """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
+    import crew
+
+    crew.say(**facts)
+
+
+def loop(name=None, calls=ENOUGH):
+    for call in range(calls):
+        out = hvd.allreduce(np.full(3, hvd.rank() + call, np.float32), name=name, op=hvd.Sum)
+        assert out[2] == sum(range(hvd.size())) + hvd.size() * call
+
+
+@ranks(2, 3)
+def test_a_loop_of_small_allreduces_takes_turns():
+    loop("loop")
+    before = hvd.metrics()
+    loop("loop", 100)
+    loop(None, 100)
+    after = hvd.metrics()
+    assert after["express"] - before["express"] > 100
+    assert after["ballots_sent"] - before["ballots_sent"] < 100
+
+
+def come_late():
+    hvd.init()
+    loop("loop")
+    if hvd.rank() == 1:
+        time.sleep(2.5)
+    loop("loop", 1)
+    say(turns=hvd.metrics()["express"])
+
+
+def test_a_rank_that_is_late_in_a_turn_is_named(crew):
+    team = crew(come_late, 3, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"})
+    assert team.wait() == [0, 0, 0], team.outputs()
+    report = team.output(0)
+    assert re.search(r"allreduce 'loop' \(\d+ s\): missing rank 1", report), report
+    assert "rank 1 has nothing pending; its last call was allreduce 'loop'" in report, report
+    assert all(team.said(rank, "turns")[0]["turns"] > 10 for rank in range(3))
+
+
+def die_in_a_turn():
+    hvd.init()
+    loop("loop")
+    if hvd.rank() == 1:
+        time.sleep(0.5)
+        os.kill(os.getpid(), signal.SIGKILL)
+    began = time.monotonic()
+    try:
+        loop("loop", 1)
+    except hvd.PeerLost as error:
+        say(text=str(error), seconds=time.monotonic() - began)
+
+
+def test_a_rank_that_dies_in_a_turn_is_named(crew):
+    team = crew(die_in_a_turn, 3)
+    team.wait()
+    for rank in (0, 2):
+        said = team.said(rank, "text")[0]
+        assert "rank 1" in said["text"] and said["seconds"] < 10, said
