@@ -194,6 +194,8 @@ bool Engine::shares_memory() const {
 std::string Engine::describe() {
   if (!connected_.load()) return "not connected";
   enter_gate();
+  // Whoever asks again and again holds the gate nearly all the time: the work goes on here, too.
+  if (!failed_.load()) (void)step();
   std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(),
                              failed_.load() ? text_of(", failed: ", failure_.text()) : "");
   const TimePoint now = Clock::now();
@@ -215,6 +217,7 @@ std::string Engine::describe() {
   }
   for (const Operation* op : messages_.operations())
     text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s");
+  rest_after_driving();
   leave_gate();
   return text;
 }

@@ -490,6 +490,26 @@ TEST_CASE("many worlds one after the other") {
   }
 }
 
+TEST_CASE("who asks for the engine's state again and again does not hold up the work") {
+  for (bool shared : {true, false}) {
+    World world(2, settings_of(shared));
+    CHECK_OK(world.each([&](Engine& engine, int) {
+      for (int step = 0; step < 20; ++step) {
+        std::vector<float> v(64, 1.0f);
+        int64_t h = 0;
+        CHECK_OK(submit(engine, Op::kAllreduce, "v", v, &v, {64}, &h));
+        const Deadline deadline = Deadline::in(20);
+        while (!engine.poll(h) && !deadline.passed()) (void)engine.describe();
+        const bool done = engine.poll(h);
+        CHECK_LOCKED(done);
+        CHECK_OK(finish(engine, h));
+        engine.release(h);
+        if (v[0] != 2.0f) CHECK_LOCKED(v[0] == 2.0f);
+      }
+    }));
+  }
+}
+
 TEST_CASE("two threads of one rank submit and wait at the same time") {
   World world(2);
   CHECK_OK(world.each([&](Engine& engine, int) {

@@ -144,7 +144,6 @@ def test_send_and_receive() -> None:
         assert first.tolist() == [float(left)] * 4 and second.tolist() == [10.0 + left] * 4
         if rank:
             dist.send(torch.tensor([rank]), 0)
-            dist.send_object_list([{"from": rank}], 0)
         else:
             found = {}
             for _ in range(size - 1):
@@ -152,6 +151,10 @@ def test_send_and_receive() -> None:
                 source = dist.recv(place)
                 found[source] = place.item()
             assert found == {r: r for r in range(1, size)}
+        dist.barrier()  # from any source: nothing else of a fast rank may come before a slow one's
+        if rank:
+            dist.send_object_list([{"from": rank}], 0)
+        else:
             for source in range(1, size):
                 box: list[Any] = [None]
                 dist.recv_object_list(box, source)
