@@ -4,10 +4,10 @@
 
 #include <algorithm>
 #include <cmath>
-#include <mutex>
 #include <random>
 
 #include "engine/autotuner.h"
+#include "tests/locked_checks.h"
 #include "tests/negotiation_samples.h"
 #include "tests/world.h"
 
@@ -16,20 +16,6 @@ namespace {
 
 using Point = TuneSearch::Point;
 using Surface = std::function<double(const Point&)>;
-
-std::mutex check_mu;
-#define CHECK_LOCKED(...)           \
-  do {                              \
-    std::lock_guard lock(check_mu); \
-    CHECK(__VA_ARGS__);             \
-  } while (0)
-#define CHECK_OK(expression)             \
-  do {                                   \
-    const Status checked = (expression); \
-    std::lock_guard lock(check_mu);      \
-    INFO(checked.text());                \
-    CHECK(checked.is_ok());              \
-  } while (0)
 
 TuneSearch searched(const std::vector<size_t>& lengths, const Point& start, const Surface& surface,
                     TuneSearch::Options options = {}) {
