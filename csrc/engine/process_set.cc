@@ -10,14 +10,25 @@ namespace {
 constexpr size_t kNamesKept = 8192;  // records of names that are not pending, per operation kind
 // A session with fewer turns was a mistake: the next one takes twice as many plans to open.
 constexpr uint64_t kTurnsThatPay = 64;
-constexpr int kFirstWanted = 8, kMostWanted = 4096;
+constexpr int kMostWanted = 4096;
 
-bool goes_express(const Operation& op, size_t most_bytes) {
+bool goes_express(const Operation& op, const Tuning& tuning) {
   const Signature& s = op.signature();
   if (s.op != Op::kAllreduce || s.reduce == Reduce::kAdasum || s.device || s.in_arena || s.tensors.size() != 1)
     return false;
   const size_t bytes = static_cast<size_t>(s.tensors[0].count()) * size_of(s.tensors[0].dtype);
-  return bytes > 0 && bytes <= most_bytes && op.out[0];
+  return bytes > 0 && bytes <= std::min(kExpressBytes, tuning.flat_bytes) && op.out[0];
+}
+
+// An allreduce of one tensor that is not agreed on first.
+Task unagreed_task(const Operation& op, int size) {
+  const Signature& s = op.signature();
+  Task task;
+  task.dtype = s.tensors[0].dtype;
+  task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
+  task.scale = scale_of(s, task.dtype, size);
+  task.pieces = {{op.in[0], op.out[0], static_cast<size_t>(s.tensors[0].count())}};
+  return task;
 }
 }  // namespace
 
@@ -86,12 +97,8 @@ bool ProcessSet::start_frozen(Operation* op) {
   for (int m = 0; m < lane->size(); ++m)
     if (lane->flags(m).thawed.load(std::memory_order_acquire)) return set.frozen = false;
   BucketSet::Bucket& bucket = set.buckets[op->bucket];
-  Task task;
-  task.reduce = set.reduce == Reduce::kAverage ? Reduce::kSum : set.reduce;
-  task.dtype = bucket.dtype;
-  task.scale = scale_of(op->signature(), bucket.dtype, size());
-  task.pieces = {{op->in[0], op->out[0], static_cast<size_t>(op->signature().tensors[0].count())}};
-  auto collective = make_frozen_allreduce(std::move(task), group, set.first_flag + op->bucket, bucket.turn++);
+  auto collective =
+      make_frozen_allreduce(unagreed_task(*op, size()), group, set.first_flag + op->bucket, bucket.turn++);
   (void)collective->start();  // it only announces the arrival
   frozen_runs.push_back({op, std::move(collective)});
   return true;
@@ -99,16 +106,11 @@ bool ProcessSet::start_frozen(Operation* op) {
 
 bool ProcessSet::start_express(Operation* op) {
   if (!express.is_on() || pending.size() != 1 || runner || !queue.empty()) return false;
-  if (!goes_express(*op, std::min(kExpressBytes, tuning.flat_bytes))) return false;
+  if (!goes_express(*op, tuning)) return false;
   const uint32_t cached = cache.find(op->request);
   if (cached == kNoSlot) return false;
-  const Signature& s = op->signature();
-  Task task;
-  task.dtype = s.tensors[0].dtype;
-  task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
-  task.scale = scale_of(s, task.dtype, size());
-  task.pieces = {{op->in[0], op->out[0], static_cast<size_t>(s.tensors[0].count())}};
-  auto turn = express.enter(std::move(task), group, {cached, op->request.sequence, hash_of(s)});
+  auto turn =
+      express.enter(unagreed_task(*op, size()), group, {cached, op->request.sequence, hash_of(op->signature())});
   if (!turn) return false;
   frozen_runs.push_back({op, std::move(turn)});
   return true;
@@ -134,12 +136,11 @@ bool ProcessSet::suits_express(const Plan& plan) {
   const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
   const bool suits = b && b->op == Op::kAllreduce && b->error == Code::kOk && b->entries.size() == 1 &&
                      b->entries[0].slot != kNoSlot && !b->entries[0].assigned && !b->entries[0].has_signature &&
-                     coordinator->pending() == 0 && pending.size() == 1 && !join &&
-                     goes_express(*pending[0], std::min(kExpressBytes, tuning.flat_bytes));
+                     coordinator->pending() == 0 && pending.size() == 1 && !join && goes_express(*pending[0], tuning);
   trial.alike = suits ? trial.alike + 1 : 0;
   if (trial.alike < trial.wanted) return false;
   const bool paid = express.successes() - trial.successes_before >= kTurnsThatPay;
-  trial = {0, paid ? kFirstWanted : std::min(2 * trial.wanted, kMostWanted), express.successes()};
+  trial = {0, paid ? ExpressTrial::kFirstWanted : std::min(2 * trial.wanted, kMostWanted), express.successes()};
   return true;
 }
 

@@ -125,9 +125,10 @@ class ProcessSet {
   // Its operations are frozen runs without a bucket set.
   Express express;
   bool express_allowed = true;
-  struct ExpressTrial {             // group rank 0
-    int alike = 0, wanted = 8;      // plans in a row that suit it; how many open a session
-    uint64_t successes_before = 0;  // of the session before
+  struct ExpressTrial {  // group rank 0
+    static constexpr int kFirstWanted = 8;
+    int alike = 0, wanted = kFirstWanted;  // plans in a row that suit it; how many open a session
+    uint64_t successes_before = 0;         // of the session before
   } express_trial;
 
   bool may_be_two_level = false;  // several nodes: allreduce in shared memory within each, over channels between
@@ -166,8 +167,8 @@ void ProcessSet::run_frozen(bool* moved, Done&& done) {
       if (run.op->bucket_set >= 0) bucket_sets[run.op->bucket_set].frozen = false;
       announce(run.op);
     } else {
-      // What was announced while the turn was under way may be waited for by others who would wait here.
-      if (express.is_on() && !express.is_busy() && pending.size() > 1) express.close();
+      // A turn is over: what was announced while it was under way others may wait for, instead of entering the next.
+      if (run.op->bucket_set < 0 && express.is_on() && pending.size() > 1) express.close();
       done(run.op, *run.collective);
     }
   }
