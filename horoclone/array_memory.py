@@ -17,6 +17,7 @@ NAMES = {number: name for name, number in ops.DTYPES.items()}
 
 
 def dtype_of(array: Array) -> int:
+    """The core's number of the dtype of an array, NumPy's or CuPy's; ValueError names those that there are."""
     number = ops.DTYPES.get(array.dtype.name)
     if number is None:
         raise ValueError(

@@ -15,7 +15,7 @@ import cupy
 
 from horoclone import ops, runtime
 from horoclone.array_handles import Pending, now, remember, set_id, synchronize
-from horoclone.array_memory import row_counts
+from horoclone.array_memory import dtype_of, row_counts
 from horoclone.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -29,25 +29,16 @@ _PLAIN = (1.0, 1.0)
 
 def _readable(array: Any) -> Array:
     found = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
-    _number_of(found)
+    dtype_of(found)
     return cupy.ascontiguousarray(found).reshape(found.shape)  # of 0-d arrays CuPy makes 1-d ones there
 
 
 def _writable(array: Any) -> Array:
     found = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
-    _number_of(found)
+    dtype_of(found)
     if not found.flags.c_contiguous:
         raise ValueError("Tensor is required to be contiguous.")
     return found
-
-
-def _number_of(array: Array) -> int:
-    number = ops.DTYPES.get(array.dtype.name)
-    if number is None:
-        raise ValueError(
-            f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.DTYPES)}."
-        )
-    return number
 
 
 def _stream(device: int) -> int:
@@ -83,7 +74,7 @@ def _submit(
     """out None: rows whose number the ranks agree on; with `splits`, also how many came from each rank."""
     native, place = runtime.native(), _place([source])
     handle = native.submit(
-        op, name, source.data.ptr, 0 if out is None else out.data.ptr, source.shape, _number_of(source), reduce,
+        op, name, source.data.ptr, 0 if out is None else out.data.ptr, source.shape, dtype_of(source), reduce,
         *scales, root, set_id(process_set), splits, 0, *place,
     )  # fmt: skip
 
@@ -113,7 +104,7 @@ def _group(
     place = _place([*sources, *outs])
     handle = native.submit_group(
         ops.ALLREDUCE, name, [array.data.ptr for array in sources], [out.data.ptr for out in outs],
-        [array.shape for array in sources], [_number_of(array) for array in sources], reduce, *scales, 0,
+        [array.shape for array in sources], [dtype_of(array) for array in sources], reduce, *scales, 0,
         set_id(process_set), *place,
     )  # fmt: skip
 
