@@ -13,6 +13,7 @@ namespace {
 // How far a batch looks for more of its kind, and how many that do not fit it passes over.
 constexpr size_t kLookAhead = 4096;
 constexpr size_t kMisfits = 64;
+constexpr size_t kSmallBytes = 256u << 10;  // what moves faster than a plan of its own
 
 // An item of the queue of what can run (or must fail), in the order in which it became so.
 struct Ready {
@@ -49,6 +50,7 @@ struct Coordinator::State {
   PlanBatch next_batch();
   void fuse(PlanBatch* batch, uint32_t first, size_t bytes);
   void close(uint32_t entry, PlanBatch* batch);
+  bool runs_alone(const Ready& item) const;
   void drop_taken();
 
   CoordinatorOptions options;  // constant, except fusion_bytes
@@ -282,6 +284,12 @@ PlanBatch Coordinator::State::next_batch() {
   return batch;
 }
 
+// A small operation that is never fused: in the arena.
+bool Coordinator::State::runs_alone(const Ready& item) const {
+  return item.entry != kNoEntry && item.fuse_hash == 0 && item.bytes <= kSmallBytes &&
+         ledger.agreement(ledger.at(item.entry)).in_arena;
+}
+
 void Coordinator::State::drop_taken() {
   while (!ready.empty() && ready.front().taken) ready.pop_front();
 }
@@ -310,12 +318,15 @@ Plan Coordinator::decide(size_t room) {
   Plan plan;
   plan.generation = s.options.generation;
   plan.process_set = s.options.process_set;
-  size_t entries = 0;
-  while (s.ready_count != 0 && plan.batches.size() < room) {
+  size_t entries = 0, used = 0;
+  while (s.ready_count != 0 && used < room) {
+    // Nothing can join what runs by itself, so nothing is lost by deciding on it early: it takes no room of its own.
+    const bool alone = s.runs_alone(s.ready.front());
     // A batch takes at most kLookAhead entries, so the plan stays below kMaxPlanEntries.
     if (entries + kLookAhead > kMaxPlanEntries || plan.batches.size() + 1 >= kMaxPlanEntries) break;
     plan.batches.push_back(s.next_batch());
     entries += plan.batches.back().entries.size();
+    if (!alone || s.ready_count == 0 || !s.runs_alone(s.ready.front())) used++;
   }
   return plan;
 }

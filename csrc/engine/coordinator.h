@@ -52,7 +52,8 @@ class Coordinator {
 
   // Takes one rank's ballot. An error means a broken ballot (unknown slot, announced twice): a bug or an intruder.
   Status take(const Ballot& ballot, TimePoint now);
-  // The plan for what is ready, at most `room` batches; empty when nothing is.
+  // The plan for what is ready, at most `room` batches (a row of small ones in the arena counts as one); empty when
+  // nothing is.
   Plan decide(size_t room);
   bool anything_ready() const;
 

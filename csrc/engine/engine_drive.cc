@@ -187,13 +187,17 @@ int Engine::work_until_idle() {
   bool moved = false;
   poll_mesh(&moved);
   Idle idle(spin_pauses_, config_.yield_us);
+  may_fill_ = true;
   while (!gate_.wanted() && !stopping_.load()) {
     if (step()) {
       idle.reset();
+    } else if (fills_) {
+      pause_cpu();
     } else if (outstanding() == 0 || !idle.pause()) {
       break;
     }
   }
+  may_fill_ = false;
   check_timers();
   const bool waiting = outstanding() > 0 || device_in_flight();
   const bool hands_over = gate_.wanted();

@@ -18,6 +18,7 @@ bool Engine::step() {
   counters_.steps.fetch_add(1, std::memory_order_relaxed);
   next_gathered_ = TimePoint::max();
   waits_on_device_ = !device_failure_.is_ok();
+  fills_ = false;
   if (!mesh_->all_shared() || ++turn_ % 1024 == 0) poll_mesh(&moved);
   if (has_abort_.load(std::memory_order_acquire)) {
     std::string text;
@@ -34,8 +35,12 @@ bool Engine::step() {
   for (auto& [id, set] : sets_) {
     if (set->group_rank < 0) continue;
     if (set->ballot_waits()) {
-      send_ballot(*set);
-      moved = true;
+      if (may_fill_ && set->ballot_fills()) {
+        fills_ = true;
+      } else {
+        send_ballot(*set);
+        moved = true;
+      }
     }
     if (set->coordinator) decide(*set, &moved);
     run_queue(*set, &moved);
@@ -159,10 +164,7 @@ void Engine::send_ballot(ProcessSet& set) {
     sent = send_frame(set.coordinator_rank(), false);
     counters_.ballots_sent.fetch_add(1, std::memory_order_relaxed);
   }
-  set.ballot.cached.clear();
-  set.ballot.fresh.clear();
-  set.ballot.joined = false;
-  set.ballot.on_express = false;
+  set.ballot_sent();
   if (!sent.is_ok()) fail_everything(sent);
 }
 

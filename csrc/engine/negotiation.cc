@@ -2,53 +2,19 @@
 // the reader trusts nothing: every count is checked against what is left before anything is allocated.
 #include "engine/negotiation.h"
 
-#include <bit>
 #include <limits>
+
+#include "engine/slot_list.h"
 
 namespace hc {
 namespace {
 
 constexpr size_t kMaxDimensions = 64;
 
-uint64_t zigzag(int64_t v) { return (static_cast<uint64_t>(v) << 1) ^ static_cast<uint64_t>(v >> 63); }
-int64_t unzigzag(uint64_t v) { return static_cast<int64_t>(v >> 1) ^ -static_cast<int64_t>(v & 1); }
-
-size_t varint_bytes(uint64_t v) { return (static_cast<size_t>(std::bit_width(v | 1)) + 6) / 7; }
-
-void put_varint(Writer* out, uint64_t v) {
-  uint8_t bytes[10];
-  size_t n = 0;
-  while (v >= 0x80) {
-    bytes[n++] = static_cast<uint8_t>(v | 0x80);
-    v >>= 7;
-  }
-  bytes[n++] = static_cast<uint8_t>(v);
-  out->put_raw(bytes, n);
-}
-
-uint64_t get_varint(Reader* in) {
-  uint64_t v = 0;
-  for (int shift = 0; shift < 70; shift += 7) {
-    uint8_t byte = in->get<uint8_t>();
-    if (shift == 63 && byte > 1) break;  // would not fit 64 bits
-    v |= static_cast<uint64_t>(byte & 0x7f) << shift;
-    if ((byte & 0x80) == 0) return v;
-  }
-  in->fail();
-  return 0;
-}
-
 int64_t get_count64(Reader* in) {  // a number that must fit int64_t and not be negative
   uint64_t v = get_varint(in);
   if (v > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) in->fail();
   return in->ok() ? static_cast<int64_t>(v) : 0;
-}
-
-// A count of records that take at least `each` bytes: never more than the frame can still hold.
-size_t get_length(Reader* in, size_t each) {
-  uint64_t n = get_varint(in);
-  if (n > in->remaining() / each) in->fail();
-  return in->ok() ? static_cast<size_t>(n) : 0;
 }
 
 void put_string(Writer* out, std::string_view text) {
@@ -87,103 +53,6 @@ void get_rows(Reader* in, std::vector<int64_t>* rows) {
 void put_rows(Writer* out, const std::vector<int64_t>& rows) {
   put_varint(out, rows.size());
   for (int64_t v : rows) put_varint(out, static_cast<uint64_t>(v));
-}
-
-// Three forms, the order is kept by each: steps between neighbours (most are one byte), the same with sequence numbers
-// (unnamed operations), and, for ascending slots, a bit vector where that is smaller.
-enum class SlotForm : uint8_t { kSteps, kStepsAndSequences, kBits };
-constexpr int kSlotFormCount = 3;
-
-struct SlotSurvey {
-  SlotForm form = SlotForm::kSteps;
-  uint32_t first = 0;
-  uint32_t bits = 0;  // kBits: length of the vector
-};
-
-SlotSurvey survey(const std::vector<CachedRequest>& list) {
-  SlotSurvey found;
-  if (list.empty()) return found;
-  bool ascending = true, sequences = false;
-  size_t steps_bytes = 0;
-  int64_t expected = 0;
-  for (const CachedRequest& c : list) {
-    int64_t step = static_cast<int64_t>(c.slot) - expected;
-    if (step < 0) ascending = false;
-    if (c.sequence != 0) sequences = true;
-    steps_bytes += varint_bytes(zigzag(step));
-    expected = static_cast<int64_t>(c.slot) + 1;
-  }
-  if (sequences) {
-    found.form = SlotForm::kStepsAndSequences;
-  } else if (ascending) {
-    found.first = list.front().slot;
-    found.bits = list.back().slot - found.first + 1;
-    size_t bits_bytes = varint_bytes(found.first) + varint_bytes(found.bits) + (size_t{found.bits} + 7) / 8;
-    if (bits_bytes < varint_bytes(list.size()) + steps_bytes) found.form = SlotForm::kBits;
-  }
-  return found;
-}
-
-void put_slots(Writer* out, const std::vector<CachedRequest>& list) {
-  SlotSurvey s = survey(list);
-  out->put(s.form);
-  if (s.form == SlotForm::kBits) {
-    put_varint(out, s.first);
-    put_varint(out, s.bits);
-    size_t next = 0;
-    for (uint32_t at = 0; at < s.bits; at += 8) {
-      uint8_t byte = 0;
-      for (; next < list.size() && list[next].slot - s.first < at + 8; next++)
-        byte = static_cast<uint8_t>(byte | 1u << (list[next].slot - s.first - at));
-      out->put(byte);
-    }
-    return;
-  }
-  put_varint(out, list.size());
-  int64_t expected = 0;
-  uint64_t expected_sequence = 0;
-  for (const CachedRequest& c : list) {
-    put_varint(out, zigzag(static_cast<int64_t>(c.slot) - expected));
-    expected = static_cast<int64_t>(c.slot) + 1;
-    if (s.form == SlotForm::kStepsAndSequences) {
-      put_varint(out, zigzag(static_cast<int64_t>(c.sequence - expected_sequence)));
-      expected_sequence = c.sequence + 1;
-    }
-  }
-}
-
-void get_slot_bits(Reader* in, std::vector<CachedRequest>* list) {
-  uint64_t first = get_varint(in);
-  uint64_t bits = get_varint(in);
-  if (first >= kMaxSlots || bits > kMaxSlots - first || (bits + 7) / 8 > in->remaining()) in->fail();
-  for (uint64_t at = 0; at < bits && in->ok(); at += 8) {
-    uint32_t byte = in->get<uint8_t>();
-    if (bits - at < 8 && byte >> (bits - at) != 0) in->fail();
-    for (; byte != 0; byte &= byte - 1)
-      list->push_back({static_cast<uint32_t>(first + at) + static_cast<uint32_t>(std::countr_zero(byte)), 0});
-  }
-}
-
-void get_slots(Reader* in, std::vector<CachedRequest>* list) {
-  list->clear();
-  SlotForm form = get_enum<SlotForm>(in, kSlotFormCount);
-  if (form == SlotForm::kBits) return get_slot_bits(in, list);
-  size_t n = get_length(in, form == SlotForm::kStepsAndSequences ? 2 : 1);
-  int64_t expected = 0;
-  uint64_t expected_sequence = 0;
-  for (size_t i = 0; i < n && in->ok(); i++) {
-    int64_t slot = 0;
-    if (__builtin_add_overflow(expected, unzigzag(get_varint(in)), &slot)) in->fail();
-    if (slot < 0 || slot >= kMaxSlots) in->fail();
-    if (!in->ok()) return;
-    CachedRequest c{static_cast<uint32_t>(slot), 0};
-    expected = slot + 1;
-    if (form == SlotForm::kStepsAndSequences) {
-      c.sequence = expected_sequence + static_cast<uint64_t>(unzigzag(get_varint(in)));
-      expected_sequence = c.sequence + 1;
-    }
-    list->push_back(c);
-  }
 }
 
 enum SignatureFlag : uint8_t { kInArena = 1, kScaled = 2, kOnDevice = 4, kSignatureFlags = 7 };
@@ -260,7 +129,7 @@ enum BatchFlag : uint8_t {
   kHasError = 16,
   kLastJoined = 32,
   kBatchOnDevice = 64,
-  kBatchFlags = 127
+  kEachAlone = 128,  // one record for several batches: each entry is a batch of its own, numbered one behind the other
 };
 
 void put_entry(Writer* out, const PlanEntry& e) {
@@ -345,7 +214,28 @@ void get_entries(Reader* in, uint8_t flags, size_t room, PlanBatch* batch) {
   }
 }
 
-void put_batch(Writer* out, const PlanBatch& b, uint32_t expected_id) {
+// A batch that says no more than one slot, and what its neighbours may say as well.
+bool is_plain(const PlanBatch& b) {
+  return b.entries.size() == 1 && b.rows.empty() && b.error == Code::kOk && b.last_joined < 0 && only_slots(b);
+}
+
+// How many batches from `first` on make one record: 1, or a row of plain ones.
+size_t batches_in_record(const std::vector<PlanBatch>& batches, size_t first) {
+  const PlanBatch& a = batches[first];
+  if (!is_plain(a)) return 1;
+  size_t n = 1;
+  for (; first + n < batches.size(); n++) {
+    const PlanBatch& b = batches[first + n];
+    if (!is_plain(b) || b.id != a.id + n || b.op != a.op || b.algorithm != a.algorithm || b.in_arena != a.in_arena ||
+        b.on_device != a.on_device || b.entries[0].unnamed != a.entries[0].unnamed)
+      break;
+  }
+  return n;
+}
+
+// `row`: the batches of one record.
+void put_batches(Writer* out, std::span<const PlanBatch> row, uint32_t expected_id) {
+  const PlanBatch& b = row[0];
   bool slots_only = only_slots(b);
   bool failed = b.error != Code::kOk;
   put_varint(out, zigzag(static_cast<int32_t>(b.id - expected_id)));
@@ -354,7 +244,14 @@ void put_batch(Writer* out, const PlanBatch& b, uint32_t expected_id) {
   out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (slots_only ? kSlotsOnly : 0) |
                                 (slots_only && b.entries.front().unnamed ? kSlotsUnnamed : 0) |
                                 (b.rows.empty() ? 0 : kHasRows) | (failed ? kHasError : 0) |
-                                (b.last_joined >= 0 ? kLastJoined : 0) | (b.on_device ? kBatchOnDevice : 0)));
+                                (b.last_joined >= 0 ? kLastJoined : 0) | (b.on_device ? kBatchOnDevice : 0) |
+                                (row.size() > 1 ? kEachAlone : 0)));
+  if (row.size() > 1) {
+    std::vector<CachedRequest> slots;
+    slots.reserve(row.size());
+    for (const PlanBatch& each : row) slots.push_back({each.entries[0].slot, each.entries[0].sequence});
+    return put_slots(out, slots);
+  }
   put_entries(out, b, slots_only);
   if (!b.rows.empty()) put_rows(out, b.rows);
   if (b.last_joined >= 0) put_varint(out, static_cast<uint32_t>(b.last_joined));
@@ -363,16 +260,35 @@ void put_batch(Writer* out, const PlanBatch& b, uint32_t expected_id) {
   put_string(out, std::string_view(b.error_text).substr(0, kMaxTextBytes));
 }
 
-void get_batch(Reader* in, uint32_t expected_id, size_t room, PlanBatch* b) {
+// Makes of one batch with many entries as many batches with one.
+void spread(std::vector<PlanBatch>* batches) {
+  PlanBatch all = std::move(batches->back());
+  batches->pop_back();
+  for (size_t i = 0; i < all.entries.size(); i++) {
+    PlanBatch& b = batches->emplace_back();
+    b.id = all.id + static_cast<uint32_t>(i);
+    b.op = all.op;
+    b.algorithm = all.algorithm;
+    b.in_arena = all.in_arena;
+    b.on_device = all.on_device;
+    b.entries.push_back(std::move(all.entries[i]));
+  }
+}
+
+// One record; `room` is how many entries the plan may still hold.
+void get_batches(Reader* in, uint32_t expected_id, size_t room, std::vector<PlanBatch>* batches) {
+  PlanBatch* b = &batches->emplace_back();
   b->id = expected_id + static_cast<uint32_t>(unzigzag(get_varint(in)));
   b->op = get_enum<Op>(in, kOpCount);
   b->algorithm = get_enum<Algorithm>(in, static_cast<int>(Algorithm::kPairwise) + 1);
   uint8_t flags = in->get<uint8_t>();
-  if ((flags & ~kBatchFlags) != 0) in->fail();
+  const bool alone = (flags & kEachAlone) != 0;
+  if (alone && ((flags & kSlotsOnly) == 0 || (flags & (kHasRows | kLastJoined | kHasError)) != 0)) in->fail();
   b->in_arena = (flags & kBatchInArena) != 0;
   b->on_device = (flags & kBatchOnDevice) != 0;
   get_entries(in, flags, room, b);
   if (!in->ok()) return;
+  if (alone) return spread(batches);
   if ((flags & kHasRows) != 0) get_rows(in, &b->rows);
   if ((flags & kLastJoined) != 0) b->last_joined = get_rank(in);
   if ((flags & kHasError) == 0) return;
@@ -450,13 +366,17 @@ Status decode(Reader* in, Ballot* ballot) {
 void encode(const Plan& plan, Writer* out) {
   out->put(plan.generation);
   out->put(plan.process_set);
-  put_varint(out, plan.batches.size() * 4 + (plan.express_turn ? 2 : 0) + (plan.tuning ? 1 : 0));
+  size_t records = 0;
+  for (size_t i = 0; i < plan.batches.size(); i += batches_in_record(plan.batches, i)) records++;
+  put_varint(out, records * 4 + (plan.express_turn ? 2 : 0) + (plan.tuning ? 1 : 0));
   if (plan.tuning) put_tuning(out, *plan.tuning);
   if (plan.express_turn) put_varint(out, *plan.express_turn);
   uint32_t expected_id = 0;
-  for (const PlanBatch& b : plan.batches) {
-    put_batch(out, b, expected_id);
-    expected_id = b.id + 1;
+  const std::span<const PlanBatch> all(plan.batches);
+  for (size_t i = 0, n = 0; i < all.size(); i += n) {
+    n = batches_in_record(plan.batches, i);
+    put_batches(out, all.subspan(i, n), expected_id);
+    expected_id = all[i + n - 1].id + 1;
   }
 }
 
@@ -466,19 +386,19 @@ Status decode(Reader* in, Plan* plan) {
   size_t bytes = in->remaining();
   plan->generation = in->get<uint32_t>();
   plan->process_set = in->get<uint16_t>();
-  const uint64_t head =
-      get_varint(in);  // four times the number of batches, 1 where settings change, 2 for an express turn
-  const uint64_t batches = head / 4;
-  if (batches > kMaxPlanEntries || batches > in->remaining() / kSmallestBatch) in->fail();
+  // Four times the number of records, 1 where settings change, 2 for an express turn.
+  const uint64_t head = get_varint(in);
+  const uint64_t records = head / 4;
+  if (records > kMaxPlanEntries || records > in->remaining() / kSmallestBatch) in->fail();
   if (in->ok() && (head & 1) != 0) get_tuning(in, &plan->tuning.emplace());
   if (in->ok() && (head & 2) != 0) plan->express_turn = get_varint(in);
   size_t room = kMaxPlanEntries;
   uint32_t expected_id = 0;
-  for (uint64_t i = 0; i < batches && in->ok(); i++) {
-    PlanBatch& b = plan->batches.emplace_back();
-    get_batch(in, expected_id, room, &b);
-    expected_id = b.id + 1;
-    room -= b.entries.size();
+  for (uint64_t i = 0; i < records && in->ok(); i++) {
+    const size_t before = plan->batches.size();
+    get_batches(in, expected_id, room, &plan->batches);
+    for (size_t k = before; k < plan->batches.size(); k++) room -= plan->batches[k].entries.size();
+    if (!plan->batches.empty()) expected_id = plan->batches.back().id + 1;
   }
   if (in->ok()) return Status::ok();
   return error(Code::kInternal, "a plan frame (", bytes, " bytes) is broken in batch ", plan->batches.size());

@@ -11,6 +11,9 @@ constexpr size_t kNamesKept = 8192;  // records of names that are not pending, p
 // A session with fewer turns was a mistake: the next one takes twice as many plans to open.
 constexpr uint64_t kTurnsThatPay = 64;
 constexpr int kMostWanted = 4096;
+// A ballot fills up to this size: what takes longer to move had better start.
+constexpr size_t kFillBytes = 256 * kKiB;
+constexpr int kLooksWithoutNews = 48;  // some microseconds: a Python loop submits faster
 
 bool goes_express(const Operation& op, const Tuning& tuning) {
   const Signature& s = op.signature();
@@ -76,6 +79,8 @@ void ProcessSet::announce(Operation* op) {
     return;
   }
   op->slot = cache.announce(op->request, &ballot);
+  for (const TensorMeta& t : op->signature().tensors)
+    ballot_bytes_ += static_cast<size_t>(t.count()) * size_of(t.dtype);
   if (op->request.name.empty()) {
     Window& w = windows_[static_cast<int>(kind)];
     // Numbers are given and operations queued under one lock, so they arrive here without a gap, except for one that
@@ -88,6 +93,23 @@ void ProcessSet::announce(Operation* op) {
     if (by_slot_.size() <= op->slot) by_slot_.resize(op->slot + 1, nullptr);
     by_slot_[op->slot] = op;
   }
+}
+
+bool ProcessSet::ballot_fills() {
+  if (ballot.joined || ballot_bytes_ > kFillBytes) return false;
+  const size_t announced = ballot.cached.size() + ballot.fresh.size();
+  looks_without_news_ = announced == ballot_seen_ ? looks_without_news_ + 1 : 0;
+  ballot_seen_ = announced;
+  return looks_without_news_ < kLooksWithoutNews;
+}
+
+void ProcessSet::ballot_sent() {
+  ballot.cached.clear();
+  ballot.fresh.clear();
+  ballot.joined = false;
+  ballot.on_express = false;
+  ballot_bytes_ = ballot_seen_ = 0;
+  looks_without_news_ = 0;
 }
 
 bool ProcessSet::start_frozen(Operation* op) {

@@ -108,6 +108,10 @@ class ProcessSet {
   PlanCache cache;
   Ballot ballot;  // what the next ballot will say
   bool ballot_waits() const { return !ballot.cached.empty() || !ballot.fresh.empty() || ballot.joined; }
+  // Whether the ballot that waits had better wait for more: small operations come in quick succession. For as long as
+  // something new is there nearly every time this is asked; it counts looks, so it ends without a clock.
+  bool ballot_fills();
+  void ballot_sent();
   Operation* join = nullptr;        // my join, while it is pending
   std::vector<Operation*> pending;  // taken from submit and not done, in no order (Operation::pending_at)
   size_t outstanding() const { return pending.size(); }
@@ -150,6 +154,9 @@ class ProcessSet {
   std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // submit lock (records: atomic)
   std::array<Window, kOpCount> windows_;
   std::vector<Operation*> by_slot_;
+  size_t ballot_bytes_ = 0;  // of the tensors that the waiting ballot announces
+  size_t ballot_seen_ = 0;   // announcements in it at the last look
+  int looks_without_news_ = 0;
 };
 
 template <class Done>

@@ -38,6 +38,31 @@ PlanBatch mismatch(Op op, Change change, std::vector<int64_t> shape = {4}) {
 
 }  // namespace
 
+TEST_CASE("coordinator: what nothing can join is decided on at once, whatever the room") {
+  std::vector<Request> small;
+  for (int i = 0; i < 161; i++) {
+    small.push_back(allreduce("s" + std::to_string(i)));
+    small.back().signature.in_arena = true;
+  }
+  Request big = allreduce("big", {1 << 20}), other = big;
+  big.signature.in_arena = other.signature.in_arena = true;
+  other.name = "other";
+  Ranks ranks(options(2));
+  ranks.everybody_says(small);
+  CHECK(ranks.decide(0).batches.empty());
+  CHECK(ranks.decide(1).batches.size() == 161);
+  ranks.everybody_says(small);
+  Plan plan = ranks.decide(1);
+  CHECK(plan.batches.size() == 161);
+  CHECK(ranks.plan_bytes <= 32);
+  CHECK(plan.batches[160].id == 321);
+  ranks.everybody_says({big, other, small[0], small[1]});
+  CHECK(ranks.decide(1).batches.size() == 2);  // what is known comes first in a ballot
+  CHECK(ranks.decide(1).batches.size() == 1);
+  CHECK(ranks.decide(1).batches.size() == 1);
+  CHECK_FALSE(ranks.coordinator.anything_ready());
+}
+
 TEST_CASE("coordinator: nothing is ready before the last rank, order of readiness is order of execution") {
   Ranks ranks(options(3, 1024, 0));
   ranks.say(0, {allreduce("a"), allreduce("b"), allreduce("c")});

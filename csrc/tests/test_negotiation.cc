@@ -62,6 +62,14 @@ Ballot random_ballot(Random& random) {
   b.rank = pick(random, 40000);
   b.joined = pick(random, 2) == 1;
   bool sequences = pick(random, 3) == 0, ascending = pick(random, 2) == 0;
+  if (pick(random, 4) == 0) {  // rows of one step
+    for (int rows = pick(random, 4); rows > 0; rows--) {
+      uint32_t at = static_cast<uint32_t>(pick(random, 100)), step = static_cast<uint32_t>(pick(random, 3));
+      uint64_t number = random() >> pick(random, 63);
+      for (int i = pick(random, 100); i > 0; i--, at += step) b.cached.push_back({at, sequences ? number++ : 0});
+    }
+    return b;
+  }
   uint32_t slot = static_cast<uint32_t>(pick(random, 100));
   for (int i = pick(random, 200); i > 0; i--) {
     slot = ascending ? slot + 1 + static_cast<uint32_t>(pick(random, 3) / 2)
@@ -108,6 +116,16 @@ Plan random_plan(Random& random) {
   p.generation = static_cast<uint32_t>(random());
   p.process_set = static_cast<uint16_t>(random());
   for (int i = pick(random, 6); i > 0; i--) p.batches.push_back(random_batch(random));
+  for (uint32_t i = static_cast<uint32_t>(pick(random, 3) * pick(random, 20)); i > 0; i--) {  // nearly alike
+    PlanBatch& b = p.batches.emplace_back();
+    b.id = pick(random, 9) == 0 || p.batches.size() == 1 ? 7 : p.batches[p.batches.size() - 2].id + 1;
+    b.in_arena = pick(random, 9) != 0;
+    PlanEntry& e = b.entries.emplace_back();
+    e.slot = 100 - i;
+    e.unnamed = pick(random, 9) == 0;
+    if (e.unnamed) e.sequence = i;
+    if (pick(random, 20) == 0) b.rows = {1, 2};
+  }
   return p;
 }
 
@@ -224,14 +242,23 @@ TEST_CASE("negotiation: a steady step of 161 tensors is small, in order, in any 
     unnamed_ones.cached.push_back({i, 1000000 + i});
     plan.batches[i * 3 / 161].entries.emplace_back().slot = i;
   }
-  CHECK(bytes_of(in_order).size() <= 40);
+  CHECK(bytes_of(in_order).size() <= 20);
   CHECK(bytes_of(shuffled).size() <= 340);
-  CHECK(bytes_of(unnamed_ones).size() <= 350);
+  CHECK(bytes_of(unnamed_ones).size() <= 24);
   CHECK(bytes_of(plan).size() <= 64);
   CHECK(bytes_of(in_order).size() + bytes_of(plan).size() <= 128);
   check_round_trip(in_order);
   check_round_trip(shuffled);
   check_round_trip(unnamed_ones);
+  Plan alone;  // a batch for each, as in the arena
+  for (uint32_t i = 0; i < 161; i++) {
+    PlanBatch& b = alone.batches.emplace_back();
+    b.id = 5000 + i;
+    b.in_arena = true;
+    b.entries.emplace_back().slot = i;
+  }
+  CHECK(bytes_of(alone).size() <= 32);
+  check_round_trip(alone);
 }
 
 TEST_CASE("negotiation: every truncation of a frame is refused") {
