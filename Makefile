@@ -22,7 +22,7 @@ FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich jax==0.10.2 o
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
 MPICH := mpich==5.0.2
-NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' | grep -v /tests/)
+NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
 .PHONY: help demo test cpp tsan asan pytest gpu examples bench lint format docs clean install
 

@@ -80,6 +80,8 @@ class CMakeBuild(build_ext):
             "-DPYBIND11_FINDPYTHON=ON",
             "-DHC_TESTS=OFF",
         ]
+        if nvcc := os.environ.get("HC_NVCC"):  # CUDA's compiler, where it is not on PATH; OFF: none
+            command.append(f"-DHC_NVCC={nvcc}")
         if version_of("ninja"):
             command += ["-G", "Ninja"]
         if (build / "CMakeCache.txt").exists():

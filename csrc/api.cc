@@ -343,7 +343,10 @@ const char* hc_build_info(void) {
 const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));
   const hc::Config c = config.is_ok() ? config.take() : hc::Config();
-  return keep(hc::device_report_json({c.cuda_library, c.nccl_library, c.nccl_folders}));
+  return keep(hc::device_report_json({c.cuda_library,
+                                      c.nccl_library,
+                                      c.nccl_folders,
+                                      {c.gpu_kernels == "off", c.nvrtc_library, c.nvrtc_folders, c.kernel_cache}}));
 }
 
 }  // extern "C"

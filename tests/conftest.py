@@ -50,7 +50,7 @@ def worlds() -> Iterator[Any]:
 
 @pytest.fixture(scope="session")
 def doubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the doubles of libcuda.so.1 and libnccl.so.2 (tests/doubles): no GPU takes part where they are used."""
+    """Folder with the doubles of libcuda.so.1, libnccl.so.2 and libnvrtc.so.13 (tests/doubles): no GPU takes part where they are used."""
     compiler = os.environ.get("CXX") or shutil.which("g++")
     if compiler is None:
         pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
@@ -60,6 +60,8 @@ def doubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ("cuda", "libcuda.so.1", []),
         ("nccl", "libnccl.so.2", []),
         ("nccl", "incomplete/libnccl.so.2", ["-DHC_DOUBLE_WITHOUT_AVERAGING"]),
+        ("nvrtc", "libnvrtc.so.13", []),
+        ("nvrtc", "incomplete/libnvrtc.so.13", ["-DHC_DOUBLE_WITHOUT_PTX"]),
     ):
         path = folder / name
         path.parent.mkdir(exist_ok=True)

@@ -109,16 +109,42 @@ def test_double_why_cuda_cannot_be_used(doubles: Path, tmp_path: Path) -> None:
     assert "no.so" in absent["reason"] and "HOROCLONE_CUDA_LIBRARY" in absent["reason"]
 
 
+def test_double_where_the_kernels_come_from_or_why_there_are_none(doubles: Path) -> None:
+    found = report({**cuda_of(doubles), "HOROCLONE_NVRTC_LIBRARY": doubles / "libnvrtc.so.13"})["kernels"]
+    built_in = found["where"] == "built in"  # nvcc was there when this library was built
+    assert found["found"] and (
+        built_in or (found["version"], found["file"]) == ("13.0", str(doubles / "libnvrtc.so.13"))
+    )
+    off = report({**cuda_of(doubles), "HOROCLONE_GPU_KERNELS": "off"})["kernels"]
+    assert not off["found"] and "HOROCLONE_GPU_KERNELS is off" in off["reason"]
+    if built_in:
+        return
+    for settings, env, said in (
+        ({"LIBRARY": doubles / "incomplete/libnvrtc.so.13"}, {}, ("has no nvrtcGetPTX", "pip install nvidia-cuda-nvrtc")),
+        ({"LIBRARY": doubles / "absent.so"}, {}, ("absent.so", "HOROCLONE_NVRTC_LIBRARY names this file")),
+        # Of a newer CUDA than the driver's: what it makes could not be loaded.
+        ({"FOLDERS": doubles}, {"HC_DOUBLE_CUDA_VERSION": "12040"}, ("libnvrtc.so.12", "pip install nvidia-cuda-nvrtc-cu12")),
+    ):  # fmt: skip
+        named = {f"HOROCLONE_NVRTC_{name}": path for name, path in settings.items()}
+        missing = report({**cuda_of(doubles), **named}, **env)["kernels"]
+        if not missing["found"]:
+            assert all(words in missing["reason"] for words in said), missing
+        else:  # the machine has an older NVRTC
+            assert missing["file"].startswith("/") and str(doubles) not in missing["file"]
+
+
 def test_double_the_doctor_and_check_build_say_what_was_found(doubles: Path) -> None:
     env = environment(
         HOROCLONE_CUDA_LIBRARY=str(doubles / "libcuda.so.1"),
         HOROCLONE_NCCL_LIBRARY=str(doubles / "libnccl.so.2"),
+        HOROCLONE_NVRTC_LIBRARY=str(doubles / "libnvrtc.so.13"),
     )
     tool = [sys.executable, "-m", "horoclone.launch.tool"]
     done = subprocess.run([*tool, "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120)
     topics = {finding["topic"]: finding for finding in json.loads(done.stdout)["findings"]}
     assert topics["NCCL"]["status"] == "ok" and f"2.28.9, {doubles}/libnccl.so.2" in topics["NCCL"]["text"]
     assert topics["CUDA"]["status"] == "ok" and "4 visible: Test double 0" in topics["CUDA"]["text"]
+    assert topics["GPU kernels"]["status"] == "ok"
     table = subprocess.run(
         [sys.executable, "-m", "horoclone.launch", "--check-build"],
         env=env,
@@ -127,7 +153,7 @@ def test_double_the_doctor_and_check_build_say_what_was_found(doubles: Path) -> 
         timeout=120,
     ).stdout
     assert f"2.28.9, {doubles}/libnccl.so.2" in table
-    assert "[X] NCCL" in table and "[X] CUDA" in table
+    assert "[X] NCCL" in table and "[X] CUDA" in table and "[X] GPU kernels" in table
     without = {**env, "HOROCLONE_NCCL_LIBRARY": str(doubles / "absent.so")}
     table = subprocess.run(
         [sys.executable, "-m", "horoclone.launch", "--check-build"], env=without, capture_output=True, text=True,

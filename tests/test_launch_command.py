@@ -353,6 +353,7 @@ def test_the_doctor_answers_in_json_and_names_the_launcher(launch):
         "interfaces",
         "ssh",
         "NCCL",
+        "GPU kernels",
         "PyTorch",
     ):
         assert topic in topics, topic

@@ -99,6 +99,16 @@ struct KnobRule {
   X(std::string, nccl_folders, "", "NCCL_FOLDERS", "", KnobRule::text(),                                    \
     "Colon-separated folders in which libnccl.so.2 is looked for before the system's; set by the Python "   \
     "package to those of pip's packages.")                                                                  \
+  X(std::string, gpu_kernels, "auto", "GPU_KERNELS", "", KnobRule::word("auto|off"),                        \
+    "Kernels of this library on GPUs: auto: those that were built in, else compiled by NVRTC at the first " \
+    "use; off: none, copies and host memory do their work.")                                                \
+  X(std::string, nvrtc_library, "", "NVRTC_LIBRARY", "", KnobRule::text(),                                  \
+    "File that is loaded as NVRTC; empty: the copy that the process has loaded, pip's, the system's.")      \
+  X(std::string, nvrtc_folders, "", "NVRTC_FOLDERS", "", KnobRule::text(),                                  \
+    "Colon-separated folders in which NVRTC is looked for before the system's; set by the Python package "  \
+    "to those of pip's packages.")                                                                          \
+  X(std::string, kernel_cache, "", "KERNEL_CACHE", "", KnobRule::text(),                                    \
+    "Folder for what NVRTC has compiled; empty: horoclone in $XDG_CACHE_HOME or ~/.cache; off: none.")      \
   /* network */                                                                                             \
   X(std::string, interfaces, "", "NETWORK_INTERFACES", "GLOO_IFACE", KnobRule::text(),                      \
     "Comma-separated network interfaces that this rank may be reached on; empty: every one that is up.")    \

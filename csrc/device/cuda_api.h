@@ -19,6 +19,8 @@ using CuPointer = uint64_t;  // an address in device memory
 using CuContext = struct CuContextTag*;
 using CuStream = struct CuStreamTag*;  // null: the legacy default stream of the current context
 using CuEvent = struct CuEventTag*;
+using CuModule = struct CuModuleTag*;
+using CuFunction = struct CuFunctionTag*;
 struct CuUuid {
   unsigned char bytes[16];
 };
@@ -28,6 +30,7 @@ inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
+inline constexpr int kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;  // attributes of a device
 
 // X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.
 // clang-format off
@@ -39,6 +42,7 @@ inline constexpr unsigned kCuEventDisableTiming = 2;
   X(cuDeviceGet, "cuDeviceGet", (CuDevice*, int))                                                              \
   X(cuDeviceGetName, "cuDeviceGetName", (char*, int, CuDevice))                                                \
   X(cuDeviceGetUuid, "cuDeviceGetUuid", (CuUuid*, CuDevice))                                                   \
+  X(cuDeviceGetAttribute, "cuDeviceGetAttribute", (int*, int, CuDevice))                                       \
   X(cuDevicePrimaryCtxGetState, "cuDevicePrimaryCtxGetState", (CuDevice, unsigned*, int*))                     \
   X(cuDevicePrimaryCtxRetain, "cuDevicePrimaryCtxRetain", (CuContext*, CuDevice))                              \
   X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice))                                     \
@@ -59,7 +63,12 @@ inline constexpr unsigned kCuEventDisableTiming = 2;
   X(cuMemFreeHost, "cuMemFreeHost", (void*))                                                                   \
   X(cuMemcpyDtoDAsync, "cuMemcpyDtoDAsync_v2", (CuPointer, CuPointer, size_t, CuStream))                       \
   X(cuMemcpyDtoHAsync, "cuMemcpyDtoHAsync_v2", (void*, CuPointer, size_t, CuStream))                           \
-  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CuPointer, const void*, size_t, CuStream))
+  X(cuMemcpyHtoDAsync, "cuMemcpyHtoDAsync_v2", (CuPointer, const void*, size_t, CuStream))                     \
+  X(cuModuleLoadData, "cuModuleLoadData", (CuModule*, const void*))                                            \
+  X(cuModuleUnload, "cuModuleUnload", (CuModule))                                                              \
+  X(cuModuleGetFunction, "cuModuleGetFunction", (CuFunction*, CuModule, const char*))                          \
+  X(cuLaunchKernel, "cuLaunchKernel",                                                                          \
+    (CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream, void**, void**))
 // clang-format on
 
 struct CudaApi {

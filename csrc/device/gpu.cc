@@ -42,11 +42,24 @@ Result<std::shared_ptr<Gpu>> Gpu::adopt(std::shared_ptr<const CudaApi> api, int 
 Gpu::~Gpu() {
   if (!context_) return;
   close();
+  kernels_.reset();
   {
     const Current current(*this);
     for (CuEvent event : events_) (void)api_->cuEventDestroy(event);
   }
   (void)api_->cuDevicePrimaryCtxRelease(device_);
+}
+
+Result<GpuKernels*> Gpu::kernels(const KernelOptions& options) {
+  std::lock_guard lock(kernels_mu_);
+  if (!kernels_sought_) {
+    kernels_sought_ = true;
+    auto loaded = GpuKernels::load(this, options);
+    no_kernels_ = loaded.status();
+    if (loaded.is_ok()) kernels_ = loaded.take();
+  }
+  HC_TRY(no_kernels_);
+  return kernels_.get();
 }
 
 Result<CuStream> Gpu::make_stream() {

@@ -10,6 +10,7 @@
 
 #include "base/clock.h"
 #include "device/cuda_api.h"
+#include "device/gpu_kernels.h"
 
 namespace hc {
 
@@ -65,6 +66,9 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   const CudaApi& api() const { return *api_; }
   int index() const { return index_; }
   const CuUuid& uuid() const { return uuid_; }
+  CuDevice device() const { return device_; }
+  // Our kernels, loaded at the first call, which may take seconds; later ones give the same answer at once.
+  Result<GpuKernels*> kernels(const KernelOptions& options);
 
   // Makes the context current for a scope.
   class Current {
@@ -118,6 +122,10 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   CuContext context_ = nullptr;
   CuUuid uuid_{};
   std::atomic<bool> closed_{false};
+  std::mutex kernels_mu_;  // guards the three below, while they are loaded
+  bool kernels_sought_ = false;
+  Status no_kernels_;
+  std::unique_ptr<GpuKernels> kernels_;
   std::mutex mu_;  // guards all below
   std::vector<CuEvent> events_;
   std::vector<Block> stock_[2];

@@ -41,13 +41,26 @@ std::string describe(const NcclApi& nccl) {
                  ",\"windows\":", word(nccl.ncclCommWindowRegister), ",\"shrink\":", word(nccl.ncclCommShrink), "}}");
 }
 
+// What would be tried; whether it runs on a device is seen when there is one.
+std::string describe_kernels(const KernelOptions& options, int cuda_version) {
+  if (options.off) return absent(error(Code::kUnsupported, "HOROCLONE_GPU_KERNELS is off"));
+  if (!built_in_kernels().code.empty()) return "{\"found\":true,\"where\":\"built in\",\"version\":\"\",\"file\":\"\"}";
+  auto nvrtc = NvrtcApi::load(options.nvrtc_library, options.nvrtc_folders, cuda_version);
+  if (!nvrtc.is_ok()) return absent(nvrtc.status());
+  const NvrtcApi& api = *nvrtc.value();
+  return text_of("{\"found\":true,\"where\":", quoted(api.found), ",\"version\":\"", api.major, ".", api.minor,
+                 "\",\"file\":", quoted(api.file), "}");
+}
+
 }  // namespace
 
 std::string device_report_json(const DeviceLibraries& libraries) {
   auto cuda = CudaApi::load(libraries.cuda);
-  auto nccl = NcclApi::load(libraries.nccl, libraries.nccl_folders, cuda.is_ok() ? cuda.value()->version : 0);
+  const int version = cuda.is_ok() ? cuda.value()->version : 0;
+  auto nccl = NcclApi::load(libraries.nccl, libraries.nccl_folders, version);
   return text_of("{\"cuda\":", cuda.is_ok() ? describe(*cuda.value()) : absent(cuda.status()),
-                 ",\"nccl\":", nccl.is_ok() ? describe(*nccl.value()) : absent(nccl.status()), "}");
+                 ",\"nccl\":", nccl.is_ok() ? describe(*nccl.value()) : absent(nccl.status()),
+                 ",\"kernels\":", describe_kernels(libraries.kernels, version), "}");
 }
 
 }  // namespace hc

@@ -18,6 +18,7 @@ namespace hc {
 
 inline const std::string kCudaDouble = HC_DOUBLES "/libcuda.so.1";
 inline const std::string kNcclDouble = HC_DOUBLES "/libnccl.so.2";
+inline const std::string kNvrtcDouble = HC_DOUBLES "/libnvrtc.so.13";
 
 using Settings = std::vector<std::pair<std::string, std::string>>;
 inline Settings gpu_settings(Settings more = {}) {

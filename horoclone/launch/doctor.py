@@ -223,7 +223,7 @@ def _frameworks() -> list[Finding]:
 def _devices() -> list[Finding]:
     findings = [
         Finding(item.name, OK if item.found else NOTE, item.detail)
-        for item in (inventory.gpu_driver(), inventory.nccl_library())
+        for item in (inventory.gpu_driver(), inventory.nccl_library(), inventory.gpu_kernels())
     ]
     count = local_devices()
     driver = ""

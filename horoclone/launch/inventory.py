@@ -162,6 +162,20 @@ def nccl_library() -> Item:
     return Item("NCCL", True, f"{nccl['version']}, {nccl['file']} ({nccl['where']})")
 
 
+def gpu_kernels() -> Item:
+    """Where this library's own kernels for GPUs come from, or what is missing and the command that brings it."""
+    native = core()
+    if "error" in native:
+        return Item("GPU kernels", False, native["error"])
+    kernels = native["devices"]["kernels"]
+    if not kernels["found"]:
+        return Item("GPU kernels", False, kernels["reason"])
+    if not kernels["file"]:
+        return Item("GPU kernels", True, kernels["where"])
+    nvrtc = f"compiled at the first use by NVRTC {kernels['version']}, {kernels['file']} ({kernels['where']})"
+    return Item("GPU kernels", True, nvrtc)
+
+
 def operations() -> list[Item]:
     """How bytes move in this build."""
     native = core()
@@ -176,6 +190,9 @@ def operations() -> list[Item]:
     items.append(driver)
     without = "" if driver.found or not nccl.found else "; of no use without CUDA's driver"
     items.append(Item("NCCL", nccl.found and driver.found, nccl.detail + without))
+    kernels = gpu_kernels()
+    without = "" if driver.found or not kernels.found else "; of no use without CUDA's driver"
+    items.append(Item(kernels.name, kernels.found and driver.found, kernels.detail + without))
     if features.get("mpi"):
         mpi4py = version_of("mpi4py")
         items.append(

@@ -5,6 +5,11 @@
 //   HC_DOUBLE_DELAY_US=n       before each thing that a stream does (default 0)
 //   HC_DOUBLE_CUDA_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_DOUBLE_CUDA_VERSION=n   default 12080
+//   HC_DOUBLE_CAPABILITY=n     of every device; default 90
+// Kernels are the project's own, compiled by the C++ compiler and run thread by thread; a module's image is looked at
+// for their names only.
+#include <dlfcn.h>
+
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -20,12 +25,14 @@
 #include <thread>
 #include <vector>
 
+#include "device/kernels/kernels.cu"
+
 #define DOUBLE_API extern "C" __attribute__((visibility("default")))
 
 namespace {
 
-constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidContext = 201,
-              kInvalidHandle = 400, kNotReady = 600, kHighestPriority = -5;
+constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidImage = 200,
+              kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kHighestPriority = -5;
 
 long number_from(const char* name, long otherwise) {
   const char* text = std::getenv(name);
@@ -115,7 +122,7 @@ struct Driver {
   std::map<uint64_t, size_t> memory;
   std::map<std::string, int> calls;
   std::map<int, std::unique_ptr<Stream>> default_streams;
-  std::atomic<int> streams{0}, urgent_streams{0}, events{0};
+  std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0};
 
   bool fails(const char* function, int* result) {
     const char* wish = std::getenv("HC_DOUBLE_CUDA_FAIL");
@@ -161,6 +168,67 @@ int copy(void* to, const void* from, size_t bytes, void* stream) {
 
 void* host(uint64_t pointer) { return reinterpret_cast<void*>(pointer); }
 
+struct Module {
+  std::string image;        // as far as it can be read
+  bool compressed = false;  // a fat binary: its names cannot be read
+};
+struct Function {
+  std::string name;
+  void (*body)(const void* arguments, const hc::Place& here);
+  size_t bytes;  // of its arguments
+};
+
+// The image's length is in its head: an ELF file, a fat binary, or text (PTX).
+bool read_image(const void* data, Module* module) {
+  const auto* bytes = static_cast<const unsigned char*>(data);
+  if (std::memcmp(bytes,
+                  "\x7f"
+                  "ELF",
+                  4) == 0) {
+    uint64_t sections = 0;
+    uint16_t entry = 0, count = 0;
+    std::memcpy(&sections, bytes + 0x28, 8);
+    std::memcpy(&entry, bytes + 0x3a, 2);
+    std::memcpy(&count, bytes + 0x3c, 2);
+    module->image.assign(static_cast<const char*>(data), sections + size_t{entry} * count);
+    return true;
+  }
+  uint32_t magic = 0;
+  std::memcpy(&magic, bytes, 4);
+  module->compressed = magic == 0xba55ed50;
+  if (!module->compressed) module->image = static_cast<const char*>(data);
+  return module->compressed || module->image.find(".entry") != std::string::npos;
+}
+
+// What is compiled into this library.
+void* own_symbol(const std::string& name) {
+  static void* self = [] {
+    Dl_info here{};
+    dladdr(reinterpret_cast<void*>(&read_image), &here);
+    return dlopen(here.dli_fname, RTLD_NOW | RTLD_NOLOAD);
+  }();
+  return dlsym(self, name.c_str());
+}
+
+bool all_held(const unsigned long long* at, int count) {
+  for (int i = 0; i < count; ++i)
+    if (!driver().holds(at[i], 1)) return false;
+  return true;
+}
+
+// Whether all that a kernel is given lies in memory of the device.
+bool holds_arguments(const Function& f, const void* arguments, unsigned rows) {
+  if (f.name.find("_reduce_") != std::string::npos) {
+    const auto& a = *static_cast<const hc::ReduceArguments*>(arguments);
+    return all_held(a.in, a.sources) && all_held(a.out, a.destinations);
+  }
+  const auto& a = *static_cast<const hc::PackArguments*>(arguments);
+  for (unsigned r = 0; r < rows; ++r)
+    if (!driver().holds(a.piece[r].at, a.piece[r].count) || !driver().holds(a.packed + a.piece[r].place * 16ull, 1))
+      return false;
+  return a.packed % hc::kPlaceBytes == 0;
+}
+
 }  // namespace
 
 #define MAY_FAIL \
@@ -179,8 +247,8 @@ DOUBLE_API int hc_double_enqueue(void* stream, void (*job)(void*), void* argumen
 DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
   return bytes == 0 || driver().holds(reinterpret_cast<uint64_t>(at), bytes);
 }
-// what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "contexts" (ever made
-// on `device`)
+// what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "modules", "launches"
+// (of kernels, ever), "contexts" (ever made on `device`)
 DOUBLE_API int hc_double_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
@@ -188,6 +256,8 @@ DOUBLE_API int hc_double_count(const char* what, int device) {
   if (name == "streams") return driver().streams.load();
   if (name == "urgent streams") return driver().urgent_streams.load();
   if (name == "events") return driver().events.load();
+  if (name == "modules") return driver().modules.load();
+  if (name == "launches") return driver().launches.load();
   return driver().retained[device];
 }
 
@@ -212,6 +282,12 @@ DOUBLE_API int cuGetErrorString(int result, const char** text) {
       return kSuccess;
     case kInvalidContext:
       *text = "invalid device context";
+      return kSuccess;
+    case kInvalidImage:
+      *text = "device kernel image is invalid";
+      return kSuccess;
+    case kNotFound:
+      *text = "named symbol not found";
       return kSuccess;
     case kNotReady:
       *text = "device not ready";
@@ -385,4 +461,59 @@ DOUBLE_API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes,
   NEEDS_CONTEXT;
   if (!driver().holds(to, bytes)) return kInvalidValue;
   return copy(host(to), from, bytes, stream);
+}
+DOUBLE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  MAY_FAIL;
+  if (device < 0 || device >= number_from("HC_DOUBLE_DEVICES", 4)) return kInvalidDevice;
+  const int capability = static_cast<int>(number_from("HC_DOUBLE_CAPABILITY", 90));
+  *value = attribute == 75 ? capability / 10 : attribute == 76 ? capability % 10 : 0;
+  return kSuccess;
+}
+DOUBLE_API int cuModuleLoadData(void** module, const void* image) {
+  NEEDS_CONTEXT;
+  auto made = std::make_unique<Module>();
+  if (!read_image(image, made.get())) return kInvalidImage;
+  *module = made.release();
+  ++driver().modules;
+  return kSuccess;
+}
+DOUBLE_API int cuModuleUnload(void* module) {
+  if (!module) return kInvalidHandle;
+  delete static_cast<Module*>(module);
+  --driver().modules;
+  return kSuccess;
+}
+// The functions stay: nobody ends them in the original either.
+DOUBLE_API int cuModuleGetFunction(void** function, void* module, const char* name) {
+  NEEDS_CONTEXT;
+  static std::mutex mu;
+  static auto* functions = new std::map<std::string, Function>;
+  const auto* m = static_cast<const Module*>(module);
+  void* body = own_symbol(name);
+  const auto* bytes = static_cast<const unsigned*>(own_symbol(std::string(name) + "_bytes"));
+  if (!body || !bytes || (!m->compressed && m->image.find(name) == std::string::npos)) return kNotFound;
+  std::lock_guard lock(mu);
+  Function& known = (*functions)[name];
+  known = {name, reinterpret_cast<void (*)(const void*, const hc::Place&)>(body), *bytes};
+  *function = &known;
+  return kSuccess;
+}
+DOUBLE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
+                              unsigned block_y, unsigned block_z, unsigned, void* stream, void** parameters, void**) {
+  NEEDS_CONTEXT;
+  const auto* f = static_cast<const Function*>(function);
+  if (!grid_x || !grid_y || grid_z != 1 || block_x != hc::kThreadsPerBlock || block_y != 1 || block_z != 1)
+    return kInvalidValue;
+  if (!holds_arguments(*f, parameters[0], grid_y)) return kInvalidValue;
+  // As the original does, the arguments are copied now.
+  const auto* from = static_cast<const unsigned char*>(parameters[0]);
+  auto arguments = std::make_shared<std::vector<unsigned char>>(from, from + f->bytes);
+  const unsigned long long threads = static_cast<unsigned long long>(grid_x) * block_x;
+  ++driver().launches;
+  stream_of(stream)->push([f, arguments, threads, grid_y] {
+    for (unsigned row = 0; row < grid_y; ++row)
+      for (unsigned long long thread = 0; thread < threads; ++thread)
+        f->body(arguments->data(), hc::Place{thread, threads, row});
+  });
+  return kSuccess;
 }

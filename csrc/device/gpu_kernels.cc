@@ -1,0 +1,151 @@
+#include "device/gpu_kernels.h"
+
+#include <algorithm>
+
+#include "device/gpu.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kMostCount = 1u << 30;       // elements of one piece of a launch
+constexpr size_t kBytesPerThread = 64;        // below it, fewer blocks. Not measured on a GPU.
+constexpr unsigned kMostBlocksPerPiece = 64;  // the rest is done in strides
+constexpr unsigned kMostBlocks = 132 * 8;     // of a reduction: as many as the largest GPUs of today run at once
+
+const char* short_name(DType dtype) {
+  constexpr const char* names[kDTypeCount] = {"bool", "u8",  "i8",   "u16", "i16", "i32",
+                                              "i64",  "f16", "bf16", "f32", "f64"};
+  return names[static_cast<int>(dtype)];
+}
+
+unsigned blocks_for(size_t bytes, unsigned most) {
+  const size_t per_block = kBytesPerThread * kThreadsPerBlock;
+  return static_cast<unsigned>(std::clamp<size_t>((bytes + per_block - 1) / per_block, 1, most));
+}
+
+int fold_of(Reduce op) {
+  switch (op) {
+    case Reduce::kMin:
+      return kFoldMin;
+    case Reduce::kMax:
+      return kFoldMax;
+    case Reduce::kProduct:
+      return kFoldProduct;
+    default:
+      return kFoldSum;
+  }
+}
+
+Result<int> capability_of(const Gpu& gpu) {
+  const CudaApi& cuda = gpu.api();
+  int major = 0, minor = 0;
+  HC_TRY(cuda.check(cuda.cuDeviceGetAttribute(&major, kCuCapabilityMajor, gpu.device()), "cuDeviceGetAttribute"));
+  HC_TRY(cuda.check(cuda.cuDeviceGetAttribute(&minor, kCuCapabilityMinor, gpu.device()), "cuDeviceGetAttribute"));
+  return major * 10 + minor;
+}
+
+Result<CuModule> loaded(const Gpu& gpu, const KernelImage& image) {
+  const Gpu::Current current(gpu);
+  CuModule module = nullptr;
+  HC_TRY(gpu.api().check(gpu.api().cuModuleLoadData(&module, image.code.c_str()), "cuModuleLoadData"), image.origin);
+  return module;
+}
+
+}  // namespace
+
+Result<std::unique_ptr<GpuKernels>> GpuKernels::load(Gpu* gpu, const KernelOptions& options) {
+  if (options.off) return error(Code::kUnsupported, "HOROCLONE_GPU_KERNELS is off");
+  auto capability = capability_of(*gpu);
+  HC_TRY(capability.status());
+  std::string before;
+  KernelImage image = built_in_kernels();
+  if (!image.code.empty()) {
+    auto module = loaded(*gpu, image);
+    if (module.is_ok()) return std::unique_ptr<GpuKernels>(new GpuKernels(gpu, module.value(), image.origin));
+    before = module.status().text() + "; ";  // an older driver, or a GPU that nobody knew then
+  }
+  auto compiled = compiled_kernels(options, capability.value(), gpu->api().version);
+  HC_TRY(compiled.status(), before, "the kernels");
+  image = compiled.take();
+  auto module = loaded(*gpu, image);
+  HC_TRY(module.status(), before, "the kernels");
+  return std::unique_ptr<GpuKernels>(new GpuKernels(gpu, module.value(), image.origin));
+}
+
+GpuKernels::~GpuKernels() {
+  const Gpu::Current current(gpu_);
+  (void)gpu_.api().cuModuleUnload(module_);
+}
+
+Status GpuKernels::move(const char* direction, const Packing& how, CuPointer packed,
+                        std::span<const PackedPiece> pieces, CuStream stream) {
+  const size_t item = size_of(how.tensor);
+  const std::string name =
+      direction + (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
+  PackArguments arguments;
+  arguments.packed = packed;
+  arguments.factor = how.factor;
+  arguments.divisor = how.divisor;
+  unsigned rows = 0;
+  size_t longest = 0;
+  const auto flush = [&]() -> Status {
+    if (!rows) return Status::ok();
+    HC_TRY(launch(name, &arguments, {blocks_for(longest, kMostBlocksPerPiece), rows}, stream));
+    rows = 0;
+    longest = 0;
+    return Status::ok();
+  };
+  for (const PackedPiece& piece : pieces)
+    for (size_t done = 0; done < piece.count;) {
+      const size_t count = std::min(piece.count - done, kMostCount / item);
+      arguments.piece[rows++] = {piece.tensor + done * item,
+                                 static_cast<unsigned>(how.is_copy() ? count * item : count),
+                                 static_cast<unsigned>((piece.place + done * size_of(how.packed)) / kPlaceBytes)};
+      longest = std::max(longest, count * item);
+      done += count;
+      if (rows == kMostPieces) HC_TRY(flush());
+    }
+  return flush();
+}
+
+Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
+  if (r.in.empty() || r.in.size() > kMostPeers || r.out.size() > kMostPeers)
+    return error(Code::kInternal, "a reduction of ", r.in.size(), " inputs; at most ", kMostPeers);
+  if (!r.count) return Status::ok();
+  const bool scaled = r.dtype != DType::kBool && (r.pre != 1 || r.post != 1);
+  ReduceArguments arguments;
+  std::copy(r.in.begin(), r.in.end(), arguments.in);
+  std::copy(r.out.begin(), r.out.end(), arguments.out);
+  arguments.count = r.count;
+  arguments.pre = r.pre;
+  arguments.post = r.post;
+  arguments.divisor = r.dtype == DType::kBool ? 1 : r.divisor;
+  arguments.sources = static_cast<int>(r.in.size());
+  arguments.destinations = static_cast<int>(r.out.size());
+  arguments.fold = fold_of(r.op);
+  arguments.scaled = scaled;
+  return launch(text_of("hc_reduce_", short_name(r.dtype)), &arguments,
+                {blocks_for(r.count * size_of(r.dtype), kMostBlocks), 1}, stream);
+}
+
+Status GpuKernels::launch(const std::string& name, void* arguments, const Grid& grid, CuStream stream) {
+  const CudaApi& cuda = gpu_.api();
+  const Gpu::Current current(gpu_);
+  CuFunction function = nullptr;
+  {
+    std::lock_guard lock(mu_);
+    CuFunction& known = functions_[name];
+    if (!known)
+      HC_TRY(cuda.check(cuda.cuModuleGetFunction(&known, module_, name.c_str()), "cuModuleGetFunction"), name);
+    function = known;
+  }
+  void* parameters[] = {arguments};
+  return cuda
+      .check(cuda.cuLaunchKernel(function, grid.blocks, grid.rows, 1, kThreadsPerBlock, 1, 1, 0, stream, parameters,
+                                 nullptr),
+             "cuLaunchKernel")
+      .with(name);
+}
+
+}  // namespace hc

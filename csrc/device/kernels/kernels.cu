@@ -1,0 +1,440 @@
+// The kernels that run on a GPU: many tensors into one packed buffer and back, with a cast and a scale on the way, and
+// the reduction of N inputs, each read once, into N outputs, each written once. The meaning is that of
+// collective/reduce.h. One source for nvcc, NVRTC and g++ (then a kernel is a function of one thread's place, which the
+// tests' double of the driver calls for every thread); so it includes no standard header.
+#include "device/kernel_arguments.h"
+
+namespace hc {
+
+// Which elements a thread works on: first, first + step, ...; `row` counts the grid's second dimension.
+struct Place {
+  unsigned long long first, step;
+  unsigned row;
+};
+
+}  // namespace hc
+
+#ifdef __CUDACC__
+#define HC_DEVICE __device__ __forceinline__
+#define HC_NOT_INLINED __device__ __noinline__
+#define HC_MAY_ALIAS
+#define HC_ONE_BY_ONE _Pragma("unroll 1")
+#define HC_KERNEL(name, Arguments, body)                                                                         \
+  extern "C" __global__ void __launch_bounds__(hc::kThreadsPerBlock) name(const __grid_constant__ Arguments a) { \
+    const hc::Place here{(unsigned long long)blockIdx.x * blockDim.x + threadIdx.x,                              \
+                         (unsigned long long)gridDim.x * blockDim.x, blockIdx.y};                                \
+    body(a, here);                                                                                               \
+  }
+#else
+#define HC_DEVICE inline
+#define HC_NOT_INLINED inline
+#define HC_MAY_ALIAS [[gnu::may_alias]]
+#define HC_ONE_BY_ONE
+#define HC_KERNEL(name, Arguments, body)                                                                      \
+  extern "C" __attribute__((visibility("default"))) const unsigned name##_bytes = sizeof(Arguments);          \
+  extern "C" __attribute__((visibility("default"))) void name(const void* arguments, const hc::Place& here) { \
+    body(*static_cast<const Arguments*>(arguments), here);                                                    \
+  }
+#endif
+
+namespace hc {
+namespace {
+
+using U8 = unsigned char;
+using I8 = signed char;
+using U16 = unsigned short;
+using I16 = short;
+using I32 = int;
+using U32 = unsigned;
+using I64 = long long;
+using U64 = unsigned long long;
+using F32 = float;
+using F64 = double;
+struct F16 {
+  U16 bits;
+};
+struct BF16 {
+  U16 bits;
+};
+struct Bool {
+  U8 byte;
+};
+
+// ---- conversions: nearest, ties to even; a NaN becomes the canonical one
+
+union FloatBits {
+  float value;
+  U32 bits;
+};
+HC_DEVICE float float_of(U32 bits) {
+  FloatBits u;
+  u.bits = bits;
+  return u.value;
+}
+HC_DEVICE U32 bits_of(float value) {
+  FloatBits u;
+  u.value = value;
+  return u.bits;
+}
+union DoubleBits {
+  double value;
+  U64 bits;
+};
+
+HC_DEVICE float widened(BF16 v) { return float_of((U32)v.bits << 16); }
+HC_DEVICE float widened(F16 v) {
+#ifdef __CUDA_ARCH__
+  float wide;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(wide) : "h"(v.bits));
+  return wide;
+#else
+  const U32 sign = (U32)(v.bits & 0x8000u) << 16, magnitude = v.bits & 0x7fffu;
+  const float finite = float_of(magnitude << 13) * 0x1p112f;  // exact, denormals too
+  return float_of(sign | (magnitude >= 0x7c00u ? (magnitude << 13) | 0x7f800000u : bits_of(finite)));
+#endif
+}
+HC_DEVICE void narrow(float v, BF16* to) {
+  const U32 bits = bits_of(v);
+  to->bits = v == v ? (U16)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16) : (U16)0x7fc0u;
+}
+HC_DEVICE void narrow(float v, F16* to) {
+  if (v != v) {
+    to->bits = 0x7e00u;
+    return;
+  }
+#ifdef __CUDA_ARCH__
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(to->bits) : "f"(v));
+#else
+  const U32 sign = (bits_of(v) >> 16) & 0x8000u, magnitude = bits_of(v) & 0x7fffffffu;
+  if (magnitude >= 0x477ff000u)  // 65520 and above round to infinity
+    to->bits = (U16)(sign | 0x7c00u);
+  else if (magnitude < 0x38800000u)  // adding 0.5 leaves the rounded multiple of 2^-24 in the low bits
+    to->bits = (U16)(sign | (bits_of(float_of(magnitude) + 0.5f) - 0x3f000000u));
+  else
+    to->bits = (U16)(sign | ((magnitude - (112u << 23) + 0xfffu + ((magnitude >> 13) & 1u)) >> 13));
+#endif
+}
+HC_DEVICE float canonical(float v) { return v == v ? v : float_of(0x7fc00000u); }
+HC_DEVICE double canonical(double v) {
+  DoubleBits quiet;
+  quiet.bits = 0x7ff8000000000000ull;
+  return v == v ? v : quiet.value;
+}
+
+// Toward zero; out of range becomes the nearest value there is, NaN becomes 0.
+template <class T>
+HC_DEVICE T truncated(double v) {
+  constexpr bool is_signed = (T)-1 < (T)0;
+  constexpr int bits = 8 * sizeof(T) - (is_signed ? 1 : 0);
+  constexpr T high = (T)(~0ull >> (64 - bits)), low = (T)(is_signed ? -(I64)high - 1 : 0);
+  if (!(v == v)) return 0;
+  if (v <= (double)low) return low;
+  if (v >= (double)high) return high;
+  return (T)v;
+}
+
+// The divisor is a number of ranks. A division of 64 bits is some hundred instructions: once is enough.
+HC_NOT_INLINED I64 quotient(I64 v, I64 divisor) { return v / divisor; }
+template <class T>
+HC_DEVICE T divided(T v, I64 divisor) {
+  if (divisor == 1) return v;
+  return sizeof(T) < 8 ? (T)((I32)v / (I32)divisor) : (T)quotient((I64)v, divisor);
+}
+
+// ---- elements, 16 bytes at a time where the addresses allow it
+
+template <class T, unsigned N>
+struct HC_MAY_ALIAS alignas(16) Chunk {
+  T v[N];
+};
+
+template <class T>
+HC_DEVICE T* pointer(U64 address) {
+  return reinterpret_cast<T*>(address);
+}
+HC_DEVICE bool is_aligned(U64 address) { return address % 16 == 0; }
+
+// to[i] = convert(from[i]) for this thread's share of `count` elements.
+template <bool kVector, class From, class To, class Convert>
+HC_DEVICE void convert_all(U64 from, U64 to, U64 count, const Place& here, Convert convert) {
+  constexpr unsigned kSmaller = sizeof(From) < sizeof(To) ? sizeof(From) : sizeof(To), kEach = 16 / kSmaller;
+  U64 done = 0;
+  if (kVector && is_aligned(from) && is_aligned(to)) {
+    const auto* in = pointer<const Chunk<From, kEach>>(from);
+    auto* out = pointer<Chunk<To, kEach>>(to);
+    const U64 chunks = count / kEach;
+    HC_ONE_BY_ONE
+    for (U64 c = here.first; c < chunks; c += here.step) {
+      const Chunk<From, kEach> read = in[c];
+      Chunk<To, kEach> made;
+      for (unsigned i = 0; i < kEach; ++i) made.v[i] = convert(read.v[i]);
+      out[c] = made;
+    }
+    done = chunks * kEach;
+  }
+  HC_ONE_BY_ONE
+  for (U64 i = done + here.first; i < count; i += here.step) pointer<To>(to)[i] = convert(pointer<const From>(from)[i]);
+}
+
+// ---- pack and unpack: T is the tensor's type, W the packed one
+
+// The packed element for a tensor's, and the way back. kVector: worth code for 16 bytes at a time.
+template <class T, class W>
+struct Cast {  // float as float
+  static constexpr bool kVector = true;
+  static HC_DEVICE W there(T v, double factor) { return (W)v * (W)factor; }
+  static HC_DEVICE T back(W v, double factor, I64) { return v * (W)factor; }
+};
+template <class T>
+struct Cast<T, double> {  // integers that are scaled
+  static constexpr bool kVector = false;
+  static HC_DEVICE double there(T v, double factor) { return (double)v * factor; }
+  static HC_DEVICE T back(double v, double factor, I64 divisor) { return truncated<T>(v * factor / (double)divisor); }
+};
+template <>
+struct Cast<double, double> {
+  static constexpr bool kVector = true;
+  static HC_DEVICE double there(double v, double factor) { return v * factor; }
+  static HC_DEVICE double back(double v, double factor, I64) { return v * factor; }
+};
+template <class T>
+struct CastHalf {
+  static constexpr bool kVector = true;
+  static HC_DEVICE float there(T v, double factor) { return widened(v) * (float)factor; }
+  static HC_DEVICE T back(float v, double factor, I64) {
+    T narrow_one;
+    narrow(v * (float)factor, &narrow_one);
+    return narrow_one;
+  }
+};
+template <>
+struct Cast<F16, float> : CastHalf<F16> {};
+template <>
+struct Cast<BF16, float> : CastHalf<BF16> {};
+// 16-bit integers travel as 32-bit ones, whose lower half wraps as they do.
+template <class T>
+struct Cast<T, I32> {
+  static constexpr bool kVector = true;
+  static HC_DEVICE I32 there(T v, double) { return v; }
+  static HC_DEVICE T back(I32 v, double, I64 divisor) { return divided((T)v, divisor); }
+};
+template <>
+struct Cast<I64, I64> {
+  static constexpr bool kVector = true;
+  static HC_DEVICE I64 there(I64 v, double) { return v; }
+  static HC_DEVICE I64 back(I64 v, double, I64 divisor) { return divided(v, divisor); }
+};
+template <class T>
+struct CastNone {
+  static constexpr bool kVector = true;
+  static HC_DEVICE T there(T v, double) { return v; }
+  static HC_DEVICE T back(T v, double, I64 divisor) { return divided(v, divisor); }
+};
+template <>
+struct Cast<U8, U8> : CastNone<U8> {};
+template <>
+struct Cast<I8, I8> : CastNone<I8> {};
+
+template <class T, class W>
+HC_DEVICE void pack(const PackArguments& a, const Place& here) {
+  const KernelPiece piece = a.piece[here.row];
+  const double factor = a.factor;
+  convert_all<Cast<T, W>::kVector, T, W>(piece.at, a.packed + (U64)piece.place * kPlaceBytes, piece.count, here,
+                                         [factor](T v) { return Cast<T, W>::there(v, factor); });
+}
+template <class T, class W>
+HC_DEVICE void unpack(const PackArguments& a, const Place& here) {
+  const KernelPiece piece = a.piece[here.row];
+  const double factor = a.factor;
+  const I64 divisor = a.divisor;
+  convert_all<Cast<T, W>::kVector, W, T>(a.packed + (U64)piece.place * kPlaceBytes, piece.at, piece.count, here,
+                                         [factor, divisor](W v) { return Cast<T, W>::back(v, factor, divisor); });
+}
+HC_DEVICE void pack_bytes(const PackArguments& a, const Place& here) {
+  const KernelPiece piece = a.piece[here.row];
+  convert_all<true, U8, U8>(piece.at, a.packed + (U64)piece.place * kPlaceBytes, piece.count, here,
+                            [](U8 v) { return v; });
+}
+HC_DEVICE void unpack_bytes(const PackArguments& a, const Place& here) {
+  const KernelPiece piece = a.piece[here.row];
+  convert_all<true, U8, U8>(a.packed + (U64)piece.place * kPlaceBytes, piece.at, piece.count, here,
+                            [](U8 v) { return v; });
+}
+
+// ---- reduce
+
+template <KernelFold F, class T>
+HC_DEVICE T folded_float(T acc, T next) {
+  if (F == kFoldSum) return acc + next;
+  if (F == kFoldProduct) return acc * next;
+  const T best = F == kFoldMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
+  return next != next ? next : best;
+}
+
+// A lane: how an element in memory becomes what is computed with. kVector: worth code for 16 bytes at a time.
+template <class T>
+struct FloatLane {
+  static constexpr bool kVector = true;
+  using Memory = T;
+  using Work = T;
+  static HC_DEVICE Work load(T v, double pre) { return v * (T)pre; }
+  template <KernelFold F>
+  static HC_DEVICE Work fold(Work acc, Work next) {
+    return folded_float<F>(acc, next);
+  }
+  static HC_DEVICE T store(Work v, double post, I64) { return canonical(v * (T)post); }
+};
+template <class T>
+struct HalfLane {
+  static constexpr bool kVector = true;
+  using Memory = T;
+  using Work = float;
+  static HC_DEVICE float load(T v, double pre) { return widened(v) * (float)pre; }
+  template <KernelFold F>
+  static HC_DEVICE float fold(float acc, float next) {
+    return folded_float<F>(acc, next);
+  }
+  static HC_DEVICE T store(float v, double post, I64) {
+    T made;
+    narrow(v * (float)post, &made);
+    return made;
+  }
+};
+// Integers wrap in Work, which has at least as many bits; what is above their type is dropped at the end, and then they
+// are divided. Min and Max leave the range nowhere.
+template <class T, class W, class Unsigned, bool kDivides>
+struct IntegerLane {
+  static constexpr bool kVector = !kDivides;
+  using Memory = T;
+  using Work = W;
+  static HC_DEVICE W load(T v, double) { return v; }
+  template <KernelFold F>
+  static HC_DEVICE W fold(W acc, W next) {
+    if (F == kFoldSum) return (W)((Unsigned)acc + (Unsigned)next);
+    if (F == kFoldProduct) return (W)((Unsigned)acc * (Unsigned)next);
+    return F == kFoldMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
+  }
+  static HC_DEVICE T store(W v, double, I64 divisor) { return kDivides ? divided((T)v, divisor) : (T)v; }
+};
+template <class T>
+struct ScaledIntegerLane {
+  static constexpr bool kVector = false;
+  using Memory = T;
+  using Work = double;
+  static HC_DEVICE double load(T v, double pre) { return pre * (double)v; }
+  template <KernelFold F>
+  static HC_DEVICE double fold(double acc, double next) {
+    return folded_float<F>(acc, next);
+  }
+  static HC_DEVICE T store(double v, double post, I64 divisor) { return truncated<T>(v * post / (double)divisor); }
+};
+struct BoolLane {
+  static constexpr bool kVector = true;
+  using Memory = Bool;
+  using Work = U32;
+  static HC_DEVICE U32 load(Bool v, double) { return v.byte != 0; }
+  template <KernelFold F>
+  static HC_DEVICE U32 fold(U32 acc, U32 next) {
+    return F == kFoldSum || F == kFoldMax ? acc | next : acc & next;
+  }
+  static HC_DEVICE Bool store(U32 v, double, I64) { return Bool{(U8)v}; }
+};
+
+// Elements [at, at + N) of every source; all are read before the first destination is written.
+template <class Lane, KernelFold F, unsigned N, class Vector>
+HC_DEVICE void reduce_vector(const ReduceArguments& a, U64 at) {
+  typename Lane::Work acc[N];
+  const Vector first = pointer<const Vector>(a.in[0])[at];
+  for (unsigned i = 0; i < N; ++i) acc[i] = Lane::load(first.v[i], a.pre);
+  HC_ONE_BY_ONE
+  for (int s = 1; s < a.sources; ++s) {
+    const Vector next = pointer<const Vector>(a.in[s])[at];
+    for (unsigned i = 0; i < N; ++i) acc[i] = Lane::template fold<F>(acc[i], Lane::load(next.v[i], a.pre));
+  }
+  Vector made;
+  for (unsigned i = 0; i < N; ++i) made.v[i] = Lane::store(acc[i], a.post, a.divisor);
+  HC_ONE_BY_ONE
+  for (int d = 0; d < a.destinations; ++d) pointer<Vector>(a.out[d])[at] = made;
+}
+
+template <class T>
+struct HC_MAY_ALIAS One {
+  T v[1];
+};
+
+template <class Lane, KernelFold F>
+HC_DEVICE void reduce_with(const ReduceArguments& a, const Place& here) {
+  using T = typename Lane::Memory;
+  constexpr unsigned kEach = 16 / sizeof(T);
+  bool aligned = Lane::kVector;
+  HC_ONE_BY_ONE
+  for (int s = 0; s < a.sources; ++s) aligned = aligned && is_aligned(a.in[s]);
+  HC_ONE_BY_ONE
+  for (int d = 0; d < a.destinations; ++d) aligned = aligned && is_aligned(a.out[d]);
+  const U64 chunks = aligned ? a.count / kEach : 0;
+  HC_ONE_BY_ONE
+  for (U64 c = here.first; c < chunks; c += here.step) reduce_vector<Lane, F, kEach, Chunk<T, kEach>>(a, c);
+  HC_ONE_BY_ONE
+  for (U64 i = chunks * kEach + here.first; i < a.count; i += here.step) reduce_vector<Lane, F, 1, One<T>>(a, i);
+}
+
+template <class Lane>
+HC_DEVICE void reduce_by(const ReduceArguments& a, const Place& here) {
+  switch (a.fold) {
+    case kFoldMin:
+      return reduce_with<Lane, kFoldMin>(a, here);
+    case kFoldMax:
+      return reduce_with<Lane, kFoldMax>(a, here);
+    case kFoldProduct:
+      return reduce_with<Lane, kFoldProduct>(a, here);
+    default:
+      return reduce_with<Lane, kFoldSum>(a, here);
+  }
+}
+
+template <class T, class W, class Unsigned>
+HC_DEVICE void reduce_integers(const ReduceArguments& a, const Place& here) {
+  if (a.scaled)
+    reduce_by<ScaledIntegerLane<T>>(a, here);
+  else if (a.divisor != 1)
+    reduce_with<IntegerLane<T, W, Unsigned, true>, kFoldSum>(a, here);
+  else
+    reduce_by<IntegerLane<T, W, Unsigned, false>>(a, here);
+}
+
+}  // namespace
+}  // namespace hc
+
+#define HC_PACKS(name, T, W)                                             \
+  HC_KERNEL(hc_pack_##name, hc::PackArguments, (hc::pack<hc::T, hc::W>)) \
+  HC_KERNEL(hc_unpack_##name, hc::PackArguments, (hc::unpack<hc::T, hc::W>))
+
+HC_KERNEL(hc_pack_bytes, hc::PackArguments, hc::pack_bytes)
+HC_KERNEL(hc_unpack_bytes, hc::PackArguments, hc::unpack_bytes)
+HC_PACKS(f32_f32, F32, F32)
+HC_PACKS(f64_f64, F64, F64)
+HC_PACKS(f16_f32, F16, F32)
+HC_PACKS(bf16_f32, BF16, F32)
+HC_PACKS(u8_f64, U8, F64)
+HC_PACKS(i8_f64, I8, F64)
+HC_PACKS(u16_f64, U16, F64)
+HC_PACKS(i16_f64, I16, F64)
+HC_PACKS(i32_f64, I32, F64)
+HC_PACKS(i64_f64, I64, F64)
+HC_PACKS(u16_i32, U16, I32)
+HC_PACKS(i16_i32, I16, I32)
+HC_PACKS(u8_u8, U8, U8)
+HC_PACKS(i8_i8, I8, I8)
+HC_PACKS(i32_i32, I32, I32)
+HC_PACKS(i64_i64, I64, I64)
+HC_KERNEL(hc_reduce_bool, hc::ReduceArguments, hc::reduce_by<hc::BoolLane>)
+HC_KERNEL(hc_reduce_u8, hc::ReduceArguments, (hc::reduce_integers<hc::U8, hc::I32, hc::U32>))
+HC_KERNEL(hc_reduce_i8, hc::ReduceArguments, (hc::reduce_integers<hc::I8, hc::I32, hc::U32>))
+HC_KERNEL(hc_reduce_u16, hc::ReduceArguments, (hc::reduce_integers<hc::U16, hc::I32, hc::U32>))
+HC_KERNEL(hc_reduce_i16, hc::ReduceArguments, (hc::reduce_integers<hc::I16, hc::I32, hc::U32>))
+HC_KERNEL(hc_reduce_i32, hc::ReduceArguments, (hc::reduce_integers<hc::I32, hc::I32, hc::U32>))
+HC_KERNEL(hc_reduce_i64, hc::ReduceArguments, (hc::reduce_integers<hc::I64, hc::I64, hc::U64>))
+HC_KERNEL(hc_reduce_f16, hc::ReduceArguments, hc::reduce_by<hc::HalfLane<hc::F16>>)
+HC_KERNEL(hc_reduce_bf16, hc::ReduceArguments, hc::reduce_by<hc::HalfLane<hc::BF16>>)
+HC_KERNEL(hc_reduce_f32, hc::ReduceArguments, hc::reduce_by<hc::FloatLane<float>>)
+HC_KERNEL(hc_reduce_f64, hc::ReduceArguments, hc::reduce_by<hc::FloatLane<double>>)
