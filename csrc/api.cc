@@ -207,9 +207,9 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     std::vector<hc::Submission::Tensor> list;
     hc::Submission s;
     HC_TRY(read_request(*common, tensors, n, &list, &s));
-    if (s.on_device)
-      return hc::error(hc::Code::kUnsupported, "declared buckets lie in host memory; submit those on a GPU by name");
     hc::BucketSet set;
+    set.on_device = s.on_device;
+    set.device_index = s.device_index;
     set.reduce = s.reduce;
     set.prescale = s.prescale;
     set.postscale = s.postscale;
@@ -224,8 +224,10 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     return rt->engine->declare(s.process_set, std::move(set), id);
   });
 }
-hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, hc_handle* out) {
-  return guarded([&] { return rt->engine->submit_declared(process_set, id, bucket, out); });
+hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, void* stream,
+                              hc_handle* out) {
+  return guarded(
+      [&] { return rt->engine->submit_declared(process_set, id, bucket, static_cast<hc::CuStream>(stream), out); });
 }
 hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id) {
   return guarded([&] { return rt->engine->undeclare(process_set, id); });

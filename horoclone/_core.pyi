@@ -100,14 +100,18 @@ class Runtime:
         prescale: float = 1.0,
         postscale: float = 1.0,
         process_set: int = 0,
+        device: int = -1,  # the GPU that the buckets lie on
     ) -> int:
         """Declares an optimizer's buckets, the same on every rank; collective over the process set. Returns the set's id.
 
         The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is frozen:
         submit_declared() starts a bucket without any message. Raises Mismatch when ranks declare different buckets.
         """
-    def submit_declared(self, process_set: int, id: int, bucket: int) -> int:
-        """Like submit() of the declared bucket, under its declared name; returns a handle."""
+    def submit_declared(self, process_set: int, id: int, bucket: int, stream: int = 0) -> int:
+        """Like submit() of the declared bucket, under its declared name; returns a handle.
+
+        stream: what fills a bucket on a GPU.
+        """
     def undeclare(self, process_set: int, id: int) -> None: ...
     def run(
         self,

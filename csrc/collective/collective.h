@@ -126,5 +126,7 @@ class FrozenCollective : public Collective {
 // In place, all members share memory; `bucket` indexes the lane's bucket flags, `turn` counts its uses from 0.
 // shared.cc.
 std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn);
+// The arrival alone, for a bucket that something else then reduces: done when all members have come. shared.cc.
+std::unique_ptr<FrozenCollective> make_frozen_arrival(const Group& group, size_t bucket, uint64_t turn);
 
 }  // namespace hc

@@ -161,6 +161,70 @@ class FlatCollective : public Collective {
   std::vector<const std::byte*> sources_;
 };
 
+// The members' entering into one operation, of which nothing happens before all have arrived.
+class Meeting {
+ public:
+  Meeting(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
+      : lane_(*group.lane), turn_(turn), flags_(std::move(flags)) {}
+  void enter(int rank) { lane_.publish(flags_[static_cast<size_t>(rank)]->arrived, turn_ + 1); }
+  bool is_here(size_t m) const { return flags_[m]->arrived.load(std::memory_order_acquire) > turn_; }
+  int first_late() const {
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (!is_here(m)) return static_cast<int>(m);
+    return -1;
+  }
+  std::vector<int> late() const {
+    std::vector<int> late;
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (!is_here(m)) late.push_back(static_cast<int>(m));
+    return late;
+  }
+  // A member that thawed has nothing under way, so if it has not arrived it never will, and nobody can have begun to
+  // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
+  bool must_withdraw() const {
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (lane_.flags(static_cast<int>(m)).thawed.load(std::memory_order_acquire) && !is_here(m)) return true;
+    return false;
+  }
+
+ private:
+  SharedLane& lane_;
+  const uint64_t turn_;
+  const std::vector<InPlaceFlags*> flags_;  // [member]
+};
+
+class FrozenArrival : public FrozenCollective {
+ public:
+  FrozenArrival(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
+      : rank_(group.rank), meeting_(group, turn, std::move(flags)) {
+    algorithm_ = "gpu frozen";
+  }
+  Progress start() override {
+    meeting_.enter(rank_);
+    return Progress::kPending;
+  }
+  Progress step(bool* moved) override {
+    if (const int late = meeting_.first_late(); late >= 0) {
+      arrival_.last = late;
+      withdrawn_ = meeting_.must_withdraw();
+      if (!withdrawn_) return Progress::kPending;
+    } else if (arrival_.last >= 0) {
+      arrival_.at = Clock::now();
+    }
+    *moved = true;
+    return Progress::kDone;
+  }
+  bool withdrawn() const override { return withdrawn_; }
+  Arrival arrival() const override { return arrival_; }
+  std::vector<int> late_members() const override { return meeting_.late(); }
+
+ private:
+  const int rank_;
+  Meeting meeting_;
+  bool withdrawn_ = false;
+  Arrival arrival_;
+};
+
 // Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have
 // arrived. Negotiated operations share the lane's flags; a bucket of a frozen plan has flags of its own and is not
 // negotiated.
@@ -172,7 +236,8 @@ class InPlaceAllreduce : public FrozenCollective {
         n_(group.size),
         rank_(group.rank),
         turn_(turn),
-        flags_(std::move(flags)),
+        flags_(flags),
+        meeting_(group, turn, std::move(flags)),
         frozen_(frozen),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
     at_ = slices_.begin(rank_);
@@ -180,15 +245,15 @@ class InPlaceAllreduce : public FrozenCollective {
   }
   Progress start() override {
     flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
-    lane_.publish(flags_[rank_]->arrived, turn_ + 1);
+    meeting_.enter(rank_);
     return Progress::kPending;
   }
 
   Progress step(bool* moved) override {
     if (stage_ == Stage::kArriving) {
-      if (const int late = first_late(); late >= 0) {
+      if (const int late = meeting_.first_late(); late >= 0) {
         arrival_.last = late;
-        return frozen_ && must_withdraw() ? withdraw() : Progress::kPending;
+        return frozen_ && meeting_.must_withdraw() ? withdraw() : Progress::kPending;
       }
       if (arrival_.last >= 0) arrival_.at = Clock::now();
       if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
@@ -207,12 +272,7 @@ class InPlaceAllreduce : public FrozenCollective {
 
   bool withdrawn() const override { return withdrawn_; }
   Arrival arrival() const override { return arrival_; }
-  std::vector<int> late_members() const override {
-    std::vector<int> late;
-    for (int m = 0; m < n_; ++m)
-      if (flags_[m]->arrived.load(std::memory_order_acquire) <= turn_) late.push_back(m);
-    return late;
-  }
+  std::vector<int> late_members() const override { return meeting_.late(); }
 
  private:
   enum class Stage { kArriving, kReducing, kFinishing };
@@ -221,20 +281,6 @@ class InPlaceAllreduce : public FrozenCollective {
     for (InPlaceFlags* f : flags_)
       if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
     return true;
-  }
-  int first_late() const {
-    for (int m = 0; m < n_; ++m)
-      if (flags_[m]->arrived.load(std::memory_order_acquire) <= turn_) return m;
-    return -1;
-  }
-  // A member that thawed has nothing under way, so if it has not arrived it never will, and nobody can have begun to
-  // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
-  bool must_withdraw() const {
-    for (int m = 0; m < n_; ++m)
-      if (lane_.flags(m).thawed.load(std::memory_order_acquire) &&
-          flags_[m]->arrived.load(std::memory_order_acquire) <= turn_)
-        return true;
-    return false;
   }
   Progress withdraw() {
     withdrawn_ = true;
@@ -269,6 +315,7 @@ class InPlaceAllreduce : public FrozenCollective {
   const int n_, rank_;
   const uint64_t turn_;
   const std::vector<InPlaceFlags*> flags_;  // [member]
+  Meeting meeting_;
   const bool frozen_;
   const Slices slices_;
   Stage stage_ = Stage::kArriving;
@@ -278,6 +325,12 @@ class InPlaceAllreduce : public FrozenCollective {
   std::vector<std::byte*> buffers_, there_;
   std::vector<const std::byte*> from_;
 };
+
+std::vector<InPlaceFlags*> flags_of(const Group& group, size_t bucket) {
+  std::vector<InPlaceFlags*> flags;
+  for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->bucket_flags(m, bucket));
+  return flags;
+}
 
 // The largest number of bytes any member puts into its flat slot; the same on every member.
 size_t flat_payload(const Task& task) {
@@ -304,9 +357,11 @@ size_t flat_payload(const Task& task) {
 }  // namespace
 
 std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn) {
-  std::vector<InPlaceFlags*> flags;
-  for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->bucket_flags(m, bucket));
-  return std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), true);
+  return std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, flags_of(group, bucket), true);
+}
+
+std::unique_ptr<FrozenCollective> make_frozen_arrival(const Group& group, size_t bucket, uint64_t turn) {
+  return std::make_unique<FrozenArrival>(group, turn, flags_of(group, bucket));
 }
 
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {

@@ -20,6 +20,8 @@ struct InPlaceFlags {
   alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations whose slice of mine is written everywhere
 };
 
+inline constexpr size_t kTurnsKept = 64;
+
 // First page of a lane. Each counter has its own cache lines, since its readers spin on it.
 struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
@@ -30,6 +32,11 @@ struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> thawed;
   InPlaceFlags in_place;                                     // of the negotiated in-place operations
   alignas(kCacheLine) std::atomic<uint64_t> express_closed;  // I enter no express turn before this one (express.h)
+  // What starts on GPUs in which order, in the lane of rank 0 of the world; what each member has taken of it.
+  // engine/device_turns.h.
+  alignas(kCacheLine) std::atomic<uint64_t> turns_given;
+  std::atomic<uint64_t> turns[kTurnsKept];
+  alignas(kCacheLine) std::atomic<uint64_t> turns_taken;
 };
 
 // One member's part of an express turn.

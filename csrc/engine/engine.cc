@@ -46,6 +46,7 @@ Status Engine::connect(const MeshMembers& members) {
   for (int r = 0; r < mesh_->size(); ++r) everybody[r] = r;
   auto set = make_set(0, everybody);
   if (set->lane) HC_TRY(set->lane->prepare(), "rank ", mesh_->rank());
+  if (set->lane && set->lane->size() == mesh_->size()) device_turns_.attach(set->lane.get());
   sets_[0] = std::move(set);
   attach_messages();
   HC_TRY(thread_.start("hc-engine", [this] { run(); }));

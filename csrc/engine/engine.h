@@ -20,6 +20,7 @@
 #include "base/status.h"
 #include "base/thread.h"
 #include "engine/autotuner.h"
+#include "engine/device_turns.h"
 #include "engine/drive_gate.h"
 #include "engine/frames.h"
 #include "engine/inquiry.h"
@@ -80,7 +81,8 @@ class Engine {
   // undeclare.
   Status declare(int process_set, BucketSet buckets, int* id);
   Status undeclare(int process_set, int id);
-  Status submit_declared(int process_set, int bucket_set, int bucket, int64_t* handle);
+  // stream: what fills a bucket in the memory of a GPU.
+  Status submit_declared(int process_set, int bucket_set, int bucket, CuStream stream, int64_t* handle);
   // True when done, failed or unknown.
   bool poll(int64_t handle);
   // Drives until done or until timeout_s has passed (< 0: no limit). The status is the operation's own.
@@ -130,6 +132,7 @@ class Engine {
   Status queue_locked(const Submission& s, const std::pair<int, int>* bucket, int64_t* handle,
                       std::unique_ptr<DeviceWork> device = nullptr);
   void fill(Operation* op, const Submission& s, const ProcessSet& set);
+  Status fill_declared(int process_set, std::pair<int, int> which, Submission* s, Submission::Tensor* tensor) const;
   bool arena_holds(const Submission& s) const;
 
   // engine_device.cc
@@ -140,6 +143,12 @@ class Engine {
   void grant_device_turns(uint16_t set, uint32_t count);
   Status take_device_frame(FrameKind kind, int from, Reader* in);
   void device_batch_over(ProcessSet& set);
+  bool may_freeze_on_device(const ProcessSet& set) const;
+  void arm(ProcessSet& set, Operation* op);
+  void launch_armed(ProcessSet& set, bool* moved);
+  std::unique_ptr<BatchRunner> runner_of_armed(ProcessSet& set, Operation* op);
+  void take_turns(bool* moved);
+  void pass_turns_on();
   bool device_in_flight();
   void check_device();
   void device_failed(const Status& status);
@@ -266,11 +275,11 @@ class Engine {
   std::vector<Operation*> taken_;
   Writer frame_;
   std::vector<uint8_t> received_;
-  std::vector<bool> left_;             // [world] said goodbye
-  std::string departure_;              // the first goodbye that came in
-  std::deque<uint16_t> device_turns_;  // whose batch on a device comes next: the same order on every rank
-  bool waits_on_device_ = false;       // in this step: look again soon
-  Status device_failure_;              // what CUDA or NCCL said; who is to blame may still be on its way here
+  std::vector<bool> left_;        // [world] said goodbye
+  std::string departure_;         // the first goodbye that came in
+  DeviceTurns device_turns_;      // whose work on a device comes next
+  bool waits_on_device_ = false;  // in this step: look again soon
+  Status device_failure_;         // what CUDA or NCCL said; who is to blame may still be on its way here
   TimePoint device_failed_at_{};
   Liveness liveness_{0, {}};
   Messages messages_;

@@ -3,7 +3,9 @@
 //
 // Batches of different process sets must start in the same order on every rank, else two communicators wait for each
 // other. Rank 0 of the world gives that order: plans of the global set come from it anyway; for other sets their
-// coordinator asks, and rank 0 tells all members. Its frames arrive in the order in which they were sent.
+// coordinator asks, and rank 0 tells all members. Its frames arrive in the order in which they were sent. Where all
+// ranks share memory the order is written there (device_turns.h), and declared buckets of sets with rank 0 are frozen:
+// when all ranks have arrived at one, rank 0 gives it a turn. docs/decisions/0025 has the argument.
 #include <algorithm>
 
 #include "engine/engine.h"
@@ -95,11 +97,77 @@ void Engine::put_on_device(ProcessSet& set) {
   }
   const Tag tag{static_cast<uint16_t>(generation_), set.id, set.runner->batch().id, 0};
   set.runner->on_device(std::make_unique<DeviceBatch>(
-      set.device.get(), tag, [this, id = set.id] { return !device_turns_.empty() && device_turns_.front() == id; }));
+      set.device.get(), tag, [this, turn = DeviceTurn{set.id}] { return device_turns_.is_next(turn); }));
+}
+
+// Whether declared buckets can be frozen as far as this rank knows. The turns come from rank 0 of the world, which must
+// see the arrivals; NCCL must be up, for there is no agreement left in which it could be set up.
+bool Engine::may_freeze_on_device(const ProcessSet& set) const {
+  return device_turns_.in_memory() && set.coordinator_rank() == 0 && set.device &&
+         set.device->way() == DeviceGroup::Way::kNccl;
+}
+
+// All ranks have arrived at a frozen bucket.
+void Engine::arm(ProcessSet& set, Operation* op) {
+  set.armed.push_back(op);
+  const size_t flag = set.bucket_sets[op->bucket_set].first_flag + static_cast<size_t>(op->bucket);
+  if (mesh_->rank() == 0) device_turns_.give({set.id, static_cast<int32_t>(flag)}, 1, true);
+}
+
+std::unique_ptr<BatchRunner> Engine::runner_of_armed(ProcessSet& set, Operation* op) {
+  PlanBatch batch;
+  batch.on_device = true;
+  batch.tuning = set.tuning;
+  batch.entries.resize(1);
+  const Tag tag{static_cast<uint16_t>(generation_), set.id, 0, 0};
+  auto runner = std::make_unique<BatchRunner>(std::move(batch), std::vector<Operation*>{op}, set.group, set.ranks, tag);
+  runner->show_in(&timeline_);
+  runner->on_device(std::make_unique<DeviceBatch>(set.device.get(), tag, [] { return true; }));
+  return runner;
+}
+
+void Engine::launch_armed(ProcessSet& set, bool* moved) {
+  while (!failed_.load(std::memory_order_relaxed) && device_failure_.is_ok()) {
+    if (!set.armed_runner) {
+      const DeviceTurn* turn = device_turns_.next();
+      if (set.armed.empty() || !turn || turn->set != set.id || turn->bucket < 0) return;
+      Operation* op = set.take_armed(turn->bucket);
+      if (!op) return;
+      set.armed_runner = runner_of_armed(set, op);
+    }
+    const Progress progress = set.armed_runner->step(moved);
+    if (progress == Progress::kFailed) return device_failed(set.armed_runner->status());
+    if (progress == Progress::kPending) {
+      waits_on_device_ = true;
+      return;
+    }
+    const auto runner = std::move(set.armed_runner);
+    device_turns_.over();
+    counters_.bytes_reduced.fetch_add(runner->bytes(), std::memory_order_relaxed);
+    complete(set, runner->operations()[0], runner->outcome());
+    *moved = true;
+  }
+}
+
+// On rank 0, turns that travel in shared memory. In the same step in which they were given: it may be the last one for
+// a while.
+void Engine::pass_turns_on() {
+  if (!device_turns_.kept_back()) return;
+  if (!device_turns_.pass_on(left_)) waits_on_device_ = true;
+  wake_readers(*sets_[0]);
+}
+
+// On the others.
+void Engine::take_turns(bool* moved) {
+  const auto is_mine = [this](uint16_t id) {
+    const ProcessSet* set = find_set(id);
+    return set && set->group_rank >= 0;
+  };
+  if (device_turns_.take(is_mine)) *moved = true;
 }
 
 void Engine::device_batch_over(ProcessSet& set) {
-  if (!device_turns_.empty() && device_turns_.front() == set.id) device_turns_.pop_front();
+  if (device_turns_.is_next({set.id})) device_turns_.over();
   if (set.device && !set.device->reason().empty() && set.group_rank == 0 &&
       set.device->reason() != set.told_about_device) {
     set.told_about_device = set.device->reason();
@@ -116,11 +184,11 @@ void Engine::device_batch_over(ProcessSet& set) {
 void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
   const uint32_t count = device_batches_in(plan);
   if (!count) return;
-  if (set.id == 0) {
-    device_turns_.insert(device_turns_.end(), count, 0);
+  if (set.id == 0 && !device_turns_.in_memory()) {
+    device_turns_.add({0}, count);
   } else if (mesh_->rank() == 0) {
     grant_device_turns(set.id, count);
-  } else {
+  } else if (set.id != 0) {
     frame_.clear();
     frame_.put(FrameKind::kDeviceAsk);
     frame_.put(set.id);
@@ -133,13 +201,14 @@ void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
 void Engine::grant_device_turns(uint16_t id, uint32_t count) {
   ProcessSet* set = find_set(id);
   if (!set) return;
+  if (device_turns_.in_memory()) return device_turns_.give({id}, count, set->group_rank >= 0);
   frame_.clear();
   frame_.put(FrameKind::kDeviceTurn);
   frame_.put(id);
   frame_.put(count);
   for (const int r : set->ranks) {
     if (r == mesh_->rank())
-      device_turns_.insert(device_turns_.end(), count, id);
+      device_turns_.add({id}, count);
     else if (!left_[r])
       if (Status sent = send_frame(r, false); !sent.is_ok()) return fail_everything(sent);
   }
@@ -153,8 +222,8 @@ Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {
   const ProcessSet* set = find_set(id);
   if (kind == FrameKind::kDeviceAsk) {
     if (mesh_->rank() == 0 && set && set->coordinator_rank() == from) grant_device_turns(id, count);
-  } else if (from == 0) {
-    device_turns_.insert(device_turns_.end(), count, id);
+  } else if (from == 0 && set) {
+    device_turns_.add({id}, count);
   }
   return Status::ok();
 }
@@ -172,6 +241,7 @@ bool Engine::device_in_flight() {
 void Engine::leave_devices() {
   for (auto& [id, set] : sets_) {
     set->runner.reset();
+    set->armed_runner.reset();
     set->device.reset();
   }
   device_turns_.clear();
@@ -213,8 +283,8 @@ void Engine::check_device() {
   for (const auto& [id, set] : sets_) {
     if (!set->device) continue;
     if (Status ok = set->device->check(); !ok.is_ok()) return device_failed(ok.with(text_of("process set ", id)));
-    const bool has_turn = std::find(device_turns_.begin(), device_turns_.end(), id) != device_turns_.end();
-    if (left_[0] && id != 0 && !has_turn && set->runner && set->runner->is_on_device())
+    const bool waits = (id != 0 && set->runner && set->runner->is_on_device()) || !set->armed.empty();
+    if (left_[0] && waits && !device_turns_.contains(static_cast<uint16_t>(id)))
       return fail_everything(
           Status(Code::kAborted, text_of(mesh_->describe(0), " has shut down, and it orders the work on GPUs"), 0));
   }

@@ -218,7 +218,7 @@ int Engine::until_gathered(int limit_ms) const {
 }
 
 size_t Engine::outstanding() const {
-  size_t n = messages_.outstanding();
+  size_t n = messages_.outstanding() + device_turns_.kept_back();
   for (const auto& [id, set] : sets_) n += set->outstanding();
   return n;
 }
@@ -304,6 +304,7 @@ void Engine::fail_everything(const Status& first_reason) {
   log_.debug("failing every operation: ", reason.text());
   tell_everybody(reason);  // before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives
   messages_.fail_all(reason);
+  device_turns_.clear();
   for (auto& [id, set] : sets_) {
     std::string during;
     if (set->runner) {
@@ -312,6 +313,8 @@ void Engine::fail_everything(const Status& first_reason) {
           text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
       set->runner.reset();
     }
+    set->armed_runner.reset();
+    set->armed.clear();
     if (set->device) set->device->abort();
     set->frozen_runs.clear();
     set->deferred_join = nullptr;

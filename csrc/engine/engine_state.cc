@@ -31,31 +31,33 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
     agreed += text_of(b.name, name_of(b.dtype));
     for (int64_t d : b.shape) agreed += text_of(",", d);
   }
-  agreed += text_of(";", static_cast<int>(buckets.reduce), ",", buckets.prescale, ",", buckets.postscale);
+  agreed += text_of(";", static_cast<int>(buckets.reduce), ",", buckets.prescale, ",", buckets.postscale,
+                    buckets.on_device ? ",gpu" : "");
   enter_gate();
   ProcessSet* set = find_set(process_set);
   Status made;
+  bool has_flags = false, fits = false;
   if (!set || set->group_rank < 0) {
     made = error(Code::kInvalidArgument, "rank ", mesh_->rank(), " is not a member of process set ", process_set);
   } else {
     std::lock_guard lock(submit_mu_);
     *id = set->next_bucket_set++;
     const size_t n = buckets.buckets.size();
-    const bool one_node = set->lane && set->lane->size() == set->size();
-    if (one_node && set->next_bucket_flag + n <= kMaxFrozenBuckets) {
+    has_flags = set->lane && set->lane->size() == set->size() && set->next_bucket_flag + n <= kMaxFrozenBuckets;
+    if (has_flags) {
       buckets.first_flag = set->next_bucket_flag;
       set->next_bucket_flag += n;
       made = set->lane->prepare_buckets(buckets.first_flag, n);
       set->lane->publish(set->lane->mine().thawed, 0);
     }
     set->bucket_sets[*id] = buckets;
+    fits = has_flags && (buckets.on_device ? may_freeze_on_device(*set) : declared_in_arena(buckets));
   }
   leave_gate();
   HC_TRY(made);
-  // Whether every rank declares the same, and has its buckets in its arena: one integer each, the least and the
-  // greatest agree.
-  const bool in_arena = declared_in_arena(buckets);
-  int64_t mine[2] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), in_arena ? 1 : 0};
+  // Whether every rank declares the same, and has its buckets where a frozen plan can take them: one integer each, the
+  // least and the greatest agree.
+  int64_t mine[2] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), fits ? 1 : 0};
   int64_t least[2], most[2];
   HC_TRY(agree(process_set, text_of("horoclone.declare.", *id), mine, least, most));
   if (least[0] != most[0])
@@ -64,7 +66,7 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
                  "and pass the same arguments to DistributedOptimizer?");
   enter_gate();
   BucketSet& stored = set->bucket_sets[*id];
-  stored.frozen = least[1] == 1 && set->lane && set->lane->size() == set->size() && set->size() > 1;
+  stored.frozen = least[1] == 1 && set->size() > 1;
   leave_gate();
   return Status::ok();
 }
@@ -158,6 +160,7 @@ Status Engine::remove_process_set(int id) {
     removed = std::move(sets_[id]);
     sets_.erase(id);
   }
+  device_turns_.drop(static_cast<uint16_t>(id));
   messages_.set_removed(static_cast<uint16_t>(id), error(Code::kAborted, "its process set was removed"));
   while (!removed->pending.empty()) {
     Operation* op = removed->pending.back();

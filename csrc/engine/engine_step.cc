@@ -32,6 +32,7 @@ bool Engine::step() {
   }
   if (has_incoming_.load(std::memory_order_acquire)) take_incoming(&moved);
   receive_frames(&moved);
+  take_turns(&moved);
   for (auto& [id, set] : sets_) {
     if (set->group_rank < 0) continue;
     if (set->ballot_waits()) {
@@ -48,10 +49,12 @@ bool Engine::step() {
       set->run_frozen(&moved, [&](Operation* op, const FrozenCollective& run) {
         (op->bucket_set >= 0 ? counters_.frozen : counters_.express).fetch_add(1, std::memory_order_relaxed);
         note_frozen(*set, *op, run);
-        complete(*set, op, run.status());
+        op->device ? arm(*set, op) : complete(*set, op, run.status());
       });
+    launch_armed(*set, &moved);
     wake_readers(*set);
   }
+  pass_turns_on();
   if (Status stepped = messages_.step(&moved); !stepped.is_ok()) fail_everything(stepped);
   return moved;
 }
@@ -271,7 +274,8 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
   }
   // What the leaver had agreed to completes first; what runs frozen either completes or steps back, for the leaver has
   // thawed.
-  if (!set.closed.is_ok() && !set.runner && set.queue.empty() && set.frozen_runs.empty())
+  const bool busy = set.runner || !set.queue.empty() || !set.frozen_runs.empty();
+  if (!set.closed.is_ok() && !busy && set.armed.empty() && !set.armed_runner)
     while (!set.pending.empty()) {
       Operation* op = set.pending.back();
       complete(set, op, set.closed.with(op->describe()));

@@ -60,30 +60,51 @@ Status Engine::submit(const Submission& s, int64_t* handle) {
   return Status::ok();
 }
 
-Status Engine::submit_declared(int process_set, int bucket_set, int bucket, int64_t* handle) {
+Status Engine::submit_declared(int process_set, int bucket_set, int bucket, CuStream stream, int64_t* handle) {
   if (!connected_.load(std::memory_order_acquire))
     return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
+  Submission s;
+  Submission::Tensor tensor{};
   {
     std::lock_guard lock(submit_mu_);
-    ProcessSet* set = find_set(process_set);
-    if (!set || !set->bucket_sets.contains(bucket_set))
-      return error(Code::kInvalidArgument, "bucket set ", bucket_set, " was not declared");
-    const BucketSet& declared = set->bucket_sets[bucket_set];
-    if (bucket < 0 || bucket >= static_cast<int>(declared.buckets.size()))
-      return error(Code::kInvalidArgument, "bucket ", bucket, " of ", declared.buckets.size());
-    const BucketSet::Bucket& b = declared.buckets[bucket];
-    const Submission::Tensor tensor{b.data, b.data, b.shape, b.dtype};
-    Submission s;
-    s.reduce = declared.reduce;
-    s.process_set = process_set;
-    s.name = b.name;
-    s.prescale = declared.prescale;
-    s.postscale = declared.postscale;
-    s.tensors = {&tensor, 1};
+    HC_TRY(fill_declared(process_set, {bucket_set, bucket}, &s, &tensor));
+  }
+  s.stream = stream;
+  std::unique_ptr<DeviceWork> device;
+  if (s.on_device) {
+    auto prepared = prepare_device(s);
+    HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", mesh_->rank());
+    device = prepared.take();
+  }
+  {
+    std::lock_guard lock(submit_mu_);
     const std::pair<int, int> which{bucket_set, bucket};
-    HC_TRY(queue_locked(s, &which, handle));
+    HC_TRY(queue_locked(s, &which, handle, std::move(device)));
   }
   if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();
+  return Status::ok();
+}
+
+// Submit lock held: what a declared bucket (set and number) is. It points into the declaration, which the caller keeps.
+Status Engine::fill_declared(int process_set, std::pair<int, int> which, Submission* s,
+                             Submission::Tensor* tensor) const {
+  const ProcessSet* set = find_set(process_set);
+  const auto [bucket_set, bucket] = which;
+  if (!set || !set->bucket_sets.contains(bucket_set))
+    return error(Code::kInvalidArgument, "bucket set ", bucket_set, " was not declared");
+  const BucketSet& declared = set->bucket_sets.at(bucket_set);
+  if (bucket < 0 || bucket >= static_cast<int>(declared.buckets.size()))
+    return error(Code::kInvalidArgument, "bucket ", bucket, " of ", declared.buckets.size());
+  const BucketSet::Bucket& b = declared.buckets[static_cast<size_t>(bucket)];
+  *tensor = {b.data, b.data, b.shape, b.dtype};
+  s->reduce = declared.reduce;
+  s->process_set = process_set;
+  s->name = b.name;
+  s->prescale = declared.prescale;
+  s->postscale = declared.postscale;
+  s->tensors = {tensor, 1};
+  s->on_device = declared.on_device;
+  s->device_index = declared.device_index;
   return Status::ok();
 }
 

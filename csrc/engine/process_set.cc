@@ -119,11 +119,22 @@ bool ProcessSet::start_frozen(Operation* op) {
   for (int m = 0; m < lane->size(); ++m)
     if (lane->flags(m).thawed.load(std::memory_order_acquire)) return set.frozen = false;
   BucketSet::Bucket& bucket = set.buckets[op->bucket];
-  auto collective =
-      make_frozen_allreduce(unagreed_task(*op, size()), group, set.first_flag + op->bucket, bucket.turn++);
+  const size_t flag = set.first_flag + static_cast<size_t>(op->bucket);
+  auto collective = op->device ? make_frozen_arrival(group, flag, bucket.turn++)
+                               : make_frozen_allreduce(unagreed_task(*op, size()), group, flag, bucket.turn++);
   (void)collective->start();  // it only announces the arrival
   frozen_runs.push_back({op, std::move(collective)});
   return true;
+}
+
+Operation* ProcessSet::take_armed(int32_t flag) {
+  const auto at = std::find_if(armed.begin(), armed.end(), [&](const Operation* op) {
+    return bucket_sets[op->bucket_set].first_flag + static_cast<size_t>(op->bucket) == static_cast<size_t>(flag);
+  });
+  if (at == armed.end()) return nullptr;
+  Operation* op = *at;
+  armed.erase(at);
+  return op;
 }
 
 bool ProcessSet::start_express(Operation* op) {

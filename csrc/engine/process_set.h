@@ -40,6 +40,8 @@ struct BucketSet {
   Reduce reduce = Reduce::kSum;
   double prescale = 1, postscale = 1;
   std::vector<Bucket> buckets;
+  bool on_device = false;  // in the memory of GPU `device_index`
+  int device_index = 0;
   size_t first_flag = 0;
   bool frozen = false;  // driving thread
 };
@@ -125,6 +127,10 @@ class ProcessSet {
   };
   std::vector<FrozenRun> frozen_runs;
   Operation* deferred_join = nullptr;  // waits until nothing runs frozen
+  // Frozen buckets on a GPU at which all members have arrived; each waits for its turn, then it is launched.
+  std::vector<Operation*> armed;
+  std::unique_ptr<BatchRunner> armed_runner;  // of the one whose turn it is
+  Operation* take_armed(int32_t flag);        // null: this rank has not seen all arrivals yet
 
   // Its operations are frozen runs without a bucket set.
   Express express;

@@ -143,11 +143,13 @@ HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const 
                                hc_handle* out);
 /* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
  * memory fixed until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets
- * lie in hc_blocks, their plan is frozen: a submitted bucket starts without any message. `common` gives reduce, scales
- * and process set. */
+ * lie in hc_blocks, their plan is frozen: a submitted bucket starts without any message. On GPUs: where all ranks of
+ * the world share memory, the set has rank 0 in it, and NCCL has been used in it. `common` gives reduce, scales,
+ * process set and device. */
 HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names,
                                 const hc_tensor* tensors, int32_t n, int32_t* id);
-HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket,
+/* stream: what fills a bucket on a GPU; host memory: NULL. */
+HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, void* stream,
                                         hc_handle* out);
 HC_EXPORT hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id);
 

@@ -227,7 +227,7 @@ class Runtime {
   }
 
   int declare(py::sequence names, py::sequence data, py::sequence counts, py::sequence dtypes, int reduce,
-              double prescale, double postscale, int process_set) {
+              double prescale, double postscale, int process_set, int device) {
     const size_t n = names.size();
     if (data.size() != n || counts.size() != n || dtypes.size() != n)
       throw py::value_error("names, data, counts and dtypes must have one entry per bucket");
@@ -242,7 +242,7 @@ class Runtime {
       void* at = reinterpret_cast<void*>(data[i].cast<uintptr_t>());
       tensors[i] = {at, at, &sizes[i], 1, dtypes[i].cast<int32_t>()};
     }
-    const hc_request request = request_for({HC_ALLREDUCE, reduce, 0, process_set, prescale, postscale});
+    const hc_request request = request_for({HC_ALLREDUCE, reduce, 0, process_set, prescale, postscale, 0, device, 0});
     int32_t id = 0;
     hc_status* status;
     {
@@ -252,9 +252,9 @@ class Runtime {
     raise_if(status);
     return id;
   }
-  hc_handle submit_declared(int process_set, int id, int bucket) {
+  hc_handle submit_declared(int process_set, int id, int bucket, uintptr_t stream) {
     hc_handle handle = 0;
-    raise_if(hc_submit_declared(rt_, process_set, id, bucket, &handle));
+    raise_if(hc_submit_declared(rt_, process_set, id, bucket, reinterpret_cast<void*>(stream), &handle));
     return handle;
   }
   void undeclare(int process_set, int id) { raise_if(hc_undeclare(rt_, process_set, id)); }
@@ -471,8 +471,8 @@ PYBIND11_MODULE(_core, m) {
       .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
       .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1,
-           "prescale"_a = 1.0, "postscale"_a = 1.0, "process_set"_a = 0)
-      .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a)
+           "prescale"_a = 1.0, "postscale"_a = 1.0, "process_set"_a = 0, "device"_a = -1)
+      .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a, "stream"_a = 0)
       .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)

@@ -267,7 +267,7 @@ void run_frozen(int size, int steps, bool with_join, bool shared) {
       for (int b : order) {
         auto* v = reinterpret_cast<float*>(memory[b]->data());
         std::fill(v, v + set.buckets[b].shape[0], static_cast<float>(step + rank));
-        CHECK_OK(engine.submit_declared(0, id, b, &handles[b]));
+        CHECK_OK(engine.submit_declared(0, id, b, nullptr, &handles[b]));
       }
       float expected = 0;
       for (int r = 0; r < size; ++r) expected += !with_join || step < steps + r ? static_cast<float>(step + r) : 0;
@@ -308,7 +308,7 @@ TEST_CASE("ranks that declare different buckets are told so, and go on") {
     set.buckets[0].shape = {100};
     CHECK_OK(engine.declare(0, set, &id));
     int64_t h = 0;
-    CHECK_OK(engine.submit_declared(0, id, 0, &h));
+    CHECK_OK(engine.submit_declared(0, id, 0, nullptr, &h));
     CHECK_OK(finish(engine, h));
   }));
 }

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Max, Sum
+from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import mpi_ops
@@ -212,14 +212,12 @@ class Reducer:
                 REDUCESCATTER, self._name_of(bucket), bucket.address, 0, bucket.flat.shape, bucket.number,
                 self._terms.op, *self._terms.scales(), 0, self._set_id,
             )  # fmt: skip
-        elif self._declared is not None:
-            bucket.handle = self._runtime.submit_declared(self._set_id, self._declared, bucket.index)
-        else:  # on a GPU
+        else:
+            assert self._declared is not None
             bucket.place = place_of(bucket.flat)
-            bucket.handle = self._runtime.submit(
-                ALLREDUCE, self._name_of(bucket), bucket.address, bucket.address, bucket.flat.shape, bucket.number,
-                self._terms.op, *self._terms.scales(), 0, self._set_id, None, 0, *bucket.place,
-            )  # fmt: skip
+            bucket.handle = self._runtime.submit_declared(
+                self._set_id, self._declared, bucket.index, bucket.place[1]
+            )
 
     def _fill(self, slot: Slot) -> None:
         """A slot whose hooks did not complete it: what is in parameter.grad, else zeros."""
@@ -399,7 +397,7 @@ class Reducer:
     def _declare(self) -> None:
         """Collective. From here on a bucket starts without any message where all ranks share memory."""
         assert self._runtime is not None
-        if self.buckets and self.buckets[0].place is HOST:
+        if self.buckets:
             self._declared = self._runtime.declare(
                 [self._name_of(bucket) for bucket in self.buckets],
                 [bucket.address for bucket in self.buckets],
@@ -408,6 +406,7 @@ class Reducer:
                 self._terms.op,
                 *self._terms.scales(),
                 self._set_id,
+                self.buckets[0].place[0],
             )
 
     def _undeclare(self) -> None:

@@ -1,0 +1,53 @@
+// The order in which this rank starts work on its GPU: the same on every rank, so that two communicators never wait for
+// each other crosswise. Rank 0 of the world gives it. Where all ranks share memory it travels in rank 0's lane, so that
+// buckets of frozen plans take their turns without a message; else in frames.
+//
+// Thread: the thread that drives the engine. Owner: the engine.
+#pragma once
+
+#include <deque>
+#include <functional>
+#include <vector>
+
+#include "collective/shared.h"
+
+namespace hc {
+
+struct DeviceTurn {
+  uint16_t set = 0;
+  int32_t bucket = -1;  // the arrival flag of a frozen bucket; -1: the next planned batch of the set
+  bool operator==(const DeviceTurn&) const = default;
+};
+
+class DeviceTurns {
+ public:
+  // lane: of the world, with every rank in it.
+  void attach(SharedLane* lane) { lane_ = lane; }
+  // Turns travel in shared memory, so frozen buckets can have some.
+  bool in_memory() const { return lane_ != nullptr; }
+
+  void add(DeviceTurn turn, uint32_t count);  // mine
+  // Rank 0, where turns travel in shared memory: everybody's; is_mine: mine, too.
+  void give(DeviceTurn turn, uint32_t count, bool is_mine);
+  // Rank 0: passes on what there was no room for. False: some of it waits for ranks to take theirs; `gone` take none.
+  bool pass_on(const std::vector<bool>& gone);
+  // The others: takes what rank 0 has given; is_mine: whether this rank is a member of the set. True: something came.
+  bool take(const std::function<bool(uint16_t)>& is_mine);
+
+  size_t kept_back() const { return waiting_.size(); }
+
+  const DeviceTurn* next() const { return turns_.empty() ? nullptr : &turns_.front(); }
+  bool is_next(const DeviceTurn& turn) const { return !turns_.empty() && turns_.front() == turn; }
+  bool contains(uint16_t set) const;
+  void over() { turns_.pop_front(); }  // the next one has been used
+  void drop(uint16_t set);             // it has been removed
+  void clear();
+
+ private:
+  SharedLane* lane_ = nullptr;
+  std::deque<DeviceTurn> turns_;
+  std::deque<uint64_t> waiting_;    // rank 0: not passed on yet
+  uint64_t given_ = 0, taken_ = 0;  // words in rank 0's lane, in all
+};
+
+}  // namespace hc
