@@ -158,6 +158,9 @@ hc_status* hc_connect(hc_runtime* rt, const hc_members* m) {
     members.generation = m->generation;
     members.timeout_s = m->timeout_s;
     if (m->cancelled) members.cancelled = [m] { return m->cancelled(m->cancelled_context) != 0; };
+    if (m->mpi) {
+      members.mpi = hc::MpiLink{m->mpi->library, m->mpi->communicator, m->mpi->byte_type, m->mpi->forced != 0};
+    }
     return rt->engine->connect(members);
   });
 }

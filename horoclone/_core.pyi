@@ -48,6 +48,7 @@ class Runtime:
         job: str,
         generation: int,
         timeout_s: float,
+        mpi: tuple[str, int, int, bool] | None = None,
     ) -> None: ...
     def submit(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def mpi_built() -> bool:
-    """Whether mpi4py is installed: jobs may be started by mpirun and communicators passed to init."""
+    """Whether mpi4py is installed: communicators can be passed to init, and data can go through MPI between nodes."""
     import importlib.util
 
     return importlib.util.find_spec("mpi4py") is not None

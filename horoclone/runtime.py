@@ -145,14 +145,21 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
     from horoclone import observe
+    from horoclone.bootstrap import mpi_link
     from horoclone.gpu_libraries import with_libraries
 
     runtime = _core().Runtime(with_libraries(settings_of(os.environ)))
     try:
         observe.watch_stack(runtime, os.environ)
-        endpoints = job.gather(runtime.endpoint(), deadline, _say)
+        own = mpi_link.offer(os.environ, job.name)
+        endpoints, offers = mpi_link.split(job.gather(own.around(runtime.endpoint()), deadline, _say))
+        if mpi_link.must_start(offers):
+            mpi_link.start(deadline)
+            own = mpi_link.offer(os.environ, job.name)
+            _, offers = mpi_link.split(job.gather(own.around(b""), deadline, _say))
+        mpi = mpi_link.agree(offers, job.name, deadline)
         remaining_s = max(0.1, deadline - time.monotonic())
-        runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s)
+        runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi)
     except BaseException:
         try:
             runtime.shutdown(0.0)

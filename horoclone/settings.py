@@ -105,10 +105,15 @@ def start_timeout_s(environ: Mapping[str, str]) -> float:
     return seconds
 
 
-def flag(environ: Mapping[str, str], name: str) -> bool:
-    """HOROCLONE_<name> or HOROVOD_<name>: true unless it is unset, empty, 0, false, no or off."""
-    text = environ.get(f"HOROCLONE_{name}") or environ.get(f"HOROVOD_{name}") or "0"
-    return text.strip().lower() not in ("0", "false", "no", "off")
+def setting(environ: Mapping[str, str], name: str, default: str) -> str:
+    """HOROCLONE_<name> or HOROVOD_<name>, without case or blanks around; `default` when unset or empty."""
+    text = environ.get(f"HOROCLONE_{name}") or environ.get(f"HOROVOD_{name}") or default
+    return text.strip().lower()
+
+
+def flag(environ: Mapping[str, str], name: str, default: str = "0") -> bool:
+    """The setting is neither 0, false, no nor off."""
+    return setting(environ, name, default) not in ("0", "false", "no", "off")
 
 
 def remarks(environ: Mapping[str, str], knobs: Sequence[Mapping[str, str]]) -> list[str]:

@@ -93,7 +93,9 @@ def test_a_setting_that_nothing_reads_says_so_and_one_that_is_read_does_not(
     for knob in knobs:
         if knob["read_by"] == "core":
             short = knob["name"].removeprefix("HOROCLONE_")
-            in_package = f'"{knob["name"]}"' in package or f'flag(os.environ, "{short}")' in package
+            in_package = f'"{knob["name"]}"' in package or bool(
+                re.search(rf'(flag|setting)\((os\.)?environ, "{short}"', package)
+            )
             read = re.search(rf"\b{field_of[knob['name']]}\b", core) or in_package
             says_so = knob["help"].startswith("Accepted ")
             assert bool(read) != says_so, f"{knob['name']}: read {bool(read)}, help {knob['help']!r}"

@@ -85,7 +85,8 @@ struct KnobRule {
     "Reduce within each machine first, then between machines: 1 always, 0 never, -1 decide by layout.")     \
   X(std::string, cpu_operations, "auto", "CPU_OPERATIONS", "CPU_OPERATIONS",                                \
     KnobRule::word("auto|host|gloo|mpi|ccl"),                                                               \
-    "Accepted for compatibility: host memory is always reduced by this library's own algorithms.")          \
+    "How data goes between machines: mpi: through the MPI that mpi4py loads; auto: through it where the "     \
+    "process uses MPI already and it is the faster one; host, gloo, ccl: over TCP.")                          \
   X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
     "Instruction set of the reductions; all of them give the same bits.")                                   \
   /* devices */                                                                                             \

@@ -55,8 +55,27 @@ Status Engine::connect(const MeshMembers& members) {
   // theirs, which it answers as soon as it runs.
   if (members.rank == 0) start_configured_timeline();
   HC_TRY(agree_on_settings(members));
+  HC_TRY(choose_way_between_nodes(members));
   if (members.rank != 0) start_configured_timeline();
   return Status::ok();
+}
+
+// An operation of init: nothing else runs yet, and Ctrl-C and the time limit of init hold.
+Status Engine::run_in_init(const Submission& s, const MeshMembers& members) {
+  int64_t handle = 0;
+  HC_TRY(submit(s, &handle));
+  bool done = false;
+  const Deadline deadline = Deadline::in(members.timeout_s);
+  Status outcome;
+  while (!done && outcome.is_ok()) {
+    outcome = wait(handle, 0.05, &done);
+    if (!done && outcome.is_ok() && deadline.passed())
+      outcome = error(Code::kTimeout, "init: connected, but not every rank finished its set-up within ",
+                      members.timeout_s, " s");
+    if (!done && members.cancelled && members.cancelled()) outcome = error(Code::kAborted, "init was interrupted");
+  }
+  release(handle);
+  return outcome;
 }
 
 // Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This
@@ -72,20 +91,7 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   s.name = "horoclone.settings";
   s.tensors = {&tensor, 1};
   s.will_wait = true;
-  int64_t handle = 0;
-  HC_TRY(submit(s, &handle));
-  bool done = false;
-  const Deadline deadline = Deadline::in(members.timeout_s);
-  Status outcome;
-  while (!done && outcome.is_ok()) {
-    outcome = wait(handle, 0.05, &done);
-    if (!done && outcome.is_ok() && deadline.passed())
-      outcome = error(Code::kTimeout, "init: connected, but not every rank finished its set-up within ",
-                      members.timeout_s, " s");
-    if (!done && members.cancelled && members.cancelled()) outcome = error(Code::kAborted, "init was interrupted");
-  }
-  release(handle);
-  HC_TRY(outcome);
+  HC_TRY(run_in_init(s, members));
   const bool shared_on_0 = table[kKnobCount] != 0;
   if (shared_on_0 != config_.shared_memory)
     return error(Code::kMismatch, "HOROCLONE_SHARED_MEMORY is ", config_.shared_memory ? "on" : "off", " for rank ",

@@ -123,6 +123,14 @@ class Engine {
  private:
   explicit Engine(Config config);
   Status agree_on_settings(const MeshMembers& members);
+  Status run_in_init(const Submission& s, const MeshMembers& members);
+
+  // engine_select.cc
+  struct WayTimes;
+  Status use_mpi(bool on);
+  Status choose_way_between_nodes(const MeshMembers& members);
+  Status time_ways(const MeshMembers& members, int round, size_t bytes, WayTimes* times);
+
   bool may_be_two_level(const ProcessSet& set) const;
 
   // engine_check.cc
@@ -192,9 +200,9 @@ class Engine {
   void rest_after_driving();
   void enter_gate();
   void leave_gate();
-  int work_until_idle();
-  int until_gathered(int limit_ms) const;
-  void sleep_on_mesh(int timeout_ms);
+  int64_t work_until_idle();
+  int64_t longest_sleep_us(int limit_ms) const;
+  void sleep_on_mesh(int64_t us);
   void poll_mesh(bool* moved);
   void check_timers();
   void check_liveness(TimePoint now);
@@ -263,6 +271,7 @@ class Engine {
   std::mutex device_mu_;  // guards gpu_
   std::shared_ptr<Gpu> gpu_;
   std::atomic<bool> has_gpu_{false};
+  std::atomic<bool> by_mpi_{false};  // data between nodes
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false};

@@ -129,7 +129,7 @@ void Engine::drive(const Over& over, const Deadline& deadline) {
     if (deadline.passed() || stopping_.load()) return;
     mesh_->set_asleep(Sleep::kAsleepWaiting);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    if (!step() && !over()) sleep_on_mesh(until_gathered(std::min(kSliceMs, deadline.remaining_ms())));
+    if (!step() && !over()) sleep_on_mesh(longest_sleep_us(std::min(kSliceMs, deadline.remaining_ms())));
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     mesh_->set_asleep(Sleep::kAwake);
     bool moved = false;
@@ -148,10 +148,11 @@ void Engine::rest_after_driving() {
   if (step() || untimed_sleep_.load() || next_gathered_ != TimePoint::max()) mesh_->wake_self();
 }
 
-void Engine::sleep_on_mesh(int timeout_ms) {
+void Engine::sleep_on_mesh(int64_t us) {
   counters_.sleeps.fetch_add(1, std::memory_order_relaxed);
   pollfd watched{mesh_->wait_fd(), POLLIN, 0};
-  (void)::poll(&watched, 1, timeout_ms);
+  const timespec limit{us / 1000000, us % 1000000 * 1000};
+  (void)::ppoll(&watched, 1, us < 0 ? nullptr : &limit, nullptr);
 }
 
 void Engine::run() {
@@ -164,9 +165,9 @@ void Engine::run() {
   while (true) {
     const DriveGate::Turn turn = gate_.enter_engine(kBusyLook);
     if (turn == DriveGate::Turn::kStopping) return;
-    int sleep_ms = static_cast<int>(timer_s_ * 1000) + 1;
+    int64_t sleep_us = static_cast<int64_t>(timer_s_ * 1e6) + 1000;
     if (turn == DriveGate::Turn::kDrives) {
-      sleep_ms = work_until_idle();
+      sleep_us = work_until_idle();
       leave_gate();
     } else {
       // A waiter drives. Watch the mesh, so that it need not wake this thread when it leaves (rest_after_driving).
@@ -174,15 +175,15 @@ void Engine::run() {
       engine_sleeps_.store(true, std::memory_order_seq_cst);
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
     }
-    if (sleep_ms != 0) sleep_on_mesh(sleep_ms);
+    if (sleep_us != 0) sleep_on_mesh(sleep_us);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     engine_sleeps_.store(false, std::memory_order_seq_cst);
   }
 }
 
 // hc-engine, driving: works until there is nothing to do for a while or a waiter wants to drive, then prepares to
-// sleep. Returns for how many ms it may: 0 when something came up at the last look, -1 until it is woken.
-int Engine::work_until_idle() {
+// sleep. Returns for how many us it may: 0 when something came up at the last look, -1 until it is woken.
+int64_t Engine::work_until_idle() {
   mesh_->set_asleep(Sleep::kAwake);
   bool moved = false;
   poll_mesh(&moved);
@@ -206,15 +207,16 @@ int Engine::work_until_idle() {
   engine_sleeps_.store(true, std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   if (!hands_over && step()) return 0;
-  return untimed_sleep_.load() ? -1 : until_gathered(static_cast<int>(timer_s_ * 1000) + 1);
+  return untimed_sleep_.load() ? -1 : longest_sleep_us(static_cast<int>(timer_s_ * 1000) + 1);
 }
 
-// limit_ms, or less when a gathering window closes before; at least 1.
-int Engine::until_gathered(int limit_ms) const {
-  if (waits_on_device_) limit_ms = std::min(limit_ms, kDeviceLookMs);  // a device rings no doorbell
-  if (next_gathered_ == TimePoint::max()) return limit_ms;
+// limit_ms, or less when a gathering window closes before or something moves that rings no doorbell.
+int64_t Engine::longest_sleep_us(int limit_ms) const {
+  if (mesh_->moves_silently()) return kSilentLookUs;
+  if (waits_on_device_) limit_ms = std::min(limit_ms, kDeviceLookMs);
+  if (next_gathered_ == TimePoint::max()) return int64_t{1000} * limit_ms;
   const double left_ms = seconds_between(Clock::now(), next_gathered_) * 1000;
-  return std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));
+  return int64_t{1000} * std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));
 }
 
 size_t Engine::outstanding() const {

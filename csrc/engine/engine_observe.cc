@@ -250,7 +250,8 @@ std::string Engine::counters_json() const {
                  ",\"express\":", get(counters_.express), ",\"sleeps\":", get(counters_.sleeps),
                  ",\"steps\":", get(counters_.steps), ",\"pings\":", get(counters_.pings),
                  ",\"live_handles\":", handles_.live(), ",\"last_ready\":{", lateness, "},\"autotune\":", autotune,
-                 ",\"mesh\":", mesh_->counters_json(), "}");
+                 ",\"between_nodes\":\"", by_mpi_.load() ? "mpi" : "tcp",
+                 "\",\"mesh\":", mesh_->counters_json(), "}");
 }
 
 }  // namespace hc

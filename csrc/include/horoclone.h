@@ -111,6 +111,13 @@ HC_EXPORT hc_status* hc_runtime_create(const char* const* names, const char* con
 HC_EXPORT void hc_runtime_destroy(hc_runtime* rt);
 /* Opaque bytes that every other rank needs (see hc_connect). */
 HC_EXPORT const uint8_t* hc_endpoint(const hc_runtime* rt, size_t* bytes);
+/* An MPI that the ranks share, as a second way for data between nodes. Handles as the library's own, in an intptr_t. */
+typedef struct hc_mpi {
+  const char* library;   /* loaded in this process; it has MPI's functions, or depends on the library that has */
+  intptr_t communicator; /* the ranks in their order, used by nobody else, errors returned; MPI_THREAD_MULTIPLE */
+  intptr_t byte_type;    /* MPI_BYTE */
+  int32_t forced;        /* not 0: use it; 0: use it when it is faster */
+} hc_mpi;
 typedef struct hc_members {
   int32_t version;
   int32_t rank, size;
@@ -123,6 +130,7 @@ typedef struct hc_members {
   double timeout_s;
   int32_t (*cancelled)(void*); /* polled every 50 ms; not 0 = give up; may be NULL */
   void* cancelled_context;
+  const hc_mpi* mpi; /* NULL: none; else on every rank */
 } hc_members;
 HC_EXPORT hc_status* hc_connect(hc_runtime* rt, const hc_members* members);
 

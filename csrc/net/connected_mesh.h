@@ -9,6 +9,7 @@
 
 #include "net/bootstrap.h"
 #include "net/mesh.h"
+#include "net/mpi_channel.h"
 #include "net/shm_channel.h"
 #include "net/tcp_channel.h"
 
@@ -47,7 +48,13 @@ class ConnectedMesh final : public Mesh {
   std::string describe(int rank) const override;
   bool shares_memory(int rank) const override { return arena(rank) != nullptr; }
   const std::shared_ptr<Arena>& arena(int rank) const override;
-  Channel& channel(int rank) override { return *peers_[rank].channel; }
+  Channel& channel(int rank) override {
+    Peer& peer = peers_[rank];
+    return peer.mpi ? static_cast<Channel&>(*peer.mpi) : *peer.channel;
+  }
+  bool has_mpi() const override { return mpi_ != nullptr && !tcp_peers_.empty(); }
+  Status use_mpi(bool on) override;
+  bool moves_silently() const override;
 
   Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) override;
   bool all_shared() const override { return all_shared_; }
@@ -64,7 +71,8 @@ class ConnectedMesh final : public Mesh {
  private:
   struct Peer {
     std::unique_ptr<FramedChannel> channel;
-    TcpChannel* tcp = nullptr;  // the same one, when it is of that kind
+    TcpChannel* tcp = nullptr;        // the same one, when it is of that kind
+    std::unique_ptr<MpiChannel> mpi;  // in front of it, for data
     std::shared_ptr<Arena> arena;
     Doorbell doorbell;
     Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
@@ -77,7 +85,7 @@ class ConnectedMesh final : public Mesh {
   Status read_endpoints(const MeshMembers& members, std::vector<Endpoint>* endpoints) const;
   void number_nodes(const std::vector<Endpoint>& endpoints);
   Status prepare_rings();
-  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links);
+  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint32_t generation);
   Status make_shared_channel(int rank, PeerLinks links);
   Status open_listeners();
   void open_arena();
@@ -103,6 +111,7 @@ class ConnectedMesh final : public Mesh {
   std::vector<int> node_{0}, local_{0};
   std::vector<Peer> peers_;
   std::vector<int> shared_peers_, tcp_peers_;
+  std::shared_ptr<const MpiApi> mpi_;
 
   // The asleep word lies in the arena's first page when there is an arena, so that peers see it.
   std::atomic<uint32_t> own_asleep_{0};

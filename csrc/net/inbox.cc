@@ -5,6 +5,11 @@
 
 namespace hc {
 
+Status check_header(const SegmentHeader& header) {
+  if (header.guard == SegmentHeader::kGuard && header.bytes <= kMaxTransferBytes) return Status::ok();
+  return error(Code::kInternal, "a damaged data header (", header.bytes, " bytes announced)");
+}
+
 std::span<const iovec> Inbox::places() {
   if (blocked_) return {};
   size_t n = 0;
@@ -37,7 +42,7 @@ void Inbox::end_segment() {
   ++segments_;
 }
 
-Status Inbox::check(const SegmentHeader& header, const Transfer& transfer) const {
+Status check_match(const SegmentHeader& header, const Transfer& transfer) {
   if (header.tag.offset == transfer.tag.offset && header.bytes == transfer.bytes) return Status::ok();
   return error(Code::kInternal, "data out of step in batch ", header.tag.batch, " of process set ",
                header.tag.process_set, ": ", header.bytes, " bytes at offset ", header.tag.offset, " arrived where ",
@@ -46,13 +51,11 @@ Status Inbox::check(const SegmentHeader& header, const Transfer& transfer) const
 
 // The header is complete: find a home for what follows.
 Status Inbox::begin_segment() {
-  if (header_.guard != SegmentHeader::kGuard || header_.bytes > kMaxTransferBytes) {
-    return error(Code::kInternal, "a damaged data header (", header_.bytes, " bytes announced)");
-  }
+  HC_TRY(check_header(header_));
   auto match =
       std::find_if(posted_.begin(), posted_.end(), [&](const Transfer* t) { return t->tag.same_stream(header_.tag); });
   if (match != posted_.end()) {
-    HC_TRY(check(header_, **match));
+    HC_TRY(check_match(header_, **match));
     into_ = *match;
     posted_.erase(match);
   } else if (kept_bytes_ + header_.bytes > limit_ && kept_bytes_ > 0) {
@@ -82,7 +85,7 @@ Status Inbox::post(Transfer* transfer) {
     posted_.push_back(transfer);
     return blocked_ ? begin_segment() : Status::ok();
   }
-  HC_TRY(check(match->header, *transfer));
+  HC_TRY(check_match(match->header, *transfer));
   const bool arriving = active_ && !into_ && aside_ == match;
   const size_t there = arriving ? got_ : match->header.bytes;
   if (there > 0) std::memcpy(transfer->data, match->data.get(), there);

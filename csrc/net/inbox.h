@@ -26,6 +26,10 @@ struct SegmentHeader {
 };
 static_assert(sizeof(SegmentHeader) == 24 && sizeof(Tag) == 16);
 
+// What arrived is a header at all; and it is the segment that this receive is for.
+Status check_header(const SegmentHeader& header);
+Status check_match(const SegmentHeader& header, const Transfer& transfer);
+
 class Inbox {
  public:
   explicit Inbox(size_t unexpected_limit = kMaxUnexpectedBytes) : limit_(unexpected_limit) {}
@@ -53,7 +57,6 @@ class Inbox {
     std::unique_ptr<std::byte[]> data;
   };
   Status begin_segment();
-  Status check(const SegmentHeader& header, const Transfer& transfer) const;
   void end_segment();
 
   const size_t limit_;

@@ -157,6 +157,17 @@ void ConnectedMesh::wake_self() {
   errno = saved;
 }
 
+Status ConnectedMesh::use_mpi(bool on) {
+  for (int r : tcp_peers_)
+    if (peers_[r].mpi) HC_TRY(peers_[r].mpi->use(on), peers_[r].name);
+  return Status::ok();
+}
+
+bool ConnectedMesh::moves_silently() const {
+  return mpi_ && std::any_of(tcp_peers_.begin(), tcp_peers_.end(),
+                             [&](int r) { return peers_[r].mpi && peers_[r].mpi->under_way(); });
+}
+
 void ConnectedMesh::expect_close(int rank) {
   if (rank == rank_) return;
   Peer& peer = peers_[rank];
@@ -178,6 +189,7 @@ void ConnectedMesh::close() {
   doorbell_number_.store(-1);
   listeners_ = {};
   for (Peer& peer : peers_) {
+    if (peer.mpi) peer.mpi->close();
     if (peer.tcp) peer.tcp->close();
     peer.doorbell = {};
     peer.doorbell_fd.reset();
@@ -192,6 +204,7 @@ void ConnectedMesh::close() {
 // whereas shutdown or epoll_ctl would not.
 void ConnectedMesh::after_fork_child() {
   for (Peer& peer : peers_) {
+    if (peer.mpi) peer.mpi->abandon();
     if (peer.tcp) peer.tcp->abandon();
     if (peer.arena) peer.arena->remap_private();
   }

@@ -10,6 +10,7 @@
 
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -17,10 +18,12 @@
 #include "base/status.h"
 #include "net/arena.h"
 #include "net/channel.h"
+#include "net/mpi_api.h"
 
 namespace hc {
 
 inline constexpr uint32_t kProtocolVersion = 1;
+inline constexpr int kSilentLookUs = 50;  // see moves_silently()
 
 struct MeshOptions {
   bool shared_memory = true;              // false: every pair talks TCP, also on one host
@@ -42,6 +45,7 @@ struct MeshMembers {
   double report_after_s = 10;                   // then `say` hears who is missing and which address was tried
   std::function<void(const std::string&)> say;  // may be empty
   std::function<bool()> cancelled;              // polled every 50 ms (Ctrl-C); may be empty
+  std::optional<MpiLink> mpi;                   // a second way for data between nodes
 };
 
 // What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move
@@ -80,6 +84,12 @@ class Mesh {
   virtual bool shares_memory(int rank) const = 0;
   virtual const std::shared_ptr<Arena>& arena(int rank) const = 0;  // null unless shares_memory
   virtual Channel& channel(int rank) = 0;                           // rank != own
+  // Whether there is MPI between some of the nodes, and to send data that way from now on, or over TCP. All ranks
+  // change it between the same operations, none of which moves data.
+  virtual bool has_mpi() const = 0;
+  virtual Status use_mpi(bool on) = 0;
+  // Something is under way that ends no sleep in poll(): look again within kSilentLookUs.
+  virtual bool moves_silently() const = 0;
 
   // Sleeps until a socket or the doorbell has something, at most timeout_ms (0 = just look, -1 = no limit), then moves
   // what can be moved on every channel; *moved is set when anything did. Losses are reported once each, and only when

@@ -94,12 +94,18 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   auto links = bootstrap(input);
   if (!links.is_ok()) return links.status();
   listeners_ = {};  // nobody else is expected: from here on there is no port to attack
-  HC_TRY(make_channels(endpoints, links.take()));
+  if (members.mpi) {
+    auto api = MpiApi::load(*members.mpi);
+    if (!api.is_ok()) return api.status();
+    mpi_ = api.take();
+  }
+  HC_TRY(make_channels(endpoints, links.take(), members.generation));
   connected_ = true;
   return Status::ok();
 }
 
-Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links) {
+Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links,
+                                    uint32_t generation) {
   peers_.resize(size_);
   for (int r = 0; r < size_; ++r) {
     Peer& peer = peers_[r];
@@ -118,6 +124,7 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
                                                                 epoll_.get(), static_cast<uint64_t>(r) + 1});
     peer.tcp = tcp.get();
     peer.channel = std::move(tcp);
+    if (mpi_) peer.mpi = std::make_unique<MpiChannel>(r, peer.channel.get(), mpi_, &traffic_, generation);
     tcp_peers_.push_back(r);
   }
   all_shared_ = tcp_peers_.empty();

@@ -5,9 +5,11 @@
 
 #include <csignal>
 #include <map>
+#include <optional>
 #include <string>
 #include <vector>
 
+#include "connect.h"
 #include "horoclone.h"
 #include "quantize.h"
 
@@ -102,17 +104,6 @@ class Numbers {
   std::vector<int64_t> many_;
 };
 
-struct Interrupt {
-  // Called by hc_connect every 50 ms, without the GIL.
-  static int32_t check(void* context) {
-    py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() == 0) return 0;
-    static_cast<Interrupt*>(context)->error = std::make_unique<py::error_already_set>();
-    return 1;
-  }
-  std::unique_ptr<py::error_already_set> error;
-};
-
 // As the C API takes them; the map must outlive this.
 struct Settings {
   explicit Settings(const std::map<std::string, std::string>& settings) {
@@ -151,36 +142,8 @@ class Runtime {
   }
 
   void connect(int rank, const std::vector<std::string>& endpoints, const std::string& secret, const std::string& job,
-               uint32_t generation, double timeout_s) {
-    std::vector<const uint8_t*> data;
-    std::vector<size_t> bytes;
-    for (const std::string& e : endpoints) {
-      data.push_back(reinterpret_cast<const uint8_t*>(e.data()));
-      bytes.push_back(e.size());
-    }
-    Interrupt interrupt;
-    hc_members members{HC_VERSION,
-                       rank,
-                       static_cast<int32_t>(endpoints.size()),
-                       data.data(),
-                       bytes.data(),
-                       reinterpret_cast<const uint8_t*>(secret.data()),
-                       secret.size(),
-                       job.c_str(),
-                       generation,
-                       timeout_s,
-                       &Interrupt::check,
-                       &interrupt};
-    hc_status* status;
-    {
-      py::gil_scoped_release release;
-      status = hc_connect(rt_, &members);
-    }
-    if (interrupt.error) {
-      hc_status_destroy(status);
-      throw std::move(*interrupt.error);
-    }
-    raise_if(status);
+               uint32_t generation, double timeout_s, const std::optional<hc_python::MpiHandles>& mpi) {
+    raise_if(hc_python::connect_interruptibly(rt_, {rank, endpoints, secret, job, generation, timeout_s, mpi}));
   }
 
   int fact(hc_fact which) const { return hc_get(rt_, which); }
@@ -461,7 +424,8 @@ PYBIND11_MODULE(_core, m) {
   add_facts(&runtime);
   runtime.def(py::init<const std::map<std::string, std::string>&>(), "settings"_a)
       .def("endpoint", &Runtime::endpoint)
-      .def("connect", &Runtime::connect, "rank"_a, "endpoints"_a, "secret"_a, "job"_a, "generation"_a, "timeout_s"_a)
+      .def("connect", &Runtime::connect, "rank"_a, "endpoints"_a, "secret"_a, "job"_a, "generation"_a, "timeout_s"_a,
+           "mpi"_a = py::none())
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
            "splits"_a = py::none(), "tag"_a = 0, "device"_a = -1, "stream"_a = 0)

@@ -1,0 +1,65 @@
+// What is used of MPI, taken at run time from the library that mpi4py has loaded: nothing is compiled against one MPI.
+// Handles are pointers in Open MPI and in the standard's ABI, ints in MPICH and Intel MPI; both are passed as intptr_t,
+// of which a callee that wants an int reads the lower half (System V x86-64, AArch64). A request is at most 8 bytes.
+//
+// Thread: any; MPI itself must have been initialised with MPI_THREAD_MULTIPLE. Owner: the mesh.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+#include "base/library.h"
+#include "base/status.h"
+
+namespace hc {
+
+// How the ranks reach each other through MPI; made by mpi4py, the same on every rank but for the handles.
+struct MpiLink {
+  std::string library;        // a loaded library whose symbols are MPI's, or that depends on it
+  intptr_t communicator = 0;  // of exactly this world's ranks in this order, errors returned, used by nobody else
+  intptr_t byte_type = 0;     // MPI_BYTE
+  bool forced = false;        // HOROCLONE_CPU_OPERATIONS=mpi; else whichever is faster
+};
+
+struct alignas(8) MpiRequest {
+  std::byte handle[8] = {};
+};
+
+// X(name, arguments); all return an error class or MPI_SUCCESS, which is 0.
+// clang-format off
+#define HC_MPI_SYMBOLS(X)                                                               \
+  X(MPI_Isend, (const void*, int, intptr_t, int, int, intptr_t, MpiRequest*))           \
+  X(MPI_Irecv, (void*, int, intptr_t, int, int, intptr_t, MpiRequest*))                 \
+  X(MPI_Test, (MpiRequest*, int*, void*))                                               \
+  X(MPI_Cancel, (MpiRequest*))                                                          \
+  X(MPI_Error_string, (int, char*, int*))
+// clang-format on
+
+struct MpiFunctions {
+#define HC_FIELD(name, arguments) int(*name) arguments = nullptr;
+  HC_MPI_SYMBOLS(HC_FIELD)
+#undef HC_FIELD
+};
+
+class MpiApi {
+ public:
+  // Unsupported when a symbol is missing.
+  static Result<std::shared_ptr<const MpiApi>> load(const MpiLink& link);
+  MpiApi(const MpiFunctions& functions, MpiLink link) : mpi_(functions), link_(std::move(link)) {}
+
+  Status send(const void* data, size_t bytes, int rank, int tag, MpiRequest* request) const;
+  Status receive(void* data, size_t bytes, int rank, int tag, MpiRequest* request) const;
+  Status test(MpiRequest* request, bool* done) const;
+  // Withdraws a receive; waits until MPI has let go of its memory, at most limit_s. False: it has not.
+  bool cancel(MpiRequest* request, double limit_s) const;
+
+ private:
+  Status check(int result, const char* call) const;
+
+  const MpiFunctions mpi_;
+  const MpiLink link_;
+};
+
+}  // namespace hc

@@ -1,0 +1,220 @@
+#include "net/mpi_channel.h"
+
+#include <algorithm>
+#include <cstring>
+
+namespace hc {
+namespace {
+
+// Tags up to 32767 are all that MPI promises. Stale messages of a life that broke off must not meet a later one's.
+constexpr int kLives = 3;
+constexpr int kTagsPerLife = 10000;
+constexpr double kLetGoS = 1.0;
+constexpr size_t kSpare = 16;
+
+}  // namespace
+
+MpiChannel::MpiChannel(int rank, FramedChannel* control, std::shared_ptr<const MpiApi> api, Traffic* traffic,
+                       uint32_t generation)
+    : rank_(rank),
+      control_(control),
+      api_(std::move(api)),
+      traffic_(traffic),
+      tag_base_(static_cast<int>(generation % kLives) * kTagsPerLife) {}
+
+int MpiChannel::data_tag(uint32_t number) const {
+  return tag_base_ + 1 + static_cast<int>(number % (kTagsPerLife - 1));
+}
+
+Status MpiChannel::use(bool on) {
+  if (on && !listening_) {
+    listening_ = true;
+    for (size_t slot = 0; slot < kNotices; ++slot) HC_TRY(post_notice(slot));
+  }
+  on_ = on;
+  return Status::ok();
+}
+
+Status MpiChannel::post_notice(size_t slot) {
+  return api_->receive(&notices_[slot], sizeof(Notice), rank_, notice_tag(), &notice_requests_[slot]);
+}
+
+void MpiChannel::fail(const Status& status) {
+  if (failed_.is_ok()) failed_ = Status(status.code(), text_of("data through MPI: ", status.text()), rank_);
+}
+
+bool MpiChannel::is_over(MpiRequest* request) {
+  bool done = false;
+  if (Status status = api_->test(request, &done); !status.is_ok()) fail(status);
+  return done;
+}
+
+void MpiChannel::post_send(Transfer* transfer) {
+  if (!on_) return control_->post_send(transfer);
+  transfer->moved = 0;
+  transfer->done = false;
+  if (transfer->bytes > kMaxTransferBytes)
+    fail(error(Code::kInternal, "a transfer of ", transfer->bytes, " bytes; allowed are ", kMaxTransferBytes));
+  if (!failed_.is_ok()) return;
+  if (spare_.empty()) spare_.emplace_back();
+  leaving_.splice(leaving_.end(), spare_, spare_.begin());
+  Leaving& out = leaving_.back();
+  out.notice_request = out.data_request = {};
+  out.notice.header = {transfer->tag, static_cast<uint32_t>(transfer->bytes), SegmentHeader::kGuard};
+  const bool rides = transfer->bytes <= kInlineBytes;
+  out.transfer = rides ? nullptr : transfer;
+  if (rides && transfer->bytes > 0) std::memcpy(out.notice.data, transfer->data, transfer->bytes);
+  Status status = api_->send(&out.notice, bytes_of(out.notice.header), rank_, notice_tag(), &out.notice_request);
+  if (status.is_ok() && !rides)
+    status = api_->send(transfer->data, transfer->bytes, rank_, data_tag(sent_number_++), &out.data_request);
+  if (!status.is_ok()) return fail(status);
+  traffic_->segments_sent.add(1);
+  traffic_->bytes_sent.add(sizeof(SegmentHeader) + transfer->bytes);
+  if (!rides) return;
+  transfer->moved = transfer->bytes;
+  transfer->done = true;
+}
+
+void MpiChannel::post_receive(Transfer* transfer) {
+  if (!on_) return control_->post_receive(transfer);
+  transfer->moved = 0;
+  transfer->done = false;
+  auto match =
+      std::find_if(kept_.begin(), kept_.end(), [&](const Kept& k) { return k.header.tag.same_stream(transfer->tag); });
+  if (match == kept_.end()) {
+    posted_.push_back(transfer);
+    return;
+  }
+  if (match->data) kept_bytes_ -= match->header.bytes;
+  Status status = deliver(match->header, match->data.get(), match->number, transfer);
+  kept_.erase(match);
+  if (!status.is_ok()) fail(status);
+}
+
+// `data`: it has come already; else segment `number` follows.
+Status MpiChannel::deliver(const SegmentHeader& header, const std::byte* data, uint32_t number, Transfer* transfer) {
+  HC_TRY(check_match(header, *transfer));
+  if (header.bytes <= kInlineBytes) {
+    if (header.bytes > 0) std::memcpy(transfer->data, data, header.bytes);
+    transfer->moved = header.bytes;
+    transfer->done = true;
+    return Status::ok();
+  }
+  arriving_.push_back({transfer, {}});
+  return api_->receive(transfer->data, transfer->bytes, rank_, data_tag(number), &arriving_.back().request);
+}
+
+Status MpiChannel::take(const Notice& notice) {
+  const SegmentHeader& header = notice.header;
+  HC_TRY(check_header(header));
+  traffic_->segments_received.add(1);
+  traffic_->bytes_received.add(sizeof(SegmentHeader) + header.bytes);
+  const bool rides = header.bytes <= kInlineBytes;
+  const uint32_t number = rides ? 0 : received_number_++;
+  auto match =
+      std::find_if(posted_.begin(), posted_.end(), [&](const Transfer* t) { return t->tag.same_stream(header.tag); });
+  if (match != posted_.end()) {
+    Transfer* transfer = *match;
+    posted_.erase(match);
+    return deliver(header, notice.data, number, transfer);
+  }
+  Kept kept{header, nullptr, number};
+  if (rides) {
+    kept.data.reset(new std::byte[header.bytes]);
+    if (header.bytes > 0) std::memcpy(kept.data.get(), notice.data, header.bytes);
+    kept_bytes_ += header.bytes;
+  }
+  kept_.push_back(std::move(kept));
+  return Status::ok();
+}
+
+bool MpiChannel::take_notices() {
+  bool any = false;
+  while (failed_.is_ok() && kept_bytes_ <= kMaxUnexpectedBytes && is_over(&notice_requests_[next_notice_])) {
+    any = true;
+    Status status = take(notices_[next_notice_]);
+    if (status.is_ok()) status = post_notice(next_notice_);
+    if (!status.is_ok()) fail(status);
+    next_notice_ = (next_notice_ + 1) % kNotices;
+  }
+  return any;
+}
+
+bool MpiChannel::finish_arriving() {
+  bool any = false;
+  while (failed_.is_ok() && !arriving_.empty() && is_over(&arriving_.front().request)) {
+    Transfer* transfer = arriving_.front().transfer;
+    arriving_.pop_front();
+    transfer->moved = transfer->bytes;
+    transfer->done = true;
+    any = true;
+  }
+  return any;
+}
+
+bool MpiChannel::finish_leaving() {
+  bool any = false;
+  while (failed_.is_ok() && !leaving_.empty()) {
+    Leaving& out = leaving_.front();
+    if (out.transfer) {
+      if (!is_over(&out.data_request)) break;
+      out.transfer->moved = out.transfer->bytes;
+      out.transfer->done = true;
+      out.transfer = nullptr;
+      any = true;
+    }
+    if (!is_over(&out.notice_request)) break;
+    any = true;
+    if (spare_.size() < kSpare)
+      spare_.splice(spare_.end(), leaving_, leaving_.begin());
+    else
+      leaving_.pop_front();
+  }
+  return any;
+}
+
+Status MpiChannel::progress(bool* moved) {
+  Status status = control_->progress(moved);
+  if (listening_ && failed_.is_ok()) {
+    bool any = take_notices();
+    any |= finish_arriving();
+    any |= finish_leaving();
+    if (any) *moved = true;
+  }
+  // Whatever MPI says first: why a peer has gone is what control says.
+  return status.is_ok() ? failed_ : status;
+}
+
+// MPI cannot take back what the peer has begun to read or write; then the operation's end is waited for, not for ever.
+void MpiChannel::forget(Transfer* transfer) {
+  if (transfer->done) return;
+  if (std::erase(posted_, transfer) > 0) return;
+  auto in = std::find_if(arriving_.begin(), arriving_.end(), [&](const Arriving& a) { return a.transfer == transfer; });
+  auto out = std::find_if(leaving_.begin(), leaving_.end(), [&](const Leaving& l) { return l.transfer == transfer; });
+  if (in == arriving_.end() && out == leaving_.end()) return control_->forget(transfer);
+  if (in != arriving_.end()) {
+    (void)api_->cancel(&in->request, kLetGoS);
+    arriving_.erase(in);
+  } else {
+    out->transfer = nullptr;
+  }
+  fail(error(Code::kAborted, "a transfer was withdrawn half-way, the stream cannot go on"));
+}
+
+void MpiChannel::close() {
+  if (!listening_) return;
+  listening_ = on_ = false;
+  posted_.clear();
+  for (MpiRequest& request : notice_requests_) (void)api_->cancel(&request, kLetGoS);
+  for (Arriving& one : arriving_) (void)api_->cancel(&one.request, kLetGoS);
+  arriving_.clear();
+  // Notices are small enough to have left already. One that has not keeps its memory for good.
+  for (Deadline deadline = Deadline::in(kLetGoS); !leaving_.empty() && !deadline.passed();) {
+    failed_ = Status::ok();
+    leaving_.front().transfer = nullptr;
+    (void)finish_leaving();
+  }
+  if (!leaving_.empty()) static_cast<void>(new std::list<Leaving>(std::move(leaving_)));
+}
+
+}  // namespace hc
