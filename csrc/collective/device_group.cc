@@ -35,6 +35,13 @@ void DeviceGroup::load_nccl() {
   if (loaded.is_ok()) nccl_ = loaded.take();
 }
 
+void DeviceGroup::load_kernels() {
+  if (!gpu_ || kernels_ || options_.operations == GpuOperations::kHost) return;
+  auto loaded = gpu_->kernels(options_.kernels);
+  kernels_missing_ = loaded.status();
+  if (loaded.is_ok()) kernels_ = loaded.value();
+}
+
 double DeviceGroup::oldest_flight_s(TimePoint now) {
   while (!flights_.empty()) {
     auto passed = gpu_->passed(*flights_.front().done);
@@ -75,7 +82,8 @@ void DeviceGroup::finish_communicator() {
 }
 
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
-  if (way_ == Way::kNccl && nccl_does(task)) return make_nccl_collective(std::move(task), this, group_);
+  if (way_ == Way::kNccl && nccl_does(task, kernels_everywhere_))
+    return make_nccl_collective(std::move(task), this, group_);
   return make_staged_collective(std::move(task), this, group_);
 }
 

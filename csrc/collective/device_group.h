@@ -22,6 +22,7 @@ enum class GpuOperations { kAuto, kNccl, kHost };  // the setting HOROCLONE_GPU_
 struct DeviceOptions {
   GpuOperations operations = GpuOperations::kAuto;
   std::string nccl_library, nccl_folders;
+  KernelOptions kernels;
   double init_timeout_s = 300;
 };
 
@@ -48,8 +49,9 @@ class DeviceGroup {
 
   // For tensors in device memory; pieces as in a host task, with device addresses.
   Result<std::unique_ptr<Collective>> make_collective(Task task);
-  // Whether NCCL does this with our meaning. The same on every rank.
-  static bool nccl_does(const Task& task);
+  // Whether NCCL does this with our meaning, with the help of our kernels where every rank has them. The same on every
+  // rank.
+  static bool nccl_does(const Task& task, bool with_kernels);
 
   // A batch has been launched; `done` comes behind it.
   void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
@@ -70,6 +72,7 @@ class DeviceGroup {
   };
   Status ensure_stream();
   void load_nccl();
+  void load_kernels();  // may take seconds
   void finish_communicator();
 
   const Group& group_;
@@ -78,6 +81,9 @@ class DeviceGroup {
   std::shared_ptr<const NcclApi> nccl_;
   Status nccl_missing_;
   bool nccl_sought_ = false;
+  GpuKernels* kernels_ = nullptr;  // this rank's; the Gpu's own
+  Status kernels_missing_;
+  bool kernels_everywhere_ = false;  // every rank has them
   CuStream stream_ = nullptr;
   NcclHandle comm_ = nullptr;
   Way way_ = Way::kUnknown;

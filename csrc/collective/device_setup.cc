@@ -2,9 +2,11 @@
 // allgather of the host spreads the records, every rank reads the same table and comes to the same answer; where that
 // is NCCL, the communicator then comes up without blocking anybody. Resumable like every collective.
 #include <algorithm>
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 
+#include "base/thread.h"
 #include "collective/device_group.h"
 
 namespace hc {
@@ -17,6 +19,7 @@ struct Introduction {
   uint8_t has_device = 0;
   uint8_t has_nccl = 0;
   uint8_t shares_gpus = 0;  // NCCL was told to accept several ranks on one GPU
+  uint8_t has_kernels = 0;
   GpuOperations operations = GpuOperations::kAuto;
   int32_t nccl_version = 0;
   CuUuid uuid{};
@@ -78,9 +81,37 @@ class DeviceSetup : public Collective {
     algorithm_ = "gpu set-up";
   }
 
+  // The kernels may have to be compiled: a thread of its own does that, and everybody waits here.
   Progress start() override {
     if (Status ready = device_.ensure_stream(); !ready.is_ok()) return fail(ready);
     device_.load_nccl();
+    Status started = loader_.start("hc-kernels", [this] {
+      device_.load_kernels();
+      loaded_.store(true);
+    });
+    return started.is_ok() ? Progress::kPending : fail(started);
+  }
+
+  Progress step(bool* moved) override {
+    if (loader_.running()) {
+      if (!loaded_.load()) return Progress::kPending;
+      loader_.join();
+      *moved = true;
+      if (begin_exchange() == Progress::kFailed) return Progress::kFailed;
+    }
+    if (exchange_) {
+      const Progress progress = exchange_->step(moved);
+      if (progress == Progress::kFailed) return fail(exchange_->status());
+      if (progress == Progress::kPending) return progress;
+      exchange_.reset();
+      Status settled = settle();
+      if (!settled.is_ok()) return fail(settled);
+    }
+    return device_.comm_ && comes_up_ ? connecting(moved) : Progress::kDone;
+  }
+
+ private:
+  Progress begin_exchange() {
     if (Status ready = introduce(); !ready.is_ok()) return fail(ready);
     Task task;
     task.op = Op::kAllgather;
@@ -96,23 +127,11 @@ class DeviceSetup : public Collective {
     return Progress::kPending;
   }
 
-  Progress step(bool* moved) override {
-    if (exchange_) {
-      const Progress progress = exchange_->step(moved);
-      if (progress == Progress::kFailed) return fail(exchange_->status());
-      if (progress == Progress::kPending) return progress;
-      exchange_.reset();
-      Status settled = settle();
-      if (!settled.is_ok()) return fail(settled);
-    }
-    return device_.comm_ && comes_up_ ? connecting(moved) : Progress::kDone;
-  }
-
- private:
   Status introduce() {
     mine_.operations = device_.options_.operations;
     mine_.has_device = device_.gpu_ != nullptr;
     mine_.has_nccl = device_.nccl_ != nullptr;
+    mine_.has_kernels = device_.kernels_ != nullptr;
     if (device_.gpu_) mine_.uuid = device_.gpu_->uuid();
     const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl_->version >= 23003;
@@ -128,6 +147,8 @@ class DeviceSetup : public Collective {
     const Answer answer = decide(table_, device_.group_);
     device_.reason_ = answer.reason;
     device_.refusal_ = Status::ok();
+    device_.kernels_everywhere_ =
+        std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
     if (answer.way == DeviceGroup::Way::kHost) {
       const bool demanded = std::any_of(table_.begin(), table_.end(),
                                         [](const Introduction& one) { return one.operations == GpuOperations::kNccl; });
@@ -171,6 +192,8 @@ class DeviceSetup : public Collective {
   Introduction mine_;
   std::vector<Introduction> table_;
   const Tag tag_;
+  std::atomic<bool> loaded_{false};
+  NamedThread loader_;  // runs while the kernels are loaded
   std::unique_ptr<Collective> exchange_;
   bool comes_up_ = false;
   Deadline deadline_ = Deadline::in(0);

@@ -1,7 +1,9 @@
 // Collectives by NCCL. All of a task is enqueued at once, in one group, on the process set's stream; the communicator
 // does not block, so "enqueued" may take a few looks. Small tensors of a fused allreduce travel through one packed
-// buffer, large ones from where they lie; what is packed depends on sizes only, so every rank launches the same.
+// buffer, large ones from where they lie; what is packed depends on sizes only, so every rank launches the same. What
+// NCCL reduces with another meaning than ours is converted by our kernels on its way into that buffer and out of it.
 #include <cstring>
+#include <optional>
 
 #include "base/half.h"
 #include "collective/device_group.h"
@@ -52,14 +54,30 @@ bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter ||
 
 size_t aligned(size_t bytes) { return (bytes + kPackAlign - 1) / kPackAlign * kPackAlign; }
 
-}  // namespace
-
-bool DeviceGroup::nccl_does(const Task& task) {
-  if (!reduces(task.op)) return task.op != Op::kScatter;
-  if (task.reduce == Reduce::kAdasum || nccl_type(task.dtype) < 0) return false;
+bool nccl_does_alone(const Task& task) {
+  if (nccl_type(task.dtype) < 0) return false;
   if (task.dtype == DType::kBool) return true;
   if (!is_float(task.dtype)) return task.scale.is_unit();  // our integer average truncates toward zero in int64
   return task.reduce == Reduce::kSum || task.scale.is_unit();
+}
+
+// The type in which a reduction travels that NCCL does not do alone: prescaled on the way in, postscaled and divided on
+// the way out. 16-bit integers wrap in 32 bits as they do in 16; scaled ones compute in float64, and halves in float32,
+// as on the host.
+DType wire_type(const Task& task) {
+  const bool scaled = task.scale.pre != 1 || task.scale.post != 1;
+  if (task.dtype == DType::kF16 || task.dtype == DType::kBF16) return DType::kF32;
+  if (is_float(task.dtype)) return task.dtype;
+  if (scaled) return DType::kF64;
+  return size_of(task.dtype) == 2 ? DType::kI32 : task.dtype;
+}
+
+}  // namespace
+
+bool DeviceGroup::nccl_does(const Task& task, bool with_kernels) {
+  if (!reduces(task.op)) return task.op != Op::kScatter;
+  if (task.reduce == Reduce::kAdasum) return false;
+  return with_kernels || nccl_does_alone(task);
 }
 
 class NcclCollective : public Collective {
@@ -99,8 +117,9 @@ class NcclCollective : public Collective {
   CuStream stream() const { return device_.stream_; }
 
   Status enqueue() {
+    if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
-    if (task_.op == Op::kAllreduce) HC_TRY(pack());
+    if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());
     HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));
     Status called = call();
     // The group is ended in any case: the calls of this thread would stay open.
@@ -179,16 +198,75 @@ class NcclCollective : public Collective {
     HC_TRY(memory.status());
     packed_ = memory.take();
     packed_count_ = bytes / item;
+    if (device_.kernels_) return device_.kernels_->pack(as_it_is(), packed_->at(), small_pieces(true), stream());
     return for_packed([&](CuPointer at, const Piece& piece, size_t count) {
       return gpu_.copy(at, reinterpret_cast<CuPointer>(piece.in), count, stream());
     });
   }
 
+  Packing as_it_is() const { return {task_.dtype, task_.dtype, 1, 1}; }
+  std::vector<PackedPiece> small_pieces(bool inputs) const {
+    std::vector<PackedPiece> pieces;
+    size_t at = 0;
+    for (const Piece& piece : task_.pieces) {
+      if (!is_packed(piece)) continue;
+      pieces.push_back({reinterpret_cast<CuPointer>(inputs ? piece.in : piece.out), piece.count, at});
+      at += aligned(piece.count * size_of(task_.dtype));
+    }
+    return pieces;
+  }
+
+  // Packs all tensors in the type in which they travel; the task's pieces then lie in the packed buffer.
+  Status convert() {
+    Task given = task_;
+    const DType wire = wire_type(task_);
+    size_t all = 0;
+    for (const size_t count : task_.counts) all += count;  // reducescatter: the input, piece.count is the output
+    size_t bytes = 0;
+    std::vector<PackedPiece> inputs;
+    for (const Piece& piece : task_.pieces) {
+      const size_t count = task_.op == Op::kReducescatter ? all : piece.count;
+      inputs.push_back({reinterpret_cast<CuPointer>(piece.in), count, bytes});
+      bytes += GpuKernels::packed_bytes(count, wire);
+    }
+    const size_t output = task_.op == Op::kReducescatter ? bytes : 0;  // others reduce in place
+    if (output) bytes += GpuKernels::packed_bytes(task_.pieces[0].count, wire);
+    auto memory = gpu_.device_memory(bytes, stream());
+    HC_TRY(memory.status());
+    packed_ = memory.take();
+    HC_TRY(device_.kernels_->pack({task_.dtype, wire, task_.scale.pre, 1}, packed_->at(), inputs, stream()));
+    std::byte* const base = packed_->data();
+    task_.dtype = wire;
+    task_.scale = {};
+    const size_t count = task_.op == Op::kAllreduce ? bytes / size_of(wire) : task_.pieces[0].count;
+    task_.pieces = {{base, given.pieces[0].out ? base + output : nullptr, count}};
+    converted_at_ = output;
+    given_ = std::move(given);
+    return Status::ok();
+  }
+
+  Status convert_back() {
+    std::vector<PackedPiece> outputs;
+    size_t at = converted_at_;
+    for (const Piece& piece : given_->pieces) {
+      if (piece.out) outputs.push_back({reinterpret_cast<CuPointer>(piece.out), piece.count, at});
+      at += GpuKernels::packed_bytes(piece.count, task_.dtype);
+    }
+    const Scale& scale = given_->scale;
+    return device_.kernels_->unpack({given_->dtype, task_.dtype, scale.post, scale.divisor}, packed_->at(), outputs,
+                                    stream());
+  }
+
   Status unpack() {
     if (!packed_) return Status::ok();
-    HC_TRY(for_packed([&](CuPointer at, const Piece& piece, size_t count) {
-      return gpu_.copy(reinterpret_cast<CuPointer>(piece.out), at, count, stream());
-    }));
+    if (given_)
+      HC_TRY(convert_back());
+    else if (device_.kernels_)
+      HC_TRY(device_.kernels_->unpack(as_it_is(), packed_->at(), small_pieces(false), stream()));
+    else
+      HC_TRY(for_packed([&](CuPointer at, const Piece& piece, size_t count) {
+        return gpu_.copy(reinterpret_cast<CuPointer>(piece.out), at, count, stream());
+      }));
     auto used = gpu_.record(stream());
     HC_TRY(used.status());
     packed_->used_until(used.take());
@@ -209,7 +287,7 @@ class NcclCollective : public Collective {
   }
 
   Status allreduce() {
-    if (packed_) HC_TRY(reduce_all(packed_->data(), packed_->data(), packed_count_));
+    if (packed_ && !given_) HC_TRY(reduce_all(packed_->data(), packed_->data(), packed_count_));
     for (const Piece& piece : task_.pieces)
       if (piece.count && !is_packed(piece)) HC_TRY(reduce_all(piece.in, piece.out, piece.count));
     return Status::ok();
@@ -310,7 +388,9 @@ class NcclCollective : public Collective {
     return Status::ok();
   }
 
-  const Task task_;
+  Task task_;                  // as NCCL is to do it
+  std::optional<Task> given_;  // as it was asked for, where it is converted
+  size_t converted_at_ = 0;    // where in the packed buffer the results are
   DeviceGroup& device_;
   const NcclApi& nccl_;
   Gpu& gpu_;

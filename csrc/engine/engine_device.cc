@@ -88,6 +88,8 @@ void Engine::put_on_device(ProcessSet& set) {
     options.operations = operations_of(config_.gpu_operations);
     options.nccl_library = config_.nccl_library;
     options.nccl_folders = config_.nccl_folders;
+    options.kernels = {config_.gpu_kernels == "off", config_.nvrtc_library, config_.nvrtc_folders,
+                       config_.kernel_cache};
     options.init_timeout_s = config_.init_timeout_s;
     set.device = std::make_unique<DeviceGroup>(set.group, options);
   }

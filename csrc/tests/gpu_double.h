@@ -22,7 +22,10 @@ inline const std::string kNvrtcDouble = HC_DOUBLES "/libnvrtc.so.13";
 
 using Settings = std::vector<std::pair<std::string, std::string>>;
 inline Settings gpu_settings(Settings more = {}) {
-  Settings all = {{"HOROCLONE_CUDA_LIBRARY", kCudaDouble}, {"HOROCLONE_NCCL_LIBRARY", kNcclDouble}};
+  Settings all = {{"HOROCLONE_CUDA_LIBRARY", kCudaDouble},
+                  {"HOROCLONE_NCCL_LIBRARY", kNcclDouble},
+                  {"HOROCLONE_NVRTC_LIBRARY", kNvrtcDouble},
+                  {"HOROCLONE_KERNEL_CACHE", "off"}};
   all.insert(all.end(), more.begin(), more.end());
   return all;
 }
