@@ -142,6 +142,8 @@ def test_double_cupy_arrays_in_every_operation(doubles: Path) -> None:
                 env={
                     "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
                     "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
+                    "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
+                    "HOROCLONE_KERNEL_CACHE": "off",
                     "HC_DOUBLE_DELAY_US": "100",
                 },
             )

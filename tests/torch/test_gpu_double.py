@@ -169,6 +169,8 @@ def ranks(warm, doubles: Path):
     env = {
         "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
         "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
+        "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
+        "HOROCLONE_KERNEL_CACHE": "off",
         "HC_DOUBLE_DELAY_US": "100",
     }
     for start in sys.modules["crew"].teams_of(warm):
