@@ -36,7 +36,10 @@ struct Coordinator::State {
         why_left(static_cast<size_t>(options.size)) {}
 
   Status check(const Ballot& ballot) const;
-  void arrived(uint32_t entry, int rank, TimePoint now);
+  Status take(const Ballot& ballot, int rank, TimePoint since, TimePoint now);
+  Status take_for_all(const Ballot& ballot, TimePoint since, TimePoint now);
+  void arrived(uint32_t entry, int rank, TimePoint since, TimePoint now);
+  void arrived_for_all(uint32_t entry, int last, TimePoint since, TimePoint now);
   void join(int rank);
   void leave(int rank, const std::string& text);
   void review();
@@ -74,18 +77,23 @@ Status Coordinator::State::check(const Ballot& b) const {
                  b.generation, "; this is process set ", options.process_set, ", generation ", options.generation);
   if (b.rank < 0 || b.rank >= options.size)
     return error(Code::kInternal, "a ballot names rank ", b.rank, " of ", options.size);
+  if (b.whole && (options.tree == nullptr || b.joined))
+    return error(Code::kInternal, "rank ", names(b.rank), " speaks for others; nobody asked it to");
+  if (b.whole) return Status::ok();  // announced before any of them joined or left
   if (left.has(b.rank)) return error(Code::kInternal, "rank ", names(b.rank), " sent a ballot after it had left");
   if (joined.has(b.rank) && (b.joined || !b.cached.empty() || !b.fresh.empty()))
     return error(Code::kInternal, "rank ", names(b.rank), " announced something while it was joined");
   return Status::ok();
 }
 
-void Coordinator::State::arrived(uint32_t index, int rank, TimePoint now) {
+// `since`: when the announcement was made, as far as is known; not later than now.
+void Coordinator::State::arrived(uint32_t index, int rank, TimePoint since, TimePoint now) {
   Entry& e = ledger.at(index);
   if (e.announced == 1) {
-    e.since = now;
+    e.since = since;
     pending++;
   }
+  e.since = std::min(e.since, since);
   if (options.watch && options.watch->on()) options.watch->announced(ledger.subject(e), rank, now);
   if (options.lateness && e.announced == static_cast<uint32_t>(options.size))
     options.lateness->last_was(rank, seconds_between(e.since, now));
@@ -94,6 +102,17 @@ void Coordinator::State::arrived(uint32_t index, int rank, TimePoint now) {
     make_ready(index);
   else if (joined_count + left_count != 0)
     review(index);
+  if (e.named != nullptr && e.named->second.count > 1) review_namesakes(e.named->second);
+}
+
+void Coordinator::State::arrived_for_all(uint32_t index, int last, TimePoint since, TimePoint now) {
+  Entry& e = ledger.at(index);
+  e.since = since;
+  pending++;
+  if (options.watch && options.watch->on())
+    for (int r = 0; r < options.size; r++) options.watch->announced(ledger.subject(e), r, now);
+  if (options.lateness && last < options.size) options.lateness->last_was(last, seconds_between(since, now));
+  make_ready(index);
   if (e.named != nullptr && e.named->second.count > 1) review_namesakes(e.named->second);
 }
 
@@ -297,18 +316,42 @@ void Coordinator::State::drop_taken() {
 Coordinator::Coordinator(CoordinatorOptions options) : state_(std::make_unique<State>(std::move(options))) {}
 Coordinator::~Coordinator() = default;
 
+Status Coordinator::State::take(const Ballot& ballot, int rank, TimePoint since, TimePoint now) {
+  uint32_t entry = kNoEntry;
+  for (const CachedRequest& c : ballot.cached) {
+    HC_TRY(ledger.announce(rank, c, &entry), "rank ", names(rank));
+    arrived(entry, rank, since, now);
+  }
+  for (const Request& r : ballot.fresh) {
+    HC_TRY(ledger.announce(rank, r, &entry), "rank ", names(rank));
+    arrived(entry, rank, since, now);
+  }
+  return Status::ok();
+}
+
+Status Coordinator::State::take_for_all(const Ballot& ballot, TimePoint since, TimePoint now) {
+  uint32_t entry = kNoEntry;
+  for (const CachedRequest& c : ballot.cached) {
+    HC_TRY(ledger.announce_for_all(c, &entry));
+    arrived_for_all(entry, ballot.last, since, now);
+  }
+  for (const Request& r : ballot.fresh) {
+    HC_TRY(ledger.announce_for_all(r, &entry));
+    arrived_for_all(entry, ballot.last, since, now);
+  }
+  return Status::ok();
+}
+
 Status Coordinator::take(const Ballot& ballot, TimePoint now) {
   State& s = *state_;
   HC_TRY(s.check(ballot));
-  uint32_t entry = kNoEntry;
-  for (const CachedRequest& c : ballot.cached) {
-    HC_TRY(s.ledger.announce(ballot.rank, c, &entry), "rank ", s.names(ballot.rank));
-    s.arrived(entry, ballot.rank, now);
+  const TimePoint since = now - std::chrono::microseconds(ballot.held_us);
+  if (ballot.whole && ballot.rank == 0) return s.take_for_all(ballot, since, now);
+  if (ballot.whole) {
+    for (int rank : s.options.tree->subtree(ballot.rank)) HC_TRY(s.take(ballot, rank, since, now));
+    return Status::ok();
   }
-  for (const Request& r : ballot.fresh) {
-    HC_TRY(s.ledger.announce(ballot.rank, r, &entry), "rank ", s.names(ballot.rank));
-    s.arrived(entry, ballot.rank, now);
-  }
+  HC_TRY(s.take(ballot, ballot.rank, since, now));
   if (ballot.joined) s.join(ballot.rank);
   return Status::ok();
 }

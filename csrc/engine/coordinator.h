@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "engine/control_tree.h"
 #include "engine/lateness.h"
 #include "engine/mismatch.h"
 #include "engine/negotiation.h"
@@ -31,7 +32,8 @@ struct CoordinatorOptions {
   size_t cache_capacity = 1024;      // slots; 0 = no cache
   uint32_t generation = 0;
   uint16_t process_set = 0;
-  std::vector<int> world_rank;  // [size] for texts
+  std::vector<int> world_rank;              // [size] for texts
+  std::shared_ptr<const ControlTree> tree;  // along which ballots come; null: from each rank
   AgreementWatch* watch = nullptr;
   Lateness* lateness = nullptr;  // who was the last to be ready, where all announce
 };
@@ -50,7 +52,8 @@ class Coordinator {
   explicit Coordinator(CoordinatorOptions options);
   ~Coordinator();
 
-  // Takes one rank's ballot. An error means a broken ballot (unknown slot, announced twice): a bug or an intruder.
+  // Takes one rank's ballot, or one for a whole subtree of the tree. An error means a broken ballot (unknown slot,
+  // announced twice): a bug or an intruder.
   Status take(const Ballot& ballot, TimePoint now);
   // The plan for what is ready, at most `room` batches (a row of small ones in the arena counts as one); empty when
   // nothing is.

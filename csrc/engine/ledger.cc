@@ -48,7 +48,6 @@ uint32_t Ledger::new_entry(Op op) {
   if (free_.empty()) {
     Entry& made = entries_.emplace_back();
     made.marks = RankSet(size_);
-    made.by_rank.resize(static_cast<size_t>(size_));
   } else {
     index = free_.back();
     free_.pop_back();
@@ -103,6 +102,7 @@ Status Ledger::use_slot(int rank, uint32_t slot, uint64_t sequence, uint32_t* en
   if (e.announced == 1) {
     e.slot = slot;
   } else if (e.slot != slot) {
+    spread(&e);
     e.by_rank[static_cast<size_t>(rank)] = slots_[slot].signature;
     e.detailed = e.dirty = true;
   }
@@ -114,7 +114,7 @@ Status Ledger::announce(int rank, const CachedRequest& request, uint32_t* entry)
     return error(Code::kInternal, "slot ", request.slot, " was never given (there are ", slots_.size(), ")");
   uint32_t named = slots_[request.slot].entry;
   if (named == kNoEntry) return use_slot(rank, request.slot, request.sequence, entry);
-  if (entries_[named].by_rank[static_cast<size_t>(rank)] == nullptr)
+  if (entries_[named].said_by(rank) == nullptr)
     return error(Code::kInternal, "slot ", request.slot, " (", key_of(subject(entries_[named])),
                  ") was used before its signature was announced");
   *entry = named;
@@ -143,7 +143,83 @@ Status Ledger::announce(int rank, const Request& request, uint32_t* entry) {
   return Status::ok();
 }
 
+Status Ledger::mark_all(uint32_t index) {
+  Entry& e = entries_[index];
+  if (e.announced != 0)
+    return error(Code::kInternal, key_of(subject(e)), " was announced for all ranks, some of which had announced it");
+  e.marks.add_everybody();
+  e.announced = static_cast<uint32_t>(size_);
+  e.order = ++order_;
+  e.state = Entry::State::kWaiting;
+  return Status::ok();
+}
+
+Status Ledger::use_slot_for_all(uint32_t slot, uint64_t sequence, uint32_t* entry) {
+  HC_TRY(unnamed_entry(slots_[slot].signature->op, sequence, entry));
+  HC_TRY(mark_all(*entry));
+  entries_[*entry].slot = slot;
+  return Status::ok();
+}
+
+Status Ledger::announce_for_all(const CachedRequest& request, uint32_t* entry) {
+  if (request.slot >= slots_.size())
+    return error(Code::kInternal, "slot ", request.slot, " was never given (there are ", slots_.size(), ")");
+  const uint32_t named = slots_[request.slot].entry;
+  if (named == kNoEntry) return use_slot_for_all(request.slot, request.sequence, entry);
+  Entry& e = entries_[named];
+  if (!merge(&e))
+    for (int r = 0; r < size_; r++)
+      if (e.said_by(r) == nullptr)
+        return error(Code::kInternal, "slot ", request.slot, " (", key_of(subject(e)),
+                     ") was used before its signature was announced");
+  *entry = named;
+  return mark_all(named);
+}
+
+Status Ledger::announce_for_all(const Request& request, uint32_t* entry) {
+  const Signature& s = request.signature;
+  if (s.op == Op::kJoin || is_message(s.op)) return error(Code::kInternal, name_of(s.op), " was announced for all");
+  if (request.name.empty()) {
+    const uint32_t slot = by_content_.find(s);
+    if (slot != kNoSlot) {
+      HC_TRY(use_slot_for_all(slot, request.sequence, entry));
+      entries_[*entry].teach = true;
+      return Status::ok();
+    }
+    HC_TRY(unnamed_entry(s.op, request.sequence, entry));
+    entries_[*entry].detailed = true;
+  } else {
+    *entry = named_entry(request);
+  }
+  HC_TRY(mark_all(*entry));
+  Entry& e = entries_[*entry];
+  const bool known = !e.unnamed && e.slot != kNoSlot;
+  if (known && !merge(&e)) e.teach = true;  // to some it may be new
+  if (merge(&e) && *e.recent == s) return Status::ok();
+  e.by_rank.clear();
+  e.recent = std::make_shared<const Signature>(s);
+  e.dirty = true;
+  return Status::ok();
+}
+
+// Room for what ranks say differently.
+void Ledger::spread(Entry* e) {
+  if (e->by_rank.empty()) e->by_rank.assign(static_cast<size_t>(size_), e->recent);
+}
+
+// Whether every rank's signature is one and the same object; if so, one is kept.
+bool Ledger::merge(Entry* e) {
+  if (e->by_rank.empty()) return e->recent != nullptr;
+  const auto& first = e->by_rank[0];
+  if (first == nullptr || std::any_of(e->by_rank.begin(), e->by_rank.end(), [&](const auto& s) { return s != first; }))
+    return false;
+  e->recent = first;
+  e->by_rank = {};
+  return true;
+}
+
 void Ledger::store(Entry* e, int rank, const Signature& signature) {
+  spread(e);
   std::shared_ptr<const Signature>& mine = e->by_rank[static_cast<size_t>(rank)];
   if (mine == nullptr && !e->unnamed && e->slot != kNoSlot) e->teach = true;
   if (mine != nullptr && *mine == signature) return;
@@ -158,7 +234,7 @@ Subject Ledger::subject(const Entry& e) const {
 
 const Signature* Ledger::announced_by(const Entry& e, int rank) const {
   if (!e.marks.has(rank)) return nullptr;
-  const Signature* own = e.by_rank[static_cast<size_t>(rank)].get();
+  const Signature* own = e.said_by(rank);
   return own != nullptr || e.named != nullptr ? own : slots_[e.slot].signature.get();
 }
 
@@ -189,6 +265,7 @@ void Ledger::settle(Entry* e, const RankNames& names) {
 }
 
 bool Ledger::uniform(const Entry& e) const {
+  if (e.by_rank.empty()) return true;
   const Signature& s = reference(e);
   for (int r = 0; r < size_; r++)
     if (const Signature* other = announced_by(e, r); other != nullptr && other != &s && !(*other == s)) return false;
@@ -249,7 +326,7 @@ void Ledger::close(uint32_t index) {
     e.named->second.entry[static_cast<size_t>(e.op)] = kNoEntry;
     if (--e.named->second.count == 0) names_.erase(names_.find(e.named->first));
   }
-  if (e.named != nullptr || e.detailed) std::fill(e.by_rank.begin(), e.by_rank.end(), nullptr);
+  std::fill(e.by_rank.begin(), e.by_rank.end(), nullptr);
   e.recent = nullptr;
   e.named = nullptr;
   e.slot = kNoSlot;

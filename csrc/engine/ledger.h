@@ -58,8 +58,12 @@ struct Entry {
   uint64_t order = 0;  // counts first announcements
   TimePoint since{};   // of the first announcement; the coordinator's
   std::pair<const std::string, Namesakes>* named = nullptr;
-  std::vector<std::shared_ptr<const Signature>> by_rank;  // last announced; null: never
-  std::shared_ptr<const Signature> recent;                // the last one stored, shared by ranks that announce the same
+  // What each rank announced last; null: never. Empty: every rank the same, `recent` (null: nobody anything).
+  std::vector<std::shared_ptr<const Signature>> by_rank;
+  std::shared_ptr<const Signature> recent;  // the last one stored, shared by ranks that announce the same
+  const Signature* said_by(int rank) const {
+    return by_rank.empty() ? recent.get() : by_rank[static_cast<size_t>(rank)].get();
+  }
   Agreement agreement;
 };
 
@@ -70,6 +74,9 @@ class Ledger {
   // One rank's announcement; *entry is what it belongs to. An error: unknown slot, announced twice, ...
   Status announce(int rank, const CachedRequest& request, uint32_t* entry);
   Status announce(int rank, const Request& request, uint32_t* entry);
+  // All ranks at once: they announced the same.
+  Status announce_for_all(const CachedRequest& request, uint32_t* entry);
+  Status announce_for_all(const Request& request, uint32_t* entry);
 
   Entry& at(uint32_t entry) { return entries_[entry]; }
   const Entry& at(uint32_t entry) const { return entries_[entry]; }
@@ -104,7 +111,11 @@ class Ledger {
   uint32_t named_entry(const Request& request);
   Status unnamed_entry(Op op, uint64_t sequence, uint32_t* entry);
   Status mark(int rank, uint32_t entry);
+  Status mark_all(uint32_t entry);
   Status use_slot(int rank, uint32_t slot, uint64_t sequence, uint32_t* entry);
+  Status use_slot_for_all(uint32_t slot, uint64_t sequence, uint32_t* entry);
+  void spread(Entry* entry);
+  bool merge(Entry* entry);
   bool uses_slot_agreement(const Entry& entry) const;
   void store(Entry* entry, int rank, const Signature& signature);
   bool uniform(const Entry& entry) const;

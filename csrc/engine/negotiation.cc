@@ -325,11 +325,18 @@ void get_tuning(Reader* in, Tuning* t) {
 
 }  // namespace
 
+namespace {
+enum BallotFlag : uint8_t { kJoined = 1, kOnExpress = 2, kWhole = 4, kHeld = 8, kBallotFlags = 15 };
+}  // namespace
+
 void encode(const Ballot& ballot, Writer* out) {
   out->put(ballot.generation);
   out->put(ballot.process_set);
   put_varint(out, static_cast<uint32_t>(ballot.rank));
-  out->put(static_cast<uint8_t>((ballot.joined ? 1 : 0) | (ballot.on_express ? 2 : 0)));
+  out->put(static_cast<uint8_t>((ballot.joined ? kJoined : 0) | (ballot.on_express ? kOnExpress : 0) |
+                                (ballot.whole ? kWhole : 0) | (ballot.held_us != 0 ? kHeld : 0)));
+  if (ballot.whole) put_varint(out, static_cast<uint32_t>(ballot.last));
+  if (ballot.held_us != 0) put_varint(out, ballot.held_us);
   put_slots(out, ballot.cached);
   put_varint(out, ballot.fresh.size());
   for (const Request& r : ballot.fresh) {
@@ -347,9 +354,14 @@ Status decode(Reader* in, Ballot* ballot) {
   ballot->process_set = in->get<uint16_t>();
   ballot->rank = get_rank(in);
   const uint8_t flags = in->get<uint8_t>();
-  if (flags > 3) in->fail();
-  ballot->joined = (flags & 1) != 0;
-  ballot->on_express = (flags & 2) != 0;
+  if ((flags & ~kBallotFlags) != 0) in->fail();
+  ballot->joined = (flags & kJoined) != 0;
+  ballot->on_express = (flags & kOnExpress) != 0;
+  ballot->whole = (flags & kWhole) != 0;
+  ballot->last = ballot->whole ? get_rank(in) : ballot->rank;
+  const uint64_t held_us = (flags & kHeld) != 0 ? get_varint(in) : 0;
+  if (held_us > std::numeric_limits<uint32_t>::max() || (ballot->whole && ballot->joined)) in->fail();
+  ballot->held_us = static_cast<uint32_t>(held_us);
   if (in->ok()) get_slots(in, &ballot->cached);
   size_t fresh = in->ok() ? get_length(in, kSmallestRequest) : 0;
   for (size_t i = 0; i < fresh && in->ok(); i++) {

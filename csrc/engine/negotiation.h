@@ -64,7 +64,7 @@ struct CachedRequest {
   uint64_t sequence = 0;
 };
 
-// One rank's announcements since its last ballot.
+// One rank's announcements since its last ballot; or, in a tree, what a rank and all below it have announced alike.
 struct Ballot {
   uint32_t generation = 0;
   uint16_t process_set = 0;
@@ -74,6 +74,9 @@ struct Ballot {
   // This rank has no more data: it counts as ready for every allreduce and barrier until all have joined. Said once per
   // join; it may ride with this rank's last announcements, and announces nothing more until the join is over.
   bool joined = false;
+  bool whole = false;       // for all of the subtree of `rank` (control_tree.h)
+  int32_t last = 0;         // whole: who of them was the last to announce it
+  uint32_t held_us = 0;     // on its way: for how long the first of these announcements is known already
   bool on_express = false;  // this rank has an express session open (express.h): a turn of its own is under way
 };
 
