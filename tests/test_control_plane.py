@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
 import statistics
+import time
 
 import numpy as np
 import pytest
@@ -53,3 +56,60 @@ def test_operations_that_nobody_waits_for_end_all_the_same():
             pass
         for i, handle in enumerate(handles):
             assert hvd.synchronize(handle)[0] == i * hvd.size(), round_
+
+
+# --- through a tree: each rank a machine of its own, one below the other -------------------------------------------
+
+CHAIN = {"HOROCLONE_SHARED_MEMORY": "0", "HOROCLONE_CONTROL_FANOUT": "1"}
+
+
+def two_come_late():
+    import crew
+
+    hvd.init()
+    hvd.allreduce(np.ones(2, np.float32), name="known")
+    if hvd.rank() in (1, 3):
+        time.sleep(2.0)
+    hvd.allreduce(np.ones(2, np.float32), name="known")
+    crew.say(sent=hvd.metrics()["ballots_sent"])
+
+
+def test_a_stall_report_names_who_is_missing_below_others(crew):
+    team = crew(two_come_late, 4, env={**CHAIN, "HOROVOD_STALL_CHECK_TIME_SECONDS": "0.8"})
+    assert team.wait() == [0] * 4, team.outputs()
+    assert re.search(r"allreduce.known \([01] s\): missing ranks 1,3; ready ranks 0,2", team.output(0)), (
+        team.output(0)
+    )
+
+
+def some_steps():
+    hvd.init()
+    for _ in range(3):
+        hvd.allreduce(np.ones(2, np.float32), name="t")
+    hvd.shutdown()
+
+
+def test_a_timeline_shows_every_rank_of_a_tree(worlds, tmp_path):
+    path = tmp_path / "timeline.json"
+    worlds.run(3, some_steps, init=False, env={**CHAIN, "HOROVOD_TIMELINE": str(path)})
+    events = json.loads(path.read_text())
+    (pid,) = (e["pid"] for e in events if e.get("name") == "process_name" and e["args"]["name"] == "t")
+    assert sorted(e["name"] for e in events if e["pid"] == pid and e["ph"] == "X") == sorted("012" * 3)
+
+
+@ranks(4, env=CHAIN)
+def test_a_tree_agrees_errs_and_joins_like_a_star():
+    handles = [
+        hvd.allreduce_async(np.full(3, i, np.float32), name=f"tree.{i}", op=hvd.Sum) for i in range(50)
+    ]
+    for i, handle in enumerate(handles):
+        assert hvd.synchronize(handle)[0] == 4 * i
+    with pytest.raises(hvd.Mismatch, match="rank 3 announced float64") as error:
+        hvd.allreduce(np.ones(3, np.float64 if hvd.rank() == 3 else np.float32), name="kind")
+    assert "rank 0 announced float32" in str(error.value)
+    gathered = hvd.allgather(np.full(hvd.rank() + 1, hvd.rank()), name="rows")
+    assert gathered.tolist() == [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]
+    for i in range(hvd.rank()):
+        hvd.allreduce(np.ones(2, np.float32), name=f"uneven.{i}")
+    assert hvd.join() in range(4)
+    assert hvd.allreduce(np.ones(2, np.float32), name="after", op=hvd.Sum)[0] == 4

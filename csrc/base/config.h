@@ -119,6 +119,9 @@ struct KnobRule {
     "Send and receive buffer of each socket; 0 leaves it to the kernel.")                                   \
   X(int, tcp_streams, 1, "TCP_STREAMS", "", KnobRule::count(1, 64),                                         \
     "Sockets between two ranks on different machines.")                                                     \
+  X(int, control_fanout, 8, "CONTROL_FANOUT", "", KnobRule::count(0, 1024),                                 \
+    "Agreement over several machines goes through a tree of their first ranks, of which each has at most "  \
+    "this many others below it; 0: every rank talks to rank 0 itself.")                                     \
   X(double, keepalive_s, 30, "KEEPALIVE_S", "GLOO_TIMEOUT_SECONDS", KnobRule::seconds(1, 32767),            \
     "Silence after which TCP probes a connection and gives it up as dead.")                                 \
   /* deadlines */                                                                                           \

@@ -79,8 +79,9 @@ Status Coordinator::State::check(const Ballot& b) const {
     return error(Code::kInternal, "a ballot names rank ", b.rank, " of ", options.size);
   if (b.whole && (options.tree == nullptr || b.joined))
     return error(Code::kInternal, "rank ", names(b.rank), " speaks for others; nobody asked it to");
-  if (b.whole) return Status::ok();  // announced before any of them joined or left
-  if (left.has(b.rank)) return error(Code::kInternal, "rank ", names(b.rank), " sent a ballot after it had left");
+  if (b.whole) return Status::ok();  // announced before any of them joined
+  if (left.has(b.rank) && options.tree == nullptr)
+    return error(Code::kInternal, "rank ", names(b.rank), " sent a ballot after it had left");
   if (joined.has(b.rank) && (b.joined || !b.cached.empty() || !b.fresh.empty()))
     return error(Code::kInternal, "rank ", names(b.rank), " announced something while it was joined");
   return Status::ok();
@@ -346,11 +347,14 @@ Status Coordinator::take(const Ballot& ballot, TimePoint now) {
   State& s = *state_;
   HC_TRY(s.check(ballot));
   const TimePoint since = now - std::chrono::microseconds(ballot.held_us);
-  if (ballot.whole && ballot.rank == 0) return s.take_for_all(ballot, since, now);
+  if (ballot.whole && ballot.rank == 0 && s.left_count == 0) return s.take_for_all(ballot, since, now);
   if (ballot.whole) {
-    for (int rank : s.options.tree->subtree(ballot.rank)) HC_TRY(s.take(ballot, rank, since, now));
+    for (int rank : s.options.tree->subtree(ballot.rank))
+      if (!s.left.has(rank)) HC_TRY(s.take(ballot, rank, since, now));
     return Status::ok();
   }
+  // Passed on by others, a ballot may come behind its rank's goodbye: that rank has given up what it announced.
+  if (s.left.has(ballot.rank)) return Status::ok();
   HC_TRY(s.take(ballot, ballot.rank, since, now));
   if (ballot.joined) s.join(ballot.rank);
   return Status::ok();

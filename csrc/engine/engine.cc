@@ -81,9 +81,10 @@ Status Engine::run_in_init(const Submission& s, const MeshMembers& members) {
 // Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This
 // is also the first operation: nobody uses a lane before everybody has prepared its own.
 Status Engine::agree_on_settings(const MeshMembers& members) {
-  double table[kKnobCount + 1] = {};
+  double table[kKnobCount + 2] = {};
   for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(Tuning::of(config_), static_cast<Knob>(k));
   table[kKnobCount] = config_.shared_memory;
+  table[kKnobCount + 1] = config_.control_fanout;
   const int64_t shape[] = {std::size(table)};
   const Submission::Tensor tensor{table, table, shape, DType::kF64};
   Submission s;
@@ -96,6 +97,9 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   if (shared_on_0 != config_.shared_memory)
     return error(Code::kMismatch, "HOROCLONE_SHARED_MEMORY is ", config_.shared_memory ? "on" : "off", " for rank ",
                  mesh_->rank(), " and ", shared_on_0 ? "on" : "off", " for rank 0; set it alike for all");
+  if (static_cast<int>(table[kKnobCount + 1]) != config_.control_fanout)
+    return error(Code::kMismatch, "HOROCLONE_CONTROL_FANOUT is ", config_.control_fanout, " for rank ", mesh_->rank(),
+                 " and ", static_cast<int>(table[kKnobCount + 1]), " for rank 0; set it alike for all");
   enter_gate();
   for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
   if (!tuned_) {  // rank 0 may have gone on and changed them already
@@ -165,6 +169,9 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     set->express_allowed = config_.express;
   }
   set->may_be_two_level = may_be_two_level(*set);
+  set->tree = ControlTree::make(group.node, config_.control_fanout);
+  if (set->tree && !set->tree->children(set->group_rank).empty())
+    set->combiner = std::make_unique<Combiner>(CombinerOptions{set->tree, set->group_rank, generation_, id});
   set->tuning = agreed_tuning_;  // not tuning_, which ranks may have learnt of at different moments
   if (set->group_rank == 0) {
     CoordinatorOptions options;
@@ -175,6 +182,7 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     options.generation = generation_;
     options.process_set = id;
     options.world_rank = ranks;
+    options.tree = set->tree;
     set->watch = std::make_unique<TimelineWatch>(&timeline_, id, ranks);
     options.watch = set->watch.get();
     options.lateness = &set->lateness;

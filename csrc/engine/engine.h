@@ -177,6 +177,14 @@ class Engine {
   void wake_readers(ProcessSet& set);
   void finish_batch(ProcessSet& set);
 
+  // engine_tree.cc
+  Status take_ballots(int from, Reader* in);
+  void send_up(ProcessSet& set);
+  Status send_down(ProcessSet& set, const Plan& plan, std::span<const uint8_t> frame);
+  Status tell_to_show(ProcessSet& set, uint8_t how);
+  Status take_show_frame(int from, Reader* in);
+  void reveal_late(TimePoint now);
+
   // engine_state.cc
   Status barrier(int process_set, const std::string& name);
   Status agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2], int64_t (&most)[2]);

@@ -256,6 +256,7 @@ void Engine::check_timers() {
   check_device();
   if (failed_.load()) return;
   check_liveness(now);
+  if (!config_.stall_check_disable) reveal_late(now);
   if (!config_.stall_check_disable && now >= next_stall_report_) report_stalls(now);
 }
 
@@ -351,9 +352,10 @@ void Engine::peer_left(int rank, const std::string& text) {
   for (auto& [id, set] : sets_) {
     const int position = set->position_of(rank);
     if (position < 0 || set->group_rank < 0) continue;
+    if (set->combiner) set->combiner->leave(Clock::now());
     if (set->coordinator)
       set->coordinator->leave(position, full);
-    else if (set->coordinator_rank() == rank)
+    else if (set->needs(position))
       set->closed = Status(Code::kAborted, full, rank);
   }
 }

@@ -43,6 +43,10 @@ bool Engine::step() {
         moved = true;
       }
     }
+    if (set->combiner && set->combiner->has_news()) {
+      send_up(*set);
+      moved = true;
+    }
     if (set->coordinator) decide(*set, &moved);
     run_queue(*set, &moved);
     if (!set->frozen_runs.empty() || set->deferred_join)
@@ -111,19 +115,18 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
   const auto kind = in.get<FrameKind>();
   Status bad;
   if (kind == FrameKind::kBallot) {
-    Ballot ballot;
-    bad = decode(&in, &ballot);
-    ProcessSet* set = bad.is_ok() ? find_set(ballot.process_set) : nullptr;
-    if (set && set->coordinator && ballot.generation == generation_ && set->position_of(from) == ballot.rank)
-      bad = set->take_ballot(ballot);
+    bad = take_ballots(from, &in);
   } else if (kind == FrameKind::kPlan) {
     Plan plan;
     bad = decode(&in, &plan);
     ProcessSet* set = bad.is_ok() ? find_set(plan.process_set) : nullptr;
-    if (set && set->coordinator_rank() == from && plan.generation == generation_) {
+    if (set && set->group_rank > 0 && set->above() == from && plan.generation == generation_) {
+      if (set->combiner) bad = send_down(*set, plan, frame);
       if (set->id == 0) order_device_batches(*set, plan);
       take_plan(*set, std::move(plan));
     }
+  } else if (kind == FrameKind::kShow) {
+    bad = take_show_frame(from, &in);
   } else if (kind >= FrameKind::kMessage && kind <= FrameKind::kMessageWithdrawn) {
     bad = messages_.handle(from, kind, &in);
   } else if (kind == FrameKind::kGoodbye) {
@@ -158,13 +161,15 @@ void Engine::send_ballot(ProcessSet& set) {
   Status sent;
   if (failed_.load(std::memory_order_relaxed) || !set.closed.is_ok()) {
     // Nobody is there to take it.
+  } else if (set.combiner) {
+    sent = set.combiner->take(set.ballot, Clock::now());
   } else if (set.coordinator) {
     sent = set.take_ballot(set.ballot);
   } else {
     frame_.clear();
     frame_.put(FrameKind::kBallot);
     encode(set.ballot, &frame_);
-    sent = send_frame(set.coordinator_rank(), false);
+    sent = send_frame(set.above(), !departure_.empty());
     counters_.ballots_sent.fetch_add(1, std::memory_order_relaxed);
   }
   set.ballot_sent();
@@ -188,14 +193,10 @@ void Engine::decide(ProcessSet& set, bool* moved) {
   for (PlanBatch& batch : plan.batches)
     if (batch.op == Op::kAllreduce && set.may_be_two_level && tuning_.two_level) batch.algorithm = Algorithm::kTwoLevel;
   if (set.size() > 1) {
-    frame_.clear();
-    frame_.put(FrameKind::kPlan);
-    encode(plan, &frame_);
-    for (int r : set.ranks) {
-      if (r == mesh_->rank() || left_[r]) continue;
-      if (Status sent = send_frame(r, false); !sent.is_ok()) return fail_everything(sent);
-      counters_.plans_sent.fetch_add(1, std::memory_order_relaxed);
-    }
+    Writer frame;
+    frame.put(FrameKind::kPlan);
+    encode(plan, &frame);
+    if (Status sent = send_down(set, plan, frame.bytes()); !sent.is_ok()) return fail_everything(sent);
   }
   order_device_batches(set, plan);
   take_plan(set, std::move(plan));

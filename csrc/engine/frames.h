@@ -6,8 +6,8 @@
 namespace hc {
 
 enum class FrameKind : uint8_t {
-  kBallot = 1,   // member -> coordinator of a process set
-  kPlan = 2,     // coordinator -> members
+  kBallot = 1,   // member -> coordinator of a process set, or up the tree to it: one ballot or several
+  kPlan = 2,     // coordinator -> members, or down the tree
   kGoodbye = 3,  // this rank has shut down; nothing follows. Body: text
   kAbort = 4,    // everybody must fail. Body: code, culprit (world rank or -1), text
   kPing = 5,     // are you there?
@@ -20,9 +20,11 @@ enum class FrameKind : uint8_t {
   kMessageWithdrawn = 11,  // sender: asked for too late, its process set was removed. Body: id
   kDeviceAsk = 12,   // coordinator to rank 0: batches on devices wait for their turn. Body: u16 process set, u32 number
   kDeviceTurn = 13,  // rank 0 to members of a process set: its next batches on devices come now. Body: the same
-  kInquiry = 16,     // a stall is being reported. Body: u8, 1 = answer what you do instead
-  kTestimony = 17,   // the answer. Body: text
-  kClockAsk = 18,    // what time is it? Body: i64 my monotonic clock, ns
+  kShow = 14,  // coordinator to ranks that have others below them. Body: u16 process set, u8: show what is held (0 hold
+               // again, 1 now, 2 from now on)
+  kInquiry = 16,      // a stall is being reported. Body: u8, 1 = answer what you do instead
+  kTestimony = 17,    // the answer. Body: text
+  kClockAsk = 18,     // what time is it? Body: i64 my monotonic clock, ns
   kClockAnswer = 19,  // Body: i64 what was asked, i64 my monotonic clock, ns
 };
 

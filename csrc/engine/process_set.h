@@ -20,6 +20,8 @@
 #include "collective/express.h"
 #include "collective/shared.h"
 #include "engine/batch_runner.h"
+#include "engine/combiner.h"
+#include "engine/control_tree.h"
 #include "engine/coordinator.h"
 #include "engine/lateness.h"
 #include "engine/operation.h"
@@ -102,6 +104,15 @@ class ProcessSet {
   template <class FindNamed>
   Operation* match(Op op, const PlanEntry& entry, FindNamed&& find_named);
   void forget(Operation* op);  // it is about to be done
+
+  // To whom my ballots go and from whom plans come (world rank); not on group rank 0.
+  int above() const { return tree ? ranks[tree->parent(group_rank)] : coordinator_rank(); }
+  // Without this member none of my ballots arrives.
+  bool needs(int position) const { return tree ? tree->is_below(group_rank, position) : position == 0; }
+  std::shared_ptr<const ControlTree> tree;  // null: every member talks to group rank 0
+  std::unique_ptr<Combiner> combiner;       // where others are below this rank
+  bool shows_all = false;                   // group rank 0: the combiners were told to, for a timeline
+  TimePoint next_reveal{};                  // group rank 0
 
   std::unique_ptr<AgreementWatch> watch;     // the coordinator's
   std::unique_ptr<Coordinator> coordinator;  // on group rank 0
