@@ -90,9 +90,12 @@ struct KnobRule {
   X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
     "Instruction set of the reductions; all of them give the same bits.")                                   \
   /* devices */                                                                                             \
-  X(std::string, gpu_operations, "auto", "GPU_OPERATIONS", "", KnobRule::word("auto|nccl|host"),            \
-    "How tensors in GPU memory are reduced: auto: by NCCL, through host memory where NCCL cannot; nccl: "   \
-    "an error instead; host: through host memory.")                                                         \
+  X(std::string, gpu_operations, "auto", "GPU_OPERATIONS", "", KnobRule::word("auto|nccl|peers|host"),      \
+    "How tensors in GPU memory are reduced: auto: by NCCL; several ranks on one GPU by this library's own " \
+    "kernels; else through host memory. nccl, peers (those kernels, on one machine): an error where that "  \
+    "is impossible. host: through host memory.")                                                            \
+  X(size_t, gpu_peer_bytes, 32 * kMiB, "GPU_PEER_BYTES", "", KnobRule::bytes(2097152.0, 17179869184.0),     \
+    "GPU memory of each rank that the ranks of a machine reduce through; the least of all ranks' counts.")  \
   X(std::string, cuda_library, "", "CUDA_LIBRARY", "", KnobRule::text(),                                    \
     "File that is loaded as CUDA's driver library; empty: libcuda.so.1.")                                   \
   X(std::string, nccl_library, "", "NCCL_LIBRARY", "", KnobRule::text(),                                    \

@@ -2,6 +2,8 @@
 
 #include <thread>
 
+#include "collective/shared.h"
+
 namespace hc {
 
 namespace {
@@ -15,6 +17,7 @@ DeviceGroup::~DeviceGroup() {
   while (comm_ && oldest_flight_s(Clock::now()) > 0 && !deadline.passed() && check().is_ok())
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (comm_ && flights_.empty()) finish_communicator();
+  if (peers_) leave_peers();
   abort();
   if (stream_) gpu_->end_stream(stream_);
 }
@@ -60,11 +63,37 @@ Status DeviceGroup::check() {
 }
 
 void DeviceGroup::abort() {
+  aborted_ = true;
   if (comm_) {
     const Gpu::Current current(*gpu_);
     (void)nccl_->ncclCommAbort(comm_);
   }
   comm_ = nullptr;
+}
+
+// Memory that others have mapped is not given back before they have forgotten it, nor is what this rank still works
+// with.
+void DeviceGroup::leave_peers() {
+  const Deadline deadline = Deadline::in(kFarewellS);
+  const auto wait_until = [&](auto&& over) {
+    while (!over() && !deadline.passed()) std::this_thread::sleep_for(std::chrono::microseconds(100));
+    return over();
+  };
+  const bool idle = wait_until([&] {
+    const Gpu::Current current(*gpu_);
+    return gpu_->api().cuStreamQuery(stream_) != kCuNotReady;
+  });
+  if (!idle) return peers_->abandon();
+  peers_->close();
+  SharedLane& lane = *group_.lane;
+  lane.publish(lane.mine().peers_closed, 1);
+  (void)wait_until([&] {
+    if (aborted_) return true;
+    for (int m = 0; m < lane.size(); ++m)
+      if (!lane.flags(m).peers_closed.load(std::memory_order_acquire)) return false;
+    return true;
+  });
+  peers_.reset();
 }
 
 // In peace: every rank has the data, nobody reads from this one any more.
@@ -84,6 +113,7 @@ void DeviceGroup::finish_communicator() {
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
   if (way_ == Way::kNccl && nccl_does(task, kernels_everywhere_))
     return make_nccl_collective(std::move(task), this, group_);
+  if (way_ == Way::kPeers && peers_do(task)) return make_peers_collective(std::move(task), this, group_);
   return make_staged_collective(std::move(task), this, group_);
 }
 

@@ -1,6 +1,7 @@
-// A process set's part on GPUs: its stream on this rank's device, its communicator, and whether NCCL moves the data or
-// host memory does. The ranks decide that together, once, with a table that travels over the host's collectives; every
-// launch is asynchronous and comes from the thread that drives, so all ranks launch in the order of the plan.
+// A process set's part on GPUs: its stream on this rank's device, its communicator, and whether NCCL moves the data,
+// our kernels do through memory that the ranks share, or host memory does. The ranks decide that together, once, with a
+// table that travels over the host's collectives; every launch is asynchronous and comes from the thread that drives,
+// so all ranks launch in the order of the plan.
 //
 // Thread: the thread that drives the engine. Owner: a process set.
 #pragma once
@@ -14,15 +15,17 @@
 #include "collective/collective.h"
 #include "device/gpu.h"
 #include "device/nccl_api.h"
+#include "device/peer_memory.h"
 
 namespace hc {
 
-enum class GpuOperations { kAuto, kNccl, kHost };  // the setting HOROCLONE_GPU_OPERATIONS
+enum class GpuOperations { kAuto, kNccl, kHost, kPeers };  // the setting HOROCLONE_GPU_OPERATIONS
 
 struct DeviceOptions {
   GpuOperations operations = GpuOperations::kAuto;
   std::string nccl_library, nccl_folders;
   KernelOptions kernels;
+  size_t peer_bytes = 32u << 20;  // of each rank's GPU memory, that peers map
   double init_timeout_s = 300;
 };
 
@@ -40,7 +43,7 @@ class DeviceGroup {
   // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.
   // Stepped by every rank at the same batch. Empty once it is done for good: nothing to do.
   std::unique_ptr<Collective> make_setup(Tag tag);
-  enum class Way { kUnknown, kNccl, kHost };
+  enum class Way { kUnknown, kNccl, kPeers, kHost };
   Way way() const { return way_; }
   // Why host memory moves the data, or how NCCL was found.
   const std::string& reason() const { return reason_; }
@@ -52,6 +55,9 @@ class DeviceGroup {
   // Whether NCCL does this with our meaning, with the help of our kernels where every rank has them. The same on every
   // rank.
   static bool nccl_does(const Task& task, bool with_kernels);
+
+  // Whether peers do this; they do all reductions with our meaning.
+  static bool peers_do(const Task& task);
 
   // A batch has been launched; `done` comes behind it.
   void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
@@ -65,6 +71,7 @@ class DeviceGroup {
  private:
   friend class DeviceSetup;
   friend class NcclCollective;
+  friend class PeersCollective;
   friend class StagedCollective;
   struct Flight {
     GpuEventPtr done;
@@ -74,6 +81,7 @@ class DeviceGroup {
   void load_nccl();
   void load_kernels();  // may take seconds
   void finish_communicator();
+  void leave_peers();
 
   const Group& group_;
   const DeviceOptions options_;
@@ -84,6 +92,9 @@ class DeviceGroup {
   GpuKernels* kernels_ = nullptr;  // this rank's; the Gpu's own
   Status kernels_missing_;
   bool kernels_everywhere_ = false;  // every rank has them
+  std::unique_ptr<PeerMemory> peers_;
+  size_t peer_bytes_ = 0;  // of it that every rank has
+  bool aborted_ = false;
   CuStream stream_ = nullptr;
   NcclHandle comm_ = nullptr;
   Way way_ = Way::kUnknown;
@@ -92,8 +103,9 @@ class DeviceGroup {
   std::deque<Flight> flights_;
 };
 
-// collective/device_setup.cc, nccl.cc, staged.cc
+// collective/nccl.cc, peers.cc, staged.cc
 std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceGroup* device, const Group& group);
+std::unique_ptr<Collective> make_peers_collective(Task task, DeviceGroup* device, const Group& group);
 std::unique_ptr<Collective> make_staged_collective(Task task, DeviceGroup* device, const Group& group);
 
 }  // namespace hc

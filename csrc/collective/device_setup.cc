@@ -1,6 +1,7 @@
 // How the ranks of a process set agree on who moves device memory. Each introduces itself in a record of fixed size, an
 // allgather of the host spreads the records, every rank reads the same table and comes to the same answer; where that
-// is NCCL, the communicator then comes up without blocking anybody. Resumable like every collective.
+// is NCCL, the communicator then comes up without blocking anybody; where it is peers, they show each other their
+// memory and say whether they could map it. Resumable like every collective.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -8,6 +9,7 @@
 
 #include "base/thread.h"
 #include "collective/device_group.h"
+#include "collective/shared.h"
 
 namespace hc {
 
@@ -20,13 +22,53 @@ struct Introduction {
   uint8_t has_nccl = 0;
   uint8_t shares_gpus = 0;  // NCCL was told to accept several ranks on one GPU
   uint8_t has_kernels = 0;
+  uint8_t has_lane = 0;  // shares host memory with all members
   GpuOperations operations = GpuOperations::kAuto;
   int32_t nccl_version = 0;
   CuUuid uuid{};
   NcclId id{};  // of group rank 0
-  char reason[kReasonBytes] = {};
+  uint64_t peer_bytes = 0;
+  char reason[kReasonBytes] = {};          // why there is no NCCL
+  char kernels_reason[kReasonBytes] = {};  // why there are no kernels
 };
 static_assert(std::is_trivially_copyable_v<Introduction>);
+
+// What peers tell when they have seen each other's introduction; the second time, whether they could map everything.
+struct PeerRecord {
+  PeerHandle handle;
+  uint8_t ok = 0;
+  char reason[kReasonBytes] = {};
+};
+static_assert(std::is_trivially_copyable_v<PeerRecord>);
+
+using Table = std::vector<Introduction>;
+
+std::string name_in(const Group& group, size_t r) { return text_of("rank ", group.world_rank[r]); }
+
+bool anybody(const Table& table, GpuOperations wants) {
+  return std::any_of(table.begin(), table.end(), [&](const Introduction& one) { return one.operations == wants; });
+}
+
+// The first pair of ranks on one GPU, among those of which NCCL may not know; -1: none.
+std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
+  for (size_t r = 0; r < table.size(); ++r)
+    for (size_t other = 0; other < r; ++other)
+      if (group.node[r] == group.node[other] && !table[r].shares_gpus &&
+          std::memcmp(&table[r].uuid, &table[other].uuid, sizeof(CuUuid)) == 0)
+        return {static_cast<int>(other), static_cast<int>(r)};
+  return {-1, -1};
+}
+
+// Empty: peers can be tried.
+std::string why_no_peers(const Table& table, const Group& group) {
+  if (table.size() > kMostPeers) return text_of("more than ", kMostPeers, " ranks");
+  for (size_t r = 0; r < table.size(); ++r) {
+    if (!table[r].has_lane)
+      return text_of(name_in(group, r), " does not share memory with all others: they are not on one machine");
+    if (!table[r].has_kernels) return text_of(name_in(group, r), ": ", table[r].kernels_reason);
+  }
+  return "";
+}
 
 struct Answer {
   DeviceGroup::Way way = DeviceGroup::Way::kHost;
@@ -34,21 +76,10 @@ struct Answer {
   bool for_good = true;  // false: ask again at the next batch
 };
 
-// PURE: the same table gives the same answer on every rank.
-Answer decide(const std::vector<Introduction>& table, const Group& group) {
-  const auto name = [&](size_t r) { return text_of("rank ", group.world_rank[r]); };
+// Whether NCCL can be used by all.
+Answer decide_nccl(const Table& table, const Group& group) {
+  const auto name = [&](size_t r) { return name_in(group, r); };
   Answer answer;
-  for (size_t r = 0; r < table.size(); ++r)
-    if (table[r].operations == GpuOperations::kHost) {
-      answer.reason = text_of("HOROCLONE_GPU_OPERATIONS is host for ", name(r));
-      return answer;
-    }
-  for (size_t r = 0; r < table.size(); ++r)
-    if (!table[r].has_device) {
-      answer.reason = text_of(name(r), " has joined and has not used a GPU yet");
-      answer.for_good = false;
-      return answer;
-    }
   for (size_t r = 0; r < table.size(); ++r) {
     if (!table[r].has_nccl) {
       answer.reason = text_of(name(r), ": ", table[r].reason);
@@ -59,17 +90,47 @@ Answer decide(const std::vector<Introduction>& table, const Group& group) {
                               nccl_version_text(table[r].nccl_version), " on ", name(r));
       return answer;
     }
-    for (size_t other = 0; other < r; ++other)
-      if (group.node[r] == group.node[other] && !table[r].shares_gpus &&
-          std::memcmp(&table[r].uuid, &table[other].uuid, sizeof(CuUuid)) == 0) {
-        answer.reason = text_of(name(other), " and ", name(r),
-                                " use the same GPU, which NCCL refuses; give each rank a GPU of its own with "
-                                "torch.cuda.set_device(hvd.local_rank())");
-        return answer;
-      }
+  }
+  if (const auto [first, second] = sharing_a_gpu(table, group); first >= 0) {
+    answer.reason = text_of(name(static_cast<size_t>(first)), " and ", name(static_cast<size_t>(second)),
+                            " use the same GPU, which NCCL refuses; give each rank a GPU of its own with "
+                            "torch.cuda.set_device(hvd.local_rank())");
+    return answer;
   }
   answer.way = DeviceGroup::Way::kNccl;
   answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
+  return answer;
+}
+
+// PURE: the same table gives the same answer on every rank.
+Answer decide(const Table& table, const Group& group) {
+  Answer answer;
+  for (size_t r = 0; r < table.size(); ++r)
+    if (table[r].operations == GpuOperations::kHost) {
+      answer.reason = text_of("HOROCLONE_GPU_OPERATIONS is host for ", name_in(group, r));
+      return answer;
+    }
+  for (size_t r = 0; r < table.size(); ++r)
+    if (!table[r].has_device) {
+      answer.reason = text_of(name_in(group, r), " has joined and has not used a GPU yet");
+      answer.for_good = false;
+      return answer;
+    }
+  const bool demanded = anybody(table, GpuOperations::kPeers);
+  const bool share = sharing_a_gpu(table, group).first >= 0;
+  if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
+  const std::string why_not = why_no_peers(table, group);
+  if (why_not.empty()) {
+    answer.way = DeviceGroup::Way::kPeers;
+    answer.reason = "kernels between peers";
+    return answer;
+  }
+  if (demanded) {
+    answer.reason = why_not;
+    return answer;
+  }
+  answer = decide_nccl(table, group);
+  answer.reason += text_of("; nor can our kernels reduce there: ", why_not);
   return answer;
 }
 
@@ -104,27 +165,34 @@ class DeviceSetup : public Collective {
       if (progress == Progress::kFailed) return fail(exchange_->status());
       if (progress == Progress::kPending) return progress;
       exchange_.reset();
-      Status settled = settle();
+      Status settled = stage_ == Stage::kIntroductions ? settle() : settle_peers();
       if (!settled.is_ok()) return fail(settled);
+      if (exchange_) return Progress::kPending;
     }
     return device_.comm_ && comes_up_ ? connecting(moved) : Progress::kDone;
   }
 
  private:
+  enum class Stage { kIntroductions, kHandles, kMapped };
+
   Progress begin_exchange() {
-    if (Status ready = introduce(); !ready.is_ok()) return fail(ready);
+    Status ready = introduce();
+    if (ready.is_ok()) ready = exchange(&mine_, table_.data(), sizeof(Introduction));
+    return ready.is_ok() ? Progress::kPending : fail(ready);
+  }
+
+  // Every rank's record of so many bytes to all.
+  Status exchange(const void* mine, void* all, size_t bytes) {
     Task task;
     task.op = Op::kAllgather;
     task.dtype = DType::kU8;
-    task.counts.assign(table_.size(), sizeof(Introduction));
+    task.counts.assign(table_.size(), bytes);
     task.tag = tag_;
-    task.pieces = {{reinterpret_cast<const std::byte*>(&mine_), reinterpret_cast<std::byte*>(table_.data()),
-                    sizeof(Introduction)}};
+    task.pieces = {{static_cast<const std::byte*>(mine), static_cast<std::byte*>(all), bytes}};
     auto made = hc::make_collective(std::move(task), device_.group_);
-    if (!made.is_ok()) return fail(made.status());
+    HC_TRY(made.status());
     exchange_ = made.take();
-    if (exchange_->start() == Progress::kFailed) return fail(exchange_->status());
-    return Progress::kPending;
+    return exchange_->start() == Progress::kFailed ? exchange_->status() : Status::ok();
   }
 
   Status introduce() {
@@ -132,6 +200,10 @@ class DeviceSetup : public Collective {
     mine_.has_device = device_.gpu_ != nullptr;
     mine_.has_nccl = device_.nccl_ != nullptr;
     mine_.has_kernels = device_.kernels_ != nullptr;
+    const SharedLane* lane = device_.group_.lane;
+    mine_.has_lane = lane && lane->size() == device_.group_.size;
+    mine_.peer_bytes = device_.options_.peer_bytes;
+    device_.kernels_missing_.text().copy(mine_.kernels_reason, kReasonBytes - 1);
     if (device_.gpu_) mine_.uuid = device_.gpu_->uuid();
     const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
     mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl_->version >= 23003;
@@ -150,15 +222,10 @@ class DeviceSetup : public Collective {
     device_.kernels_everywhere_ =
         std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
     if (answer.way == DeviceGroup::Way::kHost) {
-      const bool demanded = std::any_of(table_.begin(), table_.end(),
-                                        [](const Introduction& one) { return one.operations == GpuOperations::kNccl; });
-      if (demanded)
-        device_.refusal_ =
-            error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=nccl, but NCCL cannot be used: ", answer.reason,
-                  ". Set it to auto to reduce through host memory instead.");
-      if (answer.for_good) device_.way_ = answer.way;
+      go_by_host(answer);
       return Status::ok();
     }
+    if (answer.way == DeviceGroup::Way::kPeers) return show_peers();
     const NcclApi& nccl = *device_.nccl_;
     const Gpu::Current current(*device_.gpu_);
     NcclConfig config;
@@ -167,6 +234,52 @@ class DeviceSetup : public Collective {
     comes_up_ = true;
     deadline_ = Deadline::in(device_.options_.init_timeout_s);
     return nccl.check(begun, "ncclCommInitRankConfig", nullptr).with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
+  }
+
+  void go_by_host(const Answer& answer) {
+    device_.reason_ = answer.reason;
+    const bool nccl = anybody(table_, GpuOperations::kNccl);
+    if (nccl || anybody(table_, GpuOperations::kPeers))
+      device_.refusal_ = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=", nccl ? "nccl" : "peers", ", but ",
+                               nccl ? "NCCL" : "peers", " cannot be used: ", answer.reason,
+                               ". Set it to auto to reduce through host memory instead.");
+    if (answer.for_good) device_.way_ = answer.way;
+  }
+
+  // A rank that has none says why, and all go another way together.
+  Status show_peers() {
+    device_.peer_bytes_ = table_[0].peer_bytes;
+    for (const Introduction& one : table_) device_.peer_bytes_ = std::min<size_t>(device_.peer_bytes_, one.peer_bytes);
+    auto made = PeerMemory::create(device_.gpu_, device_.options_.peer_bytes);
+    if (made.is_ok()) {
+      device_.peers_ = made.take();
+      peer_.handle = device_.peers_->handle();
+    }
+    return tell_peers(Stage::kHandles, made.status());
+  }
+
+  Status tell_peers(Stage stage, const Status& outcome) {
+    stage_ = stage;
+    peer_.ok = outcome.is_ok();
+    outcome.text().copy(peer_.reason, kReasonBytes - 1);
+    peers_.resize(table_.size());
+    return exchange(&peer_, peers_.data(), sizeof(PeerRecord));
+  }
+
+  Status settle_peers() {
+    for (size_t r = 0; r < peers_.size(); ++r)
+      if (!peers_[r].ok) {
+        device_.peers_.reset();
+        go_by_host({DeviceGroup::Way::kHost, text_of(name_in(device_.group_, r), ": ", peers_[r].reason), true});
+        return Status::ok();
+      }
+    if (stage_ == Stage::kMapped) {
+      device_.way_ = DeviceGroup::Way::kPeers;
+      return Status::ok();
+    }
+    std::vector<PeerHandle> handles;
+    for (const PeerRecord& one : peers_) handles.push_back(one.handle);
+    return tell_peers(Stage::kMapped, device_.peers_->open(handles));
   }
 
   Progress connecting(bool* moved) {
@@ -191,6 +304,9 @@ class DeviceSetup : public Collective {
   DeviceGroup& device_;
   Introduction mine_;
   std::vector<Introduction> table_;
+  Stage stage_ = Stage::kIntroductions;
+  PeerRecord peer_;
+  std::vector<PeerRecord> peers_;
   const Tag tag_;
   std::atomic<bool> loaded_{false};
   NamedThread loader_;  // runs while the kernels are loaded

@@ -25,6 +25,10 @@ struct CuUuid {
   unsigned char bytes[16];
 };
 
+struct CuIpcHandle {  // passed by value
+  char bytes[64];
+};
+
 inline constexpr CuResult kCuSuccess = 0;
 inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuNotReady = 600;
@@ -68,7 +72,10 @@ inline constexpr int kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;  // attri
   X(cuModuleUnload, "cuModuleUnload", (CuModule))                                                              \
   X(cuModuleGetFunction, "cuModuleGetFunction", (CuFunction*, CuModule, const char*))                          \
   X(cuLaunchKernel, "cuLaunchKernel",                                                                          \
-    (CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream, void**, void**))
+    (CuFunction, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, CuStream, void**, void**))  \
+  X(cuIpcGetMemHandle, "cuIpcGetMemHandle", (CuIpcHandle*, CuPointer))                                         \
+  X(cuIpcOpenMemHandle, "cuIpcOpenMemHandle_v2", (CuPointer*, CuIpcHandle, unsigned))                          \
+  X(cuIpcCloseMemHandle, "cuIpcCloseMemHandle", (CuPointer))
 // clang-format on
 
 struct CudaApi {

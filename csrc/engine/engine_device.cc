@@ -17,7 +17,9 @@ namespace {
 constexpr double kBlameS = 1;  // how long a device's error waits for the news of whom it comes from
 
 GpuOperations operations_of(const std::string& word) {
-  return word == "nccl" ? GpuOperations::kNccl : word == "host" ? GpuOperations::kHost : GpuOperations::kAuto;
+  if (word == "nccl") return GpuOperations::kNccl;
+  if (word == "peers") return GpuOperations::kPeers;
+  return word == "host" ? GpuOperations::kHost : GpuOperations::kAuto;
 }
 
 uint32_t device_batches_in(const Plan& plan) {
@@ -90,6 +92,7 @@ void Engine::put_on_device(ProcessSet& set) {
     options.nccl_folders = config_.nccl_folders;
     options.kernels = {config_.gpu_kernels == "off", config_.nvrtc_library, config_.nvrtc_folders,
                        config_.kernel_cache};
+    options.peer_bytes = config_.gpu_peer_bytes;
     options.init_timeout_s = config_.init_timeout_s;
     set.device = std::make_unique<DeviceGroup>(set.group, options);
   }
@@ -173,8 +176,8 @@ void Engine::device_batch_over(ProcessSet& set) {
   if (set.device && !set.device->reason().empty() && set.group_rank == 0 &&
       set.device->reason() != set.told_about_device) {
     set.told_about_device = set.device->reason();
-    const bool nccl = set.device->way() == DeviceGroup::Way::kNccl;
-    if (nccl || config_.gpu_operations == "host")
+    const bool on_gpu = set.device->way() == DeviceGroup::Way::kNccl || set.device->way() == DeviceGroup::Way::kPeers;
+    if (on_gpu || config_.gpu_operations == "host")
       log_.debug("process set ", set.id, ": tensors on GPUs are reduced by ", set.told_about_device);
     else
       log_.warning("process set ", set.id,

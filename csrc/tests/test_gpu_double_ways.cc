@@ -102,7 +102,7 @@ void all_agree(Engine& engine, FrameworkOnGpu& gpu) {
 }  // namespace
 
 TEST_CASE("double of CUDA: every way reduces every dtype as host memory does, and on the device") {
-  for (const char* way : {"nccl"}) {
+  for (const char* way : {"nccl", "peers"}) {
     CAPTURE(way);
     World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
     const int before = double_count("pinned");

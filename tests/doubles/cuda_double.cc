@@ -9,6 +9,9 @@
 // Kernels are the project's own, compiled by the C++ compiler and run thread by thread; a module's image is looked at
 // for their names only.
 #include <dlfcn.h>
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
@@ -33,6 +36,7 @@ namespace {
 
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidImage = 200,
               kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kHighestPriority = -5;
+constexpr size_t kShareableBytes = 2u << 20;  // smaller ones share a page with others in the original
 
 long number_from(const char* name, long otherwise) {
   const char* text = std::getenv(name);
@@ -117,9 +121,11 @@ class Stream {
 
 struct Driver {
   std::mutex mu;
-  std::map<int, Context> contexts;  // by device; addresses are stable
-  std::map<int, int> retained;      // ever, by device
-  std::map<uint64_t, size_t> memory;
+  std::map<int, Context> contexts;    // by device; addresses are stable
+  std::map<int, int> retained;        // ever, by device
+  std::map<uint64_t, size_t> memory;  // of ours and what is mapped of other processes
+  std::map<uint64_t, int> shared;     // large allocations: the descriptor that others can map
+  std::map<uint64_t, size_t> mapped;  // of other processes
   std::map<std::string, int> calls;
   std::map<int, std::unique_ptr<Stream>> default_streams;
   std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0};
@@ -422,21 +428,74 @@ DOUBLE_API int cuEventQuery(void* event) {
 DOUBLE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   NEEDS_CONTEXT;
   if (!bytes) return kInvalidValue;
-  void* made = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
-  if (!made) return kOutOfMemory;
-  std::memset(made, 0xcd, bytes);
+  const bool large = bytes >= kShareableBytes;
+  const int fd = large ? memfd_create("hc double", MFD_CLOEXEC) : -1;
+  if (large && (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0)) return kOutOfMemory;
+  void* made = large ? mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0)
+                     : std::aligned_alloc(256, (bytes + 255) / 256 * 256);
+  if (!made || made == MAP_FAILED) return kOutOfMemory;
+  std::memset(made, 0xcd, large ? 4096 : bytes);
   std::lock_guard lock(driver().mu);
   *pointer = reinterpret_cast<uint64_t>(made);
   driver().memory[*pointer] = bytes;
+  if (large) driver().shared[*pointer] = fd;
   return kSuccess;
 }
 DOUBLE_API int cuMemFree_v2(uint64_t pointer) {
   MAY_FAIL;
-  {
-    std::lock_guard lock(driver().mu);
-    if (!driver().memory.erase(pointer)) return kInvalidValue;
+  std::lock_guard lock(driver().mu);
+  const auto at = driver().memory.find(pointer);
+  if (at == driver().memory.end() || driver().mapped.contains(pointer)) return kInvalidValue;
+  if (const auto shared = driver().shared.find(pointer); shared != driver().shared.end()) {
+    munmap(host(pointer), at->second);
+    close(shared->second);
+    driver().shared.erase(shared);
+  } else {
+    std::free(host(pointer));
   }
-  std::free(host(pointer));
+  driver().memory.erase(at);
+  return kSuccess;
+}
+// Between processes, through the descriptor of the memory, found in /proc.
+struct IpcHandle {
+  char bytes[64];
+};
+struct IpcContent {
+  int pid, fd;
+  size_t bytes;
+};
+DOUBLE_API int cuIpcGetMemHandle(IpcHandle* handle, uint64_t pointer) {
+  NEEDS_CONTEXT;
+  std::lock_guard lock(driver().mu);
+  const auto shared = driver().shared.find(pointer);
+  if (shared == driver().shared.end()) return kInvalidValue;
+  const IpcContent content{getpid(), shared->second, driver().memory[pointer]};
+  std::memcpy(handle->bytes, &content, sizeof content);
+  return kSuccess;
+}
+DOUBLE_API int cuIpcOpenMemHandle_v2(uint64_t* pointer, IpcHandle handle, unsigned) {
+  NEEDS_CONTEXT;
+  IpcContent content;
+  std::memcpy(&content, handle.bytes, sizeof content);
+  if (content.pid == getpid()) return kInvalidContext;  // the original refuses memory of the process itself
+  const std::string path = "/proc/" + std::to_string(content.pid) + "/fd/" + std::to_string(content.fd);
+  const int fd = open(path.c_str(), O_RDWR | O_CLOEXEC);
+  void* at = fd < 0 ? MAP_FAILED : mmap(nullptr, content.bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (fd >= 0) close(fd);
+  if (at == MAP_FAILED) return kInvalidValue;
+  std::lock_guard lock(driver().mu);
+  *pointer = reinterpret_cast<uint64_t>(at);
+  driver().memory[*pointer] = driver().mapped[*pointer] = content.bytes;
+  return kSuccess;
+}
+DOUBLE_API int cuIpcCloseMemHandle(uint64_t pointer) {
+  NEEDS_CONTEXT;
+  std::lock_guard lock(driver().mu);
+  const auto at = driver().mapped.find(pointer);
+  if (at == driver().mapped.end()) return kInvalidValue;
+  munmap(host(pointer), at->second);
+  driver().mapped.erase(at);
+  driver().memory.erase(pointer);
   return kSuccess;
 }
 DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
