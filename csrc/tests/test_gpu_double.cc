@@ -86,7 +86,7 @@ Status ends(Engine& engine, const FrameworkOnGpu& gpu, const std::string& name, 
 
 TEST_CASE("double of CUDA and NCCL: every reduction and dtype, and nothing is left afterwards") {
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "300"}});
-  for (const char* way : {"nccl", "host"}) {
+  for (const char* way : {"nccl", "peers", "host"}) {
     CAPTURE(way);
     World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
     CHECK(world
@@ -214,7 +214,7 @@ TEST_CASE("double of CUDA and NCCL: many small and some large tensors, one by on
 
 TEST_CASE("double of CUDA and NCCL: operations that move rows, equal and not, and what one rank gets") {
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "200"}});
-  for (const char* way : {"nccl", "host"}) {
+  for (const char* way : {"nccl", "peers", "host"}) {
     CAPTURE(way);
     World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
     CHECK(

@@ -118,4 +118,85 @@ TEST_CASE("double of CUDA: every way reduces every dtype as host memory does, an
   }
 }
 
+TEST_CASE("double of CUDA: peers go in rounds where the tensors are larger than their memory") {
+  World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "peers"}, {"HOROCLONE_GPU_PEER_BYTES", "2097152"}}));
+  CHECK(world
+            .each([](Engine& engine, int rank) {
+              FrameworkOnGpu gpu(rank);
+              agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kAverage, 1, 1, 1'300'001}, "a");
+              agrees(engine, gpu, {Op::kAllreduce, DType::kU8, Reduce::kSum, 1, 1, 2'097'152}, "b");
+              agrees(engine, gpu, {Op::kReducescatter, DType::kF64, Reduce::kSum, 1, 1, 700'001}, "c");
+              agrees(engine, gpu, {Op::kReduce, DType::kI16, Reduce::kMax, 1, 1, 1'100'003}, "d");
+              // Rows: of every rank its own number, more than one round of the longest.
+              const size_t rows = 200'000 + static_cast<size_t>(rank) * 250'000;
+              const std::vector<int32_t> mine(rows, rank + 1);
+              int64_t handle = 0;
+              CHECK(submit_gpu(engine, gpu, Op::kAllgather, "g", gpu.tensor(mine), nullptr,
+                               {static_cast<int64_t>(rows)}, DType::kI32, &handle)
+                        .is_ok());
+              CHECK(enqueued(engine, gpu, handle).text() == "");
+              constexpr size_t kAll = 3 * 200'000 + 3 * 250'000;
+              auto* all = static_cast<int32_t*>(gpu.memory(kAll * 4));
+              CHECK(engine.copy_result(handle, 0, all, kAll * 4, gpu.stream).is_ok());
+              engine.release(handle);
+              std::vector<int32_t> want;
+              for (int r = 0; r < 3; ++r) want.insert(want.end(), 200'000 + static_cast<size_t>(r) * 250'000, r + 1);
+              CHECK(gpu.read(all, kAll) == want);
+              int32_t* same = gpu.tensor(std::vector<int32_t>(900'000, rank));
+              CHECK(submit_gpu(engine, gpu, Op::kBroadcast, "b", same, same, {900'000}, DType::kI32, &handle,
+                               [](Submission& s) { s.root = 2; })
+                        .is_ok());
+              CHECK(enqueued(engine, gpu, handle).text() == "");
+              engine.release(handle);
+              CHECK(gpu.read(same, 900'000) == std::vector<int32_t>(900'000, 2));
+            })
+            .text() == "");
+  CHECK(double_count("memory") == 0);
+}
+
+TEST_CASE(
+    "double of CUDA: ranks on one GPU reduce there without being asked to, or through host memory, with the reason") {
+  struct Row {
+    Settings settings;
+    Variables environment;
+    std::string why;  // empty: on the GPU
+  };
+  const std::vector<Row> rows = {
+      {{}, {}, ""},
+      {{{"HOROCLONE_NCCL_LIBRARY", "/nowhere/libnccl.so.2"}}, {}, ""},
+      {{{"HOROCLONE_GPU_KERNELS", "off"}}, {}, "HOROCLONE_GPU_KERNELS is off"},
+      {{{"HOROCLONE_NVRTC_LIBRARY", "/nowhere/libnvrtc.so.13"}}, {}, "HOROCLONE_NVRTC_LIBRARY names this file"},
+      {{{"HOROCLONE_SHARED_MEMORY", "0"}}, {}, "does not share memory"},
+      {{}, {{"HC_DOUBLE_CUDA_FAIL", "cuIpcGetMemHandle:2:1"}}, "cuIpcGetMemHandle"},
+  };
+  for (const Row& row : rows)
+    for (const bool demanded : {false, true}) {
+      CAPTURE(row.why);
+      CAPTURE(demanded);
+      if (demanded && !row.environment.empty()) continue;  // the call's number would be another
+      DoubleEnvironment environment(row.environment);
+      Settings settings = row.settings;
+      settings.emplace_back("HOROCLONE_LOG_LEVEL", "error");
+      if (demanded) settings.emplace_back("HOROCLONE_GPU_OPERATIONS", "peers");
+      const int before = double_count("pinned");
+      World world(2, gpu_settings(settings));
+      CHECK(world
+                .each([&](Engine& engine, int rank) {
+                  FrameworkOnGpu gpu(0);
+                  if (row.why.empty() || !demanded)
+                    return agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kAverage, 1, 1, 1000}, "x");
+                  float* data = gpu.tensor(std::vector<float>(8, static_cast<float>(rank)));
+                  int64_t handle = 0;
+                  CHECK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle).is_ok());
+                  const Status refused = enqueued(engine, gpu, handle);
+                  CHECK(refused.code() == Code::kUnsupported);
+                  CHECK_MESSAGE(refused.text().find(row.why) != std::string::npos, refused.text());
+                  engine.release(handle);
+                })
+                .text() == "");
+      CHECK((double_count("pinned") > before) == (!row.why.empty() && !demanded));
+      CHECK(double_count("memory") == 0);
+    }
+}
+
 }  // namespace hc

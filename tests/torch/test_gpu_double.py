@@ -147,7 +147,7 @@ class Double:
 
 def begin() -> Double:
     hvd.init()
-    double = Double(hvd.local_rank())
+    double = Double(0 if "HC_TEST_ONE_GPU" in os.environ else hvd.local_rank())
     double.install()
     return double
 
@@ -241,9 +241,32 @@ def operations() -> None:
     assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2.0, 2.0]
 
 
-@pytest.mark.parametrize("way", ["nccl", "host", "auto"])
+@pytest.mark.parametrize("way", ["nccl", "host", "auto", "peers"])
 def test_double_operations_and_dtypes(ranks, way) -> None:
     ranks(operations, HOROCLONE_GPU_OPERATIONS=way)
+
+
+def one_gpu() -> None:
+    operations()
+    double = ctypes.CDLL(os.environ["HOROCLONE_CUDA_LIBRARY"])
+    launches, pinned = (double.hc_double_count(what, 0) for what in (b"launches", b"pinned"))
+    assert launches > 50, f"the kernels reduced nothing: {launches} launches"
+    assert pinned <= 4, "more than scatter, send and receive went through host memory"
+
+
+def test_double_two_ranks_on_one_gpu_map_each_others_memory(ranks) -> None:
+    ranks(one_gpu, HC_TEST_ONE_GPU="1")
+
+
+def says_why_not() -> None:
+    begin_on = begin()
+    hvd.allreduce_(begin_on.tensor(torch.ones(5)), name="x", op=hvd.Sum)
+
+
+def test_double_memory_that_cannot_be_mapped_leaves_host_memory_and_the_reason(ranks) -> None:
+    fails = {"HC_DOUBLE_CUDA_FAIL": "cuIpcOpenMemHandle_v2:1:1"}
+    team = ranks(says_why_not, HC_TEST_ONE_GPU="1", **fails)
+    assert "cuIpcOpenMemHandle: invalid argument" in "".join(team.outputs()), team.outputs()
 
 
 def groups() -> None:
@@ -355,3 +378,28 @@ def test_double_a_killed_rank_is_named_and_the_streams_of_the_others_go_on(ranks
     assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
     words = "remote process exited or there was a network error"
     assert (words in heard["text"]) == noticed, heard
+
+
+def dies_between_peers() -> None:
+    double = begin()
+    data = double.tensor(torch.ones(100_000))
+    hvd.synchronize(hvd.allreduce_async_(data, name="first", op=hvd.Sum))
+    if hvd.rank() == 1:
+        handle = hvd.allreduce_async_(data, name="w", op=hvd.Sum)
+        os.kill(os.getpid(), signal.SIGKILL)
+        hvd.synchronize(handle)
+    began = time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        hvd.synchronize(hvd.allreduce_async_(data, name="w", op=hvd.Sum))
+        hvd.allreduce(torch.ones(1), name="after")
+    say(seconds=time.monotonic() - began, rank=caught.value.rank, text=str(caught.value))
+    double.synchronize()  # no stream waits for the dead rank
+    with pytest.raises(HorovodInternalError):
+        hvd.allreduce(torch.ones(1), name="after that")
+    hvd.shutdown()
+
+
+def test_double_a_killed_peer_on_the_same_gpu_is_named_and_nothing_hangs(ranks) -> None:
+    team = ranks(dies_between_peers, expect=[0, -signal.SIGKILL], HC_TEST_ONE_GPU="1")
+    heard = team.said(0, "seconds")[0]
+    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
