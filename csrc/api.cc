@@ -5,6 +5,7 @@
 #include "base/config.h"
 #include "collective/quantize.h"
 #include "collective/reduce.h"
+#include "collective/selection.h"
 #include "device/probe.h"
 #include "engine/engine.h"
 #include "horoclone.h"
@@ -344,6 +345,11 @@ const char* hc_build_info(void) {
   return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion,
                           ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"", hc::simd_name(),
                           "\",\"features\":{\"nccl\":true}}"));
+}
+const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n) {
+  auto config = hc::Config::read(settings_of(names, values, n));
+  const hc::Tuning t = hc::Tuning::of(config.is_ok() ? config.take() : hc::Config());
+  return keep(hc::selection_json({t.flat_bytes, t.ring_from_bytes, t.two_level}));
 }
 const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));

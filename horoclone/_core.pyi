@@ -166,6 +166,9 @@ def dequantize(
 ) -> None: ...
 def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
 def build_info() -> str: ...  # JSON: version, compiler, simd, features
+def selection_report(settings: dict[str, str]) -> str:
+    """JSON: by layout, rows {"operation", "from_bytes", "algorithm"}."""
+
 def device_report(settings: dict[str, str]) -> str:
     """JSON: {"cuda": {"found", "file", "version", "devices"} or {"found": false, "reason"}, "nccl": the same and "where"}."""
 

@@ -144,11 +144,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
-    from horoclone import observe
+    from horoclone import observe, selection
     from horoclone.bootstrap import mpi_link
     from horoclone.gpu_libraries import with_libraries
 
-    runtime = _core().Runtime(with_libraries(settings_of(os.environ)))
+    settings = with_libraries(settings_of(os.environ))
+    runtime = _core().Runtime(selection.with_remembered(settings, os.environ, job.size))
     try:
         observe.watch_stack(runtime, os.environ)
         own = mpi_link.offer(os.environ, job.name)
@@ -160,6 +161,10 @@ def _connect(job: Job, deadline: float) -> Runtime:
         mpi = mpi_link.agree(offers, job.name, deadline)
         remaining_s = max(0.1, deadline - time.monotonic())
         runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi)
+        if job.rank == 0 and job.size > 1:
+            found = json.loads(runtime.counters())
+            if found["selection"] == "probe" and runtime.local_size == job.size:
+                selection.remember(os.environ, job.size, found["autotune"]["flat_bytes"])
     except BaseException:
         try:
             runtime.shutdown(0.0)

@@ -87,6 +87,9 @@ struct KnobRule {
     KnobRule::word("auto|host|gloo|mpi|ccl"),                                                               \
     "How data goes between machines: mpi: through the MPI that mpi4py loads; auto: through it where the "     \
     "process uses MPI already and it is the faster one; host, gloo, ccl: over TCP.")                          \
+  X(std::string, selection, "", "SELECTION", "", KnobRule::text(),                                          \
+    "Where the sizes at which algorithms change come from, as far as they leave results alone: empty: from a " \
+    "short probe in init, remembered per host; fixed: the defaults of this table; flat_bytes=N: given.")     \
   X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
     "Instruction set of the reductions; all of them give the same bits.")                                   \
   /* devices */                                                                                             \

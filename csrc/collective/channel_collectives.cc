@@ -6,6 +6,7 @@
 #include "collective/collective.h"
 #include "collective/schedule.h"
 #include "collective/schedule_runner.h"
+#include "collective/selection.h"
 
 namespace hc {
 namespace {
@@ -73,9 +74,11 @@ Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
   shape.pack = task.pieces.size() > 1;
   shape.load = shape.pack || task.scale.pre != 1.0 ? Load::kCopy : Load::kNone;
   shape.in_place = task.pieces.size() == 1 && task.pieces[0].in == task.pieces[0].out;
-  const bool few = task.bytes() < task.ring_from_bytes;
-  if (task.algorithm == Algorithm::kRecursiveDoubling || (task.algorithm == Algorithm::kAuto && few))
-    return plan_recursive_doubling(shape);
+  const Thresholds thresholds{.ring_from_bytes = task.ring_from_bytes};
+  const Algorithm algorithm = task.algorithm != Algorithm::kAuto ? task.algorithm
+                                                                 : select_algorithm(task.op, task.reduce, task.bytes(),
+                                                                                    Layout::kSeveralNodes, thresholds);
+  if (algorithm == Algorithm::kRecursiveDoubling) return plan_recursive_doubling(shape);
   HC_TRY(check_algorithm(task, Algorithm::kRing));
   return plan_ring_allreduce(shape);
 }

@@ -3,6 +3,7 @@
 // slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
 // Thread: the thread that drives the engine.
 #include "collective/shared.h"
+#include "collective/selection.h"
 
 #include <algorithm>
 #include <cstring>
@@ -347,8 +348,6 @@ size_t flat_payload(const Task& task) {
       for (size_t c : task.counts) n += c;
       return n * item;
     }
-    case Op::kAlltoall:
-      return SIZE_MAX;  // where my part lies in a peer's slot depends on counts I do not know
     default:
       return task.bytes();
   }
@@ -375,8 +374,11 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
         std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
   }
   const size_t payload = flat_payload(task);
-  const size_t flat_bytes = std::min(task.flat_bytes, kFlatSlotBytes);
-  if (payload <= (task.algorithm == Algorithm::kSharedBlocked ? 0 : flat_bytes))
+  // Nothing to move is a meeting, whatever the task demands.
+  const bool blocked = task.algorithm == Algorithm::kSharedBlocked && payload > 0;
+  const Algorithm selected =
+      select_algorithm(task.op, task.reduce, payload, Layout::kOneNode, {.flat_bytes = task.flat_bytes});
+  if (!blocked && selected == Algorithm::kSharedFlat)
     return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));
   return make_blocked_collective(std::move(task), group);
 }

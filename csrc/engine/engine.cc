@@ -55,7 +55,7 @@ Status Engine::connect(const MeshMembers& members) {
   // theirs, which it answers as soon as it runs.
   if (members.rank == 0) start_configured_timeline();
   HC_TRY(agree_on_settings(members));
-  HC_TRY(choose_way_between_nodes(members));
+  HC_TRY(select(members));
   if (members.rank != 0) start_configured_timeline();
   return Status::ok();
 }
@@ -81,10 +81,14 @@ Status Engine::run_in_init(const Submission& s, const MeshMembers& members) {
 // Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This
 // is also the first operation: nobody uses a lane before everybody has prepared its own.
 Status Engine::agree_on_settings(const MeshMembers& members) {
-  double table[kKnobCount + 2] = {};
-  for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(Tuning::of(config_), static_cast<Knob>(k));
+  Tuning start = Tuning::of(config_);
+  SelectionSource source{};
+  HC_TRY(start_selection(&start, &source));
+  double table[kKnobCount + 3] = {};
+  for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(start, static_cast<Knob>(k));
   table[kKnobCount] = config_.shared_memory;
   table[kKnobCount + 1] = config_.control_fanout;
+  table[kKnobCount + 2] = static_cast<double>(source);
   const int64_t shape[] = {std::size(table)};
   const Submission::Tensor tensor{table, table, shape, DType::kF64};
   Submission s;
@@ -102,13 +106,14 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
                  " and ", static_cast<int>(table[kKnobCount + 1]), " for rank 0; set it alike for all");
   enter_gate();
   for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
+  sets_[0]->express_bytes = express_bytes_ = agreed_tuning_.flat_bytes;
   if (!tuned_) {  // rank 0 may have gone on and changed them already
     sets_[0]->tuning = agreed_tuning_;
     adopt(agreed_tuning_);
   }
   if (sets_[0]->coordinator) sets_[0]->coordinator->set_fusion_bytes(agreed_tuning_.fusion_bytes);
-  start_tuner();
   leave_gate();
+  selection_source_.store(static_cast<SelectionSource>(static_cast<int>(table[kKnobCount + 2])));
   return Status::ok();
 }
 
@@ -167,6 +172,7 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     group.lane = set->lane.get();
     set->express.attach(set->lane.get());
     set->express_allowed = config_.express;
+    set->express_bytes = express_bytes_;
   }
   set->may_be_two_level = may_be_two_level(*set);
   set->tree = ControlTree::make(group.node, config_.control_fanout);

@@ -126,6 +126,11 @@ class Engine {
   Status run_in_init(const Submission& s, const MeshMembers& members);
 
   // engine_select.cc
+  enum class SelectionSource { kFixed, kGiven, kProbe };
+  Status select(const MeshMembers& members);
+  Status start_selection(Tuning* start, SelectionSource* source) const;
+  Status probe_flat(const MeshMembers& members);
+  Status time_turns(const MeshMembers& members, const std::string& name, std::vector<float>* values, double* took_s);
   struct WayTimes;
   Status use_mpi(bool on);
   Status choose_way_between_nodes(const MeshMembers& members);
@@ -242,6 +247,7 @@ class Engine {
   void note_batch(const ProcessSet& set, TimePoint planned);
   void note_frozen(ProcessSet& set, const Operation& op, const FrozenCollective& run);
   void note_done(const Operation& op, const Status& status);
+  const char* selected_by() const;
 
   // engine_tune.cc
   void start_tuner();
@@ -280,6 +286,7 @@ class Engine {
   std::shared_ptr<Gpu> gpu_;
   std::atomic<bool> has_gpu_{false};
   std::atomic<bool> by_mpi_{false};  // data between nodes
+  std::atomic<SelectionSource> selection_source_{SelectionSource::kFixed};
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false};
@@ -303,6 +310,7 @@ class Engine {
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes
   TimePoint next_timer_{}, next_stall_report_{}, last_mismatch_save_{};
   Inquiry inquiry_;
+  size_t express_bytes_ = 16 * kKiB;  // agreed; constant after connect
   Tuning agreed_tuning_;              // rank 0's settings at init; constant after connect
   Tuning tuning_;                     // the newest that this rank knows of; its coordinators pass it on
   std::unique_ptr<Autotuner> tuner_;  // on rank 0 while it searches

@@ -227,6 +227,11 @@ void Engine::note_frozen(ProcessSet& set, const Operation& op, const FrozenColle
   timeline_.started(op, run.algorithm(), true, at);
 }
 
+const char* Engine::selected_by() const {
+  const SelectionSource source = selection_source_.load();
+  return source == SelectionSource::kProbe ? "probe" : source == SelectionSource::kGiven ? "given" : "fixed";
+}
+
 std::string Engine::counters_json() const {
   const auto get = [](const std::atomic<uint64_t>& c) { return c.load(std::memory_order_relaxed); };
   std::string lateness;
@@ -250,7 +255,7 @@ std::string Engine::counters_json() const {
                  ",\"express\":", get(counters_.express), ",\"sleeps\":", get(counters_.sleeps),
                  ",\"steps\":", get(counters_.steps), ",\"pings\":", get(counters_.pings),
                  ",\"live_handles\":", handles_.live(), ",\"last_ready\":{", lateness, "},\"autotune\":", autotune,
-                 ",\"between_nodes\":\"", by_mpi_.load() ? "mpi" : "tcp",
+                 ",\"between_nodes\":\"", by_mpi_.load() ? "mpi" : "tcp", "\",\"selection\":\"", selected_by(),
                  "\",\"mesh\":", mesh_->counters_json(), "}");
 }
 

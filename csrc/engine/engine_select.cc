@@ -1,6 +1,9 @@
-// Chooses, during init, by which way data goes between nodes: TCP, or MPI where the ranks share one. Thread: the one
-// that calls connect; nothing else runs.
+// What init tries out, as far as it changes no bit of a result: up to which size shared memory is used the flat way,
+// and whether data between nodes goes over TCP or through an MPI. Thread: the one that calls connect; nothing else
+// runs.
 #include <algorithm>
+#include <cstdlib>
+#include <string_view>
 
 #include "engine/engine.h"
 
@@ -12,7 +15,138 @@ constexpr double kProbeLimitS = 0.02;  // no larger size is tried once a round t
 constexpr int kRuns = 3;               // of each way and size; the fastest counts, as nothing makes a run too fast
 constexpr double kWorthwhile = 0.9;    // TCP is kept unless MPI takes at most this part of its time
 
+constexpr size_t kFlatSizes[] = {8 * kKiB, 16 * kKiB, 32 * kKiB};  // the last is what a flat slot holds
+constexpr size_t kFlatCandidates[] = {4 * kKiB, 8 * kKiB, 16 * kKiB, 32 * kKiB};
+constexpr int kFlatRuns = 3, kFlatTurns = 8;  // the fastest of so many runs of so many allreduces
+constexpr double kFlatBudgetS = 0.03;
+constexpr double kFlatGain = 0.05;  // the default stays unless another size saves this much on average
+
+struct FlatTimes {
+  double flat_s[std::size(kFlatSizes)], blocked_s[std::size(kFlatSizes)];
+};
+
+// How much longer the sizes take with this threshold than each in its faster way, on average.
+double loss_of(size_t threshold, const FlatTimes& t) {
+  double sum = 0;
+  for (size_t i = 0; i < std::size(kFlatSizes); ++i)
+    sum += (kFlatSizes[i] <= threshold ? t.flat_s[i] : t.blocked_s[i]) / std::min(t.flat_s[i], t.blocked_s[i]) - 1;
+  return sum / std::size(kFlatSizes);
+}
+
+size_t best_threshold(size_t now, const FlatTimes& times) {
+  size_t best = now;
+  for (const size_t candidate : kFlatCandidates)
+    if (loss_of(candidate, times) < loss_of(best, times)) best = candidate;
+  return loss_of(now, times) - loss_of(best, times) > kFlatGain ? best : now;
+}
+
+// "flat_bytes=8192"
+Status parse_selection(const std::string& text, double* flat_bytes) {
+  constexpr std::string_view head = "flat_bytes=";
+  const char* digits = text.c_str() + std::min(text.size(), head.size());
+  char* end = nullptr;
+  const unsigned long long value = std::strtoull(digits, &end, 10);
+  if (!text.starts_with(head) || end == digits || *end != 0 || value > 32 * kKiB)
+    return error(Code::kInvalidArgument, "HOROCLONE_SELECTION='", text,
+                 "' is not valid: accepted is nothing, fixed, or flat_bytes=N with N from 0 to 32768.");
+  *flat_bytes = static_cast<double>(value);
+  return Status::ok();
+}
+
 }  // namespace
+
+// On rank 0: from where the thresholds come that init may find out.
+Status Engine::start_selection(Tuning* start, SelectionSource* source) const {
+  *source = SelectionSource::kFixed;
+  if (config_.selection == "fixed" || config_.given.contains("FLAT_BYTES")) return Status::ok();
+  *source = SelectionSource::kProbe;
+  if (config_.selection.empty()) return Status::ok();
+  *source = SelectionSource::kGiven;
+  double flat_bytes = 0;
+  HC_TRY(parse_selection(config_.selection, &flat_bytes));
+  start->flat_bytes = static_cast<size_t>(flat_bytes);
+  return Status::ok();
+}
+
+// What is tried out; then autotune may start.
+Status Engine::select(const MeshMembers& members) {
+  const ProcessSet& world = *sets_[0];
+  const bool one_node = world.size() > 1 && world.lane && world.lane->size() == world.size();
+  if (one_node && selection_source_.load() == SelectionSource::kProbe) HC_TRY(probe_flat(members));
+  HC_TRY(choose_way_between_nodes(members));
+  enter_gate();
+  start_tuner();
+  leave_gate();
+  return Status::ok();
+}
+
+// kFlatTurns allreduces, one after the other, on every rank; the time is rank 0's.
+Status Engine::time_turns(const MeshMembers& members, const std::string& name, std::vector<float>* values,
+                          double* took_s) {
+  const int64_t shape[] = {static_cast<int64_t>(values->size())};
+  const Submission::Tensor tensor{values->data(), values->data(), shape, DType::kF32};
+  Submission s;
+  s.reduce = Reduce::kMax;
+  s.name = name;
+  s.tensors = {&tensor, 1};
+  s.will_wait = true;
+  HC_TRY(run_in_init(s, members));
+  const TimePoint start = Clock::now();
+  for (int turn = 0; turn < kFlatTurns; ++turn) HC_TRY(run_in_init(s, members));
+  *took_s = std::min(*took_s, seconds_between(start, Clock::now()));
+  return Status::ok();
+}
+
+// Rank 0 changes the threshold as autotune does, with its next plan, and says at the end what it is to be.
+Status Engine::probe_flat(const MeshMembers& members) {
+  FlatTimes times;
+  double verdict[2] = {1, 0};  // go on; the threshold
+  const int64_t two[] = {2};
+  const Submission::Tensor tensor{verdict, verdict, two, DType::kF64};
+  Submission say;
+  say.op = Op::kBroadcast;
+  say.tensors = {&tensor, 1};
+  say.will_wait = true;
+  const TimePoint begun = Clock::now();
+  const auto set_flat = [this](size_t bytes) {
+    if (mesh_->rank() != 0) return;
+    enter_gate();
+    Tuning tuning = tuning_;
+    tuning.flat_bytes = bytes;
+    adopt(tuning);
+    leave_gate();
+  };
+  const size_t start = agreed_tuning_.flat_bytes;
+  const auto allow_express = [this](bool allowed) {  // it would hide what is to be compared
+    enter_gate();
+    sets_[0]->express_allowed = allowed && config_.express;
+    leave_gate();
+  };
+  allow_express(false);
+  for (size_t i = 0; i < std::size(kFlatSizes) && verdict[0] != 0; ++i) {
+    std::vector<float> values(kFlatSizes[i] / sizeof(float), 1.0f);
+    times.flat_s[i] = times.blocked_s[i] = 1e9;
+    for (int run = 0; run < 2 * kFlatRuns; ++run) {
+      const bool flat = run % 2 == 0;
+      set_flat(flat ? kFlatSizes[i] : 0);
+      HC_TRY(time_turns(members, text_of("horoclone.probe.flat.", i), &values,
+                        flat ? &times.flat_s[i] : &times.blocked_s[i]));
+    }
+    const bool last = i + 1 == std::size(kFlatSizes);
+    const double spent_s = seconds_between(begun, Clock::now());
+    verdict[0] = !last && spent_s * (i + 2) / (i + 1) < kFlatBudgetS;
+    verdict[1] = static_cast<double>(last ? best_threshold(start, times) : start);
+    say.name = "horoclone.probe.flat";
+    HC_TRY(run_in_init(say, members));
+  }
+  allow_express(true);
+  enter_gate();
+  agreed_tuning_.flat_bytes = static_cast<size_t>(verdict[1]);
+  sets_[0]->tuning = agreed_tuning_;
+  adopt(agreed_tuning_);
+  leave_gate();
+  return Status::ok();
+}
 
 struct Engine::WayTimes {
   double tcp_s = 1e9, mpi_s = 1e9;

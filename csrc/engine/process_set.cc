@@ -15,12 +15,12 @@ constexpr int kMostWanted = 4096;
 constexpr size_t kFillBytes = 256 * kKiB;
 constexpr int kLooksWithoutNews = 48;  // some microseconds: a Python loop submits faster
 
-bool goes_express(const Operation& op, const Tuning& tuning) {
+bool goes_express(const Operation& op, size_t limit) {
   const Signature& s = op.signature();
   if (s.op != Op::kAllreduce || s.reduce == Reduce::kAdasum || s.device || s.in_arena || s.tensors.size() != 1)
     return false;
   const size_t bytes = static_cast<size_t>(s.tensors[0].count()) * size_of(s.tensors[0].dtype);
-  return bytes > 0 && bytes <= std::min(kExpressBytes, tuning.flat_bytes) && op.out[0];
+  return bytes > 0 && bytes <= std::min(kExpressBytes, limit) && op.out[0];
 }
 
 // An allreduce of one tensor that is not agreed on first.
@@ -139,7 +139,7 @@ Operation* ProcessSet::take_armed(int32_t flag) {
 
 bool ProcessSet::start_express(Operation* op) {
   if (!express.is_on() || pending.size() != 1 || runner || !queue.empty()) return false;
-  if (!goes_express(*op, tuning)) return false;
+  if (!goes_express(*op, express_bytes)) return false;
   const uint32_t cached = cache.find(op->request);
   if (cached == kNoSlot) return false;
   auto turn =
@@ -169,7 +169,7 @@ bool ProcessSet::suits_express(const Plan& plan) {
   const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
   const bool suits = b && b->op == Op::kAllreduce && b->error == Code::kOk && b->entries.size() == 1 &&
                      b->entries[0].slot != kNoSlot && !b->entries[0].assigned && !b->entries[0].has_signature &&
-                     coordinator->pending() == 0 && pending.size() == 1 && !join && goes_express(*pending[0], tuning);
+                     coordinator->pending() == 0 && pending.size() == 1 && !join && goes_express(*pending[0], express_bytes);
   trial.alike = suits ? trial.alike + 1 : 0;
   if (trial.alike < trial.wanted) return false;
   const bool paid = express.successes() - trial.successes_before >= kTurnsThatPay;

@@ -235,6 +235,8 @@ HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* t
 HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans: pending tensors, plan, peers */
 HC_EXPORT const char* hc_knobs(void);              /* the table of settings: [{name, type, default, help, horovod}] */
 HC_EXPORT const char* hc_build_info(void);
+/* Which algorithm runs for each operation, by size and layout; settings as for hc_runtime_create. */
+HC_EXPORT const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n);
 /* Which CUDA driver and which NCCL can be used here, or why not; settings as for hc_runtime_create. Makes no context.
  */
 HC_EXPORT const char* hc_device_report(const char* const* names, const char* const* values, int32_t n);

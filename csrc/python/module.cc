@@ -121,6 +121,11 @@ std::string device_report(const std::map<std::string, std::string>& settings) {
   return hc_device_report(given.names.data(), given.values.data(), given.count());
 }
 
+std::string selection_report(const std::map<std::string, std::string>& settings) {
+  const Settings given(settings);
+  return hc_selection_report(given.names.data(), given.values.data(), given.count());
+}
+
 class Runtime {
  public:
   explicit Runtime(const std::map<std::string, std::string>& settings) {
@@ -459,6 +464,7 @@ PYBIND11_MODULE(_core, m) {
       .def("describe", &Runtime::describe);
   m.def("knobs", &hc_knobs);
   m.def("build_info", &hc_build_info);
+  m.def("selection_report", &selection_report, "settings"_a);
   m.def("device_report", &device_report, "settings"_a);
   m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
 }

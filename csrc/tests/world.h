@@ -17,7 +17,7 @@ class World {
   using Body = std::function<void(Engine&, int rank)>;
 
   explicit World(int size, std::vector<std::pair<std::string, std::string>> settings = {}) : size_(size) {
-    settings_ = {{"HOROCLONE_ARENA_BYTES", std::to_string(1ull << 30)}};
+    settings_ = {{"HOROCLONE_ARENA_BYTES", std::to_string(1ull << 30)}, {"HOROCLONE_SELECTION", "fixed"}};
     settings_.insert(settings_.end(), settings.begin(), settings.end());
   }
 

@@ -237,6 +237,10 @@ def _devices() -> list[Finding]:
     return findings
 
 
+def _selection() -> list[Finding]:
+    return [Finding(item.name, OK if item.found else NOTE, item.detail) for item in inventory.selection()]
+
+
 def _records() -> list[Finding]:
     """What an earlier job left in HOROCLONE_RECORDER_DIR."""
     folder = os.environ.get("HOROCLONE_RECORDER_DIR")
@@ -260,7 +264,7 @@ def _records() -> list[Finding]:
 
 
 _CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices, _records,
+    _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices, _selection, _records,
 )  # fmt: skip
 
 

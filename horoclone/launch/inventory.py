@@ -12,12 +12,15 @@ import subprocess
 import sys
 from typing import Any, NamedTuple
 
+from horoclone.selection import remembered
+
 # A process of its own, because asking the GPU driver starts it, after which a process must not fork any more.
 _PROBE = """import json, os, horoclone._core as core
 from horoclone.gpu_libraries import with_libraries
 from horoclone.settings import settings_of
-devices = json.loads(core.device_report(with_libraries(settings_of(os.environ))))
-print(json.dumps({'file': core.__file__, 'build': json.loads(core.build_info()), 'devices': devices}))
+settings = with_libraries(settings_of(os.environ))
+print(json.dumps({'file': core.__file__, 'build': json.loads(core.build_info()),
+    'devices': json.loads(core.device_report(settings)), 'selection': json.loads(core.selection_report(settings))}))
 """
 _PROBE_LIMIT_S = 20.0
 
@@ -111,7 +114,7 @@ def controllers() -> list[Item]:
 
 @functools.lru_cache(maxsize=1)
 def core() -> dict[str, Any]:
-    """{'file', 'build', 'devices'} from a process of its own that loads the native module, or {'error'}."""
+    """What _PROBE prints, from a process of its own that loads the native module, or {'error'}."""
     if not module_exists("horoclone._core"):
         return {
             "error": "the native module is not built: pip install . (from the source folder; needs g++ >= 11)"
@@ -174,6 +177,36 @@ def gpu_kernels() -> Item:
         return Item("GPU kernels", True, kernels["where"])
     nvrtc = f"compiled at the first use by NVRTC {kernels['version']}, {kernels['file']} ({kernels['where']})"
     return Item("GPU kernels", True, nvrtc)
+
+
+def selection() -> list[Item]:
+    """Which algorithm runs, one row for each layout of ranks; then what init has measured on this host."""
+    native = core()
+    if "error" in native:
+        return [Item("algorithms", False, native["error"])]
+    rows = [
+        Item(f"algorithms, {layout}", True, _table(table)) for layout, table in native["selection"].items()
+    ]
+    for key, flat_bytes in remembered(os.environ).items():
+        rows.append(Item("measured", True, f"{key}: shm flat up to {_size(flat_bytes)}"))
+    return rows
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    """`allreduce, broadcast: shm flat, shm blocks from 16 KiB; alltoall: shm blocks`"""
+    steps: dict[str, list[str]] = {}
+    for row in rows:
+        start = f" from {_size(row['from_bytes'])}" if row["from_bytes"] else ""
+        steps.setdefault(row["operation"], []).append(row["algorithm"] + start)
+    operations: dict[str, list[str]] = {}
+    for operation, path in steps.items():
+        operations.setdefault(", ".join(path), []).append(operation)
+    return "; ".join(f"{', '.join(names)}: {path}" for path, names in operations.items())
+
+
+def _size(count: int) -> str:
+    """Thresholds are whole KiB, or one byte more: then it is the size above which."""
+    return f"{count // 1024} KiB" if count >= 1024 else f"{count} B"
 
 
 def operations() -> list[Item]:

@@ -1,0 +1,86 @@
+// The table of algorithms: what it says is what runs, and the probe of init finds thresholds that all ranks share.
+#include <doctest/doctest.h>
+
+#include "collective/selection.h"
+#include "tests/mesh_world.h"
+#include "tests/world.h"
+
+using namespace hc;
+
+TEST_CASE("selection: over channels the table's algorithm is made, on both sides of every edge") {
+  MemoryMesh mesh(2, 1);
+  const Group group = group_on(mesh, first_ranks(2), 0);
+  const Thresholds thresholds{.ring_from_bytes = 4096};
+  std::vector<float> data(1 << 16);
+  for (const Selection& row : selection_table(Layout::kSeveralNodes, thresholds)) {
+    CAPTURE(row.from_bytes);
+    CAPTURE(name_of(row.op));
+    if (row.algorithm == Algorithm::kAuto) continue;
+    for (const size_t bytes : {row.from_bytes, row.from_bytes + 4}) {
+      const size_t count = bytes / 4;
+      Task task;
+      task.op = row.op;
+      task.ring_from_bytes = thresholds.ring_from_bytes;
+      task.pieces = {{reinterpret_cast<std::byte*>(data.data()), reinterpret_cast<std::byte*>(data.data()), count}};
+      task.counts = task.received_counts = {count, 0};
+      if (row.op == Op::kReducescatter || row.op == Op::kAllgather) task.counts = {count, 0};
+      auto made = make_collective(task, group);
+      REQUIRE_MESSAGE(made.is_ok(), made.status().text());
+      CHECK(std::string(made.value()->algorithm()) == name_of(row.algorithm));
+      if (row.op == Op::kAllreduce && row.from_bytes > 0) {
+        task.pieces[0].count = (row.from_bytes - 4) / 4;
+        CHECK(std::string(make_collective(task, group).value()->algorithm()) != name_of(row.algorithm));
+      }
+    }
+  }
+}
+
+TEST_CASE("selection: rows are in order, start at nothing, and change where the thresholds say") {
+  const Thresholds thresholds{.flat_bytes = 8192, .ring_from_bytes = 1 << 20};
+  for (const Layout layout : {Layout::kOneNode, Layout::kSeveralNodes, Layout::kSeveralNodesOfSeveral}) {
+    const auto table = selection_table(layout, thresholds);
+    for (size_t i = 0; i < table.size(); ++i) {
+      const bool first = i == 0 || table[i].op != table[i - 1].op;
+      CHECK((table[i].from_bytes == 0) == first);
+      if (!first) CHECK(table[i].from_bytes > table[i - 1].from_bytes);
+      CHECK(select_algorithm(table[i].op, Reduce::kSum, table[i].from_bytes, layout, thresholds) == table[i].algorithm);
+    }
+  }
+  CHECK(select_algorithm(Op::kAllreduce, Reduce::kSum, 8192, Layout::kOneNode, thresholds) == Algorithm::kSharedFlat);
+  CHECK(select_algorithm(Op::kAllreduce, Reduce::kSum, 8193, Layout::kOneNode, thresholds) ==
+        Algorithm::kSharedBlocked);
+  CHECK(select_algorithm(Op::kAllreduce, Reduce::kSum, 1 << 19, Layout::kSeveralNodesOfSeveral, thresholds) ==
+        Algorithm::kTwoLevel);
+  CHECK(selection_json(thresholds)
+            .find("{\"operation\":\"allreduce\",\"from_bytes\":8193,\"algorithm\":\"shm "
+                  "blocks\"}") != std::string::npos);
+}
+
+TEST_CASE("selection: the probe ends with one threshold for all ranks, and what was given is not probed") {
+  for (const std::string given : {"", "flat_bytes=8192", "fixed"}) {
+    CAPTURE(given);
+    std::vector<std::string> counters(3);
+    const Status status = World(3, {{"HOROCLONE_SELECTION", given}}).each([&](Engine& engine, int rank) {
+      // A set that is made later has the same.
+      int id = 0;
+      REQUIRE(engine.add_process_set({0, 2}, &id).is_ok());
+      counters[rank] = engine.counters_json();
+    });
+    REQUIRE_MESSAGE(status.is_ok(), status.text());
+    const auto field = [&](int rank, const std::string& name) {
+      const size_t at = counters[rank].find("\"" + name + "\":") + name.size() + 3;
+      return counters[rank].substr(at, counters[rank].find_first_of(",}", at) - at);
+    };
+    for (int rank = 1; rank < 3; ++rank) {
+      CHECK(field(rank, "flat_bytes") == field(0, "flat_bytes"));
+      CHECK(field(rank, "selection") == field(0, "selection"));
+    }
+    CHECK(field(0, "selection") == (given.empty() ? "\"probe\"" : given == "fixed" ? "\"fixed\"" : "\"given\""));
+    if (given == "fixed") CHECK(field(0, "flat_bytes") == "16384");
+    if (given == "flat_bytes=8192") CHECK(field(0, "flat_bytes") == "8192");
+  }
+  for (const std::string bad : {"flat_bytes=", "flat_bytes=-1", "flat_bytes=33000", "quick"}) {
+    const Status status = World(2, {{"HOROCLONE_SELECTION", bad}}).each([](Engine&, int) {});
+    CHECK(status.text().find("HOROCLONE_SELECTION='" + bad + "' is not valid") != std::string::npos);
+  }
+}
