@@ -1,7 +1,9 @@
-"""The step time of one Keras model: with horoclone, without communication, and in MultiWorkerMirroredStrategy.
+"""The step time of one model: with horoclone, without communication, and with what the framework has of its own.
 
-`python benchmarks/step.py`. Every contestant has its own processes, which take turns in random order; while one trains,
-the others sleep. Overhead is what a step takes longer than the same number of processes that do not communicate.
+`python benchmarks/step.py` compares in Keras (with MultiWorkerMirroredStrategy), `--framework torch` in PyTorch (with
+DistributedDataParallel over gloo, as it is and with gradients as views of its buckets). Every contestant has its own
+processes, which take turns in random order; while one trains, the others sleep. Overhead is what a step takes longer
+than the same number of processes that do not communicate.
 Exit codes: 0, 1 a rank failed or the contestants' models differ, 3 too noisy for a conclusion.
 """
 
@@ -42,7 +44,20 @@ CONTESTANTS = {
     "Keras 3 JAX horoclone": ("horoclone", "jax"),
     "Keras 3 torch alone": ("alone", "torch"),
     "Keras 3 torch horoclone": ("horoclone", "torch"),
+    "torch one rank": ("single", "plain"),
+    "torch one rank, initialised": ("single-init", "plain"),
+    "torch alone": ("alone", "plain"),
+    "torch horoclone": ("horoclone", "plain"),
+    "torch DDP": ("ddp", "plain"),
+    "torch DDP-view": ("ddp-view", "plain"),
 }
+RIVALS = {  # whose overhead is compared with whose
+    "tf_keras MultiWorkerMirrored": "tf_keras horoclone",
+    "torch DDP": "torch horoclone",
+    "torch DDP-view": "torch horoclone",
+}
+BY_FRAMEWORK = {"keras": list(CONTESTANTS)[:4], "torch": list(CONTESTANTS)[-6:]}
+NEED_PORTS = ("multiworker", "ddp", "ddp-view")
 START_S = 900.0  # a contestant imports its framework
 
 
@@ -95,19 +110,21 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--np", type=int, default=2, help="ranks (2)")
-    parser.add_argument("--model", choices=("dense", "resnet50", "tiny"), default="dense",
-                        help="the first two have 100 MB")  # fmt: skip
+    parser.add_argument("--model", choices=("dense", "resnet50", "small", "tiny"), default="dense",
+                        help="the first two have 100 MB, small (torch only) 200 tensors of up to 16 KiB")  # fmt: skip
+    parser.add_argument("--framework", choices=list(BY_FRAMEWORK), default="keras")
     parser.add_argument("--batch", type=int, help="rows per rank (dense: 32, resnet50: 4)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a contestant in a round")
-    parser.add_argument("--contestants", type=lambda text: text.split(","), default=list(CONTESTANTS)[:4],
-                        help=f"of {','.join(CONTESTANTS)}; \"all\" for all (the first four)")  # fmt: skip
+    parser.add_argument("--contestants", type=lambda text: text.split(","), default=[],
+                        help=f"of {','.join(CONTESTANTS)}; \"all\" for all (the framework's)")  # fmt: skip
     parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
     parser.add_argument("--force", action="store_true", help="run although others use the machine")
     parser.add_argument("--json", type=Path, help="write everything here")
     arguments = parser.parse_args(argv)
     if arguments.contestants == ["all"]:
         arguments.contestants = list(CONTESTANTS)
+    arguments.contestants = arguments.contestants or BY_FRAMEWORK[arguments.framework]
     if unknown := [name for name in arguments.contestants if name not in CONTESTANTS]:
         parser.error(f"no contestant {unknown[0]!r}")
     arguments.batch = arguments.batch or {"resnet50": 4}.get(arguments.model, 32)
@@ -119,10 +136,10 @@ class Crew:
 
     def __init__(self, name: str, arguments: argparse.Namespace, folder: Path) -> None:
         kind, backend = CONTESTANTS[name]
-        ports = [f"127.0.0.1:{port}" for port in free_ports(arguments.np)] if kind == "multiworker" else []
+        ports = [f"127.0.0.1:{port}" for port in free_ports(arguments.np)] if kind in NEED_PORTS else []
         address = str(folder / name.replace(" ", "-"))
         self.name = name
-        self.size = 1 if kind == "single" else arguments.np
+        self.size = 1 if kind.startswith("single") else arguments.np
         self.processes: list[subprocess.Popen[bytes]] = []
         self.ranks: list[Connection[Any, Any]] = []
         self.listener = Listener(address, family="AF_UNIX", backlog=arguments.np)
@@ -213,9 +230,11 @@ def disagreements(outcomes: dict[str, Any]) -> list[str]:
     for name, outcome in together.items():
         if len({rank["digest"] for rank in outcome["ranks"]}) != 1:
             found.append(f"the ranks of {name}: {outcome['ranks']}")
-    digests = {n: o["ranks"][0]["digest"] for n, o in together.items() if CONTESTANTS[n][1] == "legacy"}
-    if digests and max(digests.values()) - min(digests.values()) > 1e-4 * max(digests.values()):
-        found.append(f"the sums of weights {digests}")
+    for backend in ("legacy", "plain"):
+        alike = {n: o for n, o in together.items() if CONTESTANTS[n][1] == backend and len(o["ranks"]) > 1}
+        digests = {n: o["ranks"][0]["digest"] for n, o in alike.items()}
+        if digests and max(digests.values()) - min(digests.values()) > 1e-4 * max(digests.values()):
+            found.append(f"the sums of weights {digests}")
     return found
 
 
@@ -256,12 +275,18 @@ def print_tables(times: Times, outcomes: dict[str, Any], during: float | None) -
         else:
             row += f" {'':22} {np.median(of['cpu']):9.1f}"
         print(row)
-    ours, theirs = over.get("tf_keras horoclone"), over.get("tf_keras MultiWorkerMirrored")
-    if ours and theirs:
-        for what, word in (("wall", "time"), ("cpu", "processor time")):
-            ratio = ratio_of(list(ours[what]), list(theirs[what]))
-            few = "" if len(ours[what]) >= MIN_ROUNDS else f" (too few rounds: {len(ours[what])})"
-            print(f"MultiWorkerMirrored's overhead in {word} is {ratio.ratio:.1f} times horoclone's, "
+    plain, initialised = (times.get(f"torch one rank{more}") for more in ("", ", initialised"))
+    if plain and initialised:
+        ratio = ratio_of(plain["wall"], initialised["wall"])
+        print(f"hvd.init() makes one process's step {ratio.ratio:.3f} times as long, 95 % interval {ratio.low:.3f} "
+              f"to {ratio.high:.3f}")  # fmt: skip
+    for theirs, ours in RIVALS.items():
+        for what, word in (
+            (("wall", "time"), ("cpu", "processor time")) if {ours, theirs} <= set(over) else ()
+        ):
+            ratio = ratio_of(list(over[ours][what]), list(over[theirs][what]))
+            few = "" if len(over[ours][what]) >= MIN_ROUNDS else f" (too few rounds: {len(over[ours][what])})"
+            print(f"{theirs.partition(' ')[2]}'s overhead in {word} is {ratio.ratio:.1f} times horoclone's, "
                   f"95 % interval {ratio.low:.1f} to {ratio.high:.1f}{few}")  # fmt: skip
 
 

@@ -22,16 +22,16 @@ CLASSES = 10
 
 @dataclass(frozen=True)
 class Plan:
-    """One contestant. backend: "legacy" is tf_keras, the others are Keras 3's."""
+    """One contestant. backend: "legacy" is tf_keras, "plain" is PyTorch without Keras, the others are Keras 3's."""
 
     name: str
-    kind: str  # single, alone (several that do not communicate), horoclone or multiworker
+    kind: str  # single, alone (several that do not communicate), horoclone, multiworker, ddp or ddp-view
     backend: str
-    model: str  # dense, resnet50 or tiny
+    model: str  # dense, resnet50 (Keras), small (PyTorch) or tiny
     batch: int  # of one rank
     rank: int  # -1: the launcher says
     size: int
-    workers: list[str]  # HOST:PORT of each, for multiworker
+    workers: list[str]  # HOST:PORT of each, for those that are not horoclone's
 
 
 def prepare(plan: Plan) -> None:
@@ -46,7 +46,7 @@ def prepare(plan: Plan) -> None:
     )
     if plan.backend == "legacy":
         os.environ["TF_USE_LEGACY_KERAS"] = "1"
-    else:
+    elif plan.backend != "plain":
         os.environ["KERAS_BACKEND"] = plan.backend
     if plan.kind == "multiworker":
         task = {"type": "worker", "index": plan.rank}
@@ -153,7 +153,13 @@ def _clock(keras: Any, steps: int) -> Any:
 def main(argv: list[str]) -> None:
     plan = Plan(**json.loads(argv[1]))
     prepare(plan)
-    training = Training(plan)
+    training: Any
+    if plan.backend == "plain":
+        from torch_training import TorchTraining
+
+        training = TorchTraining(plan)
+    else:
+        training = Training(plan)
     with Client(argv[0], family="AF_UNIX") as driver:
         driver.send((plan.name, training.rank))
         try:

@@ -43,6 +43,23 @@ def test_overhead_is_what_a_round_took_longer_than_the_same_round_alone(step: An
     assert "overhead in processor time is 6.0 times" in said
 
 
+def test_each_framework_has_its_rivals(step: Any, capsys: Any) -> None:
+    names = step.parse(["--framework", "torch"]).contestants
+    assert names == [
+        "torch one rank", "torch one rank, initialised", "torch alone", "torch horoclone", "torch DDP", "torch DDP-view"
+    ]  # fmt: skip
+    longer = dict(zip(names, (0.0, 1.0, 100.0, 110.0, 150.0, 130.0), strict=True))
+    times = {
+        name: {"wall": [100 + longer[name] + i for i in range(7)], "cpu": [90 + longer[name]] * 7}
+        for name in names
+    }
+    step.print_tables(times, {name: outcome(1.0, 1.0) for name in names}, 0.0)
+    said = capsys.readouterr().out
+    assert "hvd.init() makes one process's step 1.010 times as long" in said
+    assert "\nDDP's overhead in time is 5.0 times horoclone's" in said
+    assert "\nDDP-view's overhead in time is 3.0 times horoclone's" in said
+
+
 def test_arguments(step: Any, capsys: Any) -> None:
     assert (
         step.parse([]).contestants[1:] == [ALONE, OURS, THEIRS]
