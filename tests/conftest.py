@@ -15,6 +15,7 @@ import tempfile
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,27 @@ def doubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
     folder = tmp_path_factory.mktemp("doubles")
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}", "-pthread"]
-    for source, name, extra in (
-        ("cuda", "libcuda.so.1", []),
-        ("nccl", "libnccl.so.2", []),
-        ("nccl", "incomplete/libnccl.so.2", ["-DHC_DOUBLE_WITHOUT_AVERAGING"]),
-        ("nvrtc", "libnvrtc.so.13", []),
-        ("nvrtc", "incomplete/libnvrtc.so.13", ["-DHC_DOUBLE_WITHOUT_PTX"]),
-    ):
+
+    def build(source: str, name: str, *extra: str) -> None:
         path = folder / name
         path.parent.mkdir(exist_ok=True)
         code = ROOT / "tests" / "doubles" / f"{source}_double.cc"
         end = [f"-Wl,-soname,{path.name}", "-o", str(path), "-ldl", "-lrt"]
         subprocess.run([*compiler.split(), *flags, *extra, str(code), *end], check=True, timeout=300)
+
+    with ThreadPoolExecutor(2) as two:
+        jobs = [
+            two.submit(build, *job)
+            for job in (
+                ("cuda", "libcuda.so.1"),
+                ("nccl", "libnccl.so.2"),
+                ("nccl", "incomplete/libnccl.so.2", "-DHC_DOUBLE_WITHOUT_AVERAGING"),
+                ("nvrtc", "libnvrtc.so.13"),
+                ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_DOUBLE_WITHOUT_PTX"),
+            )
+        ]
+    for job in jobs:
+        job.result()
     return folder
 
 

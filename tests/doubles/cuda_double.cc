@@ -578,3 +578,8 @@ DOUBLE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, 
   });
   return kSuccess;
 }
+// The real NVRTC asks a driver that is loaded for a table of its own, and takes it that every driver can be asked.
+DOUBLE_API int cuGetExportTable(const void** table, const void*) {
+  *table = nullptr;
+  return kNotFound;
+}
