@@ -98,7 +98,8 @@ struct KnobRule {
     "kernels; else through host memory. nccl, peers (those kernels, on one machine): an error where that "  \
     "is impossible. host: through host memory.")                                                            \
   X(size_t, gpu_peer_bytes, 32 * kMiB, "GPU_PEER_BYTES", "", KnobRule::bytes(2097152.0, 17179869184.0),     \
-    "GPU memory of each rank that the ranks of a machine reduce through; the least of all ranks' counts.")  \
+    "GPU memory that each rank gives to each process set whose ranks reduce through it as peers; the "      \
+    "least of all ranks' counts.")                                                                          \
   X(std::string, cuda_library, "", "CUDA_LIBRARY", "", KnobRule::text(),                                    \
     "File that is loaded as CUDA's driver library; empty: libcuda.so.1.")                                   \
   X(std::string, nccl_library, "", "NCCL_LIBRARY", "", KnobRule::text(),                                    \
