@@ -30,11 +30,11 @@ struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
   // Not 0: this member has no frozen operation under way and enters none any more (it has joined or is leaving).
   alignas(kCacheLine) std::atomic<uint64_t> thawed;
-  InPlaceFlags in_place;                                     // of the negotiated in-place operations
+  InPlaceFlags in_place;  // of the negotiated in-place operations
   // Rounds of device memory (peers.cc): whose input lies in my memory; after which I read nobody's memory.
   alignas(kCacheLine) std::atomic<uint64_t> peers_filled;
   alignas(kCacheLine) std::atomic<uint64_t> peers_taken;
-  std::atomic<uint64_t> peers_closed;  // 1: I have forgotten the others' device memory
+  std::atomic<uint64_t> peers_closed;                        // 1: I have forgotten the others' device memory
   alignas(kCacheLine) std::atomic<uint64_t> express_closed;  // I enter no express turn before this one (express.h)
   // What starts on GPUs in which order, in the lane of rank 0 of the world; what each member has taken of it.
   // engine/device_turns.h.
