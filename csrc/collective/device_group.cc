@@ -16,10 +16,11 @@ DeviceGroup::~DeviceGroup() {
   const Deadline deadline = Deadline::in(kFarewellS);
   while (comm_ && oldest_flight_s(Clock::now()) > 0 && !deadline.passed() && check().is_ok())
     std::this_thread::sleep_for(std::chrono::microseconds(100));
-  if (comm_ && flights_.empty()) finish_communicator();
+  if (comm_ && flights_.empty() && !captured_) finish_communicator();
   if (peers_) leave_peers();
   abort();
   if (stream_) gpu_->end_stream(stream_);
+  if (capture_stream_) gpu_->end_stream(capture_stream_);
 }
 
 Status DeviceGroup::ensure_stream() {
@@ -64,11 +65,14 @@ Status DeviceGroup::check() {
 
 void DeviceGroup::abort() {
   aborted_ = true;
-  if (comm_) {
-    const Gpu::Current current(*gpu_);
-    (void)nccl_->ncclCommAbort(comm_);
-  }
-  comm_ = nullptr;
+  NcclHandle comm = std::exchange(comm_, nullptr);
+  if (!comm) return;
+  const auto end = [gpu = gpu_, nccl = nccl_, comm] {
+    const Gpu::Current current(*gpu);
+    (void)nccl->ncclCommAbort(comm);
+  };
+  // NCCL tells the device to stop, then waits for the end of all graphs that hold its work: they are the framework's.
+  captured_ ? std::thread(end).detach() : end();
 }
 
 // Memory that others have mapped is not given back before they have forgotten it, nor is what this rank still works
@@ -108,6 +112,49 @@ void DeviceGroup::finish_communicator() {
   if (state != kNcclSuccess) return;
   (void)nccl_->ncclCommDestroy(comm_);
   comm_ = nullptr;
+}
+
+Status DeviceGroup::until_enqueued() {
+  const Gpu::Current current(*gpu_);
+  NcclResult state = kNcclInProgress;
+  for (const Deadline deadline = Deadline::in(options_.init_timeout_s); !deadline.passed();) {
+    HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError", comm_));
+    if (state != kNcclInProgress) return nccl_->check(state, "NCCL", comm_);
+    std::this_thread::sleep_for(std::chrono::microseconds(10));
+  }
+  return error(Code::kTimeout, "NCCL has not enqueued what was captured within ", options_.init_timeout_s, " s");
+}
+
+Status DeviceGroup::prepare_to_capture() {
+  if (capture_stream_ || way_ != Way::kNccl) return Status::ok();
+  auto made = gpu_->make_stream();
+  HC_TRY(made.status());
+  capture_stream_ = made.value();
+  return Status::ok();
+}
+
+Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
+  if (!comm_ || !nccl_does(task)) return error(Code::kInternal, "NCCL does not do what is captured");
+  HC_TRY(prepare_to_capture());
+  HC_TRY(until_enqueued());  // what was launched before
+  auto ready = gpu_->record(from);
+  HC_TRY(ready.status());
+  HC_TRY(gpu_->wait(capture_stream_, ready.value()->get()));
+  captured_ = true;
+  std::swap(stream_, capture_stream_);
+  Status done = run_captured(std::move(task));
+  std::swap(stream_, capture_stream_);
+  HC_TRY(done);
+  return gpu_->record(capture_stream_);
+}
+
+Status DeviceGroup::run_captured(Task task) {
+  const auto collective = make_nccl_collective(std::move(task), this, group_);
+  bool moved = false;
+  if (collective->start() == Progress::kFailed) return collective->status();
+  HC_TRY(until_enqueued());
+  if (const Progress end = collective->step(&moved); end == Progress::kFailed) return collective->status();
+  return Status::ok();
 }
 
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {

@@ -59,6 +59,11 @@ class DeviceGroup {
   // Whether peers do this; they do all reductions with our meaning.
   static bool peers_do(const Task& task);
 
+  // Puts a task that NCCL does into the graph into which `from` is being captured, behind what `from` has been given so
+  // far; the event is for whoever reads the result, in the same capture. The host waits until NCCL has enqueued it.
+  Result<GpuEventPtr> capture(Task task, CuStream from);
+  Status prepare_to_capture();  // makes now what a capture would else have to make
+
   // A batch has been launched; `done` comes behind it.
   void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
   // How long the oldest launched batch has been under way; 0: nothing is.
@@ -78,6 +83,8 @@ class DeviceGroup {
     TimePoint since;
   };
   Status ensure_stream();
+  Status run_captured(Task task);
+  Status until_enqueued();
   void load_nccl();
   void load_kernels();  // may take seconds
   void finish_communicator();
@@ -96,7 +103,9 @@ class DeviceGroup {
   size_t peer_bytes_ = 0;  // of it that every rank has
   bool aborted_ = false;
   CuStream stream_ = nullptr;
+  CuStream capture_stream_ = nullptr;  // takes part in captures; the other one goes on
   NcclHandle comm_ = nullptr;
+  bool captured_ = false;  // graphs that hold work of the communicator may live
   Way way_ = Way::kUnknown;
   std::string reason_;
   Status refusal_;

@@ -34,6 +34,7 @@ inline constexpr CuResult kCuOutOfMemory = 2;
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
+inline constexpr int kCuCaptureRelaxed = 2;  // of a thread: its calls may come while another thread captures a graph
 inline constexpr int kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;  // attributes of a device
 
 // X(name here, name in the library, arguments). Every one of them is needed; all are there since CUDA 11.
@@ -57,6 +58,8 @@ inline constexpr int kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;  // attri
   X(cuStreamDestroy, "cuStreamDestroy_v2", (CuStream))                                                         \
   X(cuStreamQuery, "cuStreamQuery", (CuStream))                                                                \
   X(cuStreamWaitEvent, "cuStreamWaitEvent", (CuStream, CuEvent, unsigned))                                     \
+  X(cuStreamIsCapturing, "cuStreamIsCapturing", (CuStream, int*))                                              \
+  X(cuThreadExchangeStreamCaptureMode, "cuThreadExchangeStreamCaptureMode", (int*))                            \
   X(cuEventCreate, "cuEventCreate", (CuEvent*, unsigned))                                                      \
   X(cuEventDestroy, "cuEventDestroy_v2", (CuEvent))                                                            \
   X(cuEventRecord, "cuEventRecord", (CuEvent, CuStream))                                                       \

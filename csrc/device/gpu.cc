@@ -106,6 +106,13 @@ Result<bool> Gpu::passed(const GpuEvent& event) {
   return true;
 }
 
+Result<bool> Gpu::is_captured(CuStream stream) {
+  const Current current(*this);
+  int status = 0;
+  HC_TRY(api_->check(api_->cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
+  return status != 0;
+}
+
 Result<GpuMemoryPtr> Gpu::device_memory(size_t bytes, CuStream stream) {
   auto block = take(GpuMemory::Kind::kDevice, bytes);
   HC_TRY(block.status());

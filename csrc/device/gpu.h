@@ -70,11 +70,16 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // Our kernels, loaded at the first call, which may take seconds; later ones give the same answer at once.
   Result<GpuKernels*> kernels(const KernelOptions& options);
 
-  // Makes the context current for a scope.
+  // Makes the context current for a scope. Calls within it never disturb somebody who captures a graph: none of them
+  // has to do with the streams that are captured, except where capture is meant.
   class Current {
    public:
-    explicit Current(const Gpu& gpu) : gpu_(gpu) { pushed_ = gpu.api_->cuCtxPushCurrent(gpu.context_) == kCuSuccess; }
+    explicit Current(const Gpu& gpu) : gpu_(gpu) {
+      pushed_ = gpu.api_->cuCtxPushCurrent(gpu.context_) == kCuSuccess;
+      (void)gpu_.api_->cuThreadExchangeStreamCaptureMode(&mode_);
+    }
     ~Current() {
+      (void)gpu_.api_->cuThreadExchangeStreamCaptureMode(&mode_);
       CuContext popped = nullptr;
       if (pushed_) (void)gpu_.api_->cuCtxPopCurrent(&popped);
     }
@@ -84,6 +89,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
    private:
     const Gpu& gpu_;
     bool pushed_;
+    int mode_ = kCuCaptureRelaxed;  // of the thread, outside of the scope
   };
 
   Result<CuStream> make_stream();  // of the highest priority; the caller's until end_stream
@@ -91,6 +97,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Result<GpuEventPtr> record(CuStream stream);  // behind everything in the stream so far
   Status wait(CuStream stream, CuEvent event);  // the stream does, not the caller
   Result<bool> passed(const GpuEvent& event);
+  Result<bool> is_captured(CuStream stream);  // what it is given goes into a graph
   // For use on `stream` from now on.
   Result<GpuMemoryPtr> device_memory(size_t bytes, CuStream stream);
   Result<GpuMemoryPtr> pinned_memory(size_t bytes);

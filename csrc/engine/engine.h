@@ -148,6 +148,12 @@ class Engine {
   Status fill_declared(int process_set, std::pair<int, int> which, Submission* s, Submission::Tensor* tensor) const;
   bool arena_holds(const Submission& s) const;
 
+  // engine_capture.cc
+  Status refuse_captured(const Submission& s, Gpu& gpu) const;
+  Status capture_declared(const Submission& s, std::pair<int, int> which, int64_t* handle);
+  Status capture_in_gate(const Submission& s, std::pair<int, int> which, std::unique_ptr<DeviceWork> work,
+                         int64_t* handle);
+
   // engine_device.cc
   Result<std::shared_ptr<Gpu>> adopt_gpu(int index);
   Result<std::unique_ptr<DeviceWork>> prepare_device(const Submission& s);

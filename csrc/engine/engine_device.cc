@@ -55,6 +55,7 @@ Result<std::unique_ptr<DeviceWork>> Engine::prepare_device(const Submission& s) 
   HC_TRY(gpu.status());
   auto work = std::make_unique<DeviceWork>();
   work->gpu = gpu.take();
+  HC_TRY(refuse_captured(s, *work->gpu));
   work->ready_given = s.ready_event;
   if (s.op == Op::kJoin || s.ready_event) return work;
   auto ready = work->gpu->record(s.stream);

@@ -72,6 +72,11 @@ Status Engine::submit_declared(int process_set, int bucket_set, int bucket, CuSt
   s.stream = stream;
   std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
+    auto gpu = adopt_gpu(s.device_index);
+    HC_TRY(gpu.status());
+    auto captured = gpu.value()->is_captured(stream);
+    HC_TRY(captured.status());
+    if (captured.value()) return capture_declared(s, {bucket_set, bucket}, handle);
     auto prepared = prepare_device(s);
     HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", mesh_->rank());
     device = prepared.take();

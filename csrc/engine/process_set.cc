@@ -22,17 +22,6 @@ bool goes_express(const Operation& op, size_t limit) {
   const size_t bytes = static_cast<size_t>(s.tensors[0].count()) * size_of(s.tensors[0].dtype);
   return bytes > 0 && bytes <= std::min(kExpressBytes, limit) && op.out[0];
 }
-
-// An allreduce of one tensor that is not agreed on first.
-Task unagreed_task(const Operation& op, int size) {
-  const Signature& s = op.signature();
-  Task task;
-  task.dtype = s.tensors[0].dtype;
-  task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
-  task.scale = scale_of(s, task.dtype, size);
-  task.pieces = {{op.in[0], op.out[0], static_cast<size_t>(s.tensors[0].count())}};
-  return task;
-}
 }  // namespace
 
 int ProcessSet::position_of(int world_rank) const {
@@ -112,6 +101,16 @@ void ProcessSet::ballot_sent() {
   looks_without_news_ = 0;
 }
 
+Task ProcessSet::task_of(const Operation& op) const {
+  const Signature& s = op.signature();
+  Task task;
+  task.dtype = s.tensors[0].dtype;
+  task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
+  task.scale = scale_of(s, task.dtype, size());
+  task.pieces = {{op.in[0], op.out[0], static_cast<size_t>(s.tensors[0].count())}};
+  return task;
+}
+
 bool ProcessSet::start_frozen(Operation* op) {
   auto at = bucket_sets.find(op->bucket_set);
   if (at == bucket_sets.end() || !at->second.frozen) return false;
@@ -121,7 +120,7 @@ bool ProcessSet::start_frozen(Operation* op) {
   BucketSet::Bucket& bucket = set.buckets[op->bucket];
   const size_t flag = set.first_flag + static_cast<size_t>(op->bucket);
   auto collective = op->device ? make_frozen_arrival(group, flag, bucket.turn++)
-                               : make_frozen_allreduce(unagreed_task(*op, size()), group, flag, bucket.turn++);
+                               : make_frozen_allreduce(task_of(*op), group, flag, bucket.turn++);
   (void)collective->start();  // it only announces the arrival
   frozen_runs.push_back({op, std::move(collective)});
   return true;
@@ -142,8 +141,7 @@ bool ProcessSet::start_express(Operation* op) {
   if (!goes_express(*op, express_bytes)) return false;
   const uint32_t cached = cache.find(op->request);
   if (cached == kNoSlot) return false;
-  auto turn =
-      express.enter(unagreed_task(*op, size()), group, {cached, op->request.sequence, hash_of(op->signature())});
+  auto turn = express.enter(task_of(*op), group, {cached, op->request.sequence, hash_of(op->signature())});
   if (!turn) return false;
   frozen_runs.push_back({op, std::move(turn)});
   return true;

@@ -84,6 +84,8 @@ class ProcessSet {
   // Driving thread ------------------------------------------------------------------------------------------------
   void adopt(Operation* op);     // taken from submit: it is pending from now on
   void announce(Operation* op);  // puts a pending operation into the next ballot
+  // An allreduce of one tensor that is not agreed on first.
+  Task task_of(const Operation& op) const;
   // Starts a bucket of a frozen plan; false: announce it.
   bool start_frozen(Operation* op);
   // Starts a small allreduce on the express way, without a message; false: announce it.

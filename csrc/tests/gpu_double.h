@@ -110,6 +110,25 @@ class FrameworkOnGpu {
   }
   bool busy() { return api_->cuStreamQuery(stream) == kCuNotReady; }
 
+  // What the stream is given between these two goes into a graph, which replay() then gives it as often as wanted.
+  void begin_capture() {
+    using Begin = int (*)(CuStream, int);
+    CHECK(call<Begin>("cuStreamBeginCapture_v2")(stream, 0) == kCuSuccess);
+  }
+  void* end_capture() {
+    using End = int (*)(CuStream, void**);
+    using Instantiate = int (*)(void**, void*, unsigned long long);
+    void *graph = nullptr, *executable = nullptr;
+    CHECK(call<End>("cuStreamEndCapture")(stream, &graph) == kCuSuccess);
+    CHECK(call<Instantiate>("cuGraphInstantiateWithFlags")(&executable, graph, 0) == kCuSuccess);
+    CHECK(call<int (*)(void*)>("cuGraphDestroy")(graph) == kCuSuccess);
+    return executable;
+  }
+  void replay(void* executable) {
+    CHECK(call<int (*)(void*, CuStream)>("cuGraphLaunch")(executable, stream) == kCuSuccess);
+  }
+  void drop(void* executable) { CHECK(call<int (*)(void*)>("cuGraphExecDestroy")(executable) == kCuSuccess); }
+
   // What every submission on this device says.
   void place(Submission* s) const {
     s->on_device = true;
@@ -121,6 +140,11 @@ class FrameworkOnGpu {
   CuStream stream = nullptr;
 
  private:
+  template <class Function>
+  Function call(const char* name) const {
+    return reinterpret_cast<Function>(api_->library->symbol(name));
+  }
+
   std::shared_ptr<const CudaApi> api_;
   CuContext context_ = nullptr;
   std::vector<CuPointer> memory_;

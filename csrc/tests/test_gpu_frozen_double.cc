@@ -7,93 +7,17 @@
 #include <numeric>
 #include <random>
 
-#include "tests/gpu_double.h"
-#include "tests/locked_checks.h"
+#include "tests/gpu_gradients.h"
 
 namespace hc {
 
 namespace {
-
-constexpr int kBuckets = 4;
-
-uint64_t counted(const Engine& engine, const std::string& name) {
-  const std::string json = engine.counters_json();
-  const size_t at = json.find("\"" + name + "\":");
-  return at == std::string::npos ? 0 : std::stoull(json.substr(at + name.size() + 3));
-}
-
-Status reduce_now(Engine& engine, FrameworkOnGpu& gpu, const std::string& name, float* data, int64_t count,
-                  int process_set = 0) {
-  int64_t handle = 0;
-  HC_TRY(submit_gpu(engine, gpu, Op::kAllreduce, name, data, data, {count}, DType::kF32, &handle, [&](Submission& s) {
-    s.reduce = Reduce::kSum;
-    s.process_set = process_set;
-  }));
-  Status outcome = enqueued(engine, gpu, handle);
-  engine.release(handle);
-  return outcome;
-}
-
-// Gradients of one rank: buckets that are declared.
-class Gradients {
- public:
-  Gradients(Engine& engine, FrameworkOnGpu& gpu, int process_set = 0)
-      : engine_(engine), gpu_(gpu), process_set_(process_set) {
-    float* first = gpu.tensor(std::vector<float>(3, 1.0f));
-    CHECK_OK(reduce_now(engine, gpu, "a learning step", first, 3, process_set));  // it brings NCCL up
-    BucketSet set;
-    set.on_device = true;
-    set.device_index = gpu.device;
-    for (int b = 0; b < kBuckets; ++b) {
-      const int64_t n = 3000 * b + 5;
-      data_.push_back(gpu.tensor(std::vector<float>(static_cast<size_t>(n))));
-      set.buckets.push_back({text_of("bucket", b), reinterpret_cast<std::byte*>(data_.back()), {n}, DType::kF32});
-    }
-    sizes_ = set.buckets;
-    CHECK_OK(engine.declare(process_set, set, &id_));
-  }
-
-  void submit(int b, float value) {
-    const auto n = static_cast<size_t>(sizes_[static_cast<size_t>(b)].shape[0]);
-    gpu_.write(data_[static_cast<size_t>(b)], std::vector<float>(n, value));
-    CHECK_OK(engine_.submit_declared(process_set_, id_, b, gpu_.stream, &handles_[b]));
-  }
-  Status await(int b) {
-    Status outcome = enqueued(engine_, gpu_, handles_[b]);
-    engine_.release(handles_[b]);
-    return outcome;
-  }
-  void expect(int b, float value) {
-    CHECK_OK(await(b));
-    const auto n = sizes_[static_cast<size_t>(b)].shape[0];
-    const auto got = gpu_.read(data_[static_cast<size_t>(b)], static_cast<size_t>(n));
-    CHECK_LOCKED(std::count(got.begin(), got.end(), value) == n);
-  }
-
- private:
-  Engine& engine_;
-  FrameworkOnGpu& gpu_;
-  const int process_set_;
-  int id_ = -1;
-  std::vector<float*> data_;
-  std::vector<BucketSet::Bucket> sizes_;
-  int64_t handles_[kBuckets] = {};
-};
 
 std::vector<int> shuffled(std::mt19937& random) {
   std::vector<int> order(kBuckets);
   std::iota(order.begin(), order.end(), 0);
   std::shuffle(order.begin(), order.end(), random);
   return order;
-}
-
-void all_are_here(Engine& engine, const char* name) {
-  const std::vector<int32_t> one = {1};
-  std::vector<int32_t> sum(1);
-  int64_t handle = 0;
-  CHECK_OK(submit(engine, Op::kAllreduce, name, one, &sum, {1}, &handle));
-  CHECK_OK(finish(engine, handle));
-  engine.release(handle);
 }
 
 }  // namespace

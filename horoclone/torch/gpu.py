@@ -53,6 +53,11 @@ def place_to_join(device: int) -> Place:
     return HOST if device < 0 or not torch.cuda.is_available() else (device, 0)
 
 
+def is_capturing() -> bool:
+    """Whether what the current stream is given goes into a CUDA graph."""
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+
+
 def memory_beside(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """New memory on the same GPU; not written yet."""
     return torch.empty(shape, dtype=dtype, device=like.device)

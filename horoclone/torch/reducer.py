@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horoclone.errors import HorovodInternalError
+from horoclone.errors import HorovodInternalError, Unsupported
 from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
@@ -25,7 +25,7 @@ from horoclone.torch import mpi_ops
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.buckets import Bucket, Slot, groups_of, is_dense, plan_buckets
 from horoclone.torch.compression import Compression
-from horoclone.torch.gpu import HOST, follow, place_of
+from horoclone.torch.gpu import HOST, follow, is_capturing, place_of
 from horoclone.torch.gradient_bucket import GradientBucket, run_compressors
 from horoclone.torch.single import Terms, finish_alone, reduces_buckets, submit_alone
 from horoclone.torch.tensors import from_result
@@ -248,6 +248,11 @@ class Reducer:
             self._begin()
         try:
             learning = not self._learned
+            if learning and is_capturing():
+                raise Unsupported(
+                    "this step is being captured into a CUDA graph, but its gradients have no buckets yet. Run at "
+                    "least two whole steps (forward, backward, optimizer.step()) on every rank before the capture"
+                )
             before = len(self.slots)
             find_new()
             if learning or len(self.slots) > before:

@@ -6,6 +6,8 @@
 //   HC_DOUBLE_CUDA_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_DOUBLE_CUDA_VERSION=n   default 12080
 //   HC_DOUBLE_CAPABILITY=n     of every device; default 90
+// Streams can be captured into a graph, which a replay then runs. As with the original, what would disturb a capture is
+// refused in threads that have not said that they know (but only on the same device: ranks are threads here).
 // Kernels are the project's own, compiled by the C++ compiler and run thread by thread; a module's image is looked at
 // for their names only.
 #include <dlfcn.h>
@@ -28,6 +30,7 @@
 #include <thread>
 #include <vector>
 
+#include "capture.h"
 #include "device/kernels/kernels.cu"
 
 #define DOUBLE_API extern "C" __attribute__((visibility("default")))
@@ -37,6 +40,10 @@ namespace {
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidImage = 200,
               kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kHighestPriority = -5;
 constexpr size_t kShareableBytes = 2u << 20;  // smaller ones share a page with others in the original
+constexpr int kCaptureUnsupported = 900, kCaptureMerge = 902, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
+              kCaptureIsolation = 905, kCapturedEvent = 907, kRelaxed = 2;
+using hc_double::Capture;
+using hc_double::Nodes;
 
 long number_from(const char* name, long otherwise) {
   const char* text = std::getenv(name);
@@ -70,7 +77,10 @@ struct Ticket {
 
 struct Event {
   std::mutex mu;
-  std::shared_ptr<Ticket> last;  // null: never recorded
+  std::shared_ptr<Ticket> last;  // null: never recorded, or
+  bool captured = false;
+  std::weak_ptr<Capture> capture;  // streams own it while it goes on
+  hc_double::Seen place;           // in it
 };
 
 class Stream {
@@ -87,12 +97,21 @@ class Stream {
   }
   void push(std::function<void()> job) {
     std::lock_guard lock(mu_);
+    if (capture_) return capture_->add(this, std::move(job));
     jobs_.push_back(std::move(job));
     changed_.notify_all();
   }
   bool idle() {
     std::lock_guard lock(mu_);
     return jobs_.empty() && !busy_;
+  }
+  std::shared_ptr<Capture> capture() {
+    std::lock_guard lock(mu_);
+    return capture_;
+  }
+  void capture_into(std::shared_ptr<Capture> capture) {
+    std::lock_guard lock(mu_);
+    capture_ = std::move(capture);
   }
 
  private:
@@ -115,6 +134,7 @@ class Stream {
   std::mutex mu_;
   std::condition_variable changed_;
   std::deque<std::function<void()>> jobs_;
+  std::shared_ptr<Capture> capture_;  // null: what comes is done
   bool ending_ = false, busy_ = false;
   std::thread worker_;
 };
@@ -128,6 +148,8 @@ struct Driver {
   std::map<uint64_t, size_t> mapped;  // of other processes
   std::map<std::string, int> calls;
   std::map<int, std::unique_ptr<Stream>> default_streams;
+  std::map<int, int> captures;                        // under way, by device
+  std::map<Capture*, std::vector<Stream*>> captured;  // the streams of each
   std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0};
 
   bool fails(const char* function, int* result) {
@@ -155,6 +177,14 @@ Driver& driver() {
 }
 
 thread_local std::vector<Context*> current;
+thread_local int capture_mode = 0;  // of this thread: global
+
+// A call that is not allowed while something is captured, unless the thread has said that it knows.
+bool disturbs_capture() {
+  if (capture_mode == kRelaxed || current.empty()) return false;
+  std::lock_guard lock(driver().mu);
+  return driver().captures[current.back()->device] > 0;
+}
 
 Stream* stream_of(void* handle) {
   if (handle) return static_cast<Stream*>(handle);
@@ -242,12 +272,16 @@ bool holds_arguments(const Function& f, const void* arguments, unsigned rows) {
 #define NEEDS_CONTEXT \
   MAY_FAIL;           \
   if (current.empty()) return kInvalidContext
+#define MUST_NOT_DISTURB \
+  if (disturbs_capture()) return kCaptureUnsupported
 
 // For the NCCL double, and for tests that ask what is left.
-DOUBLE_API int hc_double_enqueue(void* stream, void (*job)(void*), void* argument) {
+// The job runs once, or at each replay; `drop` then forgets its argument.
+DOUBLE_API int hc_double_enqueue(void* stream, void (*job)(void*), void* argument, void (*drop)(void*)) {
+  const std::shared_ptr<void> kept(argument, drop);
   Stream* s = stream_of(stream);
   if (!s) return kInvalidContext;
-  s->push([=] { job(argument); });
+  s->push([=] { job(kept.get()); });
   return kSuccess;
 }
 DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
@@ -376,10 +410,12 @@ DOUBLE_API int cuStreamDestroy_v2(void* stream) {
 }
 DOUBLE_API int cuStreamQuery(void* stream) {
   NEEDS_CONTEXT;
+  if (stream_of(stream)->capture()) return kCaptureUnsupported;
   return stream_of(stream)->idle() ? kSuccess : kNotReady;
 }
 DOUBLE_API int cuStreamSynchronize(void* stream) {
   NEEDS_CONTEXT;
+  if (stream_of(stream)->capture()) return kCaptureUnsupported;
   auto ticket = std::make_shared<Ticket>();
   stream_of(stream)->push([ticket] { ticket->finish(); });
   ticket->wait();
@@ -389,9 +425,29 @@ DOUBLE_API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   NEEDS_CONTEXT;
   auto* e = static_cast<Event*>(event);
   std::shared_ptr<Ticket> ticket;
+  std::shared_ptr<Capture> capture;
+  hc_double::Seen place;
   {
     std::lock_guard lock(e->mu);
     ticket = e->last;
+    if (e->captured) capture = e->capture.lock();
+    place = e->place;
+    if (e->captured && !capture) return kInvalidValue;  // that capture is over
+  }
+  Stream* waits = stream_of(stream);
+  const auto own = waits->capture();
+  if (own && !capture) return kCaptureIsolation;
+  if (capture) {
+    if (own && own != capture) return kCaptureMerge;
+    if (!own) {
+      std::lock_guard lock(driver().mu);
+      const auto at = driver().captured.find(capture.get());
+      if (at == driver().captured.end()) return kInvalidValue;
+      at->second.push_back(waits);
+      waits->capture_into(capture);
+    }
+    capture->wait(waits, place);
+    return kSuccess;
   }
   if (ticket) stream_of(stream)->push([ticket] { ticket->wait(); });
   return kSuccess;
@@ -411,9 +467,18 @@ DOUBLE_API int cuEventDestroy_v2(void* event) {
 DOUBLE_API int cuEventRecord(void* event, void* stream) {
   NEEDS_CONTEXT;
   auto* e = static_cast<Event*>(event);
+  if (auto capture = stream_of(stream)->capture()) {
+    std::lock_guard lock(e->mu);
+    e->last = nullptr;
+    e->captured = true;
+    e->capture = capture;
+    e->place = capture->seen_by(stream_of(stream));
+    return kSuccess;
+  }
   auto ticket = std::make_shared<Ticket>();
   {
     std::lock_guard lock(e->mu);
+    e->captured = false;
     e->last = ticket;
   }
   stream_of(stream)->push([ticket] { ticket->finish(); });
@@ -421,12 +486,15 @@ DOUBLE_API int cuEventRecord(void* event, void* stream) {
 }
 DOUBLE_API int cuEventQuery(void* event) {
   MAY_FAIL;
+  MUST_NOT_DISTURB;
   auto* e = static_cast<Event*>(event);
   std::lock_guard lock(e->mu);
+  if (e->captured) return kCapturedEvent;
   return !e->last || e->last->poll() ? kSuccess : kNotReady;
 }
 DOUBLE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   if (!bytes) return kInvalidValue;
   const bool large = bytes >= kShareableBytes;
   const int fd = large ? memfd_create("hc double", MFD_CLOEXEC) : -1;
@@ -500,6 +568,7 @@ DOUBLE_API int cuIpcCloseMemHandle(uint64_t pointer) {
 }
 DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   ++driver().pinned;
   *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return *pointer ? kSuccess : kOutOfMemory;
@@ -582,4 +651,57 @@ DOUBLE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, 
 DOUBLE_API int cuGetExportTable(const void** table, const void*) {
   *table = nullptr;
   return kNotFound;
+}
+DOUBLE_API int cuThreadExchangeStreamCaptureMode(int* mode) {
+  std::swap(*mode, capture_mode);
+  return kSuccess;
+}
+DOUBLE_API int cuStreamIsCapturing(void* stream, int* status) {
+  NEEDS_CONTEXT;
+  *status = stream_of(stream)->capture() != nullptr;
+  return kSuccess;
+}
+DOUBLE_API int cuStreamBeginCapture_v2(void* stream, int) {
+  NEEDS_CONTEXT;
+  if (!stream || stream_of(stream)->capture()) return kCaptureUnsupported;
+  auto capture = std::make_shared<Capture>(stream_of(stream));
+  std::lock_guard lock(driver().mu);
+  ++driver().captures[current.back()->device];
+  driver().captured[capture.get()] = {static_cast<Stream*>(stream)};
+  static_cast<Stream*>(stream)->capture_into(std::move(capture));
+  return kSuccess;
+}
+DOUBLE_API int cuStreamEndCapture(void* stream, void** graph) {
+  NEEDS_CONTEXT;
+  const auto capture = stream_of(stream)->capture();
+  if (!capture) return kCaptureUnmatched;
+  {
+    std::lock_guard lock(driver().mu);
+    --driver().captures[current.back()->device];
+    for (Stream* s : driver().captured[capture.get()]) s->capture_into(nullptr);
+    driver().captured.erase(capture.get());
+  }
+  *graph = nullptr;
+  if (!capture->all_joined()) return kCaptureUnjoined;
+  *graph = new std::shared_ptr<Nodes>(capture->nodes);
+  return kSuccess;
+}
+DOUBLE_API int cuGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long) {
+  *executable = new std::shared_ptr<Nodes>(*static_cast<std::shared_ptr<Nodes>*>(graph));
+  return kSuccess;
+}
+DOUBLE_API int cuGraphLaunch(void* executable, void* stream) {
+  NEEDS_CONTEXT;
+  stream_of(stream)->push([nodes = *static_cast<std::shared_ptr<Nodes>*>(executable)] {
+    for (const auto& job : nodes->jobs) job();
+  });
+  return kSuccess;
+}
+DOUBLE_API int cuGraphDestroy(void* graph) {
+  delete static_cast<std::shared_ptr<Nodes>*>(graph);
+  return kSuccess;
+}
+DOUBLE_API int cuGraphExecDestroy(void* executable) {
+  delete static_cast<std::shared_ptr<Nodes>*>(executable);
+  return kSuccess;
 }

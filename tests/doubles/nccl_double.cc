@@ -98,7 +98,7 @@ struct Comm {
   std::string name;
   std::atomic<int> state{kSuccess};
   std::atomic<bool> aborted{false};
-  std::atomic<int> running{0};  // jobs queued on streams
+  std::atomic<int> running{0};  // batches that live
   std::thread starter;
   int launches = 0;
   std::mutex mu;
@@ -117,7 +117,7 @@ struct Launch {
 thread_local std::vector<Launch> group;
 thread_local std::string last_error;
 
-using Enqueue = int (*)(void*, void (*)(void*), void*);
+using Enqueue = int (*)(void*, void (*)(void*), void*, void (*)(void*));
 using Holds = int (*)(const void*, size_t);
 template <class Function>
 Function from_cuda_double(const char* name) {
@@ -279,13 +279,18 @@ bool run_transfers(Comm* c, const Job& job) {
   });
 }
 
+// Lives until it has run, or as long as the graph that it was captured into; so does its communicator.
 struct Batch {
+  Batch(Comm* comm, std::vector<Job> jobs) : comm(comm), jobs(std::move(jobs)) { comm->running.fetch_add(1); }
+  ~Batch() { comm->running.fetch_sub(1); }
   Comm* comm;
   std::vector<Job> jobs;
 };
 
+void drop_batch(void* argument) { delete static_cast<Batch*>(argument); }
+
 void run_batch(void* argument) {
-  std::unique_ptr<Batch> batch(static_cast<Batch*>(argument));
+  const auto* batch = static_cast<const Batch*>(argument);
   Comm* c = batch->comm;
   for (const Job& job : batch->jobs) {
     if (c->aborted.load() || c->state.load() != kSuccess) break;
@@ -293,7 +298,6 @@ void run_batch(void* argument) {
   }
   // A communicator in trouble keeps its stream until it is aborted, as kernels of the original do.
   if (c->state.load() != kSuccess) (void)wait_for(c, [] { return false; });
-  c->running.fetch_sub(1);
 }
 
 int fail(int code, const char* text) {
@@ -336,11 +340,10 @@ int launch_all() {
     Comm* c = launches[0].comm;
     void* stream = launches[0].stream;
     in_progress = in_progress || !c->blocking;
-    auto* batch = new Batch{c, merged(launches, c)};
+    auto* batch = new Batch(c, merged(launches, c));
     std::erase_if(launches, [&](const Launch& l) { return l.comm == c; });
     fail_on_demand(c);
-    c->running.fetch_add(1);
-    if (enqueue(stream, run_batch, batch) != 0) return fail(1, "double: no such stream");
+    if (enqueue(stream, run_batch, batch, drop_batch) != 0) return fail(1, "double: no such stream");
   }
   return in_progress ? kInProgress : kSuccess;
 }

@@ -53,6 +53,7 @@ class Double:
         self.stream = stream.value
         self.memory: list[tuple[int, int]] = []
         self.sources: list[torch.Tensor] = []
+        self.capturing = False
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         size = max(1, values.numel() * values.element_size())
@@ -79,7 +80,26 @@ class Double:
         return (self.device, self.stream) if any(a <= at < a + n for a, n in self.memory) else gpu.HOST
 
     def synchronize(self) -> None:
+        if self.capturing:
+            return
         assert self.cuda.cuStreamSynchronize(ctypes.c_void_p(self.stream)) == 0
+
+    def call(self, name: str, *arguments) -> None:
+        assert getattr(self.cuda, name)(*arguments) == 0, name
+
+    def capture(self, work):
+        """What `work` gives the stream goes into a graph; returns a function that gives it to the stream again."""
+        stream, graph, ready = ctypes.c_void_p(self.stream), ctypes.c_void_p(), ctypes.c_void_p()
+        self.call("cuStreamBeginCapture_v2", stream, 0)
+        self.capturing = True
+        try:
+            work()
+        finally:
+            self.capturing = False
+            self.call("cuStreamEndCapture", stream, ctypes.byref(graph))
+        self.call("cuGraphInstantiateWithFlags", ctypes.byref(ready), graph, ctypes.c_uint64(0))
+        self.call("cuGraphDestroy", graph)
+        return lambda: self.call("cuGraphLaunch", ready, stream)
 
     def install(self) -> None:
         """CPU tensors are read at once, where CUDA's would be read behind the stream: so the host waits here."""
@@ -123,6 +143,7 @@ class Double:
         fakes = {
             "to_host": to_host,
             "place_of": self.place_of,
+            "is_capturing": lambda: self.capturing,
             "follow": follow_and_wait,
             "rows_of": rows_of_and_wait,
             "memory_beside": memory_beside,
@@ -333,6 +354,45 @@ def optimizes() -> None:
 
 def test_double_the_optimizers_buckets_lie_on_the_gpu_and_give_the_same_steps(ranks) -> None:
     ranks(optimizes)
+
+
+def captures() -> None:
+    double, rank = begin(), hvd.rank()
+    model = torch.nn.Linear(6, 5)
+    for parameter in model.parameters():
+        parameter.data = double.tensor(parameter.data)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters()
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.ones(2, 6)).sum().backward()
+        optimizer.step()
+
+    with pytest.raises(HorovodInternalError, match="captured into a CUDA graph.*two whole steps"):
+        double.capture(step)
+    for _ in range(3):
+        step()
+    replay = double.capture(
+        step
+    )  # of the step only what is horoclone's is captured: the tensors are the CPU's
+    bucket = optimizer._reducer.buckets[0].flat
+    for value in (1.0, 10.0):
+        bucket.fill_(value * (rank + 1))
+        replay()
+        double.synchronize()
+        assert torch.equal(bucket, torch.full_like(bucket, 1.5 * value))
+    step()
+    loss = double.tensor(torch.ones(1))
+    with pytest.raises(HorovodInternalError, match="'loss'.*captured"):
+        double.capture(lambda: hvd.allreduce_(loss, name="loss"))
+    step()
+
+
+def test_double_the_optimizers_buckets_go_into_a_graph(ranks) -> None:
+    ranks(captures)
 
 
 def joins() -> None:
