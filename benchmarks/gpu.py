@@ -3,7 +3,9 @@
 torchrun --nproc-per-node 2 benchmarks/gpu.py --model resnet50 --json gpu.json    (one rank for each GPU)
 
 All contestants live in every rank and take turns in random order, a round each; the ratios are of rounds that follow
-each other. --device cpu (gloo, host memory) only shows that the script runs. No figure of it was measured on a GPU yet.
+each other. --graphs adds captured steps, --buckets the processor time for a bucket, --bytes plain allreduces, for ranks
+on one GPU with the bound that its memory sets. --device cpu (gloo, host memory) only shows that the script runs. No
+figure of it was measured on a GPU yet.
 """
 
 from __future__ import annotations
@@ -28,8 +30,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horoclone.torch as hvd
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+from gpu_figures import bandwidth_table, buckets_table, shared_gpu_bound_gb, steps_table
+
 Step = Callable[[], torch.Tensor]
 CONTESTANTS = ("alone", "ddp", "ddp view", "horoclone")
+GRAPHS = ("ddp graph", "horoclone graph")  # a replay of what the contestant without "graph" does
+GRAPH_WARM = 11  # steps that DDP wants before a capture
+COPY_BYTES = 256 << 20  # far more than a GPU's cache
 
 
 @dataclass
@@ -51,6 +60,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warm", type=int, default=5, help="steps before the first round")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of autocast")
     parser.add_argument("--bytes", type=int, nargs="*", default=[], help="also time allreduces of such sizes")
+    parser.add_argument("--graphs", action="store_true", help="also replay captured steps")
+    parser.add_argument("--buckets", type=int, default=0, help="also the processor time for each of so many")
+    parser.add_argument("--bucket-bytes", type=int, default=16 << 20)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--backend", choices=("nccl", "gloo"), help="of DDP; gloo where ranks share a GPU")
     parser.add_argument("--json", type=Path, help="where rank 0 writes everything")
@@ -137,6 +149,71 @@ def make_step(name: str, arguments: argparse.Namespace, device: torch.device) ->
     return step
 
 
+def captured(name: str, arguments: argparse.Namespace, device: torch.device) -> Step:
+    """The step of a contestant as a graph: the batch stays the same, so nothing is copied in before a replay."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):  # where DDP wants to be made
+        step = make_step(name, arguments, device)
+        for _ in range(GRAPH_WARM):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        loss = step()
+
+    def replay() -> torch.Tensor:
+        graph.replay()
+        return loss
+
+    return replay
+
+
+def cpu_per_bucket(arguments: argparse.Namespace, device: torch.device) -> dict[str, list[float]]:
+    """Microseconds of processor time that one bucket takes to be submitted and waited for, as in a step."""
+    count = arguments.buckets
+    tensors = [torch.zeros(arguments.bucket_bytes // 4, device=device) for _ in range(count)]
+
+    def ours() -> None:
+        handles = [hvd.allreduce_async_(t, op=hvd.Sum, name=f"bucket.{i}") for i, t in enumerate(tensors)]
+        for handle in handles:
+            hvd.synchronize(handle)
+
+    def theirs() -> None:
+        for work in [dist.all_reduce(t, async_op=True) for t in tensors]:
+            work.wait()
+
+    ways: dict[str, Callable[[], None]] = {"torch.distributed": theirs, "horoclone": ours}
+    spent: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in range(arguments.rounds + 1 if count else 0):  # the first one warms
+        for name, way in ways.items():
+            cpu = timed(way, arguments.steps, device)[1]
+            if turn:
+                spent[name].append(1e3 * cpu / count)
+    return spent if count else {}
+
+
+def bound_of_shared_gpu(device: torch.device) -> float | None:
+    """GB/s that a sum can reach among ranks on one GPU, by a copy that rank 0 times alone; None with a GPU for each."""
+    if device.type != "cuda" or torch.cuda.device_count() >= hvd.local_size():
+        return None
+    source = torch.zeros(COPY_BYTES, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    rates = []
+    for turn in range(6):
+        hvd.barrier()
+        if hvd.rank() == 0:
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            for _ in range(20):
+                target.copy_(source)
+            torch.cuda.synchronize()
+            if turn:
+                rates.append(20 * 2 * COPY_BYTES / 1e9 / (time.perf_counter() - began))
+    return shared_gpu_bound_gb(statistics.median(rates), hvd.local_size()) if hvd.rank() == 0 else None
+
+
 def drain(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -156,10 +233,12 @@ def timed(call: Callable[[], Any], count: int, device: torch.device) -> tuple[fl
 
 def measure(arguments: argparse.Namespace, device: torch.device) -> dict[str, Times]:
     steps = {name: make_step(name, arguments, device) for name in CONTESTANTS}
-    times = {name: Times() for name in CONTESTANTS}
+    if arguments.graphs:
+        steps |= {name: captured(name.removesuffix(" graph"), arguments, device) for name in GRAPHS}
+    times = {name: Times() for name in steps}
     for step in steps.values():
         timed(step, arguments.warm, device)
-    order, shuffle = list(CONTESTANTS), random.Random(0)  # the same order on every rank
+    order, shuffle = list(steps), random.Random(0)  # the same order on every rank
     for _ in range(arguments.rounds):
         shuffle.shuffle(order)
         for name in order:
@@ -189,21 +268,13 @@ def allreduces(arguments: argparse.Namespace, device: torch.device) -> dict[str,
     return found
 
 
-def report(arguments: argparse.Namespace, times: dict[str, Times], bandwidth: dict[str, Any]) -> None:
-    per_step = arguments.batch_size * hvd.size() * (arguments.length if arguments.model == "gpt" else 1)
+def report(arguments: argparse.Namespace, times: dict[str, Times], found: dict[str, Any]) -> None:
+    batch = arguments.batch_size * (arguments.length if arguments.model == "gpt" else 1)
     unit = "tokens/s" if arguments.model == "gpt" else "images/s"
-    print(f"{'contestant':<12}{'step ms':>10}{'CPU ms':>10}{unit:>14}{'of ddp':>10}")
-    for name, one in times.items():
-        step = statistics.median(one.step_ms)
-        ratio = statistics.median(
-            a / b for a, b in zip(one.step_ms, times["ddp"].step_ms, strict=True)
-        )  # below 1: faster than DDP
-        cpu = statistics.median(one.cpu_ms)
-        print(f"{name:<12}{step:>10.3f}{cpu:>10.3f}{per_step / step * 1e3:>14.0f}{ratio:>10.3f}")
-    for size, rates in bandwidth.items():
-        print(
-            f"{int(size):>12} bytes  " + "  ".join(f"{name} {rate:.2f} GB/s" for name, rate in rates.items())
-        )
+    print(steps_table({name: asdict(one) for name, one in times.items()}, batch, hvd.size(), unit))
+    for part in (buckets_table(found["buckets"]), bandwidth_table(found["allreduce"], found["bound"])):
+        if part:
+            print(part)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -216,12 +287,19 @@ def main(argv: list[str] | None = None) -> int:
         raise SystemExit(
             "gpu.py: the ranks of torch.distributed and of horoclone differ; start it with torchrun"
         )
-    times, bandwidth = measure(arguments, device), allreduces(arguments, device)
+    if arguments.graphs and device.type != "cuda":
+        raise SystemExit("gpu.py: --graphs needs a GPU")
+    times = measure(arguments, device)
+    found = {
+        "allreduce": allreduces(arguments, device),
+        "buckets": cpu_per_bucket(arguments, device),
+        "bound": bound_of_shared_gpu(device),
+    }
     # Equal start and equal gradients: where the losses part, somebody reduces wrongly and the times mean nothing.
-    losses = [times[name].loss for name in CONTESTANTS if name != "alone"]
+    losses = [times[name].loss for name in CONTESTANTS if name != "alone"]  # graphs have made other steps
     agree = max(losses) - min(losses) <= 0.02 * max(1.0, abs(losses[0]))
     if hvd.rank() == 0:
-        report(arguments, times, bandwidth)
+        report(arguments, times, found)
         if not agree:
             print(f"gpu.py: the losses differ: {losses}", file=sys.stderr)
         if arguments.json:
@@ -237,7 +315,7 @@ def main(argv: list[str] | None = None) -> int:
             everything = {
                 "facts": facts,
                 "times": {k: asdict(v) for k, v in times.items()},
-                "allreduce": bandwidth,
+                **found,
             }
             arguments.json.write_text(json.dumps(everything, indent=1))
     dist.destroy_process_group()

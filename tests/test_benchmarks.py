@@ -298,6 +298,10 @@ def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
         "1",
         "--bytes",
         "4096",
+        "--buckets",
+        "2",
+        "--bucket-bytes",
+        "4096",
     ]
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "--rdzv-backend",
@@ -309,3 +313,31 @@ def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
     assert set(found["times"]) == {"alone", "ddp", "ddp view", "horoclone"} and found["facts"]["ranks"] == 2
     assert all(len(one["step_ms"]) == 2 and min(one["step_ms"]) > 0 for one in found["times"].values())
     assert set(found["allreduce"]["4096"]) == {"torch.distributed", "horoclone"}
+    assert {name: len(cpu) for name, cpu in found["buckets"].items()} == {
+        "torch.distributed": 2,
+        "horoclone": 2,
+    }
+    assert found["bound"] is None
+
+
+def test_what_the_gpu_benchmark_makes_of_its_measurements(load):
+    figures = load("gpu_figures")
+
+    assert figures.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+    with pytest.raises(ValueError):
+        figures.ratio([1.0], [1.0, 2.0])
+    assert figures.shared_gpu_bound_gb(4000.0, 2) == 1000.0  # two tensors are read, two results written
+    assert figures.per_second(64, 2, 100.0) == 1280.0
+    steps = {
+        "ddp": {"step_ms": [10.0, 12.0, 10.0], "cpu_ms": [1.0, 1.0, 1.0]},
+        "horoclone graph": {"step_ms": [5.0, 12.0, 9.0], "cpu_ms": [0.1, 0.2, 0.3]},
+    }
+    header, ddp, ours = figures.steps_table(steps, 64, 2, "images/s").splitlines()
+    assert header.split() == ["contestant", "step", "ms", "CPU", "ms", "images/s", "of", "ddp"]
+    assert ddp.split() == ["ddp", "10.000", "1.000", "12800", "1.000"]
+    assert ours.split() == ["horoclone", "graph", "9.000", "0.200", "14222", "0.900"]
+    rates = {"67108864": {"torch.distributed": 20.0, "horoclone": 800.0}}
+    shared = figures.bandwidth_table(rates, 1000.0)
+    assert "40.00 times torch.distributed, 0.80 of the bound 1000.0 GB/s" in shared
+    assert "bound" not in figures.bandwidth_table(rates, None)
+    assert "12.50 us" in figures.buckets_table({"horoclone": [12.0, 12.5, 30.0]})

@@ -19,6 +19,8 @@ from crew import Crew, teams_of
 
 from horoclone import ops
 
+EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "cupy_regression.py"
+
 
 class StandIn(types.ModuleType):
     """Becomes sys.modules["cupy"] of a rank."""
@@ -48,10 +50,32 @@ class StandIn(types.ModuleType):
                 assert driver.cuStreamSynchronize(stream) == 0
                 return self.host.copy()
 
-        self.ndarray = ndarray
+            # Arithmetic, for an example: each result is a new array.
+            def __matmul__(self, other: Any) -> Any:
+                return standin.array(self.get() @ other.get())
+
+            def __sub__(self, other: Any) -> Any:
+                return standin.array(self.get() - other.get())
+
+            def __truediv__(self, number: float) -> Any:
+                return standin.array(self.get() / number)
+
+            def __rmul__(self, number: float) -> Any:
+                return standin.array(number * self.get())
+
+            @property
+            def T(self) -> Any:
+                return standin.array(self.get().T.copy())
+
+            def max(self) -> float:
+                return float(self.get().max())
+
+        self.ndarray, self.asarray = ndarray, self.array
+        self.abs = lambda array: self.array(np.abs(array.get()))
         self.cuda = types.SimpleNamespace(
             get_current_stream=lambda device: types.SimpleNamespace(ptr=stream.value),
-            Device=lambda: types.SimpleNamespace(id=device),
+            Device=lambda number=device: types.SimpleNamespace(id=number, use=lambda: None),
+            runtime=types.SimpleNamespace(getDeviceCount=lambda: 4),
         )
         self.empty = ndarray
         self.empty_like = lambda like: ndarray(like.shape, like.dtype)
@@ -132,21 +156,40 @@ def operations() -> None:
     assert hvd.join() == 1
 
 
-def test_double_cupy_arrays_in_every_operation(doubles: Path) -> None:
+def regression() -> None:
+    import contextlib
+    import io
+    import runpy
+
+    begin()
+    sys.argv = ["cupy_regression.py", "--rows", "500", "--columns", "8", "--steps", "40"]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    import horoclone
+
+    if not said.getvalue():
+        return
+    assert not horoclone.is_initialized()
+    errors = [float(word) for word in said.getvalue().split(": ")[1].split(", ")]
+    assert said.getvalue().startswith("2 ranks") and len(set(errors)) == 1 and errors[0] < 0.05, (
+        said.getvalue()
+    )
+
+
+def test_double_cupy_arrays_in_every_operation_and_the_example(doubles: Path) -> None:
     crew = Crew(dict(os.environ), "numpy", "horoclone.arrays")
     try:
         for start in teams_of(crew):
-            team = start(
-                operations,
-                2,
-                env={
-                    "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
-                    "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
-                    "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
-                    "HOROCLONE_KERNEL_CACHE": "off",
-                    "HC_DOUBLE_DELAY_US": "100",
-                },
-            )
-            assert team.wait(60) == [0, 0], team.outputs()
+            env = {
+                "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
+                "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
+                "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
+                "HOROCLONE_KERNEL_CACHE": "off",
+                "HC_DOUBLE_DELAY_US": "100",
+            }
+            for body in (operations, regression):
+                team = start(body, 2, env=env)
+                assert team.wait(60) == [0, 0], team.outputs()
     finally:
         crew.close()

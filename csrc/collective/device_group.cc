@@ -134,7 +134,7 @@ Status DeviceGroup::prepare_to_capture() {
 }
 
 Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
-  if (!comm_ || !nccl_does(task)) return error(Code::kInternal, "NCCL does not do what is captured");
+  if (!comm_ || !nccl_does(task, false)) return error(Code::kInternal, "NCCL does not do what is captured");
   HC_TRY(prepare_to_capture());
   HC_TRY(until_enqueued());  // what was launched before
   auto ready = gpu_->record(from);
@@ -158,8 +158,7 @@ Status DeviceGroup::run_captured(Task task) {
 }
 
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
-  if (way_ == Way::kNccl && nccl_does(task, kernels_everywhere_))
-    return make_nccl_collective(std::move(task), this, group_);
+  if (enqueues(task)) return make_nccl_collective(std::move(task), this, group_);
   if (way_ == Way::kPeers && peers_do(task)) return make_peers_collective(std::move(task), this, group_);
   return make_staged_collective(std::move(task), this, group_);
 }

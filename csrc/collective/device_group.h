@@ -55,11 +55,13 @@ class DeviceGroup {
   // Whether NCCL does this with our meaning, with the help of our kernels where every rank has them. The same on every
   // rank.
   static bool nccl_does(const Task& task, bool with_kernels);
+  // Whether it is only enqueued, without the host's collectives. The same on every rank.
+  bool enqueues(const Task& task) const { return way_ == Way::kNccl && nccl_does(task, kernels_everywhere_); }
 
   // Whether peers do this; they do all reductions with our meaning.
   static bool peers_do(const Task& task);
 
-  // Puts a task that NCCL does into the graph into which `from` is being captured, behind what `from` has been given so
+  // Puts a task that NCCL does alone into the graph into which `from` is captured, behind what `from` has been given so
   // far; the event is for whoever reads the result, in the same capture. The host waits until NCCL has enqueued it.
   Result<GpuEventPtr> capture(Task task, CuStream from);
   Status prepare_to_capture();  // makes now what a capture would else have to make

@@ -162,7 +162,7 @@ class Engine {
   void grant_device_turns(uint16_t set, uint32_t count);
   Status take_device_frame(FrameKind kind, int from, Reader* in);
   void device_batch_over(ProcessSet& set);
-  bool may_freeze_on_device(const ProcessSet& set) const;
+  bool may_freeze_on_device(const ProcessSet& set, const BucketSet& buckets) const;
   void arm(ProcessSet& set, Operation* op);
   void launch_armed(ProcessSet& set, bool* moved);
   std::unique_ptr<BatchRunner> runner_of_armed(ProcessSet& set, Operation* op);

@@ -63,9 +63,9 @@ Status Engine::capture_in_gate(const Submission& s, std::pair<int, int> which, s
   *handle = op->handle;
   const Task task = set->task_of(*op);
   Status outcome =
-      DeviceGroup::nccl_does(task)
+      DeviceGroup::nccl_does(task, false)
           ? Status::ok()
-          : error(Code::kUnsupported, "NCCL does not do this reduction, and host memory cannot be captured");
+          : error(Code::kUnsupported, "NCCL does not do this reduction by itself, and nothing else can be captured");
   if (outcome.is_ok()) {
     auto done = set->device->capture(task, s.stream);
     outcome = done.status();

@@ -107,10 +107,21 @@ void Engine::put_on_device(ProcessSet& set) {
 }
 
 // Whether declared buckets can be frozen as far as this rank knows. The turns come from rank 0 of the world, which must
-// see the arrivals; NCCL must be up, for there is no agreement left in which it could be set up.
-bool Engine::may_freeze_on_device(const ProcessSet& set) const {
-  return device_turns_.in_memory() && set.coordinator_rank() == 0 && set.device &&
-         set.device->way() == DeviceGroup::Way::kNccl;
+// see the arrivals. NCCL must be up, for there is no agreement left in which it could be set up, and it must do all of
+// them: the host's collectives have an order of their own.
+bool Engine::may_freeze_on_device(const ProcessSet& set, const BucketSet& buckets) const {
+  if (!device_turns_.in_memory() || set.coordinator_rank() != 0 || !set.device) return false;
+  Signature s;
+  s.reduce = buckets.reduce;
+  s.prescale = buckets.prescale;
+  s.postscale = buckets.postscale;
+  return std::all_of(buckets.buckets.begin(), buckets.buckets.end(), [&](const BucketSet::Bucket& b) {
+    Task task;
+    task.dtype = b.dtype;
+    task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
+    task.scale = scale_of(s, b.dtype, set.size());
+    return set.device->enqueues(task);
+  });
 }
 
 // All ranks have arrived at a frozen bucket.

@@ -52,7 +52,7 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
     }
     set->bucket_sets[*id] = buckets;
     if (made.is_ok() && buckets.on_device && set->device) made = set->device->prepare_to_capture();
-    fits = has_flags && (buckets.on_device ? may_freeze_on_device(*set) : declared_in_arena(buckets));
+    fits = has_flags && (buckets.on_device ? may_freeze_on_device(*set, buckets) : declared_in_arena(buckets));
   }
   leave_gate();
   HC_TRY(made);

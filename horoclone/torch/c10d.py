@@ -1,4 +1,4 @@
-"""torch.distributed on horoclone: `init_process_group("horoclone")` for CPU tensors, after `import horoclone.torch`.
+"""torch.distributed on horoclone: `init_process_group("horoclone")`, after `import horoclone.torch`.
 
 Each process group has a runtime of its own (c10d_meeting.py), whose world is the group: groups never wait for each
 other, nor for hvd's operations. Works and futures are in c10d_work.py. Thread: the caller's submits.
@@ -22,9 +22,10 @@ from horoclone import ops
 from horoclone.errors import HorovodInternalError, Timeout
 from horoclone.torch.c10d_facts import BACKEND, GroupFacts
 from horoclone.torch.c10d_meeting import connect, install_rendezvous, missing_at_barrier
-from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, ops_name, reduction
+from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
 from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
-from horoclone.torch.tensors import NUMBER_OF, address_of, from_result, number_of
+from horoclone.torch.gpu import HOST, place_of, place_of_all, rows_of, to_host
+from horoclone.torch.tensors import NUMBER_OF, address_of, from_result
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -40,8 +41,9 @@ _open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
 class HorocloneGroup(GroupFacts):
     """A process group of torch.distributed. Ranks in its arguments are ranks of the group.
 
-    Tensors are contiguous, in host memory. Reductions take the dtypes of hvd.allreduce; operations that only move data
-    take every dtype. Errors come from wait(): Mismatch, PeerLost, Aborted, Timeout; ValueError and Unsupported at once.
+    Tensors are contiguous, in host memory or on a GPU (gpu.py). Reductions take the dtypes of hvd.allreduce; operations
+    that only move data take every dtype. Errors come from wait(): Mismatch, PeerLost, Aborted, Timeout; ValueError and
+    Unsupported at once.
     """
 
     def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
@@ -95,15 +97,14 @@ class HorocloneGroup(GroupFacts):
         kept: Any = None, finish: Finish | None = None,
     ) -> Work:  # fmt: skip
         """source None: scatter, not on the root. target None: the core owns the result, and `finish` copies it."""
-        given = (
-            (0, None, 0) if source is None else (address_of(source), source.shape, number_of(source, None))
-        )
+        given = (0, None, 0) if source is None else (address_of(source), source.shape, number_at(source))
         address, shape, number = given
+        place = HOST if source is None else place_of(source)
         handle = self._native().submit(
             op, None, address, 0 if target is None else address_of(target), shape, number, reduce, prescale, 1.0,
-            root, 0, splits,
+            root, 0, splits, 0, *place,
         )  # fmt: skip
-        return self._work(handle, outputs, (source, target, kept), finish, ops_name(op))
+        return self._work(handle, outputs, (source, target, kept), finish, ops_name(op), place=place)
 
     def _work(
         self, handle: int, outputs: Tensors, kept: Any, finish: Finish | None, what: str, **more: Any
@@ -125,12 +126,13 @@ class HorocloneGroup(GroupFacts):
                 ops.ALLREDUCE, tensor, tensor, reduce=reduce, prescale=factor, outputs=tensors
             )
         addresses = [address_of(t) for t in tensors]
-        numbers = [number_of(t, None) for t in tensors]
+        numbers = [number_at(t) for t in tensors]
         shapes = [t.shape for t in tensors]
+        place = place_of_all(tensors)
         handle = self._native().submit_group(
-            ops.ALLREDUCE, None, addresses, addresses, shapes, numbers, reduce, factor, 1.0, 0, 0
+            ops.ALLREDUCE, None, addresses, addresses, shapes, numbers, reduce, factor, 1.0, 0, 0, *place
         )
-        return self._work(handle, tensors, tensors, None, "allreduce_coalesced")
+        return self._work(handle, tensors, tensors, None, "allreduce_coalesced", place=place)
 
     allreduce_coalesced = allreduce
 
@@ -143,7 +145,7 @@ class HorocloneGroup(GroupFacts):
         flat = torch.cat([as_bytes(t) for t in tensors])
 
         def finish(runtime: Runtime, handle: int) -> None:
-            rows = from_result(runtime.result(handle), (), torch.uint8).view(self._size, -1)
+            rows = rows_of(runtime, handle, 0, flat, place_of(flat)).view(self._size, -1)
             copy_apart(fold(operation, rows), tensors)
 
         if root is None:
@@ -178,7 +180,7 @@ class HorocloneGroup(GroupFacts):
         """Pairs (output, source of size chunks); several pairs are laid out so that one operation does them all."""
         kind, reduce, factor = reduction(opts)
         for output in outputs:
-            number_of(output, None)
+            number_at(output)
         rows = [source.reshape(self._size, -1) for source in sources]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         if reduce not in (ops.Sum, ops.Average) or kind in BITWISE:
@@ -193,10 +195,9 @@ class HorocloneGroup(GroupFacts):
 
             work._outputs, work._finish = list(outputs), cut
             return work
-        dtype = flat.dtype
 
         def finish(runtime: Runtime, handle: int) -> None:
-            copy_apart(from_result(runtime.result(handle), (flat.shape[1],), dtype), outputs)
+            copy_apart(rows_of(runtime, handle, 0, flat, place_of(flat)), outputs)
 
         return self._submit(
             ops.REDUCESCATTER, flat, None, reduce=reduce, prescale=factor, outputs=outputs, kept=sources,
@@ -252,7 +253,7 @@ class HorocloneGroup(GroupFacts):
             as_bytes(output)
 
         def finish(runtime: Runtime, handle: int) -> None:
-            copy_apart(from_result(runtime.result(handle), (), torch.uint8), outputs)
+            copy_apart(rows_of(runtime, handle, 0, data, place_of(data)), outputs)
 
         return self._submit(ops.ALLGATHER, data, None, outputs=outputs, kept=kept, finish=finish)
 
@@ -273,7 +274,7 @@ class HorocloneGroup(GroupFacts):
         data = torch.cat(parts)
 
         def finish(runtime: Runtime, handle: int) -> None:
-            rows = from_result(runtime.result(handle), (), torch.uint8).view(self._size, -1)
+            rows = rows_of(runtime, handle, 0, data, place_of(data)).view(self._size, -1)
             pieces = rows.split([part.numel() for part in parts], 1)
             for output, piece in zip(outputs, pieces, strict=True):
                 as_bytes(output).view(self._size, -1).copy_(piece)
@@ -304,7 +305,7 @@ class HorocloneGroup(GroupFacts):
 
         def finish(runtime: Runtime, handle: int) -> None:
             if parts:
-                copy_apart(from_result(runtime.result(handle), (), torch.uint8), parts)
+                copy_apart(rows_of(runtime, handle, 0, data, place_of(data)), parts)
 
         return self._submit(
             ops.GATHER, data, None, root=opts.rootRank, outputs=parts, kept=source, finish=finish
@@ -320,7 +321,7 @@ class HorocloneGroup(GroupFacts):
                 raise ValueError(
                     f"scatter: needs {self._size} tensors, that of rank {self._rank} with {output.numel()} elements"
                 )
-            data, splits = torch.cat(parts), [part.numel() for part in parts]
+            data, splits = to_host(torch.cat(parts)), [part.numel() for part in parts]  # host memory moves it
 
         def finish(runtime: Runtime, handle: int) -> None:
             copy_apart(from_result(runtime.result(handle), (), torch.uint8), [output])
@@ -369,12 +370,15 @@ class HorocloneGroup(GroupFacts):
             as_bytes(output)
 
         def finish(runtime: Runtime, handle: int) -> None:
+            rows = rows_of(
+                runtime, handle, 0, data, place_of(data)
+            )  # it takes the result, but not the counts
             result = runtime.result(handle)
             if expected is not None and list(result.rows_from) != list(expected):
                 raise ValueError(
                     f"all_to_all: the ranks sent {list(result.rows_from)} bytes, the outputs have {list(expected)}"
                 )
-            copy_apart(from_result(result, (), torch.uint8), outputs)
+            copy_apart(rows, outputs)
 
         return self._submit(
             ops.ALLTOALL, data, None, splits=list(splits), outputs=outputs, kept=kept, finish=finish
@@ -417,7 +421,10 @@ class HorocloneGroup(GroupFacts):
     def _message(self, op: int, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = listed(tensors)
         data = tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
-        number, address, sends = number_of(data, None), address_of(data), op == ops.SEND
+        number, sends, apart = number_at(data), op == ops.SEND, place_of(data) is not HOST
+        if apart:  # through host memory
+            data = to_host(data) if sends else torch.empty(data.shape, dtype=data.dtype)
+        address = address_of(data)
         handle = self._native().submit(
             op, None, address if sends else 0, 0 if sends else address, data.shape, number, ops.Sum, 1.0, 1.0,
             peer, 0, None, tag,
@@ -425,12 +432,14 @@ class HorocloneGroup(GroupFacts):
 
         def finish(runtime: Runtime, handle: int) -> None:
             work._source = runtime.result(handle).source
+            if apart and not sends:
+                copy_apart(data, [tensor] if data.dtype is tensor.dtype else [as_bytes(tensor)])
 
         work = self._work(
             handle,
             [tensor],
             data,
-            finish if peer < 0 else None,
+            finish if peer < 0 or (apart and not sends) else None,
             f"{'send to' if sends else 'recv from'} {'any rank' if peer < 0 else f'rank {peer}'}",
             is_ordered=False,
             source=peer,
@@ -468,7 +477,7 @@ def register() -> None:
     """Makes the backend known to torch.distributed; importing horoclone.torch does it. Once is enough."""
     if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
         return
-    dist.Backend.register_backend(BACKEND, _create, devices=["cpu"])
+    dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
     install_rendezvous()
     atexit.register(_close_all)
     os.register_at_fork(after_in_child=_after_fork_in_child)

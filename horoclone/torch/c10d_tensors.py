@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.torch.tensors import number_of
+from horoclone.torch.tensors import ON_GPU, number_of
 
 Tensors = Sequence[torch.Tensor]
 _RedOp: Any = dist.ReduceOp.RedOpType
@@ -57,10 +57,20 @@ def reduction(opts: Any) -> tuple[Any, int, float]:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8[bytes]. Refuses what is not dense, contiguous and in host memory."""
+    """The same memory as uint8[bytes]. Refuses what is not dense, contiguous and in host memory or a GPU's."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        number_of(tensor, None)
+        check_place(tensor)
     return tensor.detach().view(-1).view(torch.uint8)
+
+
+def check_place(tensor: torch.Tensor) -> None:
+    """Refuses what is not dense, contiguous and in host memory or a GPU's, whatever its dtype."""
+    number_of(tensor.detach().view(torch.uint8) if tensor.is_contiguous() else tensor, None, True)
+
+
+def number_at(tensor: torch.Tensor) -> int:
+    """The core's number of the dtype, wherever the tensor lies."""
+    return number_of(tensor, None, True) % ON_GPU
 
 
 def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:

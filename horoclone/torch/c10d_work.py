@@ -1,7 +1,8 @@
 """One c10d operation in flight: wait(), futures and errors of the process group in c10d.py.
 
 wait() drives the core on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
-thread `hc-c10d` of the group waits instead, in the order of submission.
+thread `hc-c10d` of the group waits instead, in the order of submission. On a GPU an operation is complete when it has
+been enqueued: results are moved on a stream of the group's, behind which wait() puts the caller's current stream.
 """
 
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"
@@ -17,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone.errors import Aborted, HorovodInternalError, Timeout
+from horoclone.torch.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -39,6 +41,16 @@ class InFlight:
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
+        self._stream: Any = None  # of the GPU that the group works on
+
+    def stream_for(self, place: Place) -> Any:
+        """The group's stream there, on which results are moved; None for host memory."""
+        if place[0] < 0:
+            return None
+        with self._lock:
+            if self._stream is None:
+                self._stream = side_stream(place)
+            return self._stream
 
     def add(self, work: Work) -> None:
         if len(self._works) >= self._sweep_at:
@@ -89,6 +101,7 @@ class Work(dist.Work):
         limit_s: float | None,
         is_ordered: bool = True,
         source: int = -1,
+        place: Place = HOST,
     ) -> None:
         super().__init__()
         self.handle = handle
@@ -100,6 +113,8 @@ class Work(dist.Work):
         self._what = what
         self._limit_s = limit_s
         self._source = source
+        self._place = place
+        self._behind: Any = None  # on a GPU: where the group's stream has the result
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._done = threading.Event()
@@ -119,6 +134,8 @@ class Work(dist.Work):
                 self.complete()
         if self._error is not None:
             raise self._error
+        stream_behind(self._behind)
+        self._kept = None  # what the caller's stream is given from now on may overwrite it
         return True
 
     def is_completed(self) -> bool:
@@ -154,7 +171,7 @@ class Work(dist.Work):
         """A future with the list of outputs, or with the error."""
         with self._lock:
             if self._future is None:
-                self._future = torch.futures.Future()
+                self._future = future_on(self._place)
                 if self._done.is_set():
                     self._settle(self._future)
                 else:
@@ -175,23 +192,30 @@ class Work(dist.Work):
             except (HorovodInternalError, ValueError) as error:  # the core has let go of the tensors
                 self._error = error
             self._flight.remove(self)
-            self._kept = self._finish = None
+            self._finish = None
+            if self._place[0] < 0 or self._error is not None:
+                self._kept = None
             self._done.set()
             if self._future is not None:
                 self._settle(self._future)
 
     def _take(self) -> None:
-        runtime = self._flight.runtime
+        runtime, stream = self._flight.runtime, self._flight.stream_for(self._place)
         runtime.wait(self.handle)
         try:
-            if self._finish is not None:
-                self._finish(runtime, self.handle)
+            with on_stream(stream):
+                if stream is not None:
+                    runtime.stream_wait(self.handle, stream.cuda_stream)
+                if self._finish is not None:
+                    self._finish(runtime, self.handle)
+            self._behind = mark(stream)
         finally:
             runtime.release(self.handle)
 
     def _settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
         if self._error is None:
-            future.set_result(self._outputs)
+            with on_stream(None if self._place is HOST else self._flight.stream_for(self._place)):
+                future.set_result(self._outputs)
         else:
             future.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
@@ -221,6 +245,7 @@ class Finished(Work):
         dist.Work.__init__(self)
         self._outputs, self._error, self._source = list(outputs), error, -1
         self._future, self._watched = None, False
+        self._place, self._behind, self._kept = HOST, None, None
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._done.set()

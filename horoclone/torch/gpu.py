@@ -6,6 +6,7 @@ Everything else about them is as for tensors in host memory. Thread: the caller'
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,6 +72,34 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 def to_gpu(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """Values from host memory in new memory beside `like`."""
     return memory_beside(like, values.shape, values.dtype).copy_(values)
+
+
+def side_stream(place: Place) -> Any:
+    """A stream beside the caller's, on whose behalf nobody else works; None for host memory."""
+    return None if place[0] < 0 else torch.cuda.Stream(place[0])
+
+
+def on_stream(stream: Any) -> AbstractContextManager[Any]:
+    """Within it, that stream is the current one. None: no change."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def mark(stream: Any) -> Any:
+    """A place in the stream: behind what it has been given so far."""
+    return None if stream is None else stream.record_event()
+
+
+def stream_behind(event: Any) -> None:
+    """The current stream goes on behind the place that mark() gave; the host does not wait."""
+    if event is not None:
+        torch.cuda.current_stream(event.device).wait_event(event)
+
+
+def future_on(place: Place) -> torch.futures.Future[Any]:
+    """A future whose result the streams of those who wait for it come behind."""
+    if place[0] < 0:
+        return torch.futures.Future()
+    return torch.futures.Future(devices=[torch.device("cuda", place[0])])
 
 
 def follow(runtime: Runtime, handle: int, place: Place) -> None:

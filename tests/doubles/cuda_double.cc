@@ -623,9 +623,11 @@ DOUBLE_API int cuModuleGetFunction(void** function, void* module, const char* na
   const auto* bytes = static_cast<const unsigned*>(own_symbol(std::string(name) + "_bytes"));
   if (!body || !bytes || (!m->compressed && m->image.find(name) == std::string::npos)) return kNotFound;
   std::lock_guard lock(mu);
-  Function& known = (*functions)[name];
-  known = {name, reinterpret_cast<void (*)(const void*, const hc::Place&)>(body), *bytes};
-  *function = &known;
+  // Streams read what is there already.
+  *function =
+      &functions
+           ->try_emplace(name, Function{name, reinterpret_cast<void (*)(const void*, const hc::Place&)>(body), *bytes})
+           .first->second;
   return kSuccess;
 }
 DOUBLE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,

@@ -6,8 +6,10 @@ about CUDA (where is the tensor, which stream is current) asks the double instea
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
+import math
 import os
 import signal
 import time
@@ -148,7 +150,13 @@ class Double:
             "rows_of": rows_of_and_wait,
             "memory_beside": memory_beside,
             "number_of": number_with_place_of,
+            "side_stream": lambda place: None if place[0] < 0 else SideStream(self),
+            "on_stream": lambda stream: contextlib.nullcontext(),
+            "mark": lambda stream: stream,
+            "stream_behind": lambda stream: stream and self.synchronize(),
+            "future_on": lambda place: torch.futures.Future(),
         }
+        self.fakes = fakes
         for module in (
             gpu,
             messages,
@@ -161,9 +169,24 @@ class Double:
             rooted,
             sharding,
         ):
-            for name, fake in fakes.items():
-                if hasattr(module, name):
-                    setattr(module, name, fake)
+            self.patch(module)
+
+    def patch(self, module) -> None:
+        for name, fake in self.fakes.items():
+            if hasattr(module, name):
+                setattr(module, name, fake)
+
+
+class SideStream:
+    """The double's only stream, which the host waits for before it touches what lies behind it."""
+
+    def __init__(self, double: Double) -> None:
+        self.double = double
+        self.handle = double.stream
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.handle
 
 
 def begin() -> Double:
@@ -463,3 +486,73 @@ def test_double_a_killed_peer_on_the_same_gpu_is_named_and_nothing_hangs(ranks) 
     team = ranks(dies_between_peers, expect=[0, -signal.SIGKILL], HC_TEST_ONE_GPU="1")
     heard = team.said(0, "seconds")[0]
     assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
+
+
+def distributes() -> None:
+    import torch.distributed as dist
+
+    from horoclone.torch import c10d, c10d_tensors, c10d_work
+
+    double = begin()
+    for module in (c10d, c10d_tensors, c10d_work):
+        double.patch(module)
+    rank, size = hvd.rank(), hvd.size()
+    hvd.shutdown()
+    dist.init_process_group("horoclone")
+
+    def mine(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return double.late(torch.arange(1, 1 + math.prod(shape)).to(dtype).reshape(shape) * (rank + 1))
+
+    total = torch.arange(1.0, 7.0) * 3
+    tensor = mine(6)
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.wait() and torch.equal(tensor, total)
+    future = dist.all_reduce(tensor := mine(6), async_op=True).get_future()
+    (summed,) = (
+        future.wait()
+    )  # what DDP does; a future of CUDA's puts the stream behind the result, as this does:
+    double.synchronize()
+    assert torch.equal(summed, total)
+    dist.reduce(tensor := mine(6), 1, op=dist.ReduceOp.MAX)
+    assert torch.equal(tensor, torch.arange(1.0, 7.0) * 2) or rank == 0
+    dist.broadcast(tensor := mine(6), 1)
+    assert torch.equal(tensor, torch.arange(1.0, 7.0) * 2)
+    whole = double.tensor(torch.zeros(12))
+    dist.all_gather_into_tensor(whole, mine(6))
+    assert torch.equal(whole, torch.cat([torch.arange(1.0, 7.0), torch.arange(1.0, 7.0) * 2]))
+    parts = [double.tensor(torch.zeros(4, dtype=torch.int64)) for _ in range(size)]
+    dist.all_gather(parts, mine(4, dtype=torch.int64))
+    assert [part.tolist() for part in parts] == [[1, 2, 3, 4], [2, 4, 6, 8]]
+    share = double.tensor(torch.zeros(3))
+    dist.reduce_scatter_tensor(share, mine(6))  # FSDP's
+    assert torch.equal(share, total[3 * rank : 3 * rank + 3])
+    dist.all_to_all_single(rows := double.tensor(torch.zeros(4, 2)), mine(4, 2))
+    expected = torch.arange(1.0, 9.0).reshape(4, 2)[2 * rank : 2 * rank + 2]
+    assert torch.equal(rows, torch.cat([expected, 2 * expected]))
+    arrived = double.tensor(torch.zeros(6))
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, mine(6), 1 - rank), dist.P2POp(dist.irecv, arrived, 1 - rank)]
+    )
+    for work in works:
+        work.wait()
+    assert torch.equal(arrived, torch.arange(1.0, 7.0) * (2 - rank))
+    given = [mine(3), mine(3)] if rank == 0 else None
+    double.synchronize()  # a CPU tensor is concatenated at once
+    dist.scatter(share, given)
+    assert share.tolist() == [1.0, 2.0, 3.0]
+    gathered = [double.tensor(torch.zeros(6)) for _ in range(size)] if rank == 0 else None
+    dist.gather(mine(6), gathered)
+    assert rank or torch.equal(gathered[1], torch.arange(1.0, 7.0) * 2)
+    bits = double.tensor(torch.tensor([1 + rank], dtype=torch.int32))
+    dist.all_reduce(bits, op=dist.ReduceOp.BOR)
+    assert bits.item() == 3
+    with pytest.raises(Mismatch, match="GPU"):
+        dist.all_reduce(mine(3) if rank == 0 else torch.ones(3))
+    dist.all_reduce(tensor := mine(6))
+    assert torch.equal(tensor, total)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("way", ["nccl", "host"])
+def test_double_torch_distributed(ranks, way) -> None:
+    ranks(distributes, HOROCLONE_GPU_OPERATIONS=way)
