@@ -8,8 +8,11 @@ on a busy machine, too. Exit codes: see session.py.
 from __future__ import annotations
 
 import argparse
+import json
+import socket
 import statistics
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +34,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4, 8, 16],
                         help="ranks (2,4,8,16)")  # fmt: skip
     parser.add_argument("--steps", type=int, default=30, help="counted steps (30)")
+    parser.add_argument(
+        "--costs", type=Path, help="only measure what a message costs, for `horoclone simulate`"
+    )
     arguments = parser.parse_args(argv)
+    if arguments.costs:
+        arguments.costs.write_text(json.dumps(costs_of_messages(), indent=1) + "\n")
+        return 0
     return run(arguments, lambda: measure(arguments), show, draw)
 
 
@@ -52,6 +61,63 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     except RunError as error:
         raise Failed(str(error)) from None
     return {"benchmark": f"agreement: {TENSORS} tensors a step, {arguments.steps} steps", "rows": rows}
+
+
+def costs_of_messages() -> dict[str, dict[str, float]]:
+    """Microseconds to send, to travel and to receive a control frame between two processes of this machine.
+
+    There and back is a blocking barrier of two ranks: a ballot and a plan. TCP: what a call of send and of recv takes
+    is measured on a socket of its own, the rest is latency. Shared memory: a quarter, a half and a quarter, by
+    convention.
+    """
+    import horoclone
+
+    one_way = {}
+    for way, extra in WAYS.items():
+        one_way[way] = min(horoclone.run(barrier_us, np=2, env={"OMP_NUM_THREADS": "1", **extra})) / 2
+    send, receive = calls_us()
+    tcp, shared = one_way["TCP"], one_way["shared memory"]
+    found = {
+        "local": {"send": shared / 4, "latency": shared / 2, "receive": shared / 4},
+        "network": {"send": send, "latency": max(0.0, tcp - send - receive), "receive": receive},
+    }
+    print(json.dumps(found, indent=1))
+    return {place: {key: round(us, 2) for key, us in cost.items()} for place, cost in found.items()}
+
+
+def barrier_us() -> float:
+    import horoclone as hvd
+
+    hvd.init()
+    times = []
+    for _ in range(3000):
+        start = time.perf_counter()
+        hvd.barrier()
+        times.append(1e6 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def calls_us(calls: int = 400, rounds: int = 20) -> tuple[float, float]:
+    """Of one send and one recv of 32 bytes over the loopback, neither of which waits."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname()) as one,
+    ):
+        two, _ = server.accept()
+        with two:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            message, room = bytes(32), bytearray(32)
+            sends, receives = [], []
+            for _ in range(rounds):
+                start = time.perf_counter()
+                for _ in range(calls):
+                    one.send(message)
+                middle = time.perf_counter()
+                for _ in range(calls):
+                    two.recv_into(room, 32)
+                sends.append(1e6 * (middle - start) / calls)
+                receives.append(1e6 * (time.perf_counter() - middle) / calls)
+    return statistics.median(sends), statistics.median(receives)
 
 
 def summed(ranks: list[dict[str, float]]) -> dict[str, float]:

@@ -8,6 +8,7 @@
 #include "collective/selection.h"
 #include "device/probe.h"
 #include "engine/engine.h"
+#include "engine/simulation.h"
 #include "horoclone.h"
 
 struct hc_status {
@@ -310,6 +311,25 @@ hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
 }
 void hc_after_fork_child(hc_runtime* rt) { rt->engine->after_fork_child(); }
 
+hc_status* hc_simulate(const hc_simulation* s, const char** json) {
+  return guarded([&]() -> hc::Status {
+    if (s->version != HC_VERSION)
+      return hc::error(hc::Code::kInvalidArgument, "hc_simulation has version ", s->version, ", not ", HC_VERSION);
+    hc::SimulationOptions o;
+    o.ranks = s->ranks;
+    o.ranks_per_node = s->ranks_per_node;
+    o.fanout = s->fanout;
+    o.tensors = s->tensors;
+    o.steps = s->steps;
+    o.processing = s->processing != 0;
+    o.local = {s->local[0], s->local[1], s->local[2]};
+    o.network = {s->network[0], s->network[1], s->network[2]};
+    auto result = hc::simulate(o);
+    HC_TRY(result.status());
+    *json = keep(result.value().to_json());
+    return hc::Status::ok();
+  });
+}
 hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message) {
   return guarded([&]() -> hc::Status {
     HC_TRY(check_blocks(*blocks));

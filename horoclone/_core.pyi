@@ -164,6 +164,12 @@ def quantize(block: int, share: int, count: int, data_in: int, residual: int, me
 def dequantize(
     block: int, share: int, count: int, message: int, data_out: int, add: bool = False
 ) -> None: ...
+def simulate(
+    numbers: dict[str, int], local: tuple[float, float, float], network: tuple[float, float, float]
+) -> str:
+    """One simulated step's agreement, as JSON. numbers: ranks, ranks_per_node, fanout, tensors, steps, processing;
+    costs of a message in microseconds: send, latency, receive. ValueError for numbers out of range."""
+
 def knobs() -> str: ...  # JSON: [{name, type, default, help, horovod}]
 def build_info() -> str: ...  # JSON: version, compiler, simd, features
 def selection_report(settings: dict[str, str]) -> str:

@@ -1,7 +1,8 @@
 // See combiner.h. Every operation in flight is either held (only whole subtrees of children have announced it, all in
 // the same words) or shown (each announcement goes up as it comes, until a plan ends this round of it). The word goes
 // from held to shown at the first difference, so that whatever the coordinator would make of single ballots it still
-// does.
+// does. In the steady state all members send one list of slots: a wave, compared as a whole, that becomes rounds only
+// when it must.
 #include "engine/combiner.h"
 
 #include <algorithm>
@@ -52,6 +53,15 @@ struct Word {
   const Request* fresh = nullptr;
 };
 
+// The same list of slots from some members, with nothing else under way.
+struct Wave {
+  std::vector<CachedRequest> list;
+  RankSet said;
+  int count = 0;  // of members; 0: there is none
+  TimePoint since{};
+  int last = -1;
+};
+
 bool same_words(const Round& r, const Word& word) {
   if (word.cached != nullptr) return r.slot == word.cached->slot;
   return r.request != nullptr && (r.request.get() == word.fresh || r.request->signature == word.fresh->signature);
@@ -69,12 +79,17 @@ struct Combiner::State {
 
   explicit State(CombinerOptions given) : options(std::move(given)), tree(*options.tree) {
     members = 1 + static_cast<int>(tree.children(options.rank).size());
+    wave.said = RankSet(members);
   }
 
   Status take(const Ballot& b, TimePoint now);
   Status find(const Word& word, Round** round);
   Round& round_of(Op op, const std::string& name);
   Status announce(const Ballot& from, int member, const Word& word, TimePoint now);
+  bool rides(const Ballot& b, int member) const;
+  Status ride(const Ballot& b, int member, TimePoint now);
+  Status dissolve(TimePoint now);
+  bool is_entire(const Ballot& b) const;
   void begin(Round* r, TimePoint since);
   void combine(Round* r, TimePoint now);
   void show(Round* r, TimePoint now);
@@ -94,7 +109,9 @@ struct Combiner::State {
   std::unordered_map<std::string, Name> names;
   std::array<std::map<uint64_t, Round>, kOpCount> unnamed;
   std::vector<Ballot> combined, single;  // what goes up
-  size_t held = 0;
+  size_t held = 0;                       // rounds that are active and not shown
+  size_t active = 0;                     // rounds
+  Wave wave;
 };
 
 int Combiner::State::member_of(const Ballot& b) const {
@@ -136,12 +153,14 @@ void Combiner::State::begin(Round* r, TimePoint since) {
   r->said.clear();
   r->count = 0;
   held++;
+  active++;
   if (r->name != nullptr) r->name->active++;
 }
 
 // This round is over here. Names that no slot stands for go with it.
 void Combiner::State::end(Round* r) {
   if (!r->shown) held--;
+  active--;
   r->active = r->shown = false;
   r->slot = kNoSlot;
   r->request = nullptr;
@@ -194,6 +213,7 @@ void Combiner::State::show(Round* r, TimePoint now) {
 }
 
 void Combiner::State::show_everything(TimePoint now) {
+  (void)dissolve(now).is_ok();  // what rode was fit to ride
   if (held == 0) return;
   for (auto& [text, name] : names)
     for (auto& [op, round] : name.rounds)
@@ -214,14 +234,60 @@ void Combiner::State::combine(Round* r, TimePoint now) {
   end(r);
 }
 
+// It speaks for all of a member.
+bool Combiner::State::is_entire(const Ballot& b) const {
+  if (b.rank == options.rank) return true;
+  return tree.parent(b.rank) == options.rank && (b.whole || tree.subtree(b.rank).size() == 1);
+}
+
+bool Combiner::State::rides(const Ballot& b, int member) const {
+  if (b.cached.empty() || !b.fresh.empty() || b.joined || transparent() || !is_entire(b)) return false;
+  if (wave.count != 0) return !wave.said.has(member) && b.cached == wave.list;
+  return active == 0 && std::all_of(b.cached.begin(), b.cached.end(), [this](const CachedRequest& c) {
+           return c.slot < slots.size() && slots[c.slot].known;
+         });
+}
+
+Status Combiner::State::ride(const Ballot& b, int member, TimePoint now) {
+  const TimePoint since = now - std::chrono::microseconds(b.held_us);
+  if (wave.count == 0) wave.list = b.cached;
+  wave.since = wave.count == 0 ? since : std::min(wave.since, since);
+  wave.last = b.whole ? b.last : b.rank;
+  wave.said.add(member);
+  if (++wave.count < members) return Status::ok();
+  Ballot& up = fitting(&combined, options.rank, true, microseconds_between(wave.since, now));
+  up.cached.insert(up.cached.end(), wave.list.begin(), wave.list.end());
+  up.last = wave.last;
+  wave.said.clear();
+  wave.count = 0;
+  return Status::ok();
+}
+
+// The wave becomes one round for each of its slots.
+Status Combiner::State::dissolve(TimePoint now) {
+  if (wave.count == 0) return Status::ok();
+  wave.count = 0;
+  const auto children = tree.children(options.rank);
+  for (int m = 0; m < members; m++) {
+    if (!wave.said.has(m)) continue;
+    Ballot b;
+    b.rank = m == 0 ? options.rank : children[static_cast<size_t>(m) - 1];
+    b.whole = m != 0 && tree.subtree(b.rank).size() > 1;
+    b.last = wave.last;
+    b.held_us = microseconds_between(wave.since, now);
+    for (const CachedRequest& c : wave.list) HC_TRY(announce(b, m, {&c, nullptr}, now));
+  }
+  wave.said.clear();
+  return Status::ok();
+}
+
 Status Combiner::State::announce(const Ballot& from, int member, const Word& word, TimePoint now) {
   Round* r = nullptr;
   HC_TRY(find(word, &r), "rank ", from.rank);
   const TimePoint since = now - std::chrono::microseconds(from.held_us);
   const bool begins = !r->active;
   if (begins) begin(r, since);
-  const bool of_member = from.rank == options.rank || tree.parent(from.rank) == options.rank;
-  const bool entire = of_member && (from.whole || from.rank == options.rank || tree.subtree(from.rank).size() == 1);
+  const bool entire = is_entire(from);
   const bool alone = r->name == nullptr || r->name->active == 1;
   if (entire && alone && !r->shown && !transparent() && (begins || same_words(*r, word))) {
     if (!r->said.add(member))
@@ -251,6 +317,8 @@ Status Combiner::State::take(const Ballot& b, TimePoint now) {
     return error(Code::kInternal, "a ballot of rank ", b.rank, " is for another process set or generation");
   const int member = member_of(b);
   if (member < 0) return error(Code::kInternal, "a ballot of rank ", b.rank, " came to rank ", options.rank);
+  if (rides(b, member)) return ride(b, member, now);
+  HC_TRY(dissolve(now));
   if (b.joined && !someone_joined) {
     someone_joined = true;
     show_everything(now);
@@ -311,6 +379,7 @@ void Combiner::pass(const Plan& plan) {
   for (const PlanBatch& batch : plan.batches) {
     if (batch.op == Op::kJoin) s.someone_joined = false;
     for (const PlanEntry& e : batch.entries) {
+      if (s.active == 0 && !e.assigned && e.slot < s.slots.size() && s.slots[e.slot].known) continue;
       if (e.assigned && e.slot != kNoSlot && e.slot < kMaxSlots) {
         if (e.slot >= s.slots.size()) s.slots.resize(e.slot + 1);
         State::Slot& slot = s.slots[e.slot];
@@ -338,6 +407,6 @@ void Combiner::show_all(bool on, TimePoint now) {
   if (on) reveal(now);
 }
 
-size_t Combiner::held() const { return state_->held; }
+size_t Combiner::held() const { return state_->held + (state_->wave.count != 0 ? state_->wave.list.size() : 0); }
 
 }  // namespace hc

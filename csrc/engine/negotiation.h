@@ -62,6 +62,7 @@ struct Request {
 struct CachedRequest {
   uint32_t slot = kNoSlot;
   uint64_t sequence = 0;
+  bool operator==(const CachedRequest&) const = default;
 };
 
 // One rank's announcements since its last ballot; or, in a tree, what a rank and all below it have announced alike.

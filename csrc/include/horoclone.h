@@ -229,6 +229,17 @@ typedef struct hc_blocks {
 HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
 HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
 
+/* The agreement of one step at any number of ranks, in this process, on a virtual clock: the real objects, messages
+ * that cost what is said here. *json is valid until the next call on the same thread. */
+typedef struct hc_simulation {
+  int32_t version;
+  int32_t ranks, ranks_per_node, fanout; /* fan-out 0: every rank talks to rank 0 */
+  int32_t tensors, steps;                /* announced in a step; steps that are counted */
+  int32_t processing;                    /* 1: what the objects compute takes time, 0: only messages do */
+  double local[3], network[3];           /* within a node and between nodes, us: send, latency, receive */
+} hc_simulation;
+HC_EXPORT hc_status* hc_simulate(const hc_simulation* simulation, const char** json);
+
 /* JSON texts, valid until the next call of the same function on the same thread. */
 HC_EXPORT const char* hc_counters(hc_runtime* rt);
 HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */

@@ -12,6 +12,7 @@
 #include "connect.h"
 #include "horoclone.h"
 #include "quantize.h"
+#include "simulate.h"
 
 namespace py = pybind11;
 
@@ -424,6 +425,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The native door of horoclone; see _core.pyi.";
   add_memory(m);
   hc_python::add_quantize(m);
+  hc_python::add_simulate(m);
   using namespace py::literals;
   py::class_<Runtime> runtime(m, "Runtime");
   add_facts(&runtime);

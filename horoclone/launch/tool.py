@@ -1,4 +1,4 @@
-"""The `horoclone` command: run, doctor, debug, timeline."""
+"""The `horoclone` command: run, doctor, debug, timeline, simulate."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _USAGE = """usage: horoclone run -np N [flags] python train.py ...   start a job
        horoclone doctor [--json]                        examine this host
        horoclone debug DIR|FILE ...                     compare the ranks' flight records
        horoclone timeline OUT FILE FILE ...             merge the ranks' timelines into one
+       horoclone simulate [--ranks 8,512 ...]           agreement and step time at any size
        horoclone check-build                            what is available, and why not the rest
        horoclone --version"""
 
@@ -29,6 +30,10 @@ def main(argv: list[str] | None = None) -> int:
             return doctor.main("--json" in rest)
         except KeyboardInterrupt:
             return 130
+    if verb == "simulate":
+        from horoclone import simulate
+
+        return simulate.main(rest)
     if verb == "check-build" and not rest:
         from horoclone.launch import cli
 

@@ -1,0 +1,210 @@
+"""`horoclone simulate`: what agreement costs, and what a step takes, at any number of ranks, in one process.
+
+The agreement is not modelled: the real coordinator, combiners, plan cache and bytes run on a virtual clock
+(csrc/engine/simulation.h), from the announcement of a step's tensors on all ranks to the plan on the last one. What a
+message costs is a constant: `benchmarks/control.py --costs FILE` measures it on a machine, DEFAULT_COSTS are those of
+docs/performance.md. The time of a step comes from formulas, see step_ms().
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+# Microseconds to send, to travel, to receive: TCP over the loopback, and shared memory (docs/performance.md).
+DEFAULT_COSTS: dict[str, dict[str, float]] = {
+    "local": {"send": 0.3, "latency": 0.6, "receive": 0.3},
+    "network": {"send": 2.5, "latency": 4.0, "receive": 1.0},
+}
+SIZES = (8, 64, 512, 4096, 32768)
+COLUMNS = {
+    "latency_us": "latency, us",
+    "root_messages": "messages at the root",
+    "root_bytes": "bytes at the root",
+    "node_messages": "messages of a node",
+    "node_bytes": "bytes of a node",
+    "busiest_cpu_us": "CPU of the busiest rank, us",
+}
+
+
+def agreement(
+    ranks: int,
+    *,
+    ranks_per_node: int = 1,
+    fanout: int = 8,
+    tensors: int = 161,
+    steps: int = 5,
+    costs: dict[str, dict[str, float]] | None = None,
+    processing: bool = True,
+) -> dict[str, float]:
+    """One simulated step: latency_us, root_messages, root_bytes, node_messages, node_bytes (to and from other nodes),
+    root_cpu_us, busiest_cpu_us, rank_cpu_us, depth.
+
+    fanout 0: a star. processing=False: only messages take time, and the result is the same every time. Raises
+    ValueError for numbers out of range.
+    """
+    from horoclone._core import simulate
+
+    numbers = {
+        "ranks": ranks,
+        "ranks_per_node": ranks_per_node,
+        "fanout": fanout,
+        "tensors": tensors,
+        "steps": steps,
+        "processing": int(processing),
+    }
+    local, network = (
+        (cost["send"], cost["latency"], cost["receive"])
+        for cost in ((costs or DEFAULT_COSTS)["local"], (costs or DEFAULT_COSTS)["network"])
+    )
+    found: dict[str, float] = json.loads(simulate(numbers, local, network))
+    return found
+
+
+def step_ms(
+    ranks: int,
+    *,
+    ranks_per_node: int,
+    gradient_mb: float,
+    compute_ms: float,
+    link_gbit: float,
+    local_gb_s: float,
+    latency_us: float,
+    agreement_us: float,
+    two_level: bool = True,
+) -> float:
+    """Milliseconds of a training step, from constants.
+
+    A ring allreduce of S bytes over n members takes 2 (n-1)/n S / B + 2 (n-1) a, with B bytes/s of the link and a of
+    latency per message (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
+    J. Parallel Distrib. Comput. 69, 2009). Flat: n is all ranks. Two levels: reduce-scatter and allgather within the
+    node, 2 (l-1)/l S / local rate, around a ring over the nodes, in which the l local ranks share the link, each with
+    its own slice (Cho et al., "BlueConnect", MLSys 2019). Two thirds of the computation are the backward pass, behind
+    which communication hides, the last bucket of 25 MB excepted (Li et al., "PyTorch Distributed", VLDB 2020).
+    """
+    size = gradient_mb * 1e6
+    nodes = max(1, -(-ranks // ranks_per_node))
+    local = min(ranks, ranks_per_node)
+    link = link_gbit * 1e9 / 8
+
+    def moved_s(share: float) -> float:
+        inside = 2 * (local - 1) / local * size * share / (local_gb_s * 1e9)
+        if nodes == 1:
+            return inside
+        members = nodes if two_level else ranks
+        across = 2 * (members - 1) / members * size * share / link + 2 * (members - 1) * latency_us * 1e-6
+        return inside + across if two_level else across
+
+    whole_ms, last_ms = 1e3 * moved_s(1.0), 1e3 * moved_s(min(1.0, 25.0 / gradient_mb))
+    hidden = max(0.0, compute_ms * 2 / 3)
+    return compute_ms + agreement_us * 1e-3 + max(last_ms, whole_ms - hidden)
+
+
+def main(argv: list[str]) -> int:
+    """Runs the command with `argv` and returns the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="horoclone simulate", description="Agreement and step time at any size."
+    )
+    parser.add_argument("--ranks", type=_sizes, default=list(SIZES), help="8,64,512,4096,32768")
+    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser.add_argument("--fanout", type=int, default=8, help="of the tree (8)")
+    parser.add_argument("--tensors", type=int, default=161, help="announced in a step (161)")
+    parser.add_argument("--steps", type=int, default=5, help="counted steps (5)")
+    parser.add_argument("--costs", help="what messages cost: JSON of benchmarks/control.py --costs")
+    parser.add_argument(
+        "--gradient-mb", type=float, default=102.0, help="gradients of a step (102: ResNet-50)"
+    )
+    parser.add_argument("--compute-ms", type=float, default=120.0, help="forward and backward pass (120)")
+    parser.add_argument("--link-gbit", type=float, default=100.0, help="of a node, each way (100)")
+    parser.add_argument("--local-gb-s", type=float, default=8.0, help="GB/s of a node's reduction (8)")
+    parser.add_argument("--json", help="write the result here, - for stdout")
+    parser.add_argument("--plot", help="write a plot here (.png, .svg, .pdf)")
+    arguments = parser.parse_args(argv)
+    try:
+        result = run(arguments)
+    except (ValueError, KeyError, OSError) as error:
+        print(f"horoclone simulate: {error}")
+        return 2
+    text = json.dumps(result, indent=1)
+    if arguments.json == "-":
+        print(text)
+    else:
+        show(result)
+        if arguments.json:
+            Path(arguments.json).write_text(text + "\n")
+    if arguments.plot:
+        draw(result, Path(arguments.plot))
+    return 0
+
+
+def _sizes(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def run(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The rows of the table: tree and star at each size."""
+    costs = json.loads(Path(arguments.costs).read_text()) if arguments.costs else DEFAULT_COSTS
+    network = costs["network"]
+    one_way_us = network["send"] + network["latency"] + network["receive"]
+    rows = []
+    for ranks in arguments.ranks:
+        for shape, fanout in (("tree", arguments.fanout), ("star", 0)):
+            steps = arguments.steps if fanout or ranks <= 4096 else 1
+            row = agreement(
+                ranks,
+                ranks_per_node=arguments.ranks_per_node,
+                fanout=fanout,
+                tensors=arguments.tensors,
+                steps=steps,
+                costs=costs,
+            )
+            for levels in (True, False):
+                row["two_level_step_ms" if levels else "ring_step_ms"] = step_ms(
+                    ranks,
+                    ranks_per_node=arguments.ranks_per_node,
+                    gradient_mb=arguments.gradient_mb,
+                    compute_ms=arguments.compute_ms,
+                    link_gbit=arguments.link_gbit,
+                    local_gb_s=arguments.local_gb_s,
+                    latency_us=one_way_us,
+                    agreement_us=row["latency_us"],
+                    two_level=levels,
+                )
+            rows.append({"ranks": ranks, "shape": shape, **row})
+    given = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "costs", "ranks")}
+    return {"given": given, "costs_us": costs, "rows": rows}
+
+
+def show(result: dict[str, Any]) -> None:
+    """The table, on stdout."""
+    header = ["ranks", "", *COLUMNS.values(), "step, ms", "flat ring"]
+    lines = [header]
+    for row in result["rows"]:
+        cells = [f"{row[key]:,.0f}" for key in COLUMNS]
+        steps = [f"{row[key]:,.1f}" for key in ("two_level_step_ms", "ring_step_ms")]
+        lines.append([f"{row['ranks']:,}", row["shape"], *cells, *steps])
+    widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Latency, and messages and bytes at the root, over the number of ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
+    for axis, key in zip(axes, ("latency_us", "root_messages", "root_bytes"), strict=True):
+        for shape, style in (("star", "s--"), ("tree", "o-")):
+            rows = [row for row in result["rows"] if row["shape"] == shape]
+            axis.plot([row["ranks"] for row in rows], [row[key] for row in rows], style, label=shape)
+        axis.set(title=COLUMNS[key] + " per step", xlabel="ranks", xscale="log", yscale="log")
+        axis.grid(True, alpha=0.25)
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    plt.close(figure)
