@@ -15,8 +15,8 @@ from typing import Any
 
 # Microseconds to send, to travel, to receive: TCP over the loopback, and shared memory (docs/performance.md).
 DEFAULT_COSTS: dict[str, dict[str, float]] = {
-    "local": {"send": 0.3, "latency": 0.6, "receive": 0.3},
-    "network": {"send": 2.5, "latency": 4.0, "receive": 1.0},
+    "local": {"send": 0.39, "latency": 0.79, "receive": 0.39},
+    "network": {"send": 0.61, "latency": 10.88, "receive": 0.44},
 }
 SIZES = (8, 64, 512, 4096, 32768)
 COLUMNS = {
