@@ -300,6 +300,14 @@ hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out) {
     return hc::Status::ok();
   });
 }
+hc_status* hc_device_block_create(hc_runtime* rt, int32_t device_index, size_t bytes, hc_block** out) {
+  return guarded([&]() -> hc::Status {
+    auto memory = rt->engine->allocate_on_device(device_index, bytes);
+    HC_TRY(memory.status());
+    *out = new hc_block{memory.take()};
+    return hc::Status::ok();
+  });
+}
 int32_t hc_shares_memory(hc_runtime* rt) { return rt->engine->shares_memory(); }
 void* hc_block_data(hc_block* block) { return block->memory->data(); }
 size_t hc_block_bytes(hc_block* block) { return block->memory->bytes(); }

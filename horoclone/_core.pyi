@@ -26,6 +26,13 @@ class Block:
     nbytes: int
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+class DeviceBlock:
+    """Memory of a GPU, not written yet; freed with this object."""
+
+    data_ptr: int
+    nbytes: int
+    __cuda_array_interface__: dict[str, object]
+
 class Runtime:
     rank: int
     size: int
@@ -145,6 +152,8 @@ class Runtime:
         """Collective over the world. Returns the id."""
     def remove_process_set(self, id: int) -> None: ...
     def allocate(self, nbytes: int) -> Block: ...
+    def allocate_on_device(self, device: int, nbytes: int) -> DeviceBlock:
+        """Memory of a GPU that NCCL knows once buckets in it are declared. Unsupported where this NCCL cannot do that."""
     def shares_memory(self) -> bool:
         """Whether every rank of the world maps this rank's arena."""
     def abort(self, text: str) -> None: ...

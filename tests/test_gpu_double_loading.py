@@ -59,7 +59,7 @@ def test_double_file_version_and_devices_are_reported_without_a_context(doubles:
     nccl = found["nccl"]
     assert nccl["found"] and nccl["version"] == "2.28.9" and nccl["where"] == "pip package"
     assert nccl["file"] == str(doubles / "libnccl.so.2")
-    assert nccl["features"] == {"mem_alloc": False, "windows": False, "shrink": False}
+    assert nccl["features"] == {"mem_alloc": True, "buffers": True, "windows": True, "shrink": False}
     assert found["contexts"] == [0, 0, 0, 0], "asking made a context"
 
 

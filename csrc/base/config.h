@@ -100,6 +100,8 @@ struct KnobRule {
   X(size_t, gpu_peer_bytes, 32 * kMiB, "GPU_PEER_BYTES", "", KnobRule::bytes(2097152.0, 17179869184.0),     \
     "GPU memory that each rank gives to each process set whose ranks reduce through it as peers; the "      \
     "least of all ranks' counts.")                                                                          \
+  X(bool, gpu_register, true, "GPU_REGISTER", "", KnobRule::flag(),                                         \
+    "Gradients on GPUs lie in memory that NCCL knows in advance, where NCCL (from 2.19 on) can do that.")   \
   X(std::string, cuda_library, "", "CUDA_LIBRARY", "", KnobRule::text(),                                    \
     "File that is loaded as CUDA's driver library; empty: libcuda.so.1.")                                   \
   X(std::string, nccl_library, "", "NCCL_LIBRARY", "", KnobRule::text(),                                    \

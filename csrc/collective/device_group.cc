@@ -13,10 +13,11 @@ constexpr double kFarewellS = 2;  // for what runs on the device, and for the co
 DeviceGroup::DeviceGroup(const Group& group, DeviceOptions options) : group_(group), options_(std::move(options)) {}
 
 DeviceGroup::~DeviceGroup() {
-  const Deadline deadline = Deadline::in(kFarewellS);
-  while (comm_ && oldest_flight_s(Clock::now()) > 0 && !deadline.passed() && check().is_ok())
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  if (comm_ && flights_.empty() && !captured_) finish_communicator();
+  if (comm_ && flights_land(kFarewellS) && !captured_) {
+    for (auto next = registered_.begin(); next != registered_.end();) forget_memory((next++)->first);
+    finish_communicator();
+    if (!comm_) registered_.clear();
+  }
   if (peers_) leave_peers();
   abort();
   if (stream_) gpu_->end_stream(stream_);
@@ -66,8 +67,9 @@ Status DeviceGroup::check() {
 void DeviceGroup::abort() {
   aborted_ = true;
   NcclHandle comm = std::exchange(comm_, nullptr);
+  auto registered = std::exchange(registered_, {});  // NCCL forgets it with the communicator; then its owners may
   if (!comm) return;
-  const auto end = [gpu = gpu_, nccl = nccl_, comm] {
+  const auto end = [gpu = gpu_, nccl = nccl_, comm, registered = std::move(registered)] {
     const Gpu::Current current(*gpu);
     (void)nccl->ncclCommAbort(comm);
   };

@@ -7,6 +7,7 @@
 #pragma once
 
 #include <deque>
+#include <map>
 #include <memory>
 #include <string>
 #include <vector>
@@ -66,6 +67,12 @@ class DeviceGroup {
   Result<GpuEventPtr> capture(Task task, CuStream from);
   Status prepare_to_capture();  // makes now what a capture would else have to make
 
+  // Tells NCCL of memory in advance (collective: the same sizes in the same order on every rank) / that it will go. The
+  // owner lives until NCCL has forgotten it: at the latest when the communicator ends.
+  bool registers() const;
+  Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner);
+  void forget_memory(std::byte* at);
+
   // A batch has been launched; `done` comes behind it.
   void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
   // How long the oldest launched batch has been under way; 0: nothing is.
@@ -91,6 +98,13 @@ class DeviceGroup {
   void load_kernels();  // may take seconds
   void finish_communicator();
   void leave_peers();
+  bool flights_land(double limit_s);
+
+  struct Registered {
+    void* handle = nullptr;  // NCCL's
+    bool is_window = false;
+    std::shared_ptr<void> owner;
+  };
 
   const Group& group_;
   const DeviceOptions options_;
@@ -107,6 +121,7 @@ class DeviceGroup {
   CuStream stream_ = nullptr;
   CuStream capture_stream_ = nullptr;  // takes part in captures; the other one goes on
   NcclHandle comm_ = nullptr;
+  std::map<std::byte*, Registered> registered_;
   bool captured_ = false;  // graphs that hold work of the communicator may live
   Way way_ = Way::kUnknown;
   std::string reason_;

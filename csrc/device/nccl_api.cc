@@ -76,6 +76,13 @@ Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, co
   return std::shared_ptr<const NcclApi>(std::move(api));
 }
 
+NcclApi::Registration NcclApi::registration() const {
+  if (!ncclMemAlloc || !ncclMemFree) return Registration::kNone;
+  if (version >= kNcclHasWindows && ncclCommWindowRegister && ncclCommWindowDeregister) return Registration::kWindows;
+  const bool buffers = version >= kNcclRegisters && ncclCommRegister && ncclCommDeregister;
+  return buffers ? Registration::kBuffers : Registration::kNone;
+}
+
 Status NcclApi::check(NcclResult result, const char* call, NcclHandle comm) const {
   if (result == kNcclSuccess || result == kNcclInProgress) return Status::ok();
   const char* detail = ncclGetLastError(comm);

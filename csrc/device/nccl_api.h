@@ -39,6 +39,8 @@ inline constexpr int kNcclScalarOnHost = 1;  // ncclScalarHostImmediate: the sca
 // Non-blocking communicators and ncclCommFinalize came with 2.14; ncclAvg, bfloat16 and ncclRedOpCreatePreMulSum
 // before.
 inline constexpr int kNcclOldest = 21400;
+inline constexpr int kNcclRegisters = 21900, kNcclHasWindows = 22700;  // versions
+inline constexpr int kNcclSymmetric = 1;  // of a window: all ranks pass the same offsets in it
 
 // X(name, return type, arguments). Every one of them is needed and there in kNcclOldest.
 // clang-format off
@@ -66,7 +68,11 @@ inline constexpr int kNcclOldest = 21400;
 // Newer ones: null where this NCCL lacks them.
 #define HC_NCCL_NEWER_SYMBOLS(X)                                                                               \
   X(ncclMemAlloc, NcclResult, (void**, size_t))                                                                \
+  X(ncclMemFree, NcclResult, (void*))                                                                          \
+  X(ncclCommRegister, NcclResult, (NcclHandle, void*, size_t, void**))                                         \
+  X(ncclCommDeregister, NcclResult, (NcclHandle, void*))                                                       \
   X(ncclCommWindowRegister, NcclResult, (NcclHandle, void*, size_t, void**, int))                              \
+  X(ncclCommWindowDeregister, NcclResult, (NcclHandle, void*))                                                 \
   X(ncclCommShrink, NcclResult, (NcclHandle, int*, int, NcclHandle*, NcclConfig*, int))
 // clang-format on
 
@@ -84,6 +90,10 @@ struct NcclApi {
   // what was missing or too old and what to do. `cuda_version` chooses the package that the advice names (0: unknown).
   static Result<std::shared_ptr<const NcclApi>> load(const std::string& path, const std::string& folders,
                                                      int cuda_version);
+  // How NCCL can be told of memory in advance, which must be its own (ncclMemAlloc): a window, the same on all ranks;
+  // else each rank's buffer by itself.
+  enum class Registration { kNone, kBuffers, kWindows };
+  Registration registration() const;
   // Ok, or NCCL's own words as kInternal. `comm` may be null.
   Status check(NcclResult result, const char* call, NcclHandle comm) const;
 };

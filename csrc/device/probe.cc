@@ -38,7 +38,9 @@ std::string describe(const NcclApi& nccl) {
   return text_of("{\"found\":true,\"file\":", quoted(nccl.file), ",\"where\":", quoted(nccl.found), ",\"version\":\"",
                  nccl_version_text(nccl.version), "\",\"code\":", nccl.version,
                  ",\"features\":{\"mem_alloc\":", word(nccl.ncclMemAlloc),
-                 ",\"windows\":", word(nccl.ncclCommWindowRegister), ",\"shrink\":", word(nccl.ncclCommShrink), "}}");
+                 ",\"buffers\":", word(nccl.registration() != NcclApi::Registration::kNone),
+                 ",\"windows\":", word(nccl.registration() == NcclApi::Registration::kWindows),
+                 ",\"shrink\":", word(nccl.ncclCommShrink), "}}");
 }
 
 // What would be tried; whether it runs on a device is seen when there is one.

@@ -104,6 +104,9 @@ class Engine {
   };
   Place place_in(int process_set);
   Result<std::shared_ptr<Memory>> allocate(size_t bytes);
+  // Memory of a GPU that NCCL can be told of; declared buckets in it are. Unsupported, with the reason, where it
+  // cannot.
+  Result<std::shared_ptr<Memory>> allocate_on_device(int device_index, size_t bytes);
   bool shares_memory() const;
 
   void abort(const std::string& text);
@@ -154,6 +157,11 @@ class Engine {
   Status capture_in_gate(const Submission& s, std::pair<int, int> which, std::unique_ptr<DeviceWork> work,
                          int64_t* handle);
 
+  // engine_device_memory.cc
+  Result<std::shared_ptr<const NcclApi>> nccl_of_memory(const Gpu& gpu);
+  bool find_memory(BucketSet* buckets);
+  void register_buckets(ProcessSet& set, const BucketSet& buckets);
+
   // engine_device.cc
   Result<std::shared_ptr<Gpu>> adopt_gpu(int index);
   Result<std::unique_ptr<DeviceWork>> prepare_device(const Submission& s);
@@ -198,7 +206,7 @@ class Engine {
 
   // engine_state.cc
   Status barrier(int process_set, const std::string& name);
-  Status agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2], int64_t (&most)[2]);
+  Status agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3], int64_t (&most)[3]);
   bool declared_in_arena(const BucketSet& buckets) const;
   void complete(ProcessSet& set, Operation* op, Status status);
   void finish(Operation* op, Status status);
@@ -288,8 +296,10 @@ class Engine {
   std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};
-  std::mutex device_mu_;  // guards gpu_
+  std::mutex device_mu_;  // guards the three below
   std::shared_ptr<Gpu> gpu_;
+  std::shared_ptr<const NcclApi> memory_nccl_;              // null: not looked for, or not found
+  std::map<std::byte*, std::weak_ptr<Memory>> gpu_memory_;  // of allocate_on_device
   std::atomic<bool> has_gpu_{false};
   std::atomic<bool> by_mpi_{false};  // data between nodes
   std::atomic<SelectionSource> selection_source_{SelectionSource::kFixed};

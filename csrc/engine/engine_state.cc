@@ -33,10 +33,11 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   }
   agreed += text_of(";", static_cast<int>(buckets.reduce), ",", buckets.prescale, ",", buckets.postscale,
                     buckets.on_device ? ",gpu" : "");
+  const bool owned = buckets.on_device && find_memory(&buckets);
   enter_gate();
   ProcessSet* set = find_set(process_set);
   Status made;
-  bool has_flags = false, fits = false;
+  bool has_flags = false, fits = false, registers = false;
   if (!set || set->group_rank < 0) {
     made = error(Code::kInvalidArgument, "rank ", mesh_->rank(), " is not a member of process set ", process_set);
   } else {
@@ -50,6 +51,7 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
       made = set->lane->prepare_buckets(buckets.first_flag, n);
       set->lane->publish(set->lane->mine().thawed, 0);
     }
+    registers = owned && set->device && set->device->registers();
     set->bucket_sets[*id] = buckets;
     if (made.is_ok() && buckets.on_device && set->device) made = set->device->prepare_to_capture();
     fits = has_flags && (buckets.on_device ? may_freeze_on_device(*set, buckets) : declared_in_arena(buckets));
@@ -58,8 +60,8 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   HC_TRY(made);
   // Whether every rank declares the same, and has its buckets where a frozen plan can take them: one integer each, the
   // least and the greatest agree.
-  int64_t mine[2] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), fits ? 1 : 0};
-  int64_t least[2], most[2];
+  int64_t mine[3] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), fits ? 1 : 0, registers ? 1 : 0};
+  int64_t least[3], most[3];
   HC_TRY(agree(process_set, text_of("horoclone.declare.", *id), mine, least, most));
   if (least[0] != most[0])
     return error(Code::kMismatch, "the ranks of process set ", process_set,
@@ -68,13 +70,14 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   enter_gate();
   BucketSet& stored = set->bucket_sets[*id];
   stored.frozen = least[1] == 1 && set->size() > 1;
+  if (least[2] == 1) register_buckets(*set, stored);
   leave_gate();
   return Status::ok();
 }
 
-Status Engine::agree(int process_set, const std::string& name, int64_t (&mine)[2], int64_t (&least)[2],
-                     int64_t (&most)[2]) {
-  const int64_t shape[] = {2};
+Status Engine::agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3],
+                     int64_t (&most)[3]) {
+  const int64_t shape[] = {3};
   for (const Reduce reduce : {Reduce::kMin, Reduce::kMax}) {
     int64_t* out = reduce == Reduce::kMin ? least : most;
     const Submission::Tensor tensor{mine, out, shape, DType::kI64};
@@ -112,6 +115,9 @@ Status Engine::undeclare(int process_set, int id) {
     if (ProcessSet* set = find_set(process_set)) {
       const bool used = std::any_of(set->pending.begin(), set->pending.end(),
                                     [&](const Operation* op) { return op->bucket_set == id; });
+      const auto at = set->bucket_sets.find(id);
+      if (at != set->bucket_sets.end() && !used && set->device)
+        for (const auto& memory : at->second.memory) set->device->forget_memory(memory->data());
       if (!used) set->bucket_sets.erase(id);  // else the late operations find it; it goes with the process set
     }
   }

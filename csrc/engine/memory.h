@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdlib>
+#include <functional>
 #include <memory>
 
 #include "net/arena.h"
@@ -21,8 +22,16 @@ class Memory {
     if (!block.is_ok()) return block.status();
     return std::shared_ptr<Memory>(new Memory(block.value(), bytes, std::move(arena)));
   }
+  // What `free` gives back in its own way; not host memory, perhaps.
+  static std::shared_ptr<Memory> make_foreign(std::byte* data, size_t bytes, std::function<void()> free) {
+    std::shared_ptr<Memory> made(new Memory(data, bytes, nullptr));
+    made->free_ = std::move(free);
+    return made;
+  }
   ~Memory() {
-    if (arena_)
+    if (free_)
+      free_();
+    else if (arena_)
       arena_->free(data_);
     else
       std::free(data_);
@@ -38,7 +47,8 @@ class Memory {
       : data_(data), bytes_(bytes), arena_(std::move(arena)) {}
   std::byte* data_;
   size_t bytes_;
-  std::shared_ptr<Arena> arena_;  // null: private
+  std::shared_ptr<Arena> arena_;  // null: private, or
+  std::function<void()> free_;    // foreign
 };
 
 }  // namespace hc

@@ -44,6 +44,7 @@ struct BucketSet {
   std::vector<Bucket> buckets;
   bool on_device = false;  // in the memory of GPU `device_index`
   int device_index = 0;
+  std::vector<std::shared_ptr<Memory>> memory;  // [bucket] where all lie in memory of Engine::allocate_on_device
   size_t first_flag = 0;
   bool frozen = false;  // driving thread
 };
@@ -149,7 +150,7 @@ class ProcessSet {
   Express express;
   bool express_allowed = true;
   size_t express_bytes = 16 * kKiB;  // larger ones are agreed on; the agreed FLAT_BYTES, which no probe changes
-  struct ExpressTrial {  // group rank 0
+  struct ExpressTrial {              // group rank 0
     static constexpr int kFirstWanted = 8;
     int alike = 0, wanted = kFirstWanted;  // plans in a row that suit it; how many open a session
     uint64_t successes_before = 0;         // of the session before

@@ -202,6 +202,9 @@ HC_EXPORT int32_t hc_process_set_rank(hc_runtime* rt, int32_t id);
 
 /* Shared memory of this rank that every local rank sees; zeroed, 4 KiB aligned. */
 HC_EXPORT hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out);
+/* Memory of a GPU that NCCL can be told of in advance, as it is of declared buckets that begin in such blocks; not
+ * written yet. UNSUPPORTED, with the reason, where this NCCL, or the settings, do not have it: use any other memory. */
+HC_EXPORT hc_status* hc_device_block_create(hc_runtime* rt, int32_t device_index, size_t bytes, hc_block** out);
 HC_EXPORT int32_t hc_shares_memory(hc_runtime* rt); /* 1 when every rank of the world maps this rank's arena */
 
 /* Tells every rank to fail what is pending with this text ("rank 1 raised ValueError: bad batch 17"). */

@@ -60,6 +60,25 @@ class Block {
   hc_block* block_;
 };
 
+// Memory of a GPU, for frameworks that read __cuda_array_interface__: they share it and keep this object.
+class DeviceBlock {
+ public:
+  explicit DeviceBlock(hc_block* block) : block_(block) {}
+  DeviceBlock(const DeviceBlock&) = delete;
+  DeviceBlock& operator=(const DeviceBlock&) = delete;
+  ~DeviceBlock() { hc_block_destroy(block_); }
+  uintptr_t data() const { return reinterpret_cast<uintptr_t>(hc_block_data(block_)); }
+  size_t bytes() const { return hc_block_bytes(block_); }
+  py::dict interface() const {
+    using namespace py::literals;
+    return py::dict("shape"_a = py::make_tuple(bytes()), "typestr"_a = "|u1", "data"_a = py::make_tuple(data(), false),
+                    "version"_a = 2);
+  }
+
+ private:
+  hc_block* block_;
+};
+
 class Result : public Block {
  public:
   Result(hc_block* block, const hc_result& r)
@@ -287,6 +306,11 @@ class Runtime {
     raise_if(hc_block_create(rt_, bytes, &block));
     return std::make_unique<Block>(block);
   }
+  std::unique_ptr<DeviceBlock> allocate_on_device(int device, size_t bytes) {
+    hc_block* block = nullptr;
+    raise_if(hc_device_block_create(rt_, device, bytes, &block));
+    return std::make_unique<DeviceBlock>(block);
+  }
   bool shares_memory() const { return hc_shares_memory(rt_) != 0; }
 
   void abort(const std::string& text) {
@@ -395,6 +419,10 @@ void add_memory(py::module_& m) {
       .def_buffer(&Block::buffer)
       .def_property_readonly("data_ptr", [](const Block& b) { return reinterpret_cast<uintptr_t>(b.data()); })
       .def_property_readonly("nbytes", &Block::bytes);
+  py::class_<DeviceBlock>(m, "DeviceBlock")
+      .def_property_readonly("data_ptr", &DeviceBlock::data)
+      .def_property_readonly("nbytes", &DeviceBlock::bytes)
+      .def_property_readonly("__cuda_array_interface__", &DeviceBlock::interface);
   py::class_<Result>(m, "Result", py::buffer_protocol())
       .def_buffer(&Result::buffer)
       .def_property_readonly("data_ptr", [](const Result& r) { return reinterpret_cast<uintptr_t>(r.data()); })
@@ -454,6 +482,7 @@ PYBIND11_MODULE(_core, m) {
       .def("add_process_set", &Runtime::add_process_set, "ranks"_a)
       .def("remove_process_set", &Runtime::remove_process_set, "id"_a)
       .def("allocate", &Runtime::allocate, "nbytes"_a)
+      .def("allocate_on_device", &Runtime::allocate_on_device, "device"_a, "nbytes"_a)
       .def("shares_memory", &Runtime::shares_memory)
       .def("abort", &Runtime::abort, "text"_a)
       .def("shutdown", &Runtime::shutdown, "timeout_s"_a = 5.0)

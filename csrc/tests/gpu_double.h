@@ -56,6 +56,11 @@ inline int double_count(const char* what, int device = 0) {
   return reinterpret_cast<Count>(cuda_double()->library->symbol("hc_double_count"))(what, device);
 }
 
+inline int double_registered(const char* what) {
+  const auto library = Library::open(kNcclDouble).take();
+  return reinterpret_cast<int (*)(const char*)>(library->symbol("hc_double_registered"))(what);
+}
+
 inline int double_communicators() {
   const auto library = Library::open(kNcclDouble).take();
   return reinterpret_cast<int (*)()>(library->symbol("hc_double_communicators"))();

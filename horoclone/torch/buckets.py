@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.torch.gpu import HOST, memory_beside, place_of
+from horoclone.torch.gpu import HOST, memory_beside, place_of, registered_memory
 from horoclone.torch.tensors import NUMBER_OF
 
 if TYPE_CHECKING:
@@ -118,7 +118,8 @@ class Bucket:
 def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
     """Zeroed memory in the arena, or private where it cannot give any (reduced with copies). On a GPU: there."""
     if place_of(like) is not HOST:
-        return memory_beside(like, (count,), dtype).zero_()
+        memory = registered_memory(runtime, like, count, dtype)
+        return (memory_beside(like, (count,), dtype) if memory is None else memory).zero_()
     try:
         block = runtime.allocate(count * dtype.itemsize)
     except HorovodInternalError:

@@ -5,21 +5,25 @@ Everything else about them is as for tensors in host memory. Thread: the caller'
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.errors import Unsupported
 from horoclone.torch.tensors import address_of, from_result
 
 if TYPE_CHECKING:
-    from horoclone._core import Runtime
+    from horoclone._core import DeviceBlock, Runtime
 
 Place = tuple[
     int, int
 ]  # CUDA's number of the device and the stream, the last two arguments of Runtime.submit
 HOST: Place = (-1, 0)
+
+log = logging.getLogger("horoclone")
 
 Maker = Callable[["Runtime", int], Any]
 
@@ -62,6 +66,23 @@ def is_capturing() -> bool:
 def memory_beside(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """New memory on the same GPU; not written yet."""
     return torch.empty(shape, dtype=dtype, device=like.device)
+
+
+def registered_memory(
+    runtime: Runtime, like: torch.Tensor, count: int, dtype: torch.dtype
+) -> torch.Tensor | None:
+    """New memory on the same GPU that NCCL is told of when buckets in it are declared; None where it cannot be."""
+    try:
+        block = runtime.allocate_on_device(place_of(like)[0], count * dtype.itemsize)
+    except Unsupported as reason:
+        log.debug("buckets lie in torch's memory: %s", reason)
+        return None
+    return shared_with(block, like, dtype)
+
+
+def shared_with(block: DeviceBlock, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The memory of a block, which the tensor keeps alive."""
+    return torch.as_tensor(block, device=like.device).view(dtype)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:

@@ -105,7 +105,20 @@ struct Comm {
   std::map<int, Scalar> scalars;
   int next_scalar = 5;
   std::string trouble;
+  std::map<void*, std::pair<char*, size_t>> registered;  // what it was told of in advance, by handle
 };
+
+// Memory of ncclMemAlloc, and what communicators know of it.
+struct OwnMemory {
+  std::mutex mu;
+  std::map<char*, size_t> blocks;
+  std::map<char*, int> known;  // registrations of it
+  int windows = 0, buffers = 0, freed_while_known = 0;
+};
+OwnMemory& own_memory() {
+  static auto* one = new OwnMemory;
+  return *one;
+}
 
 std::atomic<int> communicators{0};
 thread_local int group_depth = 0;
@@ -402,12 +415,92 @@ int end(Comm* c) {
   while (c->running.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (c->shared && c->shared->attached.load() < c->size) shm_unlink(c->name.c_str());  // not everybody came
   if (c->shared) munmap(c->shared, sizeof(Shared));
+  {  // the original forgets registrations with the communicator
+    OwnMemory& own = own_memory();
+    std::lock_guard lock(own.mu);
+    const bool windows = number_from("HC_DOUBLE_NCCL_VERSION", 22809) >= 22700;
+    for (auto& [handle, memory] : c->registered) {
+      --own.known[memory.first];
+      --(windows ? own.windows : own.buffers);
+      delete static_cast<char*>(handle);
+    }
+  }
   delete c;
   --communicators;
   return kSuccess;
 }
 
 }  // namespace
+
+// What communicators know in advance. what: "windows", "buffers", "blocks" (of ncclMemAlloc), "freed while known"
+DOUBLE_API int hc_double_registered(const char* what) {
+  OwnMemory& own = own_memory();
+  std::lock_guard lock(own.mu);
+  const std::string name = what;
+  if (name == "blocks") return static_cast<int>(own.blocks.size());
+  if (name == "freed while known") return own.freed_while_known;
+  return name == "windows" ? own.windows : own.buffers;
+}
+DOUBLE_API int ncclMemAlloc(void** at, size_t bytes) {
+  static const auto allocate = from_cuda_double<int (*)(uint64_t*, size_t)>("cuMemAlloc_v2");
+  uint64_t made = 0;
+  if (!allocate || allocate(&made, bytes) != 0) return fail(1, "double: no memory");
+  *at = reinterpret_cast<void*>(made);
+  OwnMemory& own = own_memory();
+  std::lock_guard lock(own.mu);
+  own.blocks[static_cast<char*>(*at)] = bytes;
+  return kSuccess;
+}
+DOUBLE_API int ncclMemFree(void* at) {
+  static const auto release = from_cuda_double<int (*)(uint64_t)>("cuMemFree_v2");
+  OwnMemory& own = own_memory();
+  {
+    std::lock_guard lock(own.mu);
+    if (!own.blocks.erase(static_cast<char*>(at))) return fail(kInvalidArgument, "double: not from ncclMemAlloc");
+    own.freed_while_known += own.known[static_cast<char*>(at)] != 0;
+    own.known.erase(static_cast<char*>(at));
+  }
+  return release(reinterpret_cast<uint64_t>(at)) == 0 ? kSuccess : fail(1, "double: cuMemFree");
+}
+
+static int add_registration(void* comm, void* at, size_t bytes, void** handle, int OwnMemory::* count) {
+  auto* c = static_cast<Comm*>(comm);
+  OwnMemory& own = own_memory();
+  std::lock_guard lock(own.mu);
+  const auto block = own.blocks.find(static_cast<char*>(at));
+  if (block == own.blocks.end() || bytes > block->second)
+    return fail(kInvalidArgument, "double: only memory of ncclMemAlloc is registered");
+  ++own.known[block->first];
+  ++(own.*count);
+  *handle = new char;
+  c->registered[*handle] = {block->first, bytes};
+  return c->blocking ? kSuccess : kInProgress;
+}
+static int end_registration(void* comm, void* handle, int OwnMemory::* count) {
+  auto* c = static_cast<Comm*>(comm);
+  OwnMemory& own = own_memory();
+  std::lock_guard lock(own.mu);
+  const auto known = c->registered.find(handle);
+  if (known == c->registered.end()) return fail(kInvalidArgument, "double: no such registration");
+  --own.known[known->second.first];
+  --(own.*count);
+  c->registered.erase(known);
+  delete static_cast<char*>(handle);
+  return kSuccess;
+}
+DOUBLE_API int ncclCommRegister(void* comm, void* at, size_t bytes, void** handle) {
+  return add_registration(comm, at, bytes, handle, &OwnMemory::buffers);
+}
+DOUBLE_API int ncclCommDeregister(void* comm, void* handle) {
+  return end_registration(comm, handle, &OwnMemory::buffers);
+}
+DOUBLE_API int ncclCommWindowRegister(void* comm, void* at, size_t bytes, void** handle, int flags) {
+  if (flags != 1) return fail(kInvalidArgument, "double: a window that is not symmetric");
+  return add_registration(comm, at, bytes, handle, &OwnMemory::windows);
+}
+DOUBLE_API int ncclCommWindowDeregister(void* comm, void* handle) {
+  return end_registration(comm, handle, &OwnMemory::windows);
+}
 
 // For tests that ask what is left.
 DOUBLE_API int hc_double_communicators() { return communicators.load(); }

@@ -121,6 +121,12 @@ class Double:
 
         number_of = tensors.number_of
 
+        def shared_with(block, like, dtype):
+            self.memory.append((block.data_ptr, block.nbytes))
+            self.sources.append(block)  # real tensors keep it themselves
+            buffer = (ctypes.c_char * block.nbytes).from_address(block.data_ptr)
+            return torch.frombuffer(buffer, dtype=dtype)
+
         def number_with_place_of(tensor, name, takes_gpu=False):
             number = number_of(tensor, name)
             return number + tensors.ON_GPU * (takes_gpu and self.place_of(tensor) is not gpu.HOST)
@@ -145,6 +151,7 @@ class Double:
         fakes = {
             "to_host": to_host,
             "place_of": self.place_of,
+            "shared_with": shared_with,
             "is_capturing": lambda: self.capturing,
             "follow": follow_and_wait,
             "rows_of": rows_of_and_wait,
