@@ -63,12 +63,9 @@ class Block {
 // Memory of a GPU, for frameworks that read __cuda_array_interface__: they share it and keep this object.
 class DeviceBlock {
  public:
-  explicit DeviceBlock(hc_block* block) : block_(block) {}
-  DeviceBlock(const DeviceBlock&) = delete;
-  DeviceBlock& operator=(const DeviceBlock&) = delete;
-  ~DeviceBlock() { hc_block_destroy(block_); }
-  uintptr_t data() const { return reinterpret_cast<uintptr_t>(hc_block_data(block_)); }
-  size_t bytes() const { return hc_block_bytes(block_); }
+  explicit DeviceBlock(hc_block* block) : block_(block, hc_block_destroy) {}
+  uintptr_t data() const { return reinterpret_cast<uintptr_t>(hc_block_data(block_.get())); }
+  size_t bytes() const { return hc_block_bytes(block_.get()); }
   py::dict interface() const {
     using namespace py::literals;
     return py::dict("shape"_a = py::make_tuple(bytes()), "typestr"_a = "|u1", "data"_a = py::make_tuple(data(), false),
@@ -76,7 +73,7 @@ class DeviceBlock {
   }
 
  private:
-  hc_block* block_;
+  std::unique_ptr<hc_block, void (*)(hc_block*)> block_;
 };
 
 class Result : public Block {
