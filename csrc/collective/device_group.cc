@@ -1,5 +1,6 @@
 #include "collective/device_group.h"
 
+#include <algorithm>
 #include <thread>
 
 #include "collective/shared.h"
@@ -15,7 +16,7 @@ DeviceGroup::DeviceGroup(const Group& group, DeviceOptions options) : group_(gro
 DeviceGroup::~DeviceGroup() {
   if (comm_ && flights_land(kFarewellS) && !captured_) {
     for (auto next = registered_.begin(); next != registered_.end();) forget_memory((next++)->first);
-    finish_communicator();
+    finish_communicators();
     if (!comm_) registered_.clear();
   }
   if (peers_) leave_peers();
@@ -57,21 +58,37 @@ double DeviceGroup::oldest_flight_s(TimePoint now) {
 }
 
 Status DeviceGroup::check() {
-  if (!comm_) return Status::ok();
+  for (NcclHandle comm : communicators()) HC_TRY(check(comm));
+  return Status::ok();
+}
+
+Status DeviceGroup::check(NcclHandle comm) {
   NcclResult state = kNcclSuccess;
   const Gpu::Current current(*gpu_);
-  HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError", comm_));
-  return nccl_->check(state, "NCCL", comm_);
+  HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError", comm));
+  return nccl_->check(state, "NCCL", comm);
+}
+
+// In the order of their making.
+std::vector<NcclHandle> DeviceGroup::communicators() const {
+  std::vector<NcclHandle> all;
+  if (comm_) all.push_back(comm_);
+  if (!levels_) return all;
+  for (NcclHandle one : levels_->handles())
+    if (one) all.push_back(one);
+  return all;
 }
 
 void DeviceGroup::abort() {
   aborted_ = true;
-  NcclHandle comm = std::exchange(comm_, nullptr);
+  const std::vector<NcclHandle> comms = communicators();
+  comm_ = nullptr;
+  if (levels_) levels_->forget();
   auto registered = std::exchange(registered_, {});  // NCCL forgets it with the communicator; then its owners may
-  if (!comm) return;
-  const auto end = [gpu = gpu_, nccl = nccl_, comm, registered = std::move(registered)] {
+  if (comms.empty()) return;
+  const auto end = [gpu = gpu_, nccl = nccl_, comms, registered = std::move(registered)] {
     const Gpu::Current current(*gpu);
-    (void)nccl->ncclCommAbort(comm);
+    for (NcclHandle comm : comms) (void)nccl->ncclCommAbort(comm);
   };
   // NCCL tells the device to stop, then waits for the end of all graphs that hold its work: they are the framework's.
   captured_ ? std::thread(end).detach() : end();
@@ -103,17 +120,26 @@ void DeviceGroup::leave_peers() {
 }
 
 // In peace: every rank has the data, nobody reads from this one any more.
-void DeviceGroup::finish_communicator() {
+void DeviceGroup::finish_communicators() {
+  if (levels_) {
+    const auto levels = levels_->handles();
+    if (!std::all_of(levels.begin(), levels.end(), [this](NcclHandle one) { return !one || finish(one); })) return;
+    levels_->forget();
+  }
+  if (finish(comm_)) comm_ = nullptr;
+}
+
+bool DeviceGroup::finish(NcclHandle comm) {
   const Gpu::Current current(*gpu_);
-  if (nccl_->ncclCommFinalize(comm_) > kNcclSuccess && !check().is_ok()) return;
+  if (nccl_->ncclCommFinalize(comm) > kNcclSuccess && !check(comm).is_ok()) return false;
   NcclResult state = kNcclInProgress;
   for (const Deadline deadline = Deadline::in(kFarewellS); !deadline.passed();) {
-    if (nccl_->ncclCommGetAsyncError(comm_, &state) != kNcclSuccess || state != kNcclInProgress) break;
+    if (nccl_->ncclCommGetAsyncError(comm, &state) != kNcclSuccess || state != kNcclInProgress) break;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
-  if (state != kNcclSuccess) return;
-  (void)nccl_->ncclCommDestroy(comm_);
-  comm_ = nullptr;
+  if (state != kNcclSuccess) return false;
+  (void)nccl_->ncclCommDestroy(comm);
+  return true;
 }
 
 Status DeviceGroup::until_enqueued() {
@@ -142,10 +168,11 @@ Result<GpuEventPtr> DeviceGroup::capture(Task task, CuStream from) {
   auto ready = gpu_->record(from);
   HC_TRY(ready.status());
   HC_TRY(gpu_->wait(capture_stream_, ready.value()->get()));
-  captured_ = true;
+  captured_ = flat_only_ = true;
   std::swap(stream_, capture_stream_);
   Status done = run_captured(std::move(task));
   std::swap(stream_, capture_stream_);
+  flat_only_ = false;
   HC_TRY(done);
   return gpu_->record(capture_stream_);
 }

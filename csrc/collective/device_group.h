@@ -14,6 +14,7 @@
 
 #include "base/clock.h"
 #include "collective/collective.h"
+#include "collective/device_levels.h"
 #include "device/gpu.h"
 #include "device/nccl_api.h"
 #include "device/peer_memory.h"
@@ -28,6 +29,7 @@ struct DeviceOptions {
   KernelOptions kernels;
   size_t peer_bytes = 32u << 20;  // of each rank's GPU memory, that peers map
   double init_timeout_s = 300;
+  bool two_level = false;  // asked for: large allreduces by NCCL within each node, between nodes, within each node
 };
 
 class DeviceGroup {
@@ -96,7 +98,10 @@ class DeviceGroup {
   Status until_enqueued();
   void load_nccl();
   void load_kernels();  // may take seconds
-  void finish_communicator();
+  void finish_communicators();
+  bool finish(NcclHandle comm);
+  Status check(NcclHandle comm);
+  std::vector<NcclHandle> communicators() const;
   void leave_peers();
   bool flights_land(double limit_s);
 
@@ -121,6 +126,8 @@ class DeviceGroup {
   CuStream stream_ = nullptr;
   CuStream capture_stream_ = nullptr;  // takes part in captures; the other one goes on
   NcclHandle comm_ = nullptr;
+  std::unique_ptr<DeviceLevels> levels_;  // complete while way_ is kNccl; null: not asked for, or no levels here
+  bool flat_only_ = false;                // in a capture
   std::map<std::byte*, Registered> registered_;
   bool captured_ = false;  // graphs that hold work of the communicator may live
   Way way_ = Way::kUnknown;

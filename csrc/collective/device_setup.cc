@@ -27,6 +27,8 @@ struct Introduction {
   int32_t nccl_version = 0;
   CuUuid uuid{};
   NcclId id{};  // of group rank 0
+  uint8_t wants_levels = 0;
+  NcclId inner_id{}, outer_id{};  // of the leaders
   uint64_t peer_bytes = 0;
   char reason[kReasonBytes] = {};          // why there is no NCCL
   char kernels_reason[kReasonBytes] = {};  // why there are no kernels
@@ -210,9 +212,18 @@ class DeviceSetup : public Collective {
     device_.nccl_missing_.text().copy(mine_.reason, kReasonBytes - 1);
     if (!mine_.has_nccl) return Status::ok();
     mine_.nccl_version = device_.nccl_->version;
-    if (device_.group_.rank != 0) return Status::ok();
+    const int me = device_.group_.rank;
+    if (me == 0) HC_TRY(make_id(&mine_.id));
+    place_ = device_.options_.two_level ? level_place(device_.group_.node, me) : LevelPlace{};
+    mine_.wants_levels = place_.inner_size > 1;
+    if (mine_.wants_levels && place_.inner_leader == me) HC_TRY(make_id(&mine_.inner_id));
+    if (mine_.wants_levels && place_.outer_leader == me) HC_TRY(make_id(&mine_.outer_id));
+    return Status::ok();
+  }
+
+  Status make_id(NcclId* id) const {
     const NcclApi& nccl = *device_.nccl_;
-    return nccl.check(nccl.ncclGetUniqueId(&mine_.id), "ncclGetUniqueId", nullptr);
+    return nccl.check(nccl.ncclGetUniqueId(id), "ncclGetUniqueId", nullptr);
   }
 
   Status settle() {
@@ -232,6 +243,9 @@ class DeviceSetup : public Collective {
     const NcclResult begun =
         nccl.ncclCommInitRankConfig(&device_.comm_, device_.group_.size, table_[0].id, device_.group_.rank, &config);
     comes_up_ = true;
+    rising_ = device_.comm_;
+    if (std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.wants_levels; }))
+      device_.levels_ = std::make_unique<DeviceLevels>(device_.nccl_, place_);
     deadline_ = Deadline::in(device_.options_.init_timeout_s);
     return nccl.check(begun, "ncclCommInitRankConfig", nullptr).with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
   }
@@ -286,17 +300,23 @@ class DeviceSetup : public Collective {
     const NcclApi& nccl = *device_.nccl_;
     NcclResult state = kNcclInProgress;
     const Gpu::Current current(*device_.gpu_);
-    Status asked = nccl.check(nccl.ncclCommGetAsyncError(device_.comm_, &state), "ncclCommGetAsyncError", nullptr);
+    Status asked = nccl.check(nccl.ncclCommGetAsyncError(rising_, &state), "ncclCommGetAsyncError", nullptr);
     if (asked.is_ok() && state == kNcclInProgress) {
       if (!deadline_.passed()) return Progress::kPending;
       return fail(error(Code::kTimeout, "NCCL has not connected the ranks' GPUs within ",
                         device_.options_.init_timeout_s,
                         " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it"));
     }
-    if (asked.is_ok()) asked = nccl.check(state, "NCCL could not connect the ranks' GPUs", device_.comm_);
+    if (asked.is_ok()) asked = nccl.check(state, "NCCL could not connect the ranks' GPUs", rising_);
     if (!asked.is_ok())
       return fail(asked.with("NCCL_DEBUG=INFO shows more, HOROCLONE_GPU_OPERATIONS=host goes without it"));
     *moved = true;
+    if (device_.levels_ && !device_.levels_->complete()) {
+      const bool inner = !device_.levels_->inner();
+      const Introduction& leader = table_[static_cast<size_t>(inner ? place_.inner_leader : place_.outer_leader)];
+      Status begun = device_.levels_->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
+      return begun.is_ok() ? Progress::kPending : fail(begun);
+    }
     device_.way_ = DeviceGroup::Way::kNccl;
     return Progress::kDone;
   }
@@ -312,6 +332,8 @@ class DeviceSetup : public Collective {
   NamedThread loader_;  // runs while the kernels are loaded
   std::unique_ptr<Collective> exchange_;
   bool comes_up_ = false;
+  LevelPlace place_;
+  NcclHandle rising_ = nullptr;  // the communicator that is being made
   Deadline deadline_ = Deadline::in(0);
 };
 

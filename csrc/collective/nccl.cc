@@ -15,6 +15,8 @@ namespace {
 // Below this the launch of a collective costs more than two copies within the device. Not measured on a GPU.
 constexpr size_t kPackBelowBytes = 256u << 10;
 constexpr size_t kPackAlign = 16;
+// Below this two levels cost more launches than they save bytes. Not measured on GPUs of several machines.
+constexpr size_t kLevelBytes = 64u << 10;
 
 // NCCL's type with the same arithmetic; for movement alone everything is bytes.
 int nccl_type(DType dtype) {
@@ -102,9 +104,14 @@ class NcclCollective : public Collective {
   Progress step(bool* moved) override {
     const Gpu::Current current(gpu_);
     NcclResult state = kNcclSuccess;
-    Status ok = nccl_.check(nccl_.ncclCommGetAsyncError(comm(), &state), "ncclCommGetAsyncError", comm());
+    Status ok = nccl_.check(nccl_.ncclCommGetAsyncError(busy_, &state), "ncclCommGetAsyncError", busy_);
     if (ok.is_ok() && state == kNcclInProgress) return Progress::kPending;
-    if (ok.is_ok()) ok = nccl_.check(state, "NCCL", comm());
+    if (ok.is_ok()) ok = nccl_.check(state, "NCCL", busy_);
+    if (ok.is_ok() && !shares_.empty() && level_ != Level::kDone) {
+      *moved = true;
+      ok = next_level();
+      return ok.is_ok() ? Progress::kPending : fail(ok);
+    }
     if (ok.is_ok()) ok = unpack();
     if (!ok.is_ok()) return fail(ok);
     drop_operator();
@@ -119,6 +126,9 @@ class NcclCollective : public Collective {
   Status enqueue() {
     if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
+    // What NCCL scales by an operator made for one communicator goes the flat way.
+    by_levels_ = device_.levels_ && !device_.flat_only_ && !made_operator_ && task_.op == Op::kAllreduce;
+    busy_ = comm();
     if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());
     HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));
     Status called = call();
@@ -292,9 +302,46 @@ class NcclCollective : public Collective {
       if (piece.count && !is_packed(piece)) HC_TRY(reduce_all(piece.in, piece.out, piece.count));
     return Status::ok();
   }
-  Status reduce_all(const void* in, void* out, size_t count) {
+  Status reduce_all(const std::byte* in, std::byte* out, size_t count) {
+    const size_t item = size_of(task_.dtype);
+    if (by_levels_ && count * item >= kLevelBytes) {
+      const Share share{in, out, count / static_cast<size_t>(device_.levels_->place().inner_size)};
+      const size_t shared = share.count * static_cast<size_t>(device_.levels_->place().inner_size);
+      shares_.push_back(share);
+      algorithm_ = "nccl two level";
+      if (shared == count) return Status::ok();
+      in += shared * item;
+      out += shared * item;
+      count -= shared;
+    }
     return nccl_.check(nccl_.ncclAllReduce(in, out, count, type_, operator_, comm(), stream()), "ncclAllReduce",
                        comm());
+  }
+
+  // Each step of all shares is a group of its own: within one, NCCL promises no order. Horovod's hierarchical
+  // allreduce.
+  Status next_level() {
+    level_ = level_ == Level::kNone ? Level::kScatter : level_ == Level::kScatter ? Level::kAcross : Level::kDone;
+    const DeviceLevels& levels = *device_.levels_;
+    busy_ = level_ == Level::kAcross ? levels.outer() : levels.inner();
+    const size_t item = size_of(task_.dtype);
+    HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", busy_));
+    Status called;
+    for (const Share& share : shares_) {
+      std::byte* const mine = share.out + share.count * item * static_cast<size_t>(levels.place().inner_rank);
+      if (!called.is_ok()) break;
+      if (level_ == Level::kScatter)
+        called = nccl_.check(nccl_.ncclReduceScatter(share.in, mine, share.count, type_, operator_, busy_, stream()),
+                             "ncclReduceScatter", busy_);
+      else if (level_ == Level::kAcross)
+        called = nccl_.check(nccl_.ncclAllReduce(mine, mine, share.count, type_, operator_, busy_, stream()),
+                             "ncclAllReduce", busy_);
+      else
+        called = nccl_.check(nccl_.ncclAllGather(mine, share.out, share.count * item, kNcclU8, busy_, stream()),
+                             "ncclAllGather", busy_);
+    }
+    Status ended = nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", busy_);
+    return called.is_ok() ? ended : called;
   }
 
   bool equal_counts() const {
@@ -398,6 +445,15 @@ class NcclCollective : public Collective {
   int type_ = kNcclU8, operator_ = kNcclSum;
   bool made_operator_ = false;
   bool packs_ = false;
+  NcclHandle busy_ = nullptr;  // the communicator that was called last
+  bool by_levels_ = false;
+  enum class Level { kNone, kScatter, kAcross, kDone } level_ = Level::kNone;  // the last that was enqueued
+  struct Share {
+    const std::byte* in;
+    std::byte* out;
+    size_t count;  // of each rank of the node
+  };
+  std::vector<Share> shares_;  // what goes by levels
   GpuMemoryPtr packed_;
   size_t packed_count_ = 0;
 };

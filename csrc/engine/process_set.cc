@@ -167,7 +167,8 @@ bool ProcessSet::suits_express(const Plan& plan) {
   const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
   const bool suits = b && b->op == Op::kAllreduce && b->error == Code::kOk && b->entries.size() == 1 &&
                      b->entries[0].slot != kNoSlot && !b->entries[0].assigned && !b->entries[0].has_signature &&
-                     coordinator->pending() == 0 && pending.size() == 1 && !join && goes_express(*pending[0], express_bytes);
+                     coordinator->pending() == 0 && pending.size() == 1 && !join &&
+                     goes_express(*pending[0], express_bytes);
   trial.alike = suits ? trial.alike + 1 : 0;
   if (trial.alike < trial.wanted) return false;
   const bool paid = express.successes() - trial.successes_before >= kTurnsThatPay;

@@ -2,11 +2,13 @@
 // NCCL and NVRTC; no GPU takes part.
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstring>
 #include <random>
 
 #include "base/half.h"
+#include "collective/device_levels.h"
 #include "tests/gpu_double.h"
 
 namespace hc {
@@ -115,6 +117,49 @@ TEST_CASE("double of CUDA: every way reduces every dtype as host memory does, an
     CHECK(double_count("pinned") == before);  // nothing went through host memory
     CHECK(double_count("memory") == 0);
     CHECK(double_count("modules") == 0);
+  }
+}
+
+TEST_CASE("places in two levels: equal nodes of several ranks, in any order of ranks") {
+  const auto place = [](const std::vector<int>& node, int rank) {
+    const LevelPlace p = level_place(node, rank);
+    return std::vector<int>{p.inner_rank, p.inner_size, p.inner_leader, p.outer_rank, p.outer_size, p.outer_leader};
+  };
+  CHECK(place({0, 0, 1, 1, 2, 2}, 3) == std::vector<int>{1, 2, 2, 1, 3, 1});
+  CHECK(place({5, 3, 5, 3}, 3) == std::vector<int>{1, 2, 1, 1, 2, 2});
+  for (const std::vector<int>& none : {std::vector<int>{0}, {0, 0}, {0, 1}, {0, 0, 1}, {0, 1, 1, 0, 0}})
+    for (int rank = 0; rank < static_cast<int>(none.size()); ++rank) CHECK(level_place(none, rank).inner_size == 1);
+}
+
+TEST_CASE("double of CUDA and NCCL: two levels where they are asked for give the same sums") {
+  struct Row {
+    std::vector<std::string> nodes;
+    const char* asked;
+    int communicators;  // of each rank
+  };
+  for (const Row& row : {Row{{"a", "a", "b", "b"}, "1", 3}, Row{{"a", "b", "a", "b"}, "1", 3},
+                         Row{{"a", "a", "b", "b"}, "-1", 1}, Row{{"a", "a", "a", "b"}, "1", 1}}) {
+    CAPTURE(row.nodes[1]);
+    CAPTURE(row.asked);
+    World world(4, gpu_settings({{"HOROCLONE_HIERARCHICAL_ALLREDUCE", row.asked}}));
+    world.on_nodes(row.nodes);
+    std::atomic<int> most{0};
+    CHECK(world
+              .each([&](Engine& engine, int rank) {
+                FrameworkOnGpu gpu(rank);
+                int number = 0;
+                for (const size_t count : {size_t{1}, size_t{16384}, size_t{16387}, size_t{300'001}})
+                  for (const Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kMax})
+                    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kI32, DType::kU8})
+                      agrees(engine, gpu, {Op::kAllreduce, dtype, reduce, 1, 1, count}, text_of("x", number++));
+                agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kSum, 0.5, 4, 100'001}, "scaled");
+                agrees(engine, gpu, {Op::kReducescatter, DType::kF32, Reduce::kSum, 1, 1, 100'001}, "slices");
+                most = std::max(most.load(), double_communicators());
+              })
+              .text() == "");
+    CHECK(most == 4 * row.communicators);
+    CHECK(double_communicators() == 0);
+    CHECK(double_count("memory") == 0);
   }
 }
 
