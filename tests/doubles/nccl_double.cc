@@ -178,9 +178,17 @@ T narrow(double v) {
   else
     return static_cast<T>(v);
 }
+// Integers wrap, as the original's do: also what nobody asked for, the padding between packed tensors, is reduced.
 template <class W>
 W combine(int op, W a, W b) {
-  return op == 1 ? a * b : op == 2 ? std::max(a, b) : op == 3 ? std::min(a, b) : a + b;
+  if (op == 2) return std::max(a, b);
+  if (op == 3) return std::min(a, b);
+  if constexpr (std::is_integral_v<W>) {
+    const auto x = static_cast<uint64_t>(a), y = static_cast<uint64_t>(b);
+    return static_cast<W>(op == 1 ? x * y : x + y);
+  } else {
+    return op == 1 ? a * b : a + b;
+  }
 }
 
 // out[i] = over all ranks' slots, from element `begin` on.
