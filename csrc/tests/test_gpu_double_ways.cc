@@ -148,12 +148,12 @@ TEST_CASE("double of CUDA and NCCL: two levels where they are asked for give the
               .each([&](Engine& engine, int rank) {
                 FrameworkOnGpu gpu(rank);
                 int number = 0;
-                for (const size_t count : {size_t{1}, size_t{16384}, size_t{16387}, size_t{300'001}})
-                  for (const Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kMax})
-                    for (const DType dtype : {DType::kF32, DType::kBF16, DType::kI32, DType::kU8})
+                for (const size_t count : {size_t{16384}, size_t{70'003}})
+                  for (const Reduce reduce : {Reduce::kAverage, Reduce::kMax})
+                    for (const DType dtype : {DType::kF32, DType::kU8})
                       agrees(engine, gpu, {Op::kAllreduce, dtype, reduce, 1, 1, count}, text_of("x", number++));
-                agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kSum, 0.5, 4, 100'001}, "scaled");
-                agrees(engine, gpu, {Op::kReducescatter, DType::kF32, Reduce::kSum, 1, 1, 100'001}, "slices");
+                agrees(engine, gpu, {Op::kAllreduce, DType::kF32, Reduce::kSum, 0.5, 4, 30'001}, "scaled");
+                agrees(engine, gpu, {Op::kReducescatter, DType::kF32, Reduce::kSum, 1, 1, 30'001}, "slices");
                 most = std::max(most.load(), double_communicators());
               })
               .text() == "");
