@@ -368,6 +368,7 @@ def test_the_doctor_answers_in_json_and_names_the_launcher(launch):
              "SLURM_STEP_TASKS_PER_NODE": "4"}  # fmt: skip
     text = launch([PYTHON, "-m", "horoclone.launch.tool", "doctor"], env=slurm, check=False).stdout
     assert "slurm" in text.lower()
+    assert all(character.isprintable() for character in text if character != "\n")
 
 
 def test_the_doctor_sees_a_launcher_and_a_library_of_different_mpis():

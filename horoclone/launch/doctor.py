@@ -71,7 +71,7 @@ def _mpi() -> list[Finding]:
             )
         ]
     family = mpi_family(library)
-    first_line = library.strip().splitlines()[0]
+    first_line = library.strip(" \0\n").splitlines()[0]  # Open MPI counts its closing zero
     if mpirun is None:
         return [Finding("mpi", NOTE, f"mpi4py uses {first_line}, but there is no mpirun on PATH")]
     launcher = mpi_family(_run([mpirun, "--version"]) or "")
