@@ -149,7 +149,9 @@ def _connect(job: Job, deadline: float) -> Runtime:
     from horoclone.gpu_libraries import with_libraries
 
     settings = with_libraries(settings_of(os.environ))
-    runtime = _core().Runtime(selection.with_remembered(settings, os.environ, job.size))
+    if job.rank == 0:  # its choice holds for all
+        settings = selection.with_remembered(settings, os.environ, job.size)
+    runtime = _core().Runtime(settings)
     try:
         observe.watch_stack(runtime, os.environ)
         own = mpi_link.offer(os.environ, job.name)

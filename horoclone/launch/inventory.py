@@ -141,14 +141,20 @@ def core() -> dict[str, Any]:
         return {"error": f"the native module gave an unexpected answer: {done.stdout[:200]!r}"}
 
 
-def gpu_driver() -> Item:
-    """CUDA's driver: version, file and devices, or why there is none."""
+def _device_part(name: str, part: str) -> dict[str, Any] | Item:
+    """What the native module has found of cuda, nccl or kernels; the row `name` with the reason when it has not."""
     native = core()
     if "error" in native:
-        return Item("CUDA", False, native["error"])
-    cuda = native["devices"]["cuda"]
-    if not cuda["found"]:
-        return Item("CUDA", False, cuda["reason"])
+        return Item(name, False, native["error"])
+    found: dict[str, Any] = native["devices"][part]
+    return found if found["found"] else Item(name, False, found["reason"])
+
+
+def gpu_driver() -> Item:
+    """CUDA's driver: version, file and devices, or why there is none."""
+    cuda = _device_part("CUDA", "cuda")
+    if isinstance(cuda, Item):
+        return cuda
     devices = cuda["devices"]
     seen = f"{len(devices)} visible: {', '.join(sorted(set(devices)))}" if devices else "no device is visible"
     return Item("CUDA", bool(devices), f"{cuda['version']}, {cuda['file']}, {seen}")
@@ -156,23 +162,17 @@ def gpu_driver() -> Item:
 
 def nccl_library() -> Item:
     """NCCL: version, file and how it was found, or what is missing and the command that brings it."""
-    native = core()
-    if "error" in native:
-        return Item("NCCL", False, native["error"])
-    nccl = native["devices"]["nccl"]
-    if not nccl["found"]:
-        return Item("NCCL", False, nccl["reason"])
+    nccl = _device_part("NCCL", "nccl")
+    if isinstance(nccl, Item):
+        return nccl
     return Item("NCCL", True, f"{nccl['version']}, {nccl['file']} ({nccl['where']})")
 
 
 def gpu_kernels() -> Item:
     """Where this library's own kernels for GPUs come from, or what is missing and the command that brings it."""
-    native = core()
-    if "error" in native:
-        return Item("GPU kernels", False, native["error"])
-    kernels = native["devices"]["kernels"]
-    if not kernels["found"]:
-        return Item("GPU kernels", False, kernels["reason"])
+    kernels = _device_part("GPU kernels", "kernels")
+    if isinstance(kernels, Item):
+        return kernels
     if not kernels["file"]:
         return Item("GPU kernels", True, kernels["where"])
     nvrtc = f"compiled at the first use by NVRTC {kernels['version']}, {kernels['file']} ({kernels['where']})"
