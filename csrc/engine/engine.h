@@ -127,6 +127,7 @@ class Engine {
   explicit Engine(Config config);
   Status agree_on_settings(const MeshMembers& members);
   Status run_in_init(const Submission& s, const MeshMembers& members);
+  Status meet_in_init(std::string_view name, const MeshMembers& members);
 
   // engine_select.cc
   enum class SelectionSource { kFixed, kGiven, kProbe };

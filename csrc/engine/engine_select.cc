@@ -152,6 +152,14 @@ struct Engine::WayTimes {
   double tcp_s = 1e9, mpi_s = 1e9;
 };
 
+Status Engine::meet_in_init(std::string_view name, const MeshMembers& members) {
+  Submission s;
+  s.op = Op::kBarrier;
+  s.name = name;
+  s.will_wait = true;
+  return run_in_init(s, members);
+}
+
 Status Engine::use_mpi(bool on) {
   enter_gate();
   const Status used = mesh_->use_mpi(on);
@@ -173,7 +181,7 @@ Status Engine::time_ways(const MeshMembers& members, int round, size_t bytes, Wa
     const bool mpi = run % 2 == 1;
     const std::string name = text_of("horoclone.probe.", round, ".", run);
     s.name = name;
-    HC_TRY(barrier(0, name));
+    HC_TRY(meet_in_init(name, members));
     HC_TRY(use_mpi(mpi));
     const TimePoint start = Clock::now();
     const Status outcome = run_in_init(s, members);
@@ -206,7 +214,7 @@ Status Engine::choose_way_between_nodes(const MeshMembers& members) {
       log_.debug("data between nodes goes ", mpi ? "through MPI" : "over TCP", " (MPI took ", times.mpi_s * 1e3,
                  " ms, TCP ", times.tcp_s * 1e3, " ms)");
   }
-  HC_TRY(barrier(0, "horoclone.way"));
+  HC_TRY(meet_in_init("horoclone.way", members));
   by_mpi_.store(mpi);
   return use_mpi(mpi);
 }
