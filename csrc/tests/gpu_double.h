@@ -73,7 +73,8 @@ class FrameworkOnGpu {
     (void)api_->cuCtxPushCurrent(context_);
     (void)api_->cuStreamCreateWithPriority(&stream, kCuStreamNonBlocking, 0);
   }
-  ~FrameworkOnGpu() {
+  ~FrameworkOnGpu() {  // perhaps on a thread that has no context: without one the stream is not waited for
+    (void)api_->cuCtxPushCurrent(context_);
     synchronize();
     for (const auto at : memory_) (void)api_->cuMemFree(at);
     (void)api_->cuStreamDestroy(stream);
