@@ -82,6 +82,7 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
   s->postscale = r.postscale;
   s->tensors = *out;
   s->tag = r.tag;
+  s->priority = r.priority;
   if (r.splits) s->splits = {r.splits, static_cast<size_t>(r.split_count)};
   s->will_wait = r.will_wait != 0;
   s->on_device = r.device == HC_CUDA && r.op != HC_BARRIER;
@@ -230,9 +231,10 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
   });
 }
 hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, void* stream,
-                              hc_handle* out) {
-  return guarded(
-      [&] { return rt->engine->submit_declared(process_set, id, bucket, static_cast<hc::CuStream>(stream), out); });
+                              int32_t priority, hc_handle* out) {
+  return guarded([&] {
+    return rt->engine->submit_declared(process_set, id, bucket, {static_cast<hc::CuStream>(stream), priority}, out);
+  });
 }
 hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id) {
   return guarded([&] { return rt->engine->undeclare(process_set, id); });

@@ -74,6 +74,7 @@ class Runtime:
         tag: int = 0,
         device: int = -1,  # CUDA's number of the GPU whose memory it is; -1: host memory
         stream: int = 0,  # on a GPU: the CUstream that produces the input
+        priority: int = 0,  # allreduce: of what is ready the highest runs first
     ) -> int:
         """Queues one operation and returns its handle. The caller keeps the memory alive until it is done.
 
@@ -96,6 +97,7 @@ class Runtime:
         process_set: int = 0,
         device: int = -1,
         stream: int = 0,
+        priority: int = 0,
     ) -> int:
         """Several tensors as one operation (all or nothing), one handle."""
     def declare(
@@ -115,7 +117,9 @@ class Runtime:
         The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is frozen:
         submit_declared() starts a bucket without any message. Raises Mismatch when ranks declare different buckets.
         """
-    def submit_declared(self, process_set: int, id: int, bucket: int, stream: int = 0) -> int:
+    def submit_declared(
+        self, process_set: int, id: int, bucket: int, stream: int = 0, priority: int = 0
+    ) -> int:
         """Like submit() of the declared bucket, under its declared name; returns a handle.
 
         stream: what fills a bucket on a GPU.

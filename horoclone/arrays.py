@@ -51,10 +51,11 @@ def _now_in(out: Array, description: Description) -> Array:
     return out
 
 
-def _later_in(array: Array, out: Array, description: Description) -> int:
+def _later_in(array: Array, out: Array, description: Description, priority: int = 0) -> int:
     native = runtime.native()
     keep = (array, out)
-    return remember(Pending(native, native.submit(*description), keep, lambda native, handle: out))
+    handle = native.submit(*description, priority=priority)
+    return remember(Pending(native, handle, keep, lambda native, handle: out))
 
 
 def allreduce(
@@ -84,13 +85,18 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    priority: int = 0,
 ) -> int:
-    """As allreduce; returns a handle at once. Do not change the array before it is done."""
+    """As allreduce; returns a handle at once. Do not change the array before it is done.
+
+    priority: of what all ranks have submitted, the highest runs first (docs/priority.md).
+    """
     source = memory.readable(array)
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
     out = np.empty_like(source)
-    return _later_in(source, out, _allreduce(source, out, name, reduce, scales, process_set))
+    return _later_in(source, out, _allreduce(source, out, name, reduce, scales, process_set), priority)
 
 
 def allreduce_(
@@ -117,12 +123,14 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    priority: int = 0,
 ) -> int:
-    """As allreduce_; returns a handle at once. Do not touch the array before it is done."""
+    """As allreduce_; returns a handle at once. Do not touch the array before it is done. priority: as there."""
     target = memory.writable(array)
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
-    return _later_in(target, target, _allreduce(target, target, name, reduce, scales, process_set))
+    return _later_in(target, target, _allreduce(target, target, name, reduce, scales, process_set), priority)
 
 
 # --- groups

@@ -210,7 +210,9 @@ Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Gro
   }
   Result<Schedule> schedule = schedule_of(task, group);
   if (!schedule.is_ok()) return schedule.status();
-  return std::unique_ptr<Collective>(std::make_unique<ScheduleRunner>(std::move(task), group, schedule.take()));
+  Schedule steps = schedule.take();
+  if (task.parts > 1) steps = part_of(steps, static_cast<int>(task.part), static_cast<int>(task.parts));
+  return std::unique_ptr<Collective>(std::make_unique<ScheduleRunner>(std::move(task), group, std::move(steps)));
 }
 
 }  // namespace hc

@@ -66,6 +66,9 @@ struct Task {
   size_t flat_bytes = 16u << 10;       // shared memory, kAuto: up to this many go the flat way, at most kFlatSlotBytes
   size_t ring_from_bytes = 64u << 10;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
   Tag tag;                             // generation, process set, batch
+  // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts, one after the other and in
+  // whatever company, give the same bits as the whole.
+  uint32_t part = 0, parts = 1;
 
   size_t count() const {
     size_t n = 0;

@@ -65,6 +65,22 @@ size_t chunk_begin(size_t count, int chunks, int c) {
   return count >= 4 * kChunkAlignment * n ? begin / kChunkAlignment * kChunkAlignment : begin;
 }
 
+Schedule part_of(const Schedule& schedule, int part, int parts) {
+  Schedule s{.name = schedule.name, .rounds = schedule.rounds, .scratch_count = schedule.scratch_count};
+  std::vector<int> now(schedule.steps.size() + 1, -1);  // [1 + index before]
+  for (size_t i = 0; i < schedule.steps.size(); ++i) {
+    Step step = schedule.steps[i];
+    const size_t begin = chunk_begin(step.count, parts, part);
+    step.count = chunk_begin(step.count, parts, part + 1) - begin;
+    step.from.first += begin;
+    step.to.first += begin;
+    for (int& earlier : step.after) earlier = now[static_cast<size_t>(earlier + 1)];
+    step.after_all = now[static_cast<size_t>(step.after_all + 1)];
+    now[i + 1] = s.add(step);
+  }
+  return s;
+}
+
 Schedule plan_ring_allreduce(const AllreduceShape& shape) {
   const int n = shape.size, rank = shape.rank;
   Schedule s{.name = "ring", .rounds = 2 * (n - 1)};

@@ -136,6 +136,9 @@ struct PlacedSchedule {
 };
 Schedule concatenate(std::span<const PlacedSchedule> parts, std::vector<int>* begin);
 
+// Part `part` of `parts`: of every step the same share of its elements, so that each element takes the same way.
+Schedule part_of(const Schedule& schedule, int part, int parts);
+
 // First element of chunk c of `chunks` nearly equal ones; c = chunks gives count.
 size_t chunk_begin(size_t count, int chunks, int c);
 

@@ -17,12 +17,14 @@ class TwoLevelAllreduce : public BlockedCollective {
     algorithm_ = "two level";
     total_ = task_.count();
     block_ = std::max<size_t>(1, kBlockSlotBytes / item());
-    set_blocks((total_ + block_ - 1) / block_);
+    const size_t blocks = (total_ + block_ - 1) / block_;
+    first_block_ = blocks * task_.part / task_.parts;
+    set_blocks(blocks * (task_.part + 1) / task_.parts - first_block_);
     sources_.resize(n_);
   }
 
  private:
-  size_t begin_of(uint64_t block) const { return block * block_; }
+  size_t begin_of(uint64_t block) const { return (first_block_ + block) * block_; }
   // Only the first `lanes` members own a slice: the nodes may have different numbers of members.
   Slices slices(uint64_t block) const { return {std::min(block_, total_ - begin_of(block)), lane_plan_.lanes, item()}; }
   bool owns() const { return rank_ < lane_plan_.lanes; }
@@ -89,6 +91,7 @@ class TwoLevelAllreduce : public BlockedCollective {
   const Group& group_;
   const Lane lane_plan_;
   size_t total_, block_;
+  size_t first_block_ = 0;                             // of this part
   std::deque<std::unique_ptr<LaneAllreduce>> across_;  // one per block started and not reported, in order
   std::vector<const std::byte*> sources_;
 };

@@ -63,6 +63,12 @@ Progress BatchRunner::step(bool* moved) {
   return device_ ? end() : Progress::kDone;
 }
 
+void BatchRunner::next_part(uint32_t id) {
+  ++batch_.part.index;
+  tag_.batch = id;
+  next_task_ = 0;
+}
+
 Progress BatchRunner::begin(bool* moved) {
   if (device_ && batch_.error == Code::kOk) {
     const Progress progress = device_->begin(operations_, moved);
@@ -93,7 +99,13 @@ Progress BatchRunner::end() {
 
 Result<std::unique_ptr<Collective>> BatchRunner::make_next() {
   Task& task = tasks_[next_task_];
-  return device_ ? device_->make_collective(std::move(task)) : make_collective(std::move(task), group_);
+  if (device_) return device_->make_collective(std::move(task));
+  if (batch_.part.count == 1) return make_collective(std::move(task), group_);
+  Task now = task;
+  now.tag = tag_;
+  now.part = batch_.part.index;
+  now.parts = batch_.part.count;
+  return make_collective(std::move(now), group_);
 }
 
 const Signature& BatchRunner::signature_of(size_t entry) const {

@@ -29,6 +29,9 @@ class BatchRunner {
   Progress step(bool* moved);
   const Status& status() const { return status_; }
   const Status& outcome() const { return outcome_; }
+  // A batch in parts: kDone means the part. When there are more, the next one runs as batch `id` of the plan.
+  bool has_more() const { return batch_.part.index + 1 < batch_.part.count && outcome_.is_ok(); }
+  void next_part(uint32_t id);
   const std::vector<Operation*>& operations() const { return operations_; }
   const PlanBatch& batch() const { return batch_; }
   size_t bytes() const { return bytes_; }
@@ -61,7 +64,7 @@ class BatchRunner {
   std::vector<Operation*> operations_;
   const Group& group_;
   const std::vector<int>& ranks_;
-  const Tag tag_;
+  Tag tag_;
 
   std::unique_ptr<DeviceBatch> device_;  // null: host memory
   std::vector<Task> tasks_;

@@ -15,12 +15,16 @@ constexpr size_t kLookAhead = 4096;
 constexpr size_t kMisfits = 64;
 constexpr size_t kSmallBytes = 256u << 10;  // what moves faster than a plan of its own
 
-// An item of the queue of what can run (or must fail), in the order in which it became so.
+// An item of the queue of what can run (or must fail): by priority, among equals in the order in which it became so.
 struct Ready {
-  uint32_t entry = kNoEntry;  // kNoEntry: everybody has joined, or nobody can
+  uint32_t entry = kNoEntry;  // kNoEntry: the rest of a batch in parts, or everybody has joined, or nobody can
   bool taken = false;         // fused into an earlier batch
+  bool adasum = false;        // cannot be cut: its coefficients are of the whole
   uint64_t fuse_hash = 0;     // 0: by itself
   size_t bytes = 0;
+  int32_t priority = 0;
+  Part part{};  // the next one of a batch under way; the first has index 0
+  bool is_join() const { return entry == kNoEntry && part.index == 0; }
   int32_t last_joined = -1;  // of a join; -1: it failed, see State::join_failures
 };
 
@@ -48,10 +52,13 @@ struct Coordinator::State {
   void review_namesakes(const Namesakes& names);
   void fail_early(uint32_t entry, Code code, std::string text);
   void make_ready(uint32_t entry);
+  void enqueue(Ready item);
+  void cut(const Ready& item, size_t bytes, PlanBatch* batch);
+  PlanBatch next_part();
   std::string departure(int rank) const;
 
   PlanBatch next_batch();
-  void fuse(PlanBatch* batch, uint32_t first, size_t bytes);
+  size_t fuse(PlanBatch* batch, const Ready& first);
   void close(uint32_t entry, PlanBatch* batch);
   bool runs_alone(const Ready& item) const;
   void drop_taken();
@@ -67,6 +74,7 @@ struct Coordinator::State {
   std::deque<Ready> ready;
   std::deque<std::string> join_failures;  // in the order of their items in `ready`
   size_t ready_count = 0;                 // not taken
+  bool prioritised = false;               // something has had a priority
   size_t pending = 0;                     // announced by somebody, in no plan yet
   uint32_t next_id = 0;
 };
@@ -165,7 +173,14 @@ void Coordinator::State::fail_early(uint32_t index, Code code, std::string text)
   e.state = Entry::State::kReady;
   Ready item;
   item.entry = index;
-  ready.push_back(item);
+  enqueue(item);
+}
+
+// Behind everything that is as urgent. Nothing overtakes a join.
+void Coordinator::State::enqueue(Ready item) {
+  auto at = ready.end();
+  while (at != ready.begin() && !(at - 1)->is_join() && (at - 1)->priority < item.priority) --at;
+  ready.insert(at, item);
   ready_count++;
 }
 
@@ -178,11 +193,13 @@ void Coordinator::State::make_ready(uint32_t index) {
   Ready item;
   item.entry = index;
   item.bytes = a.bytes;
+  item.priority = ledger.reference(e).priority;
+  item.adasum = ledger.reference(e).reduce == Reduce::kAdasum;
+  prioritised |= item.priority != 0;
   if (a.error == Code::kOk) ledger.choose_slot(index);
   const bool alone = !options.fuse_groups && ledger.reference(e).tensors.size() > 1;
   if (a.fusable && !alone && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0) item.fuse_hash = a.fuse_hash;
-  ready.push_back(item);
-  ready_count++;
+  enqueue(item);
 }
 
 std::string Coordinator::State::departure(int rank) const {
@@ -250,19 +267,23 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   pending--;
 }
 
-// Adds what is ready behind the first entry, has the same key and fits; the others keep their places.
-void Coordinator::State::fuse(PlanBatch* batch, uint32_t first, size_t bytes) {
-  const uint64_t hash = ready.front().fuse_hash;
-  const FuseKey key = ledger.agreement(ledger.at(first)).fuse;
-  close(first, batch);
-  size_t misfits = 0;
+// Adds what is ready behind the first entry, has the same key and fits; the others keep their places. What is less
+// urgent than the first joins it only as far as one part goes: it may not delay it by more. Returns the bytes of all.
+size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
+  const uint64_t hash = first.fuse_hash;
+  const int32_t priority = first.priority;
+  const FuseKey key = ledger.agreement(ledger.at(first.entry)).fuse;
+  size_t bytes = first.bytes, misfits = 0;
+  close(first.entry, batch);
   for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits; i++) {
     Ready& next = ready[i];
-    if (next.entry == kNoEntry) break;  // nothing overtakes a join
-    if (next.taken || next.fuse_hash != hash) continue;
+    if (next.is_join()) break;  // nothing overtakes a join
+    if (next.entry == kNoEntry || next.taken || next.fuse_hash != hash) continue;
     if (!(ledger.agreement(ledger.at(next.entry)).fuse == key)) continue;
     // The threshold may have shrunk since these became ready.
-    if (bytes > options.fusion_bytes || next.bytes > options.fusion_bytes - bytes) {
+    size_t limit = options.fusion_bytes;
+    if (next.priority != priority && options.part_bytes != 0) limit = std::min(limit, options.part_bytes);
+    if (bytes > limit || next.bytes > limit - bytes) {
       misfits++;
       continue;
     }
@@ -271,13 +292,41 @@ void Coordinator::State::fuse(PlanBatch* batch, uint32_t first, size_t bytes) {
     next.taken = true;
     ready_count--;
   }
+  return bytes;
 }
 
-PlanBatch Coordinator::State::next_batch() {
+// If the batch is large, it becomes part 0 of several, and the others wait for their turn where `item` was.
+void Coordinator::State::cut(const Ready& item, size_t bytes, PlanBatch* batch) {
+  if (!prioritised || options.part_bytes == 0 || bytes <= options.part_bytes || batch->error != Code::kOk) return;
+  if (batch->op != Op::kAllreduce || batch->on_device || item.adasum) return;
+  const size_t parts = (bytes + options.part_bytes - 1) / options.part_bytes;
+  batch->part = {0, static_cast<uint32_t>(std::min<size_t>(parts, kMaxParts)), batch->id};
+  Ready rest;
+  rest.priority = item.priority;
+  rest.part = {1, batch->part.count, batch->id};
+  ready.push_front(rest);
+  ready_count++;
+}
+
+PlanBatch Coordinator::State::next_part() {
   Ready& item = ready.front();
   PlanBatch batch;
   batch.id = next_id++;
-  if (item.entry == kNoEntry) {
+  batch.part = item.part;
+  if (++item.part.index < item.part.count) return batch;
+  item.taken = true;
+  ready_count--;
+  drop_taken();
+  return batch;
+}
+
+PlanBatch Coordinator::State::next_batch() {
+  if (ready.front().part.index != 0) return next_part();
+  const Ready item = ready.front();
+  PlanBatch batch;
+  batch.id = next_id++;
+  size_t bytes = item.bytes;
+  if (item.is_join()) {
     batch.op = Op::kJoin;
     batch.last_joined = item.last_joined;
     if (item.last_joined < 0) {
@@ -294,13 +343,14 @@ PlanBatch Coordinator::State::next_batch() {
     batch.on_device = a.on_device;
     batch.rows = a.rows;
     if (item.fuse_hash != 0)
-      fuse(&batch, item.entry, item.bytes);
+      bytes = fuse(&batch, item);
     else
       close(item.entry, &batch);
   }
-  item.taken = true;
+  ready.front().taken = true;
   ready_count--;
   drop_taken();
+  cut(item, bytes, &batch);
   return batch;
 }
 

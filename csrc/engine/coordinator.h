@@ -29,7 +29,9 @@ struct CoordinatorOptions {
   int size = 1;                      // ranks in the process set
   size_t fusion_bytes = 128u << 20;  // 0 = no fusion
   bool fuse_groups = true;           // a group may share a batch with operations that are not of it
-  size_t cache_capacity = 1024;      // slots; 0 = no cache
+  // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
+  size_t part_bytes = 0;
+  size_t cache_capacity = 1024;  // slots; 0 = no cache
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;              // [size] for texts

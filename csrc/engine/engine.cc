@@ -184,6 +184,8 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     options.size = set->size();
     options.fusion_bytes = agreed_tuning_.fusion_bytes;
     options.fuse_groups = !config_.disable_group_fusion;
+    const bool one_node = set->lane && set->lane->size() == set->size();
+    options.part_bytes = one_node ? 0 : config_.partition_bytes;
     options.cache_capacity = static_cast<size_t>(config_.cache_capacity);
     options.generation = generation_;
     options.process_set = id;

@@ -52,7 +52,8 @@ struct Submission {
   };
   std::span<const Tensor> tensors;
   std::span<const int64_t> splits;
-  int64_t tag = 0;  // messages
+  int64_t tag = 0;       // messages
+  int32_t priority = 0;  // higher runs before lower, once both are ready
   bool will_wait = false;
   // Tensors in the memory of a GPU (join: the GPU that stands in for this rank's tensors).
   bool on_device = false;
@@ -61,6 +62,13 @@ struct Submission {
   CuEvent ready_event = nullptr;  // or this event, recorded behind it; lives until the operation is done
   void (*done)(void*, int64_t, const Status&) = nullptr;
   void* done_context = nullptr;
+};
+
+// What changes between two submissions of a declared bucket.
+struct DeclaredCall {
+  DeclaredCall(CuStream stream, int32_t priority = 0) : stream(stream), priority(priority) {}
+  CuStream stream;   // it fills a bucket on a GPU
+  int32_t priority;  // as Submission::priority; a frozen plan knows none
 };
 
 struct EngineCounters {  // driving thread writes, anyone reads
@@ -82,7 +90,7 @@ class Engine {
   Status declare(int process_set, BucketSet buckets, int* id);
   Status undeclare(int process_set, int id);
   // stream: what fills a bucket in the memory of a GPU.
-  Status submit_declared(int process_set, int bucket_set, int bucket, CuStream stream, int64_t* handle);
+  Status submit_declared(int process_set, int bucket_set, int bucket, DeclaredCall call, int64_t* handle);
   // True when done, failed or unknown.
   bool poll(int64_t handle);
   // Drives until done or until timeout_s has passed (< 0: no limit). The status is the operation's own.
@@ -193,6 +201,7 @@ class Engine {
   void decide(ProcessSet& set, bool* moved);
   bool gathers(ProcessSet& set);
   void take_plan(ProcessSet& set, Plan plan);
+  Status begin_batch(ProcessSet& set, PlanBatch batch);
   void run_queue(ProcessSet& set, bool* moved);
   void wake_readers(ProcessSet& set);
   void finish_batch(ProcessSet& set);

@@ -316,6 +316,7 @@ void Engine::fail_everything(const Status& first_reason) {
           text_of(" (batch ", set->runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
       set->runner.reset();
     }
+    set->cut.clear();
     set->armed_runner.reset();
     set->armed.clear();
     if (set->device) set->device->abort();

@@ -232,35 +232,51 @@ void Engine::take_plan(ProcessSet& set, Plan plan) {
   if (plan.express_turn) set.open_express(*plan.express_turn);
 }
 
+// Makes the set's runner of a batch whose turn it is, or takes up the one that this is a later part of.
+Status Engine::begin_batch(ProcessSet& set, PlanBatch batch) {
+  if (batch.part.index != 0) {
+    auto at = set.cut.find(batch.part.first);
+    if (at == set.cut.end() || at->second->batch().part.index + 1 != batch.part.index)
+      return error(Code::kInternal, "a plan names part ", batch.part.index, " of batch ", batch.part.first,
+                   ", which this rank does not have in parts");
+    set.runner = std::move(at->second);
+    set.cut.erase(at);
+    set.runner->next_part(batch.id);
+    return Status::ok();
+  }
+  std::vector<Operation*> operations;
+  operations.reserve(batch.entries.size());
+  for (const PlanEntry& entry : batch.entries) {
+    Operation* op = set.match(batch.op, entry, [&](Op kind, const std::string& name) {
+      std::lock_guard lock(submit_mu_);
+      return set.find_named(kind, name);
+    });
+    if (!op && entry.unnamed && entry.failed_on.empty()) {
+      std::lock_guard lock(submit_mu_);
+      set.skip_sequence(batch.op, entry.sequence);
+    }
+    // An early failure may not mean this rank's own announcement, which came later.
+    const auto& struck = entry.failed_on;
+    if (!struck.empty() && std::find(struck.begin(), struck.end(), set.group_rank) == struck.end()) op = nullptr;
+    operations.push_back(op);
+  }
+  if (batch.op == Op::kJoin) operations.assign(1, set.join);
+  const Tag tag{static_cast<uint16_t>(generation_), set.id, batch.id, 0};
+  const TimePoint planned = batch.planned;
+  set.runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, tag);
+  set.runner->show_in(&timeline_);
+  if (set.runner->batch().on_device && set.runner->batch().error == Code::kOk) put_on_device(set);
+  note_batch(set, planned);
+  return Status::ok();
+}
+
 void Engine::run_queue(ProcessSet& set, bool* moved) {
   for (int turns = 0; turns < 16 && !failed_.load(std::memory_order_relaxed) && device_failure_.is_ok(); ++turns) {
     if (!set.runner) {
       if (set.queue.empty()) break;
       PlanBatch batch = std::move(set.queue.front());
       set.queue.pop_front();
-      std::vector<Operation*> operations;
-      operations.reserve(batch.entries.size());
-      for (const PlanEntry& entry : batch.entries) {
-        Operation* op = set.match(batch.op, entry, [&](Op kind, const std::string& name) {
-          std::lock_guard lock(submit_mu_);
-          return set.find_named(kind, name);
-        });
-        if (!op && entry.unnamed && entry.failed_on.empty()) {
-          std::lock_guard lock(submit_mu_);
-          set.skip_sequence(batch.op, entry.sequence);
-        }
-        // An early failure may not mean this rank's own announcement, which came later.
-        const auto& struck = entry.failed_on;
-        if (!struck.empty() && std::find(struck.begin(), struck.end(), set.group_rank) == struck.end()) op = nullptr;
-        operations.push_back(op);
-      }
-      if (batch.op == Op::kJoin) operations.assign(1, set.join);
-      const Tag tag{static_cast<uint16_t>(generation_), set.id, batch.id, 0};
-      const TimePoint planned = batch.planned;
-      set.runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), set.group, set.ranks, tag);
-      set.runner->show_in(&timeline_);
-      if (set.runner->batch().on_device && set.runner->batch().error == Code::kOk) put_on_device(set);
-      note_batch(set, planned);
+      if (Status begun = begin_batch(set, std::move(batch)); !begun.is_ok()) return fail_everything(begun);
     }
     const Progress progress = set.runner->step(moved);
     if (progress == Progress::kFailed) {
@@ -271,11 +287,16 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
       waits_on_device_ = waits_on_device_ || set.runner->is_on_device();
       break;
     }
-    finish_batch(set);
+    if (set.runner->has_more()) {
+      const uint32_t id = set.runner->batch().part.first;
+      set.cut[id] = std::move(set.runner);
+    } else {
+      finish_batch(set);
+    }
   }
   // What the leaver had agreed to completes first; what runs frozen either completes or steps back, for the leaver has
   // thawed.
-  const bool busy = set.runner || !set.queue.empty() || !set.frozen_runs.empty();
+  const bool busy = set.runner || !set.queue.empty() || !set.cut.empty() || !set.frozen_runs.empty();
   if (!set.closed.is_ok() && !busy && set.armed.empty() && !set.armed_runner)
     while (!set.pending.empty()) {
       Operation* op = set.pending.back();

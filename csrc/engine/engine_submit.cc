@@ -30,6 +30,7 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
   g.device = s.on_device && s.op != Op::kJoin;
   g.in_arena = !g.device && arena_holds(s);
   g.root = has_root(s.op) ? set.position_of(s.root) : is_message(s.op) ? s.root : 0;
+  g.priority = s.op == Op::kAllreduce ? s.priority : 0;
   g.prescale = s.prescale;
   g.postscale = s.postscale;
   g.tensors.resize(s.tensors.size());
@@ -60,7 +61,7 @@ Status Engine::submit(const Submission& s, int64_t* handle) {
   return Status::ok();
 }
 
-Status Engine::submit_declared(int process_set, int bucket_set, int bucket, CuStream stream, int64_t* handle) {
+Status Engine::submit_declared(int process_set, int bucket_set, int bucket, DeclaredCall call, int64_t* handle) {
   if (!connected_.load(std::memory_order_acquire))
     return error(Code::kNotInitialized, "Horovod has not been initialized; use hvd.init().");
   Submission s;
@@ -69,12 +70,13 @@ Status Engine::submit_declared(int process_set, int bucket_set, int bucket, CuSt
     std::lock_guard lock(submit_mu_);
     HC_TRY(fill_declared(process_set, {bucket_set, bucket}, &s, &tensor));
   }
-  s.stream = stream;
+  s.stream = call.stream;
+  s.priority = call.priority;
   std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
     auto gpu = adopt_gpu(s.device_index);
     HC_TRY(gpu.status());
-    auto captured = gpu.value()->is_captured(stream);
+    auto captured = gpu.value()->is_captured(call.stream);
     HC_TRY(captured.status());
     if (captured.value()) return capture_declared(s, {bucket_set, bucket}, handle);
     auto prepared = prepare_device(s);

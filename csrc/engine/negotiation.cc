@@ -17,6 +17,12 @@ int64_t get_count64(Reader* in) {  // a number that must fit int64_t and not be 
   return in->ok() ? static_cast<int64_t>(v) : 0;
 }
 
+int32_t get_signed(Reader* in) {
+  const int64_t v = unzigzag(get_varint(in));
+  if (v < std::numeric_limits<int32_t>::min() || v > std::numeric_limits<int32_t>::max()) in->fail();
+  return in->ok() ? static_cast<int32_t>(v) : 0;
+}
+
 void put_string(Writer* out, std::string_view text) {
   put_varint(out, text.size());
   out->put_raw(text.data(), text.size());
@@ -55,15 +61,16 @@ void put_rows(Writer* out, const std::vector<int64_t>& rows) {
   for (int64_t v : rows) put_varint(out, static_cast<uint64_t>(v));
 }
 
-enum SignatureFlag : uint8_t { kInArena = 1, kScaled = 2, kOnDevice = 4, kSignatureFlags = 7 };
+enum SignatureFlag : uint8_t { kInArena = 1, kScaled = 2, kOnDevice = 4, kPrioritised = 8, kSignatureFlags = 15 };
 
 void put_signature(Writer* out, const Signature& s) {
   bool scaled = s.prescale != 1.0 || s.postscale != 1.0;
   out->put(s.op);
   out->put(s.reduce);
-  out->put(
-      static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0)));
+  out->put(static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0) |
+                                (s.priority != 0 ? kPrioritised : 0)));
   put_varint(out, zigzag(s.root));
+  if (s.priority != 0) put_varint(out, zigzag(s.priority));
   if (scaled) {
     out->put(s.prescale);
     out->put(s.postscale);
@@ -97,9 +104,8 @@ void get_signature(Reader* in, Signature* s) {
   if ((flags & ~kSignatureFlags) != 0) in->fail();
   s->in_arena = (flags & kInArena) != 0;
   s->device = (flags & kOnDevice) != 0 ? 1 : 0;
-  int64_t root = unzigzag(get_varint(in));
-  if (root < std::numeric_limits<int32_t>::min() || root > std::numeric_limits<int32_t>::max()) in->fail();
-  s->root = static_cast<int32_t>(root);
+  s->root = get_signed(in);
+  s->priority = (flags & kPrioritised) != 0 ? get_signed(in) : 0;
   s->prescale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
   s->postscale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
   size_t tensors = get_length(in, 2);
@@ -131,6 +137,23 @@ enum BatchFlag : uint8_t {
   kBatchOnDevice = 64,
   kEachAlone = 128,  // one record for several batches: each entry is a batch of its own, numbered one behind the other
 };
+
+constexpr uint8_t kInParts = 0x80;  // beside the operation: a Part follows the flags
+
+void put_part(Writer* out, const PlanBatch& b) {
+  put_varint(out, b.part.index);
+  put_varint(out, b.part.count);
+  if (b.part.index != 0) put_varint(out, b.id - b.part.first);
+}
+
+void get_part(Reader* in, PlanBatch* b) {
+  const uint64_t index = get_varint(in), count = get_varint(in);
+  if (count < 2 || count > kMaxParts || index >= count) in->fail();
+  const uint64_t back = in->ok() && index != 0 ? get_varint(in) : 0;
+  if (back > std::numeric_limits<uint32_t>::max()) in->fail();
+  if (!in->ok()) return;
+  b->part = {static_cast<uint32_t>(index), static_cast<uint32_t>(count), b->id - static_cast<uint32_t>(back)};
+}
 
 void put_entry(Writer* out, const PlanEntry& e) {
   out->put(static_cast<uint8_t>((e.slot != kNoSlot ? kHasSlot : 0) | (e.unnamed ? kUnnamed : 0) |
@@ -216,7 +239,8 @@ void get_entries(Reader* in, uint8_t flags, size_t room, PlanBatch* batch) {
 
 // A batch that says no more than one slot, and what its neighbours may say as well.
 bool is_plain(const PlanBatch& b) {
-  return b.entries.size() == 1 && b.rows.empty() && b.error == Code::kOk && b.last_joined < 0 && only_slots(b);
+  return b.entries.size() == 1 && b.rows.empty() && b.error == Code::kOk && b.last_joined < 0 && b.part.count == 1 &&
+         only_slots(b);
 }
 
 // How many batches from `first` on make one record: 1, or a row of plain ones.
@@ -239,13 +263,15 @@ void put_batches(Writer* out, std::span<const PlanBatch> row, uint32_t expected_
   bool slots_only = only_slots(b);
   bool failed = b.error != Code::kOk;
   put_varint(out, zigzag(static_cast<int32_t>(b.id - expected_id)));
-  out->put(b.op);
+  const bool in_parts = b.part.count > 1;
+  out->put(static_cast<uint8_t>(static_cast<uint8_t>(b.op) | (in_parts ? kInParts : 0)));
   out->put(b.algorithm);
   out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (slots_only ? kSlotsOnly : 0) |
                                 (slots_only && b.entries.front().unnamed ? kSlotsUnnamed : 0) |
                                 (b.rows.empty() ? 0 : kHasRows) | (failed ? kHasError : 0) |
                                 (b.last_joined >= 0 ? kLastJoined : 0) | (b.on_device ? kBatchOnDevice : 0) |
                                 (row.size() > 1 ? kEachAlone : 0)));
+  if (in_parts) put_part(out, b);
   if (row.size() > 1) {
     std::vector<CachedRequest> slots;
     slots.reserve(row.size());
@@ -279,11 +305,16 @@ void spread(std::vector<PlanBatch>* batches) {
 void get_batches(Reader* in, uint32_t expected_id, size_t room, std::vector<PlanBatch>* batches) {
   PlanBatch* b = &batches->emplace_back();
   b->id = expected_id + static_cast<uint32_t>(unzigzag(get_varint(in)));
-  b->op = get_enum<Op>(in, kOpCount);
+  const uint8_t op = in->get<uint8_t>();
+  const bool in_parts = (op & kInParts) != 0;
+  if ((op & ~kInParts) >= kOpCount) in->fail();
+  b->op = in->ok() ? static_cast<Op>(op & ~kInParts) : Op{};
   b->algorithm = get_enum<Algorithm>(in, static_cast<int>(Algorithm::kPairwise) + 1);
   uint8_t flags = in->get<uint8_t>();
   const bool alone = (flags & kEachAlone) != 0;
-  if (alone && ((flags & kSlotsOnly) == 0 || (flags & (kHasRows | kLastJoined | kHasError)) != 0)) in->fail();
+  if (in_parts) get_part(in, b);
+  if (alone && (in_parts || (flags & kSlotsOnly) == 0 || (flags & (kHasRows | kLastJoined | kHasError)) != 0))
+    in->fail();
   b->in_arena = (flags & kBatchInArena) != 0;
   b->on_device = (flags & kBatchOnDevice) != 0;
   get_entries(in, flags, room, b);

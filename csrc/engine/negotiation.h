@@ -22,6 +22,7 @@ inline constexpr uint32_t kNoSlot = 0xffffffffu;
 inline constexpr uint32_t kMaxSlots = 1u << 16;      // a decoder refuses larger slot numbers
 inline constexpr size_t kMaxPlanEntries = 1u << 16;  // in one plan; what is left goes into the next
 inline constexpr size_t kMaxTextBytes = 64u << 10;   // a name or an error text
+inline constexpr uint32_t kMaxParts = 1u << 16;      // of one batch
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;
 
 struct TensorMeta {
@@ -43,6 +44,7 @@ struct Signature {
   uint8_t device = 0;     // 0 host, 1 CUDA
   bool in_arena = false;  // every tensor lies in this rank's arena; may differ between ranks
   int32_t root = 0;       // group rank (broadcast), else 0
+  int32_t priority = 0;   // higher runs before lower; may differ between ranks: the lowest rank's counts
   double prescale = 1.0;
   double postscale = 1.0;
   std::vector<TensorMeta> tensors;  // 1 .. n; barrier and join: none
@@ -95,6 +97,15 @@ struct PlanEntry {
   std::vector<int32_t> failed_on;
 };
 
+// A large batch runs in parts, each a batch of the plan, so that something urgent may go in between. The first names
+// the entries; the later ones only say whose next part they are. The operations are done behind the last.
+struct Part {
+  uint32_t index = 0;
+  uint32_t count = 1;  // 1: the batch is not cut
+  uint32_t first = 0;  // id of the batch with part 0
+  bool operator==(const Part&) const = default;
+};
+
 // Entries that one collective (per dtype) executes, or that fail together.
 struct PlanBatch {
   uint32_t id = 0;  // counts up per process set
@@ -107,7 +118,8 @@ struct PlanBatch {
   // alltoall: the full table of rows, [sender * size + receiver].
   std::vector<int64_t> rows;
   int32_t last_joined = -1;  // op join: group rank that joined last
-  Code error = Code::kOk;    // not ok: no data moves, every entry fails with `error_text`
+  Part part;
+  Code error = Code::kOk;  // not ok: no data moves, every entry fails with `error_text`
   std::string error_text;
   // These stay on this rank: when the plan came, while a timeline is written; what was in force then.
   TimePoint planned{};

@@ -164,6 +164,7 @@ class ProcessSet {
   std::unique_ptr<DeviceGroup> device;  // from the first batch on device memory on; uses `group`
   std::deque<PlanBatch> queue;
   std::unique_ptr<BatchRunner> runner;
+  std::map<uint32_t, std::unique_ptr<BatchRunner>> cut;  // batches between two of their parts, by id of the first
   Status closed;  // not ok: every operation from now on fails with it (a member has left)
 
  private:

@@ -102,7 +102,8 @@ typedef struct hc_request {
   void* ready_event; /* or a CUevent already recorded behind it, which lives until the operation is done */
   hc_done done;      /* may be NULL */
   void* done_context;
-  int64_t tag; /* send, receive: matched in order among those of one process set, source and tag; >= 0 */
+  int64_t tag;      /* send, receive: matched in order among those of one process set, source and tag; >= 0 */
+  int32_t priority; /* allreduce: of what is ready the highest runs first; 0 unless told */
 } hc_request;
 
 /* Settings are name/value pairs: the HOROCLONE_* / HOROVOD_* variables of docs/environment.md. */
@@ -156,9 +157,9 @@ HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const 
  * process set and device. */
 HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names,
                                 const hc_tensor* tensors, int32_t n, int32_t* id);
-/* stream: what fills a bucket on a GPU; host memory: NULL. */
+/* stream: what fills a bucket on a GPU; host memory: NULL. priority: as in a request; frozen buckets have none. */
 HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, void* stream,
-                                        hc_handle* out);
+                                        int32_t priority, hc_handle* out);
 HC_EXPORT hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id);
 
 HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unknown), 0 not */

@@ -172,9 +172,9 @@ class Runtime {
 
   hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
                    double prescale, double postscale, int root, int process_set, py::handle splits, int64_t tag,
-                   int device, uintptr_t stream) {
-    return submit_one({op, reduce, root, process_set, prescale, postscale, tag, device, stream}, name, in, out, shape,
-                      dtype, splits, false);
+                   int device, uintptr_t stream, int priority) {
+    return submit_one({op, reduce, root, process_set, prescale, postscale, tag, device, stream, priority}, name, in,
+                      out, shape, dtype, splits, false);
   }
 
   void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
@@ -193,7 +193,7 @@ class Runtime {
 
   hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes,
                          py::sequence dtypes, int reduce, double prescale, double postscale, int root, int process_set,
-                         int device, uintptr_t stream) {
+                         int device, uintptr_t stream, int priority) {
     const size_t n = ins.size();
     if (outs.size() != n || shapes.size() != n || dtypes.size() != n)
       throw py::value_error("data_in, data_out, shapes and dtypes must have one entry per tensor");
@@ -206,7 +206,7 @@ class Runtime {
                     reinterpret_cast<void*>(outs[i].cast<uintptr_t>()), dimensions[i].data(), numbers.size,
                     dtypes[i].cast<int32_t>()};
     }
-    hc_request request = request_for({op, reduce, root, process_set, prescale, postscale, 0, device, stream});
+    hc_request request = request_for({op, reduce, root, process_set, prescale, postscale, 0, device, stream, priority});
     request.name = name_of(name);
     return send(request, tensors.data(), static_cast<int32_t>(n));
   }
@@ -237,13 +237,12 @@ class Runtime {
     raise_if(status);
     return id;
   }
-  hc_handle submit_declared(int process_set, int id, int bucket, uintptr_t stream) {
+  hc_handle submit_declared(int process_set, int id, int bucket, uintptr_t stream, int priority) {
     hc_handle handle = 0;
-    raise_if(hc_submit_declared(rt_, process_set, id, bucket, reinterpret_cast<void*>(stream), &handle));
+    raise_if(hc_submit_declared(rt_, process_set, id, bucket, reinterpret_cast<void*>(stream), priority, &handle));
     return handle;
   }
   void undeclare(int process_set, int id) { raise_if(hc_undeclare(rt_, process_set, id)); }
-
   bool poll(hc_handle handle) const { return hc_poll(rt_, handle) != 0; }
 
   void wait(hc_handle handle) {
@@ -361,6 +360,7 @@ class Runtime {
     int64_t tag = 0;
     int device = -1;  // of CUDA; -1: host memory
     uintptr_t stream = 0;
+    int priority = 0;
   };
   static hc_request request_for(const Kind& k) {
     hc_request r{};
@@ -372,6 +372,7 @@ class Runtime {
     r.prescale = k.prescale;
     r.postscale = k.postscale;
     r.tag = k.tag;
+    r.priority = k.priority;
     r.device = k.device < 0 ? HC_HOST : HC_CUDA;
     r.device_index = k.device;
     r.stream = reinterpret_cast<void*>(k.stream);
@@ -460,15 +461,16 @@ PYBIND11_MODULE(_core, m) {
            "mpi"_a = py::none())
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
-           "splits"_a = py::none(), "tag"_a = 0, "device"_a = -1, "stream"_a = 0)
+           "splits"_a = py::none(), "tag"_a = 0, "device"_a = -1, "stream"_a = 0, "priority"_a = 0)
       .def("submit_group", &Runtime::submit_group, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shapes"_a, "dtypes"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0, "device"_a = -1,
-           "stream"_a = 0)
+           "stream"_a = 0, "priority"_a = 0)
       .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
       .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "process_set"_a = 0, "device"_a = -1)
-      .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a, "stream"_a = 0)
+      .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a, "stream"_a = 0,
+           "priority"_a = 0)
       .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)

@@ -44,6 +44,7 @@ inline Signature random_signature(Random& random, Op op, int size) {
     s.in_arena = chance(random, 15);
     s.reduce = static_cast<Reduce>(pick(random, 6));
     if (chance(random, 20)) s.prescale = 0.5;
+    if (chance(random, 20)) s.priority = pick(random, 5) - 2;
     for (int more = chance(random, 25) ? 1 + pick(random, 3) : 0; more > 0; more--) s.tensors.push_back(s.tensors[0]);
   }
   if (op == Op::kReducescatter) s.reduce = chance(random, 50) ? Reduce::kSum : Reduce::kAverage;
@@ -58,6 +59,7 @@ inline Signature random_signature(Random& random, Op op, int size) {
 inline void vary(Random& random, Signature* s, int size) {
   if (s->op == Op::kAllgather) s->tensors[0].shape[0] = pick(random, 5);
   if (s->op == Op::kAllreduce && chance(random, 10)) s->in_arena = !s->in_arena;
+  if (s->op == Op::kAllreduce && chance(random, 10)) s->priority = pick(random, 5) - 2;
   if (s->op != Op::kAlltoall) return;
   s->splits.clear();
   s->tensors[0].shape[0] = 0;
@@ -216,6 +218,7 @@ class ScriptMaker {
   static bool fits(Signature a, Signature b) {
     for (Signature* s : {&a, &b}) {
       s->in_arena = false;
+      s->priority = 0;
       s->splits.clear();
       bool free = s->op == Op::kAllgather || s->op == Op::kAlltoall;
       for (TensorMeta& t : s->tensors)

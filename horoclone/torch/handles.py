@@ -101,7 +101,13 @@ def run(
 
 
 def start_on_gpu(
-    op: int, name: str | None, tensor: torch.Tensor, output: torch.Tensor | None, dtype: int, *rest: Any
+    op: int,
+    name: str | None,
+    tensor: torch.Tensor,
+    output: torch.Tensor | None,
+    dtype: int,
+    *rest: Any,
+    priority: int = 0,
 ) -> int:
     """Submits work on a tensor on a GPU and returns its handle. output None: rows whose number the ranks agree on.
 
@@ -112,7 +118,7 @@ def start_on_gpu(
     reduce, prescale, postscale, root, set_number, *splits = rest
     handle = runtime.submit(
         op, name, address_of(tensor), target, tensor.shape, dtype - ON_GPU, reduce, prescale, postscale, root,
-        set_number, splits[0] if splits else None, 0, *place,
+        set_number, splits[0] if splits else None, 0, *place, priority,
     )  # fmt: skip
     make = rows_like(tensor, place) if output is None else behind(place, output)
     return remember(runtime, handle, output, (tensor, output), make)

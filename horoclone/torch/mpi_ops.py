@@ -135,23 +135,25 @@ def allreduce_async_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    priority: int = 0,
 ) -> int:
-    """Starts `allreduce_` and returns a handle for `poll` and `synchronize`. ValueError if `name` is pending."""
+    """Starts `allreduce_` and returns a handle for `poll` and `synchronize`. ValueError if `name` is pending.
+
+    priority: of what all ranks have submitted, the highest runs first (docs/priority.md).
+    """
     if is_compiling():
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
     dtype = number_of(tensor, name, True)
+    rest = (reduce, prescale_factor, postscale_factor, 0, set_id(process_set))
     if dtype >= ON_GPU:
-        scales = (prescale_factor, postscale_factor)
-        return start_on_gpu(ALLREDUCE, name, tensor, tensor, dtype, reduce, *scales, 0, set_id(process_set))
+        return start_on_gpu(ALLREDUCE, name, tensor, tensor, dtype, *rest, priority=priority)
     address = address_of(tensor)
     runtime = native()
-    handle = runtime.submit(
-        ALLREDUCE, name, address, address, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
-        set_id(process_set),
-    )  # fmt: skip
+    handle = runtime.submit(ALLREDUCE, name, address, address, tensor.shape, dtype, *rest, priority=priority)
     return remember(runtime, handle, tensor, tensor)
 
 
@@ -163,6 +165,8 @@ def allreduce_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
+    *,
+    priority: int = 0,
 ) -> int:
     """Starts a reduction into a new tensor and returns a handle; `tensor` must not change until it is done."""
     if is_compiling():
@@ -172,14 +176,11 @@ def allreduce_async(
     reduce = Average if op is None and average is None else resolve_reduce(average, op)
     dtype = number_of(tensor, name, True)
     output = torch.empty_like(tensor, requires_grad=False)
+    rest = (reduce, prescale_factor, postscale_factor, 0, set_id(process_set))
     if dtype >= ON_GPU:
-        scales = (prescale_factor, postscale_factor)
-        return start_on_gpu(ALLREDUCE, name, tensor, output, dtype, reduce, *scales, 0, set_id(process_set))
-    runtime = native()
-    handle = runtime.submit(
-        ALLREDUCE, name, address_of(tensor), address_of(output), tensor.shape, dtype, reduce, prescale_factor,
-        postscale_factor, 0, set_id(process_set),
-    )  # fmt: skip
+        return start_on_gpu(ALLREDUCE, name, tensor, output, dtype, *rest, priority=priority)
+    runtime, places = native(), (address_of(tensor), address_of(output))
+    handle = runtime.submit(ALLREDUCE, name, *places, tensor.shape, dtype, *rest, priority=priority)
     return remember(runtime, handle, output, tensor)
 
 
