@@ -210,7 +210,7 @@ class NcclCollective : public Collective {
     packed_count_ = bytes / item;
     if (device_.kernels_) return device_.kernels_->pack(as_it_is(), packed_->at(), small_pieces(true), stream());
     return for_packed([&](CuPointer at, const Piece& piece, size_t count) {
-      return gpu_.copy(at, reinterpret_cast<CuPointer>(piece.in), count, stream());
+      return gpu_.copy(at, cu_pointer(piece.in), count, stream());
     });
   }
 
@@ -220,7 +220,7 @@ class NcclCollective : public Collective {
     size_t at = 0;
     for (const Piece& piece : task_.pieces) {
       if (!is_packed(piece)) continue;
-      pieces.push_back({reinterpret_cast<CuPointer>(inputs ? piece.in : piece.out), piece.count, at});
+      pieces.push_back({cu_pointer(inputs ? piece.in : piece.out), piece.count, at});
       at += aligned(piece.count * size_of(task_.dtype));
     }
     return pieces;
@@ -236,7 +236,7 @@ class NcclCollective : public Collective {
     std::vector<PackedPiece> inputs;
     for (const Piece& piece : task_.pieces) {
       const size_t count = task_.op == Op::kReducescatter ? all : piece.count;
-      inputs.push_back({reinterpret_cast<CuPointer>(piece.in), count, bytes});
+      inputs.push_back({cu_pointer(piece.in), count, bytes});
       bytes += GpuKernels::packed_bytes(count, wire);
     }
     const size_t output = task_.op == Op::kReducescatter ? bytes : 0;  // others reduce in place
@@ -259,7 +259,7 @@ class NcclCollective : public Collective {
     std::vector<PackedPiece> outputs;
     size_t at = converted_at_;
     for (const Piece& piece : given_->pieces) {
-      if (piece.out) outputs.push_back({reinterpret_cast<CuPointer>(piece.out), piece.count, at});
+      if (piece.out) outputs.push_back({cu_pointer(piece.out), piece.count, at});
       at += GpuKernels::packed_bytes(piece.count, task_.dtype);
     }
     const Scale& scale = given_->scale;
@@ -275,7 +275,7 @@ class NcclCollective : public Collective {
       HC_TRY(device_.kernels_->unpack(as_it_is(), packed_->at(), small_pieces(false), stream()));
     else
       HC_TRY(for_packed([&](CuPointer at, const Piece& piece, size_t count) {
-        return gpu_.copy(reinterpret_cast<CuPointer>(piece.out), at, count, stream());
+        return gpu_.copy(cu_pointer(piece.out), at, count, stream());
       }));
     auto used = gpu_.record(stream());
     HC_TRY(used.status());

@@ -15,8 +15,6 @@ namespace hc {
 
 namespace {
 
-CuPointer address(const std::byte* at) { return reinterpret_cast<CuPointer>(at); }
-
 bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
 
 constexpr size_t kAlign = kPlaceBytes;
@@ -181,15 +179,15 @@ class PeersCollective : public Collective {
     const Piece& piece = task_.pieces[0];
     switch (task_.op) {
       case Op::kBroadcast:
-        return rank_ == static_cast<size_t>(task_.root) ? copy(own(), address(piece.in), part(piece.count * item_))
+        return rank_ == static_cast<size_t>(task_.root) ? copy(own(), cu_pointer(piece.in), part(piece.count * item_))
                                                         : Status::ok();
       case Op::kAlltoall:
         for (size_t r = 0; r < size_; ++r)
-          HC_TRY(copy(own() + r * part_bytes_, address(piece.in) + begin_of(task_.counts, r) * item_,
+          HC_TRY(copy(own() + r * part_bytes_, cu_pointer(piece.in) + begin_of(task_.counts, r) * item_,
                       part(task_.counts[r] * item_)));
         return Status::ok();
       default:  // allgather, gather
-        return copy(own(), address(piece.in), part(task_.counts[rank_] * item_));
+        return copy(own(), cu_pointer(piece.in), part(task_.counts[rank_] * item_));
     }
   }
 
@@ -230,7 +228,7 @@ class PeersCollective : public Collective {
   Status reduce_into(std::byte* out, size_t place, size_t count) {
     std::vector<CuPointer> in;
     for (size_t r = 0; r < size_; ++r) in.push_back(memory_.at(static_cast<int>(r)) + place);
-    return reduce(in, {address(out)}, count);
+    return reduce(in, {cu_pointer(out)}, count);
   }
 
   Status reduce(const std::vector<CuPointer>& in, const std::vector<CuPointer>& out, size_t count) {
@@ -242,13 +240,13 @@ class PeersCollective : public Collective {
     const Piece& piece = task_.pieces[0];
     if (task_.op == Op::kBroadcast) {
       if (rank_ == static_cast<size_t>(task_.root) && piece.in == piece.out) return Status::ok();
-      return copy_out(address(piece.out), memory_.at(task_.root), part(piece.count * item_));
+      return copy_out(cu_pointer(piece.out), memory_.at(task_.root), part(piece.count * item_));
     }
     if (task_.op == Op::kGather && rank_ != static_cast<size_t>(task_.root)) return Status::ok();
     const bool exchange = task_.op == Op::kAlltoall;
     const std::vector<size_t>& counts = exchange ? task_.received_counts : task_.counts;
     for (size_t r = 0; r < size_; ++r)
-      HC_TRY(copy_out(address(piece.out) + begin_of(counts, r) * item_,
+      HC_TRY(copy_out(cu_pointer(piece.out) + begin_of(counts, r) * item_,
                       memory_.at(static_cast<int>(r)) + (exchange ? rank_ * part_bytes_ : 0), part(counts[r] * item_)));
     return Status::ok();
   }
@@ -259,7 +257,7 @@ class PeersCollective : public Collective {
 
   std::vector<PackedPiece> pieces(bool inputs) const {
     std::vector<PackedPiece> made;
-    for (const Portion& p : portions_[round_]) made.push_back({address(inputs ? p.in : p.out), p.count, p.place});
+    for (const Portion& p : portions_[round_]) made.push_back({cu_pointer(inputs ? p.in : p.out), p.count, p.place});
     return made;
   }
 

@@ -13,8 +13,6 @@ struct Extent {
   size_t in = 0, out = 0;  // elements
 };
 
-CuPointer address(const std::byte* at) { return reinterpret_cast<CuPointer>(at); }
-
 size_t total(const std::vector<size_t>& counts) { return std::accumulate(counts.begin(), counts.end(), size_t{0}); }
 
 }  // namespace
@@ -94,7 +92,7 @@ class StagedCollective : public Collective {
       at += input_bytes(e);
       if (piece.out) piece.out = at;
       at += aligned(e.out * item);
-      if (e.in) HC_TRY(device_.gpu_->copy_to_host(input, address(from), e.in * item, device_.stream_));
+      if (e.in) HC_TRY(device_.gpu_->copy_to_host(input, cu_pointer(from), e.in * item, device_.stream_));
     }
     auto recorded = device_.gpu_->record(device_.stream_);
     HC_TRY(recorded.status());
@@ -116,7 +114,7 @@ class StagedCollective : public Collective {
     for (const Piece& piece : task_.pieces) {
       const Extent e = extent_of(piece);
       at += input_bytes(e);
-      if (e.out) HC_TRY(device_.gpu_->copy_from_host(address(piece.out), at, e.out * item, device_.stream_));
+      if (e.out) HC_TRY(device_.gpu_->copy_from_host(cu_pointer(piece.out), at, e.out * item, device_.stream_));
       at += aligned(e.out * item);
     }
     auto used = device_.gpu_->record(device_.stream_);

@@ -16,6 +16,7 @@ namespace hc {
 using CuResult = int;
 using CuDevice = int;
 using CuPointer = uint64_t;  // an address in device memory
+inline CuPointer cu_pointer(const void* at) { return reinterpret_cast<CuPointer>(at); }
 using CuContext = struct CuContextTag*;
 using CuStream = struct CuStreamTag*;  // null: the legacy default stream of the current context
 using CuEvent = struct CuEventTag*;

@@ -175,7 +175,7 @@ void Gpu::free(GpuMemory::Kind kind, const Block& block) {
   if (kind == GpuMemory::Kind::kPinned)
     (void)api_->cuMemFreeHost(block.data);
   else
-    (void)api_->cuMemFree(reinterpret_cast<CuPointer>(block.data));
+    (void)api_->cuMemFree(cu_pointer(block.data));
 }
 
 // Waits until the last use is over, not longer than the deadline.

@@ -42,7 +42,7 @@ class GpuMemory {
   GpuMemory(const GpuMemory&) = delete;
   GpuMemory& operator=(const GpuMemory&) = delete;
   std::byte* data() const { return data_; }
-  CuPointer at() const { return reinterpret_cast<CuPointer>(data_); }
+  CuPointer at() const { return cu_pointer(data_); }
   size_t bytes() const { return bytes_; }
   void used_until(GpuEventPtr event) { last_use_ = std::move(event); }
 

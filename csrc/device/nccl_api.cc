@@ -8,7 +8,9 @@ namespace {
 
 constexpr const char* kName = "libnccl.so.2";
 
-std::string advice(int cuda_version) { return text_of("pip install nvidia-nccl-cu", cuda_version >= 13000 ? 13 : 12); }
+std::string how_to_get_nccl(int cuda_version) {
+  return text_of("pip install nvidia-nccl-cu", cuda_version >= 13000 ? 13 : 12);
+}
 
 // Where NCCL is: the setting, the process, pip's folders, the system. `tried` collects why not.
 std::shared_ptr<Library> find(const std::string& path, const std::string& folders, std::string* found,
@@ -69,10 +71,11 @@ Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, co
   auto api = std::make_shared<NcclApi>();
   std::string tried;
   api->library = find(path, folders, &api->found, &tried);
-  if (!api->library) return error(Code::kUnsupported, "NCCL was not found: ", tried, "; ", advice(cuda_version));
+  if (!api->library)
+    return error(Code::kUnsupported, "NCCL was not found: ", tried, "; ", how_to_get_nccl(cuda_version));
   api->file = api->library->file();
   if (Status usable = resolve(api.get()); !usable.is_ok())
-    return error(Code::kUnsupported, usable.text(), "; ", advice(cuda_version), " --upgrade");
+    return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nccl(cuda_version), " --upgrade");
   return std::shared_ptr<const NcclApi>(std::move(api));
 }
 

@@ -54,7 +54,7 @@ Search find(const std::string& path, const std::string& folders, int cuda_versio
   return search;
 }
 
-std::string advice(int cuda_version) {
+std::string how_to_get_nvrtc(int cuda_version) {
   return cuda_version >= 13000 ? "pip install nvidia-cuda-nvrtc" : "pip install nvidia-cuda-nvrtc-cu12";
 }
 
@@ -108,12 +108,12 @@ Result<std::shared_ptr<const NvrtcApi>> NvrtcApi::load(const std::string& path, 
   auto api = std::make_shared<NvrtcApi>();
   Search search = find(path, folders, cuda_version);
   if (!search.library)
-    return error(Code::kUnsupported, "NVRTC was not found: ", search.tried, "; ", advice(cuda_version));
+    return error(Code::kUnsupported, "NVRTC was not found: ", search.tried, "; ", how_to_get_nvrtc(cuda_version));
   api->library = std::move(search.library);
   api->found = std::move(search.found);
   api->file = api->library->file();
   if (Status usable = resolve(api.get()); !usable.is_ok())
-    return error(Code::kUnsupported, usable.text(), "; ", advice(cuda_version), " --upgrade");
+    return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nvrtc(cuda_version), " --upgrade");
   return std::shared_ptr<const NvrtcApi>(std::move(api));
 }
 

@@ -76,7 +76,7 @@ Status Engine::copy_result(int64_t handle, size_t i, void* to, size_t bytes, CuS
   if (!bytes) return Status::ok();
   if (i >= work.results.size() || !work.results[i] || work.results[i]->bytes() < bytes)
     return error(Code::kInvalidArgument, "handle ", handle, " has no result ", i, " of ", bytes, " bytes");
-  HC_TRY(work.gpu->copy(reinterpret_cast<CuPointer>(to), work.results[i]->at(), bytes, stream));
+  HC_TRY(work.gpu->copy(cu_pointer(to), work.results[i]->at(), bytes, stream));
   auto read = work.gpu->record(stream);
   HC_TRY(read.status());
   work.results[i]->used_until(read.take());

@@ -10,12 +10,6 @@ namespace hc {
 
 namespace {
 
-size_t bytes_of(const Signature& signature) {
-  size_t bytes = 0;
-  for (const TensorMeta& t : signature.tensors) bytes += static_cast<size_t>(t.count()) * size_of(t.dtype);
-  return bytes;
-}
-
 // Names one operation of a step: by its name, or an unnamed one by what it looks like.
 uint64_t key_of(const Operation& op) {
   const Signature& s = op.signature();

@@ -16,12 +16,6 @@ bool sends(const Operation* op) { return op->signature().op == Op::kSend; }
 int peer_of(const Operation* op) { return op->signature().root; }
 size_t bytes_of(const TensorMeta& meta) { return static_cast<size_t>(meta.count()) * size_of(meta.dtype); }
 
-std::string text_of_tensor(const TensorMeta& meta) {
-  std::string text = text_of(name_of(meta.dtype), "[");
-  for (size_t i = 0; i < meta.shape.size(); ++i) text += text_of(i ? "," : "", meta.shape[i]);
-  return text + "]";
-}
-
 bool read_meta(Reader* in, TensorMeta* meta) {
   const auto dtype = in->get<uint8_t>(), dimensions = in->get<uint8_t>();
   if (dtype >= kDTypeCount || dimensions > kMaxDimensions) return false;

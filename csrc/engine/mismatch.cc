@@ -2,7 +2,6 @@
 #include "engine/mismatch.h"
 
 #include <algorithm>
-#include <limits>
 
 #include "engine/signature_table.h"
 
@@ -43,12 +42,6 @@ Found difference(Op op, const Signature& a, const Signature& b) {
   for (size_t t = 0; t < a.tensors.size(); t++)
     if (!same_shape(op, a.tensors[t], b.tensors[t])) return {Difference::kShape, t};
   return {};
-}
-
-std::string text_of_tensor(const TensorMeta& t) {
-  std::string text = text_of(name_of(t.dtype), "[");
-  for (size_t i = 0; i < t.shape.size(); i++) text += text_of(i == 0 ? "" : ",", t.shape[i]);
-  return text + "]";
 }
 
 std::string announced(const Found& found, const Signature& s, const RankNames& names) {
@@ -217,18 +210,6 @@ Agreement rows_of(const Subject& subject, std::span<const Signature* const> by_r
     for (const Signature* s : by_rank) a.rows.push_back(s->tensors[t].shape[0]);
   }
   return a;
-}
-
-// Bytes of all tensors, held at the largest number where they would not fit.
-size_t bytes_of(const Signature& s) {
-  size_t sum = 0;
-  for (const TensorMeta& t : s.tensors) {
-    size_t bytes = size_of(t.dtype);
-    for (int64_t d : t.shape)
-      if (__builtin_mul_overflow(bytes, static_cast<size_t>(d), &bytes)) return std::numeric_limits<size_t>::max();
-    if (__builtin_add_overflow(sum, bytes, &sum)) return std::numeric_limits<size_t>::max();
-  }
-  return sum;
 }
 
 // Adasum adds up its dot products slice by slice, and the slices depend on what shares the buffer; apart, the same call

@@ -356,6 +356,23 @@ void get_tuning(Reader* in, Tuning* t) {
 
 }  // namespace
 
+std::string text_of_tensor(const TensorMeta& meta) {
+  std::string text = text_of(name_of(meta.dtype), "[");
+  for (size_t i = 0; i < meta.shape.size(); ++i) text += text_of(i ? "," : "", meta.shape[i]);
+  return text + "]";
+}
+
+size_t bytes_of(const Signature& signature) {
+  size_t sum = 0;
+  for (const TensorMeta& t : signature.tensors) {
+    size_t bytes = size_of(t.dtype);
+    for (int64_t d : t.shape)
+      if (__builtin_mul_overflow(bytes, static_cast<size_t>(d), &bytes)) return std::numeric_limits<size_t>::max();
+    if (__builtin_add_overflow(sum, bytes, &sum)) return std::numeric_limits<size_t>::max();
+  }
+  return sum;
+}
+
 namespace {
 enum BallotFlag : uint8_t { kJoined = 1, kOnExpress = 2, kWhole = 4, kHeld = 8, kBallotFlags = 15 };
 }  // namespace

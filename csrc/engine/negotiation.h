@@ -52,6 +52,11 @@ struct Signature {
   bool operator==(const Signature&) const = default;
 };
 
+// "float32[2,3]"
+std::string text_of_tensor(const TensorMeta& meta);
+// Bytes of all tensors, held at the largest number where they would not fit.
+size_t bytes_of(const Signature& signature);
+
 // One operation as one rank submitted it. The name is the key (with the op kind: "allreduce.NAME"); an unnamed one has
 // an empty name and its sequence number among the unnamed operations of its kind in this process set.
 struct Request {

@@ -12,7 +12,7 @@
 namespace hc {
 namespace {
 
-constexpr uint32_t kMagic = 0x50454348;  // "HCEP"
+constexpr uint32_t kEndpointMagic = 0x50454348;  // "HCEP"
 constexpr size_t kMaxText = 128;
 
 }  // namespace
@@ -36,7 +36,7 @@ HostIdentity HostIdentity::of_this_process(const std::string& label) {
 
 std::string Endpoint::encode() const {
   Writer out;
-  out.put(kMagic);
+  out.put(kEndpointMagic);
   out.put(kProtocolVersion);
   out.put_text(identity.boot_id);
   out.put(identity.network_namespace);
@@ -59,7 +59,7 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
   if (bytes.size() > kMaxEndpointBytes) return error(Code::kInvalidArgument, "an endpoint of ", bytes.size(), " bytes");
   Reader in({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
   const uint32_t magic = in.get<uint32_t>(), version = in.get<uint32_t>();
-  if (!in.ok() || magic != kMagic)
+  if (!in.ok() || magic != kEndpointMagic)
     return error(Code::kInvalidArgument, "these ", bytes.size(), " bytes are no endpoint");
   if (version != kProtocolVersion) {
     return error(Code::kUnsupported, "it speaks protocol version ", version, ", this one ", kProtocolVersion,

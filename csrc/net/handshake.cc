@@ -11,8 +11,8 @@
 namespace hc {
 namespace {
 
-constexpr uint32_t kMagic = 0x4e4c4348;  // "HCLN"
-constexpr size_t kHelloStart = 8;        // magic and version: all that another version must share
+constexpr uint32_t kHelloMagic = 0x4e4c4348;  // "HCLN"
+constexpr size_t kHelloStart = 8;             // magic and version: all that another version must share
 constexpr std::string_view kContext = "horoclone handshake";
 
 }  // namespace
@@ -63,7 +63,7 @@ void Handshake::queue(const void* bytes, size_t count) {
 // hello: magic, version, purpose, 3 bytes of zero, nonce. The same both ways.
 void Handshake::queue_hello() {
   Writer hello;
-  hello.put(kMagic);
+  hello.put(kHelloMagic);
   hello.put(kProtocolVersion);
   hello.put(claim_.purpose);
   hello.put_raw("\0\0\0", 3);
@@ -111,7 +111,7 @@ void Handshake::take_hello_start() {
   Reader hello({in_.data(), kHelloStart});
   const uint32_t magic = hello.get<uint32_t>(), version = hello.get<uint32_t>();
   hello_checked_ = true;
-  if (magic != kMagic) {
+  if (magic != kHelloMagic) {
     fail(Code::kInvalidArgument, "the other side does not speak horoclone's protocol", false);
   } else if (version != kProtocolVersion) {
     if (!connecting_) queue_hello();  // so that it can name both versions, too

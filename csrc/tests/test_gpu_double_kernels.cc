@@ -37,8 +37,6 @@ struct Bench {
   }
 };
 
-CuPointer address(const void* at) { return reinterpret_cast<CuPointer>(at); }
-
 // Random bit patterns: for floats that means NaN, infinities and denormals now and then.
 std::vector<std::byte> random_elements(DType dtype, size_t count, unsigned seed) {
   std::mt19937_64 random(seed);
@@ -105,10 +103,10 @@ void reduces_like_the_host(Bench& bench, DType dtype, Reduce op, const Scaling& 
   std::vector<CuPointer> in, out;
   for (size_t s = 0; s < kInputs; ++s) {
     inputs.push_back(random_elements(dtype, skip + count, static_cast<unsigned>(s * 100 + count)));
-    in.push_back(address(bench.framework.tensor(inputs.back())) + skip * item);
+    in.push_back(cu_pointer(bench.framework.tensor(inputs.back())) + skip * item);
   }
   for (const auto& one : inputs) on_host.push_back(one.data() + skip * item);
-  out = {in[1], address(bench.framework.memory((count + skip) * item)) + skip * item};  // one of the inputs, another
+  out = {in[1], cu_pointer(bench.framework.memory((count + skip) * item)) + skip * item};  // one of the inputs, another
   const Reduction reduction{dtype, op, scaling.pre, scaling.post, scaling.divisor, in, out, count};
   CHECK(bench.kernels->reduce(reduction, bench.framework.stream).text() == "");
   std::vector<std::byte> want(count * item);
@@ -166,10 +164,10 @@ TEST_CASE("double of CUDA: sums of the kernel agree with float64") {
                                                     : static_cast<const void*>(&half);
         std::memcpy(input.data() + i * size_of(dtype), source, size_of(dtype));
       }
-      in.push_back(address(bench.framework.tensor(input)));
+      in.push_back(cu_pointer(bench.framework.tensor(input)));
     }
     auto* out = static_cast<std::byte*>(bench.framework.memory(kCount * size_of(dtype)));
-    const std::vector<CuPointer> outs = {address(out)};
+    const std::vector<CuPointer> outs = {cu_pointer(out)};
     CHECK(bench.kernels->reduce({dtype, Reduce::kSum, 1, 1, 1, in, outs, kCount}, bench.framework.stream).is_ok());
     const auto got = bench.framework.read(out, kCount * size_of(dtype));
     const double tolerance = dtype == DType::kBF16 ? 4e-3 : dtype == DType::kF16 ? 5e-4 : 0;
@@ -190,12 +188,12 @@ TEST_CASE("double of CUDA: pack and unpack, more tensors than one launch takes, 
     for (size_t t = 0; t < kTensors; ++t) {
       const size_t count = t % 9 == 0 ? 0 : (t * 13) % 217 + (t == 100 ? 70'000 : 0), skip = t % 5;
       values.push_back(random_elements(dtype, count + skip, static_cast<unsigned>(t)));
-      pieces.push_back({address(bench.framework.tensor(values[t])) + skip * item, count, bytes});
-      others.push_back({address(bench.framework.memory((count + skip) * item)) + skip * item, count, bytes});
+      pieces.push_back({cu_pointer(bench.framework.tensor(values[t])) + skip * item, count, bytes});
+      others.push_back({cu_pointer(bench.framework.memory((count + skip) * item)) + skip * item, count, bytes});
       values[t].erase(values[t].begin(), values[t].begin() + static_cast<ptrdiff_t>(skip * item));
       bytes += GpuKernels::packed_bytes(count, dtype);
     }
-    const CuPointer packed = address(bench.framework.memory(bytes));
+    const CuPointer packed = cu_pointer(bench.framework.memory(bytes));
     const Packing copy{dtype, dtype, 1, 1};
     CHECK(bench.kernels->pack(copy, packed, pieces, bench.framework.stream).text() == "");
     CHECK(bench.kernels->unpack(copy, packed, others, bench.framework.stream).text() == "");
@@ -229,8 +227,8 @@ TEST_CASE("double of CUDA: pack and unpack cast, scale and divide as the host do
       const auto values = random_elements(row.tensor, kCount + skip, 11);
       std::byte* in = bench.framework.tensor(values);
       auto* out = static_cast<std::byte*>(bench.framework.memory((kCount + skip) * item));
-      const CuPointer packed = address(bench.framework.memory(GpuKernels::packed_bytes(kCount, row.packed)));
-      const PackedPiece from{address(in) + skip * item, kCount, 0}, to{address(out) + skip * item, kCount, 0};
+      const CuPointer packed = cu_pointer(bench.framework.memory(GpuKernels::packed_bytes(kCount, row.packed)));
+      const PackedPiece from{cu_pointer(in) + skip * item, kCount, 0}, to{cu_pointer(out) + skip * item, kCount, 0};
       const CuStream stream = bench.framework.stream;
       CHECK(bench.kernels->pack({row.tensor, row.packed, row.there, 1}, packed, {&from, 1}, stream).text() == "");
       CHECK(bench.kernels->unpack({row.tensor, row.packed, row.back, row.divisor}, packed, {&to, 1}, stream).is_ok());
