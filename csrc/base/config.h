@@ -93,6 +93,9 @@ struct KnobRule {
   X(std::string, selection, "", "SELECTION", "", KnobRule::text(),                                          \
     "Where the sizes at which algorithms change come from, as far as they leave results alone: empty: from a " \
     "short probe in init, remembered per host; fixed: the defaults of this table; flat_bytes=N: given.")     \
+  X(std::string, adasum, "ranks", "ADASUM", "", KnobRule::word("ranks|nodes"),                              \
+    "What op=Adasum combines: ranks: every rank's tensor; nodes: the average of each machine's ranks, as "  \
+    "Horovod does with tensors on GPUs. Rank 0's setting holds for all.")                                   \
   X(std::string, simd, "auto", "SIMD", "", KnobRule::word("auto|scalar|avx2|avx512"),                       \
     "Instruction set of the reductions; all of them give the same bits.")                                   \
   /* devices */                                                                                             \

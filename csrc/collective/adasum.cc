@@ -9,6 +9,7 @@
 
 #include "base/half.h"
 #include "collective/collective.h"
+#include "collective/nodes.h"
 #include "collective/pieces.h"
 #include "collective/schedule.h"
 
@@ -195,6 +196,7 @@ class AdasumAllreduce final : public Collective {
     switch (stage_) {
       case Stage::kLoad:
         load();
+        if (task_.adasum_by_node) average_nodes();
         *budget -= std::min(*budget, n_ * mine_);
         return begin_level();
       case Stage::kProducts:
@@ -261,6 +263,20 @@ class AdasumAllreduce final : public Collective {
     else if (factor != 1.0)
       scale_copy(task_.dtype, received_.get(), received_.get(), count, factor);
     if (widened_) received_.reset();
+  }
+  // The vectors of one node become one, their average, in the place of the first.
+  void average_nodes() {
+    std::vector<int> firsts;
+    for (const std::vector<int>& members : ranks_by_node(group_.node)) {
+      std::vector<const std::byte*> sources;
+      for (const int r : members) sources.push_back(work_of(r));
+      std::byte* const to[] = {work_of(members[0])};
+      const DType dtype = task_.dtype == DType::kF64 ? DType::kF64 : DType::kF32;
+      const Scale average{1.0, 1.0 / static_cast<double>(members.size()), 1};
+      if (members.size() > 1) reduce(dtype, Reduce::kSum, to, sources, mine_, average);
+      firsts.push_back(members[0]);
+    }
+    live_ = std::move(firsts);
   }
   void store() const {
     std::byte* to = whole() + begin_of(group_.rank) * item_;

@@ -65,6 +65,7 @@ struct Task {
   size_t segment_bytes = 256u << 10;   // one transfer; tests make it tiny
   size_t flat_bytes = 16u << 10;       // shared memory, kAuto: up to this many go the flat way, at most kFlatSlotBytes
   size_t ring_from_bytes = 64u << 10;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
+  bool adasum_by_node = false;         // Adasum: of the averages of each node's ranks
   Tag tag;                             // generation, process set, batch
   // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts, one after the other and in
   // whatever company, give the same bits as the whole.

@@ -187,6 +187,7 @@ Status DeviceGroup::run_captured(Task task) {
 }
 
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
+  if (enqueues(task) && task.reduce == Reduce::kAdasum) return make_device_adasum(std::move(task), this, group_);
   if (enqueues(task)) return make_nccl_collective(std::move(task), this, group_);
   if (way_ == Way::kPeers && peers_do(task)) return make_peers_collective(std::move(task), this, group_);
   return make_staged_collective(std::move(task), this, group_);

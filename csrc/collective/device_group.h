@@ -29,6 +29,7 @@ struct DeviceOptions {
   KernelOptions kernels;
   size_t peer_bytes = 32u << 20;  // of each rank's GPU memory, that peers map
   double init_timeout_s = 300;
+  bool adasum_by_node = false;
   bool two_level = false;  // asked for: large allreduces by NCCL within each node, between nodes, within each node
 };
 
@@ -87,6 +88,7 @@ class DeviceGroup {
  private:
   friend class DeviceSetup;
   friend class NcclCollective;
+  friend class DeviceAdasum;
   friend class PeersCollective;
   friend class StagedCollective;
   struct Flight {
@@ -127,6 +129,7 @@ class DeviceGroup {
   CuStream capture_stream_ = nullptr;  // takes part in captures; the other one goes on
   NcclHandle comm_ = nullptr;
   std::unique_ptr<DeviceLevels> levels_;  // complete while way_ is kNccl; null: not asked for, or no levels here
+  bool reduces_by_levels_ = false;        // they were asked for, on every rank, for allreduces as well as Adasum
   bool flat_only_ = false;                // in a capture
   std::map<std::byte*, Registered> registered_;
   bool captured_ = false;  // graphs that hold work of the communicator may live
@@ -136,8 +139,9 @@ class DeviceGroup {
   std::deque<Flight> flights_;
 };
 
-// collective/nccl.cc, peers.cc, staged.cc
+// collective/nccl.cc, device_adasum.cc, peers.cc, staged.cc
 std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceGroup* device, const Group& group);
+std::unique_ptr<Collective> make_device_adasum(Task task, DeviceGroup* device, const Group& group);
 std::unique_ptr<Collective> make_peers_collective(Task task, DeviceGroup* device, const Group& group);
 std::unique_ptr<Collective> make_staged_collective(Task task, DeviceGroup* device, const Group& group);
 

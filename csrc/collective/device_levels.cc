@@ -2,22 +2,14 @@
 
 #include <algorithm>
 
+#include "collective/nodes.h"
+
 namespace hc {
 
 LevelPlace level_place(const std::vector<int>& node, int rank) {
-  std::vector<int> seen;                // nodes, in the order of their first ranks
-  std::vector<std::vector<int>> ranks;  // of each
-  for (int r = 0; r < static_cast<int>(node.size()); ++r) {
-    const auto at = std::find(seen.begin(), seen.end(), node[static_cast<size_t>(r)]);
-    const size_t n = static_cast<size_t>(at - seen.begin());
-    if (at == seen.end()) {
-      seen.push_back(node[static_cast<size_t>(r)]);
-      ranks.emplace_back();
-    }
-    ranks[n].push_back(r);
-  }
+  const std::vector<std::vector<int>> ranks = ranks_by_node(node);
   const auto uneven = [&](const auto& one) { return one.size() != ranks.front().size(); };
-  if (seen.size() < 2 || ranks.front().size() < 2 || std::any_of(ranks.begin(), ranks.end(), uneven)) return {};
+  if (ranks.size() < 2 || ranks.front().size() < 2 || std::any_of(ranks.begin(), ranks.end(), uneven)) return {};
   for (size_t n = 0; n < ranks.size(); ++n) {
     const auto at = std::find(ranks[n].begin(), ranks[n].end(), rank);
     if (at == ranks[n].end()) continue;

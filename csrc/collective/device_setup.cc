@@ -26,8 +26,9 @@ struct Introduction {
   GpuOperations operations = GpuOperations::kAuto;
   int32_t nccl_version = 0;
   CuUuid uuid{};
-  NcclId id{};  // of group rank 0
-  uint8_t wants_levels = 0;
+  NcclId id{};             // of group rank 0
+  uint8_t has_levels = 0;  // made where every rank wants them for one reason or the other
+  uint8_t reduces_by_levels = 0;
   NcclId inner_id{}, outer_id{};  // of the leaders
   uint64_t peer_bytes = 0;
   char reason[kReasonBytes] = {};          // why there is no NCCL
@@ -214,10 +215,12 @@ class DeviceSetup : public Collective {
     mine_.nccl_version = device_.nccl_->version;
     const int me = device_.group_.rank;
     if (me == 0) HC_TRY(make_id(&mine_.id));
-    place_ = device_.options_.two_level ? level_place(device_.group_.node, me) : LevelPlace{};
-    mine_.wants_levels = place_.inner_size > 1;
-    if (mine_.wants_levels && place_.inner_leader == me) HC_TRY(make_id(&mine_.inner_id));
-    if (mine_.wants_levels && place_.outer_leader == me) HC_TRY(make_id(&mine_.outer_id));
+    const DeviceOptions& options = device_.options_;
+    place_ = options.two_level || options.adasum_by_node ? level_place(device_.group_.node, me) : LevelPlace{};
+    mine_.has_levels = place_.inner_size > 1;
+    mine_.reduces_by_levels = options.two_level;
+    if (mine_.has_levels && place_.inner_leader == me) HC_TRY(make_id(&mine_.inner_id));
+    if (mine_.has_levels && place_.outer_leader == me) HC_TRY(make_id(&mine_.outer_id));
     return Status::ok();
   }
 
@@ -244,7 +247,9 @@ class DeviceSetup : public Collective {
         nccl.ncclCommInitRankConfig(&device_.comm_, device_.group_.size, table_[0].id, device_.group_.rank, &config);
     comes_up_ = true;
     rising_ = device_.comm_;
-    if (std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.wants_levels; }))
+    const auto all = [&](auto wanted) { return std::all_of(table_.begin(), table_.end(), wanted); };
+    device_.reduces_by_levels_ = all([](const Introduction& one) { return one.reduces_by_levels; });
+    if (all([](const Introduction& one) { return one.has_levels; }))
       device_.levels_ = std::make_unique<DeviceLevels>(device_.nccl_, place_);
     deadline_ = Deadline::in(device_.options_.init_timeout_s);
     return nccl.check(begun, "ncclCommInitRankConfig", nullptr).with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");

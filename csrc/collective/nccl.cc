@@ -78,7 +78,7 @@ DType wire_type(const Task& task) {
 
 bool DeviceGroup::nccl_does(const Task& task, bool with_kernels) {
   if (!reduces(task.op)) return task.op != Op::kScatter;
-  if (task.reduce == Reduce::kAdasum) return false;
+  if (task.reduce == Reduce::kAdasum) return with_kernels && is_float(task.dtype);  // device_adasum.cc
   return with_kernels || nccl_does_alone(task);
 }
 
@@ -127,7 +127,7 @@ class NcclCollective : public Collective {
     if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
     // What NCCL scales by an operator made for one communicator goes the flat way.
-    by_levels_ = device_.levels_ && !device_.flat_only_ && !made_operator_ && task_.op == Op::kAllreduce;
+    by_levels_ = device_.levels_ && device_.reduces_by_levels_ && !device_.flat_only_ && !made_operator_ && task_.op == Op::kAllreduce;
     busy_ = comm();
     if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());
     HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));

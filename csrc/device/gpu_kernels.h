@@ -62,12 +62,26 @@ class GpuKernels {
   // Every input is read before any output is written, element by element: an output may be one of the inputs.
   Status reduce(const Reduction& reduction, CuStream stream);
 
+  // The three kernels of Adasum, of vectors of float or double (kernel_arguments.h). adasum.cc.
+  Status adasum_products(DType work, CuPointer lines, std::span<const AdasumRow> rows, CuStream stream) {
+    return adasum_rows("hc_adasum_products_", work, lines, rows, stream);
+  }
+  Status adasum_combine(DType work, CuPointer sums, std::span<const AdasumRow> rows, CuStream stream) {
+    return adasum_rows("hc_adasum_combine_", work, sums, rows, stream);
+  }
+  struct Fold {
+    CuPointer from = 0, to = 0;
+    unsigned lanes_in = 1, lanes_out = 1;
+  };
+  Status adasum_fold(const Fold& fold, std::span<const AdasumSum> sums, CuStream stream);
+
   const std::string& origin() const { return origin_; }  // how they came here
 
  private:
   GpuKernels(Gpu* gpu, CuModule module, std::string origin) : gpu_(*gpu), module_(module), origin_(std::move(origin)) {}
   Status move(const char* direction, const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces,
               CuStream stream);
+  Status adasum_rows(const char* kernel, DType work, CuPointer sums, std::span<const AdasumRow> rows, CuStream stream);
   struct Grid {
     unsigned blocks = 1, rows = 1;
   };

@@ -38,6 +38,30 @@ struct ReduceArguments {
   int scaled;  // pre or post is not 1
 };
 
+// Adasum. A line is what one row's threads have summed: for each of a.a, a.b and b.b, one double of every lane.
+constexpr int kMostAdasumRows = 160, kMostAdasumSums = 500;
+constexpr unsigned kAdasumLanes = kThreadsPerBlock;  // of a line that the products write
+
+// Parts of two vectors. `place`: which line the products write; which sums (3 doubles) scale them when they combine.
+struct AdasumRow {
+  unsigned long long a, b;
+  unsigned count, place;
+};
+struct AdasumArguments {
+  unsigned long long sums;  // lines, or sums
+  AdasumRow row[kMostAdasumRows];
+};
+// to's line r is the sum of from's lines [first, first + count), lane by lane, and lanes whose numbers are congruent.
+struct AdasumSum {
+  unsigned first, count;
+};
+struct AdasumFoldArguments {
+  unsigned long long from, to;
+  unsigned lanes_in, lanes_out;
+  AdasumSum sum[kMostAdasumSums];
+};
+
 static_assert(sizeof(PackArguments) <= 4096 && sizeof(ReduceArguments) <= 4096, "what every GPU takes");
+static_assert(sizeof(AdasumArguments) <= 4096 && sizeof(AdasumFoldArguments) <= 4096, "what every GPU takes");
 
 }  // namespace hc

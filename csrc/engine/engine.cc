@@ -84,11 +84,12 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   Tuning start = Tuning::of(config_);
   SelectionSource source{};
   HC_TRY(start_selection(&start, &source));
-  double table[kKnobCount + 3] = {};
+  double table[kKnobCount + 4] = {};
   for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(start, static_cast<Knob>(k));
   table[kKnobCount] = config_.shared_memory;
   table[kKnobCount + 1] = config_.control_fanout;
   table[kKnobCount + 2] = static_cast<double>(source);
+  table[kKnobCount + 3] = start.adasum_by_node;
   const int64_t shape[] = {std::size(table)};
   const Submission::Tensor tensor{table, table, shape, DType::kF64};
   Submission s;
@@ -106,6 +107,7 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
                  " and ", static_cast<int>(table[kKnobCount + 1]), " for rank 0; set it alike for all");
   enter_gate();
   for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
+  agreed_tuning_.adasum_by_node = table[kKnobCount + 3] != 0;
   sets_[0]->express_bytes = express_bytes_ = agreed_tuning_.flat_bytes;
   if (!tuned_) {  // rank 0 may have gone on and changed them already
     sets_[0]->tuning = agreed_tuning_;

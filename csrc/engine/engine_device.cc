@@ -95,6 +95,7 @@ void Engine::put_on_device(ProcessSet& set) {
                        config_.kernel_cache};
     options.peer_bytes = config_.gpu_peer_bytes;
     options.init_timeout_s = config_.init_timeout_s;
+    options.adasum_by_node = agreed_tuning_.adasum_by_node;
     options.two_level = config_.hierarchical_allreduce == 1;
     set.device = std::make_unique<DeviceGroup>(set.group, options);
   }

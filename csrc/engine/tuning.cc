@@ -51,6 +51,7 @@ Tuning Tuning::of(const Config& config) {
   t.flat_bytes = config.flat_bytes;
   t.block_bytes = config.block_bytes;
   t.segment_bytes = config.segment_bytes;
+  t.adasum_by_node = config.adasum == "nodes";
   return t;
 }
 

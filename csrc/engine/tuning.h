@@ -23,6 +23,7 @@ struct Tuning {
   size_t flat_bytes = 16 * kKiB;
   size_t block_bytes = 256 * kKiB;
   size_t segment_bytes = 256 * kKiB;
+  bool adasum_by_node = false;  // not searched: it changes results
   bool operator==(const Tuning&) const = default;
 
   static Tuning of(const Config& config);

@@ -200,6 +200,7 @@ TEST_CASE("settings in a plan survive the wire, and broken ones are refused") {
   t.searching = true;
   t.window_ms = 2.5;
   t.two_level = false;
+  t.adasum_by_node = true;
   t.fusion_bytes = 3 * kMiB;
   plan.tuning = t;
   plan.batches.emplace_back().op = Op::kBarrier;

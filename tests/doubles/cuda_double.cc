@@ -258,6 +258,23 @@ bool holds_arguments(const Function& f, const void* arguments, unsigned rows) {
     const auto& a = *static_cast<const hc::ReduceArguments*>(arguments);
     return all_held(a.in, a.sources) && all_held(a.out, a.destinations);
   }
+  if (f.name == "hc_adasum_fold") {
+    const auto& a = *static_cast<const hc::AdasumFoldArguments*>(arguments);
+    const size_t in = 3 * sizeof(double) * a.lanes_in, out = 3 * sizeof(double) * a.lanes_out;
+    for (unsigned r = 0; r < rows; ++r)
+      if (a.sum[r].count && !driver().holds(a.from + a.sum[r].first * in, a.sum[r].count * in)) return false;
+    return driver().holds(a.to, rows * out);
+  }
+  if (f.name.find("_adasum_") != std::string::npos) {
+    const auto& a = *static_cast<const hc::AdasumArguments*>(arguments);
+    const bool wide = f.name.ends_with("f64"), makes = f.name.find("products") != std::string::npos;
+    const size_t item = wide ? 8 : 4, sums = 3 * sizeof(double) * (makes ? hc::kAdasumLanes : 1);
+    for (unsigned r = 0; r < rows; ++r)
+      if (!driver().holds(a.row[r].a, a.row[r].count * item) || !driver().holds(a.row[r].b, a.row[r].count * item) ||
+          !driver().holds(a.sums + a.row[r].place * sums, sums))
+        return false;
+    return true;
+  }
   const auto& a = *static_cast<const hc::PackArguments*>(arguments);
   for (unsigned r = 0; r < rows; ++r)
     if (!driver().holds(a.piece[r].at, a.piece[r].count) || !driver().holds(a.packed + a.piece[r].place * 16ull, 1))

@@ -12,6 +12,7 @@ import json
 import math
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -205,8 +206,6 @@ def begin() -> Double:
 
 @pytest.fixture(scope="module")
 def warm():
-    import sys
-
     made = sys.modules["crew"].Crew(dict(os.environ), "torch", "horoclone.torch", "horoclone.torch.optimizer")
     yield made
     made.close()
@@ -215,8 +214,6 @@ def warm():
 @pytest.fixture
 def ranks(warm, doubles: Path):
     """ranks(body, size=2, **env): runs the body on the doubles and expects every rank to end well."""
-    import sys
-
     env = {
         "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
         "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
@@ -384,6 +381,58 @@ def optimizes() -> None:
 
 def test_double_the_optimizers_buckets_lie_on_the_gpu_and_give_the_same_steps(ranks) -> None:
     ranks(optimizes)
+
+
+def optimizes_by_adasum() -> None:
+    double, size = begin(), hvd.size()
+    adasum = sys.modules["horoclone.torch.adasum"]
+    double.patch(adasum)
+    launches = lambda: double.cuda.hc_double_count(b"launches", 0)  # noqa: E731
+    pinned = lambda: double.cuda.hc_double_count(b"pinned", 0)  # noqa: E731
+
+    def trained_by_adasum(on_gpu: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(6, 5), torch.nn.ReLU(), torch.nn.Linear(5, 2))
+        if on_gpu:
+            for parameter in model.parameters():
+                parameter.data = double.tensor(parameter.data)
+        hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), model.named_parameters(), op=hvd.Adasum
+        )
+        for step in range(4):
+            torch.manual_seed(10 * step + hvd.rank())
+            optimizer.zero_grad()
+            model(torch.randn(8, 6)).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach().clone() for parameter in model.parameters()]
+
+    before = launches()
+    on_gpu = trained_by_adasum(True)
+    assert launches() > before and pinned() == 0, "all of it stayed on the GPU"
+    for a, b in zip(on_gpu, trained_by_adasum(False), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+    everywhere = hvd.allgather(torch.cat([one.flatten() for one in on_gpu]).unsqueeze(0))
+    assert all(torch.equal(row, everywhere[0]) for row in everywhere), "the same bits on every rank"
+    # The averages of two machines are orthogonal: their sum.
+    if os.environ.get("HOROCLONE_ADASUM") == "nodes":
+        mine = torch.zeros(4)
+        mine[hvd.rank()] = 4.0
+        got = hvd.allreduce(double.tensor(mine), op=hvd.Adasum)
+        assert got.tolist() == [2.0] * 4 and size == 4
+
+
+def test_double_the_adasum_optimizer_stays_on_the_gpu(ranks) -> None:
+    ranks(optimizes_by_adasum)
+
+
+def on_two_machines() -> None:
+    os.environ["HOROCLONE_NODE"] = "ab"[int(os.environ["HOROCLONE_RANK"]) // 2]
+    optimizes_by_adasum()
+
+
+def test_double_the_adasum_optimizer_of_two_machines(ranks) -> None:
+    ranks(on_two_machines, size=4, HOROCLONE_ADASUM="nodes")
 
 
 def captures() -> None:

@@ -402,6 +402,68 @@ HC_DEVICE void reduce_integers(const ReduceArguments& a, const Place& here) {
     reduce_by<IntegerLane<T, W, Unsigned, false>>(a, here);
 }
 
+// ---- Adasum (Maleki et al., MLSys 2021): a becomes (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b, per tensor. Sums are in
+// double, in an order that depends on sizes only: each thread its own, then lines of them.
+
+// visit(i, a[i], b[i]) for this thread's share of a row, 16 bytes at a time where the addresses allow it.
+template <class T, class Visit>
+HC_DEVICE void each_pair(const AdasumRow& row, const Place& here, Visit visit) {
+  constexpr unsigned kEach = 16 / sizeof(T);
+  U64 done = 0;
+  if (is_aligned(row.a) && is_aligned(row.b)) {
+    const U64 chunks = row.count / kEach;
+    HC_ONE_BY_ONE
+    for (U64 c = here.first; c < chunks; c += here.step) {
+      const Chunk<T, kEach> a = pointer<const Chunk<T, kEach>>(row.a)[c], b = pointer<const Chunk<T, kEach>>(row.b)[c];
+      for (unsigned i = 0; i < kEach; ++i) visit(c * kEach + i, a.v[i], b.v[i]);
+    }
+    done = chunks * kEach;
+  }
+  HC_ONE_BY_ONE
+  for (U64 i = done + here.first; i < row.count; i += here.step)
+    visit(i, pointer<const T>(row.a)[i], pointer<const T>(row.b)[i]);
+}
+
+// One block for each row: thread t writes lane t of the row's line.
+template <class T>
+HC_DEVICE void adasum_products(const AdasumArguments& a, const Place& here) {
+  const AdasumRow row = a.row[here.row];
+  double aa = 0, ab = 0, bb = 0;
+  each_pair<T>(row, here, [&aa, &ab, &bb](U64, T x, T y) {
+    aa += (double)x * (double)x;
+    ab += (double)x * (double)y;
+    bb += (double)y * (double)y;
+  });
+  double* line = pointer<double>(a.sums) + (U64)row.place * 3 * kAdasumLanes;
+  line[here.first] = aa;
+  line[kAdasumLanes + here.first] = ab;
+  line[2 * kAdasumLanes + here.first] = bb;
+}
+
+HC_DEVICE void adasum_fold(const AdasumFoldArguments& a, const Place& here) {
+  const AdasumSum sum = a.sum[here.row];
+  for (U64 at = here.first; at < 3ull * a.lanes_out; at += here.step) {
+    const U64 which = at / a.lanes_out, lane = at % a.lanes_out;
+    double total = 0;
+    for (U64 line = sum.first; line < (U64)sum.first + sum.count; ++line) {
+      const double* from = pointer<const double>(a.from) + (line * 3 + which) * a.lanes_in;
+      for (U64 i = lane; i < a.lanes_in; i += a.lanes_out) total += from[i];
+    }
+    pointer<double>(a.to)[(U64)here.row * 3 * a.lanes_out + at] = total;
+  }
+}
+
+template <class T>
+HC_DEVICE void adasum_combine(const AdasumArguments& a, const Place& here) {
+  const AdasumRow row = a.row[here.row];
+  const double* sums = pointer<const double>(a.sums) + 3ull * row.place;
+  // A vector of zeros leaves the other as it is. (NaN and infinity go through to the result.)
+  const double of_a = sums[0] == 0 ? 1 : 1 - sums[1] / (2 * sums[0]);
+  const double of_b = sums[2] == 0 ? 1 : 1 - sums[1] / (2 * sums[2]);
+  T* to = pointer<T>(row.a);
+  each_pair<T>(row, here, [to, of_a, of_b](U64 i, T x, T y) { to[i] = (T)(of_a * (double)x + of_b * (double)y); });
+}
+
 }  // namespace
 }  // namespace hc
 
@@ -438,3 +500,8 @@ HC_KERNEL(hc_reduce_f16, hc::ReduceArguments, hc::reduce_by<hc::HalfLane<hc::F16
 HC_KERNEL(hc_reduce_bf16, hc::ReduceArguments, hc::reduce_by<hc::HalfLane<hc::BF16>>)
 HC_KERNEL(hc_reduce_f32, hc::ReduceArguments, hc::reduce_by<hc::FloatLane<float>>)
 HC_KERNEL(hc_reduce_f64, hc::ReduceArguments, hc::reduce_by<hc::FloatLane<double>>)
+HC_KERNEL(hc_adasum_products_f32, hc::AdasumArguments, hc::adasum_products<float>)
+HC_KERNEL(hc_adasum_products_f64, hc::AdasumArguments, hc::adasum_products<double>)
+HC_KERNEL(hc_adasum_combine_f32, hc::AdasumArguments, hc::adasum_combine<float>)
+HC_KERNEL(hc_adasum_combine_f64, hc::AdasumArguments, hc::adasum_combine<double>)
+HC_KERNEL(hc_adasum_fold, hc::AdasumFoldArguments, hc::adasum_fold)
