@@ -150,7 +150,7 @@ struct Driver {
   std::map<int, std::unique_ptr<Stream>> default_streams;
   std::map<int, int> captures;                        // under way, by device
   std::map<Capture*, std::vector<Stream*>> captured;  // the streams of each
-  std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0};
+  std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0}, pinned_now{0};
 
   bool fails(const char* function, int* result) {
     const char* wish = std::getenv("HC_DOUBLE_CUDA_FAIL");
@@ -305,7 +305,7 @@ DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
   return bytes == 0 || driver().holds(reinterpret_cast<uint64_t>(at), bytes);
 }
 // what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "modules", "launches"
-// (of kernels, ever), "pinned" (allocations of host memory, ever), "contexts" (ever made on `device`)
+// (of kernels, ever), "pinned" (allocations of host memory, ever), "pinned now", "contexts" (ever made on `device`)
 DOUBLE_API int hc_double_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
@@ -314,6 +314,7 @@ DOUBLE_API int hc_double_count(const char* what, int device) {
   if (name == "urgent streams") return driver().urgent_streams.load();
   if (name == "events") return driver().events.load();
   if (name == "modules") return driver().modules.load();
+  if (name == "pinned now") return driver().pinned_now.load();
   if (name == "pinned") return driver().pinned.load();
   if (name == "launches") return driver().launches.load();
   return driver().retained[device];
@@ -587,10 +588,12 @@ DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   NEEDS_CONTEXT;
   MUST_NOT_DISTURB;
   ++driver().pinned;
+  ++driver().pinned_now;
   *pointer = std::aligned_alloc(256, (bytes + 255) / 256 * 256);
   return *pointer ? kSuccess : kOutOfMemory;
 }
 DOUBLE_API int cuMemFreeHost(void* pointer) {
+  --driver().pinned_now;
   std::free(pointer);
   return kSuccess;
 }

@@ -402,25 +402,20 @@ HC_DEVICE void reduce_integers(const ReduceArguments& a, const Place& here) {
     reduce_by<IntegerLane<T, W, Unsigned, false>>(a, here);
 }
 
-// ---- Adasum (Maleki et al., MLSys 2021): a becomes (1 - a.b / 2 a.a) a + (1 - a.b / 2 b.b) b, per tensor. Sums are in
-// double, in an order that depends on sizes only: each thread its own, then lines of them.
+// ---- Adasum (Maleki et al., MLSys 2021): sums are in double, in an order that depends on sizes only
 
 // visit(i, a[i], b[i]) for this thread's share of a row, 16 bytes at a time where the addresses allow it.
 template <class T, class Visit>
 HC_DEVICE void each_pair(const AdasumRow& row, const Place& here, Visit visit) {
   constexpr unsigned kEach = 16 / sizeof(T);
-  U64 done = 0;
-  if (is_aligned(row.a) && is_aligned(row.b)) {
-    const U64 chunks = row.count / kEach;
-    HC_ONE_BY_ONE
-    for (U64 c = here.first; c < chunks; c += here.step) {
-      const Chunk<T, kEach> a = pointer<const Chunk<T, kEach>>(row.a)[c], b = pointer<const Chunk<T, kEach>>(row.b)[c];
-      for (unsigned i = 0; i < kEach; ++i) visit(c * kEach + i, a.v[i], b.v[i]);
-    }
-    done = chunks * kEach;
+  const U64 chunks = is_aligned(row.a) && is_aligned(row.b) ? row.count / kEach : 0;
+  HC_ONE_BY_ONE
+  for (U64 c = here.first; c < chunks; c += here.step) {
+    const Chunk<T, kEach> a = pointer<const Chunk<T, kEach>>(row.a)[c], b = pointer<const Chunk<T, kEach>>(row.b)[c];
+    for (unsigned i = 0; i < kEach; ++i) visit(c * kEach + i, a.v[i], b.v[i]);
   }
   HC_ONE_BY_ONE
-  for (U64 i = done + here.first; i < row.count; i += here.step)
+  for (U64 i = chunks * kEach + here.first; i < row.count; i += here.step)
     visit(i, pointer<const T>(row.a)[i], pointer<const T>(row.b)[i]);
 }
 
@@ -428,16 +423,14 @@ HC_DEVICE void each_pair(const AdasumRow& row, const Place& here, Visit visit) {
 template <class T>
 HC_DEVICE void adasum_products(const AdasumArguments& a, const Place& here) {
   const AdasumRow row = a.row[here.row];
-  double aa = 0, ab = 0, bb = 0;
-  each_pair<T>(row, here, [&aa, &ab, &bb](U64, T x, T y) {
-    aa += (double)x * (double)x;
-    ab += (double)x * (double)y;
-    bb += (double)y * (double)y;
+  double sum[3] = {0, 0, 0};
+  each_pair<T>(row, here, [&sum](U64, T x, T y) {
+    sum[0] += (double)x * (double)x;
+    sum[1] += (double)x * (double)y;
+    sum[2] += (double)y * (double)y;
   });
   double* line = pointer<double>(a.sums) + (U64)row.place * 3 * kAdasumLanes;
-  line[here.first] = aa;
-  line[kAdasumLanes + here.first] = ab;
-  line[2 * kAdasumLanes + here.first] = bb;
+  for (unsigned which = 0; which < 3; ++which) line[which * kAdasumLanes + here.first] = sum[which];
 }
 
 HC_DEVICE void adasum_fold(const AdasumFoldArguments& a, const Place& here) {
