@@ -16,7 +16,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
@@ -25,6 +27,7 @@ sys.path.insert(0, str(HERE))
 from report import print_rows, ratio_text, size_text, time_text  # noqa: E402
 from session import Failed  # noqa: E402
 from start import find_mpi  # noqa: E402
+from statistics_of import ratio_of  # noqa: E402
 
 FEW = "65536,16777216"
 PARTS: dict[str, list[str]] = {
@@ -40,6 +43,9 @@ PARTS: dict[str, list[str]] = {
     "models": ["models.py"],
     "models, 4 ranks": ["models.py", "--np", "4", "--sets", "ResNet-50"],
     "many small": ["many_small.py", "--sets", "1000 x 64 B,1000 x 1 KiB"],
+    "step": ["step.py", "--framework", "torch", "--rounds", "7", "--steps", "3"],
+    "step of small tensors": ["step.py", "--framework", "torch", "--model", "small", "--batch", "8", "--rounds", "7",
+                              "--steps", "20"],
     "network": ["network.py", "--cases", "1g,10g,1g-2x2,1g-2x4", "--sizes", "26214400"],
     "idle": ["idle.py"],
     "memory": ["memory.py", "--np", "2"],
@@ -116,7 +122,9 @@ def run_part(name: str, out: Path, force: bool) -> int:
 
 def rows_of(name: str, result: dict[str, Any]) -> Iterator[list[str]]:
     """What | ours | the best peer | ratio."""
-    if "cases" in result:
+    if "outcomes" in result:
+        yield from step_rows(result["times"])
+    elif "cases" in result:
         yield from network_rows(result)
     elif result.get("sets"):
         for title, one in result["sets"].items():
@@ -160,6 +168,22 @@ def size_row(one: dict[str, Any]) -> list[str]:
     best = min(peers, key=lambda label: peers[label]["median_us"])
     return [size_text(one["bytes"]), time_text(own["median_us"]),
             f"{time_text(peers[best]['median_us'])} {best}", ratio_text(one["ratios"]["horoclone"][best])]  # fmt: skip
+
+
+def step_rows(times: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:
+    """A step, and what communication adds to it. Where ours adds about nothing, the ratio of the two says nothing."""
+    ours, alone = times["torch horoclone"]["wall"], times["torch alone"]["wall"]
+    for name in ("torch DDP", "torch DDP-view"):
+        theirs = times[name]["wall"]
+        ratio = ratio_text(asdict(ratio_of(ours, theirs)))
+        yield [
+            f"beside {name}",
+            time_text(1e3 * median(ours)),
+            f"{time_text(1e3 * median(theirs))} {name}",
+            ratio,
+        ]
+        extra = [1e3 * median([a - b for a, b in zip(of, alone, strict=True)]) for of in (ours, theirs)]
+        yield ["  of it communication", time_text(extra[0]), time_text(extra[1]), ""]
 
 
 def network_rows(result: dict[str, Any]) -> Iterator[list[str]]:

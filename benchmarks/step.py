@@ -30,7 +30,8 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
 from machine import Load, facts, load_before, only_one  # noqa: E402
-from statistics_of import MAX_LOAD, MIN_ROUNDS, ratio_of  # noqa: E402
+from session import draw_bars  # noqa: E402
+from statistics_of import MAX_LOAD, MIN_ROUNDS, loads_against, ratio_of  # noqa: E402
 from step_worker import Plan  # noqa: E402
 
 CONTESTANTS = {
@@ -90,13 +91,16 @@ def main(argv: list[str] | None = None) -> int:
                     crew.end()
         during = load.others()
     result = {
-        "settings": {k: v for k, v in vars(arguments).items() if k != "json"},
+        "settings": {k: v for k, v in vars(arguments).items() if k not in ("json", "plot")},
         "machine": facts(),
         "versions": versions(),
         "others": {"before": before, "during": during},
+        "noise": {"reasons": loads_against(before, during)},
         "outcomes": outcomes,
         "times": times,
     }
+    if arguments.plot:
+        plot(times, arguments.plot)
     if arguments.json:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -105,7 +109,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"step.py: the models differ: {different}", file=sys.stderr)
         return 1
     print_tables(times, outcomes, during)
-    return 0
+    for reason in result["noise"]["reasons"]:
+        print(f"step.py: no conclusion: {reason}", file=sys.stderr)
+    return 3 if result["noise"]["reasons"] and not arguments.force else 0
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -122,6 +128,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=1, help="of the order (1)")
     parser.add_argument("--force", action="store_true", help="run although others use the machine")
     parser.add_argument("--json", type=Path, help="write everything here")
+    parser.add_argument("--plot", type=Path, help="write a plot here (.png, .svg, .pdf)")
     arguments = parser.parse_args(argv)
     if arguments.contestants == ["all"]:
         arguments.contestants = list(CONTESTANTS)
@@ -260,18 +267,40 @@ def versions() -> dict[str, str]:
     return found
 
 
+def overheads(times: Times) -> dict[str, dict[str, Any]]:
+    """Per contestant that has one "alone" beside it: what each round took longer than that one's, milliseconds."""
+    over: dict[str, dict[str, Any]] = {}
+    for name, of in times.items():
+        alone = name.rpartition(" ")[0] + " alone"
+        if alone in times and alone != name:
+            over[name] = {what: np.subtract(of[what], times[alone][what]) for what in ("wall", "cpu")}
+    return over
+
+
+def plot(times: Times, path: Path) -> None:
+    def bars(values: dict[str, Any]) -> dict[str, tuple[float, float, float]]:
+        return {n: (float(np.median(v)), float(min(v)), float(max(v))) for n, v in values.items()}
+
+    over = overheads(times)
+    panels = {"a step, ms": bars({name: of["wall"] for name, of in times.items()})}
+    if over:
+        panels["longer than without communication, ms"] = bars(
+            {name: of["wall"] for name, of in over.items()}
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    draw_bars(path, "training step: median, bars from least to most", panels)
+
+
 def print_tables(times: Times, outcomes: dict[str, Any], during: float | None) -> None:
     """Medians of the rounds with their range, the overhead over "alone", and what the others' overhead is of ours."""
     ranks = max((outcome["ranks"] for outcome in outcomes.values()), key=len)
     size = f"{4e-6 * ranks[0]['parameters']:.1f} MB in {ranks[0]['tensors']} tensors"
     print(f"{len(ranks)} ranks, {size}; others used {during or 0.0:.2f} cores")
     print(f"{'':30} {'step, ms':>22} {'overhead, ms':>22} {'CPU, ms':>9} {'CPU overhead':>13}")
-    over: dict[str, dict[str, Any]] = {}
+    over = overheads(times)
     for name, of in times.items():
-        alone = name.rpartition(" ")[0] + " alone"
         row = f"{name:30} {spread(of['wall']):>22}"
-        if alone in times and alone != name:
-            over[name] = {what: np.subtract(of[what], times[alone][what]) for what in ("wall", "cpu")}
+        if name in over:
             row += f" {spread(over[name]['wall']):>22} {np.median(of['cpu']):9.1f} {np.median(over[name]['cpu']):13.1f}"
         else:
             row += f" {'':22} {np.median(of['cpu']):9.1f}"

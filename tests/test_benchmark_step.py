@@ -69,3 +69,20 @@ def test_arguments(step: Any, capsys: Any) -> None:
     with pytest.raises(SystemExit):
         step.parse(["--contestants", "horovod"])
     assert "no contestant 'horovod'" in capsys.readouterr().err
+
+
+def test_the_table_of_all_shows_the_step_and_its_share_of_communication(step: Any) -> None:
+    names = ("torch alone", "torch horoclone", "torch DDP", "torch DDP-view")
+    longer = dict(zip(names, (0.0, 2.0, 110.0, 80.0), strict=True))
+    times = {name: {"wall": [100 + longer[name] + i for i in range(7)], "cpu": [90.0] * 7} for name in names}
+    rows = list(importlib.import_module("all").rows_of("step", {"outcomes": {}, "times": times}))
+    assert [row[0] for row in rows[::2]] == ["beside torch DDP", "beside torch DDP-view"]
+    assert rows[1][1:3] == ["2000 us", "110 ms"]
+    assert rows[0][3].startswith("2.0")
+
+
+def test_the_plot_is_written(step: Any, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    times = {name: {"wall": [100.0, 101.0], "cpu": [90.0] * 2} for name in (ALONE, OURS)}
+    step.plot(times, tmp_path / "new" / "step.png")
+    assert (tmp_path / "new" / "step.png").stat().st_size > 1000
