@@ -110,6 +110,7 @@ class Bucket:
         self.number = NUMBER_OF[dtype]
         self.waiting = 0  # counted slots that have not arrived
         self.sent = False
+        self.priority = 0  # the higher, the sooner it is needed
         self.handle: Any = None  # of the operation under way
         self.exposed: Any = None  # GradientBucket, where a GradientCompressor reduces it
         self.work: Any = None  # the compressor's generator, while it runs

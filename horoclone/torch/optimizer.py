@@ -20,6 +20,7 @@ from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import mpi_ops
 from horoclone.torch.adasum import AdasumMixin, Deltas
 from horoclone.torch.compression import Compression, checked_compression
+from horoclone.torch.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
 from horoclone.torch.reducer import Reducer
 from horoclone.torch.sharded_state import gather_state
 from horoclone.torch.sharding import Sharding, checked_way
@@ -37,9 +38,10 @@ class DistributedMixin(WrappedOptimizer):
     _should_synchronize: bool
     _sharding: Sharding | None  # None: every rank keeps the whole state
     _whole_state: dict[Any, Any] | None  # sharded state that was collected, until the next step
+    _barrier: CrossBarrier | None  # None: a step is over when every parameter is updated
     _own_attributes = frozenset({
         "_reducer", "_parameter_names", "_included", "_process_set", "_announced", "_should_synchronize",
-        "backward_passes_per_step", "_sharding", "_whole_state",
+        "backward_passes_per_step", "_sharding", "_whole_state", "_barrier",
     })  # fmt: skip
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -48,7 +50,15 @@ class DistributedMixin(WrappedOptimizer):
         """Waits until the gradients of this step are reduced; afterwards they may be clipped or read.
 
         Then use `with optimizer.skip_synchronize(): optimizer.step()`. Raises the error of the first failed reduction.
+        With cross_barrier: after step(), makes the updates that are owed; RuntimeError before it.
         """
+        if self._barrier is not None:
+            if self._reducer.outstanding:
+                raise RuntimeError(
+                    NO_TIME_FOR.format("synchronized, clipped or read before optimizer.step()")
+                )
+            self._barrier.finish()
+            return
         self._synchronize()
         self._announced = True
 
@@ -93,6 +103,20 @@ class DistributedMixin(WrappedOptimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces the gradients (unless done already or inside skip_synchronize); then the wrapped class's step."""
         closure = args[0] if args else kwargs.get("closure")
+        if self._barrier is not None:
+            if closure is not None or not self._should_synchronize:
+                raise RuntimeError(NO_TIME_FOR.format("computed by a closure or taken as they are"))
+            if self.__dict__.get("_optimizer_step_pre_hooks") or self.__dict__.get(
+                "_optimizer_step_post_hooks"
+            ):
+                raise RuntimeError(NO_TIME_FOR.format("given to the hooks of a step"))
+            return self._barrier.step(lambda: self._step_now(None))
+        return self._step_now(closure, *args, **kwargs)
+
+    # Tells torch that step hooks run already: in the wrapped class's step.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step_now(self, closure: Any, *args: Any, **kwargs: Any) -> Any:
         if closure is not None:
             if args:
                 args = (self._reducing(closure), *args[1:])
@@ -113,9 +137,6 @@ class DistributedMixin(WrappedOptimizer):
         if self._sharding is not None:
             return self._step_of_my_share(*args, **kwargs)
         return super().step(*args, **kwargs)  # type: ignore[misc]
-
-    # Tells torch that step hooks run already: in the wrapped class's step.
-    step.hooked = True  # type: ignore[attr-defined]
 
     def _reducing(self, closure: Any) -> Any:
         """The closure, with its gradients reduced; and for LBFGS its loss, on which every rank must decide alike."""
@@ -161,6 +182,8 @@ class DistributedMixin(WrappedOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds parameters; their gradients are reduced from the next step on."""
+        if self._barrier is not None:
+            raise RuntimeError("add_param_group() does not work with cross_barrier: make the optimizer anew")
         super().add_param_group(param_group)  # type: ignore[misc]
         self._name_last_group()
         if self._included and not self._reducer.outstanding:
@@ -168,6 +191,8 @@ class DistributedMixin(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped class; reductions in flight are given up."""
+        if self._barrier is not None:
+            self._barrier.forget()
         self._reducer.discard()
         self._announced, self._should_synchronize = False, True
         super().load_state_dict(state_dict)  # type: ignore[misc]
@@ -209,6 +234,8 @@ class DistributedMixin(WrappedOptimizer):
 
     @contextmanager
     def _readable_state(self) -> Iterator[None]:
+        if self._barrier is not None:
+            self._barrier.finish()
         own = self.__dict__["state"]
         if self._sharding is not None and self._sharding.pieces:
             if self._whole_state is None:
@@ -235,7 +262,10 @@ class DistributedMixin(WrappedOptimizer):
         if reducer is not None and reducer.outstanding and self._should_synchronize:
             # Any rank alone may read them, but all of them unscale.
             unscales = sys._getframe(1).f_code.co_name in UNSCALERS
-            if unscales or reducer.complete():
+            if self._barrier is not None:
+                if unscales:
+                    raise RuntimeError(NO_TIME_FOR.format("unscaled"))
+            elif unscales or reducer.complete():
                 self._synchronize(whole=unscales)
         try:
             return self.__dict__["param_groups"]
@@ -263,6 +293,7 @@ def DistributedOptimizer(
     scale_local_gradients: bool = True,
     unused_as_none: bool = False,
     shard_optimizer_state: bool | str = False,
+    cross_barrier: Any = None,
 ) -> Any:
     """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
 
@@ -274,7 +305,9 @@ def DistributedOptimizer(
     gradients into dense ones first. local_parameters: parameters or modules whose gradients stay on this rank, divided
     by the set's size under Average unless scale_local_gradients is False. unused_as_none: a gradient that no rank has
     computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1, each rank keeps the state of its share of the
-    parameters ("elements" or "parameters" say how they are cut). docs/optimizer.md has the rest.
+    parameters ("elements" or "parameters" say how they are cut). cross_barrier: the model; step() then returns at once,
+    and each module waits before its next forward for its own parameters (docs/priority.md). docs/optimizer.md has the
+    rest.
 
     Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
     groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init().
@@ -285,6 +318,11 @@ def DistributedOptimizer(
     included = bool(process_set.included())
     groups = _checked_groups(num_groups, groups)
     local = parameters_of(local_parameters)
+    modules = None
+    if cross_barrier is not None:
+        options = {"compression": compression, "op=hvd.Adasum": op == Adasum, "local_parameters": local}
+        options |= {"unused_as_none": unused_as_none, "shard_optimizer_state": shard_optimizer_state}
+        modules = checked_modules(cross_barrier, type(optimizer), options)
     if op == Adasum:
         if shard_optimizer_state:
             raise ValueError(
@@ -310,7 +348,7 @@ def DistributedOptimizer(
     reducer.add_local(local)
     reducer.groups = groups
     wrapped._reducer = reducer
-    wrapped._sharding = wrapped._whole_state = None
+    wrapped._sharding = wrapped._whole_state = wrapped._barrier = None
     if shard_optimizer_state:
         way = checked_way(shard_optimizer_state, type(optimizer))
         if included:
@@ -318,6 +356,8 @@ def DistributedOptimizer(
             reducer.shares = (process_set.size() or 1) if way == "elements" else 1
     if included:
         wrapped._find_new()
+        if modules is not None:
+            wrapped._barrier = CrossBarrier(wrapped, reducer, modules)
     return wrapped
 
 

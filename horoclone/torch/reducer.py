@@ -184,7 +184,8 @@ class Reducer:
         if bucket.sent:
             raise RuntimeError(
                 f"the gradient of {slot.name!r} came after its bucket had been sent off: requires_grad must not "
-                "change between the first backward of a step and optimizer.step()"
+                "change between the first backward of a step and optimizer.step(); cross_barrier: or a parameter "
+                "is read by no module's forward"
             )
         if grad is not slot.view:
             slot.place(grad)
@@ -216,7 +217,7 @@ class Reducer:
             assert self._declared is not None
             bucket.place = place_of(bucket.flat)
             bucket.handle = self._runtime.submit_declared(
-                self._set_id, self._declared, bucket.index, bucket.place[1]
+                self._set_id, self._declared, bucket.index, bucket.place[1], bucket.priority
             )
 
     def _fill(self, slot: Slot) -> None:
