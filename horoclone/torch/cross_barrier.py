@@ -34,8 +34,13 @@ NO_TIME_FOR = (
 )
 
 
-def checked_modules(modules: Any, kind: type, options: dict[str, Any]) -> list[torch.nn.Module]:
-    """The argument cross_barrier as a list. ValueError for what cannot be updated piece by piece."""
+def checked_modules(
+    modules: Any, kind: type, compression: Any, apart: dict[str, Any]
+) -> list[torch.nn.Module] | None:
+    """The argument cross_barrier as a list; None: it was not given. ValueError for what cannot be updated piece by
+    piece. apart: the other arguments that it does not go together with, by name."""
+    if modules is None:
+        return None
     chosen = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
     if not chosen or not all(isinstance(module, torch.nn.Module) for module in chosen):
         raise ValueError("cross_barrier must be the model, or a list of the modules that hold the parameters")
@@ -44,9 +49,9 @@ def checked_modules(modules: Any, kind: type, options: dict[str, Any]) -> list[t
             f"cross_barrier does not work with {kind.__name__}: only optimizers of torch.optim that update each "
             f"parameter by itself ({', '.join(sorted(one.__name__ for one in _PER_PARAMETER))})"
         )
-    if reduces_buckets(options.pop("compression")):
+    if reduces_buckets(compression):
         raise ValueError("cross_barrier does not work with a compressor that reduces buckets itself")
-    for name, value in options.items():
+    for name, value in apart.items():
         if value:
             raise ValueError(f"cross_barrier does not work together with {name}")
     return chosen

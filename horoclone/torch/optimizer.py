@@ -306,8 +306,7 @@ def DistributedOptimizer(
     by the set's size under Average unless scale_local_gradients is False. unused_as_none: a gradient that no rank has
     computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1, each rank keeps the state of its share of the
     parameters ("elements" or "parameters" say how they are cut). cross_barrier: the model; step() then returns at once,
-    and each module waits before its next forward for its own parameters (docs/priority.md). docs/optimizer.md has the
-    rest.
+    and each module waits before its next forward for its own parameters. docs/optimizer.md has the rest.
 
     Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
     groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init().
@@ -318,11 +317,9 @@ def DistributedOptimizer(
     included = bool(process_set.included())
     groups = _checked_groups(num_groups, groups)
     local = parameters_of(local_parameters)
-    modules = None
-    if cross_barrier is not None:
-        options = {"compression": compression, "op=hvd.Adasum": op == Adasum, "local_parameters": local}
-        options |= {"unused_as_none": unused_as_none, "shard_optimizer_state": shard_optimizer_state}
-        modules = checked_modules(cross_barrier, type(optimizer), options)
+    apart = {"op=hvd.Adasum": op == Adasum, "local_parameters": local, "unused_as_none": unused_as_none}
+    apart["shard_optimizer_state"] = shard_optimizer_state
+    modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:
             raise ValueError(
@@ -333,8 +330,7 @@ def DistributedOptimizer(
     wrapped = wrap(optimizer, DistributedMixin, named_parameters, passes)
     wrapped._process_set = process_set
     wrapped._included = included
-    wrapped._announced = False
-    wrapped._should_synchronize = True
+    wrapped._announced, wrapped._should_synchronize = False, True
     terms = Terms(
         op,
         gradient_predivide_factor,
@@ -356,8 +352,7 @@ def DistributedOptimizer(
             reducer.shares = (process_set.size() or 1) if way == "elements" else 1
     if included:
         wrapped._find_new()
-        if modules is not None:
-            wrapped._barrier = CrossBarrier(wrapped, reducer, modules)
+        wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None
     return wrapped
 
 
