@@ -16,8 +16,6 @@ namespace {
 constexpr size_t kPartElements = 16u << 10;  // of one block of threads
 constexpr unsigned kLanesBetween = 16;       // lines are folded to so many lanes, then to one
 
-CuPointer address(const std::byte* at) { return reinterpret_cast<CuPointer>(at); }
-
 }  // namespace
 
 class DeviceAdasum : public Collective {
@@ -137,8 +135,8 @@ class DeviceAdasum : public Collective {
   std::vector<PackedPiece> packed_pieces(bool inputs) const {
     std::vector<PackedPiece> pieces;
     for (size_t t = 0; t < task_.pieces.size(); ++t)
-      pieces.push_back(
-          {address(inputs ? task_.pieces[t].in : task_.pieces[t].out), task_.pieces[t].count, places_[t] * row_item()});
+      pieces.push_back({cu_pointer(inputs ? task_.pieces[t].in : task_.pieces[t].out), task_.pieces[t].count,
+                        places_[t] * row_item()});
     return pieces;
   }
 
@@ -317,7 +315,7 @@ class DeviceAdasum : public Collective {
 
   // My slice of the result, to its place in the row.
   Status store() {
-    const CuPointer to = address(target()) + begins_[static_cast<size_t>(me_)] * row_item();
+    const CuPointer to = cu_pointer(target()) + begins_[static_cast<size_t>(me_)] * row_item();
     const PackedPiece slice{to, mine_, 0};
     const double factor = is_packed_ && levels_ ? 1 : task_.scale.post;
     return mine_ ? kernels().unpack({row_type_, work_, factor, 1}, vector(live_[0]), {&slice, 1}, stream())
