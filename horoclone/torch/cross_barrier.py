@@ -28,6 +28,7 @@ _PER_PARAMETER = frozenset(
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
+_APART = ("op=hvd.Adasum", "local_parameters", "unused_as_none", "shard_optimizer_state")
 NO_TIME_FOR = (
     "cross_barrier=...: there is no moment at which all gradients are reduced and no parameter is updated yet, so "
     "they cannot be {}. Leave cross_barrier out, or change the gradients before they are reduced."
@@ -35,10 +36,10 @@ NO_TIME_FOR = (
 
 
 def checked_modules(
-    modules: Any, kind: type, compression: Any, apart: dict[str, Any]
+    modules: Any, kind: type, compression: Any, apart: tuple[Any, ...]
 ) -> list[torch.nn.Module] | None:
     """The argument cross_barrier as a list; None: it was not given. ValueError for what cannot be updated piece by
-    piece. apart: the other arguments that it does not go together with, by name."""
+    piece. apart: the arguments that it does not go together with, in the order of _APART."""
     if modules is None:
         return None
     chosen = [modules] if isinstance(modules, torch.nn.Module) else list(modules)
@@ -51,7 +52,7 @@ def checked_modules(
         )
     if reduces_buckets(compression):
         raise ValueError("cross_barrier does not work with a compressor that reduces buckets itself")
-    for name, value in apart.items():
+    for name, value in zip(_APART, apart, strict=True):
         if value:
             raise ValueError(f"cross_barrier does not work together with {name}")
     return chosen

@@ -116,7 +116,7 @@ class DistributedMixin(WrappedOptimizer):
     # Tells torch that step hooks run already: in the wrapped class's step.
     step.hooked = True  # type: ignore[attr-defined]
 
-    def _step_now(self, closure: Any, *args: Any, **kwargs: Any) -> Any:
+    def _step_now(self, closure: Any, /, *args: Any, **kwargs: Any) -> Any:
         if closure is not None:
             if args:
                 args = (self._reducing(closure), *args[1:])
@@ -128,7 +128,7 @@ class DistributedMixin(WrappedOptimizer):
                     "optimizer.step() called without optimizer.skip_synchronize() context after "
                     "optimizer.synchronize(). This can cause training slowdown. You may want to consider using "
                     "optimizer.skip_synchronize() context if you use optimizer.synchronize() in your code.",
-                    stacklevel=2,
+                    stacklevel=3,
                 )
             if closure is None or self._reducer.outstanding:
                 self._synchronize(whole=False)
@@ -317,8 +317,7 @@ def DistributedOptimizer(
     included = bool(process_set.included())
     groups = _checked_groups(num_groups, groups)
     local = parameters_of(local_parameters)
-    apart = {"op=hvd.Adasum": op == Adasum, "local_parameters": local, "unused_as_none": unused_as_none}
-    apart["shard_optimizer_state"] = shard_optimizer_state
+    apart = (op == Adasum, local, unused_as_none, shard_optimizer_state)
     modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:
