@@ -1,0 +1,121 @@
+"""One rank of priority.py: trains a stack of layers of given sizes and lengths in the ways that the plan names.
+
+argv: the plan as JSON, where rank 0 writes the times. Computing is real time spent in matrix products of the given
+length, so that the engine's thread competes for the core as it does in training.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).resolve().parent.parent)]
+
+import torch  # noqa: E402
+
+import horoclone.torch as hvd  # noqa: E402
+
+_A = torch.ones(96, 96)
+
+
+def compute(ms: float) -> None:
+    """Multiplies matrices for so long."""
+    end = time.perf_counter() + ms / 1e3
+    while time.perf_counter() < end:
+        torch.mm(_A, _A)
+
+
+class Work(torch.autograd.Function):
+    """Passes its input on; takes `forward_ms` there and twice as long on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, ms: float) -> torch.Tensor:
+        ctx.ms, ctx.shape = ms, weight.shape
+        compute(ms)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        compute(2 * ctx.ms)
+        return grads[0], grads[0].sum().expand(ctx.shape).contiguous(), None
+
+
+class Layer(torch.nn.Module):
+    """So many float32 parameters, and so long a forward."""
+
+    def __init__(self, elements: int, ms: float) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(elements))
+        self.ms = ms
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return Work.apply(x, self.weight, self.ms)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def contestant(layers: list[tuple[int, float]], across: bool) -> Callable[[int], list[float]]:
+    """Trains so many steps and returns the mean time of one; what is owed at the end belongs to them."""
+    model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
+    optimizer: Any = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3),
+        model.named_parameters(),
+        cross_barrier=model if across else None,
+    )
+
+    def steps(count: int) -> list[float]:
+        hvd.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            optimizer.zero_grad()
+            model(torch.ones(1, requires_grad=True)).sum().backward()
+            optimizer.step()
+        if across:
+            optimizer.synchronize()
+        return [(time.perf_counter() - start) / count * 1e6]
+
+    return steps
+
+
+def alone(layers: list[tuple[int, float]]) -> Callable[[int], list[float]]:
+    """The same forward and backward without an optimizer: what computing takes."""
+    model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
+
+    def steps(count: int) -> list[float]:
+        start = time.perf_counter()
+        for _ in range(count):
+            model(torch.ones(1, requires_grad=True)).sum().backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.sub_(p.grad, alpha=1e-3)  # type: ignore[arg-type]
+                    p.grad = None
+        return [(time.perf_counter() - start) / count * 1e6]
+
+    return steps
+
+
+def main(plan: dict[str, Any], out: str) -> None:
+    hvd.init()
+    silent = [(elements, 0.0) for elements, _ in plan["layers"]]
+    make = {
+        "computing alone": lambda: alone(plan["layers"]),
+        "communication alone": lambda: contestant(silent, False),
+        "fifo": lambda: contestant(plan["layers"], False),
+        "priority": lambda: contestant(plan["layers"], True),
+    }
+    times = {}
+    for name in plan["contestants"]:
+        steps = make[name]()
+        steps(2)  # the first forms the buckets
+        times[name] = steps(plan["steps"])
+    every = hvd.allgather_object(times)
+    if hvd.rank() == 0:
+        Path(out).write_text(json.dumps(every), encoding="utf-8")
+    hvd.shutdown()
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(json.loads(sys.argv[1]), sys.argv[2])
