@@ -59,9 +59,6 @@ hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n
     return hc::error(Code::kInvalidArgument, "unknown reduction ", r.reduce);
   if (r.device != HC_HOST && r.device != HC_CUDA)
     return hc::error(Code::kInvalidArgument, "unknown kind of device ", r.device);
-  if (r.device == HC_CUDA && (r.op == HC_SEND || r.op == HC_RECEIVE || r.op == HC_SCATTER))
-    return hc::error(Code::kUnsupported, name_of(static_cast<hc::Op>(r.op)),
-                     " takes tensors in host memory only; copy the one on the GPU there first");
   const bool bare = r.op == HC_BARRIER || r.op == HC_JOIN, may_be_bare = r.op == HC_SCATTER || r.op == HC_RECEIVE;
   if (bare ? n != 0 : n < (may_be_bare ? 0 : 1))
     return hc::error(Code::kInvalidArgument, name_of(static_cast<hc::Op>(r.op)), " with ", n, " tensors");
@@ -265,7 +262,9 @@ hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result
             -1,
             nullptr,
             0,
-            op->source};
+            op->source,
+            op->result_on_device ? HC_CUDA : HC_HOST,
+            op->result_on_device ? op->device->gpu->index() : -1};
     if (op->received) {
       out->dtype = static_cast<int32_t>(op->received->dtype);
       out->shape = op->received->shape.data();

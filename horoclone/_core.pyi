@@ -17,6 +17,9 @@ class Result:
     dtype: int  # scatter, receive: of what came, else -1
     shape: list[int]  # likewise
     source: int  # receive: world rank of the sender, else -1
+    device: (
+        int  # scatter, receive: of CUDA, where copy_result finds what came; -1: it is here, in host memory
+    )
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class Block:

@@ -66,15 +66,19 @@ def row_counts(splits: ArrayLike | None, what: str) -> list[int] | None:
     return [int(count) for count in given]
 
 
+def numpy_dtype(result: Result) -> np.dtype[Any]:
+    """Of what another rank sent."""
+    name = NAMES[result.dtype]
+    if name != "bfloat16":
+        return np.dtype(name)
+    import ml_dtypes
+
+    return np.dtype(ml_dtypes.bfloat16)
+
+
 def received(result: Result) -> Array:
     """What another rank sent, in its dtype and shape, without a copy."""
-    name = NAMES[result.dtype]
-    if name == "bfloat16":
-        import ml_dtypes
-
-        dtype = np.dtype(ml_dtypes.bfloat16)
-    else:
-        dtype = np.dtype(name)
+    dtype = numpy_dtype(result)
     if result.nbytes == 0:
         return np.empty(result.shape, dtype)
     return np.frombuffer(memoryview(result), np.uint8).view(dtype).reshape(result.shape)

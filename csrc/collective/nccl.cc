@@ -77,7 +77,7 @@ DType wire_type(const Task& task) {
 }  // namespace
 
 bool DeviceGroup::nccl_does(const Task& task, bool with_kernels) {
-  if (!reduces(task.op)) return task.op != Op::kScatter;
+  if (!reduces(task.op)) return true;
   if (task.reduce == Reduce::kAdasum) return with_kernels && is_float(task.dtype);  // device_adasum.cc
   return with_kernels || nccl_does_alone(task);
 }
@@ -153,6 +153,8 @@ class NcclCollective : public Collective {
         return reduce();
       case Op::kGather:
         return gather();
+      case Op::kScatter:
+        return scatter();
       default:
         break;
     }
@@ -409,6 +411,19 @@ class NcclCollective : public Collective {
       const size_t bytes = task_.counts[static_cast<size_t>(r)] * item;
       if (bytes) HC_TRY(receive(to, bytes, r));
       to += bytes;
+    }
+    return Status::ok();
+  }
+
+  Status scatter() {
+    const Piece& piece = task_.pieces[0];
+    const size_t item = size_of(task_.dtype), mine = task_.counts[static_cast<size_t>(rank_)] * item;
+    if (mine) HC_TRY(receive(piece.out, mine, task_.root));
+    const std::byte* from = piece.in;
+    for (int r = 0; rank_ == task_.root && r < size_; ++r) {
+      const size_t bytes = task_.counts[static_cast<size_t>(r)] * item;
+      if (bytes) HC_TRY(send(from, bytes, r));
+      from += bytes;
     }
     return Status::ok();
   }

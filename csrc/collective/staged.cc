@@ -63,6 +63,8 @@ class StagedCollective : public Collective {
         return {piece.count, root ? piece.count : 0};
       case Op::kGather:
         return {mine, root ? total(task_.counts) : 0};
+      case Op::kScatter:
+        return {root ? total(task_.counts) : 0, mine};
       default:
         return {piece.count, piece.count};
     }
@@ -88,7 +90,7 @@ class StagedCollective : public Collective {
       const Extent e = extent_of(piece);
       const std::byte* from = piece.in;
       std::byte* input = at;
-      piece.in = input;
+      if (piece.in) piece.in = input;
       at += input_bytes(e);
       if (piece.out) piece.out = at;
       at += aligned(e.out * item);

@@ -4,16 +4,14 @@
 
 namespace hc {
 
-namespace {
-
 uint64_t word_of(const DeviceTurn& turn) {
-  return static_cast<uint64_t>(turn.set) << 32 | static_cast<uint32_t>(turn.bucket);
+  return static_cast<uint64_t>(turn.sender) << 48 | static_cast<uint64_t>(turn.set) << 32 |
+         static_cast<uint32_t>(turn.bucket);
 }
 DeviceTurn turn_of(uint64_t word) {
-  return {static_cast<uint16_t>(word >> 32), static_cast<int32_t>(static_cast<uint32_t>(word))};
+  return {static_cast<uint16_t>(word >> 32), static_cast<int32_t>(static_cast<uint32_t>(word)),
+          static_cast<uint16_t>(word >> 48)};
 }
-
-}  // namespace
 
 void DeviceTurns::add(DeviceTurn turn, uint32_t count) { turns_.insert(turns_.end(), count, turn); }
 
@@ -38,14 +36,14 @@ bool DeviceTurns::pass_on(const std::vector<bool>& gone) {
   return waiting_.empty();
 }
 
-bool DeviceTurns::take(const std::function<bool(uint16_t)>& is_mine) {
+bool DeviceTurns::take(const std::function<bool(const DeviceTurn&)>& is_mine) {
   if (!lane_ || lane_->index() == 0) return false;
   const LaneFlags& leader = lane_->flags(0);
   const uint64_t given = leader.turns_given.load(std::memory_order_acquire);
   if (given == taken_) return false;
   for (; taken_ < given; ++taken_) {
     const DeviceTurn turn = turn_of(leader.turns[taken_ % kTurnsKept].load(std::memory_order_relaxed));
-    if (is_mine(turn.set)) turns_.push_back(turn);
+    if (is_mine(turn)) turns_.push_back(turn);
   }
   lane_->mine().turns_taken.store(taken_, std::memory_order_release);  // rank 0 looks when it lacks room: no bell
   return true;
@@ -53,6 +51,10 @@ bool DeviceTurns::take(const std::function<bool(uint16_t)>& is_mine) {
 
 bool DeviceTurns::contains(uint16_t set) const {
   return std::any_of(turns_.begin(), turns_.end(), [&](const DeviceTurn& turn) { return turn.set == set; });
+}
+
+bool DeviceTurns::contains(const DeviceTurn& turn) const {
+  return std::find(turns_.begin(), turns_.end(), turn) != turns_.end();
 }
 
 void DeviceTurns::drop(uint16_t set) {

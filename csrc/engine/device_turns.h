@@ -16,8 +16,11 @@ namespace hc {
 struct DeviceTurn {
   uint16_t set = 0;
   int32_t bucket = -1;  // the arrival flag of a frozen bucket; -1: the next planned batch of the set
+  uint16_t sender = 0;  // set is kMessageStream: of the message whose number is `bucket`
   bool operator==(const DeviceTurn&) const = default;
 };
+uint64_t word_of(const DeviceTurn& turn);
+DeviceTurn turn_of(uint64_t word);
 
 class DeviceTurns {
  public:
@@ -31,14 +34,15 @@ class DeviceTurns {
   void give(DeviceTurn turn, uint32_t count, bool is_mine);
   // Rank 0: passes on what there was no room for. False: some of it waits for ranks to take theirs; `gone` take none.
   bool pass_on(const std::vector<bool>& gone);
-  // The others: takes what rank 0 has given; is_mine: whether this rank is a member of the set. True: something came.
-  bool take(const std::function<bool(uint16_t)>& is_mine);
+  // The others: takes what rank 0 has given; is_mine: whether this rank takes part. True: something came.
+  bool take(const std::function<bool(const DeviceTurn&)>& is_mine);
 
   size_t kept_back() const { return waiting_.size(); }
 
   const DeviceTurn* next() const { return turns_.empty() ? nullptr : &turns_.front(); }
   bool is_next(const DeviceTurn& turn) const { return !turns_.empty() && turns_.front() == turn; }
   bool contains(uint16_t set) const;
+  bool contains(const DeviceTurn& turn) const;
   void over() { turns_.pop_front(); }  // the next one has been used
   void drop(uint16_t set);             // it has been removed
   void clear();

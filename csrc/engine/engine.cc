@@ -133,6 +133,18 @@ void Engine::attach_messages() {
   host.complete = [this](Operation* op, Status status) { finish(op, std::move(status)); };
   host.has_left = [this](int rank) { return static_cast<bool>(left_[rank]); };
   host.members = [this](uint16_t process_set) -> const std::vector<int>& { return find_set(process_set)->ranks; };
+  host.device_options = [this, options = device_options()]() -> const DeviceOptions& { return options; };
+  host.same_node = [this](int rank) { return mesh_->node_of(rank) == mesh_->node_of(mesh_->rank()); };
+  host.settle_device = [this](Operation* op) { settle_device(op); };
+  host.ask_turn = [this](int receiver, uint32_t id) { ask_message_turn(receiver, id); };
+  const auto turn = [](int sender, uint32_t id) {
+    return DeviceTurn{kMessageStream, static_cast<int32_t>(id), static_cast<uint16_t>(sender)};
+  };
+  host.turn_is_granted = [this, turn](int sender, uint32_t id) { return device_turns_.contains(turn(sender, id)); };
+  host.turn_is_next = [this, turn](int sender, uint32_t id) { return device_turns_.is_next(turn(sender, id)); };
+  host.turn_is_over = [this] { device_turns_.over(); };
+  host.device_failed = [this](const Status& reason) { device_failed(reason); };
+  host.warn = [this](const std::string& text) { log_.warning(text); };
   messages_.attach(std::move(host));
 }
 

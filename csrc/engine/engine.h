@@ -174,23 +174,33 @@ class Engine {
   // engine_device.cc
   Result<std::shared_ptr<Gpu>> adopt_gpu(int index);
   Result<std::unique_ptr<DeviceWork>> prepare_device(const Submission& s);
+  std::unique_ptr<DeviceWork> offer_device(int index);
+  void settle_device(Operation* op);
+  DeviceOptions device_options() const;
   void put_on_device(ProcessSet& set);
-  void order_device_batches(ProcessSet& set, const Plan& plan);
-  void grant_device_turns(uint16_t set, uint32_t count);
-  Status take_device_frame(FrameKind kind, int from, Reader* in);
   void device_batch_over(ProcessSet& set);
   bool may_freeze_on_device(const ProcessSet& set, const BucketSet& buckets) const;
   void arm(ProcessSet& set, Operation* op);
   void launch_armed(ProcessSet& set, bool* moved);
   std::unique_ptr<BatchRunner> runner_of_armed(ProcessSet& set, Operation* op);
-  void take_turns(bool* moved);
-  void pass_turns_on();
   bool device_in_flight();
   void check_device();
   void device_failed(const Status& status);
   void blame_for_device(TimePoint now);
   Status with_words_of_device(const Status& reason);
   void leave_devices();
+
+  // engine_device_turns.cc
+  void order_device_batches(ProcessSet& set, const Plan& plan);
+  void grant_device_turns(uint16_t set, uint32_t count);
+  void ask_message_turn(int receiver, uint32_t id);
+  void grant_message_turn(int sender, int receiver, uint32_t id);
+  Status pass_turn_to(int rank, const DeviceTurn& turn, uint32_t count);
+  Status take_device_frame(FrameKind kind, int from, Reader* in);
+  Status take_turn_frame(int from, Reader* in);
+  bool has_part_in(const DeviceTurn& turn) const;
+  void take_turns(bool* moved);
+  void pass_turns_on();
 
   // engine_step.cc
   bool step();
@@ -306,8 +316,9 @@ class Engine {
   std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};
-  std::mutex device_mu_;  // guards the three below
+  std::mutex device_mu_;  // guards the four below
   std::shared_ptr<Gpu> gpu_;
+  std::shared_ptr<Gpu> offered_gpu_;                        // what may come can come there, while there is no gpu_
   std::shared_ptr<const NcclApi> memory_nccl_;              // null: not looked for, or not found
   std::map<std::byte*, std::weak_ptr<Memory>> gpu_memory_;  // of allocate_on_device
   std::atomic<bool> has_gpu_{false};

@@ -22,12 +22,6 @@ GpuOperations operations_of(const std::string& word) {
   return word == "host" ? GpuOperations::kHost : GpuOperations::kAuto;
 }
 
-uint32_t device_batches_in(const Plan& plan) {
-  return static_cast<uint32_t>(std::count_if(plan.batches.begin(), plan.batches.end(), [](const PlanBatch& batch) {
-    return batch.on_device && batch.error == Code::kOk;
-  }));
-}
-
 }  // namespace
 
 Result<std::shared_ptr<Gpu>> Engine::adopt_gpu(int index) {
@@ -50,6 +44,7 @@ Result<std::shared_ptr<Gpu>> Engine::adopt_gpu(int index) {
 
 // Any thread; the event is recorded here because only the caller knows that its stream has been given all work.
 Result<std::unique_ptr<DeviceWork>> Engine::prepare_device(const Submission& s) {
+  if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return offer_device(s.device_index);
   auto gpu = adopt_gpu(s.device_index);
   if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its tensors stand in on the host
   HC_TRY(gpu.status());
@@ -62,6 +57,30 @@ Result<std::unique_ptr<DeviceWork>> Engine::prepare_device(const Submission& s) 
   HC_TRY(ready.status());
   work->ready = ready.take();
   return work;
+}
+
+// For what may come from another GPU, or not: this rank works on that device only once something has come. Null: there
+// is nothing to offer, what comes has to come to host memory.
+std::unique_ptr<DeviceWork> Engine::offer_device(int index) {
+  std::lock_guard lock(device_mu_);
+  if (!gpu_ && (!offered_gpu_ || offered_gpu_->index() != index)) {
+    auto api = CudaApi::load(config_.cuda_library);
+    if (!api.is_ok()) return nullptr;
+    auto gpu = Gpu::adopt(api.take(), index);
+    if (!gpu.is_ok()) return nullptr;
+    offered_gpu_ = gpu.take();
+  }
+  auto work = std::make_unique<DeviceWork>();
+  work->gpu = gpu_ ? gpu_ : offered_gpu_;
+  return work;
+}
+
+// Driving thread: something has come.
+void Engine::settle_device(Operation* op) {
+  std::lock_guard lock(device_mu_);
+  if (!gpu_) gpu_ = op->device->gpu;
+  op->device->gpu = gpu_;
+  has_gpu_.store(true);
 }
 
 Status Engine::stream_wait(int64_t handle, CuStream stream) {
@@ -84,21 +103,25 @@ Status Engine::copy_result(int64_t handle, size_t i, void* to, size_t bytes, CuS
   return Status::ok();
 }
 
+DeviceOptions Engine::device_options() const {
+  DeviceOptions options;
+  options.operations = operations_of(config_.gpu_operations);
+  options.nccl_library = config_.nccl_library;
+  options.nccl_folders = config_.nccl_folders;
+  options.kernels = {config_.gpu_kernels == "off", config_.nvrtc_library, config_.nvrtc_folders, config_.kernel_cache};
+  options.peer_bytes = config_.gpu_peer_bytes;
+  options.init_timeout_s = config_.init_timeout_s;
+  options.adasum_by_node = agreed_tuning_.adasum_by_node;
+  options.two_level = config_.hierarchical_allreduce == 1;
+  return options;
+}
+
 // The batch that `set.runner` has just got.
 void Engine::put_on_device(ProcessSet& set) {
-  if (!set.device) {
-    DeviceOptions options;
-    options.operations = operations_of(config_.gpu_operations);
-    options.nccl_library = config_.nccl_library;
-    options.nccl_folders = config_.nccl_folders;
-    options.kernels = {config_.gpu_kernels == "off", config_.nvrtc_library, config_.nvrtc_folders,
-                       config_.kernel_cache};
-    options.peer_bytes = config_.gpu_peer_bytes;
-    options.init_timeout_s = config_.init_timeout_s;
-    options.adasum_by_node = agreed_tuning_.adasum_by_node;
-    options.two_level = config_.hierarchical_allreduce == 1;
-    set.device = std::make_unique<DeviceGroup>(set.group, options);
-  }
+  if (!set.device) set.device = std::make_unique<DeviceGroup>(set.group, device_options());
+  if (set.runner->batch().op == Op::kScatter)
+    for (Operation* op : set.runner->operations())
+      if (op && op->device) settle_device(op);
   {
     std::lock_guard lock(device_mu_);
     if (gpu_) set.device->use(gpu_);
@@ -168,23 +191,6 @@ void Engine::launch_armed(ProcessSet& set, bool* moved) {
   }
 }
 
-// On rank 0, turns that travel in shared memory. In the same step in which they were given: it may be the last one for
-// a while.
-void Engine::pass_turns_on() {
-  if (!device_turns_.kept_back()) return;
-  if (!device_turns_.pass_on(left_)) waits_on_device_ = true;
-  wake_readers(*sets_[0]);
-}
-
-// On the others.
-void Engine::take_turns(bool* moved) {
-  const auto is_mine = [this](uint16_t id) {
-    const ProcessSet* set = find_set(id);
-    return set && set->group_rank >= 0;
-  };
-  if (device_turns_.take(is_mine)) *moved = true;
-}
-
 void Engine::device_batch_over(ProcessSet& set) {
   if (device_turns_.is_next({set.id})) device_turns_.over();
   if (set.device && !set.device->reason().empty() && set.group_rank == 0 &&
@@ -199,58 +205,11 @@ void Engine::device_batch_over(ProcessSet& set) {
   }
 }
 
-// Called with each plan of the global set on every rank, and with plans of other sets on their coordinator.
-void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
-  const uint32_t count = device_batches_in(plan);
-  if (!count) return;
-  if (set.id == 0 && !device_turns_.in_memory()) {
-    device_turns_.add({0}, count);
-  } else if (mesh_->rank() == 0) {
-    grant_device_turns(set.id, count);
-  } else if (set.id != 0) {
-    frame_.clear();
-    frame_.put(FrameKind::kDeviceAsk);
-    frame_.put(set.id);
-    frame_.put(count);
-    if (Status sent = send_frame(0, false); !sent.is_ok()) fail_everything(sent);
-  }
-}
-
-// On rank 0 of the world.
-void Engine::grant_device_turns(uint16_t id, uint32_t count) {
-  ProcessSet* set = find_set(id);
-  if (!set) return;
-  if (device_turns_.in_memory()) return device_turns_.give({id}, count, set->group_rank >= 0);
-  frame_.clear();
-  frame_.put(FrameKind::kDeviceTurn);
-  frame_.put(id);
-  frame_.put(count);
-  for (const int r : set->ranks) {
-    if (r == mesh_->rank())
-      device_turns_.add({id}, count);
-    else if (!left_[r])
-      if (Status sent = send_frame(r, false); !sent.is_ok()) return fail_everything(sent);
-  }
-}
-
-Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {
-  constexpr uint32_t kMost = 1u << 16;
-  const auto id = in->get<uint16_t>();
-  const auto count = in->get<uint32_t>();
-  if (!in->ok() || count > kMost) return error(Code::kInternal, "a broken frame about turns on devices");
-  const ProcessSet* set = find_set(id);
-  if (kind == FrameKind::kDeviceAsk) {
-    if (mesh_->rank() == 0 && set && set->coordinator_rank() == from) grant_device_turns(id, count);
-  } else if (from == 0 && set) {
-    device_turns_.add({id}, count);
-  }
-  return Status::ok();
-}
-
 // Driving thread. Whether something that was launched has not ended yet; what is done with it is forgotten.
 bool Engine::device_in_flight() {
   if (!has_gpu_.load(std::memory_order_relaxed) || failed_.load()) return false;
   const TimePoint now = Clock::now();
+  if (messages_.links().oldest_flight_s(now) > 0) return true;
   return std::any_of(sets_.begin(), sets_.end(), [&](const auto& entry) {
     return entry.second->device && entry.second->device->oldest_flight_s(now) > 0;
   });
@@ -263,10 +222,12 @@ void Engine::leave_devices() {
     set->armed_runner.reset();
     set->device.reset();
   }
+  messages_.links().leave();
   device_turns_.clear();
   device_failure_ = Status::ok();
   std::lock_guard lock(device_mu_);
   has_gpu_.store(false);
+  offered_gpu_.reset();
   if (gpu_) gpu_->close();
 }
 
@@ -292,6 +253,7 @@ Status Engine::with_words_of_device(const Status& reason) {
   for (const auto& [id, set] : sets_)
     if (set->device)
       if (Status ok = set->device->check(); !ok.is_ok()) device_failed(ok);
+  if (Status ok = messages_.links().check(); !ok.is_ok()) device_failed(ok);
   if (device_failure_.is_ok() || reason.text().find(device_failure_.text()) != std::string::npos) return reason;
   return Status(reason.code(), text_of(reason.text(), " On this rank, ", device_failure_.text()), reason.culprit());
 }
@@ -299,6 +261,7 @@ Status Engine::with_words_of_device(const Status& reason) {
 // What NCCL has noticed by itself, and turns that rank 0 can give no more.
 void Engine::check_device() {
   if (!has_gpu_.load(std::memory_order_relaxed)) return;
+  if (Status ok = messages_.links().check(); !ok.is_ok()) return device_failed(ok);
   for (const auto& [id, set] : sets_) {
     if (!set->device) continue;
     if (Status ok = set->device->check(); !ok.is_ok()) return device_failed(ok.with(text_of("process set ", id)));

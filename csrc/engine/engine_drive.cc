@@ -272,6 +272,7 @@ void Engine::check_liveness(TimePoint now) {
       for (int r : set->ranks) waits[r] = true;
   }
   messages_.mark_awaited(now, config_.liveness_probe_s, &waits);
+  messages_.links().each_late(now, config_.liveness_probe_s, [&](int peer) { waits[peer] = true; });
   for (int r = 0; r < mesh_->size(); ++r) waits[r] = waits[r] && r != mesh_->rank() && !left_[r];
   for (const Liveness::Action& action : liveness_.tick(now, waits)) {
     if (action.kind == Liveness::Action::kPing) {
@@ -307,6 +308,7 @@ void Engine::fail_everything(const Status& first_reason) {
   log_.debug("failing every operation: ", reason.text());
   tell_everybody(reason);  // before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives
   messages_.fail_all(reason);
+  messages_.links().abort();
   device_turns_.clear();
   for (auto& [id, set] : sets_) {
     std::string during;

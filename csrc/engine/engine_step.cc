@@ -60,6 +60,8 @@ bool Engine::step() {
   }
   pass_turns_on();
   if (Status stepped = messages_.step(&moved); !stepped.is_ok()) fail_everything(stepped);
+  waits_on_device_ = waits_on_device_ || messages_.waits_on_device();
+  pass_turns_on();  // those that messages of rank 0 have asked for
   return moved;
 }
 
@@ -127,7 +129,7 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     }
   } else if (kind == FrameKind::kShow) {
     bad = take_show_frame(from, &in);
-  } else if (kind >= FrameKind::kMessage && kind <= FrameKind::kMessageWithdrawn) {
+  } else if ((kind >= FrameKind::kMessage && kind <= FrameKind::kMessageWithdrawn) || kind == FrameKind::kLinkId) {
     bad = messages_.handle(from, kind, &in);
   } else if (kind == FrameKind::kGoodbye) {
     peer_left(from, in.get_text());
@@ -139,7 +141,7 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
     frame_.clear();
     frame_.put(FrameKind::kPong);
     bad = send_frame(from, false);
-  } else if (kind == FrameKind::kDeviceAsk || kind == FrameKind::kDeviceTurn) {
+  } else if (kind == FrameKind::kDeviceAsk || kind == FrameKind::kDeviceTurn || kind == FrameKind::kMessageAsk) {
     bad = take_device_frame(kind, from, &in);
   } else if (kind != FrameKind::kPong) {
     bad = take_report_frame(kind, from, &in);

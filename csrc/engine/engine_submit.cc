@@ -138,6 +138,7 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
     return error(Code::kInternal, "more than a million operations are live; wait for some and release their handles");
   fill(op, s, *set);
   op->device = std::move(device);
+  if (!op->device) op->request.signature.device = false;  // it was offered, and there is none
   if (bucket) std::tie(op->bucket_set, op->bucket) = *bucket;
   if (is_message(s.op)) {
     op->request.sequence = static_cast<uint64_t>(s.tag);

@@ -77,7 +77,7 @@ Status Messages::announce(Operation* op) {
   const int to = peer_of(op);
   const size_t bytes = bytes_of(meta);
   Outbox& box = outboxes_[to];
-  const bool eager = bytes <= kEagerBytes && box.eager_bytes + bytes <= kEagerWindow;
+  const bool eager = bytes <= (op->device ? 0 : kEagerBytes) && box.eager_bytes + bytes <= kEagerWindow;
   const uint32_t id = next_id_++;
   Writer frame;
   frame.put(FrameKind::kMessage);
@@ -87,6 +87,7 @@ Status Messages::announce(Operation* op) {
   frame.put(meta.dtype);
   frame.put(static_cast<uint8_t>(meta.shape.size()));
   for (int64_t d : meta.shape) frame.put(d);
+  put_place(op, &frame);
   frame.put(eager ? static_cast<uint32_t>(bytes) : kElsewhere);
   if (eager && bytes) frame.put_raw(op->in[0], bytes);
   ++box.unanswered;
@@ -103,9 +104,13 @@ Status Messages::send_to_self(Operation* op) {
   message.meta = op->signature().tensors[0];
   const size_t bytes = bytes_of(message.meta);
   const Address address{op->process_set, static_cast<int64_t>(op->request.sequence)};
+  message.on_device = op->device != nullptr;
   message.here = self_bytes_ + bytes <= kSelfBufferBytes;
   if (message.here) {
-    message.payload.assign(op->in[0], op->in[0] + bytes);
+    if (message.on_device)
+      HC_TRY(copy_own(op, &message));
+    else
+      message.payload.assign(op->in[0], op->in[0] + bytes);
     self_bytes_ += bytes;
     complete(op, Status::ok());
   } else {
@@ -136,7 +141,7 @@ Status Messages::prepare(Operation* op, const Announced& message) {
   const size_t bytes = bytes_of(message.meta);
   if (!op->signature().tensors.empty()) {
     const TensorMeta& wanted = op->signature().tensors[0];
-    if (wanted.dtype == message.meta.dtype && wanted.count() == message.meta.count()) return Status::ok();
+    if (wanted.dtype == message.meta.dtype && wanted.count() == message.meta.count()) return check_place(op, message);
     return Status(Code::kMismatch,
                   text_of("rank ", message.from, " sent ", text_of_tensor(message.meta), " with tag ",
                           op->request.sequence, ", rank ", host_.rank, " receives it into ", text_of_tensor(wanted),
@@ -144,6 +149,8 @@ Status Messages::prepare(Operation* op, const Announced& message) {
                           "comes."),
                   host_.rank);
   }
+  if (message.on_device && op->device) return prepare_on_device(op, bytes);
+  if (message.on_device && message.from == host_.rank) return check_place(op, message);
   auto memory = Memory::make_private(bytes);
   if (!memory)
     return error(Code::kInternal, "no memory on rank ", host_.rank, " for a message of ", bytes, " bytes of rank ",
@@ -155,60 +162,84 @@ Status Messages::prepare(Operation* op, const Announced& message) {
 }
 
 Status Messages::match(Operation* op, Announced message) {
-  const Status fits = prepare(op, message);
+  Status fits = prepare(op, message);
   const size_t bytes = bytes_of(message.meta);
   const bool local = message.from == host_.rank;
+  LinkWay way;
+  if (fits.is_ok() && message.on_device && !message.here && !local) {
+    auto chosen = choose_way_of(op, message);
+    HC_TRY(chosen.status());
+    way = chosen.take();
+    fits = way.refusal;
+  }
   if (local && message.here) self_bytes_ -= bytes;
   if (!fits.is_ok()) {
     complete(op, fits.with(op->describe()));
     if (!local) return answer(message.from, FrameKind::kMessageRefused, message.id, fits);
   } else if (message.here) {
-    if (bytes) std::memcpy(op->out[0], message.payload.data(), bytes);
+    if (message.on_device && bytes)
+      HC_TRY(copy_to_self(op, message, nullptr));
+    else if (bytes)
+      std::memcpy(op->out[0], message.payload.data(), bytes);
     complete(op, Status::ok());
     return local ? Status::ok() : answer(message.from, FrameKind::kMessageTaken, message.id, {});
   } else if (!local) {
-    HC_TRY(begin_transfer(op, message.from, message.id));
-    return answer(message.from, FrameKind::kMessageWanted, message.id, {});
+    // The answer comes first: a link's first frame means nothing to who does not know what for.
+    HC_TRY(answer(message.from, FrameKind::kMessageWanted, message.id, {}, way.by_nccl));
+    return op->device && message.on_device ? begin_on_device(op, message.from, message.id, way.by_nccl)
+                                           : begin_transfer(op, message.from, message.id);
   }
   auto waiting = sent_.find(message.id);  // sent to oneself and not copied
   if (waiting == sent_.end()) return Status::ok();
   Operation* source = waiting->second.op;
   sent_.erase(waiting);
   if (fits.is_ok()) {
-    std::memcpy(op->out[0], source->in[0], bytes);
+    if (message.on_device)
+      HC_TRY(copy_to_self(op, message, source));
+    else
+      std::memcpy(op->out[0], source->in[0], bytes);
     complete(op, Status::ok());
   }
   complete(source, fits.with(source->describe()));
   return Status::ok();
 }
 
-Status Messages::begin_transfer(Operation* op, int peer, uint32_t id) {
+std::unique_ptr<Collective> Messages::transfer_of(bool sends, std::byte* at, size_t bytes,
+                                                  std::pair<int, uint32_t> which) {
+  const auto [peer, id] = which;
   Group pair;
   pair.size = 2;
   pair.world_rank = {host_.rank, peer};
   pair.channel = {nullptr, &host_.channel(peer)};
-  const size_t bytes = sends(op) ? bytes_of(op->signature().tensors[0]) : bytes_of(*op->received);
   Task task;
   task.dtype = DType::kU8;
-  task.pieces = {{sends(op) ? op->in[0] : nullptr, sends(op) ? nullptr : op->out[0], bytes}};
+  task.pieces = {{sends ? at : nullptr, sends ? nullptr : at, bytes}};
   task.segment_bytes = host_.segment_bytes;
   task.tag = Tag{static_cast<uint16_t>(host_.generation), kMessageStream, id, 0};
   Schedule schedule{.name = "message", .rounds = 1};
-  Step step{.action = sends(op) ? Action::kSend : Action::kReceive, .peer = 1, .round = 1, .count = bytes};
+  Step step{.action = sends ? Action::kSend : Action::kReceive, .peer = 1, .round = 1, .count = bytes};
   step.from = {Place::kInput, 0};
   step.to = {Place::kOutput, 0};
   schedule.add(step);
-  moving_.push_back({op, peer, id, std::make_unique<ScheduleRunner>(std::move(task), pair, std::move(schedule))});
+  return std::make_unique<ScheduleRunner>(std::move(task), pair, std::move(schedule));
+}
+
+Status Messages::begin_transfer(Operation* op, int peer, uint32_t id) {
+  const bool out = sends(op);
+  const size_t bytes = bytes_of(out ? op->signature().tensors[0] : *op->received);
+  std::byte* const at = out ? const_cast<std::byte*>(op->in[0]) : op->out[0];
+  moving_.push_back({op, peer, id, transfer_of(out, at, bytes, {peer, id})});
   if (moving_.back().transfer->start() == Progress::kFailed) return moving_.back().transfer->status();
   return Status::ok();
 }
 
 // ---- frames
 
-Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reason) {
+Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool by_nccl) {
   Writer frame;
   frame.put(kind);
   frame.put(id);
+  if (kind == FrameKind::kMessageWanted) frame.put(by_nccl);
   if (kind == FrameKind::kMessageRefused) {
     frame.put(reason.code());
     frame.put_text(reason.text());
@@ -218,6 +249,7 @@ Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reaso
 
 Status Messages::handle(int from, FrameKind kind, Reader* in) {
   if (kind == FrameKind::kMessage) return read_announcement(from, in);
+  if (kind == FrameKind::kLinkId) return take_link_id(from, in);
   return kind == FrameKind::kMessageWithdrawn ? withdrawn(from, in) : answered(from, kind, in);
 }
 
@@ -228,6 +260,8 @@ Status Messages::read_announcement(int from, Reader* in) {
   message.from = from;
   message.id = in->get<uint32_t>();
   const bool read = read_meta(in, &message.meta);
+  message.on_device = in->get<bool>();
+  if (message.on_device) message.card = LinkCard::read_from(in);
   const auto length = in->get<uint32_t>();
   message.here = length != kElsewhere;
   if (read && message.here && length <= kEagerBytes && length == bytes_of(message.meta)) {
@@ -253,7 +287,8 @@ Status Messages::answered(int from, FrameKind kind, Reader* in) {
   if (!sent.op) {
     if (kind == FrameKind::kMessageWanted) HC_TRY(answer(from, FrameKind::kMessageWithdrawn, id, {}));
   } else if (kind == FrameKind::kMessageWanted) {
-    HC_TRY(begin_transfer(sent.op, from, id));
+    const bool by_nccl = in->get<bool>();
+    HC_TRY(sent.op->device ? begin_on_device(sent.op, from, id, by_nccl) : begin_transfer(sent.op, from, id));
   } else if (kind == FrameKind::kMessageTaken) {
     complete(sent.op, Status::ok());
   } else {
@@ -279,7 +314,9 @@ Status Messages::withdrawn(int from, Reader* in) {
 
 Status Messages::step(bool* moved) {
   for (size_t i = 0; i < moving_.size();) {
-    const Progress progress = moving_[i].transfer->step(moved);
+    if (given_up(&moving_[i])) continue;
+    const Progress progress =
+        moving_[i].on_device ? step_on_device(&moving_[i], moved) : moving_[i].transfer->step(moved);
     if (progress == Progress::kFailed) return moving_[i].transfer->status().with(moving_[i].op->describe());
     if (progress == Progress::kPending) {
       ++i;

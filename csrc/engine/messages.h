@@ -1,7 +1,7 @@
 // Send and receive between two ranks; no coordinator and no other rank is involved. A send is announced (what it is,
 // small payloads included); the receiver matches announcements with its receives, in order, by process set, source and
 // tag, and asks for the payload, which then goes straight into its place. So unexpected messages take no memory but
-// their announcements, and both sides learn when a message does not fit.
+// their announcements, and both sides learn when a message does not fit. Payloads on GPUs: messages_device.cc.
 // Thread: the thread that drives the engine. Owner: the engine.
 #pragma once
 
@@ -18,6 +18,7 @@
 #include "base/clock.h"
 #include "base/wire.h"
 #include "collective/collective.h"
+#include "collective/device_messages.h"
 #include "engine/frames.h"
 #include "engine/operation.h"
 
@@ -41,6 +42,15 @@ class Messages {
     std::function<void(Operation* op, Status status)> complete;
     std::function<bool(int rank)> has_left;                                // has said goodbye
     std::function<const std::vector<int>&(uint16_t process_set)> members;  // world ranks
+    // Messages between GPUs: their settings, the turns of all work there (`sender` and id name a message), news.
+    std::function<const DeviceOptions&()> device_options;
+    std::function<bool(int rank)> same_node;
+    std::function<void(Operation* op)> settle_device;  // something comes to the GPU that it has offered
+    std::function<void(int receiver, uint32_t id)> ask_turn;
+    std::function<bool(int sender, uint32_t id)> turn_is_granted, turn_is_next;
+    std::function<void()> turn_is_over;
+    std::function<void(const Status& reason)> device_failed;
+    std::function<void(const std::string& text)> warn;
   };
   void attach(Host host) { host_ = std::move(host); }
 
@@ -54,6 +64,11 @@ class Messages {
   // Ends what waits in a process set that is removed; payloads under way go on.
   void set_removed(uint16_t process_set, const Status& reason);
   void fail_all(const Status& reason);
+
+  // Whether this rank is an end of that message between GPUs.
+  bool expects_turn(int sender, uint32_t id) const;
+  bool waits_on_device() const;
+  DeviceLinks& links() { return links_; }
 
   size_t outstanding() const { return operations_.size(); }
   const std::vector<Operation*>& operations() const { return operations_; }  // in no order
@@ -69,6 +84,9 @@ class Messages {
     TensorMeta meta;
     bool here = false;  // the payload came with it
     std::vector<std::byte> payload;
+    bool on_device = false;
+    LinkCard card;          // of the sender's GPU
+    GpuMemoryPtr own_copy;  // of what this rank's GPU has sent to itself
   };
   struct Mailbox {  // of one process set and tag
     std::list<Announced> announced;
@@ -80,6 +98,9 @@ class Messages {
     int peer;
     uint32_t id;
     std::unique_ptr<Collective> transfer;
+    DeviceMessage* on_device = nullptr;  // the same; null: host memory
+    bool failed = false;                 // the device did, and the engine is about to
+    TimePoint doomed{};                  // since when somebody it needs has left
   };
   struct Outbox {  // to one rank
     size_t unanswered = 0, eager_bytes = 0;
@@ -97,11 +118,26 @@ class Messages {
   Status arrived(const Address& address, Announced message);
   Status match(Operation* op, Announced message);
   Status prepare(Operation* op, const Announced& message);
-  Status answer(int to, FrameKind kind, uint32_t id, const Status& reason);
+  Status answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool by_nccl = false);
   Status answered(int from, FrameKind kind, Reader* in);
   Status read_announcement(int from, Reader* in);
   Status withdrawn(int from, Reader* in);
   Status begin_transfer(Operation* op, int peer, uint32_t id);
+  std::unique_ptr<Collective> transfer_of(bool sends, std::byte* at, size_t bytes, std::pair<int, uint32_t> which);
+
+  // messages_device.cc
+  Status check_place(const Operation* op, const Announced& message) const;
+  Status prepare_on_device(Operation* op, size_t bytes);
+  void put_place(const Operation* op, Writer* frame);
+  Status begin_on_device(Operation* op, int peer, uint32_t id, bool by_nccl);
+  Result<LinkWay> choose_way_of(const Operation* op, const Announced& message);
+  Status want_link(int peer);
+  Status take_link_id(int from, Reader* in);
+  MessageTurn turn_of(bool sends, int peer, uint32_t id);
+  Status copy_own(Operation* op, Announced* message);
+  Status copy_to_self(Operation* op, const Announced& message, Operation* source);
+  Progress step_on_device(Moving* moving, bool* moved);
+  bool given_up(Moving* moving);
   void complete(Operation* op, Status status);
   void drop_waiting(const std::function<bool(const Operation*)>& which, const Status& reason);
 
@@ -111,7 +147,9 @@ class Messages {
   std::map<int, Outbox> outboxes_;
   std::unordered_map<uint32_t, Sent> sent_;  // announced, not answered
   std::vector<Moving> moving_;
-  size_t self_bytes_ = 0;  // copied, not received yet
+  DeviceLinks links_;
+  std::set<int> told_way_;  // senders of whom it was said that host memory moves what they send
+  size_t self_bytes_ = 0;   // copied, not received yet
   std::vector<Operation*> operations_;
 };
 

@@ -156,6 +156,19 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
   return {};
 }
 
+// A scatter from a GPU needs one on every rank; one from host memory asks for none.
+Agreement everybody_on_gpu(const Subject& subject, const Signature& root, std::span<const Signature* const> by_rank,
+                           const RankNames& names) {
+  for (size_t r = 0; root.device && r < by_rank.size(); ++r)
+    if (by_rank[r] && !by_rank[r]->device)
+      return refuse(Code::kMismatch,
+                    text_of(label_of(subject), ": rank ", names(root.root), " scatters a tensor on a GPU, rank ",
+                            names(static_cast<int>(r)),
+                            " takes part without one. Pass a tensor on the GPU there (an empty one will do), or give "
+                            "the root's in host memory."));
+  return {};
+}
+
 // Rows of every rank's slice: the first ranks take one more where the division leaves a rest.
 void slice_rows(int64_t rows, int size, std::vector<int64_t>* out) {
   for (int r = 0; r < size; r++) out->push_back(rows / size + (r < rows % size ? 1 : 0));
@@ -278,6 +291,7 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
   const bool by_root = subject.op == Op::kScatter && first.root >= 0 && first.root < static_cast<int>(by_rank.size());
   const Signature& s = by_root ? *by_rank[static_cast<size_t>(first.root)] : first;
   Agreement a = check_arguments(subject, s, static_cast<int>(by_rank.size()));
+  if (a.error == Code::kOk && by_root) a = everybody_on_gpu(subject, s, by_rank, names);
   if (a.error != Code::kOk) return a;
   if (!someone_joined) a = rows_of(subject, by_rank, names);
   if (a.error != Code::kOk) return a;

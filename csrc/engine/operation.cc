@@ -74,6 +74,7 @@ void Handles::recycle(Operation* op) {
   op->first_dimension.clear();
   op->rows_from.clear();
   op->received.reset();
+  op->result_on_device = false;
   op->source = -1;
   op->status = Status::ok();
   op->name_record = nullptr;

@@ -53,6 +53,7 @@ struct Operation {
   std::vector<std::shared_ptr<Memory>> results;
   std::vector<int64_t> first_dimension;
   std::vector<int64_t> rows_from;
+  bool result_on_device = false;       // the results that the core owns lie in DeviceWork
   std::optional<TensorMeta> received;  // scatter, receive: what came
   int source = -1;                     // receive: world rank of the sender
   int32_t join_rank = -1;

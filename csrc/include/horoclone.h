@@ -71,7 +71,8 @@ HC_EXPORT void hc_status_destroy(hc_status* status);
 
 /* One tensor of a request. `out` NULL: the core owns the result (sizes unknown before the agreement), see hc_result.
  * reduce and gather have a result on the root only. scatter: only the root gives a tensor, the others none. receive: a
- * tensor to receive into (`out`), or none. */
+ * tensor to receive into (`out`), or none. Who gives none and says HC_CUDA can take what comes on that GPU; what comes
+ * from host memory is in host memory all the same. */
 typedef struct hc_tensor {
   const void* in;
   void* out;
@@ -183,7 +184,9 @@ typedef struct hc_result {
   int32_t dtype;
   const int64_t* shape;
   int32_t shape_rank;
-  int32_t source; /* receive: world rank of the sender, else -1 */
+  int32_t source;       /* receive: world rank of the sender, else -1 */
+  int32_t device;       /* hc_device: where the core-owned result lies (HC_CUDA: take it with hc_copy_result) */
+  int32_t device_index; /* HC_CUDA: as CUDA numbers devices in this process; else -1 */
 } hc_result;
 HC_EXPORT hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory);
 /* Tensors on a GPU (hc_request.device = HC_CUDA): their operation is done when it has been enqueued. This makes

@@ -84,11 +84,12 @@ class Result : public Block {
         join_rank(r.join_rank),
         dtype(r.dtype),
         source(r.source),
+        device(r.device_index),
         rows_from(r.rows_from, r.rows_from + r.rows_from_count),
         shape(r.shape, r.shape + r.shape_rank) {}
   const int64_t first_dimension;
   const int join_rank;
-  const int dtype, source;
+  const int dtype, source, device;
   const std::vector<int64_t> rows_from, shape;
 };
 
@@ -430,7 +431,8 @@ void add_memory(py::module_& m) {
       .def_readonly("rows_from", &Result::rows_from)
       .def_readonly("dtype", &Result::dtype)
       .def_readonly("shape", &Result::shape)
-      .def_readonly("source", &Result::source);
+      .def_readonly("source", &Result::source)
+      .def_readonly("device", &Result::device);
 }
 
 void add_facts(py::class_<Runtime>* runtime) {

@@ -1,6 +1,7 @@
 """horoclone for CuPy: `import horoclone.cupy as hvd`. Collectives on arrays on a GPU, behind CuPy's current stream."""
 
 from horoclone.array_handles import poll, synchronize
+from horoclone.cupy.messages import irecv, isend, recv, send
 from horoclone.cupy.operations import (
     allgather,
     allgather_async,
@@ -21,6 +22,16 @@ from horoclone.cupy.operations import (
     join,
     reducescatter,
     reducescatter_async,
+)
+from horoclone.cupy.rooted import (
+    gather,
+    gather_async,
+    reduce,
+    reduce_,
+    reduce_async,
+    reduce_async_,
+    scatter,
+    scatter_async,
 )
 from horoclone.errors import (
     Aborted,
@@ -48,12 +59,13 @@ from horoclone.runtime import (
 )
 
 __all__ = [
-    "Aborted", "Adasum", "Average", "HorovodInternalError", "Max", "Min", "Mismatch", "NotInitialized", "PeerLost",
-    "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_async",
-    "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
-    "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "broadcast_object",
-    "cross_rank", "cross_size", "global_process_set", "grouped_allreduce", "grouped_allreduce_",
-    "grouped_allreduce_async", "grouped_allreduce_async_", "init", "is_initialized", "join", "local_rank",
-    "local_size", "nccl_built", "poll", "rank", "reducescatter", "reducescatter_async", "remove_process_set",
-    "shutdown", "size", "synchronize",
+    "Aborted", "Adasum", "Average", "HorovodInternalError", "Max", "Min", "Mismatch", "NotInitialized",
+    "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather",
+    "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
+    "alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
+    "broadcast_object", "cross_rank", "cross_size", "gather", "gather_async", "global_process_set",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init",
+    "irecv", "is_initialized", "isend", "join", "local_rank", "local_size", "nccl_built", "poll", "rank",
+    "recv", "reduce", "reduce_", "reduce_async", "reduce_async_", "reducescatter", "reducescatter_async",
+    "remove_process_set", "scatter", "scatter_async", "send", "shutdown", "size", "synchronize",
 ]  # fmt: skip

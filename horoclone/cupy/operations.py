@@ -15,7 +15,7 @@ import cupy
 
 from horoclone import ops, runtime
 from horoclone.array_handles import Pending, now, remember, set_id, synchronize
-from horoclone.array_memory import dtype_of, row_counts
+from horoclone.array_memory import dtype_of, numpy_dtype, received, row_counts
 from horoclone.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
@@ -27,13 +27,13 @@ Place = tuple[int, int]  # CUDA's number of the device, and the stream that was 
 _PLAIN = (1.0, 1.0)
 
 
-def _readable(array: Any) -> Array:
+def readable(array: Any) -> Array:
     found = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
     dtype_of(found)
     return cupy.ascontiguousarray(found).reshape(found.shape)  # of 0-d arrays CuPy makes 1-d ones there
 
 
-def _writable(array: Any) -> Array:
+def writable(array: Any) -> Array:
     found = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
     dtype_of(found)
     if not found.flags.c_contiguous:
@@ -45,7 +45,7 @@ def _stream(device: int) -> int:
     return int(cupy.cuda.get_current_stream(device).ptr)
 
 
-def _place(arrays: Sequence[Array]) -> Place:
+def place_of(arrays: Sequence[Array]) -> Place:
     devices = {array.device.id for array in arrays}
     if len(devices) > 1:
         raise ValueError(f"the arrays of one group lie on different GPUs: {sorted(devices)}")
@@ -53,11 +53,29 @@ def _place(arrays: Sequence[Array]) -> Place:
     return device, _stream(device)
 
 
-def _follow(native: Runtime, handle: int, place: Place) -> None:
+def current_place() -> Place:
+    """Where what comes from another GPU may be put."""
+    device = int(cupy.cuda.Device().id)
+    return device, _stream(device)
+
+
+def follow(native: Runtime, handle: int, place: Place) -> None:
     """The current stream comes behind the result, and so does the one that made the input."""
     device, submitted_on = place
     for stream in {_stream(device), submitted_on}:
         native.stream_wait(handle, stream)
+
+
+def arrived(native: Runtime, handle: int) -> Array:
+    """What another rank sent, in its dtype and shape, on the GPU where the core has it or, else, the current one."""
+    result = native.result(handle)
+    if result.device < 0:
+        return cupy.asarray(received(result))
+    place = result.device, _stream(result.device)
+    follow(native, handle, place)
+    values = cupy.empty(tuple(result.shape), numpy_dtype(result))
+    native.copy_result(handle, 0, values.data.ptr, values.nbytes, place[1])
+    return values
 
 
 def _submit(
@@ -72,14 +90,14 @@ def _submit(
     splits: list[int] | None = None,
 ) -> Pending:
     """out None: rows whose number the ranks agree on; with `splits`, also how many came from each rank."""
-    native, place = runtime.native(), _place([source])
+    native, place = runtime.native(), place_of([source])
     handle = native.submit(
         op, name, source.data.ptr, 0 if out is None else out.data.ptr, source.shape, dtype_of(source), reduce,
         *scales, root, set_id(process_set), splits, 0, *place,
     )  # fmt: skip
 
     def finish(native: Runtime, handle: int) -> Any:
-        _follow(native, handle, place)
+        follow(native, handle, place)
         if out is not None:
             return out
         result = native.result(handle)
@@ -101,7 +119,7 @@ def _group(
     native = runtime.native()
     if not sources:
         return Pending(native, 0, None, lambda native, handle: [])
-    place = _place([*sources, *outs])
+    place = place_of([*sources, *outs])
     handle = native.submit_group(
         ops.ALLREDUCE, name, [array.data.ptr for array in sources], [out.data.ptr for out in outs],
         [array.shape for array in sources], [dtype_of(array) for array in sources], reduce, *scales, 0,
@@ -109,7 +127,7 @@ def _group(
     )  # fmt: skip
 
     def finish(native: Runtime, handle: int) -> list[Array]:
-        _follow(native, handle, place)
+        follow(native, handle, place)
         return list(outs)
 
     return Pending(native, handle, (sources, outs), finish)
@@ -137,7 +155,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As allreduce; returns a handle at once. Do not change the array before it is done."""
-    source, scales = _readable(array), (prescale_factor, postscale_factor)
+    source, scales = readable(array), (prescale_factor, postscale_factor)
     out = cupy.empty_like(source)
     return remember(_allreduce(source, out, average, name, op, scales, process_set))
 
@@ -152,7 +170,7 @@ def allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """Reduces arrays of one shape and dtype over all ranks into a new array. Default op: Average."""
-    source, scales = _readable(array), (prescale_factor, postscale_factor)
+    source, scales = readable(array), (prescale_factor, postscale_factor)
     out = cupy.empty_like(source)
     return now(_allreduce(source, out, average, name, op, scales, process_set))
 
@@ -167,7 +185,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As allreduce_; returns a handle at once. Do not touch the array before it is done."""
-    target, scales = _writable(array), (prescale_factor, postscale_factor)
+    target, scales = writable(array), (prescale_factor, postscale_factor)
     return remember(_allreduce(target, target, average, name, op, scales, process_set))
 
 
@@ -181,7 +199,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """As allreduce, with the result in the array itself, which is returned."""
-    target, scales = _writable(array), (prescale_factor, postscale_factor)
+    target, scales = writable(array), (prescale_factor, postscale_factor)
     now(_allreduce(target, target, average, name, op, scales, process_set))
     return array
 
@@ -196,7 +214,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As grouped_allreduce; returns one handle for the group at once."""
-    sources, scales = [_readable(array) for array in arrays], (prescale_factor, postscale_factor)
+    sources, scales = [readable(array) for array in arrays], (prescale_factor, postscale_factor)
     outs = [cupy.empty_like(source) for source in sources]
     return remember(_group(sources, outs, name, ops.resolve_reduce(average, op), scales, process_set))
 
@@ -211,7 +229,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """Reduces several arrays on one GPU as one operation: none of them before all are ready on every rank."""
-    sources, scales = [_readable(array) for array in arrays], (prescale_factor, postscale_factor)
+    sources, scales = [readable(array) for array in arrays], (prescale_factor, postscale_factor)
     outs = [cupy.empty_like(source) for source in sources]
     pending = _group(sources, outs, name, ops.resolve_reduce(average, op), scales, process_set)
     return now(pending)  # type: ignore[no-any-return]
@@ -227,7 +245,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As grouped_allreduce_; returns one handle for the group at once."""
-    targets, scales = [_writable(array) for array in arrays], (prescale_factor, postscale_factor)
+    targets, scales = [writable(array) for array in arrays], (prescale_factor, postscale_factor)
     return remember(_group(targets, targets, name, ops.resolve_reduce(average, op), scales, process_set))
 
 
@@ -241,13 +259,13 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Array]:
     """As grouped_allreduce, with the results in the arrays themselves."""
-    targets, scales = [_writable(array) for array in arrays], (prescale_factor, postscale_factor)
+    targets, scales = [writable(array) for array in arrays], (prescale_factor, postscale_factor)
     pending = _group(targets, targets, name, ops.resolve_reduce(average, op), scales, process_set)
     return now(pending)  # type: ignore[no-any-return]
 
 
 def _allgather(array: Any, name: str | None, process_set: ProcessSet) -> Pending:
-    return _submit(ops.ALLGATHER, name, _readable(array), None, ops.Sum, _PLAIN, 0, process_set)
+    return _submit(ops.ALLGATHER, name, readable(array), None, ops.Sum, _PLAIN, 0, process_set)
 
 
 def allgather_async(array: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> int:
@@ -269,7 +287,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As reducescatter; returns a handle at once."""
-    source, scales = _readable(array), (prescale_factor, postscale_factor)
+    source, scales = readable(array), (prescale_factor, postscale_factor)
     if source.ndim == 0:
         raise ValueError("reducescatter needs an array with a first dimension to scatter; this one is 0-d")
     reduce = ops.resolve_reduce(None, op)
@@ -290,7 +308,7 @@ def reducescatter(
 
 def _alltoall(array: Any, splits: Any, name: str | None, process_set: ProcessSet) -> Pending:
     rows = row_counts(splits, "alltoall")
-    return _submit(ops.ALLTOALL, name, _readable(array), None, ops.Sum, _PLAIN, 0, process_set, rows)
+    return _submit(ops.ALLTOALL, name, readable(array), None, ops.Sum, _PLAIN, 0, process_set, rows)
 
 
 def alltoall_async(
@@ -320,7 +338,7 @@ def broadcast_async(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As broadcast; returns a handle at once."""
-    source = _readable(array)
+    source = readable(array)
     return remember(_broadcast(source, cupy.empty_like(source), root_rank, name, process_set))
 
 
@@ -328,7 +346,7 @@ def broadcast(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
-    source = _readable(array)
+    source = readable(array)
     return now(_broadcast(source, cupy.empty_like(source), root_rank, name, process_set))
 
 
@@ -336,7 +354,7 @@ def broadcast_async_(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
     """As broadcast_; returns a handle at once."""
-    target = _writable(array)
+    target = writable(array)
     return remember(_broadcast(target, target, root_rank, name, process_set))
 
 
@@ -344,7 +362,7 @@ def broadcast_(
     array: Any, root_rank: int, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """As broadcast, into the array itself, which is returned."""
-    target = _writable(array)
+    target = writable(array)
     now(_broadcast(target, target, root_rank, name, process_set))
     return array
 

@@ -24,8 +24,8 @@ from horoclone.torch.c10d_facts import BACKEND, GroupFacts
 from horoclone.torch.c10d_meeting import connect, install_rendezvous, missing_at_barrier
 from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
 from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
-from horoclone.torch.gpu import HOST, place_of, place_of_all, rows_of, to_host
-from horoclone.torch.tensors import NUMBER_OF, address_of, from_result
+from horoclone.torch.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
+from horoclone.torch.tensors import NUMBER_OF, address_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -94,12 +94,14 @@ class HorocloneGroup(GroupFacts):
     def _submit(
         self, op: int, source: torch.Tensor | None, target: torch.Tensor | None, *, reduce: int = ops.Sum,
         prescale: float = 1.0, root: int = 0, splits: Sequence[int] | None = None, outputs: Tensors = (),
-        kept: Any = None, finish: Finish | None = None,
+        kept: Any = None, finish: Finish | None = None, place: Place | None = None,
     ) -> Work:  # fmt: skip
-        """source None: scatter, not on the root. target None: the core owns the result, and `finish` copies it."""
+        """source None: scatter, not on the root; place says where this rank takes its share. target None: the core owns
+        the result, and `finish` copies it."""
         given = (0, None, 0) if source is None else (address_of(source), source.shape, number_at(source))
         address, shape, number = given
-        place = HOST if source is None else place_of(source)
+        if place is None or source is not None:
+            place = HOST if source is None else place_of(source)
         handle = self._native().submit(
             op, None, address, 0 if target is None else address_of(target), shape, number, reduce, prescale, 1.0,
             root, 0, splits, 0, *place,
@@ -321,14 +323,15 @@ class HorocloneGroup(GroupFacts):
                 raise ValueError(
                     f"scatter: needs {self._size} tensors, that of rank {self._rank} with {output.numel()} elements"
                 )
-            data, splits = to_host(torch.cat(parts)), [part.numel() for part in parts]  # host memory moves it
+            data, splits = torch.cat(parts), [part.numel() for part in parts]
 
         def finish(runtime: Runtime, handle: int) -> None:
-            copy_apart(from_result(runtime.result(handle), (), torch.uint8), [output])
+            copy_apart(arrived(runtime, handle), [output])
 
         return self._submit(
-            ops.SCATTER, data, None, root=opts.rootRank, splits=splits, outputs=[output], finish=finish
-        )
+            ops.SCATTER, data, None, root=opts.rootRank, splits=splits, outputs=[output], finish=finish,
+            place=place_of(output),
+        )  # fmt: skip
 
     def alltoall_base(
         self,
@@ -421,28 +424,24 @@ class HorocloneGroup(GroupFacts):
     def _message(self, op: int, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = listed(tensors)
         data = tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
-        number, sends, apart = number_at(data), op == ops.SEND, place_of(data) is not HOST
-        if apart:  # through host memory
-            data = to_host(data) if sends else torch.empty(data.shape, dtype=data.dtype)
-        address = address_of(data)
+        number, sends, place, address = number_at(data), op == ops.SEND, place_of(data), address_of(data)
         handle = self._native().submit(
             op, None, address if sends else 0, 0 if sends else address, data.shape, number, ops.Sum, 1.0, 1.0,
-            peer, 0, None, tag,
+            peer, 0, None, tag, *place,
         )  # fmt: skip
 
         def finish(runtime: Runtime, handle: int) -> None:
             work._source = runtime.result(handle).source
-            if apart and not sends:
-                copy_apart(data, [tensor] if data.dtype is tensor.dtype else [as_bytes(tensor)])
 
         work = self._work(
             handle,
             [tensor],
             data,
-            finish if peer < 0 or (apart and not sends) else None,
+            finish if peer < 0 else None,
             f"{'send to' if sends else 'recv from'} {'any rank' if peer < 0 else f'rank {peer}'}",
             is_ordered=False,
             source=peer,
+            place=place,
         )
         return work
 

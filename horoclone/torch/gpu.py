@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import Unsupported
-from horoclone.torch.tensors import address_of, from_result
+from horoclone.torch.tensors import address_of, dtype_of, from_result, received
 
 if TYPE_CHECKING:
     from horoclone._core import DeviceBlock, Runtime
@@ -58,6 +58,16 @@ def place_to_join(device: int) -> Place:
     return HOST if device < 0 or not torch.cuda.is_available() else (device, 0)
 
 
+def place_to_receive(beside: torch.Tensor | None = None) -> Place:
+    """Where what comes from another GPU may be put: beside that tensor, else on the current GPU, if torch uses any."""
+    if beside is not None:
+        return place_of(beside)
+    if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
+        return HOST
+    device = torch.cuda.current_device()
+    return device, _stream_now(device)
+
+
 def is_capturing() -> bool:
     """Whether what the current stream is given goes into a CUDA graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
@@ -85,9 +95,9 @@ def shared_with(block: DeviceBlock, like: torch.Tensor, dtype: torch.dtype) -> t
     return torch.as_tensor(block, device=like.device).view(dtype)
 
 
-def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory. The host waits for it."""
-    return tensor.detach().cpu()
+def memory_on(device: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    """New memory on that GPU; not written yet."""
+    return torch.empty(shape, dtype=dtype, device=torch.device("cuda", device))
 
 
 def to_gpu(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
@@ -169,3 +179,15 @@ def rows_like(tensor: torch.Tensor, place: Place) -> Maker:
         return rows, torch.tensor(result.rows_from, dtype=torch.int32)
 
     return make
+
+
+def arrived(runtime: Runtime, handle: int, index: int = 0) -> torch.Tensor:
+    """What another rank sent, in its dtype and shape: on the GPU if the core has it there, else in host memory."""
+    result = runtime.result(handle, index)
+    if result.device < 0:
+        return received(result)
+    values = memory_on(result.device, result.shape, dtype_of(result))
+    follow(runtime, handle, (result.device, _stream_now(result.device)))
+    size = values.numel() * values.element_size()
+    runtime.copy_result(handle, index, address_of(values), size, _stream_now(result.device))
+    return values

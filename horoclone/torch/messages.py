@@ -3,8 +3,8 @@
 Only the two ranks take part; collectives are neither needed nor delayed, and a rank that has joined may still do it.
 Messages match in order by process set, sender and tag. A send is done when its receiver has matched it and the data
 have left, so two ranks that both send first, blocking, wait for each other: use isend. Only what a rank sends to itself
-is copied (up to 64 MiB) and done at once. Tensors on GPUs travel through host memory: isend waits for the copy there,
-the receiver's copy comes with synchronize. Gradients do not travel. Thread: the caller's.
+is copied (up to 64 MiB) and done at once. Between GPUs a message is done when both ends have enqueued it; the host does
+not wait for the GPU. Gradients do not travel. Thread: the caller's.
 """
 
 # mypy: disable-error-code="no-any-return"
@@ -17,9 +17,9 @@ import torch
 from horoclone.ops import RECEIVE, SEND, Sum, peer_number
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.gpu import to_host
+from horoclone.torch.gpu import arrived, behind, place_of, place_to_receive
 from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, number_of, received
+from horoclone.torch.tensors import ON_GPU, address_of, number_of
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
@@ -32,13 +32,17 @@ def _number_of(tensor: Any, what: str) -> int:
 
 def isend(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
     """As send; returns a handle at once. Do not change the tensor before it is done."""
-    dtype, to, runtime = _number_of(tensor, "send"), peer_number(dst, "dst"), native()
-    if dtype >= ON_GPU:
-        tensor, dtype = to_host(tensor), dtype - ON_GPU
+    dtype, to, runtime, place = (
+        _number_of(tensor, "send"),
+        peer_number(dst, "dst"),
+        native(),
+        place_of(tensor),
+    )
     handle = runtime.submit(
-        SEND, None, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, to, set_id(process_set), None, tag
+        SEND, None, address_of(tensor), 0, tensor.shape, dtype % ON_GPU, Sum, 1.0, 1.0, to, set_id(process_set),
+        None, tag, *place,
     )  # fmt: skip
-    return remember(runtime, handle, None, tensor)
+    return remember(runtime, handle, None, tensor, behind(place, None))
 
 
 def send(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> None:
@@ -60,21 +64,11 @@ def irecv(
     peer, runtime = peer_number(src, "src"), native()
     rest = (Sum, 1.0, 1.0, peer, set_id(process_set), None, tag)
     if tensor is None:
-        handle = runtime.submit(RECEIVE, None, 0, 0, None, 0, *rest)
-        return remember(runtime, handle, None, None, lambda rt, h: received(rt.result(h)))
-    dtype = _number_of(tensor, "recv")
-    if dtype >= ON_GPU:
-        arrived, target = torch.empty(tensor.shape, dtype=tensor.dtype), tensor.detach()
-        place = address_of(arrived)
-        handle = runtime.submit(RECEIVE, None, 0, place, arrived.shape, dtype - ON_GPU, *rest)
-
-        def put(_: Any, __: int) -> torch.Tensor:
-            target.copy_(arrived)
-            return tensor
-
-        return remember(runtime, handle, tensor, (tensor, arrived), put)
-    handle = runtime.submit(RECEIVE, None, 0, address_of(tensor), tensor.shape, dtype, *rest)
-    return remember(runtime, handle, tensor, tensor)
+        handle = runtime.submit(RECEIVE, None, 0, 0, None, 0, *rest, *place_to_receive())
+        return remember(runtime, handle, None, None, arrived)
+    dtype, place = _number_of(tensor, "recv"), place_of(tensor)
+    handle = runtime.submit(RECEIVE, None, 0, address_of(tensor), tensor.shape, dtype % ON_GPU, *rest, *place)
+    return remember(runtime, handle, tensor, tensor, behind(place, tensor))
 
 
 def recv(
@@ -85,7 +79,8 @@ def recv(
 ) -> torch.Tensor:
     """Receives from rank src (a world rank; None: from whoever sends first) into `tensor`, which is returned.
 
-    The tensor must have the sender's dtype and number of elements. Without one a new tensor of the sender's shape and
-    dtype is made, in host memory. Errors as those of send.
+    The tensor must have the sender's dtype and number of elements, and lie on a GPU if the sender's does. Without one a
+    new tensor of the sender's shape and dtype is made: what comes from a GPU is on the current GPU, if torch uses one
+    here, else in host memory. Errors as those of send.
     """
     return synchronize(irecv(tensor, src, tag, process_set))

@@ -15,9 +15,9 @@ import torch
 from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.gpu import HOST, place_of, to_gpu, to_host
+from horoclone.torch.gpu import HOST, arrived, place_of, place_to_receive, to_gpu
 from horoclone.torch.handles import remember, set_id, start_on_gpu, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of, received
+from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of
 
 __all__ = [
     "gather", "gather_async", "reduce", "reduce_", "reduce_async", "reduce_async_", "scatter", "scatter_async",
@@ -191,27 +191,39 @@ def scatter_async(
     runtime = native()
     rest = (Sum, 1.0, 1.0, root_rank, set_id(process_set))
     if runtime.rank != root_rank:
-        handle = runtime.submit(SCATTER, name, 0, 0, None, 0, *rest)
-    elif not isinstance(tensor, torch.Tensor):
+        beside = tensor if isinstance(tensor, torch.Tensor) else None
+        handle = runtime.submit(SCATTER, name, 0, 0, None, 0, *rest, None, 0, *place_to_receive(beside))
+        return remember(runtime, handle, None, tensor, _share_beside(beside))
+    if not isinstance(tensor, torch.Tensor):
         raise ValueError(
             f"scatter: rank {root_rank} is the root and must pass the tensor to scatter, not "
             f"{type(tensor).__name__}"
         )
-    else:
-        dtype, counts = number_of(tensor, name, True), _row_counts(splits)
-        given = tensor if dtype < ON_GPU else to_host(tensor)
-        handle = runtime.submit(
-            SCATTER, name, address_of(given), 0, given.shape, dtype % ON_GPU, *rest, counts
-        )
-        return remember(runtime, handle, None, given, _share_beside(tensor))
+    dtype, counts = number_of(tensor, name, True), _row_counts(splits)
+    handle = runtime.submit(
+        SCATTER,
+        name,
+        address_of(tensor),
+        0,
+        tensor.shape,
+        dtype % ON_GPU,
+        *rest,
+        counts,
+        0,
+        *place_of(tensor),
+    )
     return remember(runtime, handle, None, tensor, _share_beside(tensor))
 
 
 def _share_beside(tensor: torch.Tensor | None) -> Callable[[Any, int], torch.Tensor]:
-    """What arrived; on the GPU of the tensor that this rank passed, if that lies on one."""
-    if tensor is None or place_of(tensor) is HOST:
-        return lambda runtime, handle: received(runtime.result(handle))
-    return lambda runtime, handle: to_gpu(received(runtime.result(handle)), tensor)
+    """What arrived, where the root's tensor lies or, if that is in host memory, the one that this rank passed."""
+
+    def make(runtime: Any, handle: int) -> torch.Tensor:
+        share = arrived(runtime, handle)
+        apart = tensor is not None and place_of(tensor) is not HOST and place_of(share) is HOST
+        return to_gpu(share, tensor) if apart else share
+
+    return make
 
 
 def scatter(
@@ -224,9 +236,10 @@ def scatter(
     """This rank's share of the rows of rank root_rank's tensor: splits[r] rows for the r-th rank of the process set.
 
     Without splits the shares are equal, the first ranks get one row more if uneven. The root passes tensor and splits;
-    the others may pass None and get the root's dtype; who passes a tensor on a GPU gets the share there (it travels
-    through host memory). Differentiable where every rank passes a tensor that requires
-    its gradient (the others any: `torch.empty(0, requires_grad=True)`): the root gets the shares' gradients.
+    the others may pass None and get the root's dtype. From a GPU the shares go to GPUs: to that of the tensor that a
+    rank passes, or to the current one if it passes None; Mismatch where a rank has none. Differentiable where every
+    rank passes a tensor that requires its gradient (the others any: `torch.empty(0, requires_grad=True)`): the root
+    gets the shares' gradients.
     """
     if _with_gradient(tensor):
         from horoclone.torch.autograd_rooted import Scatter

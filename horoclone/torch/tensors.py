@@ -94,13 +94,19 @@ def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> tor
     return torch.frombuffer(result, dtype=dtype).view(shape)
 
 
-def received(result: Result) -> torch.Tensor:
-    """What another rank sent, in its dtype and shape, over the core's memory, which the tensor keeps alive."""
+def dtype_of(result: Result) -> torch.dtype:
+    """Of what another rank sent."""
     dtype = _DTYPE_OF.get(result.dtype)
     if dtype is None:
         raise Unsupported(
             f"what arrived has a dtype that torch {torch.__version__} lacks: uint16 came with 2.3"
         )
+    return dtype
+
+
+def received(result: Result) -> torch.Tensor:
+    """What another rank sent, in its dtype and shape, over the core's memory, which the tensor keeps alive."""
+    dtype = dtype_of(result)
     if result.nbytes == 0:
         return torch.empty(result.shape, dtype=dtype)
     return torch.frombuffer(result, dtype=dtype).view(result.shape)

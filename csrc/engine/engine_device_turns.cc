@@ -1,0 +1,137 @@
+// Who gives work on GPUs its turn, and how turns travel: rank 0 of the world orders batches of all process sets and
+// messages, all ranks follow (see engine_device.cc). Where all ranks share memory the turns go through rank 0's lane;
+// else in frames, along the way that plans of the global set go, so that neither overtakes the other.
+#include <algorithm>
+
+#include "engine/engine.h"
+
+namespace hc {
+
+namespace {
+
+uint32_t device_batches_in(const Plan& plan) {
+  return static_cast<uint32_t>(std::count_if(plan.batches.begin(), plan.batches.end(), [](const PlanBatch& batch) {
+    return batch.on_device && batch.error == Code::kOk;
+  }));
+}
+
+}  // namespace
+
+// On rank 0, turns that travel in shared memory. In the same step in which they were given: it may be the last one for
+// a while.
+void Engine::pass_turns_on() {
+  if (!device_turns_.kept_back()) return;
+  if (!device_turns_.pass_on(left_)) waits_on_device_ = true;
+  wake_readers(*sets_[0]);
+}
+
+bool Engine::has_part_in(const DeviceTurn& turn) const {
+  if (turn.set == kMessageStream) return messages_.expects_turn(turn.sender, static_cast<uint32_t>(turn.bucket));
+  const ProcessSet* set = find_set(turn.set);
+  return set && set->group_rank >= 0;
+}
+
+// On the others.
+void Engine::take_turns(bool* moved) {
+  if (device_turns_.take([this](const DeviceTurn& turn) { return has_part_in(turn); })) *moved = true;
+}
+
+// Called with each plan of the global set on every rank, and with plans of other sets on their coordinator.
+void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
+  const uint32_t count = device_batches_in(plan);
+  if (!count) return;
+  if (set.id == 0 && !device_turns_.in_memory()) {
+    device_turns_.add({0}, count);
+  } else if (mesh_->rank() == 0) {
+    grant_device_turns(set.id, count);
+  } else if (set.id != 0) {
+    frame_.clear();
+    frame_.put(FrameKind::kDeviceAsk);
+    frame_.put(set.id);
+    frame_.put(count);
+    if (Status sent = send_frame(0, false); !sent.is_ok()) fail_everything(sent);
+  }
+}
+
+// On rank 0 of the world.
+void Engine::grant_device_turns(uint16_t id, uint32_t count) {
+  ProcessSet* set = find_set(id);
+  if (!set) return;
+  if (device_turns_.in_memory()) return device_turns_.give({id}, count, set->group_rank >= 0);
+  for (const int r : set->ranks) {
+    if (r == mesh_->rank())
+      device_turns_.add({id}, count);
+    else if (!left_[r])
+      if (Status sent = pass_turn_to(r, {id}, count); !sent.is_ok()) return fail_everything(sent);
+  }
+}
+
+// On the sender of a message that both ends are ready for.
+void Engine::ask_message_turn(int receiver, uint32_t id) {
+  if (mesh_->rank() == 0) return grant_message_turn(0, receiver, id);
+  frame_.clear();
+  frame_.put(FrameKind::kMessageAsk);
+  frame_.put(static_cast<int32_t>(receiver));
+  frame_.put(id);
+  if (Status sent = send_frame(0, false); !sent.is_ok()) fail_everything(sent);
+}
+
+// On rank 0 of the world.
+void Engine::grant_message_turn(int sender, int receiver, uint32_t id) {
+  const DeviceTurn turn{kMessageStream, static_cast<int32_t>(id), static_cast<uint16_t>(sender)};
+  const int me = mesh_->rank();
+  if (device_turns_.in_memory()) return device_turns_.give(turn, 1, me == sender || me == receiver);
+  for (const int r : {sender, receiver}) {
+    if (r == me)
+      device_turns_.add(turn, 1);
+    else if (!left_[r])
+      if (Status sent = pass_turn_to(r, turn, 1); !sent.is_ok()) return fail_everything(sent);
+  }
+}
+
+// To that rank, or to the next one on the way there.
+Status Engine::pass_turn_to(int rank, const DeviceTurn& turn, uint32_t count) {
+  const auto& tree = sets_[0]->tree;
+  const int next = tree ? tree->child_towards(mesh_->rank(), rank) : rank;
+  if (next < 0) return error(Code::kInternal, "a turn on devices for rank ", rank, " went astray");
+  frame_.clear();
+  frame_.put(FrameKind::kDeviceTurn);
+  frame_.put(static_cast<int32_t>(rank));
+  frame_.put(word_of(turn));
+  frame_.put(count);
+  return send_frame(next, false);
+}
+
+Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {
+  constexpr uint32_t kMost = 1u << 16;
+  if (kind == FrameKind::kDeviceTurn) return take_turn_frame(from, in);
+  if (kind == FrameKind::kMessageAsk) {
+    const auto receiver = in->get<int32_t>();
+    const auto id = in->get<uint32_t>();
+    if (!in->ok() || receiver < 0 || receiver >= mesh_->size() || mesh_->rank() != 0)
+      return error(Code::kInternal, "a broken frame about a message between devices");
+    grant_message_turn(from, receiver, id);
+    return Status::ok();
+  }
+  const auto id = in->get<uint16_t>();
+  const auto count = in->get<uint32_t>();
+  if (!in->ok() || count > kMost) return error(Code::kInternal, "a broken frame about turns on devices");
+  const ProcessSet* set = find_set(id);
+  if (mesh_->rank() == 0 && set && set->coordinator_rank() == from) grant_device_turns(id, count);
+  return Status::ok();
+}
+
+Status Engine::take_turn_frame(int from, Reader* in) {
+  constexpr uint32_t kMost = 1u << 16;
+  const auto to = in->get<int32_t>();
+  const DeviceTurn turn = hc::turn_of(in->get<uint64_t>());
+  const auto count = in->get<uint32_t>();
+  if (!in->ok() || count > kMost || to < 0 || to >= mesh_->size())
+    return error(Code::kInternal, "a broken frame about turns on devices");
+  if (from != sets_[0]->above()) return Status::ok();
+  if (to != mesh_->rank()) return left_[static_cast<size_t>(to)] ? Status::ok() : pass_turn_to(to, turn, count);
+  if (has_part_in(turn)) device_turns_.add(turn, count);
+  return Status::ok();
+}
+
+}  // namespace hc
