@@ -73,7 +73,8 @@ void Engine::ask_message_turn(int receiver, uint32_t id) {
   frame_.put(FrameKind::kMessageAsk);
   frame_.put(static_cast<int32_t>(receiver));
   frame_.put(id);
-  if (Status sent = send_frame(0, false); !sent.is_ok()) fail_everything(sent);
+  // Not fail_everything: a message is on its way up the stack.
+  if (Status sent = send_frame(0, false); !sent.is_ok()) device_failed(sent);
 }
 
 // On rank 0 of the world.
@@ -85,7 +86,7 @@ void Engine::grant_message_turn(int sender, int receiver, uint32_t id) {
     if (r == me)
       device_turns_.add(turn, 1);
     else if (!left_[r])
-      if (Status sent = pass_turn_to(r, turn, 1); !sent.is_ok()) return fail_everything(sent);
+      if (Status sent = pass_turn_to(r, turn, 1); !sent.is_ok()) return device_failed(sent);
   }
 }
 

@@ -41,6 +41,10 @@ Result<LinkWay> Messages::choose_way_of(const Operation* op, const Announced& me
   links_.use(op->device->gpu, host_.device_options());
   const LinkCard mine = links_.card();
   way = choose_way(message.card, mine, host_.same_node(message.from));
+  if (way.by_nccl && host_.has_left(0)) {
+    way.by_nccl = false;
+    way.reason = "rank 0, which orders the work of NCCL, has shut down";
+  }
   const bool wished = mine.operations == GpuOperations::kHost || mine.operations == GpuOperations::kPeers;
   if (!way.by_nccl && way.refusal.is_ok() && !wished && told_way_.insert(message.from).second)
     host_.warn(text_of("messages from the GPU of rank ", message.from,
@@ -133,22 +137,24 @@ Progress Messages::step_on_device(Moving* moving, bool* moved) {
   return Progress::kPending;
 }
 
-// Nobody will give it a turn any more, or its other end has gone before it asked for one.
+// Without its other end, which has gone before it asked for a turn, a message is given up; without rank 0, which can
+// give no more turns, it goes through host memory. True: `moving` is no more.
 bool Messages::given_up(Moving* moving) {
   if (!moving->on_device || moving->failed || !moving->on_device->may_be_given_up()) return false;
-  const bool unordered = host_.has_left(0);
+  const bool unordered = host_.has_left(0), alone = host_.has_left(moving->peer);
   const bool counted_on = sends(moving->op) && moving->on_device->has_asked();
-  if (!unordered && (counted_on || !host_.has_left(moving->peer))) return false;
+  if (!unordered && (counted_on || !alone)) return false;
   const TimePoint now = Clock::now();
   if (moving->doomed == TimePoint{}) moving->doomed = now;
   if (seconds_between(moving->doomed, now) < kGraceS) return false;
   Operation* op = moving->op;
-  const int culprit = unordered ? 0 : moving->peer;
+  const int peer = moving->peer;
+  const uint32_t id = moving->id;
   moving_.erase(moving_.begin() + (moving - moving_.data()));
-  complete(op, Status(Code::kAborted,
-                      text_of(op->describe(), ": rank ", culprit, " has shut down",
-                              unordered ? ", and it orders the work on GPUs" : ""),
-                      culprit));
+  if (alone)
+    complete(op, Status(Code::kAborted, text_of(op->describe(), ": it has shut down"), peer));
+  else if (Status begun = begin_on_device(op, peer, id, false); !begun.is_ok())
+    host_.device_failed(begun);
   return true;
 }
 
@@ -191,7 +197,7 @@ Status Messages::copy_to_self(Operation* op, const Announced& message, Operation
   Gpu& gpu = *op->device->gpu;
   auto stream = links_.to(host_.rank).stream();
   HC_TRY(stream.status());
-  HC_TRY(gpu.wait(stream.value(), ready_of(op)));
+  if (const CuEvent ready = ready_of(op)) HC_TRY(gpu.wait(stream.value(), ready));
   if (source) HC_TRY(gpu.wait(stream.value(), ready_of(source)));
   const std::byte* from = source ? source->in[0] : message.own_copy->data();
   HC_TRY(gpu.copy(reinterpret_cast<CuPointer>(op->out[0]), reinterpret_cast<CuPointer>(from), bytes, stream.value()));

@@ -2,7 +2,9 @@
 // would deadlock if it were launched in each rank's own order, ends that do not fit, aborts.
 #include <doctest/doctest.h>
 
+#include <atomic>
 #include <numeric>
+#include <thread>
 
 #include "tests/gpu_double.h"
 #include "tests/locked_checks.h"
@@ -177,24 +179,35 @@ TEST_CASE("double of CUDA and NCCL: rings, crossed orders, tags and collectives 
 }
 
 TEST_CASE("double of CUDA and NCCL: turns of messages travel along the tree of ranks on several nodes") {
-  World world(5, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}, {"HOROCLONE_CONTROL_FANOUT", "1"}}));
-  world.on_nodes({"a", "b", "b", "c", "c"});
+  World world(4, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}, {"HOROCLONE_CONTROL_FANOUT", "1"}}));
+  world.on_nodes({"a", "b", "b", "c"});
   on_gpus(world, [](Rank& self, int rank) {
     int32_t* out = self.gpu.tensor(numbers(3000, rank));
     int32_t* in = self.place(3000);
-    for (int step = 1; step < 5; ++step) {
-      const int64_t sent = self.send(out, 3000, (rank + step) % 5);
+    for (int step = 1; step < 4; ++step) {
+      const int64_t sent = self.send(out, 3000, (rank + step) % 4);
       int32_t* total = self.gpu.tensor(Values(10, 1));
       CHECK_OK(self.sum(text_of("sum ", step), total, 10));
-      const int64_t got = self.receive(in, 3000, (rank + 5 - step) % 5);
+      const int64_t got = self.receive(in, 3000, (rank + 4 - step) % 4);
       CHECK_OK(self.ends(got));
       CHECK_OK(self.ends(sent));
-      const bool right = self.gpu.read(in, 3000) == numbers(3000, (rank + 5 - step) % 5);
-      const bool summed = self.gpu.read(total, 10) == Values(10, 5);
+      const bool right = self.gpu.read(in, 3000) == numbers(3000, (rank + 4 - step) % 4);
+      const bool summed = self.gpu.read(total, 10) == Values(10, 4);
       CHECK_LOCKED(right);
       CHECK_LOCKED(summed);
     }
   });
+}
+
+TEST_CASE("double of CUDA and NCCL: messages arrive also after rank 0, which orders them, has shut down") {
+  for (const bool shared : {true, false}) {
+    CAPTURE(shared);
+    World world(3,
+                gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}, {"HOROCLONE_SHARED_MEMORY", shared ? "1" : "0"}}));
+    on_gpus(world, [](Rank& self, int rank) {
+      for (int i = 0; rank && i < 50; ++i) exchange(self, 3 - rank, rank);
+    });
+  }
 }
 
 TEST_CASE("double of CUDA and NCCL: a receive without a tensor takes what comes, from anybody and from itself") {
@@ -299,10 +312,13 @@ TEST_CASE("double of CUDA and NCCL: an abort ends messages that wait and those t
   for (const bool matched : {false, true}) {
     CAPTURE(matched);
     World world(2, gpu_settings());
+    std::atomic<bool> submitted{false};
     on_gpus(world, [&](Rank& self, int rank) {
       exchange(self, 1 - rank, rank);
       int32_t* data = self.gpu.tensor(numbers(10, 0));
       const int64_t handle = rank == 0 ? self.send(data, 10, 1) : matched ? self.receive(data, 10, 0) : 0;
+      if (rank == 0) submitted.store(true);
+      while (!submitted.load()) std::this_thread::yield();
       if (rank == 1) {
         self.engine.abort("rank 1 raised ValueError: bad batch");
         if (matched) (void)self.ends(handle);
