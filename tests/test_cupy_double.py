@@ -151,9 +151,37 @@ def operations() -> None:
 
         mixed = cupy.array(np.ones(3)) if rank == 0 else np.ones(3)
         (hvd if rank == 0 else horoclone).allreduce(mixed, name="mixed")
+    rooted_and_messages(cupy, hvd)
     if rank == 1:
         assert hvd.allreduce(cupy.array(np.ones(2)), op=hvd.Sum, name="alone").get().tolist() == [1.0, 1.0]
     assert hvd.join() == 1
+
+
+def rooted_and_messages(cupy: Any, hvd: Any) -> None:
+    rank = hvd.rank()
+    total = hvd.reduce(cupy.array(np.full(3, rank + 1.0)), 1, op=hvd.Sum)
+    assert (total is None) == (rank == 0) and (rank == 0 or total.get().tolist() == [3.0] * 3)
+    least = cupy.array(np.full(3, rank + 1.0))
+    assert hvd.synchronize(hvd.reduce_async_(least, 0, op=hvd.Max)) is least
+    assert least.get().tolist() == [2.0] * 3
+    rows = hvd.gather(cupy.array(np.full((rank + 1, 2), rank, np.int16)), 0)
+    assert (rows is None) == (rank == 1)
+    if rank == 0:
+        assert rows.dtype == np.int16 and rows.get().tolist() == [[0, 0], [1, 1], [1, 1]]
+    share = hvd.scatter(cupy.array(np.arange(8.0).reshape(4, 2)) if rank == 1 else None, 1, [3, 1])
+    assert share.get().tolist() == ([[0, 1], [2, 3], [4, 5]] if rank == 0 else [[6, 7]])
+    place = cupy.array(np.zeros(5000, np.int64))
+    sent, got = hvd.isend(cupy.array(np.arange(5000) + rank), 1 - rank), hvd.irecv(place, 1 - rank)
+    assert hvd.synchronize(got) is place and hvd.synchronize(sent) is None
+    np.testing.assert_array_equal(place.get(), np.arange(5000) + 1 - rank)
+    foreign = types.SimpleNamespace(owner=cupy.array(np.zeros(3, np.float32)))
+    if rank == 0:
+        hvd.send(cupy.array(np.ones((2, 3), np.float16)), 1, tag=4)
+        assert hvd.recv(foreign, 1, tag=5) is foreign and foreign.owner.get().tolist() == [2.0] * 3
+    else:
+        came = hvd.recv(tag=4)
+        assert came.shape == (2, 3) and came.dtype == np.float16 and came.get().sum() == 6
+        hvd.send(types.SimpleNamespace(owner=cupy.array(np.full(3, 2.0, np.float32))), 0, tag=5)
 
 
 def regression() -> None:

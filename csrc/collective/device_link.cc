@@ -7,7 +7,7 @@
 namespace hc {
 
 namespace {
-constexpr double kFarewellS = 2;  // for what runs on the device, and for a communicator to end in peace
+constexpr double kLinkFarewellS = 2;  // for what runs on the device, and for a communicator to end in peace
 }
 
 void LinkCard::put_into(Writer* frame) const {
@@ -52,7 +52,7 @@ LinkWay choose_way(const LinkCard& sender, const LinkCard& receiver, bool same_n
 // ---- one peer
 
 DeviceLink::~DeviceLink() {
-  const Deadline deadline = Deadline::in(kFarewellS);
+  const Deadline deadline = Deadline::in(kLinkFarewellS);
   while (oldest_flight_s(Clock::now()) > 0 && !deadline.passed())
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   if (comm_ && up_ && oldest_flight_s(Clock::now()) == 0) {

@@ -8,9 +8,9 @@
 namespace hc {
 namespace {
 
-constexpr double kGraceS = 1;  // what somebody who has shut down had sent before may still be on its way
+constexpr double kGraceOfMessagesS = 1;  // what somebody who has shut down had sent before may still be on its way
 
-bool sends(const Operation* op) { return op->signature().op == Op::kSend; }
+bool is_sent(const Operation* op) { return op->signature().op == Op::kSend; }
 CuEvent ready_of(const Operation* op) { return op->device->ready ? op->device->ready->get() : op->device->ready_given; }
 const char* words_for(bool on_device) { return on_device ? "on a GPU" : "in host memory"; }
 
@@ -103,7 +103,7 @@ MessageTurn Messages::turn_of(bool out, int peer, uint32_t id) {
 }
 
 Status Messages::begin_on_device(Operation* op, int peer, uint32_t id, bool by_nccl) {
-  const bool out = sends(op);
+  const bool out = is_sent(op);
   const TensorMeta& meta = out ? op->signature().tensors[0] : *op->received;
   MessageEnd end{out, out ? const_cast<std::byte*>(op->in[0]) : op->out[0],
                  static_cast<size_t>(meta.count()) * size_of(meta.dtype), ready_of(op)};
@@ -142,11 +142,11 @@ Progress Messages::step_on_device(Moving* moving, bool* moved) {
 bool Messages::given_up(Moving* moving) {
   if (!moving->on_device || moving->failed || !moving->on_device->may_be_given_up()) return false;
   const bool unordered = host_.has_left(0), alone = host_.has_left(moving->peer);
-  const bool counted_on = sends(moving->op) && moving->on_device->has_asked();
+  const bool counted_on = is_sent(moving->op) && moving->on_device->has_asked();
   if (!unordered && (counted_on || !alone)) return false;
   const TimePoint now = Clock::now();
   if (moving->doomed == TimePoint{}) moving->doomed = now;
-  if (seconds_between(moving->doomed, now) < kGraceS) return false;
+  if (seconds_between(moving->doomed, now) < kGraceOfMessagesS) return false;
   Operation* op = moving->op;
   const int peer = moving->peer;
   const uint32_t id = moving->id;
@@ -160,7 +160,7 @@ bool Messages::given_up(Moving* moving) {
 
 bool Messages::expects_turn(int sender, uint32_t id) const {
   return std::any_of(moving_.begin(), moving_.end(), [&](const Moving& m) {
-    return m.on_device && m.id == id && (sends(m.op) ? sender == host_.rank : sender == m.peer);
+    return m.on_device && m.id == id && (is_sent(m.op) ? sender == host_.rank : sender == m.peer);
   });
 }
 

@@ -81,6 +81,20 @@ def test_what_one_rank_gets_messages_groups_and_join() -> None:
     sent, got = hvd.isend(mine, 1 - rank), hvd.irecv(arrived, 1 - rank)
     assert hvd.synchronize(got).tolist() == [i + 1.0 - rank for i in range(4)]
     hvd.synchronize(sent)
+    share = hvd.scatter(mine if rank == 0 else None, 0, splits=[1, 3])
+    assert share.device == where and share.tolist() == ([0.0] if rank == 0 else [1.0, 2.0, 3.0])
+    for count in (0, 1, 3_000_000):  # many in flight, of both directions, with collectives in between
+        many = [torch.full((count,), 10.0 * rank + tag, device=where) for tag in range(8)]
+        handles = [hvd.isend(one, 1 - rank, tag=tag) for tag, one in enumerate(many)]
+        assert hvd.allreduce(mine, op=hvd.Sum, name=f"between {count}").tolist() == [1.0, 3.0, 5.0, 7.0]
+        for tag in reversed(range(8)):
+            came = hvd.recv(src=None, tag=tag)
+            assert came.device == where and came.shape == (count,)
+            assert torch.equal(came, torch.full_like(came, 10.0 * (1 - rank) + tag))
+        for handle in handles:
+            hvd.synchronize(handle)
+    with pytest.raises(Mismatch, match="Both ends"):
+        hvd.send(mine, 1) if rank == 0 else hvd.recv(torch.zeros(4), 0)
     group = [torch.full((n,), rank + 1.0, device=where) for n in (1, 5, 200_000)]
     assert [one[-1].item() for one in hvd.grouped_allreduce(group, op=hvd.Sum)] == [3.0] * 3
     with pytest.raises(Mismatch, match="GPU"):

@@ -135,6 +135,13 @@ class Double:
         def memory_beside(like, shape, dtype):
             return self.tensor(torch.zeros(shape, dtype=dtype))
 
+        arrived = gpu.arrived
+
+        def arrived_and_wait(*args):
+            made = arrived(*args)
+            self.synchronize()
+            return made
+
         empty_like = torch.empty_like
 
         def empty_beside(tensor, **options):
@@ -145,18 +152,18 @@ class Double:
         torch.empty_like = empty_beside
         gpu._stream_now = lambda device: self.stream
 
-        def to_host(tensor):
-            self.synchronize()
-            return tensor.detach().clone()
-
         fakes = {
-            "to_host": to_host,
             "place_of": self.place_of,
             "shared_with": shared_with,
             "is_capturing": lambda: self.capturing,
             "follow": follow_and_wait,
             "rows_of": rows_of_and_wait,
             "memory_beside": memory_beside,
+            "memory_on": lambda device, shape, dtype: memory_beside(None, tuple(shape), dtype),
+            "place_to_receive": lambda beside=None: (
+                (self.device, self.stream) if beside is None else self.place_of(beside)
+            ),
+            "arrived": arrived_and_wait,
             "number_of": number_with_place_of,
             "side_stream": lambda place: None if place[0] < 0 else SideStream(self),
             "on_stream": lambda stream: contextlib.nullcontext(),
@@ -274,12 +281,27 @@ def operations() -> None:
     assert torch.equal(rows, torch.cat([both[0][:1], both[1][:2]])) if rank == 0 else rows.shape == (0, 4)
     share = hvd.scatter(double.tensor(torch.arange(6.0)) if rank == 0 else None, 0)
     assert share.tolist() == [3.0 * rank + i for i in range(3)]
-    assert (double.place_of(share) is gpu.HOST) == (rank == 1), "where this rank's own tensor was"
+    assert double.place_of(share) is not gpu.HOST, "where the root's tensor is"
+    share = hvd.scatter(torch.arange(3) if rank == 0 else double.tensor(torch.zeros(1)), 0, splits=[0, 3])
+    assert share.tolist() == [0, 1, 2][: 3 * rank] and (double.place_of(share) is gpu.HOST) == (rank == 0)
     late = double.late(torch.arange(40_000) + rank)  # written behind what the stream still has to do
     arrived = double.tensor(torch.zeros(40_000, dtype=torch.int64))
     sent, got = hvd.isend(late, 1 - rank), hvd.irecv(arrived, 1 - rank)
     assert hvd.synchronize(got) is arrived and torch.equal(arrived, torch.arange(40_000) + 1 - rank)
     hvd.synchronize(sent)
+    sent = hvd.isend(double.late(torch.full((2, 3), rank, dtype=torch.int16)), 1 - rank, tag=3)
+    came = hvd.recv(src=None, tag=3)
+    assert came.tolist() == [[1 - rank] * 3] * 2 and double.place_of(came) is not gpu.HOST
+    hvd.synchronize(sent)
+    if rank == 0:
+        hvd.send(torch.arange(3), 1)
+    else:
+        assert double.place_of(came := hvd.recv()) is gpu.HOST and came.tolist() == [0, 1, 2]
+    with pytest.raises(Mismatch, match="Both ends must be on GPUs or both in host memory"):
+        if rank == 0:
+            hvd.send(double.tensor(torch.ones(3)), 1)
+        else:
+            hvd.recv(torch.zeros(3), 0)
     # A blocking call, which has a way of its own, and one that is not on the GPU in between.
     mine = double.tensor(torch.ones(5))
     hvd.allreduce_(mine, name="blocking", op=hvd.Sum)
@@ -517,6 +539,28 @@ def test_double_a_killed_rank_is_named_and_the_streams_of_the_others_go_on(ranks
     assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
     words = "remote process exited or there was a network error"
     assert (words in heard["text"]) == noticed, heard
+
+
+def dies_in_a_message() -> None:
+    double, rank = begin(), hvd.rank()
+    if rank == 1:  # as above
+        os.environ["HC_DOUBLE_DELAY_US"] = "300000"
+    data, began = double.tensor(torch.ones(100_000)), time.monotonic()
+    with pytest.raises(PeerLost) as caught:
+        handle = hvd.isend(data, 1) if rank == 0 else hvd.irecv(data, 0)
+        native().wait(handle)
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        native().stream_wait(handle, double.stream)
+        double.synchronize()
+        hvd.recv(data, 1)
+    say(seconds=time.monotonic() - began, rank=caught.value.rank, text=str(caught.value))
+
+
+def test_double_a_rank_killed_in_a_message_is_named_and_the_senders_stream_goes_on(ranks) -> None:
+    team = ranks(dies_in_a_message, expect=[0, -signal.SIGKILL])
+    heard = team.said(0, "seconds")[0]
+    assert heard["rank"] == 1 and "rank 1" in heard["text"] and heard["seconds"] < 5, heard
 
 
 def dies_between_peers() -> None:
