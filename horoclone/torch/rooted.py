@@ -220,8 +220,9 @@ def _share_beside(tensor: torch.Tensor | None) -> Callable[[Any, int], torch.Ten
 
     def make(runtime: Any, handle: int) -> torch.Tensor:
         share = arrived(runtime, handle)
-        apart = tensor is not None and place_of(tensor) is not HOST and place_of(share) is HOST
-        return to_gpu(share, tensor) if apart else share
+        if tensor is None or place_of(tensor) is HOST or place_of(share) is not HOST:
+            return share
+        return to_gpu(share, tensor)
 
     return make
 
