@@ -127,7 +127,8 @@ class NcclCollective : public Collective {
     if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
     // What NCCL scales by an operator made for one communicator goes the flat way.
-    by_levels_ = device_.levels_ && device_.reduces_by_levels_ && !device_.flat_only_ && !made_operator_ && task_.op == Op::kAllreduce;
+    by_levels_ = device_.levels_ && device_.reduces_by_levels_ && !device_.flat_only_ && !made_operator_ &&
+                 task_.op == Op::kAllreduce;
     busy_ = comm();
     if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());
     HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));

@@ -15,10 +15,10 @@ namespace hc {
 
 namespace {
 
-bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
+bool reduces_among_peers(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
 
 constexpr size_t kAlign = kPlaceBytes;
-size_t aligned(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
+size_t aligned_for_peers(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 size_t aligned_down(size_t bytes) { return bytes / kAlign * kAlign; }
 
 // A part of a tensor in one round.
@@ -122,7 +122,7 @@ class PeersCollective : public Collective {
 
   void plan() {
     const auto parts_of = [](size_t bytes, size_t part) { return (bytes + part - 1) / part; };
-    if (reduces(task_.op)) {
+    if (reduces_among_peers(task_.op)) {
       plan_portions();
       rounds_ = portions_.size();
     } else if (task_.op == Op::kAlltoall) {
@@ -149,7 +149,7 @@ class PeersCollective : public Collective {
         const size_t some = std::min(count - done, (capacity_ - used) / item_), bytes = done * item_;
         portions_.back().push_back({piece.in + bytes, piece.out ? piece.out + bytes : nullptr, some, used});
         done += some;
-        used += aligned(some * item_);
+        used += aligned_for_peers(some * item_);
       }
     }
   }
@@ -162,13 +162,13 @@ class PeersCollective : public Collective {
   }
   size_t used_bytes() const {
     const Portion& last = portions_[round_].back();
-    return last.place + aligned(last.count * item_);
+    return last.place + aligned_for_peers(last.count * item_);
   }
 
   // ---- step 1: my part into my memory
 
   Status fill() {
-    if (reduces(task_.op))
+    if (reduces_among_peers(task_.op))
       HC_TRY(device_.kernels_->pack({task_.dtype, task_.dtype, 1, 1}, own(), pieces(true), stream()));
     else
       HC_TRY(fill_bytes());

@@ -9,7 +9,7 @@
 #include "tests/gpu_double.h"
 #include "tests/locked_checks.h"
 
-namespace hc {
+namespace hc::gpu_messages {  // several files of tests are compiled as one
 namespace {
 
 using Values = std::vector<int32_t>;
@@ -407,4 +407,4 @@ TEST_CASE("double of CUDA and NCCL: a scatter from a GPU to a rank without one s
   });
 }
 
-}  // namespace hc
+}  // namespace hc::gpu_messages
