@@ -88,8 +88,7 @@ class Result : public Block {
         rows_from(r.rows_from, r.rows_from + r.rows_from_count),
         shape(r.shape, r.shape + r.shape_rank) {}
   const int64_t first_dimension;
-  const int join_rank;
-  const int dtype, source, device;
+  const int join_rank, dtype, source, device;
   const std::vector<int64_t> rows_from, shape;
 };
 
@@ -278,7 +277,6 @@ class Runtime {
   void copy_result(hc_handle handle, int index, uintptr_t to, size_t bytes, uintptr_t stream) {
     raise_if(hc_copy_result(rt_, handle, index, reinterpret_cast<void*>(to), bytes, reinterpret_cast<void*>(stream)));
   }
-
   int add_process_set(const std::vector<int32_t>& ranks) {
     int32_t id = 0;
     hc_status* status;
