@@ -1,6 +1,7 @@
 // Who gives work on GPUs its turn, and how turns travel: rank 0 of the world orders batches of all process sets and
 // messages, all ranks follow (see engine_device.cc). Where all ranks share memory the turns go through rank 0's lane;
 // else in frames, along the way that plans of the global set go, so that neither overtakes the other.
+// Those frames wake also who sleeps because it has nothing to do itself: rank 0 and the ranks on the way need no part.
 #include <algorithm>
 
 #include "engine/engine.h"
@@ -49,7 +50,7 @@ void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
     frame_.put(FrameKind::kDeviceAsk);
     frame_.put(set.id);
     frame_.put(count);
-    if (Status sent = send_frame(0, false); !sent.is_ok()) fail_everything(sent);
+    if (Status sent = send_frame(0, true); !sent.is_ok()) fail_everything(sent);
   }
 }
 
@@ -74,7 +75,7 @@ void Engine::ask_message_turn(int receiver, uint32_t id) {
   frame_.put(static_cast<int32_t>(receiver));
   frame_.put(id);
   // Not fail_everything: a message is on its way up the stack.
-  if (Status sent = send_frame(0, false); !sent.is_ok()) device_failed(sent);
+  if (Status sent = send_frame(0, true); !sent.is_ok()) device_failed(sent);
 }
 
 // On rank 0 of the world.
@@ -100,7 +101,7 @@ Status Engine::pass_turn_to(int rank, const DeviceTurn& turn, uint32_t count) {
   frame_.put(static_cast<int32_t>(rank));
   frame_.put(word_of(turn));
   frame_.put(count);
-  return send_frame(next, false);
+  return send_frame(next, true);
 }
 
 Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {

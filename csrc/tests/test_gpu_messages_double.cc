@@ -199,6 +199,30 @@ TEST_CASE("double of CUDA and NCCL: turns of messages travel along the tree of r
   });
 }
 
+TEST_CASE(
+    "double of CUDA and NCCL: a message needs ranks that sleep: the one that orders and those on the way of turns") {
+  for (const bool one_machine : {true, false}) {
+    CAPTURE(one_machine);
+    World world(4, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}, {"HOROCLONE_CONTROL_FANOUT", "1"}}));
+    if (!one_machine) world.on_nodes({"a", "b", "b", "c"});  // to rank 3 by 1 and 2, which share memory
+    std::atomic<int> ended{0};
+    on_gpus(world, [&](Rank& self, int rank) {
+      int32_t* total = self.gpu.tensor(Values(10, 1));
+      CHECK_OK(self.sum("all have begun", total, 10));
+      if (rank == 1 || rank == 3) {
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));  // until the others' hc-engine sleeps
+        int32_t* data = rank == 1 ? self.gpu.tensor(numbers(3000, 7)) : self.place(3000);
+        const int64_t handle = rank == 1 ? self.send(data, 3000, 3) : self.receive(data, 3000, 1);
+        CHECK_OK(self.ends(handle));
+        const bool right = self.gpu.read(data, 3000) == numbers(3000, 7);
+        CHECK_LOCKED(right);
+        ++ended;
+      }
+      while (ended < 2) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    });
+  }
+}
+
 TEST_CASE("double of CUDA and NCCL: messages arrive also after rank 0, which orders them, has shut down") {
   for (const bool shared : {true, false}) {
     CAPTURE(shared);
