@@ -179,8 +179,8 @@ def allreduce_async(
     rest = (reduce, prescale_factor, postscale_factor, 0, set_id(process_set))
     if dtype >= ON_GPU:
         return start_on_gpu(ALLREDUCE, name, tensor, output, dtype, *rest, priority=priority)
-    runtime, places = native(), (address_of(tensor), address_of(output))
-    handle = runtime.submit(ALLREDUCE, name, *places, tensor.shape, dtype, *rest, priority=priority)
+    runtime, source, target = native(), address_of(tensor), address_of(output)
+    handle = runtime.submit(ALLREDUCE, name, source, target, tensor.shape, dtype, *rest, priority=priority)
     return remember(runtime, handle, output, tensor)
 
 
