@@ -188,7 +188,9 @@ def print_result(whole: dict[str, Any]) -> None:
         print_rows(["contestant", "step", "rounds", "hidden"], rows)
         for what, least in shape["gates"].items():
             value = case["speed-up"] if what == "speed-up" else case["hidden"]["priority"]
-            print(f"  {what} >= {least:g}: {ratio_text(value)}, {verdict(value, least)}")
+            shares = f"{value['ratio']:.0%} ({value['low']:.0%} to {value['high']:.0%})"
+            text = ratio_text(value) if what == "speed-up" else shares
+            print(f"  {what} >= {least:g}: {text}, {verdict(value, least)}")
         print()
 
 
