@@ -248,6 +248,8 @@ hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* 
   });
 }
 
+int32_t hc_finish(hc_runtime* rt, hc_handle handle) { return rt->engine->release_if_succeeded(handle); }
+
 hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i, hc_result* out, hc_block** memory) {
   return guarded([&]() -> hc::Status {
     hc::Operation* op = rt->engine->finished(handle);

@@ -5,6 +5,7 @@ Errors: the classes of horoclone.errors; ValueError for wrong arguments.
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 class Result:
     """Core-owned bytes of one result; supports the buffer protocol (1-d uint8, writable, zero copy) and keeps them alive."""
@@ -35,6 +36,55 @@ class DeviceBlock:
     data_ptr: int
     nbytes: int
     __cuda_array_interface__: dict[str, object]
+
+class TensorDoor:
+    """The short way of an allreduce in host memory, straight from tensors, and of its end, without waiting.
+
+    Takes what is plain: exactly of one of `kinds`, dense, contiguous, not empty, of a dtype that the core has, in the
+    process set `everybody`. Returns None (finish: NotImplemented) for all else and where something is wrong: then the
+    caller goes through Runtime, which raises what is to be raised. Nothing has been submitted then.
+    """
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        kinds: tuple[type, ...],
+        exchange: object,  # the capsule with DLPack's functions; None: the tensors have the buffer protocol
+        everybody: object,
+        pending: dict[
+            int, Any
+        ],  # handle -> target, or (target, source, None) where they differ; finish removes it
+    ) -> None:
+        """NotImplementedError: the capsule has no functions of DLPack 1 that read a tensor."""
+    def start(
+        self,
+        source: object,
+        target: object,  # shaped like the source; may be the same
+        average: bool | None,  # plain: None
+        name: str | None,
+        op: int | None,
+        prescale: float,
+        postscale: float,
+        process_set: object,
+        priority: int,
+        /,
+    ) -> int | None: ...
+    def start_group(
+        self,
+        sources: list[Any],
+        targets: list[Any],
+        average: bool | None,
+        name: str | None,
+        op: int | None,
+        prescale: float,
+        postscale: float,
+        process_set: object,
+        priority: int,
+        /,
+    ) -> int | None:
+        """One operation, one handle."""
+    def finish(self, handle: object, /) -> Any:
+        """The output of an operation that was started here and has succeeded by now."""
 
 class Runtime:
     rank: int
@@ -141,8 +191,9 @@ class Runtime:
         postscale: float = 1.0,
         root: int = 0,
         process_set: int = 0,
-    ) -> None:
-        """submit + wait + release in one crossing; only for operations without a core-owned result."""
+        splits: Sequence[int] | None = None,
+    ) -> Result | None:
+        """submit + wait + release in one crossing; gives the core-owned result where data_out is 0 (not for a barrier)."""
     def poll(self, handle: int) -> bool: ...
     def wait(self, handle: int) -> None:
         """Drives the engine until done, without the GIL, in slices of 50 ms so that signals are served. Raises the operation's error.

@@ -29,15 +29,60 @@ class Pending:
         self.finish = finish
 
 
-_pending: dict[int, Pending] = {}
-_numbers = itertools.count(1)
+# number -> an operation in flight; of one that took the short way its handle -> its output, or (output, what must live,
+# None). Handles of the core are below 2^62, and no two lives of the runtime in one process give the same.
+_pending: dict[int, Any] = {}
+_numbers = itertools.count(1 << 62)
+_owner: Runtime | None = None  # the runtime of those that took the short way
+
+
+def long_way(*_: Any) -> None:
+    """Stands for start_plain and start_plain_group while no short way is open."""
+    return None
+
+
+def not_yet(handle: Any) -> Any:
+    """Stands for finish_plain while no short way is open."""
+    return NotImplemented
+
+
+# The short way of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
+# or None for what is not plain or not right; finish_plain returns the output, or NotImplemented where `synchronize` has
+# to wait, raise or make something. Callers read them from this module: they change with the runtime.
+start_plain: Callable[..., int | None] = long_way
+start_plain_group: Callable[..., int | None] = long_way
+finish_plain: Callable[[Any], Any] = not_yet
 
 
 def set_id(process_set: ProcessSet) -> int:
     return 0 if process_set is global_process_set else id_of(process_set)
 
 
+def _begin_life(native: Runtime) -> None:
+    """Opens the short way into another runtime. What is left of the one before stays its own."""
+    global _owner, start_plain, start_plain_group, finish_plain
+    import numpy as np
+
+    from horoclone._core import TensorDoor
+
+    for handle, kept in list(_pending.items()):
+        _pending[handle] = _as_pending(handle, kept)
+    door = TensorDoor(native, (np.ndarray,), None, global_process_set, _pending)
+    start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
+    _owner = native
+
+
+def _as_pending(handle: int, kept: Any) -> Pending:
+    if isinstance(kept, Pending):
+        return kept
+    assert _owner is not None
+    output = kept[0] if type(kept) is tuple else kept
+    return Pending(_owner, handle, kept, lambda native, handle: output)
+
+
 def remember(pending: Pending) -> int:
+    if pending.native is not _owner:
+        _begin_life(pending.native)
     number = next(_numbers)
     _pending[number] = pending
     return number
@@ -56,11 +101,17 @@ def now(pending: Pending) -> Any:
 
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once."""
-    pending = _pending.get(handle)
-    return pending is None or pending.handle == 0 or pending.native.poll(pending.handle)
+    kept = _pending.get(handle)
+    if kept is None:
+        return True
+    pending = _as_pending(handle, kept)
+    return pending.handle == 0 or pending.native.poll(pending.handle)
 
 
 def synchronize(handle: int) -> Any:
     """Waits for an `_async` operation and returns what the blocking function would have. None for an unknown handle."""
-    pending = _pending.pop(handle, None)
-    return None if pending is None else now(pending)
+    output = finish_plain(handle)
+    if output is not NotImplemented:
+        return output
+    kept = _pending.pop(handle, None)
+    return None if kept is None else now(_as_pending(handle, kept))

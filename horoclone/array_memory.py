@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,37 +15,73 @@ if TYPE_CHECKING:
 
 Array = NDArray[Any]
 NAMES = {number: name for name, number in ops.DTYPES.items()}
+_numbers: dict[
+    Any, int
+] = {}  # by dtype, of those seen: making a name takes NumPy longer than the core's whole call
 
 
 def dtype_of(array: Array) -> int:
     """The core's number of the dtype of an array, NumPy's or CuPy's; ValueError names those that there are."""
+    number = _numbers.get(array.dtype)
+    if number is None:
+        number = _number_of(array)
+    return number
+
+
+def _number_of(array: Array) -> int:
     number = ops.DTYPES.get(array.dtype.name)
     if number is None:
         raise ValueError(
             f"Tensor type {array.dtype.name} is not supported. Supported: {', '.join(ops.DTYPES)}."
         )
+    _numbers[array.dtype] = number
     return number
 
 
 def readable(array: ArrayLike) -> Array:
     """As a C-contiguous array in native byte order; a copy only where that needs one."""
-    found = np.asarray(array)
+    try:
+        found = np.asarray(array)
+    except TypeError as error:
+        raise _refusal(array) or error from None
     if not found.flags.c_contiguous or not found.dtype.isnative:
         found = np.array(found, dtype=found.dtype.newbyteorder("="), order="C", copy=True)
     return found
 
 
+def _refusal(array: object) -> ValueError | None:
+    """Of what lies on a GPU, which NumPy does not read."""
+    if not hasattr(array, "__cuda_array_interface__"):
+        return None
+    return ValueError(
+        f"this {type(array).__name__} is in the memory of a GPU: `import horoclone.cupy as hvd`, or horoclone.torch "
+        "for torch's tensors, has the same functions for it"
+    )
+
+
 def writable(array: Array) -> Array:
     if not isinstance(array, np.ndarray):
-        raise ValueError(f"an in-place operation needs a NumPy array, not {type(array).__name__}")
-    if not array.flags.c_contiguous or not array.dtype.isnative:
+        kind = type(array).__name__
+        raise _refusal(array) or ValueError(f"an in-place operation needs a NumPy array, not {kind}")
+    flags = array.flags
+    if not flags.c_contiguous or not array.dtype.isnative:
         raise ValueError("Tensor is required to be contiguous.")
-    if not array.flags.writeable:
+    if not flags.writeable:
         raise ValueError("an in-place operation needs a writable array, and this one is read-only")
     return array
 
 
+_addressof = ctypes.addressof
+_first_byte_of: Any = ctypes.c_char.from_buffer
+
+
 def address(array: Array) -> int:
+    """Where its elements begin. The way through the buffer protocol is the short one, for those that have it."""
+    if array.flags.carray:
+        try:
+            return _addressof(_first_byte_of(array))
+        except (TypeError, ValueError, BufferError):  # an empty array, bfloat16
+            pass
     return int(array.__array_interface__["data"][0])
 
 

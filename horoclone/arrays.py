@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from horoclone import array_handles, ops, runtime
 from horoclone import array_memory as memory
-from horoclone import ops, runtime
-from horoclone.array_handles import Pending, now, remember, set_id, synchronize
+from horoclone.array_handles import Pending, remember, set_id, synchronize
 from horoclone.process_sets import ProcessSet, global_process_set
 
 if TYPE_CHECKING:
-    from horoclone._core import Runtime
+    from horoclone._core import Result, Runtime
 
 Array = NDArray[Any]
 
@@ -41,9 +41,10 @@ def _allreduce(
     process_set: ProcessSet,
 ) -> Description:
     """The arguments of Runtime.submit and Runtime.run."""
-    places = memory.address(array), memory.address(out)
+    place = memory.address(array)
+    target = place if out is array else memory.address(out)
     dtype = memory.dtype_of(array)
-    return (ops.ALLREDUCE, name, *places, array.shape, dtype, reduce, *scales, 0, set_id(process_set))
+    return (ops.ALLREDUCE, name, place, target, array.shape, dtype, reduce, *scales, 0, set_id(process_set))
 
 
 def _now_in(out: Array, description: Description) -> Array:
@@ -54,7 +55,7 @@ def _now_in(out: Array, description: Description) -> Array:
 def _later_in(array: Array, out: Array, description: Description, priority: int = 0) -> int:
     native = runtime.native()
     keep = (array, out)
-    handle = native.submit(*description, priority=priority)
+    handle = native.submit(*description, *ops.at_priority(priority))
     return remember(Pending(native, handle, keep, lambda native, handle: out))
 
 
@@ -96,6 +97,9 @@ def allreduce_async(
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
     out = np.empty_like(source)
+    plain = array_handles.start_plain(source, out, None, name, reduce, *scales, process_set, priority)
+    if plain is not None:
+        return plain
     return _later_in(source, out, _allreduce(source, out, name, reduce, scales, process_set), priority)
 
 
@@ -127,6 +131,11 @@ def allreduce_async_(
     priority: int = 0,
 ) -> int:
     """As allreduce_; returns a handle at once. Do not touch the array before it is done. priority: as there."""
+    plain = array_handles.start_plain(
+        array, array, average, name, op, prescale_factor, postscale_factor, process_set, priority
+    )
+    if plain is not None:
+        return plain
     target = memory.writable(array)
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
@@ -184,6 +193,9 @@ def grouped_allreduce_async(
     outs = [np.empty_like(source) for source in sources]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
+    plain = array_handles.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
+    if plain is not None:
+        return plain
     return remember(_group(ops.ALLREDUCE, sources, outs, name, reduce, scales, process_set))
 
 
@@ -217,6 +229,9 @@ def grouped_allreduce_async_(
     targets = [memory.writable(array) for array in arrays]
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)
+    plain = array_handles.start_plain_group(targets, targets, None, name, reduce, *scales, process_set, 0)
+    if plain is not None:
+        return plain
     return remember(_group(ops.ALLREDUCE, targets, targets, name, reduce, scales, process_set))
 
 
@@ -253,6 +268,14 @@ def _gathered(
     return Pending(native, handle, array, lambda native, handle: memory.rows(native.result(handle), array))
 
 
+def _rows_now(op: int, array: Array, name: str | None, *rest: Any) -> tuple[Array, Result]:
+    """Submits and waits in one crossing. rest: reduce, scales, root, process set and the splits of an alltoall."""
+    place, dtype = memory.address(array), memory.dtype_of(array)
+    result = runtime.native().run(op, name, place, 0, array.shape, dtype, *rest)
+    assert result is not None
+    return memory.rows(result, array), result
+
+
 def allgather_async(
     array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
@@ -264,7 +287,9 @@ def allgather(
     array: ArrayLike, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Array:
     """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
-    return now(_gathered(ops.ALLGATHER, memory.readable(array), name, ops.Sum, (1.0, 1.0), process_set))  # type: ignore[no-any-return]
+    return _rows_now(ops.ALLGATHER, memory.readable(array), name, ops.Sum, 1.0, 1.0, 0, set_id(process_set))[
+        0
+    ]
 
 
 def grouped_allgather_async(
@@ -314,8 +339,8 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Array:
     """Reduces arrays of one shape and gives each rank its share of the rows (the first ranks one more if uneven)."""
-    handle = reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor)
-    return synchronize(handle)  # type: ignore[no-any-return]
+    rest = (ops.resolve_reduce(None, op), prescale_factor, postscale_factor, 0, set_id(process_set))
+    return _rows_now(ops.REDUCESCATTER, _scatterable(array), name, *rest)[0]
 
 
 def grouped_reducescatter_async(
@@ -376,7 +401,10 @@ def alltoall(
 
     With splits: (rows, received_splits), the latter int32, one for each rank.
     """
-    return synchronize(alltoall_async(array, splits, name, process_set))
+    source, rows = memory.readable(array), memory.row_counts(splits, "alltoall")
+    rest = (ops.Sum, 1.0, 1.0, 0, set_id(process_set), rows)
+    output, result = _rows_now(ops.ALLTOALL, source, name, *rest)
+    return output if rows is None else (output, np.array(result.rows_from, np.int32))
 
 
 # --- broadcast, barrier, join
@@ -426,10 +454,7 @@ def broadcast_(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Returns when every rank of the process set has called it."""
-    native = runtime.native()
-    handle = native.submit(ops.BARRIER, None, 0, 0, (), 0, ops.Sum, 1.0, 1.0, 0, set_id(process_set))
-    native.wait(handle)
-    native.release(handle)
+    runtime.native().run(ops.BARRIER, None, 0, 0, (), 0, ops.Sum, 1.0, 1.0, 0, set_id(process_set))
 
 
 def join(device: int = -1) -> int:

@@ -16,15 +16,38 @@ def _part(name: str | None, part: str) -> str | None:
     return None if name is None else f"{name}.{part}"
 
 
-def _pickled(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+class _Packed:
+    """An object's bytes, or why there are none: also that travels, else the other ranks would wait for ever."""
+
+    def __init__(self, obj: Any = None, is_given: bool = True) -> None:
+        import cloudpickle
+
+        self.error: Exception | None = None
+        try:
+            data = cloudpickle.dumps(obj) if is_given else b""
+        except Exception as error:
+            self.error = error
+            data = f"{type(error).__name__}: {error}".encode()
+        self.data = np.frombuffer(data, np.uint8)
+
+    @property
+    def length(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """[1]; below 0: -1 - the bytes of the reason."""
+        return np.array([self.data.size if self.error is None else -1 - self.data.size], np.int64)
+
+
+def _bytes_of(length: int) -> int:
+    return length if length >= 0 else -1 - length
+
+
+def _unpickled(data: np.ndarray[Any, np.dtype[np.uint8]], length: int, call: str, rank: int) -> Any:
     import cloudpickle
 
-    return np.frombuffer(cloudpickle.dumps(obj), np.uint8)
-
-
-def _unpickled(data: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
-    import cloudpickle
-
+    if length < 0:
+        raise ValueError(
+            f"{call}: rank {rank} cannot pickle its object: {data.tobytes().decode(errors='replace')}. "
+            f"See where rank {rank} raised it"
+        )
     return cloudpickle.loads(data.data)
 
 
@@ -36,15 +59,17 @@ def broadcast_object(
 ) -> Any:
     """The object of rank root_rank (a world rank) on every rank of the process set; root_rank returns its own.
 
-    Two collectives, unnamed unless `name` is given, so that concurrent calls match by their order.
+    Two collectives, unnamed unless `name` is given, so that concurrent calls match by their order. An object that
+    cannot be pickled: root_rank raises what its pickling raised, and all others ValueError.
     """
     mine = runtime.native().rank == root_rank
-    data = _pickled(obj) if mine else np.empty(0, np.uint8)
-    length = arrays.broadcast(np.array([data.size], np.int64), root_rank, _part(name, "size"), process_set)
-    if not mine:
-        data = np.empty(int(length[0]), np.uint8)
+    packed = _Packed(obj, is_given=mine)
+    length = int(arrays.broadcast(packed.length, root_rank, _part(name, "size"), process_set)[0])
+    data = packed.data if mine else np.empty(_bytes_of(length), np.uint8)
     received = arrays.broadcast(data, root_rank, _part(name, "data"), process_set)
-    return obj if mine else _unpickled(received)
+    if packed.error is not None:
+        raise packed.error
+    return obj if mine else _unpickled(received, length, "broadcast_object", root_rank)
 
 
 def broadcast_object_fn(
@@ -61,9 +86,18 @@ def broadcast_object_fn(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Every rank's object, in the order of the process set's ranks."""
-    data = _pickled(obj)
-    lengths = arrays.allgather(np.array([data.size], np.int64), _part(name, "sizes"), process_set)
-    everything = arrays.allgather(data, _part(name, "data"), process_set)
-    ends = np.cumsum(lengths)
-    return [_unpickled(everything[end - length : end]) for length, end in zip(lengths, ends, strict=True)]
+    """Every rank's object, in the order of the process set's ranks.
+
+    Where a rank's object cannot be pickled, that rank raises what its pickling raised, and all others ValueError.
+    """
+    packed = _Packed(obj)
+    lengths = arrays.allgather(packed.length, _part(name, "sizes"), process_set)
+    everything = arrays.allgather(packed.data, _part(name, "data"), process_set)
+    if packed.error is not None:
+        raise packed.error
+    ends = np.cumsum([_bytes_of(length) for length in lengths])
+    ranks = process_set.ranks or range(len(lengths))
+    return [
+        _unpickled(everything[end - _bytes_of(length) : end], int(length), "allgather_object", rank)
+        for length, end, rank in zip(lengths, ends, ranks, strict=True)
+    ]

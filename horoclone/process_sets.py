@@ -78,7 +78,11 @@ def registered() -> dict[int, list[int]]:
 
 
 def id_of(process_set: ProcessSet) -> int:
-    """Its id for the core. ValueError when it is not registered."""
+    """Its id for the core. TypeError when it is something else, ValueError when it is not registered."""
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(
+            f"process_set={process_set!r}: it takes a ProcessSet, for example what hvd.add_process_set([0, 1]) returns"
+        )
     number = process_set.process_set_id
     if number is None or _registered.get(number) is not process_set:
         raise ValueError(

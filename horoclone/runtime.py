@@ -148,25 +148,25 @@ def _connect(job: Job, deadline: float) -> Runtime:
     from horoclone.bootstrap import mpi_link
     from horoclone.gpu_libraries import with_libraries
 
-    settings = with_libraries(settings_of(os.environ))
+    settings, known = with_libraries(settings_of(os.environ)), {}
     if job.rank == 0:  # its choice holds for all
+        known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
     runtime = _core().Runtime(settings)
     try:
         observe.watch_stack(runtime, os.environ)
-        own = mpi_link.offer(os.environ, job.name)
+        own = mpi_link.offer(os.environ, job.name, known)
         endpoints, offers = mpi_link.split(job.gather(own.around(runtime.endpoint()), deadline, _say))
         if mpi_link.must_start(offers):
             mpi_link.start(deadline)
-            own = mpi_link.offer(os.environ, job.name)
+            own = mpi_link.offer(os.environ, job.name, known)
             _, offers = mpi_link.split(job.gather(own.around(b""), deadline, _say))
         mpi = mpi_link.agree(offers, job.name, deadline)
         remaining_s = max(0.1, deadline - time.monotonic())
         runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi)
         if job.rank == 0 and job.size > 1:
-            found = json.loads(runtime.counters())
-            if found["selection"] == "probe" and runtime.local_size == job.size:
-                selection.remember(os.environ, job.size, found["autotune"]["flat_bytes"])
+            key = mpi_link.key_of(offers) if runtime.local_size < job.size else ""
+            selection.learn(os.environ, job.size, json.loads(runtime.counters()), key)
     except BaseException:
         try:
             runtime.shutdown(0.0)

@@ -26,6 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 MARK = (
     "HOROCLONE_TEST_RUN"  # every process that a test starts carries this variable: what is left can be found
 )
+# For what inherits this environment as well: no probe, and nothing is written into the user's cache folder.
+os.environ.setdefault("HOROCLONE_SELECTION", "fixed")
 
 
 def _make_importable(name: str) -> Any:

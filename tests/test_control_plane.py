@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -55,6 +56,49 @@ def test_operations_that_nobody_waits_for_end_all_the_same():
             pass
         for i, handle in enumerate(handles):
             assert hvd.synchronize(handle)[0] == i * hvd.size(), round_
+
+
+# --- idle -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shared_memory", ["1", "0"])
+def test_an_idle_engine_sleeps_until_it_is_woken(worlds, tmp_path, shared_memory):
+    env = {"HOROCLONE_SHARED_MEMORY": shared_memory, "HOROVOD_TIMELINE": "DYNAMIC"}
+    found = worlds.run(2, count_wakeups, env=env, folder=str(tmp_path))
+    for windows in found:
+        assert any(not any(window.values()) for window in windows), found
+        assert "hc-engine" in windows[0], found
+    assert "hc-timeline" in found[0][0], found
+
+
+def count_wakeups(folder):
+    """Three windows without an operation: how often each thread of ours slept and woke, and the frames sent.
+
+    Whatever looks after something every so often does so in each window.
+    """
+    for turn in range(3):
+        hvd.allreduce(np.ones(1000, np.float32), name=f"idle.{turn}")
+    hvd.start_timeline(f"{folder}/{hvd.rank()}.json")
+    hvd.allreduce(np.ones(1000, np.float32), name="idle.last")
+    windows = []
+    for _ in range(3):
+        before = own_switches()
+        time.sleep(1.1)  # a timer of a second is seen
+        after = own_switches()
+        windows.append({name: after[name] - before[name] for name in after})
+    hvd.stop_timeline()
+    return windows
+
+
+def own_switches():
+    """Voluntary context switches by thread, and "frames"."""
+    found = {"frames": hvd.metrics()["mesh"]["frames_sent"]}
+    for task in Path("/proc/self/task").iterdir():
+        name = (task / "comm").read_text().strip()
+        if name.startswith("hc-") and name != "hc-test-state":
+            (count,) = re.findall(r"^voluntary_ctxt_switches:\s+(\d+)", (task / "status").read_text(), re.M)
+            found[name] = int(count)
+    return found
 
 
 # --- through a tree: each rank a machine of its own, one below the other -------------------------------------------

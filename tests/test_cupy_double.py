@@ -1,13 +1,14 @@
 """horoclone.cupy on doubles of CUDA and NCCL and on a stand-in for CuPy: no GPU and no CuPy take part.
 
 The stand-in has the few names of CuPy that the binding uses; its arrays lie in the memory of CUDA's double, whose
-streams are threads with delays, so whoever reads too early reads old values.
+streams are threads with delays, so whoever reads too early reads old values. The last test wants CuPy and real GPUs.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
 import sys
 import types
 from pathlib import Path
@@ -18,6 +19,8 @@ import pytest
 from crew import Crew, teams_of
 
 from horoclone import ops
+
+ml_dtypes = pytest.importorskip("ml_dtypes")
 
 EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "cupy_regression.py"
 
@@ -41,6 +44,11 @@ class StandIn(types.ModuleType):
                 self.nbytes, self.flags = self.host.nbytes, self.host.flags
                 self.data = types.SimpleNamespace(ptr=self.host.ctypes.data if self.host.size else 0)
                 self.device = types.SimpleNamespace(id=device)
+
+            __cuda_array_interface__ = {"version": 3}  # that it has one is what is looked at
+
+            def __array__(self, *_: Any, **__: Any) -> Any:
+                raise TypeError("Implicit conversion to a NumPy array is not allowed.")  # as CuPy
 
             def reshape(self, shape: Any) -> Any:
                 assert tuple(shape) == self.shape
@@ -113,7 +121,8 @@ def some(dtype: np.dtype, rank: int) -> np.ndarray:
 def operations() -> None:
     cupy, hvd = begin()
     rank, size = hvd.rank(), hvd.size()
-    for dtype in (np.dtype(name) for name in ops.DTYPES if name != "bfloat16"):
+    for dtype in (ml_dtypes.bfloat16 if name == "bfloat16" else name for name in ops.DTYPES):
+        dtype = np.dtype(dtype)
         ours = [some(dtype, r) for r in range(size)]
         wide = np.stack([one.astype(np.float64) for one in ours])
         source = cupy.array(ours[rank])
@@ -123,8 +132,8 @@ def operations() -> None:
         if dtype != np.bool_:
             target = cupy.array(ours[rank])
             assert hvd.allreduce_(target) is target
-            mean = wide.mean(0) if dtype.kind == "f" else np.trunc(wide.mean(0))
-            np.testing.assert_allclose(target.get().astype(np.float64), mean, rtol=1e-3)
+            mean = np.trunc(wide.mean(0)) if dtype.kind in "iu" else wide.mean(0)
+            np.testing.assert_allclose(target.get().astype(np.float64), mean, rtol=1e-2)
         rows = hvd.allgather(cupy.array(ours[rank][: rank + 1]), f"rows of {dtype}")
         np.testing.assert_array_equal(rows.get(), np.concatenate([ours[r][: r + 1] for r in range(size)]))
         handle = hvd.broadcast_async(cupy.array(ours[rank]), 1)
@@ -139,6 +148,7 @@ def operations() -> None:
     np.testing.assert_array_equal(share.get(), total[:2] if rank == 0 else total[2:])
     group = hvd.grouped_allreduce([cupy.array(np.full(n, rank + 1.0)) for n in (1, 70_000)], op=hvd.Sum)
     assert [float(one.get()[-1]) for one in group] == [3.0, 3.0] and hvd.grouped_allreduce([]) == []
+    groups_and_empty_arrays(cupy, hvd)
     hvd.broadcast_(scalar := cupy.array(np.float32(rank)), 1)
     assert scalar.get() == 1.0 and scalar.shape == ()
     # What speaks DLPack is reduced where it lies, and given back.
@@ -146,15 +156,39 @@ def operations() -> None:
     assert hvd.allreduce_(foreign, op=hvd.Sum) is foreign and foreign.owner.get().tolist() == [2.0] * 3
     with pytest.raises(ValueError, match="complex64 is not supported"):
         hvd.allreduce(cupy.array(np.ones(2, np.complex64)))
-    with pytest.raises(hvd.Mismatch, match="GPU"):
-        import horoclone
+    with pytest.raises(ValueError, match="ndarray is no array on a GPU.*import horoclone as hvd"):
+        hvd.allreduce(np.ones(3))
+    import horoclone
 
+    # Whoever takes NumPy's functions for CuPy's arrays is told where theirs are.
+    for call in (horoclone.allreduce, horoclone.allreduce_):
+        with pytest.raises(ValueError, match="memory of a GPU.*horoclone.cupy"):
+            call(foreign.owner)
+    with pytest.raises(hvd.Mismatch, match="GPU"):
         mixed = cupy.array(np.ones(3)) if rank == 0 else np.ones(3)
         (hvd if rank == 0 else horoclone).allreduce(mixed, name="mixed")
     rooted_and_messages(cupy, hvd)
+    on_any_cupy(cupy, hvd)
     if rank == 1:
         assert hvd.allreduce(cupy.array(np.ones(2)), op=hvd.Sum, name="alone").get().tolist() == [1.0, 1.0]
     assert hvd.join() == 1
+
+
+def groups_and_empty_arrays(cupy: Any, hvd: Any) -> None:
+    rank = hvd.rank()
+    parts = [cupy.array(np.full((n, 2), rank, np.int32)) for n in (rank, 3 - rank)]
+    first, second = hvd.grouped_allgather(parts)
+    assert first.get().tolist() == [[1, 1]] and second.get().tolist() == [[0, 0]] * 3 + [[1, 1]] * 2
+    pair = [cupy.array(np.arange(3.0) + rank), cupy.array(np.full((4, 2), rank + 1, np.int16))]
+    first, second = hvd.grouped_reducescatter(pair, op=hvd.Sum)
+    assert first.get().tolist() == ([1.0, 3.0] if rank == 0 else [5.0]) and second.dtype == np.int16
+    assert second.get().tolist() == [[3, 3]] * 2 and hvd.grouped_allgather([]) == []
+    with pytest.raises(ValueError, match="0-d"):
+        hvd.grouped_reducescatter([cupy.array(np.float32(1))])
+    empty = cupy.array(np.empty((0, 3), np.float32))
+    assert hvd.allreduce(empty).shape == hvd.broadcast(empty, 0).shape == (0, 3)
+    assert hvd.allreduce_(empty) is empty and hvd.allgather(empty).shape == (0, 3)
+    hvd.barrier()
 
 
 def rooted_and_messages(cupy: Any, hvd: Any) -> None:
@@ -182,6 +216,53 @@ def rooted_and_messages(cupy: Any, hvd: Any) -> None:
         came = hvd.recv(tag=4)
         assert came.shape == (2, 3) and came.dtype == np.float16 and came.get().sum() == 6
         hvd.send(types.SimpleNamespace(owner=cupy.array(np.full(3, 2.0, np.float32))), 0, tag=5)
+
+
+def on_any_cupy(cupy: Any, hvd: Any) -> None:
+    """With CuPy's own names only, so that it runs on the stand-in and on CuPy."""
+    rank, both = hvd.rank(), [np.arange(5000.0) + r for r in range(2)]
+
+    def mine(values: Any) -> Any:
+        return cupy.asarray(np.asarray(values))
+
+    for dtype in ("uint8", "int32", "int64", "float16", "float32", "float64"):
+        ours = [(one % 7).astype(dtype) for one in both]
+        np.testing.assert_array_equal(hvd.allreduce(mine(ours[rank]), op=hvd.Sum).get(), ours[0] + ours[1])
+        np.testing.assert_array_equal(
+            hvd.allgather(mine(ours[rank][: rank + 1])).get(), [ours[0][0], *ours[1][:2]]
+        )
+        np.testing.assert_array_equal(hvd.broadcast(mine(ours[rank]), 1).get(), ours[1])
+    target = mine(both[rank])
+    assert hvd.allreduce_(target) is target
+    np.testing.assert_array_equal(target.get(), np.arange(5000.0) + 0.5)
+    share = hvd.reducescatter(mine(both[rank]), op=hvd.Sum)
+    np.testing.assert_array_equal(share.get(), (both[0] + both[1])[2500 * rank :][:2500])
+    rows, counts = hvd.alltoall(mine(both[rank][:3]), [1, 2])
+    assert counts == [1 + rank] * 2 and rows.get().tolist() == ([0.0, 1.0] if rank == 0 else [1, 2, 2, 3])
+    first, second = hvd.grouped_allgather([mine([rank]), mine([[rank] * 2])])
+    assert first.get().tolist() == [0, 1] and second.get().tolist() == [[0, 0], [1, 1]]
+    sent, came = hvd.isend(mine(both[rank]), 1 - rank), hvd.recv(src=1 - rank)
+    np.testing.assert_array_equal(came.get(), both[1 - rank])
+    hvd.synchronize(sent)
+    assert hvd.allreduce(mine(np.float32(rank)), op=hvd.Max).shape == ()
+    assert hvd.allreduce(mine(np.empty((0, 3)))).shape == (0, 3)
+
+
+def on_real_gpus() -> None:
+    import cupy
+
+    import horoclone.cupy as hvd
+
+    hvd.init()
+    cupy.cuda.Device(hvd.local_rank() % cupy.cuda.runtime.getDeviceCount()).use()
+    on_any_cupy(cupy, hvd)
+    with cupy.cuda.Stream(non_blocking=True):  # what it still has to write is waited for, by streams
+        on_any_cupy(cupy, hvd)
+        late = cupy.arange(1 << 22, dtype=cupy.float64)
+        for _ in range(20):
+            late = cupy.sqrt(late * late)
+        hvd.allreduce_(late, op=hvd.Sum)
+        assert float((late / 2).sum()) == float(cupy.arange(1 << 22, dtype=cupy.float64).sum())
 
 
 def regression() -> None:
@@ -219,5 +300,30 @@ def test_double_cupy_arrays_in_every_operation_and_the_example(doubles: Path) ->
             for body in (operations, regression):
                 team = start(body, 2, env=env)
                 assert team.wait(60) == [0, 0], team.outputs()
+    finally:
+        crew.close()
+
+
+def test_the_example_says_that_it_is_skipped_where_there_is_no_gpu() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLE)], env=hidden, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0 and done.stdout.startswith("SKIPPED cupy_regression.py: it needs CuPy"), done
+
+
+def test_cupy_arrays_on_real_gpus() -> None:
+    cupy = pytest.importorskip(
+        "cupy", reason="CuPy is not installed: pip install cupy-cuda13x", exc_type=ImportError
+    )
+    try:
+        cupy.cuda.runtime.getDeviceCount()
+    except cupy.cuda.runtime.CUDARuntimeError as error:
+        pytest.skip(f"no GPU here: {error}")
+    crew = Crew(dict(os.environ), "numpy", "horoclone.arrays")  # CuPy is imported by the ranks
+    try:
+        for start in teams_of(crew):
+            team = start(on_real_gpus, 2, env={})
+            assert team.wait(120) == [0, 0], team.outputs()
     finally:
         crew.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from horoclone.data import AsyncDataLoaderMixin, BaseDataLoader
+from horoclone.data import AsyncDataLoaderMixin, BaseDataLoader, data_loader_base
 
 
 class Numbers(BaseDataLoader):
@@ -93,6 +93,15 @@ def test_closing_ends_an_iteration_that_waits_and_the_loader_can_be_used_again()
     loader.gate.set()
     closing.join(20)
     assert len(list(loader)) == 5
+
+
+def test_closing_finds_a_reading_whose_thread_has_not_started_yet() -> None:
+    reading = data_loader_base._Reading(iter([1, 2]), 2)
+    reading.end()
+    assert reading.next() == ("end", None)
+    reading.thread.start()
+    reading.thread.join(20)
+    assert not reading.thread.is_alive() and reading.read.empty()
 
 
 def test_an_error_of_the_source_is_raised_at_its_batch() -> None:

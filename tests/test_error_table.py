@@ -242,6 +242,9 @@ def test_ranks_outside_a_process_set_and_sets_that_do_not_exist(binding):
             says(error, ValueError, "Rank 1 is not a member of the provided process set")
         error = raised(lambda call=call: call(hvd.ProcessSet([0, 1])))
         says(error, ValueError, "does not exist, or has not been registered", "hvd.add_process_set()")
+        for wrong in (0, None, [0, 1]):
+            error = raised(lambda call=call, wrong=wrong: call(wrong))
+            says(error, TypeError, f"process_set={wrong}", "ProcessSet")
     hvd.remove_process_set(first)
     says(raised(lambda: calls[0](first)), ValueError, "has not been registered")
     works(binding)

@@ -77,10 +77,10 @@ def test_double_the_copy_that_the_process_has_loaded_wins(doubles: Path) -> None
         ({}, {"HC_DOUBLE_NCCL_VERSION": "2805"}, ("2.8.5", "too old", "2.14.0", "pip install nvidia-nccl-cu12 --upgrade")),
         ({}, {"HC_DOUBLE_NCCL_VERSION": "21304"}, ("2.13.4", "too old")),
         ({"HOROCLONE_NCCL_LIBRARY": "incomplete/libnccl.so.2"}, {}, ("has no ncclRedOpCreatePreMulSum", "incomplete")),
-        ({"HOROCLONE_NCCL_LIBRARY": "absent.so"}, {}, ("absent.so", "HOROCLONE_NCCL_LIBRARY names this file")),
+        ({"HOROCLONE_NCCL_LIBRARY": "absent.so"}, {}, ("absent.so", "HOROCLONE_NCCL_LIBRARY names this file); unset it")),
         (
-            {"HOROCLONE_NCCL_LIBRARY": "absent.so"},
-            {"HC_DOUBLE_CUDA_VERSION": "13000"},
+            {},
+            {"HC_DOUBLE_NCCL_VERSION": "2805", "HC_DOUBLE_CUDA_VERSION": "13000"},
             ("pip install nvidia-nccl-cu13",),
         ),
     ],

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
 
 from horoclone import errors
-from horoclone.bootstrap.mpi_link import Offer, agree, split
+from horoclone.bootstrap.mpi_link import MAX_OFFER_BYTES, Offer, agree, key_of, split
+from horoclone.selection import MAX_WAYS_SENT
 
 RANK = """
 import json, os, sys
@@ -65,6 +67,43 @@ except hvd.HorovodInternalError as error:
 """
 
 
+MEMORY = """
+import json, os, sys
+from mpi4py import MPI
+rank = MPI.COMM_WORLD.Get_rank()
+os.environ["HOROCLONE_NODE"] = f"node-{rank}"
+import horoclone as hvd
+from horoclone import selection
+from horoclone.runtime import native
+file = selection.cache_file(os.environ)
+
+def life(name, content=None):
+    selection._found.clear()  # as in a process that has just begun
+    if content is not None and rank == 0:
+        file.write_text(content)
+    hvd.init()
+    found = json.loads(native().counters())
+    hvd.shutdown()
+    os.write(1, f"\\n@{json.dumps([name, rank, found['way_probes'], found['between_nodes']])}\\n".encode())
+
+life("first")
+hvd.init(); again = json.loads(native().counters())["way_probes"]; hvd.shutdown()
+assert again == 0, again
+life("from the file")
+if rank == 1:
+    os.environ["UCX_TLS"] = "tcp"
+life("another fabric")
+os.environ.pop("UCX_TLS", None)
+life("broken", "{")
+keys = list(json.loads(file.read_text())) if rank == 0 else []
+life("given mpi", json.dumps({key: "mpi" for key in keys}))
+life("given tcp", json.dumps({key: "tcp" for key in keys}))
+life("nonsense", json.dumps({key: "pigeon" for key in keys}))
+os.environ["HOROCLONE_SELECTION"] = "fixed"
+life("fixed", json.dumps({key: "mpi" for key in keys}))
+"""
+
+
 @pytest.fixture
 def ranks(tmp_path):
     path = tmp_path / "rank.py"
@@ -96,6 +135,47 @@ def test_an_mpi_that_is_up_is_tried_and_one_that_is_not_is_left_alone(launch, op
     assert ways in (["mpi", "mpi"], ["tcp", "tcp"]), done.output  # the faster one: both ranks say the same
     done = launch([*open_mpi.command(2), *ranks("by=auto")], env=open_mpi.env)
     assert done.stdout.count("done by tcp") == 2, done.output
+
+
+@pytest.mark.mpi
+def test_what_the_probe_found_is_remembered_for_these_hosts_and_links(launch, open_mpi, tmp_path):
+    program = tmp_path / "memory.py"
+    program.write_text(MEMORY)
+    env = {**open_mpi.env, "XDG_CACHE_HOME": str(tmp_path), "HOROCLONE_SELECTION": ""}
+    done = launch([*open_mpi.command(2), sys.executable, str(program)], env=env)
+    found: dict[str, dict[int, tuple[int, str]]] = {}
+    for line in done.stdout.splitlines():
+        if line.startswith("@"):
+            name, rank, probes, way = json.loads(line[1:])
+            found.setdefault(name, {})[rank] = (probes, way)
+    assert all(len(ranks) == 2 and len(set(ranks.values())) == 1 for ranks in found.values()), done.output
+    probes = {name: ranks[0][0] for name, ranks in found.items()}
+    assert [name for name, count in probes.items() if count == 0] == [
+        "from the file",
+        "given mpi",
+        "given tcp",
+    ]
+    assert found["from the file"][0][1] == found["first"][0][1]
+    assert (found["given mpi"][0][1], found["given tcp"][0][1]) == ("mpi", "tcp")
+
+
+def test_the_key_is_of_hosts_links_layout_and_library():
+    def key(*ranks: tuple[str, str], library: str = "Some MPI 5") -> str:
+        return key_of([Offer(node, library=library, place=place) for node, place in ranks])
+
+    a, b = ("a", "here (2 cores; eth0 10000 9000)"), ("b", "there (2 cores; eth0 10000 9000)")
+    assert key(a, b) == key(b, a)
+    others = [
+        key(a, b, b),
+        key(a, ("c", a[1])),
+        key(a, ("b", "there (2 cores; eth0 1000 1500)")),
+        key(a, b, library="Some MPI 6"),
+    ]
+    assert len({key(a, b), *others}) == 5
+    many = [(f"n{number}", f"host{number}") for number in range(600)]
+    assert len(key(*many)) < 200 and key(*many) != key(*many[:-1], ("n", "host"))
+    offer = Offer("n", place="x" * 200, known={f"{n:016x}": "mpi" for n in range(MAX_WAYS_SENT)})
+    assert len(offer.around(b"")) < MAX_OFFER_BYTES
 
 
 @pytest.mark.mpi

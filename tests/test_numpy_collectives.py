@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from world import ranks
 
 import horoclone as hvd
+from horoclone import array_memory as memory
 from horoclone import ops
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -199,6 +200,30 @@ def test_groups_are_one_operation():
     mixed = hvd.grouped_allreduce([np.ones(2, np.float16), np.ones(3, np.int64)], op=hvd.Sum)
     assert [one.dtype.name for one in mixed] == ["float16", "int64"] and mixed[1].tolist() == [hvd.size()] * 3
     assert hvd.grouped_allreduce([]) == [] and hvd.grouped_allgather([]) == []
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_addresses_and_numbers_of_what_numpy_has(dtype):
+    shared = np.zeros((3, 4), DTYPES[dtype])
+    frozen = shared.copy()
+    frozen.flags.writeable = False
+    for array in (shared, shared[1:], shared[1, 2:3], shared[:, 1], shared[0, 0, ...], shared[:0], frozen):
+        assert memory.address(array) == array.ctypes.data
+        assert memory.dtype_of(array) == ops.DTYPES[dtype]
+    if dtype == "float32":
+        with pytest.raises(ValueError, match="complex64"):
+            memory.dtype_of(np.zeros(2, np.complex64))
+
+
+@ranks(2)
+def test_priorities_on_one_machine_change_no_result():
+    arrays = [np.full(9, hvd.rank() + index, np.float32) for index in range(6)]
+    handles = [
+        hvd.allreduce_async_(array, name=f"p{index}", op=hvd.Sum, priority=index - 2)
+        for index, array in enumerate(arrays)
+    ]
+    for index, handle in enumerate(handles):
+        np.testing.assert_array_equal(hvd.synchronize(handle), np.full(9, 2 * index + 1, np.float32))
 
 
 @ranks(2, 3)

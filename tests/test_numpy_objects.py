@@ -46,6 +46,18 @@ def test_an_object_that_cannot_be_pickled_is_the_callers_error():
     assert hvd.allgather_object(1) == [1, 1]
 
 
+@ranks(3)
+def test_an_object_of_one_rank_that_cannot_be_pickled_is_everybodys_error():
+    """The others would wait for ever if that rank raised before it has told them."""
+    given = (one for one in "generator") if hvd.rank() == 1 else "fine"
+    for call in (hvd.allgather_object, lambda obj: hvd.broadcast_object(obj, root_rank=1)):
+        with pytest.raises(TypeError if hvd.rank() == 1 else ValueError, match="pickle.*generator") as raised:
+            call(given)
+        assert hvd.rank() == 1 or "rank 1 cannot pickle its object: TypeError" in str(raised.value)
+    assert hvd.allgather_object(hvd.rank()) == [0, 1, 2]
+    assert hvd.broadcast_object(given if hvd.rank() != 1 else "again", root_rank=1) == "again"
+
+
 @ranks(2, init=False)
 def test_starting_and_reducing_unpickles_nothing():
     def refuse(*args, **kwargs):

@@ -56,7 +56,7 @@ def test_a_damaged_memory_is_none(tmp_path, monkeypatch, content):
     file.parent.mkdir()
     file.write_text(content.replace("KEY", selection.key_of(2)))
     assert selection.with_remembered({}, environ, 2) == {}
-    selection.remember(environ, 2, 8192)
+    selection.remember(environ, selection.key_of(2), 8192)
     assert selection.with_remembered({}, environ, 2) == {"HOROCLONE_SELECTION": "flat_bytes=8192"}
     assert selection.with_remembered({}, environ, 3) == {}
     for chosen in ({"HOROCLONE_SELECTION": "fixed"}, {"HOROCLONE_FLAT_BYTES": "64"}):
@@ -68,5 +68,5 @@ def test_a_damaged_memory_is_none(tmp_path, monkeypatch, content):
 def test_a_folder_that_cannot_be_written_costs_nothing_but_the_memory(monkeypatch):
     monkeypatch.setattr(selection, "_found", {})
     environ = {"XDG_CACHE_HOME": "/proc/none"}
-    selection.remember(environ, 2, 4096)
+    selection.remember(environ, selection.key_of(2), 4096)
     assert selection.remembered(environ) == {selection.key_of(2): 4096}

@@ -166,6 +166,21 @@ def test_cache_capacity_zero_announces_everything_in_full_every_time():
     assert sent["1024"] < 20 * 300 <= sent["0"], sent
 
 
+@ranks(2)
+def test_by_default_a_step_of_some_thousand_names_is_announced_by_numbers():
+    from horoclone import runtime
+
+    def step() -> int:
+        before = json.loads(runtime.native().counters())["control_bytes_sent"]
+        for handle in [hvd.allreduce_async(np.ones(1), name=f"layer.{i}.weight") for i in range(3000)]:
+            hvd.synchronize(handle)
+        hvd.barrier()
+        return json.loads(runtime.native().counters())["control_bytes_sent"] - before
+
+    first, second = step(), step()
+    assert second < 3000 * len("layer.0") < first, (first, second)
+
+
 # --- threads, network, log
 
 

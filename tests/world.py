@@ -268,6 +268,7 @@ class World:
             MKL_NUM_THREADS="1",
             OPENBLAS_NUM_THREADS="1",
             PYTHONUNBUFFERED="1",
+            HOROCLONE_SELECTION="fixed",  # no probe, and nothing goes into the user's cache folder
         )
         env.update(self.env)
         try:

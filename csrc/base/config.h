@@ -48,13 +48,13 @@ struct KnobRule {
     "Largest number of bytes that one collective may fuse; 0 turns fusion off.")                            \
   X(bool, disable_group_fusion, false, "DISABLE_GROUP_FUSION", "DISABLE_GROUP_FUSION", KnobRule::flag(),    \
     "1: a group shares its collective with no other operation; all of a group always run together.")        \
-  X(size_t, partition_bytes, 4 * kMiB, "PARTITION_BYTES", "", KnobRule::bytes(0, 1099511627776.0),          \
+  X(size_t, partition_bytes, kMiB, "PARTITION_BYTES", "", KnobRule::bytes(0, 1099511627776.0),          \
     "Between machines, once operations have priorities: larger allreduces run in parts of this size, so "    \
     "that an urgent one waits for parts, not for the whole. Rank 0's counts. 0: never.")                     \
   X(double, gathering_window_ms, 0, "CYCLE_TIME", "CYCLE_TIME", KnobRule::milliseconds(0, 60000),           \
     "Gathering window: what is ready is held back this long, so that more is fused with it. 0: it starts "  \
     "at once, fused with what gathered while the previous collective ran.")                                 \
-  X(int64_t, cache_capacity, 1024, "CACHE_CAPACITY", "CACHE_CAPACITY", KnobRule::count(0, 1e6),             \
+  X(int64_t, cache_capacity, 8192, "CACHE_CAPACITY", "CACHE_CAPACITY", KnobRule::count(0, 1e6),             \
     "Agreements remembered per process set, so that a repeated tensor costs one bit; 0 turns the cache "    \
     "off.")                                                                                                 \
   X(bool, dynamic_process_sets, false, "DYNAMIC_PROCESS_SETS", "DYNAMIC_PROCESS_SETS", KnobRule::flag(),    \

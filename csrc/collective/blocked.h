@@ -45,17 +45,17 @@ class BlockedCollective : public Collective {
       any = false;
       if (drained_ < blocks_ && can_drain()) {
         drain(drained_++);
-        lane_.publish(lane_.mine().consumed, first_ + drained_);
+        lane_.meet(&LaneFlags::consumed, first_ + drained_);
         any = true;
       } else if (reduced_ < started_ && is_reduced(reduced_, moved)) {
-        lane_.publish(lane_.mine().reduced, first_ + ++reduced_);
+        lane_.meet(&LaneFlags::reduced, first_ + ++reduced_);
         any = true;
       } else if (started_ < blocks_ && can_reduce()) {
         start_reduce(started_++);
         any = true;
       } else if (filled_ < blocks_ && can_fill()) {
         fill(filled_++);
-        lane_.publish(lane_.mine().filled, first_ + filled_);
+        lane_.meet(&LaneFlags::filled, first_ + filled_);
         any = true;
       }
       if (!status_.is_ok()) return Progress::kFailed;

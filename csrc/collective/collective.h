@@ -122,7 +122,7 @@ class FrozenCollective : public Collective {
   virtual bool withdrawn() const = 0;
   virtual std::vector<int> late_members() const = 0;  // group ranks that have not arrived
   struct Arrival {
-    int last = -1;   // group rank of a member that was missing at the last look; -1: nobody was when this one came
+    int last = -1;   // group rank of the member that came last; -1: this one did
     TimePoint at{};  // when all were there, if somebody was missing
   };
   virtual Arrival arrival() const = 0;

@@ -43,10 +43,9 @@ class DeviceAdasum : public Collective {
 
   Progress step(bool* moved) override {
     const Gpu::Current current(gpu_);
-    NcclResult state = kNcclSuccess;
-    Status ok = nccl_.check(nccl_.ncclCommGetAsyncError(busy_, &state), "ncclCommGetAsyncError", busy_);
-    if (ok.is_ok() && state == kNcclInProgress) return Progress::kPending;
-    if (ok.is_ok()) ok = nccl_.check(state, "NCCL", busy_);
+    auto pending = nccl_.is_pending(busy_);
+    if (pending.is_ok() && pending.value()) return Progress::kPending;
+    Status ok = pending.status();
     if (ok.is_ok()) ok = advance();
     if (!ok.is_ok()) return fail(ok);
     *moved = true;

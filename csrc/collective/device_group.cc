@@ -63,10 +63,8 @@ Status DeviceGroup::check() {
 }
 
 Status DeviceGroup::check(NcclHandle comm) {
-  NcclResult state = kNcclSuccess;
   const Gpu::Current current(*gpu_);
-  HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError", comm));
-  return nccl_->check(state, "NCCL", comm);
+  return nccl_->is_pending(comm).status();
 }
 
 // In the order of their making.
@@ -144,10 +142,10 @@ bool DeviceGroup::finish(NcclHandle comm) {
 
 Status DeviceGroup::until_enqueued() {
   const Gpu::Current current(*gpu_);
-  NcclResult state = kNcclInProgress;
   for (const Deadline deadline = Deadline::in(options_.init_timeout_s); !deadline.passed();) {
-    HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError", comm_));
-    if (state != kNcclInProgress) return nccl_->check(state, "NCCL", comm_);
+    auto pending = nccl_->is_pending(comm_);
+    HC_TRY(pending.status());
+    if (!pending.value()) return Status::ok();
     std::this_thread::sleep_for(std::chrono::microseconds(10));
   }
   return error(Code::kTimeout, "NCCL has not enqueued what was captured within ", options_.init_timeout_s, " s");

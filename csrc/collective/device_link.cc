@@ -93,20 +93,17 @@ Status DeviceLink::begin(const NcclId& id, int place) {
       .with("the communicator of two ranks; HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
 }
 
-Result<NcclResult> DeviceLink::state() {
+Result<bool> DeviceLink::is_pending() const {
   if (!comm_) return error(Code::kAborted, "the communicator of two ranks has ended");
-  NcclResult state = kNcclSuccess;
   const Gpu::Current current(*gpu_);
-  HC_TRY(nccl_->check(nccl_->ncclCommGetAsyncError(comm_, &state), "ncclCommGetAsyncError", comm_));
-  HC_TRY(nccl_->check(state, "NCCL", comm_));
-  return state;
+  return nccl_->is_pending(comm_);
 }
 
 Result<bool> DeviceLink::is_up() {
   if (up_ || !begun_) return up_;
-  auto now = state();
-  HC_TRY(now.status(), "NCCL could not connect two ranks' GPUs");
-  up_ = now.value() == kNcclSuccess;
+  auto pending = is_pending();
+  HC_TRY(pending.status(), "NCCL could not connect two ranks' GPUs");
+  up_ = !pending.value();
   if (!up_ && deadline_.passed())
     return error(Code::kTimeout, "NCCL has not connected two ranks' GPUs within ", init_timeout_s_,
                  " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it");
@@ -125,9 +122,9 @@ Status DeviceLink::launch(bool sends, std::byte* data, size_t bytes, int place_o
 }
 
 Result<bool> DeviceLink::is_enqueued() {
-  auto now = state();
-  HC_TRY(now.status());
-  return now.value() == kNcclSuccess;
+  auto pending = is_pending();
+  HC_TRY(pending.status());
+  return !pending.value();
 }
 
 double DeviceLink::oldest_flight_s(TimePoint now) {
@@ -139,7 +136,7 @@ double DeviceLink::oldest_flight_s(TimePoint now) {
   return 0;
 }
 
-Status DeviceLink::check() { return comm_ ? state().status() : Status::ok(); }
+Status DeviceLink::check() { return comm_ ? is_pending().status() : Status::ok(); }
 
 void DeviceLink::abort() {
   if (!comm_) return;

@@ -60,7 +60,7 @@ class DeviceLink {
     GpuEventPtr done;
     TimePoint since;
   };
-  Result<NcclResult> state();
+  Result<bool> is_pending() const;
 
   const std::shared_ptr<Gpu> gpu_;
   const std::shared_ptr<const NcclApi> nccl_;  // null: there is none

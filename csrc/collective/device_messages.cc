@@ -100,7 +100,7 @@ class StagedMessage : public DeviceMessage {
     HC_TRY(await_ready());
     if (!end_.sends) return Status::ok();
     const CuStream stream = link_.stream().value();
-    HC_TRY(link_.gpu()->copy_to_host(pinned_->data(), reinterpret_cast<CuPointer>(end_.data), end_.bytes, stream));
+    HC_TRY(link_.gpu()->copy_to_host(pinned_->data(), cu_pointer(end_.data), end_.bytes, stream));
     HC_TRY(record_done());
     copied_out_ = done_;
     pinned_->used_until(done_);
@@ -114,7 +114,7 @@ class StagedMessage : public DeviceMessage {
 
   Status copy_in() {
     const CuStream stream = link_.stream().value();
-    HC_TRY(link_.gpu()->copy_from_host(reinterpret_cast<CuPointer>(end_.data), pinned_->data(), end_.bytes, stream));
+    HC_TRY(link_.gpu()->copy_from_host(cu_pointer(end_.data), pinned_->data(), end_.bytes, stream));
     HC_TRY(record_done());
     pinned_->used_until(done_);
     return Status::ok();

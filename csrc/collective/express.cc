@@ -31,7 +31,8 @@ class ExpressAllreduce final : public FrozenCollective {
     mine.signature.store(key_.signature, std::memory_order_relaxed);
     const Piece& piece = task_.pieces[0];
     std::memcpy(mine.payload, piece.in, piece.count * size_of(task_.dtype));
-    lane_.publish(mine.turn, turn_);
+    if (lane_.meet(mine.turn, turn_, [&](int m) { return slot(m).turn.load(std::memory_order_seq_cst) == turn_; }))
+      mine.last.store(turn_, std::memory_order_release);
     return Progress::kPending;
   }
 
@@ -43,7 +44,7 @@ class ExpressAllreduce final : public FrozenCollective {
     if (closed) seen = look();
     if (seen == View::kWaiting && !closed) return Progress::kPending;
     *moved = true;
-    if (arrival_.last >= 0) arrival_.at = Clock::now();
+    if (arrival_.last >= 0) arrival_ = {last_one(), Clock::now()};
     withdrawn_ = seen != View::kAllHere;
     if (!withdrawn_) collect();
     express_->leave_turn(!withdrawn_);
@@ -79,6 +80,13 @@ class ExpressAllreduce final : public FrozenCollective {
       if (key != key_) return View::kMismatch;
     }
     return View::kAllHere;
+  }
+
+  // Who came last; who was missing when this member last looked, before it slept perhaps, where nobody says so.
+  int last_one() const {
+    for (int m = 0; m < lane_.size(); ++m)
+      if (slot(m).last.load(std::memory_order_acquire) == turn_) return m;
+    return arrival_.last;
   }
 
   void collect() {

@@ -25,7 +25,10 @@ Status SharedLane::prepare() {
   Arena& own = *arenas_[my_index_];
   HC_TRY(own.commit(offset_, kBucketFlagsOffset), "shared memory for a process set");
   std::memset(bases_[my_index_], 0, kPage);
-  for (uint64_t place : {0, 1}) express_slot(my_index_, place).turn.store(0, std::memory_order_relaxed);
+  for (uint64_t place : {0, 1}) {
+    express_slot(my_index_, place).turn.store(0, std::memory_order_relaxed);
+    express_slot(my_index_, place).last.store(0, std::memory_order_relaxed);
+  }
   return Status::ok();
 }
 
@@ -55,7 +58,10 @@ class FlatCollective : public Collective {
     if (!published_) {
       if (!all_reached(lane_, &LaneFlags::flat, turn_)) return Progress::kPending;
       contribute(lane_.flat_slot(rank_, turn_));
-      lane_.publish(lane_.mine().flat, turn_ + 1);
+      if (comes_from_root() && rank_ == task_.root)
+        lane_.publish(lane_.mine().flat, turn_ + 1);
+      else
+        lane_.meet(&LaneFlags::flat, turn_ + 1);
       published_ = true;
       *moved = true;
     }
@@ -69,16 +75,16 @@ class FlatCollective : public Collective {
   const std::byte* slot(int member) const { return lane_.flat_slot(member, turn_); }
   size_t item() const { return size_of(task_.dtype); }
 
+  bool comes_from_root() const { return task_.op == Op::kBroadcast || task_.op == Op::kScatter; }
+
   bool others_ready() const {
-    if (task_.op == Op::kBroadcast || task_.op == Op::kScatter)
-      return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
+    if (comes_from_root()) return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
     if ((task_.op == Op::kReduce || task_.op == Op::kGather) && rank_ != task_.root) return true;
     return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
   }
 
   void contribute(std::byte* to) {
-    const bool from_root = task_.op == Op::kBroadcast || task_.op == Op::kScatter;
-    if (task_.op == Op::kBarrier || (from_root && rank_ != task_.root)) return;
+    if (task_.op == Op::kBarrier || (comes_from_root() && rank_ != task_.root)) return;
     for (const Piece& p : task_.pieces) {
       size_t bytes = (is_input_counted() ? input_count() : p.count) * item();
       if (bytes) std::memcpy(to, p.in, bytes);
@@ -167,7 +173,19 @@ class Meeting {
  public:
   Meeting(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
       : lane_(*group.lane), turn_(turn), flags_(std::move(flags)) {}
-  void enter(int rank) { lane_.publish(flags_[static_cast<size_t>(rank)]->arrived, turn_ + 1); }
+  void enter(int rank) {
+    InPlaceFlags& mine = *flags_[static_cast<size_t>(rank)];
+    const bool last = lane_.meet(mine.arrived, turn_ + 1, [&](int m) {
+      return flags_[static_cast<size_t>(m)]->arrived.load(std::memory_order_seq_cst) > turn_;
+    });
+    if (last) mine.last.store(turn_ + 1, std::memory_order_release);
+  }
+  // All are here: who came last. `seen`: whom this member missed when it last looked; then it may have slept.
+  int last_one(int seen) const {
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (flags_[m]->last.load(std::memory_order_acquire) == turn_ + 1) return static_cast<int>(m);
+    return seen;
+  }
   bool is_here(size_t m) const { return flags_[m]->arrived.load(std::memory_order_acquire) > turn_; }
   int first_late() const {
     for (size_t m = 0; m < flags_.size(); ++m)
@@ -210,7 +228,7 @@ class FrozenArrival : public FrozenCollective {
       withdrawn_ = meeting_.must_withdraw();
       if (!withdrawn_) return Progress::kPending;
     } else if (arrival_.last >= 0) {
-      arrival_.at = Clock::now();
+      arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
     }
     *moved = true;
     return Progress::kDone;
@@ -256,14 +274,15 @@ class InPlaceAllreduce : public FrozenCollective {
         arrival_.last = late;
         return frozen_ && meeting_.must_withdraw() ? withdraw() : Progress::kPending;
       }
-      if (arrival_.last >= 0) arrival_.at = Clock::now();
+      if (arrival_.last >= 0) arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
       if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
       stage_ = Stage::kReducing;
     }
     *moved = true;
     if (stage_ == Stage::kReducing) {
       if (!reduce_some()) return Progress::kPending;
-      lane_.publish(flags_[rank_]->finished, turn_ + 1);
+      lane_.meet(flags_[rank_]->finished, turn_ + 1,
+                 [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > turn_; });
       stage_ = Stage::kFinishing;
     }
     if (reached(&InPlaceFlags::finished)) return Progress::kDone;

@@ -17,6 +17,7 @@ namespace hc {
 struct InPlaceFlags {
   alignas(kCacheLine) std::atomic<uint64_t> arrived;   // operations entered; `offset` is valid
   std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
+  std::atomic<uint64_t> last;                          // what `arrived` was when I found that I was the last
   alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations whose slice of mine is written everywhere
 };
 
@@ -48,6 +49,7 @@ inline constexpr size_t kExpressBytes = 16u << 10;
 struct ExpressSlot {
   alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
   std::atomic<uint64_t> slot, sequence, signature;
+  std::atomic<uint64_t> last;  // the turn in which this member found that it was the last to come
   alignas(kCacheLine) std::byte payload[kExpressBytes];
 };
 
@@ -95,7 +97,22 @@ class SharedLane {
     counter.store(value, std::memory_order_release);
     published_ = true;
   }
-  // Whether anything was published since the last call.
+  // Publishes what everybody waits to see of every member: the one who finds all others there rings, so that nobody is
+  // woken to find that somebody else is late. there(m): member m has published it, read in sequentially consistent
+  // order, so that of several last ones at least one sees all.
+  // True when I was the last one.
+  template <class There>
+  bool meet(std::atomic<uint64_t>& counter, uint64_t value, There&& there) {
+    counter.exchange(value, std::memory_order_seq_cst);
+    for (int m = 0; m < size(); ++m)
+      if (m != my_index_ && !there(m)) return false;
+    return published_ = true;
+  }
+  // A counter that counts up by one.
+  void meet(std::atomic<uint64_t> LaneFlags::* counter, uint64_t value) {
+    meet(mine().*counter, value, [&](int m) { return (flags(m).*counter).load(std::memory_order_seq_cst) >= value; });
+  }
+  // Whether anything was published since the last call that somebody may sleep for.
   bool take_published() { return std::exchange(published_, false); }
 
   // Totals of what this member has entered so far; equal on all members between operations.

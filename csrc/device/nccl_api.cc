@@ -72,7 +72,8 @@ Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, co
   std::string tried;
   api->library = find(path, folders, &api->found, &tried);
   if (!api->library)
-    return error(Code::kUnsupported, "NCCL was not found: ", tried, "; ", how_to_get_nccl(cuda_version));
+    return error(Code::kUnsupported, "NCCL was not found: ", tried, "; ",
+                 path.empty() ? how_to_get_nccl(cuda_version) : "unset it to have NCCL looked for elsewhere");
   api->file = api->library->file();
   if (Status usable = resolve(api.get()); !usable.is_ok())
     return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nccl(cuda_version), " --upgrade");
@@ -91,6 +92,13 @@ Status NcclApi::check(NcclResult result, const char* call, NcclHandle comm) cons
   const char* detail = ncclGetLastError(comm);
   return error(Code::kInternal, call, ": ", ncclGetErrorString(result), detail && *detail ? " (" : "",
                detail ? detail : "", detail && *detail ? ")" : "");
+}
+
+Result<bool> NcclApi::is_pending(NcclHandle comm) const {
+  NcclResult state = kNcclSuccess;
+  HC_TRY(check(ncclCommGetAsyncError(comm, &state), "ncclCommGetAsyncError", comm));
+  HC_TRY(check(state, "NCCL", comm));
+  return state == kNcclInProgress;
 }
 
 }  // namespace hc

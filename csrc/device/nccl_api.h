@@ -96,6 +96,8 @@ struct NcclApi {
   Registration registration() const;
   // Ok, or NCCL's own words as kInternal. `comm` may be null.
   Status check(NcclResult result, const char* call, NcclHandle comm) const;
+  // Whether what was called on `comm` is still on its way; the error that NCCL met meanwhile. The context is current.
+  Result<bool> is_pending(NcclHandle comm) const;
 };
 
 std::string nccl_version_text(int version);  // "2.28.9"

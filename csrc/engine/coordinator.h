@@ -31,7 +31,7 @@ struct CoordinatorOptions {
   bool fuse_groups = true;           // a group may share a batch with operations that are not of it
   // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
   size_t part_bytes = 0;
-  size_t cache_capacity = 1024;  // slots; 0 = no cache
+  size_t cache_capacity = 8192;  // slots; 0 = no cache
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;              // [size] for texts

@@ -49,21 +49,83 @@ bool DeviceTurns::take(const std::function<bool(const DeviceTurn&)>& is_mine) {
   return true;
 }
 
+// ---- in frames
+
+uint32_t DeviceTurns::given_to(int rank, uint32_t count) {
+  const auto r = static_cast<size_t>(rank);
+  if (given_out_.size() <= r) given_out_.resize(r + 1);
+  given_out_[r] += count;
+  return planned_;
+}
+
+std::vector<TurnsBefore> DeviceTurns::plan(uint32_t batches) {
+  planned_ += batches;
+  std::vector<TurnsBefore> runs;
+  for (uint32_t r = 0; r < given_out_.size(); ++r) {
+    if (given_out_[r] == 0) continue;
+    if (!runs.empty() && runs.back().first + runs.back().ranks == r && runs.back().turns == given_out_[r])
+      ++runs.back().ranks;
+    else
+      runs.push_back({r, 1, given_out_[r]});
+  }
+  given_out_.clear();
+  return runs;
+}
+
+void DeviceTurns::take_given(DeviceTurn turn, uint32_t count, uint32_t after, bool is_mine) {
+  frames_.push_back({turn, count, after, is_mine});
+  settle();
+}
+
+void DeviceTurns::take_plan(uint32_t batches, int rank, const std::vector<TurnsBefore>& before) {
+  const auto r = static_cast<uint32_t>(rank);
+  for (const TurnsBefore& run : before)
+    if (r >= run.first && r - run.first < run.ranks) expected_ += run.turns;
+  plans_.push_back({{0}, batches, expected_, true});
+  settle();
+}
+
+void DeviceTurns::settle() {
+  const auto settle_one = [this](std::deque<Early>* from, uint32_t* passed, uint32_t other) {
+    if (from->empty() || from->front().after != other) return false;
+    const Early& first = from->front();
+    if (first.is_mine) add(first.turn, first.count);
+    *passed += first.count;
+    from->pop_front();
+    return true;
+  };
+  while (settle_one(&frames_, &granted_, planned_) || settle_one(&plans_, &planned_, granted_)) {
+  }
+}
+
+// ----
+
+bool DeviceTurns::any(const std::function<bool(const DeviceTurn&)>& is_it) const {
+  const auto early = [&](const Early& e) { return e.is_mine && is_it(e.turn); };
+  return std::any_of(turns_.begin(), turns_.end(), is_it) || std::any_of(frames_.begin(), frames_.end(), early) ||
+         std::any_of(plans_.begin(), plans_.end(), early);
+}
+
 bool DeviceTurns::contains(uint16_t set) const {
-  return std::any_of(turns_.begin(), turns_.end(), [&](const DeviceTurn& turn) { return turn.set == set; });
+  return any([&](const DeviceTurn& turn) { return turn.set == set; });
 }
 
 bool DeviceTurns::contains(const DeviceTurn& turn) const {
-  return std::find(turns_.begin(), turns_.end(), turn) != turns_.end();
+  return any([&](const DeviceTurn& other) { return other == turn; });
 }
 
 void DeviceTurns::drop(uint16_t set) {
   std::erase_if(turns_, [&](const DeviceTurn& turn) { return turn.set == set; });
+  for (Early& early : frames_) early.is_mine = early.is_mine && early.turn.set != set;
 }
 
 void DeviceTurns::clear() {
   turns_.clear();
   waiting_.clear();
+  given_out_.clear();
+  frames_.clear();
+  plans_.clear();
+  planned_ = granted_ = expected_ = 0;
 }
 
 }  // namespace hc

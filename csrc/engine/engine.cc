@@ -21,6 +21,10 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.node = c.node;
   if (c.simd != "auto" && !select_simd(c.simd.c_str()))
     return error(Code::kInvalidArgument, "HOROCLONE_SIMD=", c.simd, ": this processor does not have it");
+  // Before anybody connects: to the others, a rank that fails later has left, for a reason that its own log has.
+  Tuning start = Tuning::of(c);
+  SelectionSource source{};
+  HC_TRY(engine->start_selection(&start, &source));
   auto mesh = Mesh::listen(options);
   if (!mesh.is_ok()) return mesh.status();
   engine->mesh_ = mesh.take();

@@ -74,6 +74,7 @@ struct DeclaredCall {
 struct EngineCounters {  // driving thread writes, anyone reads
   std::atomic<uint64_t> operations{0}, batches{0}, fused{0}, plans_sent{0}, ballots_sent{0}, control_frames_sent{0},
       control_bytes_sent{0}, bytes_reduced{0}, frozen{0}, express{0}, sleeps{0}, steps{0}, pings{0};
+  std::atomic<uint64_t> between_nodes_frames{0}, between_nodes_bytes{0};  // of control, sent and received
 };
 
 class Engine {
@@ -98,6 +99,7 @@ class Engine {
   // The operation behind a handle that is done; null when it is not, or unknown.
   Operation* finished(int64_t handle);
   void release(int64_t handle) { handles_.release(handle); }
+  bool release_if_succeeded(int64_t handle) { return handles_.release_if_succeeded(handle); }
   // engine_device.cc. Of an operation on device memory that is done, which means enqueued: makes `stream` wait for its
   // result, also (when `to` is not null) copies result i there, behind that.
   Status stream_wait(int64_t handle, CuStream stream);
@@ -191,11 +193,12 @@ class Engine {
   void leave_devices();
 
   // engine_device_turns.cc
+  void note_turns_before(const ProcessSet& set, Plan* plan);
   void order_device_batches(ProcessSet& set, const Plan& plan);
   void grant_device_turns(uint16_t set, uint32_t count);
   void ask_message_turn(int receiver, uint32_t id);
   void grant_message_turn(int sender, int receiver, uint32_t id);
-  Status pass_turn_to(int rank, const DeviceTurn& turn, uint32_t count);
+  Status send_turn(int rank, const DeviceTurn& turn, uint32_t count);
   Status take_device_frame(FrameKind kind, int from, Reader* in);
   Status take_turn_frame(int from, Reader* in);
   bool has_part_in(const DeviceTurn& turn) const;
@@ -206,6 +209,7 @@ class Engine {
   bool step();
   void take_incoming(bool* moved);
   void receive_frames(bool* moved);
+  void count_between_nodes(int peer, size_t frame_bytes);
   void handle_frame(int from, std::span<const uint8_t> frame);
   void send_ballot(ProcessSet& set);
   void decide(ProcessSet& set, bool* moved);
@@ -323,6 +327,7 @@ class Engine {
   std::map<std::byte*, std::weak_ptr<Memory>> gpu_memory_;  // of allocate_on_device
   std::atomic<bool> has_gpu_{false};
   std::atomic<bool> by_mpi_{false};  // data between nodes
+  std::atomic<int> way_probes_{0};   // sizes at which both ways were tried; 0: the choice was given
   std::atomic<SelectionSource> selection_source_{SelectionSource::kFixed};
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;

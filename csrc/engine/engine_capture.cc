@@ -45,8 +45,8 @@ Status Engine::capture_in_gate(const Submission& s, std::pair<int, int> which, s
   if (!device || device->way() == DeviceGroup::Way::kUnknown)
     return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUp);
   if (device->way() != DeviceGroup::Way::kNccl)
-    return error(Code::kUnsupported, "NCCL does not move its data, and only NCCL's work can be captured: ",
-                 device->reason());
+    return error(Code::kUnsupported,
+                 "NCCL does not move its data, and only NCCL's work can be captured: ", device->reason());
   Operation* op = nullptr;
   {
     std::lock_guard lock(submit_mu_);

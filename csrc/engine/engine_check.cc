@@ -6,10 +6,10 @@ namespace hc {
 
 namespace {
 
-// In front of every text: allreduce 'layer1.weight'.
+// In front of every text: allreduce 'layer1.weight', unnamed allreduce.
 std::string label_of(const Submission& s) {
   if (is_message(s.op)) return text_of(name_of(s.op), s.op == Op::kSend ? " to rank " : " from rank ", s.root);
-  return text_of(name_of(s.op), " '", s.name, "'");
+  return s.name.empty() ? text_of("unnamed ", name_of(s.op)) : text_of(name_of(s.op), " '", s.name, "'");
 }
 
 template <class... Parts>

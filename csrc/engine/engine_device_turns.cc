@@ -1,7 +1,6 @@
 // Who gives work on GPUs its turn, and how turns travel: rank 0 of the world orders batches of all process sets and
 // messages, all ranks follow (see engine_device.cc). Where all ranks share memory the turns go through rank 0's lane;
-// else in frames, along the way that plans of the global set go, so that neither overtakes the other.
-// Those frames wake also who sleeps because it has nothing to do itself: rank 0 and the ranks on the way need no part.
+// else in frames straight from rank 0, which wake also who sleeps because it has nothing to do itself.
 #include <algorithm>
 
 #include "engine/engine.h"
@@ -37,12 +36,21 @@ void Engine::take_turns(bool* moved) {
   if (device_turns_.take([this](const DeviceTurn& turn) { return has_part_in(turn); })) *moved = true;
 }
 
+// On the coordinator, before the plan goes out.
+void Engine::note_turns_before(const ProcessSet& set, Plan* plan) {
+  if (set.id != 0 || device_turns_.in_memory()) return;
+  if (const uint32_t count = device_batches_in(*plan)) plan->turns = device_turns_.plan(count);
+}
+
 // Called with each plan of the global set on every rank, and with plans of other sets on their coordinator.
 void Engine::order_device_batches(ProcessSet& set, const Plan& plan) {
   const uint32_t count = device_batches_in(plan);
   if (!count) return;
   if (set.id == 0 && !device_turns_.in_memory()) {
-    device_turns_.add({0}, count);
+    if (mesh_->rank() == 0)
+      device_turns_.add({0}, count);
+    else
+      device_turns_.take_plan(count, mesh_->rank(), plan.turns);
   } else if (mesh_->rank() == 0) {
     grant_device_turns(set.id, count);
   } else if (set.id != 0) {
@@ -63,7 +71,7 @@ void Engine::grant_device_turns(uint16_t id, uint32_t count) {
     if (r == mesh_->rank())
       device_turns_.add({id}, count);
     else if (!left_[r])
-      if (Status sent = pass_turn_to(r, {id}, count); !sent.is_ok()) return fail_everything(sent);
+      if (Status sent = send_turn(r, {id}, count); !sent.is_ok()) return fail_everything(sent);
   }
 }
 
@@ -87,21 +95,18 @@ void Engine::grant_message_turn(int sender, int receiver, uint32_t id) {
     if (r == me)
       device_turns_.add(turn, 1);
     else if (!left_[r])
-      if (Status sent = pass_turn_to(r, turn, 1); !sent.is_ok()) return device_failed(sent);
+      if (Status sent = send_turn(r, turn, 1); !sent.is_ok()) return device_failed(sent);
   }
 }
 
-// To that rank, or to the next one on the way there.
-Status Engine::pass_turn_to(int rank, const DeviceTurn& turn, uint32_t count) {
-  const auto& tree = sets_[0]->tree;
-  const int next = tree ? tree->child_towards(mesh_->rank(), rank) : rank;
-  if (next < 0) return error(Code::kInternal, "a turn on devices for rank ", rank, " went astray");
+Status Engine::send_turn(int rank, const DeviceTurn& turn, uint32_t count) {
+  const uint32_t after = device_turns_.given_to(rank, count);
   frame_.clear();
   frame_.put(FrameKind::kDeviceTurn);
-  frame_.put(static_cast<int32_t>(rank));
   frame_.put(word_of(turn));
   frame_.put(count);
-  return send_frame(next, true);
+  frame_.put(after);
+  return send_frame(rank, true);
 }
 
 Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {
@@ -125,14 +130,11 @@ Status Engine::take_device_frame(FrameKind kind, int from, Reader* in) {
 
 Status Engine::take_turn_frame(int from, Reader* in) {
   constexpr uint32_t kMost = 1u << 16;
-  const auto to = in->get<int32_t>();
   const DeviceTurn turn = hc::turn_of(in->get<uint64_t>());
   const auto count = in->get<uint32_t>();
-  if (!in->ok() || count > kMost || to < 0 || to >= mesh_->size())
-    return error(Code::kInternal, "a broken frame about turns on devices");
-  if (from != sets_[0]->above()) return Status::ok();
-  if (to != mesh_->rank()) return left_[static_cast<size_t>(to)] ? Status::ok() : pass_turn_to(to, turn, count);
-  if (has_part_in(turn)) device_turns_.add(turn, count);
+  const auto after = in->get<uint32_t>();
+  if (!in->ok() || count > kMost || from != 0) return error(Code::kInternal, "a broken frame about turns on devices");
+  device_turns_.take_given(turn, count, after, has_part_in(turn));
   return Status::ok();
 }
 

@@ -251,12 +251,14 @@ std::string Engine::counters_json() const {
                  ",\"ballots_sent\":", get(counters_.ballots_sent),
                  ",\"control_frames_sent\":", get(counters_.control_frames_sent),
                  ",\"control_bytes_sent\":", get(counters_.control_bytes_sent),
+                 ",\"between_nodes_frames\":", get(counters_.between_nodes_frames),
+                 ",\"between_nodes_bytes\":", get(counters_.between_nodes_bytes),
                  ",\"bytes\":", get(counters_.bytes_reduced), ",\"frozen\":", get(counters_.frozen),
                  ",\"express\":", get(counters_.express), ",\"sleeps\":", get(counters_.sleeps),
                  ",\"steps\":", get(counters_.steps), ",\"pings\":", get(counters_.pings),
                  ",\"live_handles\":", handles_.live(), ",\"last_ready\":{", lateness, "},\"autotune\":", autotune,
-                 ",\"between_nodes\":\"", by_mpi_.load() ? "mpi" : "tcp", "\",\"selection\":\"", selected_by(),
-                 "\",\"mesh\":", mesh_->counters_json(), "}");
+                 ",\"between_nodes\":\"", by_mpi_.load() ? "mpi" : "tcp", "\",\"way_probes\":", way_probes_.load(),
+                 ",\"selection\":\"", selected_by(), "\",\"mesh\":", mesh_->counters_json(), "}");
 }
 
 }  // namespace hc

@@ -55,7 +55,7 @@ Status parse_selection(const std::string& text, double* flat_bytes) {
 
 }  // namespace
 
-// On rank 0: from where the thresholds come that init may find out.
+// From where the thresholds come that init may find out; what rank 0 has decides.
 Status Engine::start_selection(Tuning* start, SelectionSource* source) const {
   *source = SelectionSource::kFixed;
   if (config_.selection == "fixed" || config_.given.contains("FLAT_BYTES")) return Status::ok();
@@ -207,6 +207,7 @@ Status Engine::choose_way_between_nodes(const MeshMembers& members) {
     WayTimes times;
     for (int round = 0; round < static_cast<int>(std::size(kProbeBytes)); ++round) {
       HC_TRY(time_ways(members, round, kProbeBytes[round], &times));
+      way_probes_.fetch_add(1);
       if (2 * kRuns * std::max(times.tcp_s, times.mpi_s) > kProbeLimitS) break;
     }
     mpi = times.mpi_s < kWorthwhile * times.tcp_s;

@@ -98,13 +98,15 @@ void Engine::take_incoming(bool* moved) {
 }
 
 void Engine::receive_frames(bool* moved) {
+  // Shared-memory rings move here; sockets moved in poll_mesh. A broken channel is reported there, after its last
+  // frames.
+  if (mesh_->progress_shared()) *moved = true;
+  if (!mesh_->has_frames()) return;
   for (int r = 0; r < mesh_->size(); ++r) {
     if (r == mesh_->rank() || left_[r]) continue;
-    // Shared-memory rings move here; sockets moved in poll_mesh. A broken channel is reported there, after its last
-    // frames.
-    if (mesh_->shares_memory(r)) (void)mesh_->channel(r).progress(moved).is_ok();
     while (!failed_.load(std::memory_order_relaxed) && mesh_->channel(r).receive(&received_)) {
       *moved = true;
+      count_between_nodes(r, received_.size());
       liveness_.heard(r);
       handle_frame(r, received_);
       if (left_[r]) break;
@@ -149,9 +151,16 @@ void Engine::handle_frame(int from, std::span<const uint8_t> frame) {
   if (!bad.is_ok()) fail_everything(bad.with(text_of("control frame from ", mesh_->describe(from))));
 }
 
+void Engine::count_between_nodes(int peer, size_t frame_bytes) {
+  if (mesh_->shares_memory(peer)) return;
+  counters_.between_nodes_frames.fetch_add(1, std::memory_order_relaxed);
+  counters_.between_nodes_bytes.fetch_add(frame_bytes, std::memory_order_relaxed);
+}
+
 Status Engine::send_frame(int to, bool urgent) {
   counters_.control_frames_sent.fetch_add(1, std::memory_order_relaxed);
   counters_.control_bytes_sent.fetch_add(frame_.size(), std::memory_order_relaxed);
+  count_between_nodes(to, frame_.size());
   Status sent = mesh_->channel(to).send(frame_.bytes());
   mesh_->wake(to, urgent);
   // A peer that has closed may have said goodbye first, in a frame not read yet: Mesh::poll tells which, after its last
@@ -194,6 +203,7 @@ void Engine::decide(ProcessSet& set, bool* moved) {
   *moved = true;
   for (PlanBatch& batch : plan.batches)
     if (batch.op == Op::kAllreduce && set.may_be_two_level && tuning_.two_level) batch.algorithm = Algorithm::kTwoLevel;
+  note_turns_before(set, &plan);
   if (set.size() > 1) {
     Writer frame;
     frame.put(FrameKind::kPlan);

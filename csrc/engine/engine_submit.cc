@@ -7,6 +7,21 @@
 
 namespace hc {
 
+namespace {
+
+// Smaller tensors that lie in the arena go with the private ones, of which many are copied into one batch: in place
+// each is a batch of its own, with two meetings of all ranks. A caller that waits at once has nothing to fuse it with,
+// and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/0030).
+constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
+
+// Declared buckets never share a batch, so that their bits depend on nothing else.
+bool pays_in_place(const Operation& op, bool alone) {
+  const Signature& s = op.signature();
+  return op.bucket_set >= 0 || bytes_of(s) >= s.tensors.size() * (alone ? kInPlaceAloneBytes : kInPlaceBytes);
+}
+
+}  // namespace
+
 bool Engine::arena_holds(const Submission& s) const {
   if (s.op != Op::kAllreduce || !mesh_->shares_memory(mesh_->rank()) || s.tensors.empty()) return false;
   const Arena& arena = *mesh_->arena(mesh_->rank());
@@ -28,7 +43,6 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
   g.op = s.op;
   g.reduce = s.reduce;
   g.device = s.on_device && s.op != Op::kJoin;
-  g.in_arena = !g.device && arena_holds(s);
   g.root = has_root(s.op) ? set.position_of(s.root) : is_message(s.op) ? s.root : 0;
   g.priority = s.op == Op::kAllreduce ? s.priority : 0;
   g.prescale = s.prescale;
@@ -40,6 +54,7 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
     op->in.push_back(static_cast<const std::byte*>(s.tensors[i].in));
     op->out.push_back(static_cast<std::byte*>(s.tensors[i].out));
   }
+  g.in_arena = !g.device && pays_in_place(*op, s.will_wait) && arena_holds(s);
   g.splits.assign(s.splits.begin(), s.splits.end());
   if (s.op == Op::kAlltoall && s.splits.empty()) g.splits.assign(set.size(), s.tensors[0].shape[0] / set.size());
 }
@@ -136,10 +151,10 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
   Operation* op = handles_.acquire();
   if (!op)
     return error(Code::kInternal, "more than a million operations are live; wait for some and release their handles");
+  if (bucket) std::tie(op->bucket_set, op->bucket) = *bucket;
   fill(op, s, *set);
   op->device = std::move(device);
   if (!op->device) op->request.signature.device = false;  // it was offered, and there is none
-  if (bucket) std::tie(op->bucket_set, op->bucket) = *bucket;
   if (is_message(s.op)) {
     op->request.sequence = static_cast<uint64_t>(s.tag);
   } else if (record) {

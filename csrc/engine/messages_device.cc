@@ -8,7 +8,9 @@
 namespace hc {
 namespace {
 
-constexpr double kGraceOfMessagesS = 1;  // what somebody who has shut down had sent before may still be on its way
+// What was sent before somebody's goodbye may still be on its way: turns, when rank 0 has shut down; when the other end
+// has, the turn that rank 0 gives both, on another channel, however busy rank 0 is.
+constexpr double kGraceOfOrdersS = 1, kGraceOfPeerS = 15;
 
 bool is_sent(const Operation* op) { return op->signature().op == Op::kSend; }
 CuEvent ready_of(const Operation* op) { return op->device->ready ? op->device->ready->get() : op->device->ready_given; }
@@ -137,8 +139,9 @@ Progress Messages::step_on_device(Moving* moving, bool* moved) {
   return Progress::kPending;
 }
 
-// Without its other end, which has gone before it asked for a turn, a message is given up; without rank 0, which can
-// give no more turns, it goes through host memory. True: `moving` is no more.
+// Without rank 0, which can give no more turns, a message goes through host memory, at both ends: the other one may
+// have done so, and have left then. Who leaves has ended its messages, so without its other end this one's turn is
+// given or will be: it is given up only to wait for no fault for ever. True: `moving` is no more.
 bool Messages::given_up(Moving* moving) {
   if (!moving->on_device || moving->failed || !moving->on_device->may_be_given_up()) return false;
   const bool unordered = host_.has_left(0), alone = host_.has_left(moving->peer);
@@ -146,12 +149,12 @@ bool Messages::given_up(Moving* moving) {
   if (!unordered && (counted_on || !alone)) return false;
   const TimePoint now = Clock::now();
   if (moving->doomed == TimePoint{}) moving->doomed = now;
-  if (seconds_between(moving->doomed, now) < kGraceOfMessagesS) return false;
+  if (seconds_between(moving->doomed, now) < (unordered ? kGraceOfOrdersS : kGraceOfPeerS)) return false;
   Operation* op = moving->op;
   const int peer = moving->peer;
   const uint32_t id = moving->id;
   moving_.erase(moving_.begin() + (moving - moving_.data()));
-  if (alone)
+  if (!unordered)
     complete(op, Status(Code::kAborted, text_of(op->describe(), ": it has shut down"), peer));
   else if (Status begun = begin_on_device(op, peer, id, false); !begun.is_ok())
     host_.device_failed(begun);
@@ -183,7 +186,7 @@ Status Messages::copy_own(Operation* op, Announced* message) {
   HC_TRY(memory.status());
   message->own_copy = memory.take();
   HC_TRY(gpu.wait(stream.value(), ready_of(op)));
-  HC_TRY(gpu.copy(message->own_copy->at(), reinterpret_cast<CuPointer>(op->in[0]), bytes, stream.value()));
+  HC_TRY(gpu.copy(message->own_copy->at(), cu_pointer(op->in[0]), bytes, stream.value()));
   auto done = gpu.record(stream.value());
   HC_TRY(done.status());
   message->own_copy->used_until(done.value());
@@ -200,7 +203,7 @@ Status Messages::copy_to_self(Operation* op, const Announced& message, Operation
   if (const CuEvent ready = ready_of(op)) HC_TRY(gpu.wait(stream.value(), ready));
   if (source) HC_TRY(gpu.wait(stream.value(), ready_of(source)));
   const std::byte* from = source ? source->in[0] : message.own_copy->data();
-  HC_TRY(gpu.copy(reinterpret_cast<CuPointer>(op->out[0]), reinterpret_cast<CuPointer>(from), bytes, stream.value()));
+  HC_TRY(gpu.copy(cu_pointer(op->out[0]), cu_pointer(from), bytes, stream.value()));
   auto done = gpu.record(stream.value());
   HC_TRY(done.status());
   if (message.own_copy) message.own_copy->used_until(done.value());

@@ -42,7 +42,7 @@ struct Signature {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
   uint8_t device = 0;     // 0 host, 1 CUDA
-  bool in_arena = false;  // every tensor lies in this rank's arena; may differ between ranks
+  bool in_arena = false;  // to be reduced where it lies, in this rank's arena; may differ between ranks
   int32_t root = 0;       // group rank (broadcast), else 0
   int32_t priority = 0;   // higher runs before lower; may differ between ranks: the lowest rank's counts
   double prescale = 1.0;
@@ -116,7 +116,7 @@ struct PlanBatch {
   uint32_t id = 0;  // counts up per process set
   Op op = Op::kAllreduce;
   Algorithm algorithm = Algorithm::kAuto;
-  bool in_arena = false;   // every rank's tensors lie in its arena
+  bool in_arena = false;   // every rank announced it so
   bool on_device = false;  // the tensors lie in the memory of a GPU
   std::vector<PlanEntry> entries;
   // allgather, reducescatter: rows (first dimension) of each group rank, tensor by tensor ([tensor * size + rank]).
@@ -131,12 +131,19 @@ struct PlanBatch {
   Tuning tuning{};
 };
 
+// Turns that rank 0 has given outside of plans to each of a run of ranks (device_turns.h).
+struct TurnsBefore {
+  uint32_t first = 0, ranks = 0, turns = 0;
+  bool operator==(const TurnsBefore&) const = default;
+};
+
 struct Plan {
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::optional<Tuning> tuning;          // in force for these batches and the later ones
   std::optional<uint64_t> express_turn;  // an express session is open from now on, with this turn first
   std::vector<PlanBatch> batches;
+  std::vector<TurnsBefore> turns;  // between the last plan with work on GPUs and this one, by rank
 };
 
 void encode(const Ballot& ballot, Writer* out);

@@ -6,7 +6,15 @@ namespace hc {
 namespace {
 constexpr int kPlaceBits = 20;
 constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
+// What the serial numbers of the next pool begin behind: handles of two lives of the runtime in one process differ, so
+// that one kept from the first is unknown to the second. 256 lives, 2^34 operations each.
+int64_t next_first_serial() {
+  static std::atomic<int64_t> pools{0};
+  return (pools.fetch_add(1, std::memory_order_relaxed) & 0xff) << 34;
+}
 }  // namespace
+
+Handles::Handles() : serial_(next_first_serial()) {}
 
 std::string Operation::describe() const {
   const Signature& s = request.signature;
@@ -51,6 +59,17 @@ void Handles::release(int64_t handle) {
   if (op->handle != handle || op->released) return;
   op->released = true;
   if (op->done.load(std::memory_order_acquire)) recycle(op);
+}
+
+bool Handles::release_if_succeeded(int64_t handle) {
+  std::lock_guard lock(mu_);
+  const auto place = static_cast<size_t>(handle & kPlaceMask);
+  if (handle <= 0 || place >= pool_.size()) return false;
+  Operation* op = pool_[place].get();
+  if (op->handle != handle || op->released || !op->done.load(std::memory_order_acquire) || !op->status.is_ok())
+    return false;
+  recycle(op);
+  return true;
 }
 
 void Handles::finished(Operation* op) {

@@ -69,10 +69,12 @@ struct Operation {
 // The pool, and the map from handle to operation. Any thread.
 class Handles {
  public:
-  Operation* acquire();             // a cleared operation with a fresh handle
-  Operation* find(int64_t handle);  // null: unknown or released
-  void release(int64_t handle);     // recycled at once when done, else when it gets done
-  void finished(Operation* op);     // driving thread: sets `done`; the operation may be recycled at once
+  Handles();
+  Operation* acquire();                       // a cleared operation with a fresh handle
+  Operation* find(int64_t handle);            // null: unknown or released
+  void release(int64_t handle);               // recycled at once when done, else when it gets done
+  bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
+  void finished(Operation* op);               // driving thread: sets `done`; the operation may be recycled at once
   size_t live() const;
 
  private:
@@ -80,7 +82,7 @@ class Handles {
   mutable std::mutex mu_;  // guards all below
   std::vector<std::unique_ptr<Operation>> pool_;
   std::vector<uint32_t> free_;
-  int64_t serial_ = 0;
+  int64_t serial_;
 };
 
 }  // namespace hc

@@ -88,7 +88,7 @@ void Timeline::push(TraceEvent event) {
     return;
   }
   queue_.push_back(std::move(event));
-  if (queue_.size() == kQueueEvents / 2) changed_.notify_one();
+  if (queue_.size() == 1 || queue_.size() == kQueueEvents / 2) changed_.notify_one();
 }
 
 void Timeline::write_until_stopped() {
@@ -102,6 +102,7 @@ void Timeline::write_until_stopped() {
     uint64_t dropped = 0;
     {
       std::unique_lock lock(mu_);
+      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });  // an idle engine costs nothing
       changed_.wait_for(lock, kWriteEvery, [&] { return stopping_ || queue_.size() >= kQueueEvents / 2; });
       taken.swap(queue_);
       dropped = dropped_;

@@ -167,6 +167,9 @@ HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unkno
 /* Drives the engine until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the
  * operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);
+/* 1: the operation is done and has succeeded, and its handle is released; 0: not so, or unknown: ask hc_wait. Never
+ * blocks. */
+HC_EXPORT int32_t hc_finish(hc_runtime* rt, hc_handle handle);
 /* Memory that the core owns: a result, or shared memory made by hc_block_create. Outlives the runtime until it is
  * destroyed. */
 typedef struct hc_block hc_block;

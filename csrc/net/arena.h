@@ -34,7 +34,7 @@ inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
 
 inline constexpr uint64_t kArenaMagic = 0x414e455241434cULL;  // RankBlock::magic
 
-// First page of an arena. Written by its owner; read by peers.
+// First page of an arena. Written by its owner, but for `asleep` and `news`; read by peers.
 struct RankBlock {
   uint64_t magic;
   uint32_t protocol;
@@ -42,7 +42,10 @@ struct RankBlock {
   int32_t pid;
   alignas(kCacheLine) std::atomic<uint32_t> asleep;      // a Sleep of mesh.h
   alignas(kCacheLine) std::atomic<uint64_t> heartbeats;  // counts answers to liveness probes
+  // A bit for each local rank that has moved one of our two rings; set by it, cleared by the owner before it looks.
+  alignas(kCacheLine) std::atomic<uint64_t> news[kMaxLocalRanks / 64];
 };
+static_assert(sizeof(RankBlock) <= kPage);
 
 class Arena {
  public:

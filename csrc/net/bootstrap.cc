@@ -269,7 +269,8 @@ Status Bootstrap::accept_from(int listener, bool local, TimePoint now) {
         continue;
       }
     }
-    if (incoming_.size() >= kMaxHalfOpen) drop_one("too many connections that said nothing");
+    if (incoming_.size() >= kMaxHalfOpen + kMaxHalfOpenPerRank * slots_.size())
+      drop_one("too many connections that said nothing");
     const uint64_t id = ++last_number_;
     Handshake handshake = Handshake::accept(&credentials_, members_.generation,
                                             [this, local, id](const Claim& c) { return judge(c, local, id); });

@@ -17,7 +17,9 @@
 
 namespace hc {
 
-inline constexpr size_t kMaxHalfOpen = 64;    // unauthenticated connections at one time; the oldest goes
+// Unauthenticated connections at one time; the oldest goes. For each rank that is expected some more: it tries several
+// addresses of this host at once.
+inline constexpr size_t kMaxHalfOpen = 64, kMaxHalfOpenPerRank = 4;
 inline constexpr double kHelloDeadlineS = 5;  // for a stranger to become a rank
 
 struct Listeners {

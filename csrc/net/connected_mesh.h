@@ -17,11 +17,10 @@ namespace hc {
 
 // What the driver of the engine must do, and when.
 //
-// Spinning: channel(r).progress() and receive() for the channels it waits for; poll(0) now and then, as a death shows
-// only there.
+// Spinning: progress_shared(), receive() once has_frames(); poll(0) now and then, as a death shows only there.
 //
-// Before sleeping: set_asleep(kAsleep*), then every source of work once more (progress() of every channel, lanes,
-// submissions), then poll(timeout), or poll(2) on wait_fd() and a poll(0) afterwards; then set_asleep(kAwake).
+// Before sleeping: set_asleep(kAsleep*), then every source of work once more (progress_shared(), lanes, submissions),
+// then poll(timeout), or poll(2) on wait_fd() and a poll(0) afterwards; then set_asleep(kAwake).
 //
 // After storing flags in a shared lane: wake(r) for every rank that may wait for them. Channels ring by themselves a
 // peer that sleeps waiting; one that sleeps idle is rung with wake(r, true).
@@ -57,6 +56,8 @@ class ConnectedMesh final : public Mesh {
   bool moves_silently() const override;
 
   Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) override;
+  bool progress_shared() override;
+  bool has_frames() const override { return traffic_.frames_received.value() != traffic_.frames_taken.value(); }
   bool all_shared() const override { return all_shared_; }
   int wait_fd() const override { return epoll_.get(); }
   void set_asleep(Sleep state) override;
@@ -92,7 +93,7 @@ class ConnectedMesh final : public Mesh {
   Status watch(int fd, uint64_t token);
   void unwatch(Fd* fd);
 
-  bool progress_shared();
+  bool progress(int rank);
   void handle_event(uint64_t token, bool* moved);
   bool local_end(int rank);
   bool collect_losses(std::vector<Loss>* losses);
@@ -111,6 +112,9 @@ class ConnectedMesh final : public Mesh {
   std::vector<int> node_{0}, local_{0};
   std::vector<Peer> peers_;
   std::vector<int> shared_peers_, tcp_peers_;
+  // With many ranks on the node, [local rank / 64]: those whose channels may have something to move. Else empty.
+  std::vector<uint64_t> to_look_at_;
+  std::vector<int> rank_of_local_;
   std::shared_ptr<const MpiApi> mpi_;
 
   // The asleep word lies in the arena's first page when there is an arena, so that peers see it.

@@ -93,7 +93,11 @@ bool FramedChannel::receive(std::vector<uint8_t>* frame) {
     spare_.push_back(std::move(ready_.front()));
   ready_.pop_front();
   ready_bytes_ -= frame->size();
-  if (was_full) settle();
+  traffic_->frames_taken.add(1);
+  if (was_full) {
+    settle();
+    look_again();
+  }
   return true;
 }
 
@@ -116,6 +120,7 @@ void FramedChannel::post_send(Transfer* transfer) {
 void FramedChannel::post_receive(Transfer* transfer) {
   if (Status status = inbox_.post(transfer); !status.is_ok()) fail(status.code(), status.text());
   settle();
+  look_again();
 }
 
 void FramedChannel::forget(Transfer* transfer) {

@@ -31,6 +31,7 @@ class Counter {
 // Of one mesh, all channels together.
 struct Traffic {
   Counter frames_sent, frames_received, segments_sent, segments_received, bytes_sent, bytes_received, syscalls, wakes;
+  Counter frames_taken;  // of those received, by the engine
 };
 
 class FramedChannel : public Channel {
@@ -66,6 +67,8 @@ class FramedChannel : public Channel {
   virtual IoResult read(Line line, std::span<const iovec> parts) = 0;
   // Called after every batch of moves.
   virtual void settle() {}
+  // What has arrived long ago may move now: progress() is due although the peer does nothing.
+  virtual void look_again() {}
 
   bool wants_read(Line line) const;
   bool wants_write(Line line) const;

@@ -33,6 +33,9 @@ struct MeshOptions {
   double keepalive_s = 30;      // TCP keep-alive and user timeout
   int tcp_streams = 1;          // data connections per pair; only 1 exists
   std::string node;             // ranks with different texts are different nodes (tests of several nodes on one host)
+  // With more ranks than this on a node a rank looks at those rings only of which there is news: each look at a ring
+  // may miss the caches and the page tables, which a small node's rings do not.
+  int few_local_ranks = 8;
 };
 
 struct MeshMembers {
@@ -95,6 +98,10 @@ class Mesh {
   // what can be moved on every channel; *moved is set when anything did. Losses are reported once each, and only when
   // the frames that the lost rank left behind were received.
   virtual Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) = 0;
+  // Moves what can be moved on the channels to ranks of this node; true when anything did.
+  virtual bool progress_shared() = 0;
+  // Control frames have come in that nobody has fetched with receive() yet.
+  virtual bool has_frames() const = 0;
   // True when every peer shares memory: then spinning needs no look at sockets at every turn.
   virtual bool all_shared() const = 0;
   // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any

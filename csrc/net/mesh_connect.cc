@@ -107,6 +107,8 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
 Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links,
                                     uint32_t generation) {
   peers_.resize(size_);
+  if (local_size_ > options_.few_local_ranks && arena_) to_look_at_.assign(local_size_ / 64 + 1, 0);
+  rank_of_local_.assign(local_size_, -1);
   for (int r = 0; r < size_; ++r) {
     Peer& peer = peers_[r];
     const Endpoint& e = endpoints[r];
@@ -142,7 +144,9 @@ Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
   }
   peer.doorbell_fd = std::move(links.ends.doorbell);
   peer.doorbell = Doorbell(&peer.arena->block()->asleep, peer.doorbell_fd.get(), &traffic_);
-  ShmChannel::Ends ends{arena_, peer.arena, local_[rank_], local_[rank], &peer.doorbell};
+  rank_of_local_[local_[rank]] = rank;
+  ShmChannel::Ends ends{arena_,       peer.arena,     local_[rank_],
+                        local_[rank], &peer.doorbell, to_look_at_.empty() ? nullptr : to_look_at_.data()};
   peer.channel = std::make_unique<ShmChannel>(rank, peer.name, &traffic_, std::move(ends));
   peer.liveness = std::move(links.local);
   HC_TRY(watch(peer.liveness.get(), static_cast<uint64_t>(rank) + 1));

@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -21,12 +22,30 @@ bool is_readable(int fd) {
 
 }  // namespace
 
+bool ConnectedMesh::progress(int rank) {
+  FramedChannel& channel = *peers_[rank].channel;
+  bool moved = false;
+  // A failure stays in the channel until collect_losses.
+  if (channel.failure().is_ok()) static_cast<void>(channel.progress(&moved));
+  return moved;
+}
+
 bool ConnectedMesh::progress_shared() {
   bool moved = false;
-  for (int r : shared_peers_) {
-    FramedChannel& channel = *peers_[r].channel;
-    // A failure stays in the channel until collect_losses.
-    if (channel.failure().is_ok()) static_cast<void>(channel.progress(&moved));
+  if (to_look_at_.empty()) {
+    for (int r : shared_peers_) moved |= progress(r);
+    return moved;
+  }
+  for (size_t word = 0; word < to_look_at_.size(); ++word) {
+    std::atomic<uint64_t>& news = arena_->block()->news[word];
+    if (news.load(std::memory_order_seq_cst) != 0) to_look_at_[word] |= news.exchange(0, std::memory_order_seq_cst);
+    for (uint64_t left = to_look_at_[word]; left != 0; left &= left - 1) {
+      const int local = static_cast<int>(word) * 64 + std::countr_zero(left);
+      if (progress(rank_of_local_[local]))
+        moved = true;
+      else
+        to_look_at_[word] &= ~(uint64_t{1} << local % 64);  // whatever can move next is news, or look_again()
+    }
   }
   return moved;
 }

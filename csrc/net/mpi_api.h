@@ -20,7 +20,7 @@ struct MpiLink {
   std::string library;        // a loaded library whose symbols are MPI's, or that depends on it
   intptr_t communicator = 0;  // of exactly this world's ranks in this order, errors returned, used by nobody else
   intptr_t byte_type = 0;     // MPI_BYTE
-  bool forced = false;        // HOROCLONE_CPU_OPERATIONS=mpi; else whichever is faster
+  bool forced = false;        // asked for, or known to be faster; else whichever is
 };
 
 struct alignas(8) MpiRequest {

@@ -46,6 +46,12 @@ void Doorbell::ring_after_release(bool even_if_idle) const {
   ring(even_if_idle);
 }
 
+// The peer clears the bit and then looks, so a bit that is still there stands for this, too.
+void Knocker::knock(bool even_if_idle) const {
+  if (news_ && !(news_->load(std::memory_order_seq_cst) & bit_)) news_->fetch_or(bit_, std::memory_order_seq_cst);
+  doorbell_->ring(even_if_idle);
+}
+
 RingWriter::RingWriter(std::byte* slot, Line line)
     : header_(reinterpret_cast<RingHeader*>(slot)),
       data_(slot + offset_of_line(line)),
@@ -67,7 +73,7 @@ void RingWriter::copy_in(const std::byte* from, size_t bytes) {
   head_ += bytes;
 }
 
-size_t RingWriter::write(std::span<const iovec> parts, const Doorbell& doorbell) {
+size_t RingWriter::write(std::span<const iovec> parts, const Knocker& peer) {
   const size_t total = total_of(parts);
   size_t written = 0;
   size_t free = capacity_ - static_cast<size_t>(head_ - tail_seen_);
@@ -75,7 +81,7 @@ size_t RingWriter::write(std::span<const iovec> parts, const Doorbell& doorbell)
   auto publish = [&] {
     header_->head[index_].store(head_, std::memory_order_seq_cst);
     hidden = 0;
-    doorbell.ring(false);
+    peer.knock(false);
   };
   while (written < total) {
     if (free == 0 && (free = room()) == 0) {
@@ -108,7 +114,7 @@ void RingReader::copy_out(std::byte* to, size_t bytes) {
   tail_ += bytes;
 }
 
-IoResult RingReader::read(std::span<const iovec> parts, const Doorbell& doorbell) {
+IoResult RingReader::read(std::span<const iovec> parts, const Knocker& peer) {
   const uint64_t head = header_->head[index_].load(std::memory_order_seq_cst);
   size_t there = static_cast<size_t>(head - tail_);
   if (there == 0) return {Io::kWouldBlock, 0, 0};
@@ -124,7 +130,7 @@ IoResult RingReader::read(std::span<const iovec> parts, const Doorbell& doorbell
   // A sender that waits for room must wake even if it believes that it has nothing else to do.
   std::atomic<uint32_t>& starved = header_->starved[index_];
   if (starved.load(std::memory_order_seq_cst) != 0 && starved.exchange(0, std::memory_order_seq_cst) != 0) {
-    doorbell.ring(true);
+    peer.knock(true);
   }
   return {Io::kMoved, moved, 0};
 }
@@ -132,18 +138,24 @@ IoResult RingReader::read(std::span<const iovec> parts, const Doorbell& doorbell
 ShmChannel::ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends)
     : FramedChannel(rank, std::move(peer), traffic),
       ends_(std::move(ends)),
+      peer_side_(ends_.doorbell, ends_.to_look_at ? &ends_.peer->block()->news[ends_.own_local_rank / 64] : nullptr,
+                 uint64_t{1} << ends_.own_local_rank % 64),
       out_{RingWriter(ring_slot(*ends_.own, ends_.peer_local_rank), Line::kControl),
            RingWriter(ring_slot(*ends_.own, ends_.peer_local_rank), Line::kData)},
       in_{RingReader(ring_slot(*ends_.peer, ends_.own_local_rank), Line::kControl),
           RingReader(ring_slot(*ends_.peer, ends_.own_local_rank), Line::kData)} {}
 
 IoResult ShmChannel::write(Line line, std::span<const iovec> parts) {
-  const size_t moved = out_[static_cast<int>(line)].write(parts, *ends_.doorbell);
+  const size_t moved = out_[static_cast<int>(line)].write(parts, peer_side_);
   return {moved ? Io::kMoved : Io::kWouldBlock, moved, 0};
 }
 
 IoResult ShmChannel::read(Line line, std::span<const iovec> parts) {
-  return in_[static_cast<int>(line)].read(parts, *ends_.doorbell);
+  return in_[static_cast<int>(line)].read(parts, peer_side_);
+}
+
+void ShmChannel::look_again() {
+  if (ends_.to_look_at) ends_.to_look_at[ends_.peer_local_rank / 64] |= uint64_t{1} << ends_.peer_local_rank % 64;
 }
 
 }  // namespace hc

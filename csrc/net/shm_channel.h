@@ -43,12 +43,29 @@ class Doorbell {
   Traffic* traffic_ = nullptr;
 };
 
+// How a peer learns that one of its rings has moved: a bit in its news, where it looks for them there, and its
+// doorbell.
+class Knocker {
+ public:
+  Knocker() = default;
+  // news null: the peer looks at all of its rings.
+  Knocker(const Doorbell* doorbell, std::atomic<uint64_t>* news, uint64_t bit)
+      : doorbell_(doorbell), news_(news), bit_(bit) {}
+  // After a sequentially consistent store of what has moved.
+  void knock(bool even_if_idle) const;
+
+ private:
+  const Doorbell* doorbell_ = nullptr;
+  std::atomic<uint64_t>* news_ = nullptr;
+  uint64_t bit_ = 0;
+};
+
 // One direction of a slot.
 class RingWriter {
  public:
   RingWriter(std::byte* slot, Line line);
   // Copies what fits; the receiver sees it piece by piece while the rest is still being copied.
-  size_t write(std::span<const iovec> parts, const Doorbell& doorbell);
+  size_t write(std::span<const iovec> parts, const Knocker& peer);
 
  private:
   size_t room();
@@ -63,7 +80,7 @@ class RingWriter {
 class RingReader {
  public:
   RingReader(std::byte* slot, Line line);
-  IoResult read(std::span<const iovec> parts, const Doorbell& doorbell);
+  IoResult read(std::span<const iovec> parts, const Knocker& peer);
 
  private:
   void copy_out(std::byte* to, size_t bytes);
@@ -80,6 +97,9 @@ class ShmChannel final : public FramedChannel {
     std::shared_ptr<Arena> own, peer;
     int own_local_rank = 0, peer_local_rank = 0;
     const Doorbell* doorbell = nullptr;  // the peer's; outlives the channel
+    // The words of ranks to look at, a bit for each local one: in the mesh, where it keeps them. Else every look at the
+    // node's channels is a look at this one, too.
+    uint64_t* to_look_at = nullptr;
   };
   // The slot for the peer in the own arena must have been committed.
   ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends);
@@ -87,8 +107,10 @@ class ShmChannel final : public FramedChannel {
  private:
   IoResult write(Line line, std::span<const iovec> parts) override;
   IoResult read(Line line, std::span<const iovec> parts) override;
+  void look_again() override;
 
   Ends ends_;
+  Knocker peer_side_;
   RingWriter out_[2];
   RingReader in_[2];
 };

@@ -11,8 +11,10 @@
 
 #include "connect.h"
 #include "horoclone.h"
+#include "memory.h"
 #include "quantize.h"
 #include "simulate.h"
+#include "tensor_door.h"
 
 namespace py = pybind11;
 
@@ -41,56 +43,6 @@ void raise_if(hc_status* status) {
   if (code == HC_INVALID_ARGUMENT) throw py::value_error(text);
   throw std::runtime_error(text);
 }
-
-// Core-owned bytes with the buffer protocol.
-class Block {
- public:
-  explicit Block(hc_block* block) : block_(block) {}
-  Block(const Block&) = delete;
-  Block& operator=(const Block&) = delete;
-  ~Block() { hc_block_destroy(block_); }
-  void* data() const { return block_ ? hc_block_data(block_) : nullptr; }
-  size_t bytes() const { return block_ ? hc_block_bytes(block_) : 0; }
-  py::buffer_info buffer() const {
-    static uint8_t nothing = 0;
-    return {bytes() ? data() : &nothing, 1, "B", 1, {static_cast<py::ssize_t>(bytes())}, {1}};
-  }
-
- private:
-  hc_block* block_;
-};
-
-// Memory of a GPU, for frameworks that read __cuda_array_interface__: they share it and keep this object.
-class DeviceBlock {
- public:
-  explicit DeviceBlock(hc_block* block) : block_(block, hc_block_destroy) {}
-  uintptr_t data() const { return reinterpret_cast<uintptr_t>(hc_block_data(block_.get())); }
-  size_t bytes() const { return hc_block_bytes(block_.get()); }
-  py::dict interface() const {
-    using namespace py::literals;
-    return py::dict("shape"_a = py::make_tuple(bytes()), "typestr"_a = "|u1", "data"_a = py::make_tuple(data(), false),
-                    "version"_a = 2);
-  }
-
- private:
-  std::unique_ptr<hc_block, void (*)(hc_block*)> block_;
-};
-
-class Result : public Block {
- public:
-  Result(hc_block* block, const hc_result& r)
-      : Block(block),
-        first_dimension(r.first_dimension),
-        join_rank(r.join_rank),
-        dtype(r.dtype),
-        source(r.source),
-        device(r.device_index),
-        rows_from(r.rows_from, r.rows_from + r.rows_from_count),
-        shape(r.shape, r.shape + r.shape_rank) {}
-  const int64_t first_dimension;
-  const int join_rank, dtype, source, device;
-  const std::vector<int64_t> rows_from, shape;
-};
 
 // The numbers of a shape or of splits, from a tuple (torch.Size is one), a list or any sequence.
 class Numbers {
@@ -143,6 +95,10 @@ std::string selection_report(const std::map<std::string, std::string>& settings)
   return hc_selection_report(given.names.data(), given.values.data(), given.count());
 }
 
+using hc_python::Block;
+using hc_python::DeviceBlock;
+using hc_python::Result;
+
 class Runtime {
  public:
   explicit Runtime(const std::map<std::string, std::string>& settings) {
@@ -177,18 +133,24 @@ class Runtime {
                       out, shape, dtype, splits, false);
   }
 
-  void run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
-           double prescale, double postscale, int root, int process_set) {
+  // The core-owned result, where `out` is 0 and there is one.
+  std::unique_ptr<Result> run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype,
+                              int reduce, double prescale, double postscale, int root, int process_set,
+                              py::handle splits) {
     const hc_handle handle =
-        submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, py::none(), true);
+        submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, splits, true);
+    std::unique_ptr<Result> made;
     try {
       wait(handle);
+      if (!out && op != HC_BARRIER) made = result(handle, 0);
     } catch (...) {
       // Interrupted (Ctrl-C) while the core still reads and writes the caller's memory, which may go away now: end it.
       if (!hc_poll(rt_, handle)) abort("interrupted in a blocking operation");
+      hc_release(rt_, handle);  // no harm where wait() has released it
       throw;
     }
     hc_release(rt_, handle);
+    return made;
   }
 
   hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes,
@@ -379,6 +341,9 @@ class Runtime {
   }
   static const char* name_of(py::handle name) {
     if (name.is_none()) return nullptr;
+    if (!PyUnicode_Check(name.ptr()))
+      throw py::type_error("name=" + std::string(py::repr(name)) +
+                           ": a name is a text; pass None for an unnamed operation");
     const char* text = PyUnicode_AsUTF8(name.ptr());  // lives as long as the string
     if (!text) throw py::error_already_set();
     if (!*text) throw py::value_error("an empty name; pass None for an unnamed operation");
@@ -411,28 +376,6 @@ class Runtime {
   bool forked_ = false;
 };
 
-void add_memory(py::module_& m) {
-  py::class_<Block>(m, "Block", py::buffer_protocol())
-      .def_buffer(&Block::buffer)
-      .def_property_readonly("data_ptr", [](const Block& b) { return reinterpret_cast<uintptr_t>(b.data()); })
-      .def_property_readonly("nbytes", &Block::bytes);
-  py::class_<DeviceBlock>(m, "DeviceBlock")
-      .def_property_readonly("data_ptr", &DeviceBlock::data)
-      .def_property_readonly("nbytes", &DeviceBlock::bytes)
-      .def_property_readonly("__cuda_array_interface__", &DeviceBlock::interface);
-  py::class_<Result>(m, "Result", py::buffer_protocol())
-      .def_buffer(&Result::buffer)
-      .def_property_readonly("data_ptr", [](const Result& r) { return reinterpret_cast<uintptr_t>(r.data()); })
-      .def_property_readonly("nbytes", &Result::bytes)
-      .def_readonly("first_dimension", &Result::first_dimension)
-      .def_readonly("join_rank", &Result::join_rank)
-      .def_readonly("rows_from", &Result::rows_from)
-      .def_readonly("dtype", &Result::dtype)
-      .def_readonly("shape", &Result::shape)
-      .def_readonly("source", &Result::source)
-      .def_readonly("device", &Result::device);
-}
-
 void add_facts(py::class_<Runtime>* runtime) {
   const auto fact = [](hc_fact which) { return [which](const Runtime& rt) { return rt.fact(which); }; };
   runtime->def_property_readonly("rank", fact(HC_RANK))
@@ -449,9 +392,10 @@ void add_facts(py::class_<Runtime>* runtime) {
 
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The native door of horoclone; see _core.pyi.";
-  add_memory(m);
+  hc_python::add_memory(m);
   hc_python::add_quantize(m);
   hc_python::add_simulate(m);
+  hc_python::add_tensor_door(m);
   using namespace py::literals;
   py::class_<Runtime> runtime(m, "Runtime");
   add_facts(&runtime);
@@ -466,7 +410,7 @@ PYBIND11_MODULE(_core, m) {
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0, "device"_a = -1,
            "stream"_a = 0, "priority"_a = 0)
       .def("run", &Runtime::run, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a, "reduce"_a = 1,
-           "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0)
+           "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0, "splits"_a = py::none())
       .def("declare", &Runtime::declare, "names"_a, "data"_a, "counts"_a, "dtypes"_a, "reduce"_a = 1,
            "prescale"_a = 1.0, "postscale"_a = 1.0, "process_set"_a = 0, "device"_a = -1)
       .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a, "stream"_a = 0,
@@ -496,5 +440,6 @@ PYBIND11_MODULE(_core, m) {
   m.def("build_info", &hc_build_info);
   m.def("selection_report", &selection_report, "settings"_a);
   m.def("device_report", &device_report, "settings"_a);
-  m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
+  m.def(
+      "set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
 }

@@ -34,7 +34,7 @@ TEST_CASE("without settings every value is the default of the table") {
   const Config c = good({});
   CHECK(c.fusion_bytes == 134217728);
   CHECK(c.gathering_window_ms == 0);
-  CHECK(c.cache_capacity == 1024);
+  CHECK(c.cache_capacity == 8192);
   CHECK(c.shared_memory);
   CHECK(c.arena_bytes == size_t{64} << 30);
   CHECK(c.init_timeout_s == 300);
@@ -50,7 +50,7 @@ TEST_CASE("HOROCLONE_ wins over HOROVOD_, which is read where the meaning is the
   CHECK(good({{"HOROVOD_GLOO_IFACE", "eth0,eth1"}}).interfaces == "eth0,eth1");
   CHECK(good({{"HOROVOD_CYCLE_TIME", "3.5"}}).gathering_window_ms == 3.5);
   CHECK(good({{"HOROVOD_SEGMENT_BYTES", "64"}}).segment_bytes == 128 * kKiB);  // no such variable
-  CHECK(good({{"HOROVOD_NO_SUCH_THING", "x"}}).cache_capacity == 1024);
+  CHECK(good({{"HOROVOD_NO_SUCH_THING", "x"}}).cache_capacity == 8192);
 }
 
 TEST_CASE("an empty value counts as unset, and the last pair of a name wins") {

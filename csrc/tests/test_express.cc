@@ -68,6 +68,27 @@ TEST_CASE("express: a loop of blocking allreduces needs no messages, named or no
   }
 }
 
+// How often rank 2 was the last to come, as this rank saw it.
+uint64_t times_of_rank_2(const Engine& engine) {
+  const std::string json = engine.counters_json(), key = "{\"rank\":2,\"times\":";
+  const size_t at = json.find(key);
+  return at == std::string::npos ? 0 : std::stoull(json.substr(at + key.size()));
+}
+
+TEST_CASE("express: who came last is known also to those who slept by then") {
+  constexpr int kTurns = 20;
+  World world(3, {{"HOROCLONE_YIELD_US", "0"}});
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    for (int step = 0; step < 20; ++step) blocking(engine, "x", rank, 3, step);
+    const uint64_t times = times_of_rank_2(engine);
+    for (int step = 0; step < kTurns; ++step) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5 * rank));  // the ranks before it sleep in their turn
+      blocking(engine, "x", rank, 3, step);
+    }
+    CHECK_LOCKED(times_of_rank_2(engine) - times >= kTurns / 2);  // not all: the machine may be busy
+  }));
+}
+
 TEST_CASE("express: it is not taken when it is switched off, over TCP, or by what is large") {
   World tcp(2, {{"HOROCLONE_SHARED_MEMORY", "0"}});
   World off(2, {{"HOROCLONE_EXPRESS", "0"}});

@@ -397,7 +397,7 @@ TEST_CASE("double of CUDA and NCCL: without NCCL the data goes through host memo
     bool same_device = false;
   };
   const std::vector<Row> rows = {
-      {{{"HOROCLONE_NCCL_LIBRARY", "/nowhere/libnccl.so.2"}}, {}, "/nowhere/libnccl.so.2"},
+      {{{"HOROCLONE_NCCL_LIBRARY", "/nowhere/libnccl.so.2"}}, {}, "names this file); unset it"},
       {{}, {{"HC_DOUBLE_NCCL_VERSION", "21304"}}, "too old"},
       {{}, {}, "rank 0 and rank 1 use the same GPU", true},
   };

@@ -11,6 +11,7 @@
 
 #include "engine/combiner.h"
 #include "negotiation_script.h"
+#include "sanitized.h"
 
 using namespace hc;
 using namespace hc::samples;
@@ -392,7 +393,7 @@ std::shared_ptr<const ControlTree> random_tree(Random& random, int size) {
 
 TEST_CASE("negotiation: random schedules end the same way on every rank") {
   const size_t capacities[] = {0, 3, 1024};
-  for (uint64_t seed = 1; seed <= 10000; seed++) {
+  for (uint64_t seed = 1; seed <= (kSanitized ? 1500 : 10000); seed++) {
     INFO("seed ", seed);
     Random random(seed);
     int size = 2 + pick(random, 5);
@@ -402,7 +403,7 @@ TEST_CASE("negotiation: random schedules end the same way on every rank") {
 
 TEST_CASE("negotiation: random schedules through random trees end as they do without") {
   const size_t capacities[] = {0, 3, 1024};
-  for (uint64_t seed = 1; seed <= 6000; seed++) {
+  for (uint64_t seed = 1; seed <= (kSanitized ? 900 : 6000); seed++) {
     INFO("seed ", seed);
     Random random(seed);
     const int size = 2 + pick(random, 8);

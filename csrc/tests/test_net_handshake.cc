@@ -81,7 +81,7 @@ bool is_hung_up(int fd, double timeout_s) {
 
 // Rank 0 of two connects on its own thread while the test does things to its door; then rank 1 comes.
 struct Door {
-  explicit Door(double report_after_s = 10) : world(2, false) {
+  explicit Door(double report_after_s = 10, int ranks = 2) : world(ranks, false) {
     MeshMembers members = members_of(world.endpoints, 0);
     members.report_after_s = report_after_s;
     members.say = [this](const std::string& text) {
@@ -327,6 +327,16 @@ TEST_CASE("door: hundreds of silent and slow connections do not keep a rank out;
   CHECK(seconds_between(asked, Clock::now()) < 4);
   door.thread.join();
   CHECK(door.outcome.is_ok());
+}
+
+TEST_CASE("door: where many ranks are expected, many may be about to say who they are") {
+  Door door(10, 40);
+  std::vector<Fd> crowd;
+  for (int i = 0; i < 150; ++i) crowd.push_back(dial(door.world.endpoints[0]));
+  std::this_thread::sleep_for(std::chrono::milliseconds(200));
+  int turned_away = 0;
+  for (const Fd& fd : crowd) turned_away += is_hung_up(fd.get(), 0.003);
+  CHECK(turned_away == 0);
 }
 
 TEST_CASE("door: a rank with another secret hears why, soon, and so does the log") {

@@ -59,6 +59,52 @@ void exchange(Mesh& mesh, int rank) {
 
 }  // namespace
 
+TEST_CASE("ranks that look only at rings with news exchange frames and data") {
+  std::vector<MeshOptions> options(5, small_options(true));
+  for (MeshOptions& one : options) one.few_local_ranks = 0;
+  options[3].node = "another";
+  MeshWorld world(options);
+  world.must_connect();
+  world.each(exchange);
+  MeshWorld many(12, true);  // more than few_local_ranks is by default
+  many.must_connect();
+  many.each(exchange);
+}
+
+TEST_CASE("a ring whose data nobody wanted at first is looked at again when somebody does, without news") {
+  std::vector<MeshOptions> options(2, small_options(true));
+  for (MeshOptions& one : options) one.few_local_ranks = 0;
+  MeshWorld world(options);
+  world.must_connect();
+  Mesh &from = *world.meshes[0], &to = *world.meshes[1];
+  constexpr size_t kBytes = kMaxTransferBytes, kSegments = kMaxUnexpectedBytes / kBytes + 1;  // the last has no room
+  std::vector<std::byte> out(kBytes, std::byte{3}), in(kBytes);
+  std::vector<Transfer> sends(kSegments), receives(kSegments);
+  for (size_t i = 0; i < kSegments; ++i) {
+    sends[i] = {{7, 0, static_cast<uint32_t>(i), 0}, out.data(), kBytes};
+    from.channel(1).post_send(&sends[i]);
+  }
+  const auto both = [&] {
+    const bool sent = from.progress_shared();
+    return to.progress_shared() || sent;
+  };
+  while (both()) {
+  }
+  CHECK(sends[kSegments - 2].done);
+  CHECK_FALSE(sends[kSegments - 1].done);
+  for (size_t i = kSegments; i-- > 0;) {
+    std::fill(in.begin(), in.end(), std::byte{0});
+    receives[i] = {{7, 0, static_cast<uint32_t>(i), 0}, in.data(), kBytes};
+    to.channel(0).post_receive(&receives[i]);
+    for (Deadline deadline = Deadline::in(20); !(sends[i].done && receives[i].done);) {
+      REQUIRE_FALSE(deadline.passed());
+      (void)both();
+    }
+    CHECK(in == out);
+  }
+  CHECK_FALSE(both());
+}
+
 TEST_CASE("four ranks exchange frames and data, shared memory and TCP") {
   for (bool shared : {true, false}) {
     CAPTURE(shared);
@@ -127,9 +173,11 @@ TEST_CASE("a rank without shared memory talks TCP with its neighbours, the other
 }
 
 TEST_CASE("a sleeping rank is woken by a frame, and no wake-up is lost in many turns") {
-  for (bool shared : {true, false}) {
-    CAPTURE(shared);
-    MeshWorld world(2, shared);
+  for (int way : {0, 1, 2}) {
+    CAPTURE(way);
+    std::vector<MeshOptions> options(2, small_options(way > 0));
+    for (MeshOptions& one : options) one.few_local_ranks = way == 1 ? 8 : 0;
+    MeshWorld world(options);
     world.must_connect();
     world.each([&](Mesh& mesh, int rank) {
       std::vector<Loss> losses;

@@ -81,6 +81,7 @@ TEST_CASE("selection: the probe ends with one threshold for all ranks, and what 
   }
   for (const std::string bad : {"flat_bytes=", "flat_bytes=-1", "flat_bytes=33000", "quick"}) {
     const Status status = World(2, {{"HOROCLONE_SELECTION", bad}}).each([](Engine&, int) {});
-    CHECK(status.text().find("HOROCLONE_SELECTION='" + bad + "' is not valid") != std::string::npos);
+    CHECK_MESSAGE(status.text().find("HOROCLONE_SELECTION='" + bad + "' is not valid") != std::string::npos,
+                  status.text());
   }
 }

@@ -15,15 +15,20 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
-from horoclone import errors
+from horoclone import errors, selection
 from horoclone.bootstrap import launchers
 from horoclone.settings import flag, setting
 
 MAX_OFFER_BYTES = 4096
-Link = tuple[str, int, int, bool]  # library, communicator, MPI_BYTE, forced: hc_mpi
+# What users set to choose a fabric; the rest of an MPI's variables differ from start to start.
+FABRIC_VARIABLES = (
+    "OMPI_MCA_pml", "OMPI_MCA_btl", "OMPI_MCA_mtl", "UCX_TLS", "UCX_NET_DEVICES", "FI_PROVIDER", "I_MPI_FABRICS",
+)  # fmt: skip
+Link = tuple[str, int, int, bool]  # library, communicator, MPI_BYTE, not to be compared with TCP: hc_mpi
 
 _communicators: dict[
     str, Any
@@ -42,14 +47,19 @@ class Offer:
     library: str = ""
     has_communicator: bool = False
     why: str = "MPI is not initialised there"
+    place: str = ""  # the host, its links, and what chooses among them
+    known: dict[str, str] = field(default_factory=dict)  # of selection.known_ways; rank 0's counts
 
     def around(self, endpoint: bytes) -> bytes:
         """The endpoint with this offer behind it."""
         return struct.pack("<I", len(endpoint)) + endpoint + json.dumps(asdict(self)).encode()
 
 
-def offer(environ: Mapping[str, str], job: str) -> Offer:
-    """This rank's. It takes the MPI that is initialised, if any, unless HOROCLONE_CPU_OPERATIONS names another way."""
+def offer(environ: Mapping[str, str], job: str, known: Mapping[str, str] | None = None) -> Offer:
+    """This rank's, with the ways that it remembers.
+
+    It takes the MPI that is initialised, if any, unless HOROCLONE_CPU_OPERATIONS names another way.
+    """
     word = setting(environ, "CPU_OPERATIONS", "auto")
     forced = word == "mpi"
     node = _node(environ)
@@ -70,7 +80,8 @@ def offer(environ: Mapping[str, str], job: str) -> Offer:
         return Offer(node, forced, why="it was spawned by another MPI job")
     world = mpi.COMM_WORLD
     library = mpi.Get_library_version().split("\n", 1)[0].strip(" \0")[:80]
-    return Offer(node, forced, False, world.Get_rank(), world.Get_size(), library, job in _communicators, "")
+    numbers = (world.Get_rank(), world.Get_size(), library, job in _communicators)
+    return Offer(node, forced, False, *numbers, "", _place(environ), dict(known or {}))
 
 
 def must_start(offers: Sequence[Offer]) -> bool:
@@ -126,6 +137,42 @@ def _node(environ: Mapping[str, str]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def _place(environ: Mapping[str, str]) -> str:
+    """The host, its network devices with Mbit/s and MTU, its fabrics, and the settings that choose among them."""
+
+    def word(file: Path) -> str:
+        try:
+            return file.read_text(encoding="ascii", errors="replace").strip()
+        except OSError:
+            return "?"  # an interface that is down has no speed
+
+    devices = [device.parent for device in sorted(Path("/sys/class/net").glob("*/device"))]
+    links = [f"{one.name} {word(one / 'speed')} {word(one / 'mtu')}" for one in devices]
+    links += [
+        f"{rate.parts[4]} {word(rate)}"
+        for rate in sorted(Path("/sys/class/infiniband").glob("*/ports/*/rate"))
+    ]
+    links += [f"{name}={environ[name]}" for name in FABRIC_VARIABLES if name in environ]
+    if interfaces := environ.get("HOROCLONE_NETWORK_INTERFACES") or environ.get("HOROVOD_GLOO_IFACE"):
+        links.append(interfaces)
+    text = f"{os.uname().nodename} ({len(os.sched_getaffinity(0))} cores; {', '.join(links)})"
+    return text if len(text) < 200 else f"{text[:150]}... {selection.digest_of(text)})"
+
+
+def key_of(offers: Sequence[Offer]) -> str:
+    """What it depends on whether MPI or TCP is the faster: version, MPI, and the nodes with their links and ranks."""
+    from horoclone import __version__
+
+    ranks: dict[str, int] = {}
+    places = {one.node: one.place for one in offers}
+    for one in offers:
+        ranks[one.node] = ranks.get(one.node, 0) + 1
+    nodes = sorted(f"{count} on {places[node]}" for node, count in ranks.items())
+    if len(nodes) > 4:
+        nodes = [nodes[0], f"{len(nodes) - 1} more nodes {selection.digest_of(' + '.join(nodes))}"]
+    return f"{__version__}, {offers[0].library}, ranks: {' + '.join(nodes)}"
+
+
 def split(blobs: Sequence[bytes]) -> tuple[list[bytes], list[Offer]]:
     """Endpoints and offers of all ranks. HorovodInternalError for what no rank of this version can have sent."""
     endpoints, offers = [], []
@@ -160,6 +207,9 @@ def agree(offers: Sequence[Offer], job: str, deadline: float) -> Link | None:
         )
     if problem:
         return None
+    way = "" if forced else offers[0].known.get(selection.digest_of(key_of(offers)), "")
+    if way == "tcp":
+        return None
     mpi = launchers.initialised_mpi()
     assert mpi is not None  # it was when the offer was made
     if not all(one.has_communicator for one in offers):
@@ -168,7 +218,7 @@ def agree(offers: Sequence[Offer], job: str, deadline: float) -> Link | None:
             lambda: _make_communicator(mpi, ranks), deadline, "MPI_Comm_create_group"
         )
     communicator = _communicators[job]
-    return mpi.__file__, mpi._handleof(communicator), mpi._handleof(mpi.BYTE), forced
+    return mpi.__file__, mpi._handleof(communicator), mpi._handleof(mpi.BYTE), forced or way == "mpi"
 
 
 def _problem(offers: Sequence[Offer]) -> str:

@@ -1,6 +1,7 @@
 """horoclone for CuPy: `import horoclone.cupy as hvd`. Collectives on arrays on a GPU, behind CuPy's current stream."""
 
 from horoclone.array_handles import poll, synchronize
+from horoclone.arrays import barrier
 from horoclone.cupy.messages import irecv, isend, recv, send
 from horoclone.cupy.operations import (
     allgather,
@@ -15,10 +16,14 @@ from horoclone.cupy.operations import (
     broadcast_,
     broadcast_async,
     broadcast_async_,
+    grouped_allgather,
+    grouped_allgather_async,
     grouped_allreduce,
     grouped_allreduce_,
     grouped_allreduce_async,
     grouped_allreduce_async_,
+    grouped_reducescatter,
+    grouped_reducescatter_async,
     join,
     reducescatter,
     reducescatter_async,
@@ -42,13 +47,15 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.objects import allgather_object, broadcast_object
+from horoclone.objects import allgather_object, broadcast_object, broadcast_object_fn
 from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horoclone.runtime import (
     cross_rank,
     cross_size,
+    cuda_built,
     init,
+    is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
@@ -56,16 +63,21 @@ from horoclone.runtime import (
     rank,
     shutdown,
     size,
+    start_timeline,
+    stop_timeline,
 )
 
 __all__ = [
     "Aborted", "Adasum", "Average", "HorovodInternalError", "Max", "Min", "Mismatch", "NotInitialized",
     "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather",
     "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
-    "alltoall", "alltoall_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
-    "broadcast_object", "cross_rank", "cross_size", "gather", "gather_async", "global_process_set",
-    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_", "init",
-    "irecv", "is_initialized", "isend", "join", "local_rank", "local_size", "nccl_built", "poll", "rank",
-    "recv", "reduce", "reduce_", "reduce_async", "reduce_async_", "reducescatter", "reducescatter_async",
-    "remove_process_set", "scatter", "scatter_async", "send", "shutdown", "size", "synchronize",
+    "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
+    "broadcast_async_", "broadcast_object", "broadcast_object_fn", "cross_rank", "cross_size", "cuda_built",
+    "gather", "gather_async", "global_process_set", "grouped_allgather", "grouped_allgather_async",
+    "grouped_allreduce", "grouped_allreduce_", "grouped_allreduce_async", "grouped_allreduce_async_",
+    "grouped_reducescatter", "grouped_reducescatter_async", "init", "irecv", "is_homogeneous",
+    "is_initialized", "isend", "join", "local_rank", "local_size", "nccl_built", "poll", "rank", "recv",
+    "reduce", "reduce_", "reduce_async", "reduce_async_", "reducescatter", "reducescatter_async",
+    "remove_process_set", "scatter", "scatter_async", "send", "shutdown", "size", "start_timeline",
+    "stop_timeline", "synchronize",
 ]  # fmt: skip

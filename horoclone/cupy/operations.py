@@ -27,14 +27,26 @@ Place = tuple[int, int]  # CUDA's number of the device, and the stream that was 
 _PLAIN = (1.0, 1.0)
 
 
+def _on_gpu(array: Any) -> Array:
+    if isinstance(array, cupy.ndarray):
+        return array
+    try:
+        return cupy.from_dlpack(array)
+    except (TypeError, ValueError, AttributeError, BufferError) as error:
+        raise ValueError(
+            f"this {type(array).__name__} is no array on a GPU ({error}): horoclone.cupy takes CuPy's, and what speaks "
+            "DLPack there. Pass cupy.asarray(...), or `import horoclone as hvd` for what is in host memory"
+        ) from None
+
+
 def readable(array: Any) -> Array:
-    found = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+    found = _on_gpu(array)
     dtype_of(found)
     return cupy.ascontiguousarray(found).reshape(found.shape)  # of 0-d arrays CuPy makes 1-d ones there
 
 
 def writable(array: Any) -> Array:
-    found = array if isinstance(array, cupy.ndarray) else cupy.from_dlpack(array)
+    found = _on_gpu(array)
     dtype_of(found)
     if not found.flags.c_contiguous:
         raise ValueError("Tensor is required to be contiguous.")
@@ -100,37 +112,46 @@ def _submit(
         follow(native, handle, place)
         if out is not None:
             return out
-        result = native.result(handle)
-        rows = cupy.empty((result.first_dimension, *source.shape[1:]), source.dtype)
-        native.copy_result(handle, 0, rows.data.ptr, rows.nbytes, _stream(place[0]))
-        return rows if splits is None else (rows, list(result.rows_from))
+        rows = _rows(native, handle, 0, source, place)
+        return rows if splits is None else (rows, list(native.result(handle).rows_from))
 
     return Pending(native, handle, (source, out), finish)
 
 
 def _group(
+    op: int,
     sources: Sequence[Array],
-    outs: Sequence[Array],
+    outs: Sequence[Array] | None,
     name: str | None,
     reduce: int,
     scales: tuple[float, float],
     process_set: ProcessSet,
 ) -> Pending:
+    """outs None: rows whose number the ranks agree on."""
     native = runtime.native()
     if not sources:
         return Pending(native, 0, None, lambda native, handle: [])
-    place = place_of([*sources, *outs])
+    place = place_of([*sources, *(outs or ())])
+    targets = [0] * len(sources) if outs is None else [out.data.ptr for out in outs]
     handle = native.submit_group(
-        ops.ALLREDUCE, name, [array.data.ptr for array in sources], [out.data.ptr for out in outs],
-        [array.shape for array in sources], [dtype_of(array) for array in sources], reduce, *scales, 0,
-        set_id(process_set), *place,
+        op, name, [array.data.ptr for array in sources], targets, [array.shape for array in sources],
+        [dtype_of(array) for array in sources], reduce, *scales, 0, set_id(process_set), *place,
     )  # fmt: skip
 
     def finish(native: Runtime, handle: int) -> list[Array]:
         follow(native, handle, place)
-        return list(outs)
+        if outs is not None:
+            return list(outs)
+        return [_rows(native, handle, i, array, place) for i, array in enumerate(sources)]
 
     return Pending(native, handle, (sources, outs), finish)
+
+
+def _rows(native: Runtime, handle: int, index: int, like: Array, place: Place) -> Array:
+    """A result whose number of rows the ranks have agreed on, copied once, on the GPU."""
+    rows = cupy.empty((native.result(handle, index).first_dimension, *like.shape[1:]), like.dtype)
+    native.copy_result(handle, index, rows.data.ptr, rows.nbytes, _stream(place[0]))
+    return rows
 
 
 def _allreduce(
@@ -216,7 +237,9 @@ def grouped_allreduce_async(
     """As grouped_allreduce; returns one handle for the group at once."""
     sources, scales = [readable(array) for array in arrays], (prescale_factor, postscale_factor)
     outs = [cupy.empty_like(source) for source in sources]
-    return remember(_group(sources, outs, name, ops.resolve_reduce(average, op), scales, process_set))
+    return remember(
+        _group(ops.ALLREDUCE, sources, outs, name, ops.resolve_reduce(average, op), scales, process_set)
+    )
 
 
 def grouped_allreduce(
@@ -231,7 +254,7 @@ def grouped_allreduce(
     """Reduces several arrays on one GPU as one operation: none of them before all are ready on every rank."""
     sources, scales = [readable(array) for array in arrays], (prescale_factor, postscale_factor)
     outs = [cupy.empty_like(source) for source in sources]
-    pending = _group(sources, outs, name, ops.resolve_reduce(average, op), scales, process_set)
+    pending = _group(ops.ALLREDUCE, sources, outs, name, ops.resolve_reduce(average, op), scales, process_set)
     return now(pending)  # type: ignore[no-any-return]
 
 
@@ -246,7 +269,9 @@ def grouped_allreduce_async_(
 ) -> int:
     """As grouped_allreduce_; returns one handle for the group at once."""
     targets, scales = [writable(array) for array in arrays], (prescale_factor, postscale_factor)
-    return remember(_group(targets, targets, name, ops.resolve_reduce(average, op), scales, process_set))
+    return remember(
+        _group(ops.ALLREDUCE, targets, targets, name, ops.resolve_reduce(average, op), scales, process_set)
+    )
 
 
 def grouped_allreduce_(
@@ -260,7 +285,9 @@ def grouped_allreduce_(
 ) -> list[Array]:
     """As grouped_allreduce, with the results in the arrays themselves."""
     targets, scales = [writable(array) for array in arrays], (prescale_factor, postscale_factor)
-    pending = _group(targets, targets, name, ops.resolve_reduce(average, op), scales, process_set)
+    pending = _group(
+        ops.ALLREDUCE, targets, targets, name, ops.resolve_reduce(average, op), scales, process_set
+    )
     return now(pending)  # type: ignore[no-any-return]
 
 
@@ -278,6 +305,28 @@ def allgather(array: Any, name: str | None = None, process_set: ProcessSet = glo
     return now(_allgather(array, name, process_set))
 
 
+def grouped_allgather_async(
+    arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """As grouped_allgather; returns one handle for the group at once."""
+    sources = [readable(array) for array in arrays]
+    return remember(_group(ops.ALLGATHER, sources, None, name, ops.Sum, _PLAIN, process_set))
+
+
+def grouped_allgather(
+    arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+) -> list[Array]:
+    """allgather of several arrays as one operation."""
+    return synchronize(grouped_allgather_async(arrays, name, process_set))  # type: ignore[no-any-return]
+
+
+def _scatterable(array: Any) -> Array:
+    source = readable(array)
+    if source.ndim == 0:
+        raise ValueError("reducescatter needs an array with a first dimension to scatter; this one is 0-d")
+    return source
+
+
 def reducescatter_async(
     array: Any,
     name: str | None = None,
@@ -287,9 +336,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """As reducescatter; returns a handle at once."""
-    source, scales = readable(array), (prescale_factor, postscale_factor)
-    if source.ndim == 0:
-        raise ValueError("reducescatter needs an array with a first dimension to scatter; this one is 0-d")
+    source, scales = _scatterable(array), (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(None, op)
     return remember(_submit(ops.REDUCESCATTER, name, source, None, reduce, scales, 0, process_set))
 
@@ -304,6 +351,33 @@ def reducescatter(
 ) -> Array:
     """Reduces arrays of one shape and gives each rank its share of the rows (the first ranks one more if uneven)."""
     return synchronize(reducescatter_async(array, name, op, process_set, prescale_factor, postscale_factor))
+
+
+def grouped_reducescatter_async(
+    arrays: Sequence[Any],
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As grouped_reducescatter; returns one handle for the group at once."""
+    sources, scales = [_scatterable(array) for array in arrays], (prescale_factor, postscale_factor)
+    reduce = ops.resolve_reduce(None, op)
+    return remember(_group(ops.REDUCESCATTER, sources, None, name, reduce, scales, process_set))
+
+
+def grouped_reducescatter(
+    arrays: Sequence[Any],
+    name: str | None = None,
+    op: int = ops.Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[Array]:
+    """reducescatter of several arrays as one operation."""
+    handle = grouped_reducescatter_async(arrays, name, op, process_set, prescale_factor, postscale_factor)
+    return synchronize(handle)  # type: ignore[no-any-return]
 
 
 def _alltoall(array: Any, splits: Any, name: str | None, process_set: ProcessSet) -> Pending:

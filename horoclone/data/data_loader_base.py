@@ -59,7 +59,8 @@ class _Reading:
 
     def end(self) -> None:
         self.stop.set()
-        if self.thread is not threading.current_thread():
+        # One that has not been started yet cannot be joined; it will find that it is to stop.
+        if self.thread.ident is not None and self.thread is not threading.current_thread():
             self.thread.join(_JOIN_S)
 
 

@@ -60,6 +60,13 @@ _FRAMEWORKS = (
     ("Keras", "keras", ("keras",), "horoclone.keras", "pip install keras"),
     ("JAX", "jax", ("jax",), "horoclone.jax", "pip install jax"),
     ("NumPy", "numpy", ("numpy",), "horoclone.arrays", "pip install numpy"),
+    (
+        "CuPy",
+        "cupy",
+        ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy"),
+        "horoclone.cupy",
+        "pip install cupy-cuda13x (or cupy-cuda12x)",
+    ),
 )
 
 
@@ -187,8 +194,13 @@ def selection() -> list[Item]:
     rows = [
         Item(f"algorithms, {layout}", True, _table(table)) for layout, table in native["selection"].items()
     ]
-    for key, flat_bytes in remembered(os.environ).items():
-        rows.append(Item("measured", True, f"{key}: shm flat up to {_size(flat_bytes)}"))
+    for key, value in remembered(os.environ).items():
+        found = (
+            f"shm flat up to {_size(value)}"
+            if isinstance(value, int)
+            else f"between nodes by {value.upper()}"
+        )
+        rows.append(Item("measured", True, f"{key}: {found}"))
     return rows
 
 

@@ -23,9 +23,10 @@ from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
 from horoclone.torch import mpi_ops
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters
+from horoclone.torch.backward_calls import outermost_backward
 from horoclone.torch.buckets import BUCKET_BYTES, Slot, flat_of, is_dense
 from horoclone.torch.grouped import grouped_allreduce_async_
-from horoclone.torch.reducer import TOO_MANY, outermost_backward
+from horoclone.torch.reducer import TOO_MANY
 from horoclone.torch.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
 
 

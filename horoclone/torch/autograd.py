@@ -92,7 +92,7 @@ class Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> torch.Tensor:
         ctx.arguments = (tensor.shape[0] if tensor.dim() else 0, name, group)
-        return mpi_ops.synchronize(mpi_ops.allgather_async(tensor, name, group))
+        return mpi_ops.allgather(tensor, name, group)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -158,7 +158,7 @@ class Reducescatter(torch.autograd.Function):
         ctx: Any, tensor: torch.Tensor, name: str | None, op: int, group: ProcessSet, pre: float, post: float
     ) -> torch.Tensor:
         ctx.arguments = (name, op, group, pre * post)
-        return mpi_ops.synchronize(mpi_ops.reducescatter_async(tensor, name, op, group, pre, post))
+        return mpi_ops.reducescatter(tensor, name, Compression.none, op, group, pre, post)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:

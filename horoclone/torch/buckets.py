@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FIRST_BUCKET_BYTES = 1 << 20  # small, so that the first reduction starts early in backward
 BUCKET_BYTES = 16 << 20
+URGENT_BUCKET_BYTES = 1 << 20  # where a forward waits for each: little else goes with what it needs
 ALIGNMENT_BYTES = 64
 
 
@@ -144,11 +145,12 @@ def plan_buckets(
     runs: Sequence[Sequence[Slot]],
     groups: Sequence[Sequence[Slot]],
     wire_dtype_of: Callable[[Slot], torch.dtype],
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> list[tuple[torch.dtype, list[Slot]]]:
     """Cuts slots into buckets of one dtype each, in the order in which their gradients become complete.
 
     A bucket does not cross from one run into the next. Groups are kept whole, one bucket for each dtype in them; the
-    other slots fill buckets up to a size.
+    other slots fill buckets up to `bucket_bytes`, the first one of each dtype up to 1 MiB.
     """
     grouped: set[Slot] = {slot for group in groups for slot in group}
     plan: list[tuple[torch.dtype, list[Slot]]] = []
@@ -167,7 +169,7 @@ def plan_buckets(
             bucket = filling.setdefault(dtype, [])
             if bucket and _bytes_of([*bucket, slot], dtype) > limits.get(dtype, FIRST_BUCKET_BYTES):
                 plan.append((dtype, bucket))
-                limits[dtype] = BUCKET_BYTES
+                limits[dtype] = bucket_bytes
                 bucket = filling[dtype] = []
             bucket.append(slot)
         plan.extend(filling.items())

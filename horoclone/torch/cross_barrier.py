@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from horoclone.torch.buckets import Bucket
+from horoclone.torch.buckets import URGENT_BUCKET_BYTES, Bucket
 from horoclone.torch.gpu import follow
 from horoclone.torch.reducer import Reducer
 from horoclone.torch.single import reduces_buckets
@@ -65,6 +65,7 @@ class CrossBarrier:
         """ValueError when a parameter of the optimizer belongs to none of the modules."""
         self._optimizer = weakref.ref(optimizer)
         self._reducer = reducer
+        reducer.bucket_bytes = URGENT_BUCKET_BYTES
         self._owed: dict[torch.Tensor, Bucket] = {}
         self._handles: dict[Bucket, Any] = {}
         self._groups: list[dict[str, Any]] = []  # as they were at the step, without parameters

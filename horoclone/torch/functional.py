@@ -133,7 +133,7 @@ def _fake_wait(kind: str, tensors: Tensors, options: Sequence[Any]) -> list[torc
         rows = tensors[0].shape[0] if options[6] is None else torch.library.get_ctx().new_dynamic_size()
         return [
             tensors[0].new_empty((rows, *tensors[0].shape[1:])),
-            tensors[0].new_empty(size, dtype=torch.int32),
+            torch.empty(size, dtype=torch.int32),  # in host memory, wherever the rows are
         ]
     shapes = _shapes(kind, tensors, options)
     return [tensor.new_empty(shape) for tensor, shape in zip(tensors, shapes, strict=True)]

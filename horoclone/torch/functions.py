@@ -15,6 +15,7 @@ from horoclone.objects import allgather_object, broadcast_object
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
 from horoclone.torch import mpi_ops
+from horoclone.torch.gpu import HOST, memory_beside, place_of
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -64,10 +65,13 @@ def broadcast_optimizer_state(
     tensors: list[torch.Tensor] = []
     skeleton = _without_tensors(optimizer.state_dict(), tensors, {}) if is_root else None
     skeleton, forms = broadcast_object(
-        (skeleton, [(tuple(t.shape), t.dtype) for t in tensors]), root_rank, process_set=process_set
+        (skeleton, [(tuple(t.shape), t.dtype, place_of(t) is not HOST) for t in tensors]),
+        root_rank,
+        process_set=process_set,
     )
     if not is_root:
-        tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in forms]
+        beside = _on_a_gpu(optimizer)
+        tensors = [_memory(beside if on_gpu else None, shape, dtype) for shape, dtype, on_gpu in forms]
     wires = [_bytes_of(t) for t in tensors]
     handles = [
         mpi_ops.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set)
@@ -81,6 +85,17 @@ def broadcast_optimizer_state(
         optimizer._become_whole(received=not is_root)
     if not is_root:
         _assign(optimizer, state)
+
+
+def _on_a_gpu(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:
+    """A parameter of the optimizer that lies on this rank's GPU; None if none does."""
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    return next((p.detach() for p in parameters if place_of(p) is not HOST), None)
+
+
+def _memory(beside: torch.Tensor | None, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Where the root has it: its step counters are in host memory, the rest is where the parameters are."""
+    return torch.empty(shape, dtype=dtype) if beside is None else memory_beside(beside, shape, dtype)
 
 
 class _Place:

@@ -168,15 +168,18 @@ def rows_of(runtime: Runtime, handle: int, index: int, like: torch.Tensor, place
     return rows
 
 
-def rows_like(tensor: torch.Tensor, place: Place) -> Maker:
-    """For handles.remember: the one core-owned result of an operation on `tensor`; of an alltoall, with its splits."""
+def rows_like(tensor: torch.Tensor, place: Place, splits: Any = None) -> Maker:
+    """For handles.remember: the one core-owned result of an operation on `tensor`; of an alltoall also how many rows
+    came from each rank, beside `splits` if that is a tensor on a GPU."""
     form = tensor.detach()[:0] if tensor.dim() else tensor.detach()
 
     def make(runtime: Runtime, handle: int) -> Any:
         rows, result = rows_of(runtime, handle, 0, form, place), runtime.result(handle)
         if not result.rows_from:
             return rows
-        return rows, torch.tensor(result.rows_from, dtype=torch.int32)
+        counts = torch.tensor(result.rows_from, dtype=torch.int32)
+        there = isinstance(splits, torch.Tensor) and place_of(splits) is not HOST
+        return rows, to_gpu(counts, splits) if there else counts
 
     return make
 

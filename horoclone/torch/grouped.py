@@ -14,7 +14,7 @@ import torch
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch import functional
+from horoclone.torch import functional, handles
 from horoclone.torch.compression import Compression
 from horoclone.torch.functional import is_compiling, start
 from horoclone.torch.gpu import HOST, Place, behind, place_of_all, rows_of
@@ -75,6 +75,9 @@ def grouped_allreduce_async_(
     tensors = list(tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
+    plain = handles.start_plain_group(tensors, tensors, None, name, reduce, *scales, process_set, 0)
+    if plain is not None:
+        return plain
     runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
     return remember(runtime, handle, tensors, tensors, behind(place, tensors))
 
@@ -118,6 +121,9 @@ def grouped_allreduce_async(
     reduce = resolve_reduce(average, op)
     outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
     scales = (prescale_factor, postscale_factor)
+    plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
+    if plain is not None:
+        return plain
     runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)
     return remember(runtime, handle, outputs, tensors, behind(place, outputs))
 

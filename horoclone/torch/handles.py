@@ -11,20 +11,22 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import process_sets as _sets
+from horoclone.array_handles import long_way, not_yet
 from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
 from horoclone.torch.gpu import behind, place_of, rows_like
-from horoclone.torch.tensors import ON_GPU, address_of
+from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of
 
 if TYPE_CHECKING:
-    from horoclone._core import Runtime
+    from horoclone._core import Result, Runtime
 
 # True only while torch.compile traces: its tracer takes it for a constant.
 is_compiling: Callable[[], bool] = getattr(torch.compiler, "is_dynamo_compiling", lambda: False)
 
-# handle -> (output, tensors to keep alive, maker of the output from the core's result or None)
-_pending: dict[int, tuple[Any, Any, Callable[[Runtime, int], Any] | None]] = {}
+# handle -> (output, tensors to keep alive, maker of the output from the core's result or None), or just the output,
+# where nothing else is to be kept
+_pending: dict[int, Any] = {}
 _owner: Runtime | None = (
     None  # the runtime whose handles these are; a new life of the runtime begins a new table
 )
@@ -32,15 +34,35 @@ _unfinished: list[
     Any
 ] = []  # memory of blocking calls that a signal broke off: the core may still write to it
 
+# DLPack's table of C functions, through which the core reads tensors by itself; torch has it from 2.10 on.
+_exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+
+
+# The short way, as in horoclone/array_handles.py. Callers read them from this module: they change with the runtime.
+start_plain: Callable[..., int | None] = long_way
+start_plain_group: Callable[..., int | None] = long_way
+finish_plain: Callable[[Any], Any] = not_yet
+
+
+def _begin_life(runtime: Runtime) -> None:
+    """A new table, for the handles of another runtime."""
+    global _owner, start_plain, start_plain_group, finish_plain
+    _pending.clear()
+    _unfinished.clear()
+    _owner = runtime
+    if _exchange is None:
+        return
+    from horoclone._core import TensorDoor
+
+    door = TensorDoor(runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending)
+    start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
+
 
 def remember(
     runtime: Runtime, handle: int, output: Any, kept: Any, make: Callable[[Runtime, int], Any] | None = None
 ) -> int:
-    global _owner
     if runtime is not _owner:
-        _pending.clear()
-        _unfinished.clear()
-        _owner = runtime
+        _begin_life(runtime)
     _pending[handle] = (output, kept, make)
     return handle
 
@@ -65,10 +87,13 @@ def synchronize(handle: Any) -> Any:
     """
     if is_compiling():
         return handle()
+    output = finish_plain(handle)
+    if output is not NotImplemented:
+        return output
     entry = _pending.get(handle)
     if entry is None:
         return handle() if callable(handle) else None
-    output, _, make = entry
+    output, _, make = entry if type(entry) is tuple else (entry, entry, None)
     runtime = _owner or native()
     try:
         runtime.wait(handle)
@@ -100,6 +125,33 @@ def run(
     return target
 
 
+def run_for_rows(
+    op: int, name: str | None, tensor: torch.Tensor, dtype: int, *rest: Any
+) -> tuple[torch.Tensor, Result]:
+    """As `run`, in host memory, where only the core knows the result's rows: they and what came with them.
+
+    rest: reduce, prescale, postscale, root, process set and, for an alltoall, the rows to send.
+    """
+    try:
+        result = native().run(op, name, address_of(tensor), 0, tensor.shape, dtype, *rest)
+    except BaseException as error:
+        keep_if_broken_off(error, tensor)
+        raise
+    assert result is not None
+    return from_result(result, tensor.shape[1:], tensor.dtype), result
+
+
+def start_for_rows(op: int, name: str | None, tensor: torch.Tensor, *rest: Any) -> int:
+    """Submits, on a GPU too, and returns the handle. rest: as for `run_for_rows`, without an alltoall's."""
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        return start_on_gpu(op, name, tensor, None, dtype, *rest)
+    runtime = native()
+    handle = runtime.submit(op, name, address_of(tensor), 0, tensor.shape, dtype, *rest)
+    row, kind = tensor.shape[1:], tensor.dtype
+    return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
+
+
 def start_on_gpu(
     op: int,
     name: str | None,
@@ -108,10 +160,12 @@ def start_on_gpu(
     dtype: int,
     *rest: Any,
     priority: int = 0,
+    counts_beside: Any = None,
 ) -> int:
     """Submits work on a tensor on a GPU and returns its handle. output None: rows whose number the ranks agree on.
 
-    rest: reduce, prescale, postscale, root, process set and, for an alltoall, the rows to send.
+    rest: reduce, prescale, postscale, root, process set and, for an alltoall, the rows to send. counts_beside: the
+    splits of an alltoall; how many rows have come is told where they are.
     """
     runtime, place = native(), place_of(tensor)
     target = 0 if output is None else address_of(output)
@@ -120,7 +174,7 @@ def start_on_gpu(
         op, name, address_of(tensor), target, tensor.shape, dtype - ON_GPU, reduce, prescale, postscale, root,
         set_number, splits[0] if splits else None, 0, *place, priority,
     )  # fmt: skip
-    make = rows_like(tensor, place) if output is None else behind(place, output)
+    make = rows_like(tensor, place, counts_beside) if output is None else behind(place, output)
     return remember(runtime, handle, output, (tensor, output), make)
 
 

@@ -80,7 +80,7 @@ class PowerSGDCompressor(GradientCompressor):
         if warm is not None:
             return warm  # type: ignore[no-any-return]
         chance = torch.Generator().manual_seed(zlib.crc32(bucket.names[i].encode()))
-        return torch.randn(rows, self.rank, generator=chance)
+        return torch.randn(rows, self.rank, generator=chance).to(bucket.gradients[i].device)
 
     def _remember(self, bucket: GradientBucket, i: int, lost: torch.Tensor, right: torch.Tensor) -> None:
         if not bool(right.isfinite().all()):  # an overflow: start afresh, on every rank

@@ -7,7 +7,7 @@ operations are in grouped.py and exported from here.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -16,7 +16,6 @@ from horoclone.errors import HorovodInternalError as HorovodInternalError  # Hor
 from horoclone.ops import (
     ALLGATHER,
     ALLREDUCE,
-    ALLTOALL,
     BARRIER,
     BROADCAST,
     JOIN,
@@ -27,6 +26,7 @@ from horoclone.ops import (
     Min,
     Product,
     Sum,
+    at_priority,
     resolve_reduce,
 )
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
@@ -55,6 +55,8 @@ from horoclone.runtime import (
     start_timeline,
     stop_timeline,
 )
+from horoclone.torch import handles
+from horoclone.torch.alltoall import alltoall, alltoall_async
 from horoclone.torch.compression import Compression
 from horoclone.torch.functional import is_compiling, reduced, start
 from horoclone.torch.gpu import place_to_join
@@ -68,11 +70,18 @@ from horoclone.torch.grouped import (
     grouped_reducescatter,
     grouped_reducescatter_async,
 )
-from horoclone.torch.handles import keep_if_broken_off, poll, remember, run, set_id, start_on_gpu, synchronize
-from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, from_result, number_of, refuse_scalar
-
-if TYPE_CHECKING:
-    from horoclone._core import Runtime
+from horoclone.torch.handles import (
+    keep_if_broken_off,
+    poll,
+    remember,
+    run,
+    run_for_rows,
+    set_id,
+    start_for_rows,
+    start_on_gpu,
+    synchronize,
+)
+from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, number_of, refuse_scalar
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather",
@@ -146,14 +155,18 @@ def allreduce_async_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )
-    reduce = Average if op is None and average is None else resolve_reduce(average, op)
+    plain = handles.start_plain(
+        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
+    )
+    if plain is not None:
+        return plain
+    reduce = resolve_reduce(average, op)
     dtype = number_of(tensor, name, True)
     rest = (reduce, prescale_factor, postscale_factor, 0, set_id(process_set))
     if dtype >= ON_GPU:
         return start_on_gpu(ALLREDUCE, name, tensor, tensor, dtype, *rest, priority=priority)
-    address = address_of(tensor)
-    runtime = native()
-    handle = runtime.submit(ALLREDUCE, name, address, address, tensor.shape, dtype, *rest, priority=priority)
+    place, runtime = tensor.data_ptr() or NOWHERE, native()
+    handle = runtime.submit(ALLREDUCE, name, place, place, tensor.shape, dtype, *rest, *at_priority(priority))
     return remember(runtime, handle, tensor, tensor)
 
 
@@ -173,15 +186,20 @@ def allreduce_async(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set
         )
-    reduce = Average if op is None and average is None else resolve_reduce(average, op)
+    reduce = resolve_reduce(average, op)
     dtype = number_of(tensor, name, True)
     output = torch.empty_like(tensor, requires_grad=False)
+    plain = handles.start_plain(
+        tensor, output, None, name, reduce, prescale_factor, postscale_factor, process_set, priority
+    )
+    if plain is not None:
+        return plain
     rest = (reduce, prescale_factor, postscale_factor, 0, set_id(process_set))
     if dtype >= ON_GPU:
         return start_on_gpu(ALLREDUCE, name, tensor, output, dtype, *rest, priority=priority)
-    runtime, source, target = native(), address_of(tensor), address_of(output)
-    handle = runtime.submit(ALLREDUCE, name, source, target, tensor.shape, dtype, *rest, priority=priority)
-    return remember(runtime, handle, output, tensor)
+    core, source, target = native(), address_of(tensor), address_of(output)
+    handle = core.submit(ALLREDUCE, name, source, target, tensor.shape, dtype, *rest, *at_priority(priority))
+    return remember(core, handle, output, tensor)
 
 
 def allreduce(
@@ -225,15 +243,7 @@ def allgather_async(
     """Starts an allgather and returns a handle."""
     if is_compiling():
         return start("allgather", [tensor], name, process_set=process_set)
-    dtype = number_of(tensor, name, True)
-    if dtype >= ON_GPU:
-        return start_on_gpu(ALLGATHER, name, tensor, None, dtype, Sum, 1.0, 1.0, 0, set_id(process_set))
-    runtime = native()
-    handle = runtime.submit(
-        ALLGATHER, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, 0, set_id(process_set)
-    )
-    row, kind = tuple(tensor.shape[1:]), tensor.dtype
-    return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
+    return start_for_rows(ALLGATHER, name, tensor, Sum, 1.0, 1.0, 0, set_id(process_set))
 
 
 def allgather(
@@ -249,7 +259,10 @@ def allgather(
         from horoclone.torch.autograd import Allgather
 
         return Allgather.apply(tensor, name, process_set)
-    return synchronize(allgather_async(tensor, name, process_set))
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        return synchronize(allgather_async(tensor, name, process_set))
+    return run_for_rows(ALLGATHER, name, tensor, dtype, Sum, 1.0, 1.0, 0, set_id(process_set))[0]
 
 
 # --- sparse allreduce ----------------------------------------------------------------------------------------------
@@ -354,71 +367,6 @@ def broadcast(
     return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
 
-# --- alltoall ------------------------------------------------------------------------------------------------------
-
-
-def _rows_to_send(splits: Any) -> list[int] | None:
-    if splits is None:
-        return None
-    if isinstance(splits, torch.Tensor):
-        if splits.dim() != 1:
-            raise ValueError("alltoall expects a 1D splits tensor")
-        if splits.dtype != torch.int32:
-            raise ValueError(f"alltoall expects a 32-bit integer splits tensor, not {splits.dtype}")
-        return splits.tolist()
-    return [int(rows) for rows in splits]
-
-
-def alltoall_async(
-    tensor: torch.Tensor,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> int:
-    """Starts an alltoall; the handle's output is the pair (output, received_splits)."""
-    rows = _rows_to_send(splits)
-    if is_compiling():
-        return start("alltoall", [tensor], name, process_set=process_set, splits=rows)
-    dtype = number_of(tensor, name, True)
-    if dtype >= ON_GPU:
-        return start_on_gpu(ALLTOALL, name, tensor, None, dtype, Sum, 1.0, 1.0, 0, set_id(process_set), rows)
-    runtime = native()
-    handle = runtime.submit(
-        ALLTOALL, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, 0, set_id(process_set), rows
-    )  # fmt: skip
-    row, kind = tuple(tensor.shape[1:]), tensor.dtype
-
-    def make(rt: Runtime, h: int) -> tuple[torch.Tensor, torch.Tensor]:
-        result = rt.result(h)
-        return from_result(result, row, kind), torch.tensor(result.rows_from, dtype=torch.int32)
-
-    return remember(runtime, handle, None, tensor, make)
-
-
-def alltoall(
-    tensor: torch.Tensor,
-    splits: Any = None,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Sends splits[r] rows of `tensor` to each rank r (equal shares without splits) and concatenates what arrives.
-
-    Returns the output, and with `splits` also the rows received from each rank (int32). Differentiable.
-    ValueError: splits not 1-d, not int32, of the wrong length, with a sum beyond the rows; rows not divisible.
-    """
-    if is_compiling():
-        rows = _rows_to_send(splits)
-        begun = start("alltoall", [tensor], name, process_set=process_set, splits=rows, differentiable=True)
-        output, received = begun()
-    elif tensor.requires_grad and torch.is_grad_enabled():
-        from horoclone.torch.autograd import Alltoall
-
-        output, received = Alltoall.apply(tensor, splits, name, process_set)
-    else:
-        output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
-    return output if splits is None else (output, received)
-
-
 # --- reducescatter -------------------------------------------------------------------------------------------------
 
 
@@ -431,22 +379,12 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> int:
     """Starts a reducescatter and returns a handle."""
+    scales = (prescale_factor, postscale_factor)
     if is_compiling():
-        scales = (prescale_factor, postscale_factor)
         return start("reducescatter", [tensor], name, resolve_reduce(None, op), scales, process_set)
     refuse_scalar([tensor])
     reduce = resolve_reduce(None, op)
-    dtype = number_of(tensor, name, True)
-    if dtype >= ON_GPU:
-        scales = (prescale_factor, postscale_factor)
-        return start_on_gpu(REDUCESCATTER, name, tensor, None, dtype, reduce, *scales, 0, set_id(process_set))
-    runtime = native()
-    handle = runtime.submit(
-        REDUCESCATTER, name, address_of(tensor), 0, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
-        set_id(process_set),
-    )  # fmt: skip
-    row, kind = tuple(tensor.shape[1:]), tensor.dtype
-    return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
+    return start_for_rows(REDUCESCATTER, name, tensor, reduce, *scales, 0, set_id(process_set))
 
 
 def reducescatter(
@@ -464,8 +402,8 @@ def reducescatter(
     allgather of the gradient, times the size for Sum, as in Horovod.
     """
     wire, ctx = compression.compress(tensor)
+    scales = (prescale_factor, postscale_factor)
     if is_compiling():
-        scales = (prescale_factor, postscale_factor)
         begun = start(
             "reducescatter", [wire], name, resolve_reduce(None, op), scales, process_set, differentiable=True
         )
@@ -473,11 +411,12 @@ def reducescatter(
     if wire.requires_grad and torch.is_grad_enabled():
         from horoclone.torch.autograd import Reducescatter
 
-        share = Reducescatter.apply(wire, name, op, process_set, prescale_factor, postscale_factor)
+        share = Reducescatter.apply(wire, name, op, process_set, *scales)
+    elif (dtype := number_of(wire, name, True)) >= ON_GPU or not wire.dim():
+        share = synchronize(reducescatter_async(wire, name, op, process_set, *scales))
     else:
-        share = synchronize(
-            reducescatter_async(wire, name, op, process_set, prescale_factor, postscale_factor)
-        )
+        rest = (resolve_reduce(None, op), *scales, 0, set_id(process_set))
+        share = run_for_rows(REDUCESCATTER, name, wire, dtype, *rest)[0]
     return compression.decompress(share, ctx)
 
 

@@ -8,11 +8,9 @@ Thread: whichever run backward and step (autograd runs CPU hooks on the caller's
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +21,8 @@ from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import mpi_ops
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters, by_name
-from horoclone.torch.buckets import Bucket, Slot, groups_of, is_dense, plan_buckets
+from horoclone.torch.backward_calls import outermost_backward
+from horoclone.torch.buckets import BUCKET_BYTES, Bucket, Slot, groups_of, is_dense, plan_buckets
 from horoclone.torch.compression import Compression
 from horoclone.torch.gpu import HOST, follow, is_capturing, place_of
 from horoclone.torch.gradient_bucket import GradientBucket, run_compressors
@@ -50,6 +49,7 @@ class Reducer:
         self.slots: list[Slot] = []
         self.groups: int | list[list[torch.Tensor]] = 0
         self.buckets: list[Bucket] = []
+        self.bucket_bytes = BUCKET_BYTES  # that slots outside of groups are gathered up to
         self.shares = 1  # parts that a bucket is cut into: the set's size where state is sharded by elements
         self.layout = 0  # number of the bucket layout, the same on every rank; 0: not formed yet
         self._terms = terms
@@ -448,7 +448,8 @@ class Reducer:
         self.layout, used, unused = agree_on_order(observed, self._terms.process_set)
         if self._buckets_allowed():
             runs = [[slot for slot in part if self._fits_bucket(slot)] for part in (used, unused)]
-            plan = plan_buckets(runs, groups_of(self.groups, runs[0] + runs[1]), self._wire_dtype_of)
+            groups = groups_of(self.groups, runs[0] + runs[1])
+            plan = plan_buckets(runs, groups, self._wire_dtype_of, self.bucket_bytes)
             self._undeclare()
             self.buckets = [
                 Bucket(self._runtime, k, dtype, slots, self.shares) for k, (dtype, slots) in enumerate(plan)
@@ -485,13 +486,3 @@ class Reducer:
     def _wire_dtype_of(self, slot: Slot) -> torch.dtype:
         dtype = slot.parameter.dtype
         return getattr(self._terms.compression, "wire_dtype", dtype) if dtype.is_floating_point else dtype
-
-
-def outermost_backward() -> FrameType | None:
-    """Frame of the user's backward call (a reentrant checkpoint nests another one inside)."""
-    found, frame = None, sys._getframe(1)
-    while frame is not None:
-        if frame.f_code.co_name == "backward" and frame.f_globals.get("__name__") == "torch.autograd":
-            found = frame
-        frame = frame.f_back  # type: ignore[assignment]
-    return found

@@ -14,6 +14,7 @@ import torch
 from horoclone.objects import allgather_object
 from horoclone.torch import mpi_ops
 from horoclone.torch.buckets import flat_of
+from horoclone.torch.gpu import HOST, memory_beside, place_of
 
 if TYPE_CHECKING:
     from horoclone.torch.sharding import Piece, Sharding
@@ -65,6 +66,8 @@ def gather_state(sharding: Sharding, state: State, to: int | None) -> State | No
                 continue
             if piece.owner == sharding.rank:
                 part = state[piece.tensor][key].detach().contiguous()
+            elif form.on_gpu:
+                part = memory_beside(piece.parameter.detach(), form.shape, form.dtype)
             else:
                 part = torch.empty(form.shape, dtype=form.dtype)
             if sharding.size > 1:
@@ -79,10 +82,11 @@ def gather_state(sharding: Sharding, state: State, to: int | None) -> State | No
 
 
 class _Form:
-    """Shape and dtype of a tensor that follows."""
+    """Shape and dtype of a tensor that follows, and whether it lies on its owner's GPU or in host memory."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.shape, self.dtype = tuple(tensor.shape), tensor.dtype
+        self.on_gpu = place_of(tensor) is not HOST
 
 
 def _form_of(entry: Mapping[str, Any]) -> dict[str, Any]:

@@ -5,7 +5,6 @@ Says no, with the reason, to what the core cannot take. Knows nothing of operati
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -88,10 +87,10 @@ def address_of(tensor: torch.Tensor) -> int:
 
 def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """A core-owned result as a tensor of shape [first_dimension, *row] over the same memory, which it keeps alive."""
-    shape = (result.first_dimension, *row)
-    if math.prod(shape) == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(result, dtype=dtype).view(shape)
+    if not result.nbytes:
+        return torch.empty((result.first_dimension, *row), dtype=dtype)
+    flat = torch.frombuffer(result, dtype=dtype)
+    return flat.view(result.first_dimension, *row) if row else flat
 
 
 def dtype_of(result: Result) -> torch.dtype:

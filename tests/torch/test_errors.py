@@ -58,6 +58,11 @@ def test_tensors_that_cannot_be_passed() -> None:
 
 @ranks(1, 2)
 def test_average_and_op_and_other_arguments() -> None:
+    for call in (hvd.allreduce, hvd.allreduce_, hvd.allreduce_async_, hvd.allgather):
+        error = caught(lambda call=call: call(torch.ones(3), name=3))
+        assert type(error) is TypeError and "name=3" in str(error) and "unnamed" in str(error)
+    error = caught(lambda: hvd.synchronize(hvd.allreduce_async_(torch.tensor([True]), op=hvd.Average)))
+    assert isinstance(error, ValueError) and "unnamed allreduce: Average of bool" in str(error)
     x = torch.ones(2)
     assert isinstance(caught(lambda: hvd.allreduce(x, average=True, op=hvd.Sum)), ValueError)
     assert isinstance(caught(lambda: hvd.allreduce(x, op=17)), ValueError)

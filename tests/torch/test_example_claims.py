@@ -116,6 +116,11 @@ def on_gpu(text: str) -> None:
     assert loss < 0.5 and accuracy > 90
 
 
+def in_a_graph(text: str) -> None:
+    steps, accuracy = last_line(r"(\d+) .+; training accuracy ([\d.]+)%", text)
+    assert steps == 300 and accuracy > 95
+
+
 CLAIMS = {
     "torch_synthetic_benchmark.py": synthetic,
     "torch_process_sets.py": process_sets,
@@ -128,6 +133,7 @@ CLAIMS = {
     "torch_horovod_script.py": horovods,
     "torch_zero.py": zero,
     "torch_gpu_digits.py": on_gpu,
+    "torch_gpu_graph.py": in_a_graph,
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 import site
 import subprocess
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from world import ranks
 
 import horoclone.torch as hvd
-from horoclone.errors import HorovodInternalError, Mismatch
+from horoclone.errors import HorovodInternalError, Mismatch, Unsupported
 
 pytestmark = [
     pytest.mark.skipif(
@@ -48,6 +49,8 @@ def test_every_operation_and_dtype() -> None:
             for op, expected in (
                 (hvd.Sum, wide.sum(0)),
                 (hvd.Min, wide.amin(0)),
+                (hvd.Max, wide.amax(0)),
+                (hvd.Product, wide.prod(0)),
                 (hvd.Average, wide.mean(0)),
             ):
                 if op == hvd.Average and not dtype.is_floating_point:
@@ -56,6 +59,8 @@ def test_every_operation_and_dtype() -> None:
                 assert result.device == where and result.dtype == dtype
                 tolerance = {torch.float16: 1e-3, torch.bfloat16: 8e-3}.get(dtype, 1e-6)
                 torch.testing.assert_close(result.cpu().double(), expected, rtol=tolerance, atol=0)
+            share = hvd.reducescatter(ours[rank].to(where), op=hvd.Sum)
+            assert torch.equal(share.cpu().double(), wide.sum(0).tensor_split(size)[rank])
             rows = hvd.allgather(ours[rank][: count - rank].to(where))
             assert torch.equal(rows.cpu(), torch.cat([ours[r][: count - r] for r in range(size)]))
             assert torch.equal(hvd.broadcast(ours[rank].to(where), 1).cpu(), ours[1])
@@ -63,6 +68,8 @@ def test_every_operation_and_dtype() -> None:
     assert hvd.allreduce(flags, op=hvd.Sum).tolist() == [True, False, True]
     sent, received = hvd.alltoall(torch.arange(3, device=where), torch.tensor([1, 2], dtype=torch.int32))
     assert sent.tolist() == ([0, 0] if rank == 0 else [1, 2, 1, 2]) and received.tolist() == [1 + rank] * 2
+    splits = torch.tensor([1, 2], dtype=torch.int32, device=where)
+    assert hvd.alltoall(torch.arange(3, device=where), splits)[1].device == where
     share = hvd.reducescatter(torch.arange(3.0, device=where), op=hvd.Sum)
     assert share.tolist() == ([0.0, 2.0] if rank == 0 else [4.0])
 
@@ -297,6 +304,56 @@ def test_sharded_optimizer_state_gives_the_same_losses() -> None:
         model = small_model(where)
         found.append(losses_of(model, optimized(model, **options), inputs))
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+def test_optimizer_state_goes_to_every_rank_and_from_shares_into_a_checkpoint() -> None:
+    where, rank = device(), hvd.rank()
+    inputs = batches(hvd.rank(), where, 3)
+    model = small_model(where)
+    alone = torch.optim.Adam(model.parameters(), lr=0.01)
+    if rank == 0:
+        losses_of(model, alone, inputs)
+    hvd.broadcast_optimizer_state(alone, root_rank=0)
+    moments = [entry["exp_avg"] for entry in alone.state.values()]
+    assert len(moments) == 4 and all(moment.device == where for moment in moments)
+    both = hvd.allgather(torch.cat([moment.flatten() for moment in moments]).unsqueeze(0))
+    assert torch.equal(both[0], both[1]) and both.abs().max() > 0
+    states = []
+    for options in ({}, {"shard_optimizer_state": True}):
+        model = small_model(where)
+        adam = torch.optim.Adam(model.parameters(), lr=0.01)
+        optimizer = hvd.DistributedOptimizer(adam, model.named_parameters(), **options)
+        losses_of(model, optimizer, inputs)
+        if options:
+            optimizer.consolidate_state_dict()
+        states.append(optimizer.state_dict()["state"])
+    for index, entry in states[0].items():
+        for key, value in entry.items():
+            torch.testing.assert_close(states[1][index][key], value, rtol=1e-4, atol=1e-6)
+
+
+@ranks(2)
+def test_gradient_compressors() -> None:
+    """What has a state of its own must keep it on the GPU; int8 says that it cannot."""
+    where = device()
+    inputs = batches(hvd.rank(), where, 4)
+    for compression in (
+        hvd.Compression.fp16,
+        hvd.Compression.bf16,
+        hvd.Compression.topk(ratio=0.5),
+        hvd.Compression.powersgd(rank=2, start_step=0),
+    ):
+        model = small_model(where)
+        assert all(
+            math.isfinite(x) for x in losses_of(model, optimized(model, compression=compression), inputs)
+        )
+        flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+        both = hvd.allgather(flat.unsqueeze(0))
+        torch.testing.assert_close(both[0], both[1], rtol=1e-5, atol=1e-6)
+    model = small_model(where)
+    with pytest.raises(Unsupported, match="quantises in host memory"):
+        losses_of(model, optimized(model, compression=hvd.Compression.int8), inputs)
 
 
 @ranks(2)

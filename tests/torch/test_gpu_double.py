@@ -26,6 +26,7 @@ from horoclone.runtime import native
 from horoclone.torch import (
     buckets,
     functional,
+    functions,
     gpu,
     grouped,
     handles,
@@ -33,6 +34,7 @@ from horoclone.torch import (
     mpi_ops,
     reducer,
     rooted,
+    sharded_state,
     sharding,
     tensors,
 )
@@ -172,8 +174,10 @@ class Double:
             "future_on": lambda place: torch.futures.Future(),
         }
         self.fakes = fakes
+        handles._exchange = None  # DLPack would tell the core where these tensors really are
         for module in (
             gpu,
+            sys.modules["horoclone.torch.alltoall"],  # the package has the function under that name
             messages,
             mpi_ops,
             handles,
@@ -181,7 +185,9 @@ class Double:
             buckets,
             reducer,
             functional,
+            functions,
             rooted,
+            sharded_state,
             sharding,
         ):
             self.patch(module)
@@ -271,6 +277,10 @@ def operations() -> None:
         rows, received = hvd.synchronize(hvd.alltoall_async(double.tensor(ours[rank]), splits, f"a{dtype}"))
         cut = [ours[r][:1] if rank == 0 else ours[r][1:] for r in range(size)]
         assert torch.equal(rows, torch.cat(cut)) and received.tolist() == [1 + rank] * 2
+        assert double.place_of(received) is gpu.HOST, "as the splits"
+    rows, received = hvd.alltoall(double.tensor(ours[rank]), double.tensor(splits))
+    assert torch.equal(rows, torch.cat(cut)) and received.tolist() == [1 + rank] * 2
+    assert double.place_of(received) is not gpu.HOST, "as the splits"
     share = hvd.synchronize(hvd.reducescatter_async(double.tensor(some(torch.float32, rank)), "rs", hvd.Sum))
     total = some(torch.float32, 0) + some(torch.float32, 1)
     assert torch.equal(share, total[:2] if rank == 0 else total[2:])
@@ -403,6 +413,58 @@ def optimizes() -> None:
 
 def test_double_the_optimizers_buckets_lie_on_the_gpu_and_give_the_same_steps(ranks) -> None:
     ranks(optimizes)
+
+
+def keeps_state() -> None:
+    """Optimizer state that lies on the GPU, its step counters in host memory: to all ranks, and to one checkpoint."""
+    double, rank = begin(), hvd.rank()
+
+    def made(**options) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(6, 5)
+        for parameter in model.parameters():
+            parameter.data = double.tensor(parameter.data)
+        return model, hvd.DistributedOptimizer(
+            torch.optim.Adam(model.parameters(), lr=0.1), model.named_parameters(), **options
+        )
+
+    def moments(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        return [e[key] for e in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
+
+    model, optimizer = made()
+    if rank == 0:  # as after loading a checkpoint
+        for i, parameter in enumerate(model.parameters()):
+            moment = double.tensor(torch.full_like(parameter, i + 0.5))
+            optimizer.state[parameter] = {"step": torch.tensor(7.0), "exp_avg": moment, "exp_avg_sq": moment}
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert [m.mean().item() for m in moments(optimizer)] == [0.5, 0.5, 1.5, 1.5]
+    assert all(double.place_of(m) is not gpu.HOST for m in moments(optimizer)), "beside their parameters"
+    steps = [entry["step"] for entry in optimizer.state.values()]
+    assert steps == [7, 7] and all(double.place_of(step) is gpu.HOST for step in steps)
+
+    wholes = []
+    for options in ({}, {"shard_optimizer_state": True}):
+        model, optimizer = made(**options)
+        for step in range(3):
+            torch.manual_seed(step + 10 * rank)
+            optimizer.zero_grad()
+            model(torch.randn(4, 6)).square().sum().backward()
+            optimizer.step()
+            for entry in optimizer.state.values():  # Adam has made them beside CPU tensors
+                for key in ("exp_avg", "exp_avg_sq"):
+                    if double.place_of(entry[key]) is gpu.HOST:
+                        entry[key] = double.tensor(entry[key])
+        if options:
+            optimizer.consolidate_state_dict()
+        wholes.append(optimizer.state_dict()["state"])
+    assert wholes[0].keys() == wholes[1].keys()
+    for index, plain in wholes[0].items():
+        for key, value in plain.items():
+            torch.testing.assert_close(wholes[1][index][key], value, rtol=1e-5, atol=1e-7)
+
+
+def test_double_optimizer_state_on_the_gpu_is_broadcast_sharded_and_gathered(ranks) -> None:
+    ranks(keeps_state)
 
 
 def optimizes_by_adasum() -> None:

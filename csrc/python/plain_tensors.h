@@ -1,0 +1,59 @@
+// Tensors as Python objects, read without a call back into Python: DLPack's table of C functions where a framework's
+// tensors have one (torch from 2.10 on), the buffer protocol for NumPy's arrays. Only what is plain is read: dense, in
+// host memory, one after the other. Thread: with Python's lock.
+#pragma once
+
+#include <Python.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "horoclone.h"
+
+namespace hc_python {
+
+// DLPack's own structures (github.com/dmlc/dlpack, dlpack.h, major version 1), as far as they are used here.
+struct DlTensor {
+  void* data;
+  int32_t device_type, device_id;
+  int32_t dimensions;
+  uint8_t dtype_code, dtype_bits;
+  uint16_t dtype_lanes;
+  int64_t* shape;
+  int64_t* strides;  // in elements
+  uint64_t byte_offset;
+};
+struct DlExchange {
+  uint32_t major, minor;
+  const DlExchange* previous;
+  void* unused[3];
+  int (*read)(void* object, DlTensor* out);  // null: the framework has none
+};
+constexpr const char* kDlExchangeName = "dlpack_exchange_api";
+
+// What describes tensors of one call to the core. Buffers that were opened for it are held until it goes.
+class PlainTensors {
+ public:
+  // exchange: of the tensors' framework; null: they have the buffer protocol.
+  explicit PlainTensors(const DlExchange* exchange) : exchange_(exchange) {}
+  PlainTensors(const PlainTensors&) = delete;
+  PlainTensors& operator=(const PlainTensors&) = delete;
+  ~PlainTensors();
+  // target: where the result goes, shaped like the source; the same object: in place. False, and no exception: it is
+  // not plain.
+  bool add(PyObject* source, PyObject* target);
+  void reserve(size_t n) { tensors_.reserve(n); }
+  const hc_tensor* data() const { return tensors_.data(); }
+  int32_t count() const { return static_cast<int32_t>(tensors_.size()); }
+
+ private:
+  bool read(PyObject* object, bool writes, hc_tensor* out);
+  bool read_exchanged(PyObject* object, hc_tensor* out) const;
+  bool read_buffer(PyObject* object, bool writes, hc_tensor* out);
+
+  const DlExchange* const exchange_;
+  std::vector<hc_tensor> tensors_;
+  std::vector<Py_buffer> buffers_;
+};
+
+}  // namespace hc_python

@@ -1,0 +1,198 @@
+// TensorDoor: the short way of an allreduce of plain tensors (plain_tensors.h), and of its end. It takes what is right
+// and common; for all else, and for every error, it says None, and the caller goes the long way, which says what is
+// wrong. By CPython's own calling convention (METH_FASTCALL): pybind11's takes as long as the core's whole submission.
+#include "tensor_door.h"
+
+#include <climits>
+
+#include "plain_tensors.h"
+
+namespace py = pybind11;
+
+namespace hc_python {
+namespace {
+
+struct TensorDoor {
+  PyObject_HEAD PyObject* runtime;  // keeps rt
+  hc_runtime* rt;
+  PyObject* kinds;    // tuple of exact types
+  PyObject* capsule;  // keeps exchange; None: buffer protocol
+  const DlExchange* exchange;
+  PyObject* everybody;  // the process set whose number is 0
+  PyObject* pending;    // dict: handle -> output, or (output, what must live, None); the caller's own
+};
+
+bool is_one_of(PyObject* kinds, PyObject* object) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(kinds); ++i)
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) == PyTuple_GET_ITEM(kinds, i)) return true;
+  return false;
+}
+
+// The arguments behind the tensors, as the public functions have them.
+enum : Py_ssize_t { kSource, kTarget, kAverage, kName, kReduce, kPrescale, kPostscale, kProcessSet, kPriority, kCount };
+
+// False: not plain.
+bool read_int(PyObject* number, long low, long high, int32_t* out) {
+  if (!PyLong_CheckExact(number)) return false;
+  int overflow = 0;
+  const long value = PyLong_AsLongAndOverflow(number, &overflow);
+  if (overflow != 0 || value < low || value > high) return false;
+  *out = static_cast<int32_t>(value);
+  return true;
+}
+
+bool read_name(PyObject* name, const char** out) {
+  if (name == Py_None) return true;
+  if (!PyUnicode_CheckExact(name)) return false;
+  *out = PyUnicode_AsUTF8(name);  // lives as long as the string
+  if (!*out) PyErr_Clear();
+  return *out && **out;
+}
+
+bool read_request(const TensorDoor* door, PyObject* const* args, hc_request* r) {
+  r->version = HC_VERSION;
+  r->op = HC_ALLREDUCE;
+  r->reduce = HC_AVERAGE;
+  r->device_index = -1;
+  if (args[kAverage] != Py_None || args[kProcessSet] != door->everybody) return false;
+  if (args[kReduce] != Py_None && !read_int(args[kReduce], HC_AVERAGE, HC_PRODUCT, &r->reduce)) return false;
+  if (!PyFloat_CheckExact(args[kPrescale]) || !PyFloat_CheckExact(args[kPostscale])) return false;
+  r->prescale = PyFloat_AS_DOUBLE(args[kPrescale]);
+  r->postscale = PyFloat_AS_DOUBLE(args[kPostscale]);
+  return read_int(args[kPriority], INT32_MIN, INT32_MAX, &r->priority) && read_name(args[kName], &r->name);
+}
+
+bool read_tensors(const TensorDoor* door, PyObject* source, PyObject* target, PlainTensors* out) {
+  return is_one_of(door->kinds, source) && (source == target || is_one_of(door->kinds, target)) &&
+         out->add(source, target);
+}
+
+// Submits, and writes down what must live until it is done.
+PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request& request,
+                 const PlainTensors& tensors) {
+  hc_handle number = 0;
+  if (hc_status* status = hc_submit(door->rt, &request, tensors.data(), tensors.count(), &number)) {
+    hc_status_destroy(status);
+    Py_RETURN_NONE;
+  }
+  PyObject* handle = PyLong_FromLongLong(number);
+  PyObject* kept = args[kTarget];
+  if (args[kSource] == args[kTarget])
+    Py_INCREF(kept);
+  else
+    kept = PyTuple_Pack(3, args[kTarget], args[kSource], Py_None);
+  if (handle && kept && PyDict_SetItem(door->pending, handle, kept) == 0) {
+    Py_DECREF(kept);
+    return handle;
+  }
+  // No memory: the operation runs, so its tensors are never let go.
+  Py_INCREF(args[kSource]);
+  Py_INCREF(args[kTarget]);
+  Py_XDECREF(handle);
+  Py_XDECREF(kept);
+  return nullptr;
+}
+
+PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  hc_request request{};
+  PlainTensors tensors(door->exchange);
+  if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
+  if (!read_tensors(door, args[kSource], args[kTarget], &tensors)) Py_RETURN_NONE;
+  return submit(door, args, request, tensors);
+}
+
+PyObject* start_group(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  hc_request request{};
+  if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
+  PyObject *sources = args[kSource], *targets = args[kTarget];
+  if (!PyList_CheckExact(sources) || !PyList_CheckExact(targets)) Py_RETURN_NONE;
+  const Py_ssize_t n = PyList_GET_SIZE(sources);
+  if (n == 0 || n > INT32_MAX || PyList_GET_SIZE(targets) != n) Py_RETURN_NONE;
+  PlainTensors tensors(door->exchange);
+  tensors.reserve(static_cast<size_t>(n));
+  for (Py_ssize_t i = 0; i < n; ++i)
+    if (!read_tensors(door, PyList_GET_ITEM(sources, i), PyList_GET_ITEM(targets, i), &tensors)) Py_RETURN_NONE;
+  return submit(door, args, request, tensors);
+}
+
+// The output of an operation that has succeeded already; NotImplemented: ask the long way.
+PyObject* finish(PyObject* self, PyObject* handle) {
+  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  PyObject* kept = PyLong_CheckExact(handle) ? PyDict_GetItemWithError(door->pending, handle) : nullptr;
+  if (!kept) {
+    if (PyErr_Occurred()) return nullptr;
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  PyObject* output = kept;
+  if (PyTuple_CheckExact(kept)) {
+    if (PyTuple_GET_ITEM(kept, 2) != Py_None) Py_RETURN_NOTIMPLEMENTED;
+    output = PyTuple_GET_ITEM(kept, 0);
+  }
+  if (!hc_finish(door->rt, PyLong_AsLongLong(handle))) Py_RETURN_NOTIMPLEMENTED;
+  Py_INCREF(output);
+  if (PyDict_DelItem(door->pending, handle) == 0) return output;
+  Py_DECREF(output);
+  return nullptr;
+}
+
+PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *runtime, *kinds, *capsule, *everybody, *pending;
+  if (!PyArg_ParseTuple(args, "OO!OOO!", &runtime, &PyTuple_Type, &kinds, &capsule, &everybody, &PyDict_Type, &pending))
+    return nullptr;
+  const DlExchange* exchange = nullptr;
+  if (capsule != Py_None) {
+    exchange = static_cast<const DlExchange*>(PyCapsule_GetPointer(capsule, kDlExchangeName));
+    if (!exchange) return nullptr;
+    while (exchange && exchange->major != 1) exchange = exchange->previous;
+    if (!exchange || !exchange->read) {
+      PyErr_SetString(PyExc_NotImplementedError, "DLPack's functions of version 1 are not there");
+      return nullptr;
+    }
+  }
+  PyObject* address = PyObject_GetAttrString(runtime, "address");
+  void* rt = address ? PyLong_AsVoidPtr(address) : nullptr;
+  Py_XDECREF(address);
+  if (!rt) return nullptr;
+  auto* door = reinterpret_cast<TensorDoor*>(type->tp_alloc(type, 0));
+  if (!door) return nullptr;
+  door->rt = static_cast<hc_runtime*>(rt);
+  door->exchange = exchange;
+  for (PyObject* kept : {door->runtime = runtime, door->kinds = kinds, door->capsule = capsule,
+                        door->everybody = everybody, door->pending = pending})
+    Py_INCREF(kept);
+  return reinterpret_cast<PyObject*>(door);
+}
+
+void unmake(PyObject* self) {
+  auto* door = reinterpret_cast<TensorDoor*>(self);
+  PyTypeObject* type = Py_TYPE(self);
+  for (PyObject* kept : {door->runtime, door->kinds, door->capsule, door->everybody, door->pending}) Py_XDECREF(kept);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+template <class Function>
+PyCFunction fast(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function));
+}
+
+}  // namespace
+
+void add_tensor_door(py::module_& m) {
+  static PyMethodDef methods[] = {{"start", fast(start), METH_FASTCALL, nullptr},
+                                  {"start_group", fast(start_group), METH_FASTCALL, nullptr},
+                                  {"finish", finish, METH_O, nullptr},
+                                  {nullptr, nullptr, 0, nullptr}};
+  static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
+                                {Py_tp_dealloc, reinterpret_cast<void*>(unmake)},
+                                {Py_tp_methods, methods},
+                                {0, nullptr}};
+  static PyType_Spec spec = {"horoclone._core.TensorDoor", sizeof(TensorDoor), 0, Py_TPFLAGS_DEFAULT, slots};
+  PyObject* type = PyType_FromSpec(&spec);
+  if (!type) throw py::error_already_set();
+  m.attr("TensorDoor") = py::reinterpret_steal<py::object>(type);
+}
+
+}  // namespace hc_python

@@ -1,0 +1,12 @@
+// Whether a sanitizer runs these tests: what it watches costs ten times as much, and it needs fewer repeats to see.
+#pragma once
+
+namespace hc {
+
+#if defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+inline constexpr bool kSanitized = true;
+#else
+inline constexpr bool kSanitized = false;
+#endif
+
+}  // namespace hc

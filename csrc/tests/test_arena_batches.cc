@@ -1,0 +1,108 @@
+// Which tensors in the arena are reduced where they lie and which go with the private ones: counted in batches.
+#include <doctest/doctest.h>
+
+#include <algorithm>
+#include <string>
+
+#include "tests/locked_checks.h"
+#include "tests/world.h"
+
+namespace hc {
+namespace {
+
+constexpr int kTensors = 40;
+// Long enough that all that one test submits is ready before the coordinator decides.
+const std::pair<std::string, std::string> kGathers{"HOROCLONE_CYCLE_TIME", "300"};
+
+int64_t batches_of(const Engine& engine) {
+  const std::string json = engine.counters_json(), key = "\"batches\":";
+  return std::stoll(json.substr(json.find(key) + key.size()));
+}
+
+// Submits `count` tensors of `n` floats that lie one after the other in `memory`, waits and checks the sums. Returns
+// the batches that it took.
+int64_t reduce_many(Engine& engine, float* data, int64_t n, int count, int64_t step) {
+  const int size = engine.mesh().size(), rank = engine.mesh().rank();
+  for (int64_t i = 0; i < n * count; ++i) data[i] = static_cast<float>((i + step) % 1000 + rank);
+  const int64_t before = batches_of(engine);
+  std::vector<int64_t> handles(static_cast<size_t>(count));
+  for (int t = 0; t < count; ++t) {
+    const Submission::Tensor tensor{data + t * n, data + t * n, {&n, 1}, DType::kF32};
+    const std::string name = "t" + std::to_string(n) + "." + std::to_string(t);
+    Submission s;
+    s.name = name;
+    s.tensors = {&tensor, 1};
+    CHECK_OK(engine.submit(s, &handles[static_cast<size_t>(t)]));
+  }
+  for (int64_t h : handles) {
+    CHECK_OK(finish(engine, h));
+    engine.release(h);
+  }
+  int64_t wrong = 0;
+  for (int64_t i = 0; i < n * count; ++i)
+    wrong += data[i] != static_cast<float>(size * ((i + step) % 1000) + size * (size - 1) / 2);
+  CHECK_LOCKED(wrong == 0);
+  return batches_of(engine) - before;
+}
+
+}  // namespace
+
+TEST_CASE("many small tensors in the arena are fused like private ones, large ones are reduced where they lie") {
+  World world(3, {kGathers});
+  CHECK_OK(world.each([&](Engine& engine, int) {
+    constexpr int64_t kSmall = 16, kLarge = 32 << 10;
+    auto memory = engine.allocate(kTensors * kLarge * sizeof(float)).take();
+    auto* data = reinterpret_cast<float*>(memory->data());
+    // Not within the checks, which hold a lock.
+    const int64_t first = reduce_many(engine, data, kSmall, kTensors, 1);
+    CHECK_LOCKED(first < kTensors / 2);
+    const int64_t again = reduce_many(engine, data, kSmall, kTensors, 2);
+    CHECK_LOCKED(again < kTensors / 2);
+    const int64_t large = reduce_many(engine, data, kLarge, kTensors, 3);
+    CHECK_LOCKED(large == kTensors);
+  }));
+}
+
+TEST_CASE("a small tensor may lie in the arena on some ranks only, and beside private ones") {
+  World world(3, {kGathers});
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    constexpr int64_t kElements = 1001;
+    auto memory = engine.allocate(kTensors * kElements * sizeof(float)).take();
+    std::vector<float> own(kTensors * kElements);
+    float* data = rank == 1 ? own.data() : reinterpret_cast<float*>(memory->data());
+    const int64_t beside_none = reduce_many(engine, data, kElements, kTensors, 1);
+    CHECK_LOCKED(beside_none < kTensors / 2);
+    const int64_t beside_private = reduce_many(engine, rank == 1 ? data : own.data(), kElements, kTensors, 2);
+    CHECK_LOCKED(beside_private < kTensors / 2);
+  }));
+}
+
+// Two machines, so that the plan of declared buckets cannot be frozen: they are negotiated, and their bits must not
+// depend on what else is ready.
+TEST_CASE("small declared buckets share no batch") {
+  World world(2, {kGathers});
+  CHECK_OK(world.on_nodes({"a", "b"}).each([&](Engine& engine, int) {
+    const int64_t n = 16;
+    auto memory = engine.allocate(kTensors * n * sizeof(float)).take();
+    auto* data = reinterpret_cast<float*>(memory->data());
+    BucketSet set;
+    for (int b = 0; b < kTensors; ++b)
+      set.buckets.push_back(
+          {"b" + std::to_string(b), memory->data() + b * n * static_cast<int64_t>(sizeof(float)), {n}, DType::kF32});
+    int id = -1;
+    CHECK_OK(engine.declare(0, set, &id));
+    std::fill(data, data + n * kTensors, 1.0f);
+    const int64_t before = batches_of(engine);
+    int64_t handles[kTensors];
+    for (int b = 0; b < kTensors; ++b) CHECK_OK(engine.submit_declared(0, id, b, nullptr, &handles[b]));
+    for (int64_t h : handles) {
+      CHECK_OK(finish(engine, h));
+      engine.release(h);
+    }
+    const int64_t batches = batches_of(engine) - before;
+    CHECK_LOCKED(batches == kTensors);
+    CHECK_LOCKED(std::count(data, data + n * kTensors, 2.0f) == n * kTensors);
+  }));
+}
+
+}  // namespace hc

@@ -1,0 +1,110 @@
+"""Arithmetic on tensors that only claim to be on a GPU (torch's FakeTensorMode): devices that must not mix, values that
+the host must not read. No GPU and no value takes part; autograd would want a torch with CUDA, so it is left out.
+"""
+
+from __future__ import annotations
+
+import _thread
+import queue
+import threading
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from horoclone.ops import ALLTOALL, Average, Sum
+from horoclone.torch import Compression, functional, low_rank, mpi_ops, sync_batch_norm
+from horoclone.torch.backward_calls import outermost_backward
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def claims(monkeypatch) -> Iterator[None]:
+    """Within it tensors have shapes, dtypes and devices only, and what would read a value is an error."""
+    monkeypatch.setattr(
+        torch.Tensor, "copy_", lambda self, source: self
+    )  # it may go from one device to another
+    with FakeTensorMode(), torch.no_grad():
+        yield
+
+
+class Bucket:
+    """What a GradientCompressor sees; every rank sends the same."""
+
+    def __init__(self) -> None:
+        self.gradients = [torch.randn(64, 48, device=GPU), torch.randn(7, device=GPU)]
+        self.flat = torch.cat([g.flatten() for g in self.gradients])
+        self.names, self.state, self.size, self.rank, self.divisor = ["matrix", "vector"], {}, 2, 0, 2
+
+    def allreduce(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
+        return tensor
+
+
+def test_low_rank_compression_stays_on_the_gpu(claims, monkeypatch) -> None:
+    compressor = Compression.powersgd(rank=2, start_step=0)
+    monkeypatch.setattr(  # it looks for overflows, which reads a value
+        low_rank.PowerSGDCompressor, "_remember",
+        lambda self, bucket, i, lost, right: bucket.state.update({("residual", i): lost, ("right", i): right}),
+    )  # fmt: skip
+    bucket = Bucket()
+    for _ in range(2):
+        work = compressor.reduce(bucket)
+        wire = next(work)
+        while wire is not None:
+            assert wire.device == GPU
+            try:
+                wire = work.send(wire)
+            except StopIteration:
+                wire = None
+    kept = [value for value in bucket.state.values() if isinstance(value, torch.Tensor)]
+    assert kept and all(value.device == GPU for value in kept)
+
+
+def test_batch_normalisation_copies_nothing_from_the_host(monkeypatch) -> None:
+    """On a GPU such a copy would let the host wait for the stream."""
+    monkeypatch.setattr(mpi_ops, "allgather", lambda tensor, process_set: torch.cat([tensor, tensor]))
+    monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *arguments: pytest.fail("copies from the host"))
+    count, mean, squares = sync_batch_norm._combined(3, torch.ones(2), torch.full((2,), 6.0), None)
+    assert (count.item(), mean.tolist(), squares.tolist()) == (6.0, [1.0, 1.0], [12.0, 12.0])
+
+
+def test_compiled_code_expects_results_where_they_will_be(claims, monkeypatch) -> None:
+    monkeypatch.setattr(functional, "_ranks_of", lambda set_number: [0, 1])
+    options = (None, Sum, 1.0, 1.0, 0, 0, None)
+    rows, counts = functional._fake_wait("alltoall", [torch.ones(4, 2, device=GPU)], options)
+    assert functional.KINDS["alltoall"] == ALLTOALL
+    assert rows.device == GPU and counts.device.type == "cpu", "the counts are told in host memory"
+    (reduced,) = functional._fake_wait(
+        "allreduce", [torch.ones(4, device=GPU)], (None, Average, *options[2:])
+    )
+    assert reduced.device == GPU and functional._fake_start([reduced]).device.type == "cpu"
+
+
+def test_gradients_that_autograds_own_thread_brings_belong_to_the_call_that_waits_for_them() -> None:
+    """As on a GPU: the thread is not Python's, and two reentrant checkpoints call backward on it."""
+    own = {"__name__": "torch.autograd"}
+    exec("def backward(run):\n    return run()", own)
+    backward: Callable[[Callable[[], object]], object] = own["backward"]  # type: ignore[assignment]
+    seen: queue.Queue[object] = queue.Queue()
+    nested = {**own}
+    exec("def checkpoint(backward, look):\n    return backward(look)", nested)
+
+    def gradients() -> None:
+        for look in (outermost_backward, lambda: nested["checkpoint"](backward, outermost_backward)):
+            for _ in range(2):
+                seen.put(look())
+
+    def user() -> list[object]:
+        _thread.start_new_thread(gradients, ())
+        return [seen.get(timeout=20) for _ in range(4)]
+
+    first, second = backward(user), backward(user)
+    assert len({id(frame) for frame in first}) == len({id(frame) for frame in second}) == 1
+    assert first[0] is not None and first[0] is not second[0], "each call is a pass of its own"
+    assert outermost_backward() is None
+    elsewhere = threading.Thread(target=lambda: seen.put(backward(outermost_backward)))
+    elsewhere.start()
+    assert seen.get(timeout=20) is not None
+    elsewhere.join()
