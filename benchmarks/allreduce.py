@@ -15,8 +15,9 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
+from oneccl import why_absent  # noqa: E402
 from report import analyse, benchmark_of, plot, print_tables  # noqa: E402
-from session import add_options, run  # noqa: E402
+from session import Failed, add_options, run, words_of  # noqa: E402
 from start import run_ranks  # noqa: E402
 
 OPERATIONS = ("broadcast", "allgather", "reducescatter", "alltoall")
@@ -24,6 +25,7 @@ KIB, MIB = 1 << 10, 1 << 20
 DEFAULT = [4**power for power in range(1, 14)]  # 4 B to 64 MiB
 SHORT = [4, 4 * KIB, 64 * KIB, MIB, 16 * MIB, 64 * MIB]
 CONTESTANTS = ("horoclone", "async", "gloo", "mpi", "memcpy")
+ALL = (*CONTESTANTS, "oneccl")  # the last only with --mpi impi, for allreduce
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -33,6 +35,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    if "oneccl" in arguments.contestants and (absent := why_absent()):
+        raise Failed(absent)
     plan = {
         name: getattr(arguments, name)
         for name in ("sizes", "rounds", "contestants", "memory", "seed", "extras", "operation")
@@ -56,7 +60,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--rounds", type=int, help="rounds (15; 7 with --short); below 7 the intervals say little"
     )
     parser.add_argument(
-        "--contestants", type=contestants_of, default=list(CONTESTANTS), help=",".join(CONTESTANTS)
+        "--contestants", type=words_of(ALL, "contestant"), default=list(CONTESTANTS), help=",".join(ALL)
     )
     parser.add_argument("--memory", choices=("private", "huge", "shared"), default="private",
                         help="of all contestants: plain, huge pages, horoclone's shared memory")  # fmt: skip
@@ -75,6 +79,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         arguments.rounds = 7 if arguments.short else 15
     if arguments.np < 1 or arguments.rounds < 1:
         parser.error("--np and --rounds must be at least 1")
+    if "oneccl" in arguments.contestants and (arguments.mpi != "impi" or arguments.operation != "allreduce"):
+        parser.error("oneccl takes part in allreduce only, with --mpi impi")
     if arguments.operation != "allreduce":
         arguments.extras = False
         arguments.contestants = [one for one in arguments.contestants if one not in ("async", "memcpy")]
@@ -94,16 +100,9 @@ def sizes_of(text: str) -> list[int]:
     return sizes
 
 
-def contestants_of(text: str) -> list[str]:
-    words = text.split(",")
-    if unknown := [word for word in words if word not in CONTESTANTS]:
-        raise argparse.ArgumentTypeError(f"no contestant {unknown[0]!r}; there are {', '.join(CONTESTANTS)}")
-    return words
-
-
 def settings_of(arguments: argparse.Namespace) -> dict[str, Any]:
     kept = ("rounds", "memory", "bind", "seed", "force", "contestants", "mpi", "operation")
-    prefixes = ("HOROCLONE_", "HOROVOD_", "OMPI_MCA_", "MPICH_", "UCX_", "GLOO_")
+    prefixes = ("HOROCLONE_", "HOROVOD_", "OMPI_MCA_", "MPICH_", "UCX_", "GLOO_", "CCL_", "I_MPI_")
     environment = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
     return {
         "ranks": arguments.np,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from gradients import buckets
+from oneccl import OneCcl
 
 import horoclone.torch as hvd
 from horoclone.runtime import native
@@ -113,18 +114,26 @@ class HorocloneFlat(Horoclone):
 
 
 class HorocloneFp16(Horoclone):
-    """float16 on the wire: cast, `allreduce_`, cast back, as an optimizer with Compression.fp16 does."""
+    """float16 on the wire: cast, `allreduce_async_`, cast back, in parts, one of which is cast while others are on
+    their way: as the gradients of an optimizer with Compression.fp16, which come one after the other."""
 
     label = "horoclone fp16"
     tolerance = 2e-3  # of the largest number
+    part_elements = 1 << 20  # as int8's
 
     def prepare(self, tensor: torch.Tensor, _: torch.Tensor, name: str) -> Call:
-        reduce, total, wire = hvd.allreduce_, hvd.Sum, torch.empty_like(tensor, dtype=torch.float16)
+        start, wait, total = hvd.allreduce_async_, hvd.synchronize, hvd.Sum
+        wires = torch.empty_like(tensor, dtype=torch.float16).split(self.part_elements)
+        parts = [
+            (part, wire, f"{name}.{index}")
+            for index, (part, wire) in enumerate(zip(tensor.split(self.part_elements), wires, strict=True))
+        ]
 
         def run() -> None:
-            wire.copy_(tensor)
-            reduce(wire, None, name, total)
-            tensor.copy_(wire)
+            handles = [start(wire.copy_(part), None, label, total) for part, wire, label in parts]
+            for handle, (part, wire, _) in zip(handles, parts, strict=True):
+                wait(handle)
+                part.copy_(wire)
 
         return run
 
@@ -282,5 +291,6 @@ KINDS: dict[str, Any] = {
     "int8": HorocloneInt8,
     "gloo": Gloo,
     "mpi": Mpi,
+    "oneccl": OneCcl,
     "memcpy": Memcpy,
 }

@@ -1,66 +1,122 @@
-"""What agreement costs: `python benchmarks/control.py`. Messages, bytes and processor time of a step, 2 to 16 ranks.
+"""What agreement costs: `python benchmarks/control.py`. Messages, bytes and processor time of a step, 2 to 64 ranks.
 
-A step is 161 small tensors by name, as an optimizer without buckets would submit them, after the names are known; and
-the same as declared buckets. Through shared memory, and through TCP as between machines. Counters, not times: they hold
-on a busy machine, too. Exit codes: see session.py.
+A step is 161 small arrays by name, as an optimizer without buckets would submit them, after the names are known; the
+same as a group; and, on one node, as declared buckets, whose plan is frozen there. On one node through shared memory,
+through TCP with each rank a node of its own, and mixed: nodes of --per-node ranks. Messages and bytes are counters,
+which hold on a busy machine, and are checked against limits. Exit codes: see session.py; 1 also when one is broken.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import socket
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))
 
-from report import print_rows  # noqa: E402
+from report import print_rows, time_text  # noqa: E402
 from session import Failed, add_options, run  # noqa: E402
 
 TENSORS = 161
 FORMS = ("by name", "grouped", "declared")
-WAYS = {"shared memory": {}, "TCP": {"HOROCLONE_SHARED_MEMORY": "0"}}
+WAYS: dict[str, dict[str, str]] = {
+    "shared memory": {},
+    "TCP": {"HOROCLONE_SHARED_MEMORY": "0"},
+    "mixed": {},
+}
+MAX_BYTES = 512  # of a node and step, to and from other nodes
+DEFAULT_FANOUT = 8
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the benchmark with `argv` and returns the exit code."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser)
-    parser.add_argument("--np", type=lambda text: [int(n) for n in text.split(",")], default=[2, 4, 8, 16],
-                        help="ranks (2,4,8,16)")  # fmt: skip
+    parser.add_argument("--np", type=numbers, default=[2, 4, 8, 16], help="ranks (2,4,8,16)")
     parser.add_argument("--steps", type=int, default=30, help="counted steps (30)")
+    parser.add_argument("--ways", type=lambda text: text.split(","), default=list(WAYS), help=",".join(WAYS))
+    parser.add_argument("--per-node", type=int, default=4, help="ranks of a node, mixed (4)")
+    parser.add_argument(
+        "--fanouts",
+        type=numbers,
+        default=[DEFAULT_FANOUT],
+        help=f"of the tree, between nodes ({DEFAULT_FANOUT})",
+    )
     parser.add_argument(
         "--costs", type=Path, help="only measure what a message costs, for `horoclone simulate`"
     )
     arguments = parser.parse_args(argv)
+    if unknown := [way for way in arguments.ways if way not in WAYS]:
+        parser.error(f"no way {unknown[0]!r}")
     if arguments.costs:
         arguments.costs.write_text(json.dumps(costs_of_messages(), indent=1) + "\n")
         return 0
-    return run(arguments, lambda: measure(arguments), show, draw)
+    found: list[dict[str, Any]] = []
+    code = run(arguments, lambda: measure(arguments, found), show, draw)
+    return code or (1 if any(row["broken"] for row in found) else 0)
 
 
-def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+def numbers(text: str) -> list[int]:
+    return [int(n) for n in text.split(",")]
+
+
+def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[str, Any]:
     import horoclone
     from horoclone.launch.api import RunError
 
-    rows = []
-    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+    environment = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+    cores = len(os.sched_getaffinity(0))
     try:
         for size in arguments.np:
-            for way, extra in WAYS.items():
-                ranks = horoclone.run(
-                    step_many, (FORMS, TENSORS, arguments.steps), np=size, env={**environment, **extra}
-                )
-                rows += [{"ranks": size, "way": way, "form": form, **summed([rank[form] for rank in ranks])}
-                         for form in FORMS]  # fmt: skip
+            for way in arguments.ways:
+                per_node = {"shared memory": size, "TCP": 1, "mixed": arguments.per_node}[way]
+                if way == "mixed" and not 1 < per_node < size:
+                    continue
+                for fanout in arguments.fanouts if way != "shared memory" else arguments.fanouts[:1]:
+                    extra = {**WAYS[way], "HOROCLONE_CONTROL_FANOUT": str(fanout)}
+                    forms = FORMS if way == "shared memory" else FORMS[:2]
+                    ranks = horoclone.run(step_many, (forms, TENSORS, arguments.steps, per_node), np=size,
+                                          env={**environment, **extra})  # fmt: skip
+                    for form in forms:
+                        row = {
+                            "ranks": size,
+                            "way": way,
+                            "form": form,
+                            "per_node": per_node,
+                            "fanout": fanout,
+                        }
+                        row |= summed([rank[form] for rank in ranks], per_node, fanout, cores)
+                        rows.append({**row, "broken": broken_limits(row)})
     except RunError as error:
         raise Failed(str(error)) from None
     return {"benchmark": f"agreement: {TENSORS} tensors a step, {arguments.steps} steps", "rows": rows}
+
+
+def broken_limits(row: dict[str, Any]) -> list[str]:
+    """Of the node whose traffic with others is largest; and that a frozen plan needs no message on one node.
+
+    In the best step: a rank that loses its core while it submits sends what it has, so with more ranks than cores there
+    are steps with more messages.
+    """
+    broken = []
+    most = 2 * (row["fanout"] + 1)
+    if row["form"] == "declared" and row["way"] == "shared memory":
+        if row["mean messages of all"] > 0:
+            broken.append(f"{row['mean messages of all']:.2f} messages with a frozen plan")
+    elif row["way"] != "shared memory":
+        for key, limit in (("messages", most), ("bytes", MAX_BYTES)):
+            least = row[f"least {key} of a node"]
+            if least > limit:
+                broken.append(f"{least:.0f} {key} of a node, {limit} are allowed")
+    return broken
 
 
 def costs_of_messages() -> dict[str, dict[str, float]]:
@@ -120,53 +176,102 @@ def calls_us(calls: int = 400, rounds: int = 20) -> tuple[float, float]:
     return statistics.median(sends), statistics.median(receives)
 
 
-def summed(ranks: list[dict[str, float]]) -> dict[str, float]:
-    """Of rank 0, which decides, and the mean of the others, per step."""
-    others = ranks[1:]
-    found = {f"rank 0 {key}": value for key, value in ranks[0].items()}
-    return found | {f"others {key}": statistics.mean(rank[key] for rank in others) for key in ranks[0]}
+def roles_of(nodes: int, fanout: int) -> list[str]:
+    """Of each node, numbered by its lowest rank: the node with the root, inner ones of the tree, leaves."""
+    inner = range(1, nodes) if nodes > fanout + 1 else range(0)
+    return [
+        "root",
+        *("inner" if fanout * node + 1 < nodes and node in inner else "leaf" for node in range(1, nodes)),
+    ]
+
+
+def summed(ranks: list[dict[str, Any]], per_node: int, fanout: int, cores: int) -> dict[str, Any]:
+    """Per step: of rank 0, which decides, the mean of the others, nodes by their place in the tree, all of them.
+
+    Messages and bytes: the middle of all steps, of each rank and node.
+    """
+    counted = ("messages", "bytes", "messages between nodes", "bytes between nodes")
+    middle = [
+        {key: statistics.median(of) if key in counted else of for key, of in rank.items()} for rank in ranks
+    ]
+    found: dict[str, Any] = {f"rank 0 {key}": value for key, value in middle[0].items()}
+    found |= {f"others {key}": statistics.mean(rank[key] for rank in middle[1:]) for key in middle[0]}
+    nodes = [ranks[at : at + per_node] for at in range(0, len(ranks), per_node)]
+    for key in ("messages", "bytes"):
+        steps = [
+            [sum(step) for step in zip(*(rank[f"{key} between nodes"] for rank in node), strict=True)]
+            for node in nodes
+        ]
+        across = [statistics.median(node) for node in steps]
+        found[f"node {key}"] = max(across)
+        found[f"least {key} of a node"] = max(min(node) for node in steps)
+        roles = roles_of(len(nodes), fanout)
+        found[f"{key} by role"] = {
+            role: max(n for n, of in zip(across, roles, strict=True) if of == role)
+            for role in dict.fromkeys(roles)
+        }
+    found["mean messages of all"] = sum(rank["mean messages"] for rank in ranks)
+    found["cpu_us"] = statistics.mean(rank["cpu_us"] for rank in ranks)
+    found["wall_us"] = ranks[0]["wall_us"]
+    found["wall / busy"] = found["wall_us"] * min(cores, len(ranks)) / (found["cpu_us"] * len(ranks))
+    return found
 
 
 def show(result: dict[str, Any]) -> None:
-    header = [
-        "per step",
-        "messages of rank 0",
-        "of others",
-        "bytes of rank 0",
-        "of others",
-        "CPU of rank 0",
-        "of others",
-    ]
+    header = ["per step", "messages of rank 0", "of others", "bytes of rank 0", "of others",
+              "node: messages root/inner/leaf", "bytes", "CPU of a rank", "time", "x cores / CPU of all"]  # fmt: skip
     table = []
     for row in result["rows"]:
-        cells = [f"{row['ranks']} ranks, {row['way']}, {row['form']}"]
-        for key, form in (("messages", "{:.1f}"), ("bytes", "{:.0f}"), ("cpu_us", "{:.0f} us")):
+        layout = f", nodes of {row['per_node']}" if row["way"] == "mixed" else ""
+        tree = f", fan-out {row['fanout']}" if row["way"] != "shared memory" else ""
+        cells = [f"{row['ranks']} ranks, {row['way']}{layout}{tree}, {row['form']}"]
+        for key, form in (("messages", "{:.1f}"), ("bytes", "{:.0f}")):
             cells += [form.format(row[f"{who} {key}"]) for who in ("rank 0", "others")]
+        for key, form in (("messages", "{:.1f}"), ("bytes", "{:.0f}")):
+            by_role = row[f"{key} by role"]
+            cells.append(
+                "/".join(form.format(by_role[r]) if r in by_role else "-" for r in ("root", "inner", "leaf"))
+            )
+        cells += [time_text(row["cpu_us"]), time_text(row["wall_us"]), f"{row['wall / busy']:.2f}"]
         table.append(cells)
     print_rows(header, table)
     print(
-        "Messages and bytes: control frames sent. CPU: of the whole process, the reduction of the data included."
+        "Messages and bytes, the middle of all steps: of a rank: control frames sent; of a node: to and from others,\n"
+        "the largest of each place in the tree. CPU: of a whole process, Python and the reduction of data included,\n"
+        "which grow with the ranks on one node: how agreeing alone grows is what `horoclone simulate` shows."
     )
+    broken = [f"{row['ranks']} ranks, {row['way']}, {row['form']}: {why}" for row in result["rows"]
+              for why in row["broken"]]  # fmt: skip
+    limits = f"at most 2 (fan-out + 1) messages and {MAX_BYTES} bytes of a node, none with a frozen plan on one node"
+    print(f"Limits, of the best step ({limits}): {'; '.join(broken) or 'all hold'}.")
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Over the number of ranks: messages, bytes and CPU of rank 0."""
+    """Over the number of ranks: what a node sends and receives, and the CPU of a rank."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.8))
-    for axis, (key, title) in zip(
-        axes, {"messages": "messages", "bytes": "bytes", "cpu_us": "CPU, us"}.items(), strict=True
-    ):
-        for way in WAYS:
+    panels = {
+        "node messages": "messages of a node",
+        "node bytes": "bytes of a node",
+        "cpu_us": "CPU of a rank, us",
+    }
+    fanout = result["rows"][0]["fanout"]
+    sizes = sorted({row["ranks"] for row in result["rows"]})
+    for axis, (key, title) in zip(axes, panels.items(), strict=True):
+        for way in dict.fromkeys(row["way"] for row in result["rows"]):
             for form in FORMS:
-                rows = [row for row in result["rows"] if (row["way"], row["form"]) == (way, form)]
-                axis.plot([row["ranks"] for row in rows], [row[f"rank 0 {key}"] for row in rows],
-                          "o-" if way == "TCP" else "s--", markersize=4, label=f"{form}, {way}")  # fmt: skip
-        axis.set(title=f"rank 0: {title} per step", xlabel="ranks", xscale="log")
-        axis.set_xticks([row["ranks"] for row in rows], [str(row["ranks"]) for row in rows])
+                rows = [row for row in result["rows"]
+                        if (row["way"], row["form"], row["fanout"]) == (way, form, fanout)]  # fmt: skip
+                style = {"TCP": "o-", "mixed": "^:"}.get(way, "s--")
+                if rows:
+                    axis.plot([row["ranks"] for row in rows], [row[key] for row in rows], style,
+                              markersize=4, label=f"{form}, {way}")  # fmt: skip
+        axis.set(title=f"{title} per step", xlabel="ranks", xscale="log")
+        axis.set_xticks(sizes, [str(n) for n in sizes])
         axis.minorticks_off()
         axis.grid(True, alpha=0.25)
     axes[0].legend(fontsize=7, frameon=False)
@@ -178,50 +283,83 @@ def draw(result: dict[str, Any], path: Path) -> None:
 # --- on the ranks --------------------------------------------------------------------------------------------------
 
 
-def step_many(forms: tuple[str, ...], tensors: int, steps: int) -> dict[str, dict[str, float]]:
-    """Control messages and bytes that this rank sends, and processor time, per step and form."""
+def step_many(forms: tuple[str, ...], tensors: int, steps: int, per_node: int) -> dict[str, dict[str, Any]]:
+    """By form, of this rank: processor time, switches and time, mean per step; messages and bytes of each step."""
+    import functools
+    import itertools
     import json
+    import os
     import resource
+    import time
 
-    import torch
+    if per_node < int(os.environ["HOROCLONE_SIZE"]):
+        os.environ["HOROCLONE_NODE"] = str(int(os.environ["HOROCLONE_RANK"]) // per_node)
+    import numpy as np
 
-    import horoclone.torch as hvd
+    import horoclone as hvd
+    from horoclone.array_memory import dtype_of
     from horoclone.runtime import native
-    from horoclone.torch.tensors import number_of
 
-    torch.set_num_threads(1)
     hvd.init()
-    area = torch.frombuffer(native().allocate(tensors * 64), dtype=torch.float32).fill_(1.0)
-    parts = list(area.split(16))
-    number = number_of(area, None)
+    area: Any = np.frombuffer(native().allocate(tensors * 64), dtype=np.float32)  # type: ignore[call-overload]
+    area[:] = 1.0
+    parts = np.split(area, tensors)
+    number = dtype_of(parts[0])
     declared = native().declare(
-        [f"bucket.{i}" for i in range(len(parts))], [part.data_ptr() for part in parts], [16] * len(parts),
-        [number] * len(parts), hvd.Max,
+        [f"bucket.{i}" for i in range(tensors)], [part.ctypes.data for part in parts], [16] * tensors,
+        [number] * tensors, hvd.Max,
     )  # fmt: skip
 
     def one_step(form: str) -> None:
         if form == "grouped":
             hvd.grouped_allreduce_(parts, name="group", op=hvd.Max)
         elif form == "declared":
-            for handle in [native().submit_declared(0, declared, i) for i in range(len(parts))]:
+            for handle in [native().submit_declared(0, declared, i) for i in range(tensors)]:
                 native().wait(handle)
                 native().release(handle)
         else:
-            for handle in [
-                hvd.allreduce_async_(part, name=f"t.{i}", op=hvd.Max) for i, part in enumerate(parts)
-            ]:
+            handles = [hvd.allreduce_async_(part, name=f"t.{i}", op=hvd.Max) for i, part in enumerate(parts)]
+            for handle in handles:
                 hvd.synchronize(handle)
 
-    def look() -> list[float]:
+    def look() -> dict[str, float]:
         used = resource.getrusage(resource.RUSAGE_SELF)
         counters = json.loads(native().counters())
-        return [
-            counters["control_frames_sent"],
-            counters["control_bytes_sent"],
-            1e6 * (used.ru_utime + used.ru_stime),
-        ]
+        return {
+            "cpu_us": 1e6 * time.process_time(),
+            "wall_us": 1e6 * time.perf_counter(),
+            "mean messages": counters["control_frames_sent"],
+            "sleeps": counters["sleeps"],
+            "turns": counters["steps"],
+            "wake-ups of others": counters["mesh"]["wakes"],
+            "voluntary switches": used.ru_nvcsw,
+            "involuntary switches": used.ru_nivcsw,
+        }
 
-    found = {}
+    names = {
+        "messages": "control_frames_sent",
+        "bytes": "control_bytes_sent",
+        "messages between nodes": "between_nodes_frames",
+        "bytes between nodes": "between_nodes_bytes",
+    }
+
+    def by_window(step: Callable[[], None]) -> dict[str, list[float]]:
+        """What was counted in each step, looked at between two naps, in which no rank sends anything, and a barrier."""
+        seen = []
+        for _ in range(steps + 1):
+            step()
+            hvd.barrier()
+            time.sleep(nap_s)
+            seen.append(json.loads(native().counters()))
+            time.sleep(nap_s)
+        return {
+            key: [now[name] - was[name] for was, now in itertools.pairwise(seen)]
+            for key, name in names.items()
+        }
+
+    nap_s = 0.004 + 0.001 * hvd.size()  # longer than ranks are apart
+    alone = by_window(lambda: None)  # the barrier
+    found: dict[str, dict[str, Any]] = {}
     for form in forms:
         for _ in range(5):
             one_step(form)
@@ -231,8 +369,9 @@ def step_many(forms: tuple[str, ...], tensors: int, steps: int) -> dict[str, dic
             one_step(form)
         after = look()
         hvd.barrier()
-        each = [(now - was) / steps for now, was in zip(after, before, strict=True)]
-        found[form] = dict(zip(("messages", "bytes", "cpu_us"), each, strict=True))
+        found[form] = {key: (after[key] - before[key]) / steps for key in after}
+        for key, counts in by_window(functools.partial(one_step, form)).items():
+            found[form][key] = [count - min(alone[key]) for count in counts]
     return found
 
 

@@ -11,6 +11,7 @@ figure of it was measured on a GPU yet.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -32,7 +33,7 @@ import horoclone.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-from gpu_figures import bandwidth_table, buckets_table, shared_gpu_bound_gb, steps_table
+from gpu_figures import bandwidth_table, buckets_table, gates, gates_table, shared_gpu_bound_gb, steps_table
 
 Step = Callable[[], torch.Tensor]
 CONTESTANTS = ("alone", "ddp", "ddp view", "horoclone")
@@ -255,8 +256,8 @@ def allreduces(arguments: argparse.Namespace, device: torch.device) -> dict[str,
     for size in arguments.bytes:
         tensor = torch.zeros(size // 4, device=device)
         ways: dict[str, Callable[[], Any]] = {
-            "torch.distributed": lambda t=tensor: dist.all_reduce(t),
-            "horoclone": lambda t=tensor, n=size: hvd.allreduce_(t, op=hvd.Sum, name=f"bytes.{n}"),
+            "torch.distributed": functools.partial(dist.all_reduce, tensor),
+            "horoclone": functools.partial(hvd.allreduce_, tensor, op=hvd.Sum, name=f"bytes.{size}"),
         }
         spent: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(arguments.rounds + 1):  # the first one warms
@@ -271,10 +272,15 @@ def allreduces(arguments: argparse.Namespace, device: torch.device) -> dict[str,
 def report(arguments: argparse.Namespace, times: dict[str, Times], found: dict[str, Any]) -> None:
     batch = arguments.batch_size * (arguments.length if arguments.model == "gpt" else 1)
     unit = "tokens/s" if arguments.model == "gpt" else "images/s"
-    print(steps_table({name: asdict(one) for name, one in times.items()}, batch, hvd.size(), unit))
+    steps = {name: asdict(one) for name, one in times.items()}
+    print(steps_table(steps, batch, hvd.size(), unit))
     for part in (buckets_table(found["buckets"]), bandwidth_table(found["allreduce"], found["bound"])):
         if part:
             print(part)
+    if arguments.device == "cuda":
+        print(gates_table(gates(hvd.size(), steps, found)))
+    else:
+        print("in host memory: none of the aims for GPUs was measured")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -253,10 +253,15 @@ def main(argv: list[str]) -> None:
     bench.close()
 
 
-if __name__ == "__main__":
+def run_rank(body: Callable[[list[str]], None]) -> None:
+    """The whole of a rank's program: body with the command line's words; a fault of it ends the job."""
     try:
-        main(sys.argv[1:])
+        body(sys.argv[1:])
     except BaseException:
         traceback.print_exc()
         sys.stderr.flush()
         end_the_job()
+
+
+if __name__ == "__main__":
+    run_rank(main)

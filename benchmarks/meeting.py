@@ -76,8 +76,8 @@ class SharedFile:
 def communicator() -> Any:
     """Of this process's benchmark: the file, where its starter made one, else MPI's world."""
     if folder := os.environ.get(FOLDER):
-        numbers = [int(os.environ[f"HOROCLONE_{name}"]) for name in ("RANK", "SIZE")]
-        return SharedFile(Path(folder), *numbers, os.environ[ADDRESS])
+        rank, size = (int(os.environ[f"HOROCLONE_{name}"]) for name in ("RANK", "SIZE"))
+        return SharedFile(Path(folder), rank, size, os.environ[ADDRESS])
     from mpi4py import MPI
 
     return MPI.COMM_WORLD

@@ -29,7 +29,7 @@ from hosts import BURST_BYTES, CABLE, Hosts  # noqa: E402
 from machine import Load  # noqa: E402
 from meeting import ADDRESS, FOLDER  # noqa: E402
 from report import COLOURS, analyse, print_rows, ratio_text, size_text, time_text  # noqa: E402
-from session import Failed, add_options, run, say  # noqa: E402
+from session import Failed, add_options, run, say, words_of  # noqa: E402
 from statistics_of import loads_against, ratio_of  # noqa: E402
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -95,7 +95,7 @@ def measure_all(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--cases", type=cases_of, default=list(SHORT), help=",".join(CASES))
+    parser.add_argument("--cases", type=words_of(CASES, "case"), default=list(SHORT), help=",".join(CASES))
     parser.add_argument(
         "--sizes", type=lambda text: [int(word) for word in text.split(",")], help="bytes, of all cases"
     )
@@ -110,13 +110,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if arguments.rounds < 1:
         parser.error("--rounds must be at least 1")
     return arguments
-
-
-def cases_of(text: str) -> list[str]:
-    words = text.split(",")
-    if unknown := [word for word in words if word not in CASES]:
-        raise argparse.ArgumentTypeError(f"no case {unknown[0]!r}; there are {', '.join(CASES)}")
-    return words
 
 
 # --- running -------------------------------------------------------------------------------------------------------

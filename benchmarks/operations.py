@@ -21,12 +21,13 @@ Call = Callable[[], torch.Tensor]  # gives the result
 
 def of_horoclone(operation: str, source: torch.Tensor, _: torch.Tensor, name: str) -> Call:
     """Results of all but broadcast are memory of the call's own, as its users get it."""
-    return {
+    calls: dict[str, Callable[[], Any]] = {
         "broadcast": lambda: hvd.broadcast_(source, 0, name),
         "allgather": lambda: hvd.allgather(source, name),
         "reducescatter": lambda: hvd.reducescatter(source, name=name, op=hvd.Sum),
         "alltoall": lambda: hvd.alltoall(source, name=name),
-    }[operation]
+    }
+    return calls[operation]
 
 
 def of_gloo(operation: str, source: torch.Tensor, target: torch.Tensor, _: str) -> Call:

@@ -9,7 +9,7 @@ from typing import Any
 
 from statistics_of import Summary, ratio_of, reasons_against, slowest_rank, summarise
 
-OWN = ("horoclone", "horoclone async")
+OWN = ("horoclone", "horoclone async", "horoclone bucket")
 MEMCPY = "memcpy"
 MANY_TENSORS = 1000
 SHOWN = ("horoclone", "torch", "mpi", "mpi4py", "python")  # of the versions
@@ -168,15 +168,13 @@ def many_table(result: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     parts = [("one by one", result["many"]), ("grouped", result["grouped"])]
     parts = [(name, part) for name, part in parts if part]
     labels = sorted({label for _, part in parts for label in part["contestants"]}, key=_order)
+    peers = [label for label in labels if label not in OWN] if "horoclone async" in labels else []
     rows = []
     for name, part in parts:
-        speeds = [part["contestants"][label]["tensors_per_s"] for label in labels]
-        own = part["ratios"].get("horoclone async", {})
-        ratios = [ratio_text(own[label]) for label in labels if label in own]
-        rows.append([name, *(f"{speed / 1000:.3g} k/s" for speed in speeds), *ratios])
-    peers = [label for label in labels if label not in OWN]
-    titles = [f"vs {peer}" for peer in peers] if "horoclone async" in labels else []
-    return [f"{MANY_TENSORS} x 1 KiB", *labels, *titles], rows
+        found = part["contestants"]
+        speeds = [f"{found[one]['tensors_per_s'] / 1000:.3g} k/s" if one in found else "-" for one in labels]
+        rows.append([name, *speeds, *(_ratios(part, "horoclone async", peers) if peers else [])])
+    return [f"{MANY_TENSORS} x 1 KiB", *labels, *(f"vs {peer}" for peer in peers)], rows
 
 
 LEGEND = (
@@ -223,8 +221,20 @@ def print_rows(header: list[str], rows: list[list[str]]) -> None:
 
 # --- the plot ------------------------------------------------------------------------------------------------------
 
-COLOURS = {"horoclone": "#0b6e4f", "horoclone async": "#5fb49c", "gloo": "#c8553d", MEMCPY: "#8d99ae"}
+COLOURS = {
+    "horoclone": "#0b6e4f",
+    "horoclone async": "#5fb49c",
+    "horoclone bucket": "#9bc53d",
+    "gloo": "#c8553d",
+    MEMCPY: "#8d99ae",
+}
 COLOUR_OF_MPI = "#3d5a80"
+COLOUR_OF_ONECCL = "#e0a458"
+
+
+def _colour(label: str) -> str:
+    """oneCCL's and MPI's labels have a version in them."""
+    return COLOURS.get(label, COLOUR_OF_ONECCL if label.startswith("oneCCL") else COLOUR_OF_MPI)
 
 
 def plot(result: dict[str, Any], path: Path) -> None:
@@ -239,7 +249,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     parts = result["sizes"]
     for label in sorted(parts[0]["contestants"], key=_order):
         ones = [part["contestants"][label] for part in parts]
-        colour = COLOURS.get(label, COLOUR_OF_MPI)
+        colour = _colour(label)
         above.plot(sizes, [one["median_us"] for one in ones], "o-", label=label, color=colour, markersize=4)
         above.fill_between(
             sizes, [one["low_us"] for one in ones], [one["high_us"] for one in ones], color=colour, alpha=0.15
@@ -247,7 +257,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     own = next((label for label in OWN if label in parts[0]["ratios"]), None)
     for peer in sorted(parts[0]["ratios"].get(own, {}), key=_order):
         ones = [part["ratios"][own][peer] for part in parts]
-        colour = COLOURS.get(peer, COLOUR_OF_MPI)
+        colour = _colour(peer)
         below.plot(
             sizes, [one["ratio"] for one in ones], "o-", label=f"vs {peer}", color=colour, markersize=4
         )

@@ -9,7 +9,7 @@ import argparse
 import json
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--json", type=Path, help="write the result here")
     parser.add_argument("--plot", type=Path, help="write a plot here (.png, .svg, .pdf)")
+
+
+def words_of(known: Iterable[str], what: str) -> Callable[[str], list[str]]:
+    """The type of an option that takes some of the known words, separated by commas."""
+    known = list(known)
+
+    def parse(text: str) -> list[str]:
+        words = text.split(",")
+        if unknown := [word for word in words if word not in known]:
+            raise argparse.ArgumentTypeError(f"no {what} {unknown[0]!r}; there are {', '.join(known)}")
+        return words
+
+    return parse
 
 
 def say(text: str) -> None:

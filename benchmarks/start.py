@@ -18,9 +18,14 @@ HERE = Path(__file__).resolve().parent
 
 
 def run_ranks(
-    plan: dict[str, Any], size: int, limit_s: float, bind: str = "none", mpi: str = "openmpi"
+    plan: dict[str, Any],
+    size: int,
+    limit_s: float,
+    bind: str = "none",
+    mpi: str = "openmpi",
+    program: str = "measure.py",
 ) -> dict[str, Any]:
-    """What measure.py's rank 0 wrote. Failed when a rank failed, when the time was over, and without such an MPI."""
+    """What rank 0 of the program wrote. Failed when a rank failed, when the time was over, and without such an MPI."""
     mpirun, environment = find_mpi(mpi)
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "raw.json"
@@ -31,7 +36,7 @@ def run_ranks(
             "-n",
             size,
             sys.executable,
-            HERE / "measure.py",
+            HERE / program,
             json.dumps(plan),
             out,
         ]

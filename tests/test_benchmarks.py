@@ -107,12 +107,34 @@ def test_wrong_results_are_found(load, count):
         ranks[0].check(right, 18, True)
 
 
+def test_a_contestant_without_a_grouped_call_has_a_dash_there(load):
+    def part(**speeds: float) -> dict[str, Any]:
+        ratio = {"ratio": 2.0, "low": 1.9, "high": 2.1, "verdict": "faster"}
+        return {
+            "contestants": {label: {"tensors_per_s": speed} for label, speed in speeds.items()},
+            "ratios": {"horoclone async": {label: ratio for label in speeds if label != "horoclone async"}},
+        }
+
+    both = {"horoclone async": 2e5, "MPI": 1e5, "oneCCL": 1e5}
+    grouped = {"horoclone async": 8e5, "MPI": 4e5}
+    head, rows = load("report").many_table({"many": part(**both), "grouped": part(**grouped)})
+    assert head[1:] == ["horoclone async", "MPI", "oneCCL", "vs MPI", "vs oneCCL"]
+    assert rows[0][1:] == ["200 k/s", "100 k/s", "100 k/s", "2x (1.9-2.1)", "2x (1.9-2.1)"]
+    assert rows[1][1:] == ["800 k/s", "400 k/s", "-", "2x (1.9-2.1)", "-"]
+
+
 def test_arguments(load, capsys):
     parse = load("allreduce").parse
     assert parse([]).sizes[0] == 4 and parse([]).sizes[-1] == 64 << 20
     assert set(parse(["--full"]).sizes) - set(parse([]).sizes) == {25 << 20, 256 << 20}
     assert parse(["--short"]).rounds == 7 and len(parse(["--short"]).sizes) == 6
-    for wrong in (["--sizes", "6"], ["--contestants", "nccl"], ["--rounds", "0"], ["--short", "--full"]):
+    for wrong in (
+        ["--sizes", "6"],
+        ["--contestants", "nccl"],
+        ["--contestants", "oneccl"],
+        ["--rounds", "0"],
+        ["--short", "--full"],
+    ):
         with pytest.raises(SystemExit):
             parse(wrong)
     assert "nccl" in capsys.readouterr().err
@@ -157,6 +179,47 @@ def test_a_tiny_run(open_mpi, tmp_path):
     assert os.uname().nodename not in json.dumps(result["machine"])
     if drawing:
         assert (tmp_path / "plot.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("g++"), reason="the calls are timed in C++: needs g++")
+def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
+    pytest.importorskip("torch")
+    pytest.importorskip("mpi4py")
+    command = [
+        sys.executable, FOLDER / "core.py", "--sizes", "4,65536", "--rounds", "1", "--force", "--settle", "0.2",
+        "--limit", "100", "--mpi", open_mpi.mpirun, "--json", tmp_path / "result.json",
+    ]  # fmt: skip
+    done = subprocess.run(
+        list(map(str, command)),
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **open_mpi.env},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "result.json").read_text())
+    mpi = result["versions"]["mpi"]
+    for one in result["sizes"]:
+        assert set(one["contestants"]) == {"horoclone", "horoclone bucket", mpi, "memcpy"}
+        assert set(one["ratios"]["horoclone bucket"]) == {mpi, "memcpy"}
+    assert set(result["loop_4_bytes"]["contestants"]) == {"horoclone", mpi}
+    assert [(aim["own"], aim["bytes"]) for aim in result["aims"]] == [
+        ("horoclone", 4), ("horoclone", 65536), ("horoclone bucket", 65536), ("horoclone bucket", 65536),
+    ]  # fmt: skip
+    assert "holds" in done.stdout or "missed" in done.stdout
+
+
+def test_an_aim_is_undecided_where_its_interval_holds_it(load):
+    judge = load("core").judge
+    ratios = [{"ratio": 2.4, "low": low, "high": high} for low, high in ((2.3, 2.5), (2.1, 2.6))]
+    found = [
+        list(judge({"sizes": [{"bytes": 8192, "ratios": {"horoclone": {"Open MPI 5": ratio}}}]}))
+        for ratio in (*ratios, {"ratio": 2.0, "low": 1.9, "high": 2.1})
+    ]
+    assert [[one["verdict"] for one in of] for of in found] == [["holds"], ["undecided, holds"], ["missed"]]
+    assert list(judge({"sizes": [{"bytes": 8192, "ratios": {"horoclone": {"MPICH": ratios[0]}}}]})) == []
 
 
 def test_what_must_cross_the_cable(load):
@@ -235,11 +298,12 @@ def test_sets_of_tensors_and_another_operation(load, open_mpi, monkeypatch):
 
 
 @pytest.mark.slow
-def test_counters_of_control_and_of_idle_engines(tmp_path):
+def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
     pytest.importorskip("torch")
     options = {
         "control.py": ["--np", "2", "--steps", "3"],
         "idle.py": ["--np", "2", "--seconds", "0.3", "--rounds", "1"],
+        "dtypes.py": ["--sizes", "4096", "--rounds", "1"],
     }
     results = {}
     for program, more in options.items():
@@ -249,9 +313,11 @@ def test_counters_of_control_and_of_idle_engines(tmp_path):
         assert done.returncode == 0, done.stdout + done.stderr
         results[program] = json.loads(path.read_text())
     rows = {(row["way"], row["form"]): row for row in results["control.py"]["rows"]}
-    assert len(rows) == 6
-    assert rows["shared memory", "declared"]["rank 0 messages"] == 0  # a frozen plan needs no message
+    assert len(rows) == 5 and not any(row["broken"] for row in rows.values())
+    assert rows["shared memory", "declared"]["mean messages of all"] == 0  # a frozen plan needs no message
+    assert set(rows["TCP", "grouped"]["messages by role"]) == {"root", "leaf"}
     assert rows["TCP", "grouped"]["others messages"] > 0
+    assert set(results["dtypes.py"]["dtypes"]["4096"]) == {"float32", "float16", "bfloat16"}
     for ranks in results["idle.py"]["idle"].values():
         assert [rank["messages"] for rank in ranks] == [0, 0]
 
@@ -317,7 +383,7 @@ def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
         "torch.distributed": 2,
         "horoclone": 2,
     }
-    assert found["bound"] is None
+    assert found["bound"] is None and "none of the aims for GPUs was measured" in done.stdout
 
 
 def test_what_the_gpu_benchmark_makes_of_its_measurements(load):
@@ -341,3 +407,24 @@ def test_what_the_gpu_benchmark_makes_of_its_measurements(load):
     assert "40.00 times torch.distributed, 0.80 of the bound 1000.0 GB/s" in shared
     assert "bound" not in figures.bandwidth_table(rates, None)
     assert "12.50 us" in figures.buckets_table({"horoclone": [12.0, 12.5, 30.0]})
+
+
+def test_every_aim_of_the_gpu_benchmark_is_a_row_that_holds_is_missed_or_was_not_measured(load):
+    figures = load("gpu_figures")
+    steps = {name: {"step_ms": [ms, ms]} for name, ms in (("ddp", 10.0), ("horoclone", 9.9))}
+    nothing = {"buckets": {}, "allreduce": {}, "bound": None}
+    assert [gate.holds for gate in figures.gates(1, steps, nothing)] == [True, *[None] * 5]
+    assert {gate.holds for gate in figures.gates(2, steps, nothing)} == {None}, "at world size 1 only"
+    assert figures.gates_table(figures.gates(2, steps, nothing)).count("not measured in this run") == 6
+    steps |= {"ddp graph": {"step_ms": [5.0]}, "horoclone graph": {"step_ms": [5.06]}}
+    sizes = {"65536": 1.0, "67108864": 700.0, "268435456": 900.0}
+    found = {
+        "buckets": {"torch.distributed": [10.0], "horoclone": [12.0, 14.0, 13.0]},
+        "allreduce": {size: {"torch.distributed": 60.0, "horoclone": rate} for size, rate in sizes.items()},
+        "bound": 1000.0,
+    }
+    rows = figures.gates(1, steps, found)
+    assert [gate.holds for gate in rows] == [True, False, True, False, False, True]
+    assert [round(gate.found, 3) for gate in rows] == [0.99, 1.012, 13.0, 1.3, 0.7, 11.667]
+    alone = figures.gates(2, steps, {**found, "bound": None})
+    assert [gate.found for gate in alone[4:]] == [None, None], "a GPU for each rank"
