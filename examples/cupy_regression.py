@@ -13,7 +13,8 @@ try:
 
     cupy.cuda.runtime.getDeviceCount()
 except Exception as error:
-    sys.exit(f"cupy_regression.py needs CuPy and a GPU: {error}")
+    print(f"SKIPPED cupy_regression.py: it needs CuPy and a GPU: {error}")
+    sys.exit()
 
 import horoclone.cupy as hvd
 
