@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -441,3 +442,36 @@ def test_the_example_computes_pi_under_every_launcher(launch, request, examples,
     done = launch([*command, "--samples", "10000", "--seed", "1"], env=env, timeout_s=100)
     assert f"{size} ranks, seed 1" in done.stdout and "3.14159265" in done.stdout, done.output
     assert done.stdout.count("alone:") == size
+
+
+IN_THE_CORE_AT_THE_END = """
+import threading, time
+import numpy as np
+from horoclone import _core
+
+count = 16 << 20
+numbers, message = np.ones(count, np.float32), np.zeros(2 * count, np.uint8)
+began = threading.Event()
+
+def work():
+    while True:
+        began.set()
+        _core.quantize(256, count, count, numbers.ctypes.data, 0, message.ctypes.data)
+
+threading.Thread(target=work, daemon=True).start()
+began.wait()
+time.sleep(0.01)
+"""
+
+
+def test_a_daemon_thread_in_the_core_does_not_abort_a_process_that_ends():
+    """CPython below 3.14 ends such a thread with pthread_exit, which must not unwind through our destructors."""
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", IN_THE_CORE_AT_THE_END],
+            timeout=60,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr

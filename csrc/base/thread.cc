@@ -30,10 +30,8 @@ Status NamedThread::start(const std::string& name, std::function<void()> body) {
   pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited by the new thread
   Status status;
   try {
-    thread_ = std::thread([name = name.substr(0, 15), body = std::move(body)] {
-      pthread_setname_np(pthread_self(), name.c_str());
-      body();
-    });
+    thread_ = std::thread(std::move(body));
+    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());  // here: it has its name on return
   } catch (const std::system_error& problem) {
     status = error(Code::kInternal, "could not start thread ", name, ": ", problem.what(),
                    ". Is the limit on processes (ulimit -u, or the container's pids limit) reached?");

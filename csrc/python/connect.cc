@@ -4,6 +4,8 @@
 
 #include <memory>
 
+#include "without_gil.h"
+
 namespace hc_python {
 
 namespace py = pybind11;
@@ -52,7 +54,7 @@ hc_status* connect_interruptibly(hc_runtime* rt, const Members& m) {
   members.mpi = m.mpi ? &link : nullptr;
   hc_status* status;
   {
-    py::gil_scoped_release release;
+    WithoutGil released;
     status = hc_connect(rt, &members);
   }
   if (!interrupt.error) return status;

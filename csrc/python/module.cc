@@ -15,6 +15,7 @@
 #include "quantize.h"
 #include "simulate.h"
 #include "tensor_door.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
@@ -98,6 +99,7 @@ std::string selection_report(const std::map<std::string, std::string>& settings)
 using hc_python::Block;
 using hc_python::DeviceBlock;
 using hc_python::Result;
+using hc_python::WithoutGil;
 
 class Runtime {
  public:
@@ -107,7 +109,7 @@ class Runtime {
   }
   ~Runtime() {
     if (forked_) return;  // the engine's thread does not exist here: nothing can be joined
-    py::gil_scoped_release release;
+    WithoutGil released;
     hc_runtime_destroy(rt_);
   }
   Runtime(const Runtime&) = delete;
@@ -193,7 +195,7 @@ class Runtime {
     int32_t id = 0;
     hc_status* status;
     {
-      py::gil_scoped_release release;
+      WithoutGil released;
       status = hc_declare(rt_, &request, pointers.data(), tensors.data(), static_cast<int32_t>(n), &id);
     }
     raise_if(status);
@@ -213,7 +215,7 @@ class Runtime {
     while (true) {
       hc_status* status;
       {
-        py::gil_scoped_release release;
+        WithoutGil released;
         status = hc_wait(rt_, handle, kWaitSliceS, &done);
       }
       if (done) {
@@ -243,7 +245,7 @@ class Runtime {
     int32_t id = 0;
     hc_status* status;
     {
-      py::gil_scoped_release release;
+      WithoutGil released;
       status = hc_process_set_add(rt_, ranks.data(), static_cast<int32_t>(ranks.size()), &id);
     }
     raise_if(status);
@@ -252,7 +254,7 @@ class Runtime {
   void remove_process_set(int id) {
     hc_status* status;
     {
-      py::gil_scoped_release release;
+      WithoutGil released;
       status = hc_process_set_remove(rt_, id);
     }
     raise_if(status);
@@ -271,13 +273,13 @@ class Runtime {
   bool shares_memory() const { return hc_shares_memory(rt_) != 0; }
 
   void abort(const std::string& text) {
-    py::gil_scoped_release release;
+    WithoutGil released;
     hc_abort(rt_, text.c_str());
   }
   void shutdown(double timeout_s) {
     hc_status* status;
     {
-      py::gil_scoped_release release;
+      WithoutGil released;
       status = hc_shutdown(rt_, timeout_s);
     }
     raise_if(status);
@@ -290,7 +292,7 @@ class Runtime {
   void start_timeline(const std::string& path, bool mark_cycles) {
     hc_status* status;
     {
-      py::gil_scoped_release release;
+      WithoutGil released;
       status = hc_timeline_start(rt_, path.c_str(), mark_cycles);
     }
     raise_if(status);
@@ -298,19 +300,19 @@ class Runtime {
   void stop_timeline() {
     hc_status* status;
     {
-      py::gil_scoped_release release;
+      WithoutGil released;
       status = hc_timeline_stop(rt_);
     }
     raise_if(status);
   }
   void watch_stack(int signal, int fd, int thread) { hc_watch_stack(rt_, signal, fd, thread); }
   std::string flight_record(const std::string& reason) const {
-    py::gil_scoped_release release;
+    WithoutGil released;
     return hc_flight_record(rt_, reason.c_str());
   }
   std::string counters() const { return hc_counters(rt_); }
   std::string describe() const {
-    py::gil_scoped_release release;
+    WithoutGil released;
     return hc_describe(rt_);
   }
 

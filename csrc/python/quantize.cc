@@ -5,6 +5,7 @@
 #include <string>
 
 #include "horoclone.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
@@ -28,10 +29,12 @@ void add_quantize(py::module_& m) {
       "quantize",
       [](int64_t block, int64_t share, int64_t count, uintptr_t in, uintptr_t residual, uintptr_t message) {
         const hc_blocks blocks{HC_VERSION, block, share, count};
-        py::gil_scoped_release release;
-        hc_status* status = hc_quantize(&blocks, reinterpret_cast<const float*>(in), reinterpret_cast<float*>(residual),
-                                        reinterpret_cast<void*>(message));
-        py::gil_scoped_acquire acquire;
+        hc_status* status;
+        {
+          WithoutGil released;
+          status = hc_quantize(&blocks, reinterpret_cast<const float*>(in), reinterpret_cast<float*>(residual),
+                               reinterpret_cast<void*>(message));
+        }
         raise_if(status);
       },
       "block"_a, "share"_a, "count"_a, "data_in"_a, "residual"_a, "message"_a);
@@ -39,10 +42,11 @@ void add_quantize(py::module_& m) {
       "dequantize",
       [](int64_t block, int64_t share, int64_t count, uintptr_t message, uintptr_t out, bool add) {
         const hc_blocks blocks{HC_VERSION, block, share, count};
-        py::gil_scoped_release release;
-        hc_status* status =
-            hc_dequantize(&blocks, reinterpret_cast<const void*>(message), reinterpret_cast<float*>(out), add);
-        py::gil_scoped_acquire acquire;
+        hc_status* status;
+        {
+          WithoutGil released;
+          status = hc_dequantize(&blocks, reinterpret_cast<const void*>(message), reinterpret_cast<float*>(out), add);
+        }
         raise_if(status);
       },
       "block"_a, "share"_a, "count"_a, "message"_a, "data_out"_a, "add"_a = false);

@@ -8,6 +8,7 @@
 #include <string>
 
 #include "horoclone.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
@@ -31,7 +32,7 @@ std::string simulate(const std::map<std::string, int>& numbers, const std::array
   const char* json = "";
   hc_status* status = nullptr;
   {
-    py::gil_scoped_release release;
+    WithoutGil released;
     status = hc_simulate(&s, &json);
   }
   if (!status) return json;

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -28,6 +29,7 @@ Finish = Callable[["Runtime", int], None]  # puts the core's result where the ca
 SWEEP_AT = (
     64  # works in flight from which a new one first looks for those that ended and that nobody waited for
 )
+CLOSE_S = 5.0  # how long the end of a group waits for our threads, which may be in callbacks of the user's
 CLOSED = "the process group was destroyed while this operation was pending"
 
 
@@ -39,7 +41,8 @@ class InFlight:
         self._works: dict[int, Work] = {}
         self._sweep_at = SWEEP_AT
         self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._thread: threading.Thread | None = None  # completes ordered works
+        self._threads: list[threading.Thread] = []  # all that may be completing one
         self._lock = threading.Lock()
         self._stream: Any = None  # of the GPU that the group works on
 
@@ -67,11 +70,15 @@ class InFlight:
         """Has `work` completed by a thread. Collectives of a group start in one order on all ranks, so one thread that
         waits for them in that order never waits in vain; point-to-point operations get threads of their own."""
         if not work.is_ordered:
-            threading.Thread(target=work.complete, name="hc-c10d-p2p", daemon=True).start()
+            thread = threading.Thread(target=work.complete, name="hc-c10d-p2p", daemon=True)
+            with self._lock:
+                self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+                thread.start()
             return
         with self._lock:
             if self._thread is None:
                 self._thread = threading.Thread(target=self._complete_all, name="hc-c10d", daemon=True)
+                self._threads.append(self._thread)
                 self._thread.start()
         self._queue.put(work)
 
@@ -80,10 +87,18 @@ class InFlight:
             work.complete()
 
     def close(self) -> None:
-        """After the runtime was shut down: every work that is left gets its error."""
+        """After the runtime was shut down: every work that is left gets its error, and our threads end.
+
+        torch settles a future without Python's lock; a thread that wants the lock back when the interpreter is ending
+        would end the process with SIGABRT.
+        """
         for work in list(self._works.values()):
             work.complete()
         self._queue.put(None)
+        deadline = time.monotonic() + CLOSE_S
+        for thread in self._threads:
+            if thread is not threading.current_thread():  # a callback of a future may destroy the group
+                thread.join(max(0.0, deadline - time.monotonic()))
 
 
 class Work(dist.Work):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -256,6 +257,12 @@ def test_works_are_asynchronous_and_futures_complete() -> None:
             dist.barrier()
         assert len(dist.group.WORLD._flight._works) <= 500  # those that nobody waits for end by themselves
         dist.all_reduce(torch.ones(1))
+        if rank == 0:
+            dist.send(torch.ones(1), 1)
+        else:
+            dist.irecv(torch.ones(1), 0).get_future().wait()
+        assert any(thread.name.startswith("hc-c10d") for thread in threading.enumerate())
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("hc-c10d")]
 
 
 @ranks(3)
