@@ -26,7 +26,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test cpp tsan asan pytest gpu examples bench lint format docs clean install
+.PHONY: help demo test cpp cpp-builds tsan asan pytest gpu examples bench lint format docs clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -34,12 +34,17 @@ help: ## list the verbs
 demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two processes
 	horoclonerun -np 2 python examples/torch_digits.py
 
-test: $(VENV)/.ready-test $(VENV)/.ready-package ## everything: C++, sanitizers, Python (every example is one of its tests)
-	@$(MAKE) --no-print-directory cpp
-	@$(MAKE) --no-print-directory tsan
-	@$(MAKE) --no-print-directory asan
+# What compiles goes on beside what is downloaded, and one sanitizer's tests, which often wait, beside the other's.
+test: $(VENV)/.ready-tools ## everything: C++, sanitizers, Python (every example is one of its tests)
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
+	@$(MAKE) --no-print-directory $(VENV)/.ready-package cpp
+	@$(MAKE) --no-print-directory -j2 --output-sync=target tsan asan
 	@$(MAKE) --no-print-directory pytest
 
+cpp-builds: $(VENV)/.ready-tools
+	@.ci/cpp release "" $(JOBS) build
+	@.ci/cpp tsan thread $(JOBS) build
+	@.ci/cpp asan address $(JOBS) build
 cpp: $(VENV)/.ready-tools ## C++ tests, optimised build
 	@.ci/cpp release "" $(JOBS)
 tsan: $(VENV)/.ready-tools ## C++ tests under ThreadSanitizer
@@ -101,7 +106,7 @@ $(VENV)/.ready-package: $(NATIVE) | $(VENV)/.ready-made
 	  { echo "the build failed; the same with all output: $(BIN)/python -m pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 
-$(VENV)/.ready-demo: | $(VENV)/.ready-made
+$(VENV)/.ready-demo: | $(VENV)/.ready-made $(VENV)/.ready-tools
 	@echo "== installing $(FOR_DEMO)"
 	@$(PIP) $(FOR_DEMO)
 	@touch $@

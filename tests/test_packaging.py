@@ -160,13 +160,25 @@ def test_the_core_compiles_for_another_processor() -> None:
     sources = [p for room in rooms for p in sorted((ROOT / "csrc" / room).glob("*.cc"))] + [
         ROOT / "csrc" / "api.cc"
     ]
-    flags = ["-std=c++20", "-fsyntax-only", "-Wall", "-Wextra", '-DHC_VERSION_TEXT="0"']
+    flags = [
+        "-std=c++20",
+        "-fsyntax-only",
+        "-Wall",
+        "-Wextra",
+        "-Wno-subobject-linkage",
+        '-DHC_VERSION_TEXT="0"',
+    ]
     folders = ["-I", ROOT / "csrc", "-I", ROOT / "csrc" / "include"]
 
-    def errors_in(source: Path) -> str:
-        command = [compiler, *flags, *folders, source]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120).stderr
+    def errors_in(together: list[Path]) -> str:
+        command = [compiler, *flags, *folders, "-x", "c++", "-"]
+        text = "".join(f'#include "{source}"\n' for source in together)
+        return subprocess.run(command, input=text, capture_output=True, text=True, timeout=240).stderr
 
-    ours = [source for source in sources if source.name not in ("reduce_avx2.cc", "reduce_avx512.cc")]
+    alone = ("reduce.cc", "reduce_avx2.cc", "reduce_avx512.cc")  # as CMakeLists.txt has it
+    ours = [source for source in sources if source.name not in alone]
+    batches = [ours[i : i + 8] for i in range(0, len(ours), 8)] + [
+        [s for s in sources if s.name == "reduce.cc"]
+    ]
     with ThreadPoolExecutor(2) as both:
-        assert "".join(both.map(errors_in, ours)) == ""
+        assert "".join(both.map(errors_in, batches)) == ""
