@@ -39,6 +39,22 @@ def test_a_loop_of_small_allreduces_takes_turns():
     assert after["ballots_sent"] - before["ballots_sent"] < 100
 
 
+@ranks(2, 3)
+def test_loops_of_the_other_operations_take_turns():
+    rank, size = hvd.rank(), hvd.size()
+    before = hvd.metrics()["express"]
+    for call in range(ENOUGH):
+        mine = np.full((size, 2), 10.0 * rank + call, np.float32)
+        everybodys = [10.0 * r + call for r in range(size)]
+        assert hvd.broadcast(mine, size - 1, name="b").tolist() == [[everybodys[-1]] * 2] * size
+        assert hvd.allgather(mine[:1], name="g").tolist() == [[x] * 2 for x in everybodys]
+        assert hvd.reducescatter(mine, op=hvd.Sum, name="r").tolist() == [[sum(everybodys)] * 2]
+        output, counts = hvd.alltoall(mine, splits=[1] * size, name="a")
+        assert output.tolist() == [[x] * 2 for x in everybodys] and list(counts) == [1] * size
+        hvd.barrier()
+    assert hvd.metrics()["express"] - before > 3 * ENOUGH
+
+
 def come_late():
     hvd.init()
     loop("loop")

@@ -30,8 +30,12 @@ Status NamedThread::start(const std::string& name, std::function<void()> body) {
   pthread_sigmask(SIG_SETMASK, &all, &before);  // inherited by the new thread
   Status status;
   try {
-    thread_ = std::thread(std::move(body));
-    pthread_setname_np(thread_.native_handle(), name.substr(0, 15).c_str());  // here: it has its name on return
+    const std::string cut = name.substr(0, 15);
+    thread_ = std::thread([cut, body = std::move(body)] {
+      pthread_setname_np(pthread_self(), cut.c_str());
+      body();
+    });
+    pthread_setname_np(thread_.native_handle(), cut.c_str());  // whoever looks when this returns sees the name, too
   } catch (const std::system_error& problem) {
     status = error(Code::kInternal, "could not start thread ", name, ": ", problem.what(),
                    ". Is the limit on processes (ulimit -u, or the container's pids limit) reached?");

@@ -1,17 +1,19 @@
 #include "collective/express.h"
 
 #include <algorithm>
-#include <cstring>
 #include <utility>
+#include <vector>
+
+#include "collective/flat_payload.h"
 
 namespace hc {
 
 // One turn. The payload is read only when all members have published equal keys; a member overwrites a slot only after
 // a later turn has succeeded, which all have entered after they had read this one.
-class ExpressAllreduce final : public FrozenCollective {
+class ExpressTurn final : public FrozenCollective {
  public:
-  ExpressAllreduce(Task task, const Group& group, const ExpressKey& key, Express* express)
-      : task_(std::move(task)),
+  ExpressTurn(Task task, const Group& group, const ExpressKey& key, Express* express)
+      : payload_(std::move(task), group.rank),
         lane_(*group.lane),
         rank_(group.rank),
         key_(key),
@@ -29,8 +31,7 @@ class ExpressAllreduce final : public FrozenCollective {
     mine.slot.store(key_.slot, std::memory_order_relaxed);
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
-    const Piece& piece = task_.pieces[0];
-    std::memcpy(mine.payload, piece.in, piece.count * size_of(task_.dtype));
+    payload_.contribute(mine.payload);
     if (lane_.meet(mine.turn, turn_, [&](int m) { return slot(m).turn.load(std::memory_order_seq_cst) == turn_; }))
       mine.last.store(turn_, std::memory_order_release);
     return Progress::kPending;
@@ -90,14 +91,12 @@ class ExpressAllreduce final : public FrozenCollective {
   }
 
   void collect() {
-    const Piece& piece = task_.pieces[0];
-    std::vector<const std::byte*> sources(lane_.size());
-    for (int m = 0; m < lane_.size(); ++m) sources[m] = slot(m).payload;
-    std::byte* const destinations[] = {piece.out};
-    reduce(task_.dtype, task_.reduce, destinations, sources, piece.count, task_.scale);
+    std::vector<const std::byte*> slots(static_cast<size_t>(lane_.size()));
+    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = slot(m).payload;
+    payload_.collect(slots);
   }
 
-  const Task task_;
+  const FlatPayload payload_;
   SharedLane& lane_;
   const int rank_;
   const ExpressKey key_;
@@ -133,7 +132,7 @@ std::unique_ptr<FrozenCollective> Express::enter(Task task, const Group& group, 
     return nullptr;
   }
   is_busy_ = true;
-  auto turn = std::make_unique<ExpressAllreduce>(std::move(task), group, key, this);
+  auto turn = std::make_unique<ExpressTurn>(std::move(task), group, key, this);
   (void)turn->start();  // it only publishes
   return turn;
 }

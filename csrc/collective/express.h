@@ -1,4 +1,4 @@
-// The express way of a small allreduce in shared memory: no agreement goes before it. Every member publishes what it
+// The express way of a small operation in shared memory: no agreement goes before it. Every member publishes what it
 // calls the operation and its payload in one place; once all have published the same, all have the result. When they
 // have not, the operation steps back with its memory unchanged and is agreed on like any other.
 //
@@ -42,11 +42,12 @@ class Express {
   void open(uint64_t first_turn);
   // Only between turns of mine.
   void close();
-  // Enters the next turn with one tensor of at most kExpressBytes; null: no session is open (any more).
+  // Enters the next turn with a task that puts at most kExpressBytes into a slot; null: no session is open (any more).
+  // The task holds if every member calls the same: that they do is what the turn finds out.
   std::unique_ptr<FrozenCollective> enter(Task task, const Group& group, const ExpressKey& key);
 
  private:
-  friend class ExpressAllreduce;
+  friend class ExpressTurn;
   uint64_t most_closed() const;
   void leave_turn(bool met);
 

@@ -10,6 +10,7 @@
 #include <span>
 
 #include "collective/blocked.h"
+#include "collective/flat_payload.h"
 
 namespace hc {
 
@@ -47,7 +48,8 @@ constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces b
 // whose payload I need. Two slots are enough: nobody enters turn k before all have entered k - 1, hence left k - 2.
 class FlatCollective : public Collective {
  public:
-  FlatCollective(Task task, const Group& group) : task_(std::move(task)), lane_(*group.lane), rank_(group.rank) {
+  FlatCollective(Task task, const Group& group)
+      : payload_(std::move(task), group.rank), lane_(*group.lane), rank_(group.rank) {
     turn_ = lane_.flat_total++;
     algorithm_ = "shm flat";
   }
@@ -57,8 +59,8 @@ class FlatCollective : public Collective {
   Progress step(bool* moved) override {
     if (!published_) {
       if (!all_reached(lane_, &LaneFlags::flat, turn_)) return Progress::kPending;
-      contribute(lane_.flat_slot(rank_, turn_));
-      if (comes_from_root() && rank_ == task_.root)
+      payload_.contribute(lane_.flat_slot(rank_, turn_));
+      if (payload_.comes_from_root() && rank_ == payload_.root())
         lane_.publish(lane_.mine().flat, turn_ + 1);
       else
         lane_.meet(&LaneFlags::flat, turn_ + 1);
@@ -66,106 +68,25 @@ class FlatCollective : public Collective {
       *moved = true;
     }
     if (!others_ready()) return Progress::kPending;
-    collect();
+    std::vector<const std::byte*> slots(static_cast<size_t>(lane_.size()));
+    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = lane_.flat_slot(m, turn_);
+    payload_.collect(slots);
     *moved = true;
     return Progress::kDone;
   }
 
  private:
-  const std::byte* slot(int member) const { return lane_.flat_slot(member, turn_); }
-  size_t item() const { return size_of(task_.dtype); }
-
-  bool comes_from_root() const { return task_.op == Op::kBroadcast || task_.op == Op::kScatter; }
-
   bool others_ready() const {
-    if (comes_from_root()) return lane_.flags(task_.root).flat.load(std::memory_order_acquire) > turn_;
-    if ((task_.op == Op::kReduce || task_.op == Op::kGather) && rank_ != task_.root) return true;
+    if (payload_.comes_from_root()) return lane_.flags(payload_.root()).flat.load(std::memory_order_acquire) > turn_;
+    if ((payload_.op() == Op::kReduce || payload_.op() == Op::kGather) && rank_ != payload_.root()) return true;
     return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
   }
 
-  void contribute(std::byte* to) {
-    if (task_.op == Op::kBarrier || (comes_from_root() && rank_ != task_.root)) return;
-    for (const Piece& p : task_.pieces) {
-      size_t bytes = (is_input_counted() ? input_count() : p.count) * item();
-      if (bytes) std::memcpy(to, p.in, bytes);
-      to += bytes;
-    }
-  }
-  // Operations whose input is described by counts rather than by the piece.
-  bool is_input_counted() const { return !task_.counts.empty(); }
-  size_t input_count() const {
-    if (task_.op == Op::kAllgather || task_.op == Op::kGather) return task_.counts[rank_];
-    size_t n = 0;
-    for (size_t c : task_.counts) n += c;
-    return n;
-  }
-
-  void collect() {
-    switch (task_.op) {
-      case Op::kAllreduce:
-        return collect_reduced();
-      case Op::kBroadcast:
-        return collect_broadcast();
-      case Op::kAllgather:
-        return collect_gathered();
-      case Op::kReducescatter:
-        return collect_slice();
-      case Op::kReduce:
-        return rank_ == task_.root ? collect_reduced() : void();
-      case Op::kGather:
-        return rank_ == task_.root ? collect_gathered() : void();
-      case Op::kScatter:
-        return collect_scattered();
-      default:
-        return;
-    }
-  }
-  void reduce_at(size_t offset, std::byte* out, size_t count) {
-    sources_.resize(lane_.size());
-    for (int m = 0; m < lane_.size(); ++m) sources_[m] = slot(m) + offset;
-    std::byte* const destinations[] = {out};
-    reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
-  }
-  void collect_reduced() {
-    size_t offset = 0;
-    for (const Piece& p : task_.pieces) {
-      if (p.count) reduce_at(offset, p.out, p.count);
-      offset += p.count * item();
-    }
-  }
-  size_t bytes_before_mine() const {
-    size_t before = 0;
-    for (int m = 0; m < rank_; ++m) before += task_.counts[m];
-    return before * item();
-  }
-  void collect_slice() {
-    if (task_.counts[rank_]) reduce_at(bytes_before_mine(), task_.pieces[0].out, task_.counts[rank_]);
-  }
-  void collect_scattered() {
-    const size_t bytes = task_.counts[rank_] * item();
-    if (bytes) std::memcpy(task_.pieces[0].out, slot(task_.root) + bytes_before_mine(), bytes);
-  }
-  void collect_broadcast() {
-    const std::byte* from = slot(task_.root);
-    for (const Piece& p : task_.pieces) {
-      if (p.count && !(rank_ == task_.root && p.in == p.out)) std::memcpy(p.out, from, p.count * item());
-      from += p.count * item();
-    }
-  }
-  void collect_gathered() {
-    std::byte* to = task_.pieces[0].out;
-    for (int m = 0; m < lane_.size(); ++m) {
-      if (task_.counts[m]) std::memcpy(to, slot(m), task_.counts[m] * item());
-      to += task_.counts[m] * item();
-    }
-  }
-
-  Task task_;
+  const FlatPayload payload_;
   SharedLane& lane_;
-  int rank_;
+  const int rank_;
   uint64_t turn_;
   bool published_ = false;
-  std::vector<const std::byte*> sources_;
 };
 
 // The members' entering into one operation, of which nothing happens before all have arrived.
@@ -297,7 +218,7 @@ class InPlaceAllreduce : public FrozenCollective {
  private:
   enum class Stage { kArriving, kReducing, kFinishing };
 
-  bool reached(std::atomic<uint64_t> InPlaceFlags::* counter) const {
+  bool reached(std::atomic<uint64_t> InPlaceFlags::*counter) const {
     for (InPlaceFlags* f : flags_)
       if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
     return true;

@@ -33,6 +33,18 @@ BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, co
     if (op) op->batch = batch_.id;
 }
 
+Result<Task> BatchRunner::task_if_alike(Operation* op, std::vector<int64_t> rows, const Group& group,
+                                        const std::vector<int>& ranks) {
+  PlanBatch batch;
+  batch.op = op->signature().op;
+  batch.entries.resize(1);
+  batch.rows = std::move(rows);
+  BatchRunner runner(std::move(batch), {op}, group, ranks, {});
+  HC_TRY(runner.prepare());
+  if (runner.tasks_.size() != 1) return error(Code::kInternal, op->describe(), " has nothing to move");
+  return std::move(runner.tasks_[0]);
+}
+
 Progress BatchRunner::step(bool* moved) {
   if (!prepared_) {
     const Progress progress = begin(moved);
@@ -291,6 +303,7 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
   Task task = task_for(entry, meta.dtype);
   Operation* op = operations_[entry];
   int64_t rows = 0, longest = 0;
+  op->rows_from.clear();  // of an express turn that it has stepped back from
   for (size_t r = 0; r < n; ++r) {
     task.counts.push_back(static_cast<size_t>(batch_.rows[me * n + r]) * per_row);
     const int64_t from = batch_.rows[r * n + me];

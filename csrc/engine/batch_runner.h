@@ -24,6 +24,11 @@ class BatchRunner {
   BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group, const std::vector<int>& ranks,
               Tag tag);
 
+  // What `op`, of one tensor in host memory, has to do if every rank submitted the same; `rows` as in PlanBatch. Gives
+  // it memory for its result.
+  static Result<Task> task_if_alike(Operation* op, std::vector<int64_t> rows, const Group& group,
+                                    const std::vector<int>& ranks);
+
   // kFailed: a transport failed, the whole engine must stop; status() says why. A batch that carries an error, or whose
   // results do not fit into memory, is kDone with outcome() not ok: only its operations fail.
   Progress step(bool* moved);

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "engine/mismatch.h"
 #include "engine/signature_table.h"
 
 namespace hc {
@@ -17,10 +18,33 @@ constexpr int kLooksWithoutNews = 48;  // some microseconds: a Python loop submi
 
 bool goes_express(const Operation& op, size_t limit) {
   const Signature& s = op.signature();
-  if (s.op != Op::kAllreduce || s.reduce == Reduce::kAdasum || s.device || s.in_arena || s.tensors.size() != 1)
-    return false;
-  const size_t bytes = static_cast<size_t>(s.tensors[0].count()) * size_of(s.tensors[0].dtype);
-  return bytes > 0 && bytes <= std::min(kExpressBytes, limit) && op.out[0];
+  if (s.device || s.in_arena) return false;
+  switch (s.op) {
+    case Op::kBarrier:
+      return true;
+    case Op::kAllreduce:
+      if (s.reduce == Reduce::kAdasum || s.tensors.size() != 1 || !op.out[0]) return false;
+      break;
+    case Op::kBroadcast:
+    case Op::kAllgather:
+    case Op::kReducescatter:
+    case Op::kAlltoall:
+      if (s.tensors.size() != 1) return false;
+      break;
+    default:
+      return false;
+  }
+  const size_t bytes = bytes_of(s);
+  return bytes > 0 && bytes <= std::min(kExpressBytes, limit);
+}
+
+// Whether every rank has as many rows for everybody as the others: a turn takes only what is the same on all.
+bool rows_are_alike(const PlanBatch& batch, size_t size) {
+  if (batch.op != Op::kAllgather && batch.op != Op::kAlltoall) return true;
+  const size_t line = batch.op == Op::kAlltoall ? size : 1;
+  for (size_t i = line; i < batch.rows.size(); ++i)
+    if (batch.rows[i] != batch.rows[i - line]) return false;
+  return true;
 }
 }  // namespace
 
@@ -111,6 +135,20 @@ Task ProcessSet::task_of(const Operation& op) const {
   return task;
 }
 
+Result<Task> ProcessSet::express_task_of(Operation* op) const {
+  const Signature& s = op->signature();
+  if (s.op == Op::kAllreduce) return task_of(*op);
+  if (s.op == Op::kBarrier) {
+    Task task;
+    task.op = Op::kBarrier;
+    return task;
+  }
+  const std::vector<const Signature*> alike(static_cast<size_t>(size()), &s);
+  Agreement agreed = agree({s.op, op->request.name.empty(), op->request.sequence, op->request.name}, alike, {ranks});
+  if (agreed.error != Code::kOk) return Status(agreed.error, agreed.text);
+  return BatchRunner::task_if_alike(op, std::move(agreed.rows), group, ranks);
+}
+
 bool ProcessSet::start_frozen(Operation* op) {
   auto at = bucket_sets.find(op->bucket_set);
   if (at == bucket_sets.end() || !at->second.frozen) return false;
@@ -141,7 +179,9 @@ bool ProcessSet::start_express(Operation* op) {
   if (!goes_express(*op, express_bytes)) return false;
   const uint32_t cached = cache.find(op->request);
   if (cached == kNoSlot) return false;
-  auto turn = express.enter(task_of(*op), group, {cached, op->request.sequence, hash_of(op->signature())});
+  Result<Task> task = express_task_of(op);
+  if (!task.is_ok()) return false;  // the agreed way says why
+  auto turn = express.enter(task.take(), group, {cached, op->request.sequence, hash_of(op->signature())});
   if (!turn) return false;
   frozen_runs.push_back({op, std::move(turn)});
   return true;
@@ -165,10 +205,10 @@ bool ProcessSet::suits_express(const Plan& plan) {
     return false;
   ExpressTrial& trial = express_trial;
   const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
-  const bool suits = b && b->op == Op::kAllreduce && b->error == Code::kOk && b->entries.size() == 1 &&
-                     b->entries[0].slot != kNoSlot && !b->entries[0].assigned && !b->entries[0].has_signature &&
-                     coordinator->pending() == 0 && pending.size() == 1 && !join &&
-                     goes_express(*pending[0], express_bytes);
+  const bool suits = b && b->error == Code::kOk && b->entries.size() == 1 && b->entries[0].slot != kNoSlot &&
+                     !b->entries[0].assigned && !b->entries[0].has_signature && coordinator->pending() == 0 &&
+                     pending.size() == 1 && !join && goes_express(*pending[0], express_bytes) &&
+                     rows_are_alike(*b, static_cast<size_t>(size()));
   trial.alike = suits ? trial.alike + 1 : 0;
   if (trial.alike < trial.wanted) return false;
   const bool paid = express.successes() - trial.successes_before >= kTurnsThatPay;

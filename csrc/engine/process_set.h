@@ -89,7 +89,9 @@ class ProcessSet {
   Task task_of(const Operation& op) const;
   // Starts a bucket of a frozen plan; false: announce it.
   bool start_frozen(Operation* op);
-  // Starts a small allreduce on the express way, without a message; false: announce it.
+  // What `op` has to do if every rank has submitted the same; fails where nobody could.
+  Result<Task> express_task_of(Operation* op) const;
+  // Starts a small operation on the express way, without a message; false: announce it.
   bool start_express(Operation* op);
   // A plan says so.
   void open_express(uint64_t first_turn);

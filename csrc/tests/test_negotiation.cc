@@ -5,6 +5,7 @@
 #include <random>
 
 #include "negotiation_samples.h"
+#include "sanitized.h"
 
 using namespace hc;
 using namespace hc::samples;
@@ -266,7 +267,7 @@ TEST_CASE("negotiation: a steady step of 161 tensors is small, in order, in any 
 
 TEST_CASE("negotiation: every truncation of a frame is refused") {
   Random random(2);
-  for (int i = 0; i < 100; i++) {
+  for (int i = 0; i < (kSanitized ? 30 : 100); i++) {
     std::vector<uint8_t> whole = bytes_of(random_ballot(random));
     for (size_t n = 0; n < whole.size(); n++) {
       Ballot b;
@@ -322,7 +323,7 @@ TEST_CASE("negotiation: an error text longer than the limit is cut, not refused"
 
 TEST_CASE("negotiation: random and mutated bytes are refused or sane") {
   Random random(3);
-  for (int i = 0; i < 20000; i++) {
+  for (int i = 0; i < (kSanitized ? 5000 : 20000); i++) {
     std::vector<uint8_t> noise(static_cast<size_t>(pick(random, 200)));
     for (uint8_t& byte : noise) byte = static_cast<uint8_t>(random() >> pick(random, 57));
     Ballot b;

@@ -13,6 +13,7 @@
 #include "base/half.h"
 #include "base/status.h"
 #include "collective/reduce.h"
+#include "tests/sanitized.h"
 
 namespace {
 
@@ -264,7 +265,8 @@ TEST_CASE("every instruction set gives the bits of the definition") {
     for (Reduce op : kOps)
       for (const Scale& scale : kScales)
         for (size_t sources : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13})
-          for (size_t count : counts) check_case({dtype, op, sources, count, scale}, data, simds);
+          for (size_t count : counts)
+            if (!kSanitized || (sources + count) % 3 == 0) check_case({dtype, op, sources, count, scale}, data, simds);
 }
 
 TEST_CASE("many sources keep their order") {

@@ -1,0 +1,40 @@
+// What a member of a small operation puts into its slot, and what it makes of everybody's slots: the same on the agreed
+// way (shared.cc) and on the express way (express.h). Sums run in rank order. Thread: the engine's.
+#pragma once
+
+#include <cstddef>
+#include <span>
+#include <vector>
+
+#include "collective/collective.h"
+
+namespace hc {
+
+class FlatPayload {
+ public:
+  // `rank`: the group rank of this member. alltoall: every member sends the same counts.
+  FlatPayload(Task task, int rank) : task_(std::move(task)), rank_(rank) {}
+
+  Op op() const { return task_.op; }
+  int root() const { return task_.root; }
+  // Only the root's slot is read.
+  bool comes_from_root() const { return task_.op == Op::kBroadcast || task_.op == Op::kScatter; }
+  void contribute(std::byte* to) const;
+  // slots: of every member, by group rank.
+  void collect(std::span<const std::byte* const> slots) const;
+
+ private:
+  size_t item() const { return size_of(task_.dtype); }
+  size_t input_count(const Piece& piece) const;
+  size_t bytes_before_mine() const;
+  void reduce_pieces(std::span<const std::byte* const> slots) const;
+  void reduce_at(std::span<const std::byte* const> slots, size_t offset, std::byte* out, size_t count) const;
+  void copy_from_root(const std::byte* slot) const;
+  void concatenate(std::span<const std::byte* const> slots) const;
+  void take_my_parts(std::span<const std::byte* const> slots) const;
+
+  const Task task_;
+  const int rank_;
+};
+
+}  // namespace hc
