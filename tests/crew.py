@@ -7,6 +7,7 @@ function of the test's module; say(**facts) in it reaches the test. Run as a pro
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import importlib.util
@@ -235,7 +236,10 @@ class Team:
     def close(self) -> None:
         for pid in self.pids:
             if pid not in self._crew.ended():
-                os.kill(pid, signal.SIGKILL)
+                with contextlib.suppress(
+                    ProcessLookupError
+                ):  # it has just ended; the crew's thread will say so
+                    os.kill(pid, signal.SIGKILL)
         if self.pids:
             self.wait(10)
         self.server.close()
