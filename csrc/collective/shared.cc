@@ -218,7 +218,7 @@ class InPlaceAllreduce : public FrozenCollective {
  private:
   enum class Stage { kArriving, kReducing, kFinishing };
 
-  bool reached(std::atomic<uint64_t> InPlaceFlags::*counter) const {
+  bool reached(std::atomic<uint64_t> InPlaceFlags::* counter) const {
     for (InPlaceFlags* f : flags_)
       if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
     return true;

@@ -442,6 +442,5 @@ PYBIND11_MODULE(_core, m) {
   m.def("build_info", &hc_build_info);
   m.def("selection_report", &selection_report, "settings"_a);
   m.def("device_report", &device_report, "settings"_a);
-  m.def(
-      "set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
+  m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
 }
