@@ -1,7 +1,7 @@
 #include "collective/flat_payload.h"
 
-#include <algorithm>
 #include <cstring>
+#include <vector>
 
 namespace hc {
 

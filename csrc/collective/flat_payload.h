@@ -4,7 +4,7 @@
 
 #include <cstddef>
 #include <span>
-#include <vector>
+#include <utility>
 
 #include "collective/collective.h"
 

@@ -23,19 +23,18 @@ bool goes_express(const Operation& op, size_t limit) {
     case Op::kBarrier:
       return true;
     case Op::kAllreduce:
-      if (s.reduce == Reduce::kAdasum || s.tensors.size() != 1 || !op.out[0]) return false;
+      if (s.reduce == Reduce::kAdasum || !op.out[0]) return false;
       break;
     case Op::kBroadcast:
     case Op::kAllgather:
     case Op::kReducescatter:
     case Op::kAlltoall:
-      if (s.tensors.size() != 1) return false;
       break;
     default:
       return false;
   }
   const size_t bytes = bytes_of(s);
-  return bytes > 0 && bytes <= std::min(kExpressBytes, limit);
+  return s.tensors.size() == 1 && bytes > 0 && bytes <= std::min(kExpressBytes, limit);
 }
 
 // Whether every rank has as many rows for everybody as the others: a turn takes only what is the same on all.
