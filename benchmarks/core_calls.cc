@@ -90,7 +90,7 @@ bool reduce_own(float* values, size_t count, const char* name) {
   request.name = name;
   request.prescale = request.postscale = 1;
   hc_handle handle = 0;
-  return !failed(hc_submit(runtime, &request, &tensor, 1, &handle)) && wait_for(handle);
+  return !failed(hc_call(runtime, &request, &tensor, 1, &handle)) && (handle == 0 || wait_for(handle));
 }
 
 // One bucket for each slot, as an optimizer declares them: agreed once, then frozen.

@@ -100,6 +100,23 @@ void call_done(void* context, int64_t handle, const hc::Status& status) {
   c->done(c->context, handle, status.is_ok() ? nullptr : &wrapped);
 }
 
+template <class Send>
+hc::Status submit(const hc_request& request, const hc_tensor* tensors, int32_t n, Send&& send) {
+  std::vector<hc::Submission::Tensor> list;
+  list.reserve(n > 0 ? static_cast<size_t>(n) : 0);
+  hc::Submission s;
+  HC_TRY(read_request(request, tensors, n, &list, &s));
+  std::unique_ptr<DoneContext> context;
+  if (request.done) {
+    context = std::make_unique<DoneContext>(DoneContext{request.done, request.done_context});
+    s.done = call_done;
+    s.done_context = context.get();
+  }
+  HC_TRY(send(s));
+  (void)context.release();  // call_done frees it
+  return hc::Status::ok();
+}
+
 std::vector<std::pair<std::string, std::string>> settings_of(const char* const* names, const char* const* values,
                                                              int32_t n) {
   std::vector<std::pair<std::string, std::string>> settings;
@@ -187,20 +204,16 @@ int32_t hc_get(const hc_runtime* rt, hc_fact fact) {
 }
 
 hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n, hc_handle* out) {
-  return guarded([&]() -> hc::Status {
-    std::vector<hc::Submission::Tensor> list;
-    list.reserve(n > 0 ? n : 0);
-    hc::Submission s;
-    HC_TRY(read_request(*request, tensors, n, &list, &s));
-    std::unique_ptr<DoneContext> context;
-    if (request->done) {
-      context = std::make_unique<DoneContext>(DoneContext{request->done, request->done_context});
-      s.done = call_done;
-      s.done_context = context.get();
-    }
-    HC_TRY(rt->engine->submit(s, out));
-    (void)context.release();  // call_done frees it
-    return hc::Status::ok();
+  return guarded([&] {
+    return submit(*request, tensors, n, [&](const hc::Submission& s) { return rt->engine->submit(s, out); });
+  });
+}
+hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n, hc_handle* out) {
+  return guarded([&] {
+    return submit(*request, tensors, n, [&](hc::Submission& s) {
+      s.will_wait = true;
+      return rt->engine->call(s, out);
+    });
   });
 }
 

@@ -69,6 +69,20 @@ class TensorDoor:
         priority: int,
         /,
     ) -> int | None: ...
+    def call(
+        self,
+        source: object,
+        target: object,
+        average: bool | None,
+        name: str | None,
+        op: int | None,
+        prescale: float,
+        postscale: float,
+        process_set: object,
+        priority: int,
+        /,
+    ) -> Any:
+        """As start, for a caller that waits at once: the target where it is over already, else a handle."""
     def start_group(
         self,
         sources: list[Any],

@@ -48,7 +48,9 @@ def _allreduce(
 
 
 def _now_in(out: Array, description: Description) -> Array:
-    runtime.native().run(*description)
+    native = runtime.native()
+    native.run(*description)
+    array_handles.open_way(native)
     return out
 
 
@@ -75,7 +77,10 @@ def allreduce(
     source = memory.readable(array)
     scales = (prescale_factor, postscale_factor)
     out, reduce = np.empty_like(source), ops.resolve_reduce(average, op)
-    return _now_in(out, _allreduce(source, out, name, reduce, scales, process_set))
+    plain = array_handles.call_plain(source, out, None, name, reduce, *scales, process_set, 0)
+    if plain is None:
+        return _now_in(out, _allreduce(source, out, name, reduce, scales, process_set))
+    return out if plain is out else array_handles.finish_call(plain)
 
 
 def allreduce_async(
@@ -113,6 +118,11 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Array:
     """As allreduce, with the result in the array itself, which is returned."""
+    plain = array_handles.call_plain(
+        array, array, average, name, op, prescale_factor, postscale_factor, process_set, 0
+    )
+    if plain is not None:
+        return array if plain is array else array_handles.finish_call(plain)
     target = memory.writable(array)
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)

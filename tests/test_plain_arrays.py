@@ -101,6 +101,33 @@ def test_what_is_not_plain_goes_the_long_way():
 
 
 @ranks(2)
+def test_blocking_calls_take_the_short_way_too():
+    hvd.allreduce(np.ones(1))  # a life's first goes the long way and opens the short one
+    before, real, seen = set(array_handles._pending), array_handles.call_plain, []
+    array_handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
+    try:
+        for dtype in SHORT:
+            for call in range(20):
+                want = sum((np.arange(6).reshape(2, 3) % 2 + rank for rank in (0, 1)), np.zeros((2, 3)))
+                mine = sample(dtype)
+                assert hvd.allreduce_(mine, op=hvd.Sum, name=dtype) is mine
+                assert np.array_equal(mine, want.astype(dtype)), (dtype, call)
+                assert np.array_equal(hvd.allreduce(sample(dtype), op=hvd.Sum), want.astype(dtype))
+        assert len(seen) == 2 * 20 * len(SHORT) and all(taken is not None for taken in seen)
+        assert any(isinstance(taken, np.ndarray) for taken in seen)  # over without a handle
+        with pytest.raises(hvd.Mismatch, match="differs"):
+            hvd.allreduce_(np.ones(2 + hvd.rank()), name="differs")
+        for wrong in (np.ones((3, 4)).T, np.ones(2, "complex64")):
+            with pytest.raises(ValueError):
+                hvd.allreduce_(wrong, op=hvd.Sum)
+        assert seen[-2:] == [None, None]
+    finally:
+        array_handles.call_plain = real
+    assert hvd.allreduce(np.ones(2), op=hvd.Sum).tolist() == [2, 2]
+    assert set(array_handles._pending) <= before
+
+
+@ranks(2)
 def test_errors_and_arrays_in_flight():
     before = set(array_handles._pending)  # another test in these processes may have dropped a handle
     with counted() as seen:

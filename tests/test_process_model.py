@@ -272,16 +272,20 @@ except hvd.HorovodInternalError as error:
     assert done.seconds < 15
 
 
-def test_ctrl_c_during_a_wait_is_served_at_once(two):
+@pytest.mark.parametrize("calls", [0, 40], ids=["first call", "in a loop"])
+def test_ctrl_c_during_a_wait_is_served_at_once(two, calls):
     done = two(
-        """
+        f"calls = {calls}"
+        + """
 import threading
 hvd.init()
+for _ in range(calls):  # then it is in a turn that rank 1 never enters
+    hvd.allreduce(np.ones(1), name="x")
 if hvd.rank() == 0:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     started = time.monotonic()
     try:
-        hvd.allreduce(np.ones(1), name="never on rank 1")
+        hvd.allreduce(np.ones(1), name="x")
     except KeyboardInterrupt:
         print("interrupted after", time.monotonic() - started, flush=True)
 else:

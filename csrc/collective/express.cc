@@ -14,6 +14,7 @@ class ExpressTurn final : public FrozenCollective {
  public:
   ExpressTurn(Task task, const Group& group, const ExpressKey& key, Express* express)
       : payload_(std::move(task), group.rank),
+        bytes_(payload_.bytes()),
         lane_(*group.lane),
         rank_(group.rank),
         key_(key),
@@ -31,7 +32,7 @@ class ExpressTurn final : public FrozenCollective {
     mine.slot.store(key_.slot, std::memory_order_relaxed);
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
-    payload_.contribute(mine.payload);
+    payload_.contribute(mine.payload(bytes_));
     if (lane_.meet(mine.turn, turn_, [&](int m) { return slot(m).turn.load(std::memory_order_seq_cst) == turn_; }))
       mine.last.store(turn_, std::memory_order_release);
     return Progress::kPending;
@@ -91,12 +92,13 @@ class ExpressTurn final : public FrozenCollective {
   }
 
   void collect() {
-    std::vector<const std::byte*> slots(static_cast<size_t>(lane_.size()));
-    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = slot(m).payload;
+    std::vector<const std::byte*>& slots = express_->slots_;
+    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = slot(m).payload(bytes_);
     payload_.collect(slots);
   }
 
   const FlatPayload payload_;
+  const size_t bytes_;
   SharedLane& lane_;
   const int rank_;
   const ExpressKey key_;

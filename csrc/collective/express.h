@@ -13,6 +13,7 @@
 #pragma once
 
 #include <memory>
+#include <vector>
 
 #include "collective/collective.h"
 #include "collective/shared.h"
@@ -30,7 +31,10 @@ struct ExpressKey {
 class Express {
  public:
   // The lane holds all members of the set.
-  void attach(SharedLane* lane) { lane_ = lane; }
+  void attach(SharedLane* lane) {
+    lane_ = lane;
+    slots_.resize(lane ? static_cast<size_t>(lane->size()) : 0);
+  }
   bool is_on() const { return is_on_; }
   // A turn of mine is under way.
   bool is_busy() const { return is_busy_; }
@@ -56,6 +60,7 @@ class Express {
   uint64_t turn_ = 1;   // the next to enter, or the one under way
   uint64_t place_ = 0;  // which of my two slots it uses; it changes with every turn that succeeds
   uint64_t successes_ = 0;
+  std::vector<const std::byte*> slots_;  // of all members, in the turn under way
 };
 
 }  // namespace hc

@@ -5,6 +5,12 @@
 
 namespace hc {
 
+size_t FlatPayload::bytes() const {
+  size_t n = 0;
+  for (const Piece& p : task_.pieces) n += input_count(p);
+  return n * item();
+}
+
 void FlatPayload::contribute(std::byte* to) const {
   if (comes_from_root() && rank_ != task_.root) return;
   for (const Piece& p : task_.pieces) {
@@ -50,9 +56,10 @@ void FlatPayload::collect(std::span<const std::byte* const> slots) const {
 void FlatPayload::reduce_at(std::span<const std::byte* const> slots, size_t offset, std::byte* out,
                             size_t count) const {
   if (!count) return;
+  std::byte* const destinations[] = {out};
+  if (offset == 0) return reduce(task_.dtype, task_.reduce, destinations, slots, count, task_.scale);
   std::vector<const std::byte*> sources(slots.begin(), slots.end());
   for (const std::byte*& source : sources) source += offset;
-  std::byte* const destinations[] = {out};
   reduce(task_.dtype, task_.reduce, destinations, sources, count, task_.scale);
 }
 

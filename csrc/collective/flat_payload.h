@@ -19,6 +19,8 @@ class FlatPayload {
   int root() const { return task_.root; }
   // Only the root's slot is read.
   bool comes_from_root() const { return task_.op == Op::kBroadcast || task_.op == Op::kScatter; }
+  // Of a slot that holds something; where all members call alike it is the same for all.
+  size_t bytes() const;
   void contribute(std::byte* to) const;
   // slots: of every member, by group rank.
   void collect(std::span<const std::byte* const> slots) const;

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <vector>
@@ -50,8 +51,11 @@ struct ExpressSlot {
   alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
   std::atomic<uint64_t> slot, sequence, signature;
   std::atomic<uint64_t> last;  // the turn in which this member found that it was the last to come
-  alignas(kCacheLine) std::byte payload[kExpressBytes];
+  std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
+  alignas(kCacheLine) std::byte many[kExpressBytes];
+  std::byte* payload(size_t bytes) { return bytes <= sizeof few ? few : many; }
 };
+static_assert(offsetof(ExpressSlot, many) == kCacheLine);
 
 inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
 inline constexpr int kBlockSlots = 4;

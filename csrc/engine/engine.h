@@ -86,6 +86,9 @@ class Engine {
 
   const Mesh& mesh() const { return *mesh_; }
   Status submit(const Submission& submission, int64_t* handle);
+  // Submits for a caller that waits at once. *handle: 0 when the call is over already, with success; then it has left
+  // nothing to take or to release.
+  Status call(const Submission& submission, int64_t* handle);
   // Collective over the process set: declares an optimizer's buckets (see BucketSet), whose memory must live until
   // undeclare.
   Status declare(int process_set, BucketSet buckets, int* id);
@@ -160,7 +163,12 @@ class Engine {
                       std::unique_ptr<DeviceWork> device = nullptr);
   void fill(Operation* op, const Submission& s, const ProcessSet& set);
   Status fill_declared(int process_set, std::pair<int, int> which, Submission* s, Submission::Tensor* tensor) const;
+  bool goes_in_place(const Submission& s, bool declared) const;
   bool arena_holds(const Submission& s) const;
+
+  // engine_repeat.cc
+  bool repeat(const Submission& s, int64_t* handle);
+  bool may_repeat(const ProcessSet& set) const;
 
   // engine_capture.cc
   Status refuse_captured(const Submission& s, Gpu& gpu) const;
@@ -283,6 +291,7 @@ class Engine {
   Status take_report_frame(FrameKind kind, int from, Reader* in);
   void save_record(const std::string& reason);
   void note_batch(const ProcessSet& set, TimePoint planned);
+  void note_arrival(ProcessSet& set, TimePoint submitted, const FrozenCollective::Arrival& arrival);
   void note_frozen(ProcessSet& set, const Operation& op, const FrozenCollective& run);
   void note_done(const Operation& op, const Status& status);
   const char* selected_by() const;
@@ -310,6 +319,7 @@ class Engine {
   EngineCounters counters_;
   NamedThread thread_;
 
+  Operation repeating_;  // stands in NameRecord::pending for a call under way in repeat()
   mutable std::mutex submit_mu_;  // guards incoming_, failure_ and the parts of ProcessSet marked "submit lock"
   std::vector<Operation*> incoming_;
   Status failure_;  // not ok: submit refuses with it

@@ -58,7 +58,8 @@ Status Engine::capture_in_gate(const Submission& s, std::pair<int, int> which, s
     if (!op) return error(Code::kInternal, "more than a million operations are live; release their handles");
     fill(op, s, *set);
     std::tie(op->bucket_set, op->bucket) = which;
-    recorder_.submitted(op, ++set->calls, 0);
+    op->record = recorder_.submitted(
+        {op->signature(), op->request.name, op->process_set, op->bucket_set >= 0, op->submitted, ++set->calls, 0});
   }
   *handle = op->handle;
   const Task task = set->task_of(*op);

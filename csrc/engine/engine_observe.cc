@@ -190,7 +190,7 @@ void Engine::save_record(const std::string& reason) {
 
 // What every finished operation leaves behind.
 void Engine::note_done(const Operation& op, const Status& status) {
-  recorder_.done(op, status.code(), Recorder::now());
+  recorder_.done(op.record, status.code(), Recorder::now());
   if (tuner_ && status.is_ok()) tune(op);
   if (timeline_.on() && !is_message(op.signature().op)) timeline_.done(op, status);
   if (status.code() != Code::kMismatch || config_.recorder_dir.empty()) return;
@@ -213,14 +213,17 @@ void Engine::note_batch(const ProcessSet& set, TimePoint planned) {
   }
 }
 
+void Engine::note_arrival(ProcessSet& set, TimePoint submitted, const FrozenCollective::Arrival& arrival) {
+  if (arrival.last < 0)
+    set.lateness.last_was(set.group_rank, 0);  // nobody was missing when this rank came
+  else
+    set.lateness.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
+}
+
 // A bucket of a frozen plan has run: its ranks' arrival was the agreement.
 void Engine::note_frozen(ProcessSet& set, const Operation& op, const FrozenCollective& run) {
   const FrozenCollective::Arrival arrival = run.arrival();
-  if (arrival.last < 0) {
-    set.lateness.last_was(set.group_rank, 0);  // nobody was missing when this rank came
-  } else {
-    set.lateness.last_was(arrival.last, std::max(0.0, seconds_between(op.submitted, arrival.at)));
-  }
+  note_arrival(set, op.submitted, arrival);
   if (!timeline_.on()) return;
   const TimePoint at = arrival.last < 0 ? op.submitted : arrival.at;
   timeline_.agreed(Timeline::key_of(op), at);

@@ -14,20 +14,28 @@ namespace {
 // and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/0030).
 constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
 
-// Declared buckets never share a batch, so that their bits depend on nothing else.
-bool pays_in_place(const Operation& op, bool alone) {
-  const Signature& s = op.signature();
-  return op.bucket_set >= 0 || bytes_of(s) >= s.tensors.size() * (alone ? kInPlaceAloneBytes : kInPlaceBytes);
+size_t bytes_of(const Submission::Tensor& t) {
+  size_t bytes = size_of(t.dtype);
+  for (int64_t d : t.shape) bytes *= static_cast<size_t>(d);
+  return bytes;
 }
 
 }  // namespace
 
+// Declared buckets never share a batch, so that their bits depend on nothing else.
+bool Engine::goes_in_place(const Submission& s, bool declared) const {
+  if (s.op != Op::kAllreduce) return false;
+  size_t bytes = 0;
+  for (const Submission::Tensor& t : s.tensors) bytes += bytes_of(t);
+  const size_t pays = s.tensors.size() * (s.will_wait ? kInPlaceAloneBytes : kInPlaceBytes);
+  return (declared || bytes >= pays) && arena_holds(s);
+}
+
 bool Engine::arena_holds(const Submission& s) const {
-  if (s.op != Op::kAllreduce || !mesh_->shares_memory(mesh_->rank()) || s.tensors.empty()) return false;
+  if (!mesh_->shares_memory(mesh_->rank()) || s.tensors.empty()) return false;
   const Arena& arena = *mesh_->arena(mesh_->rank());
   return std::all_of(s.tensors.begin(), s.tensors.end(), [&](const Submission::Tensor& t) {
-    size_t bytes = size_of(t.dtype);
-    for (int64_t d : t.shape) bytes *= static_cast<size_t>(d);
+    const size_t bytes = bytes_of(t);
     return t.in == t.out && bytes && arena.contains(t.in, bytes);
   });
 }
@@ -54,7 +62,7 @@ void Engine::fill(Operation* op, const Submission& s, const ProcessSet& set) {
     op->in.push_back(static_cast<const std::byte*>(s.tensors[i].in));
     op->out.push_back(static_cast<std::byte*>(s.tensors[i].out));
   }
-  g.in_arena = !g.device && pays_in_place(*op, s.will_wait) && arena_holds(s);
+  g.in_arena = !g.device && goes_in_place(s, op->bucket_set >= 0);
   g.splits.assign(s.splits.begin(), s.splits.end());
   if (s.op == Op::kAlltoall && s.splits.empty()) g.splits.assign(set.size(), s.tensors[0].shape[0] / set.size());
 }
@@ -165,7 +173,9 @@ Status Engine::queue_locked(const Submission& s, const std::pair<int, int>* buck
   }
   // Messages are no calls that all ranks make alike.
   const uint64_t call = is_message(s.op) ? 0 : ++set->calls;
-  recorder_.submitted(op, call, record ? record->uses++ : op->request.sequence);
+  const uint64_t use = record ? record->uses++ : op->request.sequence;
+  op->record = recorder_.submitted(
+      {op->signature(), op->request.name, op->process_set, op->bucket_set >= 0, op->submitted, call, use});
   if (s.op == Op::kJoin) set->join_pending.store(true, std::memory_order_release);
   incoming_.push_back(op);
   *handle = op->handle;

@@ -35,6 +35,7 @@ Operation* Handles::acquire() {
     place = static_cast<uint32_t>(pool_.size());
     if (place > kPlaceMask) return nullptr;
     pool_.push_back(std::make_unique<Operation>());
+    pooled_.store(pool_.size(), std::memory_order_relaxed);
   }
   Operation* op = pool_[place].get();
   op->handle = (++serial_ << kPlaceBits) | place;

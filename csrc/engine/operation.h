@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "collective/express.h"
 #include "engine/device_work.h"
 #include "engine/memory.h"
 #include "engine/negotiation.h"
@@ -21,10 +22,18 @@ namespace hc {
 struct Operation;
 using DoneCallback = void (*)(Operation&);
 
+// A call that has gone the express way: all that another one like it needs to enter the next turn.
+struct Repeat {
+  Signature signature;
+  ExpressKey key;
+  Task task;  // with the tensor of that call
+};
+
 // Who has this name pending, in one process set. Nodes of an unordered_map: the address is stable.
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
-  uint64_t uses = 0;  // submit lock
+  uint64_t uses = 0;               // submit lock
+  std::unique_ptr<Repeat> repeat;  // driving thread; null: none yet
 };
 
 struct Operation {
@@ -74,11 +83,15 @@ class Handles {
   Operation* find(int64_t handle);            // null: unknown or released
   void release(int64_t handle);               // recycled at once when done, else when it gets done
   bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
+  // Some hundred thousand operations have been live at once: acquire() may soon find nothing.
+  bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMostPooled / 2; }
   void finished(Operation* op);               // driving thread: sets `done`; the operation may be recycled at once
   size_t live() const;
 
  private:
+  static constexpr size_t kMostPooled = size_t{1} << 20;
   void recycle(Operation* op);
+  std::atomic<size_t> pooled_{0};  // pool_.size()
   mutable std::mutex mu_;  // guards all below
   std::vector<std::unique_ptr<Operation>> pool_;
   std::vector<uint32_t> free_;

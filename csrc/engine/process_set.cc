@@ -62,6 +62,13 @@ NameRecord& ProcessSet::record_of(Op op, std::string_view name) {
   return names[std::string(name)];
 }
 
+NameRecord* ProcessSet::known_record(Op op, std::string_view name) {
+  if (name.empty()) return &unnamed_[static_cast<size_t>(op)];
+  auto& names = names_[static_cast<int>(op)];
+  auto at = names.find(std::string(name));
+  return at == names.end() ? nullptr : &at->second;
+}
+
 Operation* ProcessSet::find_named(Op op, std::string_view name) {
   auto& names = names_[static_cast<int>(op)];
   auto at = names.find(std::string(name));
@@ -180,10 +187,20 @@ bool ProcessSet::start_express(Operation* op) {
   if (cached == kNoSlot) return false;
   Result<Task> task = express_task_of(op);
   if (!task.is_ok()) return false;  // the agreed way says why
-  auto turn = express.enter(task.take(), group, {cached, op->request.sequence, hash_of(op->signature())});
+  const ExpressKey key{cached, op->request.sequence, hash_of(op->signature())};
+  keep_repeat(*op, key, task.value());
+  auto turn = express.enter(task.take(), group, key);
   if (!turn) return false;
   frozen_runs.push_back({op, std::move(turn)});
   return true;
+}
+
+void ProcessSet::keep_repeat(const Operation& op, const ExpressKey& key, const Task& task) {
+  const Signature& s = op.signature();
+  if (s.op != Op::kAllreduce && s.op != Op::kBroadcast && s.op != Op::kBarrier) return;  // the core owns the results
+  NameRecord& record = op.name_record ? *op.name_record : unnamed_[static_cast<size_t>(s.op)];
+  if (record.repeat && record.repeat->signature == s) return;
+  record.repeat = std::make_unique<Repeat>(Repeat{s, key, task});
 }
 
 void ProcessSet::open_express(uint64_t first_turn) {

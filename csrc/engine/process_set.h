@@ -70,12 +70,15 @@ class ProcessSet {
   // Submit lock ---------------------------------------------------------------------------------------------------
   // Gives the next number of an unnamed operation / the record of a name.
   uint64_t next_sequence(Op op) { return sequences_[static_cast<int>(op)]++; }
+  uint64_t upcoming_sequence(Op op) const { return sequences_[static_cast<int>(op)]; }
   // Unnamed operation `sequence` ran without this rank, which had joined: number behind it, as the other ranks do.
   void skip_sequence(Op op, uint64_t sequence) {
     uint64_t& next = sequences_[static_cast<int>(op)];
     next = std::max(next, sequence + 1);
   }
   NameRecord& record_of(Op op, std::string_view name);
+  // Of a name that there is already, or (empty) of the unnamed ones; null: there is none.
+  NameRecord* known_record(Op op, std::string_view name);
   Operation* find_named(Op op, std::string_view name);
   uint64_t calls = 0;  // submitted to this set
 
@@ -93,6 +96,8 @@ class ProcessSet {
   Result<Task> express_task_of(Operation* op) const;
   // Starts a small operation on the express way, without a message; false: announce it.
   bool start_express(Operation* op);
+  // Remembers what another call like this operation needs.
+  void keep_repeat(const Operation& op, const ExpressKey& key, const Task& task);
   // A plan says so.
   void open_express(uint64_t first_turn);
   // Group rank 0: what a member announces.
@@ -176,6 +181,7 @@ class ProcessSet {
   };
   std::array<uint64_t, kOpCount> sequences_{};                               // submit lock
   std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // submit lock (records: atomic)
+  std::array<NameRecord, kOpCount> unnamed_;                                 // what they repeat
   std::array<Window, kOpCount> windows_;
   std::vector<Operation*> by_slot_;
   size_t ballot_bytes_ = 0;  // of the tensors that the waiting ballot announces

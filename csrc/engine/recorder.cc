@@ -64,24 +64,24 @@ void Recorder::keep_name(std::string_view name, Call* to) {
   to->name_hash = static_cast<uint32_t>(std::hash<std::string_view>{}(name)) | 1u;
 }
 
-void Recorder::submitted(Operation* op, uint64_t call, uint64_t use) {
-  op->record = ++submissions_;
-  Record& r = ring_[op->record % kKept];
-  r.number.store(op->record, std::memory_order_relaxed);
+uint64_t Recorder::submitted(const Entry& entry) {
+  const uint64_t number = ++submissions_;
+  Record& r = ring_[number % kKept];
+  r.number.store(number, std::memory_order_relaxed);
   r.agreed.store(0, std::memory_order_relaxed);
   r.done.store(0, std::memory_order_relaxed);
   r.code.store(0, std::memory_order_relaxed);
   r.batch.store(0, std::memory_order_relaxed);
   Call& c = r.call;
-  const Signature& s = op->signature();
-  c.submitted = op->submitted;
-  c.call = call;
-  c.use = use;
-  c.process_set = op->process_set;
+  const Signature& s = entry.signature;
+  c.submitted = entry.submitted;
+  c.call = entry.call;
+  c.use = entry.use;
+  c.process_set = entry.process_set;
   c.op = s.op;
   c.reduce = s.reduce;
-  c.unnamed = op->request.name.empty();
-  c.declared = op->bucket_set >= 0;
+  c.unnamed = entry.name.empty();
+  c.declared = entry.declared;
   c.tensors = static_cast<uint32_t>(s.tensors.size());
   c.elements = 0;
   c.dimensions = 0;
@@ -91,7 +91,8 @@ void Recorder::submitted(Operation* op, uint64_t call, uint64_t use) {
     c.dimensions = static_cast<uint8_t>(s.tensors[0].shape.size());
     std::copy_n(s.tensors[0].shape.begin(), std::min<size_t>(c.dimensions, kDimensions), c.shape);
   }
-  keep_name(op->request.name, &c);
+  keep_name(entry.name, &c);
+  return number;
 }
 
 std::string Recorder::last_call() const {

@@ -24,19 +24,27 @@ class Recorder {
   static constexpr size_t kDimensions = 8;
 
   Recorder();
-  // call: its number among this rank's submissions to the process set, from 1; use: among those with its name (or its
-  // number among the unnamed ones).
-  void submitted(Operation* op, uint64_t call, uint64_t use);
+  struct Entry {
+    const Signature& signature;
+    std::string_view name;  // empty: unnamed
+    uint16_t process_set;
+    bool declared;
+    TimePoint submitted;
+    uint64_t call;  // its number among this rank's submissions to the process set, from 1
+    uint64_t use;   // among those with its name (or its number among the unnamed ones)
+  };
+  // Returns its number, from 1, by which it is known from then on.
+  uint64_t submitted(const Entry& entry);
   static uint64_t now();  // for agreed() and done(): one look at the clock serves a whole batch
   void agreed(const Operation& op, uint64_t at) {
     Record& r = ring_[op.record % kKept];
-    if (!is_of(r, op)) return;
+    if (!is_of(r, op.record)) return;
     r.batch.store(op.batch, std::memory_order_relaxed);
     r.agreed.store(at, std::memory_order_relaxed);
   }
-  void done(const Operation& op, Code code, uint64_t at) {
-    Record& r = ring_[op.record % kKept];
-    if (!is_of(r, op)) return;
+  void done(uint64_t record, Code code, uint64_t at) {
+    Record& r = ring_[record % kKept];
+    if (!is_of(r, record)) return;
     r.code.store(static_cast<uint8_t>(code), std::memory_order_relaxed);
     r.done.store(at, std::memory_order_relaxed);
   }
@@ -68,8 +76,8 @@ class Recorder {
     std::atomic<uint32_t> batch{0};
     std::atomic<uint8_t> code{0};
   };
-  static bool is_of(const Record& r, const Operation& op) {
-    return r.number.load(std::memory_order_relaxed) == op.record && op.record != 0;
+  static bool is_of(const Record& r, uint64_t record) {
+    return r.number.load(std::memory_order_relaxed) == record && record != 0;
   }
   static void keep_name(std::string_view name, Call* to);
   std::string line_of(const Record& r, TimePoint now, double seconds_per_tick, uint64_t now_ticks) const;

@@ -151,6 +151,10 @@ HC_EXPORT int32_t hc_get(const hc_runtime* rt, hc_fact fact);
  * live until the handle is done. */
 HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
                                hc_handle* out);
+/* hc_submit for a caller that waits at once (will_wait): the short way of small calls that repeat. *out is 0 when the
+ * call is over, with success, and has left nothing to take or to release; else hc_wait for it. */
+HC_EXPORT hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
+                             hc_handle* out);
 /* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
  * memory fixed until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets
  * lie in hc_blocks, their plan is frozen: a submitted bucket starts without any message. On GPUs: where all ranks of

@@ -61,6 +61,7 @@ class ConnectedMesh final : public Mesh {
   bool all_shared() const override { return all_shared_; }
   int wait_fd() const override { return epoll_.get(); }
   void set_asleep(Sleep state) override;
+  bool is_awake() const override { return asleep_->load(std::memory_order_seq_cst) == 0; }
   void wake(int rank, bool even_if_idle) override;
   void wake_self() override;
 

@@ -110,6 +110,8 @@ class Mesh {
   // Sets this rank's asleep word; after kAsleep* the caller must look at every source of work once more before it
   // sleeps.
   virtual void set_asleep(Sleep state) = 0;
+  // Whether that word says kAwake: set so, or by a peer that has rung the doorbell.
+  virtual bool is_awake() const = 0;
   // Rings the doorbell of a local rank if it sleeps with operations outstanding; with `even_if_idle` also when it
   // sleeps with nothing to do (goodbye, abort, liveness probe). Cheap (one load after a fence) when it is awake. No-op
   // for a remote rank.

@@ -141,6 +141,7 @@ class Runtime {
                               py::handle splits) {
     const hc_handle handle =
         submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, splits, true);
+    if (handle == 0) return nullptr;  // it is over, and there is no result
     std::unique_ptr<Result> made;
     try {
       wait(handle);
@@ -353,7 +354,7 @@ class Runtime {
   }
   hc_handle send(const hc_request& request, const hc_tensor* tensors, int32_t n) {
     hc_handle handle = 0;
-    raise_if(hc_submit(rt_, &request, tensors, n, &handle));
+    raise_if((request.will_wait ? hc_call : hc_submit)(rt_, &request, tensors, n, &handle));
     return handle;
   }
   hc_handle submit_one(const Kind& kind, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype,

@@ -1,4 +1,4 @@
-// TensorDoor: the short way of an allreduce of plain tensors (plain_tensors.h), and of its end. It takes what is right
+// TensorDoor: the short way of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It takes what is right
 // and common; for all else, and for every error, it says None, and the caller goes the long way, which says what is
 // wrong. By CPython's own calling convention (METH_FASTCALL): pybind11's takes as long as the core's whole submission.
 #include "tensor_door.h"
@@ -67,13 +67,19 @@ bool read_tensors(const TensorDoor* door, PyObject* source, PyObject* target, Pl
          out->add(source, target);
 }
 
-// Submits, and writes down what must live until it is done.
+// Submits, and writes down what must live until it is done. The target itself where it is over already, which only a
+// caller that waits can see.
 PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request& request,
                  const PlainTensors& tensors) {
   hc_handle number = 0;
-  if (hc_status* status = hc_submit(door->rt, &request, tensors.data(), tensors.count(), &number)) {
+  const auto send = request.will_wait ? hc_call : hc_submit;
+  if (hc_status* status = send(door->rt, &request, tensors.data(), tensors.count(), &number)) {
     hc_status_destroy(status);
     Py_RETURN_NONE;
+  }
+  if (number == 0) {
+    Py_INCREF(args[kTarget]);
+    return args[kTarget];
   }
   PyObject* handle = PyLong_FromLongLong(number);
   PyObject* kept = args[kTarget];
@@ -93,14 +99,20 @@ PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request
   return nullptr;
 }
 
-PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, bool will_wait) {
   const auto* door = reinterpret_cast<const TensorDoor*>(self);
   hc_request request{};
+  request.will_wait = will_wait;
   PlainTensors tensors(door->exchange);
   if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
   if (!read_tensors(door, args[kSource], args[kTarget], &tensors)) Py_RETURN_NONE;
   return submit(door, args, request, tensors);
 }
+
+PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
+  return start_one(self, args, count, false);
+}
+PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, true); }
 
 PyObject* start_group(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const auto* door = reinterpret_cast<const TensorDoor*>(self);
@@ -182,6 +194,7 @@ PyCFunction fast(Function* function) {
 
 void add_tensor_door(py::module_& m) {
   static PyMethodDef methods[] = {{"start", fast(start), METH_FASTCALL, nullptr},
+                                  {"call", fast(call), METH_FASTCALL, nullptr},
                                   {"start_group", fast(start_group), METH_FASTCALL, nullptr},
                                   {"finish", finish, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};

@@ -25,12 +25,13 @@ float sum(int size, int step, size_t i) {
   return total;
 }
 
-// One small allreduce of which every element is checked.
+// One small allreduce of which every element is checked. waits: the caller waits at once, which may take the short way.
 struct Small {
-  Small(Engine* engine, std::string name, int rank, int size, int step, size_t n = 3)
+  Small(Engine* engine, std::string name, int rank, int size, int step, size_t n = 3, bool waits = false)
       : engine(engine), size(size), step(step), values(n) {
     for (size_t i = 0; i < n; ++i) values[i] = part(rank, step, i);
-    CHECK_OK(submit(*engine, Op::kAllreduce, name, values, &values, {static_cast<int64_t>(n)}, &handle));
+    CHECK_OK(submit(*engine, Op::kAllreduce, name, values, &values, {static_cast<int64_t>(n)}, &handle,
+                    [waits](Submission& s) { s.will_wait = waits; }));
   }
   void finish_and_check() {
     CHECK_OK(finish(*engine, handle));
@@ -45,8 +46,9 @@ struct Small {
   int64_t handle = 0;
 };
 
+// Mostly the short way, and some ranks of a turn the other.
 void blocking(Engine& engine, const std::string& name, int rank, int size, int step, size_t n = 3) {
-  Small(&engine, name, rank, size, step, n).finish_and_check();
+  Small(&engine, name, rank, size, step, n, (step + rank) % 4 != 0).finish_and_check();
 }
 
 TEST_CASE("express: a loop of blocking allreduces needs no messages, named or not") {
@@ -117,7 +119,7 @@ TEST_CASE("express: dtypes, averages and scales are those of the agreed way") {
         s.postscale = integers ? 1 : 2;
         s.name = integers ? "i" : "d";
         s.tensors = {&tensor, 1};
-        CHECK_OK(engine.submit(s, &h));
+        CHECK_OK(step % 2 ? engine.call(s, &h) : engine.submit(s, &h));
         CHECK_OK(finish(engine, h));
         engine.release(h);
       }
@@ -210,7 +212,8 @@ TEST_CASE("express: a rank joins or leaves while the others are in a turn") {
       for (int step = 0; step < steps; ++step) {
         std::vector<float> v(4, 1.0f);
         int64_t h = 0;
-        CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {4}, &h));
+        CHECK_OK(submit(engine, Op::kAllreduce, "x", v, &v, {4}, &h,
+                        [round](Submission& s) { s.will_wait = round % 3 != 0; }));
         CHECK_OK(finish(engine, h));
         engine.release(h);
         CHECK_LOCKED(v[3] == (step < 20 ? 3.0f : 2.0f));
@@ -229,6 +232,56 @@ TEST_CASE("express: a rank joins or leaves while the others are in a turn") {
       engine.release(h);
     }));
   }
+}
+
+TEST_CASE("express: a call that repeats leaves nothing behind, and is written down like any other") {
+  World world(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    for (std::string name : {"x", ""}) {
+      const auto call = [&](int step, size_t n, int64_t* handle) {
+        std::vector<float> values(n, static_cast<float>(rank + step));
+        CHECK_OK(submit(engine, Op::kAllreduce, name, values, &values, {static_cast<int64_t>(n)}, handle,
+                        [](Submission& s) { s.will_wait = true; }));
+        CHECK_OK(finish(engine, *handle));
+        engine.release(*handle);
+        CHECK_LOCKED(values[n - 1] == static_cast<float>(1 + 2 * step));
+      };
+      int64_t handle = 0;
+      int short_ones = 0;
+      for (int step = 0; step < 300; ++step) {
+        call(step, 5, &handle);
+        short_ones += handle == 0;
+      }
+      CHECK_LOCKED(short_ones > 0);
+      CHECK_LOCKED(counter(engine, "live_handles") == 0);
+      // What is like it but for its size is not taken for it.
+      for (int step = 0; step < 40; ++step) call(step, step % 2 ? 5 : 6, &handle);
+    }
+    const std::string record = engine.flight_record("test");
+    CHECK_LOCKED(record.find("\"state\":\"pending\"") == std::string::npos);
+    CHECK_LOCKED(record.find("\"call\":680,") != std::string::npos);
+    CHECK_LOCKED(record.find("\"use\":339,") != std::string::npos);
+  }));
+}
+
+TEST_CASE("express: while a call is under way its name is taken, and a rank that never comes is named") {
+  World world(2, {{"HOROCLONE_YIELD_US", "100000"}});
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 2, step);
+    if (rank == 1) return;
+    std::vector<float> values(3, 1.0f);
+    int64_t handle = 0;
+    CHECK_OK(submit(engine, Op::kAllreduce, "x", values, &values, {3}, &handle,
+                    [](Submission& s) { s.will_wait = true; }));
+    REQUIRE(handle != 0);  // nobody else came: it is an operation now
+    int64_t second = 0;
+    const Status taken = submit(engine, Op::kAllreduce, "x", values, &values, {3}, &second);
+    CHECK_LOCKED(taken.code() == Code::kInvalidArgument);
+    const Status left = finish(engine, handle);
+    CHECK_LOCKED(!left.is_ok());
+    CHECK_LOCKED(left.text().find("rank 1") != std::string::npos);
+    engine.release(handle);
+  }));
 }
 
 }  // namespace

@@ -158,6 +158,10 @@ TEST_CASE("timeline: the engine never waits for the disk; what is dropped is cou
   CHECK(text.find(text_of("\"count\":", 300000 - shown, "}")) != std::string::npos);
 }
 
+Recorder::Entry entry_of(const Operation& op, uint64_t call) {
+  return {op.signature(), op.request.name, op.process_set, false, op.submitted, call, 0};
+}
+
 TEST_CASE("recorder: keeps the newest, in order, and leaves those that were pushed out alone") {
   Recorder recorder;
   std::vector<std::unique_ptr<Operation>> operations;
@@ -166,12 +170,12 @@ TEST_CASE("recorder: keeps the newest, in order, and leaves those that were push
     op->request.name = "t" + std::to_string(i);
     op->request.signature.tensors = {{DType::kF16, {2, static_cast<int64_t>(i)}}};
     op->submitted = Clock::now();
-    recorder.submitted(op.get(), i + 1, 0);
+    op->record = recorder.submitted(entry_of(*op, i + 1));
     operations.push_back(std::move(op));
   }
-  recorder.done(*operations[3], Code::kPeerLost, Recorder::now());  // no longer kept: its place is another's
+  recorder.done(operations[3]->record, Code::kPeerLost, Recorder::now());  // no longer kept: its place is another's
   recorder.agreed(*operations[20], Recorder::now());
-  recorder.done(*operations[20], Code::kMismatch, Recorder::now());
+  recorder.done(operations[20]->record, Code::kMismatch, Recorder::now());
   const std::string json = recorder.json();
   CHECK(times(json, "\"number\"") == Recorder::kKept);
   CHECK(json.find("\"t9\"") == std::string::npos);
@@ -191,9 +195,9 @@ TEST_CASE("recorder: cost of one operation") {
   for (int round = 0; round < kRounds; ++round) {
     const TimePoint began = Clock::now();
     for (int i = 0; i < kEach; ++i) {
-      recorder.submitted(&op, static_cast<uint64_t>(i), 0);
+      op.record = recorder.submitted(entry_of(op, static_cast<uint64_t>(i)));
       recorder.agreed(op, Recorder::now());
-      recorder.done(op, Code::kOk, Recorder::now());
+      recorder.done(op.record, Code::kOk, Recorder::now());
     }
     best_s = std::min(best_s, seconds_between(began, Clock::now()));
   }

@@ -1,6 +1,6 @@
 """Handles of operations in flight: what they will return, and the tensors that must live until they are done.
 
-Blocking in-place calls have no handle: `run` crosses into the core once. Thread: any, under Python's lock.
+Blocking calls have no handle: `run` and `call_plain` cross into the core once. Thread: any, under Python's lock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import process_sets as _sets
-from horoclone.array_handles import long_way, not_yet
+from horoclone.array_handles import end_call, long_way, not_yet
 from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
@@ -40,13 +40,14 @@ _exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 # The short way, as in horoclone/array_handles.py. Callers read them from this module: they change with the runtime.
 start_plain: Callable[..., int | None] = long_way
+call_plain: Callable[..., Any] = long_way
 start_plain_group: Callable[..., int | None] = long_way
 finish_plain: Callable[[Any], Any] = not_yet
 
 
 def _begin_life(runtime: Runtime) -> None:
     """A new table, for the handles of another runtime."""
-    global _owner, start_plain, start_plain_group, finish_plain
+    global _owner, start_plain, call_plain, start_plain_group, finish_plain
     _pending.clear()
     _unfinished.clear()
     _owner = runtime
@@ -56,6 +57,18 @@ def _begin_life(runtime: Runtime) -> None:
 
     door = TensorDoor(runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending)
     start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
+    call_plain = door.call
+
+
+def open_way(runtime: Runtime) -> None:
+    """Opens the short way for what comes, behind a call that has gone the long one."""
+    if runtime is not _owner:
+        _begin_life(runtime)
+
+
+def finish_call(handle: Any) -> Any:
+    """The output of a blocking call that took the short way and is not over."""
+    return end_call(_owner or native(), synchronize, handle)
 
 
 def remember(
@@ -117,11 +130,13 @@ def run(
     if dtype >= ON_GPU:
         output: torch.Tensor = synchronize(start_on_gpu(op, name, source, target, dtype, *rest))
         return output
+    runtime = native()
     try:
-        native().run(op, name, address_of(source), address_of(target), source.shape, dtype, *rest)
+        runtime.run(op, name, address_of(source), address_of(target), source.shape, dtype, *rest)
     except BaseException as error:
         keep_if_broken_off(error, (source, target))
         raise
+    open_way(runtime)
     return target
 
 

@@ -71,7 +71,6 @@ from horoclone.torch.grouped import (
     grouped_reducescatter_async,
 )
 from horoclone.torch.handles import (
-    keep_if_broken_off,
     poll,
     remember,
     run,
@@ -119,21 +118,14 @@ def allreduce_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )()
-    reduce = Average if op is None and average is None else resolve_reduce(average, op)
-    dtype = number_of(tensor, name, True)
-    if dtype >= ON_GPU:
-        scales = (prescale_factor, postscale_factor)
-        return run(ALLREDUCE, name, tensor, tensor, dtype, reduce, *scales, 0, set_id(process_set))
-    address = tensor.data_ptr() or NOWHERE
-    try:  # as in handles.run, spelt out: this is the call that loops make on one number
-        native().run(
-            ALLREDUCE, name, address, address, tensor.shape, dtype, reduce, prescale_factor, postscale_factor, 0,
-            0 if process_set is global_process_set else set_id(process_set),
-        )  # fmt: skip
-    except BaseException as error:
-        keep_if_broken_off(error, tensor)
-        raise
-    return tensor
+    plain = handles.call_plain(
+        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
+    )
+    if plain is not None:
+        return tensor if plain is tensor else handles.finish_call(plain)
+    reduce = resolve_reduce(average, op)
+    dtype, scales = number_of(tensor, name, True), (prescale_factor, postscale_factor)
+    return run(ALLREDUCE, name, tensor, tensor, dtype, reduce, *scales, 0, set_id(process_set))
 
 
 def allreduce_async_(
@@ -228,10 +220,19 @@ def allreduce(
 
         reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
     else:
-        dtype = number_of(wire, name, True)
-        output = torch.empty_like(wire, requires_grad=False)
-        reduced = run(ALLREDUCE, name, wire, output, dtype, reduce, *scales, 0, set_id(process_set))
+        reduced = _reduced_now(wire, name, reduce, scales, process_set)
     return compression.decompress(reduced, ctx)
+
+
+def _reduced_now(
+    tensor: torch.Tensor, name: str | None, reduce: int, scales: tuple[float, float], process_set: ProcessSet
+) -> torch.Tensor:
+    output = torch.empty_like(tensor, requires_grad=False)
+    plain = handles.call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
+    if plain is not None:
+        return output if plain is output else handles.finish_call(plain)
+    dtype = number_of(tensor, name, True)
+    return run(ALLREDUCE, name, tensor, output, dtype, reduce, *scales, 0, set_id(process_set))
 
 
 # --- allgather -----------------------------------------------------------------------------------------------------

@@ -136,6 +136,34 @@ def test_what_is_not_plain_goes_the_long_way() -> None:
 
 
 @ranks(2)
+def test_blocking_calls_take_the_short_way_too() -> None:
+    needs_exchange()
+    hvd.allreduce(torch.ones(1))  # a life's first goes the long way and opens the short one
+    before, real, seen = set(handles._pending), handles.call_plain, []
+    handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
+    try:
+        for dtype in NUMBER_OF:
+            want = sample(dtype)
+            long_way(lambda want=want: hvd.synchronize(hvd.allreduce_async_(want, op=hvd.Sum)))
+            for call in range(20):
+                mine = sample(dtype)
+                assert hvd.allreduce_(mine, op=hvd.Sum, name=str(dtype)) is mine
+                assert torch.equal(mine, want), (dtype, call)
+                assert torch.equal(hvd.allreduce(sample(dtype), op=hvd.Sum), want)
+        assert len(seen) == 2 * 20 * len(NUMBER_OF) and all(taken is not None for taken in seen)
+        assert any(isinstance(taken, torch.Tensor) for taken in seen)  # over without a handle
+        with pytest.raises(hvd.Mismatch, match="differs"):
+            hvd.allreduce_(torch.ones(2 + hvd.rank()), name="differs")
+        with pytest.raises(ValueError):
+            hvd.allreduce_(torch.ones(3, 4).t(), op=hvd.Sum)
+        assert seen[-1] is None
+    finally:
+        handles.call_plain = real
+    assert hvd.allreduce(torch.ones(2), op=hvd.Sum).tolist() == [2, 2]
+    assert set(handles._pending) <= before
+
+
+@ranks(2)
 def test_errors_of_the_core_come_as_ever_and_nothing_stays_behind() -> None:
     before = set(handles._pending)  # another test in these processes may have dropped a handle
     needs_exchange()

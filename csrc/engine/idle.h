@@ -1,0 +1,46 @@
+// The wait between "just now" and "asleep": a few pauses, then give the core to whoever is runnable, then sleep. Never
+// spins without limit: with more ranks than cores that costs whole scheduler slices. Thread: the one that drives.
+#pragma once
+
+#include <sched.h>
+
+#include "base/clock.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace hc {
+
+inline void pause_cpu() {
+#if defined(__x86_64__)
+  _mm_pause();
+#elif defined(__aarch64__)
+  asm volatile("yield");
+#endif
+}
+
+class Idle {
+ public:
+  Idle(int pauses, double yield_us) : pauses_(pauses), yield_us_(yield_us) {}
+  void reset() { turns_ = 0; }
+  // False when it is time to sleep.
+  bool pause() {
+    if (turns_++ < pauses_) {
+      pause_cpu();
+      return true;
+    }
+    if (turns_ == pauses_ + 1) started_ = Clock::now();
+    if (seconds_between(started_, Clock::now()) * 1e6 > yield_us_) return false;
+    ::sched_yield();
+    return true;
+  }
+
+ private:
+  const int pauses_;
+  const double yield_us_;
+  int turns_ = 0;
+  TimePoint started_{};
+};
+
+}  // namespace hc
