@@ -70,7 +70,7 @@ struct KnobRule {
   X(size_t, arena_bytes, 64 * kGiB, "ARENA_BYTES", "", KnobRule::bytes(1073741824.0, 17592186044416.0),     \
     "Address space reserved for the shared memory of one rank (memory itself is taken only as it is "       \
     "used).")                                                                                               \
-  X(size_t, segment_bytes, 128 * kKiB, "SEGMENT_BYTES", "", KnobRule::bytes(16, 1073741824.0),              \
+  X(size_t, segment_bytes, 256 * kKiB, "SEGMENT_BYTES", "", KnobRule::bytes(16, 1073741824.0),              \
     "Bytes of one transfer between machines.")                                                              \
   X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, 32768),                             \
     "In shared memory, up to this size an operation takes one barrier and every rank reads every input; "   \

@@ -32,7 +32,7 @@ class ScheduleRunner final : public Collective {
   const Schedule& schedule() const { return schedule_; }
 
  private:
-  static constexpr uint64_t kInFlight = 4;
+  static constexpr uint64_t kInFlight = 16;
 
   struct StepState {
     size_t segments = 0;
