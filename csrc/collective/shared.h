@@ -46,11 +46,11 @@ struct LaneFlags {
 };
 
 // One member's part of an express turn.
-inline constexpr size_t kExpressBytes = 16u << 10;
+inline constexpr size_t kExpressBytes = 64u << 10;
 struct ExpressSlot {
   alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
   std::atomic<uint64_t> slot, sequence, signature;
-  std::atomic<uint64_t> last;  // the turn in which this member found that it was the last to come
+  std::atomic<uint64_t> last;                        // the turn in which this member found that it was the last to come
   std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
   alignas(kCacheLine) std::byte many[kExpressBytes];
   std::byte* payload(size_t bytes) { return bytes <= sizeof few ? few : many; }
@@ -61,7 +61,7 @@ inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in tur
 inline constexpr int kBlockSlots = 4;
 inline constexpr size_t kBlockSlotBytes = 512u << 10;
 inline constexpr size_t kExpressOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
-inline constexpr size_t kBucketFlagsOffset = kExpressOffset + 12 * kPage;  // behind two express slots
+inline constexpr size_t kBucketFlagsOffset = kExpressOffset + 34 * kPage;  // behind two express slots
 inline constexpr size_t kMaxFrozenBuckets = 4096;
 static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
 static_assert(sizeof(LaneFlags) <= kPage);

@@ -246,6 +246,7 @@ class Engine {
 
   // engine.cc
   void attach_messages();
+  size_t express_limit(const ProcessSet& set) const;
   std::unique_ptr<ProcessSet> make_set(uint16_t id, std::vector<int> ranks);
   ProcessSet* find_set(int id) const;
 
@@ -319,7 +320,7 @@ class Engine {
   EngineCounters counters_;
   NamedThread thread_;
 
-  Operation repeating_;  // stands in NameRecord::pending for a call under way in repeat()
+  Operation repeating_;           // stands in NameRecord::pending for a call under way in repeat()
   mutable std::mutex submit_mu_;  // guards incoming_, failure_ and the parts of ProcessSet marked "submit lock"
   std::vector<Operation*> incoming_;
   Status failure_;  // not ok: submit refuses with it
@@ -362,7 +363,7 @@ class Engine {
   TimePoint next_gathered_ = TimePoint::max();  // when the first gathering window of the last step() closes
   TimePoint next_timer_{}, next_stall_report_{}, last_mismatch_save_{};
   Inquiry inquiry_;
-  size_t express_bytes_ = 16 * kKiB;  // agreed; constant after connect
+  size_t flat_bytes_ = 16 * kKiB;     // agreed, and changed by no probe; constant after connect
   Tuning agreed_tuning_;              // rank 0's settings at init; constant after connect
   Tuning tuning_;                     // the newest that this rank knows of; its coordinators pass it on
   std::unique_ptr<Autotuner> tuner_;  // on rank 0 while it searches

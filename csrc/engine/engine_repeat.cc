@@ -69,8 +69,7 @@ bool Engine::repeat(const Submission& s, int64_t* handle) {
   if (!turn) return false;
   const uint64_t use = s.name.empty() ? set->next_sequence(s.op) : record->uses++;
   if (!s.name.empty()) record->pending.store(&repeating_, std::memory_order_release);
-  const uint64_t number =
-      recorder_.submitted({known.signature, s.name, set->id, false, submitted, ++set->calls, use});
+  const uint64_t number = recorder_.submitted({known.signature, s.name, set->id, false, submitted, ++set->calls, use});
   lock.unlock();
   wake_readers(*set);
   counters_.operations.fetch_add(1, std::memory_order_relaxed);

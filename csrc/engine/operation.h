@@ -85,14 +85,14 @@ class Handles {
   bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
   // Some hundred thousand operations have been live at once: acquire() may soon find nothing.
   bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMostPooled / 2; }
-  void finished(Operation* op);               // driving thread: sets `done`; the operation may be recycled at once
+  void finished(Operation* op);  // driving thread: sets `done`; the operation may be recycled at once
   size_t live() const;
 
  private:
   static constexpr size_t kMostPooled = size_t{1} << 20;
   void recycle(Operation* op);
   std::atomic<size_t> pooled_{0};  // pool_.size()
-  mutable std::mutex mu_;  // guards all below
+  mutable std::mutex mu_;          // guards all below
   std::vector<std::unique_ptr<Operation>> pool_;
   std::vector<uint32_t> free_;
   int64_t serial_;

@@ -156,7 +156,7 @@ class ProcessSet {
   // Its operations are frozen runs without a bucket set.
   Express express;
   bool express_allowed = true;
-  size_t express_bytes = 16 * kKiB;  // larger ones are agreed on; the agreed FLAT_BYTES, which no probe changes
+  size_t express_bytes = 16 * kKiB;  // larger ones are agreed on; the same on all members
   struct ExpressTrial {              // group rank 0
     static constexpr int kFirstWanted = 8;
     int alike = 0, wanted = kFirstWanted;  // plans in a row that suit it; how many open a session

@@ -1,6 +1,7 @@
-// TensorDoor: the short way of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It takes what is right
-// and common; for all else, and for every error, it says None, and the caller goes the long way, which says what is
-// wrong. By CPython's own calling convention (METH_FASTCALL): pybind11's takes as long as the core's whole submission.
+// TensorDoor: the short way of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It
+// takes what is right and common; for all else, and for every error, it says None, and the caller goes the long way,
+// which says what is wrong. By CPython's own calling convention (METH_FASTCALL): pybind11's takes as long as the core's
+// whole submission.
 #include "tensor_door.h"
 
 #include <climits>
@@ -109,9 +110,7 @@ PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, boo
   return submit(door, args, request, tensors);
 }
 
-PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  return start_one(self, args, count, false);
-}
+PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, false); }
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, true); }
 
 PyObject* start_group(PyObject* self, PyObject* const* args, Py_ssize_t count) {

@@ -49,7 +49,7 @@ TEST_CASE("HOROCLONE_ wins over HOROVOD_, which is read where the meaning is the
   CHECK(good({{"HOROVOD_FUSION_THRESHOLD", "1000"}, {"HOROCLONE_FUSION_THRESHOLD", "2000"}}).fusion_bytes == 2000);
   CHECK(good({{"HOROVOD_GLOO_IFACE", "eth0,eth1"}}).interfaces == "eth0,eth1");
   CHECK(good({{"HOROVOD_CYCLE_TIME", "3.5"}}).gathering_window_ms == 3.5);
-  CHECK(good({{"HOROVOD_SEGMENT_BYTES", "64"}}).segment_bytes == 128 * kKiB);  // no such variable
+  CHECK(good({{"HOROVOD_SEGMENT_BYTES", "64"}}).segment_bytes == 256 * kKiB);  // no such variable
   CHECK(good({{"HOROVOD_NO_SUCH_THING", "x"}}).cache_capacity == 8192);
 }
 

@@ -97,7 +97,7 @@ TEST_CASE("express: it is not taken when it is switched off, over TCP, or by wha
   World large(2);
   for (World* world : {&tcp, &off, &large})
     CHECK_OK(world->each([&](Engine& engine, int rank) {
-      for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 2, step, world == &large ? 5000 : 3);
+      for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 2, step, world == &large ? 17000 : 3);
       CHECK_LOCKED(counter(engine, "express") == 0);
     }));
 }
@@ -271,8 +271,8 @@ TEST_CASE("express: while a call is under way its name is taken, and a rank that
     if (rank == 1) return;
     std::vector<float> values(3, 1.0f);
     int64_t handle = 0;
-    CHECK_OK(submit(engine, Op::kAllreduce, "x", values, &values, {3}, &handle,
-                    [](Submission& s) { s.will_wait = true; }));
+    CHECK_OK(
+        submit(engine, Op::kAllreduce, "x", values, &values, {3}, &handle, [](Submission& s) { s.will_wait = true; }));
     REQUIRE(handle != 0);  // nobody else came: it is an operation now
     int64_t second = 0;
     const Status taken = submit(engine, Op::kAllreduce, "x", values, &values, {3}, &second);
