@@ -76,8 +76,9 @@ struct KnobRule {
     "In shared memory, up to this size an operation takes one barrier and every rank reads every input; "   \
     "larger ones move in blocks.")                                                         \
   X(bool, express, true, "EXPRESS", "", KnobRule::flag(),                                                   \
-    "In shared memory, small operations that are called again and again, one at a time and alike on all ranks, " \
-    "are not agreed on anew each time; 0: always.")                                                         \
+    "In shared memory, small operations (of up to FLAT_BYTES, four times that between two ranks) that are "    \
+    "called again and again, one at a time and alike on all ranks, are not agreed on anew each time; 0: "       \
+    "always.")                                                                                                 \
   X(size_t, block_bytes, 256 * kKiB, "BLOCK_BYTES", "", KnobRule::bytes(64, 67108864),                      \
     "Bytes of one block when tensors outside shared memory pass through it.")                               \
   X(size_t, ring_threshold_bytes, 64 * kKiB, "RING_THRESHOLD_BYTES", "",                                    \

@@ -32,6 +32,7 @@ class ScheduleRunner final : public Collective {
   const Schedule& schedule() const { return schedule_; }
 
  private:
+  // With 4 of 128 KiB a link of 10 Gbit/s ran dry while a rank summed (docs/performance.md, between two hosts).
   static constexpr uint64_t kInFlight = 16;
 
   struct StepState {

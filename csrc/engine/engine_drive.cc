@@ -153,11 +153,12 @@ int64_t Engine::work_until_idle() {
   poll_mesh(&moved);
   Idle idle(spin_pauses_, config_.yield_us);
   may_fill_ = true;
+  unsigned looks = 0;
   while (!gate_.wanted() && !stopping_.load()) {
     if (step()) {
       idle.reset();
     } else if (fills_) {
-      pause_cpu();
+      ++looks % 8 == 0 ? static_cast<void>(::sched_yield()) : pause_cpu();  // who submits may be without a core
     } else if (outstanding() == 0 || !idle.pause()) {
       break;
     }
