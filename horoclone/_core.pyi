@@ -82,7 +82,10 @@ class TensorDoor:
         priority: int,
         /,
     ) -> Any:
-        """As start, for a caller that waits at once: the target where it is over already, else a handle."""
+        """As start, and waits: the target, or the handle of an operation that has failed.
+
+        A signal's exception ends all operations first, when the core still reads and writes the tensors.
+        """
     def start_group(
         self,
         sources: list[Any],

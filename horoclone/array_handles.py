@@ -9,7 +9,6 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 
 if TYPE_CHECKING:
@@ -49,8 +48,9 @@ def not_yet(handle: Any) -> Any:
 
 # The short way of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
 # or None for what is not plain or not right; finish_plain returns the output, or NotImplemented where `synchronize` has
-# to wait, raise or make something. call_plain is for who waits at once: the output if it is over already, else a handle
-# for `end_call`, or None. Callers read them from this module: they change with the runtime.
+# to wait, raise or make something. call_plain waits, too: it returns the output, or None, or the handle of an
+# operation that has failed, of which `synchronize` raises the error. Callers read them from this module: they change
+# with the runtime.
 start_plain: Callable[..., int | None] = long_way
 call_plain: Callable[..., Any] = long_way
 start_plain_group: Callable[..., int | None] = long_way
@@ -80,21 +80,6 @@ def open_way(native: Runtime) -> None:
     """Opens the short way for what comes, behind a call that has gone the long one."""
     if native is not _owner:
         _begin_life(native)
-
-
-def end_call(native: Runtime, wait: Callable[[Any], Any], handle: Any) -> Any:
-    """Waits, by `wait`, for a blocking call that took the short way and is not over, and returns its output.
-
-    When a signal breaks it off (Ctrl-C), all operations are ended: the core still reads and writes the caller's memory.
-    """
-    try:
-        return wait(handle)
-    except (HorovodInternalError, ValueError):
-        raise
-    except BaseException:
-        if not native.poll(handle):
-            native.abort("interrupted in a blocking operation")
-        raise
 
 
 def _as_pending(handle: int, kept: Any) -> Pending:
@@ -131,12 +116,6 @@ def poll(handle: int) -> bool:
         return True
     pending = _as_pending(handle, kept)
     return pending.handle == 0 or pending.native.poll(pending.handle)
-
-
-def finish_call(handle: int) -> Any:
-    """The output of a blocking call that took the short way and is not over."""
-    assert _owner is not None
-    return end_call(_owner, synchronize, handle)
 
 
 def synchronize(handle: int) -> Any:

@@ -80,7 +80,7 @@ def allreduce(
     plain = array_handles.call_plain(source, out, None, name, reduce, *scales, process_set, 0)
     if plain is None:
         return _now_in(out, _allreduce(source, out, name, reduce, scales, process_set))
-    return out if plain is out else array_handles.finish_call(plain)
+    return out if plain is out else array_handles.synchronize(plain)
 
 
 def allreduce_async(
@@ -122,7 +122,7 @@ def allreduce_(
         array, array, average, name, op, prescale_factor, postscale_factor, process_set, 0
     )
     if plain is not None:
-        return array if plain is array else array_handles.finish_call(plain)
+        return array if plain is array else array_handles.synchronize(plain)
     target = memory.writable(array)
     scales = (prescale_factor, postscale_factor)
     reduce = ops.resolve_reduce(average, op)

@@ -296,6 +296,35 @@ hvd.shutdown()
     assert float(re.search(r"interrupted after ([\d.]+)", done.stdout)[1]) < 1.5, done.output
 
 
+def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(two):
+    """Also between the first look at a turn and the wait: nothing is under way afterwards, and a new life begins."""
+    done = two(
+        """
+import threading
+from horoclone import array_handles
+for life in range(12):
+    hvd.init()
+    for _ in range(40):
+        hvd.allreduce(np.ones(1), name="x")
+    if hvd.rank() == 0:
+        threading.Timer(0.003 + 0.0007 * life, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
+    try:
+        while True:
+            hvd.allreduce_(np.ones(1), name="x")
+            if hvd.rank() == 1:
+                time.sleep(0.0002)  # so that rank 0 waits
+    except KeyboardInterrupt:
+        assert not array_handles._pending, array_handles._pending
+        assert hvd.metrics()["live_handles"] == 0
+    except hvd.HorovodInternalError:
+        assert hvd.rank() == 1
+    hvd.shutdown()
+print("lived", flush=True)
+"""
+    )
+    assert done.stdout.count("lived") == 2, done.output
+
+
 def test_an_exception_hook_of_the_user_still_runs(two):
     done = two(
         """

@@ -374,8 +374,9 @@ class Engine {
     double ahead_s = 0, error_s = 1e9;
   } clock_;
   unsigned turn_ = 0;
-  bool may_fill_ = false;  // nobody waits, and hc-engine does not go to sleep: a ballot may wait for company
-  bool fills_ = false;     // in this step one did
+  int calls_without_a_look_ = 0;  // that repeat() may have served since the engine last had one
+  bool may_fill_ = false;         // nobody waits, and hc-engine does not go to sleep: a ballot may wait for company
+  bool fills_ = false;            // in this step one did
 };
 
 }  // namespace hc

@@ -19,6 +19,9 @@ bool is_like(const Submission::Tensor& t, const TensorMeta& known) {
 constexpr int kMostPauses = 1000;
 constexpr double kLongestUs = 80;
 
+// A rank of another process set, say, may have said something.
+constexpr int kCallsWithoutALook = 256;
+
 // root: as a group rank.
 bool is_like(const Submission& s, int root, const Signature& known) {
   return s.op == known.op && s.reduce == known.reduce && root == known.root && s.prescale == known.prescale &&
@@ -33,6 +36,11 @@ Status Engine::call(const Submission& s, int64_t* handle) {
   *handle = 0;
   if (s.on_device || s.done || !connected_.load(std::memory_order_acquire) || !gate_.try_enter())
     return submit(s, handle);
+  if (++calls_without_a_look_ >= kCallsWithoutALook) {  // the engine's turn, which sees what peers say
+    calls_without_a_look_ = 0;
+    leave_gate();
+    return submit(s, handle);
+  }
   const bool repeated = repeat(s, handle);
   if (repeated && *handle != 0) {
     gate_.leave(has_incoming_.load(std::memory_order_seq_cst));  // the caller waits for it at once
@@ -83,7 +91,10 @@ bool Engine::repeat(const Submission& s, int64_t* handle) {
   Progress progress = turn->step(&moved);
   while (progress == Progress::kPending && !gate_.wanted() && idle.pause()) progress = turn->step(&moved);
   if (progress == Progress::kDone && !turn->withdrawn()) {
-    if (!s.name.empty()) record->pending.store(nullptr, std::memory_order_release);
+    if (s.name.empty())
+      set->pass_over(s.op, use);
+    else
+      record->pending.store(nullptr, std::memory_order_release);
     counters_.express.fetch_add(1, std::memory_order_relaxed);
     note_arrival(*set, submitted, turn->arrival());
     recorder_.done(number, Code::kOk, Recorder::now());

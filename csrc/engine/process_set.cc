@@ -239,6 +239,11 @@ void ProcessSet::thaw() {
   lane->publish(lane->mine().thawed, 1);
 }
 
+void ProcessSet::pass_over(Op op, uint64_t sequence) {
+  Window& w = windows_[static_cast<int>(op)];
+  if (w.operations.empty()) w.base = std::max(w.base, sequence + 1);
+}
+
 void ProcessSet::forget(Operation* op) {
   pending.back()->pending_at = op->pending_at;
   pending[op->pending_at] = pending.back();
@@ -249,8 +254,8 @@ void ProcessSet::forget(Operation* op) {
   }
   const Op kind = op->signature().op;
   if (kind != Op::kJoin && op->request.name.empty()) {
+    pass_over(kind, op->request.sequence);
     Window& w = windows_[static_cast<int>(kind)];
-    if (w.operations.empty()) w.base = std::max(w.base, op->request.sequence + 1);  // it was never announced
     const uint64_t at = op->request.sequence - w.base;
     if (at < w.operations.size()) w.operations[at] = nullptr;
     while (!w.operations.empty() && !w.operations.front()) {

@@ -114,6 +114,8 @@ class ProcessSet {
   template <class FindNamed>
   Operation* match(Op op, const PlanEntry& entry, FindNamed&& find_named);
   void forget(Operation* op);  // it is about to be done
+  // An unnamed operation with this number was never announced: the next that is need not count from before it.
+  void pass_over(Op op, uint64_t sequence);
 
   // To whom my ballots go and from whom plans come (world rank); not on group rank 0.
   int above() const { return tree ? ranks[tree->parent(group_rank)] : coordinator_rank(); }

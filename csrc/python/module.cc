@@ -15,13 +15,13 @@
 #include "quantize.h"
 #include "simulate.h"
 #include "tensor_door.h"
+#include "wait_slice.h"
 #include "without_gil.h"
 
 namespace py = pybind11;
 
 namespace {
 
-constexpr double kWaitSliceS = 0.05;  // between two looks at Python's signals
 constexpr int kMaxDimensions = 64;
 
 // code -> callable(text, culprit) that makes the exception; kept alive for the interpreter's life on purpose.
@@ -217,7 +217,7 @@ class Runtime {
       hc_status* status;
       {
         WithoutGil released;
-        status = hc_wait(rt_, handle, kWaitSliceS, &done);
+        status = hc_wait(rt_, handle, hc_python::kWaitSliceS, &done);
       }
       if (done) {
         if (status) hc_release(rt_, handle);

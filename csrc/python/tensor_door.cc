@@ -7,6 +7,8 @@
 #include <climits>
 
 #include "plain_tensors.h"
+#include "wait_slice.h"
+#include "without_gil.h"
 
 namespace py = pybind11;
 
@@ -68,20 +70,8 @@ bool read_tensors(const TensorDoor* door, PyObject* source, PyObject* target, Pl
          out->add(source, target);
 }
 
-// Submits, and writes down what must live until it is done. The target itself where it is over already, which only a
-// caller that waits can see.
-PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request& request,
-                 const PlainTensors& tensors) {
-  hc_handle number = 0;
-  const auto send = request.will_wait ? hc_call : hc_submit;
-  if (hc_status* status = send(door->rt, &request, tensors.data(), tensors.count(), &number)) {
-    hc_status_destroy(status);
-    Py_RETURN_NONE;
-  }
-  if (number == 0) {
-    Py_INCREF(args[kTarget]);
-    return args[kTarget];
-  }
+// Writes down what must live until the operation is done, or until its error has been asked for.
+PyObject* remember(const TensorDoor* door, PyObject* const* args, hc_handle number) {
   PyObject* handle = PyLong_FromLongLong(number);
   PyObject* kept = args[kTarget];
   if (args[kSource] == args[kTarget])
@@ -100,6 +90,54 @@ PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request
   return nullptr;
 }
 
+PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request& request,
+                 const PlainTensors& tensors) {
+  hc_handle number = 0;
+  if (hc_status* status = hc_submit(door->rt, &request, tensors.data(), tensors.count(), &number)) {
+    hc_status_destroy(status);
+    Py_RETURN_NONE;
+  }
+  return remember(door, args, number);
+}
+
+// A signal's exception (Ctrl-C) is set: ends what the core still reads and writes the caller's memory for.
+PyObject* break_off(const TensorDoor* door, PyObject* const* args, hc_handle number) {
+  if (!hc_poll(door->rt, number)) {
+    WithoutGil released;
+    hc_abort(door->rt, "interrupted in a blocking operation");
+  }
+  if (!hc_poll(door->rt, number)) {  // it would not end: then its tensors are never let go
+    Py_INCREF(args[kSource]);
+    Py_INCREF(args[kTarget]);
+  }
+  hc_release(door->rt, number);
+  return nullptr;
+}
+
+// Submits and waits. The target, or, where it failed, the handle, of which `synchronize` raises the error.
+PyObject* run(const TensorDoor* door, PyObject* const* args, const hc_request& request, const PlainTensors& tensors) {
+  hc_handle number = 0;
+  if (hc_status* status = hc_call(door->rt, &request, tensors.data(), tensors.count(), &number)) {
+    hc_status_destroy(status);
+    Py_RETURN_NONE;
+  }
+  int32_t done = number == 0;
+  while (!done) {
+    hc_status* status;
+    {
+      WithoutGil released;
+      status = hc_wait(door->rt, number, kWaitSliceS, &done);
+    }
+    const bool failed = done && status;
+    hc_status_destroy(status);
+    if (failed) return remember(door, args, number);
+    if (!done && PyErr_CheckSignals() != 0) return break_off(door, args, number);
+  }
+  if (number != 0) hc_release(door->rt, number);
+  Py_INCREF(args[kTarget]);
+  return args[kTarget];
+}
+
 PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, bool will_wait) {
   const auto* door = reinterpret_cast<const TensorDoor*>(self);
   hc_request request{};
@@ -107,7 +145,7 @@ PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, boo
   PlainTensors tensors(door->exchange);
   if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
   if (!read_tensors(door, args[kSource], args[kTarget], &tensors)) Py_RETURN_NONE;
-  return submit(door, args, request, tensors);
+  return (will_wait ? run : submit)(door, args, request, tensors);
 }
 
 PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, false); }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import process_sets as _sets
-from horoclone.array_handles import end_call, long_way, not_yet
+from horoclone.array_handles import long_way, not_yet
 from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
@@ -64,11 +64,6 @@ def open_way(runtime: Runtime) -> None:
     """Opens the short way for what comes, behind a call that has gone the long one."""
     if runtime is not _owner:
         _begin_life(runtime)
-
-
-def finish_call(handle: Any) -> Any:
-    """The output of a blocking call that took the short way and is not over."""
-    return end_call(_owner or native(), synchronize, handle)
 
 
 def remember(

@@ -122,7 +122,7 @@ def allreduce_(
         tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
     )
     if plain is not None:
-        return tensor if plain is tensor else handles.finish_call(plain)
+        return tensor if plain is tensor else handles.synchronize(plain)
     reduce = resolve_reduce(average, op)
     dtype, scales = number_of(tensor, name, True), (prescale_factor, postscale_factor)
     return run(ALLREDUCE, name, tensor, tensor, dtype, reduce, *scales, 0, set_id(process_set))
@@ -230,7 +230,7 @@ def _reduced_now(
     output = torch.empty_like(tensor, requires_grad=False)
     plain = handles.call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
-        return output if plain is output else handles.finish_call(plain)
+        return output if plain is output else handles.synchronize(plain)
     dtype = number_of(tensor, name, True)
     return run(ALLREDUCE, name, tensor, output, dtype, reduce, *scales, 0, set_id(process_set))
 
