@@ -33,7 +33,8 @@ Operation* Handles::acquire() {
     free_.pop_back();
   } else {
     place = static_cast<uint32_t>(pool_.size());
-    if (place > kPlaceMask) return nullptr;
+    static_assert(kMostPooled == size_t{1} << kPlaceBits);
+    if (place >= kMostPooled) return nullptr;
     pool_.push_back(std::make_unique<Operation>());
     pooled_.store(pool_.size(), std::memory_order_relaxed);
   }

@@ -70,9 +70,8 @@ NameRecord* ProcessSet::known_record(Op op, std::string_view name) {
 }
 
 Operation* ProcessSet::find_named(Op op, std::string_view name) {
-  auto& names = names_[static_cast<int>(op)];
-  auto at = names.find(std::string(name));
-  return at == names.end() ? nullptr : at->second.pending.load(std::memory_order_acquire);
+  NameRecord* record = known_record(op, name);
+  return record ? record->pending.load(std::memory_order_acquire) : nullptr;
 }
 
 void ProcessSet::adopt(Operation* op) {

@@ -141,7 +141,6 @@ PyObject* run(const TensorDoor* door, PyObject* const* args, const hc_request& r
 PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, bool will_wait) {
   const auto* door = reinterpret_cast<const TensorDoor*>(self);
   hc_request request{};
-  request.will_wait = will_wait;
   PlainTensors tensors(door->exchange);
   if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
   if (!read_tensors(door, args[kSource], args[kTarget], &tensors)) Py_RETURN_NONE;
