@@ -15,6 +15,9 @@
 
 namespace hc::net_tests {
 
+// alarm() in a forked child: one that hangs dies, and its parent goes on to say so.
+inline constexpr unsigned kChildSeconds = 120;
+
 inline MeshOptions small_options(bool shared_memory) {
   MeshOptions options;
   options.shared_memory = shared_memory;

@@ -13,6 +13,7 @@
 #include <random>
 
 #include "net/arena.h"
+#include "tests/net_world.h"
 
 using namespace hc;
 
@@ -38,7 +39,10 @@ bool is_zero(const std::byte* p, size_t bytes) {
 template <class Body>
 bool in_child(const Body& body) {
   pid_t child = fork();
-  if (child == 0) _exit(body() ? 0 : 1);
+  if (child == 0) {
+    alarm(net_tests::kChildSeconds);
+    _exit(body() ? 0 : 1);
+  }
   int status = 0;
   REQUIRE(waitpid(child, &status, 0) == child);
   return WIFEXITED(status) && WEXITSTATUS(status) == 0;

@@ -76,6 +76,7 @@ struct Family {
 
   template <class Role>
   [[noreturn]] void child(int rank, bool shared, int in, int out, const Role& role) {
+    alarm(kChildSeconds);
     auto listening = Mesh::listen(small_options(shared));
     if (!listening.is_ok()) _exit(91);
     mesh = listening.take();
@@ -142,6 +143,7 @@ TEST_CASE("processes: a child that a rank forked keeps its sockets open, yet the
   Family family(2, true, [](Mesh& mesh, int, int out) {
     pid_t grandchild = fork();
     if (grandchild == 0) {
+      alarm(kChildSeconds);
       sleep(2);  // never told the mesh, so it holds copies of everything
       _exit(0);
     }
@@ -182,6 +184,7 @@ TEST_CASE("processes: a forked child lets go of everything and the parent does n
     world.must_connect();
     pid_t child = fork();
     if (child == 0) {
+      alarm(kChildSeconds);
       bool moved = false;
       std::vector<Loss> losses;
       for (auto& mesh : world.meshes) mesh->after_fork_child();
