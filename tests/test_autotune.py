@@ -228,7 +228,7 @@ def test_the_flags_of_the_launcher_reach_it(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
         "import numpy as np\nimport horoclone as hvd\nhvd.init()\n"
-        "for step in range(2000):\n"
+        "for step in range(50_000):\n"
         "    hvd.allreduce(np.ones(2000), name='x')\n"
         "    if step % 10 == 9:\n"
         "        mine = np.array([hvd.metrics()['autotune']['searching']])\n"

@@ -65,6 +65,7 @@ class DriveGate {
     std::lock_guard lock(mu_);
     changed_.notify_all();
   }
+  bool driven() const { return driven_.load(std::memory_order_seq_cst); }
   bool wanted() const { return wanting_.load(std::memory_order_relaxed) > 0; }
   void stop() {
     std::lock_guard lock(mu_);

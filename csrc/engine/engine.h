@@ -169,6 +169,7 @@ class Engine {
   // engine_repeat.cc
   bool repeat(const Submission& s, int64_t* handle);
   bool may_repeat(const ProcessSet& set) const;
+  bool tunes(const ProcessSet& set) const;
 
   // engine_capture.cc
   Status refuse_captured(const Submission& s, Gpu& gpu) const;
@@ -271,6 +272,7 @@ class Engine {
   size_t outstanding() const;
   void tell_everybody(const Status& reason);
   void say_goodbye(double timeout_s);
+  void end_thread();
 
   // engine_stall.cc
   struct StallFacts {

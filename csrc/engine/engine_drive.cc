@@ -22,9 +22,7 @@ constexpr int kSliceMs = 50;                       // a waiter looks up (deadlin
 
 Engine::~Engine() {
   if (connected_.load()) (void)shutdown(0);
-  gate_.stop();
-  if (thread_.running() && mesh_) mesh_->wake_self();
-  thread_.join();
+  end_thread();
   notifier_.stop();
 }
 
@@ -108,7 +106,10 @@ void Engine::rest_after_driving() {
   if (!engine_sleeps_.load(std::memory_order_seq_cst)) return;
   const bool waiting = outstanding() > 0 || device_in_flight();  // what flies is watched: a rank may die, NCCL fail
   mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
-  if (!waiting && !has_incoming_.load(std::memory_order_seq_cst)) return;
+  // What a peer has said since the last step rang no doorbell, though nothing of this rank waits for it: a question,
+  // say.
+  const bool news = mesh_->progress_shared() || mesh_->has_frames();
+  if (!waiting && !news && !has_incoming_.load(std::memory_order_seq_cst)) return;
   if (step() || untimed_sleep_.load() || next_gathered_ != TimePoint::max()) mesh_->wake_self();
 }
 
@@ -138,6 +139,7 @@ void Engine::run() {
       untimed_sleep_.store(false);
       engine_sleeps_.store(true, std::memory_order_seq_cst);
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      if (!gate_.driven()) sleep_us = 0;  // it has left, and may not have seen that this thread was to sleep
     }
     if (sleep_us != 0) sleep_on_mesh(sleep_us);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -172,6 +174,7 @@ int64_t Engine::work_until_idle() {
   engine_sleeps_.store(true, std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   if (!hands_over && step()) return 0;
+  if (hands_over) return kBusyLook / std::chrono::microseconds(1);  // who wanted to drive may find its operation done
   return untimed_sleep_.load() ? -1 : longest_sleep_us(static_cast<int>(timer_s_ * 1000) + 1);
 }
 
@@ -359,6 +362,16 @@ void Engine::say_goodbye(double timeout_s) {
   }
 }
 
+void Engine::end_thread() {
+  gate_.stop();
+  if (!thread_.running()) return;
+  // A peer may have rung for hc-engine and say_goodbye() have answered: the asleep word says kAwake then, upon which
+  // wake_self() rings nothing, yet hc-engine sleeps.
+  mesh_->set_asleep(Sleep::kAsleepWaiting);
+  mesh_->wake_self();
+  thread_.join();
+}
+
 Status Engine::shutdown(double timeout_s) {
   if (!connected_.load()) return Status::ok();
   const auto idle = [this] { return failed_.load() || (outstanding() == 0 && !has_incoming_.load()); };
@@ -379,9 +392,7 @@ Status Engine::shutdown(double timeout_s) {
   stopping_.store(true);
   connected_.store(false);
   leave_gate();
-  gate_.stop();
-  mesh_->wake_self();
-  thread_.join();
+  end_thread();
   for (Operation* op : incoming_) {  // submitted in the last moment by another thread
     ProcessSet* set = find_set(op->process_set);
     if (is_message(op->signature().op)) {

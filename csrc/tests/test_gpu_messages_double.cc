@@ -250,6 +250,33 @@ TEST_CASE(
   }
 }
 
+// What it is asked in the moment in which its barrier ends comes while it is awake, and rings nothing.
+TEST_CASE("double of CUDA and NCCL: the rank that orders is asked while it comes out of a barrier, and answers") {
+  const int rounds = kSanitized ? 100 : 1000;
+  World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}}));
+  std::atomic<int> ended{0};
+  on_gpus(world, [&](Rank& self, int rank) {
+    int32_t* data = self.gpu.tensor(numbers(10, 0));
+    for (int round = 1; round <= rounds; ++round) {
+      std::vector<float> none;
+      int64_t barrier = 0;
+      CHECK_OK(submit(self.engine, Op::kBarrier, "all", none, &none, {}, &barrier,
+                      [](Submission& s) { s.will_wait = true; }));
+      Status outcome = finish(self.engine, barrier);
+      if (barrier) self.engine.release(barrier);
+      if (rank == 1) outcome = self.ends(self.send(data, 10, 2));
+      if (rank == 2) outcome = self.ends(self.receive(data, 10, 1));
+      CHECK_OK(outcome);
+      if (rank != 0) ++ended;
+      const Deadline deadline = Deadline::in(30);  // rank 0 does nothing meanwhile that would wake its engine
+      while (ended < 2 * round && !deadline.passed()) std::this_thread::sleep_for(std::chrono::microseconds(20));
+      const bool answered = ended >= 2 * round;
+      CHECK_LOCKED(answered);
+      if (!answered) return;
+    }
+  });
+}
+
 TEST_CASE("double of CUDA and NCCL: messages arrive also after rank 0, which orders them, has shut down") {
   for (const bool shared : {true, false}) {
     CAPTURE(shared);

@@ -235,6 +235,28 @@ TEST_CASE("wake_self ends a sleep that has begun and one that is about to begin"
   CHECK_FALSE(moved);
 }
 
+TEST_CASE("a doorbell that one thread has answered ends no other's sleep, until the asleep word says so again") {
+  MeshWorld world(2, true);
+  world.must_connect();
+  Mesh &mesh = *world.meshes[0], &peer = *world.meshes[1];
+  const auto would_wake = [&] {
+    pollfd watched{mesh.wait_fd(), POLLIN, 0};
+    return ::poll(&watched, 1, 0) == 1;
+  };
+  bool moved = false;
+  std::vector<Loss> losses;
+  mesh.set_asleep(Sleep::kAsleepIdle);
+  peer.wake(0, true);
+  CHECK(would_wake());
+  REQUIRE(mesh.poll(0, &moved, &losses).is_ok());  // another thread than the one that sleeps
+  CHECK(mesh.is_awake());
+  mesh.wake_self();
+  CHECK_FALSE(would_wake());
+  mesh.set_asleep(Sleep::kAsleepWaiting);
+  mesh.wake_self();
+  CHECK(would_wake());
+}
+
 TEST_CASE("what a rank said before it closed is received first, then its loss is told once") {
   for (bool shared : {true, false}) {
     CAPTURE(shared);
