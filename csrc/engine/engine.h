@@ -169,7 +169,7 @@ class Engine {
   // engine_repeat.cc
   bool repeat(const Submission& s, int64_t* handle);
   bool may_repeat(const ProcessSet& set) const;
-  bool tunes(const ProcessSet& set) const;
+  bool is_tuning(const ProcessSet& set) const;
 
   // engine_capture.cc
   Status refuse_captured(const Submission& s, Gpu& gpu) const;

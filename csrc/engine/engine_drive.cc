@@ -106,8 +106,7 @@ void Engine::rest_after_driving() {
   if (!engine_sleeps_.load(std::memory_order_seq_cst)) return;
   const bool waiting = outstanding() > 0 || device_in_flight();  // what flies is watched: a rank may die, NCCL fail
   mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
-  // What a peer has said since the last step rang no doorbell, though nothing of this rank waits for it: a question,
-  // say.
+  // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
   const bool news = mesh_->progress_shared() || mesh_->has_frames();
   if (!waiting && !news && !has_incoming_.load(std::memory_order_seq_cst)) return;
   if (step() || untimed_sleep_.load() || next_gathered_ != TimePoint::max()) mesh_->wake_self();
@@ -173,8 +172,8 @@ int64_t Engine::work_until_idle() {
   untimed_sleep_.store(!waiting && !hands_over);
   engine_sleeps_.store(true, std::memory_order_seq_cst);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
-  if (!hands_over && step()) return 0;
   if (hands_over) return kBusyLook / std::chrono::microseconds(1);  // who wanted to drive may find its operation done
+  if (step()) return 0;
   return untimed_sleep_.load() ? -1 : longest_sleep_us(static_cast<int>(timer_s_ * 1000) + 1);
 }
 

@@ -52,14 +52,14 @@ Status Engine::call(const Submission& s, int64_t* handle) {
 }
 
 // Rank 0 measures operations, and the others are to hear of new settings soon. Gate held.
-bool Engine::tunes(const ProcessSet& set) const {
+bool Engine::is_tuning(const ProcessSet& set) const {
   return tuning_.searching || (set.id == 0 && set.tuning.version != tuning_.version);
 }
 
 // Gate held.
 bool Engine::may_repeat(const ProcessSet& set) const {
   return set.express.is_on() && !set.express.is_busy() && !set.runner && set.queue.empty() && outstanding() == 0 &&
-         !timeline_.on() && !tunes(set) && !failed_.load(std::memory_order_relaxed) &&
+         !timeline_.on() && !is_tuning(set) && !failed_.load(std::memory_order_relaxed) &&
          !stopping_.load(std::memory_order_relaxed) && !has_abort_.load(std::memory_order_relaxed) &&
          !has_incoming_.load(std::memory_order_seq_cst) && !handles_.may_run_out();
 }
