@@ -43,6 +43,17 @@ if "wrong-size" in words:
     except pmix.Unavailable as error:
         os.write(1, f"\\nrefused: {error}\\n".encode())
     sys.exit(0)
+if "again" in words:
+    sign = __file__ + ".published"
+    if rank == 0:
+        for blob in (b"of an attempt that failed later on", b"new"):
+            pmix._exchanges = 0
+            pmix.broadcast(os.environ, rank, 2, blob, time.monotonic() + limit_s)
+        open(sign, "w").close()
+    while not os.path.exists(sign):
+        time.sleep(0.01)
+    if rank != 0:
+        assert pmix.broadcast(os.environ, rank, 2, b"", time.monotonic() + limit_s) == b"new"
 if "large" in words:
     blob = bytes(range(256)) * 64
     for turn in range(3):
@@ -115,6 +126,47 @@ def test_a_late_rank_0_is_waited_for(ranks):
 
 def test_a_large_value_arrives_whole_and_a_later_one_is_not_the_first(ranks):
     assert all("exchanges=5" in line for line in members(ranks(2, "large"), 2))
+
+
+def test_rank_0_may_publish_again_after_an_attempt_that_failed(ranks):
+    assert all("exchanges=3" in line for line in members(ranks(2, "again"), 2))
+
+
+# Does what ssh would; the daemon that the launcher wants there believes to be on another host.
+OTHER_HOST = """#!/bin/sh
+host=$1
+shift
+exec unshare --uts sh -c "hostname $host; $*"
+"""
+EXCHANGE = """
+import os, time
+from horoclone.bootstrap import pmix
+rank, size = (int(os.environ["OMPI_COMM_WORLD_" + name]) for name in ("RANK", "SIZE"))
+for turn in range(3):
+    blob = b"blob %d" % turn
+    given = pmix.broadcast(os.environ, rank, size, blob if rank == 0 else b"", time.monotonic() + 30)
+    assert given == blob, given
+os.write(1, f"{os.uname().nodename} {rank}\\n".encode())
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: it gives processes another host name")
+def test_rank_0s_value_reaches_ranks_below_other_daemons(launch, open_mpi, tmp_path):
+    agent = tmp_path / "agent"
+    agent.write_text(OTHER_HOST)
+    agent.chmod(0o755)
+    hosts = f"{os.uname().nodename}:1,horoclone-b:2,horoclone-c:1"
+    options = ["--host", hosts, "--prtemca", "plm_ssh_agent", str(agent)]
+    env = {
+        name: value for name, value in open_mpi.env.items() if not name.startswith("PRTE")
+    }  # no oversubscription
+    done = launch([*open_mpi.command(4), *options, sys.executable, "-c", EXCHANGE], env=env)
+    assert sorted(done.stdout.split("\n")[:-1], key=lambda line: line[-1]) == [
+        f"{os.uname().nodename} 0",
+        "horoclone-b 1",
+        "horoclone-b 2",
+        "horoclone-c 3",
+    ]
 
 
 def test_without_the_library_the_ranks_meet_through_mpi4py(ranks):

@@ -59,9 +59,9 @@ def find_library(environ: Mapping[str, str]) -> str:
 
 
 def broadcast(environ: Mapping[str, str], rank: int, size: int, blob: bytes, deadline: float) -> bytes:
-    """Rank 0's blob (at most 16 KiB), on every rank. Collective over all processes of the launcher.
+    """Rank 0's blob (at most 16 KiB), on every rank. Every process of the launcher calls; rank 0 waits for none.
 
-    Unavailable while nothing has been published; Timeout when not everybody is there at the deadline.
+    Unavailable while nothing has been published; Timeout when rank 0 has not come at the deadline.
     """
     global _exchanges, _failure
     reason = refusal(environ)
@@ -72,7 +72,7 @@ def broadcast(environ: Mapping[str, str], rank: int, size: int, blob: bytes, dea
     verdict, text = _ask(find_library(environ), words, environ, blob.hex() + "\n", limit_s + GRACE_S)
     if verdict == "late":
         raise errors.Timeout(
-            f"rank {rank} waited {limit_s:.0f} s at the launcher's PMIx server: {text}. Have all ranks called "
+            f"rank {rank} waited {limit_s:.0f} s at the launcher's PMIx server: {text}. Has rank 0 called "
             "hvd.init()? If a host has no usable libpmix, pass hvd.init(comm=MPI.COMM_WORLD) of mpi4py on all ranks."
         )
     try:
@@ -116,7 +116,7 @@ def _ask(
     except OSError as error:
         return "unusable", f"{sys.executable} cannot be started: {error}"
     except subprocess.TimeoutExpired:
-        return "late", "not every rank has come there"
+        return "late", "no answer"
     verdict, _, text = done.stdout.strip().partition(" ")
     if done.returncode == 0 and verdict in ("ok", "late", "unusable"):
         return verdict, text
