@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <new>
 
 namespace hc {
 namespace {
@@ -14,8 +15,10 @@ constexpr int kLocalSegmentsPerPass = 4;  // copying is cut up for the same reas
 size_t elements_per_segment(const Task& task) {
   return std::max<size_t>(1, std::min(task.segment_bytes, kMaxTransferBytes) / size_of(task.dtype));
 }
-// Without the zeroing that make_unique would do.
-std::unique_ptr<std::byte[]> uninitialised(size_t bytes) { return std::unique_ptr<std::byte[]>(new std::byte[bytes]); }
+// Without the zeroing that make_unique would do; null when memory is short.
+std::unique_ptr<std::byte[]> uninitialised(size_t bytes) {
+  return std::unique_ptr<std::byte[]>(new (std::nothrow) std::byte[bytes]);
+}
 
 }  // namespace
 
@@ -32,7 +35,12 @@ ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
       segment_elements_(elements_per_segment(task_)),
       unfinished_(schedule_.steps.size()) {
   algorithm_ = schedule_.name;
-  if (schedule_.scratch_count) scratch_ = uninitialised(schedule_.scratch_count * item_);
+  const auto memory = [this](size_t bytes) {
+    auto made = uninitialised(bytes);
+    if (!made) status_ = error(Code::kInternal, "no memory to work in: ", bytes, " bytes");
+    return made;
+  };
+  if (schedule_.scratch_count) scratch_ = memory(schedule_.scratch_count * item_);
   state_.resize(schedule_.steps.size());
   std::vector<int> flow_of(2 * static_cast<size_t>(group.size), -1);  // by peer, then receives and sends
   for (int i = 0; i < static_cast<int>(schedule_.steps.size()); ++i) {
@@ -44,7 +52,7 @@ ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
     }
   }
   for (Flow& flow : flows_)
-    if (flow.staging_bytes) flow.staging = uninitialised(kInFlight * flow.staging_bytes);
+    if (flow.staging_bytes) flow.staging = memory(kInFlight * flow.staging_bytes);
   std::stable_sort(flows_.begin(), flows_.end(),
                    [](const Flow& a, const Flow& b) { return a.world_rank < b.world_rank; });
 }

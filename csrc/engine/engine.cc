@@ -109,7 +109,7 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   if (static_cast<int>(table[kKnobCount + 1]) != config_.control_fanout)
     return error(Code::kMismatch, "HOROCLONE_CONTROL_FANOUT is ", config_.control_fanout, " for rank ", mesh_->rank(),
                  " and ", static_cast<int>(table[kKnobCount + 1]), " for rank 0; set it alike for all");
-  enter_gate();
+  const GateHold held(this);
   for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
   agreed_tuning_.adasum_by_node = table[kKnobCount + 3] != 0;
   flat_bytes_ = agreed_tuning_.flat_bytes;
@@ -119,7 +119,6 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
     adopt(agreed_tuning_);
   }
   if (sets_[0]->coordinator) sets_[0]->coordinator->set_fusion_bytes(agreed_tuning_.fusion_bytes);
-  leave_gate();
   selection_source_.store(static_cast<SelectionSource>(static_cast<int>(table[kKnobCount + 2])));
   return Status::ok();
 }

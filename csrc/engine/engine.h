@@ -215,7 +215,8 @@ class Engine {
   void pass_turns_on();
 
   // engine_step.cc
-  bool step();
+  bool step();  // true: something has moved
+  bool advance();
   void take_incoming(bool* moved);
   void receive_frames(bool* moved);
   void count_between_nodes(int peer, size_t frame_bytes);
@@ -261,6 +262,17 @@ class Engine {
   void rest_after_driving();
   void enter_gate();
   void leave_gate();
+  // From here to the end of the scope no other thread steps the engine.
+  class GateHold {
+   public:
+    explicit GateHold(Engine* engine) : engine_(*engine) { engine_.enter_gate(); }
+    ~GateHold() { engine_.leave_gate(); }
+    GateHold(const GateHold&) = delete;
+    GateHold& operator=(const GateHold&) = delete;
+
+   private:
+    Engine& engine_;
+  };
   int64_t work_until_idle();
   int64_t longest_sleep_us(int limit_ms) const;
   void sleep_on_mesh(int64_t us);

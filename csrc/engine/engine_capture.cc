@@ -32,9 +32,8 @@ Status Engine::capture_declared(const Submission& s, std::pair<int, int> which, 
   HC_TRY(gpu.status());
   auto work = std::make_unique<DeviceWork>();
   work->gpu = gpu.take();
-  enter_gate();
+  const GateHold held(this);
   Status captured = capture_in_gate(s, which, std::move(work), handle);
-  leave_gate();
   return captured.is_ok() ? captured : captured.with(text_of("capture of allreduce '", s.name, "'"));
 }
 

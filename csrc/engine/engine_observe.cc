@@ -98,17 +98,17 @@ Status Engine::stop_timeline() {
 
 // How far rank 0's monotonic clock is ahead of mine: it answers with its time, and half a round trip is the error.
 void Engine::measure_clock(Trace::Origin* origin) {
-  enter_gate();
-  clock_ = {};
-  clock_.rounds_left = kClockRounds;
-  ask_clock();
-  leave_gate();
+  {
+    const GateHold held(this);
+    clock_ = {};
+    clock_.rounds_left = kClockRounds;
+    ask_clock();
+  }
   (void)drive_until([this] { return clock_.rounds_left == 0 || failed_.load(); }, false, Deadline::in(kClockLimitS));
-  enter_gate();
+  const GateHold held(this);
   clock_.rounds_left = 0;
   origin->clock_ahead_s = clock_.ahead_s;
   origin->clock_error_s = clock_.error_s;
-  leave_gate();
 }
 
 void Engine::ask_clock() {

@@ -41,7 +41,13 @@ Status Engine::call(const Submission& s, int64_t* handle) {
     leave_gate();
     return submit(s, handle);
   }
-  const bool repeated = repeat(s, handle);
+  bool repeated = false;
+  try {
+    repeated = repeat(s, handle);
+  } catch (...) {  // out of memory; others may still enter
+    leave_gate();
+    throw;
+  }
   if (repeated && *handle != 0) {
     gate_.leave(has_incoming_.load(std::memory_order_seq_cst));  // the caller waits for it at once
     return Status::ok();

@@ -74,9 +74,8 @@ Status Engine::select(const MeshMembers& members) {
   const bool one_node = world.size() > 1 && world.lane && world.lane->size() == world.size();
   if (one_node && selection_source_.load() == SelectionSource::kProbe) HC_TRY(probe_flat(members));
   HC_TRY(choose_way_between_nodes(members));
-  enter_gate();
+  const GateHold held(this);
   start_tuner();
-  leave_gate();
   return Status::ok();
 }
 
@@ -110,17 +109,15 @@ Status Engine::probe_flat(const MeshMembers& members) {
   const TimePoint begun = Clock::now();
   const auto set_flat = [this](size_t bytes) {
     if (mesh_->rank() != 0) return;
-    enter_gate();
+    const GateHold held(this);
     Tuning tuning = tuning_;
     tuning.flat_bytes = bytes;
     adopt(tuning);
-    leave_gate();
   };
   const size_t start = agreed_tuning_.flat_bytes;
   const auto allow_express = [this](bool allowed) {  // it would hide what is to be compared
-    enter_gate();
+    const GateHold held(this);
     sets_[0]->express_allowed = allowed && config_.express;
-    leave_gate();
   };
   allow_express(false);
   for (size_t i = 0; i < std::size(kFlatSizes) && verdict[0] != 0; ++i) {
@@ -140,11 +137,10 @@ Status Engine::probe_flat(const MeshMembers& members) {
     HC_TRY(run_in_init(say, members));
   }
   allow_express(true);
-  enter_gate();
+  const GateHold held(this);
   agreed_tuning_.flat_bytes = static_cast<size_t>(verdict[1]);
   sets_[0]->tuning = agreed_tuning_;
   adopt(agreed_tuning_);
-  leave_gate();
   return Status::ok();
 }
 
@@ -161,10 +157,8 @@ Status Engine::meet_in_init(std::string_view name, const MeshMembers& members) {
 }
 
 Status Engine::use_mpi(bool on) {
-  enter_gate();
-  const Status used = mesh_->use_mpi(on);
-  leave_gate();
-  return used;
+  const GateHold held(this);
+  return mesh_->use_mpi(on);
 }
 
 // One allreduce after the other, the two ways in turn; then the slowest rank's times on every rank.

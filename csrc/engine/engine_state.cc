@@ -34,30 +34,29 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
   agreed += text_of(";", static_cast<int>(buckets.reduce), ",", buckets.prescale, ",", buckets.postscale,
                     buckets.on_device ? ",gpu" : "");
   const bool owned = buckets.on_device && find_memory(&buckets);
-  enter_gate();
-  ProcessSet* set = find_set(process_set);
-  Status made;
-  bool has_flags = false, fits = false, registers = false;
-  if (!set || set->group_rank < 0) {
-    made = error(Code::kInvalidArgument, "rank ", mesh_->rank(), " is not a member of process set ", process_set);
-  } else {
+  ProcessSet* set = nullptr;
+  bool fits = false, registers = false;
+  {
+    const GateHold held(this);
+    set = find_set(process_set);
+    if (!set || set->group_rank < 0)
+      return error(Code::kInvalidArgument, "rank ", mesh_->rank(), " is not a member of process set ", process_set);
     std::lock_guard lock(submit_mu_);
     *id = set->next_bucket_set++;
     const size_t n = buckets.buckets.size();
-    has_flags = set->lane && set->lane->size() == set->size() && set->next_bucket_flag + n <= kMaxFrozenBuckets;
+    const bool has_flags =
+        set->lane && set->lane->size() == set->size() && set->next_bucket_flag + n <= kMaxFrozenBuckets;
     if (has_flags) {
       buckets.first_flag = set->next_bucket_flag;
       set->next_bucket_flag += n;
-      made = set->lane->prepare_buckets(buckets.first_flag, n);
+      HC_TRY(set->lane->prepare_buckets(buckets.first_flag, n));
       set->lane->publish(set->lane->mine().thawed, 0);
     }
     registers = owned && set->device && set->device->registers();
     set->bucket_sets[*id] = buckets;
-    if (made.is_ok() && buckets.on_device && set->device) made = set->device->prepare_to_capture();
+    if (buckets.on_device && set->device) HC_TRY(set->device->prepare_to_capture());
     fits = has_flags && (buckets.on_device ? may_freeze_on_device(*set, buckets) : declared_in_arena(buckets));
   }
-  leave_gate();
-  HC_TRY(made);
   // Whether every rank declares the same, and has its buckets where a frozen plan can take them: one integer each, the
   // least and the greatest agree.
   int64_t mine[3] = {static_cast<int64_t>(std::hash<std::string>{}(agreed) >> 2), fits ? 1 : 0, registers ? 1 : 0};
@@ -67,11 +66,10 @@ Status Engine::declare(int process_set, BucketSet buckets, int* id) {
     return error(Code::kMismatch, "the ranks of process set ", process_set,
                  " declared different buckets; do all ranks build the same model "
                  "and pass the same arguments to DistributedOptimizer?");
-  enter_gate();
+  const GateHold held(this);
   BucketSet& stored = set->bucket_sets[*id];
   stored.frozen = least[1] == 1 && set->size() > 1;
   if (least[2] == 1) register_buckets(*set, stored);
-  leave_gate();
   return Status::ok();
 }
 
@@ -109,19 +107,16 @@ bool Engine::declared_in_arena(const BucketSet& buckets) const {
 }
 
 Status Engine::undeclare(int process_set, int id) {
-  enter_gate();
-  {
-    std::lock_guard lock(submit_mu_);
-    if (ProcessSet* set = find_set(process_set)) {
-      const bool used = std::any_of(set->pending.begin(), set->pending.end(),
-                                    [&](const Operation* op) { return op->bucket_set == id; });
-      const auto at = set->bucket_sets.find(id);
-      if (at != set->bucket_sets.end() && !used && set->device)
-        for (const auto& memory : at->second.memory) set->device->forget_memory(memory->data());
-      if (!used) set->bucket_sets.erase(id);  // else the late operations find it; it goes with the process set
-    }
+  const GateHold held(this);
+  std::lock_guard lock(submit_mu_);
+  if (ProcessSet* set = find_set(process_set)) {
+    const bool used = std::any_of(set->pending.begin(), set->pending.end(),
+                                  [&](const Operation* op) { return op->bucket_set == id; });
+    const auto at = set->bucket_sets.find(id);
+    if (at != set->bucket_sets.end() && !used && set->device)
+      for (const auto& memory : at->second.memory) set->device->forget_memory(memory->data());
+    if (!used) set->bucket_sets.erase(id);  // else the late operations find it; it goes with the process set
   }
-  leave_gate();
   return Status::ok();
 }
 
@@ -131,20 +126,17 @@ Status Engine::add_process_set(std::vector<int> ranks, int* id) {
   if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 ||
       ranks.back() >= mesh_->size())
     return error(Code::kInvalidArgument, "a process set needs different ranks between 0 and ", mesh_->size() - 1);
-  enter_gate();
-  Status made;
   int free_id = 1;
-  while (find_set(free_id)) ++free_id;
-  if (free_id >= kMaxLanes) {
-    made = error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
-  } else {
+  {
+    const GateHold held(this);
+    while (find_set(free_id)) ++free_id;
+    if (free_id >= kMaxLanes)
+      return error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
     auto set = make_set(static_cast<uint16_t>(free_id), ranks);
-    if (set->lane) made = set->lane->prepare();
+    if (set->lane) HC_TRY(set->lane->prepare());
     std::lock_guard lock(submit_mu_);
-    if (made.is_ok()) sets_[free_id] = std::move(set);
+    sets_[free_id] = std::move(set);
   }
-  leave_gate();
-  HC_TRY(made);
   *id = free_id;
   std::string name = text_of("horoclone.process_set.add.", free_id);
   for (int r : ranks) name += text_of(".", r);
@@ -160,8 +152,8 @@ Status Engine::remove_process_set(int id) {
       return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
   }
   HC_TRY(barrier(0, text_of("horoclone.process_set.remove.", id)));  // every rank has finished with the set
-  enter_gate();
-  std::unique_ptr<ProcessSet> removed;
+  std::unique_ptr<ProcessSet> removed;                               // ends after the gate is left
+  const GateHold held(this);
   {
     std::lock_guard lock(submit_mu_);
     removed = std::move(sets_[id]);
@@ -173,7 +165,6 @@ Status Engine::remove_process_set(int id) {
     Operation* op = removed->pending.back();
     complete(*removed, op, error(Code::kAborted, op->describe(), ": its process set was removed"));
   }
-  leave_gate();
   return Status::ok();
 }
 
@@ -203,7 +194,7 @@ bool Engine::shares_memory() const {
 
 std::string Engine::describe() {
   if (!connected_.load()) return "not connected";
-  enter_gate();
+  const GateHold held(this);
   // Whoever asks again and again holds the gate nearly all the time: the work goes on here, too.
   if (!failed_.load()) (void)step();
   std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(),
@@ -228,7 +219,6 @@ std::string Engine::describe() {
   for (const Operation* op : messages_.operations())
     text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s");
   rest_after_driving();
-  leave_gate();
   return text;
 }
 

@@ -1,6 +1,7 @@
 // One turn of the engine: take what was submitted, exchange ballots and plans, run the batches, complete the
 // operations. Thread: the thread that drives.
 #include <algorithm>
+#include <new>
 
 #include "engine/engine.h"
 #include "engine/frames.h"
@@ -13,7 +14,19 @@ constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is 
 
 }  // namespace
 
+// An exception leaves no operation waiting for ever: they fail, as do the other ranks' that count on this one.
 bool Engine::step() {
+  try {
+    return advance();
+  } catch (const std::bad_alloc&) {
+    fail_everything(Status(Code::kInternal, text_of("rank ", mesh_->rank(), " ran out of memory"), mesh_->rank()));
+  } catch (const std::exception& e) {
+    fail_everything(Status(Code::kInternal, text_of("rank ", mesh_->rank(), ": ", e.what()), mesh_->rank()));
+  }
+  return true;
+}
+
+bool Engine::advance() {
   bool moved = false;
   counters_.steps.fetch_add(1, std::memory_order_relaxed);
   next_gathered_ = TimePoint::max();
@@ -292,7 +305,9 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
     }
     const Progress progress = set.runner->step(moved);
     if (progress == Progress::kFailed) {
-      const Status why = set.runner->status();  // a copy: the runner goes
+      Status why = set.runner->status();                       // a copy: the runner goes
+      if (why.code() == Code::kInternal && why.culprit() < 0)  // the other ranks read it, too
+        why = Status(why.code(), text_of(mesh_->describe(mesh_->rank()), ": ", why.text()), mesh_->rank());
       return set.runner->is_on_device() ? device_failed(why) : fail_everything(why);
     }
     if (progress == Progress::kPending) {

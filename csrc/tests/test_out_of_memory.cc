@@ -1,0 +1,67 @@
+// Memory that is refused while the engine works: the operation ends with an error that says whose memory and how much.
+#include <doctest/doctest.h>
+#include <sys/resource.h>
+
+#include <barrier>
+#include <fstream>
+#include <optional>
+
+#include "tests/locked_checks.h"
+#include "tests/sanitized.h"
+#include "tests/world.h"
+
+namespace hc {
+namespace {
+
+// While it lives, this process may map `bytes` more than it has mapped.
+class AddressSpaceLimit {
+ public:
+  explicit AddressSpaceLimit(size_t bytes) {
+    ::getrlimit(RLIMIT_AS, &before_);
+    size_t pages = 0;
+    std::ifstream("/proc/self/statm") >> pages;
+    rlimit now = before_;
+    now.rlim_cur = pages * 4096 + bytes;
+    ::setrlimit(RLIMIT_AS, &now);
+  }
+  ~AddressSpaceLimit() { ::setrlimit(RLIMIT_AS, &before_); }
+
+ private:
+  rlimit before_{};
+};
+
+TEST_CASE("out of memory: a batch that finds none to work in fails on every rank, and nobody waits") {
+  if (kSanitized) return;  // their allocators have all address space mapped
+  World world(2);
+  std::barrier<> meet(2);
+  std::optional<AddressSpaceLimit> limit;
+  (void)world.on_nodes({"a", "b"}).each([&](Engine& engine, int rank) {
+    std::vector<float> a(24u << 20, 1.0f), b(24u << 20, 2.0f);
+    const std::vector<int64_t> shape{static_cast<int64_t>(a.size())};
+    // Two tensors are packed into memory of the engine's own: 192 MiB on each rank.
+    const auto together = [&](int64_t* handle) {
+      return submit(engine, Op::kAllreduce, "big", a, &a, shape, handle, [&](Submission& s) {
+        static thread_local std::vector<Submission::Tensor> two;
+        two = {s.tensors[0], {b.data(), b.data(), shape, DType::kF32}};
+        s.tensors = two;
+      });
+    };
+    int64_t handle = 0;
+    CHECK_OK(together(&handle));
+    CHECK_OK(finish(engine, handle));
+    CHECK_LOCKED(b[0] == 4.0f);
+    meet.arrive_and_wait();
+    if (rank == 0) limit.emplace(100u << 20);
+    meet.arrive_and_wait();
+    CHECK_OK(together(&handle));
+    const std::string text = finish(engine, handle, 30).text();
+    CHECK_LOCKED(text.find("no memory to work in: 201326592 bytes") != std::string::npos);
+    CHECK_LOCKED(text.find(": rank ") != std::string::npos);
+    meet.arrive_and_wait();
+    if (rank == 0) limit.reset();
+    CHECK_LOCKED(submit(engine, Op::kAllreduce, "next", a, &a, shape, &handle).code() == Code::kInternal);
+  });
+}
+
+}  // namespace
+}  // namespace hc
