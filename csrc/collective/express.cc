@@ -20,7 +20,8 @@ class ExpressTurn final : public FrozenCollective {
         key_(key),
         express_(express),
         turn_(express->turn_),
-        place_(express->place_) {
+        place_(express->place_),
+        at_(express->place_for(bytes_)) {
     algorithm_ = "shm express";
   }
 
@@ -32,7 +33,7 @@ class ExpressTurn final : public FrozenCollective {
     mine.slot.store(key_.slot, std::memory_order_relaxed);
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
-    payload_.contribute(mine.payload(bytes_));
+    payload_.contribute(payload_of(rank_));
     if (lane_.meet(mine.turn, turn_, [&](int m) { return slot(m).turn.load(std::memory_order_seq_cst) == turn_; }))
       mine.last.store(turn_, std::memory_order_release);
     return Progress::kPending;
@@ -49,7 +50,7 @@ class ExpressTurn final : public FrozenCollective {
     if (arrival_.last >= 0) arrival_ = {last_one(), Clock::now()};
     withdrawn_ = seen != View::kAllHere;
     if (!withdrawn_) collect();
-    express_->leave_turn(!withdrawn_);
+    express_->leave_turn(!withdrawn_, bytes_);
     return Progress::kDone;
   }
 
@@ -66,6 +67,9 @@ class ExpressTurn final : public FrozenCollective {
   enum class View { kWaiting, kAllHere, kMismatch };
 
   ExpressSlot& slot(int member) const { return lane_.express_slot(member, place_); }
+  std::byte* payload_of(int member) const {
+    return bytes_ <= sizeof(ExpressSlot::few) ? slot(member).few : lane_.express_ring(member) + at_;
+  }
 
   View look() {
     for (int m = 0; m < lane_.size(); ++m) {
@@ -93,7 +97,7 @@ class ExpressTurn final : public FrozenCollective {
 
   void collect() {
     std::vector<const std::byte*>& slots = express_->slots_;
-    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = slot(m).payload(bytes_);
+    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = payload_of(m);
     payload_.collect(slots);
   }
 
@@ -104,6 +108,7 @@ class ExpressTurn final : public FrozenCollective {
   const ExpressKey key_;
   Express* const express_;
   const uint64_t turn_, place_;
+  const size_t at_;  // in the ring
   bool withdrawn_ = false;
   Arrival arrival_;
 };
@@ -133,17 +138,21 @@ std::unique_ptr<FrozenCollective> Express::enter(Task task, const Group& group, 
     is_on_ = false;
     return nullptr;
   }
-  is_busy_ = true;
   auto turn = std::make_unique<ExpressTurn>(std::move(task), group, key, this);
+  is_busy_ = true;
   (void)turn->start();  // it only publishes
   return turn;
 }
 
-void Express::leave_turn(bool met) {
+size_t Express::place_for(size_t bytes) const { return ring_end_ + bytes <= kExpressRingBytes ? ring_end_ : 0; }
+
+void Express::leave_turn(bool met, size_t bytes) {
   is_busy_ = false;
   ++turn_;
   if (met) {
     place_ ^= 1;
+    if (bytes > sizeof(ExpressSlot::few))
+      ring_end_ = (place_for(bytes) + bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
     ++successes_;
   } else {
     is_on_ = false;

@@ -53,12 +53,16 @@ class Express {
  private:
   friend class ExpressTurn;
   uint64_t most_closed() const;
-  void leave_turn(bool met);
+  // Where in the ring the payload of a turn goes: clear of that of the turn before, and the same place on all members,
+  // as it depends only on the turns that succeeded.
+  size_t place_for(size_t bytes) const;
+  void leave_turn(bool met, size_t bytes);
 
   SharedLane* lane_ = nullptr;
   bool is_on_ = false, is_busy_ = false;
-  uint64_t turn_ = 1;   // the next to enter, or the one under way
-  uint64_t place_ = 0;  // which of my two slots it uses; it changes with every turn that succeeds
+  uint64_t turn_ = 1;    // the next to enter, or the one under way
+  uint64_t place_ = 0;   // which of my two slots it uses; it changes with every turn that succeeds
+  size_t ring_end_ = 0;  // of the payload of the last turn that succeeded
   uint64_t successes_ = 0;
   std::vector<const std::byte*> slots_;  // of all members, in the turn under way
 };

@@ -45,27 +45,30 @@ struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> turns_taken;
 };
 
-// One member's part of an express turn.
-inline constexpr size_t kExpressBytes = 64u << 10;
+// One member's part of an express turn. Two of them, used in turn.
 struct ExpressSlot {
   alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
   std::atomic<uint64_t> slot, sequence, signature;
   std::atomic<uint64_t> last;                        // the turn in which this member found that it was the last to come
   std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
-  alignas(kCacheLine) std::byte many[kExpressBytes];
-  std::byte* payload(size_t bytes) { return bytes <= sizeof few ? few : many; }
 };
-static_assert(offsetof(ExpressSlot, many) == kCacheLine);
+static_assert(sizeof(ExpressSlot) == kCacheLine);
+
+// Larger payloads go one behind the other into a ring. It is larger than it need be: to write lines that the other core
+// still has in its cache takes half as long again as lines that both have dropped (docs/decisions/0023).
+inline constexpr size_t kExpressBytes = 64u << 10;
+inline constexpr size_t kExpressRingBytes = 20 * kExpressBytes;
 
 inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
 inline constexpr int kBlockSlots = 4;
 inline constexpr size_t kBlockSlotBytes = 512u << 10;
 inline constexpr size_t kExpressOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
-inline constexpr size_t kBucketFlagsOffset = kExpressOffset + 34 * kPage;  // behind two express slots
+inline constexpr size_t kExpressRingOffset = kExpressOffset + kPage;
+inline constexpr size_t kBucketFlagsOffset = kExpressRingOffset + kExpressRingBytes;
 inline constexpr size_t kMaxFrozenBuckets = 4096;
 static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
 static_assert(sizeof(LaneFlags) <= kPage);
-static_assert(kExpressOffset + 2 * sizeof(ExpressSlot) <= kBucketFlagsOffset);
+static_assert(2 * sizeof(ExpressSlot) <= kPage);
 
 class SharedLane {
  public:
@@ -92,6 +95,7 @@ class SharedLane {
   ExpressSlot& express_slot(int member, uint64_t place) const {
     return reinterpret_cast<ExpressSlot*>(bases_[member] + kExpressOffset)[place & 1];
   }
+  std::byte* express_ring(int member) const { return bases_[member] + kExpressRingOffset; }
   std::byte* arena_base(int member) const { return arenas_[member]->base(); }
   const Arena& arena(int member) const { return *arenas_[member]; }
   const std::vector<int>& positions() const { return positions_; }

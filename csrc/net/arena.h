@@ -27,9 +27,9 @@ inline constexpr size_t kRingsOffset = kPage;
 inline constexpr int kMaxLocalRanks = 256;
 inline constexpr size_t kRingBytes = 256u << 10;  // one ring, header included
 inline constexpr size_t kLanesOffset = kRingsOffset + kMaxLocalRanks * kRingBytes;
-inline constexpr size_t kLaneBytes = 4u << 20;
+inline constexpr size_t kLaneBytes = 4608u << 10;
 inline constexpr int kMaxLanes = 128;                                         // process sets alive at once
-inline constexpr size_t kHeapOffset = kLanesOffset + kMaxLanes * kLaneBytes;  // 577 MiB, sparse
+inline constexpr size_t kHeapOffset = kLanesOffset + kMaxLanes * kLaneBytes;  // 641 MiB, sparse
 inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
 
 inline constexpr uint64_t kArenaMagic = 0x414e455241434cULL;  // RankBlock::magic
