@@ -8,8 +8,8 @@
 
 namespace hc {
 
-// One turn. The payload is read only when all members have published equal keys; a member overwrites a slot only after
-// a later turn has succeeded, which all have entered after they had read this one.
+// One turn. The payload is read only when all members have published equal keys; a member overwrites it only after a
+// later turn has succeeded, which all have entered after they had read this one.
 class ExpressTurn final : public FrozenCollective {
  public:
   ExpressTurn(Task task, const Group& group, const ExpressKey& key, Express* express)

@@ -280,6 +280,7 @@ class Engine {
   void check_timers();
   void check_liveness(TimePoint now);
   void fail_everything(const Status& reason);
+  void fail_after(const std::exception& thrown);
   void peer_left(int rank, const std::string& text);
   size_t outstanding() const;
   void tell_everybody(const Status& reason);
@@ -364,6 +365,7 @@ class Engine {
   std::map<int, std::unique_ptr<ProcessSet>> sets_;
   std::vector<std::unique_ptr<ProcessSet>> retired_;  // removed sets: their lanes may still be read by late peers
   std::vector<Operation*> taken_;
+  size_t next_taken_ = 0;  // index in it
   Writer frame_;
   std::vector<uint8_t> received_;
   std::vector<bool> left_;        // [world] said goodbye

@@ -5,6 +5,7 @@
 #include <poll.h>
 
 #include <algorithm>
+#include <new>
 
 #include "engine/engine.h"
 #include "engine/frames.h"
@@ -55,7 +56,11 @@ bool Engine::drive_until(const Over& over, bool shared, const Deadline& deadline
   while (true) {
     if (shared && over()) return true;
     if (gate_.try_enter()) {
-      drive(over, deadline);
+      try {
+        drive(over, deadline);
+      } catch (const std::exception& e) {
+        fail_after(e);
+      }
       const bool is_over = over();
       rest_after_driving();
       leave_gate();
@@ -131,7 +136,13 @@ void Engine::run() {
     if (turn == DriveGate::Turn::kStopping) return;
     int64_t sleep_us = static_cast<int64_t>(timer_s_ * 1e6) + 1000;
     if (turn == DriveGate::Turn::kDrives) {
-      sleep_us = work_until_idle();
+      try {
+        sleep_us = work_until_idle();
+      } catch (const std::exception& e) {
+        fail_after(e);
+        sleep_us = 0;
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      }
       leave_gate();
     } else {
       // A waiter drives. Watch the mesh, so that it need not wake this thread when it leaves (rest_after_driving).
@@ -300,6 +311,16 @@ void Engine::fail_everything(const Status& first_reason) {
   save_record(reason.text());
 }
 
+// Out of memory, most likely. Nobody may wait for what this rank cannot finish any more.
+void Engine::fail_after(const std::exception& thrown) {
+  const bool is_memory = dynamic_cast<const std::bad_alloc*>(&thrown) != nullptr;
+  fail_everything(Status(
+      Code::kInternal,
+      text_of(mesh_->describe(mesh_->rank()), is_memory ? " ran out of memory" : ": ", is_memory ? "" : thrown.what()),
+      mesh_->rank()));
+  if (!taken_.empty()) has_incoming_.store(true, std::memory_order_seq_cst);  // the next step fails the rest of them
+}
+
 void Engine::tell_everybody(const Status& reason) {
   frame_.clear();
   frame_.put(FrameKind::kAbort);
@@ -392,6 +413,7 @@ Status Engine::shutdown(double timeout_s) {
   connected_.store(false);
   leave_gate();
   end_thread();
+  incoming_.insert(incoming_.end(), taken_.begin() + static_cast<std::ptrdiff_t>(next_taken_), taken_.end());
   for (Operation* op : incoming_) {  // submitted in the last moment by another thread
     ProcessSet* set = find_set(op->process_set);
     if (is_message(op->signature().op)) {

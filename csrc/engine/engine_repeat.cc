@@ -44,7 +44,8 @@ Status Engine::call(const Submission& s, int64_t* handle) {
   bool repeated = false;
   try {
     repeated = repeat(s, handle);
-  } catch (...) {  // out of memory; others may still enter
+  } catch (const std::exception& e) {  // perhaps in a turn that the others wait for
+    fail_after(e);
     leave_gate();
     throw;
   }

@@ -1,7 +1,6 @@
 // One turn of the engine: take what was submitted, exchange ballots and plans, run the batches, complete the
 // operations. Thread: the thread that drives.
 #include <algorithm>
-#include <new>
 
 #include "engine/engine.h"
 #include "engine/frames.h"
@@ -14,16 +13,13 @@ constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is 
 
 }  // namespace
 
-// An exception leaves no operation waiting for ever: they fail, as do the other ranks' that count on this one.
 bool Engine::step() {
   try {
     return advance();
-  } catch (const std::bad_alloc&) {
-    fail_everything(Status(Code::kInternal, text_of("rank ", mesh_->rank(), " ran out of memory"), mesh_->rank()));
   } catch (const std::exception& e) {
-    fail_everything(Status(Code::kInternal, text_of("rank ", mesh_->rank(), ": ", e.what()), mesh_->rank()));
+    fail_after(e);
+    return true;
   }
-  return true;
 }
 
 bool Engine::advance() {
@@ -79,12 +75,13 @@ bool Engine::advance() {
 }
 
 void Engine::take_incoming(bool* moved) {
-  {
+  if (taken_.empty()) {  // else an exception has left some
     std::lock_guard lock(submit_mu_);
     taken_.swap(incoming_);
     has_incoming_.store(false, std::memory_order_release);
   }
-  for (Operation* op : taken_) {
+  while (next_taken_ < taken_.size()) {
+    Operation* op = taken_[next_taken_++];
     ProcessSet* set = find_set(op->process_set);
     *moved = true;
     if (is_message(op->signature().op)) {
@@ -108,6 +105,7 @@ void Engine::take_incoming(bool* moved) {
       timeline_.announced(Timeline::key_of(*op), mesh_->rank(), op->submitted);
   }
   taken_.clear();
+  next_taken_ = 0;
 }
 
 void Engine::receive_frames(bool* moved) {
@@ -305,10 +303,11 @@ void Engine::run_queue(ProcessSet& set, bool* moved) {
     }
     const Progress progress = set.runner->step(moved);
     if (progress == Progress::kFailed) {
-      Status why = set.runner->status();                       // a copy: the runner goes
-      if (why.code() == Code::kInternal && why.culprit() < 0)  // the other ranks read it, too
-        why = Status(why.code(), text_of(mesh_->describe(mesh_->rank()), ": ", why.text()), mesh_->rank());
-      return set.runner->is_on_device() ? device_failed(why) : fail_everything(why);
+      const Status why = set.runner->status();  // a copy: the runner goes
+      if (set.runner->is_on_device()) return device_failed(why);
+      if (why.code() != Code::kInternal || why.culprit() >= 0) return fail_everything(why);
+      return fail_everything(  // the other ranks read it, too
+          Status(why.code(), text_of(mesh_->describe(mesh_->rank()), ": ", why.text()), mesh_->rank()));
     }
     if (progress == Progress::kPending) {
       waits_on_device_ = waits_on_device_ || set.runner->is_on_device();
