@@ -20,10 +20,10 @@ CLIENT = Path(__file__).with_name("pmix_client.py")
 NAME = "libpmix.so.2"
 FOLDERS = ("lib/openmpi", "lib", "lib64", "lib64/openmpi", "lib/pmix", "lib64/pmix")
 ANCESTORS = 8  # between the launcher's process and ours: shells, wrappers, numactl
-GRACE_S = 1.0  # for a child to give up by itself before it is killed
+GRACE_S = 2.0  # for a child to give up by itself before it is killed
 VERSION_S = 10.0
 
-_exchanges = 0  # that succeeded in this process: every one has keys of its own
+_exchanges = 0  # that succeeded in this process
 _failure = ""  # why the last one could not be done with PMIx
 
 
@@ -68,7 +68,7 @@ def broadcast(environ: Mapping[str, str], rank: int, size: int, blob: bytes, dea
     if reason:
         raise Unavailable(reason)
     limit_s = max(0.1, deadline - time.monotonic())
-    words = [f"horoclone-{_exchanges}", str(rank), str(size), f"{limit_s:.3f}"]
+    words = [str(rank), str(size), f"{limit_s:.3f}"]
     verdict, text = _ask(find_library(environ), words, environ, blob.hex() + "\n", limit_s + GRACE_S)
     if verdict == "late":
         raise errors.Timeout(
@@ -101,7 +101,7 @@ def explain(environ: Mapping[str, str]) -> str:
 def _ask(
     library: str, words: list[str], environ: Mapping[str, str], line: str, limit_s: float
 ) -> tuple[str, str]:
-    """Runs the child. (`ok`, answer), (`late`, who is missing) or (`unusable`, why)."""
+    """Runs the child. (`ok`, answer), (`late`, what is missing) or (`unusable`, why)."""
     command = [sys.executable, "-I", "-S", str(CLIENT), library, str(os.getpid()), *words]
     try:
         done = subprocess.run(

@@ -27,7 +27,7 @@ WILDCARD = 2**32 - 2  # pmix_rank_t: the job as a whole
 NOT_FOUND = -46  # pmix_status_t
 CHUNK = 2000  # characters in one value
 MAX_PARTS = 20
-OPEN_S = 20  # after which a server that does not let us in ends this process (SIGALRM)
+OPEN_S = 20  # after which a server that does not let us in, or store anything, ends this process (SIGALRM)
 GET_S = 5
 PAUSES_S = 0.02, 0.5  # between two looks for rank 0's value: the first pause, and the longest
 PR_SET_PDEATHSIG = 1
@@ -137,14 +137,11 @@ class Client:
             self._check("PMIx_Unpublish", status)
         self._check("PMIx_Publish", self._library.call("PMIx_Publish", infos, ctypes.c_size_t(len(infos))))
 
-    def fetch(self, rank: int, key: str, deadline: float) -> str:
-        """What that rank has published, or will have before the deadline (time.monotonic()); else Late."""
-        pause_s, longest_s = PAUSES_S
-        while (said := self._published(rank, f"{key}-n")) is None:
-            if time.monotonic() >= deadline:
-                raise Late(f"rank {rank} has not published {key!r}")
-            time.sleep(pause_s)
-            pause_s = min(1.5 * pause_s, longest_s)
+    def fetch(self, rank: int, key: str) -> str | None:
+        """What that rank has published under the key; None when it has not."""
+        said = self._published(rank, f"{key}-n")
+        if said is None:
+            return None
         if not said.isdecimal() or not 0 < int(said) <= MAX_PARTS:
             raise Unusable(f"rank {rank} has published {said!r} parts")
         parts = [self._published(rank, f"{key}-{number}") for number in range(int(said))]
@@ -152,11 +149,23 @@ class Client:
             raise Unusable(f"rank {rank} has published parts of {key!r} only")
         return "".join(part for part in parts if part is not None)
 
+    def life(self, rank: int) -> int:
+        """How many exchanges this rank has finished since the launcher started it, whichever programs made them."""
+        said = self._published(rank, f"horoclone-lives-{rank}-0") or "0"
+        if not said.isdecimal():
+            raise Unusable(f"PMIx_Lookup returned {said!r} for the number of exchanges of rank {rank}")
+        return int(said)
+
+    def finish_life(self, rank: int, life: int) -> None:
+        self.publish(f"horoclone-lives-{rank}", str(life + 1))
+
     def _published(self, rank: int, key: str) -> str | None:
         room = ctypes.create_string_buffer(4096)  # as in open()
         data = Data.from_buffer(room)
         data.key = key.encode("ascii")
-        status = self._library.call("PMIx_Lookup", room, ctypes.c_size_t(1), None, ctypes.c_size_t(0))
+        where = Info(b"pmix.range", 0, Value(DATA_RANGE, (TO_OUR_JOB, 0, 0)))
+        arguments = room, ctypes.c_size_t(1), ctypes.byref(where), ctypes.c_size_t(1)
+        status = self._library.call("PMIx_Lookup", *arguments)
         if status == NOT_FOUND:
             return None
         self._check(f"PMIx_Lookup of {key!r}", status)
@@ -179,28 +188,53 @@ class Client:
             raise Unusable(f"{what}: {self._library.text(status)}")
 
 
-def exchange(library: Library, key: str, rank: int, size: int, limit_s: float) -> str:
-    """Rank 0 publishes the line on its standard input; every rank returns it."""
+def exchange(library: Library, rank: int, size: int, limit_s: float) -> str:
+    """Rank 0 publishes the line on its standard input; every rank returns it.
+
+    Values are numbered, through all programs that the launcher runs one after the other, so that what an earlier one
+    has left is not taken for what rank 0 is about to publish. Between two exchanges all ranks have met.
+    Unusable on rank 0: nobody has got anything. A rank where it is unusable alone is missed when the ranks meet.
+    """
     deadline = time.monotonic() + limit_s
     text = sys.stdin.readline().strip() if rank == 0 else ""
     client = Client(library)
     signal.alarm(OPEN_S)
     client.open(os.environ["PMIX_NAMESPACE"], rank, size)
     try:
-        if rank == 0:
-            # A value of our own first: after the real one, nothing may fail, as the others rely on it.
-            client.publish(f"{key}-test", text)
-            if client.fetch(0, f"{key}-test", deadline) != text:
-                raise Unusable("PMIx_Lookup returned something else than PMIx_Publish was given")
-            client.publish(key, text)
+        life = client.life(rank)
+        if rank != 0:
+            signal.alarm(0)
+            return _await(client, rank, life, deadline)
+        # All that could fail comes before the value, on which the others rely at once.
+        client.publish("horoclone-test", text)
+        if client.fetch(0, "horoclone-test") != text:
+            raise Unusable("PMIx_Lookup returned something else than PMIx_Publish was given")
+        client.finish_life(0, life)
         signal.alarm(0)
-        return text if rank == 0 else client.fetch(0, key, deadline)
+        client.publish(f"horoclone-{life}", text)
+        return text
     finally:
         client.close()
 
 
+def _await(client: Client, rank: int, life: int, deadline: float) -> str:
+    pause_s, longest_s = PAUSES_S
+    while True:
+        # A rank that gave up before rank 0 came lags behind: the newest is right.
+        life = max(life, client.life(0) - 1)
+        text = client.fetch(0, f"horoclone-{life}")
+        if text is not None:
+            client.finish_life(rank, life)
+            return text
+        left_s = deadline - time.monotonic()
+        if left_s <= 0:
+            raise Late("rank 0 has not published where it can be met")
+        time.sleep(min(pause_s, left_s))
+        pause_s = min(1.5 * pause_s, longest_s)
+
+
 def main(arguments: list[str]) -> int:
-    """LIBRARY PARENT [KEY RANK SIZE SECONDS]; answers with one line: ok, unusable or late, and what belongs to it."""
+    """LIBRARY PARENT [RANK SIZE SECONDS]; answers with one line: ok, unusable or late, and what belongs to it."""
     answer = os.dup(1)
     os.dup2(2, 1)  # whatever the library prints is not the answer
     path, parent, *rest = arguments
@@ -210,7 +244,7 @@ def main(arguments: list[str]) -> int:
     try:
         library = Library(path)
         if rest:
-            line = f"ok {exchange(library, rest[0], int(rest[1]), int(rest[2]), float(rest[3]))}"
+            line = f"ok {exchange(library, int(rest[0]), int(rest[1]), float(rest[2]))}"
         else:
             line = f"ok {library.version}"
     except Unusable as error:
