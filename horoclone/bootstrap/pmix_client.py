@@ -117,7 +117,7 @@ class Client:
         self._library.call("PMIx_Finalize", None, ctypes.c_size_t(0))
 
     def publish(self, key: str, text: str) -> None:
-        """Stores the text with the launcher, for the processes of our job and as long as it runs."""
+        """Stores the text, instead of an older one, with the launcher: for our job, as long as it runs."""
         parts = [text[at : at + CHUNK] for at in range(0, len(text), CHUNK)]
         entries = {f"{key}-{number}": part for number, part in enumerate(parts)}
         entries[f"{key}-n"] = str(len(parts))
@@ -130,7 +130,7 @@ class Client:
                 for name, word in zip(entries, words, strict=True)
             ),
         )
-        # What an attempt of this rank that failed later on has left would be found instead (PRRTE 3 keeps both).
+        # PRRTE 3 would keep both, and give out the older one.
         names = (ctypes.c_char_p * (len(entries) + 1))(*(name.encode("ascii") for name in entries), None)
         status = self._library.call("PMIx_Unpublish", names, infos, ctypes.c_size_t(1))
         if status != NOT_FOUND:
@@ -150,13 +150,14 @@ class Client:
         return "".join(part for part in parts if part is not None)
 
     def life(self, rank: int) -> int:
-        """How many exchanges this rank has finished since the launcher started it, whichever programs made them."""
+        """How many exchanges that rank has finished since the launcher started it, whichever programs made them."""
         said = self._published(rank, f"horoclone-lives-{rank}-0") or "0"
         if not said.isdecimal():
             raise Unusable(f"PMIx_Lookup returned {said!r} for the number of exchanges of rank {rank}")
         return int(said)
 
     def finish_life(self, rank: int, life: int) -> None:
+        """One more, of this rank. Meanwhile life() may see none: it looks at one part only, and takes that for 0."""
         self.publish(f"horoclone-lives-{rank}", str(life + 1))
 
     def _published(self, rank: int, key: str) -> str | None:
