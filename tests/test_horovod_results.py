@@ -1,0 +1,83 @@
+"""What Horovod computed, case by case, is what comes out here: the whole recorded table, on real ranks.
+
+A case that differs must be covered by tests/horovod_results/deliberate.yaml, which docs/from_horovod.md prints. By hand:
+`python tests/horovod_results/compare.py torch-2 'torch[.]allreduce'`.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).parent / "horovod_results"
+pytestmark = pytest.mark.slow
+
+
+def load(name: str, path: Path) -> Any:
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+table = load("table", HERE / "table.py")
+compare = load("compare", HERE / "compare.py")
+COVERED: dict[str, set[str]] = {}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("label", [suite.label for suite in table.suites()])
+def test_every_case_is_equal_or_listed(label: str) -> None:
+    suite = next(each for each in table.suites() if each.label == label)
+    among = compare.entries()
+    compared = compare.compare(suite, among=among)
+    for entry in among:
+        COVERED.setdefault(entry.key, set()).update(entry.covered)
+    print(f"{label}: {len(compared.equal)} equal, {len(compared.listed)} listed")
+    assert not compared.neither, "\n" + "\n".join(str(each) for each in compared.neither)
+    assert len(compared.equal) + len(compared.listed) == sum(not each.get("unstable") for each in suite.cases)
+
+
+def test_no_entry_of_the_list_is_idle() -> None:
+    if not COVERED:
+        pytest.skip("the tests before this one did not run")
+    idle = [key for key, covered in COVERED.items() if not covered]
+    assert not idle, f"these entries of deliberate.yaml cover no case any more: {idle}"
+
+
+def test_a_wrong_value_is_seen() -> None:
+    """The comparison itself: values, dtypes, shapes, kinds, classes of errors, a runtime that is broken afterwards."""
+
+    def differs(theirs: dict[str, Any], ours: dict[str, Any]) -> Any:
+        return compare.differs(
+            table.Suite("torch", 2, False, [], []), {"id": "a", "all": theirs}, [{"a": ours}, {"a": ours}]
+        )
+
+    def tensor(values: list[Any], dtype: str = "float32", shape: list[int] | None = None) -> dict[str, Any]:
+        return {"out": {"torch": dtype, "shape": shape or [len(values)], "v": values}, "after": "works"}
+
+    one = {"out": tensor([1.0, 2.0])["out"]}
+    assert differs(one, tensor([1.0, 2.0])) is None
+    assert differs(one, tensor([1.0, 2.0 + 1e-6])) is None
+    assert differs(one, tensor([1.0, 2.001])).where == ".v"
+    assert differs(one, tensor([1.0, 2.0], "float64")) is not None
+    assert differs(one, tensor([1.0, 2.0], shape=[1, 2])) is not None
+    assert differs(one, {**tensor([1.0, 2.0]), "after": [3.0]}).where == ".after"
+    assert differs({"out": {"torch": "int32", "shape": [1], "v": [2]}}, tensor([2.0], "int32")) is not None
+    failed = {"error": ["ValueError", "Exception"]}
+    assert differs(failed, {"error": ["MyError", "ValueError", "Exception"], "after": "works"}) is None
+    assert differs(failed, {"error": ["RuntimeError", "Exception"], "after": "works"}) is not None
+    assert differs(failed, tensor([1.0])).kinds == ("error", "value")
+    assert differs({"out": [1, None]}, {"out": [1, None], "after": "works"}) is None
+    assert differs({"out": [1, None]}, {"out": (1, None), "after": "works"}) is not None
+
+
+def test_the_page_prints_the_list() -> None:
+    maker = load("make_differences", HERE.parent.parent / "docs" / "make_differences.py")
+    assert maker.PAGE.read_text() == maker.page(), "run `make docs`"
