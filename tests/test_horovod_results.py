@@ -47,7 +47,8 @@ def test_every_case_is_equal_or_listed(label: str) -> None:
 def test_no_entry_of_the_list_is_idle() -> None:
     if not COVERED:
         pytest.skip("the tests before this one did not run")
-    idle = [key for key, covered in COVERED.items() if not covered]
+    kept_back = {entry.key for entry in compare.entries() if not entry.says.get("recorded", True)}
+    idle = [key for key, covered in COVERED.items() if not covered and key not in kept_back]
     assert not idle, f"these entries of deliberate.yaml cover no case any more: {idle}"
 
 
