@@ -239,7 +239,13 @@ def on_init(native: Any, wanted: Sequence[ProcessSet]) -> None:
         try:
             _register(native, entry)
         except (ValueError, errors.Mismatch) as error:
-            raise type(error)(f"process_sets[{index}]: {error}") from None
+            text = f"process_sets[{index}]: {error}"
+            same = [
+                n for n, other in enumerate(wanted[:index]) if other is entry or other.ranks == entry.ranks
+            ]
+            if same and isinstance(error, ValueError):
+                text = f"process_sets[{index}] has the same ranks as process_sets[{same[0]}]: {entry}."
+            raise type(error)(text) from None
 
 
 def clear() -> None:

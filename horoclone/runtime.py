@@ -114,7 +114,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     comm: None = every process that the launcher started; a list of their ranks = only those (in that order); an mpi4py
     communicator = its members. process_sets: sets to register at once, or "dynamic" to allow add_process_set.
     Raises ValueError for wrong arguments; Timeout when ranks are missing after HOROCLONE_START_TIMEOUT seconds (300),
-    naming them; Unsupported when the way in which this process was started cannot work.
+    naming them; Unsupported when the way in which this process was started cannot work. Process sets that cannot be
+    (two with the same ranks, ranks outside the world: ValueError; others on another rank: Mismatch) are refused when
+    everybody is connected: as in Horovod, rank() and size() answer then, and another init() needs shutdown() first.
     """
     global _native, _job, _dynamic
     from horoclone import process_sets as sets
@@ -135,8 +137,10 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
         _remark()
         try:
-            sets.on_init(runtime, wanted)
             publish(runtime.address)
+            sets.on_init(runtime, wanted)
+        except (ValueError, errors.Mismatch):
+            raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
         except BaseException:
             shutdown()
             raise
@@ -241,11 +245,6 @@ def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm:
             raise NotImplementedError(
                 "process sets made of communicators need init() or init(comm=<communicator>), not a list of ranks"
             )
-        for earlier in range(index):
-            if entry is wanted[earlier] or (entry.ranks is not None and entry.ranks == wanted[earlier].ranks):
-                raise ValueError(
-                    f"process_sets[{index}] has the same ranks as process_sets[{earlier}]: {entry}."
-                )
     return wanted
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 
 import ml_dtypes
@@ -430,15 +431,46 @@ def test_process_sets_come_and_go():
 
 @ranks(2, init=False)
 def test_wrong_process_sets_are_named_by_their_index():
-    pair = hvd.ProcessSet([0])
     for wrong, text in (
-        ([pair, hvd.ProcessSet([0])], r"process_sets\[1\] has the same ranks as process_sets\[0\]"),
-        ([pair, [1]], r"process_sets\[1\] is \[1\]"),
+        ([hvd.ProcessSet([0]), [1]], r"process_sets\[1\] is \[1\]"),
         ("static", "only word allowed"),
     ):
         with pytest.raises(ValueError, match=text):
             hvd.init(process_sets=wrong)
-    assert not hvd.is_initialized()
-    with pytest.raises(ValueError, match=r"process_sets\[0\]: .*exists already"):
-        hvd.init(process_sets=[hvd.ProcessSet([0, 1])])
-    assert not hvd.is_initialized()
+        assert not hvd.is_initialized()
+
+
+@ranks(2, init=False)
+def test_the_world_is_up_after_an_init_that_was_refused_for_its_process_sets():
+    """As in Horovod, where scripts ask for size() after catching the ValueError."""
+    one = hvd.ProcessSet([0])
+    for wrong, text in (
+        ([one, hvd.ProcessSet([0])], r"process_sets\[1\] has the same ranks as process_sets\[0\]"),
+        ([one, one], r"process_sets\[1\] has the same ranks as process_sets\[0\]"),
+        ([one, hvd.ProcessSet([1, 2])], r"process_sets\[1\]: .*outside the world of 2"),
+        ([hvd.ProcessSet([0, 1])], r"process_sets\[0\]: .*exists already"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            hvd.init(process_sets=wrong)
+        assert hvd.is_initialized() and hvd.size() == 2 and hvd.rank() in (0, 1)
+        hvd.init()  # up already: nothing happens
+        assert hvd.allreduce(np.ones(3), op=hvd.Sum).tolist() == [2, 2, 2]
+        assert [entry.process_set_id for entry in wrong[1:]] == ([1] if wrong[-1] is one else [None])[
+            : len(wrong) - 1
+        ]
+        if one in wrong:  # what was registered before the refusal serves
+            assert one.process_set_id == 1 and one.included() is (hvd.rank() == 0)
+        hvd.shutdown()
+        assert not hvd.is_initialized() and one.process_set_id is None
+    hvd.init(process_sets=[one])
+    assert one.size() == 1
+
+
+@ranks(2, init=False)
+def test_the_world_is_up_after_the_ranks_passed_different_process_sets():
+    mine = hvd.ProcessSet([int(os.environ["HOROCLONE_RANK"])])
+    with pytest.raises(
+        hvd.Mismatch, match=r"process_sets\[0\]: .*rank 0 passed ranks \[0\], rank 1 passed ranks \[1\]"
+    ):
+        hvd.init(process_sets=[mine])
+    assert hvd.size() == 2 and hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2]
