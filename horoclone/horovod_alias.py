@@ -57,6 +57,12 @@ class _SameModule:
         # A module may put another in its place in sys.modules; the import system then hands out that one.
         sys.modules[module.__name__] = importlib.import_module(self.real)
 
+    def get_code(self, name: str) -> Any:
+        """For `python -m horovod.runner.launch`: runpy asks the loader."""
+        spec = importlib.util.find_spec(self.real)
+        loader: Any = spec.loader if spec is not None else None
+        return loader.get_code(self.real) if loader is not None else None
+
 
 class _StandIn:
     """Loads a module of Horovod that horoclone has not."""

@@ -5,6 +5,8 @@ A script that imports such a name and never calls it runs; one that calls it hea
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -35,6 +37,18 @@ def stand_in(what: str, instead: str) -> Any:
     """A class named `what` ("hvd.elastic.run") that raises Unsupported, ending in `instead`, when it is used."""
     module, _, name = what.rpartition(".")
     return StandInType(name, (), {"__module__": module, "_what": what, "_instead": instead})
+
+
+def any_name(module: str, instead: str) -> Callable[[str], Any]:
+    """The __getattr__ of a module (its __name__ is `module`) of which every public name is a stand-in."""
+
+    @functools.cache
+    def find(name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return stand_in(f"{module.replace('horoclone', 'horovod', 1)}.{name}", instead)
+
+    return find
 
 
 class StandInModule(ModuleType):

@@ -34,12 +34,15 @@ WHO_PICKLES = {
     "objects.py": "broadcast_object and allgather_object, between authenticated ranks",
     "launch/api.py": "run(fn): the function and its values, between us and our own children",
     "launch/call.py": "run(fn), the child's side",
+    "runner/common/util/codec.py": "what a script turns into text, and back",
+    "runner/common/util/network.py": "Horovod's services, for scripts that start them; behind a digest with their key",
 }
 # The names at which Horovod's users look for things; scripts import them, so they stay as they are. No others there.
 HOROVODS_NAMES = {
     f"horoclone/common/{n}.py"
     for n in ("__init__", "basics", "elastic", "exceptions", "process_sets", "util")
 } | {"horoclone/tensorflow/util.py"}
+HOROVODS_NAMES |= {p.relative_to(ROOT).as_posix() for p in (PACKAGE / "runner").rglob("*.py")}
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|impl|misc)(_|$)", re.IGNORECASE)
 
 FILE_LINES = 500

@@ -22,6 +22,10 @@ _RANK = (
 )
 
 
+_GRACE_S = 30.0
+_HOROVODS_GRACE_S = 5  # safe_shell_exec.GRACEFUL_TERMINATION_TIME_S as it is delivered
+
+
 class RunError(RuntimeError):
     """A rank of run() failed. `rank` and `exit_code` are those of the rank that failed first; `__cause__` is the
     exception of the function where it could be brought over; the text is the launcher's failure report."""
@@ -77,14 +81,14 @@ def run(
     max_np: int | None = None,
     *,
     env: Mapping[str, str] | None = None,
-    grace: float = 30.0,
+    grace: float | None = None,
 ) -> list[Any]:
     """Calls func(*args, **kwargs) once in num_proc (or np; default 1) new processes; returns the values by rank.
 
     hosts, hostfile, start_timeout, ssh_port, ssh_identity_file, output_filename, verbose and network_interfaces are the
-    flags of horoclonerun; executable is the Python of the ranks; env adds variables for them; disable_cache and
-    use_gloo are accepted and change nothing. use_mpi=True (or mpi_args) starts the ranks with the mpirun on PATH,
-    on this host. func and its values must be picklable by cloudpickle.
+    flags of horoclonerun; grace: seconds between SIGTERM and SIGKILL (30); executable is the Python of the ranks; env
+    adds variables for them; disable_cache and use_gloo are accepted and change nothing. use_mpi=True (or mpi_args)
+    starts the ranks with the mpirun on PATH, on this host. func and its values must be picklable by cloudpickle.
 
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
     together; Unsupported for elastic arguments; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
@@ -104,12 +108,19 @@ def run(
         interfaces=network_interfaces or network_interface,
         output_folder=os.path.abspath(output_filename) if output_filename else None,
         verbose=bool(verbose),
-        grace_s=grace,
+        grace_s=_grace_s() if grace is None else grace,
         environment=dict(env or {}),
     )
     if use_mpi or mpi_args:
         return _run_with_mpi(wishes, mpi_args or "", _pickle(func, args, kwargs))
     return _run(wishes, _pickle(func, args, kwargs))
+
+
+def _grace_s() -> float:
+    """30 s, or what a script has written into Horovod's constant for it: it does so before run()."""
+    patched = sys.modules.get("horoclone.runner.common.util.safe_shell_exec")
+    value = getattr(patched, "GRACEFUL_TERMINATION_TIME_S", _HOROVODS_GRACE_S)
+    return _GRACE_S if value == _HOROVODS_GRACE_S else float(value)
 
 
 def _refuse(func: Any, elastic: Sequence[Any], sizes: tuple[int | None, int | None]) -> None:

@@ -1,0 +1,1 @@
+"""Under Horovod's name: see horoclone.runner."""

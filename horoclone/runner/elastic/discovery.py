@@ -1,0 +1,61 @@
+"""Under Horovod's name: which hosts there are. Finding them works; what elastic jobs do with them is not here yet."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+
+from horoclone.stand_ins import ELASTIC, stand_in
+
+HostManager = stand_in("horovod.runner.elastic.discovery.HostManager", ELASTIC)
+
+
+class HostDiscovery:
+    """What can say which hosts there are."""
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Host -> how many ranks it may run, in the order in which ranks are placed."""
+        raise NotImplementedError
+
+
+class HostDiscoveryScript(HostDiscovery):
+    """A program that prints `host` or `host:slots` in each line. slots: for lines that do not say how many."""
+
+    def __init__(self, discovery_script: str, slots: int | None) -> None:
+        self._script = discovery_script
+        self._slots = slots
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """RuntimeError when the program fails, or a line is no host; hosts keep the order of the lines."""
+        done = subprocess.run(
+            self._script, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True
+        )
+        if done.returncode != 0:
+            raise RuntimeError(
+                f"Failed to execute discovery script: {self._script}. Exit code: {done.returncode}"
+            )
+        found: dict[str, int] = {}
+        for line in filter(None, map(str.strip, done.stdout.splitlines())):
+            name, colon, slots = line.rpartition(":")
+            count = int(slots) if colon and slots.isdigit() else self._slots
+            if count is None:
+                raise RuntimeError(
+                    f"the discovery script {self._script} does not say how many slots {line!r} has"
+                )
+            found[name if colon and slots.isdigit() else line] = count
+        return found
+
+
+class FixedHosts(HostDiscovery):
+    """Hosts that are told rather than found."""
+
+    def __init__(self, host_slots: Mapping[str, int]) -> None:
+        self.set(host_slots)
+
+    def find_available_hosts_and_slots(self) -> dict[str, int]:
+        """Those of the last set()."""
+        return dict(self._host_slots)
+
+    def set(self, host_slots: Mapping[str, int]) -> None:
+        """From now on these."""
+        self._host_slots = dict(host_slots)
