@@ -69,3 +69,36 @@ def test_run_initialises_the_runtime_on_every_rank():
         return hvd.rank(), hvd.allreduce(np.ones(2), op=hvd.Sum, name="x").tolist()
 
     assert run(total, np=2) == [(0, [2.0, 2.0]), (1, [2.0, 2.0])]
+
+
+# What a child of this process finds open beyond the three standard streams.
+INHERITED = """
+import os, subprocess, sys
+LIST = "import os; print([os.readlink(f'/proc/self/fd/{n}') for n in range(3, 1000) if os.path.lexists(f'/proc/self/fd/{n}')])"
+def inherited():
+    return eval(subprocess.run([sys.executable, "-c", LIST], close_fds=False, capture_output=True, text=True).stdout)
+"""
+
+
+def test_children_of_a_rank_inherit_no_descriptor_of_ours(launch):
+    body = INHERITED + (
+        "import horoclone as hvd\n"
+        "hvd.init()\n"
+        "print('inherited', hvd.rank(), inherited())\n"
+        "hvd.shutdown(); hvd.init(); hvd.shutdown()\n"
+    )
+    done = launch([*RUN, body], check=False)
+    assert done.returncode == 0, done.output
+    found = sorted(line.partition("] ")[2] for line in done.stdout.splitlines() if "inherited" in line)
+    assert found == ["inherited 0 []", "inherited 1 []", "inherited 2 []"], done.output
+
+
+def test_children_of_a_function_that_run_started_inherit_no_descriptor_of_ours():
+    from horoclone.launch.api import run
+
+    def found():
+        names: dict[str, object] = {}
+        exec(INHERITED, names)
+        return [one for one in names["inherited"]() if "horoclone" in one]
+
+    assert run(found, np=2) == [[], []]

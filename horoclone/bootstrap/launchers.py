@@ -57,7 +57,9 @@ def shared_secret(environ: Mapping[str, str]) -> bytes:
 
 def _secret_of_descriptor(text: str) -> bytes:
     try:
-        return _checked(os.pread(int(text), 4096, 0), f"HOROCLONE_SECRET_FD={text}")
+        secret = _checked(os.pread(int(text), 4096, 0), f"HOROCLONE_SECRET_FD={text}")
+        os.set_inheritable(int(text), False)  # nothing that this process starts has a use for it
+        return secret
     except (OSError, ValueError, OverflowError) as error:
         raise errors.Unsupported(
             f"HOROCLONE_SECRET_FD={text}: the job secret cannot be read ({error}). The launcher passes it in an open "

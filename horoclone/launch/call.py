@@ -48,8 +48,11 @@ def _descriptors() -> tuple[int, int]:
     """(the function's, the answer's)."""
     folder = os.environ.pop("HOROCLONE_FUNCTION_FOLDER", None)
     if folder is None:
-        source, target = os.environ.pop("HOROCLONE_FUNCTION_FDS").split(",")
-        return int(source), int(target)
+        inherited = [int(one) for one in os.environ.pop("HOROCLONE_FUNCTION_FDS").split(",")]
+        for descriptor in (*inherited, int(os.environ["HOROCLONE_SECRET_FD"])):
+            os.set_inheritable(descriptor, False)  # nothing that the function starts has a use for them
+        source, target = inherited
+        return source, target
     rank = next(os.environ[name] for name in _MPI_RANKS if name in os.environ)
     answer = os.path.join(folder, f"rank.{int(rank)}")
     return (
