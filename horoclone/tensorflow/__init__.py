@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from horoclone.common.util import gpu_available
+from horoclone.common.util import check_extension, gpu_available, split_list
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -34,7 +34,13 @@ from horoclone.tensorflow.reductions import (
     reducescatter,
 )
 from horoclone.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
-from horoclone.tensorflow.util import _executing_eagerly  # noqa: F401 - a private name that scripts know
+from horoclone.tensorflow.util import (
+    _executing_eagerly,  # noqa: F401 - a private name that scripts know
+    check_num_rank_power_of_2,
+    handle_average_backwards_compatibility,
+    refs_to_vars,
+    vars_to_refs,
+)
 
 __all__ = [
     *mpi_ops.__all__,
@@ -43,7 +49,8 @@ __all__ = [
     "PeerLost", "Timeout", "Unsupported", "allgather_object", "allreduce", "broadcast_",
     "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic",
     "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
-    "flight_record", "metrics",
+    "flight_record", "metrics", "check_extension", "check_num_rank_power_of_2",
+    "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
 ]  # fmt: skip
 
 
@@ -55,3 +62,7 @@ def __getattr__(name: str) -> Any:
         globals()[name] = SyncBatchNormalization
         return SyncBatchNormalization
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), "SyncBatchNormalization"})

@@ -34,7 +34,10 @@ def key_of(variable: Any) -> Hashable:
 
 @dataclass
 class GradientReduction:
-    """What a tape or an optimizer was told about gradients. Raises ValueError for options that contradict."""
+    """What a tape or an optimizer was told about gradients.
+
+    Raises ValueError for options that contradict, ZeroDivisionError for a predivide factor of 0.
+    """
 
     device_dense: str = ""
     device_sparse: str = ""
@@ -49,14 +52,13 @@ class GradientReduction:
     local_sources: set[Hashable] = field(default_factory=set)
 
     def __post_init__(self) -> None:
-        if resolve_reduce(None, self.op) not in (Average, Sum, Adasum):
-            raise ValueError("gradients are reduced with op=hvd.Average, hvd.Sum or hvd.Adasum.")
+        resolve_reduce(None, self.op)
         if self.op == Adasum and self.process_set is not global_process_set:
             raise NotImplementedError("Adasum does not support non-global process sets yet.")
         if self.gradient_predivide_factor != 1.0 and self.op != Average:
             raise ValueError("gradient_predivide_factor not supported with op != Average")
-        if not self.gradient_predivide_factor > 0:
-            raise ValueError(f"gradient_predivide_factor={self.gradient_predivide_factor} must be positive")
+        if self.gradient_predivide_factor == 0:
+            raise ZeroDivisionError("gradient_predivide_factor must not be 0")
         if self.num_groups:
             text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
             warnings.warn(text, DeprecationWarning, stacklevel=4)
@@ -83,8 +85,11 @@ class GradientReduction:
         """The gradients to apply: reduced, None where there is none, local ones divided by the size if so asked.
 
         gradients: one for each source (a tf.Tensor, a tf.IndexedSlices or None). name: of the operations, in a graph.
+        A rank outside the process set gets its own back, as they are.
         """
         result = list(gradients)
+        if self.process_set is not global_process_set and not self._included():
+            return result
         keys = [key_of(source) for source in sources]
         there = [i for i, gradient in enumerate(result) if gradient is not None]
         for i in there:
@@ -113,6 +118,12 @@ class GradientReduction:
                     result[i] = gradient
         return result
 
+    def _included(self) -> bool:
+        """Whether this rank is in the process set. Read when a graph is made, as Horovod does; ValueError for a set
+        that is not registered."""
+        id_of(self.process_set)
+        return bool(self.process_set.included())
+
     def _divided_by_size(self, gradient: Any) -> Any:
         size = mpi_ops.size_op(id_of(self.process_set))
         if isinstance(gradient, tf.IndexedSlices):
@@ -129,6 +140,8 @@ class GradientReduction:
                 "The Adasum reduction does not currently support sparse tensors. As a workaround please pass "
                 "sparse_as_dense=True to DistributedOptimizer"
             )
+        if self.op not in (Average, Sum):
+            raise NotImplementedError("tf.IndexedSlices can be reduced with op=Average or op=Sum only")
         with tf.device(self.device_sparse):
             parts = [part for i in places for part in (result[i].values, result[i].indices)]
             name = None if tf.executing_eagerly() else "HorovodGroupedAllgather"

@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
-from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.ops import REDUCE_NAMES, Adasum, Average, Max, Min, Product, Sum
 from horoclone.process_sets import (
     ProcessSet,
     add_process_set,
@@ -129,6 +129,32 @@ def _common(
     return {**arguments, "tensor_name": unique, "name": name}
 
 
+class WrongReduction(tf.errors.UnknownError, ValueError):
+    """A reduction that does not exist, or not for these tensors. Horovod says UnknownError; it is a wrong argument."""
+
+
+def _refuse_adasum_of_integers(op: int, tensors: Sequence[Any]) -> None:
+    if op == Adasum and not all(tensor.dtype.is_floating for tensor in tensors):
+        raise WrongReduction(None, None, "op=hvd.Adasum reduces floating-point tensors only; use hvd.Sum.")
+
+
+def _refuse_reduction(kind: str, op: int) -> None:
+    """Here and not in the op: a session of TensorFlow 1 would take AbortedError for a preemption and start over."""
+    if op not in (Average, Sum):
+        text = f"{kind} with op=hvd.{REDUCE_NAMES[op]} is not possible; use hvd.Average or hvd.Sum."
+        raise tf.errors.AbortedError(None, None, text)
+
+
+def _refuse_scalars(kind: str, tensors: Sequence[Any], eager_too: bool = False) -> None:
+    """There must be rows. In a graph, as with Horovod, ValueError says so when the op is made; run eagerly, most ops say
+    so on every rank, and for the others this does."""
+    eager = tf.executing_eagerly()
+    if (eager and not eager_too) or not any(tensor.shape.rank == 0 for tensor in tensors):
+        return
+    text = f"{kind} needs a tensor with a first dimension, not a scalar; use tf.reshape(tensor, [1])."
+    raise tf.errors.InvalidArgumentError(None, None, text) if eager else ValueError(text)
+
+
 def _tensors(values: Sequence[Any]) -> list[Any]:
     return [tf.convert_to_tensor(value) for value in values]
 
@@ -155,6 +181,7 @@ def _allreduce(
 ) -> Any:
     """Reduces tensors of one shape and dtype over all ranks. Differentiable for Sum and Average."""
     tensor = tf.convert_to_tensor(tensor)
+    _refuse_adasum_of_integers(op, [tensor])
     return functions.horovod_allreduce(
         tensor=tensor,
         reduce_op=op,
@@ -177,6 +204,7 @@ def _grouped_allreduce(
     if not tensors:
         return []
     tensors = _tensors(tensors)
+    _refuse_adasum_of_integers(op, tensors)
     return functions.horovod_grouped_allreduce(
         tensors=tensors,
         reduce_op=op,
@@ -197,9 +225,10 @@ def allgather(
 ) -> Any:
     """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one.
 
-    Differentiable: each rank gets the sum of the gradients of its rows.
+    Differentiable: each rank gets the average over the ranks of the gradients of its rows, as in Horovod.
     """
     tensor = tf.convert_to_tensor(tensor)
+    _refuse_scalars("allgather", [tensor])
     return functions.horovod_allgather(
         tensor=tensor, **_common("HorovodAllgather", [tensor], name, ignore_name_scope, process_set)
     )
@@ -216,6 +245,7 @@ def grouped_allgather(
     if not tensors:
         return []
     tensors = _tensors(tensors)
+    _refuse_scalars("grouped_allgather", tensors)
     return functions.horovod_grouped_allgather(
         tensors=tensors, **_common("HorovodGroupedAllgather", tensors, name, ignore_name_scope, process_set)
     )
@@ -232,7 +262,8 @@ def broadcast(
     ignore_name_scope: bool = False,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the sum of the gradients."""
+    """Rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the average of the ranks'
+    gradients, as in Horovod, the others zeros."""
     tensor = tf.convert_to_tensor(tensor)
     return functions.horovod_broadcast(
         tensor=tensor,
@@ -273,13 +304,18 @@ def alltoall(
 ) -> Any:
     """Sends splits[r] rows of `tensor` to each rank r (equal shares without splits) and concatenates what arrives.
 
-    splits: 1-d, int32, one number for each rank of the set. Returns the output, and with `splits` also the rows
+    splits: 1-d, one number for each rank of the set; a tensor must be int32, or TensorFlow refuses it as an argument
+    of the op (InvalidArgumentError, in a graph TypeError). Returns the output, and with `splits` also the rows
     received from each rank (int32). Differentiable.
     """
     tensor = tf.convert_to_tensor(tensor)
+    _refuse_scalars("alltoall", [tensor])
+    rows = (
+        splits if tf.is_tensor(splits) else tf.convert_to_tensor([] if splits is None else splits, tf.int32)
+    )
     output, received = functions.horovod_alltoall(
         tensor=tensor,
-        splits=tf.convert_to_tensor([] if splits is None else splits, dtype=tf.int32),
+        splits=rows,
         **_common("HorovodAlltoall", [tensor], name, ignore_name_scope, process_set),
     )
     return output if splits is None else (output, received)
@@ -295,8 +331,12 @@ def _reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduces (Sum or Average) and gives each rank its share of the rows; the first ranks get one more if uneven."""
+    """Reduces (Sum or Average) and gives each rank its share of the rows; the first ranks get one more if uneven.
+
+    tf.errors.AbortedError at once for other reductions, as in Horovod."""
     tensor = tf.convert_to_tensor(tensor)
+    _refuse_reduction("reducescatter", op)
+    _refuse_scalars("reducescatter", [tensor], eager_too=True)
     return functions.horovod_reducescatter(
         tensor=tensor,
         reduce_op=op,
@@ -319,6 +359,8 @@ def _grouped_reducescatter(
     if not tensors:
         return []
     tensors = _tensors(tensors)
+    _refuse_reduction("grouped_reducescatter", op)
+    _refuse_scalars("grouped_reducescatter", tensors, eager_too=True)
     return functions.horovod_grouped_reducescatter(
         tensors=tensors,
         reduce_op=op,

@@ -1,4 +1,7 @@
-"""The gradients of our ops, registered with TensorFlow when this module is imported. The same rules as Horovod's."""
+"""The gradients of our ops, registered with TensorFlow when this module is imported.
+
+The same rules as Horovod's: those of allgather and broadcast are averages over the ranks, those of a sum are sums.
+"""
 
 from __future__ import annotations
 
@@ -65,12 +68,12 @@ def _my_rows(op: Any, tensor: Any, gradient: Any) -> Any:
 
 @tf.RegisterGradient("HorovodAllgather")
 def _of_allgather(op: Any, gradient: Any) -> list[Any]:
-    return [_my_rows(op, op.inputs[0], mpi_ops._allreduce(gradient, **_same(op))), None]
+    return [_my_rows(op, op.inputs[0], mpi_ops._allreduce(gradient, op=Average, **_same(op))), None]
 
 
 @tf.RegisterGradient("HorovodGroupedAllgather")
 def _of_grouped_allgather(op: Any, *gradients: Any) -> list[Any]:
-    reduced = mpi_ops._grouped_allreduce(_dense(gradients), **_same(op))
+    reduced = mpi_ops._grouped_allreduce(_dense(gradients), op=Average, **_same(op))
     tensors = op.inputs[:-1]
     return [*(_my_rows(op, t, g) for t, g in zip(tensors, reduced, strict=True)), None]
 
@@ -82,12 +85,12 @@ def _for_root(op: Any, gradients: list[Any]) -> list[Any]:
 
 @tf.RegisterGradient("HorovodBroadcast")
 def _of_broadcast(op: Any, gradient: Any) -> list[Any]:
-    return [*_for_root(op, [mpi_ops._allreduce(gradient, **_same(op))]), None]
+    return [*_for_root(op, [mpi_ops._allreduce(gradient, op=Average, **_same(op))]), None]
 
 
 @tf.RegisterGradient("HorovodGroupedBroadcast")
 def _of_grouped_broadcast(op: Any, *gradients: Any) -> list[Any]:
-    return [*_for_root(op, mpi_ops._grouped_allreduce(_dense(gradients), **_same(op))), None]
+    return [*_for_root(op, mpi_ops._grouped_allreduce(_dense(gradients), op=Average, **_same(op))), None]
 
 
 @tf.RegisterGradient("HorovodAlltoall")

@@ -10,11 +10,20 @@ from typing import Any
 
 import tensorflow as tf
 
-from horoclone.ops import Adasum, Average, Sum, resolve_reduce
+from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.mpi_ops import _as_it_is
+
+
+def _resolved(average: bool | None, op: int | None) -> int:
+    """The reduction meant; WrongReduction for none of ours, ValueError for both arguments."""
+    if op is not None and average is None and (isinstance(op, bool) or op not in range(len(REDUCE_NAMES))):
+        raise mpi_ops.WrongReduction(
+            None, None, f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}."
+        )
+    return resolve_reduce(average, op)
 
 
 @_as_it_is
@@ -33,10 +42,11 @@ def allreduce(
 ) -> Any:
     """Reduces a tf.Tensor, tf.Variable or tf.IndexedSlices over all ranks; the same bits on every rank.
 
-    op: Average (the default), Sum, Min, Max, Product, Adasum. Integers average with truncation toward zero.
+    op: Average (the default), Sum, Min, Max, Product, Adasum; for anything else, and for Adasum of integers, an error
+    that is both UnknownError (as in Horovod) and ValueError. Integers average with truncation toward zero.
     NotImplementedError for an IndexedSlices with another op than Average and Sum, or with factors.
     """
-    reduce = resolve_reduce(average, op)
+    reduce = _resolved(average, op)
     if isinstance(tensor, tf.IndexedSlices):
         if prescale_factor != 1.0 or postscale_factor != 1.0:
             raise NotImplementedError(
@@ -89,7 +99,7 @@ def grouped_allreduce(
 
     Entries that are tf.IndexedSlices are reduced one by one.
     """
-    reduce = resolve_reduce(average, op)
+    reduce = _resolved(average, op)
     results: list[Any] = list(tensors)
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     for i in set(range(len(results))) - set(dense):
@@ -122,12 +132,13 @@ def reducescatter(
     postscale_factor: float = 1.0,
 ) -> Any:
     """Reduces over the ranks (Average or Sum) and returns this rank's share of the rows; the first ranks get one row
-    more where they cannot be shared equally. Differentiable. NotImplementedError for a tf.IndexedSlices."""
-    _refuse_sparse([tensor])
+    more where they cannot be shared equally. Differentiable. A tf.IndexedSlices is made dense first.
+
+    tf.errors.AbortedError for other reductions, InvalidArgumentError (in a graph ValueError) for a scalar."""
     with tf.device(device_dense):
         wire, context = compression.compress(tf.convert_to_tensor(tensor))
         share = mpi_ops._reducescatter(
-            wire, name, resolve_reduce(None, op), ignore_name_scope, process_set, prescale_factor, postscale_factor
+            wire, name, _resolved(None, op), ignore_name_scope, process_set, prescale_factor, postscale_factor
         )  # fmt: skip
         return compression.decompress(share, context)
 
@@ -144,18 +155,10 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """reducescatter of several tensors as one operation."""
-    _refuse_sparse(tensors)
     with tf.device(device_dense):
         packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
         shares = mpi_ops._grouped_reducescatter(
-            [wire for wire, _ in packed], name, resolve_reduce(None, op), False, process_set, prescale_factor,
+            [wire for wire, _ in packed], name, _resolved(None, op), False, process_set, prescale_factor,
             postscale_factor,
         )  # fmt: skip
         return [compression.decompress(s, context) for s, (_, context) in zip(shares, packed, strict=True)]
-
-
-def _refuse_sparse(tensors: Sequence[Any]) -> None:
-    if any(isinstance(tensor, tf.IndexedSlices) for tensor in tensors):
-        raise NotImplementedError(
-            "reducescatter does not support tf.IndexedSlices; use tf.convert_to_tensor()"
-        )

@@ -32,16 +32,15 @@ def _global_moments(inputs: Any, axes: Any, keep_dims: bool) -> tuple[Any, Any]:
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc, name-defined]
     """tf.keras.layers.BatchNormalization over the batches of all ranks. In training every rank calls it equally often.
 
-    ValueError for fused=True, NotImplementedError for a mask or, in tf_keras, renorm and virtual_batch_size.
+    renorm corrects with the moments of all ranks. ValueError for fused=True, NotImplementedError for a mask or, in
+    tf_keras, virtual_batch_size.
     """
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         if fused or fused is None:
             raise ValueError("SyncBatchNormalization does not support fused=True.")
-        if kwargs.get("renorm") or kwargs.get("virtual_batch_size"):
-            raise NotImplementedError(
-                "SyncBatchNormalization supports neither renorm nor virtual_batch_size."
-            )
+        if kwargs.get("virtual_batch_size"):
+            raise NotImplementedError("SyncBatchNormalization does not support virtual_batch_size.")
         if not hasattr(tf.keras.layers.BatchNormalization, "_calculate_mean_and_var"):  # Keras 3
             super().__init__(**kwargs)
         else:

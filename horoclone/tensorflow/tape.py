@@ -78,9 +78,10 @@ def DistributedGradientTape(
 ) -> Any:
     """A tape whose gradient() gives gradients reduced over the ranks.
 
-    op: Average, Sum or Adasum. groups: a number of groups, or lists of variables, whose gradients go out as one
-    operation each; by default about 8 MiB each. gradient_predivide_factor: how much of the division is done before the
-    sum. ValueError for options that contradict.
+    op: Average, Sum, Adasum, or what else allreduce knows (for dense gradients). groups: a number of groups, or lists
+    of variables, whose gradients go out as one operation each; by default about 8 MiB each. gradient_predivide_factor:
+    how much of the division is done before the sum. process_set: ranks outside get their own gradients. ValueError for
+    options that contradict, ZeroDivisionError for a predivide factor of 0.
     """
     return PartialDistributedGradientTape(
         gradtape, device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups,

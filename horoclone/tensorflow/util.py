@@ -8,7 +8,13 @@ from typing import Any
 
 import tensorflow as tf
 
-__all__ = ["_cache", "_executing_eagerly", "_make_subgraph", "refs_to_vars", "vars_to_refs"]
+from horoclone.common.util import num_rank_is_power_2
+from horoclone.ops import resolve_reduce
+
+__all__ = [
+    "_cache", "_executing_eagerly", "_make_subgraph", "check_num_rank_power_of_2",
+    "handle_average_backwards_compatibility", "refs_to_vars", "vars_to_refs",
+]  # fmt: skip
 
 
 def _executing_eagerly() -> bool:
@@ -31,3 +37,13 @@ def vars_to_refs(variables: Iterable[Any]) -> tuple[Any, ...]:
 def refs_to_vars(references: Iterable[Any]) -> list[Any]:
     """The variables behind references."""
     return [reference.deref() for reference in references]
+
+
+def handle_average_backwards_compatibility(op: int | None, average: bool | None) -> int:
+    """The reduction that these two arguments of a function mean. ValueError for both."""
+    return resolve_reduce(average, op)
+
+
+def check_num_rank_power_of_2(num_rank: int) -> bool:
+    """Whether a number of ranks is a power of two. Adasum needs that in Horovod, not here."""
+    return num_rank_is_power_2(num_rank)

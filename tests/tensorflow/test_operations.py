@@ -240,11 +240,12 @@ def test_gradients() -> None:
         assert a.shape == x.shape and b.shape == (1, 3) and (a == weights).all() and (b == weights).all()
         own = np.ones((me + 1, 2), np.float32)
         (g,) = gradient_of(hvd.allgather, own, graph=graph)
-        assert g.shape == own.shape and (g == weights).all()
+        assert g.shape == own.shape and np.allclose(g, weights / n)
         a, b = gradient_of(lambda s, t: hvd.grouped_allgather([s, t]), own, x, graph=graph)
-        assert a.shape == own.shape and b.shape == x.shape and (a == weights).all() and (b == weights).all()
+        assert a.shape == own.shape and b.shape == x.shape and np.allclose(a, weights / n)
+        assert np.allclose(b, weights / n)
         (g,) = gradient_of(lambda t: hvd.broadcast(t, 1), x, graph=graph)
-        assert (g == (weights if me == 1 else 0)).all()
+        assert np.allclose(g, weights / n if me == 1 else 0)
         (g,) = gradient_of(hvd.alltoall, x, graph=graph)
         assert np.array_equal(g[:, 0], np.repeat(np.arange(1, n + 1), 2))  # what rank k made of my k-th part
         (g,) = gradient_of(lambda t: hvd.alltoall(t, splits=[2] * n)[0], x, graph=graph)
@@ -281,8 +282,6 @@ def test_indexed_slices_are_gathered() -> None:
     for arguments in ({"op": hvd.Max}, {"op": hvd.Adasum}, {"prescale_factor": 2.0}):
         with pytest.raises(NotImplementedError):
             hvd.allreduce(slices, **arguments)
-    with pytest.raises(NotImplementedError):
-        hvd.reducescatter(slices)
 
 
 @ranks(2)

@@ -72,7 +72,8 @@ FACTS = [
     "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
     "ddl_built", "ccl_built", "cuda_built", "rocm_built", "stop_timeline", "Sum", "Average", "Adasum", "Min", "Max",
     "Product", "add_process_set", "remove_process_set", "SyncBatchNormalization", "Compression", "elastic",
-    "gpu_available",
+    "gpu_available", "check_extension", "check_num_rank_power_of_2", "handle_average_backwards_compatibility",
+    "refs_to_vars", "split_list", "vars_to_refs",
 ]  # fmt: skip
 
 
@@ -106,6 +107,11 @@ def test_functions_take_what_horovods_take() -> None:
 def test_every_other_name_is_there() -> None:
     assert not [name for name in FACTS if not hasattr(hvd, name)]
     assert (hvd.Average, hvd.Sum, hvd.Adasum, hvd.Min, hvd.Max, hvd.Product) == (0, 1, 2, 3, 4, 5)
+    assert "SyncBatchNormalization" in dir(hvd)
+    assert [hvd.check_num_rank_power_of_2(n) for n in (0, 1, 3, 4)] == [False, True, False, True]
+    assert hvd.handle_average_backwards_compatibility(None, False) == hvd.Sum
+    variable = tf.Variable(1.0)
+    assert hvd.refs_to_vars(hvd.vars_to_refs([variable]))[0] is variable
     assert issubclass(hvd.Compression.fp16, compression.Compressor)
     assert issubclass(hvd.SyncBatchNormalization, tf.keras.layers.BatchNormalization)
     assert inspect.signature(hvd.SyncBatchNormalization).parameters["fused"].default is False

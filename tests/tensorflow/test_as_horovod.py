@@ -1,0 +1,150 @@
+"""Results that are Horovod's and that one would not guess: gradients outside a process set, averages of gathered
+gradients, classes of errors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from world import ranks
+
+tf = pytest.importorskip("tensorflow")
+
+import horoclone.tensorflow as hvd  # noqa: E402
+
+
+def both_ways(call: Any) -> list[Any]:
+    """Run eagerly and in a function."""
+    return [call, tf.function(call)]
+
+
+def gradient(make: Any, x: Any, weight: float) -> Any:
+    with tf.GradientTape() as tape:
+        tape.watch(x)
+        loss = sum(tf.reduce_sum(y) for y in tf.nest.flatten(make(x))) * tf.cast(weight, x.dtype)
+    return tape.gradient(loss, x)
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_gradients_of_gathers_and_broadcasts_are_averages_over_the_process_set() -> None:
+    pair, me = hvd.add_process_set([0, 2]), hvd.rank()
+    for dtype in (tf.float16, tf.bfloat16, tf.float32, tf.float64):
+        for members, mean in ((hvd.global_process_set, 2.0), (pair, 2.0)):
+            if not members.included():
+                continue
+            own = tf.ones((me, 2), dtype)  # no rows on rank 0
+            calls = [
+                lambda x, s=members: hvd.allgather(x, process_set=s),
+                lambda x, s=members: hvd.grouped_allgather([x], process_set=s),
+            ]
+            for make in calls:
+                for run in both_ways(lambda make=make, own=own: gradient(make, own, me + 1.0)):
+                    got = run()
+                    assert got.dtype == dtype and got.shape == own.shape
+                    assert np.allclose(tf.cast(got, tf.float32), mean)
+            for run in both_ways(
+                lambda s=members, dtype=dtype: gradient(
+                    lambda x: hvd.broadcast(x, 2, process_set=s), tf.ones((2, 3), dtype), me + 1.0
+                )
+            ):
+                assert np.allclose(tf.cast(run(), tf.float32), mean if me == 2 else 0.0)
+
+
+@ranks(3, env={"HOROVOD_DYNAMIC_PROCESS_SETS": "1"})
+def test_a_rank_outside_the_process_set_keeps_its_own_gradients() -> None:
+    pair, me = hvd.add_process_set([0, 2]), hvd.rank()
+    table, w, local = tf.Variable(tf.ones((4, 2))), tf.Variable(tf.ones(2)), tf.Variable(1.0)
+
+    def run() -> list[Any]:
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.nn.embedding_lookup(table, [me]) * w) * local * (me + 1.0)
+        tape = hvd.DistributedGradientTape(tape, process_set=pair)
+        tape.register_local_source(local)
+        return tape.gradient(loss, [table, w, local])
+
+    for step in both_ways(run):
+        rows, dense, own = step()
+        assert isinstance(rows, tf.IndexedSlices)
+        assert rows.indices.numpy().tolist() == ([1] if me == 1 else [0, 2])
+        assert dense.numpy().tolist() == [2.0, 2.0]
+        assert own.numpy() == (
+            4.0 if me == 1 else (me + 1.0)
+        )  # 2 (me + 1), divided by the size of the set within it
+    for passes in (1, 2):
+        for op in (hvd.Average, hvd.Sum):
+            v = tf.Variable(0.0)
+            descent = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+            optimizer = hvd.DistributedOptimizer(
+                descent, process_set=pair, op=op, backward_passes_per_step=passes
+            )
+            for _ in range(passes):
+                optimizer.minimize(lambda v=v: v * (me + 1.0), var_list=[v])
+            expected = 2.0 if me == 1 or op == hvd.Average else 4.0
+            assert v.numpy() == -expected * passes
+    with pytest.raises(ValueError, match="has not been registered"):
+        with tf.GradientTape() as tape:
+            loss = w * 1.0
+        hvd.DistributedGradientTape(tape, process_set=hvd.ProcessSet([0])).gradient(loss, w)
+
+
+@ranks(2)
+def test_a_tape_reduces_with_every_reduction() -> None:
+    me, v = hvd.rank(), tf.Variable([1.0, 2.0])
+    for op, expected in ((hvd.Min, 1.0), (hvd.Max, 2.0), (hvd.Product, 2.0)):
+
+        def run(op: int = op) -> Any:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(v) * (me + 1.0)
+            return hvd.DistributedGradientTape(tape, op=op).gradient(loss, v)
+
+        for step in both_ways(run):
+            assert step().numpy().tolist() == [expected, expected]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum(tf.gather(v, [me]))
+    with pytest.raises(NotImplementedError, match="IndexedSlices"):
+        hvd.DistributedGradientTape(tape, op=hvd.Min).gradient(loss, v)
+
+
+@ranks(2)
+def test_reducescatter_makes_sparse_tensors_dense() -> None:
+    me = hvd.rank()
+    slices = tf.IndexedSlices(tf.fill((2, 2), me + 1.0), tf.constant([me, me + 1]), tf.constant([4, 2]))
+    for run in both_ways(lambda: hvd.reducescatter(slices, op=hvd.Sum)):
+        assert run().numpy().tolist() == ([[1, 1], [3, 3]] if me == 0 else [[2, 2], [0, 0]])
+    for run in both_ways(lambda: hvd.grouped_reducescatter([slices, tf.ones(2)], op=hvd.Sum)):
+        assert [share.numpy().tolist()[0] for share in run()] == ([[1, 1], 2] if me == 0 else [[2, 2], 2])
+
+
+@ranks(2)
+def test_the_classes_of_errors() -> None:
+    """Where Horovod's scripts catch an error of the arguments; the runtime goes on."""
+    errors, one, four = tf.errors, tf.constant(1.0), tf.ones(4)
+    table: list[tuple[Any, Any, Any]] = [  # eagerly, in a function, the call
+        (errors.FailedPreconditionError, ValueError, lambda: hvd.allgather(one)),
+        (errors.FailedPreconditionError, ValueError, lambda: hvd.grouped_allgather([four, one])),
+        (errors.InvalidArgumentError, ValueError, lambda: hvd.reducescatter(one)),
+        (errors.InvalidArgumentError, ValueError, lambda: hvd.grouped_reducescatter([one])),
+        (errors.InvalidArgumentError, ValueError, lambda: hvd.alltoall(one)),
+        (
+            errors.InvalidArgumentError,
+            TypeError,
+            lambda: hvd.alltoall(four, splits=tf.constant([2, 2], tf.int64)),
+        ),
+        (errors.UnknownError, errors.UnknownError, lambda: hvd.allreduce(four, op=77)),
+        (ValueError, ValueError, lambda: hvd.allreduce(four, op=77)),
+        (errors.UnknownError, errors.UnknownError, lambda: hvd.allreduce(tf.constant([1]), op=hvd.Adasum)),
+    ]
+    for op in (hvd.Min, hvd.Max, hvd.Product, hvd.Adasum):
+        for x in (four, tf.constant([1, 2])):
+            table.append(
+                (errors.AbortedError, errors.AbortedError, lambda op=op, x=x: hvd.reducescatter(x, op=op))
+            )
+        call = lambda op=op: hvd.grouped_reducescatter([four], op=op)  # noqa: E731
+        table.append((errors.AbortedError, errors.AbortedError, call))
+    for eagerly, in_a_function, call in table:
+        for error, run in zip((eagerly, in_a_function), both_ways(call), strict=True):
+            with pytest.raises(error):
+                run()
+    assert hvd.alltoall(four, splits=np.array([2, 2], np.int64))[1].numpy().tolist() == [2, 2]
+    assert hvd.allreduce(one, op=hvd.Sum).numpy() == 2.0
