@@ -19,9 +19,11 @@ import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.errors import HorovodInternalError, Timeout
+from horoclone.errors import HorovodInternalError
 from horoclone.torch.c10d_facts import BACKEND, GroupFacts
-from horoclone.torch.c10d_meeting import connect, install_rendezvous, missing_at_barrier
+from horoclone.torch.c10d_meeting import connect, install_rendezvous
+from horoclone.torch.c10d_monitored import monitored_barrier
+from horoclone.torch.c10d_sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
 from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
 from horoclone.torch.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
@@ -117,8 +119,11 @@ class HorocloneGroup(GroupFacts):
     # --- reductions ---
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Reduces one tensor, or several of one call, in place."""
+        """Reduces one tensor, or several of one call, in place. One tensor may be sparse (c10d_sparse.py)."""
         tensors = listed(tensors)
+        if (sparse := sparse_among(tensors)) is not None:
+            handle, kept, finish = start_sparse_sum(self._native(), self._size, sparse, opts)
+            return self._work(handle, tensors, kept, finish, "sparse allreduce", place=place_of(sparse))
         kind, reduce, factor = reduction(opts)
         if kind in BITWISE:
             return self._fold(tensors, BITWISE[kind])
@@ -397,15 +402,13 @@ class HorocloneGroup(GroupFacts):
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier whose rank 0 names the ranks that did not come in time (the first one, or all with wait_all_ranks).
 
-        torch.distributed.monitored_barrier itself takes gloo only: call it on the group. Raises Timeout on every rank
-        that has come.
+        torch.distributed.monitored_barrier itself takes gloo only: call it on the group. Raises Timeout, with gloo's
+        words, on every rank that has come. timeout None: the group's; 0: rank 0 does not wait, so it raises.
         """
         self._monitored += 1
-        limit_s = (timeout or timedelta(seconds=self._limit_s or DEFAULT_TIMEOUT_S)).total_seconds()
+        limit_s = (self._limit_s or DEFAULT_TIMEOUT_S) if timeout is None else timeout.total_seconds()
         prefix = f"monitored/{self._monitored}"
-        missing = missing_at_barrier(self._store, prefix, self._rank, self._size, limit_s, wait_all_ranks)
-        if missing:
-            raise Timeout(f"monitored_barrier: {missing}")
+        monitored_barrier(self._store, prefix, self._rank, self._size, limit_s, wait_all_ranks)
 
     # --- point to point ---
 

@@ -331,7 +331,39 @@ def test_a_monitored_barrier_names_who_is_missing() -> None:
         store = dist.distributed_c10d._get_default_store()
         if rank == 0:
             error = raised(lambda: group.monitored_barrier(timedelta(seconds=0.2), wait_all_ranks=True))
-            assert isinstance(error, hvd.Timeout) and "ranks [1, 2]" in str(error), error
+            text = "Ranks 1, 2 failed to pass monitoredBarrier in 200 ms"
+            assert isinstance(error, hvd.Timeout) and text in str(error), error
+            store.set("said", "yes")
+        store.wait(["said"], timedelta(seconds=30))
+
+
+@ranks(3)
+def test_a_monitored_barrier_speaks_gloos_words_on_every_rank_that_came() -> None:
+    with distributed() as (rank, _):
+        group = dist.new_group()
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 1:
+            store.wait(["said/0", "said/2"], timedelta(seconds=50))
+            return
+        error = raised(lambda: group.monitored_barrier(timedelta(seconds=2)))
+        wanted = {
+            0: "Rank 1 failed to pass monitoredBarrier",
+            2: "Rank 2 successfully reached monitoredBarrier, but received errors while waiting for send/recv from rank 0",
+        }
+        assert isinstance(error, hvd.Timeout) and wanted[rank] in str(error), error
+        store.set(f"said/{rank}", "yes")
+        store.wait(["said/0", "said/2"], timedelta(seconds=50))
+
+
+@ranks(2)
+def test_a_monitored_barrier_without_time_does_not_wait() -> None:
+    """It took a time limit of 0 for none and waited for torch's 30 minutes."""
+    with distributed() as (rank, _):
+        store = dist.distributed_c10d._get_default_store()
+        if rank == 0:
+            error = raised(lambda: dist.group.WORLD.monitored_barrier(timedelta(0)))
+            assert isinstance(error, hvd.Timeout), error
+            assert "Rank 0 timed out in monitoredBarrier after 0 ms" in str(error)
             store.set("said", "yes")
         store.wait(["said"], timedelta(seconds=30))
 

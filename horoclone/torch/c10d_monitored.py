@@ -1,0 +1,74 @@
+"""The monitored barrier of a process group: rank 0 names the ranks that did not come. It is made of the store alone, so
+it also answers when the transports do not. The texts are those of torch's gloo backend, for which programs look.
+"""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from typing import Any
+
+from horoclone.errors import Timeout
+
+ANSWER_S = 1.0  # what rank 0 may need for its answer after the time limit
+SHORTEST_S = 0.001  # a store takes no time limit of 0
+
+
+def monitored_barrier(
+    store: Any, prefix: str, rank: int, size: int, limit_s: float, wait_all_ranks: bool
+) -> None:
+    """Returns when every rank has called it. prefix: of the keys, new for each barrier. limit_s: seconds, 0 or more.
+
+    Timeout on rank 0 with the first rank that did not come in time (all of them with wait_all_ranks), or with its own
+    number when the time was over before it could look; then also on every rank that has come.
+    """
+    if rank == 0:
+        fault = _look(store, prefix, size, limit_s, wait_all_ranks)
+        store.set(f"{prefix}/verdict", fault.encode())
+        if fault:
+            raise Timeout(f"[Rank 0]: {fault}")
+        return
+    store.set(f"{prefix}/{rank}", b"here")
+    answered = _comes(store, f"{prefix}/verdict", limit_s + ANSWER_S)
+    fault = bytes(store.get(f"{prefix}/verdict")).decode() if answered else "rank 0 did not answer"
+    if fault:
+        raise Timeout(
+            f"[Rank {rank}]: Rank {rank} successfully reached monitoredBarrier, but received errors while waiting for "
+            f"send/recv from rank 0. Please check rank 0 logs for faulty rank. ({fault})"
+        )
+
+
+def _look(store: Any, prefix: str, size: int, limit_s: float, wait_all_ranks: bool) -> str:
+    """Empty when everybody came."""
+    deadline = time.monotonic() + limit_s
+    came: list[int] = []
+    missing: list[int] = []
+    for other in range(1, size):
+        left = deadline - time.monotonic()
+        if left <= 0 and not wait_all_ranks:
+            so_far = (
+                f"Successfully processed ranks: {_words(came)}" if came else "No ranks successfully processed"
+            )
+            return f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms. {so_far}."
+        if _comes(store, f"{prefix}/{other}", left):
+            came.append(other)
+        else:
+            missing.append(other)
+            if not wait_all_ranks:
+                break
+    if not missing:
+        return ""
+    who = "Rank" if len(missing) == 1 else "Ranks"
+    return f"{who} {_words(missing)} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms"
+
+
+def _comes(store: Any, key: str, limit_s: float) -> bool:
+    try:
+        store.wait([key], timedelta(seconds=max(SHORTEST_S, limit_s)))
+    except RuntimeError:  # DistStoreError for a time-out
+        return False
+    return True
+
+
+def _words(ranks: list[int]) -> str:
+    return ", ".join(str(rank) for rank in ranks)
