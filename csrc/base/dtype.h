@@ -28,6 +28,11 @@ constexpr const char* name_of(Reduce r) {
   return names[static_cast<int>(r)];
 }
 
+// Whether 0 times any finite factor is still the element that changes nothing.
+constexpr bool has_zero_identity(Reduce r) {
+  return r == Reduce::kAverage || r == Reduce::kSum || r == Reduce::kAdasum;
+}
+
 enum class Op : uint8_t {
   kAllreduce,
   kAllgather,

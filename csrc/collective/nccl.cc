@@ -64,13 +64,10 @@ bool nccl_does_alone(const Task& task) {
 }
 
 // The type in which a reduction travels that NCCL does not do alone: prescaled on the way in, postscaled and divided on
-// the way out. 16-bit integers wrap in 32 bits as they do in 16; scaled ones compute in float64, and halves in float32,
-// as on the host.
+// the way out, as on the host. 16-bit integers wrap in 32 bits as they do in 16; halves compute in float32.
 DType wire_type(const Task& task) {
-  const bool scaled = task.scale.pre != 1 || task.scale.post != 1;
   if (task.dtype == DType::kF16 || task.dtype == DType::kBF16) return DType::kF32;
   if (is_float(task.dtype)) return task.dtype;
-  if (scaled) return DType::kF64;
   return size_of(task.dtype) == 2 ? DType::kI32 : task.dtype;
 }
 

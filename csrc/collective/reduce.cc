@@ -123,16 +123,16 @@ void with_integer(DType dtype, Body&& body) {
   }
 }
 
-// Toward zero; out of range becomes the nearest value there is, NaN becomes 0 (the plain conversion is
-// undefined there).
+// Toward zero as int64 (out of range: the nearest there is; NaN: 0), of which the low bits are kept: so a result wraps
+// like a sum does, and no conversion is undefined.
 template <class T>
 T truncated(double value) {
   if (!(value == value)) return 0;
-  constexpr double low = static_cast<double>(std::numeric_limits<T>::min());
-  constexpr double high = static_cast<double>(std::numeric_limits<T>::max());  // int64: rounded up to 2^63
-  if (value <= low) return std::numeric_limits<T>::min();
-  if (value >= high) return std::numeric_limits<T>::max();
-  return static_cast<T>(value);
+  constexpr double edge = 0x1p63;
+  const int64_t wide = value <= -edge  ? std::numeric_limits<int64_t>::min()
+                       : value >= edge ? std::numeric_limits<int64_t>::max()
+                                       : static_cast<int64_t>(value);
+  return static_cast<T>(wide);
 }
 
 template <class T>
@@ -146,29 +146,11 @@ void set_element(std::byte* data, size_t i, T value) {
   std::memcpy(data + i * sizeof(T), &value, sizeof(T));
 }
 
-double folded(Fold fold, double acc, double next) {
-  switch (fold) {
-    case Fold::kMin:
-      return std::min(acc, next);
-    case Fold::kMax:
-      return std::max(acc, next);
-    case Fold::kProduct:
-      return acc * next;
-    default:
-      return acc + next;
-  }
-}
-
-// post * (pre*s0 op pre*s1 ...) / divisor in double.
+// to[i] = from[i] * factor, each truncated: in place or beside.
 template <class T>
-void reduce_in_double(Fold fold, const ReduceCall& c, int64_t divisor) {
-  for (size_t i = 0; i < c.count; ++i) {
-    double acc = c.pre * static_cast<double>(element<T>(c.from[0], i));
-    for (size_t s = 1; s < c.from_count; ++s)
-      acc = folded(fold, acc, c.pre * static_cast<double>(element<T>(c.from[s], i)));
-    const T result = truncated<T>(acc * c.post / static_cast<double>(divisor));
-    for (size_t d = 0; d < c.to_count; ++d) set_element(c.to[d], i, result);
-  }
+void multiply(std::byte* to, const std::byte* from, size_t count, double factor) {
+  for (size_t i = 0; i < count; ++i)
+    set_element(to, i, truncated<T>(static_cast<double>(element<T>(from, i)) * factor));
 }
 
 template <class T>
@@ -179,32 +161,69 @@ void divide(std::byte* data, size_t count, int64_t divisor) {
     set_element(data, i, static_cast<T>(static_cast<int64_t>(element<T>(data, i)) / divisor));
 }
 
-// Folds in the dtype (wrapping, as a reduction of several hops does), then divides: block by block beside the
-// destinations, since these may be sources.
-void reduce_and_divide(DType dtype, Fold fold, const ReduceCall& c, int64_t divisor) {
-  constexpr size_t kBlockBytes = 4096;
-  constexpr size_t kMaxSources = 64;
-  alignas(64) std::byte block[kBlockBytes];
-  std::byte* const block_at = block;
-  const size_t width = size_of(dtype), step = kBlockBytes / width;
-  for (size_t at = 0; at < c.count; at += step) {
-    const size_t count = std::min(step, c.count - at);
-    const std::byte* shifted[kMaxSources];
-    // More sources than fit: the first block's result is the first source of the next; integers lose nothing
-    // by that.
-    for (size_t first = 0; first < c.from_count;) {
-      size_t taken = 0;
-      if (first > 0) shifted[taken++] = block;
-      while (taken < kMaxSources && first < c.from_count) shifted[taken++] = c.from[first++] + at * width;
-      if (taken == 1)
-        std::memcpy(block, shifted[0], count * width);
+// Integers with factors or a divisor. Block by block beside the destinations, since these may be sources: each source
+// times pre, folded in the dtype (wrapping, as a reduction of several hops does), then times post, then divided.
+class IntegerBlocks {
+ public:
+  IntegerBlocks(DType dtype, Fold fold, const ReduceCall& call, const Scale& scale)
+      : dtype_(dtype), fold_(fold), call_(call), scale_(scale), width_(size_of(dtype)) {}
+
+  void run() {
+    const size_t step = kBlockBytes / width_;
+    for (size_t at = 0; at < call_.count; at += step) {
+      const size_t count = std::min(step, call_.count - at);
+      if (scale_.pre == 1.0)
+        fold_sources(at, count);
       else
-        run_kernel(dtype, fold, {&block_at, 1, shifted, taken, count, 1.0, 1.0});
+        fold_scaled_sources(at, count);
+      with_integer(dtype_, [&](auto t) {
+        using T = decltype(t);
+        if (scale_.post != 1.0) multiply<T>(block_, block_, count, scale_.post);
+        if (scale_.divisor != 1) divide<T>(block_, count, scale_.divisor);
+      });
+      for (size_t d = 0; d < call_.to_count; ++d) std::memcpy(call_.to[d] + at * width_, block_, count * width_);
     }
-    with_integer(dtype, [&](auto t) { divide<decltype(t)>(block, count, divisor); });
-    for (size_t d = 0; d < c.to_count; ++d) std::memcpy(c.to[d] + at * width, block, count * width);
   }
-}
+
+ private:
+  void fold_sources(size_t at, size_t count) {
+    const std::byte* shifted[kMaxSources];
+    // More sources than fit: the first block's result is the first source of the next; integers lose nothing by that.
+    for (size_t first = 0; first < call_.from_count;) {
+      size_t taken = 0;
+      if (first > 0) shifted[taken++] = block_;
+      while (taken < kMaxSources && first < call_.from_count) shifted[taken++] = call_.from[first++] + at * width_;
+      fold_into_block(shifted, taken, count);
+    }
+  }
+
+  void fold_scaled_sources(size_t at, size_t count) {
+    const std::byte* const both[] = {block_, next_};
+    for (size_t s = 0; s < call_.from_count; ++s) {
+      const std::byte* from = call_.from[s] + at * width_;
+      with_integer(dtype_, [&](auto t) { multiply<decltype(t)>(s == 0 ? block_ : next_, from, count, scale_.pre); });
+      if (s > 0) fold_into_block(both, 2, count);
+    }
+  }
+
+  void fold_into_block(const std::byte* const* from, size_t sources, size_t count) {
+    std::byte* const to = block_;
+    if (sources > 1)
+      run_kernel(dtype_, fold_, {&to, 1, from, sources, count, 1.0, 1.0});
+    else
+      std::memcpy(to, from[0], count * width_);
+  }
+
+  static constexpr size_t kBlockBytes = 4096;
+  static constexpr size_t kMaxSources = 64;
+  const DType dtype_;
+  const Fold fold_;
+  const ReduceCall& call_;
+  const Scale& scale_;
+  const size_t width_;
+  alignas(64) std::byte block_[kBlockBytes];
+  alignas(64) std::byte next_[kBlockBytes];
+};
 
 template <class T>
 void fill(std::byte* data, size_t count, T value) {
@@ -253,9 +272,7 @@ void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, st
   const ReduceCall call{destinations.data(),      destinations.size(),      sources.data(), sources.size(), count,
                         scaled ? scale.pre : 1.0, scaled ? scale.post : 1.0};
   const Fold fold = fold_of(op);
-  if (scaled && !is_float(dtype))
-    return with_integer(dtype, [&](auto t) { reduce_in_double<decltype(t)>(fold, call, scale.divisor); });
-  if (divided) return reduce_and_divide(dtype, fold, call, scale.divisor);
+  if ((scaled || divided) && !is_float(dtype)) return IntegerBlocks(dtype, fold, call, scale).run();
   run_kernel(dtype, fold, call);
 }
 

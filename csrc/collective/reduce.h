@@ -11,11 +11,12 @@
 
 namespace hc {
 
-// How a reduction scales: each source by `pre`, the result by `post`, and integers by `divisor` (Average with
-// unit scales). Floats: Average is post *= 1/N, made once in engine/; divisor is not looked at. 16-bit floats
-// compute in float32 and round once. Integers with unit scales wrap in their dtype and are then divided in
-// int64, toward zero, so that one call and several hops agree; with pre or post other than 1 they compute in
-// double, truncate toward zero, and what is out of range becomes the nearest value (NaN: 0).
+// How a reduction scales: each source by `pre`, the result by `post`, and integers by `divisor` (Average). Floats:
+// Average is post *= 1/N, made once in engine/; divisor is not looked at. 16-bit floats compute in float32 and round
+// once. Integers stay in their dtype between all steps, so that one call and several hops agree: each source times pre,
+// a sum that wraps, the result times post, then divided in int64, toward zero. A product with a factor is computed in
+// double, truncated toward zero to int64 (what does not fit becomes the nearest int64, NaN 0), and of that the low bits
+// are kept: -1.0 is 255 in uint8.
 struct Scale {
   double pre = 1.0;
   double post = 1.0;
@@ -30,7 +31,7 @@ struct Scale {
 void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, std::span<const std::byte* const> sources,
             size_t count, const Scale& scale);
 
-// destination[i] = source[i] * factor (integers in double, toward zero; bool: factor ignored). May be in
+// destination[i] = source[i] * factor (integers as above; bool: factor ignored). May be in
 // place.
 void scale_copy(DType dtype, std::byte* destination, const std::byte* source, size_t count, double factor);
 // In place: the end of an allreduce made of several hops: post, then divisor.

@@ -36,7 +36,7 @@ struct Reduction {
   DType dtype = DType::kF32;
   Reduce op = Reduce::kSum;  // not Adasum
   double pre = 1, post = 1;
-  int64_t divisor = 1;  // integers: Sum without scales only
+  int64_t divisor = 1;  // integers
   std::span<const CuPointer> in, out;
   size_t count = 0;  // elements
 };

@@ -18,7 +18,7 @@ struct KernelPiece {
 
 struct PackArguments {
   unsigned long long packed;  // aligned to kPlaceBytes
-  double factor;              // each element times this
+  double factor;              // each element times this, integers in their own type (collective/reduce.h)
   long long divisor;          // then, integers of unpack only: divided, toward zero
   KernelPiece piece[kMostPieces];
 };
@@ -32,7 +32,7 @@ struct ReduceArguments {
   unsigned long long out[kMostPeers];
   unsigned long long count;  // elements
   double pre, post;
-  long long divisor;  // integers only; other than 1 for sums without scales only
+  long long divisor;  // integers only
   int sources, destinations;
   int fold;    // KernelFold
   int scaled;  // pre or post is not 1

@@ -3,6 +3,7 @@
 #include "collective/shared.h"
 
 #include <algorithm>
+#include <cmath>
 
 namespace hc {
 
@@ -19,7 +20,7 @@ size_t elements_per_row(const TensorMeta& meta) {
 Scale scale_of(const Signature& s, DType dtype, int size) {
   Scale scale{s.prescale, s.postscale, 1};
   if (s.reduce != Reduce::kAverage) return scale;
-  if (!is_float(dtype) && s.prescale == 1.0 && s.postscale == 1.0)
+  if (!is_float(dtype) && s.postscale == 1.0)
     scale.divisor = size;
   else
     scale.post = s.postscale / size;
@@ -31,6 +32,7 @@ BatchRunner::BatchRunner(PlanBatch batch, std::vector<Operation*> operations, co
     : batch_(std::move(batch)), operations_(std::move(operations)), group_(group), ranks_(ranks), tag_(tag) {
   for (Operation* op : operations_)
     if (op) op->batch = batch_.id;
+  for (const PlanEntry& entry : batch_.entries) with_joined_ = with_joined_ || entry.with_joined;
 }
 
 Result<Task> BatchRunner::task_if_alike(Operation* op, std::vector<int64_t> rows, const Group& group,
@@ -172,8 +174,26 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
     task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
     task.root = s.root;
     task.scale = scale_of(s, dtype, group_.size);
+    if (scales_before(entry)) task.scale.pre = 1.0;
   }
   return task;
+}
+
+// The neutral element of a rank that has joined must not be scaled: 1 times a factor is not 1. So where a factor would
+// change it, every rank that has data scales its own before the collective, which then has no prescale. All ranks
+// decide alike: for the whole batch, as its entries share the tasks.
+bool BatchRunner::scales_before(size_t entry) const {
+  const Signature& s = signature_of(entry);
+  const bool stays = has_zero_identity(s.reduce) && std::isfinite(s.prescale);
+  return with_joined_ && batch_.op == Op::kAllreduce && !device_ && s.prescale != 1.0 && !stays;
+}
+
+// Into the memory of the result, where the collective then works in place.
+Status BatchRunner::scale_before(size_t entry, size_t tensor, Piece* piece) {
+  const Signature& s = signature_of(entry);
+  scale_copy(s.tensors[tensor].dtype, piece->out, piece->in, piece->count, s.prescale);
+  piece->in = piece->out;
+  return Status::ok();
 }
 
 Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
@@ -181,6 +201,7 @@ Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
   const auto count = static_cast<size_t>(meta.count());
   if (Operation* op = operations_[entry]) {
     *piece = {op->in[tensor], op->out[tensor], count};
+    if (scales_before(entry)) return scale_before(entry, tensor, piece);
     return Status::ok();
   }
   const Reduce reduce = signature_of(entry).reduce;

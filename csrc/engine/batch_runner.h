@@ -61,9 +61,11 @@ class BatchRunner {
   Status prepare_gather(size_t entry, size_t tensor, size_t flat);
   Status prepare_scatter();
   Task task_for(size_t entry, DType dtype) const;
+  bool scales_before(size_t entry) const;
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
   Status piece_for(size_t entry, size_t tensor, Piece* piece);
+  Status scale_before(size_t entry, size_t tensor, Piece* piece);
 
   PlanBatch batch_;
   std::vector<Operation*> operations_;
@@ -76,6 +78,7 @@ class BatchRunner {
   size_t next_task_ = 0;
   std::unique_ptr<Collective> collective_;
   std::vector<std::shared_ptr<Memory>> neutral_;  // stands in for operations this rank did not submit
+  bool with_joined_ = false;                      // some rank does not have all operations of the batch
   bool prepared_ = false;
   Status status_, outcome_;
   size_t bytes_ = 0;

@@ -255,6 +255,7 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   }
   p.has_signature = !failed && (p.assigned || e.with_joined);
   if (p.has_signature) p.signature = ledger.reference(e);
+  p.with_joined = !failed && e.announced < static_cast<uint32_t>(options.size);
   if (!failed && e.op == Op::kScatter) {  // the others know nothing of what the root sends
     p.has_signature = true;
     p.signature = *ledger.announced_by(e, ledger.reference(e).root);

@@ -250,6 +250,17 @@ std::string joined_text(const Subject& subject, std::span<const Signature* const
                  " has joined and contributes to allreduce and barrier only.");
 }
 
+// The stand-in of a rank that has joined is not scaled. Where a scaled 0 still changes nothing nobody has to do
+// anything about it; elsewhere the others scale their inputs beforehand, in host memory.
+bool cannot_scale_before(const Signature& s) {
+  return s.device != 0 && s.prescale != 1.0 && !has_zero_identity(s.reduce);
+}
+
+std::string prescaled_text(const Subject& subject, const Signature& s) {
+  return text_of(label_of(subject), ": ", name_of(s.reduce), " of tensors on GPUs with a prescale factor (", s.prescale,
+                 ") is not supported while a rank has joined. Scale the tensor before the call, or the result.");
+}
+
 }  // namespace
 
 std::string title_of(Op op) {
@@ -293,6 +304,7 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
   Agreement a = check_arguments(subject, s, static_cast<int>(by_rank.size()));
   if (a.error == Code::kOk && by_root) a = everybody_on_gpu(subject, s, by_rank, names);
   if (a.error != Code::kOk) return a;
+  if (someone_joined && cannot_scale_before(s)) return refuse(Code::kUnsupported, prescaled_text(subject, s));
   if (!someone_joined) a = rows_of(subject, by_rank, names);
   if (a.error != Code::kOk) return a;
   a.in_arena = in_arena && !someone_joined && !s.tensors.empty();

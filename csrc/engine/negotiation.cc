@@ -125,7 +125,8 @@ enum EntryFlag : uint8_t {
   kHasSignature = 8,
   kHasName = 16,
   kFailedOn = 32,
-  kEntryFlags = 63
+  kWithJoined = 64,
+  kEntryFlags = 127
 };
 enum BatchFlag : uint8_t {
   kBatchInArena = 1,
@@ -158,7 +159,8 @@ void get_part(Reader* in, PlanBatch* b) {
 void put_entry(Writer* out, const PlanEntry& e) {
   out->put(static_cast<uint8_t>((e.slot != kNoSlot ? kHasSlot : 0) | (e.unnamed ? kUnnamed : 0) |
                                 (e.assigned ? kAssigned : 0) | (e.has_signature ? kHasSignature : 0) |
-                                (e.name.empty() ? 0 : kHasName) | (e.failed_on.empty() ? 0 : kFailedOn)));
+                                (e.name.empty() ? 0 : kHasName) | (e.failed_on.empty() ? 0 : kFailedOn) |
+                                (e.with_joined ? kWithJoined : 0)));
   if (e.slot != kNoSlot) put_varint(out, e.slot);
   if (e.unnamed) put_varint(out, e.sequence);
   if (!e.name.empty()) put_string(out, e.name);
@@ -180,6 +182,7 @@ void get_entry(Reader* in, PlanEntry* e) {
   e->unnamed = (flags & kUnnamed) != 0;
   e->assigned = (flags & kAssigned) != 0;
   e->has_signature = (flags & kHasSignature) != 0;
+  e->with_joined = (flags & kWithJoined) != 0;
   if ((flags & kHasSlot) != 0) {
     uint64_t slot = get_varint(in);
     if (slot >= kMaxSlots) in->fail();
@@ -199,7 +202,8 @@ void get_entry(Reader* in, PlanEntry* e) {
 bool only_slots(const PlanBatch& batch) {
   if (batch.entries.empty()) return false;
   for (const PlanEntry& e : batch.entries) {
-    bool bare = e.slot != kNoSlot && !e.assigned && !e.has_signature && e.name.empty() && e.failed_on.empty();
+    bool bare =
+        e.slot != kNoSlot && !e.assigned && !e.has_signature && e.name.empty() && e.failed_on.empty() && !e.with_joined;
     if (!bare || e.unnamed != batch.entries.front().unnamed || (!e.unnamed && e.sequence != 0)) return false;
   }
   return true;

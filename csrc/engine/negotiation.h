@@ -94,6 +94,8 @@ struct PlanEntry {
   std::string name;         // set when the slot is new to the ranks (or there is none) and the entry is named
   bool unnamed = false;
   bool assigned = false;  // the slot was given in this plan: learn it
+  // A rank that has joined stands in with the neutral element, which is not prescaled (BatchRunner::scales_before).
+  bool with_joined = false;
   // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.
   bool has_signature = false;
   Signature signature;

@@ -209,6 +209,8 @@ class ScriptMaker {
       fit = fit && fits(*first, o->on_rank[i]);
     }
     bool joins_well = first == nullptr || first->op == Op::kAllreduce || first->op == Op::kBarrier;
+    if (first != nullptr && first->device != 0 && first->prescale != 1.0 && !has_zero_identity(first->reduce))
+      joins_well = false;
     o->expected = left && !everybody          ? Code::kAborted
                   : o->clash || !fit          ? Code::kMismatch
                   : !everybody && !joins_well ? Code::kUnsupported

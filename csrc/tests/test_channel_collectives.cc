@@ -245,10 +245,10 @@ TEST_CASE("allreduce: several pieces, prescale, postscale; inputs stay; bits are
         }
 }
 
-TEST_CASE("allreduce: integers wrap, average divides toward zero, scaling goes through double") {
+TEST_CASE("allreduce: integers wrap, average divides toward zero, each input is scaled in double toward zero") {
   for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
     for (int n : {1, 2, 3, 5}) {
-      std::vector<std::vector<int8_t>> wraps(n, {100, -100, 1}), halves = wraps;
+      std::vector<std::vector<int8_t>> wraps(n, {100, -100, 1}), halves(n, {101, -101, 1});
       std::vector<std::vector<int64_t>> large(n, {-7, 8, 1ll << 40});
       for (auto& v : large) v[0] -= &v - large.data();
       int64_t sum = 0;

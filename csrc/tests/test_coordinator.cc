@@ -399,6 +399,35 @@ TEST_CASE("coordinator: a broken ballot is an error, not a plan") {
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
 }
 
+TEST_CASE("coordinator: join: what a rank announced before it joined, it takes part in with its own data") {
+  Ranks ranks(options(2));
+  ranks.say(1, {allreduce("x")});
+  ranks.say(1, {}, true);
+  ranks.say(0, {allreduce("x")});
+  const Plan plan = ranks.decide();
+  REQUIRE(plan.batches.size() == 1);
+  CHECK_FALSE(plan.batches[0].entries.at(0).with_joined);
+}
+
+TEST_CASE("coordinator: join: a joined rank's stand-in is not scaled, which nobody can heed on GPUs") {
+  Ranks ranks(options(2));
+  ranks.say(1, {}, true);
+  for (Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kAdasum, Reduce::kMin, Reduce::kMax, Reduce::kProduct})
+    for (bool device : {false, true})
+      for (double prescale : {1.0, 0.5}) {
+        Request x = allreduce("x");
+        x.signature.reduce = reduce;
+        x.signature.prescale = prescale;
+        x.signature.device = device;
+        ranks.say(0, {x});
+        const Plan plan = ranks.decide();
+        REQUIRE(plan.batches.size() == 1);
+        const bool refused = device && prescale != 1 && !has_zero_identity(reduce);
+        CHECK(plan.batches[0].error == (refused ? Code::kUnsupported : Code::kOk));
+        if (refused) CHECK(has(plan.batches[0].error_text, "with a prescale factor (0.5)"));
+      }
+}
+
 TEST_CASE("coordinator: join: a joined rank counts for allreduce and barrier, and plans carry signatures") {
   Ranks ranks(options(2));
   ranks.everybody_says({allreduce("x")});
@@ -412,6 +441,7 @@ TEST_CASE("coordinator: join: a joined rank counts for allreduce and barrier, an
   REQUIRE(plan.batches[0].entries.size() == 3);
   for (const PlanEntry& e : plan.batches[0].entries) {
     CHECK(e.has_signature);
+    CHECK(e.with_joined);
     CHECK(e.signature.tensors.size() == 1);
   }
   CHECK(plan.batches[1].op == Op::kBarrier);

@@ -129,7 +129,11 @@ TEST_CASE(
         for (const size_t count : {1, 7, 64, 1003}) {
           reduces_like_the_host(bench, dtype, op, {1, 1, 1}, count, 0);
           reduces_like_the_host(bench, dtype, op, {0.5, 3, 1}, count, 1);
-          if (op == Reduce::kSum && !is_float(dtype)) reduces_like_the_host(bench, dtype, op, {1, 1, 3}, count, 0);
+          reduces_like_the_host(bench, dtype, op, {-1.5, -0.3, 1}, count, 0);
+          if (op == Reduce::kSum && !is_float(dtype)) {
+            reduces_like_the_host(bench, dtype, op, {1, 1, 3}, count, 0);
+            reduces_like_the_host(bench, dtype, op, {0.5, 1, 3}, count, 0);
+          }
         }
     reduces_like_the_host(bench, DType::kF32, Reduce::kSum, {1, 1.0 / 3, 1}, 300'001, 0);  // more than one stride
   }
@@ -212,9 +216,10 @@ TEST_CASE("double of CUDA: pack and unpack cast, scale and divide as the host do
   const Row rows[] = {
       {DType::kF32, DType::kF32, 0.5, 3, 1}, {DType::kF64, DType::kF64, 0.1, 7, 1},
       {DType::kF16, DType::kF32, 0.5, 3, 1}, {DType::kBF16, DType::kF32, 3, 0.1, 1},
-      {DType::kI8, DType::kF64, 0.5, 3, 1},  {DType::kU8, DType::kF64, 3, 0.5, 1},
-      {DType::kI16, DType::kF64, 0.3, 7, 1}, {DType::kU16, DType::kF64, 9, 9, 1},
-      {DType::kI32, DType::kF64, 2.5, 2, 1}, {DType::kI64, DType::kF64, 0.25, 2, 1},
+      {DType::kI8, DType::kI8, 0.5, 3, 1},   {DType::kU8, DType::kU8, -1.5, 0.5, 1},
+      {DType::kI16, DType::kI32, 0.3, 7, 1}, {DType::kU16, DType::kI32, -9, 9, 1},
+      {DType::kI32, DType::kI32, 2.5, 2, 1}, {DType::kI64, DType::kI64, 0.25, 2, 1},
+      {DType::kI64, DType::kI64, -8, 1, 3},  {DType::kU8, DType::kU8, 0.5, 1, 3},
       {DType::kI16, DType::kI32, 1, 1, 3},   {DType::kU16, DType::kI32, 1, 1, 3},
       {DType::kI8, DType::kI8, 1, 1, 3},     {DType::kU8, DType::kU8, 1, 1, 2},
       {DType::kI32, DType::kI32, 1, 1, 5},   {DType::kI64, DType::kI64, 1, 1, 7},
@@ -235,7 +240,7 @@ TEST_CASE("double of CUDA: pack and unpack cast, scale and divide as the host do
       std::vector<std::byte> want(kCount * item);
       std::byte* at = want.data();
       const std::byte* source = values.data() + skip * item;
-      // A sum of one source: scaled there and back, rounded once.
+      // A sum of one source: scaled there and back.
       reduce(row.tensor, Reduce::kSum, {&at, 1}, {&source, 1}, kCount, {row.there, row.back, row.divisor});
       const auto got = bench.framework.read(out + skip * item, kCount * item);
       size_t wrong = 0;

@@ -92,12 +92,15 @@ void all_agree(Engine& engine, FrameworkOnGpu& gpu) {
       for (const Reduce reduce : {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct})
         for (const bool scaled : {false, true}) {
           if (dtype == DType::kBool && (reduce == Reduce::kAverage || scaled)) continue;
-          if (scaled && reduce == Reduce::kAverage) continue;
+          if (scaled && reduce == Reduce::kAverage && is_float(dtype)) continue;
           const bool sums = reduce == Reduce::kAverage || reduce == Reduce::kSum;
           if (op == Op::kReducescatter && !sums) continue;
           const size_t count = op == Op::kAllreduce ? 1003 : 130;
           agrees(engine, gpu, {op, dtype, reduce, scaled ? 0.5 : 1, scaled ? 4.0 : 1, count},
                  text_of(name_of(op), name_of(dtype), name_of(reduce), scaled));
+          if (scaled && !is_float(dtype))  // truncated on every rank, and below 0
+            agrees(engine, gpu, {op, dtype, reduce, -0.4, 1, count},
+                   text_of(name_of(op), name_of(dtype), name_of(reduce), "negative"));
         }
 }
 

@@ -100,6 +100,7 @@ PlanBatch random_batch(Random& random) {
     e.assigned = e.slot != kNoSlot && pick(random, 2) == 0;
     e.has_signature = pick(random, 2) == 0;
     if (e.has_signature) e.signature = random_signature(random);
+    e.with_joined = pick(random, 4) == 0;
     for (int r = pick(random, 6) - 3; r > 0; r--) e.failed_on.push_back(pick(random, 1000));
   }
   for (int i = pick(random, 20) - 10; i > 0; i--)
@@ -139,7 +140,7 @@ bool same(const Request& a, const Request& b) {
 bool same(const PlanEntry& a, const PlanEntry& b) {
   return a.slot == b.slot && a.sequence == b.sequence && a.name == b.name && a.unnamed == b.unnamed &&
          a.assigned == b.assigned && a.has_signature == b.has_signature && a.signature == b.signature &&
-         a.failed_on == b.failed_on;
+         a.with_joined == b.with_joined && a.failed_on == b.failed_on;
 }
 bool same(const PlanBatch& a, const PlanBatch& b);
 template <class T>

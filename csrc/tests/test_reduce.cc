@@ -23,7 +23,7 @@ using Bytes = std::vector<std::byte>;
 const DType kDTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
                          DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 const Reduce kOps[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct};
-const Scale kScales[] = {{1, 1, 1}, {1, 1.0 / 3, 1}, {0.7, 1.9, 1}, {1, 1, 3}};
+const Scale kScales[] = {{1, 1, 1}, {1, 1.0 / 3, 1}, {0.7, 1.9, 1}, {1, 1, 3}, {-1.5, -0.3, 1}, {0.5, 1, 3}};
 
 std::vector<const char*> instruction_sets() {
   std::vector<const char*> names;
@@ -61,26 +61,33 @@ T float_element(Reduce op, const std::vector<T>& sources, const Scale& scale) {
   return std::isnan(acc) ? std::numeric_limits<T>::quiet_NaN() : T(acc);
 }
 
+// Toward zero in int64, of which the low bits are kept.
+template <class T>
+T wrapped(double value) {
+  if (std::isnan(value)) return 0;
+  const double whole = std::trunc(value);
+  if (whole >= 0x1p63) return static_cast<T>(std::numeric_limits<int64_t>::max());
+  if (whole < -0x1p63) return static_cast<T>(std::numeric_limits<int64_t>::min());
+  return static_cast<T>(static_cast<int64_t>(whole));
+}
+template <class T>
+T scaled(T value, double factor) {
+  return factor == 1 ? value : wrapped<T>(static_cast<double>(value) * factor);
+}
+
+// Every step ends in the dtype: each source scaled, the fold that wraps, the result scaled, then divided.
 template <class T>
 T integer_element(Reduce op, const std::vector<T>& sources, const Scale& scale) {
-  if (scale.pre != 1 || scale.post != 1) {
-    double acc = static_cast<double>(sources[0]) * scale.pre;
-    for (size_t s = 1; s < sources.size(); ++s)
-      acc = folded<double>(op, acc, static_cast<double>(sources[s]) * scale.pre);
-    acc = std::trunc(acc * scale.post / static_cast<double>(scale.divisor));
-    if (acc <= static_cast<double>(std::numeric_limits<T>::min())) return std::numeric_limits<T>::min();
-    if (acc >= static_cast<double>(std::numeric_limits<T>::max())) return std::numeric_limits<T>::max();
-    return static_cast<T>(acc);
-  }
-  T acc = sources[0];
+  T acc = scaled(sources[0], scale.pre);
   for (size_t s = 1; s < sources.size(); ++s) {
-    const auto a = static_cast<uint64_t>(acc), b = static_cast<uint64_t>(sources[s]);
+    const T next = scaled(sources[s], scale.pre);
+    const auto a = static_cast<uint64_t>(acc), b = static_cast<uint64_t>(next);
     if (op == Reduce::kMin || op == Reduce::kMax)
-      acc = folded<T>(op, acc, sources[s]);
+      acc = folded<T>(op, acc, next);
     else
       acc = static_cast<T>(op == Reduce::kProduct ? a * b : a + b);
   }
-  return static_cast<T>(static_cast<int64_t>(acc) / scale.divisor);
+  return static_cast<T>(static_cast<int64_t>(scaled(acc, scale.post)) / scale.divisor);
 }
 
 template <class T>
@@ -369,16 +376,30 @@ TEST_CASE("the neutral element changes nothing") {
     }
 }
 
-TEST_CASE("scale_copy and finish scale once, integers in double toward zero") {
+TEST_CASE("scale_copy and finish scale once, integers in double toward zero and wrapping") {
   int32_t in[] = {7, -7, 2147483647, -2147483647 - 1, 0}, out[5];
   auto* from = reinterpret_cast<std::byte*>(in);
   auto* to = reinterpret_cast<std::byte*>(out);
   scale_copy(DType::kI32, to, from, 5, 0.5);
   CHECK((out[0] == 3 && out[1] == -3 && out[2] == 1073741823 && out[3] == -1073741824 && out[4] == 0));
-  scale_copy(DType::kI32, to, from, 5, 2);  // out of range: the nearest value
-  CHECK((out[0] == 14 && out[2] == 2147483647 && out[3] == -2147483647 - 1));
+  scale_copy(DType::kI32, to, from, 5, 2);  // out of range: the low bits
+  CHECK((out[0] == 14 && out[2] == -2 && out[3] == 0));
   scale_copy(DType::kI32, to, from, 5, std::nan(""));
   CHECK((out[0] == 0 && out[2] == 0));
+  scale_copy(DType::kI32, to, from, 5, 1e300);  // beyond int64 too: the nearest there is, then its low bits
+  CHECK((out[0] == -1 && out[1] == 0));
+
+  uint8_t small[] = {1, 2, 5, 255};
+  auto* bytes = reinterpret_cast<std::byte*>(small);
+  scale_copy(DType::kU8, bytes, bytes, 4, -1.5);
+  CHECK((small[0] == 255 && small[1] == 253 && small[2] == 249 && small[3] == static_cast<uint8_t>(-382)));
+
+  int64_t wide[] = {int64_t{1} << 62, -(int64_t{1} << 62) - 1, 0, (int64_t{1} << 60) + 1};
+  auto* widest = reinterpret_cast<std::byte*>(wide);
+  scale_copy(DType::kI64, widest, widest, 4, 4);  // nothing is wider than int64: the nearest there is
+  CHECK((wide[0] == INT64_MAX && wide[1] == INT64_MIN && wide[3] == int64_t{1} << 62));
+  scale_copy(DType::kI64, widest, widest, 4, INFINITY);
+  CHECK((wide[0] == INT64_MAX && wide[1] == INT64_MIN && wide[2] == 0));
 
   finish(DType::kI32, from, 5, {0.25, 1, 2});  // pre was applied on the way; the divisor is not in double
   CHECK((in[0] == 3 && in[1] == -3 && in[2] == 1073741823 && in[3] == -1073741824));

@@ -121,16 +121,20 @@ HC_DEVICE double canonical(double v) {
   return v == v ? v : quiet.value;
 }
 
-// Toward zero; out of range becomes the nearest value there is, NaN becomes 0.
+// Toward zero as I64 (out of range: the nearest there is; NaN: 0), of which the low bits are kept.
 template <class T>
 HC_DEVICE T truncated(double v) {
-  constexpr bool is_signed = (T)-1 < (T)0;
-  constexpr int bits = 8 * sizeof(T) - (is_signed ? 1 : 0);
-  constexpr T high = (T)(~0ull >> (64 - bits)), low = (T)(is_signed ? -(I64)high - 1 : 0);
+  constexpr double edge = 0x1p63;
+  constexpr I64 high = (I64)(~0ull >> 1);
   if (!(v == v)) return 0;
-  if (v <= (double)low) return low;
-  if (v >= (double)high) return high;
-  return (T)v;
+  if (v <= -edge) return (T)(-high - 1);
+  if (v >= edge) return (T)high;
+  return (T)(I64)v;
+}
+// An integer times a factor. 1 leaves alone those of 64 bits that a double cannot hold.
+template <class T>
+HC_DEVICE T multiplied(T v, double factor) {
+  return factor == 1 ? v : truncated<T>((double)v * factor);
 }
 
 // The divisor is a number of ranks. A division of 64 bits is some hundred instructions: once is enough.
@@ -185,12 +189,6 @@ struct Cast {  // float as float
   static HC_DEVICE W there(T v, double factor) { return (W)v * (W)factor; }
   static HC_DEVICE T back(W v, double factor, I64) { return v * (W)factor; }
 };
-template <class T>
-struct Cast<T, double> {  // integers that are scaled
-  static constexpr bool kVector = false;
-  static HC_DEVICE double there(T v, double factor) { return (double)v * factor; }
-  static HC_DEVICE T back(double v, double factor, I64 divisor) { return truncated<T>(v * factor / (double)divisor); }
-};
 template <>
 struct Cast<double, double> {
   static constexpr bool kVector = true;
@@ -211,29 +209,26 @@ template <>
 struct Cast<F16, float> : CastHalf<F16> {};
 template <>
 struct Cast<BF16, float> : CastHalf<BF16> {};
-// 16-bit integers travel as 32-bit ones, whose lower half wraps as they do.
-template <class T>
-struct Cast<T, I32> {
+// Integers: scaled on both sides in their own type. 16-bit ones travel as 32-bit ones, whose lower half wraps as they
+// do.
+template <class T, class W>
+struct CastInteger {
   static constexpr bool kVector = true;
-  static HC_DEVICE I32 there(T v, double) { return v; }
-  static HC_DEVICE T back(I32 v, double, I64 divisor) { return divided((T)v, divisor); }
+  static HC_DEVICE W there(T v, double factor) { return multiplied(v, factor); }
+  static HC_DEVICE T back(W v, double factor, I64 divisor) { return divided(multiplied((T)v, factor), divisor); }
 };
 template <>
-struct Cast<I64, I64> {
-  static constexpr bool kVector = true;
-  static HC_DEVICE I64 there(I64 v, double) { return v; }
-  static HC_DEVICE I64 back(I64 v, double, I64 divisor) { return divided(v, divisor); }
-};
-template <class T>
-struct CastNone {
-  static constexpr bool kVector = true;
-  static HC_DEVICE T there(T v, double) { return v; }
-  static HC_DEVICE T back(T v, double, I64 divisor) { return divided(v, divisor); }
-};
+struct Cast<U8, U8> : CastInteger<U8, U8> {};
 template <>
-struct Cast<U8, U8> : CastNone<U8> {};
+struct Cast<I8, I8> : CastInteger<I8, I8> {};
 template <>
-struct Cast<I8, I8> : CastNone<I8> {};
+struct Cast<U16, I32> : CastInteger<U16, I32> {};
+template <>
+struct Cast<I16, I32> : CastInteger<I16, I32> {};
+template <>
+struct Cast<I32, I32> : CastInteger<I32, I32> {};
+template <>
+struct Cast<I64, I64> : CastInteger<I64, I64> {};
 
 template <class T, class W>
 HC_DEVICE void pack(const PackArguments& a, const Place& here) {
@@ -301,32 +296,22 @@ struct HalfLane {
   }
 };
 // Integers wrap in Work, which has at least as many bits; what is above their type is dropped at the end, and then they
-// are divided. Min and Max leave the range nowhere.
-template <class T, class W, class Unsigned, bool kDivides>
+// are scaled and divided. Min and Max leave the range nowhere. kFinishes: there is something to scale or to divide.
+template <class T, class W, class Unsigned, bool kFinishes>
 struct IntegerLane {
-  static constexpr bool kVector = !kDivides;
+  static constexpr bool kVector = !kFinishes;
   using Memory = T;
   using Work = W;
-  static HC_DEVICE W load(T v, double) { return v; }
+  static HC_DEVICE W load(T v, double pre) { return kFinishes ? multiplied(v, pre) : v; }
   template <KernelFold F>
   static HC_DEVICE W fold(W acc, W next) {
     if (F == kFoldSum) return (W)((Unsigned)acc + (Unsigned)next);
     if (F == kFoldProduct) return (W)((Unsigned)acc * (Unsigned)next);
     return F == kFoldMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
   }
-  static HC_DEVICE T store(W v, double, I64 divisor) { return kDivides ? divided((T)v, divisor) : (T)v; }
-};
-template <class T>
-struct ScaledIntegerLane {
-  static constexpr bool kVector = false;
-  using Memory = T;
-  using Work = double;
-  static HC_DEVICE double load(T v, double pre) { return pre * (double)v; }
-  template <KernelFold F>
-  static HC_DEVICE double fold(double acc, double next) {
-    return folded_float<F>(acc, next);
+  static HC_DEVICE T store(W v, double post, I64 divisor) {
+    return kFinishes ? divided(multiplied((T)v, post), divisor) : (T)v;
   }
-  static HC_DEVICE T store(double v, double post, I64 divisor) { return truncated<T>(v * post / (double)divisor); }
 };
 struct BoolLane {
   static constexpr bool kVector = true;
@@ -394,10 +379,8 @@ HC_DEVICE void reduce_by(const ReduceArguments& a, const Place& here) {
 
 template <class T, class W, class Unsigned>
 HC_DEVICE void reduce_integers(const ReduceArguments& a, const Place& here) {
-  if (a.scaled)
-    reduce_by<ScaledIntegerLane<T>>(a, here);
-  else if (a.divisor != 1)
-    reduce_with<IntegerLane<T, W, Unsigned, true>, kFoldSum>(a, here);
+  if (a.scaled || a.divisor != 1)
+    reduce_by<IntegerLane<T, W, Unsigned, true>>(a, here);
   else
     reduce_by<IntegerLane<T, W, Unsigned, false>>(a, here);
 }
@@ -470,12 +453,6 @@ HC_PACKS(f32_f32, F32, F32)
 HC_PACKS(f64_f64, F64, F64)
 HC_PACKS(f16_f32, F16, F32)
 HC_PACKS(bf16_f32, BF16, F32)
-HC_PACKS(u8_f64, U8, F64)
-HC_PACKS(i8_f64, I8, F64)
-HC_PACKS(u16_f64, U16, F64)
-HC_PACKS(i16_f64, I16, F64)
-HC_PACKS(i32_f64, I32, F64)
-HC_PACKS(i64_f64, I64, F64)
 HC_PACKS(u16_i32, U16, I32)
 HC_PACKS(i16_i32, I16, I32)
 HC_PACKS(u8_u8, U8, U8)
