@@ -154,10 +154,11 @@ class MetricAverageCallback(keras.callbacks.Callback):
 class LearningRateScheduleCallback(keras.callbacks.Callback):
     """Sets the learning rate to initial_lr * multiplier(epoch) from start_epoch up to, not including, end_epoch.
 
-    multiplier: a number or a function of the epoch. staircase: once per epoch; otherwise before every batch with a
-    fractional epoch, which needs steps_per_epoch or a data set whose length is known. momentum_correction: where the
-    optimizer has momentum, what it has gathered is rescaled with the rate (Goyal et al., "Accurate, Large Minibatch
-    SGD", 2017, section 3), as if the next step alone had the momentum m * new/old. ValueError without initial_lr.
+    multiplier: a function of the epoch, or a number m, which means m ** (epoch - start_epoch). staircase: once per
+    epoch; otherwise before every batch with a fractional epoch, which needs steps_per_epoch or a data set whose length
+    is known. momentum_correction: where the optimizer has momentum, what it has gathered is rescaled with the rate
+    (Goyal et al., "Accurate, Large Minibatch SGD", 2017, section 3), as if the next step alone had the momentum
+    m * new/old. ValueError without initial_lr.
     """
 
     def __init__(
@@ -179,8 +180,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.momentum_correction = momentum_correction
         self.steps_per_epoch = steps_per_epoch
         self.current_epoch = 0
-        self.staircase = staircase or not callable(multiplier)
-        self.multiplier = multiplier if callable(multiplier) else lambda epoch: multiplier
+        self.staircase = staircase
+        self.multiplier = (
+            multiplier if callable(multiplier) else lambda epoch: multiplier ** (epoch - start_epoch)
+        )
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Finds the number of batches in an epoch, where it is needed."""

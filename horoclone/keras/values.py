@@ -1,9 +1,12 @@
-"""Collectives on values (numbers, arrays, tensors of any backend) outside of the training step; results are NumPy's."""
+"""Collectives on values (numbers, arrays, tensors of any backend) outside of the training step.
+
+On TensorFlow they are those of horoclone.tensorflow, and results are its tensors; on JAX and torch results are NumPy's.
+"""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +14,7 @@ import numpy as np
 from horoclone import arrays, runtime
 from horoclone.array_handles import synchronize
 from horoclone.keras.distribute import Compression
-from horoclone.keras.flavor import LEGACY, assign, to_numpy, to_tensor
+from horoclone.keras.flavor import LEGACY, assign, backend, to_numpy, to_tensor
 from horoclone.objects import allgather_object, broadcast_object
 from horoclone.ops import Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -29,6 +32,19 @@ def _array(value: Any) -> Any:
     return np.asarray(to_numpy(value))
 
 
+def _on_tensorflow(operation: Callable[[Any], Any]) -> Any:
+    """The result of operation(horoclone.tensorflow); in TensorFlow 1's graph mode it is run in Keras's session, and an
+    array."""
+    import tensorflow as tf
+
+    import horoclone.tensorflow as hvd
+
+    result = operation(hvd)
+    if LEGACY and not tf.compat.v1.executing_eagerly_outside_functions():
+        return tf.compat.v1.keras.backend.get_session().run(result)
+    return result
+
+
 def allreduce(
     value: Any,
     name: str | None = None,
@@ -38,7 +54,15 @@ def allreduce(
     op: int | None = None,
     compression: Any = Compression.none,
 ) -> Any:
-    """The reduction of a value over the ranks, as a NumPy array of its shape and dtype. Default op: Average."""
+    """The reduction of a value over the ranks: a tensor on TensorFlow, elsewhere a NumPy array, of its shape and dtype.
+
+    Default op: Average. A number of Python is float32 or an integer (int32 on TensorFlow, elsewhere int64).
+    """
+    if backend() == "tensorflow":
+        options = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "name": name}
+        return _on_tensorflow(
+            lambda hvd: hvd.allreduce(to_tensor(value), average, compression=compression, op=op, **options)
+        )
     reduce, factors = resolve_reduce(average, op), (prescale_factor, postscale_factor)
     if compression is Compression.none:
         return arrays.allreduce(_array(value), None, name, reduce, *factors)
@@ -48,17 +72,23 @@ def allreduce(
 
 
 def allgather(value: Any, name: str | None = None) -> Any:
-    """Every rank's rows in rank order, as a NumPy array; shapes may differ in the first dimension only."""
+    """Every rank's rows in rank order, as allreduce gives them; shapes may differ in the first dimension only."""
+    if backend() == "tensorflow":
+        return _on_tensorflow(lambda hvd: hvd.allgather(to_tensor(value), name))
     return arrays.allgather(_array(value), name)
 
 
 def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
-    """The value of rank root_rank, as a NumPy array. All ranks pass one of the same shape and dtype."""
+    """The value of rank root_rank, as allreduce gives it. All ranks pass one of the same shape and dtype."""
+    if backend() == "tensorflow":
+        return _on_tensorflow(lambda hvd: hvd.broadcast(to_tensor(value), root_rank, name))
     return arrays.broadcast(_array(value), root_rank, name)
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """This rank's share of the rows of the reduction, as a NumPy array."""
+    """This rank's share of the rows of the reduction, as allreduce gives it."""
+    if backend() == "tensorflow":
+        return _on_tensorflow(lambda hvd: hvd.reducescatter(to_tensor(value), op=op, name=name))
     return arrays.reducescatter(_array(value), name, op)
 
 
@@ -68,11 +98,7 @@ def broadcast_global_variables(root_rank: int) -> Any:
         import tensorflow as tf
 
         if not tf.executing_eagerly():
-            import tf_keras
-
-            import horoclone.tensorflow as hvd
-
-            return tf_keras.backend.get_session().run(hvd.broadcast_global_variables(root_rank))  # type: ignore[attr-defined]
+            return _on_tensorflow(lambda hvd: hvd.broadcast_global_variables(root_rank))
     raise RuntimeError(
         "hvd.broadcast_global_variables() needs TensorFlow 1's graph mode. Use "
         "hvd.callbacks.BroadcastGlobalVariablesCallback(0) in model.fit(), or in a custom loop "

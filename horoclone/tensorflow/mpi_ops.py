@@ -146,8 +146,8 @@ def _refuse_reduction(kind: str, op: int) -> None:
 
 
 def _refuse_scalars(kind: str, tensors: Sequence[Any], eager_too: bool = False) -> None:
-    """There must be rows. In a graph, as with Horovod, ValueError says so when the op is made; run eagerly, most ops say
-    so on every rank, and for the others this does."""
+    """There must be rows. In a graph ValueError says so when the op is made, as with Horovod. Run eagerly, most ops say
+    so on every rank; for the others this does."""
     eager = tf.executing_eagerly()
     if (eager and not eager_too) or not any(tensor.shape.rank == 0 for tensor in tensors):
         return

@@ -172,11 +172,14 @@ def follows_a_schedule() -> None:
     schedule = hvd.callbacks.LearningRateScheduleCallback
     probe = Probe(lambda model: round(learning_rate_of(model.optimizer), 6))
     drops = [
-        schedule(1.0, 0.5, start_epoch=1, end_epoch=2),
-        schedule(1.0, lambda epoch: 0.1**epoch, start_epoch=2),
+        schedule(1.0, 0.5, start_epoch=1, end_epoch=3),  # a number counts from its first epoch
+        schedule(1.0, lambda epoch: 0.1**epoch, start_epoch=3),
     ]
-    model.fit(**data(0, 2), epochs=4, callbacks=[*drops, probe])
-    assert probe.seen == [0.1, 0.1, 0.5, 0.5, 0.01, 0.01, 0.001, 0.001]
+    model.fit(**data(0, 2), epochs=5, callbacks=[*drops, probe])
+    assert probe.seen == [0.1, 0.1, 1.0, 1.0, 0.5, 0.5, 0.001, 0.001, 0.0001, 0.0001]
+    smooth = schedule(1.0, 0.25, start_epoch=0, staircase=False)  # a number too may be taken smoothly
+    model.fit(**data(0, 2), epochs=2, callbacks=[smooth, probe])
+    assert probe.seen[10:] == [1.0, 0.5, 0.25, 0.125]
     with pytest.raises(ValueError, match="initial_lr"):
         schedule(None, 0.5)
     model.compile(
@@ -241,13 +244,54 @@ def works_on_values() -> None:
     )
     assert hvd.allreduce(3) == 3 and hvd.allreduce(2.5) == 2.5
     gathered = hvd.allgather(to_tensor(np.full((rank + 1, 2), rank, np.int32)))
-    assert gathered.tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
+    assert np.asarray(gathered).tolist() == [[r, r] for r in range(size) for _ in range(r + 1)]
     np.testing.assert_array_equal(hvd.broadcast(tensor, 1), np.arange(4) + 1)
     np.testing.assert_allclose(
         hvd.reducescatter(np.ones((size, 3), np.float32), op=hvd.Sum), np.full((1, 3), size)
     )
     with pytest.raises(RuntimeError, match="BroadcastGlobalVariablesCallback"):
         hvd.broadcast_global_variables(0)
+
+
+def gives_tensors() -> None:
+    """On TensorFlow, as in Horovod: also within a function, and for numbers."""
+    import tensorflow as tf
+
+    import horoclone.keras as other
+    import horoclone.tensorflow.keras as hvd
+
+    size, x = hvd.size(), tf.constant([1.0, 2.0, 3.0])
+    for module in (hvd, other):
+        results = [
+            module.allreduce(x, name="a"),
+            module.allreduce(x, op=module.Sum),
+            module.allreduce(float(module.rank())),
+            module.allgather(tf.ones((module.rank() + 1, 2)), name="b"),
+            module.broadcast(tf.Variable(x), 1),
+            module.reducescatter(tf.ones((size, 2)), op=module.Sum),
+        ]
+        assert all(tf.is_tensor(result) and result.dtype == tf.float32 for result in results)
+        assert results[1].numpy().tolist() == [size, 2.0 * size, 3.0 * size] and results[2].shape == ()
+        assert results[3].shape == (size * (size + 1) // 2, 2) and (results[5].numpy() == size).all()
+        assert module.allreduce(3, op=module.Sum).dtype == tf.int32
+        inside = tf.function(lambda t, module=module: module.allreduce(2 * t, op=module.Sum))
+        assert inside(x).numpy().tolist() == [2.0 * size, 4.0 * size, 6.0 * size]
+        with pytest.warns(DeprecationWarning):
+            assert module.allreduce(x, average=False).numpy().tolist() == results[1].numpy().tolist()
+
+
+def gives_arrays_in_a_session() -> None:
+    import tensorflow as tf
+
+    import horoclone.tensorflow.keras as hvd
+
+    with tf.Graph().as_default():
+        variable = tf.compat.v1.get_variable("v", initializer=hvd.rank() + 1.0)
+        tf.compat.v1.keras.backend.get_session().run(tf.compat.v1.global_variables_initializer())
+        hvd.broadcast_global_variables(1)
+        assert tf.compat.v1.keras.backend.get_session().run(variable) == 2.0
+        given = hvd.allreduce(tf.fill((2,), hvd.rank() + 1.0), op=hvd.Sum, name="in_a_session")
+    assert isinstance(given, np.ndarray) and given.tolist() == [3.0, 3.0]
 
 
 def has_no_elastic_yet() -> None:
@@ -284,6 +328,15 @@ def test_momentum_is_rescaled_with_the_rate(on: On, backend: str, correction: bo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_best_model_is_written_by_rank_0(on: On, backend: str, tmp_path: Any) -> None:
     on(backend, writes_the_best_on_one_rank, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["tensorflow", "legacy"])
+def test_values_are_tensors_on_tensorflow(on: On, backend: str) -> None:
+    on(backend, gives_tensors)
+
+
+def test_values_are_arrays_in_a_session(on: On) -> None:
+    on("legacy", gives_arrays_in_a_session)
 
 
 def test_elastic_names_say_what_to_do_instead(on: On) -> None:
