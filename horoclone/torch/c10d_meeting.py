@@ -41,6 +41,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
     Raises Timeout naming who is missing, Unsupported for several hosts without a common secret.
     """
     deadline = time.monotonic() + timeout_s
+    store = of_this_life(store)
     settings = settings_of(os.environ)
     secret = _own_secret()
     mine = f"{_host()}\n{_fingerprint(secret)}".encode()
@@ -76,7 +77,22 @@ def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
     finally:
         if one_host:
             job.close()
+    _forget(store, [f"host/{rank}", f"endpoint/{rank}", *(["token"] if rank == 0 else [])])
     return native
+
+
+def of_this_life(store: Any) -> Any:
+    """torchrun keeps its store over restarts: what processes that are dead now wrote there must not be read again."""
+    return dist.PrefixStore(f"horoclone/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _forget(store: Any, keys: list[str]) -> None:
+    """Everybody has read them. A process that destroys its groups and initialises again meets the same store."""
+    for key in keys:
+        try:
+            store.delete_key(key)
+        except (RuntimeError, NotImplementedError):
+            pass  # a store that cannot, or that has ended: the group needs it no more
 
 
 def _own_secret() -> bytes:
@@ -160,6 +176,7 @@ def missing_at_barrier(
 ) -> str:
     """A barrier in the store: "" when all came in time, else who did not (as rank 0 saw it). Keys begin with prefix."""
     deadline = time.monotonic() + limit_s
+    store = of_this_life(store)
 
     def comes(key: str, until: float) -> bool:
         try:

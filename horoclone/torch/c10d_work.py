@@ -1,16 +1,16 @@
 """One c10d operation in flight: wait(), futures and errors of the process group in c10d.py.
 
 wait() drives the core on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
-thread `hc-c10d` of the group waits instead, in the order of submission. On a GPU an operation is complete when it has
+threads `hc-c10d` of the group wait instead, in the order of submission. On a GPU an operation is complete when it has
 been enqueued: results are moved on a stream of the group's, behind which wait() puts the caller's current stream.
 """
 
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -40,9 +40,12 @@ class InFlight:
         self.runtime = runtime
         self._works: dict[int, Work] = {}
         self._sweep_at = SWEEP_AT
-        self._queue: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None  # completes ordered works
         self._threads: list[threading.Thread] = []  # all that may be completing one
+        self._turn = threading.Condition()  # guards what follows
+        self._pending: deque[Work] = deque()  # ordered works that a thread is to complete
+        self._taken = False  # whether a thread waits for the core now
+        self._idle = 0  # threads that wait for their turn
+        self._closed = False
         self._lock = threading.Lock()
         self._stream: Any = None  # of the GPU that the group works on
 
@@ -67,24 +70,58 @@ class InFlight:
         self._works.pop(work.handle, None)
 
     def watch(self, work: Work) -> None:
-        """Has `work` completed by a thread. Collectives of a group start in one order on all ranks, so one thread that
-        waits for them in that order never waits in vain; point-to-point operations get threads of their own."""
+        """Has `work` completed by a thread. Collectives of a group start in one order on all ranks, so that waiting for
+        them in that order is never in vain; point-to-point operations get threads of their own."""
         if not work.is_ordered:
-            thread = threading.Thread(target=work.complete, name="hc-c10d-p2p", daemon=True)
-            with self._lock:
-                self._threads = [other for other in self._threads if other.is_alive()] + [thread]
-                thread.start()
+            self._start(work.complete, "hc-c10d-p2p")
             return
-        with self._lock:
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._complete_all, name="hc-c10d", daemon=True)
-                self._threads.append(self._thread)
-                self._thread.start()
-        self._queue.put(work)
+        with self._turn:
+            self._pending.append(work)
+            self._call_next()
 
-    def _complete_all(self) -> None:
-        while (work := self._queue.get()) is not None:
-            work.complete()
+    def _start(self, body: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=body, name=name, daemon=True)
+        with self._lock:
+            self._threads = [other for other in self._threads if other.is_alive()] + [thread]
+            thread.start()
+
+    def _call_next(self) -> None:
+        """With _turn held: somebody waits for the core on behalf of what is pending."""
+        if self._taken or not self._pending:
+            return
+        if self._idle:
+            self._turn.notify()
+        else:
+            self._start(self._complete_in_turn, "hc-c10d")
+            self._taken = True
+
+    def _complete_in_turn(self) -> None:
+        """One thread at a time waits for the core. It hands that on before it settles a future, whose callbacks may
+        wait for operations behind this one, or for new ones, as torch's PowerSGD does."""
+        with self._turn:
+            work: Work | None = self._pending.popleft()  # whoever started this thread gave it the turn
+        while work is not None:
+            try:
+                settle = work.take()
+            finally:
+                with self._turn:
+                    self._taken = False
+                    self._call_next()
+            settle()
+            work = self._next()
+
+    def _next(self) -> Work | None:
+        """What the calling thread is to complete; None: it is not needed any more."""
+        with self._turn:
+            if self._idle and not self._pending:
+                return None  # one in reserve is enough
+            self._idle += 1
+            self._turn.wait_for(lambda: self._closed or (bool(self._pending) and not self._taken))
+            self._idle -= 1
+            if self._taken or not self._pending:
+                return None
+            self._taken = True
+            return self._pending.popleft()
 
     def close(self) -> None:
         """After the runtime was shut down: every work that is left gets its error, and our threads end.
@@ -94,9 +131,11 @@ class InFlight:
         """
         for work in list(self._works.values()):
             work.complete()
-        self._queue.put(None)
+        with self._turn:
+            self._closed = True
+            self._turn.notify_all()
         deadline = time.monotonic() + CLOSE_S
-        for thread in self._threads:
+        for thread in list(self._threads):
             if thread is not threading.current_thread():  # a callback of a future may destroy the group
                 thread.join(max(0.0, deadline - time.monotonic()))
 
@@ -132,6 +171,7 @@ class Work(dist.Work):
         self._behind: Any = None  # on a GPU: where the group's stream has the result
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
+        self._promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
         self._done = threading.Event()
         self._lock = threading.Lock()  # guards completion and _future
         self._watched = False
@@ -183,15 +223,19 @@ class Work(dist.Work):
         self.wait()
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future with the list of outputs, or with the error."""
+        """A future with the list of outputs, or with the error (as a RuntimeError with its name and text)."""
         with self._lock:
             if self._future is None:
-                self._future = future_on(self._place)
-                if self._done.is_set():
-                    self._settle(self._future)
-                else:
+                # What Python sets as an exception is a value to C++, which DDP would read as tensors: a callback that
+                # raises makes a true error of it.
+                self._promise = future_on(self._place)
+                self._future = self._promise.then(lambda done: done.value())
+                if not self._done.is_set():
                     self._watch()
-            return self._future
+                    return self._future
+        if self._done.is_set():
+            self._settle()
+        return self._future
 
     getFuture = get_future
 
@@ -199,20 +243,22 @@ class Work(dist.Work):
 
     def complete(self) -> None:
         """Waits for the core, keeps the error for wait(), settles the future. A signal's exception passes through."""
+        self.take()()
+
+    def take(self) -> Callable[[], None]:
+        """complete() but for the future, which is settled by what is returned: its callbacks may take any time."""
         with self._lock:
-            if self._done.is_set():
-                return
-            try:
-                self._take()
-            except (HorovodInternalError, ValueError) as error:  # the core has let go of the tensors
-                self._error = error
-            self._flight.remove(self)
-            self._finish = None
-            if self._place[0] < 0 or self._error is not None:
-                self._kept = None
-            self._done.set()
-            if self._future is not None:
-                self._settle(self._future)
+            if not self._done.is_set():
+                try:
+                    self._take()
+                except (HorovodInternalError, ValueError) as error:  # the core has let go of the tensors
+                    self._error = error
+                self._flight.remove(self)
+                self._finish = None
+                if self._place[0] < 0 or self._error is not None:
+                    self._kept = None
+                self._done.set()
+        return self._settle
 
     def _take(self) -> None:
         runtime, stream = self._flight.runtime, self._flight.stream_for(self._place)
@@ -224,15 +270,22 @@ class Work(dist.Work):
                 if self._finish is not None:
                     self._finish(runtime, self.handle)
             self._behind = mark(stream)
+        except Exception as error:  # of the copies: no memory, say. Whoever waits must hear of it
+            self._error = error
         finally:
             runtime.release(self.handle)
 
-    def _settle(self, future: torch.futures.Future[list[torch.Tensor]]) -> None:
+    def _settle(self) -> None:
+        """Once, and without the lock: callbacks may ask the work again."""
+        with self._lock:
+            promise, self._promise = self._promise, None
+        if promise is None:
+            return
         if self._error is None:
             with on_stream(None if self._place is HOST else self._flight.stream_for(self._place)):
-                future.set_result(self._outputs)
+                promise.set_result(self._outputs)
         else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
+            promise.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
     def _watch(self) -> None:
         if not self._watched:
@@ -259,7 +312,7 @@ class Finished(Work):
     def __init__(self, outputs: Sequence[torch.Tensor] = (), error: BaseException | None = None) -> None:
         dist.Work.__init__(self)
         self._outputs, self._error, self._source = list(outputs), error, -1
-        self._future, self._watched = None, False
+        self._future, self._promise, self._watched = None, None, False
         self._place, self._behind, self._kept = HOST, None, None
         self._lock = threading.Lock()
         self._done = threading.Event()

@@ -265,6 +265,46 @@ def test_works_are_asynchronous_and_futures_complete() -> None:
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hc-c10d")]
 
 
+@ranks(2)
+def test_a_callback_may_wait_for_operations() -> None:
+    with distributed() as (rank, _):
+        first, second = torch.ones(2), torch.ones(2)
+        works = [dist.all_reduce(x, async_op=True) for x in (first, second)]
+        futures = [work.get_future() for work in works]
+
+        def then(done: Any) -> float:
+            futures[1].wait()  # of an operation behind this one
+            third = dist.all_reduce(torch.full((2,), rank + 1.0), async_op=True)
+            inner = third.get_future().then(lambda f: works[0].get_future().wait() and f.value()[0].sum())
+            return float(inner.wait() + works[1].result()[0].sum() + done.value()[0].sum())
+
+        assert futures[0].then(then).wait() == 6.0 + 4.0 + 4.0
+
+
+@ranks(2)
+def test_torchs_powersgd_hook_trains() -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
+
+    def trained(backend: str) -> list[torch.Tensor]:
+        with distributed(backend) as (rank, _):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 10))
+            model = torch.nn.parallel.DistributedDataParallel(model)
+            never_freed.append((model, dist.group.WORLD) if backend == "gloo" else None)
+            state = powerSGD_hook.PowerSGDState(None, 2, start_powerSGD_iter=3)
+            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            for step in range(6):
+                chance = torch.Generator().manual_seed(2 * step + rank)
+                optimizer.zero_grad()
+                (model(torch.randn(4, 32, generator=chance)) ** 2).mean().backward()
+                optimizer.step()
+            return [p.detach().clone() for p in model.parameters()]
+
+    for ours, gloos in zip(trained("horoclone"), trained("gloo"), strict=True):
+        assert torch.allclose(ours, gloos, atol=1e-5), (ours - gloos).abs().max()
+
+
 @ranks(3)
 def test_groups_are_independent() -> None:
     with distributed() as (rank, _):
