@@ -256,7 +256,7 @@ class Engine {
   void run();  // hc-engine
   using Over = std::function<bool()>;
   // Drives, or lets another thread drive, until over() or the deadline. `over` must be safe from any thread when
-  // `shared`, else it is only called while this thread drives.
+  // `shared`, else it is only called while this thread drives, which then comes before those that wait.
   bool drive_until(const Over& over, bool shared, const Deadline& deadline);
   void drive(const Over& over, const Deadline& deadline);
   void rest_after_driving();
@@ -286,6 +286,7 @@ class Engine {
   void tell_everybody(const Status& reason);
   void say_goodbye(double timeout_s);
   void end_thread();
+  void fail_latecomers();
 
   // engine_stall.cc
   struct StallFacts {

@@ -55,7 +55,12 @@ Status Engine::wait(int64_t handle, double timeout_s, bool* done) {
 bool Engine::drive_until(const Over& over, bool shared, const Deadline& deadline) {
   while (true) {
     if (shared && over()) return true;
-    if (gate_.try_enter()) {
+    bool entered = true;
+    if (shared)
+      entered = gate_.try_enter();
+    else
+      enter_gate();
+    if (entered) {
       try {
         drive(over, deadline);
       } catch (const std::exception& e) {
@@ -68,16 +73,18 @@ bool Engine::drive_until(const Over& over, bool shared, const Deadline& deadline
     } else {
       if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();  // the driver may sleep: it must hand over
       const int ms = std::min(kSliceMs, deadline.remaining_ms());
-      gate_.wait_turn(std::chrono::milliseconds(ms), [&] { return shared && over(); });
+      gate_.wait_turn(std::chrono::milliseconds(ms), std::nullopt, over);
     }
     if (deadline.passed()) return shared && over();
   }
 }
 
+// Whoever drives leaves at its next turn, though what it waits for may never come.
 void Engine::enter_gate() {
-  while (!gate_.try_enter()) {
+  const DriveGate::Ticket ticket = gate_.need();
+  while (!gate_.try_enter_at_need(ticket)) {
     if (sleepers_.load(std::memory_order_seq_cst) > 0) mesh_->wake_self();
-    gate_.wait_turn(std::chrono::milliseconds(kSliceMs), [] { return false; });
+    gate_.wait_turn(std::chrono::milliseconds(kSliceMs), ticket, [] { return false; });
   }
 }
 
@@ -86,17 +93,18 @@ void Engine::leave_gate() { gate_.leave(outstanding() > 0 || has_incoming_.load(
 void Engine::drive(const Over& over, const Deadline& deadline) {
   mesh_->set_asleep(Sleep::kAwake);
   Idle idle(spin_pauses_, config_.yield_us);
-  while (!over()) {
+  while (!over() && !gate_.needed() && !stopping_.load(std::memory_order_relaxed)) {
     if (step()) {
       idle.reset();
       continue;
     }
     if (idle.pause()) continue;
     check_timers();
-    if (deadline.passed() || stopping_.load()) return;
+    if (deadline.passed()) return;
     mesh_->set_asleep(Sleep::kAsleepWaiting);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    if (!step() && !over()) sleep_on_mesh(longest_sleep_us(std::min(kSliceMs, deadline.remaining_ms())));
+    if (!step() && !over() && !gate_.needed())
+      sleep_on_mesh(longest_sleep_us(std::min(kSliceMs, deadline.remaining_ms())));
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     mesh_->set_asleep(Sleep::kAwake);
     bool moved = false;
@@ -108,7 +116,7 @@ void Engine::drive(const Over& over, const Deadline& deadline) {
 // hc-engine, if it sleeps, takes over the watch: the asleep word must again say so, and what arrived in between be
 // seen.
 void Engine::rest_after_driving() {
-  if (!engine_sleeps_.load(std::memory_order_seq_cst)) return;
+  if (!engine_sleeps_.load(std::memory_order_seq_cst) || stopping_.load()) return;
   const bool waiting = outstanding() > 0 || device_in_flight();  // what flies is watched: a rank may die, NCCL fail
   mesh_->set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
@@ -360,7 +368,7 @@ void Engine::abort(const std::string& text) {
   has_abort_.store(true);
   mesh_->wake_self();
   // Make sure that it leaves this process even if it ends right after this call.
-  drive_until([this] { return !has_abort_.load(); }, true, Deadline::in(1.0));
+  drive_until([this] { return !has_abort_.load() || stopping_.load(); }, true, Deadline::in(1.0));
 }
 
 void Engine::say_goodbye(double timeout_s) {
@@ -392,12 +400,33 @@ void Engine::end_thread() {
   thread_.join();
 }
 
+// Operations that another thread submitted in the last moment.
+void Engine::fail_latecomers() {
+  incoming_.insert(incoming_.end(), taken_.begin() + static_cast<std::ptrdiff_t>(next_taken_), taken_.end());
+  for (Operation* op : incoming_) {
+    ProcessSet* set = find_set(op->process_set);
+    if (is_message(op->signature().op)) {
+      finish(op, failure_.with(op->describe()));
+      continue;
+    }
+    set->adopt(op);
+    complete(*set, op, failure_.with(op->describe()));
+  }
+  incoming_.clear();
+}
+
 Status Engine::shutdown(double timeout_s) {
   if (!connected_.load()) return Status::ok();
-  const auto idle = [this] { return failed_.load() || (outstanding() == 0 && !has_incoming_.load()); };
-  const bool drained = drive_until(idle, false, Deadline::in(timeout_s));
+  const auto idle = [this] {
+    return failed_.load() || !connected_.load() || (outstanding() == 0 && !has_incoming_.load());
+  };
+  (void)drive_until(idle, false, Deadline::in(timeout_s));
   enter_gate();
-  if (!drained && !failed_.load())
+  if (!connected_.load()) {  // another thread has ended it meanwhile
+    leave_gate();
+    return Status::ok();
+  }
+  if (outstanding() > 0 && !failed_.load())
     fail_everything(Status(Code::kAborted,
                            text_of(mesh_->describe(mesh_->rank()), " shut down while ", outstanding(),
                                    " of its operations were still waiting for other ranks"),
@@ -411,20 +440,12 @@ Status Engine::shutdown(double timeout_s) {
   say_goodbye(1.0);
   stopping_.store(true);
   connected_.store(false);
-  leave_gate();
+  // With the gate held, so that nobody steps the engine from here on: a step would answer the doorbell that is to end
+  // hc-engine's sleep, or be under way while the mesh is closed.
   end_thread();
-  incoming_.insert(incoming_.end(), taken_.begin() + static_cast<std::ptrdiff_t>(next_taken_), taken_.end());
-  for (Operation* op : incoming_) {  // submitted in the last moment by another thread
-    ProcessSet* set = find_set(op->process_set);
-    if (is_message(op->signature().op)) {
-      finish(op, failure_.with(op->describe()));
-      continue;
-    }
-    set->adopt(op);
-    complete(*set, op, failure_.with(op->describe()));
-  }
-  incoming_.clear();
+  fail_latecomers();
   leave_devices();
+  leave_gate();
   notifier_.stop();
   timeline_.stop();
   mesh_->close();

@@ -196,7 +196,7 @@ std::string Engine::describe() {
   if (!connected_.load()) return "not connected";
   const GateHold held(this);
   // Whoever asks again and again holds the gate nearly all the time: the work goes on here, too.
-  if (!failed_.load()) (void)step();
+  if (!failed_.load() && !stopping_.load()) (void)step();
   std::string text = text_of(mesh_->describe(mesh_->rank()), " of ", mesh_->size(),
                              failed_.load() ? text_of(", failed: ", failure_.text()) : "");
   const TimePoint now = Clock::now();
