@@ -100,8 +100,8 @@ class HorocloneGroup(GroupFacts):
     ) -> Work:  # fmt: skip
         """source None: scatter, not on the root; place says where this rank takes its share. target None: the core owns
         the result, and `finish` copies it."""
-        given = (0, None, 0) if source is None else (address_of(source), source.shape, number_at(source))
-        address, shape, number = given
+        given = (0, None, 0) if source is None else (number_at(source), source.shape, address_of(source))
+        number, shape, address = given  # the number first: it refuses what has no address
         if place is None or source is not None:
             place = HOST if source is None else place_of(source)
         handle = self._native().submit(
@@ -132,8 +132,8 @@ class HorocloneGroup(GroupFacts):
             return self._submit(
                 ops.ALLREDUCE, tensor, tensor, reduce=reduce, prescale=factor, outputs=tensors
             )
-        addresses = [address_of(t) for t in tensors]
         numbers = [number_at(t) for t in tensors]
+        addresses = [address_of(t) for t in tensors]
         shapes = [t.shape for t in tensors]
         place = place_of_all(tensors)
         handle = self._native().submit_group(

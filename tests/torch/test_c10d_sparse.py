@@ -77,6 +77,10 @@ def test_what_sparse_tensors_cannot_do_is_said_and_the_group_goes_on() -> None:
             dist.group.WORLD.allreduce([mine, torch.ones(2)])
         with pytest.raises(ValueError, match="floating-point"):
             dist.all_reduce(part_of(1, 1, (), torch.int64), dist.ReduceOp.AVG)
+        with pytest.raises(ValueError, match=r"layout torch.sparse_csr.*to_dense"):
+            dist.all_reduce(torch.eye(3).to_sparse_csr())
+        with pytest.raises(ValueError, match=r"layout torch.sparse_coo.*to_dense"):
+            dist.reduce(mine, 0)
         other = torch.sparse_coo_tensor([[0]], [1.0], (4 + rank,))
         with pytest.raises(hvd.Mismatch, match="differ in size"):
             dist.all_reduce(other)
