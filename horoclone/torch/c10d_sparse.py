@@ -16,7 +16,7 @@ import torch.distributed as dist
 from horoclone import ops
 from horoclone.errors import Mismatch
 from horoclone.torch.c10d_tensors import number_at, reduction
-from horoclone.torch.gpu import place_of, rows_of
+from horoclone.torch.gpu import also_used_at, place_of, rows_of
 from horoclone.torch.tensors import address_of
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ def start_sparse_sum(runtime: Runtime, size: int, tensor: torch.Tensor, opts: An
             raise Mismatch(f"all_reduce: the ranks' sparse tensors differ in size: {shapes}, by rank")
         total = torch.sparse_coo_tensor(everywhere.t(), entries, shapes[0], check_invariants=False).coalesce()
         with torch.no_grad():
-            tensor.copy_(total / size if kind == _RedOp.AVG else total)
+            tensor.copy_(total / size if kind == _RedOp.AVG else total)  # in new memory
+            also_used_at(place, (tensor._indices(), tensor._values()))
 
     return handle, sent, finish

@@ -126,6 +126,14 @@ def stream_behind(event: Any) -> None:
         torch.cuda.current_stream(event.device).wait_event(event)
 
 
+def also_used_at(place: Place, tensors: Sequence[torch.Tensor]) -> None:
+    """Memory taken on the current stream goes to the caller's: torch waits for both before it gives it to others."""
+    if place[0] >= 0:
+        stream = torch.cuda.ExternalStream(place[1], device=place[0])
+        for tensor in tensors:
+            tensor.record_stream(stream)
+
+
 def future_on(place: Place) -> torch.futures.Future[Any]:
     """A future whose result the streams of those who wait for it come behind."""
     if place[0] < 0:

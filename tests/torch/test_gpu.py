@@ -250,6 +250,9 @@ def test_torch_distributed_on_cuda_tensors() -> None:
     share = torch.empty(2, device=where)
     dist.reduce_scatter_tensor(share, torch.arange(4.0, device=where))
     assert share.tolist() == [4.0 * rank, 4.0 * rank + 2]
+    part = torch.sparse_coo_tensor([[rank, 2]], torch.ones(2, 3), (4, 3)).to(where)
+    dist.all_reduce(part)
+    assert part.is_cuda and part.to_dense()[:, 0].tolist() == [1.0, 1.0, 2.0, 0.0]
     inputs = batches(rank, where, 5)
     wrapped = torch.nn.parallel.DistributedDataParallel(small_model(where), device_ids=[where.index])
     theirs = losses_of(wrapped, torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9), inputs)
