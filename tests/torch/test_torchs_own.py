@@ -14,7 +14,7 @@ pytest.importorskip("expecttest", reason="torch's tests need the package expectt
 
 PROGRAM = Path(__file__).with_name("torchs_own.py")
 EVERYTHING = os.environ.get("HC_STRANGERS") == "all"
-ALL_S = 1500  # what one pass over all of them may take on a busy machine
+CHOICE_S, ALL_S = 400, 1500  # what one pass over the choice, or over all of them, may take on a busy machine
 
 # Where the group is -> some tests for each kind of operation; torch runs them on three ranks for gloo, too.
 CHOICE = {
@@ -66,11 +66,12 @@ def of_kind(found: dict[str, list[str]], kind: str) -> dict[str, str]:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(CHOICE_S + 60)
 @pytest.mark.parametrize("place", CHOICE)
 def test_a_choice_of_torchs_tests_passes(place: str, launch: Any, tmp_path: Path) -> None:
     names = CHOICE[place]
     found, output = outcomes(
-        launch, tmp_path / "report", "--in-place-of", place, "--names", *names, timeout_s=160
+        launch, tmp_path / "report", "--in-place-of", place, "--names", *names, timeout_s=CHOICE_S
     )
     wrong = {name: found.get(name) for name in names if found.get(name) != ["passed", ""]}
     assert not wrong, f"{wrong}\n{output}"
@@ -95,6 +96,7 @@ def test_all_of_torchs_tests_pass_that_are_not_listed(place: str, launch: Any, t
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(CHOICE_S + 60)
 @pytest.mark.skipif(not EVERYTHING, reason="HC_STRANGERS=all runs what is listed")
 @pytest.mark.parametrize("place", [place for place in PASS if place != "horoclone"])
 def test_what_is_listed_still_fails(place: str, launch: Any, tmp_path: Path) -> None:
