@@ -102,6 +102,8 @@ class TensorDoor:
         """One operation, one handle."""
     def finish(self, handle: object, /) -> Any:
         """The output of an operation that was started here and has succeeded by now."""
+    def given_elsewhere(self, handle: int, /) -> bool:
+        """Whether `finish` has given its output to another thread lately."""
 
 class Runtime:
     rank: int

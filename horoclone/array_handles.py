@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.waits import Waits, given_away
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -46,6 +47,11 @@ def not_yet(handle: Any) -> Any:
     return NotImplemented
 
 
+def nobody(handle: int) -> bool:
+    """Stands for given_elsewhere while no short way is open."""
+    return False
+
+
 # The short way of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
 # or None for what is not plain or not right; finish_plain returns the output, or NotImplemented where `synchronize` has
 # to wait, raise or make something. call_plain waits, too: it returns the output, or None, or the handle of an
@@ -55,6 +61,9 @@ start_plain: Callable[..., int | None] = long_way
 call_plain: Callable[..., Any] = long_way
 start_plain_group: Callable[..., int | None] = long_way
 finish_plain: Callable[[Any], Any] = not_yet
+given_elsewhere: Callable[[int], bool] = nobody  # whether finish_plain gave it to another thread
+
+_waits = Waits()
 
 
 def set_id(process_set: ProcessSet) -> int:
@@ -63,7 +72,7 @@ def set_id(process_set: ProcessSet) -> int:
 
 def _begin_life(native: Runtime) -> None:
     """Opens the short way into another runtime. What is left of the one before stays its own."""
-    global _owner, start_plain, call_plain, start_plain_group, finish_plain
+    global _owner, start_plain, call_plain, start_plain_group, finish_plain, given_elsewhere
     import numpy as np
 
     from horoclone._core import TensorDoor
@@ -72,7 +81,7 @@ def _begin_life(native: Runtime) -> None:
         _pending[handle] = _as_pending(handle, kept)
     door = TensorDoor(native, (np.ndarray,), None, global_process_set, _pending)
     start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
-    call_plain = door.call
+    call_plain, given_elsewhere = door.call, door.given_elsewhere
     _owner = native
 
 
@@ -113,15 +122,28 @@ def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once."""
     kept = _pending.get(handle)
     if kept is None:
-        return True
+        return not _waits.under_way(handle)
     pending = _as_pending(handle, kept)
     return pending.handle == 0 or pending.native.poll(pending.handle)
 
 
 def synchronize(handle: int) -> Any:
-    """Waits for an `_async` operation and returns what the blocking function would have. None for an unknown handle."""
+    """Waits for an `_async` operation and returns what the blocking function would have. None for an unknown handle.
+
+    Threads that wait for one handle each get the result; RuntimeError for one that comes after another has got it.
+    """
     output = finish_plain(handle)
     if output is not NotImplemented:
         return output
+    return _waits.once(handle, _wait)
+
+
+def _wait(handle: int) -> Any:
     kept = _pending.pop(handle, None)
-    return None if kept is None else now(_as_pending(handle, kept))
+    if kept is None:
+        if _waits.given_elsewhere(handle) or given_elsewhere(handle):
+            raise given_away(handle)
+        return None
+    outcome = now(_as_pending(handle, kept))
+    _waits.gave(handle)
+    return outcome

@@ -45,6 +45,11 @@ def ccl_built() -> bool:
     return False
 
 
+def sycl_built() -> bool:
+    """False: SYCL is not supported."""
+    return False
+
+
 def cuda_built() -> bool:
     """Whether CUDA's driver is here. Whether a GPU is: torch.cuda.is_available()."""
     import ctypes

@@ -35,6 +35,26 @@ class Unsupported(HorovodInternalError):
     """This build, machine or layout cannot do what was asked; the text says what to do instead."""
 
 
+class InvalidArgument(Unsupported, ValueError):
+    """An argument that means nothing, where Horovod raises its HorovodInternalError; a ValueError all the same."""
+
+
+class EmptyGroup(ValueError, IndexError):
+    """A grouped operation of no tensors, where Horovod raises IndexError; a ValueError all the same."""
+
+
+class ZeroFactor(ValueError, ZeroDivisionError):
+    """A factor of 0 to divide by, where Horovod raises ZeroDivisionError; a ValueError all the same."""
+
+
+class UnregisteredSet(ValueError, TypeError):
+    """A process set that is not registered, where Horovod raises TypeError; a ValueError all the same."""
+
+
+class NotATensor(TypeError, AttributeError):
+    """Something else where a tensor was expected, where Horovod raises AttributeError; a TypeError all the same."""
+
+
 class NotInitialized(HorovodInternalError, ValueError):
     """A call before `init()` or after `shutdown()`. Also a ValueError, as in Horovod."""
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+from horoclone.errors import InvalidArgument
+
 ALLREDUCE = 0
 ALLGATHER = 1
 BROADCAST = 2
@@ -63,13 +65,15 @@ def peer_number(rank: int | None, what: str) -> int:
 def resolve_reduce(average: bool | None, op: int | None) -> int:
     """The reduction meant by Horovod's two arguments: `op`, and the older `average` that it replaced.
 
-    Neither given means Average. Raises ValueError when both are given, or when `op` is none of the reductions.
+    Neither given means Average. Raises ValueError when both are given, InvalidArgument when `op` is no reduction.
     """
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
         if isinstance(op, bool) or not isinstance(op, int) or not Average <= op <= Product:
-            raise ValueError(f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}.")
+            raise InvalidArgument(
+                f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}."
+            )
         return op
     if average is None:
         return Average

@@ -40,9 +40,9 @@ class ProcessSet:
         return self.ranks.index(world_rank)
 
     def included(self) -> bool | None:
-        """Whether this process belongs to it; None while it is unregistered."""
+        """Whether this process is one of its ranks, registered or not; None while its ranks are not known."""
         world_rank = runtime.native().rank
-        return None if self.process_set_id is None or self.ranks is None else world_rank in self.ranks
+        return None if self.ranks is None else world_rank in self.ranks
 
     def __str__(self) -> str:
         return (
@@ -78,14 +78,14 @@ def registered() -> dict[int, list[int]]:
 
 
 def id_of(process_set: ProcessSet) -> int:
-    """Its id for the core. TypeError when it is something else, ValueError when it is not registered."""
+    """Its id for the core. TypeError when it is something else, UnregisteredSet when it is not registered."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"process_set={process_set!r}: it takes a ProcessSet, for example what hvd.add_process_set([0, 1]) returns"
         )
     number = process_set.process_set_id
     if number is None or _registered.get(number) is not process_set:
-        raise ValueError(
+        raise errors.UnregisteredSet(
             f"{process_set} does not exist, or has not been registered. Pass it to hvd.init(process_sets=[...]) or to "
             "hvd.add_process_set()."
         )

@@ -40,6 +40,9 @@ from horoclone.built import (
 from horoclone.built import (
     rocm_built as rocm_built,
 )
+from horoclone.built import (
+    sycl_built as sycl_built,
+)
 from horoclone.settings import flag, remarks, settings_of, start_timeout_s
 
 if TYPE_CHECKING:

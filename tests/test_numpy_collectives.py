@@ -421,7 +421,7 @@ def test_process_sets_come_and_go():
             hvd.add_process_set(duplicate)
     with pytest.raises(ValueError, match="outside the world"):
         hvd.add_process_set([3])
-    assert hvd.remove_process_set(pair) and pair.process_set_id is None and pair.included() is None
+    assert hvd.remove_process_set(pair) and pair.process_set_id is None and pair.size() is None
     assert not hvd.remove_process_set(pair) and not hvd.remove_process_set(hvd.global_process_set)
     with pytest.raises(ValueError, match="not been registered"):
         hvd.allreduce(np.ones(1), process_set=pair)

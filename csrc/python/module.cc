@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 
 #include <csignal>
+#include <cstring>
 #include <map>
 #include <optional>
 #include <string>
@@ -347,8 +348,11 @@ class Runtime {
     if (!PyUnicode_Check(name.ptr()))
       throw py::type_error("name=" + std::string(py::repr(name)) +
                            ": a name is a text; pass None for an unnamed operation");
-    const char* text = PyUnicode_AsUTF8(name.ptr());  // lives as long as the string
+    Py_ssize_t bytes = 0;
+    const char* text = PyUnicode_AsUTF8AndSize(name.ptr(), &bytes);  // lives as long as the string
     if (!text) throw py::error_already_set();
+    if (std::strlen(text) != static_cast<size_t>(bytes))
+      throw py::value_error("name=" + std::string(py::repr(name)) + ": a name cannot have a NUL character in it");
     if (!*text) throw py::value_error("an empty name; pass None for an unnamed operation");
     return text;
   }

@@ -4,7 +4,10 @@
 // whole submission.
 #include "tensor_door.h"
 
+#include <algorithm>
+#include <atomic>
 #include <climits>
+#include <cstring>
 
 #include "plain_tensors.h"
 #include "wait_slice.h"
@@ -15,6 +18,20 @@ namespace py = pybind11;
 namespace hc_python {
 namespace {
 
+constexpr size_t kGivenKept = 256;
+
+struct Given {
+  hc_handle handle;
+  uint64_t thread;
+};
+
+// The system's own numbers of threads are given again once a thread has ended.
+uint64_t this_thread() {
+  static std::atomic<uint64_t> last{0};
+  thread_local const uint64_t number = ++last;
+  return number;
+}
+
 struct TensorDoor {
   PyObject_HEAD PyObject* runtime;  // keeps rt
   hc_runtime* rt;
@@ -23,6 +40,9 @@ struct TensorDoor {
   const DlExchange* exchange;
   PyObject* everybody;  // the process set whose number is 0
   PyObject* pending;    // dict: handle -> output, or (output, what must live, None); the caller's own
+  // The last outputs that finish() gave, and to which threads. Guarded by Python's lock.
+  Given given[kGivenKept];
+  size_t given_count;
 };
 
 bool is_one_of(PyObject* kinds, PyObject* object) {
@@ -47,9 +67,10 @@ bool read_int(PyObject* number, long low, long high, int32_t* out) {
 bool read_name(PyObject* name, const char** out) {
   if (name == Py_None) return true;
   if (!PyUnicode_CheckExact(name)) return false;
-  *out = PyUnicode_AsUTF8(name);  // lives as long as the string
+  Py_ssize_t bytes = 0;
+  *out = PyUnicode_AsUTF8AndSize(name, &bytes);  // lives as long as the string
   if (!*out) PyErr_Clear();
-  return *out && **out;
+  return *out && bytes > 0 && std::strlen(*out) == static_cast<size_t>(bytes);
 }
 
 bool read_request(const TensorDoor* door, PyObject* const* args, hc_request* r) {
@@ -74,7 +95,7 @@ bool read_tensors(const TensorDoor* door, PyObject* source, PyObject* target, Pl
 PyObject* remember(const TensorDoor* door, PyObject* const* args, hc_handle number) {
   PyObject* handle = PyLong_FromLongLong(number);
   PyObject* kept = args[kTarget];
-  if (args[kSource] == args[kTarget])
+  if (args[kSource] == args[kTarget] && !PyTuple_CheckExact(kept))  // a tuple of tensors would be read as the triple
     Py_INCREF(kept);
   else
     kept = PyTuple_Pack(3, args[kTarget], args[kSource], Py_None);
@@ -150,24 +171,27 @@ PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, boo
 PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, false); }
 PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, true); }
 
+bool is_listing(PyObject* object) { return PyList_CheckExact(object) || PyTuple_CheckExact(object); }
+
 PyObject* start_group(PyObject* self, PyObject* const* args, Py_ssize_t count) {
   const auto* door = reinterpret_cast<const TensorDoor*>(self);
   hc_request request{};
   if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
   PyObject *sources = args[kSource], *targets = args[kTarget];
-  if (!PyList_CheckExact(sources) || !PyList_CheckExact(targets)) Py_RETURN_NONE;
-  const Py_ssize_t n = PyList_GET_SIZE(sources);
-  if (n == 0 || n > INT32_MAX || PyList_GET_SIZE(targets) != n) Py_RETURN_NONE;
+  if (!is_listing(sources) || !is_listing(targets)) Py_RETURN_NONE;
+  const Py_ssize_t n = PySequence_Fast_GET_SIZE(sources);
+  if (n == 0 || n > INT32_MAX || PySequence_Fast_GET_SIZE(targets) != n) Py_RETURN_NONE;
   PlainTensors tensors(door->exchange);
   tensors.reserve(static_cast<size_t>(n));
   for (Py_ssize_t i = 0; i < n; ++i)
-    if (!read_tensors(door, PyList_GET_ITEM(sources, i), PyList_GET_ITEM(targets, i), &tensors)) Py_RETURN_NONE;
+    if (!read_tensors(door, PySequence_Fast_GET_ITEM(sources, i), PySequence_Fast_GET_ITEM(targets, i), &tensors))
+      Py_RETURN_NONE;
   return submit(door, args, request, tensors);
 }
 
 // The output of an operation that has succeeded already; NotImplemented: ask the long way.
 PyObject* finish(PyObject* self, PyObject* handle) {
-  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  auto* door = reinterpret_cast<TensorDoor*>(self);
   PyObject* kept = PyLong_CheckExact(handle) ? PyDict_GetItemWithError(door->pending, handle) : nullptr;
   if (!kept) {
     if (PyErr_Occurred()) return nullptr;
@@ -178,11 +202,23 @@ PyObject* finish(PyObject* self, PyObject* handle) {
     if (PyTuple_GET_ITEM(kept, 2) != Py_None) Py_RETURN_NOTIMPLEMENTED;
     output = PyTuple_GET_ITEM(kept, 0);
   }
-  if (!hc_finish(door->rt, PyLong_AsLongLong(handle))) Py_RETURN_NOTIMPLEMENTED;
+  const hc_handle number = PyLong_AsLongLong(handle);
+  if (!hc_finish(door->rt, number)) Py_RETURN_NOTIMPLEMENTED;
+  door->given[door->given_count++ % kGivenKept] = {number, this_thread()};
   Py_INCREF(output);
   if (PyDict_DelItem(door->pending, handle) == 0) return output;
   Py_DECREF(output);
   return nullptr;
+}
+
+// Whether finish() has given this one's output to another thread, as far back as it is remembered.
+PyObject* given_elsewhere(PyObject* self, PyObject* handle) {
+  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  const hc_handle number = PyLong_CheckExact(handle) ? PyLong_AsLongLong(handle) : 0;
+  if (number <= 0) PyErr_Clear();
+  for (size_t i = 0; number > 0 && i < std::min(door->given_count, kGivenKept); ++i)
+    if (door->given[i].handle == number) return PyBool_FromLong(door->given[i].thread != this_thread());
+  Py_RETURN_FALSE;
 }
 
 PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
@@ -233,6 +269,7 @@ void add_tensor_door(py::module_& m) {
                                   {"call", fast(call), METH_FASTCALL, nullptr},
                                   {"start_group", fast(start_group), METH_FASTCALL, nullptr},
                                   {"finish", finish, METH_O, nullptr},
+                                  {"given_elsewhere", given_elsewhere, METH_O, nullptr},
                                   {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot slots[] = {{Py_tp_new, reinterpret_cast<void*>(make)},
                                 {Py_tp_dealloc, reinterpret_cast<void*>(unmake)},

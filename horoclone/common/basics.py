@@ -39,6 +39,7 @@ class HorovodBasics:
     ccl_built = staticmethod(runtime.ccl_built)
     cuda_built = staticmethod(runtime.cuda_built)
     rocm_built = staticmethod(runtime.rocm_built)
+    sycl_built = staticmethod(runtime.sycl_built)
 
     def __init__(self, *library: Any) -> None:
         pass

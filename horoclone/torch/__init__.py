@@ -1,5 +1,6 @@
 """horoclone for PyTorch: `import horoclone.torch as hvd`. What `horovod.torch` offers, under the same names."""
 
+from horoclone.common.util import check_extension
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -29,5 +30,6 @@ __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "elastic", "flight_record", "metrics",
+    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "elastic", "flight_record",
+    "metrics",
 ]  # fmt: skip

@@ -10,24 +10,13 @@ import torch
 from horoclone.ops import ALLTOALL, Sum
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
+from horoclone.torch.arguments import rows_to_send
 from horoclone.torch.functional import is_compiling, start
 from horoclone.torch.handles import remember, run_for_rows, set_id, start_on_gpu, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of
+from horoclone.torch.tensors import ON_GPU, address_of, from_result, learns, number_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
-
-
-def _rows_to_send(splits: Any) -> list[int] | None:
-    if splits is None:
-        return None
-    if isinstance(splits, torch.Tensor):
-        if splits.dim() != 1:
-            raise ValueError("alltoall expects a 1D splits tensor")
-        if splits.dtype != torch.int32:
-            raise ValueError(f"alltoall expects a 32-bit integer splits tensor, not {splits.dtype}")
-        return splits.tolist()
-    return [int(rows) for rows in splits]
 
 
 def alltoall_async(
@@ -37,7 +26,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts an alltoall; the handle's output is the pair (output, received_splits)."""
-    rows = _rows_to_send(splits)
+    rows = rows_to_send(splits, name)
     if is_compiling():
         return start("alltoall", [tensor], name, process_set=process_set, splits=rows)
     dtype = number_of(tensor, name, True)
@@ -65,20 +54,21 @@ def alltoall(
 
     Returns the output, and with `splits` also the rows received from each rank (int32; on the GPU if the tensor and
     the splits are there). Differentiable.
-    ValueError: splits not 1-d, not int32, of the wrong length, with a sum beyond the rows; rows not divisible.
+    ValueError: splits not 1-d, not int32, of the wrong length, negative (InvalidArgument), with a sum
+    beyond the rows; rows not divisible.
     """
     if is_compiling():
-        rows = _rows_to_send(splits)
+        rows = rows_to_send(splits, name)
         begun = start("alltoall", [tensor], name, process_set=process_set, splits=rows, differentiable=True)
         output, received = begun()
-    elif tensor.requires_grad and torch.is_grad_enabled():
+    elif learns([tensor], name):
         from horoclone.torch.autograd import Alltoall
 
         output, received = Alltoall.apply(tensor, splits, name, process_set)
     elif (dtype := number_of(tensor, name, True)) >= ON_GPU:
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
     else:
-        rest = (Sum, 1.0, 1.0, 0, set_id(process_set), _rows_to_send(splits))
+        rest = (Sum, 1.0, 1.0, 0, set_id(process_set), rows_to_send(splits, name))
         output, result = run_for_rows(ALLTOALL, name, tensor, dtype, *rest)
         received = None if splits is None else torch.tensor(result.rows_from, dtype=torch.int32)
     return output if splits is None else (output, received)

@@ -91,7 +91,11 @@ class GroupedAllreduce(torch.autograd.Function):
 class Allgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> torch.Tensor:
-        ctx.arguments = (tensor.shape[0] if tensor.dim() else 0, name, group)
+        if not tensor.dim():
+            raise IndexError(
+                f"allgather {name or 'of an unnamed tensor'}: a 0-d tensor has no rows to gather. Reshape it to [1]."
+            )
+        ctx.arguments = (tensor.shape[0], name, group)
         return mpi_ops.allgather(tensor, name, group)
 
     @staticmethod

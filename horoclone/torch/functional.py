@@ -251,10 +251,10 @@ class Started:
             with torch.no_grad():
                 for target, result in zip(self.targets, results, strict=True):
                     target.copy_(result)
-            results = self.targets
+            results = list(self.targets)
         if self.kind == "alltoall":
             return results[0], results[1]
-        return results if self.kind.startswith("grouped") else results[0]
+        return tuple(results) if self.kind.startswith("grouped") else results[0]
 
 
 def start(

@@ -1,6 +1,7 @@
 """Several tensors as one operation: all or nothing, one agreement, one handle.
 
-Same rules for arguments, handles and errors as in mpi_ops.py. Thread: the caller's.
+Same rules for arguments, handles and errors as in mpi_ops.py. As in Horovod, what is asynchronous, in place or an
+allgather gives a tuple, and the others a list. Thread: the caller's.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -11,15 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.errors import EmptyGroup
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
 from horoclone.torch import functional, handles
+from horoclone.torch.arguments import share_reduce
 from horoclone.torch.compression import Compression
 from horoclone.torch.functional import is_compiling, start
 from horoclone.torch.gpu import HOST, Place, behind, place_of_all, rows_of
 from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of, refuse_scalar
+from horoclone.torch.tensors import ON_GPU, address_of, from_result, learns, number_of, refuse_scalar
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -35,7 +38,8 @@ def _submit_group(
 ) -> tuple[Runtime, int, Place]:  # fmt: skip
     """One handle for all. outputs None: the core owns the results."""
     if not tensors:
-        raise ValueError("a grouped operation needs at least one tensor")
+        empty = ValueError if op == ALLREDUCE else EmptyGroup
+        raise empty("a grouped operation needs at least one tensor")
     dtypes = [number_of(t, name, True) for t in tensors]
     place = HOST
     if max(dtypes) >= ON_GPU:
@@ -60,7 +64,7 @@ def grouped_allreduce_async_(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a list."""
+    """Starts one reduction of several tensors in place (all or nothing); one handle, whose output is a tuple."""
     if is_compiling():
         return functional.reduced(
             "grouped_allreduce",
@@ -72,7 +76,7 @@ def grouped_allreduce_async_(
             process_set,
             True,
         )
-    tensors = list(tensors)
+    tensors = tuple(tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
     plain = handles.start_plain_group(tensors, tensors, None, name, reduce, *scales, process_set, 0)
@@ -90,7 +94,7 @@ def grouped_allreduce_(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Reduces several tensors in place as one operation and returns them."""
     return synchronize(
         grouped_allreduce_async_(tensors, average, name, op, prescale_factor, postscale_factor, process_set)
@@ -106,7 +110,7 @@ def grouped_allreduce_async(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> int:
-    """Starts one reduction of several tensors into new ones; one handle, whose output is a list."""
+    """Starts one reduction of several tensors into new ones; one handle, whose output is a tuple."""
     if is_compiling():
         return functional.reduced(
             "grouped_allreduce",
@@ -117,9 +121,9 @@ def grouped_allreduce_async(
             (prescale_factor, postscale_factor),
             process_set,
         )
-    tensors = list(tensors)
+    tensors = tuple(tensors)
     reduce = resolve_reduce(average, op)
-    outputs = [torch.empty_like(t, requires_grad=False) for t in tensors]
+    outputs = tuple([torch.empty_like(t, requires_grad=False) for t in tensors])
     scales = (prescale_factor, postscale_factor)
     plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
@@ -152,7 +156,7 @@ def grouped_allreduce(
             process_set,
             differentiable=True,
         )()
-    elif torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
+    elif learns(wires, name):
         from horoclone.torch.autograd import GroupedAllreduce
 
         reduced = GroupedAllreduce.apply(name, reduce, prescale_factor, postscale_factor, process_set, *wires)
@@ -166,36 +170,38 @@ def grouped_allreduce(
 # --- allgather and reducescatter ---
 
 
-def _make_group(tensors: Tensors, place: Place) -> Callable[[Runtime, int], list[torch.Tensor]]:
+def _make_group(tensors: Tensors, place: Place) -> Callable[[Runtime, int], tuple[torch.Tensor, ...]]:
     if place is not HOST:
         like = [t.detach()[:0] if t.dim() else t.detach() for t in tensors]
-        return lambda rt, h: [rows_of(rt, h, i, form, place) for i, form in enumerate(like)]
+        return lambda rt, h: tuple([rows_of(rt, h, i, form, place) for i, form in enumerate(like)])
     forms = [(tuple(t.shape[1:]), t.dtype) for t in tensors]
-    return lambda rt, h: [from_result(rt.result(h, i), row, kind) for i, (row, kind) in enumerate(forms)]
+    return lambda rt, h: tuple(
+        [from_result(rt.result(h, i), row, kind) for i, (row, kind) in enumerate(forms)]
+    )
 
 
 def grouped_allgather_async(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> int:
-    """Starts an allgather of several tensors as one operation; one handle, whose output is a list."""
+    """Starts an allgather of several tensors as one operation; one handle, whose output is a tuple."""
     if is_compiling():
         return start("grouped_allgather", list(tensors), name, process_set=process_set)
-    tensors = list(tensors)
+    tensors = tuple(tensors)
     runtime, handle, place = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
     return remember(runtime, handle, None, tensors, _make_group(tensors, place))
 
 
 def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
-) -> list[torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Several allgathers as one operation. Differentiable."""
-    tensors = list(tensors)
+    tensors = tuple(tensors)
     if is_compiling():
         return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+    if learns(tensors, name):
         from horoclone.torch.autograd import GroupedAllgather
 
-        return list(GroupedAllgather.apply(name, process_set, *tensors))
+        return GroupedAllgather.apply(name, process_set, *tensors)
     return synchronize(grouped_allgather_async(tensors, name, process_set))
 
 
@@ -207,19 +213,19 @@ def grouped_reducescatter_async(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> int:
-    """Starts several reducescatters as one operation; one handle, whose output is a list."""
+    """Starts several reducescatters as one operation; one handle, whose output is a tuple."""
     if is_compiling():
         return start(
             "grouped_reducescatter",
             list(tensors),
             name,
-            resolve_reduce(None, op),
+            share_reduce(op, name),
             (prescale_factor, postscale_factor),
             process_set,
         )
-    tensors = list(tensors)
+    tensors = tuple(tensors)
     refuse_scalar(tensors)
-    reduce = resolve_reduce(None, op)
+    reduce = share_reduce(op, name)
     scales = (prescale_factor, postscale_factor)
     runtime, handle, place = _submit_group(REDUCESCATTER, name, tensors, None, reduce, scales, process_set)
     return remember(runtime, handle, None, tensors, _make_group(tensors, place))
@@ -242,12 +248,12 @@ def grouped_reducescatter(
             "grouped_reducescatter",
             wires,
             name,
-            resolve_reduce(None, op),
+            share_reduce(op, name),
             (prescale_factor, postscale_factor),
             process_set,
             differentiable=True,
         )()
-    elif torch.is_grad_enabled() and any(wire.requires_grad for wire in wires):
+    elif learns(wires, name):
         from horoclone.torch.autograd import GroupedReducescatter
 
         shares = GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *wires)

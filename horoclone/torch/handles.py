@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import process_sets as _sets
-from horoclone.array_handles import long_way, not_yet
+from horoclone.array_handles import long_way, nobody, not_yet
 from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
 from horoclone.torch.gpu import behind, place_of, rows_like
 from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of
+from horoclone.waits import Waits, given_away
 
 if TYPE_CHECKING:
     from horoclone._core import Result, Runtime
@@ -43,11 +44,14 @@ start_plain: Callable[..., int | None] = long_way
 call_plain: Callable[..., Any] = long_way
 start_plain_group: Callable[..., int | None] = long_way
 finish_plain: Callable[[Any], Any] = not_yet
+given_elsewhere: Callable[[int], bool] = nobody  # whether finish_plain gave it to another thread
+
+_waits = Waits()
 
 
 def _begin_life(runtime: Runtime) -> None:
     """A new table, for the handles of another runtime."""
-    global _owner, start_plain, call_plain, start_plain_group, finish_plain
+    global _owner, start_plain, call_plain, start_plain_group, finish_plain, given_elsewhere
     _pending.clear()
     _unfinished.clear()
     _owner = runtime
@@ -57,7 +61,7 @@ def _begin_life(runtime: Runtime) -> None:
 
     door = TensorDoor(runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending)
     start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
-    call_plain = door.call
+    call_plain, given_elsewhere = door.call, door.given_elsewhere
 
 
 def open_way(runtime: Runtime) -> None:
@@ -80,41 +84,48 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def poll(handle: Any) -> bool:
-    """True when `synchronize(handle)` would not block (also for a handle that is not known)."""
+    """True when `synchronize(handle)` would not block. ValueError for a handle that has been synchronized, or is none."""
     if callable(handle):
         return all(poll(part) for part in getattr(handle, "parts", ()))
-    if handle not in _pending:
-        return True
+    if handle not in _pending and not _waits.under_way(handle):
+        raise ValueError(
+            f"handle {handle!r} is not pending: synchronize() has given its result, or it is no handle"
+        )
     return (_owner or native()).poll(handle)
 
 
 def synchronize(handle: Any) -> Any:
-    """Waits for an operation and returns its output (a list for grouped operations); None for an unknown handle.
+    """Waits for an operation and returns its output (a tuple for grouped operations); None for an unknown handle.
 
     Raises the operation's error: ValueError for wrong arguments, HorovodInternalError or a child of it otherwise.
+    Threads that wait for one handle each get the output; RuntimeError for one that comes after another has got it.
     """
     if is_compiling():
         return handle()
     output = finish_plain(handle)
     if output is not NotImplemented:
         return output
-    entry = _pending.get(handle)
+    return handle() if callable(handle) else _waits.once(handle, _wait)
+
+
+def _wait(handle: int) -> Any:
+    entry = _pending.pop(handle, None)
     if entry is None:
-        return handle() if callable(handle) else None
+        if _waits.given_elsewhere(handle) or given_elsewhere(handle):
+            raise given_away(handle)
+        return None
     output, _, make = entry if type(entry) is tuple else (entry, entry, None)
     runtime = _owner or native()
     try:
         runtime.wait(handle)
-    except (
-        HorovodInternalError,
-        ValueError,
-    ):  # the core has let go of the tensors; after a signal it has not
-        _pending.pop(handle, None)
+    except BaseException as error:
+        if not isinstance(error, (HorovodInternalError, ValueError)):
+            _pending[handle] = entry  # a signal's: the core has not let go of the tensors
         raise
+    _waits.gave(handle)
     try:
         return output if make is None else make(runtime, handle)
     finally:
-        _pending.pop(handle, None)
         runtime.release(handle)
 
 

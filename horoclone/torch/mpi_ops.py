@@ -54,9 +54,11 @@ from horoclone.runtime import (
     size,
     start_timeline,
     stop_timeline,
+    sycl_built,
 )
 from horoclone.torch import handles
 from horoclone.torch.alltoall import alltoall, alltoall_async
+from horoclone.torch.arguments import share_reduce
 from horoclone.torch.compression import Compression
 from horoclone.torch.functional import is_compiling, reduced, start
 from horoclone.torch.gpu import place_to_join
@@ -80,7 +82,7 @@ from horoclone.torch.handles import (
     start_on_gpu,
     synchronize,
 )
-from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, number_of, refuse_scalar
+from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, not_a_tensor, number_of, refuse_scalar
 
 __all__ = [
     "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather",
@@ -92,7 +94,7 @@ __all__ = [
     "grouped_reducescatter_async", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
     "local_size", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built", "poll", "rank",
     "reducescatter", "reducescatter_async", "remove_process_set", "rocm_built", "shutdown", "size",
-    "sparse_allreduce_async", "start_timeline", "stop_timeline", "synchronize",
+    "sparse_allreduce_async", "start_timeline", "stop_timeline", "sycl_built", "synchronize",
 ]  # fmt: skip
 
 _basics = HorovodBasics()  # a private name that many scripts know
@@ -215,7 +217,11 @@ def allreduce(
         return compression.decompress(
             start("allreduce", [wire], name, reduce, scales, process_set, differentiable=True)(), ctx
         )
-    if wire.requires_grad and torch.is_grad_enabled():
+    try:
+        learns = wire.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(wire, name) from None
+    if learns:
         from horoclone.torch.autograd import Allreduce
 
         reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
@@ -252,11 +258,16 @@ def allgather(
 ) -> torch.Tensor:
     """Concatenates everybody's tensor along the first dimension, in rank order; first dimensions may differ.
 
-    Differentiable (each rank gets its own rows of the averaged gradient, as in Horovod). A 0-d tensor is an error.
+    Differentiable (each rank gets its own rows of the averaged gradient, as in Horovod). A 0-d tensor is an error:
+    Mismatch, or IndexError where it needs a gradient.
     """
     if is_compiling():
         return start("allgather", [tensor], name, process_set=process_set, differentiable=True)()
-    if tensor.requires_grad and torch.is_grad_enabled():
+    try:
+        learns = tensor.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(tensor, name) from None
+    if learns:
         from horoclone.torch.autograd import Allgather
 
         return Allgather.apply(tensor, name, process_set)
@@ -293,6 +304,8 @@ def sparse_allreduce_async(
     """
     if op not in (Average, Sum):
         raise ValueError("sparse tensors can be reduced with op=hvd.Average and op=hvd.Sum only")
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(tensor, name)
     tensor = tensor.coalesce()
     indices = allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set)
     values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
@@ -361,7 +374,11 @@ def broadcast(
         return start(
             "broadcast", [tensor], name, process_set=process_set, root=root_rank, differentiable=True
         )()
-    if tensor.requires_grad and torch.is_grad_enabled():
+    try:
+        learns = tensor.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(tensor, name) from None
+    if learns:
         from horoclone.torch.autograd import Broadcast
 
         return Broadcast.apply(tensor, root_rank, name, process_set)
@@ -382,9 +399,9 @@ def reducescatter_async(
     """Starts a reducescatter and returns a handle."""
     scales = (prescale_factor, postscale_factor)
     if is_compiling():
-        return start("reducescatter", [tensor], name, resolve_reduce(None, op), scales, process_set)
+        return start("reducescatter", [tensor], name, share_reduce(op, name), scales, process_set)
     refuse_scalar([tensor])
-    reduce = resolve_reduce(None, op)
+    reduce = share_reduce(op, name)
     return start_for_rows(REDUCESCATTER, name, tensor, reduce, *scales, 0, set_id(process_set))
 
 
@@ -397,7 +414,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduces over the ranks (Average or Sum) and returns this rank's share of the rows.
+    """Reduces over the ranks (Average or Sum; InvalidArgument for others) and returns this rank's share of the rows.
 
     The first ranks get one row more where the rows cannot be shared equally. Differentiable: the gradient is the
     allgather of the gradient, times the size for Sum, as in Horovod.
@@ -406,17 +423,21 @@ def reducescatter(
     scales = (prescale_factor, postscale_factor)
     if is_compiling():
         begun = start(
-            "reducescatter", [wire], name, resolve_reduce(None, op), scales, process_set, differentiable=True
+            "reducescatter", [wire], name, share_reduce(op, name), scales, process_set, differentiable=True
         )
         return compression.decompress(begun(), ctx)
-    if wire.requires_grad and torch.is_grad_enabled():
+    try:
+        learns = wire.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(wire, name) from None
+    if learns:
         from horoclone.torch.autograd import Reducescatter
 
         share = Reducescatter.apply(wire, name, op, process_set, *scales)
     elif (dtype := number_of(wire, name, True)) >= ON_GPU or not wire.dim():
         share = synchronize(reducescatter_async(wire, name, op, process_set, *scales))
     else:
-        rest = (resolve_reduce(None, op), *scales, 0, set_id(process_set))
+        rest = (share_reduce(op, name), *scales, 0, set_id(process_set))
         share = run_for_rows(REDUCESCATTER, name, wire, dtype, *rest)[0]
     return compression.decompress(share, ctx)
 

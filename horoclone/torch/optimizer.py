@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from horoclone.errors import ZeroFactor
 from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import mpi_ops
@@ -360,6 +361,8 @@ def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: Pro
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
+    if predivide == 0:
+        raise ZeroFactor("gradient_predivide_factor=0: gradients are divided by it")
     if not predivide > 0:
         raise ValueError(f"gradient_predivide_factor={predivide} must be positive")
     if op == Adasum and process_set is not global_process_set:

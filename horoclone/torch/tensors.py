@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from horoclone import ops
-from horoclone.errors import Unsupported
+from horoclone.errors import NotATensor, Unsupported
 
 if TYPE_CHECKING:
     from horoclone._core import Result
@@ -35,9 +35,12 @@ def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
     """The core's number for the dtype of a tensor that it can read where it lies: dense, contiguous, in host memory.
 
     gpu: the caller also takes tensors on CUDA devices, whose numbers have ON_GPU added (see gpu.py). Raises ValueError
-    for other layouts and dtypes, Unsupported for other devices.
+    for other layouts and dtypes, Unsupported for other devices, NotATensor for what is no tensor.
     """
-    number = NUMBER_OF.get(tensor.dtype)
+    try:
+        number = NUMBER_OF.get(tensor.dtype)
+    except AttributeError:
+        raise not_a_tensor(tensor, name) from None
     if (
         number is None
         or not tensor.is_cpu
@@ -49,6 +52,8 @@ def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
 
 
 def _number_elsewhere(tensor: torch.Tensor, name: str | None, gpu: bool) -> int:
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(tensor, name)
     number = NUMBER_OF.get(tensor.dtype)
     readable = tensor.layout is torch.strided and tensor.is_contiguous()
     if number is None or not gpu or not tensor.is_cuda or not readable:
@@ -72,6 +77,26 @@ def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
     if tensor.dtype not in NUMBER_OF:
         return ValueError(f"Tensor type {tensor.type()} is not supported.")
     return ValueError("Tensor is required to be contiguous.")
+
+
+def not_a_tensor(value: object, name: str | None = None) -> NotATensor:
+    """What to raise where a tensor was expected."""
+    label = f"tensor {name!r}" if name else "the tensor"
+    kind = "None" if value is None else f"of type {type(value).__name__}"
+    return NotATensor(
+        f"{label} is {kind}: the operations of horoclone.torch take a torch.Tensor. Pass "
+        "torch.as_tensor(value); for NumPy arrays there is horoclone itself."
+    )
+
+
+def learns(tensors: Iterable[torch.Tensor], name: str | None) -> bool:
+    """Whether an operation on them has a gradient. NotATensor for what is no tensor."""
+    needed = False
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            raise not_a_tensor(tensor, name)
+        needed = needed or tensor.requires_grad
+    return needed and torch.is_grad_enabled()
 
 
 def refuse_scalar(tensors: Iterable[torch.Tensor]) -> None:

@@ -1,0 +1,46 @@
+"""Arguments of single operations that Horovod refuses with its own error, HorovodInternalError. Thread: any."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.errors import InvalidArgument
+from horoclone.ops import REDUCE_NAMES, Sum, resolve_reduce
+from horoclone.runtime import native
+
+
+def _refusal(what: str, name: str | None, why: str) -> InvalidArgument:
+    label = f"{what} {name!r}" if name else f"unnamed {what}"
+    return InvalidArgument(f"rank {native().rank}: {label}: {why}")
+
+
+def share_reduce(op: int, name: str | None) -> int:
+    """The reduction of a reducescatter; InvalidArgument for all but Average and Sum."""
+    reduce = resolve_reduce(None, op)
+    if reduce > Sum:
+        why = (
+            f"op={REDUCE_NAMES[reduce]}: Reducescatter currently only supports AVERAGE and SUM. Pass op=Sum or "
+            "op=Average, or take this rank's rows of an allreduce."
+        )
+        raise _refusal("reducescatter", name, why)
+    return reduce
+
+
+def rows_to_send(splits: Any, name: str | None) -> list[int] | None:
+    """The splits of an alltoall as a list; ValueError for a tensor that is not 1-d or not int32, InvalidArgument for
+    negative entries."""
+    if splits is None:
+        return None
+    if isinstance(splits, torch.Tensor):
+        if splits.dim() != 1:
+            raise ValueError("alltoall expects a 1D splits tensor")
+        if splits.dtype != torch.int32:
+            raise ValueError(f"alltoall expects a 32-bit integer splits tensor, not {splits.dtype}")
+        rows: list[int] = splits.tolist()
+    else:
+        rows = [int(count) for count in splits]
+    if rows and min(rows) < 0:
+        raise _refusal("alltoall", name, f"negative entry in splits {rows}")
+    return rows
