@@ -39,8 +39,23 @@ class Slot:
     """One parameter's gradient: where it lies and how far it is in the current step."""
 
     __slots__ = (
-        "apart", "arrived", "backward", "bucket", "counted", "expected", "fires", "fires_in_pass", "left",
-        "name", "parameter", "passes", "pending", "sparse_dim", "used", "view",
+        "apart",
+        "arrived",
+        "backward",
+        "becomes_sparse",
+        "bucket",
+        "counted",
+        "expected",
+        "fires",
+        "fires_in_pass",
+        "left",
+        "name",
+        "parameter",
+        "passes",
+        "pending",
+        "sparse_dim",
+        "used",
+        "view",
     )  # fmt: skip
 
     def __init__(self, parameter: torch.Tensor, name: str) -> None:
@@ -55,6 +70,7 @@ class Slot:
         self.used = False  # this rank had a gradient for it in this step
         self.apart = False  # in this step parameter.grad is not the view: copied in, result copied back
         self.sparse_dim = 0  # > 0: gradients are sparse, with so many sparse dimensions
+        self.becomes_sparse = False  # reduced dense, and handed out sparse again
         self.pending: Any = None  # (handle, wire tensor, compression context) while reduced alone
         # Observations of a learning step.
         self.fires = 0  # most hook calls in one backward pass (reentrant checkpoints make several)
@@ -75,16 +91,22 @@ class Slot:
         return torch.sparse_coo_tensor(indices, values, shape)
 
     def place(self, grad: torch.Tensor) -> None:
-        """Copies a gradient into the bucket and makes parameter.grad the view, where dtypes allow."""
+        """Copies a gradient into the bucket and makes parameter.grad the view, where dtypes and layouts allow."""
         view = self.view
         assert view is not None
         if grad.is_sparse:
-            grad = self.parameter.grad = grad.to_dense()
+            grad = grad.to_dense()
+            if not self.becomes_sparse:
+                self.parameter.grad = grad
         view.copy_(grad)
-        if view.dtype == self.parameter.dtype:
+        if view.dtype == self.parameter.dtype and not self.becomes_sparse:
             self.parameter.grad = view
         else:
             self.apart = True
+
+    def hand_out_sparse(self, reduced: torch.Tensor) -> None:
+        """Makes parameter.grad what has been reduced dense, without its zeros."""
+        self.parameter.grad = reduced.to(self.parameter.dtype).to_sparse()
 
 
 class Bucket:

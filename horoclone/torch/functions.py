@@ -58,10 +58,11 @@ def broadcast_optimizer_state(
 ) -> None:
     """Gives every rank the optimizer state and the options of the parameter groups of rank root_rank.
 
-    Works for any optimizer, also while some or all ranks have no state yet; parameters do not change. `model` is
+    Works for any optimizer, also while some or all ranks have no state yet; parameters do not change. Where this rank
+    had no state, the gradients of all parameters become zeros, as in Horovod. `model` is
     accepted and not needed. ValueError when the ranks' parameter groups differ in number or size.
     """
-    is_root = rank() == root_rank
+    is_root, had_state = rank() == root_rank, bool(getattr(optimizer, "state", True))
     tensors: list[torch.Tensor] = []
     skeleton = _without_tensors(optimizer.state_dict(), tensors, {}) if is_root else None
     skeleton, forms = broadcast_object(
@@ -85,6 +86,28 @@ def broadcast_optimizer_state(
         optimizer._become_whole(received=not is_root)
     if not is_root:
         _assign(optimizer, state)
+    if not had_state:
+        _zero_gradients(optimizer)
+
+
+def _zero_gradients(optimizer: torch.optim.Optimizer) -> None:
+    """As the step leaves them that Horovod makes here. No step is made: it would count, and decay weights.
+
+    Not where gradients that nobody computes are to be None.
+    """
+    reducer = getattr(optimizer, "_reducer", None)
+    if reducer is not None and reducer.leaves_none:
+        return
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.requires_grad:
+                zeros = torch.zeros_like(parameter, requires_grad=False)
+                parameter.grad = zeros.to_sparse() if _takes_sparse(optimizer) else zeros
+
+
+def _takes_sparse(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it updates from sparse gradients only."""
+    return isinstance(optimizer, torch.optim.SparseAdam)
 
 
 def _on_a_gpu(optimizer: torch.optim.Optimizer) -> torch.Tensor | None:

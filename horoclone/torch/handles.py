@@ -84,7 +84,7 @@ def set_id(process_set: ProcessSet) -> int:
 
 
 def poll(handle: Any) -> bool:
-    """True when `synchronize(handle)` would not block. ValueError for a handle that has been synchronized, or is none."""
+    """True when `synchronize(handle)` would not block. ValueError for a handle that was synchronized, or is none."""
     if callable(handle):
         return all(poll(part) for part in getattr(handle, "parts", ()))
     if handle not in _pending and not _waits.under_way(handle):

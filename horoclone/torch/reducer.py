@@ -227,12 +227,17 @@ class Reducer:
         slot.used = grad is not None
         if grad is None:
             slot.view.zero_()
-            slot.apart = slot.view.dtype != slot.parameter.dtype
+            slot.apart = slot.view.dtype != slot.parameter.dtype or slot.becomes_sparse
         elif grad is not slot.view:
             slot.place(grad)
         slot.arrived = True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
+
+    @property
+    def leaves_none(self) -> bool:
+        """Whether a gradient that no rank has computed is None after synchronize()."""
+        return self._terms.unused_as_none
 
     def complete(self) -> bool:
         """Whether every gradient that can come in this step has come (never true inside backward)."""
@@ -346,6 +351,9 @@ class Reducer:
                 if grad is not slot.view:
                     parameter.grad = slot.view
                 continue
+            if slot.becomes_sparse:
+                slot.hand_out_sparse(slot.view)  # type: ignore[arg-type]
+                continue
             if grad is None:
                 grad = parameter.grad = torch.empty_like(parameter, requires_grad=False)
             targets.append(grad)
@@ -438,6 +446,10 @@ class Reducer:
         for slot, flag in zip(by_name(slots), flags, strict=True):
             if not self._terms.sparse_as_dense:
                 slot.sparse_dim = max(0, flag - 1)
+            elif (
+                flag > 1 and self.shares == 1
+            ):  # state that is sharded by elements is updated in dense pieces
+                slot.becomes_sparse = True
             if flag and slot.fires == 0:
                 slot.fires = 1  # used on another rank
 

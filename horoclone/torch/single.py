@@ -48,7 +48,7 @@ def submit_alone(slot: Slot, terms: Terms) -> None:
         if slot.parameter.requires_grad:
             slot.parameter.grad = grad
     if grad.is_sparse and terms.sparse_as_dense:
-        grad = slot.parameter.grad = grad.to_dense()
+        grad = grad.to_dense()
     if grad.is_sparse:
         handle: Any = mpi_ops.sparse_allreduce_async(grad, slot.name, terms.op, terms.process_set)
         slot.pending = (handle, None, None)
@@ -77,7 +77,9 @@ def finish_alone(slot: Slot, terms: Terms) -> None:
     if grad is None and not parameter.requires_grad:
         return
     output = _single_compression(terms).decompress(output, ctx)
-    if grad is None or grad.is_sparse:
+    if slot.becomes_sparse:
+        slot.hand_out_sparse(output)
+    elif grad is None or grad.is_sparse:
         parameter.grad = output.clone()
     elif output.data_ptr() != grad.data_ptr():
         grad.copy_(output)
