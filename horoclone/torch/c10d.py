@@ -19,9 +19,10 @@ import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.errors import HorovodInternalError
+from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d_facts import BACKEND, GroupFacts
-from horoclone.torch.c10d_meeting import connect, install_rendezvous
+from horoclone.torch.c10d_lost import in_words_of_the_job, look_for
+from horoclone.torch.c10d_meeting import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d_monitored import monitored_barrier
 from horoclone.torch.c10d_sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
@@ -48,15 +49,20 @@ class HorocloneGroup(GroupFacts):
     Unsupported at once.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, timeout: timedelta, members: Sequence[int] = ()
+    ) -> None:
+        """members: the ranks of the job that it consists of; empty: all."""
         super().__init__(rank, size)
+        self._members = list(members) or list(range(size))
         self._store = store
         seconds = timeout.total_seconds()
         self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds
+        look = look_for(self._members, _open_groups)
         self._runtime: Runtime | None = connect(
-            store, rank, size, seconds if seconds > 0 else DEFAULT_TIMEOUT_S
+            store, rank, size, seconds if seconds > 0 else DEFAULT_TIMEOUT_S, look
         )
-        self._flight = InFlight(self._runtime)
+        self._flight = InFlight(self._runtime, rank, self._members)
         self._monitored = 0  # monitored barriers so far
         _open_groups.add(self)
 
@@ -93,6 +99,13 @@ class HorocloneGroup(GroupFacts):
             )
         return self._runtime
 
+    def _enqueue(self, *arguments: Any, group: bool = False) -> int:
+        native = self._native()
+        try:
+            return (native.submit_group if group else native.submit)(*arguments)
+        except PeerLost as error:
+            raise in_words_of_the_job(error, self._members) from None
+
     def _submit(
         self, op: int, source: torch.Tensor | None, target: torch.Tensor | None, *, reduce: int = ops.Sum,
         prescale: float = 1.0, root: int = 0, splits: Sequence[int] | None = None, outputs: Tensors = (),
@@ -104,7 +117,7 @@ class HorocloneGroup(GroupFacts):
         number, shape, address = given  # the number first: it refuses what has no address
         if place is None or source is not None:
             place = HOST if source is None else place_of(source)
-        handle = self._native().submit(
+        handle = self._enqueue(
             op, None, address, 0 if target is None else address_of(target), shape, number, reduce, prescale, 1.0,
             root, 0, splits, 0, *place,
         )  # fmt: skip
@@ -136,9 +149,8 @@ class HorocloneGroup(GroupFacts):
         addresses = [address_of(t) for t in tensors]
         shapes = [t.shape for t in tensors]
         place = place_of_all(tensors)
-        handle = self._native().submit_group(
-            ops.ALLREDUCE, None, addresses, addresses, shapes, numbers, reduce, factor, 1.0, 0, 0, *place
-        )
+        given = (addresses, addresses, shapes, numbers, reduce, factor, 1.0, 0, 0, *place)
+        handle = self._enqueue(ops.ALLREDUCE, None, *given, group=True)
         return self._work(handle, tensors, tensors, None, "allreduce_coalesced", place=place)
 
     allreduce_coalesced = allreduce
@@ -396,7 +408,7 @@ class HorocloneGroup(GroupFacts):
 
     def barrier(self, opts: Any = None) -> Work:
         """Complete when every rank has called it."""
-        handle = self._native().submit(ops.BARRIER, None, 0, 0, (), 0)
+        handle = self._enqueue(ops.BARRIER, None, 0, 0, (), 0)
         return self._work(handle, [], None, None, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -408,7 +420,8 @@ class HorocloneGroup(GroupFacts):
         self._monitored += 1
         limit_s = (self._limit_s or DEFAULT_TIMEOUT_S) if timeout is None else timeout.total_seconds()
         prefix = f"monitored/{self._monitored}"
-        monitored_barrier(self._store, prefix, self._rank, self._size, limit_s, wait_all_ranks)
+        store, look = of_this_life(self._store), look_for(self._members, [self])
+        monitored_barrier(store, prefix, self._rank, self._size, limit_s, wait_all_ranks, look)
 
     # --- point to point ---
 
@@ -428,7 +441,7 @@ class HorocloneGroup(GroupFacts):
         (tensor,) = listed(tensors)
         data = tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
         number, sends, place, address = number_at(data), op == ops.SEND, place_of(data), address_of(data)
-        handle = self._native().submit(
+        handle = self._enqueue(
             op, None, address if sends else 0, 0 if sends else address, data.shape, number, ops.Sum, 1.0, 1.0,
             peer, 0, None, tag, *place,
         )  # fmt: skip
@@ -460,8 +473,10 @@ class HorocloneGroup(GroupFacts):
 # --- registration ---
 
 
-def _create(store: Any, rank: int, size: int, timeout: timedelta) -> HorocloneGroup:
-    return HorocloneGroup(store, rank, size, timeout)
+def _create(facts: Any, _options: Any) -> HorocloneGroup:
+    return HorocloneGroup(
+        facts.store, facts.group_rank, facts.group_size, facts.timeout, facts.global_ranks_in_group
+    )
 
 
 def _close_all() -> None:
@@ -479,7 +494,7 @@ def register() -> None:
     """Makes the backend known to torch.distributed; importing horoclone.torch does it. Once is enough."""
     if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
         return
-    dist.Backend.register_backend(BACKEND, _create, devices=["cpu", "cuda"])
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
     install_rendezvous()
     atexit.register(_close_all)
     os.register_at_fork(after_in_child=_after_fork_in_child)

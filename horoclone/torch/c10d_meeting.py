@@ -8,15 +8,13 @@ the store.
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
-import atexit
 import hashlib
 import hmac
 import importlib
+import itertools
 import os
 import secrets
-import shutil
 import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -28,24 +26,28 @@ import torch.distributed as dist
 from horoclone import errors, objects, runtime
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.settings import settings_of
+from horoclone.torch.c10d_lost import Look, wait_for_key
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
+_memory: dict[tuple[int, int, int], Any] = {}  # rank 0's process, descriptor and inode -> the store there
+_lives = itertools.count()  # of what rank 0 has handed out: a store is used again
 TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
-def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
+def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lambda: None) -> Runtime:
     """A runtime whose world is the process group: every member calls it with the group's store.
 
-    Raises Timeout naming who is missing, Unsupported for several hosts without a common secret.
+    Raises Timeout naming who is missing, what look() raises while it waits, Unsupported for several hosts without a
+    common secret.
     """
     deadline = time.monotonic() + timeout_s
     store = of_this_life(store)
     settings = settings_of(os.environ)
     secret = _own_secret()
     mine = f"{_host()}\n{_fingerprint(secret)}".encode()
-    entries = _gather(store, "host", rank, size, mine, deadline)
+    entries = _gather(store, "host", rank, size, mine, deadline, look)
     hosts, prints = zip(*(entry.decode().split("\n") for entry in entries), strict=True)
     one_host = len(set(hosts)) == 1
     if one_host:
@@ -53,7 +55,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
             settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
         if rank == 0:
             store.set("token", secrets.token_hex(16))
-        token = _get(store, "token", deadline, 0).decode()
+        token = _get(store, "token", deadline, 0, look).decode()
         job = exchange.meet_on_this_host(token, rank, size, os.environ, deadline)
     elif not secret or len(set(prints)) > 1:
         raise errors.Unsupported(
@@ -65,7 +67,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float) -> Runtime:
         if one_host:
             endpoints, secret, name = job.gather(native.endpoint(), deadline, None), job.secret, job.name
         else:
-            endpoints = _gather(store, "endpoint", rank, size, native.endpoint(), deadline)
+            endpoints = _gather(store, "endpoint", rank, size, native.endpoint(), deadline, look)
             name = "c10d:" + hashlib.sha256(b"".join(endpoints)).hexdigest()[:32]
         native.connect(rank, endpoints, secret, name, 1, max(0.1, deadline - time.monotonic()))
     except BaseException:
@@ -110,18 +112,18 @@ def _host() -> str:
     return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
 
 
-def _gather(store: Any, key: str, rank: int, size: int, mine: bytes, deadline: float) -> list[bytes]:
+def _gather(
+    store: Any, key: str, rank: int, size: int, mine: bytes, deadline: float, look: Look
+) -> list[bytes]:
     store.set(f"{key}/{rank}", mine)
-    return [_get(store, f"{key}/{other}", deadline, other) for other in range(size)]
+    return [_get(store, f"{key}/{other}", deadline, other, look) for other in range(size)]
 
 
-def _get(store: Any, key: str, deadline: float, rank: int) -> bytes:
-    try:
-        store.wait([key], timedelta(seconds=max(0.1, deadline - time.monotonic())))
-    except RuntimeError as error:  # DistStoreError for a time-out
+def _get(store: Any, key: str, deadline: float, rank: int, look: Look) -> bytes:
+    if not wait_for_key(store, key, deadline, look):
         raise errors.Timeout(
-            f"torch.distributed's backend 'horoclone': rank {rank} of the process group did not come: {error}"
-        ) from error
+            f"torch.distributed's backend 'horoclone': rank {rank} of the process group did not come in time"
+        )
     return bytes(store.get(key))
 
 
@@ -148,16 +150,11 @@ def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Call
 
 
 def _store(native: Runtime, timeout: timedelta) -> Any:
-    """A store for everybody: nothing but a dictionary alone, a private file on one host, else TCP at rank 0."""
+    """A store for everybody: nothing but a dictionary alone, memory of rank 0 on one host, else TCP at rank 0."""
     if native.size == 1:
         return dist.HashStore()
-    if native.local_size == native.size:
-        place = ""
-        if native.rank == 0:
-            place = tempfile.mkdtemp(prefix="horoclone-c10d-")
-            atexit.register(shutil.rmtree, place, ignore_errors=True)
-        place = objects.broadcast_object(place, 0)
-        return dist.FileStore(os.path.join(place, "store"), native.size)
+    if native.local_size == native.size and (shared := _store_in_memory(native)) is not None:
+        return shared
     server, announced = None, ("", 0)
     if native.rank == 0:
         with socket.socket() as probe:
@@ -171,33 +168,29 @@ def _store(native: Runtime, timeout: timedelta) -> Any:
     return server or dist.TCPStore(address, port, native.size, False, timeout, wait_for_workers=False)
 
 
-def missing_at_barrier(
-    store: Any, prefix: str, rank: int, size: int, limit_s: float, wait_all_ranks: bool
-) -> str:
-    """A barrier in the store: "" when all came in time, else who did not (as rank 0 saw it). Keys begin with prefix."""
-    deadline = time.monotonic() + limit_s
-    store = of_this_life(store)
-
-    def comes(key: str, until: float) -> bool:
-        try:
-            store.wait([f"{prefix}/{key}"], timedelta(seconds=max(0.001, until - time.monotonic())))
-        except RuntimeError:
-            return False
-        return True
-
-    if rank != 0:
-        store.set(f"{prefix}/{rank}", b"here")
-        answered = comes("verdict", deadline + 1.0)
-        return bytes(store.get(f"{prefix}/verdict")).decode() if answered else "rank 0 did not answer"
-    missing: list[int] = []
-    for other in range(1, size):
-        if not comes(str(other), deadline):
-            missing.append(other)
-            if not wait_all_ranks:
-                break
-    verdict = f"ranks {missing} did not come within {limit_s:g} s" if missing else ""
-    store.set(f"{prefix}/verdict", verdict.encode())
-    return verdict
+def _store_in_memory(native: Runtime) -> Any:
+    """A FileStore whose file has no name, so that nothing is left however the processes end; None where not all of them
+    may open it. Every rank holds it open by itself: it outlives rank 0."""
+    told: tuple[Any, int] = (None, 0)
+    if native.rank == 0:
+        mine = next((key for key in _memory if key[0] == os.getpid()), None)
+        if mine is None:
+            descriptor = os.memfd_create("horoclone-c10d")
+            mine = (os.getpid(), descriptor, os.fstat(descriptor).st_ino)
+        told = (mine, next(_lives))
+    place, life = objects.broadcast_object(told, 0)
+    known: Any = _memory.get(place)
+    try:
+        if known is None:
+            path = f"/proc/{place[0]}/fd/{place[1]}"
+            own = place[1] if native.rank == 0 else os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            known = dist.FileStore(f"/proc/self/fd/{own}", -1)
+            _memory[place] = known  # for ever: torch opens the path again and again
+    except OSError:
+        pass  # another process namespace, or a process that must not be looked into
+    if not all(objects.allgather_object(known is not None)):
+        return None
+    return dist.PrefixStore(f"life-{life}", known)
 
 
 def install_rendezvous() -> None:

@@ -5,31 +5,31 @@ it also answers when the transports do not. The texts are those of torch's gloo 
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 from typing import Any
 
 from horoclone.errors import Timeout
+from horoclone.torch.c10d_lost import Look, wait_for_key
 
-ANSWER_S = 1.0  # what rank 0 may need for its answer after the time limit
-SHORTEST_S = 0.001  # a store takes no time limit of 0
+ANSWER_S = 5.0  # what rank 0 may need for its answer after the time limit, on a busy machine
 
 
 def monitored_barrier(
-    store: Any, prefix: str, rank: int, size: int, limit_s: float, wait_all_ranks: bool
+    store: Any, prefix: str, rank: int, size: int, limit_s: float, wait_all_ranks: bool, look: Look
 ) -> None:
     """Returns when every rank has called it. prefix: of the keys, new for each barrier. limit_s: seconds, 0 or more.
+    look: raises PeerLost when a member is lost.
 
     Timeout on rank 0 with the first rank that did not come in time (all of them with wait_all_ranks), or with its own
     number when the time was over before it could look; then also on every rank that has come.
     """
     if rank == 0:
-        fault = _look(store, prefix, size, limit_s, wait_all_ranks)
+        fault = _fault_of(store, prefix, size, limit_s, wait_all_ranks, look)
         store.set(f"{prefix}/verdict", fault.encode())
         if fault:
             raise Timeout(f"[Rank 0]: {fault}")
         return
     store.set(f"{prefix}/{rank}", b"here")
-    answered = _comes(store, f"{prefix}/verdict", limit_s + ANSWER_S)
+    answered = wait_for_key(store, f"{prefix}/verdict", time.monotonic() + limit_s + ANSWER_S, look)
     fault = bytes(store.get(f"{prefix}/verdict")).decode() if answered else "rank 0 did not answer"
     if fault:
         raise Timeout(
@@ -38,7 +38,7 @@ def monitored_barrier(
         )
 
 
-def _look(store: Any, prefix: str, size: int, limit_s: float, wait_all_ranks: bool) -> str:
+def _fault_of(store: Any, prefix: str, size: int, limit_s: float, wait_all_ranks: bool, look: Look) -> str:
     """Empty when everybody came."""
     deadline = time.monotonic() + limit_s
     came: list[int] = []
@@ -50,7 +50,7 @@ def _look(store: Any, prefix: str, size: int, limit_s: float, wait_all_ranks: bo
                 f"Successfully processed ranks: {_words(came)}" if came else "No ranks successfully processed"
             )
             return f"Rank 0 timed out in monitoredBarrier after {limit_s * 1000:.0f} ms. {so_far}."
-        if _comes(store, f"{prefix}/{other}", left):
+        if wait_for_key(store, f"{prefix}/{other}", deadline, look):
             came.append(other)
         else:
             missing.append(other)
@@ -60,14 +60,6 @@ def _look(store: Any, prefix: str, size: int, limit_s: float, wait_all_ranks: bo
         return ""
     who = "Rank" if len(missing) == 1 else "Ranks"
     return f"{who} {_words(missing)} failed to pass monitoredBarrier in {limit_s * 1000:.0f} ms"
-
-
-def _comes(store: Any, key: str, limit_s: float) -> bool:
-    try:
-        store.wait([key], timedelta(seconds=max(SHORTEST_S, limit_s)))
-    except RuntimeError:  # DistStoreError for a time-out
-        return False
-    return True
 
 
 def _words(ranks: list[int]) -> str:

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone.errors import Aborted, HorovodInternalError, Timeout
+from horoclone.torch.c10d_lost import in_words_of_the_job, who_is_late
 from horoclone.torch.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
 
 if TYPE_CHECKING:
@@ -30,22 +31,28 @@ SWEEP_AT = (
     64  # works in flight from which a new one first looks for those that ended and that nobody waited for
 )
 CLOSE_S = 5.0  # how long the end of a group waits for our threads, which may be in callbacks of the user's
+GRACE_S = 2.0  # for rank 0 to say who is late; its time limit may have begun later
 CLOSED = "the process group was destroyed while this operation was pending"
 
 
 class InFlight:
     """The works of one group, alive until the core is done with their tensors; the thread that completes futures."""
 
-    def __init__(self, runtime: Runtime) -> None:
+    def __init__(self, runtime: Runtime, rank: int, members: Sequence[int]) -> None:
         self.runtime = runtime
+        self.rank = rank
+        self.members = members  # the group's ranks, as ranks of the job
         self._works: dict[int, Work] = {}
         self._sweep_at = SWEEP_AT
         self._threads: list[threading.Thread] = []  # all that may be completing one
-        self._turn = threading.Condition()  # guards what follows
+        turn = threading.Lock()  # guards what follows
+        self._turn, self._clock = threading.Condition(turn), threading.Condition(turn)
         self._pending: deque[Work] = deque()  # ordered works that a thread is to complete
         self._taken = False  # whether a thread waits for the core now
         self._idle = 0  # threads that wait for their turn
         self._closed = False
+        self._limited: deque[tuple[float, Work]] = deque()  # deadlines of works whose futures were asked for
+        self._has_clock = False
         self._lock = threading.Lock()
         self._stream: Any = None  # of the GPU that the group works on
 
@@ -123,6 +130,34 @@ class InFlight:
             self._taken = True
             return self._pending.popleft()
 
+    def limit(self, work: Work, limit_s: float) -> None:
+        """Has `work` expire in time. Nobody calls wait() on it, and a future knows no limit."""
+        with self._turn:
+            self._drop_done()
+            self._limited.append((time.monotonic() + limit_s, work))
+            if not self._has_clock:
+                self._start(self._expire_in_time, "hc-c10d-limit")
+                self._has_clock = True
+            elif len(self._limited) == 1:
+                self._clock.notify()
+
+    def _drop_done(self) -> None:
+        while self._limited and self._limited[0][1].is_done():
+            self._limited.popleft()
+
+    def _expire_in_time(self) -> None:
+        while True:
+            with self._turn:
+                self._drop_done()
+                if self._closed:
+                    return
+                left_s = self._limited[0][0] - time.monotonic() if self._limited else None
+                if left_s is None or left_s > 0:
+                    self._clock.wait(left_s)
+                    continue
+                _, work = self._limited.popleft()
+            work.expire()
+
     def close(self) -> None:
         """After the runtime was shut down: every work that is left gets its error, and our threads end.
 
@@ -134,6 +169,7 @@ class InFlight:
         with self._turn:
             self._closed = True
             self._turn.notify_all()
+            self._clock.notify()
         deadline = time.monotonic() + CLOSE_S
         for thread in list(self._threads):
             if thread is not threading.current_thread():  # a callback of a future may destroy the group
@@ -173,7 +209,8 @@ class Work(dist.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
         self._done = threading.Event()
-        self._lock = threading.Lock()  # guards completion and _future
+        self._taking = threading.Lock()  # held by who waits for the core
+        self._lock = threading.Lock()  # guards _future, _promise and _watched
         self._watched = False
         flight.add(self)
 
@@ -197,6 +234,10 @@ class Work(dist.Work):
         """Whether wait() would return or raise at once."""
         if not self._done.is_set() and not self._watched and self._flight.runtime.poll(self.handle):
             self.complete()
+        return self._done.is_set()
+
+    def is_done(self) -> bool:
+        """Whether it is complete, without looking."""
         return self._done.is_set()
 
     def is_success(self) -> bool:
@@ -232,6 +273,8 @@ class Work(dist.Work):
                 self._future = self._promise.then(lambda done: done.value())
                 if not self._done.is_set():
                     self._watch()
+                    if self._limit_s is not None:
+                        self._flight.limit(self, self._limit_s)
                     return self._future
         if self._done.is_set():
             self._settle()
@@ -247,12 +290,12 @@ class Work(dist.Work):
 
     def take(self) -> Callable[[], None]:
         """complete() but for the future, which is settled by what is returned: its callbacks may take any time."""
-        with self._lock:
+        with self._taking:
             if not self._done.is_set():
                 try:
                     self._take()
                 except (HorovodInternalError, ValueError) as error:  # the core has let go of the tensors
-                    self._error = error
+                    self._error = in_words_of_the_job(error, self._flight.members)
                 self._flight.remove(self)
                 self._finish = None
                 if self._place[0] < 0 or self._error is not None:
@@ -298,12 +341,34 @@ class Work(dist.Work):
                 self._watch()
         if self._done.wait(limit_s):
             return
-        text = f"{self._what}: not complete after {limit_s:g} s, the time limit given to torch.distributed."
-        if not give_up:
-            raise Timeout(f"{text} It stays pending; wait() may be called again.")
-        self._flight.runtime.abort(text)  # so that no rank goes on with half of a result
-        self._done.wait(limit_s)
-        raise Timeout(f"{text} The process group cannot be used any more.") from self._error
+        raise (
+            self._give_up(limit_s or 0.0)
+            if give_up
+            else Timeout(f"{self._too_late(limit_s or 0.0)}. It stays pending; wait() may be called again.")
+        )
+
+    def _too_late(self, limit_s: float) -> str:
+        late = who_is_late(self._flight.runtime, self._flight.rank, len(self._flight.members))
+        text = f"{self._what}: not complete after {limit_s:g} s, the time limit given to torch.distributed"
+        return f"{text}: {late}" if late else text
+
+    def expire(self) -> None:
+        """The time limit of an operation whose future somebody waits for is over."""
+        if not self._done.is_set():
+            self._give_up(self._limit_s or 0.0)
+
+    def _give_up(self, limit_s: float) -> Timeout:
+        """Ends the group, so that no rank goes on with half of a result."""
+        knows = self._flight.rank == 0 or len(self._flight.members) <= 2
+        if not knows and self._done.wait(min(limit_s, GRACE_S)):  # rank 0 came before us
+            text = f"{self._what}: not complete after {limit_s:g} s. {self._error}"
+        else:
+            text = f"{self._too_late(limit_s)}. The process group cannot be used any more."
+            self._flight.runtime.abort(text)
+            self._done.wait(limit_s)
+        error = Timeout(text)
+        error.__cause__ = self._error
+        return error
 
 
 class Finished(Work):

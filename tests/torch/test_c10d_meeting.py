@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 from pathlib import Path
@@ -60,3 +61,49 @@ def test_groups_can_be_made_again_in_the_same_store(tmp_path: Path) -> None:
         dist.all_reduce(x)
         assert x.tolist() == [2 * life + 2.0] * 2
         dist.destroy_process_group()
+
+
+ENDING = """
+import os, signal, sys
+import torch, torch.distributed as dist
+import horoclone.torch
+dist.init_process_group("horoclone")
+dist.all_reduce(torch.ones(3))
+how, rank = sys.argv[1], dist.get_rank()
+dist.barrier()
+if how == "os._exit":
+    os._exit(0)
+if rank == 0:
+    os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGTERM)
+while True:
+    dist.all_reduce(torch.ones(3))
+"""
+
+
+@pytest.mark.parametrize("how", ["kill", "term", "os._exit"])
+def test_no_file_is_left_however_the_processes_end(how: str, launch: Any, tmp_path: Path) -> None:
+    script, folder = tmp_path / "program.py", tmp_path / "temporary"
+    script.write_text(ENDING)
+    folder.mkdir()
+    command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", sys.executable, script, how]
+    done = launch(command, env={"TMPDIR": str(folder)}, timeout_s=120, check=False)
+    assert (done.returncode == 0) == (how == "os._exit"), done.output
+    assert not list(folder.rglob("*")), (list(folder.rglob("*")), done.output)
+
+
+@ranks(3)
+def test_the_store_in_memory_serves_many_lives() -> None:
+    def descriptors() -> int:
+        return len(os.listdir("/proc/self/fd"))
+
+    for life in range(8):
+        dist.init_process_group("horoclone")
+        x = torch.full((2,), life + 1.0)
+        dist.all_reduce(x)
+        assert x.tolist() == [3 * life + 3.0] * 2
+        dist.group.WORLD.monitored_barrier()
+        dist.new_group([0, 1])
+        dist.destroy_process_group()
+        if life == 2:
+            before = descriptors()
+    assert descriptors() <= before + 1, (before, descriptors())
