@@ -128,7 +128,9 @@ class Runtime:
         generation: int,
         timeout_s: float,
         mpi: tuple[str, int, int, bool] | None = None,
-    ) -> None: ...
+        look: Callable[[], None] | None = None,
+    ) -> None:
+        """look: called every 50 ms; what it raises ends the attempt, and is raised."""
     def submit(
         self,
         op: int,

@@ -170,7 +170,8 @@ def _connect(job: Job, deadline: float) -> Runtime:
             _, offers = mpi_link.split(job.gather(own.around(b""), deadline, _say))
         mpi = mpi_link.agree(offers, job.name, deadline)
         remaining_s = max(0.1, deadline - time.monotonic())
-        runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi)
+        with job.connecting() as look:
+            runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi, look)
         if job.rank == 0 and job.size > 1:
             key = mpi_link.key_of(offers) if runtime.local_size < job.size else ""
             selection.learn(os.environ, job.size, json.loads(runtime.counters()), key)
@@ -351,7 +352,7 @@ def _at_exit() -> None:
     _bounded(lambda: _shutdown(EXIT_DEADLINE_S), EXIT_DEADLINE_S + 0.5)
     job, _job = _job, None
     if job is not None:
-        _bounded(job.close, TELL_DEADLINE_S)
+        _bounded(lambda: job.close(process_ends=True), TELL_DEADLINE_S)
 
 
 def _after_fork_in_child() -> None:

@@ -222,10 +222,10 @@ def prove(server, one):
         struct.pack("<I", 0),
         struct.pack("<I", wire.MAX_FRAME_BYTES + 1),
         wire.frame(b"\x63"),
-        wire.frame(struct.pack("<BH", rendezvous.PUT, 60000) + b"k"),
-        wire.frame(struct.pack("<BH", rendezvous.PUT, 2) + b"\xff\xfe"),
-        wire.frame(struct.pack("<BI", rendezvous.GET, 5)),
-        wire.frame(struct.pack("<BI", rendezvous.GATHER, 5)),
+        wire.frame(struct.pack("<BH", wire.PUT, 60000) + b"k"),
+        wire.frame(struct.pack("<BH", wire.PUT, 2) + b"\xff\xfe"),
+        wire.frame(struct.pack("<BI", wire.GET, 5)),
+        wire.frame(struct.pack("<BI", wire.GATHER, 5)),
     ],
 )
 def test_a_broken_frame_after_the_handshake_closes_the_connection(server, frame):

@@ -16,10 +16,17 @@ struct Interrupt {
   // Called by hc_connect every 50 ms, without the GIL.
   static int32_t check(void* context) {
     py::gil_scoped_acquire gil;
-    if (PyErr_CheckSignals() == 0) return 0;
-    static_cast<Interrupt*>(context)->error = std::make_unique<py::error_already_set>();
-    return 1;
+    auto* self = static_cast<Interrupt*>(context);
+    try {
+      if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      if (!self->look.is_none()) self->look();
+      return 0;
+    } catch (py::error_already_set& raised) {
+      self->error = std::make_unique<py::error_already_set>(std::move(raised));
+      return 1;
+    }
   }
+  const py::object& look;
   std::unique_ptr<py::error_already_set> error;
 };
 
@@ -37,7 +44,7 @@ hc_status* connect_interruptibly(hc_runtime* rt, const Members& m) {
     const auto& [library, communicator, byte_type, forced] = *m.mpi;
     link = {library.c_str(), static_cast<intptr_t>(communicator), static_cast<intptr_t>(byte_type), forced};
   }
-  Interrupt interrupt;
+  Interrupt interrupt{m.look, nullptr};
   hc_members members{};
   members.version = HC_VERSION;
   members.rank = m.rank;

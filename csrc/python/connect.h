@@ -1,5 +1,8 @@
-// hc_connect for Python: without Python's lock, but with an ear for Ctrl-C. Thread: the one that calls init.
+// hc_connect for Python: without Python's lock, but with an ear for Ctrl-C and for news of the other ranks. Thread: the
+// one that calls init.
 #pragma once
+
+#include <pybind11/pybind11.h>
 
 #include <cstdint>
 #include <optional>
@@ -21,9 +24,10 @@ struct Members {
   uint32_t generation;
   double timeout_s;
   const std::optional<MpiHandles>& mpi;
+  const pybind11::object& look;  // None, or called every 50 ms: what it raises ends the attempt
 };
 
-// Throws what a signal handler raised; else the core's status, the caller's.
+// Throws what a signal handler or `look` raised; else the core's status, the caller's.
 hc_status* connect_interruptibly(hc_runtime* rt, const Members& members);
 
 }  // namespace hc_python

@@ -123,8 +123,9 @@ class Runtime {
   }
 
   void connect(int rank, const std::vector<std::string>& endpoints, const std::string& secret, const std::string& job,
-               uint32_t generation, double timeout_s, const std::optional<hc_python::MpiHandles>& mpi) {
-    raise_if(hc_python::connect_interruptibly(rt_, {rank, endpoints, secret, job, generation, timeout_s, mpi}));
+               uint32_t generation, double timeout_s, const std::optional<hc_python::MpiHandles>& mpi,
+               const py::object& look) {
+    raise_if(hc_python::connect_interruptibly(rt_, {rank, endpoints, secret, job, generation, timeout_s, mpi, look}));
   }
 
   int fact(hc_fact which) const { return hc_get(rt_, which); }
@@ -409,7 +410,7 @@ PYBIND11_MODULE(_core, m) {
   runtime.def(py::init<const std::map<std::string, std::string>&>(), "settings"_a)
       .def("endpoint", &Runtime::endpoint)
       .def("connect", &Runtime::connect, "rank"_a, "endpoints"_a, "secret"_a, "job"_a, "generation"_a, "timeout_s"_a,
-           "mpi"_a = py::none())
+           "mpi"_a = py::none(), "look"_a = py::none())
       .def("submit", &Runtime::submit, "op"_a, "name"_a, "data_in"_a, "data_out"_a, "shape"_a, "dtype"_a,
            "reduce"_a = 1, "prescale"_a = 1.0, "postscale"_a = 1.0, "root"_a = 0, "process_set"_a = 0,
            "splits"_a = py::none(), "tag"_a = 0, "device"_a = -1, "stream"_a = 0, "priority"_a = 0)

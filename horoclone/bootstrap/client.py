@@ -19,9 +19,6 @@ from collections.abc import Callable
 from horoclone import errors
 from horoclone.bootstrap import wire
 
-PUT, GET, GATHER, TAKEN, FAIL = range(1, 6)  # as in rendezvous.py
-OK, NOT_YET, FAILED, REJECTED = range(4)
-
 CONNECT_S = 3.0  # one round over all addresses
 HELLO_S = 5.0
 SLICE_S = 1.0  # longest single wait at the server, so that reports come in time
@@ -29,8 +26,11 @@ REPORT_AFTER_S = 10.0
 REPORT_EVERY_S = 30.0
 REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we believe it
 NO_ANSWER = "no answer"
-GONE_S = 2.0
-GONE = (os.strerror(errno.ECONNREFUSED), os.strerror(errno.ECONNRESET))
+GONE_S = 0.5  # for so long must nobody listen where the server was
+CLOSED_BY_PEER = "it closed the connection"
+GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), CLOSED_BY_PEER)
+TELL_S = 1.0  # for a word to the server when this rank gives up
+VERDICT_S = 1.0  # for the server to find out who was lost first
 
 Say = Callable[[str], None]
 
@@ -40,9 +40,21 @@ class Refused(Exception):
 
 
 class Client:
-    """addresses: as Server.addresses. timeout_s bounds finding the server in one call; it is the default of get."""
+    """addresses: as Server.addresses. timeout_s bounds finding the server in one call; it is the default of get.
 
-    def __init__(self, addresses: list[str], secret: bytes, job: str, timeout_s: float) -> None:
+    rank: whose presence the connection is, as the launcher numbers it; -1: nobody's. server_rank: the rank in which the
+    server lives; -1: the launcher.
+    """
+
+    def __init__(
+        self,
+        addresses: list[str],
+        secret: bytes,
+        job: str,
+        timeout_s: float,
+        rank: int = -1,
+        server_rank: int = -1,
+    ) -> None:
         if not addresses:
             raise ValueError("the rendezvous has no address")
         for address in addresses:
@@ -51,6 +63,9 @@ class Client:
                 raise ValueError(f"a rendezvous over the network ({address}) needs the job secret")
         self.addresses = list(addresses)
         self._secret, self._job, self._timeout_s = secret, job, timeout_s
+        self._rank, self._server_rank = rank, server_rank
+        self._members: list[int] = []  # of the last gather, as the launcher numbers them; empty: everybody
+        self.verdict: errors.PeerLost | None = None  # what the server has said last about a lost rank
         self._connection: socket.socket | None = None
         self.tried: dict[str, str] = {}  # address -> what happened there last
         self._met = False  # the server has been there once; if nobody listens any more, its process has ended
@@ -59,9 +74,9 @@ class Client:
 
     def put(self, key: str, value: bytes) -> None:
         """Stores at most 64 KiB. Timeout when the server cannot be reached, ValueError when it refuses."""
-        payload = bytes([PUT]) + wire.pack_key(key) + wire.check_value(value, f"put {key!r}")
+        payload = bytes([wire.PUT]) + wire.pack_key(key) + wire.check_value(value, f"put {key!r}")
         status, body = self._ask(payload, time.monotonic() + self._timeout_s)
-        if status != OK:
+        if status != wire.OK:
             raise ValueError(f"put {key!r}: {body.decode(errors='replace')}")
 
     def get(self, key: str, timeout_s: float | None = None) -> bytes:
@@ -70,40 +85,62 @@ class Client:
         deadline = time.monotonic() + limit_s
         while True:
             wait_ms = _slice_ms(deadline)
-            request = struct.pack("<BI", GET, wait_ms) + wire.pack_key(key)
+            request = struct.pack("<BI", wire.GET, wait_ms) + wire.pack_key(key)
             status, body = self._ask(request, deadline + SLICE_S, wait_ms / 1000)
-            if status == OK:
+            if status == wire.OK:
                 return body
             if time.monotonic() >= deadline:
                 raise errors.Timeout(f"nobody has put {key!r} at {self.where()} within {limit_s:g} s.")
 
     def gather(
-        self, prefix: str, rank: int, size: int, blob: bytes, timeout_s: float, say: Say | None = None
+        self,
+        prefix: str,
+        rank: int,
+        size: int,
+        blob: bytes,
+        timeout_s: float,
+        say: Say | None = None,
+        members: list[int] | None = None,
     ) -> list[bytes]:
         """Gives `blob` and returns everybody's, by rank. After 10 s `say` hears who is missing.
 
-        Timeout after timeout_s, naming the missing ranks; PeerLost when a missing rank has reported its failure;
-        HorovodInternalError when ranks disagree on the size or two claim one rank.
+        members: the launcher's numbers of the ranks, where not all of its ranks take part. Timeout after timeout_s,
+        naming the missing ranks; PeerLost when a missing rank is known to be lost; HorovodInternalError when ranks
+        disagree on the size or two claim one rank. After any of them the gather is as if this rank had not come, and
+        may be called again; unless everybody else has its blob already: then the error has `counted` set.
         """
-        body = wire.pack_key(prefix) + wire.check_value(blob, f"gather {prefix!r}")
+        self._members = list(members or [])
+        body = wire.pack_key(prefix) + wire.pack_members(self._members)
+        body += wire.check_value(blob, f"gather {prefix!r}")
+        try:
+            return self._gather(prefix, rank, size, body, timeout_s, say)
+        except BaseException as error:
+            error.counted = not self._withdraw(prefix, rank, blob)  # type: ignore[attr-defined]
+            raise
+
+    def _gather(
+        self, prefix: str, rank: int, size: int, body: bytes, timeout_s: float, say: Say | None
+    ) -> list[bytes]:
         started = time.monotonic()
         deadline, report_at = started + timeout_s, started + REPORT_AFTER_S
         missing = "nobody has been heard of"
         while True:
             wait_ms = _slice_ms(deadline)
-            request = struct.pack("<BIII", GATHER, rank, size, wait_ms) + body
+            request = struct.pack("<BIII", wire.GATHER, rank, size, wait_ms) + body
             try:
                 status, answer = self._ask(request, min(deadline, report_at) + SLICE_S, wait_ms / 1000)
+                if status == wire.OK:
+                    return self._take(prefix, rank, size, answer, deadline)
             except errors.Timeout:
                 if time.monotonic() >= deadline:
                     raise
-                status, answer, missing = NOT_YET, b"", f"the rendezvous does not answer: {self.where()}"
-            if status == OK:
-                return self._take(prefix, rank, size, answer, deadline)
-            if status == FAILED:
-                culprit, text = struct.unpack_from("<I", answer)[0], answer[4:].decode(errors="replace")
-                raise errors.PeerLost(f"rank {culprit} failed before it was connected:\n{text}", culprit)
-            if status == REJECTED:
+                status, answer, missing = wire.NOT_YET, b"", f"the rendezvous does not answer: {self.where()}"
+            except OSError as error:  # while it answered; what was asked may be asked again
+                self._broken(error)
+                continue
+            if status == wire.FAILED:
+                raise self._lost(answer)
+            if status == wire.REJECTED:
                 raise errors.HorovodInternalError(answer.decode(errors="replace"))
             if answer:
                 missing = f"missing: {_ranks(answer)}; they were expected at {self.where()}"
@@ -120,12 +157,104 @@ class Client:
                         f"still waiting for the {size} ranks of the job after {now - started:.0f} s; {missing}"
                     )
 
+    # --- while the ranks of a gather connect
+
+    def watch(self, prefix: str) -> None:
+        """From now on the server tells when a rank of the last gather is lost; look() hears it."""
+        self._connect(time.monotonic() + TELL_S)
+        assert self._connection is not None
+        try:
+            self._connection.settimeout(HELLO_S)
+            request = bytes([wire.WATCH]) + wire.pack_key(prefix) + wire.pack_members(self._members)
+            self._connection.sendall(wire.frame(request))
+        except OSError as error:
+            self._broken(error)
+
+    def look(self, prefix: str) -> None:
+        """PeerLost when a rank of the gather is lost, or the server with the rank in which it lives."""
+        if not self.hear(0.0):
+            try:
+                self.watch(prefix)
+            except errors.Timeout:
+                pass  # it cannot be reached; what is known of it comes through the links between the ranks
+
+    def hear(self, wait_s: float) -> bool:
+        """PeerLost when the server says within wait_s that a rank is lost. False when the server itself is."""
+        if self._connection is None or not _readable(self._connection, wait_s):
+            return True
+        try:
+            status, answer = self._receive(time.monotonic() + HELLO_S)
+        except OSError as error:
+            self._broken(error)
+            return False
+        if status == wire.FAILED:
+            self.verdict = self._lost(answer)
+            raise self.verdict
+        if status == wire.CLOSED:
+            self.close()
+        return True
+
+    def connected(self, stays: bool) -> None:
+        """The ranks are connected. stays: the connection does, too, so that an end of this process is noticed."""
+        if self._connection is None:
+            return
+        try:
+            self._connection.settimeout(HELLO_S)
+            self._connection.sendall(wire.frame(bytes([wire.CONNECTED])))
+            while self._receive(time.monotonic() + HELLO_S)[0] != wire.OK:
+                pass  # what it had said before
+        except OSError:
+            self.close()
+        if not stays:
+            self.leave(False)
+
+    def give_up(self, prefix: str, text: str) -> None:
+        """Tells the ranks that still connect that this one does not any more. Never raises."""
+        self._tell(bytes([wire.GIVE_UP]) + wire.pack_key(prefix) + text.encode(errors="replace")[-4096:])
+
+    def leave(self, process_ends: bool) -> None:
+        """Closes the connection, with a word, so that nobody takes this rank for lost while it only meets elsewhere."""
+        if self._connection is not None and self._rank >= 0:
+            try:
+                self._connection.settimeout(TELL_S)
+                self._connection.sendall(wire.frame(bytes([wire.LEAVE, process_ends])))
+            except OSError:
+                pass
+        self.close()
+
+    def _withdraw(self, prefix: str, rank: int, blob: bytes) -> bool:
+        """Takes the own blob back. False when everybody else has it already."""
+        payload = struct.pack("<BI", wire.WITHDRAW, rank) + wire.pack_key(prefix) + blob
+        return self._tell(payload) != wire.REJECTED
+
+    def _tell(self, payload: bytes) -> int:
+        """Through a new connection: the old one may be in the middle of an answer. The status; OK where nobody is."""
+        if not self._met:
+            return wire.OK
+        self.close()
+        try:
+            return self._ask(payload, time.monotonic() + TELL_S)[0]
+        except (OSError, errors.HorovodInternalError):
+            return wire.OK
+
+    def _lost(self, answer: bytes) -> errors.PeerLost:
+        rank, text = struct.unpack_from("<I", answer)[0], answer[4:].decode(errors="replace")
+        return errors.PeerLost(
+            f"rank {self._ours(rank)} failed before it was connected:\n{text}", self._ours(rank)
+        )
+
+    def _ours(self, rank: int) -> int:
+        """The number in the last gather of a rank as the launcher numbers it."""
+        if not self._members or rank < 0:
+            return rank
+        return self._members.index(rank) if rank in self._members else -1
+
     def report_failure(self, rank: int, text: str, consequence: bool = False, timeout_s: float = 2.0) -> None:
         """Tells the server why this rank ends. Uses a connection of its own; Timeout when nobody listens."""
         other = Client(self.addresses, self._secret, self._job, timeout_s)
         try:
             body = text.encode(errors="replace")[-wire.MAX_VALUE_BYTES :]
-            other._ask(struct.pack("<BIB", FAIL, rank, consequence) + body, time.monotonic() + timeout_s)
+            other._ask(struct.pack("<BIB", wire.FAIL, rank, consequence) + body, time.monotonic() + timeout_s)
         finally:
             other.close()
 
@@ -144,28 +273,46 @@ class Client:
         (count,) = struct.unpack("<I", answer)
         if count != size or self._connection is None:
             raise errors.HorovodInternalError(f"the rendezvous answered with {count} of {size} ranks")
+        blobs = [self._receive(max(deadline, time.monotonic() + HELLO_S))[1] for _ in range(size)]
         try:
-            blobs = [self._receive(max(deadline, time.monotonic() + HELLO_S))[1] for _ in range(size)]
-            self._connection.sendall(wire.frame(struct.pack("<BI", TAKEN, rank) + wire.pack_key(prefix)))
-        except OSError as error:
-            raise errors.HorovodInternalError(
-                f"the rendezvous broke off while it answered: {error}"
-            ) from error
+            self._connection.sendall(wire.frame(struct.pack("<BI", wire.TAKEN, rank) + wire.pack_key(prefix)))
+        except (
+            OSError
+        ) as error:  # we have what we want; whether the server is there shows when it is asked again
+            self._broken(error)
         return blobs
 
     def _ask(self, payload: bytes, deadline: float, wait_s: float = 0.0) -> tuple[int, bytes]:
         while True:
+            self._drain()
             self._connect(deadline)
             assert self._connection is not None
             try:
                 self._connection.settimeout(HELLO_S)
                 self._connection.sendall(wire.frame(payload))
-                return self._receive(time.monotonic() + wait_s + HELLO_S)
+                status, answer = self._receive(time.monotonic() + wait_s + HELLO_S)
+                if status == wire.CLOSED:
+                    self._met = False
+                    raise ConnectionError(CLOSED_BY_PEER)
+                return status, answer
             except OSError as error:
-                self.close()
-                self.tried = dict.fromkeys(self.addresses, f"connection lost: {error}")
+                self._broken(error)
                 if time.monotonic() >= deadline:
                     raise errors.Timeout(f"the rendezvous does not answer: {self.where()}") from error
+
+    def _drain(self) -> None:
+        """What lies there before anything is asked: the end of the connection, or that the server has moved."""
+        while self._connection is not None and _readable(self._connection, 0.0):
+            try:
+                if self._receive(time.monotonic() + HELLO_S)[0] == wire.CLOSED:
+                    self._met = False  # its process lives and will listen again
+                    self.close()
+            except OSError as error:
+                self._broken(error)
+
+    def _broken(self, error: OSError) -> None:
+        self.close()
+        self.tried = dict.fromkeys(self.addresses, f"connection lost: {error}")
 
     def _receive(self, deadline: float) -> tuple[int, bytes]:
         (length,) = struct.unpack("<I", self._exactly(4, deadline))
@@ -187,6 +334,12 @@ class Client:
             self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
             if self._connection is not None:
                 self._met = True
+                if self._rank >= 0:
+                    try:
+                        self._connection.sendall(wire.frame(struct.pack("<BI", wire.HERE, self._rank)))
+                    except OSError as error:
+                        self._broken(error)
+                        continue
                 return
             now = time.monotonic()
             texts = self.tried.values()
@@ -202,9 +355,10 @@ class Client:
             gone = all(text in GONE for text in texts)
             gone_since = (gone_since or now) if gone and self._met else 0.0
             if gone_since and now - gone_since >= GONE_S:
+                host = "the launcher" if self._server_rank < 0 else f"rank {self._ours(self._server_rank)}"
                 raise errors.PeerLost(
-                    f"the rendezvous has ended, and with it rank 0 or the launcher; its own log has the cause. Tried: "
-                    f"{self.where()}."
+                    f"the rendezvous has ended, and with it {host}; its own log has the cause. Tried: {self.where()}.",
+                    self._ours(self._server_rank),
                 )
             if now >= deadline:
                 raise errors.Timeout(f"no rendezvous can be reached. Tried: {self.where()}.")
@@ -293,11 +447,17 @@ def _exactly(one: socket.socket, count: int, deadline: float) -> bytes:
         one.settimeout(max(0.001, deadline - time.monotonic()))
         part = one.recv(count - len(parts))
         if not part:
-            raise ConnectionError("it closed the connection")
+            raise ConnectionError(CLOSED_BY_PEER)
         parts += part
         if time.monotonic() >= deadline and len(parts) < count:
             raise TimeoutError("it answers too slowly")
     return bytes(parts)
+
+
+def _readable(one: socket.socket, wait_s: float) -> bool:
+    poller = select.poll()
+    poller.register(one, select.POLLIN)
+    return bool(poller.poll(wait_s * 1000))
 
 
 def _slice_ms(deadline: float) -> int:

@@ -7,18 +7,19 @@ init calls, so that init after shutdown costs one round trip under every launche
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from horoclone import errors
 from horoclone.bootstrap import detect, launchers, pmix, wire
-from horoclone.bootstrap.client import Client
+from horoclone.bootstrap.client import VERDICT_S, Client
 from horoclone.bootstrap.detect import Placement
 from horoclone.bootstrap.rendezvous import Server, abstract_name
 
@@ -44,13 +45,14 @@ class Meeting:
     uses_mpi: bool
     client: Client | None = None  # None: one process, nobody to meet
     server: Server | None = None  # in rank 0, unless the launcher has it
+    watches_processes: bool = True  # by connections that stay open; our launcher sees processes end itself
     lives: dict[str, int] = field(default_factory=dict)  # scope -> init calls so far
 
-    def close(self) -> None:
+    def close(self, process_ends: bool) -> None:
         if self.client is not None:
-            self.client.close()
+            self.client.leave(process_ends)
         if self.server is not None:
-            self.server.close(LINGER_S)
+            self.server.close(LINGER_S, process_ends)
 
     def after_fork_in_child(self) -> None:
         if self.client is not None:
@@ -84,6 +86,11 @@ class Job:
         return f"{self.meeting.name}/{self._scope}"
 
     @property
+    def launched_rank(self) -> int:
+        """This process's number among all that meet here, whatever part of them calls init."""
+        return self.rank if self._members is None else self._members[self.rank]
+
+    @property
     def secret(self) -> bytes:
         return self.meeting.secret
 
@@ -97,15 +104,42 @@ class Job:
         if self.size == 1 or self.meeting.client is None:
             return [blob]
         timeout_s = max(0.1, deadline - time.monotonic())
-        prefix = f"{self._scope}/{self.generation}"
-        blobs = self.meeting.client.gather(prefix, self.rank, self.size, blob, timeout_s, say)
-        self.meeting.client.close()  # the server stays, no connection does
-        return blobs
+        client = self.meeting.client
+        try:
+            return client.gather(self._key, self.rank, self.size, blob, timeout_s, say, self._members)
+        except BaseException as error:
+            if not getattr(
+                error, "counted", False
+            ):  # the next try is the same life: the others may have it before us
+                self.meeting.lives[self._scope] -= 1
+            raise
+
+    @property
+    def _key(self) -> str:
+        return f"{self._scope}/{self.generation}"
+
+    @contextlib.contextmanager
+    def connecting(self) -> Iterator[Callable[[], None]]:
+        """Around what connects the ranks of the last gather. Gives a function that raises PeerLost when one is lost;
+        a PeerLost from inside becomes that of the rank which was lost first, and the others hear of any failure."""
+        client = self.meeting.client
+        if client is None or self.size == 1:
+            yield lambda: None
+            return
+        try:
+            client.watch(self._key)
+            yield lambda: client.look(self._key)
+        except BaseException as error:
+            if isinstance(error, errors.PeerLost) and error is not client.verdict:
+                client.hear(VERDICT_S)  # a link that ended may be the consequence of another rank's end
+            client.give_up(self._key, f"{type(error).__name__}: {error}")
+            raise
+        client.connected(stays=self.meeting.watches_processes)
 
     def report_failure(self, text: str, consequence: bool) -> None:
         """Tells the launcher (or ranks that still wait to be connected) why this rank ends."""
         if self.meeting.client is not None:
-            self.meeting.client.report_failure(self.rank, text, consequence)
+            self.meeting.client.report_failure(self.launched_rank, text, consequence)
 
     def world_ranks_of(self, comm: Any) -> list[int]:
         """Our ranks of an mpi4py communicator's members, none of MPI.COMM_NULL. ValueError when not all are ours."""
@@ -124,8 +158,9 @@ class Job:
             raise ValueError("the communicator of a process set has members outside the world of init()")
         return [ours.index(rank) for rank in ranks]
 
-    def close(self) -> None:
-        self.meeting.close()
+    def close(self, process_ends: bool = False) -> None:
+        """process_ends: nobody need wait for this rank any more."""
+        self.meeting.close(process_ends)
 
     def after_fork_in_child(self) -> None:
         self.meeting.after_fork_in_child()
@@ -167,7 +202,7 @@ def meet_on_this_host(token: str, rank: int, size: int, environ: Environment, de
     placement = Placement("c10d", rank, size, rank, size, token, "the processes share a token")
     if size == 1:
         return Job(_meet(placement, [0], environ, deadline), rank, size)
-    meeting = _meet_on_this_host(placement, rank, size, "token", b"", environ, deadline)
+    meeting = _meet_on_this_host(placement, list(range(size)), "token", b"", environ, deadline)
     return Job(meeting, rank, size)
 
 
@@ -239,11 +274,12 @@ def _meet_again(
             previous.close()
         meeting = _meet(placement, ranks, environ, deadline)
         meeting.key = key
-    return Job(meeting, rank, len(ranks), members=ranks)
+    everybody = ranks == list(range(placement.size))
+    return Job(meeting, rank, len(ranks), members=None if everybody else ranks)
 
 
 def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline: float) -> Meeting:
-    rank, size = ranks.index(placement.rank), len(ranks)
+    size = len(ranks)
     secret = launchers.shared_secret(environ)
     if placement.launcher == "horoclone":
         if not secret:
@@ -252,12 +288,12 @@ def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline
                 "environment did not arrive whole. Set HOROCLONE_SECRET_FILE, or start the job with horoclonerun."
             )
         addresses = [part for part in environ["HOROCLONE_RENDEZVOUS"].split(",") if part]
-        client = Client(addresses, secret, placement.job, _left_s(deadline))
-        return Meeting(None, placement.job, secret, False, client)
+        client = Client(addresses, secret, placement.job, _left_s(deadline), placement.rank)
+        return Meeting(None, placement.job, secret, False, client, watches_processes=False)
     if size == 1:
         return Meeting(None, f"alone-{os.getpid()}", secrets.token_bytes(SECRET_BYTES), placement.uses_mpi)
     if placement.one_host and placement.launcher != "mpi":
-        return _meet_on_this_host(placement, rank, size, _scope(ranks), secret, environ, deadline)
+        return _meet_on_this_host(placement, ranks, _scope(ranks), secret, environ, deadline)
     if placement.launcher == "hydra" and "PMI_FD" in environ:
         return _meet_through_pmi(placement, environ, deadline)
     if placement.uses_mpi or (placement.launcher == "slurm" and not secret):
@@ -279,21 +315,21 @@ def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline
 
 def _meet_on_this_host(
     placement: Placement,
-    rank: int,
-    size: int,
+    ranks: list[int],
     scope: str,
     secret: bytes,
     environ: Environment,
     deadline: float,
 ) -> Meeting:
     """An abstract unix socket whose name every process can derive; the kernel vouches for the user at both ends."""
+    rank, size = ranks.index(placement.rank), len(ranks)
     job = _job_name(placement, environ)
     address = abstract_name(job, scope)
     name = address.removeprefix("unix:")
     server = None
     if rank == 0:
         server = _bind_patiently(lambda: Server(secret, name, size, [address]), address, deadline)
-    client = Client([address], secret, name, _left_s(deadline))
+    client = Client([address], secret, name, _left_s(deadline), placement.rank, ranks[0])
     if not secret and server is not None:
         secret = secrets.token_bytes(SECRET_BYTES)
         client.put("secret", secret)
@@ -325,7 +361,7 @@ def _meet_through_pmi(placement: Placement, environ: Environment, deadline: floa
         blob = store.broadcast(placement.rank, "horoclone", blob)
     finally:
         store.close()
-    return _join(blob, server, True, deadline)
+    return _join(blob, server, placement.rank, deadline)
 
 
 def _meet_through_pmix(placement: Placement, environ: Environment, deadline: float) -> Meeting:
@@ -336,7 +372,7 @@ def _meet_through_pmix(placement: Placement, environ: Environment, deadline: flo
         if server is not None:
             server.close()
         raise
-    return _join(blob, server, True, deadline)
+    return _join(blob, server, placement.rank, deadline)
 
 
 def _meet_through_torch(
@@ -350,7 +386,7 @@ def _meet_through_torch(
         text = ",".join(server.addresses)
     key = f"horoclone/{placement.job}"
     blob = launchers.torch_store_broadcast(environ, placement.rank, key, text.encode(), deadline)
-    client = Client(_addresses(blob), secret, placement.job, _left_s(deadline))
+    client = Client(_addresses(blob), secret, placement.job, _left_s(deadline), placement.rank, 0)
     return Meeting(None, placement.job, secret, False, client, server)
 
 
@@ -374,7 +410,7 @@ def _meet_at_derived_port(
     addresses = (
         server.addresses if server is not None else [wire.format_address(host, port) for port in ports]
     )
-    client = Client(addresses, secret, placement.job, _left_s(deadline))
+    client = Client(addresses, secret, placement.job, _left_s(deadline), placement.rank, 0)
     return Meeting(None, placement.job, secret, False, client, server)
 
 
@@ -410,7 +446,7 @@ def _of_communicator(
         if server is not None:
             server.close()
         raise
-    meeting = _join(blob, server, True, deadline)
+    meeting = _join(blob, server, rank, deadline)
     meeting.key = key if key is not None else object()
     return Job(meeting, rank, size, group=comm.Get_group())
 
@@ -424,10 +460,10 @@ def _host_server(rank: int, size: int, environ: Environment) -> tuple[Server | N
     return server, secret + name.encode() + ",".join(server.addresses).encode()
 
 
-def _join(blob: bytes, server: Server | None, uses_mpi: bool, deadline: float) -> Meeting:
+def _join(blob: bytes, server: Server | None, rank: int, deadline: float) -> Meeting:
     secret, name = blob[:SECRET_BYTES], blob[SECRET_BYTES : SECRET_BYTES + 16].decode("ascii")
-    client = Client(_addresses(blob[SECRET_BYTES + 16 :]), secret, name, _left_s(deadline))
-    return Meeting(None, name, secret, uses_mpi, client, server)
+    client = Client(_addresses(blob[SECRET_BYTES + 16 :]), secret, name, _left_s(deadline), rank, 0)
+    return Meeting(None, name, secret, True, client, server)
 
 
 def _addresses(text: bytes) -> list[str]:

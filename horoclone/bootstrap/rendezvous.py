@@ -17,11 +17,12 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Container
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
+from horoclone.bootstrap.presence import Failure, Presence
 
 __all__ = ["Client", "Failure", "Server"]
 
@@ -29,38 +30,33 @@ HELLO_DEADLINE_S = 5.0
 MAX_HALF_OPEN = 64
 MAX_KEYS = 65536
 MAX_STORED_BYTES = 512 << 20
-MAX_FAILURES = 4096
 MAX_LISTED = 64  # missing ranks named in one answer
 MAX_WAIT_MS = 60_000
-
-PUT, GET, GATHER, TAKEN, FAIL = range(1, 6)
-OK, NOT_YET, FAILED, REJECTED = range(4)
-
-
-class Failure(NamedTuple):
-    """What a rank said before it ended. `consequence`: it only passes on another rank's failure."""
-
-    rank: int
-    text: str
-    consequence: bool
-    at_s: float  # time.monotonic() of the server when it arrived
 
 
 @dataclass(eq=False)
 class _Gather:
     size: int
+    members: list[int]  # the launcher's number of each rank
     blobs: dict[int, bytes] = field(default_factory=dict)
     taken: set[int] = field(default_factory=set)
 
     def missing(self) -> list[int]:
         return [rank for rank in range(self.size) if rank not in self.blobs]
 
+    def forget(self, gone: set[int]) -> None:
+        """What a rank that is gone has given is no use to the others."""
+        if len(self.blobs) < self.size:
+            for rank in [one for one in self.blobs if self.members[one] in gone]:
+                del self.blobs[rank]
+
 
 @dataclass(eq=False)
 class _Waiter:
+    kind: int  # GET, GATHER, or WATCH: until somebody is lost
     key: str
     deadline: float
-    gather: bool
+    members: Container[int] = ()  # of a WATCH
 
 
 @dataclass(eq=False)
@@ -72,6 +68,7 @@ class _Connection:
     received: bytearray = field(default_factory=bytearray)
     unsent: bytearray = field(default_factory=bytearray)
     waiter: _Waiter | None = None
+    rank: int = -1  # whose presence this is, as the launcher numbers it
     closing: bool = False
 
 
@@ -92,7 +89,7 @@ class Server:
         self._values: dict[str, bytes] = {}
         self._gathers: dict[str, _Gather] = {}
         self._stored_bytes = 0
-        self._failures: list[Failure] = []  # guarded by _mutex
+        self._presence = Presence()
         self._arrived: set[int] = set()  # guarded by _mutex
         self._pending_takes = 0  # guarded by _mutex; complete gathers that some rank has not fetched
         self._mutex = threading.Condition()
@@ -120,26 +117,40 @@ class Server:
 
     def failures(self) -> list[Failure]:
         """Reports of ranks that failed, in the order in which they came."""
-        with self._mutex:
-            return list(self._failures)
+        return self._presence.reports()
+
+    def rank_ended(self, rank: int, text: str) -> None:
+        """From who has seen its process end, with whatever code: nobody need wait for this rank any more."""
+        self._presence.ended(rank, text)
+        self._ring()
 
     def arrived(self) -> set[int]:
         """Ranks that have come to a gather at least once."""
         with self._mutex:
             return set(self._arrived)
 
-    def close(self, linger_s: float = 0.0) -> None:
-        """Ends the thread and closes every socket. linger_s: how long to let ranks fetch gathers that are complete."""
+    def close(self, linger_s: float = 0.0, process_ends: bool = True) -> None:
+        """Ends the thread and closes every socket. linger_s: how long to let ranks fetch gathers that are complete.
+
+        process_ends False: this rank only meets elsewhere, and the others are told that it is not lost.
+        """
         with self._mutex:
             self._mutex.wait_for(lambda: self._pending_takes == 0, timeout=linger_s)
         self._stop = True
+        self._ring()
+        if self._thread is not threading.current_thread():
+            self._thread.join(5.0)
+        if not process_ends:
+            for connection in list(self._connections.values()):
+                if connection.rank >= 0:
+                    self._reply(connection, wire.CLOSED)
+        self._release()
+
+    def _ring(self) -> None:
         try:
             self._bell_rope.send(b"x")
         except OSError:
             pass
-        if self._thread is not threading.current_thread():
-            self._thread.join(5.0)
-        self._release()
 
     def after_fork_in_child(self) -> None:
         """Closes the inherited descriptors; the thread and the service stay with the parent."""
@@ -178,15 +189,17 @@ class Server:
         while not self._stop:
             for key, events in self._selector.select(self._next_deadline_s()):
                 if key.data is self._bell:
-                    return
-                if isinstance(key.data, socket.socket):
+                    self._bell.recv(4096)
+                    if self._stop:
+                        return
+                elif isinstance(key.data, socket.socket):
                     self._accept(key.data)
                 elif not key.data.closing:
                     self._attend(key.data, events)
             self._expire(time.monotonic())
 
     def _next_deadline_s(self) -> float:
-        deadline = time.monotonic() + 5.0
+        deadline = min(time.monotonic() + 5.0, self._presence.next_s())
         for connection in self._connections.values():
             if not connection.proved:
                 deadline = min(deadline, connection.opened_s + HELLO_DEADLINE_S)
@@ -226,6 +239,8 @@ class Server:
         if connection.closing:
             return
         connection.closing = True
+        if connection.rank >= 0:
+            self._presence.broke(connection.rank, connection)
         self._selector.unregister(connection.socket)
         self._connections.pop(connection.socket.fileno(), None)
         connection.socket.close()
@@ -236,6 +251,12 @@ class Server:
                 self._drop(connection)
             elif connection.waiter is not None and now >= connection.waiter.deadline:
                 self._answer(connection, expired=True)
+        if news := self._presence.settle(now):
+            for gather in self._gathers.values():
+                gather.forget(news)
+            for connection in list(self._connections.values()):
+                if connection.waiter is not None and connection.waiter.kind != wire.GET:
+                    self._answer(connection)
 
     def _attend(self, connection: _Connection, events: int) -> None:
         try:
@@ -285,26 +306,51 @@ class Server:
 
     def _handle(self, connection: _Connection, reader: wire.Reader) -> None:
         kind = reader.number("B")
-        if kind == PUT:
+        if kind == wire.PUT:
             key = reader.key()
             refusal = self._store(key, reader.rest())
-            self._reply(connection, REJECTED if refusal else OK, refusal.encode())
+            self._reply(connection, wire.REJECTED if refusal else wire.OK, refusal.encode())
             self._wake(key)
-        elif kind == GET:
-            connection.waiter = self._waiter(reader, gather=False)
+        elif kind == wire.GET:
+            connection.waiter = self._waiter(reader, kind)
             self._answer(connection)
-        elif kind == GATHER:
+        elif kind == wire.GATHER:
             self._handle_gather(connection, reader)
-        elif kind == TAKEN:
+        elif kind == wire.TAKEN:
             self._handle_taken(reader)
-        elif kind == FAIL:
-            self._handle_failure(connection, reader)
+        elif kind == wire.WITHDRAW:
+            self._handle_withdraw(connection, reader)
+        elif kind == wire.FAIL:
+            rank, consequence = reader.number("I"), bool(reader.number("B"))
+            self._presence.reported(rank, reader.rest().decode(errors="replace"), consequence)
+            self._reply(connection, wire.OK)
+        else:
+            self._handle_presence(kind, connection, reader)
+
+    def _handle_presence(self, kind: int, connection: _Connection, reader: wire.Reader) -> None:
+        if kind == wire.HERE:
+            connection.rank = reader.number("I")
+            self._presence.came(connection.rank, connection)
+        elif kind == wire.WATCH:
+            key, members = reader.key(), reader.members()
+            connection.waiter = _Waiter(kind, key, float("inf"), set(members) or range(self._size))
+            self._answer(connection)
+        elif kind == wire.CONNECTED:
+            connection.waiter = None
+            self._reply(connection, wire.OK)
+        elif kind == wire.GIVE_UP:
+            key = reader.key()
+            self._presence.gave_up(connection.rank, key, reader.rest().decode(errors="replace"))
+            self._reply(connection, wire.OK)
+        elif kind == wire.LEAVE and connection.rank >= 0:
+            rank, connection.rank = connection.rank, -1
+            self._presence.left(rank, connection, bool(reader.number("B")))
         else:
             raise wire.FrameError("unknown request")
 
-    def _waiter(self, reader: wire.Reader, gather: bool) -> _Waiter:
+    def _waiter(self, reader: wire.Reader, kind: int) -> _Waiter:
         wait_s = min(reader.number("I"), MAX_WAIT_MS) / 1000
-        return _Waiter(reader.key(), time.monotonic() + wait_s, gather)
+        return _Waiter(kind, reader.key(), time.monotonic() + wait_s)
 
     def _store(self, key: str, value: bytes) -> str:
         if len(value) > wire.MAX_VALUE_BYTES:
@@ -318,23 +364,24 @@ class Server:
 
     def _handle_gather(self, connection: _Connection, reader: wire.Reader) -> None:
         rank, size = reader.number("I"), reader.number("I")
-        waiter = self._waiter(reader, gather=True)
+        waiter = self._waiter(reader, wire.GATHER)
+        members = reader.members() or list(range(size))
         blob = reader.rest()
-        if not rank < size <= self._size or len(blob) > wire.MAX_VALUE_BYTES:
-            self._reply(connection, REJECTED, f"rank {rank} of {size} in a job of {self._size}".encode())
+        if not rank < size <= self._size or len(members) != size or len(blob) > wire.MAX_VALUE_BYTES:
+            self._reply(connection, wire.REJECTED, f"rank {rank} of {size} in a job of {self._size}".encode())
             return
         if waiter.key not in self._gathers and len(self._gathers) >= MAX_KEYS:
-            self._reply(connection, REJECTED, b"too many gathers are open")
+            self._reply(connection, wire.REJECTED, b"too many gathers are open")
             return
-        gather = self._gathers.setdefault(waiter.key, _Gather(size))
+        gather = self._gathers.setdefault(waiter.key, _Gather(size, members))
         if gather.size != size:
             text = f"rank {rank} says that the job has {size} ranks, the others say {gather.size}"
-            self._reply(connection, REJECTED, text.encode())
+            self._reply(connection, wire.REJECTED, text.encode())
             return
         known = gather.blobs.get(rank)
         if known is not None and known != blob:
             text = f"two processes say that they are rank {rank}; was a process started with a copied environment?"
-            self._reply(connection, REJECTED, text.encode())
+            self._reply(connection, wire.REJECTED, text.encode())
             return
         gather.blobs[rank] = blob
         connection.waiter = waiter
@@ -350,7 +397,7 @@ class Server:
     def _handle_taken(self, reader: wire.Reader) -> None:
         rank, key = reader.number("I"), reader.key()
         gather = self._gathers.get(key)
-        if gather is None or rank not in gather.blobs:
+        if gather is None or rank not in gather.blobs or gather.missing():
             return
         gather.taken.add(rank)
         if len(gather.taken) == gather.size:
@@ -359,16 +406,19 @@ class Server:
                 self._pending_takes -= 1
                 self._mutex.notify_all()
 
-    def _handle_failure(self, connection: _Connection, reader: wire.Reader) -> None:
-        rank, consequence = reader.number("I"), bool(reader.number("B"))
-        text = reader.rest().decode(errors="replace")
-        with self._mutex:
-            if len(self._failures) < MAX_FAILURES:
-                self._failures.append(Failure(rank, text, consequence, time.monotonic()))
-        self._reply(connection, OK)
-        for other in list(self._connections.values()):  # who waits for this rank need wait no longer
-            if other.waiter is not None and other.waiter.gather:
-                self._answer(other)
+    def _handle_withdraw(self, connection: _Connection, reader: wire.Reader) -> None:
+        """A rank gives up waiting and may come again. Refused when the gather is complete: then the others count it."""
+        rank, key = reader.number("I"), reader.key()
+        gather = self._gathers.get(key)
+        if gather is not None and not gather.missing():
+            self._reply(connection, wire.REJECTED)
+            return
+        # Not what another process has given who claims the same rank.
+        if gather is not None and gather.blobs.get(rank) == reader.rest():
+            del gather.blobs[rank]
+            if not gather.blobs:
+                del self._gathers[key]
+        self._reply(connection, wire.OK)
 
     def _wake(self, key: str) -> None:
         for connection in list(self._connections.values()):
@@ -381,28 +431,37 @@ class Server:
         if waiter is None:
             return
         expired = expired or time.monotonic() >= waiter.deadline
-        if not waiter.gather:
+        failure = None
+        if waiter.kind == wire.GET:
             value = self._values.get(waiter.key)
             if value is not None or expired:
                 connection.waiter = None
-                self._reply(connection, NOT_YET if value is None else OK, value or b"")
+                self._reply(connection, wire.NOT_YET if value is None else wire.OK, value or b"")
             return
-        gather = self._gathers[waiter.key]
+        gather = self._gathers.get(waiter.key)
+        if waiter.kind == wire.WATCH:
+            failure = self._presence.culprit(waiter.members, waiter.key)
+        elif gather is not None:
+            failure = self._presence.culprit({gather.members[rank] for rank in gather.missing()})
+        if failure is not None:
+            text = failure.text.encode()[-8192:]
+            self._reply(connection, wire.FAILED, struct.pack("<I", failure.rank) + text)
+            connection.waiter = None
+        elif waiter.kind == wire.GATHER and (
+            gather is None or self._tell_gathered(connection, gather, expired)
+        ):
+            connection.waiter = None
+
+    def _tell_gathered(self, connection: _Connection, gather: _Gather, expired: bool) -> bool:
         missing = gather.missing()
-        failure = next((one for one in self.failures() if one.rank in missing), None) if missing else None
         if not missing:
-            count = struct.pack("<I", gather.size)
-            self._reply(connection, OK, count)
+            self._reply(connection, wire.OK, struct.pack("<I", gather.size))
             for rank in range(gather.size):
-                self._send(connection, wire.frame(bytes([OK]) + gather.blobs[rank]))
-        elif failure is not None:
-            self._reply(connection, FAILED, struct.pack("<I", failure.rank) + failure.text.encode()[-8192:])
+                self._send(connection, wire.frame(bytes([wire.OK]) + gather.blobs[rank]))
         elif expired:
             listed = missing[:MAX_LISTED]
-            self._reply(connection, NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))
-        else:
-            return
-        connection.waiter = None
+            self._reply(connection, wire.NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))
+        return expired or not missing
 
     def _reply(self, connection: _Connection, status: int, body: bytes = b"") -> None:
         self._send(connection, wire.frame(bytes([status]) + body))

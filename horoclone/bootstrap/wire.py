@@ -14,17 +14,22 @@ import os
 import socket
 import struct
 
-GREETING = b"HCR1"  # server -> client, then its nonce
-HELLO = b"HCC1"  # client -> server, then its nonce and its proof
+GREETING = b"HCR2"  # server -> client, then its nonce
+HELLO = b"HCC2"  # client -> server, then its nonce and its proof
 NONCE_BYTES = 32
 PROOF_BYTES = 32
 GREETING_BYTES = len(GREETING) + NONCE_BYTES
 HELLO_BYTES = len(HELLO) + NONCE_BYTES + PROOF_BYTES
 REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or job id is not mine
 
+# Requests of a rank and the server's answers: the first byte of a frame.
+(PUT, GET, GATHER, TAKEN, FAIL, HERE, WATCH, CONNECTED, GIVE_UP, WITHDRAW, LEAVE) = range(1, 12)
+OK, NOT_YET, FAILED, REJECTED, CLOSED = range(5)
+
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 64 * 1024
-MAX_FRAME_BYTES = MAX_VALUE_BYTES + MAX_KEY_BYTES + 64
+MAX_MEMBERS = 32768  # ranks of a list that calls init
+MAX_FRAME_BYTES = MAX_VALUE_BYTES + MAX_KEY_BYTES + 4 * MAX_MEMBERS + 64
 SIOCGIFADDR = 0x8915
 
 
@@ -108,6 +113,13 @@ def pack_key(key: str) -> bytes:
     return struct.pack("<H", len(encoded)) + encoded
 
 
+def pack_members(members: list[int]) -> bytes:
+    """The launcher's numbers of the ranks that take part, in their order; none: everybody."""
+    if len(members) > MAX_MEMBERS:
+        raise ValueError(f"{len(members)} ranks, at most {MAX_MEMBERS} are allowed in a list")
+    return struct.pack(f"<{len(members) + 1}I", len(members), *members)
+
+
 def check_value(value: bytes, what: str) -> bytes:
     if len(value) > MAX_VALUE_BYTES:
         raise ValueError(f"{what}: {len(value)} bytes, at most {MAX_VALUE_BYTES} are allowed")
@@ -149,6 +161,12 @@ class Reader:
             return self.take(count).decode()
         except UnicodeDecodeError as error:
             raise FrameError("a key that is not UTF-8") from error
+
+    def members(self) -> list[int]:
+        count = self.number("I")
+        if count > MAX_MEMBERS:
+            raise FrameError("too many members")
+        return list(struct.unpack(f"<{count}I", self.take(4 * count)))
 
     def rest(self) -> bytes:
         return self.take(len(self._payload) - self._at)

@@ -253,6 +253,8 @@ class Job:
         now = time.monotonic()
         member.code, member.ended_s, member.memory_kills = code, now, memory_kills
         member.by_us = self._ending.signalled_s is not None
+        if self._server is not None:  # whoever waits for it in init() is told at once
+            self._server.rank_ended(rank, f"rank {rank} {report.end_of_process(code)}")
         if code != 0:
             self._ending.fail(now)
         if self._request.verbose:

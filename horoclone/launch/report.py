@@ -41,6 +41,11 @@ class RankEnd(NamedTuple):
     note: str = ""
 
 
+def end_of_process(code: int) -> str:
+    """code as subprocess has it: -N for signal N."""
+    return f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+
+
 def signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name
@@ -99,7 +104,7 @@ def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
 
 
 def headline(end: RankEnd) -> str:
-    how = f"was killed by {signal_name(-end.code)}" if end.code < 0 else f"ended with exit code {end.code}"
+    how = end_of_process(end.code)
     where = f"{end.host}, pid {end.pid}" if end.pid else end.host
     lines = end.report.splitlines() if end.report else traceback_in(end.stderr)
     error = exception_line(lines) if end.code >= 0 else None

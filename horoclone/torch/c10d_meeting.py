@@ -65,11 +65,14 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     native: Runtime = runtime._core().Runtime(settings)
     try:
         if one_host:
-            endpoints, secret, name = job.gather(native.endpoint(), deadline, None), job.secret, job.name
+            endpoints = job.gather(native.endpoint(), deadline, None)
+            with job.connecting() as look:
+                left_s = max(0.1, deadline - time.monotonic())
+                native.connect(rank, endpoints, job.secret, job.name, 1, left_s, None, look)
         else:
             endpoints = _gather(store, "endpoint", rank, size, native.endpoint(), deadline, look)
             name = "c10d:" + hashlib.sha256(b"".join(endpoints)).hexdigest()[:32]
-        native.connect(rank, endpoints, secret, name, 1, max(0.1, deadline - time.monotonic()))
+            native.connect(rank, endpoints, secret, name, 1, max(0.1, deadline - time.monotonic()))
     except BaseException:
         try:
             native.shutdown(0.0)

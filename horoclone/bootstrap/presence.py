@@ -1,0 +1,124 @@
+"""What the rendezvous knows about ranks that will not come: their own reports, processes that the launcher saw end,
+connections that broke and were not made again, and ranks that gave up while they connected.
+
+The earliest of these is the cause, what came later its consequence. Thread: any, by one lock.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Container
+from typing import NamedTuple
+
+GRACE_S = 0.5  # for a rank to make a broken connection again before it counts as gone
+MAX_FAILURES = 4096
+MAX_GIVEN_UP = 64
+
+
+class Failure(NamedTuple):
+    """Why a rank will not come. `consequence`: it only passes on another rank's failure."""
+
+    rank: int
+    text: str
+    consequence: bool
+    at_s: float  # time.monotonic() of the server when it was known
+
+
+class Presence:
+    """Ranks are numbered as the launcher numbers them, whatever part of them calls init."""
+
+    def __init__(self) -> None:
+        self._mutex = threading.Lock()
+        self._reports: list[Failure] = []  # in the order in which they came
+        self._ended: dict[int, Failure] = {}
+        self._gone: dict[int, Failure] = {}  # until it comes back
+        self._given_up: dict[str, Failure] = {}  # gather -> who was the first to leave it
+        self._holders: dict[
+            int, set[object]
+        ] = {}  # rank -> its connections; a new one may come before the old is gone
+        self._broken: dict[int, float] = {}  # rank -> since when it has none
+        self._news: set[int] = set()
+
+    def came(self, rank: int, connection: object) -> None:
+        with self._mutex:
+            self._holders.setdefault(rank, set()).add(connection)
+            self._broken.pop(rank, None)
+            self._gone.pop(rank, None)
+
+    def left(self, rank: int, connection: object, for_good: bool) -> None:
+        """It says so itself. for_good: its process ends; else it is only away until the next init."""
+        with self._mutex:
+            self._drop(rank, connection)
+            if for_good:
+                text = f"rank {rank} has ended and does not come to this hvd.init()"
+                self._gone[rank] = Failure(rank, text, False, time.monotonic())
+                self._news.add(rank)
+
+    def broke(self, rank: int, connection: object) -> None:
+        """The connection is gone, and nothing was said."""
+        with self._mutex:
+            if self._drop(rank, connection):
+                self._broken[rank] = time.monotonic()
+
+    def _drop(self, rank: int, connection: object) -> bool:
+        """Whether it was the last of this rank."""
+        holders = self._holders.get(rank, set())
+        holders.discard(connection)
+        if not holders:
+            self._holders.pop(rank, None)
+        return not holders
+
+    def ended(self, rank: int, text: str) -> None:
+        """Somebody who knows has seen the process end, with whatever code."""
+        with self._mutex:
+            self._ended.setdefault(rank, Failure(rank, text, False, time.monotonic()))
+            self._news.add(rank)
+
+    def reported(self, rank: int, text: str, consequence: bool) -> None:
+        with self._mutex:
+            if len(self._reports) < MAX_FAILURES:
+                self._reports.append(Failure(rank, text, consequence, time.monotonic()))
+            self._news.add(rank)
+
+    def gave_up(self, rank: int, gather: str, text: str) -> None:
+        """It had come to the gather and failed while the ranks connected; it may call init again."""
+        with self._mutex:
+            while len(self._given_up) >= MAX_GIVEN_UP:
+                del self._given_up[next(iter(self._given_up))]
+            self._given_up.setdefault(gather, Failure(rank, text, False, time.monotonic()))
+            self._news.add(rank)
+
+    def reports(self) -> list[Failure]:
+        with self._mutex:
+            return list(self._reports)
+
+    def next_s(self) -> float:
+        """When settle() has something to do, in time.monotonic()."""
+        with self._mutex:
+            if self._news:
+                return 0.0
+            return min(self._broken.values(), default=float("inf")) + GRACE_S
+
+    def settle(self, now: float) -> set[int]:
+        """The ranks about which something is new since the last call."""
+        with self._mutex:
+            for rank, since in list(self._broken.items()):
+                if now >= since + GRACE_S:
+                    del self._broken[rank]
+                    self._gone[rank] = Failure(rank, f"rank {rank} has died or left", False, since)
+                    self._news.add(rank)
+            news, self._news = self._news, set()
+            return news
+
+    def culprit(self, ranks: Container[int], gather: str = "") -> Failure | None:
+        """Why not all of these ranks can come: the cause, if anything is known. gather: a place to be given up."""
+        with self._mutex:
+            known = [
+                one
+                for one in (*self._reports, *self._ended.values(), *self._gone.values())
+                if one.rank in ranks
+            ]
+            if gather in self._given_up:
+                known.append(self._given_up[gather])
+        return min(known, key=lambda one: (one.consequence, one.at_s), default=None)
