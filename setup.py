@@ -62,8 +62,6 @@ class CMakeBuild(build_ext):
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
         self.call(["cmake", "--build", str(build), "--parallel", jobs])
         self.call(["cmake", "--install", str(build), "--prefix", str(self.prefix), "--strip"])
-        if getattr(self, "editable_mode", False):
-            self.run_command("install_data")  # setuptools leaves data files out of editable installs
 
     def configure(self, build: Path) -> None:
         import pybind11  # a build requirement: absent when setup.py is only asked for its requirements
@@ -115,6 +113,4 @@ setup(
     ext_modules=[Extension("horoclone._core", sources=[])],
     cmdclass={"build_ext": CMakeBuild},
     setup_requires=missing_tools(),
-    # Relative to a wheel's folder "data": so it comes to lie beside the package, where Python reads .pth files.
-    data_files=[("../purelib", ["horoclone/horoclone_horovod_alias.pth"])],
 )

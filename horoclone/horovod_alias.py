@@ -1,7 +1,7 @@
-"""`import horovod.torch` gives the module horoclone.torch: the finder behind horoclone_horovod_alias.pth.
+"""`import horovod.torch` gives the module horoclone.torch: the finder behind horovod.py, the file beside the package.
 
-The .pth line puts a finder in front of all others and loads nothing; the first import of a name that begins with
-"horovod" loads this file. A real Horovod, or HOROCLONE_NO_HOROVOD_ALIAS=1, makes it step aside.
+Nothing happens before `horovod` is imported; that executes horovod.py, which calls stand_for_horovod(). A real Horovod,
+wherever it is on the path, or HOROCLONE_NO_HOROVOD_ALIAS=1, makes it step aside.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any
 
@@ -88,7 +88,7 @@ def find_spec(
     if top != "horovod":
         return None
     if not rest:
-        if os.environ.get(_OFF, "0") not in ("", "0") or _real_horovod_is_there():
+        if _switched_off() or _real_horovod() is not None:
             return None
         return _spec(name, _SameModule("horoclone"), True)
     if sys.modules.get("horovod") is not horoclone:
@@ -115,20 +115,61 @@ def _spec(name: str, loader: Any, is_package: bool) -> ModuleSpec:
     return ModuleSpec(name, loader, origin="horoclone", is_package=is_package)
 
 
-def _real_horovod_is_there() -> bool:
-    """Whether anybody else would find a package `horovod`. A bare folder of that name (a clone's) does not count."""
+def _switched_off() -> bool:
+    return os.environ.get(_OFF, "0") not in ("", "0")
+
+
+def _real_horovod() -> ModuleSpec | None:
+    """What anybody else would find as `horovod`. A bare folder of that name (a clone's) does not count."""
     for finder in list(sys.meta_path):
         if getattr(finder, "__name__", "") == "HorovodAlias" or finder is sys.modules[__name__]:
             continue
         search = getattr(finder, "find_spec", None)
-        spec = search("horovod", None) if search is not None else None
-        if spec is not None and spec.loader is not None and spec.origin is not None:
-            return True
-    return False
+        if search is None:
+            continue
+        # Entry by entry, because a horovod.py of ours may hide a Horovod that comes later.
+        for place in [[entry] for entry in sys.path] if finder is PathFinder else [None]:
+            spec = search("horovod", place)
+            if (
+                spec is not None
+                and spec.loader is not None
+                and spec.origin is not None
+                and not _is_ours(spec)
+            ):
+                return spec  # type: ignore[no-any-return]
+    return None
+
+
+def _is_ours(spec: ModuleSpec) -> bool:
+    if os.path.basename(spec.origin or "") != "horovod.py":
+        return False
+    try:
+        with open(str(spec.origin), "rb") as file:
+            return b"horovod_alias.stand_for_horovod()" in file.read(4096)
+    except OSError:
+        return False
+
+
+def stand_for_horovod() -> None:
+    """Called by horovod.py while it is imported: what is then found under that name is horoclone, or the real Horovod.
+
+    ModuleNotFoundError when there is no real one and HOROCLONE_NO_HOROVOD_ALIAS is set.
+    """
+    real = _real_horovod()
+    if real is not None:
+        module = importlib.util.module_from_spec(real)
+        sys.modules["horovod"] = module
+        assert real.loader is not None
+        real.loader.exec_module(module)
+        return
+    if _switched_off():
+        raise ModuleNotFoundError(f"No module named 'horovod' ({_OFF} is set)", name="horovod")
+    sys.modules["horovod"] = horoclone
+    install()
 
 
 def install() -> None:
-    """Puts the alias in front of all finders, for a tree that is used without being installed. Once is enough."""
+    """Puts the alias in front of all finders, where horovod.py is not on the path. Once is enough."""
     already = any(getattr(finder, "__name__", "") in ("HorovodAlias", __name__) for finder in sys.meta_path)
     if not already:
         sys.meta_path.insert(0, sys.modules[__name__])  # type: ignore[arg-type]

@@ -1,6 +1,6 @@
 """`import horovod...`: the same modules as horoclone's, stand-ins for what is missing, and when it steps aside.
 
-Programs run in interpreters of their own, with a site folder that holds the .pth file as an installation does.
+Programs run in interpreters of their own, with a site folder that holds horovod.py as an installation does.
 """
 
 from __future__ import annotations
@@ -14,28 +14,31 @@ from pathlib import Path
 
 import pytest
 
+import horoclone
+
 ROOT = Path(__file__).resolve().parent.parent
-PTH = ROOT / "horoclone" / "horoclone_horovod_alias.pth"
+STAND = ROOT / "horovod.py"
 
 
 @pytest.fixture
 def site_folder(tmp_path: Path) -> Path:
     folder = tmp_path / "site"
     folder.mkdir()
-    (folder / PTH.name).write_bytes(PTH.read_bytes())
+    (folder / STAND.name).write_bytes(STAND.read_bytes())
     return folder
 
 
 def run_python(site_folder: Path, program: str, *flags: str, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in a bare interpreter (-S: no installed .pth) after reading the site folder as site.py does.
+    """Runs a program in a bare interpreter (-S: no installed .pth) with the site folder and a tree without horovod.py.
 
-    What is installed beside pytest stays importable; so does the package of this tree, behind everything else.
+    What is installed beside pytest stays importable, behind everything else.
     """
     packages = [entry for entry in sys.path if entry.endswith(("site-packages", "dist-packages"))]
-    start = (
-        f"import sys; sys.path += {[*packages, str(ROOT)]!r}\n"
-        f"import site; before = set(sys.modules); site.addsitedir({str(site_folder)!r}); after = set(sys.modules)\n"
-    )
+    home = site_folder.parent / "home"
+    if not home.exists():
+        home.mkdir()
+        (home / "horoclone").symlink_to(ROOT / "horoclone")
+    start = f"import sys; sys.path += {[str(site_folder), str(home), *packages]!r}\n"
     environ = {name: value for name, value in os.environ.items() if name != "HOROCLONE_NO_HOROVOD_ALIAS"}
     return subprocess.run(
         [sys.executable, "-S", *flags, "-c", start + program],
@@ -49,14 +52,44 @@ def output_of(site_folder: Path, program: str, **env: str) -> str:
     return done.stdout
 
 
-def test_the_start_of_python_loads_nothing(site_folder: Path) -> None:
-    program = "print(sorted(after - before), sys.meta_path[0].__name__, 'horoclone' in sys.modules)"
-    assert output_of(site_folder, program).split() == ["[]", "HorovodAlias", "False"]
+def test_nothing_runs_before_the_name_is_imported(site_folder: Path) -> None:
+    """No .pth file, no finder: what is there is one file, which the first import of horovod executes."""
+    assert not list(ROOT.glob("*.pth")) and not list((ROOT / "horoclone").glob("*.pth"))
+    program = """
+before = list(sys.meta_path)
+import horoclone.errors
+assert sys.meta_path == before and "horovod" not in sys.modules
+import horovod.common
+print(sys.meta_path[0].__name__, sys.meta_path[1:] == before)
+"""
+    assert output_of(site_folder, program).split() == ["horoclone.horovod_alias", "True"]
 
 
-def test_the_pth_file_is_one_short_line() -> None:
-    (line,) = PTH.read_text().splitlines()
-    assert line.startswith("import sys; ") and len(line) < 250
+def test_it_is_found_on_the_path_of_a_bare_interpreter(site_folder: Path) -> None:
+    """PYTHONPATH=folder of `pip install --target`: no .pth file is read there."""
+    (site_folder / "horoclone").symlink_to(ROOT / "horoclone")
+    for program in (
+        "import horovod.common.util",
+        "from horovod.runner.common.util import hosts",
+        "from horovod import run",
+        "import importlib.util as u; assert u.find_spec('horovod.common') and not u.find_spec('horovod.none')",
+    ):
+        program += "; import sys; print(sys.modules['horovod'].__name__)"
+        done = subprocess.run(
+            [sys.executable, "-S", "-c", program],
+            cwd=site_folder.parent, env={"PYTHONPATH": str(site_folder)}, capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        assert done.stdout == "horoclone\n", done.stderr
+    words = [sys.executable, "-S", "-m", "horovod.runner.launch", "--version"]
+    done = subprocess.run(
+        words,
+        env={"PYTHONPATH": str(site_folder)},
+        cwd=site_folder.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0 and done.stdout.strip() == horoclone.__version__, done.stderr
 
 
 def test_the_packages_are_horoclones_without_a_framework(site_folder: Path) -> None:
@@ -255,7 +288,7 @@ def test_the_switch_turns_it_off(site_folder: Path) -> None:
 @pytest.mark.parametrize("kind", ["package", "module", "own finder"])
 def test_it_steps_aside_for_a_real_horovod(site_folder: Path, kind: str) -> None:
     """Also when that one is an editable install, which brings a finder of its own."""
-    place = site_folder if kind != "own finder" else site_folder.parent / "elsewhere"
+    place = site_folder if kind == "package" else site_folder.parent / "elsewhere"
     real = place / "horovod.py" if kind == "module" else place / "horovod" / "__init__.py"
     real.parent.mkdir(parents=True, exist_ok=True)
     real.write_text("print('real'); __path__ = []" if kind == "module" else "print('real')")
@@ -270,11 +303,38 @@ class Editable:
             return importlib.util.spec_from_file_location(name, {str(real)!r})
 sys.meta_path.append(Editable)
 """
-    program = (finder if kind == "own finder" else "") + "import horovod\n"
+    program = (
+        f"sys.path.append({str(place)!r})\n" if kind == "module" else finder if kind == "own finder" else ""
+    )
+    program += "import horovod\n"
     program += "try:\n    import horovod.torch\nexcept ModuleNotFoundError:\n    print('none')\n"
     program += "print('horoclone.torch' in sys.modules)"
     expected = ["real", "none" if kind == "module" else "real torch", "False"]
     assert output_of(site_folder, program).splitlines() == expected
+
+
+@pytest.mark.parametrize("order", ["before", "behind"])
+def test_a_real_horovod_wins_wherever_it_is_on_the_path(site_folder: Path, order: str) -> None:
+    """Its folder in another place than ours: a shared PYTHONPATH before or behind the environment."""
+    real = site_folder.parent / "elsewhere" / "horovod"
+    real.mkdir(parents=True)
+    (real / "__init__.py").write_text("kind = 'real'")
+    (real / "torch.py").write_text("from horovod import kind")
+    program = f"sys.path.insert({0 if order == 'before' else 'len(sys.path)'}, {str(real.parent)!r})\n"
+    program += "import horovod.torch; print(horovod.torch.kind, horovod.__spec__.name, 'horoclone.torch' in sys.modules)\n"
+    program += "import horovod as again; print(again is horovod, again.__path__)"
+    for switch in ("0", "1"):
+        lines = output_of(site_folder, program, HOROCLONE_NO_HOROVOD_ALIAS=switch).splitlines()
+        assert lines == ["real horovod False", f"True {[str(real)]}"]
+
+
+def test_a_real_horovod_that_cannot_be_imported_says_why_itself(site_folder: Path) -> None:
+    real = site_folder.parent / "elsewhere" / "horovod"
+    real.mkdir(parents=True)
+    (real / "__init__.py").write_text("raise ImportError('its library is missing')")
+    program = f"sys.path.append({str(real.parent)!r})\nimport horovod"
+    done = run_python(site_folder, program)
+    assert done.returncode == 1 and "ImportError: its library is missing" in done.stderr
 
 
 def test_a_bare_folder_of_that_name_is_no_horovod(site_folder: Path) -> None:
@@ -329,12 +389,7 @@ def test_an_unedited_horovod_script_trains_under_horoclonerun(site_folder: Path)
     pytest.importorskip("horoclone._core", reason="the native module is not built")
     script = site_folder.parent / "train.py"
     script.write_text(SCRIPT)
-    customize = (
-        site_folder.parent / "start"
-    )  # stands for site-packages: every rank's Python reads the .pth from there
-    customize.mkdir()
-    (customize / "sitecustomize.py").write_text(f"import site; site.addsitedir({str(site_folder)!r})\n")
-    path = os.pathsep.join(filter(None, (str(customize), str(ROOT), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(site_folder), str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run(
         [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
@@ -407,16 +462,16 @@ def test_the_set_of_an_id_is_found_for_a_block() -> None:
             pass
 
 
-def test_the_installation_has_the_pth_file_and_will_remove_it_again() -> None:
+def test_the_installation_has_no_pth_file_of_ours_and_no_horovodrun() -> None:
     # A build leaves an egg-info folder in the source tree, and with the tree on the path it is found first; what pip
     # installed, and will remove, is the distribution that has a record.
     installed = [
         found for found in importlib.metadata.distributions(name="horoclone") if found.read_text("RECORD")
     ]
     assert len(installed) == 1, "horoclone is not installed: pip install -e ."
-    files = {str(path): path for path in installed[0].files or ()}
-    assert PTH.name in files, "the installation is older than this tree: pip install -e ."
-    assert Path(str(files[PTH.name].locate())).read_bytes() == PTH.read_bytes()
+    files = [str(path) for path in installed[0].files or ()]
+    ours = [name for name in files if name.endswith(".pth") and not name.startswith("__editable__")]
+    assert not ours, "the installation is older than this tree: pip install -e ."
     commands = {entry.name for entry in installed[0].entry_points}
     assert "horovodrun" not in commands and "horoclonerun" in commands
 

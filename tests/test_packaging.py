@@ -139,8 +139,8 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
         "horoclone/_core.pyi",
         "horoclone/torch/__init__.py",
     } <= set(names)
-    assert not [n for n in names if not n.startswith(("horoclone/", "horoclone-"))], (
-        "only the package belongs in it"
+    assert [n for n in names if not n.startswith(("horoclone/", "horoclone-"))] == ["horovod.py"], (
+        "only the package belongs in it, and what `import horovod` finds"
     )
 
     venv = tmp_path / "venv"
@@ -150,6 +150,71 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     code = "import horoclone._core as c, sys; print(c.build_info()); assert 'numpy' not in sys.modules"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "version" in done.stdout, done.stderr
+    the_name_horovod_comes_and_goes_with_it([python, *pip[1:]], wheel, tmp_path)
+    it_works_from_a_folder_on_the_path(pip, wheel, tmp_path)
+
+
+def it_works_from_a_folder_on_the_path(pip: list[str], wheel: Path, tmp_path: Path) -> None:
+    """As clusters share packages: pip install --target, and PYTHONPATH; no .pth file is read there."""
+    target = tmp_path / "target"
+    subprocess.run([*pip, "install", "--no-deps", "--target", target, wheel], check=True, timeout=120)
+    import numpy
+
+    others = tmp_path / "others"  # what this environment has, without horoclone
+    others.mkdir()
+    for entry in Path(numpy.__file__).parent.parent.iterdir():
+        if "horoclone" not in entry.name and entry.name not in ("horovod.py", "__pycache__"):
+            (others / entry.name).symlink_to(entry)
+    frameworks = [name for name in ("torch", "keras") if (others / name).exists()]
+    code = f"""
+import importlib
+for name in {frameworks!r}:
+    found = importlib.import_module("horovod." + name)
+    assert found.__name__ == "horoclone." + name and found.__file__.startswith({str(target)!r}), found
+import horovod.runner.common.util.hosts, horovod
+horovod.init()
+print(horovod.size())
+"""
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": f"{target}{os.pathsep}{others}", "KERAS_BACKEND": "torch"},
+    )  # fmt: skip
+    assert done.stdout == "1\n", done.stderr
+
+
+def the_name_horovod_comes_and_goes_with_it(pip: list[Any], wheel: Path, tmp_path: Path) -> None:
+    """With a real Horovod (here a small one) in the same place: neither changes a file of the other."""
+    real = tmp_path / "horovod-0.28.1-py3-none-any.whl"
+    with zipfile.ZipFile(real, "w") as archive:
+        info = "horovod-0.28.1.dist-info"
+        archive.writestr("horovod/__init__.py", "kind = 'real'\n")
+        archive.writestr("horovod/torch.py", "from horovod import kind\n")
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: horovod\nVersion: 0.28.1\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(
+            f"{info}/RECORD", "".join(f"{name},,\n" for name in archive.namelist()) + f"{info}/RECORD,,\n"
+        )
+
+    def found() -> str:
+        code = "try:\n import horovod; print(getattr(horovod, 'kind', horovod.__name__))\nexcept ImportError: print('none')"
+        done = subprocess.run([pip[0], "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        return done.stdout.strip() or done.stderr
+
+    def step(*words: Any) -> str:
+        subprocess.run([*pip, *words], check=True, timeout=120, capture_output=True)
+        return found()
+
+    assert found() == "horoclone"
+    assert step("install", "--no-deps", real) == "real"
+    assert step("uninstall", "--yes", "horoclone") == "real"
+    assert step("install", "--no-deps", wheel) == "real"
+    assert step("uninstall", "--yes", "horovod") == "horoclone"
+    assert step("uninstall", "--yes", "horoclone") == "none"
+    (packages,) = Path(pip[0]).parent.parent.glob("lib/python3*/site-packages")
+    left = [path.name for path in packages.rglob("*") if path.name.startswith(("horo", "hc_"))]
+    assert not left
 
 
 def test_the_core_compiles_for_another_processor() -> None:
