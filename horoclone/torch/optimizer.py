@@ -72,6 +72,20 @@ class DistributedMixin(WrappedOptimizer):
             reducer.gather()
         reducer.reduced = True
 
+    def _allreduce_grad_async(self, parameter: torch.Tensor) -> tuple[Any, Any]:
+        """Horovod's: starts the reduction of one gradient under the parameter's name, beside what step() reduces.
+
+        Other libraries tell by this name that an optimizer is distributed. Returns (handle, None); the gradient holds
+        the result after synchronize(handle).
+        """
+        terms = self._reducer._terms
+        name = f"allreduce_grad.{self._name_of(parameter)}"
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        scales = terms.scales()
+        handle = mpi_ops.allreduce_async_(parameter.grad, None, name, terms.op, *scales, terms.process_set)
+        return handle, None
+
     def _find_new(self) -> None:
         for group in self.__dict__.get("param_groups", ()):
             for parameter in group["params"]:

@@ -243,3 +243,23 @@ def test_what_is_beyond_horovod_has_the_same_arguments_on_arrays_and_tensors() -
         "sparse_allreduce_async", "broadcast_parameters", "broadcast_optimizer_state", "DistributedOptimizer", "SyncBatchNorm",
     }}  # fmt: skip
     assert not [name for name in every if not hasattr(horoclone, name)]
+
+
+@ranks(2)
+def test_one_gradient_is_reduced_by_horovods_private_name():
+    """pytorch-ignite tells by it that an optimizer is distributed; scripts call it in hooks of their own."""
+    model = torch.nn.Linear(3, 1, bias=False)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1.0), model.named_parameters()
+    )
+    assert not hasattr(torch.optim.SGD(model.parameters(), lr=1.0), "_allreduce_grad_async")
+    for gradient, expected in ((torch.full((1, 3), float(hvd.rank() * 4)), 2.0), (None, 0.0)):
+        model.weight.grad = gradient
+        handle, ctx = optimizer._allreduce_grad_async(model.weight)
+        hvd.synchronize(handle)
+        assert ctx is None and model.weight.grad.tolist() == [[expected] * 3]
+    before = model.weight.detach().clone()
+    model(torch.ones(1, 3)).sum().backward()  # the step's own reduction goes on as ever
+    optimizer.step()
+    assert torch.allclose(model.weight, before - 1.0)
