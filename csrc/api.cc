@@ -330,6 +330,7 @@ size_t hc_block_bytes(hc_block* block) { return block->memory->bytes(); }
 void hc_block_destroy(hc_block* block) { delete block; }
 
 void hc_abort(hc_runtime* rt, const char* text) { rt->engine->abort(text); }
+void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text) { rt->engine->break_off(handle, text); }
 hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
   return guarded([&] { return rt->engine->shutdown(timeout_s); });
 }

@@ -277,6 +277,47 @@ def test_a_rank_that_raises_or_leaves_is_named_by_all_others_within_a_second(cre
     assert team.output(1).count("Traceback") == int(how == "raise")
 
 
+def wait_with_an_alarm(torch_tensor):
+    hvd.init()
+    if torch_tensor:
+        import torch
+
+        import horoclone.torch as thvd
+
+        mine, reduce = torch.ones(4), thvd.allreduce
+    else:
+        mine, reduce = np.ones(4), hvd.allreduce
+    reduce(mine, name="first")
+    if hvd.rank() == 1:
+
+        def ring(number, frame):
+            raise TimeoutError("the step took too long\nand more")
+
+        signal.signal(signal.SIGALRM, ring)
+        signal.setitimer(signal.ITIMER_REAL, 0.3)
+        with pytest.raises(TimeoutError, match="took too long"):
+            reduce(mine, name="alone")
+        return
+    try:
+        reduce(mine, name="w")
+    except hvd.HorovodInternalError as error:
+        say(error=type(error).__name__, rank=getattr(error, "rank", None), text=str(error))
+
+
+@pytest.mark.parametrize("torch_tensor", [False, True], ids=["array", "tensor"])
+def test_an_exception_of_a_signal_handler_is_told_with_its_rank_its_text_and_the_call(crew, torch_tensor):
+    team = crew(wait_with_an_alarm, 3, torch_tensor=torch_tensor)
+    assert team.wait() == [0, 0, 0], team.outputs()
+    for rank in (0, 2):
+        heard = team.said(rank, "error")[0]
+        assert heard["error"] == "Aborted", heard
+        assert re.search(
+            r"rank 1 \(.*\) raised TimeoutError: the step took too long \(in a signal handler\) during allreduce '.*alone'",
+            heard["text"],
+        ), heard
+        assert "and more" not in heard["text"] and "allreduce 'w'" in heard["text"], heard
+
+
 def finish_early():
     hvd.init()
     for step in range(3 if hvd.rank() == 2 else 5):

@@ -123,6 +123,8 @@ class Engine {
   bool shares_memory() const;
 
   void abort(const std::string& text);
+  // abort() by who waits for `handle` and cannot go on: "<this rank> <text> during <the operation>".
+  void break_off(int64_t handle, const std::string& text);
   Status shutdown(double timeout_s);
   void after_fork_child();
   std::string counters_json() const;

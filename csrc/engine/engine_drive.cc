@@ -371,6 +371,11 @@ void Engine::abort(const std::string& text) {
   drive_until([this] { return !has_abort_.load() || stopping_.load(); }, true, Deadline::in(1.0));
 }
 
+void Engine::break_off(int64_t handle, const std::string& text) {
+  const Operation* op = handles_.find(handle);
+  abort(text_of(mesh_->describe(mesh_->rank()), " ", text, op ? text_of(" during ", op->describe()) : ""));
+}
+
 void Engine::say_goodbye(double timeout_s) {
   frame_.clear();
   frame_.put(FrameKind::kGoodbye);

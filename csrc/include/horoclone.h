@@ -220,6 +220,9 @@ HC_EXPORT int32_t hc_shares_memory(hc_runtime* rt); /* 1 when every rank of the 
 
 /* Tells every rank to fail what is pending with this text ("rank 1 raised ValueError: bad batch 17"). */
 HC_EXPORT void hc_abort(hc_runtime* rt, const char* text);
+/* The same by a caller that cannot go on waiting for `handle`. text: what happened to it ("raised TimeoutError: too
+ * slow"); this rank is named before it and the operation behind it. */
+HC_EXPORT void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text);
 /* Finishes what every rank has announced, says goodbye, stops the threads. After timeout_s what is left fails as
  * Aborted. */
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);

@@ -12,6 +12,7 @@
 
 #include "connect.h"
 #include "horoclone.h"
+#include "interruption.h"
 #include "memory.h"
 #include "quantize.h"
 #include "simulate.h"
@@ -148,14 +149,25 @@ class Runtime {
     try {
       wait(handle);
       if (!out && op != HC_BARRIER) made = result(handle, 0);
+    } catch (py::error_already_set& error) {
+      break_off(handle, hc_python::interruption_by(error.type().ptr(), error.value().ptr()));
+      throw;
     } catch (...) {
-      // Interrupted (Ctrl-C) while the core still reads and writes the caller's memory, which may go away now: end it.
-      if (!hc_poll(rt_, handle)) abort("interrupted in a blocking operation");
-      hc_release(rt_, handle);  // no harm where wait() has released it
+      break_off(handle, "was interrupted");
       throw;
     }
     hc_release(rt_, handle);
     return made;
+  }
+
+  // A signal's exception (Ctrl-C) came while the core still reads and writes the caller's memory, which may go away
+  // now: end it.
+  void break_off(hc_handle handle, const std::string& text) {
+    if (!hc_poll(rt_, handle)) {
+      WithoutGil released;
+      hc_break_off(rt_, handle, text.c_str());
+    }
+    hc_release(rt_, handle);  // no harm where wait() has released it
   }
 
   hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes,

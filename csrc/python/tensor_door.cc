@@ -9,6 +9,7 @@
 #include <climits>
 #include <cstring>
 
+#include "interruption.h"
 #include "plain_tensors.h"
 #include "wait_slice.h"
 #include "without_gil.h"
@@ -124,8 +125,9 @@ PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request
 // A signal's exception (Ctrl-C) is set: ends what the core still reads and writes the caller's memory for.
 PyObject* break_off(const TensorDoor* door, PyObject* const* args, hc_handle number) {
   if (!hc_poll(door->rt, number)) {
+    const std::string text = interruption_by_what_is_set();
     WithoutGil released;
-    hc_abort(door->rt, "interrupted in a blocking operation");
+    hc_break_off(door->rt, number, text.c_str());
   }
   if (!hc_poll(door->rt, number)) {  // it would not end: then its tensors are never let go
     Py_INCREF(args[kSource]);
