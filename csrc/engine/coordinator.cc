@@ -61,9 +61,10 @@ struct Coordinator::State {
   size_t fuse(PlanBatch* batch, const Ready& first);
   void close(uint32_t entry, PlanBatch* batch);
   bool runs_alone(const Ready& item) const;
+  size_t fusion_limit(const Agreement& agreement) const;
   void drop_taken();
 
-  CoordinatorOptions options;  // constant, except fusion_bytes
+  CoordinatorOptions options;  // constant, except fusion_bytes and arena_fusion_bytes
   const RankNames names;
   Ledger ledger;
   RankSet joined, left;
@@ -198,8 +199,14 @@ void Coordinator::State::make_ready(uint32_t index) {
   prioritised |= item.priority != 0;
   if (a.error == Code::kOk) ledger.choose_slot(index);
   const bool alone = !options.fuse_groups && ledger.reference(e).tensors.size() > 1;
-  if (a.fusable && !alone && a.bytes <= options.fusion_bytes && options.fusion_bytes != 0) item.fuse_hash = a.fuse_hash;
+  const size_t limit = fusion_limit(a);
+  if (a.fusable && !alone && a.bytes <= limit && limit != 0) item.fuse_hash = a.fuse_hash;
   enqueue(item);
+}
+
+size_t Coordinator::State::fusion_limit(const Agreement& agreement) const {
+  if (!agreement.in_arena) return options.fusion_bytes;
+  return std::min(options.fusion_bytes, options.arena_fusion_bytes);
 }
 
 std::string Coordinator::State::departure(int rank) const {
@@ -275,6 +282,7 @@ size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
   const int32_t priority = first.priority;
   const FuseKey key = ledger.agreement(ledger.at(first.entry)).fuse;
   size_t bytes = first.bytes, misfits = 0;
+  const size_t most = fusion_limit(ledger.agreement(ledger.at(first.entry)));
   close(first.entry, batch);
   for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits; i++) {
     Ready& next = ready[i];
@@ -282,7 +290,7 @@ size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
     if (next.entry == kNoEntry || next.taken || next.fuse_hash != hash) continue;
     if (!(ledger.agreement(ledger.at(next.entry)).fuse == key)) continue;
     // The threshold may have shrunk since these became ready.
-    size_t limit = options.fusion_bytes;
+    size_t limit = most;
     if (next.priority != priority && options.part_bytes != 0) limit = std::min(limit, options.part_bytes);
     if (bytes > limit || next.bytes > limit - bytes) {
       misfits++;
@@ -292,6 +300,10 @@ size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
     close(next.entry, batch);
     next.taken = true;
     ready_count--;
+  }
+  if (batch->in_arena && batch->entries.size() > 1) {
+    batch->in_arena = false;
+    batch->algorithm = Algorithm::kRecursiveDoubling;  // as each of them alone would be
   }
   return bytes;
 }
@@ -434,6 +446,7 @@ bool Coordinator::anything_ready() const { return state_->ready_count != 0; }
 size_t Coordinator::pending() const { return state_->pending; }
 
 void Coordinator::set_fusion_bytes(size_t bytes) { state_->options.fusion_bytes = bytes; }
+void Coordinator::set_arena_fusion_bytes(size_t bytes) { state_->options.arena_fusion_bytes = bytes; }
 
 void Coordinator::leave(int rank, const std::string& text) { state_->leave(rank, text); }
 

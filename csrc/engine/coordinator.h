@@ -28,7 +28,11 @@ class AgreementWatch {
 struct CoordinatorOptions {
   int size = 1;                      // ranks in the process set
   size_t fusion_bytes = 128u << 20;  // 0 = no fusion
-  bool fuse_groups = true;           // a group may share a batch with operations that are not of it
+  // The same for what lies in arenas, where fusion may change no bit: below this, channels reduce by recursive
+  // doubling, in which no element's order of sums depends on what is beside it. 0 within a node: there each is reduced
+  // where it lies.
+  size_t arena_fusion_bytes = 0;
+  bool fuse_groups = true;  // a group may share a batch with operations that are not of it
   // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
   size_t part_bytes = 0;
   size_t cache_capacity = 8192;  // slots; 0 = no cache
@@ -67,8 +71,9 @@ class Coordinator {
   // A rank has left for good (shutdown): operations that wait for it fail with `text`, now and later.
   void leave(int rank, const std::string& text);
   size_t pending() const;
-  // Holds for the plans to come.
+  // Hold for the plans to come.
   void set_fusion_bytes(size_t bytes);
+  void set_arena_fusion_bytes(size_t bytes);
 
  private:
   struct State;

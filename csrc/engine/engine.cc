@@ -118,7 +118,7 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
     sets_[0]->tuning = agreed_tuning_;
     adopt(agreed_tuning_);
   }
-  if (sets_[0]->coordinator) sets_[0]->coordinator->set_fusion_bytes(agreed_tuning_.fusion_bytes);
+  if (sets_[0]->coordinator) tell_sizes(sets_[0].get(), agreed_tuning_);
   selection_source_.store(static_cast<SelectionSource>(static_cast<int>(table[kKnobCount + 2])));
   return Status::ok();
 }
@@ -216,8 +216,16 @@ std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks
     options.watch = set->watch.get();
     options.lateness = &set->lateness;
     set->coordinator = std::make_unique<Coordinator>(options);
+    tell_sizes(set.get(), agreed_tuning_);
   }
   return set;
+}
+
+// How much the set's coordinator fuses.
+void Engine::tell_sizes(ProcessSet* set, const Tuning& tuning) const {
+  const bool one_node = set->lane && set->lane->size() == set->size();
+  set->coordinator->set_fusion_bytes(tuning.fusion_bytes);
+  set->coordinator->set_arena_fusion_bytes(one_node || tuning.ring_from_bytes == 0 ? 0 : tuning.ring_from_bytes - 1);
 }
 
 ProcessSet* Engine::find_set(int id) const {

@@ -252,6 +252,7 @@ class Engine {
   void attach_messages();
   size_t express_limit(const ProcessSet& set) const;
   std::unique_ptr<ProcessSet> make_set(uint16_t id, std::vector<int> ranks);
+  void tell_sizes(ProcessSet* set, const Tuning& tuning) const;
   ProcessSet* find_set(int id) const;
 
   // engine_drive.cc: waiting, sleeping, failing

@@ -205,7 +205,7 @@ void Engine::decide(ProcessSet& set, bool* moved) {
   // sets wait for them, also alone.
   const bool tunes = set.tuning != tuning_ && (may_run || set.id == 0) && !failed_.load(std::memory_order_relaxed);
   if (!may_run && !tunes) return;
-  if (tunes) set.coordinator->set_fusion_bytes(tuning_.fusion_bytes);
+  if (tunes) tell_sizes(&set, tuning_);
   Plan plan = set.coordinator->decide(may_run ? kPlansAhead - busy : 0);
   set.gathering = set.gathering && set.coordinator->anything_ready();  // what there was no room for has waited already
   if (plan.batches.empty() && !(tunes && set.id == 0)) return;
@@ -213,7 +213,8 @@ void Engine::decide(ProcessSet& set, bool* moved) {
   if (set.suits_express(plan)) plan.express_turn = set.express.fresh_turn();
   *moved = true;
   for (PlanBatch& batch : plan.batches)
-    if (batch.op == Op::kAllreduce && set.may_be_two_level && tuning_.two_level) batch.algorithm = Algorithm::kTwoLevel;
+    if (batch.op == Op::kAllreduce && batch.algorithm == Algorithm::kAuto && set.may_be_two_level && tuning_.two_level)
+      batch.algorithm = Algorithm::kTwoLevel;
   note_turns_before(set, &plan);
   if (set.size() > 1) {
     Writer frame;

@@ -22,7 +22,7 @@ size_t bytes_of(const Submission::Tensor& t) {
 
 }  // namespace
 
-// Declared buckets never share a batch, so that their bits depend on nothing else.
+// Declared buckets share a batch only where that changes no bit (CoordinatorOptions::arena_fusion_bytes).
 bool Engine::goes_in_place(const Submission& s, bool declared) const {
   if (s.op != Op::kAllreduce) return false;
   size_t bytes = 0;

@@ -237,6 +237,7 @@ uint64_t hash_of_key(const FuseKey& key) {
   Signature s;
   s.reduce = key.reduce;
   s.device = key.device;
+  s.in_arena = key.in_arena;
   s.prescale = key.prescale;
   s.postscale = key.postscale;
   s.root = static_cast<int32_t>(key.dtype);
@@ -309,8 +310,8 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
   if (a.error != Code::kOk) return a;
   a.in_arena = in_arena && !someone_joined && !s.tensors.empty();
   a.on_device = s.device != 0 && !s.tensors.empty();
-  a.fusable = !a.in_arena && may_fuse(subject, s);
-  if (a.fusable) a.fuse = {s.reduce, s.tensors[0].dtype, s.device, s.prescale, s.postscale};
+  a.fusable = may_fuse(subject, s);
+  if (a.fusable) a.fuse = {s.reduce, s.tensors[0].dtype, s.device, a.in_arena, s.prescale, s.postscale};
   if (a.fusable) a.fuse_hash = hash_of_key(a.fuse);
   a.bytes = bytes_of(s);
   return a;

@@ -17,6 +17,7 @@ struct FuseKey {
   Reduce reduce = Reduce::kSum;
   DType dtype = DType::kF32;
   uint8_t device = 0;
+  bool in_arena = false;
   double prescale = 1.0;
   double postscale = 1.0;
   bool operator==(const FuseKey&) const = default;

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "tests/locked_checks.h"
 #include "tests/world.h"
@@ -77,31 +78,86 @@ TEST_CASE("a small tensor may lie in the arena on some ranks only, and beside pr
   }));
 }
 
-// Two machines, so that the plan of declared buckets cannot be frozen: they are negotiated, and their bits must not
-// depend on what else is ready.
-TEST_CASE("small declared buckets share no batch") {
-  World world(2, {kGathers});
-  CHECK_OK(world.on_nodes({"a", "b"}).each([&](Engine& engine, int) {
-    const int64_t n = 16;
-    auto memory = engine.allocate(kTensors * n * sizeof(float)).take();
-    auto* data = reinterpret_cast<float*>(memory->data());
+// Buckets of one size in an arena, declared: bucket b has its n elements at b * n.
+struct DeclaredBuckets {
+  DeclaredBuckets(Engine& engine, int count, int64_t n) : engine(engine), count(count), n(n) {
+    memory = engine.allocate(static_cast<size_t>(n) * static_cast<size_t>(count) * sizeof(float)).take();
     BucketSet set;
-    for (int b = 0; b < kTensors; ++b)
+    for (int b = 0; b < count; ++b)
       set.buckets.push_back(
           {"b" + std::to_string(b), memory->data() + b * n * static_cast<int64_t>(sizeof(float)), {n}, DType::kF32});
-    int id = -1;
     CHECK_OK(engine.declare(0, set, &id));
-    std::fill(data, data + n * kTensors, 1.0f);
+  }
+  // Numbers whose sum depends on the order in which they are added.
+  void fill() {
+    const int rank = engine.mesh().rank();
+    for (int64_t i = 0; i < n * count; ++i)
+      data()[i] = (static_cast<float>((i * 7919 + rank * 104729) % 100003) - 5e4f) * (rank % 2 ? 1e-3f : 1.7f);
+  }
+  // In one go, or each alone. Returns the batches that it took.
+  int64_t reduce(bool in_one_go) {
     const int64_t before = batches_of(engine);
-    int64_t handles[kTensors];
-    for (int b = 0; b < kTensors; ++b) CHECK_OK(engine.submit_declared(0, id, b, nullptr, &handles[b]));
-    for (int64_t h : handles) {
-      CHECK_OK(finish(engine, h));
-      engine.release(h);
+    std::vector<int64_t> handles;
+    for (int b = 0; b < count; ++b) {
+      handles.push_back(0);
+      CHECK_OK(engine.submit_declared(0, id, b, nullptr, &handles.back()));
+      if (in_one_go && b + 1 < count) continue;
+      for (int64_t h : handles) {
+        CHECK_OK(finish(engine, h));
+        engine.release(h);
+      }
+      handles.clear();
     }
-    const int64_t batches = batches_of(engine) - before;
-    CHECK_LOCKED(batches == kTensors);
-    CHECK_LOCKED(std::count(data, data + n * kTensors, 2.0f) == n * kTensors);
+    return batches_of(engine) - before;
+  }
+  float* data() { return reinterpret_cast<float*>(memory->data()); }
+  std::vector<float> values() { return {data(), data() + n * count}; }
+
+  Engine& engine;
+  const int count;
+  const int64_t n;
+  std::shared_ptr<Memory> memory;
+  int id = -1;
+};
+
+// Several machines, so that the plan of declared buckets cannot be frozen: they are negotiated.
+TEST_CASE("many small declared buckets between machines travel in few batches, with the bits of each alone") {
+  for (const std::vector<std::string>& node :
+       {std::vector<std::string>{"a", "b"}, {"a", "b", "c"}, {"a", "b", "c", "d"}, {"a", "a", "b", "b"}}) {
+    CAPTURE(node.size());
+    const int size = static_cast<int>(node.size());
+    std::vector<std::vector<float>> together(static_cast<size_t>(size));
+    constexpr int kBuckets = 161;
+    constexpr int64_t kElements = 64;
+    World gathering(size, {kGathers});
+    CHECK_OK(gathering.on_nodes(node).each([&](Engine& engine, int rank) {
+      DeclaredBuckets buckets(engine, kBuckets, kElements);
+      for (int step = 0; step < 2; ++step) {
+        buckets.fill();
+        const int64_t batches = buckets.reduce(true);
+        CHECK_LOCKED(batches <= 4);
+      }
+      together[static_cast<size_t>(rank)] = buckets.values();
+    }));
+    World one_by_one(size);
+    CHECK_OK(one_by_one.on_nodes(node).each([&](Engine& engine, int rank) {
+      DeclaredBuckets buckets(engine, kBuckets, kElements);
+      buckets.fill();
+      const int64_t batches = buckets.reduce(false);
+      CHECK_LOCKED(batches == kBuckets);
+      const bool alike = buckets.values() == together[static_cast<size_t>(rank)];
+      CHECK_LOCKED(alike);
+    }));
+  }
+}
+
+TEST_CASE("declared buckets that a ring reduces share no batch") {
+  World world(2, {kGathers});
+  CHECK_OK(world.on_nodes({"a", "b"}).each([&](Engine& engine, int) {
+    DeclaredBuckets buckets(engine, 5, 20 << 10);
+    buckets.fill();
+    const int64_t batches = buckets.reduce(true);
+    CHECK_LOCKED(batches == 5);
   }));
 }
 
