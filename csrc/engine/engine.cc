@@ -19,6 +19,10 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.keepalive_s = c.keepalive_s;
   options.tcp_streams = c.tcp_streams;
   options.node = c.node;
+  // Who talks to whom, and how. Whatever else the ranks must share is rank 0's (agree_on_settings), or agreed on as it
+  // is needed.
+  options.must_agree = {{"HOROCLONE_SHARED_MEMORY", c.shared_memory ? "1" : "0"},
+                        {"HOROCLONE_CONTROL_FANOUT", std::to_string(c.control_fanout)}};
   if (c.simd != "auto" && !select_simd(c.simd.c_str()))
     return error(Code::kInvalidArgument, "HOROCLONE_SIMD=", c.simd, ": this processor does not have it");
   // Before anybody connects: to the others, a rank that fails later has left, for a reason that its own log has.
@@ -88,12 +92,10 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   Tuning start = Tuning::of(config_);
   SelectionSource source{};
   HC_TRY(start_selection(&start, &source));
-  double table[kKnobCount + 4] = {};
+  double table[kKnobCount + 2] = {};
   for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(start, static_cast<Knob>(k));
-  table[kKnobCount] = config_.shared_memory;
-  table[kKnobCount + 1] = config_.control_fanout;
-  table[kKnobCount + 2] = static_cast<double>(source);
-  table[kKnobCount + 3] = start.adasum_by_node;
+  table[kKnobCount] = static_cast<double>(source);
+  table[kKnobCount + 1] = start.adasum_by_node;
   const int64_t shape[] = {std::size(table)};
   const Submission::Tensor tensor{table, table, shape, DType::kF64};
   Submission s;
@@ -102,16 +104,9 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
   s.tensors = {&tensor, 1};
   s.will_wait = true;
   HC_TRY(run_in_init(s, members));
-  const bool shared_on_0 = table[kKnobCount] != 0;
-  if (shared_on_0 != config_.shared_memory)
-    return error(Code::kMismatch, "HOROCLONE_SHARED_MEMORY is ", config_.shared_memory ? "on" : "off", " for rank ",
-                 mesh_->rank(), " and ", shared_on_0 ? "on" : "off", " for rank 0; set it alike for all");
-  if (static_cast<int>(table[kKnobCount + 1]) != config_.control_fanout)
-    return error(Code::kMismatch, "HOROCLONE_CONTROL_FANOUT is ", config_.control_fanout, " for rank ", mesh_->rank(),
-                 " and ", static_cast<int>(table[kKnobCount + 1]), " for rank 0; set it alike for all");
   const GateHold held(this);
   for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
-  agreed_tuning_.adasum_by_node = table[kKnobCount + 3] != 0;
+  agreed_tuning_.adasum_by_node = table[kKnobCount + 1] != 0;
   flat_bytes_ = agreed_tuning_.flat_bytes;
   sets_[0]->express_bytes = express_limit(*sets_[0]);
   if (!tuned_) {  // rank 0 may have gone on and changed them already
@@ -119,7 +114,7 @@ Status Engine::agree_on_settings(const MeshMembers& members) {
     adopt(agreed_tuning_);
   }
   if (sets_[0]->coordinator) tell_sizes(sets_[0].get(), agreed_tuning_);
-  selection_source_.store(static_cast<SelectionSource>(static_cast<int>(table[kKnobCount + 2])));
+  selection_source_.store(static_cast<SelectionSource>(static_cast<int>(table[kKnobCount])));
   return Status::ok();
 }
 

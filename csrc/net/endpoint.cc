@@ -52,6 +52,11 @@ std::string Endpoint::encode() const {
     out.put(a.port());
     out.put_raw(a.host_bytes().data(), a.host_bytes().size());
   }
+  out.put(static_cast<uint8_t>(settings.size()));
+  for (const auto& [name, value] : settings) {
+    out.put_text(name);
+    out.put_text(value);
+  }
   return {reinterpret_cast<const char*>(out.bytes().data()), out.size()};
 }
 
@@ -85,6 +90,12 @@ Result<Endpoint> Endpoint::decode(const std::string& bytes) {
     auto address = Address::from_bytes({host, host_bytes}, port);
     if (!address.is_ok()) return address.status();
     one.addresses.push_back(address.take());
+  }
+  const size_t settings = in.get<uint8_t>();
+  if (settings > kMaxSettings) in.fail();
+  for (size_t i = 0; i < settings && in.ok(); ++i) {
+    std::string name = in.get_text(kMaxText);
+    one.settings.emplace_back(std::move(name), in.get_text(kMaxText));
   }
   if (!in.ok() || in.remaining() != 0)
     return error(Code::kInvalidArgument, "a damaged endpoint of ", bytes.size(), " bytes");

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/status.h"
@@ -13,6 +14,7 @@ namespace hc {
 
 inline constexpr size_t kMaxEndpointBytes = 4096;
 inline constexpr size_t kMaxAddresses = 64;
+inline constexpr size_t kMaxSettings = 16;
 
 // Two processes with equal values can meet over an abstract unix socket and share memory.
 struct HostIdentity {
@@ -34,6 +36,7 @@ struct Endpoint {
   bool shares_memory = false;
   std::string unix_name;  // abstract
   std::vector<Address> addresses;
+  std::vector<std::pair<std::string, std::string>> settings;  // MeshOptions::must_agree
 
   std::string encode() const;
   static Result<Endpoint> decode(const std::string& bytes);

@@ -38,6 +38,7 @@ Status ConnectedMesh::open() {
   own_endpoint_.identity = HostIdentity::of_this_process(options_.node);
   own_endpoint_.host_name = this_host_name();
   own_endpoint_.pid = ::getpid();
+  own_endpoint_.settings = options_.must_agree;
   HC_TRY(open_listeners());
   if (options_.shared_memory) open_arena();
   announced_shared_ = own_endpoint_.shares_memory = arena_ != nullptr;

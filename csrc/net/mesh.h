@@ -12,6 +12,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "base/clock.h"
@@ -36,6 +37,9 @@ struct MeshOptions {
   // With more ranks than this on a node a rank looks at those rings only of which there is news: each look at a ring
   // may miss the caches and the page tables, which a small node's rings do not.
   int few_local_ranks = 8;
+  // Name and value of each setting that is part of the protocol; connect() fails with Mismatch unless all ranks say the
+  // same.
+  std::vector<std::pair<std::string, std::string>> must_agree;
 };
 
 struct MeshMembers {

@@ -6,6 +6,44 @@
 #include "net/connected_mesh.h"
 
 namespace hc {
+namespace {
+
+constexpr size_t kNamedWithValue = 8;  // with each value of a setting
+
+// Empty: all say the same. Else each value with its ranks: "1 on ranks 0, 2; 0 on rank 1".
+std::string values_of(const std::vector<Endpoint>& endpoints, size_t setting) {
+  std::vector<std::pair<std::string, std::vector<size_t>>> values;  // in the order of their first ranks
+  for (size_t r = 0; r < endpoints.size(); ++r) {
+    const std::string& value = endpoints[r].settings[setting].second;
+    auto at = std::find_if(values.begin(), values.end(), [&](const auto& v) { return v.first == value; });
+    if (at == values.end()) at = values.insert(at, {value, {}});
+    at->second.push_back(r);
+  }
+  if (values.size() == 1) return "";
+  std::string text;
+  for (const auto& [value, ranks] : values) {
+    text += text_of(text.empty() ? "" : "; ", value, ranks.size() == 1 ? " on rank " : " on ranks ");
+    for (size_t i = 0; i < std::min(ranks.size(), kNamedWithValue); ++i) text += text_of(i ? ", " : "", ranks[i]);
+    if (ranks.size() > kNamedWithValue) text += text_of(" and ", ranks.size() - kNamedWithValue, " more");
+  }
+  return text;
+}
+
+// Every rank has all endpoints, so that all come to the same end by themselves.
+Status check_settings(const std::vector<Endpoint>& endpoints) {
+  for (size_t r = 1; r < endpoints.size(); ++r) {
+    if (endpoints[r].settings.size() != endpoints[0].settings.size())
+      return error(Code::kMismatch, "rank ", r, " tells other settings than rank 0; install the same horoclone on all");
+  }
+  for (size_t i = 0; i < endpoints[0].settings.size(); ++i) {
+    if (const std::string values = values_of(endpoints, i); !values.empty())
+      return error(Code::kMismatch, endpoints[0].settings[i].first, " differs between ranks: ", values,
+                   ". Set it alike on all ranks");
+  }
+  return Status::ok();
+}
+
+}  // namespace
 
 Status ConnectedMesh::check_members(const MeshMembers& members) const {
   if (connected_) return error(Code::kInternal, "connect() was called twice");
@@ -34,7 +72,7 @@ Status ConnectedMesh::read_endpoints(const MeshMembers& members, std::vector<End
     }
     endpoints->push_back(one.take());
   }
-  return Status::ok();
+  return check_settings(*endpoints);
 }
 
 // Nodes are numbered by their lowest rank, local ranks ascend with the rank.
