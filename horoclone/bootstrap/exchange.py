@@ -18,16 +18,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horoclone import errors
-from horoclone.bootstrap import detect, launchers, pmix, wire
+from horoclone.bootstrap import detect, launchers, one_host, pmix, wire
 from horoclone.bootstrap.client import VERDICT_S, Client
 from horoclone.bootstrap.detect import Placement
-from horoclone.bootstrap.rendezvous import Server, abstract_name
+from horoclone.bootstrap.rendezvous import Server
 
 Say = Callable[[str], None]
 Environment = Mapping[str, str]
 
 SECRET_BYTES = 32
-BIND_PATIENCE_S = 10.0  # for a name that a process of an older run still holds
 LINGER_S = 1.0
 WITHOUT_SECRET = (
     "the processes are on several hosts and share no secret. Put the same random text (at least 16 bytes) into a file "
@@ -321,15 +320,16 @@ def _meet_on_this_host(
     environ: Environment,
     deadline: float,
 ) -> Meeting:
-    """An abstract unix socket whose name every process can derive; the kernel vouches for the user at both ends."""
+    """At a name that every process can derive (one_host.py); the kernel vouches for the user at both ends."""
     rank, size = ranks.index(placement.rank), len(ranks)
     job = _job_name(placement, environ)
-    address = abstract_name(job, scope)
-    name = address.removeprefix("unix:")
+    addresses = one_host.addresses(secret, job, scope)
+    name = addresses[0].removeprefix("unix:")
     server = None
     if rank == 0:
-        server = _bind_patiently(lambda: Server(secret, name, size, [address]), address, deadline)
-    client = Client([address], secret, name, _left_s(deadline), placement.rank, ranks[0])
+        server = one_host.serve(lambda address: Server(secret, name, size, [address]), addresses, deadline)
+        addresses = server.addresses
+    client = Client(addresses, secret, name, _left_s(deadline), placement.rank, ranks[0])
     if not secret and server is not None:
         secret = secrets.token_bytes(SECRET_BYTES)
         client.put("secret", secret)
@@ -477,22 +477,6 @@ def _bindings(environ: Environment) -> list[str]:
     """Where rank 0 listens when processes may be on other hosts."""
     names = environ.get("HOROCLONE_NETWORK_INTERFACES") or environ.get("HOROVOD_GLOO_IFACE") or ""
     return wire.routable_addresses(names) if names else ["0.0.0.0"]
-
-
-def _bind_patiently(make: Callable[[], Server], address: str, deadline: float) -> Server:
-    give_up = min(deadline, time.monotonic() + BIND_PATIENCE_S)
-    while True:
-        try:
-            return make()
-        except OSError as error:
-            if error.errno != errno.EADDRINUSE:
-                raise
-            if time.monotonic() >= give_up:
-                raise errors.HorovodInternalError(
-                    f"rank 0: another process of yours holds {address} for {BIND_PATIENCE_S:.0f} s already. Is an "
-                    "older run of this job alive, or do two processes have rank 0?"
-                ) from error
-            time.sleep(0.05)
 
 
 def _left_s(deadline: float) -> float:
