@@ -1,0 +1,87 @@
+"""Horovod's published examples run unedited on two ranks: those of the folder that EXAMPLES_OF_HOROVOD names."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+VARIABLE = "EXAMPLES_OF_HOROVOD"
+
+
+def runner() -> Any:
+    specification = importlib.util.spec_from_file_location("horovod_examples_run", HERE / "run.py")
+    assert specification is not None and specification.loader is not None
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+RUN = runner()
+
+
+def title(example: dict[str, Any]) -> str:
+    return " ".join([example["name"], *example.get("arguments", ())[:8]])
+
+
+def test_the_list_says_what_is_needed_and_what_was_seen() -> None:
+    entries = RUN.listed()
+    assert len(entries) >= 8
+    for entry in entries:
+        known = {
+            "name", "start", "arguments", "data", "environment", "needs", "expect", "tried", "waits_for",
+        }  # fmt: skip
+        assert set(entry) <= known and entry["name"].endswith(".py"), entry
+        assert "waits_for" in entry or ("expect" in entry and "needs" in entry), entry
+        assert all(isinstance(word, str) for word in entry.get("arguments", ())), entry
+
+
+def test_an_example_that_is_not_there_is_left_out_with_the_reason(tmp_path: Path) -> None:
+    first = RUN.listed()[0]
+    assert "is not there" in RUN.obstacle(first, tmp_path)
+    (tmp_path / first["name"]).parent.mkdir()
+    (tmp_path / first["name"]).write_text("")
+    assert RUN.obstacle({**first, "needs": ["no_such_module"]}, tmp_path) == "needs no_such_module"
+    assert RUN.obstacle({**first, "needs": [], "waits_for": "Spark"}, tmp_path) == "needs Spark"
+
+
+@pytest.mark.slow
+def test_a_script_is_run_on_two_ranks_and_its_failure_is_told(tmp_path: Path) -> None:
+    """The way itself, on a script of ours that reads the made files as the examples do."""
+    pytest.importorskip("torch")
+    script = tmp_path / "examples" / "mine.py"
+    script.parent.mkdir()
+    script.write_text(
+        "import horovod.torch as hvd\n"
+        "from torchvision import datasets, transforms\n"
+        "hvd.init()\n"
+        "data = datasets.MNIST('data', train=False, download=True, transform=transforms.ToTensor())\n"
+        "image, label = data[hvd.rank()]\n"
+        "print('rank', hvd.rank(), 'of', hvd.size(), tuple(image.shape), 0 <= label < 10, len(data))\n"
+    )
+    entry = {"name": "mine.py", "data": "mnist_files", "expect": r"rank 1 of 2 \(1, 28, 28\) True 256"}
+    for number, expect in enumerate((entry["expect"], "something else")):
+        place = tmp_path / str(number)
+        place.mkdir()
+        if number:
+            with pytest.raises(AssertionError, match=r"mine\.py did not say something else"):
+                RUN.run({**entry, "expect": expect}, script.parent, place)
+        else:
+            assert "rank 0 of 2" in RUN.run(entry, script.parent, place)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("example", RUN.listed(), ids=title)
+def test_horovods_example(example: dict[str, Any], tmp_path: Path) -> None:
+    folder = os.environ.get(VARIABLE)
+    if not folder:
+        pytest.skip(f"{VARIABLE} does not name the folder examples/ of a copy of Horovod's sources")
+    why = RUN.obstacle(example, Path(folder).resolve())
+    if why:
+        pytest.skip(why)
+    RUN.run(example, Path(folder).resolve(), tmp_path)
