@@ -97,6 +97,20 @@ def crew(warm_crew: Any) -> Iterator[Any]:
     yield from crew_of.teams_of(warm_crew)
 
 
+@pytest.fixture(scope="session")
+def warm_torch_crew() -> Iterator[Any]:
+    """The process from which the ranks of `torch_crew` are forked: torch and our binding are imported there, once."""
+    made = crew_of.Crew(clean_environment(), "torch._dynamo", "torch.distributed.fsdp", "horoclone.torch")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def torch_crew(warm_torch_crew: Any) -> Iterator[Any]:
+    """As `crew`, for ranks that use torch."""
+    yield from crew_of.teams_of(warm_torch_crew)
+
+
 @dataclass
 class Finished:
     """A command that ended: returncode is negative for a signal, as in subprocess."""

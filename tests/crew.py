@@ -364,7 +364,7 @@ class Crew:
 
     def close(self) -> None:
         self._channel.close()
-        self._process.wait(10)
+        self._process.wait(60)  # with torch in it the end takes seconds on a busy machine
 
 
 def teams_of(crew: Crew) -> Iterator[Callable[..., Team]]:

@@ -1,22 +1,21 @@
 """How the members of a torch process group connect: from torch's store to a runtime of their own.
 
 Nothing that is read from the store is trusted with more than a name: on one host the kernel vouches for the members, on
-several they must share a secret. Also the rendezvous for launchers that set none of torch's variables, and a barrier in
-the store.
+several they must share a secret (c10d_signed.py). Also the rendezvous for launchers that set none of torch's variables,
+and a barrier in the store.
 """
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations
 
 import hashlib
-import hmac
 import importlib
 import itertools
 import os
 import secrets
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,6 +26,7 @@ from horoclone import errors, objects, runtime
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.settings import settings_of
 from horoclone.torch.c10d_lost import Look, wait_for_key
+from horoclone.torch.c10d_signed import SignedStore
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -40,28 +40,23 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     """A runtime whose world is the process group: every member calls it with the group's store.
 
     Raises Timeout naming who is missing, what look() raises while it waits, Unsupported for several hosts without a
-    common secret.
+    common secret, HorovodInternalError where a stranger has written into the store.
     """
     deadline = time.monotonic() + timeout_s
-    store = of_this_life(store)
     settings = settings_of(os.environ)
-    secret = _own_secret()
-    mine = f"{_host()}\n{_fingerprint(secret)}".encode()
-    entries = _gather(store, "host", rank, size, mine, deadline, look)
-    hosts, prints = zip(*(entry.decode().split("\n") for entry in entries), strict=True)
-    one_host = len(set(hosts)) == 1
+    secret, host = _own_secret(), _host().encode()
+    board = SignedStore(of_this_life(store), rank, size, secret, deadline, look)
+
+    def all_here(values: Sequence[bytes]) -> bool:
+        return all(value.rpartition(b"\n")[0] == host for value in values)
+
+    values = board.exchange("host", host + b"\n" + secrets.token_hex(16).encode(), all_here)
+    one_host = all_here(values)
     if one_host:
         if "127.0.0.1" in wire.routable_addresses():
             settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
-        if rank == 0:
-            store.set("token", secrets.token_hex(16))
-        token = _get(store, "token", deadline, 0, look).decode()
+        token = values[0].rpartition(b"\n")[2].decode(errors="replace")
         job = exchange.meet_on_this_host(token, rank, size, os.environ, deadline)
-    elif not secret or len(set(prints)) > 1:
-        raise errors.Unsupported(
-            f"torch.distributed's backend 'horoclone': {exchange.WITHOUT_SECRET}, and call hvd.init() before "
-            "init_process_group()."
-        )
     native: Runtime = runtime._core().Runtime(settings)
     try:
         if one_host:
@@ -70,7 +65,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
                 left_s = max(0.1, deadline - time.monotonic())
                 native.connect(rank, endpoints, job.secret, job.name, 1, left_s, None, look)
         else:
-            endpoints = _gather(store, "endpoint", rank, size, native.endpoint(), deadline, look)
+            endpoints = board.exchange("endpoint", native.endpoint())
             name = "c10d:" + hashlib.sha256(b"".join(endpoints)).hexdigest()[:32]
             native.connect(rank, endpoints, secret, name, 1, max(0.1, deadline - time.monotonic()))
     except BaseException:
@@ -82,7 +77,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     finally:
         if one_host:
             job.close()
-    _forget(store, [f"host/{rank}", f"endpoint/{rank}", *(["token"] if rank == 0 else [])])
+    board.forget()
     return native
 
 
@@ -91,43 +86,15 @@ def of_this_life(store: Any) -> Any:
     return dist.PrefixStore(f"horoclone/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _forget(store: Any, keys: list[str]) -> None:
-    """Everybody has read them. A process that destroys its groups and initialises again meets the same store."""
-    for key in keys:
-        try:
-            store.delete_key(key)
-        except (RuntimeError, NotImplementedError):
-            pass  # a store that cannot, or that has ended: the group needs it no more
-
-
 def _own_secret() -> bytes:
     """Of the job that hvd.init() has joined, or from the environment; empty when there is none."""
     return runtime.job_secret() or launchers.shared_secret(os.environ)
-
-
-def _fingerprint(secret: bytes) -> str:
-    return hmac.new(secret, b"c10d", "sha256").hexdigest()[:16] if secret else "-"
 
 
 def _host() -> str:
     """The same for processes that can reach each other's abstract sockets as the same user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}:{os.geteuid()}"
-
-
-def _gather(
-    store: Any, key: str, rank: int, size: int, mine: bytes, deadline: float, look: Look
-) -> list[bytes]:
-    store.set(f"{key}/{rank}", mine)
-    return [_get(store, f"{key}/{other}", deadline, other, look) for other in range(size)]
-
-
-def _get(store: Any, key: str, deadline: float, rank: int, look: Look) -> bytes:
-    if not wait_for_key(store, key, deadline, look):
-        raise errors.Timeout(
-            f"torch.distributed's backend 'horoclone': rank {rank} of the process group did not come in time"
-        )
-    return bytes(store.get(key))
 
 
 # --- rendezvous without torch's variables ---

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,22 +24,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 LIMIT_S = 60.0  # of one case; they take about a second
-
-
-@pytest.fixture(scope="module")
-def torch_crew() -> Iterator[Any]:
-    """The process from which the ranks are forked: torch and the backend are imported there, once."""
-    made = sys.modules["crew"].Crew(
-        {**os.environ, "OMP_NUM_THREADS": "1"}, "torch._dynamo", "torch.distributed.fsdp", "horoclone.torch"
-    )
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def torch_ranks(torch_crew: Any) -> Iterator[Any]:
-    """torch_ranks(body, size, ...) starts ranks that may die; none lives when the test is over."""
-    yield from sys.modules["crew"].teams_of(torch_crew)
 
 
 def die() -> None:
@@ -180,8 +164,8 @@ def expect_peer_lost(team: Any, traces: Sequence[Any], folder: Path, rank: int =
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_a_lost_peer_is_named_by(operation: str, torch_ranks: Any, tmp_path: Path) -> None:
-    team = torch_ranks(peer_is_lost_in, 2, env={"TMPDIR": str(tmp_path)}, operation=operation)
+def test_a_lost_peer_is_named_by(operation: str, torch_crew: Any, tmp_path: Path) -> None:
+    team = torch_crew(peer_is_lost_in, 2, env={"TMPDIR": str(tmp_path)}, operation=operation)
     killed_with(team, 1)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
     assert team.said(0, "destroyed")[0]["destroyed"] == ["callback"], team.outputs()
@@ -236,16 +220,16 @@ def trained_until_death(how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["plain", "view", "unused", "static", "fp16"])
-def test_a_lost_peer_under_ddp_is_an_error(how: str, torch_ranks: Any, tmp_path: Path) -> None:
-    team = torch_ranks(trained_until_death, 2, env={"TMPDIR": str(tmp_path)}, how=how)
+def test_a_lost_peer_under_ddp_is_an_error(how: str, torch_crew: Any, tmp_path: Path) -> None:
+    team = torch_crew(trained_until_death, 2, env={"TMPDIR": str(tmp_path)}, how=how)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
     assert "PeerLost" in team.output(0), team.output(0)
     assert "rank 1" in team.output(0).rpartition("PeerLost")[2], team.output(0)
     assert not list(tmp_path.iterdir())
 
 
-def test_an_exception_in_a_hook_ends_that_rank_and_the_others_name_it(torch_ranks: Any) -> None:
-    team = torch_ranks(trained_until_death, 2, how="hook")
+def test_an_exception_in_a_hook_ends_that_rank_and_the_others_name_it(torch_crew: Any) -> None:
+    team = torch_crew(trained_until_death, 2, how="hook")
     assert team.wait(LIMIT_S) == [1, 1], team.outputs()
     assert "ZeroDivisionError" in team.output(0) and "the hook of rank 0 broke" in team.output(0)
     assert "rank 0" in team.output(1) and "Error" in team.output(1), team.outputs()
@@ -276,8 +260,8 @@ def sharded_until_death(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
-def test_a_lost_peer_under_fsdp_is_an_error(where: str, torch_ranks: Any, tmp_path: Path) -> None:
-    team = torch_ranks(sharded_until_death, 2, env={"TMPDIR": str(tmp_path)}, where=where)
+def test_a_lost_peer_under_fsdp_is_an_error(where: str, torch_crew: Any, tmp_path: Path) -> None:
+    team = torch_crew(sharded_until_death, 2, env={"TMPDIR": str(tmp_path)}, where=where)
     assert team.wait(LIMIT_S) == [1, -signal.SIGKILL], team.outputs()
     assert "PeerLost" in team.output(0), team.output(0)
     assert "rank 1" in team.output(0).rpartition("PeerLost")[2], team.output(0)
@@ -310,8 +294,8 @@ def a_member_is_lost() -> None:
     say(destroyed=True)
 
 
-def test_groups_without_the_lost_rank_go_on(torch_ranks: Any, tmp_path: Path) -> None:
-    team = torch_ranks(a_member_is_lost, 3, env={"TMPDIR": str(tmp_path)})
+def test_groups_without_the_lost_rank_go_on(torch_crew: Any, tmp_path: Path) -> None:
+    team = torch_crew(a_member_is_lost, 3, env={"TMPDIR": str(tmp_path)})
     team.wait_for(2, "waits", LIMIT_S)
     killed_with(team, 1)
     assert team.wait(LIMIT_S) == [0, -signal.SIGKILL, 0], team.outputs()
@@ -354,10 +338,10 @@ def some_ranks_never_call(late: list[int], through: str) -> None:
 )
 @pytest.mark.parametrize("late", [[1], [1, 2]])
 def test_a_time_limit_says_which_ranks_have_not_called(
-    late: list[int], through: str, torch_ranks: Any
+    late: list[int], through: str, torch_crew: Any
 ) -> None:
     size = 2 if late == [1] else 4
-    team = torch_ranks(some_ranks_never_call, size, late=late, through=through)
+    team = torch_crew(some_ranks_never_call, size, late=late, through=through)
     waiting = [rank for rank in range(size) if rank not in late]
     assert team.wait(LIMIT_S, waiting) == [0] * len(waiting), team.outputs()
     for rank in waiting:

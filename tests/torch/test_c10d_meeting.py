@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone.torch import c10d, c10d_meeting
 
 RESTARTED = """
 import os, signal, time
@@ -107,3 +110,51 @@ def test_the_store_in_memory_serves_many_lives() -> None:
         if life == 2:
             before = descriptors()
     assert descriptors() <= before + 1, (before, descriptors())
+
+
+def strangers_write(port: int, what: str) -> None:
+    from crew import say  # the warm worlds, which import this file as well, have none
+
+    rank = int(os.environ["HOROCLONE_RANK"])
+    c10d_meeting._host = lambda: f"host {rank}"  # as on two hosts, where the kernel cannot vouch
+    store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
+    lies = {
+        "garbage": {"host/0": b"x\nx"},
+        "unsigned": {"host/0": b"-" * 32 + b"host 1\n0123"},
+        "own value": {"host/1": b"evil\n-"},
+    }
+    if rank == 1:
+        store.wait(["horoclone/0/host/0"], timedelta(seconds=60))
+        for key, value in lies.get(what, {}).items():
+            store.set(f"horoclone/0/{key}", value)
+        if what == "own value":  # before rank 1 writes its true one
+            store.wait(["horoclone/0/host-read/0"], timedelta(seconds=60))
+    began = time.monotonic()
+    try:
+        group = c10d.HorocloneGroup(store, rank, 2, timedelta(minutes=30))
+        x = torch.full((3,), rank + 1.0)
+        group.allreduce([x]).wait()
+        say(text=f"sum {x.tolist()}")
+        group.shutdown()
+    except hvd.HorovodInternalError as error:
+        say(text=str(error), kind=type(error).__name__, seconds=time.monotonic() - began)
+    store.set(f"end {rank}", "")  # rank 0 has the server
+    store.wait([f"end {1 - rank}"], timedelta(seconds=60))
+
+
+@pytest.mark.parametrize("what", ["nothing", "garbage", "unsigned", "own value", "no secret"])
+def test_what_strangers_write_into_the_store_is_refused(what: str, torch_crew: Any) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    env = {"HOROCLONE_SECRET": ""} if what == "no secret" else {}
+    team = torch_crew(strangers_write, 2, env=env, port=port, what=what)
+    assert team.wait(60) == [0, 0], team.outputs()
+    for rank in range(2):
+        (fact,) = team.said(rank, "text")
+        if what == "nothing":
+            assert fact["text"] == "sum [3.0, 3.0, 3.0]", team.outputs()
+        else:
+            assert "not from this job" in fact["text"] and fact["seconds"] < 30, team.outputs()
+        if what == "no secret":
+            assert fact["kind"] == "Unsupported" and "share no secret" in fact["text"], team.outputs()
