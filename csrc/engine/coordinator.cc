@@ -4,6 +4,7 @@
 
 #include <algorithm>
 
+#include "engine/frame_budget.h"
 #include "engine/ledger.h"
 #include "engine/stall_hint.h"
 
@@ -78,6 +79,7 @@ struct Coordinator::State {
   bool prioritised = false;               // something has had a priority
   size_t pending = 0;                     // announced by somebody, in no plan yet
   uint32_t next_id = 0;
+  size_t written = 0;  // bytes of the plan that is being made, about
 };
 
 Status Coordinator::State::check(const Ballot& b) const {
@@ -270,6 +272,7 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   if (e.named != nullptr && (failed || p.has_signature || p.slot == kNoSlot)) p.name = e.named->first;
   for (int r = 0; e.early && r < options.size; r++)
     if (e.marks.has(r)) p.failed_on.push_back(r);
+  written += p.name.size() + (p.has_signature ? encoded_bytes(p.signature) : 0);
   if (options.watch && options.watch->on()) options.watch->decided(ledger.subject(e));
   ledger.close(index);
   pending--;
@@ -284,7 +287,7 @@ size_t Coordinator::State::fuse(PlanBatch* batch, const Ready& first) {
   size_t bytes = first.bytes, misfits = 0;
   const size_t most = fusion_limit(ledger.agreement(ledger.at(first.entry)));
   close(first.entry, batch);
-  for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits; i++) {
+  for (size_t i = 1; i < std::min(ready.size(), kLookAhead) && misfits < kMisfits && written < kFrameBudget; i++) {
     Ready& next = ready[i];
     if (next.is_join()) break;  // nothing overtakes a join
     if (next.entry == kNoEntry || next.taken || next.fuse_hash != hash) continue;
@@ -429,13 +432,15 @@ Plan Coordinator::decide(size_t room) {
   plan.generation = s.options.generation;
   plan.process_set = s.options.process_set;
   size_t entries = 0, used = 0;
-  while (s.ready_count != 0 && used < room) {
+  s.written = 0;
+  while (s.ready_count != 0 && used < room && s.written < kFrameBudget) {
     // Nothing can join what runs by itself, so nothing is lost by deciding on it early: it takes no room of its own.
     const bool alone = s.runs_alone(s.ready.front());
     // A batch takes at most kLookAhead entries, so the plan stays below kMaxPlanEntries.
     if (entries + kLookAhead > kMaxPlanEntries || plan.batches.size() + 1 >= kMaxPlanEntries) break;
     plan.batches.push_back(s.next_batch());
     entries += plan.batches.back().entries.size();
+    s.written += plan.batches.back().error_text.size() + sizeof(int64_t) * plan.batches.back().rows.size();
     if (!alone || s.ready_count == 0 || !s.runs_alone(s.ready.front())) used++;
   }
   return plan;

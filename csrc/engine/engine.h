@@ -235,6 +235,7 @@ class Engine {
   // engine_tree.cc
   Status take_ballots(int from, Reader* in);
   void send_up(ProcessSet& set);
+  Status send_ballots(ProcessSet& set, std::span<Ballot> ballots);
   Status send_down(ProcessSet& set, const Plan& plan, std::span<const uint8_t> frame);
   Status tell_to_show(ProcessSet& set, uint8_t how);
   Status take_show_frame(int from, Reader* in);

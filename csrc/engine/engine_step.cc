@@ -188,11 +188,7 @@ void Engine::send_ballot(ProcessSet& set) {
   } else if (set.coordinator) {
     sent = set.take_ballot(set.ballot);
   } else {
-    frame_.clear();
-    frame_.put(FrameKind::kBallot);
-    encode(set.ballot, &frame_);
-    sent = send_frame(set.above(), !departure_.empty());
-    counters_.ballots_sent.fetch_add(1, std::memory_order_relaxed);
+    sent = send_ballots(set, {&set.ballot, 1});
   }
   set.ballot_sent();
   if (!sent.is_ok()) fail_everything(sent);

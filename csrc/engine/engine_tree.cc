@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "engine/engine.h"
+#include "engine/frame_budget.h"
 #include "engine/frames.h"
 
 namespace hc {
@@ -29,7 +30,7 @@ Status Engine::take_ballots(int from, Reader* in) {
 
 // On group rank 0 the top of the tree: to its coordinator.
 void Engine::send_up(ProcessSet& set) {
-  const std::vector<Ballot> ballots = set.combiner->collect();
+  std::vector<Ballot> ballots = set.combiner->collect();
   if (failed_.load(std::memory_order_relaxed) || !set.closed.is_ok()) return;
   Status sent;
   if (set.coordinator) {
@@ -40,13 +41,42 @@ void Engine::send_up(ProcessSet& set) {
     for (const Ballot& ballot : ballots)
       if (sent.is_ok()) sent = set.take_ballot(ballot);
   } else {
-    frame_.clear();
-    frame_.put(FrameKind::kBallot);
-    for (const Ballot& ballot : ballots) encode(ballot, &frame_);
-    sent = send_frame(set.above(), !departure_.empty());
-    counters_.ballots_sent.fetch_add(1, std::memory_order_relaxed);
+    sent = send_ballots(set, ballots);
   }
   if (!sent.is_ok()) fail_everything(sent);
+}
+
+// In one frame, or in as many as it takes. The ballots may be used up.
+Status Engine::send_ballots(ProcessSet& set, std::span<Ballot> ballots) {
+  const auto begin = [this] {
+    frame_.clear();
+    frame_.put(FrameKind::kBallot);
+  };
+  const auto send = [&] {
+    counters_.ballots_sent.fetch_add(1, std::memory_order_relaxed);
+    return send_frame(set.above(), !departure_.empty());
+  };
+  begin();
+  size_t ballots_in_frame = 0;
+  const auto add = [&](const Ballot& ballot, size_t bytes) {
+    if (ballots_in_frame > 0 && frame_.size() + bytes > kFrameBudget) {
+      HC_TRY(send());
+      begin();
+      ballots_in_frame = 0;
+    }
+    encode(ballot, &frame_);
+    ballots_in_frame++;
+    return Status::ok();
+  };
+  for (Ballot& ballot : ballots) {
+    const size_t bytes = encoded_bytes(ballot);
+    if (bytes <= kFrameBudget) {
+      HC_TRY(add(ballot, bytes));
+    } else {
+      for (const Ballot& part : parts_of(std::move(ballot), kFrameBudget)) HC_TRY(add(part, encoded_bytes(part)));
+    }
+  }
+  return ballots_in_frame > 0 ? send() : Status::ok();
 }
 
 Status Engine::send_down(ProcessSet& set, const Plan& plan, std::span<const uint8_t> frame) {
