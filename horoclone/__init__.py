@@ -16,7 +16,8 @@ _HOMES: dict[str, tuple[str, ...]] = {
     "runtime": (
         "init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
         "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built",
-        "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "start_timeline", "stop_timeline",
+        "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built",
+        "start_timeline", "stop_timeline",
     ),
     "observe": ("flight_record", "metrics"),
     "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product"),

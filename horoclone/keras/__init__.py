@@ -56,6 +56,7 @@ from horoclone.runtime import (
     size,
     start_timeline,
     stop_timeline,
+    sycl_built,
 )
 
 __all__ = [
@@ -67,7 +68,7 @@ __all__ = [
     "elastic", "flight_record", "global_process_set", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "load_model", "local_rank", "local_size", "metrics", "mpi_built",
     "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set",
-    "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline",
+    "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "sycl_built",
 ]  # fmt: skip
 
 

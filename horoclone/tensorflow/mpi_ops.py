@@ -48,6 +48,7 @@ from horoclone.runtime import (
     size,
     start_timeline,
     stop_timeline,
+    sycl_built,
 )
 from horoclone.tensorflow.library import functions
 
@@ -57,7 +58,7 @@ __all__ = [
     "gloo_enabled", "grouped_allgather", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
     "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
     "process_set_included_op", "rank", "rank_op", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
-    "start_timeline", "stop_timeline",
+    "start_timeline", "stop_timeline", "sycl_built",
 ]  # fmt: skip
 
 _basics = HorovodBasics()  # a private name that many scripts know

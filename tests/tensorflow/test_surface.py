@@ -70,7 +70,7 @@ OF_ITS_CONFIG: dict[str, Any] = {
 FACTS = [
     "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
     "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
-    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "stop_timeline", "Sum", "Average", "Adasum", "Min", "Max",
+    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built", "stop_timeline", "Sum", "Average", "Adasum", "Min", "Max",
     "Product", "add_process_set", "remove_process_set", "SyncBatchNormalization", "Compression", "elastic",
     "gpu_available", "check_extension", "check_num_rank_power_of_2", "handle_average_backwards_compatibility",
     "refs_to_vars", "split_list", "vars_to_refs",

@@ -65,7 +65,7 @@ OF_AN_OPTIMIZER: dict[str, Any] = {
 FACTS = [
     "shutdown", "is_initialized", "size", "rank", "local_size", "local_rank", "cross_size", "cross_rank",
     "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built", "nccl_built",
-    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "stop_timeline", "Sum", "Average", "Adasum", "Min", "Max",
+    "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built", "stop_timeline", "Sum", "Average", "Adasum", "Min", "Max",
     "Product", "global_process_set", "Compression", "elastic",
 ]  # fmt: skip
 
