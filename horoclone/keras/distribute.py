@@ -41,7 +41,7 @@ def make_distributed(
     groups = checked(op, gradient_predivide_factor, backward_passes_per_step, num_groups, groups, process_set)
     reduction = Reduction(
         op=op,
-        predivide=gradient_predivide_factor,
+        predivide=gradient_predivide_factor if op == Average else 1.0,
         compression=None if compression is Compression.none else compression,
         sparse_as_dense=sparse_as_dense,
         groups=groups,

@@ -1,21 +1,27 @@
 """DistributedOptimizer for tf_keras: its optimizers of 2.11 and later, and those in tf_keras.optimizers.legacy.
 
-Both have a step in which gradients of replicas are added up: before clipping, and before a LossScaleOptimizer decides
-whether they are finite. There the ranks' gradients are reduced. Whoever skips that step (skip_gradients_aggregation,
-experimental_aggregate_gradients=False) has reduced by himself.
+Both reduce where gradients are computed (minimize and what is under it). Gradients that come from elsewhere are reduced
+in the step in which those of replicas are added up: before clipping, and before a LossScaleOptimizer decides whether
+they are finite. Whoever skips that step (skip_gradients_aggregation, experimental_aggregate_gradients=False) has
+reduced by himself.
 """
 
 # mypy: disable-error-code="no-any-return, misc"
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import sys
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import tensorflow as tf
 import tf_keras
+from tf_keras.src.mixed_precision import loss_scale_optimizer
 
 from horoclone.errors import Unsupported
 from horoclone.keras.reduction import Reduction
+from horoclone.process_sets import ProcessSet
+from horoclone.tensorflow import reduced_gradients
+from horoclone.tensorflow.gradient_aggregation import GradientAggregation
 
 Pairs = list[tuple[Any, Any]]
 _classes: dict[type, type] = {}
@@ -26,83 +32,198 @@ class State:
 
     def __init__(self, reduction: Reduction) -> None:
         self.reduction = reduction
-        self.count: Any = None
-        self.sums: dict[Hashable, Any] = {}
+        self.aggregation: GradientAggregation | None = None
+        if reduction.passes > 1:
+            self.aggregation = GradientAggregation(
+                reduction.passes, self.reduce, reduction.average_passes, sparse=True
+            )
+            self.aggregation.gives_sums = True
+        self.computed: set[Hashable] = (
+            set()
+        )  # eagerly: variables whose gradients were reduced and are not applied yet
+
+    def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        return self.reduction.reduce(grads, variables, _key)
 
 
 class DistributedMixin:
-    """What DistributedOptimizer adds to an optimizer class of tf_keras."""
+    """What DistributedOptimizer adds to an optimizer class of tf_keras.
 
+    Gradients are reduced where they are computed, as in Horovod, or where they are applied, if nobody has done it yet.
+    """
+
+    _HAS_AGGREGATE_GRAD = True  # asked for by older versions of Keras
     _horoclone: State
 
-    def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
-        """Reduces over the ranks (optimizers of tf_keras 2.11 and later)."""
-        return super().aggregate_gradients(self._reduced(list(grads_and_vars)))
+    # --- names that Horovod's class has -------------------------------------------------------------------------------
 
-    def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
-        """Reduces over the ranks (tf_keras.optimizers.legacy), which hands on a list of gradients."""
-        return super()._aggregate_gradients(self._reduced(list(grads_and_vars)))
+    @property
+    def _agg_helper(self) -> GradientAggregation | None:
+        return self._horoclone.aggregation
 
-    def _reduced(self, pairs: Pairs) -> Pairs:
-        variables = [variable for _, variable in pairs]
-        grads = self._horoclone.reduction.reduce([g for g, _ in pairs], variables, _key)
-        return list(zip(grads, variables, strict=True))
+    @property
+    def process_set(self) -> ProcessSet:
+        """The ranks that train together."""
+        return self._horoclone.reduction.process_set
 
-    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the wrapped class; with backward_passes_per_step only every so often."""
-        apply = super().apply_gradients
-        if self._horoclone.reduction.passes == 1:
-            return apply(grads_and_vars, *args, **kwargs)
-        if not tf.compat.v1.executing_eagerly_outside_functions():
-            raise Unsupported(
-                "backward_passes_per_step > 1 does not work in TensorFlow 1's graph mode with Keras."
-            )
-        pairs = [(g, v) for g, v in grads_and_vars if g is not None]
-        self._aggregate_over_passes(pairs, lambda summed: apply(summed, *args, **kwargs))
-        return self.iterations
+    @property
+    def scale_local_gradients(self) -> bool:
+        """Whether gradients of local variables are divided by the number of ranks."""
+        return self._horoclone.reduction.scale_local_gradients
 
-    def _aggregate_over_passes(self: Any, pairs: Pairs, apply: Callable[[Pairs], Any]) -> None:
+    @property
+    def _local_vars(self) -> set[Any]:
+        return {variable.ref() for variable in self._horoclone.reduction.local_variables}
+
+    def _allreduce_grads(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        return self._horoclone.reduce(grads, vars)
+
+    def _allreduce(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
+        """The gradients to hand to apply_gradients: reduced; with backward_passes_per_step the sums so far."""
         state = self._horoclone
-        variables = [variable for _, variable in pairs]
-        with tf.init_scope():
-            if hasattr(self, "_create_all_weights"):
-                self._create_all_weights(variables)
-            else:
-                self.build(variables)
-            _make_sums(state, variables)
-        sums = [state.sums[_key(variable)] for variable in variables]
-        totals = [total + tf.convert_to_tensor(g) for total, (g, _) in zip(sums, pairs, strict=True)]
-        factor = 1.0 / state.reduction.passes if state.reduction.average_passes else 1.0
+        if state.aggregation is None:
+            result = state.reduce(grads, vars)
+        elif state.reduction.all_reduced_before(grads, vars):
+            return list(grads)
+        else:
+            _refuse_sessions()
+            result = state.aggregation.compute_gradients(grads, vars)
+        reduced_gradients.mark(result)
+        if tf.executing_eagerly():
+            state.computed |= {_key(v) for g, v in zip(result, vars, strict=True) if g is not None}
+        return result
 
-        def finish() -> Any:
-            apply([(t * tf.cast(factor, t.dtype), v) for t, v in zip(totals, variables, strict=True)])
-            for total in sums:
-                total.assign(tf.zeros_like(total))
-            return state.count.assign(0)
-
-        def go_on() -> Any:
-            for total, value in zip(sums, totals, strict=True):
-                total.assign(value)
-            return state.count.assign_add(1)
-
-        tf.cond(tf.equal(state.count, state.reduction.passes - 1), finish, go_on)
+    def _computed(self, pairs: Pairs) -> Pairs:
+        """Pairs of which the gradients are reduced, but for a LossScaleOptimizer: it has them reduced when it applies
+        them, so that all ranks find the same infinities and keep one scale."""
+        if _caller_scales():
+            return pairs
+        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        return list(zip(self._allreduce(grads, variables), variables, strict=True))
 
     def register_local_var(self, var: Any) -> None:
         """Takes a variable whose gradient stays this rank's own."""
         self._horoclone.reduction.local_variables.append(var)
+
+    # --- applying -----------------------------------------------------------------------------------------------------
+
+    def _reduced(self, pairs: Pairs) -> Pairs:
+        """For the step of the wrapped class in which it adds up the gradients of replicas."""
+        state = self._horoclone
+        todo = [
+            i for i, (_, v) in enumerate(pairs) if not (tf.executing_eagerly() and _key(v) in state.computed)
+        ]
+        grads = state.reduce([pairs[i][0] for i in todo], [pairs[i][1] for i in todo])
+        for i, gradient in zip(todo, grads, strict=True):
+            pairs[i] = (gradient, pairs[i][1])
+        if state.aggregation is None:
+            state.computed.clear()
+        return pairs
+
+    def apply_gradients(self: Any, grads_and_vars: Any, *args: Any, **kwargs: Any) -> Any:
+        """As the wrapped class; with backward_passes_per_step only every so often."""
+        apply = super().apply_gradients
+        state, pairs = self._horoclone, list(grads_and_vars)
+        if state.aggregation is None:
+            return apply(pairs, *args, **kwargs)
+        _refuse_sessions()
+        pairs = [(g, v) for g, v in pairs if g is not None]
+        grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
+        computed = (
+            tf.executing_eagerly() and bool(pairs) and all(_key(v) in state.computed for v in variables)
+        )
+        if not computed and not state.reduction.all_reduced_before(grads, variables):
+            aggregation = state.aggregation
+            reduce_now = not _has_reduced_by_himself(kwargs)
+            grads = aggregation.compute_gradients(grads, variables, reduce_now)
+            reduced_gradients.mark(grads)
+            pairs = list(zip(grads, variables, strict=True))
+        state.computed.clear()
+        with tf.init_scope():  # in the conditional step below no variables can be made
+            if hasattr(self, "_create_all_weights"):
+                self._create_all_weights(variables)
+            else:
+                self.build(variables)
+        done = state.aggregation.apply_gradients(lambda: apply(pairs, *args, **kwargs), self, pairs)
+        return self.iterations if tf.executing_eagerly() or isinstance(self, OfTfKeras) else tf.group(done)
+
+
+class OfTfKeras(DistributedMixin):
+    """For the optimizers of tf_keras 2.11 and later."""
+
+    def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
+        """As the wrapped class, and reduced over the ranks; minimize() begins with it."""
+        return self._computed(super().compute_gradients(loss, var_list, tape))
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
+        """compute_gradients under the name that it has in tf_keras.optimizers.legacy. ValueError for grad_loss."""
+        if grad_loss is not None:
+            raise ValueError("this optimizer takes no grad_loss; those of tf_keras.optimizers.legacy do")
+        return self.compute_gradients(loss, var_list, tape)
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The reduced gradients of a loss within a graph or a function."""
+        params = tf.nest.flatten(params)
+        return self._allreduce(tf.gradients(loss, params), params)
+
+    def aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
+        """Reduces over the ranks."""
+        return super().aggregate_gradients(self._reduced(list(grads_and_vars)))
+
+    def _aggregate_gradients(self, grads_and_vars: Any) -> Pairs:
+        return self.aggregate_gradients(grads_and_vars)
+
+
+class OfLegacy(DistributedMixin):
+    """For tf_keras.optimizers.legacy."""
+
+    def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
+        """As the wrapped class, and reduced over the ranks; minimize() begins with it."""
+        return self._computed(super()._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape))
+
+    def get_gradients(self, loss: Any, params: Any) -> list[Any]:
+        """The reduced gradients of a loss within a graph or a function."""
+        return self._allreduce(super().get_gradients(loss, params), tf.nest.flatten(params))
+
+    def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
+        """Reduces over the ranks, and hands on a list of gradients."""
+        return super()._aggregate_gradients(self._reduced(list(grads_and_vars)))
+
+
+def _caller_scales() -> bool:
+    """Whether a LossScaleOptimizer has called compute_gradients, which has called _computed, which asks."""
+    frame, limit = sys._getframe(2).f_back, 2
+    while frame is not None and limit:
+        if frame.f_code in _SCALED:
+            return True
+        frame, limit = frame.f_back, limit - 1
+    return False
+
+
+_SCALED = {
+    method.__code__
+    for kind in vars(loss_scale_optimizer).values()
+    if isinstance(kind, type)
+    for name in ("compute_gradients", "_compute_gradients")
+    if (method := vars(kind).get(name)) is not None
+}
 
 
 def _key(variable: Any) -> Hashable:
     return variable.ref()
 
 
-def _make_sums(state: State, variables: list[Any]) -> None:
-    if state.count is None:
-        state.count = tf.Variable(0, trainable=False, name="aggregated_batches")
-    for variable in variables:
-        if _key(variable) not in state.sums:
-            zeros = tf.zeros(variable.shape, variable.dtype)
-            state.sums[_key(variable)] = tf.Variable(zeros, trainable=False, name="aggregated_gradient")
+def _has_reduced_by_himself(options: dict[str, Any]) -> bool:
+    return bool(
+        options.get("skip_gradients_aggregation") or not options.get("experimental_aggregate_gradients", True)
+    )
+
+
+def _refuse_sessions() -> None:
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise Unsupported(
+            "backward_passes_per_step > 1 does not work in TensorFlow 1's graph mode with Keras."
+        )
 
 
 def distribute(optimizer: Any, reduction: Reduction) -> Any:
@@ -118,7 +239,8 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     base = type(innermost)
     if base not in _classes:
         names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-        _classes[base] = type(base.__name__, (DistributedMixin, base), names)
+        mixin = OfLegacy if issubclass(base, tf_keras.optimizers.legacy.Optimizer) else OfTfKeras
+        _classes[base] = type(base.__name__, (mixin, base), names)
     innermost.__dict__["_horoclone"] = State(reduction)
     innermost.__class__ = _classes[base]
     return optimizer

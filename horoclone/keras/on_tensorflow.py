@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import tensorflow as tf
 
 import horoclone.tensorflow as hvd
+from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.gradient_reduction import cut_by_bytes
 
 if TYPE_CHECKING:
@@ -22,6 +23,11 @@ def scaled(gradient: Any, factor: float) -> Any:
     if isinstance(gradient, tf.IndexedSlices):
         return tf.IndexedSlices(gradient.values * factor, gradient.indices, gradient.dense_shape)
     return gradient * tf.cast(factor, gradient.dtype)
+
+
+def reduced_before(grads: Sequence[Any], variables: Sequence[Any], op: int) -> list[bool]:
+    """For each gradient whether a DistributedGradientTape, or the optimizer itself, has reduced it already."""
+    return reduced_gradients.are_reduced(grads, variables, by_variable=op == hvd.Sum)
 
 
 def reduce(

@@ -53,8 +53,12 @@ class DistributedMixin:
             with keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
         variables = self._trainable_variables if trainable_variables is None else trainable_variables
-        if self._horoclone.reduction.passes == 1:
+        reduction = self._horoclone.reduction
+        if reduction.passes == 1:
             super().apply(self._reduced(grads, variables), trainable_variables)  # type: ignore[misc]
+            return
+        if reduction.all_reduced_before(grads, variables):  # by a tape: there is nothing to wait for
+            super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
         apply = super().apply  # type: ignore[misc]
 

@@ -58,24 +58,40 @@ class Reduction:
     def reduce(self, grads: Grads, variables: Sequence[Any], key_of: Callable[[Any], Hashable]) -> list[Any]:
         """The gradients to apply: reduced over the ranks, local ones divided by the size, None where there is none.
 
-        grads: one per variable, dense or (TensorFlow) IndexedSlices, or None. Raises the errors of the operation.
+        grads: one per variable, dense or (TensorFlow) IndexedSlices, or None; what a tape has reduced stays as it is.
+        Raises the errors of the operation.
         """
         if len(grads) != len(variables):
             raise ValueError(f"{len(grads)} gradients were given for {len(variables)} variables")
         if not self.active():
             return list(grads)
         mover = importlib.import_module(f"horoclone.keras.on_{backend()}")
+        done = self.reduced_before(grads, variables)
+        todo = [i for i in range(len(variables)) if not done[i]]
         local = self._local_keys(key_of)
-        shared = [i for i, v in enumerate(variables) if key_of(v) not in local]
+        shared = [i for i in todo if key_of(variables[i]) not in local]
         result = list(grads)
         divisor = self.process_set.size() or 1
-        for i in sorted(set(range(len(variables))) - set(shared)):
+        for i in sorted(set(todo) - set(shared)):
             if self.scale_local_gradients and grads[i] is not None:
                 result[i] = mover.scaled(grads[i], 1.0 / divisor)
         parts = self._parts(shared, variables, key_of)
         for i, reduced in mover.reduce(parts, grads, variables, self).items():
             result[i] = reduced
         return result
+
+    def reduced_before(self, grads: Grads, variables: Sequence[Any]) -> list[bool]:
+        """For each gradient whether it is reduced already; only TensorFlow knows such ones."""
+        if backend() != "tensorflow":
+            return [False] * len(grads)
+        from horoclone.keras import on_tensorflow
+
+        return on_tensorflow.reduced_before(grads, variables, self.op)
+
+    def all_reduced_before(self, grads: Grads, variables: Sequence[Any]) -> bool:
+        """Whether every gradient that there is is reduced already."""
+        done = self.reduced_before(grads, variables)
+        return any(done) and all(one or gradient is None for one, gradient in zip(done, grads, strict=True))
 
     def _local_keys(self, key_of: Callable[[Any], Hashable]) -> set[Hashable]:
         weights = [weight for layer in self.local_layers for weight in layer.trainable_weights]
@@ -126,15 +142,16 @@ def checked(
     groups: Any,
     process_set: ProcessSet,
 ) -> int | list[list[Any]]:
-    """Checks arguments of DistributedOptimizer and gives `groups` in one form. ValueError says what is wrong."""
+    """Checks arguments of DistributedOptimizer and gives `groups` in one form. ValueError says what is wrong, for a
+    predivide factor of 0 ZeroDivisionError."""
     if resolve_reduce(None, op) not in (Average, Sum, Adasum):
         raise ValueError("DistributedOptimizer reduces gradients with op=hvd.Average, hvd.Sum or hvd.Adasum.")
     if op == Adasum and process_set is not global_process_set:
         raise NotImplementedError("Adasum does not support non-global process sets yet.")
     if predivide != 1.0 and op != Average:
-        raise ValueError("gradient_predivide_factor not supported with op != Average")
-    if not predivide > 0:
-        raise ValueError(f"gradient_predivide_factor={predivide} must be positive")
+        warnings.warn("gradient_predivide_factor has no effect with op != Average", stacklevel=4)
+    if predivide == 0:
+        raise ZeroDivisionError("gradient_predivide_factor must not be 0")
     if passes < 1:
         raise ValueError(f"backward_passes_per_step={passes} must be at least 1")
     if num_groups:

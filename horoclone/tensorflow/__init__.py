@@ -25,6 +25,7 @@ from horoclone.tensorflow.functions import (
     broadcast_object_fn,
     broadcast_variables,
 )
+from horoclone.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from horoclone.tensorflow.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
 from horoclone.tensorflow.optimizer import DistributedOptimizer
 from horoclone.tensorflow.reductions import (
@@ -45,7 +46,8 @@ from horoclone.tensorflow.util import (
 __all__ = [
     *mpi_ops.__all__,
     "Aborted", "BroadcastGlobalVariablesHook", "Compression", "DistributedGradientTape", "DistributedOptimizer",
-    "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PartialDistributedGradientTape",
+    "HorovodInternalError", "HostsUpdatedInterrupt", "LocalGradientAggregationHelper", "Mismatch", "NotInitialized",
+    "PartialDistributedGradientTape",
     "PeerLost", "Timeout", "Unsupported", "allgather_object", "allreduce", "broadcast_",
     "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic",
     "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",

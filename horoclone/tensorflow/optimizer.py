@@ -5,7 +5,7 @@ With Adasum each rank makes its own step, and the steps are reduced instead of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -13,59 +13,9 @@ import tensorflow as tf
 from horoclone.ops import Adasum, Average
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.tensorflow.compression import Compression
+from horoclone.tensorflow.gradient_aggregation import GradientAggregation
 from horoclone.tensorflow.gradient_reduction import GradientReduction
 from horoclone.tensorflow.mpi_ops import _as_it_is
-
-
-class _Passes:
-    """backward_passes_per_step: gradients are added up on this rank; with every last one they are reduced."""
-
-    def __init__(self, passes: int, average: bool) -> None:
-        self.passes = passes
-        self._divisor = passes if average else 1
-        self.counter: Any = None
-        self._sums: list[Any] = []  # None for a gradient that is None
-
-    def _make_variables(self, gradients: Sequence[Any]) -> None:
-        def local(value: Any, name: str) -> Any:
-            return tf.compat.v1.Variable(
-                value, trainable=False, name=name, use_resource=True,
-                collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
-            )  # fmt: skip
-
-        with tf.init_scope():
-            self.counter = local(tf.constant(0), "aggregation_counter")
-            for i, gradient in enumerate(gradients):
-                if gradient is not None and not gradient.shape.is_fully_defined():
-                    raise ValueError("backward_passes_per_step > 1 needs gradients of known shapes")
-                zeros = None if gradient is None else tf.zeros(gradient.shape, gradient.dtype)
-                self._sums.append(None if zeros is None else local(zeros, f"aggregated_gradient_{i}"))
-
-    def add(self, gradients: Sequence[Any], reduce: Callable[[list[Any]], list[Any]]) -> list[Any]:
-        """The reduced sums with every last pass, else the gradients as they are. All gradients are dense."""
-        if self.counter is None:
-            self._make_variables(gradients)
-        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        added = [self._sums[i].assign_add(gradients[i]) for i in there]
-        with tf.control_dependencies(added):
-            count = self.counter.assign_add(1)
-            count = count if tf.is_tensor(count) else count.read_value()
-
-        def finish() -> list[Any]:
-            sums = [self._sums[i].read_value() / self._divisor for i in there]
-            whole = dict(zip(there, sums, strict=True))
-            reduced = reduce([whole.get(i) for i in range(len(gradients))])
-            with tf.control_dependencies(sums):
-                cleared = [self._sums[i].assign(tf.zeros_like(gradients[i])) for i in there]
-                cleared.append(self.counter.assign(0))
-            with tf.control_dependencies([c for c in cleared if c is not None]):
-                return [tf.identity(reduced[i]) for i in there]
-
-        with tf.control_dependencies([count]):
-            given = tf.cond(count >= self.passes, finish, lambda: [tf.identity(gradients[i]) for i in there])
-        given = given if isinstance(given, (list, tuple)) else [given]
-        result = dict(zip(there, given, strict=True))
-        return [result.get(i) for i in range(len(gradients))]
 
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
@@ -77,12 +27,16 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         name: str | None,
         use_locking: bool,
         reduction: GradientReduction,
-        passes: _Passes,
+        passes: int,
+        average_passes: bool,
     ) -> None:
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
         self._optimizer = optimizer
         self._reduction = reduction
-        self._passes = passes
+        self._agg_helper: GradientAggregation | None = None
+        if passes > 1:
+            reduce = self._reduce if reduction.op != Adasum else lambda sums, _: sums  # its steps are reduced
+            self._agg_helper = GradientAggregation(passes, reduce, average_passes, reduction.sparse_as_dense)
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of this variable stays this rank's own."""
@@ -96,38 +50,23 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         """As the wrapped optimizer's; the gradients are reduced over the ranks."""
         pairs = self._optimizer.compute_gradients(*args, **kwargs)
         gradients, variables = [g for g, _ in pairs], [v for _, v in pairs]
-        if self._reduction.op == Adasum and self._passes.passes == 1:
-            return list(pairs)
-        if self._passes.passes == 1:
-            return list(zip(self._reduce(gradients, variables), variables, strict=True))
-        if any(isinstance(g, tf.IndexedSlices) for g in gradients) and not self._reduction.sparse_as_dense:
-            raise ValueError(
-                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False."
-            )
-        dense = [None if g is None else tf.convert_to_tensor(g) for g in gradients]
-        local = self._reduction.op == Adasum
-        reduced = self._passes.add(dense, lambda sums: sums if local else self._reduce(sums, variables))
+        if self._agg_helper is not None:
+            reduced = self._agg_helper.compute_gradients(gradients, variables)
+        elif self._reduction.op == Adasum:
+            reduced = gradients
+        else:
+            reduced = self._reduce(gradients, variables)
         return list(zip(reduced, variables, strict=True))
 
     @_as_it_is
     def apply_gradients(self, grads_and_vars: Any, global_step: Any = None, name: str | None = None) -> Any:
         """As the wrapped optimizer's; while gradients are only added up, it counts the step and does nothing else."""
         pairs = list(grads_and_vars)
-        if self._passes.passes == 1:
+        if self._agg_helper is None:
             return self._apply(pairs, global_step, name)
-        gradients = [g for g, _ in pairs if g is not None]
-
-        def apply() -> Any:
-            with tf.control_dependencies([self._apply(pairs, global_step, None)]):
-                return tf.constant(True)
-
-        def skip() -> Any:
-            with tf.control_dependencies([] if global_step is None else [global_step.assign_add(1)]):
-                return tf.constant(False)
-
-        with tf.control_dependencies(gradients):
-            due = tf.equal(self._passes.counter.read_value(), 0)
-        done = tf.cond(due, apply, skip)
+        done = self._agg_helper.apply_gradients(
+            lambda: self._apply(pairs, global_step, None), None, pairs, global_step=global_step
+        )
         return done if tf.executing_eagerly() else tf.group(done, name=name)
 
     def _apply(self, pairs: list[tuple[Any, Any]], global_step: Any, name: str | None) -> Any:
@@ -181,6 +120,8 @@ def DistributedOptimizer(
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if not callable(getattr(optimizer, "get_config", None)):
             raise ValueError(f"{optimizer!r} is neither an optimizer of tf.compat.v1.train nor one of Keras")
+        if gradient_predivide_factor != 1.0 and op != Average:
+            raise ValueError("gradient_predivide_factor not supported with op != Average")
         from horoclone.tensorflow import keras
 
         return keras.DistributedOptimizer(
@@ -196,5 +137,6 @@ def DistributedOptimizer(
         device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
         process_set, scale_local_gradients,
     )  # fmt: skip
-    passes = _Passes(backward_passes_per_step, average_aggregated_gradients)
-    return _DistributedOptimizer(optimizer, name, use_locking, reduction, passes)
+    return _DistributedOptimizer(
+        optimizer, name, use_locking, reduction, backward_passes_per_step, average_aggregated_gradients
+    )

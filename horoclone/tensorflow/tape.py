@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.gradient_reduction import GradientReduction
 from horoclone.tensorflow.mpi_ops import _as_it_is
@@ -60,6 +61,7 @@ class _DistributedGradientTape(tf.GradientTape):
         flat = self._horoclone_reduction.reduce(
             tf.nest.flatten(gradients), tf.nest.flatten(sources), "DistributedGradientTape_Allreduce"
         )
+        reduced_gradients.mark(flat, tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(sources, flat)
 
 

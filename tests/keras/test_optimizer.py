@@ -353,7 +353,14 @@ def refuses_wrong_arguments() -> None:
 
     wrong(ValueError, "already", optimizer=hvd.DistributedOptimizer(keras.optimizers.SGD()))
     wrong(ValueError, "optimizer of Keras", optimizer="sgd")
-    wrong(ValueError, "gradient_predivide_factor", gradient_predivide_factor=2.0, op=hvd.Sum)
+    wrong(ZeroDivisionError, "gradient_predivide_factor", gradient_predivide_factor=0.0)
+    with pytest.warns(UserWarning, match="no effect"):  # as in Horovod, it is left out
+        summing = hvd.DistributedOptimizer(
+            keras.optimizers.SGD(1.0), gradient_predivide_factor=2.0, op=hvd.Sum
+        )
+    variable = keras.Variable(np.zeros(2, "float32"))
+    summing.apply([keras.ops.ones((2,))], [variable])
+    assert keras.ops.convert_to_numpy(variable).tolist() == [-float(hvd.size())] * 2
     wrong(ValueError, "hvd.Average, hvd.Sum or hvd.Adasum", op=hvd.Max)
     wrong(ValueError, "groups", groups=-1)
     wrong(ValueError, "groups", groups=["a"])

@@ -291,7 +291,7 @@ def test_tf_keras_on_shards_equals_tf_keras_on_everything(on: On, which: str) ->
     on("legacy", trains_as_one, which=which)
 
 
-@pytest.mark.parametrize("which", ["adam", "legacy sgd"])
+@pytest.mark.parametrize("which", ["sgd", "legacy sgd"])
 def test_tf_keras_with_several_batches_per_update(on: On, which: str) -> None:
     on("legacy", trains_as_one, which=which, passes=2)
 

@@ -1,0 +1,187 @@
+"""backward_passes_per_step: gradients are added up on this rank; with every last pass they are reduced and applied.
+
+Used by the optimizers of TensorFlow 1 and of tf_keras, under the names that Horovod has for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.tensorflow import mpi_ops
+from horoclone.tensorflow.gradient_reduction import key_of
+
+Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+
+
+class GradientAggregation:
+    """The sums of one optimizer, one for each variable, and how many passes are in them (`counter`).
+
+    reduce: takes gradients and variables, gives the reduced gradients (None where there was none). average: the sums
+    are divided by `passes`. sparse: tf.IndexedSlices are made dense; ValueError where it is False. Works eagerly, in
+    functions and in graphs of TensorFlow 1.
+    """
+
+    gives_sums = False  # before the last pass compute_gradients() gives what it was given
+
+    def __init__(self, passes: int, reduce: Reduce, average: bool, sparse: bool) -> None:
+        if passes < 1:
+            raise ValueError("backward_passes_per_step must be > 0")
+        self.backward_passes_per_step = passes
+        self.average_aggregated_gradients = average
+        self.sparse_as_dense = sparse
+        self.counter: Any = None
+        self._reduce = reduce
+        self._sums: dict[Hashable, Any] = {}
+
+    def compute_gradients(self, grads: Sequence[Any], vars: Sequence[Any], reduce: bool = True) -> list[Any]:
+        """Adds the gradients; the reduced sums with every last pass, else the gradients, or the sums so far.
+
+        reduce=False: the sums are of gradients that have been reduced.
+        """
+        gradients = [self._dense(gradient) for gradient in grads]
+        there = [i for i, gradient in enumerate(gradients) if gradient is not None]
+        sums = self._variables_for([gradients[i] for i in there], [vars[i] for i in there])
+        with tf.control_dependencies(
+            [total.assign_add(gradients[i]) for i, total in zip(there, sums, strict=True)]
+        ):
+            count = self.counter.assign_add(1)
+            count = count if tf.is_tensor(count) else count.read_value()
+
+        def finish() -> list[Any]:
+            totals = [self._averaged(total.read_value()) for total in sums]
+            whole = dict(zip(there, totals, strict=True))
+            reduced: Sequence[Any] = [whole.get(i) for i in range(len(gradients))]
+            if reduce:
+                reduced = self._reduce(reduced, vars)
+            with tf.control_dependencies(totals):
+                cleared = [total.assign(tf.zeros_like(total)) for total in sums]
+                cleared.append(self.counter.assign(0))
+            with tf.control_dependencies([c for c in cleared if c is not None]):
+                return [tf.identity(reduced[i]) for i in there]
+
+        def go_on() -> list[Any]:
+            if self.gives_sums:
+                return [total.read_value() for total in sums]
+            return [tf.identity(gradients[i]) for i in there]
+
+        with tf.control_dependencies([count]):
+            given = tf.cond(count >= self.backward_passes_per_step, finish, go_on) if there else []
+        given = given if isinstance(given, (list, tuple)) else [given]
+        result = dict(zip(there, given, strict=True))
+        return [result.get(i) for i in range(len(gradients))]
+
+    def apply_gradients(
+        self, apply_grads_closure: Callable[[], Any], optimizer: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Calls the closure after every last pass. Between, the optimizer's `iterations` and the variable global_step,
+        if there are any, count one more. args: first the pairs of gradient and variable that the closure applies.
+        """
+        step = kwargs.get("global_step")
+
+        def apply() -> Any:
+            with tf.control_dependencies(_as_dependencies([apply_grads_closure()])):
+                return tf.constant(True)
+
+        def skip() -> Any:
+            counters = [c for c in (step, getattr(optimizer, "iterations", None)) if c is not None]
+            with tf.control_dependencies(_as_dependencies([c.assign_add(1) for c in counters])):
+                return tf.constant(False)
+
+        pairs = args[0] if args else ()
+        with tf.control_dependencies(_as_dependencies([g for g, _ in pairs])):
+            due = tf.constant(True) if self.counter is None else tf.equal(self.counter.read_value(), 0)
+        return tf.cond(due, apply, skip)
+
+    def _dense(self, gradient: Any) -> Any:
+        if not isinstance(gradient, tf.IndexedSlices):
+            return gradient
+        if not self.sparse_as_dense:
+            raise ValueError(
+                "IndexedSlices are not supported when `backward_passes_per_step` > 1 and `sparse_as_dense` is False."
+            )
+        return tf.convert_to_tensor(gradient)
+
+    def _averaged(self, total: Any) -> Any:
+        return total / self.backward_passes_per_step if self.average_aggregated_gradients else total
+
+    def _variables_for(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        """The sums, made when a variable is met for the first time."""
+        keys = [key_of(variable) for variable in variables]
+        with tf.init_scope():
+            if self.counter is None:
+                self.counter = _local_variable(tf.constant(0), "aggregation_counter")
+            for gradient, key in zip(gradients, keys, strict=True):
+                if key in self._sums:
+                    continue
+                if not gradient.shape.is_fully_defined():
+                    raise ValueError("backward_passes_per_step > 1 needs gradients of known shapes")
+                zeros = tf.zeros(gradient.shape, gradient.dtype)
+                self._sums[key] = _local_variable(zeros, f"aggregated_gradient_{len(self._sums)}")
+        return [self._sums[key] for key in keys]
+
+
+def _local_variable(value: Any, name: str) -> Any:
+    return tf.compat.v1.Variable(
+        value, trainable=False, name=name, use_resource=True,
+        collections=[tf.compat.v1.GraphKeys.LOCAL_VARIABLES],
+    )  # fmt: skip
+
+
+def _as_dependencies(results: Sequence[Any]) -> list[Any]:
+    """What an op may wait for: tensors and operations; nothing when everything has run already."""
+    if tf.executing_eagerly():
+        return []
+    kinds = (tf.Tensor, tf.Operation, tf.IndexedSlices, tf.Variable)
+    return [result for result in results if isinstance(result, kinds)]
+
+
+class LocalGradientAggregationHelper(GradientAggregation):
+    """Horovod's class for optimizers in graphs. allreduce_func: takes gradients and variables, gives reduced gradients.
+
+    register_local_var: a variable whose sum stays this rank's own, divided by the size of process_set with
+    scale_local_gradients. rank, optimizer_type and name change nothing.
+    """
+
+    _OPTIMIZER_TYPE_KERAS = "optimizer_type_keras"
+    _OPTIMIZER_TYPE_LEGACY = "optimizer_type_legacy"
+
+    def __init__(
+        self,
+        backward_passes_per_step: int,
+        allreduce_func: Reduce,
+        sparse_as_dense: bool,
+        average_aggregated_gradients: bool,
+        rank: int | None = None,
+        optimizer_type: str = _OPTIMIZER_TYPE_LEGACY,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
+        name: str = "",
+    ) -> None:
+        super().__init__(
+            backward_passes_per_step, self._reduce_shared, average_aggregated_gradients, sparse_as_dense
+        )
+        self._allreduce_func = allreduce_func
+        self._process_set = process_set
+        self._scale_local_gradients = scale_local_gradients
+        self._local_keys: set[Hashable] = set()
+
+    def register_local_var(self, var: Any) -> None:
+        """Takes a variable whose gradient stays this rank's own."""
+        self._local_keys.add(key_of(var))
+
+    def _reduce_shared(self, gradients: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
+        result = list(gradients)
+        shared = [i for i, variable in enumerate(variables) if key_of(variable) not in self._local_keys]
+        reduced = self._allreduce_func([gradients[i] for i in shared], [variables[i] for i in shared])
+        for i, gradient in zip(shared, reduced, strict=True):
+            result[i] = gradient
+        if self._scale_local_gradients and self._local_keys:
+            size = mpi_ops.size_op(id_of(self._process_set))
+            for i in set(range(len(result))) - set(shared):
+                if result[i] is not None:
+                    result[i] /= tf.cast(size, result[i].dtype)
+        return result
