@@ -1,10 +1,14 @@
 // What can be said about a submission on this rank alone, before anything is queued. Any thread.
 #include "engine/engine.h"
 #include "engine/mismatch.h"
+#include "engine/varint.h"
 
 namespace hc {
 
 namespace {
+
+constexpr size_t kMaxRequestBytes = 4u << 20;  // of a control frame's 16 MiB
+constexpr size_t kManyTensors = 4096;          // fewer, of whatever shapes, fit
 
 // In front of every text: allreduce 'layer1.weight', unnamed allreduce.
 std::string label_of(const Submission& s) {
@@ -23,15 +27,38 @@ std::string shape_text(std::span<const int64_t> shape) {
   return text + "]";
 }
 
+// What the other ranks' readers would refuse would break the job there; so it is refused here, on this rank alone.
+Status check_name(const Submission& s) {
+  if (s.name.size() <= kMaxTextBytes) return Status::ok();
+  return error(Code::kInvalidArgument, name_of(s.op), " '", s.name.substr(0, 60), "...': a name of ", s.name.size(),
+               " bytes; allowed are ", kMaxTextBytes);
+}
+
+Status check_frame(const Submission& s) {
+  size_t bytes = 0;
+  for (const auto& t : s.tensors) {
+    bytes += 2;
+    for (int64_t d : t.shape) bytes += varint_bytes(static_cast<uint64_t>(d));
+  }
+  if (bytes <= kMaxRequestBytes) return Status::ok();
+  return wrong(s, "the shapes of its ", s.tensors.size(), " tensors take ", bytes, " bytes in a message; allowed are ",
+               kMaxRequestBytes, ". Make several groups of them");
+}
+
 bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
 
 Status check_tensor(const Submission& s, const Submission::Tensor& t, bool is_root) {
   for (int64_t d : t.shape)
     if (d < 0) return wrong(s, "negative dimension in ", shape_text(t.shape));
-  int64_t count = 1;
-  for (int64_t d : t.shape)
-    if (__builtin_mul_overflow(count, d, &count))
+  if (t.shape.size() > kMaxDimensions)
+    return wrong(s, "a tensor of ", t.shape.size(), " dimensions; allowed are ", kMaxDimensions);
+  // As the readers do it: zeros are left out, so that an empty tensor cannot hide a size that overflows.
+  int64_t count = 1, bytes = static_cast<int64_t>(size_of(t.dtype));
+  for (int64_t d : t.shape) {
+    if (d != 0 && (__builtin_mul_overflow(bytes, d, &bytes) || bytes > kMaxTensorBytes))
       return wrong(s, "shape ", shape_text(t.shape), " has too many elements");
+    count *= d != 0;
+  }
   const bool fills =
       s.op == Op::kAllreduce || s.op == Op::kBroadcast || s.op == Op::kReceive || (s.op == Op::kReduce && is_root);
   if (count && !t.in && s.op != Op::kReceive) return wrong(s, "tensor without memory");
@@ -76,6 +103,7 @@ Status check_message(const Submission& s, const ProcessSet& set) {
 }  // namespace
 
 Status Engine::check(const Submission& s, const ProcessSet& set) const {
+  HC_TRY(check_name(s));
   if (set.group_rank < 0)
     return error(Code::kInvalidArgument, title_of(s.op), ": Rank ", mesh_->rank(),
                  " is not a member of the provided process set.");
@@ -86,6 +114,7 @@ Status Engine::check(const Submission& s, const ProcessSet& set) const {
   if (s.tensors.empty() && (s.op == Op::kSend || (s.op == Op::kScatter && is_root)))
     return wrong(s, "no tensor was given");
   for (const auto& t : s.tensors) HC_TRY(check_tensor(s, t, is_root));
+  if (s.tensors.size() > kManyTensors) HC_TRY(check_frame(s));
   if (s.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
     return wrong(s,
                  "Reducescatter currently only supports AVERAGE and SUM. Pass op=Sum or op=Average, or take this "

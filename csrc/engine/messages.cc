@@ -9,7 +9,6 @@
 namespace hc {
 namespace {
 
-constexpr size_t kMaxDimensionsOfMessage = 64;
 constexpr uint32_t kElsewhere = 0xffffffffu;  // in the place of the payload's length
 
 bool sends(const Operation* op) { return op->signature().op == Op::kSend; }
@@ -18,7 +17,7 @@ size_t bytes_of(const TensorMeta& meta) { return static_cast<size_t>(meta.count(
 
 bool read_meta(Reader* in, TensorMeta* meta) {
   const auto dtype = in->get<uint8_t>(), dimensions = in->get<uint8_t>();
-  if (dtype >= kDTypeCount || dimensions > kMaxDimensionsOfMessage) return false;
+  if (dtype >= kDTypeCount || dimensions > kMaxDimensions) return false;
   meta->dtype = static_cast<DType>(dtype);
   meta->shape.resize(dimensions);
   auto bytes = static_cast<int64_t>(size_of(meta->dtype));

@@ -9,8 +9,6 @@
 namespace hc {
 namespace {
 
-constexpr size_t kMaxDimensions = 64;
-
 int64_t get_count64(Reader* in) {  // a number that must fit int64_t and not be negative
   uint64_t v = get_varint(in);
   if (v > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) in->fail();

@@ -169,6 +169,8 @@ xla::Error* start(xla::CallFrame* frame, const Attributes& attributes, std::uniq
   if (!link().runtime)
     return refuse(p->api, HC_NOT_INITIALIZED,
                   "'" + p->name + "': Horovod has not been initialized (or was shut down); use hvd.init().");
+  if (p->name.find('\0') != std::string::npos)
+    return refuse(p->api, HC_INVALID_ARGUMENT, "a name cannot have a NUL character in it: '" + p->name + "'");
   hc_request request{};
   request.version = HC_VERSION;
   request.op = attributes.op;

@@ -298,7 +298,8 @@ class Attributes {
     return value;
   }
   double scale(const char* name) { return std::strtod(text(name).c_str(), nullptr); }
-  // Tells TensorFlow when an attribute was missing; the kernel is then never run.
+  void refuse(const std::string& why) { outcome_.set(kTfInvalidArgument, why); }
+  // Tells TensorFlow when an attribute was missing or refused; the kernel is then never run.
   void check() {
     if (!outcome_.ok()) api.OpKernelConstruction_Failure(ctx_, outcome_);
   }
@@ -334,6 +335,8 @@ void* create(TF_OpKernelConstruction* ctx) {
     kernel->prescale = attributes.scale("prescale_factor");
     kernel->postscale = attributes.scale("postscale_factor");
   }
+  if (kernel->name.find('\0') != std::string::npos)
+    attributes.refuse("a name cannot have a NUL character in it: " + kernel->name.substr(0, kernel->name.find('\0')));
   attributes.check();
   return kernel.release();
 }
