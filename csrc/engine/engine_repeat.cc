@@ -108,6 +108,7 @@ bool Engine::repeat(const Submission& s, int64_t* handle) {
     else
       record->pending.store(nullptr, std::memory_order_release);
     counters_.express.fetch_add(1, std::memory_order_relaxed);
+    counters_.bytes_reduced.fetch_add(bytes_of(known.signature), std::memory_order_relaxed);
     note_arrival(*set, submitted, turn->arrival());
     recorder_.done(number, Code::kOk, Recorder::now());
     return true;

@@ -61,6 +61,7 @@ bool Engine::advance() {
     if (!set->frozen_runs.empty() || set->deferred_join)
       set->run_frozen(&moved, [&](Operation* op, const FrozenCollective& run) {
         (op->bucket_set >= 0 ? counters_.frozen : counters_.express).fetch_add(1, std::memory_order_relaxed);
+        if (!op->device) counters_.bytes_reduced.fetch_add(op->bytes(), std::memory_order_relaxed);
         note_frozen(*set, *op, run);
         op->device ? arm(*set, op) : complete(*set, op, run.status());
       });

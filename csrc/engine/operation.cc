@@ -1,6 +1,8 @@
 // The pool of operations and their handles: handle = serial number << 20 | place in the pool.
 #include "engine/operation.h"
 
+#include <algorithm>
+
 namespace hc {
 
 namespace {
@@ -23,6 +25,18 @@ std::string Operation::describe() const {
                    s.root < 0 ? std::string("any rank") : text_of("rank ", s.root), " (tag ", request.sequence, ")");
   if (request.name.empty()) return text_of(name_of(s.op), " no. ", request.sequence, " (unnamed)");
   return text_of(name_of(s.op), " '", request.name, "'");
+}
+
+uint64_t Operation::bytes() const {
+  const Signature& s = request.signature;
+  if (first_dimension.empty()) return bytes_of(s);
+  uint64_t sum = 0;
+  for (size_t i = 0; i < std::min(s.tensors.size(), first_dimension.size()); ++i) {
+    uint64_t row = size_of(s.tensors[i].dtype);
+    for (size_t d = 1; d < s.tensors[i].shape.size(); ++d) row *= static_cast<uint64_t>(s.tensors[i].shape[d]);
+    sum += row * static_cast<uint64_t>(first_dimension[i]);
+  }
+  return sum;
 }
 
 Operation* Handles::acquire() {

@@ -71,6 +71,8 @@ struct Operation {
   bool released = false;  // guarded by Handles' mutex
 
   const Signature& signature() const { return request.signature; }
+  // Of its tensors or, where the core owns the results and they are there, of those.
+  uint64_t bytes() const;
   // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)", "send to rank 3 (tag 0)"
   std::string describe() const;
 };

@@ -105,6 +105,28 @@ TEST_CASE("express: who came last is known also to those who slept by then") {
   }));
 }
 
+TEST_CASE("express: bytes are counted as on the agreed way") {
+  for (const bool express : {true, false}) {
+    World world(2, {{"HOROCLONE_EXPRESS", express ? "1" : "0"}});
+    CHECK_OK(world.each([&](Engine& engine, int rank) {
+      for (int step = 0; step < 20; ++step) blocking(engine, "x", rank, 2, step, 7);
+      const uint64_t before = counter(engine, "bytes"), turns = counter(engine, "express");
+      for (int step = 0; step < 100; ++step) blocking(engine, "x", rank, 2, step, 7);
+      CHECK_LOCKED(counter(engine, "bytes") - before == 100 * 7 * sizeof(float));
+      CHECK_LOCKED((counter(engine, "express") - turns > 0) == express);
+      std::vector<float> mine(3, 1.0f);  // turns whose results the core owns
+      const uint64_t rows_before = counter(engine, "bytes");
+      for (int step = 0; step < 50; ++step) {
+        int64_t handle = 0;
+        CHECK_OK(submit<float>(engine, Op::kAllgather, "rows", mine, nullptr, {3}, &handle));
+        CHECK_OK(finish(engine, handle));
+        engine.release(handle);
+      }
+      CHECK_LOCKED(counter(engine, "bytes") - rows_before == 50 * 6 * sizeof(float));
+    }));
+  }
+}
+
 TEST_CASE("express: it is not taken when it is switched off, over TCP, or by what is large") {
   World tcp(2, {{"HOROCLONE_SHARED_MEMORY", "0"}});
   World off(2, {{"HOROCLONE_EXPRESS", "0"}});
