@@ -155,7 +155,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
     from horoclone.bootstrap import mpi_link
     from horoclone.gpu_libraries import with_libraries
 
-    settings, known = with_libraries(settings_of(os.environ)), {}
+    settings, known = with_libraries({**preferred, **settings_of(os.environ)}), {}
     if job.rank == 0:  # its choice holds for all
         known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
@@ -195,6 +195,9 @@ def _remark() -> None:
         for line in remarks(os.environ, json.loads(_core().knobs())):
             _say(line)
 
+
+# Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
+preferred: dict[str, str] = {}
 
 _core_module: Any = None
 

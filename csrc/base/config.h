@@ -185,6 +185,9 @@ struct KnobRule {
     "and stop_timeline().")                                                                                 \
   X(bool, timeline_mark_cycles, false, "TIMELINE_MARK_CYCLES", "TIMELINE_MARK_CYCLES", KnobRule::flag(),    \
     "The timeline shows each coordinated step as well.")                                                    \
+  X(bool, timeline_operation_names, false, "TIMELINE_OPERATION_NAMES", "", KnobRule::flag(),                \
+    "The timeline names tensors allreduce.NAME and allreduce.noname.17, as Horovod does for PyTorch: on by " \
+    "default where horoclone.torch was imported before init, else off.")                                    \
   X(bool, timeline_all_ranks, false, "TIMELINE_ALL_RANKS", "", KnobRule::flag(),                            \
     "Every rank writes its own timeline (timeline.rank3.json); `horoclone timeline` merges them.")          \
   X(std::string, recorder_dir, "", "RECORDER_DIR", "", KnobRule::text(),                                    \

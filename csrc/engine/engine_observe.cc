@@ -78,6 +78,7 @@ Status Engine::start_timeline(const std::string& path, bool mark_cycles) {
   origin.rank = mesh_->rank();
   origin.size = mesh_->size();
   origin.all_ranks = config_.timeline_all_ranks;
+  origin.operation_names = config_.timeline_operation_names;
   if (origin.all_ranks && mesh_->rank() != 0 && !mesh_->shares_memory(0)) measure_clock(&origin);
   origin.start = Clock::now();
   origin.epoch_micros =

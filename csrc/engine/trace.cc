@@ -22,6 +22,12 @@ std::string id_of(const TraceKey& key) {
                           : text_of(static_cast<int>(key.op), ':', key.process_set, '=', key.name);
 }
 
+std::string name_of_lane(const TraceKey& key, bool operation_names) {
+  if (!operation_names) return key.name.empty() ? text_of(name_of(key.op), " (unnamed)") : key.name;
+  if (key.name.empty()) return text_of(name_of(key.op), ".noname.", key.sequence);
+  return text_of(name_of(key.op), ".", key.name);
+}
+
 std::string number(double us) {
   char text[40];
   std::snprintf(text, sizeof text, "%.3f", us);
@@ -65,7 +71,7 @@ void Trace::open(std::string* out) {
 }
 
 Trace::Lane& Trace::lane_of(const TraceKey& key, std::string* out) {
-  std::string name = key.name.empty() ? text_of(name_of(key.op), " (unnamed)") : key.name;
+  std::string name = name_of_lane(key, origin_.operation_names);
   if (key.process_set) name += text_of(" [process set ", key.process_set, "]");
   if (lanes_.size() >= kMostLanes && !lanes_.contains(name)) name = "(more tensors)";
   auto [at, fresh] = lanes_.try_emplace(name);

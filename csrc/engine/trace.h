@@ -48,9 +48,10 @@ class Trace {
     TimePoint start{};         // time 0 of the file
     int64_t epoch_micros = 0;  // the same moment, since 1970
     int rank = 0, size = 1;
-    bool all_ranks = false;    // one file per rank: process numbers and names must differ between them
-    double clock_ahead_s = 0;  // rank 0's monotonic clock minus mine,
-    double clock_error_s = 0;  // give or take this much
+    bool operation_names = false;  // allreduce.NAME and allreduce.noname.17, not NAME and allreduce (unnamed)
+    bool all_ranks = false;        // one file per rank: process numbers and names must differ between them
+    double clock_ahead_s = 0;      // rank 0's monotonic clock minus mine,
+    double clock_error_s = 0;      // give or take this much
   };
   explicit Trace(const Origin& origin) : origin_(origin) {}
   void open(std::string* out);

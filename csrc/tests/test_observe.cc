@@ -109,6 +109,26 @@ TEST_CASE("trace: unnamed operations of one kind run side by side in rows of the
   CHECK(out.find("allreduce (unnamed)") != std::string::npos);
 }
 
+TEST_CASE("trace: with the names of operations a tensor has a process for each operation on it") {
+  using Kind = TraceEvent::Kind;
+  Trace::Origin with_names = origin();
+  with_names.operation_names = true;
+  Trace trace(with_names);
+  std::string out;
+  TraceEvent named = event(Kind::kStarted, "layer.weight", 1, "ring"), unnamed = event(Kind::kStarted, "", 1, "ring");
+  unnamed.key.sequence = 17;
+  trace.add(named, &out);
+  trace.add(unnamed, &out);
+  named.key.op = Op::kBroadcast;
+  trace.add(named, &out);
+  named.key.process_set = 3;
+  trace.add(named, &out);
+  for (const char* name : {"\"allreduce.layer.weight\"", "\"allreduce.noname.17\"", "\"broadcast.layer.weight\"",
+                           "\"broadcast.layer.weight [process set 3]\""})
+    CHECK_MESSAGE(out.find(name) != std::string::npos, out);
+  CHECK(times(out, "\"process_name\"") == 4);
+}
+
 TEST_CASE("trace: names are escaped") { CHECK(json_text("a\"b\\c\n") == "\"a\\\"b\\\\c\\u000a\""); }
 
 TEST_CASE("timeline: events of several threads, started and stopped in between, give complete files") {

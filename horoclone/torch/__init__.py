@@ -1,5 +1,6 @@
 """horoclone for PyTorch: `import horoclone.torch as hvd`. What `horovod.torch` offers, under the same names."""
 
+from horoclone import runtime
 from horoclone.common.util import check_extension
 from horoclone.errors import (
     Aborted,
@@ -25,6 +26,8 @@ from horoclone.torch.mpi_ops import *  # noqa: F403 - its __all__ is the list of
 from horoclone.torch.optimizer import DistributedOptimizer
 from horoclone.torch.rooted import *  # noqa: F403
 from horoclone.torch.sync_batch_norm import SyncBatchNorm
+
+runtime.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
 
 __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,
