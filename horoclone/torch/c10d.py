@@ -10,9 +10,8 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import reduce as fold
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +20,7 @@ import torch.distributed as dist
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d_facts import BACKEND, GroupFacts
+from horoclone.torch.c10d_gathered import reduce_bits, sum_sparse
 from horoclone.torch.c10d_lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d_meeting import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d_monitored import monitored_barrier
@@ -139,7 +139,9 @@ class HorocloneGroup(GroupFacts):
             return self._work(handle, tensors, kept, finish, "sparse allreduce", place=place_of(sparse))
         kind, reduce, factor = reduction(opts)
         if kind in BITWISE:
-            return self._fold(tensors, BITWISE[kind])
+            return reduce_bits(self, tensors, kind)
+        if any(t.layout is not torch.strided for t in tensors):
+            return sum_sparse(self, tensors, reduce, factor)
         if len(tensors) == 1:
             tensor = tensors[0]
             return self._submit(
@@ -155,30 +157,13 @@ class HorocloneGroup(GroupFacts):
 
     allreduce_coalesced = allreduce
 
-    def _fold(
-        self, tensors: Tensors, operation: Callable[..., torch.Tensor], root: int | None = None
-    ) -> Work:
-        """root None: for everybody."""
-        if any(t.dtype.is_floating_point or t.is_complex() for t in tensors):
-            raise ValueError("bitwise reductions need whole numbers or bool")
-        flat = torch.cat([as_bytes(t) for t in tensors])
-
-        def finish(runtime: Runtime, handle: int) -> None:
-            rows = rows_of(runtime, handle, 0, flat, place_of(flat)).view(self._size, -1)
-            copy_apart(fold(operation, rows), tensors)
-
-        if root is None:
-            return self._submit(ops.ALLGATHER, flat, None, outputs=tensors, finish=finish)
-        here = finish if root == self._rank else None
-        return self._submit(ops.GATHER, flat, None, root=root, outputs=tensors, finish=here)
-
     def reduce(self, tensors: Any, opts: Any = None, op: Any = None) -> Work:
         """Reduces into the tensor of rank opts.rootRank; the others' tensors stay as they are."""
         (tensor,) = listed(tensors)
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts)
         kind, reduce, factor = reduction(op if op is not None else opts)
         if kind in BITWISE:
-            return self._fold([tensor], BITWISE[kind], root)
+            return reduce_bits(self, [tensor], kind, root)
         target = tensor if self._rank == root else None
         return self._submit(
             ops.REDUCE, tensor, target, reduce=reduce, prescale=factor, root=root, outputs=[tensor]
