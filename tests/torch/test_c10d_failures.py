@@ -304,6 +304,25 @@ def test_groups_without_the_lost_rank_go_on(torch_crew: Any, tmp_path: Path) -> 
         expect_peer_lost(team, [team.said(rank, "traces")[0]["traces"]], tmp_path, rank)
 
 
+def rank_zero_is_lost() -> None:
+    dist.init_process_group("horoclone")
+    if dist.get_rank() == 0:
+        wait_to_be_killed()
+    say(waits=True, traces=sys.modules["crew"].traces())
+    told(raised_by(dist.barrier), case="world")
+    told(raised_by(dist.group.WORLD.monitored_barrier), case="monitored barrier")
+    told(raised_by(lambda: dist.new_group([0, 1])), case="new group")
+    dist.destroy_process_group()
+
+
+def test_the_rank_that_made_the_store_is_lost(torch_crew: Any, tmp_path: Path) -> None:
+    team = torch_crew(rank_zero_is_lost, 2, env={"TMPDIR": str(tmp_path)})
+    killed_with(team, 0, ready=1)
+    assert team.wait(LIMIT_S) == [-signal.SIGKILL, 0], team.outputs()
+    assert len(team.said(1, "kind")) == 3
+    expect_peer_lost(team, [team.said(1, "traces")[0]["traces"]], tmp_path, rank=1, lost=0)
+
+
 # --- ranks that never call ------------------------------------------------------------------------------
 
 

@@ -653,10 +653,10 @@ def test_double_a_killed_peer_on_the_same_gpu_is_named_and_nothing_hangs(ranks) 
 def distributes() -> None:
     import torch.distributed as dist
 
-    from horoclone.torch import c10d, c10d_tensors, c10d_work
+    from horoclone.torch import c10d, c10d_gathered, c10d_tensors, c10d_work
 
     double = begin()
-    for module in (c10d, c10d_tensors, c10d_work):
+    for module in (c10d, c10d_gathered, c10d_tensors, c10d_work):
         double.patch(module)
     rank, size = hvd.rank(), hvd.size()
     hvd.shutdown()
