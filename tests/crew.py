@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import importlib.util
 import json
@@ -123,6 +124,8 @@ def serve(channel: socket.socket) -> Start | None:
     rope.setblocking(False)
     signal.set_wakeup_fd(rope.fileno())
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    gc.collect()
+    gc.freeze()  # so that the ends of the ranks, which collect, touch and copy fewer pages
     channel.send(pickle.dumps(("ready",)))
     while True:
         ready, _, _ = select.select([channel, bell], [], [])
