@@ -12,6 +12,7 @@ import os
 import weakref
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d_facts import BACKEND, GroupFacts
-from horoclone.torch.c10d_gathered import reduce_bits, sum_sparse
+from horoclone.torch.c10d_gathered import reduce_bits
 from horoclone.torch.c10d_lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d_meeting import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d_monitored import monitored_barrier
@@ -135,13 +136,12 @@ class HorocloneGroup(GroupFacts):
         """Reduces one tensor, or several of one call, in place. One tensor may be sparse (c10d_sparse.py)."""
         tensors = listed(tensors)
         if (sparse := sparse_among(tensors)) is not None:
-            handle, kept, finish = start_sparse_sum(self._native(), self._size, sparse, opts)
+            submit_group = partial(self._enqueue, group=True)
+            handle, kept, finish = start_sparse_sum(submit_group, self._size, sparse, opts)
             return self._work(handle, tensors, kept, finish, "sparse allreduce", place=place_of(sparse))
         kind, reduce, factor = reduction(opts)
         if kind in BITWISE:
             return reduce_bits(self, tensors, kind)
-        if any(t.layout is not torch.strided for t in tensors):
-            return sum_sparse(self, tensors, reduce, factor)
         if len(tensors) == 1:
             tensor = tensors[0]
             return self._submit(

@@ -39,7 +39,9 @@ def sparse_among(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
     return tensors[0]
 
 
-def start_sparse_sum(runtime: Runtime, size: int, tensor: torch.Tensor, opts: Any) -> tuple[int, Any, Finish]:
+def start_sparse_sum(
+    submit_group: Callable[..., int], size: int, tensor: torch.Tensor, opts: Any
+) -> tuple[int, Any, Finish]:
     """(handle, what must live until it is done, what puts the sum into `tensor`, coalesced).
 
     tensor: torch.sparse_coo of any sparse and dense dimensions, in host memory or on a GPU; how many entries it has
@@ -59,7 +61,7 @@ def start_sparse_sum(runtime: Runtime, size: int, tensor: torch.Tensor, opts: An
     whole = torch.tensor([list(tensor.shape)], dtype=torch.int64, device=tensor.device)
     sent = (places, values, whole)
     place = place_of(values)
-    handle = runtime.submit_group(
+    handle = submit_group(
         ops.ALLGATHER, None, [address_of(t) for t in sent], [0] * len(sent), [t.shape for t in sent],
         [number_at(t) for t in sent], ops.Sum, 1.0, 1.0, 0, 0, *place,
     )  # fmt: skip

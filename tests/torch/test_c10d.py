@@ -446,52 +446,6 @@ def test_ddp_computes_the_gradients_that_gloo_computes() -> None:
             assert torch.equal(ours, gloos), (more, ours - gloos)
 
 
-@ranks(1, 2, 3)
-def test_sparse_tensors_are_summed() -> None:
-    with distributed() as (rank, size):
-        for dtype in (torch.float32, torch.int64, torch.bfloat16):
-            # rank r: r + 1 rows, one of them twice, all of them shared with higher ranks; rank 0 of the second: none
-            for first in (0, 1):
-                given = []
-                for r in range(size):
-                    rows = list(range(first, r + 1)) + ([r] if r >= first else [])
-                    values = torch.arange(1, 1 + 3 * len(rows)).view(-1, 3).to(dtype)
-                    given.append(torch.sparse_coo_tensor([rows], values, (5, 3)))
-                mine, wanted = given[rank].clone(), sum(g.to_dense() for g in given)
-                work = dist.all_reduce(mine, async_op=True)
-                assert work.get_future().wait()[0].is_sparse
-                assert mine.is_coalesced() and torch.equal(mine.to_dense(), wanted), (mine, wanted)
-        mine = torch.sparse_coo_tensor([[0, 1], [1, rank]], torch.tensor([4.0, 2.0]), (2, 3))
-        dist.all_reduce(mine, dist.ReduceOp.AVG)
-        assert mine.to_dense()[0, 1] == 4.0
-        assert isinstance(raised(lambda: dist.all_reduce(mine, dist.ReduceOp.MAX)), ValueError)
-        if size > 1:
-            other = torch.sparse_coo_tensor([[0]], torch.ones(1), (4 + rank,))
-            assert "another size" in str(raised(lambda: dist.all_reduce(other)))
-        dist.barrier()
-
-
-@ranks(2)
-def test_embeddings_with_sparse_gradients_train_under_ddp() -> None:
-    def trained(backend: str) -> list[torch.Tensor]:
-        with distributed(backend) as (rank, _):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.EmbeddingBag(50, 8, sparse=True), torch.nn.Linear(8, 2))
-            model = torch.nn.parallel.DistributedDataParallel(model)
-            never_freed.append((model, dist.group.WORLD) if backend == "gloo" else None)
-            optimizer = torch.optim.SGD(model.parameters(), 0.5)
-            for step in range(4):
-                chance = torch.Generator().manual_seed(2 * step + rank)
-                optimizer.zero_grad()
-                (model(torch.randint(0, 50, (3, 4), generator=chance)) ** 2).mean().backward()
-                optimizer.step()
-            assert model.module[0].weight.grad.is_sparse
-            return [p.detach().clone() for p in model.parameters()]
-
-    for ours, gloos in zip(trained("horoclone"), trained("gloo"), strict=True):
-        assert torch.allclose(ours, gloos, atol=1e-6), (ours - gloos).abs().max()
-
-
 @ranks(2)
 def test_ddp_with_a_communication_hook() -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
