@@ -65,8 +65,3 @@ def cuda_built() -> bool:
 def rocm_built() -> bool:
     """False: ROCm is not supported."""
     return False
-
-
-def sycl_built() -> bool:
-    """False: Intel's GPUs are not supported."""
-    return False

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from horoclone import errors, objects, runtime
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.settings import settings_of
-from horoclone.torch.c10d_lost import Look, wait_for_key
+from horoclone.torch.c10d_lost import Look
 from horoclone.torch.c10d_signed import SignedStore
 
 if TYPE_CHECKING:
