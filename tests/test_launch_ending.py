@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 import signal
 import sys
 import time
 
 import pytest
+
+from horoclone.launch import process
 
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
@@ -267,3 +270,29 @@ def test_descriptors_of_the_launcher_do_not_leak_into_ranks(launch):
         done.stdout
     )
     assert sum("horoclone-secret" in kind for kind in kinds) == 2
+
+
+@pytest.mark.parametrize("limit", [7, 9, 10, 12, 14, 16, 18])
+def test_too_few_descriptors_are_said_without_a_traceback(launch, limit):
+    command = f"ulimit -n {limit}; exec {shlex.quote(sys.executable)} -m horoclone.launch -np 2 true"
+    done = launch(["sh", "-c", command], check=False)
+    assert done.returncode == 1 and "Traceback" not in done.stderr, done.output
+    assert (
+        f"too few file descriptors for 2 ranks: the limit is {limit}. Raise it: ulimit -n" in done.stderr
+    ), done.output
+
+
+def test_a_kill_in_a_cgroup_below_the_launchers_is_counted(monkeypatch, tmp_path):
+    own = tmp_path / "self"
+    own.write_text("9:name=systemd:/\n4:memory:/job\n0::/\n")
+    monkeypatch.setattr(process, "_OWN_CGROUPS", str(own))
+    monkeypatch.setattr(process, "_CGROUPS", str(tmp_path))
+    rank = tmp_path / "memory" / "job" / "rank1"
+    rank.mkdir(parents=True)
+    (rank.parent / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 2\n")
+    (rank / "memory.oom_control").write_text("oom_kill_disable 0\nunder_oom 0\noom_kill 3\n")
+    assert process.memory_kills() == 5
+    own.write_text("0::/unit\n")
+    (tmp_path / "unit").mkdir()
+    (tmp_path / "unit" / "memory.events").write_text("oom 1\noom_kill 7\n")
+    assert process.memory_kills() == 7, "version 2 counts what is below by itself"

@@ -25,7 +25,13 @@ from horoclone.launch.hosts import Placement, is_local, usable_cores
 from horoclone.launch.link import LOST, REFUSED, HostLink, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
-from horoclone.launch.usage import LaunchError, ranks_text, say
+from horoclone.launch.usage import (
+    LaunchError,
+    is_out_of_descriptors,
+    out_of_descriptors,
+    ranks_text,
+    say,
+)
 
 _POLL_S = 0.05  # while a group has to disappear, or where the kernel has no pidfd
 _IDLE_S = 5.0
@@ -119,6 +125,10 @@ class Job:
                     self._turn()
             except LaunchError as error:
                 self._launch_error = error
+            except OSError as error:
+                if not is_out_of_descriptors(error):
+                    raise
+                self._launch_error = out_of_descriptors(len(self._request.placements))
             finally:
                 self._close()
         for member in self._members.values():
@@ -166,6 +176,8 @@ class Job:
         try:
             return Server(secret, job, len(self._request.placements), addresses)
         except OSError as error:
+            if is_out_of_descriptors(error):
+                raise
             where = ", ".join(addresses)
             raise LaunchError(
                 f"cannot listen on {where}: {error.strerror}; --network-interfaces chooses others", 1

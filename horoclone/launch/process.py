@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
-from horoclone.launch.usage import LaunchError
+from horoclone.launch.usage import LaunchError, is_out_of_descriptors
 
 _PR_SET_PDEATHSIG = 1
 _LOOK_EVERY_S = 0.1
@@ -238,6 +238,8 @@ class LocalRanks:
         except (OSError, ValueError) as error:
             if result is not None:
                 os.close(result)
+            if is_out_of_descriptors(error):
+                raise
             raise _cannot_run(command[0], cwd, error) from None
         self.guardian.watch(process.pid)
         self._started.append(LocalRank(rank, process, self.guardian, result))
@@ -273,30 +275,49 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
     return LaunchError(f"cannot run {program!r}: {reason}", 126)
 
 
+_OWN_CGROUPS = "/proc/self/cgroup"
+_CGROUPS = "/sys/fs/cgroup"
+_MOST_CGROUPS = 256  # below ours; more are not looked at
+
+
 def memory_kills() -> int:
-    """How often the kernel has killed a process in our memory cgroup for want of memory; 0 where it does not say."""
+    """How often the kernel has killed a process in our memory cgroup, or below it, for want of memory; 0 where it does
+    not say."""
     try:
-        with open("/proc/self/cgroup", encoding="ascii", errors="replace") as file:
+        with open(_OWN_CGROUPS, encoding="ascii", errors="replace") as file:
             lines = [line.rstrip("\n").split(":", 2) for line in file]
     except OSError:
         return 0
     for _, controllers, path in (line for line in lines if len(line) == 3):
         if controllers == "":
-            candidates = [f"/sys/fs/cgroup{path}/memory.events", "/sys/fs/cgroup/memory.events"]
+            for folder in (f"{_CGROUPS}{path}", _CGROUPS):
+                if (kills := _kills_in(f"{folder}/memory.events")) is not None:
+                    return kills
         elif "memory" in controllers.split(","):
-            candidates = [
-                f"/sys/fs/cgroup/memory{path}/memory.oom_control",
-                "/sys/fs/cgroup/memory/memory.oom_control",
-            ]
-        else:
-            continue
-        for candidate in candidates:
-            try:
-                with open(candidate, encoding="ascii") as file:
-                    for line in file:
-                        key, _, value = line.partition(" ")
-                        if key == "oom_kill":
-                            return int(value)
-            except (OSError, ValueError):
-                continue
+            for folder in (f"{_CGROUPS}/memory{path}", f"{_CGROUPS}/memory"):
+                if (kills := _kills_in(f"{folder}/memory.oom_control")) is not None:
+                    return kills + _kills_below(folder)
     return 0
+
+
+def _kills_in(file_name: str) -> int | None:
+    try:
+        with open(file_name, encoding="ascii") as file:
+            for line in file:
+                key, _, value = line.partition(" ")
+                if key == "oom_kill":
+                    return int(value)
+    except (OSError, ValueError):
+        pass
+    return None
+
+
+def _kills_below(folder: str) -> int:
+    """Version 1 counts where the process was, not in the groups above; a scheduler may give each rank its own."""
+    kills = 0
+    for count, (below, _, _) in enumerate(os.walk(folder)):
+        if count > _MOST_CGROUPS:
+            break
+        if below != folder:
+            kills += _kills_in(f"{below}/memory.oom_control") or 0
+    return kills

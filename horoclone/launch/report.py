@@ -116,7 +116,8 @@ def hint(end: RankEnd) -> str | None:
         if end.memory_kills > 0:
             return f"out of memory: the kernel killed {end.memory_kills} process(es) of this cgroup while the job ran"
         return (
-            "kill -9, or the host's out-of-memory killer (dmesg tells; the cgroup's own counter did not rise)"
+            "kill -9, or out of memory in another cgroup or on the whole host (dmesg tells; the counter of the "
+            "launcher's cgroup did not rise)"
         )
     return (
         _HINTS.get(signal.Signals(-end.code))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import resource
 import sys
 
 
@@ -26,6 +28,19 @@ def say(text: str, program: str = "horoclonerun") -> None:
         )
     except OSError:
         pass
+
+
+def is_out_of_descriptors(error: BaseException) -> bool:
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+
+
+def out_of_descriptors(ranks: int) -> LaunchError:
+    """For a launcher of so many ranks on this host; each has two pipes, a process descriptor and what starts it."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return LaunchError(
+        f"too few file descriptors for {ranks} ranks: the limit is {limit}. Raise it: ulimit -n {64 + 8 * ranks}",
+        1,
+    )
 
 
 def ranks_text(ranks: list[int]) -> str:
