@@ -159,7 +159,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
     if job.rank == 0:  # its choice holds for all
         known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
-    runtime = _core().Runtime(settings)
+    runtime = _core().Runtime(job.listening(settings))
     try:
         observe.watch_stack(runtime, os.environ)
         own = mpi_link.offer(os.environ, job.name, known)

@@ -158,3 +158,32 @@ def test_a_rank_that_ends_with_zero_before_init_is_named_to_the_others(launch):
     done = launch([*HOROCLONERUN, sys.executable, "-c", LEAVES], check=False)
     found = sorted(line.split("] ")[-1] for line in done.stdout.splitlines() if "noticed" in line)
     assert found == ["noticed 0 1 True", "noticed 2 1 True"] and done.seconds < 30, done.output
+
+
+LISTENING = """
+import os, re, sys
+import horoclone as hvd
+from horoclone.bootstrap import exchange
+
+gather = exchange.Job.gather
+def gather_and_tell(self, *arguments):
+    mine = {os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{n}")}
+    for name in ("tcp", "tcp6"):
+        for line in open(f"/proc/self/net/{name}").read().splitlines()[1:]:
+            words = line.split()
+            if words[3] == "0A" and f"socket:[{words[9]}]" in mine:
+                print("listens", words[1].split(":")[0], flush=True)
+    return gather(self, *arguments)
+exchange.Job.gather = gather_and_tell
+hvd.init()
+"""
+
+
+@pytest.mark.parametrize("start", [HOROCLONERUN, WITHOUT], ids=["horoclonerun", "by hand"])
+def test_ranks_of_one_host_listen_on_loopback_only(launch, start):
+    done = launch([*start, sys.executable, "-c", LISTENING])
+    found = [line.split("listens ")[1] for line in done.stdout.splitlines() if "listens" in line]
+    # 127.0.0.1 as the kernel prints it, and ::1 where there is one
+    first, last = (0x7F000001, 1) if sys.byteorder == "big" else (0x0100007F, 0x01000000)
+    loopback = {first, last}
+    assert len(found) >= RANKS and {int(one, 16) for one in found} <= loopback, done.output

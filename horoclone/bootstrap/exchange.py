@@ -44,6 +44,7 @@ class Meeting:
     uses_mpi: bool
     client: Client | None = None  # None: one process, nobody to meet
     server: Server | None = None  # in rank 0, unless the launcher has it
+    one_host: bool = False  # the launcher says so: nobody outside need reach us
     watches_processes: bool = True  # by connections that stay open; our launcher sees processes end itself
     lives: dict[str, int] = field(default_factory=dict)  # scope -> init calls so far
 
@@ -134,6 +135,13 @@ class Job:
             client.give_up(self._key, f"{type(error).__name__}: {error}")
             raise
         client.connected(stays=self.meeting.watches_processes)
+
+    def listening(self, settings: dict[str, str]) -> dict[str, str]:
+        """The settings with which a runtime listens: on one host on loopback only, unless the user has chosen."""
+        chosen = settings.get("HOROCLONE_NETWORK_INTERFACES") or settings.get("HOROVOD_GLOO_IFACE")
+        if not self.meeting.one_host or chosen or "127.0.0.1" not in wire.routable_addresses():
+            return settings
+        return {**settings, "HOROCLONE_NETWORK_INTERFACES": "lo"}
 
     def report_failure(self, text: str, consequence: bool) -> None:
         """Tells the launcher (or ranks that still wait to be connected) why this rank ends."""
@@ -272,7 +280,7 @@ def _meet_again(
         if previous is not None:
             previous.close()
         meeting = _meet(placement, ranks, environ, deadline)
-        meeting.key = key
+        meeting.key, meeting.one_host = key, placement.one_host
     everybody = ranks == list(range(placement.size))
     return Job(meeting, rank, len(ranks), members=None if everybody else ranks)
 
