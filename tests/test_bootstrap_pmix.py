@@ -175,7 +175,9 @@ os.write(1, f"{os.uname().nodename} {rank}\\n".encode())
 """
 
 
-def test_rank_0s_value_reaches_ranks_below_other_daemons(launch, open_mpi, tmp_path):
+@pytest.fixture
+def three_hosts(launch, open_mpi, tmp_path):
+    """run(*words): four ranks on hosts with three names, below three daemons, with a path for signs between them."""
     if subprocess.run(["unshare", "--uts", "true"], capture_output=True).returncode != 0:
         pytest.skip("needs root: it gives processes another host name")
     agent = tmp_path / "agent"
@@ -186,16 +188,55 @@ def test_rank_0s_value_reaches_ranks_below_other_daemons(launch, open_mpi, tmp_p
     env = {
         name: value for name, value in open_mpi.env.items() if not name.startswith("PRTE")
     }  # no oversubscription
-    done = launch(
-        [*open_mpi.command(4), *options, sys.executable, "-c", EXCHANGE, str(tmp_path / "sign"), "blob"],
-        env=env,
-    )
+
+    def run(script, *words):
+        program = [sys.executable, "-c", script, str(tmp_path / "sign"), *words]
+        return launch([*open_mpi.command(4), *options, *program], env=env)
+
+    return run
+
+
+def test_rank_0s_value_reaches_ranks_below_other_daemons(three_hosts):
+    done = three_hosts(EXCHANGE, "blob")
     assert sorted(filter(None, done.stdout.split("\n")), key=lambda line: line[-1]) == [
         f"{os.uname().nodename} 0",
         "horoclone-b 1",
         "horoclone-b 2",
         "horoclone-c 3",
     ]
+
+
+# argv: a file's path, and the ranks that come only when all others have given up once.
+TWICE = """
+import os, sys, time
+import numpy as np
+import horoclone as hvd
+rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+late = [int(one) for one in sys.argv[2].split("+")]
+signs = [f"{sys.argv[1]}.{other}" for other in range(4) if other not in late]
+if rank not in late:
+    os.environ["HOROCLONE_START_TIMEOUT"] = "3"
+    try:
+        hvd.init()
+    except hvd.Timeout:
+        open(f"{sys.argv[1]}.{rank}", "w").close()
+while not all(map(os.path.exists, signs)):
+    time.sleep(0.01)
+os.environ["HOROCLONE_START_TIMEOUT"] = "60"
+for life in range(2):
+    hvd.init()
+    assert hvd.allreduce(np.ones(3), op=hvd.Sum, name="w").tolist() == [4.0] * 3
+    hvd.shutdown()
+print("met", rank, flush=True)
+"""
+
+
+@pytest.mark.parametrize("late", ["0", "3", "1+3"])
+def test_init_works_again_after_a_timeout_whoever_was_late(three_hosts, late):
+    done = three_hosts(TWICE, late)
+    assert sorted(line for line in done.stdout.splitlines() if line) == [f"met {r}" for r in range(4)], (
+        done.output
+    )
 
 
 def test_without_the_library_the_ranks_meet_through_mpi4py(ranks):
