@@ -150,6 +150,37 @@ def test_a_second_program_of_the_same_launcher_does_not_get_the_first_ones_value
     assert done.stdout.count(f"{os.uname().nodename} ") == 4, done.output
 
 
+# argv: 1 = rank 1 does not call init, and rank 0 gives up; 2 = rank 0 is late.
+PROGRAM = """
+import os, sys, time
+os.environ.pop("OMPI_COMM_WORLD_LOCAL_SIZE")  # as on several hosts
+os.environ["HOROCLONE_START_TIMEOUT"] = "3" if sys.argv[1] == "1" else "60"
+import horoclone as hvd
+rank = os.environ["OMPI_COMM_WORLD_RANK"]
+if sys.argv[1] == "1" and rank == "1":
+    time.sleep(6)  # its next program begins when rank 0 has given up
+    sys.exit(0)
+if sys.argv[1] == "2" and rank == "0":
+    time.sleep(5)
+try:
+    hvd.init()
+    print("met", hvd.rank(), flush=True)
+except hvd.Timeout:
+    print("gave up", rank, flush=True)
+"""
+
+
+def test_a_rank_that_never_came_does_not_take_an_earlier_programs_value_for_the_new_one(
+    launch, open_mpi, tmp_path
+):
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    first = f"{shlex.quote(sys.executable)} {path}"
+    done = launch([*open_mpi.command(2), "sh", "-c", f"{first} 1 && {first} 2"], env=open_mpi.env)
+    said = sorted(line for line in done.stdout.splitlines() if line)
+    assert said == ["gave up 0", "met 0", "met 1"], done.output
+
+
 # Does what ssh would; the daemon that the launcher wants there believes to be on another host.
 OTHER_HOST = """#!/bin/sh
 host=$1

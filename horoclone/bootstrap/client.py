@@ -250,6 +250,14 @@ class Client:
             return rank
         return self._members.index(rank) if rank in self._members else -1
 
+    def reach(self, timeout_s: float) -> bool:
+        """Whether the server answers within this time."""
+        try:
+            self._connect(time.monotonic() + timeout_s)
+        except errors.HorovodInternalError:
+            return False
+        return True
+
     def report_failure(self, rank: int, text: str, consequence: bool = False, timeout_s: float = 2.0) -> None:
         """Tells the server why this rank ends. Uses a connection of its own; Timeout when nobody listens."""
         other = Client(self.addresses, self._secret, self._job, timeout_s)

@@ -28,6 +28,8 @@ Environment = Mapping[str, str]
 
 SECRET_BYTES = 32
 LINGER_S = 1.0
+REACH_S = 2.0  # for the rendezvous that a value of PMIx leads to
+ANOTHER_VALUE_S = 10.0  # for a newer one
 WITHOUT_SECRET = (
     "the processes are on several hosts and share no secret. Put the same random text (at least 16 bytes) into a file "
     "on every host, readable by you only, and set HOROCLONE_SECRET_FILE to it; or start the job with horoclonerun"
@@ -380,7 +382,18 @@ def _meet_through_pmix(placement: Placement, environ: Environment, deadline: flo
         if server is not None:
             server.close()
         raise
-    return _join(blob, server, placement.rank, deadline)
+    meeting = _join(blob, server, placement.rank, deadline)
+    while placement.rank != 0 and _left_s(deadline) > REACH_S:
+        if meeting.client is None or meeting.client.reach(REACH_S):
+            break
+        # Perhaps what an earlier program has left, in which this rank did not come: rank 0 may publish a newer one.
+        try:
+            limit = min(deadline, time.monotonic() + ANOTHER_VALUE_S)
+            blob = pmix.broadcast(environ, placement.rank, placement.size, b"", limit)
+        except (errors.Timeout, pmix.Unavailable):
+            continue
+        meeting = _join(blob, None, placement.rank, deadline)
+    return meeting
 
 
 def _meet_through_torch(
@@ -390,7 +403,7 @@ def _meet_through_torch(
     server = None
     text = ""
     if placement.rank == 0:
-        server = Server(secret, placement.job, placement.size, _bindings(environ))
+        server = Server(secret, placement.job, placement.size, wire.bindings(environ))
         text = ",".join(server.addresses)
     key = f"horoclone/{placement.job}"
     blob = launchers.torch_store_broadcast(environ, placement.rank, key, text.encode(), deadline)
@@ -425,7 +438,7 @@ def _meet_at_derived_port(
 def _first_free(secret: bytes, placement: Placement, environ: Environment, ports: list[int]) -> Server:
     for port in ports:
         try:
-            hosts = _bindings(environ)
+            hosts = wire.bindings(environ)
             return Server(
                 secret, placement.job, placement.size, [wire.format_address(host, port) for host in hosts]
             )
@@ -464,7 +477,7 @@ def _host_server(rank: int, size: int, environ: Environment) -> tuple[Server | N
     if rank != 0:
         return None, b""
     secret, name = secrets.token_bytes(SECRET_BYTES), secrets.token_hex(8)
-    server = Server(secret, name, size, [f"unix:horoclone-{name}", *_bindings(environ)])
+    server = Server(secret, name, size, [f"unix:horoclone-{name}", *wire.bindings(environ)])
     return server, secret + name.encode() + ",".join(server.addresses).encode()
 
 
@@ -479,12 +492,6 @@ def _addresses(text: bytes) -> list[str]:
     if not 0 < len(addresses) <= 64:
         raise errors.HorovodInternalError(f"rank 0 announced {len(addresses)} addresses")
     return addresses
-
-
-def _bindings(environ: Environment) -> list[str]:
-    """Where rank 0 listens when processes may be on other hosts."""
-    names = environ.get("HOROCLONE_NETWORK_INTERFACES") or environ.get("HOROVOD_GLOO_IFACE") or ""
-    return wire.routable_addresses(names) if names else ["0.0.0.0"]
 
 
 def _left_s(deadline: float) -> float:

@@ -13,6 +13,7 @@ import hmac
 import os
 import socket
 import struct
+from collections.abc import Mapping
 
 GREETING = b"HCR2"  # server -> client, then its nonce
 HELLO = b"HCC2"  # client -> server, then its nonce and its proof
@@ -104,6 +105,12 @@ def routable_addresses(interfaces: str = "") -> list[str]:
             )
         return [found[name] for name in named]
     return sorted(found.values(), key=lambda address: address.startswith("127."))
+
+
+def bindings(environ: Mapping[str, str]) -> list[str]:
+    """Where rank 0 listens when processes may be on other hosts."""
+    names = environ.get("HOROCLONE_NETWORK_INTERFACES") or environ.get("HOROVOD_GLOO_IFACE") or ""
+    return routable_addresses(names) if names else ["0.0.0.0"]
 
 
 def pack_key(key: str) -> bytes:
