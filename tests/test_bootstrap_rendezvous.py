@@ -105,12 +105,12 @@ def test_missing_ranks_and_addresses_are_named(server, monkeypatch):
 
 def test_nobody_there_is_a_timeout_that_tells_what_was_tried():
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", 0))  # held and not listened on, so that nobody else comes to listen there
         port = probe.getsockname()[1]
-    started = time.monotonic()
-    with pytest.raises(errors.Timeout, match=rf"127\.0\.0\.1:{port} \(Connection refused\)"):
-        Client([f"127.0.0.1:{port}"], SECRET, "job", 0.5).put("a", b"")
-    assert time.monotonic() - started < 3
+        started = time.monotonic()
+        with pytest.raises(errors.Timeout, match=rf"127\.0\.0\.1:{port} \(Connection refused\)"):
+            Client([f"127.0.0.1:{port}"], SECRET, "job", 0.5).put("a", b"")
+        assert time.monotonic() - started < 3
 
 
 def test_a_missing_rank_that_has_failed_ends_the_wait_of_the_others(server):
