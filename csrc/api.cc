@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/build.h"
 #include "base/config.h"
 #include "collective/quantize.h"
 #include "collective/reduce.h"
@@ -387,9 +388,9 @@ void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread) 
 const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
 const char* hc_knobs(void) { return keep(hc::knobs_json()); }
 const char* hc_build_info(void) {
-  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"protocol\":", hc::kProtocolVersion,
-                          ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"", hc::simd_name(),
-                          "\",\"features\":{\"nccl\":true}}"));
+  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"build\":\"", hc::build_name(),
+                          "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"",
+                          hc::simd_name(), "\",\"features\":{\"nccl\":true}}"));
 }
 const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));

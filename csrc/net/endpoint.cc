@@ -6,13 +6,13 @@
 #include <algorithm>
 #include <fstream>
 
+#include "base/build.h"
 #include "base/wire.h"
-#include "net/mesh.h"
 
 namespace hc {
 namespace {
 
-constexpr uint32_t kEndpointMagic = 0x50454348;  // "HCEP"
+constexpr uint32_t kEndpointMagic = 0x51454348;  // "HCEQ"
 constexpr size_t kMaxText = 128;
 
 }  // namespace
@@ -37,7 +37,7 @@ HostIdentity HostIdentity::of_this_process(const std::string& label) {
 std::string Endpoint::encode() const {
   Writer out;
   out.put(kEndpointMagic);
-  out.put(kProtocolVersion);
+  out.put_text(build_name());
   out.put_text(identity.boot_id);
   out.put(identity.network_namespace);
   out.put(identity.uid);
@@ -63,13 +63,13 @@ std::string Endpoint::encode() const {
 Result<Endpoint> Endpoint::decode(const std::string& bytes) {
   if (bytes.size() > kMaxEndpointBytes) return error(Code::kInvalidArgument, "an endpoint of ", bytes.size(), " bytes");
   Reader in({reinterpret_cast<const uint8_t*>(bytes.data()), bytes.size()});
-  const uint32_t magic = in.get<uint32_t>(), version = in.get<uint32_t>();
-  if (!in.ok() || magic != kEndpointMagic)
-    return error(Code::kInvalidArgument, "these ", bytes.size(), " bytes are no endpoint");
-  if (version != kProtocolVersion) {
-    return error(Code::kUnsupported, "it speaks protocol version ", version, ", this one ", kProtocolVersion,
-                 "; install the same horoclone on every host");
+  const uint32_t magic = in.get<uint32_t>();
+  if (!in.ok() || magic != kEndpointMagic) {
+    return error(Code::kInvalidArgument, "these ", bytes.size(), " bytes are no endpoint of horoclone ", build_name(),
+                 "; is the same horoclone installed on every host?");
   }
+  if (const std::string build = in.get_text(kMaxText); build != build_name())
+    return error(Code::kUnsupported, other_build(build));
   Endpoint one;
   one.identity.boot_id = in.get_text(kMaxText);
   one.identity.network_namespace = in.get<uint64_t>();

@@ -2,17 +2,19 @@
 
 #include <poll.h>
 
+#include <algorithm>
 #include <cstring>
 
+#include "base/build.h"
 #include "base/wire.h"
-#include "net/mesh.h"
 #include "net/socket.h"
 
 namespace hc {
 namespace {
 
 constexpr uint32_t kHelloMagic = 0x4e4c4348;  // "HCLN"
-constexpr size_t kHelloStart = 8;             // magic and version: all that another version must share
+constexpr size_t kMagicBytes = 4;
+constexpr size_t kHelloStart = kMagicBytes + kBuildBytes;  // all that another version must share
 constexpr std::string_view kContext = "horoclone handshake";
 
 }  // namespace
@@ -60,11 +62,13 @@ void Handshake::queue(const void* bytes, size_t count) {
   out_bytes_ += count;
 }
 
-// hello: magic, version, purpose, 3 bytes of zero, nonce. The same both ways.
+// hello: magic, name of the build, purpose, 3 bytes of zero, nonce. The same both ways.
 void Handshake::queue_hello() {
   Writer hello;
   hello.put(kHelloMagic);
-  hello.put(kProtocolVersion);
+  char build[kBuildBytes] = {};
+  build_name().copy(build, sizeof(build));
+  hello.put_raw(build, sizeof(build));
   hello.put(claim_.purpose);
   hello.put_raw("\0\0\0", 3);
   hello.put_raw(own_nonce_.data(), own_nonce_.size());
@@ -77,7 +81,7 @@ Digest Handshake::code(bool by_connector) const {
   const auto& acceptor = connecting_ ? peer_nonce_ : own_nonce_;
   Writer facts;
   facts.put(static_cast<uint8_t>(by_connector ? 1 : 2));
-  facts.put(kProtocolVersion);
+  facts.put_text(build_name());
   facts.put(claim_.purpose);
   facts.put(claim_.generation);
   facts.put(claim_.from);
@@ -106,20 +110,20 @@ Handshake::State Handshake::fail(Code code, std::string text, bool refused) {
   return state_ = State::kFailed;
 }
 
-// Looked at as soon as it is there: a stranger's first eight bytes end the conversation.
-void Handshake::take_hello_start() {
-  Reader hello({in_.data(), kHelloStart});
-  const uint32_t magic = hello.get<uint32_t>(), version = hello.get<uint32_t>();
-  hello_checked_ = true;
-  if (magic != kHelloMagic) {
-    fail(Code::kInvalidArgument, "the other side does not speak horoclone's protocol", false);
-  } else if (version != kProtocolVersion) {
-    if (!connecting_) queue_hello();  // so that it can name both versions, too
-    fail(Code::kUnsupported,
-         hc::text_of("the other side speaks protocol version ", version, ", this one ", kProtocolVersion,
-                     "; install the same horoclone on every host"),
-         true);
-  }
+// Looked at as soon as it is there: a stranger's first four bytes end the conversation.
+void Handshake::take_magic() {
+  uint32_t magic = 0;
+  std::memcpy(&magic, in_.data(), sizeof(magic));
+  magic_checked_ = true;
+  if (magic != kHelloMagic) fail(Code::kInvalidArgument, "the other side does not speak horoclone's protocol", false);
+}
+
+void Handshake::take_build() {
+  build_checked_ = true;
+  const std::string_view build(reinterpret_cast<const char*>(in_.data()) + kMagicBytes, kBuildBytes);
+  if (build.substr(0, std::min(build.find('\0'), kBuildBytes)) == build_name()) return;
+  if (!connecting_) queue_hello();  // so that it can name both builds, too
+  fail(Code::kUnsupported, other_build(build), true);
 }
 
 void Handshake::take_hello() {
@@ -186,7 +190,7 @@ void Handshake::take_verdict() {
 }
 
 size_t Handshake::wanted() const {
-  if (stage_ == Stage::kHello) return hello_checked_ ? kHelloBytes : kHelloStart;
+  if (stage_ == Stage::kHello) return !magic_checked_ ? kMagicBytes : !build_checked_ ? kHelloStart : kHelloBytes;
   if (stage_ == Stage::kProof) return connecting_ ? kVerdictBytes : kProofBytes;
   return 0;
 }
@@ -232,8 +236,8 @@ Handshake::State Handshake::step(int fd) {
       break;
     }
     if (stage_ == Stage::kHeld || !fill(fd)) break;
-    if (!hello_checked_) {
-      take_hello_start();
+    if (!magic_checked_ || !build_checked_) {
+      magic_checked_ ? take_build() : take_magic();
       continue;
     }
     in_bytes_ = 0;

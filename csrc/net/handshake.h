@@ -67,12 +67,13 @@ class Handshake {
 
  private:
   enum class Stage : uint8_t { kHello, kHeld, kProof, kDone };
-  static constexpr size_t kHelloBytes = 44, kProofBytes = 44, kVerdictBytes = 36;
+  static constexpr size_t kHelloBytes = 68, kProofBytes = 44, kVerdictBytes = 36;
 
   Handshake(const Credentials* credentials, const Claim& claim, bool connecting);
   void queue_hello();
   Digest code(bool by_connector) const;
-  void take_hello_start();
+  void take_magic();
+  void take_build();
   void take_hello();
   void take_proof();
   void take_verdict();
@@ -87,13 +88,13 @@ class Handshake {
   Claim claim_;
   bool connecting_;
   bool refused_ = false;
-  bool hello_checked_ = false;
+  bool magic_checked_ = false, build_checked_ = false;
   Stage stage_ = Stage::kHello;
   State state_ = State::kPending;
   Verdict verdict_ = Verdict::kWelcome;
   std::array<uint8_t, 32> own_nonce_{}, peer_nonce_{};
-  std::array<uint8_t, 96> out_{};
-  std::array<uint8_t, 48> in_{};
+  std::array<uint8_t, 128> out_{};
+  std::array<uint8_t, 72> in_{};
   size_t out_bytes_ = 0, out_sent_ = 0, in_bytes_ = 0;
   Status status_;
 };

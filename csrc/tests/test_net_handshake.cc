@@ -12,6 +12,7 @@
 #include <random>
 #include <thread>
 
+#include "base/build.h"
 #include "base/wire.h"
 #include "net/bootstrap.h"
 #include "net/endpoint.h"
@@ -193,7 +194,7 @@ TEST_CASE("handshake: recorded bytes are worth nothing the second time") {
   REQUIRE(recorded.size() == 88);
   SocketPair again;
   Handshake late = acceptor(kCredentials);
-  REQUIRE(::write(again.a.get(), recorded.data(), recorded.size()) == 88);
+  REQUIRE(::write(again.a.get(), recorded.data(), recorded.size()) == 112);
   CHECK(late.step(again.b.get()) == State::kFailed);
   CHECK(late.status().text() == "refused a peer: the job secret or the job id differs");
 }
@@ -203,15 +204,15 @@ TEST_CASE("handshake: own bytes sent back prove nothing") {
   Handshake a = Handshake::connect(&kCredentials, {3, 1, 7, Purpose::kControl});
   a.step(sockets.a.get());
   std::string hello = read_all(sockets.b.get());
-  REQUIRE(::write(sockets.b.get(), hello.data(), hello.size()) == 44);
+  REQUIRE(::write(sockets.b.get(), hello.data(), hello.size()) == 68);
   CHECK(a.step(sockets.a.get()) == State::kFailed);
   // And an accepting side that answers a proof with that very proof:
   SocketPair other;
   Handshake c = Handshake::connect(&kCredentials, {3, 1, 7, Purpose::kControl});
   c.step(other.a.get());
   hello = read_all(other.b.get());
-  hello[20] ^= 1;  // another nonce
-  REQUIRE(::write(other.b.get(), hello.data(), hello.size()) == 44);
+  hello[40] ^= 1;  // another nonce
+  REQUIRE(::write(other.b.get(), hello.data(), hello.size()) == 68);
   c.step(other.a.get());
   REQUIRE(c.ready_to_prove());
   c.allow_proof();
@@ -224,24 +225,28 @@ TEST_CASE("handshake: own bytes sent back prove nothing") {
   CHECK(c.status().text() == "the other side could not prove that it knows the job secret");
 }
 
-TEST_CASE("handshake: another protocol version is named on both sides") {
+TEST_CASE("handshake: another build is named on both sides") {
   SocketPair sockets;
   Writer hello;
   hello.put(uint32_t{0x4e4c4348});
-  hello.put(uint32_t{kProtocolVersion + 1});
-  hello.put_raw(std::string(100, 'x').data(), 100);  // whatever that version says next
-  REQUIRE(::write(sockets.a.get(), hello.bytes().data(), hello.size()) == 108);
+  std::string other = "9.8.7+0123456789ab";
+  other.resize(kBuildBytes);
+  hello.put_raw(other.data(), other.size());
+  hello.put_raw(std::string(100, 'x').data(), 100);  // whatever that build says next
+  REQUIRE(::write(sockets.a.get(), hello.bytes().data(), hello.size()) == 132);
   Handshake b = acceptor(kCredentials);
   CHECK(b.step(sockets.b.get()) == State::kFailed);
-  CHECK(b.status().text().find("the other side speaks protocol version 2, this one 1") == 0);
+  const std::string own(build_name());
+  CHECK(b.status().text().find("the other side is horoclone 9.8.7+0123456789ab, this one is horoclone " + own) == 0);
   std::string answer = read_all(sockets.a.get());
-  REQUIRE(answer.size() == 44);
+  REQUIRE(answer.size() == 68);
   SocketPair back;
-  answer[4] = 9;
-  REQUIRE(::write(back.b.get(), answer.data(), answer.size()) == 44);
+  answer[4] = '\n';
+  REQUIRE(::write(back.b.get(), answer.data(), answer.size()) == 68);
   Handshake a = Handshake::connect(&kCredentials, {1, 0, 7, Purpose::kControl});
   CHECK(a.step(back.a.get()) == State::kFailed);
-  CHECK(a.status().text().find("speaks protocol version 9, this one 1") != std::string::npos);
+  CHECK(a.status().text().find("is horoclone of an unknown version, this one is horoclone " + own) !=
+        std::string::npos);
   CHECK(a.refused());
 }
 
@@ -278,8 +283,8 @@ TEST_CASE("endpoint: comes back as it was; damaged ones are refused") {
     if (read.is_ok()) CHECK(read.value().encode().size() <= kMaxEndpointBytes);
   }
   std::string newer = good;
-  newer[4] = 5;
-  CHECK(Endpoint::decode(newer).status().text().find("protocol version 5, this one 1") != std::string::npos);
+  newer[7 + build_name().size()] ^= 1;  // the last character of the digest
+  CHECK(Endpoint::decode(newer).status().text().find("the other side is horoclone ") == 0);
   auto outcomes = world.connect([&](MeshMembers& m) { m.endpoints.push_back(newer); });
   CHECK(outcomes[0].code() == Code::kUnsupported);
   CHECK(outcomes[0].culprit() == 1);
