@@ -191,7 +191,7 @@ TEST_CASE("handshake: recorded bytes are worth nothing the second time") {
     relay(second.a.get(), first.b.get(), false);
   }
   REQUIRE(b.step(second.b.get()) == State::kDone);
-  REQUIRE(recorded.size() == 88);
+  REQUIRE(recorded.size() == 112);
   SocketPair again;
   Handshake late = acceptor(kCredentials);
   REQUIRE(::write(again.a.get(), recorded.data(), recorded.size()) == 112);
