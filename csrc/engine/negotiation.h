@@ -21,7 +21,7 @@ namespace hc {
 inline constexpr uint32_t kNoSlot = 0xffffffffu;
 inline constexpr uint32_t kMaxSlots = 1u << 16;      // a decoder refuses larger slot numbers
 inline constexpr size_t kMaxPlanEntries = 1u << 16;  // in one plan; what is left goes into the next
-inline constexpr size_t kMaxDimensions = 64;       // of a tensor
+inline constexpr size_t kMaxDimensions = 64;         // of a tensor
 inline constexpr size_t kMaxTextBytes = 64u << 10;   // a name or an error text
 inline constexpr uint32_t kMaxParts = 1u << 16;      // of one batch
 inline constexpr int64_t kMaxTensorBytes = int64_t{1} << 60;
