@@ -97,7 +97,6 @@ bool Engine::repeat(const Submission& s, int64_t* handle) {
   lock.unlock();
   wake_readers(*set);
   counters_.operations.fetch_add(1, std::memory_order_relaxed);
-
   bool moved = false;
   Idle idle(std::min(spin_pauses_, kMostPauses), std::min(config_.yield_us, kLongestUs));
   Progress progress = turn->step(&moved);
