@@ -140,8 +140,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
         _remark()
         try:
-            publish(runtime.address)
-            sets.on_init(runtime, wanted)
+            try:
+                sets.on_init(runtime, wanted)
+            finally:
+                publish(
+                    runtime.address
+                )  # behind the sets: programs that were compiled in an earlier life look for theirs
         except (ValueError, errors.Mismatch):
             raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
         except BaseException:
