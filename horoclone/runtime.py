@@ -143,9 +143,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             try:
                 sets.on_init(runtime, wanted)
             finally:
-                publish(
-                    runtime.address
-                )  # behind the sets: programs that were compiled in an earlier life look for theirs
+                publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
         except (ValueError, errors.Mismatch):
             raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
         except BaseException:
