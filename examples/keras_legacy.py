@@ -64,8 +64,8 @@ def main() -> None:
     )
 
     loss, accuracy = model.evaluate(test_x, test_y, verbose=0)
-    metrics = hvd.allgather([[loss, accuracy]])
-    if any(theirs.tolist() != metrics[0].tolist() for theirs in metrics):
+    metrics = hvd.allgather([[loss, accuracy]]).numpy().tolist()
+    if any(theirs != metrics[0] for theirs in metrics):
         raise SystemExit(f"the ranks ended with different models: {metrics}")
     if hvd.rank() == 0:
         print(f"{hvd.size()} ranks on tf_keras, identical models")
