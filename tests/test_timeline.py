@@ -15,6 +15,9 @@ import horoclone as hvd
 from horoclone.launch import timelines, tool
 from horoclone.launch.usage import LaunchError
 
+# The warm worlds have imported horoclone.torch, which asks for Horovod's names of torch's operations.
+PLAIN_NAMES = {"HOROCLONE_TIMELINE_OPERATION_NAMES": "0"}
+
 
 def say(**facts):
     """crew.say, which only the ranks of a crew can import; warm worlds load this module too."""
@@ -114,6 +117,7 @@ def use_all_forms(path):
 def test_rank_0_writes_every_phase_of_every_tensor(worlds, tmp_path, shared):
     path = tmp_path / "timeline.json"
     env = {
+        **PLAIN_NAMES,
         "HOROVOD_TIMELINE": str(path),
         "HOROVOD_TIMELINE_MARK_CYCLES": "1",
         "HOROCLONE_SHARED_MEMORY": shared,
@@ -154,7 +158,13 @@ def start_and_stop(folder):
 
 
 def test_start_and_stop_as_often_as_wanted(worlds, tmp_path):
-    worlds.run(2, start_and_stop, init=False, env={"HOROVOD_TIMELINE": "DYNAMIC"}, folder=str(tmp_path))
+    worlds.run(
+        2,
+        start_and_stop,
+        init=False,
+        env={**PLAIN_NAMES, "HOROVOD_TIMELINE": "DYNAMIC"},
+        folder=str(tmp_path),
+    )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["0.json", "1.json", "2.json"]
     for turn in range(3):
         events = events_of(tmp_path / f"{turn}.json")
@@ -194,7 +204,9 @@ def reduce_buckets(path):
 def test_frozen_buckets_have_their_own_phase(worlds, tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "t.json"
-    frozen = worlds.run(2, reduce_buckets, init=False, env={"HOROVOD_TIMELINE": str(path)}, path=str(path))
+    frozen = worlds.run(
+        2, reduce_buckets, init=False, env={**PLAIN_NAMES, "HOROVOD_TIMELINE": str(path)}, path=str(path)
+    )
     shown = [e for e in events_of(path) if e["name"] == "SHM_FROZEN_ALLREDUCE"]
     assert frozen[0] == len(shown) > 0
 
@@ -202,6 +214,7 @@ def test_frozen_buckets_have_their_own_phase(worlds, tmp_path):
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["one clock", "measured clock"])
 def test_the_files_of_all_ranks_merge_on_one_clock(worlds, tmp_path, capsys, shared):
     env = {
+        **PLAIN_NAMES,
         "HOROVOD_TIMELINE": str(tmp_path / "t.json"),
         "HOROCLONE_TIMELINE_ALL_RANKS": "1",
         "HOROCLONE_SHARED_MEMORY": shared,

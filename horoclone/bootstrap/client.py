@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import hmac
 import os
+import resource
 import secrets
 import select
 import socket
@@ -138,7 +139,9 @@ class Client:
                 status, answer, missing = wire.NOT_YET, b"", f"the rendezvous does not answer: {self.where()}"
             except OSError as error:  # while it answered; what was asked may be asked again
                 self._broken(error)
-                continue
+                if time.monotonic() < deadline:
+                    continue
+                status, answer, missing = wire.NOT_YET, b"", f"the rendezvous does not answer: {self.where()}"
             if status == wire.FAILED:
                 raise self._lost(answer)
             if status == wire.REJECTED:
@@ -404,7 +407,16 @@ class Client:
 
     def _begin(self, address: str) -> socket.socket | None:
         family, target = wire.parse_address(address)
-        one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            one = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            raise errors.HorovodInternalError(
+                f"no descriptor is left to reach the rendezvous ({error.strerror}): this process may have {limit} "
+                "open; raise the limit (ulimit -n) or close some"
+            ) from error
         one.setblocking(False)
         try:
             one.connect(target)
