@@ -115,7 +115,7 @@ def test_the_console_scripts_answer() -> None:
 @pytest.mark.timeout(600)
 def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path) -> None:
     source = tmp_path / "source"
-    ignore = shutil.ignore_patterns(".*", "build*", "*.egg-info", "*.so", "__pycache__", "tests")
+    ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests")
     shutil.copytree(ROOT, source, ignore=ignore)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels = tmp_path / "wheels"
