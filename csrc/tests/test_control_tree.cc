@@ -2,6 +2,7 @@
 // random trees are in test_negotiation_schedules.cc.
 #include <doctest/doctest.h>
 
+#include <latch>
 #include <set>
 
 #include "engine/combiner.h"
@@ -210,10 +211,12 @@ TEST_CASE("control tree: when a rank that passes ballots on leaves, the others' 
   for (int leaver : {2, 3, 5}) {
     CAPTURE(leaver);
     World world(6, kChain);
-    CHECK_OK(world.on_nodes(kThreeNodes).each([leaver](Engine& engine, int rank) {
+    std::latch heard(5);  // who leaves because it has heard of the first would be named by those that have not
+    CHECK_OK(world.on_nodes(kThreeNodes).each([leaver, &heard](Engine& engine, int rank) {
       CHECK_OK(sum(engine, "together", 2));
       if (rank == leaver) return;
       const Status status = sum(engine, "without", 2);
+      heard.arrive_and_wait();
       CHECK_LOCKED(status.code() == Code::kAborted);
       CHECK_LOCKED(status.text().find(text_of("rank ", leaver)) != std::string::npos);
     }));
