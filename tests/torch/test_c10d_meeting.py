@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import sys
 import time
@@ -40,13 +41,23 @@ dist.destroy_process_group()
 """
 
 
+def free_port() -> int:
+    """One that no program gets by asking for any: between two lives torchrun does not hold it."""
+    for port in random.sample(range(15000, 30000), 200):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+                return port
+            except OSError:
+                pass
+    raise AssertionError("no port is free")
+
+
 @pytest.mark.parametrize("where", ["standalone", "port"])
 def test_a_life_after_a_restart_does_not_read_what_the_dead_one_wrote(
     where: str, launch: Any, tmp_path: Path
 ) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     place = "--standalone" if where == "standalone" else f"--master-port={port}"
     script = tmp_path / "program.py"
     script.write_text(RESTARTED)
