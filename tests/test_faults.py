@@ -359,7 +359,8 @@ def test_different_names_are_reported_with_their_ranks_and_fail_at_the_limit(cre
     report = team.output(0)
     assert "submitted to be reduced, gathered or broadcasted by a subset of ranks" in report
     assert re.search(r"layer\.1.*missing rank 2; ready ranks 0,1", report), report
-    assert re.search(r"layer\.2.*missing ranks 0,1; ready rank 2", report), report
+    # On a busy machine the report comes so late that one of them has submitted it meanwhile.
+    assert re.search(r"layer\.2.*missing ranks? [01,]+; ready ranks? [012,]*2", report), report
     for rank in range(3):
         if limit:
             heard = team.said(rank, "error")[0]
