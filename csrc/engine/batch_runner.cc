@@ -189,11 +189,10 @@ bool BatchRunner::scales_before(size_t entry) const {
 }
 
 // Into the memory of the result, where the collective then works in place.
-Status BatchRunner::scale_before(size_t entry, size_t tensor, Piece* piece) {
+void BatchRunner::scale_before(size_t entry, size_t tensor, Piece* piece) {
   const Signature& s = signature_of(entry);
   scale_copy(s.tensors[tensor].dtype, piece->out, piece->in, piece->count, s.prescale);
   piece->in = piece->out;
-  return Status::ok();
 }
 
 Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
@@ -201,7 +200,7 @@ Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
   const auto count = static_cast<size_t>(meta.count());
   if (Operation* op = operations_[entry]) {
     *piece = {op->in[tensor], op->out[tensor], count};
-    if (scales_before(entry)) return scale_before(entry, tensor, piece);
+    if (scales_before(entry)) scale_before(entry, tensor, piece);
     return Status::ok();
   }
   const Reduce reduce = signature_of(entry).reduce;

@@ -65,7 +65,7 @@ class BatchRunner {
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
   Status piece_for(size_t entry, size_t tensor, Piece* piece);
-  Status scale_before(size_t entry, size_t tensor, Piece* piece);
+  void scale_before(size_t entry, size_t tensor, Piece* piece);
 
   PlanBatch batch_;
   std::vector<Operation*> operations_;
