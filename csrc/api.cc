@@ -1,20 +1,11 @@
-// The C door: checks, unwraps, calls the engine, wraps the status. Nothing is decided here.
+// The C API of the engine: checks, unwraps, calls the engine, wraps the status. Nothing is decided here.
 #include <cstring>
 #include <utility>
 
-#include "base/build.h"
-#include "base/config.h"
-#include "collective/quantize.h"
-#include "collective/reduce.h"
-#include "collective/selection.h"
-#include "device/probe.h"
+#include "c_api.h"
 #include "engine/engine.h"
-#include "engine/simulation.h"
-#include "horoclone.h"
+#include "horoclone_tools.h"
 
-struct hc_status {
-  hc::Status status;
-};
 struct hc_block {
   std::shared_ptr<hc::Memory> memory;
 };
@@ -23,32 +14,15 @@ struct hc_runtime {
   std::string endpoint;
 };
 
+using hc::guarded;
+using hc::keep;
+using hc::settings_of;
+using hc::wrap;
+
 namespace {
 
 static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL && static_cast<int>(hc::DType::kF64) == HC_FLOAT64 &&
               static_cast<int>(hc::Op::kReceive) == HC_RECEIVE && static_cast<int>(hc::Reduce::kProduct) == HC_PRODUCT);
-
-hc_status* wrap(hc::Status status) { return status.is_ok() ? nullptr : new hc_status{std::move(status)}; }
-
-// No exception crosses the door.
-template <class Call>
-hc_status* guarded(Call&& call) {
-  try {
-    return wrap(call());
-  } catch (const std::bad_alloc&) {
-    return wrap(hc::error(hc::Code::kInternal, "out of memory"));
-  } catch (const std::exception& e) {
-    return wrap(hc::error(hc::Code::kInternal, e.what()));
-  }
-}
-
-hc::Status check_blocks(const hc_blocks& b) {
-  if (b.version == HC_VERSION && b.block > 0 && b.share >= 0 && b.share % b.block == 0 && b.count >= 0 &&
-      b.count <= b.share)
-    return hc::Status::ok();
-  return hc::error(hc::Code::kInvalidArgument, b.count, " elements of ", b.share, " in blocks of ", b.block,
-                   " (version ", b.version, ")");
-}
 
 hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n,
                         std::vector<hc::Submission::Tensor>* out, hc::Submission* s) {
@@ -116,19 +90,6 @@ hc::Status submit(const hc_request& request, const hc_tensor* tensors, int32_t n
   HC_TRY(send(s));
   (void)context.release();  // call_done frees it
   return hc::Status::ok();
-}
-
-std::vector<std::pair<std::string, std::string>> settings_of(const char* const* names, const char* const* values,
-                                                             int32_t n) {
-  std::vector<std::pair<std::string, std::string>> settings;
-  for (int32_t i = 0; i < n; ++i) settings.emplace_back(names[i], values[i]);
-  return settings;
-}
-
-const char* keep(std::string text) {
-  thread_local std::string kept;
-  kept = std::move(text);
-  return kept.c_str();
 }
 
 }  // namespace
@@ -337,43 +298,6 @@ hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
 }
 void hc_after_fork_child(hc_runtime* rt) { rt->engine->after_fork_child(); }
 
-hc_status* hc_simulate(const hc_simulation* s, const char** json) {
-  return guarded([&]() -> hc::Status {
-    if (s->version != HC_VERSION)
-      return hc::error(hc::Code::kInvalidArgument, "hc_simulation has version ", s->version, ", not ", HC_VERSION);
-    hc::SimulationOptions o;
-    o.ranks = s->ranks;
-    o.ranks_per_node = s->ranks_per_node;
-    o.fanout = s->fanout;
-    o.tensors = s->tensors;
-    o.steps = s->steps;
-    o.processing = s->processing != 0;
-    o.local = {s->local[0], s->local[1], s->local[2]};
-    o.network = {s->network[0], s->network[1], s->network[2]};
-    auto result = hc::simulate(o);
-    HC_TRY(result.status());
-    *json = keep(result.value().to_json());
-    return hc::Status::ok();
-  });
-}
-hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message) {
-  return guarded([&]() -> hc::Status {
-    HC_TRY(check_blocks(*blocks));
-    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
-    hc::quantize(format, in, static_cast<size_t>(blocks->count), residual, static_cast<std::byte*>(message));
-    return hc::Status::ok();
-  });
-}
-hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add) {
-  return guarded([&]() -> hc::Status {
-    HC_TRY(check_blocks(*blocks));
-    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
-    const auto count = static_cast<size_t>(blocks->count);
-    hc::dequantize(format, static_cast<const std::byte*>(message), out, count, add != 0);
-    return hc::Status::ok();
-  });
-}
-
 const char* hc_counters(hc_runtime* rt) { return keep(rt->engine->counters_json()); }
 const char* hc_flight_record(hc_runtime* rt, const char* reason) { return keep(rt->engine->flight_record(reason)); }
 hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles) {
@@ -386,24 +310,4 @@ void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread) 
   rt->engine->watch_stack(signal, fd, thread);
 }
 const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
-const char* hc_knobs(void) { return keep(hc::knobs_json()); }
-const char* hc_build_info(void) {
-  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"build\":\"", hc::build_name(),
-                          "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"",
-                          hc::simd_name(), "\",\"features\":{\"nccl\":true}}"));
-}
-const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n) {
-  auto config = hc::Config::read(settings_of(names, values, n));
-  const hc::Tuning t = hc::Tuning::of(config.is_ok() ? config.take() : hc::Config());
-  return keep(hc::selection_json({t.flat_bytes, t.ring_from_bytes, t.two_level}));
-}
-const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
-  auto config = hc::Config::read(settings_of(names, values, n));
-  const hc::Config c = config.is_ok() ? config.take() : hc::Config();
-  return keep(hc::device_report_json({c.cuda_library,
-                                      c.nccl_library,
-                                      c.nccl_folders,
-                                      {c.gpu_kernels == "off", c.nvrtc_library, c.nvrtc_folders, c.kernel_cache}}));
-}
-
 }  // extern "C"

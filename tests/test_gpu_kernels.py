@@ -1,7 +1,7 @@
 """The kernels for GPUs compile: by the real NVRTC through our own loader, and by nvcc as the wheel's build calls it.
 
 No GPU takes part: machine code is made and looked at. It is run nowhere; what the same source computes is tested in C++
-by the double of the driver (csrc/tests/test_gpu_double_kernels.cc).
+by the double of the driver (csrc/tests/gpu/test_gpu_double_kernels.cc).
 """
 
 from __future__ import annotations

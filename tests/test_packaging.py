@@ -48,7 +48,10 @@ def test_one_version_everywhere(core: Any) -> None:
 
 def test_the_library_exports_its_door_and_nothing_else(library: Path) -> None:
     declared = set(
-        re.findall(r"HC_EXPORT[^;]*?\b(hc_\w+)\(", (ROOT / "csrc/include/horoclone.h").read_text())
+        re.findall(
+            r"HC_EXPORT[^;]*?\b(hc_\w+)\(",
+            "".join(header.read_text() for header in sorted((ROOT / "csrc/include").glob("*.h"))),
+        )
     )
     exported = {line.split()[-1] for line in output_of("nm", "-D", "--defined-only", library).splitlines()}
     assert exported == declared

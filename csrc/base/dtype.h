@@ -1,4 +1,4 @@
-// Element types and operations of the runtime: one list each, the same numbers in C, C++ and Python.
+// Element types, operations, reductions and algorithms: one list each, the same numbers in C, C++ and Python.
 #pragma once
 
 #include <cstddef>
@@ -59,5 +59,18 @@ constexpr bool has_root(Op op) {
 }
 // Between two ranks, without an agreement of all.
 constexpr bool is_message(Op op) { return op == Op::kSend || op == Op::kReceive; }
+
+// How a group performs an operation; collective/selection.h chooses.
+enum class Algorithm : uint8_t {
+  kAuto = 0,
+  kSharedFlat = 1,         // small: payload beside the flag, one barrier
+  kSharedBlocked = 2,      // private tensors: blocks through arena slots
+  kSharedInPlace = 3,      // every rank's buffer lies in an arena
+  kRing = 4,               // over channels, bandwidth-optimal
+  kRecursiveDoubling = 5,  // over channels, few elements
+  kTwoLevel = 6,           // shared memory within a node, channels across
+  kBinomialTree = 7,
+  kPairwise = 8,
+};
 
 }  // namespace hc

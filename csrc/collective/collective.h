@@ -7,15 +7,15 @@
 #include <memory>
 #include <vector>
 
+#include "arithmetic/reduce.h"
 #include "base/clock.h"
 #include "base/dtype.h"
 #include "base/status.h"
-#include "collective/reduce.h"
 #include "net/channel.h"
 
 namespace hc {
 
-class SharedLane;  // collective/shared.h: the group's part of the node's shared memory
+class SharedLane;  // collective/shared/shared.h: the group's part of the node's shared memory
 
 // Who takes part. Positions (0 .. size-1) are ranks within the group, not world ranks.
 struct Group {
@@ -25,18 +25,6 @@ struct Group {
   std::vector<int> node;          // [size] node number of each
   std::vector<Channel*> channel;  // [size] null at own position
   SharedLane* lane = nullptr;     // not null when the local members share memory (one node: the whole group)
-};
-
-enum class Algorithm : uint8_t {
-  kAuto = 0,
-  kSharedFlat = 1,         // small: payload beside the flag, one barrier
-  kSharedBlocked = 2,      // private tensors: blocks through arena slots
-  kSharedInPlace = 3,      // every rank's buffer lies in an arena
-  kRing = 4,               // over channels, bandwidth-optimal
-  kRecursiveDoubling = 5,  // over channels, few elements
-  kTwoLevel = 6,           // shared memory within a node, channels across
-  kBinomialTree = 7,
-  kPairwise = 8,
 };
 
 // One tensor's share of a task, in elements of Task::dtype. `in` may equal `out`. What only the root has (the output of

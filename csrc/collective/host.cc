@@ -1,7 +1,7 @@
 // From a task on host memory to its state machine: of the algorithm that the task demands, else the selected one.
 #include "collective/collective.h"
 #include "collective/selection.h"
-#include "collective/shared.h"
+#include "collective/shared/shared.h"
 
 namespace hc {
 namespace {

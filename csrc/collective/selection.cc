@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "collective/shared.h"
+#include "collective/shared/shared.h"
 
 namespace hc {
 namespace {

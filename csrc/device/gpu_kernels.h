@@ -1,5 +1,5 @@
 // Our kernels on one GPU: loaded once, launched into streams. What they compute is told in kernel_arguments.h and, as
-// meaning, in collective/reduce.h. Thread: any. Owner: a Gpu.
+// meaning, in arithmetic/reduce.h. Thread: any. Owner: a Gpu.
 #pragma once
 
 #include <map>

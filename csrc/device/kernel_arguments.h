@@ -18,7 +18,7 @@ struct KernelPiece {
 
 struct PackArguments {
   unsigned long long packed;  // aligned to kPlaceBytes
-  double factor;              // each element times this, integers in their own type (collective/reduce.h)
+  double factor;              // each element times this, integers in their own type (arithmetic/reduce.h)
   long long divisor;          // then, integers of unpack only: divided, toward zero
   KernelPiece piece[kMostPieces];
 };

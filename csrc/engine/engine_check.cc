@@ -1,7 +1,7 @@
 // What can be said about a submission on this rank alone, before anything is queued. Any thread.
+#include "agreement/mismatch.h"
+#include "agreement/varint.h"
 #include "engine/engine.h"
-#include "engine/mismatch.h"
-#include "engine/varint.h"
 
 namespace hc {
 

@@ -7,9 +7,9 @@
 #include <algorithm>
 #include <new>
 
+#include "agreement/frames.h"
 #include "engine/engine.h"
-#include "engine/frames.h"
-#include "engine/idle.h"
+#include "engine/progress/idle.h"
 
 namespace hc {
 

@@ -9,8 +9,8 @@
 #include <cstdio>
 #include <cstring>
 
+#include "agreement/frames.h"
 #include "engine/engine.h"
-#include "engine/frames.h"
 
 namespace hc {
 

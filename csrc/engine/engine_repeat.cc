@@ -5,7 +5,7 @@
 #include <algorithm>
 
 #include "engine/engine.h"
-#include "engine/idle.h"
+#include "engine/progress/idle.h"
 
 namespace hc {
 

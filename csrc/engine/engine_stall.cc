@@ -2,8 +2,8 @@
 // thread.
 #include <algorithm>
 
+#include "agreement/frames.h"
 #include "engine/engine.h"
-#include "engine/frames.h"
 
 namespace hc {
 

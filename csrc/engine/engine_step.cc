@@ -2,8 +2,8 @@
 // operations. Thread: the thread that drives.
 #include <algorithm>
 
+#include "agreement/frames.h"
 #include "engine/engine.h"
-#include "engine/frames.h"
 
 namespace hc {
 

@@ -2,8 +2,8 @@
 #include <algorithm>
 #include <tuple>
 
+#include "agreement/mismatch.h"
 #include "engine/engine.h"
-#include "engine/mismatch.h"
 
 namespace hc {
 

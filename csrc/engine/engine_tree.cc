@@ -2,9 +2,9 @@
 // tree of ranks that combine (combiner.h). Thread: the driving thread.
 #include <algorithm>
 
+#include "agreement/frame_budget.h"
+#include "agreement/frames.h"
 #include "engine/engine.h"
-#include "engine/frame_budget.h"
-#include "engine/frames.h"
 
 namespace hc {
 

@@ -34,34 +34,17 @@ typedef enum hc_code {
   HC_INTERNAL = 8
 } hc_code;
 
+/* clang-format off */
 typedef enum hc_dtype {
-  HC_BOOL,
-  HC_UINT8,
-  HC_INT8,
-  HC_UINT16,
-  HC_INT16,
-  HC_INT32,
-  HC_INT64,
-  HC_FLOAT16,
-  HC_BFLOAT16,
-  HC_FLOAT32,
-  HC_FLOAT64
+  HC_BOOL, HC_UINT8, HC_INT8, HC_UINT16, HC_INT16, HC_INT32, HC_INT64,
+  HC_FLOAT16, HC_BFLOAT16, HC_FLOAT32, HC_FLOAT64
 } hc_dtype;
 typedef enum hc_reduce { HC_AVERAGE, HC_SUM, HC_ADASUM, HC_MIN, HC_MAX, HC_PRODUCT } hc_reduce;
 typedef enum hc_op {
-  HC_ALLREDUCE,
-  HC_ALLGATHER,
-  HC_BROADCAST,
-  HC_ALLTOALL,
-  HC_REDUCESCATTER,
-  HC_JOIN,
-  HC_BARRIER,
-  HC_REDUCE,
-  HC_GATHER,
-  HC_SCATTER,
-  HC_SEND,
-  HC_RECEIVE
+  HC_ALLREDUCE, HC_ALLGATHER, HC_BROADCAST, HC_ALLTOALL, HC_REDUCESCATTER, HC_JOIN, HC_BARRIER,
+  HC_REDUCE, HC_GATHER, HC_SCATTER, HC_SEND, HC_RECEIVE
 } hc_op;
+/* clang-format on */
 typedef enum hc_device { HC_HOST = 0, HC_CUDA = 1 } hc_device;
 
 HC_EXPORT hc_code hc_status_code(const hc_status* status);
@@ -136,15 +119,11 @@ typedef struct hc_members {
 } hc_members;
 HC_EXPORT hc_status* hc_connect(hc_runtime* rt, const hc_members* members);
 
+/* clang-format off */
 typedef enum hc_fact {
-  HC_RANK,
-  HC_SIZE,
-  HC_LOCAL_RANK,
-  HC_LOCAL_SIZE,
-  HC_CROSS_RANK,
-  HC_CROSS_SIZE,
-  HC_IS_HOMOGENEOUS
+  HC_RANK, HC_SIZE, HC_LOCAL_RANK, HC_LOCAL_SIZE, HC_CROSS_RANK, HC_CROSS_SIZE, HC_IS_HOMOGENEOUS
 } hc_fact;
+/* clang-format on */
 HC_EXPORT int32_t hc_get(const hc_runtime* rt, hc_fact fact);
 
 /* Checks the arguments, queues the operation, returns. One handle for all n tensors. Memory stays the caller's and must
@@ -227,47 +206,6 @@ HC_EXPORT void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text);
  * Aborted. */
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);
 HC_EXPORT void hc_after_fork_child(hc_runtime* rt);
-
-/* Chrome trace of what the engine does; rank 0 writes, or every rank (HOROCLONE_TIMELINE_ALL_RANKS). INVALID_ARGUMENT
- * unless HOROVOD_TIMELINE was set. */
-HC_EXPORT hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles);
-HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
-/* Before hc_connect: `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` (not
- * blocking, the caller's) reads from. Stall reports show it. */
-HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);
-
-/* Block quantisation: `share` elements (a multiple of `block`) as share / block float32 scales, then share 8-bit
- * integers. `count` elements are there, the others of the share are zeros. quantize: residual is NULL, or count numbers
- * that are added to `in` and become what was lost. dequantize: writes count elements, or adds them. */
-typedef struct hc_blocks {
-  int32_t version;
-  int64_t block, share, count;
-} hc_blocks;
-HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
-HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
-
-/* The agreement of one step at any number of ranks, in this process, on a virtual clock: the real objects, messages
- * that cost what is said here. *json is valid until the next call on the same thread. */
-typedef struct hc_simulation {
-  int32_t version;
-  int32_t ranks, ranks_per_node, fanout; /* fan-out 0: every rank talks to rank 0 */
-  int32_t tensors, steps;                /* announced in a step; steps that are counted */
-  int32_t processing;                    /* 1: what the objects compute takes time, 0: only messages do */
-  double local[3], network[3];           /* within a node and between nodes, us: send, latency, receive */
-} hc_simulation;
-HC_EXPORT hc_status* hc_simulate(const hc_simulation* simulation, const char** json);
-
-/* JSON texts, valid until the next call of the same function on the same thread. */
-HC_EXPORT const char* hc_counters(hc_runtime* rt);
-HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */
-HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans: pending tensors, plan, peers */
-HC_EXPORT const char* hc_knobs(void);              /* the table of settings: [{name, type, default, help, horovod}] */
-HC_EXPORT const char* hc_build_info(void);
-/* Which algorithm runs for each operation, by size and layout; settings as for hc_runtime_create. */
-HC_EXPORT const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n);
-/* Which CUDA driver and which NCCL can be used here, or why not; settings as for hc_runtime_create. Makes no context.
- */
-HC_EXPORT const char* hc_device_report(const char* const* names, const char* const* values, int32_t n);
 
 #ifdef __cplusplus
 }

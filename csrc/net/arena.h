@@ -4,7 +4,7 @@
 // Layout, the same in every arena so that a peer needs no further address exchange:
 //   [0, 4 KiB)                        RankBlock
 //   [kRingsOffset, ...)               one outgoing control ring per local rank (net/shm_channel.h)
-//   [kLanesOffset, ...)               one lane per process set: flags and staging (collective/shared.h)
+//   [kLanesOffset, ...)               one lane per process set: flags and staging (collective/shared/shared.h)
 //   [kHeapOffset, end)                blocks handed out by allocate(): gradient buckets
 // Threads: allocate/free take a lock; the rest is fixed after construction.
 #pragma once

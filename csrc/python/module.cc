@@ -11,12 +11,12 @@
 #include <vector>
 
 #include "connect.h"
-#include "horoclone.h"
+#include "horoclone_tools.h"
 #include "interruption.h"
 #include "memory.h"
 #include "quantize.h"
-#include "simulate.h"
 #include "tensor_door.h"
+#include "tools/python/simulate.h"
 #include "wait_slice.h"
 #include "without_gil.h"
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <string>
 
-#include "horoclone.h"
+#include "horoclone_tools.h"
 #include "without_gil.h"
 
 namespace py = pybind11;

@@ -6,7 +6,7 @@
 #include <numeric>
 
 #include "collective/collective.h"
-#include "tests/memory_channel.h"
+#include "tests/collective/memory_channel.h"
 
 namespace hc {
 

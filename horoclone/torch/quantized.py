@@ -1,7 +1,7 @@
 """Gradients as 8-bit integers with one scale per block, with error feedback: about a quarter of float32's bytes.
 
 A reduce-scatter by exchange of quantised shares and an allgather of the quantised sums, so integers are never added up;
-in parts, so that arithmetic (csrc/collective/quantize_kernels.h) and messages overlap.
+in parts, so that arithmetic (csrc/arithmetic/quantize_kernels.h) and messages overlap.
 Error feedback after Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs" (Interspeech 2014), and Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019).
 """

@@ -1,6 +1,6 @@
 // The kernels that run on a GPU: many tensors into one packed buffer and back, with a cast and a scale on the way, and
 // the reduction of N inputs, each read once, into N outputs, each written once. The meaning is that of
-// collective/reduce.h. One source for nvcc, NVRTC and g++ (then a kernel is a function of one thread's place, which the
+// arithmetic/reduce.h. One source for nvcc, NVRTC and g++ (then a kernel is a function of one thread's place, which the
 // tests' double of the driver calls for every thread); so it includes no standard header.
 #include "device/kernel_arguments.h"
 

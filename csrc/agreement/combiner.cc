@@ -1,0 +1,412 @@
+// See combiner.h. Every operation in flight is either held (only whole subtrees of children have announced it, all in
+// the same words) or shown (each announcement goes up as it comes, until a plan ends this round of it). The word goes
+// from held to shown at the first difference, so that whatever the coordinator would make of single ballots it still
+// does. In the steady state all members send one list of slots: a wave, compared as a whole, that becomes rounds only
+// when it must.
+#include "agreement/combiner.h"
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <string>
+#include <unordered_map>
+#include <utility>
+
+#include "agreement/rank_set.h"
+
+namespace hc {
+namespace {
+
+struct Round;
+
+// Announcements that are older or younger by more than this go up apart: a ballot tells one age.
+constexpr uint32_t kSameAgeUs = 100000;
+
+uint32_t microseconds_between(TimePoint from, TimePoint to) {
+  const double us = seconds_between(from, to) * 1e6;
+  return static_cast<uint32_t>(std::clamp(us, 0.0, 4e9));
+}
+
+// The operations that share one name, at most one per kind.
+struct Name {
+  std::map<Op, Round> rounds;
+  int active = 0;
+};
+
+// One operation, from its first announcement here until all of the subtree has announced it, or a plan has ended it.
+struct Round {
+  bool active = false, shown = false;
+  uint32_t slot = kNoSlot;                 // announced as this slot, or
+  std::shared_ptr<const Request> request;  // in full
+  uint64_t sequence = 0;
+  RankSet said;    // held: which children (by position, 0 is this rank)
+  int count = 0;   // of them
+  RankSet passed;  // shown: whose announcement went up
+  TimePoint since{};
+  int last = -1;         // who announced it last
+  Name* name = nullptr;  // null: unnamed
+};
+
+// An announcement in either form.
+struct Word {
+  const CachedRequest* cached = nullptr;
+  const Request* fresh = nullptr;
+};
+
+// The same list of slots from some members, with nothing else under way.
+struct Wave {
+  std::vector<CachedRequest> list;
+  RankSet said;
+  int count = 0;  // of members; 0: there is none
+  TimePoint since{};
+  int last = -1;
+};
+
+bool same_words(const Round& r, const Word& word) {
+  if (word.cached != nullptr) return r.slot == word.cached->slot;
+  return r.request != nullptr && (r.request.get() == word.fresh || r.request->signature == word.fresh->signature);
+}
+
+}  // namespace
+
+struct Combiner::State {
+  struct Slot {
+    Op op = Op::kAllreduce;
+    bool known = false;
+    Name* name = nullptr;    // null: unnamed
+    Round* round = nullptr;  // named: its own
+  };
+
+  explicit State(CombinerOptions given) : options(std::move(given)), tree(*options.tree) {
+    members = 1 + static_cast<int>(tree.children(options.rank).size());
+    wave.said = RankSet(members);
+  }
+
+  Status take(const Ballot& b, TimePoint now);
+  Status find(const Word& word, Round** round);
+  Round& round_of(Op op, const std::string& name);
+  Status announce(const Ballot& from, int member, const Word& word, TimePoint now);
+  bool rides(const Ballot& b, int member) const;
+  Status ride(const Ballot& b, int member, TimePoint now);
+  Status dissolve(TimePoint now);
+  bool is_entire(const Ballot& b) const;
+  void begin(Round* r, TimePoint since);
+  void combine(Round* r, TimePoint now);
+  void show(Round* r, TimePoint now);
+  void show_everything(TimePoint now);
+  void send_up(Round* r, int rank, bool whole, const Word& word, TimePoint since, TimePoint now);
+  Ballot& fitting(std::vector<Ballot>* ballots, int rank, bool whole, uint32_t held_us);
+  void end(Round* r);
+  void end_round(const PlanBatch& batch, const PlanEntry& entry);
+  int member_of(const Ballot& b) const;
+  bool transparent() const { return someone_joined || someone_left || showing_all; }
+
+  const CombinerOptions options;
+  const ControlTree& tree;
+  int members = 1;
+  bool someone_joined = false, someone_left = false, showing_all = false;
+  std::vector<Slot> slots;
+  std::unordered_map<std::string, Name> names;
+  std::array<std::map<uint64_t, Round>, kOpCount> unnamed;
+  std::vector<Ballot> combined, single;  // what goes up
+  size_t held = 0;                       // rounds that are active and not shown
+  size_t active = 0;                     // rounds
+  Wave wave;
+};
+
+int Combiner::State::member_of(const Ballot& b) const {
+  if (b.rank == options.rank) return b.whole ? -1 : 0;
+  if (b.rank < 0 || b.rank >= tree.size()) return -1;
+  const int child = tree.child_towards(options.rank, b.rank);
+  if (child < 0) return -1;
+  const auto children = tree.children(options.rank);
+  return 1 + static_cast<int>(std::lower_bound(children.begin(), children.end(), child) - children.begin());
+}
+
+Round& Combiner::State::round_of(Op op, const std::string& name) {
+  Name& n = names[name];
+  Round& r = n.rounds[op];
+  r.name = &n;
+  return r;
+}
+
+Status Combiner::State::find(const Word& word, Round** round) {
+  if (word.fresh != nullptr) {
+    const Op op = word.fresh->signature.op;
+    *round = word.fresh->name.empty() ? &unnamed[static_cast<size_t>(op)][word.fresh->sequence]
+                                      : &round_of(op, word.fresh->name);
+    return Status::ok();
+  }
+  const uint32_t slot = word.cached->slot;
+  if (slot >= slots.size() || !slots[slot].known)
+    return error(Code::kInternal, "slot ", slot, " was announced before a plan gave it");
+  const Slot& s = slots[slot];
+  *round = s.round != nullptr ? s.round : &unnamed[static_cast<size_t>(s.op)][word.cached->sequence];
+  return Status::ok();
+}
+
+void Combiner::State::begin(Round* r, TimePoint since) {
+  r->active = true;
+  r->shown = false;
+  r->since = since;
+  if (r->said.capacity() == 0) r->said = RankSet(members);
+  r->said.clear();
+  r->count = 0;
+  held++;
+  active++;
+  if (r->name != nullptr) r->name->active++;
+}
+
+// This round is over here. Names that no slot stands for go with it.
+void Combiner::State::end(Round* r) {
+  if (!r->shown) held--;
+  active--;
+  r->active = r->shown = false;
+  r->slot = kNoSlot;
+  r->request = nullptr;
+  r->passed = RankSet();
+  if (r->name != nullptr) r->name->active--;
+}
+
+// The last ballot, if it is of this kind, else a new one.
+Ballot& Combiner::State::fitting(std::vector<Ballot>* ballots, int rank, bool whole, uint32_t held_us) {
+  const Ballot* last = ballots->empty() ? nullptr : &ballots->back();
+  if (last == nullptr || last->rank != rank || last->whole != whole || last->joined ||
+      std::max(last->held_us, held_us) - std::min(last->held_us, held_us) > kSameAgeUs) {
+    Ballot& b = ballots->emplace_back();
+    b.generation = options.generation;
+    b.process_set = options.process_set;
+    b.rank = rank;
+    b.whole = whole;
+    b.last = rank;
+  }
+  Ballot& b = ballots->back();
+  b.held_us = std::max(b.held_us, held_us);
+  return b;
+}
+
+void Combiner::State::send_up(Round* r, int rank, bool whole, const Word& word, TimePoint since, TimePoint now) {
+  Ballot& b = fitting(&single, rank, whole, microseconds_between(since, now));
+  if (word.cached != nullptr)
+    b.cached.push_back(*word.cached);
+  else
+    b.fresh.push_back(*word.fresh);
+  if (r->passed.capacity() == 0) r->passed = RankSet(tree.size());
+  if (!whole)
+    r->passed.add(rank);
+  else
+    for (int each : tree.subtree(rank)) r->passed.add(each);
+}
+
+void Combiner::State::show(Round* r, TimePoint now) {
+  if (r->shown) return;
+  r->shown = true;
+  held--;
+  const CachedRequest as_slot{r->slot, r->sequence};
+  const Word word{r->slot != kNoSlot ? &as_slot : nullptr, r->request.get()};
+  const auto children = tree.children(options.rank);
+  for (int m = 0; m < members; m++) {
+    if (!r->said.has(m)) continue;
+    const int rank = m == 0 ? options.rank : children[static_cast<size_t>(m) - 1];
+    send_up(r, rank, m != 0 && tree.subtree(rank).size() > 1, word, r->since, now);
+  }
+}
+
+void Combiner::State::show_everything(TimePoint now) {
+  (void)dissolve(now).is_ok();  // what rode was fit to ride
+  if (held == 0) return;
+  for (auto& [text, name] : names)
+    for (auto& [op, round] : name.rounds)
+      if (round.active) show(&round, now);
+  for (auto& kind : unnamed)
+    for (auto& [sequence, round] : kind)
+      if (round.active) show(&round, now);
+}
+
+// All of the subtree has said the same: one announcement, and the round is over here.
+void Combiner::State::combine(Round* r, TimePoint now) {
+  Ballot& b = fitting(&combined, options.rank, true, microseconds_between(r->since, now));
+  if (r->slot != kNoSlot)
+    b.cached.push_back({r->slot, r->sequence});
+  else
+    b.fresh.push_back(*r->request);
+  b.last = r->last;
+  end(r);
+}
+
+// It speaks for all of a member.
+bool Combiner::State::is_entire(const Ballot& b) const {
+  if (b.rank == options.rank) return true;
+  return tree.parent(b.rank) == options.rank && (b.whole || tree.subtree(b.rank).size() == 1);
+}
+
+bool Combiner::State::rides(const Ballot& b, int member) const {
+  if (b.cached.empty() || !b.fresh.empty() || b.joined || transparent() || !is_entire(b)) return false;
+  if (wave.count != 0) return !wave.said.has(member) && b.cached == wave.list;
+  return active == 0 && std::all_of(b.cached.begin(), b.cached.end(), [this](const CachedRequest& c) {
+           return c.slot < slots.size() && slots[c.slot].known;
+         });
+}
+
+Status Combiner::State::ride(const Ballot& b, int member, TimePoint now) {
+  const TimePoint since = now - std::chrono::microseconds(b.held_us);
+  if (wave.count == 0) wave.list = b.cached;
+  wave.since = wave.count == 0 ? since : std::min(wave.since, since);
+  wave.last = b.whole ? b.last : b.rank;
+  wave.said.add(member);
+  if (++wave.count < members) return Status::ok();
+  Ballot& up = fitting(&combined, options.rank, true, microseconds_between(wave.since, now));
+  up.cached.insert(up.cached.end(), wave.list.begin(), wave.list.end());
+  up.last = wave.last;
+  wave.said.clear();
+  wave.count = 0;
+  return Status::ok();
+}
+
+// The wave becomes one round for each of its slots.
+Status Combiner::State::dissolve(TimePoint now) {
+  if (wave.count == 0) return Status::ok();
+  wave.count = 0;
+  const auto children = tree.children(options.rank);
+  for (int m = 0; m < members; m++) {
+    if (!wave.said.has(m)) continue;
+    Ballot b;
+    b.rank = m == 0 ? options.rank : children[static_cast<size_t>(m) - 1];
+    b.whole = m != 0 && tree.subtree(b.rank).size() > 1;
+    b.last = wave.last;
+    b.held_us = microseconds_between(wave.since, now);
+    for (const CachedRequest& c : wave.list) HC_TRY(announce(b, m, {&c, nullptr}, now));
+  }
+  wave.said.clear();
+  return Status::ok();
+}
+
+Status Combiner::State::announce(const Ballot& from, int member, const Word& word, TimePoint now) {
+  Round* r = nullptr;
+  HC_TRY(find(word, &r), "rank ", from.rank);
+  const TimePoint since = now - std::chrono::microseconds(from.held_us);
+  const bool begins = !r->active;
+  if (begins) begin(r, since);
+  const bool entire = is_entire(from);
+  const bool alone = r->name == nullptr || r->name->active == 1;
+  if (entire && alone && !r->shown && !transparent() && (begins || same_words(*r, word))) {
+    if (!r->said.add(member))
+      return error(Code::kInternal, "rank ", from.rank, " announced an operation twice before it completed");
+    if (begins && word.cached != nullptr) r->slot = word.cached->slot;
+    if (begins && word.fresh != nullptr) r->request = std::make_shared<const Request>(*word.fresh);
+    if (begins) r->sequence = word.cached != nullptr ? word.cached->sequence : word.fresh->sequence;
+    r->since = std::min(r->since, since);
+    r->last = from.whole ? from.last : from.rank;
+    if (++r->count == members) combine(r, now);
+    if (r->name == nullptr && !r->active) {
+      const Op op = word.fresh != nullptr ? word.fresh->signature.op : slots[word.cached->slot].op;
+      unnamed[static_cast<size_t>(op)].erase(r->sequence);
+    }
+    return Status::ok();
+  }
+  if (!alone)  // one name, several operations: the coordinator judges
+    for (auto& [op, other] : r->name->rounds)
+      if (other.active) show(&other, now);
+  show(r, now);
+  send_up(r, from.rank, from.whole, word, since, now);
+  return Status::ok();
+}
+
+Status Combiner::State::take(const Ballot& b, TimePoint now) {
+  if (b.generation != options.generation || b.process_set != options.process_set)
+    return error(Code::kInternal, "a ballot of rank ", b.rank, " is for another process set or generation");
+  const int member = member_of(b);
+  if (member < 0) return error(Code::kInternal, "a ballot of rank ", b.rank, " came to rank ", options.rank);
+  if (rides(b, member)) return ride(b, member, now);
+  HC_TRY(dissolve(now));
+  if (b.joined && !someone_joined) {
+    someone_joined = true;
+    show_everything(now);
+  }
+  for (const CachedRequest& c : b.cached) HC_TRY(announce(b, member, {&c, nullptr}, now));
+  for (const Request& f : b.fresh) HC_TRY(announce(b, member, {nullptr, &f}, now));
+  if (b.joined) fitting(&single, b.rank, false, 0).joined = true;
+  return Status::ok();
+}
+
+void Combiner::State::end_round(const PlanBatch& batch, const PlanEntry& entry) {
+  Round* r = nullptr;
+  auto& numbered = unnamed[static_cast<size_t>(batch.op)];
+  auto at = numbered.end();
+  Name* name = nullptr;
+  if (entry.unnamed) {
+    at = numbered.find(entry.sequence);
+    if (at != numbered.end()) r = &at->second;
+  } else if (entry.slot < slots.size() && slots[entry.slot].round != nullptr) {
+    r = slots[entry.slot].round;
+  } else if (auto found = names.find(entry.name); found != names.end()) {
+    name = &found->second;
+    if (auto kind = name->rounds.find(batch.op); kind != name->rounds.end()) r = &kind->second;
+  }
+  // What is held is not known to the coordinator: the plan ended an announcement of somebody else.
+  if (r != nullptr && r->active && r->shown) {
+    for (int32_t rank : entry.failed_on)
+      if (rank >= 0 && rank < tree.size()) r->passed.remove(rank);
+    if (entry.failed_on.empty() || r->passed.first() < 0) end(r);
+  }
+  if (at != numbered.end() && !r->active) numbered.erase(at);
+  const bool remembered = entry.slot < slots.size() && slots[entry.slot].known;
+  if (name != nullptr && name->active == 0 && !remembered) {
+    for (const Slot& s : slots)
+      if (s.name == name) return;
+    names.erase(entry.name);
+  }
+}
+
+Combiner::Combiner(CombinerOptions options) : state_(std::make_unique<State>(std::move(options))) {}
+Combiner::~Combiner() = default;
+
+Status Combiner::take(const Ballot& ballot, TimePoint now) { return state_->take(ballot, now); }
+
+bool Combiner::has_news() const { return !state_->single.empty() || !state_->combined.empty(); }
+
+std::vector<Ballot> Combiner::collect() {
+  State& s = *state_;
+  // First: nobody joins in `single` whose announcements are still in `combined`.
+  std::vector<Ballot> up = std::exchange(s.combined, {});
+  std::move(s.single.begin(), s.single.end(), std::back_inserter(up));
+  s.single.clear();
+  return up;
+}
+
+void Combiner::pass(const Plan& plan) {
+  State& s = *state_;
+  for (const PlanBatch& batch : plan.batches) {
+    if (batch.op == Op::kJoin) s.someone_joined = false;
+    for (const PlanEntry& e : batch.entries) {
+      if (s.active == 0 && !e.assigned && e.slot < s.slots.size() && s.slots[e.slot].known) continue;
+      if (e.assigned && e.slot != kNoSlot && e.slot < kMaxSlots) {
+        if (e.slot >= s.slots.size()) s.slots.resize(e.slot + 1);
+        State::Slot& slot = s.slots[e.slot];
+        slot.known = true;
+        slot.op = batch.op;
+        if (!e.unnamed && slot.round == nullptr) {
+          slot.round = &s.round_of(batch.op, e.name);
+          slot.name = slot.round->name;
+        }
+      }
+      s.end_round(batch, e);
+    }
+  }
+}
+
+void Combiner::reveal(TimePoint now) { state_->show_everything(now); }
+
+void Combiner::leave(TimePoint now) {
+  state_->someone_left = true;
+  reveal(now);
+}
+
+void Combiner::show_all(bool on, TimePoint now) {
+  state_->showing_all = on;
+  if (on) reveal(now);
+}
+
+size_t Combiner::held() const { return state_->held + (state_->wave.count != 0 ? state_->wave.list.size() : 0); }
+
+}  // namespace hc

@@ -1,0 +1,83 @@
+// Decides, for one process set, what runs next and in which order. PURE: no I/O, no clock, no lock, no global; the same
+// ballots in the same order give the same plans, so it is tested over thousands of random schedules and runs unchanged
+// in a simulator. Lives on group rank 0 of each process set.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "agreement/control_tree.h"
+#include "agreement/lateness.h"
+#include "agreement/mismatch.h"
+#include "agreement/negotiation.h"
+#include "base/clock.h"
+
+namespace hc {
+
+// Told what a coordinator sees, while it is on: a timeline listens.
+class AgreementWatch {
+ public:
+  virtual ~AgreementWatch() = default;
+  virtual bool on() const = 0;
+  virtual void announced(const Subject& subject, int group_rank, TimePoint at) = 0;
+  virtual void decided(const Subject& subject) = 0;  // it goes into a plan
+};
+
+struct CoordinatorOptions {
+  int size = 1;                      // ranks in the process set
+  size_t fusion_bytes = 128u << 20;  // 0 = no fusion
+  // The same for what lies in arenas, where fusion may change no bit: below this, channels reduce by recursive
+  // doubling, in which no element's order of sums depends on what is beside it. 0 within a node: there each is reduced
+  // where it lies.
+  size_t arena_fusion_bytes = 0;
+  bool fuse_groups = true;  // a group may share a batch with operations that are not of it
+  // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
+  size_t part_bytes = 0;
+  size_t cache_capacity = 8192;  // slots; 0 = no cache
+  uint32_t generation = 0;
+  uint16_t process_set = 0;
+  std::vector<int> world_rank;              // [size] for texts
+  std::shared_ptr<const ControlTree> tree;  // along which ballots come; null: from each rank
+  AgreementWatch* watch = nullptr;
+  Lateness* lateness = nullptr;  // who was the last to be ready, where all announce
+};
+
+// An operation that some ranks announced and others did not.
+struct Stall {
+  std::string name;  // "allreduce.layer1.weight", "allreduce.noname.17"
+  double waited_s = 0;
+  std::vector<int> missing;  // group ranks
+  std::vector<int> present;
+  std::string hint;  // a likely cause, or empty: "rank 1 waits in allreduce.grad_8 instead: ..."
+};
+
+class Coordinator {
+ public:
+  explicit Coordinator(CoordinatorOptions options);
+  ~Coordinator();
+
+  // Takes one rank's ballot, or one for a whole subtree of the tree. An error means a broken ballot (unknown slot,
+  // announced twice): a bug or an intruder.
+  Status take(const Ballot& ballot, TimePoint now);
+  // The plan for what is ready, at most `room` batches (a row of small ones in the arena counts as one); empty when
+  // nothing is.
+  Plan decide(size_t room);
+  bool anything_ready() const;
+
+  // Announced by some, not by all, for longer than `older_than_s`.
+  std::vector<Stall> stalled(TimePoint now, double older_than_s) const;
+  // A rank has left for good (shutdown): operations that wait for it fail with `text`, now and later.
+  void leave(int rank, const std::string& text);
+  size_t pending() const;
+  // Hold for the plans to come.
+  void set_fusion_bytes(size_t bytes);
+  void set_arena_fusion_bytes(size_t bytes);
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hc

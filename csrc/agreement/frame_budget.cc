@@ -1,0 +1,60 @@
+#include "agreement/frame_budget.h"
+
+#include <utility>
+
+namespace hc {
+namespace {
+
+constexpr size_t kNumberBytes = 10;  // a varint of 64 bits
+constexpr size_t kFieldBytes = 64;   // all of an object that has one size
+
+size_t encoded_bytes(const Request& request) {
+  return request.name.size() + kFieldBytes + hc::encoded_bytes(request.signature);
+}
+
+}  // namespace
+
+size_t encoded_bytes(const Signature& signature) {
+  size_t bytes = kFieldBytes + kNumberBytes * signature.splits.size();
+  for (const TensorMeta& t : signature.tensors) bytes += kNumberBytes * (2 + t.shape.size());
+  return bytes;
+}
+
+size_t encoded_bytes(const Ballot& ballot) {
+  size_t bytes = kFieldBytes + 2 * kNumberBytes * ballot.cached.size();
+  for (const Request& r : ballot.fresh) bytes += encoded_bytes(r);
+  return bytes;
+}
+
+std::vector<Ballot> parts_of(Ballot ballot, size_t most) {
+  std::vector<Ballot> parts;
+  if (encoded_bytes(ballot) <= most) {
+    parts.push_back(std::move(ballot));
+    return parts;
+  }
+  std::vector<Request> fresh = std::exchange(ballot.fresh, {});
+  const bool joined = std::exchange(ballot.joined, false);  // said with the last announcements
+  size_t bytes = encoded_bytes(ballot);
+  parts.push_back(std::move(ballot));
+  for (Request& r : fresh) {
+    const size_t more = encoded_bytes(r);
+    if (bytes + more > most && !(parts.back().fresh.empty() && parts.back().cached.empty())) {
+      Ballot& next = parts.emplace_back();
+      const Ballot& first = parts.front();
+      next.generation = first.generation;
+      next.process_set = first.process_set;
+      next.rank = first.rank;
+      next.whole = first.whole;
+      next.last = first.last;
+      next.held_us = first.held_us;
+      next.on_express = first.on_express;
+      bytes = kFieldBytes;
+    }
+    parts.back().fresh.push_back(std::move(r));
+    bytes += more;
+  }
+  parts.back().joined = joined;
+  return parts;
+}
+
+}  // namespace hc

@@ -1,0 +1,139 @@
+// Who has announced what: one entry per operation in flight or remembered, the slots, and each rank's last signature.
+// The coordinator's memory; it knows nothing of readiness, joining or batches. PURE. Owner: one Coordinator.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "agreement/mismatch.h"
+#include "agreement/negotiation.h"
+#include "agreement/rank_set.h"
+#include "agreement/signature_table.h"
+#include "base/clock.h"
+
+namespace hc {
+
+inline constexpr uint32_t kNoEntry = 0xffffffffu;
+
+// Entries in flight of one kind of unnamed operation, by sequence number: a ring, because the numbers are dense.
+class SequenceWindow {
+ public:
+  uint32_t find(uint64_t sequence) const;
+  bool add(uint64_t sequence, uint32_t entry);  // false: too far from the others (kMaxSpread)
+  void remove(uint64_t sequence);
+
+ private:
+  static constexpr uint64_t kMaxSpread = 1u << 20;
+  uint32_t& cell(uint64_t sequence) { return ring_[sequence & (ring_.size() - 1)]; }
+  std::vector<uint32_t> ring_;   // power of two; kNoEntry where there is none
+  uint64_t low_ = 0, high_ = 0;  // all entries are in [low_, high_)
+  size_t count_ = 0;
+};
+
+// The operations that share one name: at most one per kind.
+struct Namesakes {
+  std::array<uint32_t, kOpCount> entry;
+  int count = 0;
+};
+
+struct Entry {
+  enum class State : uint8_t { kIdle, kWaiting, kReady };
+  State state = State::kIdle;
+  Op op = Op::kAllreduce;
+  bool unnamed = false;
+  bool detailed = false;         // unnamed: some rank's signature is in by_rank (else all share the slot's)
+  bool dirty = true;             // a signature changed since `agreement` was made
+  bool teach = false;            // a rank announced it whole that may not know the slot
+  bool early = false;            // fails before everybody announced it
+  bool with_joined = false;      // became ready while a rank was joined
+  uint32_t slot = kNoSlot;       // named: its own. unnamed: the first announcer's
+  uint32_t plan_slot = kNoSlot;  // the slot that goes into the plan, and
+  bool assigned = false;         // whether the ranks have to learn it
+  uint32_t announced = 0;        // ranks in `marks`
+  RankSet marks;                 // who announced it, this time
+  uint64_t sequence = 0;
+  uint64_t order = 0;  // counts first announcements
+  TimePoint since{};   // of the first announcement; the coordinator's
+  std::pair<const std::string, Namesakes>* named = nullptr;
+  // What each rank announced last; null: never. Empty: every rank the same, `recent` (null: nobody anything).
+  std::vector<std::shared_ptr<const Signature>> by_rank;
+  std::shared_ptr<const Signature> recent;  // the last one stored, shared by ranks that announce the same
+  const Signature* said_by(int rank) const {
+    return by_rank.empty() ? recent.get() : by_rank[static_cast<size_t>(rank)].get();
+  }
+  Agreement agreement;
+};
+
+class Ledger {
+ public:
+  Ledger(int size, size_t capacity);
+
+  // One rank's announcement; *entry is what it belongs to. An error: unknown slot, announced twice, ...
+  Status announce(int rank, const CachedRequest& request, uint32_t* entry);
+  Status announce(int rank, const Request& request, uint32_t* entry);
+  // All ranks at once: they announced the same.
+  Status announce_for_all(const CachedRequest& request, uint32_t* entry);
+  Status announce_for_all(const Request& request, uint32_t* entry);
+
+  Entry& at(uint32_t entry) { return entries_[entry]; }
+  const Entry& at(uint32_t entry) const { return entries_[entry]; }
+  Subject subject(const Entry& entry) const;
+  // Compares what the ranks announced, if anything changed. Ranks without a mark count as joined.
+  void settle(Entry* entry, const RankNames& names);
+  const Agreement& agreement(const Entry& entry) const;
+  // What this rank announced; null when it has not.
+  const Signature* announced_by(const Entry& entry, int rank) const;
+  // What the lowest rank that announced it said.
+  const Signature& reference(const Entry& entry) const;
+  // Finds the slot that goes into the plan (Entry::plan_slot); gives one to an entry that has none, if the capacity
+  // allows.
+  void choose_slot(uint32_t entry);
+  // The round is over: forgets the announcements, and the entry too if it has no slot.
+  void close(uint32_t entry);
+
+  std::vector<uint32_t> waiting() const;  // entries in state kWaiting, in the order of their first announcement
+  size_t slots() const { return slots_.size(); }
+  size_t entries() const { return entries_.size() - free_.size(); }
+
+ private:
+  // Named: `entry`. Unnamed: the signature it stands for, and what agreeing on it came to.
+  struct Slot {
+    uint32_t entry = kNoEntry;
+    std::shared_ptr<const Signature> signature;
+    bool agreed = false;
+    Agreement agreement;
+  };
+
+  uint32_t new_entry(Op op);
+  uint32_t named_entry(const Request& request);
+  Status unnamed_entry(Op op, uint64_t sequence, uint32_t* entry);
+  Status mark(int rank, uint32_t entry);
+  Status mark_all(uint32_t entry);
+  Status use_slot(int rank, uint32_t slot, uint64_t sequence, uint32_t* entry);
+  Status use_slot_for_all(uint32_t slot, uint64_t sequence, uint32_t* entry);
+  void spread(Entry* entry);
+  bool merge(Entry* entry);
+  bool uses_slot_agreement(const Entry& entry) const;
+  void store(Entry* entry, int rank, const Signature& signature);
+  bool uniform(const Entry& entry) const;
+  bool deserves_slot(const Entry& entry);
+
+  const int size_;
+  const size_t capacity_;
+  const size_t unnamed_capacity_;
+  size_t unnamed_slots_ = 0;
+  uint64_t order_ = 0;
+  std::vector<Slot> slots_;
+  std::vector<Entry> entries_;
+  std::vector<uint32_t> free_;
+  std::unordered_map<std::string, Namesakes> names_;
+  std::array<SequenceWindow, kOpCount> windows_;
+  SignatureTable by_content_;        // unnamed slots
+  std::vector<uint64_t> seen_once_;  // hashes of unnamed signatures without a slot
+  std::vector<const Signature*> scratch_;
+};
+
+}  // namespace hc

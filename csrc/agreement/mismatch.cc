@@ -1,0 +1,343 @@
+// See mismatch.h. The texts keep the words that Horovod's users search for ("Mismatched data types", ...).
+#include "agreement/mismatch.h"
+
+#include <algorithm>
+
+#include "agreement/signature_table.h"
+
+namespace hc {
+namespace {
+
+enum class Difference { kNone, kTensorCount, kDType, kReduce, kScale, kRoot, kDevice, kShape };
+
+struct Found {
+  Difference what = Difference::kNone;
+  size_t tensor = 0;  // kDType, kShape
+};
+
+bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
+bool first_dimension_is_free(Op op) { return op == Op::kAllgather || op == Op::kAlltoall || op == Op::kGather; }
+
+bool same_shape(Op op, const TensorMeta& a, const TensorMeta& b) {
+  if (a.shape.size() != b.shape.size()) return false;
+  size_t from = first_dimension_is_free(op) && !a.shape.empty() ? 1 : 0;
+  return std::equal(a.shape.begin() + static_cast<ptrdiff_t>(from), a.shape.end(),
+                    b.shape.begin() + static_cast<ptrdiff_t>(from));
+}
+
+// NaN equals NaN here: ranks that announce the same nonsense agree.
+bool same_number(double a, double b) { return a == b || (a != a && b != b); }
+
+Found difference(Op op, const Signature& a, const Signature& b) {
+  if (op == Op::kScatter) return {a.root != b.root ? Difference::kRoot : Difference::kNone};  // only the root has rows
+  if (a.tensors.size() != b.tensors.size()) return {Difference::kTensorCount};
+  for (size_t t = 0; t < a.tensors.size(); t++)
+    if (a.tensors[t].dtype != b.tensors[t].dtype) return {Difference::kDType, t};
+  if (reduces(op)) {
+    if (a.reduce != b.reduce) return {Difference::kReduce};
+    if (!same_number(a.prescale, b.prescale) || !same_number(a.postscale, b.postscale)) return {Difference::kScale};
+  }
+  if (has_root(op) && a.root != b.root) return {Difference::kRoot};
+  if (a.device != b.device) return {Difference::kDevice};
+  for (size_t t = 0; t < a.tensors.size(); t++)
+    if (!same_shape(op, a.tensors[t], b.tensors[t])) return {Difference::kShape, t};
+  return {};
+}
+
+std::string announced(const Found& found, const Signature& s, const RankNames& names) {
+  switch (found.what) {
+    case Difference::kTensorCount:
+      return text_of(s.tensors.size(), s.tensors.size() == 1 ? " tensor" : " tensors");
+    case Difference::kReduce:
+      return text_of("reduce operation ", name_of(s.reduce));
+    case Difference::kScale:
+      return text_of("prescale ", s.prescale, " and postscale ", s.postscale);
+    case Difference::kRoot:
+      return text_of("root rank ", names(s.root));
+    case Difference::kDevice:
+      return s.device == 0 ? "a tensor in host memory (CPU)" : "a tensor on a GPU";
+    default:
+      break;
+  }
+  std::string which = s.tensors.size() > 1 ? text_of("tensor ", found.tensor, " as ") : "";
+  return which + text_of_tensor(s.tensors[found.tensor]);
+}
+
+// Horovod's words, then the next move.
+std::string advice(const Subject& subject, const Found& found, int culprit, bool floats) {
+  const char* op = name_of(subject.op);
+  const char* one_name = "Every rank must submit one name with one dtype and shape";
+  switch (found.what) {
+    case Difference::kTensorCount:
+      return text_of("Mismatched ", op, " tensor counts. Every rank must put the same tensors into a group.");
+    case Difference::kDType:
+      return text_of("Mismatched data types. ", one_name,
+                     floats ? text_of("; is mixed precision on for rank ", culprit, " only?") : std::string("."));
+    case Difference::kReduce:
+      return text_of("Mismatched ", op, " reduce operations. Every rank must pass the same op.");
+    case Difference::kScale:
+      return "Mismatched prescale and/or postscale factors. Every rank must pass the same factors.";
+    case Difference::kRoot:
+      return text_of("Mismatched ", op, " root ranks. Every rank must pass the same root_rank.");
+    case Difference::kDevice:
+      return text_of("Mismatched ", op,
+                     " CPU/GPU device selection. Move the tensor to one kind of device on every rank.");
+    default:
+      break;
+  }
+  if (first_dimension_is_free(subject.op))
+    return text_of("Mismatched ", op, " tensor shapes. Only the first dimension may differ between ranks.");
+  return text_of("Mismatched ", op, " tensor shapes. ", one_name, "; does rank ", culprit,
+                 " run another model or batch size?");
+}
+
+// The fewer are in the wrong: with eight ranks of which only rank 0 differs, rank 0 is named.
+std::string describe(const Subject& subject, std::span<const Signature* const> by_rank, int reference,
+                     const RankNames& names) {
+  const Signature& a = *by_rank[static_cast<size_t>(reference)];
+  std::vector<int> like, unlike;
+  for (size_t r = 0; r < by_rank.size(); r++) {
+    if (by_rank[r] == nullptr) continue;
+    bool differs = difference(subject.op, a, *by_rank[r]).what != Difference::kNone;
+    (differs ? unlike : like).push_back(static_cast<int>(r));
+  }
+  if (like.size() < unlike.size()) std::swap(like, unlike);
+  int odd = unlike.front(), even = like.front();
+  const Signature& mine = *by_rank[static_cast<size_t>(odd)];
+  const Signature& theirs = *by_rank[static_cast<size_t>(even)];
+  Found found = difference(subject.op, mine, theirs);
+  bool floats = found.what == Difference::kDType && is_float(mine.tensors[found.tensor].dtype) &&
+                is_float(theirs.tensors[found.tensor].dtype);
+  std::string more;
+  constexpr size_t kListed = 8;
+  for (size_t i = 1; i < std::min(unlike.size(), kListed); i++) more += text_of(i == 1 ? "" : ", ", names(unlike[i]));
+  if (!more.empty()) more = text_of(" (ranks ", more, unlike.size() > kListed ? ", ..." : "", " differ as well)");
+  return text_of(label_of(subject), ": rank ", names(odd), " announced ", announced(found, mine, names), ", rank ",
+                 names(even), " announced ", announced(found, theirs, names), more, ". ",
+                 advice(subject, found, names(odd), floats));
+}
+
+Agreement refuse(Code code, std::string text) {
+  Agreement a;
+  a.error = code;
+  a.text = std::move(text);
+  return a;
+}
+
+// What is wrong on every rank alike; Agreement::error is kOk when nothing is.
+Agreement check_arguments(const Subject& subject, const Signature& s, int size) {
+  const Op op = subject.op;
+  const bool gathers = op == Op::kAllgather || op == Op::kReducescatter || op == Op::kAlltoall || op == Op::kGather ||
+                       op == Op::kScatter;
+  for (const TensorMeta& t : s.tensors) {
+    if (gathers && t.shape.empty())
+      return refuse(Code::kMismatch,
+                    text_of(label_of(subject), ": Process-set rank zero tried to ", name_of(subject.op),
+                            " a rank-zero tensor. Give it a first dimension (reshape it to [1])."));
+    if (reduces(subject.op) && s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
+      return refuse(Code::kInvalidArgument,
+                    text_of(label_of(subject), ": bool tensors have no Average; use Sum, Min, Max or Product."));
+    if (op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
+      return refuse(Code::kInvalidArgument,
+                    text_of(label_of(subject), ": Adasum needs floating-point tensors, not ", name_of(t.dtype), "."));
+  }
+  if (subject.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
+    return refuse(Code::kUnsupported,
+                  text_of(label_of(subject), ": Reducescatter currently only supports AVERAGE and SUM, ", "not ",
+                          name_of(s.reduce), "."));
+  if (op == Op::kReduce && s.reduce == Reduce::kAdasum)
+    return refuse(Code::kUnsupported, text_of(label_of(subject), ": Adasum is for allreduce."));
+  if (has_root(op) && (s.root < 0 || s.root >= size))
+    return refuse(Code::kInvalidArgument,
+                  text_of(label_of(subject), ": root ", s.root, " is not one of the process set's ", size, " ranks."));
+  if ((op == Op::kAlltoall || op == Op::kScatter) && s.tensors.size() != 1)
+    return refuse(Code::kUnsupported,
+                  text_of(label_of(subject), ": ", name_of(op), " takes one tensor, not ", s.tensors.size(), "."));
+  return {};
+}
+
+// A scatter from a GPU needs one on every rank; one from host memory asks for none.
+Agreement everybody_on_gpu(const Subject& subject, const Signature& root, std::span<const Signature* const> by_rank,
+                           const RankNames& names) {
+  for (size_t r = 0; root.device && r < by_rank.size(); ++r)
+    if (by_rank[r] && !by_rank[r]->device)
+      return refuse(Code::kMismatch,
+                    text_of(label_of(subject), ": rank ", names(root.root), " scatters a tensor on a GPU, rank ",
+                            names(static_cast<int>(r)),
+                            " takes part without one. Pass a tensor on the GPU there (an empty one will do), or give "
+                            "the root's in host memory."));
+  return {};
+}
+
+// Rows of every rank's slice: the first ranks take one more where the division leaves a rest.
+void slice_rows(int64_t rows, int size, std::vector<int64_t>* out) {
+  for (int r = 0; r < size; r++) out->push_back(rows / size + (r < rows % size ? 1 : 0));
+}
+
+// One rank's line of the alltoall table, or the root's rows for everybody; no splits = equal parts.
+Agreement add_splits(const Subject& subject, const Signature& s, int rank, int size, std::vector<int64_t>* out) {
+  int64_t rows = s.tensors[0].shape[0];
+  if (s.splits.empty()) {
+    if (subject.op == Op::kScatter) {
+      slice_rows(rows, size, out);
+      return {};
+    }
+    if (rows % size != 0)
+      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " has ", rows, " rows, which ",
+                                                    size, " ranks cannot share equally; pass splits."));
+    out->insert(out->end(), static_cast<size_t>(size), rows / size);
+    return {};
+  }
+  if (s.splits.size() != static_cast<size_t>(size))
+    return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " gave ", s.splits.size(),
+                                                  " splits for ", size, " ranks; give one number of rows per rank."));
+  int64_t left = rows;
+  for (int64_t part : s.splits) {
+    left = part < 0 || part > left ? -1 : left - part;
+    if (left < 0)
+      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": the splits of rank ", rank,
+                                                    " are negative or add up to more than its ", rows, " rows."));
+  }
+  out->insert(out->end(), s.splits.begin(), s.splits.end());
+  return {};
+}
+
+Agreement rows_of(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
+  Agreement a;
+  int size = static_cast<int>(by_rank.size());
+  const Signature& any = *by_rank[0];
+  if (subject.op == Op::kAlltoall) {
+    for (int r = 0; r < size; r++) {
+      Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(r)], names(r), size, &a.rows);
+      if (bad.error != Code::kOk) return bad;
+    }
+    return a;
+  }
+  if (subject.op == Op::kScatter) {
+    Agreement bad = add_splits(subject, *by_rank[static_cast<size_t>(any.root)], names(any.root), size, &a.rows);
+    return bad.error != Code::kOk ? bad : a;
+  }
+  for (size_t t = 0; t < any.tensors.size(); t++) {
+    if (subject.op == Op::kReducescatter) slice_rows(any.tensors[t].shape[0], size, &a.rows);
+    if (!first_dimension_is_free(subject.op)) continue;
+    for (const Signature* s : by_rank) a.rows.push_back(s->tensors[t].shape[0]);
+  }
+  return a;
+}
+
+// Adasum adds up its dot products slice by slice, and the slices depend on what shares the buffer; apart, the same call
+// gives the same bits from run to run.
+bool may_fuse(const Subject& subject, const Signature& s) {
+  if (subject.op != Op::kAllreduce || s.reduce == Reduce::kAdasum || s.tensors.empty()) return false;
+  return std::all_of(s.tensors.begin(), s.tensors.end(),
+                     [&](const TensorMeta& t) { return t.dtype == s.tensors[0].dtype; });
+}
+
+uint64_t hash_of_key(const FuseKey& key) {
+  Signature s;
+  s.reduce = key.reduce;
+  s.device = key.device;
+  s.in_arena = key.in_arena;
+  s.prescale = key.prescale;
+  s.postscale = key.postscale;
+  s.root = static_cast<int32_t>(key.dtype);
+  return hash_of(s) | 1;
+}
+
+std::string joined_text(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
+  auto gone = std::find(by_rank.begin(), by_rank.end(), nullptr);
+  return text_of(label_of(subject), ": ", title_of(subject.op), " is not supported with Join at this time. Rank ",
+                 names(static_cast<int>(gone - by_rank.begin())),
+                 " has joined and contributes to allreduce and barrier only.");
+}
+
+// The stand-in of a rank that has joined is not scaled. Where a scaled 0 still changes nothing nobody has to do
+// anything about it; elsewhere the others scale their inputs beforehand, in host memory.
+bool cannot_scale_before(const Signature& s) {
+  return s.device != 0 && s.prescale != 1.0 && !has_zero_identity(s.reduce);
+}
+
+std::string prescaled_text(const Subject& subject, const Signature& s) {
+  return text_of(label_of(subject), ": ", name_of(s.reduce), " of tensors on GPUs with a prescale factor (", s.prescale,
+                 ") is not supported while a rank has joined. Scale the tensor before the call, or the result.");
+}
+
+}  // namespace
+
+std::string title_of(Op op) {
+  std::string title = name_of(op);
+  title[0] = static_cast<char>(title[0] - 'a' + 'A');
+  return title;
+}
+
+std::string label_of(const Subject& s) {
+  if (s.unnamed) return text_of(name_of(s.op), " 'noname.", s.sequence, "' (unnamed, matched by order)");
+  return text_of(name_of(s.op), " '", s.name, "'");
+}
+
+std::string key_of(const Subject& s) {
+  if (s.unnamed) return text_of(name_of(s.op), ".noname.", s.sequence);
+  return text_of(name_of(s.op), ".", s.name);
+}
+
+Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
+  int reference = -1;
+  bool someone_joined = false, in_arena = true;
+  const Signature* last_equal = nullptr;  // ranks that announced the same share one object: compare it once
+  for (size_t r = 0; r < by_rank.size(); r++) {
+    const Signature* s = by_rank[r];
+    if (s == nullptr) {
+      someone_joined = true;
+      continue;
+    }
+    in_arena = in_arena && s->in_arena;
+    if (reference < 0) reference = static_cast<int>(r);
+    if (s == last_equal) continue;
+    if (difference(subject.op, *by_rank[static_cast<size_t>(reference)], *s).what != Difference::kNone)
+      return refuse(Code::kMismatch, describe(subject, by_rank, reference, names));
+    last_equal = s;
+  }
+  if (someone_joined && subject.op != Op::kAllreduce && subject.op != Op::kBarrier)
+    return refuse(Code::kUnsupported, joined_text(subject, by_rank, names));
+  const Signature& first = *by_rank[static_cast<size_t>(reference)];
+  const bool by_root = subject.op == Op::kScatter && first.root >= 0 && first.root < static_cast<int>(by_rank.size());
+  const Signature& s = by_root ? *by_rank[static_cast<size_t>(first.root)] : first;
+  Agreement a = check_arguments(subject, s, static_cast<int>(by_rank.size()));
+  if (a.error == Code::kOk && by_root) a = everybody_on_gpu(subject, s, by_rank, names);
+  if (a.error != Code::kOk) return a;
+  if (someone_joined && cannot_scale_before(s)) return refuse(Code::kUnsupported, prescaled_text(subject, s));
+  if (!someone_joined) a = rows_of(subject, by_rank, names);
+  if (a.error != Code::kOk) return a;
+  a.in_arena = in_arena && !someone_joined && !s.tensors.empty();
+  a.on_device = s.device != 0 && !s.tensors.empty();
+  a.fusable = may_fuse(subject, s);
+  if (a.fusable) a.fuse = {s.reduce, s.tensors[0].dtype, s.device, a.in_arena, s.prescale, s.postscale};
+  if (a.fusable) a.fuse_hash = hash_of_key(a.fuse);
+  a.bytes = bytes_of(s);
+  return a;
+}
+
+std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
+                                  const RankNames& names) {
+  return text_of(name_of(first.first), " '", name, "': rank ", names(first.second), " announced ", name_of(first.first),
+                 ", rank ", names(second.second), " announced ", name_of(second.first),
+                 ". Mismatched operations. Every rank must use one name for one operation; do the ranks take different "
+                 "branches, or is one name used twice?");
+}
+
+bool differ_by_counter(std::string_view a, std::string_view b) {
+  auto digit = [](char c) { return c >= '0' && c <= '9'; };
+  if (a == b) return false;
+  size_t i = 0, j = 0;
+  while (i < a.size() && j < b.size()) {
+    if (digit(a[i]) && digit(b[j])) {
+      while (i < a.size() && digit(a[i])) i++;
+      while (j < b.size() && digit(b[j])) j++;
+    } else if (a[i++] != b[j++]) {
+      return false;
+    }
+  }
+  return i == a.size() && j == b.size();
+}
+
+}  // namespace hc

@@ -1,0 +1,488 @@
+// Bytes of ballots and plans. Numbers are LEB128 varints (signed ones zigzagged), so that a steady step is a few bytes;
+// the reader trusts nothing: every count is checked against what is left before anything is allocated.
+#include "agreement/negotiation.h"
+
+#include <limits>
+
+#include "agreement/slot_list.h"
+
+namespace hc {
+namespace {
+
+int64_t get_count64(Reader* in) {  // a number that must fit int64_t and not be negative
+  uint64_t v = get_varint(in);
+  if (v > static_cast<uint64_t>(std::numeric_limits<int64_t>::max())) in->fail();
+  return in->ok() ? static_cast<int64_t>(v) : 0;
+}
+
+int32_t get_signed(Reader* in) {
+  const int64_t v = unzigzag(get_varint(in));
+  if (v < std::numeric_limits<int32_t>::min() || v > std::numeric_limits<int32_t>::max()) in->fail();
+  return in->ok() ? static_cast<int32_t>(v) : 0;
+}
+
+void put_string(Writer* out, std::string_view text) {
+  put_varint(out, text.size());
+  out->put_raw(text.data(), text.size());
+}
+
+void get_string(Reader* in, std::string* text) {
+  size_t bytes = get_length(in, 1);
+  if (bytes > kMaxTextBytes) in->fail();
+  if (!in->ok()) return;
+  text->resize(bytes);
+  in->take(text->data(), bytes);
+}
+
+template <class Enum>
+Enum get_enum(Reader* in, int count) {
+  uint8_t v = in->get<uint8_t>();
+  if (v >= count) in->fail();
+  return in->ok() ? static_cast<Enum>(v) : Enum{};
+}
+
+// Non-negative numbers whose sum fits too, so that nobody who adds them up overflows.
+void get_rows(Reader* in, std::vector<int64_t>* rows) {
+  size_t n = get_length(in, 1);
+  rows->clear();
+  rows->reserve(n);
+  int64_t sum = 0;
+  for (size_t i = 0; i < n && in->ok(); i++) {
+    int64_t v = get_count64(in);
+    if (__builtin_add_overflow(sum, v, &sum)) in->fail();
+    rows->push_back(v);
+  }
+}
+
+void put_rows(Writer* out, const std::vector<int64_t>& rows) {
+  put_varint(out, rows.size());
+  for (int64_t v : rows) put_varint(out, static_cast<uint64_t>(v));
+}
+
+enum SignatureFlag : uint8_t { kInArena = 1, kScaled = 2, kOnDevice = 4, kPrioritised = 8, kSignatureFlags = 15 };
+
+void put_signature(Writer* out, const Signature& s) {
+  bool scaled = s.prescale != 1.0 || s.postscale != 1.0;
+  out->put(s.op);
+  out->put(s.reduce);
+  out->put(static_cast<uint8_t>((s.in_arena ? kInArena : 0) | (scaled ? kScaled : 0) | (s.device != 0 ? kOnDevice : 0) |
+                                (s.priority != 0 ? kPrioritised : 0)));
+  put_varint(out, zigzag(s.root));
+  if (s.priority != 0) put_varint(out, zigzag(s.priority));
+  if (scaled) {
+    out->put(s.prescale);
+    out->put(s.postscale);
+  }
+  put_varint(out, s.tensors.size());
+  for (const TensorMeta& t : s.tensors) {
+    out->put(t.dtype);
+    put_rows(out, t.shape);
+  }
+  put_rows(out, s.splits);
+}
+
+void get_tensor(Reader* in, TensorMeta* t) {
+  t->dtype = get_enum<DType>(in, kDTypeCount);
+  size_t dimensions = get_length(in, 1);
+  if (dimensions > kMaxDimensions) in->fail();
+  if (!in->ok()) return;
+  t->shape.resize(dimensions);
+  int64_t bytes = static_cast<int64_t>(size_of(t->dtype));
+  for (int64_t& d : t->shape) {
+    d = get_count64(in);
+    // A zero hides nothing: the other dimensions are multiplied by people who do not look for it first.
+    if (d != 0 && (__builtin_mul_overflow(bytes, d, &bytes) || bytes > kMaxTensorBytes)) in->fail();
+  }
+}
+
+void get_signature(Reader* in, Signature* s) {
+  s->op = get_enum<Op>(in, kOpCount);
+  s->reduce = get_enum<Reduce>(in, kReduceCount);
+  uint8_t flags = in->get<uint8_t>();
+  if ((flags & ~kSignatureFlags) != 0) in->fail();
+  s->in_arena = (flags & kInArena) != 0;
+  s->device = (flags & kOnDevice) != 0 ? 1 : 0;
+  s->root = get_signed(in);
+  s->priority = (flags & kPrioritised) != 0 ? get_signed(in) : 0;
+  s->prescale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
+  s->postscale = (flags & kScaled) != 0 ? in->get<double>() : 1.0;
+  size_t tensors = get_length(in, 2);
+  if (!in->ok()) return;
+  s->tensors.resize(tensors);
+  for (TensorMeta& t : s->tensors) {
+    get_tensor(in, &t);
+    if (!in->ok()) return;
+  }
+  get_rows(in, &s->splits);
+}
+
+enum EntryFlag : uint8_t {
+  kHasSlot = 1,
+  kUnnamed = 2,
+  kAssigned = 4,
+  kHasSignature = 8,
+  kHasName = 16,
+  kFailedOn = 32,
+  kWithJoined = 64,
+  kEntryFlags = 127
+};
+enum BatchFlag : uint8_t {
+  kBatchInArena = 1,
+  kSlotsOnly = 2,
+  kSlotsUnnamed = 4,
+  kHasRows = 8,
+  kHasError = 16,
+  kLastJoined = 32,
+  kBatchOnDevice = 64,
+  kEachAlone = 128,  // one record for several batches: each entry is a batch of its own, numbered one behind the other
+};
+
+constexpr uint8_t kInParts = 0x80;  // beside the operation: a Part follows the flags
+
+void put_part(Writer* out, const PlanBatch& b) {
+  put_varint(out, b.part.index);
+  put_varint(out, b.part.count);
+  if (b.part.index != 0) put_varint(out, b.id - b.part.first);
+}
+
+void get_part(Reader* in, PlanBatch* b) {
+  const uint64_t index = get_varint(in), count = get_varint(in);
+  if (count < 2 || count > kMaxParts || index >= count) in->fail();
+  const uint64_t back = in->ok() && index != 0 ? get_varint(in) : 0;
+  if (back > std::numeric_limits<uint32_t>::max()) in->fail();
+  if (!in->ok()) return;
+  b->part = {static_cast<uint32_t>(index), static_cast<uint32_t>(count), b->id - static_cast<uint32_t>(back)};
+}
+
+void put_entry(Writer* out, const PlanEntry& e) {
+  out->put(static_cast<uint8_t>((e.slot != kNoSlot ? kHasSlot : 0) | (e.unnamed ? kUnnamed : 0) |
+                                (e.assigned ? kAssigned : 0) | (e.has_signature ? kHasSignature : 0) |
+                                (e.name.empty() ? 0 : kHasName) | (e.failed_on.empty() ? 0 : kFailedOn) |
+                                (e.with_joined ? kWithJoined : 0)));
+  if (e.slot != kNoSlot) put_varint(out, e.slot);
+  if (e.unnamed) put_varint(out, e.sequence);
+  if (!e.name.empty()) put_string(out, e.name);
+  if (e.has_signature) put_signature(out, e.signature);
+  if (e.failed_on.empty()) return;
+  put_varint(out, e.failed_on.size());
+  for (int32_t rank : e.failed_on) put_varint(out, static_cast<uint32_t>(rank));
+}
+
+int32_t get_rank(Reader* in) {
+  uint64_t rank = get_varint(in);
+  if (rank > static_cast<uint64_t>(std::numeric_limits<int32_t>::max())) in->fail();
+  return in->ok() ? static_cast<int32_t>(rank) : 0;
+}
+
+void get_entry(Reader* in, PlanEntry* e) {
+  uint8_t flags = in->get<uint8_t>();
+  if ((flags & ~kEntryFlags) != 0) in->fail();
+  e->unnamed = (flags & kUnnamed) != 0;
+  e->assigned = (flags & kAssigned) != 0;
+  e->has_signature = (flags & kHasSignature) != 0;
+  e->with_joined = (flags & kWithJoined) != 0;
+  if ((flags & kHasSlot) != 0) {
+    uint64_t slot = get_varint(in);
+    if (slot >= kMaxSlots) in->fail();
+    e->slot = static_cast<uint32_t>(slot);
+  } else if (e->assigned) {
+    in->fail();
+  }
+  if (e->unnamed) e->sequence = get_varint(in);
+  if ((flags & kHasName) != 0) get_string(in, &e->name);
+  if (e->has_signature && in->ok()) get_signature(in, &e->signature);
+  if ((flags & kFailedOn) == 0) return;
+  size_t n = get_length(in, 1);
+  for (size_t i = 0; i < n && in->ok(); i++) e->failed_on.push_back(get_rank(in));
+}
+
+// A steady batch is nothing but slots of one kind, in order; then they go as a list of slots.
+bool only_slots(const PlanBatch& batch) {
+  if (batch.entries.empty()) return false;
+  for (const PlanEntry& e : batch.entries) {
+    bool bare =
+        e.slot != kNoSlot && !e.assigned && !e.has_signature && e.name.empty() && e.failed_on.empty() && !e.with_joined;
+    if (!bare || e.unnamed != batch.entries.front().unnamed || (!e.unnamed && e.sequence != 0)) return false;
+  }
+  return true;
+}
+
+void put_entries(Writer* out, const PlanBatch& batch, bool slots_only) {
+  if (!slots_only) {
+    put_varint(out, batch.entries.size());
+    for (const PlanEntry& e : batch.entries) put_entry(out, e);
+    return;
+  }
+  std::vector<CachedRequest> slots;
+  slots.reserve(batch.entries.size());
+  for (const PlanEntry& e : batch.entries) slots.push_back({e.slot, e.sequence});
+  put_slots(out, slots);
+}
+
+// `room` is how many entries the plan may still hold: an entry is far larger in memory than on the wire.
+void get_entries(Reader* in, uint8_t flags, size_t room, PlanBatch* batch) {
+  if ((flags & kSlotsOnly) == 0) {
+    size_t n = get_length(in, 1);
+    if (n > room) in->fail();
+    for (size_t i = 0; i < n && in->ok(); i++) get_entry(in, &batch->entries.emplace_back());
+    return;
+  }
+  std::vector<CachedRequest> slots;
+  get_slots(in, &slots);
+  if (slots.size() > room) in->fail();
+  if (!in->ok()) return;
+  batch->entries.resize(slots.size());
+  for (size_t i = 0; i < slots.size(); i++) {
+    batch->entries[i].slot = slots[i].slot;
+    batch->entries[i].sequence = slots[i].sequence;
+    batch->entries[i].unnamed = (flags & kSlotsUnnamed) != 0;
+  }
+}
+
+// A batch that says no more than one slot, and what its neighbours may say as well.
+bool is_plain(const PlanBatch& b) {
+  return b.entries.size() == 1 && b.rows.empty() && b.error == Code::kOk && b.last_joined < 0 && b.part.count == 1 &&
+         only_slots(b);
+}
+
+// How many batches from `first` on make one record: 1, or a row of plain ones.
+size_t batches_in_record(const std::vector<PlanBatch>& batches, size_t first) {
+  const PlanBatch& a = batches[first];
+  if (!is_plain(a)) return 1;
+  size_t n = 1;
+  for (; first + n < batches.size(); n++) {
+    const PlanBatch& b = batches[first + n];
+    if (!is_plain(b) || b.id != a.id + n || b.op != a.op || b.algorithm != a.algorithm || b.in_arena != a.in_arena ||
+        b.on_device != a.on_device || b.entries[0].unnamed != a.entries[0].unnamed)
+      break;
+  }
+  return n;
+}
+
+// `row`: the batches of one record.
+void put_batches(Writer* out, std::span<const PlanBatch> row, uint32_t expected_id) {
+  const PlanBatch& b = row[0];
+  bool slots_only = only_slots(b);
+  bool failed = b.error != Code::kOk;
+  put_varint(out, zigzag(static_cast<int32_t>(b.id - expected_id)));
+  const bool in_parts = b.part.count > 1;
+  out->put(static_cast<uint8_t>(static_cast<uint8_t>(b.op) | (in_parts ? kInParts : 0)));
+  out->put(b.algorithm);
+  out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (slots_only ? kSlotsOnly : 0) |
+                                (slots_only && b.entries.front().unnamed ? kSlotsUnnamed : 0) |
+                                (b.rows.empty() ? 0 : kHasRows) | (failed ? kHasError : 0) |
+                                (b.last_joined >= 0 ? kLastJoined : 0) | (b.on_device ? kBatchOnDevice : 0) |
+                                (row.size() > 1 ? kEachAlone : 0)));
+  if (in_parts) put_part(out, b);
+  if (row.size() > 1) {
+    std::vector<CachedRequest> slots;
+    slots.reserve(row.size());
+    for (const PlanBatch& each : row) slots.push_back({each.entries[0].slot, each.entries[0].sequence});
+    return put_slots(out, slots);
+  }
+  put_entries(out, b, slots_only);
+  if (!b.rows.empty()) put_rows(out, b.rows);
+  if (b.last_joined >= 0) put_varint(out, static_cast<uint32_t>(b.last_joined));
+  if (!failed) return;
+  out->put(static_cast<uint8_t>(b.error));
+  put_string(out, std::string_view(b.error_text).substr(0, kMaxTextBytes));
+}
+
+// Makes of one batch with many entries as many batches with one.
+void spread(std::vector<PlanBatch>* batches) {
+  PlanBatch all = std::move(batches->back());
+  batches->pop_back();
+  for (size_t i = 0; i < all.entries.size(); i++) {
+    PlanBatch& b = batches->emplace_back();
+    b.id = all.id + static_cast<uint32_t>(i);
+    b.op = all.op;
+    b.algorithm = all.algorithm;
+    b.in_arena = all.in_arena;
+    b.on_device = all.on_device;
+    b.entries.push_back(std::move(all.entries[i]));
+  }
+}
+
+// One record; `room` is how many entries the plan may still hold.
+void get_batches(Reader* in, uint32_t expected_id, size_t room, std::vector<PlanBatch>* batches) {
+  PlanBatch* b = &batches->emplace_back();
+  b->id = expected_id + static_cast<uint32_t>(unzigzag(get_varint(in)));
+  const uint8_t op = in->get<uint8_t>();
+  const bool in_parts = (op & kInParts) != 0;
+  if ((op & ~kInParts) >= kOpCount) in->fail();
+  b->op = in->ok() ? static_cast<Op>(op & ~kInParts) : Op{};
+  b->algorithm = get_enum<Algorithm>(in, static_cast<int>(Algorithm::kPairwise) + 1);
+  uint8_t flags = in->get<uint8_t>();
+  const bool alone = (flags & kEachAlone) != 0;
+  if (in_parts) get_part(in, b);
+  if (alone && (in_parts || (flags & kSlotsOnly) == 0 || (flags & (kHasRows | kLastJoined | kHasError)) != 0))
+    in->fail();
+  b->in_arena = (flags & kBatchInArena) != 0;
+  b->on_device = (flags & kBatchOnDevice) != 0;
+  get_entries(in, flags, room, b);
+  if (!in->ok()) return;
+  if (alone) return spread(batches);
+  if ((flags & kHasRows) != 0) get_rows(in, &b->rows);
+  if ((flags & kLastJoined) != 0) b->last_joined = get_rank(in);
+  if ((flags & kHasError) == 0) return;
+  b->error = get_enum<Code>(in, static_cast<int>(Code::kInternal) + 1);
+  if (b->error == Code::kOk) in->fail();
+  get_string(in, &b->error_text);
+}
+
+void put_tuning(Writer* out, const Tuning& t) {
+  put_varint(out, t.version);
+  out->put(static_cast<uint8_t>((t.searching ? 1 : 0) | (t.two_level ? 2 : 0) | (t.adasum_by_node ? 4 : 0)));
+  out->put(t.window_ms);
+  for (size_t bytes : {t.fusion_bytes, t.ring_from_bytes, t.flat_bytes, t.block_bytes, t.segment_bytes})
+    put_varint(out, bytes);
+}
+
+void put_turns(Writer* out, const std::vector<TurnsBefore>& turns) {
+  put_varint(out, turns.size());
+  for (const TurnsBefore& run : turns)
+    for (const uint32_t number : {run.first, run.ranks, run.turns}) put_varint(out, number);
+}
+
+void get_turns(Reader* in, std::vector<TurnsBefore>* turns) {
+  turns->resize(get_length(in, 3));
+  for (TurnsBefore& run : *turns)
+    for (uint32_t* number : {&run.first, &run.ranks, &run.turns}) {
+      const uint64_t value = get_varint(in);
+      if (value > std::numeric_limits<uint32_t>::max()) in->fail();
+      *number = static_cast<uint32_t>(value);
+    }
+}
+
+void get_tuning(Reader* in, Tuning* t) {
+  constexpr uint64_t kMost = uint64_t{1} << 40;
+  const uint64_t version = get_varint(in);
+  const uint8_t flags = in->get<uint8_t>();
+  t->window_ms = in->get<double>();
+  if (version > std::numeric_limits<uint32_t>::max() || flags > 7) in->fail();
+  if (!(t->window_ms >= 0 && t->window_ms <= 60000)) in->fail();
+  t->version = static_cast<uint32_t>(version);
+  t->searching = (flags & 1) != 0;
+  t->two_level = (flags & 2) != 0;
+  t->adasum_by_node = (flags & 4) != 0;
+  for (size_t* bytes : {&t->fusion_bytes, &t->ring_from_bytes, &t->flat_bytes, &t->block_bytes, &t->segment_bytes}) {
+    const uint64_t value = get_varint(in);
+    if (value > kMost) in->fail();
+    *bytes = static_cast<size_t>(value);
+  }
+  if (t->block_bytes == 0 || t->segment_bytes == 0) in->fail();
+}
+
+}  // namespace
+
+std::string text_of_tensor(const TensorMeta& meta) {
+  std::string text = text_of(name_of(meta.dtype), "[");
+  for (size_t i = 0; i < meta.shape.size(); ++i) text += text_of(i ? "," : "", meta.shape[i]);
+  return text + "]";
+}
+
+size_t bytes_of(const Signature& signature) {
+  size_t sum = 0;
+  for (const TensorMeta& t : signature.tensors) {
+    size_t bytes = size_of(t.dtype);
+    for (int64_t d : t.shape)
+      if (__builtin_mul_overflow(bytes, static_cast<size_t>(d), &bytes)) return std::numeric_limits<size_t>::max();
+    if (__builtin_add_overflow(sum, bytes, &sum)) return std::numeric_limits<size_t>::max();
+  }
+  return sum;
+}
+
+namespace {
+enum BallotFlag : uint8_t { kJoined = 1, kOnExpress = 2, kWhole = 4, kHeld = 8, kBallotFlags = 15 };
+}  // namespace
+
+void encode(const Ballot& ballot, Writer* out) {
+  out->put(ballot.generation);
+  out->put(ballot.process_set);
+  put_varint(out, static_cast<uint32_t>(ballot.rank));
+  out->put(static_cast<uint8_t>((ballot.joined ? kJoined : 0) | (ballot.on_express ? kOnExpress : 0) |
+                                (ballot.whole ? kWhole : 0) | (ballot.held_us != 0 ? kHeld : 0)));
+  if (ballot.whole) put_varint(out, static_cast<uint32_t>(ballot.last));
+  if (ballot.held_us != 0) put_varint(out, ballot.held_us);
+  put_slots(out, ballot.cached);
+  put_varint(out, ballot.fresh.size());
+  for (const Request& r : ballot.fresh) {
+    put_string(out, r.name);
+    put_varint(out, r.sequence);
+    put_signature(out, r.signature);
+  }
+}
+
+Status decode(Reader* in, Ballot* ballot) {
+  constexpr size_t kSmallestRequest = 8;  // two lengths, a sequence and five bytes of signature
+  *ballot = Ballot{};
+  size_t bytes = in->remaining();
+  ballot->generation = in->get<uint32_t>();
+  ballot->process_set = in->get<uint16_t>();
+  ballot->rank = get_rank(in);
+  const uint8_t flags = in->get<uint8_t>();
+  if ((flags & ~kBallotFlags) != 0) in->fail();
+  ballot->joined = (flags & kJoined) != 0;
+  ballot->on_express = (flags & kOnExpress) != 0;
+  ballot->whole = (flags & kWhole) != 0;
+  ballot->last = ballot->whole ? get_rank(in) : ballot->rank;
+  const uint64_t held_us = (flags & kHeld) != 0 ? get_varint(in) : 0;
+  if (held_us > std::numeric_limits<uint32_t>::max() || (ballot->whole && ballot->joined)) in->fail();
+  ballot->held_us = static_cast<uint32_t>(held_us);
+  if (in->ok()) get_slots(in, &ballot->cached);
+  size_t fresh = in->ok() ? get_length(in, kSmallestRequest) : 0;
+  for (size_t i = 0; i < fresh && in->ok(); i++) {
+    Request& r = ballot->fresh.emplace_back();
+    get_string(in, &r.name);
+    r.sequence = get_varint(in);
+    if (in->ok()) get_signature(in, &r.signature);
+  }
+  if (in->ok()) return Status::ok();
+  return error(Code::kInternal, "a ballot frame (", bytes, " bytes, rank ", ballot->rank, ") is broken after ",
+               ballot->cached.size(), " slots and ", ballot->fresh.size(), " requests");
+}
+
+void encode(const Plan& plan, Writer* out) {
+  out->put(plan.generation);
+  out->put(plan.process_set);
+  size_t records = 0;
+  for (size_t i = 0; i < plan.batches.size(); i += batches_in_record(plan.batches, i)) records++;
+  put_varint(out, records * 8 + (plan.turns.empty() ? 0 : 4) + (plan.express_turn ? 2 : 0) + (plan.tuning ? 1 : 0));
+  if (plan.tuning) put_tuning(out, *plan.tuning);
+  if (plan.express_turn) put_varint(out, *plan.express_turn);
+  if (!plan.turns.empty()) put_turns(out, plan.turns);
+  uint32_t expected_id = 0;
+  const std::span<const PlanBatch> all(plan.batches);
+  for (size_t i = 0, n = 0; i < all.size(); i += n) {
+    n = batches_in_record(plan.batches, i);
+    put_batches(out, all.subspan(i, n), expected_id);
+    expected_id = all[i + n - 1].id + 1;
+  }
+}
+
+Status decode(Reader* in, Plan* plan) {
+  constexpr size_t kSmallestBatch = 5;  // id, op, algorithm, flags, number of entries
+  *plan = Plan{};
+  size_t bytes = in->remaining();
+  plan->generation = in->get<uint32_t>();
+  plan->process_set = in->get<uint16_t>();
+  // Eight times the number of records, 1 where settings change, 2 for an express turn, 4 for turns outside of plans.
+  const uint64_t head = get_varint(in);
+  const uint64_t records = head / 8;
+  if (records > kMaxPlanEntries || records > in->remaining() / kSmallestBatch) in->fail();
+  if (in->ok() && (head & 1) != 0) get_tuning(in, &plan->tuning.emplace());
+  if (in->ok() && (head & 2) != 0) plan->express_turn = get_varint(in);
+  if (in->ok() && (head & 4) != 0) get_turns(in, &plan->turns);
+  size_t room = kMaxPlanEntries;
+  uint32_t expected_id = 0;
+  for (uint64_t i = 0; i < records && in->ok(); i++) {
+    const size_t before = plan->batches.size();
+    get_batches(in, expected_id, room, &plan->batches);
+    for (size_t k = before; k < plan->batches.size(); k++) room -= plan->batches[k].entries.size();
+    if (!plan->batches.empty()) expected_id = plan->batches.back().id + 1;
+  }
+  if (in->ok()) return Status::ok();
+  return error(Code::kInternal, "a plan frame (", bytes, " bytes) is broken in batch ", plan->batches.size());
+}
+
+}  // namespace hc

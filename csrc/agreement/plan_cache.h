@@ -1,0 +1,35 @@
+// One rank's memory of past agreements: which slot stands for which name (or, unnamed, which signature), so that a
+// repeated announcement is a number instead of a name, shapes and scales. PURE. Mirrors Coordinator's slots: a slot is
+// never given to another name; when the coordinator's capacity is used up, new names simply stay uncached.
+#pragma once
+
+#include <memory>
+
+#include "agreement/negotiation.h"
+
+namespace hc {
+
+class PlanCache {
+ public:
+  PlanCache();
+  ~PlanCache();
+  // Puts the request into the ballot: as a slot number if this rank announced the same signature for it before, else
+  // whole (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
+  uint32_t announce(const Request& request, Ballot* ballot);
+  // The slot as which the request would be announced; kNoSlot: it would go whole.
+  uint32_t find(const Request& request);
+  // A plan entry with `assigned`: the slot stands for this request from now on.
+  void learn(const Request& request, uint32_t slot);
+  // As above, on a rank that did not submit it (joined).
+  void learn(const PlanEntry& entry);
+  // The signature a slot stands for on this rank; null when unknown.
+  const Signature* signature_of(uint32_t slot) const;
+  const std::string* name_of(uint32_t slot) const;
+  size_t size() const;
+
+ private:
+  struct State;
+  std::unique_ptr<State> state_;
+};
+
+}  // namespace hc

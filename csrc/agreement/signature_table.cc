@@ -1,0 +1,45 @@
+// See signature_table.h.
+#include "agreement/signature_table.h"
+
+#include <bit>
+
+namespace hc {
+namespace {
+
+void mix(uint64_t* h, uint64_t v) {
+  *h = (*h ^ v) * 0x9e3779b97f4a7c15u;
+  *h ^= *h >> 32;
+}
+
+}  // namespace
+
+uint64_t hash_of(const Signature& s) {
+  uint64_t h = 0x243f6a8885a308d3u;
+  mix(&h, static_cast<uint64_t>(s.op) | static_cast<uint64_t>(s.reduce) << 8 | static_cast<uint64_t>(s.device) << 16 |
+              static_cast<uint64_t>(s.in_arena) << 24 | static_cast<uint64_t>(static_cast<uint32_t>(s.root)) << 32);
+  // Adding zero turns -0.0, which compares equal to 0.0, into it.
+  mix(&h, std::bit_cast<uint64_t>(s.prescale + 0.0));
+  mix(&h, std::bit_cast<uint64_t>(s.postscale + 0.0));
+  mix(&h, static_cast<uint32_t>(s.priority));
+  for (const TensorMeta& t : s.tensors) {
+    mix(&h, static_cast<uint64_t>(t.dtype) << 32 | t.shape.size());
+    for (int64_t d : t.shape) mix(&h, static_cast<uint64_t>(d));
+  }
+  for (int64_t rows : s.splits) mix(&h, static_cast<uint64_t>(rows));
+  return h;
+}
+
+uint32_t SignatureTable::find(const Signature& signature) const {
+  if (known_.empty()) return kNoSlot;
+  auto [at, end] = by_hash_.equal_range(hash_of(signature));
+  for (; at != end; ++at)
+    if (known_[at->second].signature == signature) return known_[at->second].slot;
+  return kNoSlot;
+}
+
+void SignatureTable::add(const Signature& signature, uint32_t slot) {
+  by_hash_.emplace(hash_of(signature), static_cast<uint32_t>(known_.size()));
+  known_.push_back({signature, slot});
+}
+
+}  // namespace hc

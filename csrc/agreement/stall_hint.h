@@ -1,0 +1,15 @@
+// Guesses why an operation waits: does a missing rank wait in something that looks like it? PURE.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "agreement/ledger.h"
+
+namespace hc {
+
+// `waiting`: every waiting entry; `entry`: the one to explain. Empty when nothing similar is found.
+std::string stall_hint(const Ledger& ledger, const std::vector<uint32_t>& waiting, uint32_t entry,
+                       const RankNames& names);
+
+}  // namespace hc

@@ -1,0 +1,95 @@
+// Executes any schedule over a group's channels: posts segments, reduces what has arrived, forwards what is reduced.
+// A segment is what one transfer carries; up to kInFlight of them are posted per peer and direction, so that reducing
+// one hides receiving the next. Thread: the one that drives the engine. Owner: whoever runs the collective.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "collective/channels/schedule.h"
+#include "collective/collective.h"
+#include "collective/pieces.h"
+
+namespace hc {
+
+class ScheduleRunner final : public Collective {
+ public:
+  // The group may go once this returns; its channels must outlive the runner, and the pieces' memory must stay until
+  // the runner is gone. Task fields used: dtype, reduce, scale, pieces, segment_bytes, tag.
+  ScheduleRunner(Task task, const Group& group, Schedule schedule);
+  ~ScheduleRunner() override;
+  ScheduleRunner(const ScheduleRunner&) = delete;
+  ScheduleRunner& operator=(const ScheduleRunner&) = delete;
+
+  Progress start() override;
+  Progress step(bool* moved) override;
+
+  // Gates: the first `count` elements of the input may be used. Only ever grows.
+  void release(size_t count) { released_ = count > released_ ? count : released_; }
+  bool is_complete(int step) const { return state_[step].done == state_[step].segments; }
+  const Schedule& schedule() const { return schedule_; }
+
+ private:
+  // With 4 of 128 KiB a link of 10 Gbit/s ran dry while a rank summed (docs/performance.md, between two hosts).
+  static constexpr uint64_t kInFlight = 16;
+
+  struct StepState {
+    size_t segments = 0;
+    size_t done = 0;
+  };
+  // The sends to one peer, or the receives from it, in the order of the schedule.
+  struct Flow {
+    Channel* channel = nullptr;
+    int world_rank = -1;
+    bool sends = false;
+    std::vector<int> steps;
+    size_t next = 0;  // the step to post from, and its segment
+    size_t next_segment = 0;
+    size_t oldest = 0;    // the step of the oldest transfer in flight
+    uint64_t posted = 0;  // running numbers of transfers; the same on both sides
+    uint64_t harvested = 0;
+    std::array<Transfer, kInFlight> slots;  // of transfer number n: n % kInFlight
+    std::unique_ptr<std::byte[]> staging;   // kInFlight areas of staging_bytes, where something is reduced
+    size_t staging_bytes = 0;               // the longest segment that is reduced
+
+    bool in_flight() const { return posted > harvested; }
+    bool needs_channel() const;
+  };
+  struct Segment {
+    size_t first = 0;  // element within the step
+    size_t count = 0;
+  };
+
+  void add_to_flow(int step, const Group& group, std::vector<int>* flow_of);
+  Segment segment(int step, size_t index) const;
+  bool may_begin(int step, size_t index) const;
+  std::byte* address(const Spot& spot, size_t element) const;
+  bool has_finish() const { return task_.scale.post != 1.0 || task_.scale.divisor != 1; }
+
+  bool post(Flow& flow);
+  Status progress_channels(bool* any);
+  bool harvest(Flow& flow);
+  bool work_locally();
+  void reduce_segment(const Step& step, const Segment& part, std::byte* incoming);
+  void copy_segment(const Step& step, const Segment& part);
+  void copy_run(const Step& step, const std::byte* from, std::byte* to, size_t count);
+  void complete_segment(int step);
+  Status blame(const Flow& flow, const Status& status) const;
+
+  const Task task_;
+  const Schedule schedule_;
+  const PieceView view_;
+  const size_t item_;  // bytes of an element
+  const size_t segment_elements_;
+  std::unique_ptr<std::byte[]> scratch_;
+  std::vector<StepState> state_;  // [steps]
+  std::vector<Flow> flows_;       // those with one peer are neighbours; never resized once transfers are posted
+  std::vector<int> local_;        // the local steps in order
+  size_t local_next_ = 0;
+  size_t unfinished_ = 0;  // steps
+  size_t released_ = 0;    // elements
+};
+
+}  // namespace hc

@@ -1,0 +1,367 @@
+// Adasum of tensors on GPUs, by NCCL and our kernels, all of it enqueued: nothing waits on the host. As on the host
+// (adasum.cc) every rank gets one slice of all vectors, by one exchange, and combines them along the tree; only the
+// sums of a level go round; then the slices are gathered. Of nodes (Task::adasum_by_node) with equal numbers of ranks,
+// the members of each first reduce and scatter their average, so that a rank exchanges its share only with the ranks of
+// its place on the other nodes: Horovod's form for GPUs. Thread: the thread that drives the engine.
+#include <bit>
+
+#include "collective/channels/schedule.h"
+#include "collective/gpu/device_group.h"
+#include "collective/nodes.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kPartElements = 16u << 10;  // of one block of threads
+constexpr unsigned kLanesBetween = 16;       // lines are folded to so many lanes, then to one
+
+}  // namespace
+
+class DeviceAdasum : public Collective {
+ public:
+  DeviceAdasum(Task task, DeviceGroup* device, const Group& group)
+      : task_(std::move(task)),
+        device_(*device),
+        nccl_(*device->nccl_),
+        gpu_(*device->gpu_),
+        group_(group),
+        work_(task_.dtype == DType::kF64 ? DType::kF64 : DType::kF32),
+        levels_(task_.adasum_by_node ? device->levels_.get() : nullptr),
+        row_type_(levels_ ? work_ : task_.dtype),
+        comm_(levels_ ? levels_->outer() : device->comm_),
+        n_(levels_ ? levels_->place().outer_size : group.size),
+        me_(levels_ ? levels_->place().outer_rank : group.rank) {
+    algorithm_ = levels_ ? "nccl adasum of nodes" : "nccl adasum";
+  }
+
+  Progress start() override {
+    const Gpu::Current current(gpu_);
+    Status begun = begin();
+    return begun.is_ok() ? Progress::kPending : fail(begun);
+  }
+
+  Progress step(bool* moved) override {
+    const Gpu::Current current(gpu_);
+    auto pending = nccl_.is_pending(busy_);
+    if (pending.is_ok() && pending.value()) return Progress::kPending;
+    Status ok = pending.status();
+    if (ok.is_ok()) ok = advance();
+    if (!ok.is_ok()) return fail(ok);
+    *moved = true;
+    return stage_ == Stage::kOver ? Progress::kDone : Progress::kPending;
+  }
+
+ private:
+  enum class Stage { kAveraged, kExchanged, kSummed, kGathered, kGatheredWithin, kOver };  // what was enqueued last
+
+  CuStream stream() const { return device_.stream_; }
+  GpuKernels& kernels() const { return *device_.kernels_; }
+  size_t row_item() const { return size_of(row_type_); }
+
+  Status advance() {
+    switch (stage_) {
+      case Stage::kAveraged:
+        return exchange();
+      case Stage::kExchanged:
+        HC_TRY(load());
+        return begin_level();
+      case Stage::kSummed:
+        HC_TRY(kernels().adasum_combine(work_, sums_->at(), rows(true), stream()));
+        for (size_t pair = 0, n = pairs(); pair < n; ++pair) live_.erase(live_.begin() + static_cast<long>(pair) + 1);
+        return begin_level();
+      case Stage::kGathered:
+        return levels_ ? gather_within() : finish();
+      case Stage::kGatheredWithin:
+        return finish();
+      case Stage::kOver:
+        break;
+    }
+    return Status::ok();
+  }
+
+  // ---- the row: all tensors one behind the other, in which slices are cut
+
+  Status begin() {
+    lay_out();
+    if (!is_packed_) return exchange();
+    auto memory = gpu_.device_memory(std::max<size_t>(1, whole_ * row_item()), stream());
+    HC_TRY(memory.status());
+    packed_ = memory.take();
+    const double factor = levels_ ? task_.scale.pre / levels_->place().inner_size : 1;
+    HC_TRY(kernels().pack({task_.dtype, row_type_, factor, 1}, packed_->at(), packed_pieces(true), stream()));
+    return levels_ ? average_within() : exchange();
+  }
+
+  void lay_out() {
+    is_packed_ = levels_ || task_.pieces.size() > 1;
+    size_t at = 0;
+    for (const Piece& piece : task_.pieces) {
+      places_.push_back(at);
+      at += is_packed_ ? GpuKernels::packed_bytes(piece.count, row_type_) / row_item() : piece.count;
+    }
+    const size_t unit = kPlaceBytes / row_item();  // slices begin where 16 bytes do
+    if (levels_) {
+      const auto inner = static_cast<size_t>(levels_->place().inner_size);
+      share_ = ((at + inner - 1) / inner + unit - 1) / unit * unit;
+      share_begin_ = share_ * static_cast<size_t>(levels_->place().inner_rank);
+      whole_ = share_ * inner;
+    } else {
+      share_ = whole_ = at;
+    }
+    for (int r = 0; r <= n_; ++r)
+      begins_.push_back(std::min(share_, chunk_begin((share_ + unit - 1) / unit, n_, r) * unit));
+    mine_ = begins_[static_cast<size_t>(me_) + 1] - begins_[static_cast<size_t>(me_)];
+    stride_ = (mine_ + unit - 1) / unit * unit;
+    cut_into_parts();
+  }
+
+  // My slice of the share, cut where tensors and units of work end.
+  struct Part {
+    size_t tensor, first, count;
+  };
+  void cut_into_parts() {
+    const size_t begin = share_begin_ + begins_[static_cast<size_t>(me_)], end = begin + mine_;
+    for (size_t t = 0; t < task_.pieces.size(); ++t) {
+      const size_t first = std::max(places_[t], begin), last = std::min(places_[t] + task_.pieces[t].count, end);
+      AdasumSum lines{static_cast<unsigned>(parts_.size()), 0};
+      for (size_t from = first; from < last; from += kPartElements, ++lines.count)
+        parts_.push_back({t, from - begin, std::min(kPartElements, last - from)});
+      lines_.push_back(lines);
+    }
+  }
+
+  std::vector<PackedPiece> packed_pieces(bool inputs) const {
+    std::vector<PackedPiece> pieces;
+    for (size_t t = 0; t < task_.pieces.size(); ++t)
+      pieces.push_back({cu_pointer(inputs ? task_.pieces[t].in : task_.pieces[t].out), task_.pieces[t].count,
+                        places_[t] * row_item()});
+    return pieces;
+  }
+
+  const std::byte* source() const { return packed_ ? share() : task_.pieces[0].in; }
+  std::byte* target() const { return packed_ ? share() : task_.pieces[0].out; }
+  std::byte* share() const { return packed_->data() + share_begin_ * row_item(); }
+  size_t slice_bytes(int r) const {
+    return (begins_[static_cast<size_t>(r) + 1] - begins_[static_cast<size_t>(r)]) * row_item();
+  }
+
+  // ---- NCCL: each step is a group of its own
+
+  template <class Calls>
+  Status call(NcclHandle comm, Stage next, Calls&& calls) {
+    stage_ = next;
+    busy_ = comm;
+    HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm));
+    Status called = calls();
+    // The group is ended in any case: the calls of this thread would stay open.
+    Status ended = nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", comm);
+    return called.is_ok() ? ended : called;
+  }
+
+  int nccl_work() const { return work_ == DType::kF64 ? kNcclF64 : kNcclF32; }
+
+  Status average_within() {
+    return call(levels_->inner(), Stage::kAveraged, [&] {
+      return nccl_.check(
+          nccl_.ncclReduceScatter(packed_->data(), share(), share_, nccl_work(), kNcclSum, levels_->inner(), stream()),
+          "ncclReduceScatter", levels_->inner());
+    });
+  }
+
+  Status exchange() {
+    auto memory = gpu_.device_memory(vectors_bytes(row_type_), stream());
+    HC_TRY(memory.status());
+    received_ = memory.take();
+    return call(comm_, Stage::kExchanged, [&] {
+      for (int r = 0; r < n_; ++r) {
+        if (const size_t bytes = slice_bytes(r))
+          HC_TRY(nccl_.check(nccl_.ncclSend(source() + begins_[static_cast<size_t>(r)] * row_item(), bytes, kNcclU8, r,
+                                            comm_, stream()),
+                             "ncclSend", comm_));
+        if (mine_)
+          HC_TRY(nccl_.check(nccl_.ncclRecv(received_->data() + static_cast<size_t>(r) * stride_ * row_item(),
+                                            mine_ * row_item(), kNcclU8, r, comm_, stream()),
+                             "ncclRecv", comm_));
+      }
+      return Status::ok();
+    });
+  }
+
+  // Equal slices by one allgather, else each from its owner.
+  Status gather() {
+    return call(comm_, Stage::kGathered, [&] {
+      const size_t bytes = slice_bytes(0);
+      bool equal = true;
+      for (int r = 1; r < n_; ++r) equal = equal && slice_bytes(r) == bytes;
+      if (equal && bytes)
+        return nccl_.check(nccl_.ncclAllGather(target() + begins_[static_cast<size_t>(me_)] * row_item(), target(),
+                                               bytes, kNcclU8, comm_, stream()),
+                           "ncclAllGather", comm_);
+      for (int r = 0; r < n_; ++r) {
+        std::byte* const at = target() + begins_[static_cast<size_t>(r)] * row_item();
+        if (slice_bytes(r))
+          HC_TRY(nccl_.check(nccl_.ncclBroadcast(at, at, slice_bytes(r), kNcclU8, r, comm_, stream()), "ncclBroadcast",
+                             comm_));
+      }
+      return Status::ok();
+    });
+  }
+
+  Status gather_within() {
+    return call(levels_->inner(), Stage::kGatheredWithin, [&] {
+      return nccl_.check(
+          nccl_.ncclAllGather(share(), packed_->data(), share_ * row_item(), kNcclU8, levels_->inner(), stream()),
+          "ncclAllGather", levels_->inner());
+    });
+  }
+
+  // ---- what is done with the vectors, which lie `stride_` elements apart
+
+  size_t vectors_bytes(DType dtype) const {
+    return std::max<size_t>(kPlaceBytes, static_cast<size_t>(n_) * stride_ * size_of(dtype));
+  }
+  CuPointer vector(int v) const {
+    return (widened_ ? widened_ : received_)->at() + static_cast<size_t>(v) * stride_ * size_of(work_);
+  }
+
+  Status load() {
+    const size_t all = static_cast<size_t>(n_) * stride_;
+    const double factor = levels_ ? 1 : task_.scale.pre;  // with levels it is in the average
+    CuPointer to = received_->at();
+    if (row_type_ != work_) {
+      auto memory = gpu_.device_memory(vectors_bytes(work_), stream());
+      HC_TRY(memory.status());
+      widened_ = memory.take();
+      to = widened_->at();
+    }
+    const PackedPiece vectors{received_->at(), all, 0};
+    if (all && (widened_ || factor != 1))
+      HC_TRY(kernels().pack({row_type_, work_, factor, 1}, to, {&vectors, 1}, stream()));
+    for (int v = 0; v < n_; ++v) live_.push_back(v);
+    return task_.adasum_by_node && !levels_ ? average_nodes() : Status::ok();
+  }
+
+  // Nodes of different numbers of ranks: the vectors of each become one, their average, in the place of the first.
+  Status average_nodes() {
+    live_.clear();
+    for (const std::vector<int>& members : ranks_by_node(group_.node)) {
+      std::vector<CuPointer> from;
+      for (const int r : members) from.push_back(vector(r));
+      const CuPointer to[] = {from[0]};
+      const double one_of = 1.0 / static_cast<double>(members.size());
+      if (members.size() > 1) HC_TRY(kernels().reduce({work_, Reduce::kSum, 1, one_of, 1, from, to, mine_}, stream()));
+      live_.push_back(members[0]);
+    }
+    return Status::ok();
+  }
+
+  // Pairs of one level, as places in live_. Ranks beyond a power of two are folded in first.
+  size_t pairs() const {
+    const size_t core = std::bit_floor(live_.size());
+    return live_.size() == core ? core / 2 : live_.size() - core;
+  }
+
+  // Every part of every pair: each with a line of its own, or with its tensor's sums.
+  std::vector<AdasumRow> rows(bool combine) const {
+    std::vector<AdasumRow> made;
+    const size_t item = size_of(work_), tensors = task_.pieces.size();
+    for (size_t pair = 0; pair < pairs(); ++pair)
+      for (const Part& part : parts_) {
+        const size_t place = combine ? pair * tensors + part.tensor : made.size();
+        made.push_back({vector(live_[2 * pair]) + part.first * item, vector(live_[2 * pair + 1]) + part.first * item,
+                        static_cast<unsigned>(part.count), static_cast<unsigned>(place)});
+      }
+    return made;
+  }
+
+  Status begin_level() {
+    if (live_.size() == 1) {
+      HC_TRY(store());
+      return gather();
+    }
+    const size_t sums = pairs() * task_.pieces.size(), lines = std::max<size_t>(1, pairs() * parts_.size());
+    constexpr size_t kSumBytes = 3 * sizeof(double);
+    for (auto [memory, bytes] : {std::pair{&lines_memory_, lines * kAdasumLanes * kSumBytes},
+                                 {&between_, sums * (kAdasumLanes + kLanesBetween) * kSumBytes},
+                                 {&sums_, sums * kSumBytes}}) {
+      if (*memory && (*memory)->bytes() >= bytes) continue;  // the first level is the largest, but for the folding one
+      if (*memory) spent_.push_back(*memory);
+      auto made = gpu_.device_memory(bytes, stream());
+      HC_TRY(made.status());
+      *memory = made.take();
+    }
+    HC_TRY(kernels().adasum_products(work_, lines_memory_->at(), rows(false), stream()));
+    HC_TRY(fold(sums));
+    return call(device_.comm_, Stage::kSummed, [&] {
+      return nccl_.check(
+          nccl_.ncclAllReduce(sums_->data(), sums_->data(), 3 * sums, kNcclF64, kNcclSum, device_.comm_, stream()),
+          "ncclAllReduce", device_.comm_);
+    });
+  }
+
+  Status fold(size_t sums) {
+    std::vector<AdasumSum> of_parts, each;
+    for (size_t pair = 0; pair < pairs(); ++pair)
+      for (const AdasumSum& tensor : lines_)
+        of_parts.push_back({static_cast<unsigned>(pair * parts_.size()) + tensor.first, tensor.count});
+    for (size_t i = 0; i < sums; ++i) each.push_back({static_cast<unsigned>(i), 1});
+    const CuPointer one_line = between_->at(), few = one_line + sums * kAdasumLanes * 3 * sizeof(double);
+    HC_TRY(kernels().adasum_fold({lines_memory_->at(), one_line, kAdasumLanes, kAdasumLanes}, of_parts, stream()));
+    HC_TRY(kernels().adasum_fold({one_line, few, kAdasumLanes, kLanesBetween}, each, stream()));
+    return kernels().adasum_fold({few, sums_->at(), kLanesBetween, 1}, each, stream());
+  }
+
+  // My slice of the result, to its place in the row.
+  Status store() {
+    const CuPointer to = cu_pointer(target()) + begins_[static_cast<size_t>(me_)] * row_item();
+    const PackedPiece slice{to, mine_, 0};
+    const double factor = is_packed_ && levels_ ? 1 : task_.scale.post;
+    return mine_ ? kernels().unpack({row_type_, work_, factor, 1}, vector(live_[0]), {&slice, 1}, stream())
+                 : Status::ok();
+  }
+
+  Status finish() {
+    stage_ = Stage::kOver;
+    if (packed_) {
+      const double factor = levels_ ? task_.scale.post : 1;
+      HC_TRY(kernels().unpack({task_.dtype, row_type_, factor, 1}, packed_->at(), packed_pieces(false), stream()));
+    }
+    auto used = gpu_.record(stream());
+    HC_TRY(used.status());
+    spent_.insert(spent_.end(), {packed_, received_, widened_, lines_memory_, between_, sums_});
+    for (const GpuMemoryPtr& memory : spent_)
+      if (memory) memory->used_until(used.value());
+    return Status::ok();
+  }
+
+  const Task task_;
+  DeviceGroup& device_;
+  const NcclApi& nccl_;
+  Gpu& gpu_;
+  const Group& group_;
+  const DType work_;                    // in which vectors are combined
+  const DeviceLevels* const levels_;    // null: all ranks exchange with all
+  const DType row_type_;                // in which tensors travel
+  const NcclHandle comm_;               // of those who exchange
+  const int n_, me_;                    // among them
+  bool is_packed_ = false;              // else the row is the only tensor
+  std::vector<size_t> places_;          // [tensor] where it begins in the row; all of these in elements
+  size_t whole_ = 0;                    // the row
+  size_t share_ = 0, share_begin_ = 0;  // of the row that is exchanged: all, or this rank's share of its node's
+  std::vector<size_t> begins_;          // [n + 1] the slices of the share
+  size_t mine_ = 0, stride_ = 0;
+  std::vector<Part> parts_;
+  std::vector<AdasumSum> lines_;  // [tensor] its parts
+  std::vector<int> live_;         // the vectors that are left, in rank order
+  GpuMemoryPtr packed_, received_, widened_, lines_memory_, between_, sums_;
+  std::vector<GpuMemoryPtr> spent_;
+  NcclHandle busy_ = nullptr;  // the communicator that was called last
+  Stage stage_ = Stage::kExchanged;
+};
+
+std::unique_ptr<Collective> make_device_adasum(Task task, DeviceGroup* device, const Group& group) {
+  return std::make_unique<DeviceAdasum>(std::move(task), device, group);
+}
+
+}  // namespace hc

@@ -1,0 +1,34 @@
+#include "collective/gpu/device_levels.h"
+
+#include <algorithm>
+
+#include "collective/nodes.h"
+
+namespace hc {
+
+LevelPlace level_place(const std::vector<int>& node, int rank) {
+  const std::vector<std::vector<int>> ranks = ranks_by_node(node);
+  const auto uneven = [&](const auto& one) { return one.size() != ranks.front().size(); };
+  if (ranks.size() < 2 || ranks.front().size() < 2 || std::any_of(ranks.begin(), ranks.end(), uneven)) return {};
+  for (size_t n = 0; n < ranks.size(); ++n) {
+    const auto at = std::find(ranks[n].begin(), ranks[n].end(), rank);
+    if (at == ranks[n].end()) continue;
+    const auto inner = static_cast<size_t>(at - ranks[n].begin());
+    return {static_cast<int>(inner), static_cast<int>(ranks[n].size()), ranks[n].front(),
+            static_cast<int>(n),     static_cast<int>(ranks.size()),    ranks.front()[inner]};
+  }
+  return {};
+}
+
+Status DeviceLevels::begin(bool inner, const NcclId& id, NcclHandle* handle) {
+  NcclHandle& made = inner ? inner_ : outer_;
+  NcclConfig config;
+  const int size = inner ? place_.inner_size : place_.outer_size;
+  const int rank = inner ? place_.inner_rank : place_.outer_rank;
+  const NcclResult begun = nccl_->ncclCommInitRankConfig(&made, size, id, rank, &config);
+  *handle = made;
+  return nccl_->check(begun, "ncclCommInitRankConfig", nullptr)
+      .with(inner ? "the communicator of a node" : "the communicator between nodes");
+}
+
+}  // namespace hc

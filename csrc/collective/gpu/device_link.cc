@@ -1,0 +1,200 @@
+#include "collective/gpu/device_link.h"
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+namespace hc {
+
+namespace {
+constexpr double kLinkFarewellS = 2;  // for what runs on the device, and for a communicator to end in peace
+}
+
+void LinkCard::put_into(Writer* frame) const {
+  frame->put(operations);
+  frame->put(shares_gpus);
+  frame->put(nccl_version);
+  frame->put_raw(&uuid, sizeof(uuid));
+}
+
+LinkCard LinkCard::read_from(Reader* frame) {
+  LinkCard card;
+  card.operations = frame->get<GpuOperations>();
+  card.shares_gpus = frame->get<bool>();
+  card.nccl_version = frame->get<int32_t>();
+  frame->take(&card.uuid, sizeof(card.uuid));
+  return card;
+}
+
+LinkWay choose_way(const LinkCard& sender, const LinkCard& receiver, bool same_node) {
+  LinkWay way;
+  const auto either = [&](GpuOperations wants) { return sender.operations == wants || receiver.operations == wants; };
+  const bool demanded = either(GpuOperations::kNccl);
+  if (either(GpuOperations::kHost) || (either(GpuOperations::kPeers) && !demanded)) {
+    way.reason = "HOROCLONE_GPU_OPERATIONS says so";
+    return way;
+  }
+  if (!sender.nccl_version || !receiver.nccl_version)
+    way.reason = text_of("the ", sender.nccl_version ? "receiver" : "sender", " has no NCCL that can be used");
+  else if (sender.nccl_version != receiver.nccl_version)
+    way.reason = text_of("NCCL is ", nccl_version_text(sender.nccl_version), " at the sender and ",
+                         nccl_version_text(receiver.nccl_version), " at the receiver");
+  else if (same_node && std::memcmp(&sender.uuid, &receiver.uuid, sizeof(CuUuid)) == 0 &&
+           !(sender.shares_gpus && receiver.shares_gpus))
+    way.reason = "both ends use the same GPU, which NCCL refuses";
+  way.by_nccl = way.reason.empty();
+  if (demanded && !way.by_nccl)
+    way.refusal = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=nccl, but NCCL cannot be used: ", way.reason,
+                        ". Set it to auto to go through host memory instead");
+  return way;
+}
+
+// ---- one peer
+
+DeviceLink::~DeviceLink() {
+  const Deadline deadline = Deadline::in(kLinkFarewellS);
+  while (oldest_flight_s(Clock::now()) > 0 && !deadline.passed())
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+  if (comm_ && up_ && oldest_flight_s(Clock::now()) == 0) {
+    const Gpu::Current current(*gpu_);
+    NcclResult state = nccl_->ncclCommFinalize(comm_);
+    while (state <= kNcclSuccess || state == kNcclInProgress) {
+      if (nccl_->ncclCommGetAsyncError(comm_, &state) != kNcclSuccess || state != kNcclInProgress) break;
+      if (deadline.passed()) break;
+      std::this_thread::sleep_for(std::chrono::microseconds(100));
+    }
+    if (state == kNcclSuccess) (void)nccl_->ncclCommDestroy(std::exchange(comm_, nullptr));
+  }
+  abort();
+  if (stream_) gpu_->end_stream(stream_);
+}
+
+Result<CuStream> DeviceLink::stream() {
+  if (!stream_) {
+    auto made = gpu_->make_stream();
+    HC_TRY(made.status());
+    stream_ = made.value();
+  }
+  return stream_;
+}
+
+Result<NcclId> DeviceLink::make_id() const {
+  NcclId id;
+  HC_TRY(nccl_->check(nccl_->ncclGetUniqueId(&id), "ncclGetUniqueId", nullptr));
+  return id;
+}
+
+Status DeviceLink::begin(const NcclId& id, int place) {
+  begun_ = true;
+  deadline_ = Deadline::in(init_timeout_s_);
+  NcclConfig config;
+  const Gpu::Current current(*gpu_);
+  return nccl_->check(nccl_->ncclCommInitRankConfig(&comm_, 2, id, place, &config), "ncclCommInitRankConfig", nullptr)
+      .with("the communicator of two ranks; HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
+}
+
+Result<bool> DeviceLink::is_pending() const {
+  if (!comm_) return error(Code::kAborted, "the communicator of two ranks has ended");
+  const Gpu::Current current(*gpu_);
+  return nccl_->is_pending(comm_);
+}
+
+Result<bool> DeviceLink::is_up() {
+  if (up_ || !begun_) return up_;
+  auto pending = is_pending();
+  HC_TRY(pending.status(), "NCCL could not connect two ranks' GPUs");
+  up_ = !pending.value();
+  if (!up_ && deadline_.passed())
+    return error(Code::kTimeout, "NCCL has not connected two ranks' GPUs within ", init_timeout_s_,
+                 " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it");
+  return up_;
+}
+
+Status DeviceLink::launch(bool sends, std::byte* data, size_t bytes, int place_of_peer) {
+  const Gpu::Current current(*gpu_);
+  HC_TRY(nccl_->check(nccl_->ncclGroupStart(), "ncclGroupStart", comm_));
+  const NcclResult called = sends ? nccl_->ncclSend(data, bytes, kNcclU8, place_of_peer, comm_, stream_)
+                                  : nccl_->ncclRecv(data, bytes, kNcclU8, place_of_peer, comm_, stream_);
+  const Status ok = nccl_->check(called, sends ? "ncclSend" : "ncclRecv", comm_);
+  // The group is ended in any case: the calls of this thread would stay open.
+  const Status ended = nccl_->check(nccl_->ncclGroupEnd(), "ncclGroupEnd", comm_);
+  return ok.is_ok() ? ended : ok;
+}
+
+Result<bool> DeviceLink::is_enqueued() {
+  auto pending = is_pending();
+  HC_TRY(pending.status());
+  return !pending.value();
+}
+
+double DeviceLink::oldest_flight_s(TimePoint now) {
+  while (!flights_.empty()) {
+    auto passed = gpu_->passed(*flights_.front().done);
+    if (passed.is_ok() && !passed.value()) return std::max(1e-9, seconds_between(flights_.front().since, now));
+    flights_.pop_front();
+  }
+  return 0;
+}
+
+Status DeviceLink::check() { return comm_ ? is_pending().status() : Status::ok(); }
+
+void DeviceLink::abort() {
+  if (!comm_) return;
+  const Gpu::Current current(*gpu_);
+  (void)nccl_->ncclCommAbort(std::exchange(comm_, nullptr));
+}
+
+// ---- all peers
+
+void DeviceLinks::use(const std::shared_ptr<Gpu>& gpu, const DeviceOptions& options) {
+  if (gpu_) return;
+  gpu_ = gpu;
+  options_ = options;
+  if (options.operations == GpuOperations::kHost || options.operations == GpuOperations::kPeers) return;
+  auto loaded = NcclApi::load(options.nccl_library, options.nccl_folders, gpu->api().version);
+  if (loaded.is_ok()) nccl_ = loaded.take();
+}
+
+LinkCard DeviceLinks::card() const {
+  LinkCard card;
+  card.operations = options_.operations;
+  card.nccl_version = nccl_ ? nccl_->version : 0;
+  const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+  card.shares_gpus = shares && *shares == '1' && card.nccl_version >= 23003;
+  card.uuid = gpu_->uuid();
+  return card;
+}
+
+DeviceLink& DeviceLinks::to(int peer) {
+  auto& link = links_[peer];
+  if (!link) link = std::make_unique<DeviceLink>(gpu_, nccl_, options_.init_timeout_s);
+  return *link;
+}
+
+double DeviceLinks::oldest_flight_s(TimePoint now) {
+  double oldest = 0;
+  for (const auto& [peer, link] : links_) oldest = std::max(oldest, link->oldest_flight_s(now));
+  return oldest;
+}
+
+void DeviceLinks::each_late(TimePoint now, double older_than_s, const std::function<void(int peer)>& tell) {
+  for (const auto& [peer, link] : links_)
+    if (link->oldest_flight_s(now) >= older_than_s) tell(peer);
+}
+
+Status DeviceLinks::check() {
+  for (const auto& [peer, link] : links_) HC_TRY(link->check(), "messages between this rank and rank ", peer);
+  return Status::ok();
+}
+
+void DeviceLinks::abort() {
+  for (const auto& [peer, link] : links_) link->abort();
+}
+
+void DeviceLinks::leave() {
+  links_.clear();
+  nccl_.reset();
+  gpu_.reset();
+}
+
+}  // namespace hc

@@ -1,0 +1,59 @@
+// One end of a message between two GPUs, as a state machine like any collective: by NCCL, launched when it is this
+// message's turn among all work on GPUs, or through host memory. The host waits for neither GPU.
+//
+// Thread: the thread that drives the engine. Owner: Messages.
+#pragma once
+
+#include <functional>
+#include <memory>
+
+#include "collective/gpu/device_link.h"
+
+namespace hc {
+
+struct MessageEnd {
+  bool sends = false;
+  std::byte* data = nullptr;  // in device memory
+  size_t bytes = 0;
+  CuEvent ready = nullptr;  // the data are there; the place may be written to
+};
+
+class DeviceMessage : public Collective {
+ public:
+  // Behind the message on the link's stream, once it is done.
+  const GpuEventPtr& done() const { return done_; }
+  // A failure is the GPU's or NCCL's, not a channel's.
+  bool device_failed() const { return device_failed_; }
+  // It has not been launched, and has no turn yet.
+  virtual bool may_be_given_up() const { return false; }
+  virtual bool has_asked() const { return false; }  // for its turn
+
+ protected:
+  DeviceMessage(DeviceLink* link, const MessageEnd& end) : link_(*link), end_(end) {}
+  Progress fail_on_device(const Status& status) {
+    device_failed_ = true;
+    return fail(status);
+  }
+  Status await_ready();
+  Status record_done();
+
+  DeviceLink& link_;
+  const MessageEnd end_;
+  GpuEventPtr done_;
+  bool device_failed_ = false;
+};
+
+// Whose turn it is among all work on GPUs (engine/gpu/device_turns.h).
+struct MessageTurn {
+  std::function<void()> ask;  // for both ends; the sender does, when its end of the link is up
+  std::function<bool()> is_granted, is_next;
+  std::function<void()> over;
+};
+
+std::unique_ptr<DeviceMessage> make_nccl_message(DeviceLink* link, const MessageEnd& end, int place_of_peer,
+                                                 MessageTurn turn);
+// transfer: moves so many bytes of host memory to the peer, or from there.
+using HostTransfer = std::function<std::unique_ptr<Collective>(std::byte* at, size_t bytes)>;
+std::unique_ptr<DeviceMessage> make_staged_message(DeviceLink* link, const MessageEnd& end, HostTransfer transfer);
+
+}  // namespace hc

@@ -1,0 +1,350 @@
+// How the ranks of a process set agree on who moves device memory. Each introduces itself in a record of fixed size, an
+// allgather of the host spreads the records, every rank reads the same table and comes to the same answer; where that
+// is NCCL, the communicator then comes up without blocking anybody; where it is peers, they show each other their
+// memory and say whether they could map it. Resumable like every collective.
+#include <algorithm>
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+
+#include "base/thread.h"
+#include "collective/gpu/device_group.h"
+#include "collective/shared/shared.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kReasonBytes = 320;
+
+struct Introduction {
+  uint8_t has_device = 0;
+  uint8_t has_nccl = 0;
+  uint8_t shares_gpus = 0;  // NCCL was told to accept several ranks on one GPU
+  uint8_t has_kernels = 0;
+  uint8_t has_lane = 0;  // shares host memory with all members
+  GpuOperations operations = GpuOperations::kAuto;
+  int32_t nccl_version = 0;
+  CuUuid uuid{};
+  NcclId id{};             // of group rank 0
+  uint8_t has_levels = 0;  // made where every rank wants them for one reason or the other
+  uint8_t reduces_by_levels = 0;
+  NcclId inner_id{}, outer_id{};  // of the leaders
+  uint64_t peer_bytes = 0;
+  char reason[kReasonBytes] = {};          // why there is no NCCL
+  char kernels_reason[kReasonBytes] = {};  // why there are no kernels
+};
+static_assert(std::is_trivially_copyable_v<Introduction>);
+
+// What peers tell when they have seen each other's introduction; the second time, whether they could map everything.
+struct PeerRecord {
+  PeerHandle handle;
+  uint8_t ok = 0;
+  char reason[kReasonBytes] = {};
+};
+static_assert(std::is_trivially_copyable_v<PeerRecord>);
+
+using Table = std::vector<Introduction>;
+
+std::string name_in(const Group& group, size_t r) { return text_of("rank ", group.world_rank[r]); }
+
+bool anybody(const Table& table, GpuOperations wants) {
+  return std::any_of(table.begin(), table.end(), [&](const Introduction& one) { return one.operations == wants; });
+}
+
+// The first pair of ranks on one GPU, among those of which NCCL may not know; -1: none.
+std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
+  for (size_t r = 0; r < table.size(); ++r)
+    for (size_t other = 0; other < r; ++other)
+      if (group.node[r] == group.node[other] && !table[r].shares_gpus &&
+          std::memcmp(&table[r].uuid, &table[other].uuid, sizeof(CuUuid)) == 0)
+        return {static_cast<int>(other), static_cast<int>(r)};
+  return {-1, -1};
+}
+
+// Empty: peers can be tried.
+std::string why_no_peers(const Table& table, const Group& group) {
+  if (table.size() > kMostPeers) return text_of("more than ", kMostPeers, " ranks");
+  for (size_t r = 0; r < table.size(); ++r) {
+    if (!table[r].has_lane)
+      return text_of(name_in(group, r), " does not share memory with all others: they are not on one machine");
+    if (!table[r].has_kernels) return text_of(name_in(group, r), ": ", table[r].kernels_reason);
+  }
+  return "";
+}
+
+struct Answer {
+  DeviceGroup::Way way = DeviceGroup::Way::kHost;
+  std::string reason;
+  bool for_good = true;  // false: ask again at the next batch
+};
+
+// Whether NCCL can be used by all.
+Answer decide_nccl(const Table& table, const Group& group) {
+  const auto name = [&](size_t r) { return name_in(group, r); };
+  Answer answer;
+  for (size_t r = 0; r < table.size(); ++r) {
+    if (!table[r].has_nccl) {
+      answer.reason = text_of(name(r), ": ", table[r].reason);
+      return answer;
+    }
+    if (table[r].nccl_version != table[0].nccl_version) {
+      answer.reason = text_of("NCCL is ", nccl_version_text(table[0].nccl_version), " on ", name(0), " and ",
+                              nccl_version_text(table[r].nccl_version), " on ", name(r));
+      return answer;
+    }
+  }
+  if (const auto [first, second] = sharing_a_gpu(table, group); first >= 0) {
+    answer.reason = text_of(name(static_cast<size_t>(first)), " and ", name(static_cast<size_t>(second)),
+                            " use the same GPU, which NCCL refuses; give each rank a GPU of its own with "
+                            "torch.cuda.set_device(hvd.local_rank())");
+    return answer;
+  }
+  answer.way = DeviceGroup::Way::kNccl;
+  answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
+  return answer;
+}
+
+// PURE: the same table gives the same answer on every rank.
+Answer decide(const Table& table, const Group& group) {
+  Answer answer;
+  for (size_t r = 0; r < table.size(); ++r)
+    if (table[r].operations == GpuOperations::kHost) {
+      answer.reason = text_of("HOROCLONE_GPU_OPERATIONS is host for ", name_in(group, r));
+      return answer;
+    }
+  for (size_t r = 0; r < table.size(); ++r)
+    if (!table[r].has_device) {
+      answer.reason = text_of(name_in(group, r), " has joined and has not used a GPU yet");
+      answer.for_good = false;
+      return answer;
+    }
+  const bool demanded = anybody(table, GpuOperations::kPeers);
+  const bool share = sharing_a_gpu(table, group).first >= 0;
+  if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
+  const std::string why_not = why_no_peers(table, group);
+  if (why_not.empty()) {
+    answer.way = DeviceGroup::Way::kPeers;
+    answer.reason = "kernels between peers";
+    return answer;
+  }
+  if (demanded) {
+    answer.reason = why_not;
+    return answer;
+  }
+  answer = decide_nccl(table, group);
+  answer.reason += text_of("; nor can our kernels reduce there: ", why_not);
+  return answer;
+}
+
+}  // namespace
+
+class DeviceSetup : public Collective {
+ public:
+  DeviceSetup(DeviceGroup* device, Tag tag) : device_(*device), table_(device->group_.size), tag_(tag) {
+    algorithm_ = "gpu set-up";
+  }
+
+  // The kernels may have to be compiled: a thread of its own does that, and everybody waits here.
+  Progress start() override {
+    if (Status ready = device_.ensure_stream(); !ready.is_ok()) return fail(ready);
+    device_.load_nccl();
+    Status started = loader_.start("hc-kernels", [this] {
+      device_.load_kernels();
+      loaded_.store(true);
+    });
+    return started.is_ok() ? Progress::kPending : fail(started);
+  }
+
+  Progress step(bool* moved) override {
+    if (loader_.running()) {
+      if (!loaded_.load()) return Progress::kPending;
+      loader_.join();
+      *moved = true;
+      if (begin_exchange() == Progress::kFailed) return Progress::kFailed;
+    }
+    if (exchange_) {
+      const Progress progress = exchange_->step(moved);
+      if (progress == Progress::kFailed) return fail(exchange_->status());
+      if (progress == Progress::kPending) return progress;
+      exchange_.reset();
+      Status settled = stage_ == Stage::kIntroductions ? settle() : settle_peers();
+      if (!settled.is_ok()) return fail(settled);
+      if (exchange_) return Progress::kPending;
+    }
+    return device_.comm_ && comes_up_ ? connecting(moved) : Progress::kDone;
+  }
+
+ private:
+  enum class Stage { kIntroductions, kHandles, kMapped };
+
+  Progress begin_exchange() {
+    Status ready = introduce();
+    if (ready.is_ok()) ready = exchange(&mine_, table_.data(), sizeof(Introduction));
+    return ready.is_ok() ? Progress::kPending : fail(ready);
+  }
+
+  // Every rank's record of so many bytes to all.
+  Status exchange(const void* mine, void* all, size_t bytes) {
+    Task task;
+    task.op = Op::kAllgather;
+    task.dtype = DType::kU8;
+    task.counts.assign(table_.size(), bytes);
+    task.tag = tag_;
+    task.pieces = {{static_cast<const std::byte*>(mine), static_cast<std::byte*>(all), bytes}};
+    auto made = hc::make_collective(std::move(task), device_.group_);
+    HC_TRY(made.status());
+    exchange_ = made.take();
+    return exchange_->start() == Progress::kFailed ? exchange_->status() : Status::ok();
+  }
+
+  Status introduce() {
+    mine_.operations = device_.options_.operations;
+    mine_.has_device = device_.gpu_ != nullptr;
+    mine_.has_nccl = device_.nccl_ != nullptr;
+    mine_.has_kernels = device_.kernels_ != nullptr;
+    const SharedLane* lane = device_.group_.lane;
+    mine_.has_lane = lane && lane->size() == device_.group_.size;
+    mine_.peer_bytes = device_.options_.peer_bytes;
+    device_.kernels_missing_.text().copy(mine_.kernels_reason, kReasonBytes - 1);
+    if (device_.gpu_) mine_.uuid = device_.gpu_->uuid();
+    const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
+    mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl_->version >= 23003;
+    device_.nccl_missing_.text().copy(mine_.reason, kReasonBytes - 1);
+    if (!mine_.has_nccl) return Status::ok();
+    mine_.nccl_version = device_.nccl_->version;
+    const int me = device_.group_.rank;
+    if (me == 0) HC_TRY(make_id(&mine_.id));
+    const DeviceOptions& options = device_.options_;
+    place_ = options.two_level || options.adasum_by_node ? level_place(device_.group_.node, me) : LevelPlace{};
+    mine_.has_levels = place_.inner_size > 1;
+    mine_.reduces_by_levels = options.two_level;
+    if (mine_.has_levels && place_.inner_leader == me) HC_TRY(make_id(&mine_.inner_id));
+    if (mine_.has_levels && place_.outer_leader == me) HC_TRY(make_id(&mine_.outer_id));
+    return Status::ok();
+  }
+
+  Status make_id(NcclId* id) const {
+    const NcclApi& nccl = *device_.nccl_;
+    return nccl.check(nccl.ncclGetUniqueId(id), "ncclGetUniqueId", nullptr);
+  }
+
+  Status settle() {
+    const Answer answer = decide(table_, device_.group_);
+    device_.reason_ = answer.reason;
+    device_.refusal_ = Status::ok();
+    device_.kernels_everywhere_ =
+        std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
+    if (answer.way == DeviceGroup::Way::kHost) {
+      go_by_host(answer);
+      return Status::ok();
+    }
+    if (answer.way == DeviceGroup::Way::kPeers) return show_peers();
+    const NcclApi& nccl = *device_.nccl_;
+    const Gpu::Current current(*device_.gpu_);
+    NcclConfig config;
+    const NcclResult begun =
+        nccl.ncclCommInitRankConfig(&device_.comm_, device_.group_.size, table_[0].id, device_.group_.rank, &config);
+    comes_up_ = true;
+    rising_ = device_.comm_;
+    const auto all = [&](auto wanted) { return std::all_of(table_.begin(), table_.end(), wanted); };
+    device_.reduces_by_levels_ = all([](const Introduction& one) { return one.reduces_by_levels; });
+    if (all([](const Introduction& one) { return one.has_levels; }))
+      device_.levels_ = std::make_unique<DeviceLevels>(device_.nccl_, place_);
+    deadline_ = Deadline::in(device_.options_.init_timeout_s);
+    return nccl.check(begun, "ncclCommInitRankConfig", nullptr).with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
+  }
+
+  void go_by_host(const Answer& answer) {
+    device_.reason_ = answer.reason;
+    const bool nccl = anybody(table_, GpuOperations::kNccl);
+    if (nccl || anybody(table_, GpuOperations::kPeers))
+      device_.refusal_ = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=", nccl ? "nccl" : "peers", ", but ",
+                               nccl ? "NCCL" : "peers", " cannot be used: ", answer.reason,
+                               ". Set it to auto to reduce through host memory instead.");
+    if (answer.for_good) device_.way_ = answer.way;
+  }
+
+  // A rank that has none says why, and all go another way together.
+  Status show_peers() {
+    device_.peer_bytes_ = table_[0].peer_bytes;
+    for (const Introduction& one : table_) device_.peer_bytes_ = std::min<size_t>(device_.peer_bytes_, one.peer_bytes);
+    auto made = PeerMemory::create(device_.gpu_, device_.options_.peer_bytes);
+    if (made.is_ok()) {
+      device_.peers_ = made.take();
+      peer_.handle = device_.peers_->handle();
+    }
+    return tell_peers(Stage::kHandles, made.status());
+  }
+
+  Status tell_peers(Stage stage, const Status& outcome) {
+    stage_ = stage;
+    peer_.ok = outcome.is_ok();
+    outcome.text().copy(peer_.reason, kReasonBytes - 1);
+    peers_.resize(table_.size());
+    return exchange(&peer_, peers_.data(), sizeof(PeerRecord));
+  }
+
+  Status settle_peers() {
+    for (size_t r = 0; r < peers_.size(); ++r)
+      if (!peers_[r].ok) {
+        device_.peers_.reset();
+        go_by_host({DeviceGroup::Way::kHost, text_of(name_in(device_.group_, r), ": ", peers_[r].reason), true});
+        return Status::ok();
+      }
+    if (stage_ == Stage::kMapped) {
+      device_.way_ = DeviceGroup::Way::kPeers;
+      return Status::ok();
+    }
+    std::vector<PeerHandle> handles;
+    for (const PeerRecord& one : peers_) handles.push_back(one.handle);
+    return tell_peers(Stage::kMapped, device_.peers_->open(handles));
+  }
+
+  Progress connecting(bool* moved) {
+    const NcclApi& nccl = *device_.nccl_;
+    NcclResult state = kNcclInProgress;
+    const Gpu::Current current(*device_.gpu_);
+    Status asked = nccl.check(nccl.ncclCommGetAsyncError(rising_, &state), "ncclCommGetAsyncError", nullptr);
+    if (asked.is_ok() && state == kNcclInProgress) {
+      if (!deadline_.passed()) return Progress::kPending;
+      return fail(error(Code::kTimeout, "NCCL has not connected the ranks' GPUs within ",
+                        device_.options_.init_timeout_s,
+                        " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it"));
+    }
+    if (asked.is_ok()) asked = nccl.check(state, "NCCL could not connect the ranks' GPUs", rising_);
+    if (!asked.is_ok())
+      return fail(asked.with("NCCL_DEBUG=INFO shows more, HOROCLONE_GPU_OPERATIONS=host goes without it"));
+    *moved = true;
+    if (device_.levels_ && !device_.levels_->complete()) {
+      const bool inner = !device_.levels_->inner();
+      const Introduction& leader = table_[static_cast<size_t>(inner ? place_.inner_leader : place_.outer_leader)];
+      Status begun = device_.levels_->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
+      return begun.is_ok() ? Progress::kPending : fail(begun);
+    }
+    device_.way_ = DeviceGroup::Way::kNccl;
+    return Progress::kDone;
+  }
+
+  DeviceGroup& device_;
+  Introduction mine_;
+  std::vector<Introduction> table_;
+  Stage stage_ = Stage::kIntroductions;
+  PeerRecord peer_;
+  std::vector<PeerRecord> peers_;
+  const Tag tag_;
+  std::atomic<bool> loaded_{false};
+  NamedThread loader_;  // runs while the kernels are loaded
+  std::unique_ptr<Collective> exchange_;
+  bool comes_up_ = false;
+  LevelPlace place_;
+  NcclHandle rising_ = nullptr;  // the communicator that is being made
+  Deadline deadline_ = Deadline::in(0);
+};
+
+std::unique_ptr<Collective> DeviceGroup::make_setup(Tag tag) {
+  if (way_ != Way::kUnknown) return nullptr;
+  return std::make_unique<DeviceSetup>(this, tag);
+}
+
+}  // namespace hc

@@ -1,0 +1,114 @@
+// What the blocked forms in shared memory have in common: private tensors travel through slots of the lane in blocks,
+// in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread: the thread
+// that drives the engine.
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "collective/collective.h"
+#include "collective/pieces.h"
+#include "collective/shared/shared.h"
+
+namespace hc {
+
+inline bool all_reached(const SharedLane& lane, std::atomic<uint64_t> LaneFlags::* counter, uint64_t value) {
+  for (int m = 0; m < lane.size(); ++m)
+    if ((lane.flags(m).*counter).load(std::memory_order_acquire) < value) return false;
+  return true;
+}
+
+// Blocks through slots. A block passes three stages on every member: fill (my contribution into my slot), reduce
+// (allreduce and reducescatter: my slice of it) and drain (what I need from the others' slots). Fill of later blocks
+// runs ahead of drain by up to kBlockSlots, which hides a late peer.
+class BlockedCollective : public Collective {
+ public:
+  BlockedCollective(Task task, const Group& group)
+      : task_(std::move(task)),
+        lane_(*group.lane),
+        n_(lane_.size()),
+        rank_(lane_.index()),
+        view_(task_.pieces, size_of(task_.dtype)) {
+    first_ = lane_.block_total;
+    algorithm_ = "shm blocks";
+  }
+
+  Progress start() override {
+    lane_.block_total += blocks_;
+    return Progress::kPending;
+  }
+
+  Progress step(bool* moved) override {
+    bool any = true;
+    while (any) {
+      any = false;
+      if (drained_ < blocks_ && can_drain()) {
+        drain(drained_++);
+        lane_.meet(&LaneFlags::consumed, first_ + drained_);
+        any = true;
+      } else if (reduced_ < started_ && is_reduced(reduced_, moved)) {
+        lane_.meet(&LaneFlags::reduced, first_ + ++reduced_);
+        any = true;
+      } else if (started_ < blocks_ && can_reduce()) {
+        start_reduce(started_++);
+        any = true;
+      } else if (filled_ < blocks_ && can_fill()) {
+        fill(filled_++);
+        lane_.meet(&LaneFlags::filled, first_ + filled_);
+        any = true;
+      }
+      if (!status_.is_ok()) return Progress::kFailed;
+      *moved |= any;
+      if (any && ++turns_ % 4 == 0) break;  // let other process sets have a turn
+    }
+    return drained_ == blocks_ ? Progress::kDone : Progress::kPending;
+  }
+
+ protected:
+  virtual void fill(uint64_t block) = 0;
+  // May leave work behind that is_reduced() drives; then everybody's drain of the block waits for it.
+  virtual void start_reduce(uint64_t) {}
+  virtual bool is_reduced(uint64_t, bool*) { return true; }
+  virtual void drain(uint64_t block) = 0;
+
+  size_t item() const { return size_of(task_.dtype); }
+  std::byte* slot(int member, uint64_t block) const { return lane_.block_slot(member, first_ + block); }
+  void set_blocks(size_t blocks) { blocks_ = blocks; }
+
+  Task task_;
+  SharedLane& lane_;
+  const int n_;     // members of the lane
+  const int rank_;  // mine among them
+  PieceView view_;
+
+ private:
+  bool can_fill() const {
+    const uint64_t block = first_ + filled_;
+    return filled_ < drained_ + kBlockSlots &&
+           (block < kBlockSlots || all_reached(lane_, &LaneFlags::consumed, block - kBlockSlots + 1));
+  }
+  bool can_reduce() const {
+    return started_ < filled_ && all_reached(lane_, &LaneFlags::filled, first_ + started_ + 1);
+  }
+  bool can_drain() const {
+    return drained_ < reduced_ && all_reached(lane_, &LaneFlags::reduced, first_ + drained_ + 1);
+  }
+
+  uint64_t first_ = 0;
+  uint64_t blocks_ = 0, filled_ = 0, started_ = 0, reduced_ = 0, drained_ = 0;
+  unsigned turns_ = 0;
+};
+
+// Boundaries of member m's slice of `count` elements: near equal, whole cache lines where there are enough elements.
+struct Slices {
+  Slices(size_t count, int n, size_t item) : count_(count), each_((count + n - 1) / n) {
+    const size_t line = std::max<size_t>(1, 64 / item);
+    if (each_ > line) each_ = (each_ + line - 1) / line * line;
+  }
+  size_t begin(int m) const { return std::min(count_, each_ * m); }
+  size_t end(int m) const { return std::min(count_, each_ * (m + 1)); }
+  size_t count_, each_;
+};
+
+}  // namespace hc

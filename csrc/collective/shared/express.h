@@ -1,0 +1,70 @@
+// The express way of a small operation in shared memory: no agreement goes before it. Every member publishes what it
+// calls the operation and its payload in one place; once all have published the same, all have the result. When they
+// have not, the operation steps back with its memory unchanged and is agreed on like any other.
+//
+// A session is a row of turns. Every member opens it at the same turn (the coordinator says which, in a plan) and each
+// turn takes one operation of every member. The rule that keeps the members of one mind:
+//   a member that has not published in a turn may close it; whoever has published waits until all have, or until it
+//   sees the turn closed by one that has not. So a turn succeeds on every member or on none.
+// Closing a turn ends the session. A member closes before it announces anything to the coordinator, so nobody waits in
+// a turn for a member that is busy elsewhere. docs/decisions/0023 has the argument in full.
+//
+// Thread: the thread that drives the engine. Owner: the engine's process set.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "collective/collective.h"
+#include "collective/shared/shared.h"
+
+namespace hc {
+
+// What must be equal on all members for an operation to be one and the same.
+struct ExpressKey {
+  uint64_t slot = 0;       // of the cache of agreements
+  uint64_t sequence = 0;   // unnamed operations
+  uint64_t signature = 0;  // hash of it
+  bool operator==(const ExpressKey&) const = default;
+};
+
+class Express {
+ public:
+  // The lane holds all members of the set.
+  void attach(SharedLane* lane) {
+    lane_ = lane;
+    slots_.resize(lane ? static_cast<size_t>(lane->size()) : 0);
+  }
+  bool is_on() const { return is_on_; }
+  // A turn of mine is under way.
+  bool is_busy() const { return is_busy_; }
+  // Turns in which all members met, since the beginning.
+  uint64_t successes() const { return successes_; }
+
+  // A turn that no member has used or closed, for a new session. Only while no member has one open.
+  uint64_t fresh_turn() const;
+  void open(uint64_t first_turn);
+  // Only between turns of mine.
+  void close();
+  // Enters the next turn with a task that puts at most kExpressBytes into a slot; null: no session is open (any more).
+  // The task holds if every member calls the same: that they do is what the turn finds out.
+  std::unique_ptr<FrozenCollective> enter(Task task, const Group& group, const ExpressKey& key);
+
+ private:
+  friend class ExpressTurn;
+  uint64_t most_closed() const;
+  // Where in the ring the payload of a turn goes: clear of that of the turn before, and the same place on all members,
+  // as it depends only on the turns that succeeded.
+  size_t place_for(size_t bytes) const;
+  void leave_turn(bool met, size_t bytes);
+
+  SharedLane* lane_ = nullptr;
+  bool is_on_ = false, is_busy_ = false;
+  uint64_t turn_ = 1;    // the next to enter, or the one under way
+  uint64_t place_ = 0;   // which of my two slots it uses; it changes with every turn that succeeds
+  size_t ring_end_ = 0;  // of the payload of the last turn that succeeded
+  uint64_t successes_ = 0;
+  std::vector<const std::byte*> slots_;  // of all members, in the turn under way
+};
+
+}  // namespace hc

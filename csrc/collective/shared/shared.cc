@@ -1,0 +1,326 @@
+// Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked
+// (private tensors travel through slots in blocks, pipelined) and in place (every buffer lies in an arena: rank r reads
+// slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
+// Thread: the thread that drives the engine.
+#include "collective/shared/shared.h"
+#include "collective/selection.h"
+
+#include <algorithm>
+#include <cstring>
+#include <span>
+
+#include "collective/shared/blocked.h"
+#include "collective/shared/flat_payload.h"
+
+namespace hc {
+
+SharedLane::SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int lane)
+    : arenas_(std::move(arenas)),
+      positions_(std::move(positions)),
+      my_index_(my_index),
+      offset_(kLanesOffset + static_cast<size_t>(lane) * kLaneBytes) {
+  for (const auto& arena : arenas_) bases_.push_back(arena->base() + offset_);
+}
+
+Status SharedLane::prepare() {
+  Arena& own = *arenas_[my_index_];
+  HC_TRY(own.commit(offset_, kBucketFlagsOffset), "shared memory for a process set");
+  std::memset(bases_[my_index_], 0, kPage);
+  for (uint64_t place : {0, 1}) {
+    express_slot(my_index_, place).turn.store(0, std::memory_order_relaxed);
+    express_slot(my_index_, place).last.store(0, std::memory_order_relaxed);
+  }
+  return Status::ok();
+}
+
+Status SharedLane::prepare_buckets(size_t first, size_t count) {
+  const size_t from = kBucketFlagsOffset + first * sizeof(InPlaceFlags), bytes = count * sizeof(InPlaceFlags);
+  HC_TRY(arenas_[my_index_]->commit(offset_ + from, bytes), "shared memory for the flags of ", count, " buckets");
+  std::memset(bases_[my_index_] + from, 0, bytes);
+  return Status::ok();
+}
+
+namespace {
+
+constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces before it looks at others again
+
+// What flat operations of every kind share: my payload goes into the slot of this turn, then I wait for the members
+// whose payload I need. Two slots are enough: nobody enters turn k before all have entered k - 1, hence left k - 2.
+class FlatCollective : public Collective {
+ public:
+  FlatCollective(Task task, const Group& group)
+      : payload_(std::move(task), group.rank), lane_(*group.lane), rank_(group.rank) {
+    turn_ = lane_.flat_total++;
+    algorithm_ = "shm flat";
+  }
+
+  Progress start() override { return Progress::kPending; }
+
+  Progress step(bool* moved) override {
+    if (!published_) {
+      if (!all_reached(lane_, &LaneFlags::flat, turn_)) return Progress::kPending;
+      payload_.contribute(lane_.flat_slot(rank_, turn_));
+      if (payload_.comes_from_root() && rank_ == payload_.root())
+        lane_.publish(lane_.mine().flat, turn_ + 1);
+      else
+        lane_.meet(&LaneFlags::flat, turn_ + 1);
+      published_ = true;
+      *moved = true;
+    }
+    if (!others_ready()) return Progress::kPending;
+    std::vector<const std::byte*> slots(static_cast<size_t>(lane_.size()));
+    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = lane_.flat_slot(m, turn_);
+    payload_.collect(slots);
+    *moved = true;
+    return Progress::kDone;
+  }
+
+ private:
+  bool others_ready() const {
+    if (payload_.comes_from_root()) return lane_.flags(payload_.root()).flat.load(std::memory_order_acquire) > turn_;
+    if ((payload_.op() == Op::kReduce || payload_.op() == Op::kGather) && rank_ != payload_.root()) return true;
+    return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
+  }
+
+  const FlatPayload payload_;
+  SharedLane& lane_;
+  const int rank_;
+  uint64_t turn_;
+  bool published_ = false;
+};
+
+// The members' entering into one operation, of which nothing happens before all have arrived.
+class Meeting {
+ public:
+  Meeting(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
+      : lane_(*group.lane), turn_(turn), flags_(std::move(flags)) {}
+  void enter(int rank) {
+    InPlaceFlags& mine = *flags_[static_cast<size_t>(rank)];
+    const bool last = lane_.meet(mine.arrived, turn_ + 1, [&](int m) {
+      return flags_[static_cast<size_t>(m)]->arrived.load(std::memory_order_seq_cst) > turn_;
+    });
+    if (last) mine.last.store(turn_ + 1, std::memory_order_release);
+  }
+  // All are here: who came last. `seen`: whom this member missed when it last looked; then it may have slept.
+  int last_one(int seen) const {
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (flags_[m]->last.load(std::memory_order_acquire) == turn_ + 1) return static_cast<int>(m);
+    return seen;
+  }
+  bool is_here(size_t m) const { return flags_[m]->arrived.load(std::memory_order_acquire) > turn_; }
+  int first_late() const {
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (!is_here(m)) return static_cast<int>(m);
+    return -1;
+  }
+  std::vector<int> late() const {
+    std::vector<int> late;
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (!is_here(m)) late.push_back(static_cast<int>(m));
+    return late;
+  }
+  // A member that thawed has nothing under way, so if it has not arrived it never will, and nobody can have begun to
+  // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
+  bool must_withdraw() const {
+    for (size_t m = 0; m < flags_.size(); ++m)
+      if (lane_.flags(static_cast<int>(m)).thawed.load(std::memory_order_acquire) && !is_here(m)) return true;
+    return false;
+  }
+
+ private:
+  SharedLane& lane_;
+  const uint64_t turn_;
+  const std::vector<InPlaceFlags*> flags_;  // [member]
+};
+
+class FrozenArrival : public FrozenCollective {
+ public:
+  FrozenArrival(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
+      : rank_(group.rank), meeting_(group, turn, std::move(flags)) {
+    algorithm_ = "gpu frozen";
+  }
+  Progress start() override {
+    meeting_.enter(rank_);
+    return Progress::kPending;
+  }
+  Progress step(bool* moved) override {
+    if (const int late = meeting_.first_late(); late >= 0) {
+      arrival_.last = late;
+      withdrawn_ = meeting_.must_withdraw();
+      if (!withdrawn_) return Progress::kPending;
+    } else if (arrival_.last >= 0) {
+      arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
+    }
+    *moved = true;
+    return Progress::kDone;
+  }
+  bool withdrawn() const override { return withdrawn_; }
+  Arrival arrival() const override { return arrival_; }
+  std::vector<int> late_members() const override { return meeting_.late(); }
+
+ private:
+  const int rank_;
+  Meeting meeting_;
+  bool withdrawn_ = false;
+  Arrival arrival_;
+};
+
+// Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have
+// arrived. Negotiated operations share the lane's flags; a bucket of a frozen plan has flags of its own and is not
+// negotiated.
+class InPlaceAllreduce : public FrozenCollective {
+ public:
+  InPlaceAllreduce(Task task, const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags, bool frozen)
+      : task_(std::move(task)),
+        lane_(*group.lane),
+        n_(group.size),
+        rank_(group.rank),
+        turn_(turn),
+        flags_(flags),
+        meeting_(group, turn, std::move(flags)),
+        frozen_(frozen),
+        slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
+    at_ = slices_.begin(rank_);
+    algorithm_ = frozen ? "shm frozen" : "shm in place";
+  }
+  Progress start() override {
+    flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
+    meeting_.enter(rank_);
+    return Progress::kPending;
+  }
+
+  Progress step(bool* moved) override {
+    if (stage_ == Stage::kArriving) {
+      if (const int late = meeting_.first_late(); late >= 0) {
+        arrival_.last = late;
+        return frozen_ && meeting_.must_withdraw() ? withdraw() : Progress::kPending;
+      }
+      if (arrival_.last >= 0) arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
+      if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
+      stage_ = Stage::kReducing;
+    }
+    *moved = true;
+    if (stage_ == Stage::kReducing) {
+      if (!reduce_some()) return Progress::kPending;
+      lane_.meet(flags_[rank_]->finished, turn_ + 1,
+                 [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > turn_; });
+      stage_ = Stage::kFinishing;
+    }
+    if (reached(&InPlaceFlags::finished)) return Progress::kDone;
+    *moved = false;
+    return Progress::kPending;
+  }
+
+  bool withdrawn() const override { return withdrawn_; }
+  Arrival arrival() const override { return arrival_; }
+  std::vector<int> late_members() const override { return meeting_.late(); }
+
+ private:
+  enum class Stage { kArriving, kReducing, kFinishing };
+
+  bool reached(std::atomic<uint64_t> InPlaceFlags::* counter) const {
+    for (InPlaceFlags* f : flags_)
+      if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
+    return true;
+  }
+  Progress withdraw() {
+    withdrawn_ = true;
+    return Progress::kDone;
+  }
+  // The members' offsets were published for this turn; nobody can enter the next before I finish this one.
+  Status find_buffers() {
+    const size_t bytes = task_.bytes();
+    for (int m = 0; m < n_; ++m) {
+      const uint64_t offset = flags_[m]->offset.load(std::memory_order_relaxed);
+      if (offset > lane_.arena(m).bytes() || bytes > lane_.arena(m).bytes() - offset)
+        return error(Code::kInternal, "member ", m, " announced a buffer outside its arena");
+      buffers_.push_back(lane_.arena_base(m) + offset);
+    }
+    return Status::ok();
+  }
+  bool reduce_some() {
+    const size_t item = size_of(task_.dtype);
+    const size_t count = std::min(slices_.end(rank_) - at_, std::max<size_t>(1, kInPlaceStepBytes / item));
+    if (count) {
+      there_.resize(n_);
+      from_.resize(n_);
+      for (int m = 0; m < n_; ++m) from_[m] = there_[m] = buffers_[m] + at_ * item;
+      reduce(task_.dtype, task_.reduce, there_, from_, count, task_.scale);
+      at_ += count;
+    }
+    return at_ == slices_.end(rank_);
+  }
+
+  Task task_;
+  SharedLane& lane_;
+  const int n_, rank_;
+  const uint64_t turn_;
+  const std::vector<InPlaceFlags*> flags_;  // [member]
+  Meeting meeting_;
+  const bool frozen_;
+  const Slices slices_;
+  Stage stage_ = Stage::kArriving;
+  bool withdrawn_ = false;
+  Arrival arrival_;
+  size_t at_ = 0;
+  std::vector<std::byte*> buffers_, there_;
+  std::vector<const std::byte*> from_;
+};
+
+std::vector<InPlaceFlags*> flags_of(const Group& group, size_t bucket) {
+  std::vector<InPlaceFlags*> flags;
+  for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->bucket_flags(m, bucket));
+  return flags;
+}
+
+// The largest number of bytes any member puts into its flat slot; the same on every member.
+size_t flat_payload(const Task& task) {
+  const size_t item = size_of(task.dtype);
+  switch (task.op) {
+    case Op::kBarrier:
+      return 0;
+    case Op::kAllgather:
+    case Op::kGather:
+      return *std::max_element(task.counts.begin(), task.counts.end()) * item;
+    case Op::kScatter:
+    case Op::kReducescatter: {
+      size_t n = 0;
+      for (size_t c : task.counts) n += c;
+      return n * item;
+    }
+    default:
+      return task.bytes();
+  }
+}
+
+}  // namespace
+
+std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn) {
+  return std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, flags_of(group, bucket), true);
+}
+
+std::unique_ptr<FrozenCollective> make_frozen_arrival(const Group& group, size_t bucket, uint64_t turn) {
+  return std::make_unique<FrozenArrival>(group, turn, flags_of(group, bucket));
+}
+
+Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {
+  if (!group.lane || group.lane->size() != group.size)
+    return error(Code::kInternal, "a shared-memory ", name_of(task.op), " needs one lane for the whole group");
+  if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1) {
+    std::vector<InPlaceFlags*> flags;
+    for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->in_place_flags(m));
+    const uint64_t turn = group.lane->in_place_total++;
+    return std::unique_ptr<Collective>(
+        std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
+  }
+  const size_t payload = flat_payload(task);
+  // Nothing to move is a meeting, whatever the task demands.
+  const bool blocked = task.algorithm == Algorithm::kSharedBlocked && payload > 0;
+  const Algorithm selected =
+      select_algorithm(task.op, task.reduce, payload, Layout::kOneNode, {.flat_bytes = task.flat_bytes});
+  if (!blocked && selected == Algorithm::kSharedFlat)
+    return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));
+  return make_blocked_collective(std::move(task), group);
+}
+
+}  // namespace hc

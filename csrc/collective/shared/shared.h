@@ -1,0 +1,141 @@
+// A group's part of the node's shared memory: per member flags and staging, at the same offset in every member's arena.
+// Every word is written by its owner only and counts up for ever, so no flag is ever reset and none is missed.
+//
+// Thread: the thread that drives the engine. Owner: the engine's process set.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "net/arena.h"
+
+namespace hc {
+
+// One in-place operation after another on one set of flags.
+struct InPlaceFlags {
+  alignas(kCacheLine) std::atomic<uint64_t> arrived;   // operations entered; `offset` is valid
+  std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
+  std::atomic<uint64_t> last;                          // what `arrived` was when I found that I was the last
+  alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations whose slice of mine is written everywhere
+};
+
+inline constexpr size_t kTurnsKept = 64;
+
+// First page of a lane. Each counter has its own cache lines, since its readers spin on it.
+struct LaneFlags {
+  alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
+  alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the slot
+  alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
+  alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
+  // Not 0: this member has no frozen operation under way and enters none any more (it has joined or is leaving).
+  alignas(kCacheLine) std::atomic<uint64_t> thawed;
+  InPlaceFlags in_place;  // of the negotiated in-place operations
+  // Rounds of device memory (peers.cc): whose input lies in my memory; after which I read nobody's memory.
+  alignas(kCacheLine) std::atomic<uint64_t> peers_filled;
+  alignas(kCacheLine) std::atomic<uint64_t> peers_taken;
+  std::atomic<uint64_t> peers_closed;                        // 1: I have forgotten the others' device memory
+  alignas(kCacheLine) std::atomic<uint64_t> express_closed;  // I enter no express turn before this one (express.h)
+  // What starts on GPUs in which order, in the lane of rank 0 of the world; what each member has taken of it.
+  // engine/gpu/device_turns.h.
+  alignas(kCacheLine) std::atomic<uint64_t> turns_given;
+  std::atomic<uint64_t> turns[kTurnsKept];
+  alignas(kCacheLine) std::atomic<uint64_t> turns_taken;
+};
+
+// One member's part of an express turn. Two of them, used in turn.
+struct ExpressSlot {
+  alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
+  std::atomic<uint64_t> slot, sequence, signature;
+  std::atomic<uint64_t> last;                        // the turn in which this member found that it was the last to come
+  std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
+};
+static_assert(sizeof(ExpressSlot) == kCacheLine);
+
+// Larger payloads go one behind the other into a ring. It is larger than it need be: to write lines that the other core
+// still has in its cache takes half as long again as lines that both have dropped (docs/decisions/0023).
+inline constexpr size_t kExpressBytes = 64u << 10;
+inline constexpr size_t kExpressRingBytes = 20 * kExpressBytes;
+
+inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
+inline constexpr int kBlockSlots = 4;
+inline constexpr size_t kBlockSlotBytes = 512u << 10;
+inline constexpr size_t kExpressOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+inline constexpr size_t kExpressRingOffset = kExpressOffset + kPage;
+inline constexpr size_t kBucketFlagsOffset = kExpressRingOffset + kExpressRingBytes;
+inline constexpr size_t kMaxFrozenBuckets = 4096;
+static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
+static_assert(sizeof(LaneFlags) <= kPage);
+static_assert(2 * sizeof(ExpressSlot) <= kPage);
+
+class SharedLane {
+ public:
+  // arenas: one per member, in the order of `positions` (their group ranks); index: which lane of the arena.
+  SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int lane);
+  // Owner only, before any member uses the lane: makes its pages usable and zero.
+  Status prepare();
+
+  int size() const { return static_cast<int>(bases_.size()); }
+  int index() const { return my_index_; }
+  LaneFlags& flags(int member) const { return *reinterpret_cast<LaneFlags*>(bases_[member]); }
+  LaneFlags& mine() const { return flags(my_index_); }
+  InPlaceFlags& in_place_flags(int member) const { return flags(member).in_place; }
+  // Flags of their own for each bucket of a frozen plan, so that buckets need no order among themselves.
+  InPlaceFlags& bucket_flags(int member, size_t bucket) const {
+    return reinterpret_cast<InPlaceFlags*>(bases_[member] + kBucketFlagsOffset)[bucket];
+  }
+  // Owner only: makes the flags of buckets [first, first + count) usable.
+  Status prepare_buckets(size_t first, size_t count);
+  std::byte* flat_slot(int member, uint64_t turn) const { return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes; }
+  std::byte* block_slot(int member, uint64_t block) const {
+    return bases_[member] + kPage + 2 * kFlatSlotBytes + (block % kBlockSlots) * kBlockSlotBytes;
+  }
+  ExpressSlot& express_slot(int member, uint64_t place) const {
+    return reinterpret_cast<ExpressSlot*>(bases_[member] + kExpressOffset)[place & 1];
+  }
+  std::byte* express_ring(int member) const { return bases_[member] + kExpressRingOffset; }
+  std::byte* arena_base(int member) const { return arenas_[member]->base(); }
+  const Arena& arena(int member) const { return *arenas_[member]; }
+  const std::vector<int>& positions() const { return positions_; }
+
+  // Publishes: everything written before is visible to whoever sees the counter. The engine then rings sleepers.
+  void publish(std::atomic<uint64_t>& counter, uint64_t value) {
+    counter.store(value, std::memory_order_release);
+    published_ = true;
+  }
+  // Publishes what everybody waits to see of every member: the one who finds all others there rings, so that nobody is
+  // woken to find that somebody else is late. there(m): member m has published it, read in sequentially consistent
+  // order, so that of several last ones at least one sees all.
+  // True when I was the last one.
+  template <class There>
+  bool meet(std::atomic<uint64_t>& counter, uint64_t value, There&& there) {
+    counter.exchange(value, std::memory_order_seq_cst);
+    for (int m = 0; m < size(); ++m)
+      if (m != my_index_ && !there(m)) return false;
+    return published_ = true;
+  }
+  // A counter that counts up by one.
+  void meet(std::atomic<uint64_t> LaneFlags::* counter, uint64_t value) {
+    meet(mine().*counter, value, [&](int m) { return (flags(m).*counter).load(std::memory_order_seq_cst) >= value; });
+  }
+  // Whether anything was published since the last call that somebody may sleep for.
+  bool take_published() { return std::exchange(published_, false); }
+
+  // Totals of what this member has entered so far; equal on all members between operations.
+  uint64_t flat_total = 0;
+  uint64_t block_total = 0;
+  uint64_t in_place_total = 0;
+  uint64_t peers_total = 0;
+
+ private:
+  std::vector<std::shared_ptr<Arena>> arenas_;
+  std::vector<int> positions_;
+  std::vector<std::byte*> bases_;
+  int my_index_;
+  size_t offset_;
+  bool published_ = false;
+};
+
+}  // namespace hc

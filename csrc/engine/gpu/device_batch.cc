@@ -1,0 +1,74 @@
+#include "engine/gpu/device_batch.h"
+
+#include "engine/gpu/device_work.h"
+
+namespace hc {
+
+Progress DeviceBatch::begin(const std::vector<Operation*>& operations, bool* moved) {
+  if (begun_) return Progress::kDone;
+  if (!set_up_) {
+    if (!may_launch_()) return Progress::kPending;
+    Progress progress = Progress::kDone;
+    if (!setup_ && (setup_ = group_.make_setup(tag_))) progress = setup_->start();
+    if (setup_ && progress != Progress::kFailed) progress = setup_->step(moved);
+    if (progress == Progress::kFailed) status_ = setup_->status();
+    if (progress != Progress::kDone) return progress;
+    setup_.reset();
+    set_up_ = true;
+  }
+  begun_ = true;
+  status_ = await_inputs(operations);
+  return status_.is_ok() ? Progress::kDone : Progress::kFailed;
+}
+
+Status DeviceBatch::await_inputs(const std::vector<Operation*>& operations) {
+  for (const Operation* op : operations) {
+    if (!op || !op->device) continue;
+    const CuEvent ready = op->device->ready ? op->device->ready->get() : op->device->ready_given;
+    if (ready) HC_TRY(group_.gpu()->wait(group_.stream(), ready), op->describe());
+  }
+  return Status::ok();
+}
+
+Result<std::byte*> DeviceBatch::result_memory(Operation* op, size_t tensor, size_t bytes) {
+  if (!bytes) return static_cast<std::byte*>(nullptr);
+  auto memory = group_.gpu()->device_memory(bytes, group_.stream());
+  HC_TRY(memory.status());
+  op->device->results.resize(std::max(op->device->results.size(), tensor + 1));
+  op->device->results[tensor] = memory.value();
+  return memory.value()->data();
+}
+
+Result<std::byte*> DeviceBatch::neutral(DType dtype, Reduce reduce, size_t count) {
+  const size_t bytes = count * size_of(dtype);
+  if (!group_.gpu()) {  // then the data goes through host memory
+    auto memory = Memory::make_private(bytes);
+    if (!memory) return error(Code::kInternal, "no memory for ", bytes, " bytes");
+    held_on_host_.push_back(memory);
+    fill_neutral(dtype, reduce, memory->data(), count);
+    return memory->data();
+  }
+  auto pinned = group_.gpu()->pinned_memory(bytes);
+  HC_TRY(pinned.status());
+  auto memory = group_.gpu()->device_memory(bytes, group_.stream());
+  HC_TRY(memory.status());
+  held_.push_back(pinned.value());
+  held_.push_back(memory.value());
+  fill_neutral(dtype, reduce, pinned.value()->data(), count);
+  HC_TRY(group_.gpu()->copy_from_host(memory.value()->at(), pinned.value()->data(), bytes, group_.stream()));
+  return memory.value()->data();
+}
+
+Status DeviceBatch::finish(const std::vector<Operation*>& operations) {
+  if (!group_.gpu()) return Status::ok();
+  auto done = group_.gpu()->record(group_.stream());
+  HC_TRY(done.status());
+  for (const GpuMemoryPtr& memory : held_) memory->used_until(done.value());
+  held_.clear();
+  for (Operation* op : operations)
+    if (op && op->device) op->device->done = done.value();
+  group_.launched(done.take());
+  return Status::ok();
+}
+
+}  // namespace hc

@@ -1,0 +1,49 @@
+// A batch of a plan whose tensors lie in device memory: what BatchRunner does differently for it. Before the first
+// task the ranks agree on who moves the data and the set's stream waits for the tensors; the last task is followed by
+// the event that everybody who reads the results waits for. Nothing here waits for the device.
+//
+// Thread: the thread that drives the engine. Owner: a BatchRunner.
+#pragma once
+
+#include <functional>
+#include <memory>
+#include <vector>
+
+#include "collective/gpu/device_group.h"
+#include "engine/intake/operation.h"
+
+namespace hc {
+
+class DeviceBatch {
+ public:
+  // may_launch: whether it is this batch's turn among all process sets (Engine::device_turns_).
+  DeviceBatch(DeviceGroup* group, Tag tag, std::function<bool()> may_launch)
+      : group_(*group), tag_(tag), may_launch_(std::move(may_launch)) {}
+
+  // kDone: tasks may start, or outcome() says why not. kFailed: the engine must stop.
+  Progress begin(const std::vector<Operation*>& operations, bool* moved);
+  const Status& status() const { return status_; }
+  const Status& outcome() const { return group_.refusal(); }
+
+  Result<std::unique_ptr<Collective>> make_collective(Task task) { return group_.make_collective(std::move(task)); }
+  // Memory for a result that the core owns.
+  Result<std::byte*> result_memory(Operation* op, size_t tensor, size_t bytes);
+  // What stands in for a tensor that this rank did not submit.
+  Result<std::byte*> neutral(DType dtype, Reduce reduce, size_t count);
+  // The tasks are enqueued.
+  Status finish(const std::vector<Operation*>& operations);
+
+ private:
+  Status await_inputs(const std::vector<Operation*>& operations);
+
+  DeviceGroup& group_;
+  const Tag tag_;
+  const std::function<bool()> may_launch_;
+  bool begun_ = false, set_up_ = false;
+  std::unique_ptr<Collective> setup_;
+  std::vector<GpuMemoryPtr> held_;  // until the batch's end on the device
+  std::vector<std::shared_ptr<Memory>> held_on_host_;
+  Status status_;
+};
+
+}  // namespace hc

@@ -1,0 +1,156 @@
+// Send and receive between two ranks; no coordinator and no other rank is involved. A send is announced (what it is,
+// small payloads included); the receiver matches announcements with its receives, in order, by process set, source and
+// tag, and asks for the payload, which then goes straight into its place. So unexpected messages take no memory but
+// their announcements, and both sides learn when a message does not fit. Payloads on GPUs: messages_device.cc.
+// Thread: the thread that drives the engine. Owner: the engine.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <list>
+#include <map>
+#include <memory>
+#include <set>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "agreement/frames.h"
+#include "base/clock.h"
+#include "base/wire.h"
+#include "collective/collective.h"
+#include "collective/gpu/device_messages.h"
+#include "engine/intake/operation.h"
+
+namespace hc {
+
+inline constexpr size_t kEagerBytes = 8u << 10;          // such payloads travel with the announcement
+inline constexpr size_t kEagerWindow = 256u << 10;       // of them unanswered, per receiver
+inline constexpr size_t kSelfBufferBytes = 64u << 20;    // what a rank sends to itself is copied, up to so much
+inline constexpr size_t kAnnouncementsAhead = 1u << 15;  // unanswered, per receiver; more wait at the sender
+inline constexpr uint16_t kMessageStream = 0xffff;       // Tag::process_set of payloads; no process set has this number
+
+class Messages {
+ public:
+  // What it needs of the engine.
+  struct Host {
+    int rank = 0;
+    uint32_t generation = 0;
+    size_t segment_bytes = 0;
+    std::function<Status(int to, const Writer& frame)> send;
+    std::function<Channel&(int rank)> channel;
+    std::function<void(Operation* op, Status status)> complete;
+    std::function<bool(int rank)> has_left;                                // has said goodbye
+    std::function<const std::vector<int>&(uint16_t process_set)> members;  // world ranks
+    // Messages between GPUs: their settings, the turns of all work there (`sender` and id name a message), news.
+    std::function<const DeviceOptions&()> device_options;
+    std::function<bool(int rank)> same_node;
+    std::function<void(Operation* op)> settle_device;  // something comes to the GPU that it has offered
+    std::function<void(int receiver, uint32_t id)> ask_turn;
+    std::function<bool(int sender, uint32_t id)> turn_is_granted, turn_is_next;
+    std::function<void()> turn_is_over;
+    std::function<void(const Status& reason)> device_failed;
+    std::function<void(const std::string& text)> warn;
+  };
+  void attach(Host host) { host_ = std::move(host); }
+
+  // A kSend or kReceive: Signature::root is the other's world rank (receive: -1 = any), Request::sequence the tag.
+  Status submit(Operation* op);
+  Status handle(int from, FrameKind kind, Reader* in);
+  // Moves payloads. An error is a transport's: the whole engine must stop.
+  Status step(bool* moved);
+
+  void peer_left(int rank, const std::string& text);
+  // Ends what waits in a process set that is removed; payloads under way go on.
+  void set_removed(uint16_t process_set, const Status& reason);
+  void fail_all(const Status& reason);
+
+  // Whether this rank is an end of that message between GPUs.
+  bool expects_turn(int sender, uint32_t id) const;
+  bool waits_on_device() const;
+  DeviceLinks& links() { return links_; }
+
+  size_t outstanding() const { return operations_.size(); }
+  const std::vector<Operation*>& operations() const { return operations_; }  // in no order
+  // Marks the ranks that an operation has waited for longer than `older_than_s`.
+  void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) const;
+  // One line for each that nobody has matched for so long.
+  std::string stalled(TimePoint now, double older_than_s, double* longest_s, std::set<int>* late) const;
+
+ private:
+  struct Announced {
+    int from = -1;
+    uint32_t id = 0;
+    TensorMeta meta;
+    bool here = false;  // the payload came with it
+    std::vector<std::byte> payload;
+    bool on_device = false;
+    LinkCard card;          // of the sender's GPU
+    GpuMemoryPtr own_copy;  // of what this rank's GPU has sent to itself
+  };
+  struct Mailbox {  // of one process set and tag
+    std::list<Announced> announced;
+    std::list<Operation*> receives;
+  };
+  using Address = std::pair<uint16_t, int64_t>;
+  struct Moving {
+    Operation* op;
+    int peer;
+    uint32_t id;
+    std::unique_ptr<Collective> transfer;
+    DeviceMessage* on_device = nullptr;  // the same; null: host memory
+    bool failed = false;                 // the device did, and the engine is about to
+    TimePoint doomed{};                  // since when somebody it needs has left
+  };
+  struct Outbox {  // to one rank
+    size_t unanswered = 0, eager_bytes = 0;
+    std::list<Operation*> queued;
+  };
+  struct Sent {
+    Operation* op;  // null: given up, the answer is still to come
+    int to;
+    size_t eager_bytes;
+  };
+
+  Status announce(Operation* op);
+  Status pump(int to);
+  Status send_to_self(Operation* op);
+  Status arrived(const Address& address, Announced message);
+  Status match(Operation* op, Announced message);
+  Status prepare(Operation* op, const Announced& message);
+  Status answer(int to, FrameKind kind, uint32_t id, const Status& reason, bool by_nccl = false);
+  Status answered(int from, FrameKind kind, Reader* in);
+  Status read_announcement(int from, Reader* in);
+  Status withdrawn(int from, Reader* in);
+  Status begin_transfer(Operation* op, int peer, uint32_t id);
+  std::unique_ptr<Collective> transfer_of(bool sends, std::byte* at, size_t bytes, std::pair<int, uint32_t> which);
+
+  // messages_device.cc
+  Status check_place(const Operation* op, const Announced& message) const;
+  Status prepare_on_device(Operation* op, size_t bytes);
+  void put_place(const Operation* op, Writer* frame);
+  Status begin_on_device(Operation* op, int peer, uint32_t id, bool by_nccl);
+  Result<LinkWay> choose_way_of(const Operation* op, const Announced& message);
+  Status want_link(int peer);
+  Status take_link_id(int from, Reader* in);
+  MessageTurn turn_of(bool sends, int peer, uint32_t id);
+  Status copy_own(Operation* op, Announced* message);
+  Status copy_to_self(Operation* op, const Announced& message, Operation* source);
+  Progress step_on_device(Moving* moving, bool* moved);
+  bool given_up(Moving* moving);
+  void complete(Operation* op, Status status);
+  void drop_waiting(const std::function<bool(const Operation*)>& which, const Status& reason);
+
+  Host host_;
+  uint32_t next_id_ = 0;
+  std::map<Address, Mailbox> mailboxes_;
+  std::map<int, Outbox> outboxes_;
+  std::unordered_map<uint32_t, Sent> sent_;  // announced, not answered
+  std::vector<Moving> moving_;
+  DeviceLinks links_;
+  std::set<int> told_way_;  // senders of whom it was said that host memory moves what they send
+  size_t self_bytes_ = 0;   // copied, not received yet
+  std::vector<Operation*> operations_;
+};
+
+}  // namespace hc

@@ -1,0 +1,54 @@
+/* What tools and tests ask of the core, and no training needs: the timeline, reports, the simulator, block
+ * quantisation. The conventions are those of horoclone.h. A text that is returned is JSON unless told otherwise, and
+ * valid until the next call of a function of this header on the same thread. */
+#pragma once
+
+#include "horoclone.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Chrome trace of what the engine does; rank 0 writes, or every rank (HOROCLONE_TIMELINE_ALL_RANKS). INVALID_ARGUMENT
+ * unless HOROVOD_TIMELINE was set. */
+HC_EXPORT hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles);
+HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
+/* Before hc_connect: `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` (not
+ * blocking, the caller's) reads from. Stall reports show it. */
+HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);
+
+HC_EXPORT const char* hc_counters(hc_runtime* rt);                          /* what it has done so far */
+HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */
+HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans, no JSON: pending tensors, plan, peers */
+HC_EXPORT const char* hc_knobs(void);              /* the table of settings: [{name, type, default, help, horovod}] */
+HC_EXPORT const char* hc_build_info(void);
+/* Which algorithm runs for each operation, by size and layout; settings as for hc_runtime_create. */
+HC_EXPORT const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n);
+/* Which CUDA driver and which NCCL can be used here, or why not; settings as for hc_runtime_create. Makes no context.
+ */
+HC_EXPORT const char* hc_device_report(const char* const* names, const char* const* values, int32_t n);
+
+/* Block quantisation: `share` elements (a multiple of `block`) as share / block float32 scales, then share 8-bit
+ * integers. `count` elements are there, the others of the share are zeros. quantize: residual is NULL, or count numbers
+ * that are added to `in` and become what was lost. dequantize: writes count elements, or adds them. */
+typedef struct hc_blocks {
+  int32_t version;
+  int64_t block, share, count;
+} hc_blocks;
+HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
+HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
+
+/* The agreement of one step at any number of ranks, in this process, on a virtual clock: the real objects, messages
+ * that cost what is said here. *json is valid until the next call on the same thread. */
+typedef struct hc_simulation {
+  int32_t version;
+  int32_t ranks, ranks_per_node, fanout; /* fan-out 0: every rank talks to rank 0 */
+  int32_t tensors, steps;                /* announced in a step; steps that are counted */
+  int32_t processing;                    /* 1: what the objects compute takes time, 0: only messages do */
+  double local[3], network[3];           /* within a node and between nodes, us: send, latency, receive */
+} hc_simulation;
+HC_EXPORT hc_status* hc_simulate(const hc_simulation* simulation, const char** json);
+
+#ifdef __cplusplus
+}
+#endif

@@ -1,0 +1,82 @@
+// Long names in great number: what is said in one control frame has bounds, what is submitted has none.
+#include <doctest/doctest.h>
+
+#include <string>
+#include <vector>
+
+#include "agreement/frame_budget.h"
+#include "net/channel.h"
+#include "tests/locked_checks.h"
+#include "tests/world.h"
+
+namespace hc {
+namespace {
+
+Ballot ballot_of(int requests, size_t name_bytes) {
+  Ballot ballot;
+  ballot.generation = 3;
+  ballot.process_set = 2;
+  ballot.rank = 1;
+  ballot.joined = ballot.whole = true;
+  ballot.cached = {{4, 5}, {6, 7}};
+  for (int i = 0; i < requests; ++i) {
+    Request& r = ballot.fresh.emplace_back();
+    r.name = std::string(name_bytes, 'n') + std::to_string(i);
+    r.signature.tensors = {{DType::kF32, {4, 1}}};
+  }
+  return ballot;
+}
+
+TEST_CASE("a ballot in parts says the same in the same order, and each part fits") {
+  constexpr size_t kMost = 10000;
+  const Ballot whole = ballot_of(40, 1500);
+  const std::vector<Ballot> parts = parts_of(whole, kMost);
+  CHECK(parts.size() > 5);
+  size_t seen = 0;
+  for (size_t i = 0; i < parts.size(); ++i) {
+    CHECK(parts[i].generation == 3);
+    CHECK(parts[i].process_set == 2);
+    CHECK(parts[i].rank == 1);
+    CHECK(parts[i].whole);
+    CHECK(parts[i].joined == (i + 1 == parts.size()));
+    CHECK(parts[i].cached.size() == (i == 0 ? 2 : 0));
+    Writer frame;
+    encode(parts[i], &frame);
+    CHECK(frame.size() <= encoded_bytes(parts[i]));
+    CHECK(frame.size() <= kMost);
+    for (const Request& r : parts[i].fresh) CHECK(r.name == whole.fresh[seen++].name);
+  }
+  CHECK(seen == whole.fresh.size());
+  CHECK(parts_of(ballot_of(3, 10), kMost).size() == 1);
+  CHECK(parts_of(ballot_of(2, 2 * kMost), kMost).size() == 3);  // one request is never cut; the cached go before
+}
+
+// 20 MB of names: more than a frame takes, on the way up, along a tree as well, and on the way down.
+TEST_CASE("three hundred operations with names of 64 KiB can be in flight at once") {
+  constexpr int kOperations = 300;
+  static_assert(kOperations * 65000 > kMaxControlBytes);
+  for (const std::vector<std::string>& node : {std::vector<std::string>{"a", "a"}, {"a", "a", "b", "b"}}) {
+    CAPTURE(node.size());
+    const int size = static_cast<int>(node.size());
+    World world(size, {{"HOROCLONE_CYCLE_TIME", "300"}});  // so that most are ready at once
+    CHECK_OK(world.on_nodes(node).each([&](Engine& engine, int) {
+      for (int step = 0; step < 2; ++step) {
+        std::vector<std::vector<float>> v(kOperations, std::vector<float>(4, 1.0f));
+        std::vector<int64_t> handles(kOperations);
+        for (int i = 0; i < kOperations; ++i)
+          CHECK_OK(submit(engine, Op::kAllreduce, std::string(65000, 'n') + std::to_string(i), v[i], &v[i], {4},
+                          &handles[i]));
+        int wrong = 0;
+        for (int i = 0; i < kOperations; ++i) {
+          CHECK_OK(finish(engine, handles[i]));
+          engine.release(handles[i]);
+          wrong += v[i][3] != static_cast<float>(size);
+        }
+        CHECK_LOCKED(wrong == 0);
+      }
+    }));
+  }
+}
+
+}  // namespace
+}  // namespace hc

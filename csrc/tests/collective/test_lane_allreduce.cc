@@ -1,0 +1,146 @@
+// The inter-node stage: who drives which lane, and that blocks flow only as far as released, finish in order, are
+// scaled once and end with the same bits on every node.
+#include <doctest/doctest.h>
+
+#include "collective/channels/lane_allreduce.h"
+#include "tests/collective/memory_channel.h"
+
+// A LaneRange names only what a test is about.
+#pragma GCC diagnostic ignored "-Wmissing-field-initializers"
+
+namespace {
+
+using namespace hc;
+
+Group group_with_nodes(MemoryMesh& mesh, const std::vector<int>& node, int rank) {
+  Group g{.rank = rank, .size = static_cast<int>(node.size()), .world_rank = {}, .node = node, .channel = {}};
+  for (int p = 0; p < g.size; ++p) {
+    g.world_rank.push_back(p);
+    g.channel.push_back(p == rank || node[p] == node[rank] ? nullptr : mesh.link(rank, p));
+  }
+  return g;
+}
+
+TEST_CASE("lanes: one driver per node, agreed by all, whatever the layout") {
+  for (const std::vector<int>& node :
+       {std::vector<int>{0, 0, 1, 1}, {0, 1, 0, 1}, {5, 5, 5, 2, 2, 7, 7, 7}, {0}, {0, 0}, {0, 1, 2}}) {
+    MemoryMesh mesh(static_cast<int>(node.size()), 1);
+    std::vector<std::vector<int>> drivers(node.size());
+    for (int r = 0; r < static_cast<int>(node.size()); ++r) {
+      const Lane lane = lane_of(group_with_nodes(mesh, node, r));
+      if (lane.index >= lane.lanes) {
+        CHECK(lane.positions.empty());
+        continue;
+      }
+      CHECK(std::count(lane.positions.begin(), lane.positions.end(), r) == 1);
+      for (size_t i = 0; i < lane.positions.size(); ++i)
+        for (size_t j = 0; j < i; ++j) CHECK(node[lane.positions[i]] != node[lane.positions[j]]);
+      if (drivers[lane.index].empty()) drivers[lane.index] = lane.positions;
+      CHECK(drivers[lane.index] == lane.positions);
+    }
+  }
+  MemoryMesh mesh(8, 1);
+  const Lane last = lane_of(group_with_nodes(mesh, {5, 5, 5, 2, 2, 7, 7, 7}, 7));
+  CHECK(last.lanes == 2);
+  CHECK(last.positions.empty());
+  const Lane second = lane_of(group_with_nodes(mesh, {5, 5, 5, 2, 2, 7, 7, 7}, 4));
+  CHECK(second.positions == std::vector<int>{1, 4, 6});
+}
+
+// All lanes of nodes x local ranks; every rank's range is released bit by bit at its own pace.
+void check_lanes(int nodes, int local, size_t count, size_t block) {
+  CAPTURE(nodes);
+  CAPTURE(count);
+  CAPTURE(block);
+  const int n = nodes * local;
+  std::vector<int> node(n);
+  for (int r = 0; r < n; ++r) node[r] = r / local;
+  MemoryMesh mesh(n, static_cast<unsigned>(n + count), 512);
+  std::vector<std::vector<float>> data(n, std::vector<float>(count, -1000.0f));  // not yet the node's sum
+  std::vector<std::unique_ptr<LaneAllreduce>> live;
+  for (int r = 0; r < n; ++r) {
+    const Group group = group_with_nodes(mesh, node, r);
+    LaneRange range{.data = reinterpret_cast<std::byte*>(data[r].data()),
+                    .count = count,
+                    .block_count = block,
+                    .segment_bytes = 256};
+    range.scale.post = 0.5;
+    auto made = make_lane_allreduce(range, group, lane_of(group).positions);
+    REQUIRE_MESSAGE(made.is_ok(), made.status().text());
+    live.push_back(made.take());
+  }
+  const float sum = 0.5f * nodes * (nodes + 1) / 2;
+  std::vector<size_t> released(n, 0), finished(n, 0);
+  std::vector<bool> done(n, false);
+  for (int i = 0; i < 200000 && std::count(done.begin(), done.end(), false); ++i) {
+    const int r = static_cast<int>(mesh.random() % n);
+    if (mesh.random() % 4 == 0 && released[r] < count) {
+      const size_t more = std::min(count - released[r], 1 + mesh.random() % (1 + count / 5));
+      for (size_t k = 0; k < more; ++k) data[r][released[r]++] = static_cast<float>(node[r] + 1);
+      live[r]->release(released[r]);
+    }
+    bool moved = false;
+    const Progress p = live[r]->step(&moved);
+    REQUIRE(p != Progress::kFailed);
+    done[r] = p == Progress::kDone;
+    const size_t now = live[r]->finished();
+    REQUIRE(now >= finished[r]);
+    for (; finished[r] < now; ++finished[r]) REQUIRE(data[r][finished[r]] == sum);
+    size_t least = count;
+    for (int peer : lane_of(group_with_nodes(mesh, node, r)).positions) least = std::min(least, released[peer]);
+    REQUIRE(now <= least);
+  }
+  for (int r = 0; r < n; ++r) {
+    REQUIRE(done[r]);
+    REQUIRE(live[r]->finished() == count);
+    REQUIRE(data[r] == std::vector<float>(count, sum));
+  }
+  live.clear();
+  REQUIRE(mesh.quiet());
+}
+
+TEST_CASE("lane allreduce: blocks follow what is released and finish in order") {
+  for (int nodes : {1, 2, 3, 4})
+    for (int local : {1, 2})
+      for (size_t count : {0, 1, 5, 333, 1000})
+        for (size_t block : {0, 1000, 100, 7}) check_lanes(nodes, local, count, block);
+  check_lanes(2, 2, 40000, 17000);  // ring
+  check_lanes(3, 1, 60000, 20000);
+}
+
+TEST_CASE("lane allreduce: errors name the stage and the rank") {
+  MemoryMesh mesh(4, 1);
+  const std::vector<int> node{0, 0, 1, 1};
+  const Group group = group_with_nodes(mesh, node, 1);
+  std::vector<float> data(100000, 1.0f);
+  LaneRange range{.data = reinterpret_cast<std::byte*>(data.data()), .count = data.size()};
+  CHECK(make_lane_allreduce(range, group, std::vector<int>{0, 2}).status().code() == Code::kInternal);
+  CHECK(make_lane_allreduce(range, group, std::vector<int>{1, 9}).status().code() == Code::kInternal);
+  CHECK(make_lane_allreduce(range, group, std::vector<int>{1, 0}).status().culprit() == 0);  // no channel within a node
+  LaneRange scaled = range;
+  scaled.scale.pre = 2;
+  CHECK(make_lane_allreduce(scaled, group, lane_of(group).positions).status().code() == Code::kInvalidArgument);
+
+  auto lane = make_lane_allreduce(range, group, lane_of(group).positions).take();
+  std::vector<float> other(100000, 1.0f);
+  LaneRange far = range;
+  far.data = reinterpret_cast<std::byte*>(other.data());
+  const Group group3 = group_with_nodes(mesh, node, 3);
+  auto lane3 = make_lane_allreduce(far, group3, lane_of(group3).positions).take();
+  lane->release(data.size());
+  lane3->release(data.size());
+  mesh.link(1, 3)->break_after(100000);
+  Progress p = lane->start();
+  (void)lane3->start();
+  for (int i = 0; i < 100000 && p == Progress::kPending; ++i) {
+    bool moved = false;
+    p = lane->step(&moved);
+    (void)lane3->step(&moved);
+  }
+  REQUIRE(p == Progress::kFailed);
+  CAPTURE(lane->status().text());
+  CHECK(lane->status().text().find("inter-node ring step 1 of 2: ") == 0);
+  CHECK(lane->status().culprit() == 3);
+}
+
+}  // namespace

@@ -1,0 +1,90 @@
+// The C API of what needs no engine: the simulator, block quantisation, reports about this build and this machine.
+#include <string>
+
+#include "arithmetic/quantize.h"
+#include "arithmetic/reduce.h"
+#include "base/build.h"
+#include "base/config.h"
+#include "c_api.h"
+#include "collective/selection.h"
+#include "device/probe.h"
+#include "horoclone_tools.h"
+#include "net/mesh.h"
+#include "tools/simulation.h"
+
+using hc::guarded;
+using hc::keep;
+using hc::settings_of;
+
+namespace {
+
+hc::Status check_blocks(const hc_blocks& b) {
+  if (b.version == HC_VERSION && b.block > 0 && b.share >= 0 && b.share % b.block == 0 && b.count >= 0 &&
+      b.count <= b.share)
+    return hc::Status::ok();
+  return hc::error(hc::Code::kInvalidArgument, b.count, " elements of ", b.share, " in blocks of ", b.block,
+                   " (version ", b.version, ")");
+}
+
+}  // namespace
+
+extern "C" {
+
+hc_status* hc_simulate(const hc_simulation* s, const char** json) {
+  return guarded([&]() -> hc::Status {
+    if (s->version != HC_VERSION)
+      return hc::error(hc::Code::kInvalidArgument, "hc_simulation has version ", s->version, ", not ", HC_VERSION);
+    hc::SimulationOptions o;
+    o.ranks = s->ranks;
+    o.ranks_per_node = s->ranks_per_node;
+    o.fanout = s->fanout;
+    o.tensors = s->tensors;
+    o.steps = s->steps;
+    o.processing = s->processing != 0;
+    o.local = {s->local[0], s->local[1], s->local[2]};
+    o.network = {s->network[0], s->network[1], s->network[2]};
+    auto result = hc::simulate(o);
+    HC_TRY(result.status());
+    *json = keep(result.value().to_json());
+    return hc::Status::ok();
+  });
+}
+hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message) {
+  return guarded([&]() -> hc::Status {
+    HC_TRY(check_blocks(*blocks));
+    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
+    hc::quantize(format, in, static_cast<size_t>(blocks->count), residual, static_cast<std::byte*>(message));
+    return hc::Status::ok();
+  });
+}
+hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add) {
+  return guarded([&]() -> hc::Status {
+    HC_TRY(check_blocks(*blocks));
+    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
+    const auto count = static_cast<size_t>(blocks->count);
+    hc::dequantize(format, static_cast<const std::byte*>(message), out, count, add != 0);
+    return hc::Status::ok();
+  });
+}
+
+const char* hc_knobs(void) { return keep(hc::knobs_json()); }
+const char* hc_build_info(void) {
+  return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"build\":\"", hc::build_name(),
+                          "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"",
+                          hc::simd_name(), "\",\"features\":{\"nccl\":true}}"));
+}
+const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n) {
+  auto config = hc::Config::read(settings_of(names, values, n));
+  const hc::Tuning t = hc::Tuning::of(config.is_ok() ? config.take() : hc::Config());
+  return keep(hc::selection_json({t.flat_bytes, t.ring_from_bytes, t.two_level}));
+}
+const char* hc_device_report(const char* const* names, const char* const* values, int32_t n) {
+  auto config = hc::Config::read(settings_of(names, values, n));
+  const hc::Config c = config.is_ok() ? config.take() : hc::Config();
+  return keep(hc::device_report_json({c.cuda_library,
+                                      c.nccl_library,
+                                      c.nccl_folders,
+                                      {c.gpu_kernels == "off", c.nvrtc_library, c.nvrtc_folders, c.kernel_cache}}));
+}
+
+}  // extern "C"
