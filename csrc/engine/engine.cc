@@ -1,16 +1,42 @@
-// Birth: the settings, the mesh, the global process set, and what all ranks agree on first. Submission is in
-// engine_submit.cc, the turn of the engine in engine_step.cc, waiting, sleeping and failing in engine_drive.cc.
 #include "engine/engine.h"
 
 #include <algorithm>
+#include <cstring>
+
+#include "arithmetic/reduce.h"
 
 namespace hc {
 
-Engine::Engine(Config config) : config_(std::move(config)), log_(config_.log_level, config_.log_hide_time) {}
+Engine::Engine(Config config)
+    : context_(std::move(config)),
+      link_(context_),
+      tuner_(context_, notifier_),
+      intake_(context_),
+      records_(context_, intake_, notifier_),
+      completion_(intake_, timeline_, tuner_, records_, notifier_, gate_),
+      gpu_(context_, tuner_),
+      order_(context_, link_, intake_),
+      messages_(context_, link_, intake_, completion_, gpu_, order_),
+      sets_({context_, link_, intake_, completion_, timeline_, tuner_, gpu_, order_}),
+      stalls_(context_, link_, intake_, records_),
+      peers_(context_, link_),
+      clock_(link_),
+      loop_({context_, link_, intake_, completion_, records_, gpu_, order_, sets_, messages_, stalls_, peers_, clock_}),
+      progress_(context_, loop_, gate_),
+      calls_(context_, intake_, gpu_, sets_, loop_, progress_, gate_),
+      changes_(context_, intake_, gpu_, sets_, order_, messages_, progress_, calls_) {}
+
+Engine::~Engine() {
+  if (context_.connected.load()) (void)shutdown(0);
+  progress_.end_thread();
+  notifier_.stop();
+}
+
+// ---- birth
 
 Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   std::unique_ptr<Engine> engine(new Engine(std::move(config)));
-  const Config& c = engine->config_;
+  const Config& c = engine->context_.config;
   MeshOptions options;
   options.shared_memory = c.shared_memory;
   options.arena_bytes = c.arena_bytes;
@@ -19,213 +45,130 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.keepalive_s = c.keepalive_s;
   options.tcp_streams = c.tcp_streams;
   options.node = c.node;
-  // Who talks to whom, and how. Whatever else the ranks must share is rank 0's (agree_on_settings), or agreed on as it
-  // is needed.
+  // Who talks to whom, and how. Whatever else the ranks must share is rank 0's (StartUp::agree_on_settings), or agreed
+  // on as it is needed.
   options.must_agree = {{"HOROCLONE_SHARED_MEMORY", c.shared_memory ? "1" : "0"},
                         {"HOROCLONE_CONTROL_FANOUT", std::to_string(c.control_fanout)}};
   if (c.simd != "auto" && !select_simd(c.simd.c_str()))
     return error(Code::kInvalidArgument, "HOROCLONE_SIMD=", c.simd, ": this processor does not have it");
   // Before anybody connects: to the others, a rank that fails later has left, for a reason that its own log has.
-  Tuning start = Tuning::of(c);
-  SelectionSource source{};
-  HC_TRY(engine->start_selection(&start, &source));
+  Tuning start;
+  Selected::Source source{};
+  HC_TRY(StartUp::read(c, &start, &source));
   auto mesh = Mesh::listen(options);
   if (!mesh.is_ok()) return mesh.status();
-  engine->mesh_ = mesh.take();
+  engine->context_.mesh = mesh.take();
   return engine;
 }
 
 Status Engine::connect(const MeshMembers& members) {
-  log_.set_rank(members.rank);
+  context_.log.set_rank(members.rank);
   MeshMembers with_log = members;
-  with_log.report_after_s = config_.init_report_s;
-  with_log.say = [this](const std::string& text) { log_.warning(text); };
-  HC_TRY(mesh_->connect(with_log));
-  generation_ = members.generation;
-  left_.assign(mesh_->size(), false);
-  liveness_ = Liveness(mesh_->size(), {config_.liveness_probe_s, config_.liveness_warn_s, config_.liveness_error_s});
-  // With more ranks than cores whoever waits is in the way of those it waits for.
-  const bool crowded = mesh_->local_size() > static_cast<int>(allowed_cpus().size());
-  spin_pauses_ = crowded && !config_.given.contains("SPIN_PAUSES") ? 0 : config_.spin_pauses;
-  timer_s_ = std::min({1.0, config_.liveness_probe_s, config_.stall_check_s});
-  next_timer_ = Clock::now();
-  next_stall_report_ = Clock::now();
-  std::vector<int> everybody(mesh_->size());
-  for (int r = 0; r < mesh_->size(); ++r) everybody[r] = r;
-  auto set = make_set(0, everybody);
-  if (set->lane) HC_TRY(set->lane->prepare(), "rank ", mesh_->rank());
-  if (set->lane && set->lane->size() == mesh_->size()) device_turns_.attach(set->lane.get());
-  sets_[0] = std::move(set);
-  attach_messages();
-  HC_TRY(thread_.start("hc-engine", [this] { run(); }));
-  connected_.store(true);
+  with_log.report_after_s = context_.config.init_report_s;
+  with_log.say = [this](const std::string& text) { context_.log.warning(text); };
+  Mesh& mesh = *context_.mesh;
+  HC_TRY(mesh.connect(with_log));
+  context_.generation = members.generation;
+  link_.attach();
+  peers_.start();
+  stalls_.start();
+  loop_.start();
+  std::vector<int> everybody(static_cast<size_t>(mesh.size()));
+  for (int r = 0; r < mesh.size(); ++r) everybody[static_cast<size_t>(r)] = r;
+  HC_TRY(sets_.add(0, everybody));
+  if (sets_.world().is_on_one_node()) order_.turns().attach(sets_.world().lane());
+  HC_TRY(progress_.start());
+  context_.connected.store(true);
   // The coordinator's runs before anybody is let go: it shows what the others announce. They measure its clock for
   // theirs, which it answers as soon as it runs.
   if (members.rank == 0) start_configured_timeline();
-  HC_TRY(agree_on_settings(members));
-  HC_TRY(select(members));
+  StartUp start(context_, sets_, tuner_, calls_, progress_, members, &selected_);
+  HC_TRY(start.agree_on_settings());
+  HC_TRY(start.select());
   if (members.rank != 0) start_configured_timeline();
   return Status::ok();
 }
 
-// An operation of init: nothing else runs yet, and Ctrl-C and the time limit of init hold.
-Status Engine::run_in_init(const Submission& s, const MeshMembers& members) {
-  int64_t handle = 0;
-  HC_TRY(submit(s, &handle));
-  bool done = false;
-  const Deadline deadline = Deadline::in(members.timeout_s);
-  Status outcome;
-  while (!done && outcome.is_ok()) {
-    outcome = wait(handle, 0.05, &done);
-    if (!done && outcome.is_ok() && deadline.passed())
-      outcome = error(Code::kTimeout, "init: connected, but not every rank finished its set-up within ",
-                      members.timeout_s, " s");
-    if (!done && members.cancelled && members.cancelled()) outcome = error(Code::kAborted, "init was interrupted");
-  }
-  release(handle);
-  return outcome;
+// ---- memory and places
+
+Engine::Place Engine::place_in(int process_set) const {
+  const auto set = intake_.find(process_set);
+  return set ? Place{set->members.size(), set->members.group_rank} : Place{};
 }
 
-// Rank 0's settings that all ranks must share decide for everybody: algorithms and sizes are part of the layout. This
-// is also the first operation: nobody uses a lane before everybody has prepared its own.
-Status Engine::agree_on_settings(const MeshMembers& members) {
-  Tuning start = Tuning::of(config_);
-  SelectionSource source{};
-  HC_TRY(start_selection(&start, &source));
-  double table[kKnobCount + 2] = {};
-  for (int k = 0; k < kKnobCount; ++k) table[k] = value_of(start, static_cast<Knob>(k));
-  table[kKnobCount] = static_cast<double>(source);
-  table[kKnobCount + 1] = start.adasum_by_node;
-  const int64_t shape[] = {std::size(table)};
-  const Submission::Tensor tensor{table, table, shape, DType::kF64};
-  Submission s;
-  s.op = Op::kBroadcast;
-  s.name = "horoclone.settings";
-  s.tensors = {&tensor, 1};
-  s.will_wait = true;
-  HC_TRY(run_in_init(s, members));
-  const GateHold held(this);
-  for (int k = 0; k < kKnobCount; ++k) set_value(&agreed_tuning_, static_cast<Knob>(k), table[k]);
-  agreed_tuning_.adasum_by_node = table[kKnobCount + 1] != 0;
-  flat_bytes_ = agreed_tuning_.flat_bytes;
-  sets_[0]->express_bytes = express_limit(*sets_[0]);
-  if (!tuned_) {  // rank 0 may have gone on and changed them already
-    sets_[0]->tuning = agreed_tuning_;
-    adopt(agreed_tuning_);
+Result<std::shared_ptr<Memory>> Engine::allocate(size_t bytes) {
+  HC_TRY(context_.check_connected());
+  const Mesh& mesh = *context_.mesh;
+  if (mesh.shares_memory(mesh.rank())) return Memory::make_shared(mesh.arena(mesh.rank()), bytes);
+  auto memory = Memory::make_private(bytes);
+  if (!memory) return error(Code::kInternal, "no memory for a block of ", bytes, " bytes");
+  std::memset(memory->data(), 0, bytes);
+  return memory;
+}
+
+bool Engine::shares_memory() const {
+  const Mesh& mesh = *context_.mesh;
+  if (mesh.local_size() != mesh.size()) return false;
+  for (int r = 0; r < mesh.size(); ++r)
+    if (!mesh.shares_memory(r)) return false;
+  return true;
+}
+
+// ---- ends
+
+void Engine::abort(const std::string& text) {
+  if (!context_.connected.load()) return;
+  loop_.abort(text);
+  context_.mesh->wake_self();
+  // Make sure that it leaves this process even if it ends right after this call.
+  progress_.until([this] { return !loop_.has_abort() || context_.stopping.load(); }, Deadline::in(1.0));
+}
+
+void Engine::break_off(int64_t handle, const std::string& text) {
+  const Operation* op = intake_.handles().find(handle);
+  abort(text_of(context_.me(), " ", text, op ? text_of(" during ", op->describe()) : ""));
+}
+
+Status Engine::shutdown(double timeout_s) {
+  if (!context_.connected.load()) return Status::ok();
+  const auto idle = [this] {
+    return context_.has_failed() || !context_.connected.load() || (loop_.outstanding() == 0 && !intake_.has_news());
+  };
+  (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
+  progress_.lock();
+  if (!context_.connected.load()) {  // another thread has ended it meanwhile
+    progress_.unlock();
+    return Status::ok();
   }
-  if (sets_[0]->coordinator) tell_sizes(sets_[0].get(), agreed_tuning_);
-  selection_source_.store(static_cast<SelectionSource>(static_cast<int>(table[kKnobCount])));
+  if (loop_.outstanding() > 0)
+    loop_.fail(Status(Code::kAborted,
+                      text_of(context_.me(), " shut down while ", loop_.outstanding(),
+                              " of its operations were still waiting for other ranks"),
+                      context_.rank()));
+  intake_.refuse(error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again."));
+  for (ProcessSet* set : sets_.mine()) set->leave_shared_turns();
+  link_.say_goodbye(1.0);
+  context_.stopping.store(true);
+  context_.connected.store(false);
+  progress_.end_thread();
+  loop_.fail_latecomers();
+  for (ProcessSet* set : sets_.mine()) set->close();
+  messages_.links().leave();
+  order_.turns().clear();
+  gpu_.close();
+  progress_.unlock();
+  notifier_.stop();
+  timeline_.stop();
+  context_.mesh->close();
   return Status::ok();
 }
 
-void Engine::attach_messages() {
-  Messages::Host host;
-  host.rank = mesh_->rank();
-  host.generation = generation_;
-  host.segment_bytes = config_.segment_bytes;
-  host.send = [this](int to, const Writer& frame) {
-    frame_.clear();
-    frame_.put_raw(frame.bytes().data(), frame.size());
-    return send_frame(to, false);
-  };
-  host.channel = [this](int rank) -> Channel& { return mesh_->channel(rank); };
-  host.complete = [this](Operation* op, Status status) { finish(op, std::move(status)); };
-  host.has_left = [this](int rank) { return static_cast<bool>(left_[rank]); };
-  host.members = [this](uint16_t process_set) -> const std::vector<int>& { return find_set(process_set)->ranks; };
-  host.device_options = [this, options = device_options()]() -> const DeviceOptions& { return options; };
-  host.same_node = [this](int rank) { return mesh_->node_of(rank) == mesh_->node_of(mesh_->rank()); };
-  host.settle_device = [this](Operation* op) { settle_device(op); };
-  host.ask_turn = [this](int receiver, uint32_t id) { ask_message_turn(receiver, id); };
-  const auto turn = [](int sender, uint32_t id) {
-    return DeviceTurn{kMessageStream, static_cast<int32_t>(id), static_cast<uint16_t>(sender)};
-  };
-  host.turn_is_granted = [this, turn](int sender, uint32_t id) { return device_turns_.contains(turn(sender, id)); };
-  host.turn_is_next = [this, turn](int sender, uint32_t id) { return device_turns_.is_next(turn(sender, id)); };
-  host.turn_is_over = [this] { device_turns_.over(); };
-  host.device_failed = [this](const Status& reason) { device_failed(reason); };
-  host.warn = [this](const std::string& text) { log_.warning(text); };
-  messages_.attach(std::move(host));
-}
-
-// Several nodes, of which at least one has several ranks that share memory.
-bool Engine::may_be_two_level(const ProcessSet& set) const {
-  const std::vector<int>& node = set.group.node;
-  if (!config_.shared_memory || node.empty()) return false;
-  std::vector<int> distinct = node;
-  std::sort(distinct.begin(), distinct.end());
-  const bool repeats = std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end();
-  return repeats && distinct.front() != distinct.back();
-}
-
-// Two ranks read as much of each other's memory in a turn as in blocks, and meet once instead of three times.
-size_t Engine::express_limit(const ProcessSet& set) const { return set.size() == 2 ? 4 * flat_bytes_ : flat_bytes_; }
-
-std::unique_ptr<ProcessSet> Engine::make_set(uint16_t id, std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  const int me = mesh_->rank();
-  const auto at = std::find(ranks.begin(), ranks.end(), me);
-  auto set = std::make_unique<ProcessSet>(id, generation_, ranks,
-                                          at == ranks.end() ? -1 : static_cast<int>(at - ranks.begin()));
-  if (set->group_rank < 0) return set;
-  Group& group = set->group;
-  group.rank = set->group_rank;
-  group.size = set->size();
-  group.world_rank = ranks;
-  std::vector<std::shared_ptr<Arena>> arenas;
-  std::vector<int> positions;
-  int my_index = 0;
-  for (int position = 0; position < group.size; ++position) {
-    const int r = ranks[position];
-    group.node.push_back(mesh_->node_of(r));
-    group.channel.push_back(r == me ? nullptr : &mesh_->channel(r));
-    if (!mesh_->shares_memory(r) || mesh_->node_of(r) != mesh_->node_of(me)) continue;
-    if (r == me) my_index = static_cast<int>(arenas.size());
-    arenas.push_back(mesh_->arena(r));
-    positions.push_back(position);
-  }
-  if (!arenas.empty()) {
-    set->lane = std::make_unique<SharedLane>(std::move(arenas), std::move(positions), my_index, id);
-    group.lane = set->lane.get();
-    set->express.attach(set->lane.get());
-    set->express_allowed = config_.express;
-    set->express_bytes = express_limit(*set);
-  }
-  set->may_be_two_level = may_be_two_level(*set);
-  set->tree = ControlTree::make(group.node, config_.control_fanout);
-  if (set->tree && !set->tree->children(set->group_rank).empty())
-    set->combiner = std::make_unique<Combiner>(CombinerOptions{set->tree, set->group_rank, generation_, id});
-  set->tuning = agreed_tuning_;  // not tuning_, which ranks may have learnt of at different moments
-  if (set->group_rank == 0) {
-    CoordinatorOptions options;
-    options.size = set->size();
-    options.fusion_bytes = agreed_tuning_.fusion_bytes;
-    options.fuse_groups = !config_.disable_group_fusion;
-    const bool one_node = set->lane && set->lane->size() == set->size();
-    options.part_bytes = one_node ? 0 : config_.partition_bytes;
-    options.cache_capacity = static_cast<size_t>(config_.cache_capacity);
-    options.generation = generation_;
-    options.process_set = id;
-    options.world_rank = ranks;
-    options.tree = set->tree;
-    set->watch = std::make_unique<TimelineWatch>(&timeline_, id, ranks);
-    options.watch = set->watch.get();
-    options.lateness = &set->lateness;
-    set->coordinator = std::make_unique<Coordinator>(options);
-    tell_sizes(set.get(), agreed_tuning_);
-  }
-  return set;
-}
-
-// How much the set's coordinator fuses.
-void Engine::tell_sizes(ProcessSet* set, const Tuning& tuning) const {
-  const bool one_node = set->lane && set->lane->size() == set->size();
-  set->coordinator->set_fusion_bytes(tuning.fusion_bytes);
-  set->coordinator->set_arena_fusion_bytes(one_node || tuning.ring_from_bytes == 0 ? 0 : tuning.ring_from_bytes - 1);
-}
-
-ProcessSet* Engine::find_set(int id) const {
-  auto at = sets_.find(id);
-  return at == sets_.end() ? nullptr : at->second.get();
+void Engine::after_fork_child() {
+  context_.connected.store(false);
+  progress_.forget();
+  notifier_.forget();
+  timeline_.forget();
+  context_.mesh->after_fork_child();
 }
 
 }  // namespace hc

@@ -20,7 +20,7 @@ namespace {
 
 class NcclMessage : public DeviceMessage {
  public:
-  NcclMessage(DeviceLink* link, const MessageEnd& end, int place_of_peer, MessageTurn turn)
+  NcclMessage(DeviceLink* link, const MessageEnd& end, int place_of_peer, std::unique_ptr<MessageTurn> turn)
       : DeviceMessage(link, end), place_of_peer_(place_of_peer), turn_(std::move(turn)) {
     algorithm_ = "nccl";
   }
@@ -34,9 +34,9 @@ class NcclMessage : public DeviceMessage {
     if (!up.value()) return Progress::kPending;
     if (end_.sends && !asked_) {
       asked_ = *moved = true;
-      turn_.ask();
+      turn_->ask();
     }
-    if (!turn_.is_next()) return Progress::kPending;
+    if (!turn_->is_next()) return Progress::kPending;
     Status begun = await_ready();
     if (begun.is_ok()) begun = link_.launch(end_.sends, end_.data, end_.bytes, place_of_peer_);
     if (!begun.is_ok()) return fail_on_device(begun);
@@ -45,21 +45,21 @@ class NcclMessage : public DeviceMessage {
   }
 
   bool has_asked() const override { return asked_; }
-  bool may_be_given_up() const override { return !launched_ && !turn_.is_granted(); }
+  bool may_be_given_up() const override { return !launched_ && !turn_->is_granted(); }
 
  private:
   Progress enqueued(bool* moved) {
     auto enqueued = link_.is_enqueued();
     if (!enqueued.is_ok()) return fail_on_device(enqueued.status());
     if (!enqueued.value()) return Progress::kPending;
-    turn_.over();
+    turn_->over();
     *moved = true;
     Status recorded = record_done();
     return recorded.is_ok() ? Progress::kDone : fail_on_device(recorded);
   }
 
   const int place_of_peer_;
-  const MessageTurn turn_;
+  const std::unique_ptr<MessageTurn> turn_;
   bool asked_ = false, launched_ = false;
 };
 
@@ -129,7 +129,7 @@ class StagedMessage : public DeviceMessage {
 }  // namespace
 
 std::unique_ptr<DeviceMessage> make_nccl_message(DeviceLink* link, const MessageEnd& end, int place_of_peer,
-                                                 MessageTurn turn) {
+                                                 std::unique_ptr<MessageTurn> turn) {
   return std::make_unique<NcclMessage>(link, end, place_of_peer, std::move(turn));
 }
 

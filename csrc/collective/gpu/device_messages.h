@@ -44,14 +44,17 @@ class DeviceMessage : public Collective {
 };
 
 // Whose turn it is among all work on GPUs (engine/gpu/device_turns.h).
-struct MessageTurn {
-  std::function<void()> ask;  // for both ends; the sender does, when its end of the link is up
-  std::function<bool()> is_granted, is_next;
-  std::function<void()> over;
+class MessageTurn {
+ public:
+  virtual ~MessageTurn() = default;
+  virtual void ask() = 0;  // for both ends; the sender does, when its end of the link is up
+  virtual bool is_granted() const = 0;
+  virtual bool is_next() const = 0;
+  virtual void over() = 0;
 };
 
 std::unique_ptr<DeviceMessage> make_nccl_message(DeviceLink* link, const MessageEnd& end, int place_of_peer,
-                                                 MessageTurn turn);
+                                                 std::unique_ptr<MessageTurn> turn);
 // transfer: moves so many bytes of host memory to the peer, or from there.
 using HostTransfer = std::function<std::unique_ptr<Collective>(std::byte* at, size_t bytes)>;
 std::unique_ptr<DeviceMessage> make_staged_message(DeviceLink* link, const MessageEnd& end, HostTransfer transfer);

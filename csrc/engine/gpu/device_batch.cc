@@ -1,6 +1,6 @@
 #include "engine/gpu/device_batch.h"
 
-#include "engine/gpu/device_work.h"
+#include "engine/operation/device_work.h"
 
 namespace hc {
 

@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "collective/gpu/device_group.h"
-#include "engine/intake/operation.h"
+#include "engine/operation/operation.h"
 
 namespace hc {
 

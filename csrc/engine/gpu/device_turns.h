@@ -47,6 +47,10 @@ class DeviceTurns {
   void give(DeviceTurn turn, uint32_t count, bool is_mine);
   // Rank 0: passes on what there was no room for. False: some of it waits for ranks to take theirs; `gone` take none.
   bool pass_on(const std::vector<bool>& gone);
+  // The others, in shared memory: whether rank 0 has given something that was not taken yet.
+  bool has_news() const {
+    return lane_ && lane_->index() != 0 && lane_->flags(0).turns_given.load(std::memory_order_acquire) != taken_;
+  }
   // The others: takes what rank 0 has given; is_mine: whether this rank takes part. True: something came.
   bool take(const std::function<bool(const DeviceTurn&)>& is_mine);
 

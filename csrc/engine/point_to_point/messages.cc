@@ -36,16 +36,16 @@ Status Messages::submit(Operation* op) {
   op->pending_at = operations_.size();
   operations_.push_back(op);
   const int peer = peer_of(op);
-  const auto& members = host_.members(op->process_set);
-  const bool gone = peer >= 0 ? host_.has_left(peer) : std::all_of(members.begin(), members.end(), [&](int r) {
-    return r != host_.rank && host_.has_left(r);
+  const auto& members = members_of(op->process_set);
+  const bool gone = peer >= 0 ? link_.has_left(peer) : std::all_of(members.begin(), members.end(), [&](int r) {
+    return r != context_.rank() && link_.has_left(r);
   });
   if (gone && members.size() > 1) {
     complete(op, Status(Code::kAborted, op->describe() + ": it has shut down", peer));
     return Status::ok();
   }
   if (sends(op)) {
-    if (peer == host_.rank) return send_to_self(op);
+    if (peer == context_.rank()) return send_to_self(op);
     outboxes_[peer].queued.push_back(op);
     return pump(peer);
   }
@@ -92,13 +92,13 @@ Status Messages::announce(Operation* op) {
   ++box.unanswered;
   if (eager) box.eager_bytes += bytes;
   sent_[id] = {op, to, eager ? bytes : 0};
-  return host_.send(to, frame);
+  return link_.send(to, frame.bytes(), false);
 }
 
 // Copied and done at once, so that a rank may send to itself before it receives; what is too large for that waits.
 Status Messages::send_to_self(Operation* op) {
   Announced message;
-  message.from = host_.rank;
+  message.from = context_.rank();
   message.id = next_id_++;
   message.meta = op->signature().tensors[0];
   const size_t bytes = bytes_of(message.meta);
@@ -113,7 +113,7 @@ Status Messages::send_to_self(Operation* op) {
     self_bytes_ += bytes;
     complete(op, Status::ok());
   } else {
-    sent_[message.id] = {op, host_.rank, 0};
+    sent_[message.id] = {op, context_.rank(), 0};
   }
   return arrived(address, std::move(message));
 }
@@ -141,18 +141,19 @@ Status Messages::prepare(Operation* op, const Announced& message) {
   if (!op->signature().tensors.empty()) {
     const TensorMeta& wanted = op->signature().tensors[0];
     if (wanted.dtype == message.meta.dtype && wanted.count() == message.meta.count()) return check_place(op, message);
-    return Status(Code::kMismatch,
-                  text_of("rank ", message.from, " sent ", text_of_tensor(message.meta), " with tag ",
-                          op->request.sequence, ", rank ", host_.rank, " receives it into ", text_of_tensor(wanted),
-                          ". Both must have one dtype and number of elements; pass no tensor to recv() to take what "
-                          "comes."),
-                  host_.rank);
+    return Status(
+        Code::kMismatch,
+        text_of("rank ", message.from, " sent ", text_of_tensor(message.meta), " with tag ", op->request.sequence,
+                ", rank ", context_.rank(), " receives it into ", text_of_tensor(wanted),
+                ". Both must have one dtype and number of elements; pass no tensor to recv() to take what "
+                "comes."),
+        context_.rank());
   }
   if (message.on_device && op->device) return prepare_on_device(op, bytes);
-  if (message.on_device && message.from == host_.rank) return check_place(op, message);
+  if (message.on_device && message.from == context_.rank()) return check_place(op, message);
   auto memory = Memory::make_private(bytes);
   if (!memory)
-    return error(Code::kInternal, "no memory on rank ", host_.rank, " for a message of ", bytes, " bytes of rank ",
+    return error(Code::kInternal, "no memory on rank ", context_.rank(), " for a message of ", bytes, " bytes of rank ",
                  message.from);
   op->results = {memory};
   op->first_dimension = {message.meta.shape.empty() ? 1 : message.meta.shape[0]};
@@ -163,7 +164,7 @@ Status Messages::prepare(Operation* op, const Announced& message) {
 Status Messages::match(Operation* op, Announced message) {
   Status fits = prepare(op, message);
   const size_t bytes = bytes_of(message.meta);
-  const bool local = message.from == host_.rank;
+  const bool local = message.from == context_.rank();
   LinkWay way;
   if (fits.is_ok() && message.on_device && !message.here && !local) {
     auto chosen = choose_way_of(op, message);
@@ -208,13 +209,13 @@ std::unique_ptr<Collective> Messages::transfer_of(bool sends, std::byte* at, siz
   const auto [peer, id] = which;
   Group pair;
   pair.size = 2;
-  pair.world_rank = {host_.rank, peer};
-  pair.channel = {nullptr, &host_.channel(peer)};
+  pair.world_rank = {context_.rank(), peer};
+  pair.channel = {nullptr, &context_.mesh->channel(peer)};
   Task task;
   task.dtype = DType::kU8;
   task.pieces = {{sends ? at : nullptr, sends ? nullptr : at, bytes}};
-  task.segment_bytes = host_.segment_bytes;
-  task.tag = Tag{static_cast<uint16_t>(host_.generation), kMessageStream, id, 0};
+  task.segment_bytes = context_.config.segment_bytes;
+  task.tag = Tag{static_cast<uint16_t>(context_.generation), kMessageStream, id, 0};
   Schedule schedule{.name = "message", .rounds = 1};
   Step step{.action = sends ? Action::kSend : Action::kReceive, .peer = 1, .round = 1, .count = bytes};
   step.from = {Place::kInput, 0};
@@ -243,7 +244,7 @@ Status Messages::answer(int to, FrameKind kind, uint32_t id, const Status& reaso
     frame.put(reason.code());
     frame.put_text(reason.text());
   }
-  return host_.send(to, frame);
+  return link_.send(to, frame.bytes(), false);
 }
 
 Status Messages::handle(int from, FrameKind kind, Reader* in) {
@@ -333,7 +334,7 @@ void Messages::complete(Operation* op, Status status) {
   operations_.back()->pending_at = op->pending_at;
   operations_[op->pending_at] = operations_.back();
   operations_.pop_back();
-  host_.complete(op, std::move(status));
+  completion_.finish(op, std::move(status));
 }
 
 // Ends sends that nobody has answered and receives that nothing has matched.
@@ -355,8 +356,9 @@ void Messages::peer_left(int rank, const std::string& text) {
   drop_waiting(
       [&](const Operation* op) {
         if (peer_of(op) >= 0) return peer_of(op) == rank;
-        const auto& members = host_.members(op->process_set);
-        return std::all_of(members.begin(), members.end(), [&](int r) { return r == host_.rank || host_.has_left(r); });
+        const auto& members = members_of(op->process_set);
+        return std::all_of(members.begin(), members.end(),
+                           [&](int r) { return r == context_.rank() || link_.has_left(r); });
       },
       Status(Code::kAborted, text, rank));
   std::erase_if(sent_, [&](const auto& entry) { return entry.second.to == rank; });
@@ -385,7 +387,7 @@ void Messages::mark_awaited(TimePoint now, double older_than_s, std::vector<bool
     if (peer_of(op) >= 0)
       (*waits)[static_cast<size_t>(peer_of(op))] = true;
     else
-      for (int r : host_.members(op->process_set)) (*waits)[static_cast<size_t>(r)] = true;
+      for (int r : members_of(op->process_set)) (*waits)[static_cast<size_t>(r)] = true;
   }
 }
 
@@ -398,13 +400,13 @@ std::string Messages::stalled(TimePoint now, double older_than_s, double* longes
     *longest_s = std::max(*longest_s, waited_s);
     const int peer = peer_of(op);
     if (peer >= 0) late->insert(peer);
-    report += text_of("\n  ", op->describe(), " of rank ", host_.rank, " (", static_cast<int>(waited_s), " s): ");
+    report += text_of("\n  ", op->describe(), " of rank ", context_.rank(), " (", static_cast<int>(waited_s), " s): ");
     if (sends(op))
-      report += text_of("rank ", peer, " has not called recv() from rank ", host_.rank, " with this tag");
+      report += text_of("rank ", peer, " has not called recv() from rank ", context_.rank(), " with this tag");
     else if (peer < 0)
       report += "no rank has called send() with this tag";
     else
-      report += text_of("rank ", peer, " has not called send() to rank ", host_.rank, " with this tag");
+      report += text_of("rank ", peer, " has not called send() to rank ", context_.rank(), " with this tag");
   }
   return report;
 }

@@ -20,7 +20,11 @@
 #include "base/wire.h"
 #include "collective/collective.h"
 #include "collective/gpu/device_messages.h"
-#include "engine/intake/operation.h"
+#include "engine/control/control_link.h"
+#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/launch_order.h"
+#include "engine/intake/completion.h"
+#include "engine/operation/operation.h"
 
 namespace hc {
 
@@ -28,31 +32,12 @@ inline constexpr size_t kEagerBytes = 8u << 10;          // such payloads travel
 inline constexpr size_t kEagerWindow = 256u << 10;       // of them unanswered, per receiver
 inline constexpr size_t kSelfBufferBytes = 64u << 20;    // what a rank sends to itself is copied, up to so much
 inline constexpr size_t kAnnouncementsAhead = 1u << 15;  // unanswered, per receiver; more wait at the sender
-inline constexpr uint16_t kMessageStream = 0xffff;       // Tag::process_set of payloads; no process set has this number
 
 class Messages {
  public:
-  // What it needs of the engine.
-  struct Host {
-    int rank = 0;
-    uint32_t generation = 0;
-    size_t segment_bytes = 0;
-    std::function<Status(int to, const Writer& frame)> send;
-    std::function<Channel&(int rank)> channel;
-    std::function<void(Operation* op, Status status)> complete;
-    std::function<bool(int rank)> has_left;                                // has said goodbye
-    std::function<const std::vector<int>&(uint16_t process_set)> members;  // world ranks
-    // Messages between GPUs: their settings, the turns of all work there (`sender` and id name a message), news.
-    std::function<const DeviceOptions&()> device_options;
-    std::function<bool(int rank)> same_node;
-    std::function<void(Operation* op)> settle_device;  // something comes to the GPU that it has offered
-    std::function<void(int receiver, uint32_t id)> ask_turn;
-    std::function<bool(int sender, uint32_t id)> turn_is_granted, turn_is_next;
-    std::function<void()> turn_is_over;
-    std::function<void(const Status& reason)> device_failed;
-    std::function<void(const std::string& text)> warn;
-  };
-  void attach(Host host) { host_ = std::move(host); }
+  Messages(Context& context, ControlLink& link, const Intake& intake, Completion& completion, GpuDesk& gpu,
+           LaunchOrder& order)
+      : context_(context), link_(link), intake_(intake), completion_(completion), gpu_(gpu), order_(order) {}
 
   // A kSend or kReceive: Signature::root is the other's world rank (receive: -1 = any), Request::sequence the tag.
   Status submit(Operation* op);
@@ -133,7 +118,7 @@ class Messages {
   Result<LinkWay> choose_way_of(const Operation* op, const Announced& message);
   Status want_link(int peer);
   Status take_link_id(int from, Reader* in);
-  MessageTurn turn_of(bool sends, int peer, uint32_t id);
+  std::unique_ptr<MessageTurn> turn_of(bool sends, int peer, uint32_t id);
   Status copy_own(Operation* op, Announced* message);
   Status copy_to_self(Operation* op, const Announced& message, Operation* source);
   Progress step_on_device(Moving* moving, bool* moved);
@@ -141,7 +126,15 @@ class Messages {
   void complete(Operation* op, Status status);
   void drop_waiting(const std::function<bool(const Operation*)>& which, const Status& reason);
 
-  Host host_;
+  const std::vector<int>& members_of(uint16_t process_set) const { return intake_.find(process_set)->members.ranks; }
+  bool same_node(int rank) const { return context_.mesh->node_of(rank) == context_.mesh->node_of(context_.rank()); }
+
+  Context& context_;
+  ControlLink& link_;
+  const Intake& intake_;
+  Completion& completion_;
+  GpuDesk& gpu_;
+  LaunchOrder& order_;
   uint32_t next_id_ = 0;
   std::map<Address, Mailbox> mailboxes_;
   std::map<int, Outbox> outboxes_;

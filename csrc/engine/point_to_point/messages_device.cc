@@ -8,6 +8,26 @@
 namespace hc {
 namespace {
 
+// The place of one message in the order of all work on GPUs.
+class TicketOfMessage final : public MessageTurn {
+ public:
+  TicketOfMessage(LaunchOrder& order, GpuDesk& gpu, int sender, int receiver, uint32_t id)
+      : order_(order), gpu_(gpu), receiver_(receiver), id_(id), turn_(LaunchOrder::turn_of_message(sender, id)) {}
+  void ask() override {
+    if (Status sent = order_.ask_for_message(receiver_, id_); !sent.is_ok()) gpu_.fail(sent);
+  }
+  bool is_granted() const override { return order_.turns().contains(turn_); }
+  bool is_next() const override { return order_.turns().is_next(turn_); }
+  void over() override { order_.turns().over(); }
+
+ private:
+  LaunchOrder& order_;
+  GpuDesk& gpu_;
+  const int receiver_;
+  const uint32_t id_;
+  const DeviceTurn turn_;
+};
+
 // What was sent before somebody's goodbye may still be on its way: turns, when rank 0 has shut down; when the other end
 // has, the turn that rank 0 gives both, on another channel, however busy rank 0 is.
 constexpr double kGraceOfOrdersS = 1, kGraceOfPeerS = 15;
@@ -23,7 +43,7 @@ const char* words_for(bool on_device) { return on_device ? "on a GPU" : "in host
 void Messages::put_place(const Operation* op, Writer* frame) {
   frame->put(op->device != nullptr);
   if (!op->device) return;
-  links_.use(op->device->gpu, host_.device_options());
+  links_.use(op->device->gpu, gpu_.options());
   links_.card().put_into(frame);
 }
 
@@ -32,31 +52,31 @@ Status Messages::check_place(const Operation* op, const Announced& message) cons
   if (here == message.on_device) return Status::ok();
   return Status(Code::kMismatch,
                 text_of("rank ", message.from, " sent a tensor ", words_for(message.on_device), " with tag ",
-                        op->request.sequence, ", rank ", host_.rank, " receives it ", words_for(here),
+                        op->request.sequence, ", rank ", context_.rank(), " receives it ", words_for(here),
                         ". Both ends must be on GPUs or both in host memory: copy the tensor at one end."),
-                host_.rank);
+                context_.rank());
 }
 
 Result<LinkWay> Messages::choose_way_of(const Operation* op, const Announced& message) {
   LinkWay way;
   if (!op->device) return way;  // it takes what comes, and has no GPU to put it on
-  links_.use(op->device->gpu, host_.device_options());
+  links_.use(op->device->gpu, gpu_.options());
   const LinkCard mine = links_.card();
-  way = choose_way(message.card, mine, host_.same_node(message.from));
-  if (way.by_nccl && host_.has_left(0)) {
+  way = choose_way(message.card, mine, same_node(message.from));
+  if (way.by_nccl && link_.has_left(0)) {
     way.by_nccl = false;
     way.reason = "rank 0, which orders the work of NCCL, has shut down";
   }
   const bool wished = mine.operations == GpuOperations::kHost || mine.operations == GpuOperations::kPeers;
   if (!way.by_nccl && way.refusal.is_ok() && !wished && told_way_.insert(message.from).second)
-    host_.warn(text_of("messages from the GPU of rank ", message.from,
-                       " travel through host memory, which is slower: ", way.reason));
+    context_.log.warning(text_of("messages from the GPU of rank ", message.from,
+                                 " travel through host memory, which is slower: ", way.reason));
   return way;
 }
 
 Status Messages::prepare_on_device(Operation* op, size_t bytes) {
-  host_.settle_device(op);
-  links_.use(op->device->gpu, host_.device_options());
+  gpu_.settle(op);
+  links_.use(op->device->gpu, gpu_.options());
   op->result_on_device = true;
   op->first_dimension = {op->received->shape.empty() ? 1 : op->received->shape[0]};
   op->out.assign(1, nullptr);
@@ -76,32 +96,26 @@ Status Messages::prepare_on_device(Operation* op, size_t bytes) {
 // for.
 Status Messages::want_link(int peer) {
   DeviceLink& link = links_.to(peer);
-  if (link.has_begun() || host_.rank > peer) return Status::ok();
+  if (link.has_begun() || context_.rank() > peer) return Status::ok();
   auto id = link.make_id();
   HC_TRY(id.status());
   Writer frame;
   frame.put(FrameKind::kLinkId);
   frame.put_raw(&id.value(), sizeof(NcclId));
-  HC_TRY(host_.send(peer, frame));
+  HC_TRY(link_.send(peer, frame.bytes(), false));
   return link.begin(id.value(), 0);
 }
 
 Status Messages::take_link_id(int from, Reader* in) {
   NcclId id;
-  if (!in->take(&id, sizeof(id)) || !links_.in_use() || from > host_.rank || links_.to(from).has_begun())
+  if (!in->take(&id, sizeof(id)) || !links_.in_use() || from > context_.rank() || links_.to(from).has_begun())
     return error(Code::kInternal, "the id of a communicator from rank ", from, " is broken or not expected");
-  if (Status begun = links_.to(from).begin(id, 1); !begun.is_ok()) host_.device_failed(begun);
+  if (Status begun = links_.to(from).begin(id, 1); !begun.is_ok()) gpu_.fail(begun);
   return Status::ok();
 }
 
-MessageTurn Messages::turn_of(bool out, int peer, uint32_t id) {
-  const int sender = out ? host_.rank : peer;
-  MessageTurn turn;
-  turn.ask = [this, peer, id] { host_.ask_turn(peer, id); };
-  turn.is_granted = [this, sender, id] { return host_.turn_is_granted(sender, id); };
-  turn.is_next = [this, sender, id] { return host_.turn_is_next(sender, id); };
-  turn.over = host_.turn_is_over;
-  return turn;
+std::unique_ptr<MessageTurn> Messages::turn_of(bool sends, int peer, uint32_t id) {
+  return std::make_unique<TicketOfMessage>(order_, gpu_, sends ? context_.rank() : peer, peer, id);
 }
 
 Status Messages::begin_on_device(Operation* op, int peer, uint32_t id, bool by_nccl) {
@@ -109,11 +123,11 @@ Status Messages::begin_on_device(Operation* op, int peer, uint32_t id, bool by_n
   const TensorMeta& meta = out ? op->signature().tensors[0] : *op->received;
   MessageEnd end{out, out ? const_cast<std::byte*>(op->in[0]) : op->out[0],
                  static_cast<size_t>(meta.count()) * size_of(meta.dtype), ready_of(op)};
-  links_.use(op->device->gpu, host_.device_options());
+  links_.use(op->device->gpu, gpu_.options());
   DeviceLink& link = links_.to(peer);
   std::unique_ptr<DeviceMessage> message;
   if (by_nccl)
-    message = make_nccl_message(&link, end, host_.rank < peer ? 1 : 0, turn_of(out, peer, id));
+    message = make_nccl_message(&link, end, context_.rank() < peer ? 1 : 0, turn_of(out, peer, id));
   else
     message = make_staged_message(&link, end, [this, out, peer, id](std::byte* at, size_t bytes) {
       return transfer_of(out, at, bytes, {peer, id});
@@ -125,7 +139,7 @@ Status Messages::begin_on_device(Operation* op, int peer, uint32_t id, bool by_n
   if (begun.is_ok() && moving.transfer->start() == Progress::kFailed) begun = moving.transfer->status();
   if (begun.is_ok() || !(on_device || moving.on_device->device_failed())) return begun;
   moving.failed = true;
-  host_.device_failed(begun.with(op->describe()));
+  gpu_.fail(begun.with(op->describe()));
   return Status::ok();
 }
 
@@ -135,7 +149,7 @@ Progress Messages::step_on_device(Moving* moving, bool* moved) {
   if (progress == Progress::kDone) moving->op->device->done = moving->on_device->done();
   if (progress != Progress::kFailed || !moving->on_device->device_failed()) return progress;
   moving->failed = true;
-  host_.device_failed(moving->transfer->status().with(moving->op->describe()));
+  gpu_.fail(moving->transfer->status().with(moving->op->describe()));
   return Progress::kPending;
 }
 
@@ -144,7 +158,7 @@ Progress Messages::step_on_device(Moving* moving, bool* moved) {
 // given or will be: it is given up only to wait for no fault for ever. True: `moving` is no more.
 bool Messages::given_up(Moving* moving) {
   if (!moving->on_device || moving->failed || !moving->on_device->may_be_given_up()) return false;
-  const bool unordered = host_.has_left(0), alone = host_.has_left(moving->peer);
+  const bool unordered = link_.has_left(0), alone = link_.has_left(moving->peer);
   const bool counted_on = is_sent(moving->op) && moving->on_device->has_asked();
   if (!unordered && (counted_on || !alone)) return false;
   const TimePoint now = Clock::now();
@@ -157,13 +171,13 @@ bool Messages::given_up(Moving* moving) {
   if (!unordered)
     complete(op, Status(Code::kAborted, text_of(op->describe(), ": it has shut down"), peer));
   else if (Status begun = begin_on_device(op, peer, id, false); !begun.is_ok())
-    host_.device_failed(begun);
+    gpu_.fail(begun);
   return true;
 }
 
 bool Messages::expects_turn(int sender, uint32_t id) const {
   return std::any_of(moving_.begin(), moving_.end(), [&](const Moving& m) {
-    return m.on_device && m.id == id && (is_sent(m.op) ? sender == host_.rank : sender == m.peer);
+    return m.on_device && m.id == id && (is_sent(m.op) ? sender == context_.rank() : sender == m.peer);
   });
 }
 
@@ -178,9 +192,9 @@ Status Messages::copy_own(Operation* op, Announced* message) {
   const TensorMeta& meta = message->meta;
   const size_t bytes = static_cast<size_t>(meta.count()) * size_of(meta.dtype);
   if (!bytes) return Status::ok();
-  links_.use(op->device->gpu, host_.device_options());
+  links_.use(op->device->gpu, gpu_.options());
   Gpu& gpu = *op->device->gpu;
-  auto stream = links_.to(host_.rank).stream();
+  auto stream = links_.to(context_.rank()).stream();
   HC_TRY(stream.status());
   auto memory = gpu.device_memory(bytes, stream.value());
   HC_TRY(memory.status());
@@ -198,7 +212,7 @@ Status Messages::copy_own(Operation* op, Announced* message) {
 Status Messages::copy_to_self(Operation* op, const Announced& message, Operation* source) {
   const size_t bytes = static_cast<size_t>(message.meta.count()) * size_of(message.meta.dtype);
   Gpu& gpu = *op->device->gpu;
-  auto stream = links_.to(host_.rank).stream();
+  auto stream = links_.to(context_.rank()).stream();
   HC_TRY(stream.status());
   if (const CuEvent ready = ready_of(op)) HC_TRY(gpu.wait(stream.value(), ready));
   if (source) HC_TRY(gpu.wait(stream.value(), ready_of(source)));

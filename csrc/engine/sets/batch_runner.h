@@ -9,8 +9,8 @@
 
 #include "collective/collective.h"
 #include "engine/gpu/device_batch.h"
-#include "engine/intake/operation.h"
-#include "engine/watch/timeline.h"
+#include "engine/operation/operation.h"
+#include "engine/record/timeline.h"
 
 namespace hc {
 

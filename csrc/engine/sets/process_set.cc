@@ -8,126 +8,118 @@
 namespace hc {
 
 namespace {
-constexpr size_t kNamesKept = 8192;  // records of names that are not pending, per operation kind
-// A session with fewer turns was a mistake: the next one takes twice as many plans to open.
-constexpr uint64_t kTurnsThatPay = 64;
-constexpr int kMostWanted = 4096;
-// A ballot fills up to this size: what takes longer to move had better start.
-constexpr size_t kFillBytes = 256 * kKiB;
-constexpr int kLooksWithoutNews = 48;  // some microseconds: a Python loop submits faster
 
-bool goes_express(const Operation& op, size_t limit) {
-  const Signature& s = op.signature();
-  if (s.device || s.in_arena) return false;
-  switch (s.op) {
-    case Op::kBarrier:
-      return true;
-    case Op::kAllreduce:
-      if (s.reduce == Reduce::kAdasum || !op.out[0]) return false;
-      break;
-    case Op::kBroadcast:
-    case Op::kAllgather:
-    case Op::kReducescatter:
-    case Op::kAlltoall:
-      break;
-    default:
-      return false;
-  }
-  const size_t bytes = bytes_of(s);
-  return s.tensors.size() == 1 && bytes > 0 && bytes <= std::min(kExpressBytes, limit);
+constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later gathers and gets fused
+constexpr int kBatchesAtOnce = 16;
+
+// Several nodes, of which at least one has several ranks.
+bool has_levels(std::vector<int> node) {
+  if (node.empty()) return false;
+  std::sort(node.begin(), node.end());
+  return std::adjacent_find(node.begin(), node.end()) != node.end() && node.front() != node.back();
 }
 
-// Whether every rank has as many rows for everybody as the others: a turn takes only what is the same on all.
-bool rows_are_alike(const PlanBatch& batch, size_t size) {
-  if (batch.op != Op::kAllgather && batch.op != Op::kAlltoall) return true;
-  const size_t line = batch.op == Op::kAlltoall ? size : 1;
-  for (size_t i = line; i < batch.rows.size(); ++i)
-    if (batch.rows[i] != batch.rows[i - line]) return false;
-  return true;
-}
 }  // namespace
 
-int ProcessSet::position_of(int world_rank) const {
-  auto at = std::lower_bound(ranks.begin(), ranks.end(), world_rank);
-  return at != ranks.end() && *at == world_rank ? static_cast<int>(at - ranks.begin()) : -1;
+ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake, size_t* total_pending)
+    : parts_(parts),
+      intake_(std::move(intake)),
+      pending_(total_pending),
+      device_(parts.context, parts.gpu, parts.order, intake_->members, group_) {
+  const Members& m = members();
+  if (!m.has_me()) return;
+  const Mesh& mesh = *parts.context.mesh;
+  const int me = mesh.rank();
+  group_.rank = m.group_rank;
+  group_.size = m.size();
+  group_.world_rank = m.ranks;
+  std::vector<std::shared_ptr<Arena>> arenas;
+  std::vector<int> positions;
+  int my_index = 0;
+  for (int position = 0; position < group_.size; ++position) {
+    const int r = m.ranks[static_cast<size_t>(position)];
+    group_.node.push_back(mesh.node_of(r));
+    group_.channel.push_back(r == me ? nullptr : &parts.context.mesh->channel(r));
+    if (!mesh.shares_memory(r) || mesh.node_of(r) != mesh.node_of(me)) continue;
+    if (r == me) my_index = static_cast<int>(arenas.size());
+    arenas.push_back(mesh.arena(r));
+    positions.push_back(position);
+  }
+  if (!arenas.empty()) {
+    lane_ = std::make_unique<SharedLane>(std::move(arenas), std::move(positions), my_index, m.id);
+    group_.lane = lane_.get();
+    bypass_.attach(lane_.get(), parts.context.config.express, 0, is_on_one_node());
+    limit_bypass();
+  }
+  may_be_two_level_ = parts.context.config.shared_memory && has_levels(group_.node);
+  negotiator_ = std::make_unique<Negotiator>(parts.context, parts.link, parts.timeline, m, &intake_->lateness,
+                                             group_.node, is_on_one_node());
+  set_tuning(parts.tuner.agreed());  // not the newest, which ranks may have learnt of at different moments
 }
 
-NameRecord& ProcessSet::record_of(Op op, std::string_view name) {
-  auto& names = names_[static_cast<int>(op)];
-  auto at = names.find(std::string(name));
-  if (at != names.end()) return at->second;
-  if (names.size() >= kNamesKept)
-    std::erase_if(names,
-                  [](const auto& entry) { return entry.second.pending.load(std::memory_order_acquire) == nullptr; });
-  return names[std::string(name)];
+Status ProcessSet::prepare() { return lane_ ? lane_->prepare() : Status::ok(); }
+
+void ProcessSet::set_tuning(const Tuning& tuning) {
+  tuning_ = tuning;
+  if (negotiator_) negotiator_->set_sizes(tuning);
 }
 
-NameRecord* ProcessSet::known_record(Op op, std::string_view name) {
-  if (name.empty()) return &unnamed_[static_cast<size_t>(op)];
-  auto& names = names_[static_cast<int>(op)];
-  auto at = names.find(std::string(name));
-  return at == names.end() ? nullptr : &at->second;
+// Two ranks read as much of each other's memory in a turn as in blocks, with one barrier instead of three.
+void ProcessSet::limit_bypass() {
+  const size_t flat_bytes = parts_.tuner.flat_bytes_at_init();
+  bypass_.set_limit(members().size() == 2 ? 4 * flat_bytes : flat_bytes);
 }
 
-Operation* ProcessSet::find_named(Op op, std::string_view name) {
-  NameRecord* record = known_record(op, name);
-  return record ? record->pending.load(std::memory_order_acquire) : nullptr;
+// ---- operations come in, and end
+
+void ProcessSet::refuse(Operation* op, const Status& reason) {
+  pending_.add(op);
+  complete(op, reason.with(op->describe()));
 }
 
-void ProcessSet::adopt(Operation* op) {
-  op->pending_at = pending.size();
-  pending.push_back(op);
+void ProcessSet::take(Operation* op) {
+  if (parts_.context.has_failed()) return refuse(op, parts_.intake.failure());
+  if (!closed_.is_ok()) return refuse(op, closed_);
+  pending_.add(op);
+  const bool entered = op->bucket.set >= 0 ? enter_bucket(op) : enter_bypass(op);
+  if (!entered) announce(op);
+  // A coordinator shows what all ranks announce, when their requests come.
+  if (parts_.timeline.on() && (entered || !negotiator_->is_coordinator()))
+    parts_.timeline.announced(Timeline::key_of(*op), parts_.context.rank(), op->submitted);
+}
+
+void ProcessSet::complete(Operation* op, Status status) {
+  if (op == pending_.join()) intake_->join_pending.store(false, std::memory_order_release);
+  pending_.remove(op);
+  if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
+  parts_.completion.finish(op, std::move(status));
+}
+
+void ProcessSet::end_pending(const Status& reason) {
+  while (!pending_.all().empty()) {
+    Operation* op = pending_.all().back();
+    complete(op, reason.with(op->describe()));
+  }
 }
 
 void ProcessSet::announce(Operation* op) {
-  const Op kind = op->signature().op;
-  // Nobody may wait for me in a turn while I wait for the coordinator. With a turn of mine under way: when it is over.
-  if (express.is_busy())
-    ballot.on_express = true;
-  else if (express.is_on())
-    express.close();
-  if (kind == Op::kJoin) {
-    join = op;
-    if (!frozen_runs.empty()) {
-      deferred_join = op;
+  // Nobody may wait for this rank in a turn while it waits for the coordinator. With a turn under way: when it is over.
+  if (bypass_.is_busy())
+    negotiator_->announce_bypass();
+  else
+    bypass_.close();
+  if (op->signature().op == Op::kJoin) {
+    pending_.expect_join(op);
+    if (!arrivals_.empty()) {
+      deferred_join_ = op;
       return;
     }
-    thaw();
-    ballot.joined = true;
+    leave_shared_turns();
+    negotiator_->announce_join();
     return;
   }
-  op->slot = cache.announce(op->request, &ballot);
-  for (const TensorMeta& t : op->signature().tensors)
-    ballot_bytes_ += static_cast<size_t>(t.count()) * size_of(t.dtype);
-  if (op->request.name.empty()) {
-    Window& w = windows_[static_cast<int>(kind)];
-    // Numbers are given and operations queued under one lock, so they arrive here without a gap, except for one that
-    // has stepped back from the express way while later ones were agreed on.
-    for (; op->request.sequence < w.base; --w.base) w.operations.push_front(nullptr);
-    const uint64_t at = op->request.sequence - w.base;
-    if (w.operations.size() <= at) w.operations.resize(at + 1, nullptr);
-    w.operations[at] = op;
-  } else if (op->slot != kNoSlot) {
-    if (by_slot_.size() <= op->slot) by_slot_.resize(op->slot + 1, nullptr);
-    by_slot_[op->slot] = op;
-  }
-}
-
-bool ProcessSet::ballot_fills() {
-  if (ballot.joined || ballot_bytes_ > kFillBytes) return false;
-  const size_t announced = ballot.cached.size() + ballot.fresh.size();
-  looks_without_news_ = announced == ballot_seen_ ? looks_without_news_ + 1 : 0;
-  ballot_seen_ = announced;
-  return looks_without_news_ < kLooksWithoutNews;
-}
-
-void ProcessSet::ballot_sent() {
-  ballot.cached.clear();
-  ballot.fresh.clear();
-  ballot.joined = false;
-  ballot.on_express = false;
-  ballot_bytes_ = ballot_seen_ = 0;
-  looks_without_news_ = 0;
+  negotiator_->announce(op);
+  pending_.expect(op);
 }
 
 Task ProcessSet::task_of(const Operation& op) const {
@@ -135,12 +127,22 @@ Task ProcessSet::task_of(const Operation& op) const {
   Task task;
   task.dtype = s.tensors[0].dtype;
   task.reduce = s.reduce == Reduce::kAverage ? Reduce::kSum : s.reduce;
-  task.scale = scale_of(s, task.dtype, size());
+  task.scale = scale_of(s, task.dtype, members().size());
   task.pieces = {{op.in[0], op.out[0], static_cast<size_t>(s.tensors[0].count())}};
   return task;
 }
 
-Result<Task> ProcessSet::express_task_of(Operation* op) const {
+bool ProcessSet::enter_bucket(Operation* op) {
+  Task task;
+  if (!op->device) task = task_of(*op);
+  auto arrival = buckets_.enter(op->bucket, op->device ? nullptr : &task, group_);
+  if (!arrival) return false;
+  arrivals_.push_back({op, std::move(arrival)});
+  return true;
+}
+
+// What `op` has to do if every rank has submitted the same; fails where nobody could.
+Result<Task> ProcessSet::bypass_task_of(Operation* op) const {
   const Signature& s = op->signature();
   if (s.op == Op::kAllreduce) return task_of(*op);
   if (s.op == Op::kBarrier) {
@@ -148,123 +150,352 @@ Result<Task> ProcessSet::express_task_of(Operation* op) const {
     task.op = Op::kBarrier;
     return task;
   }
-  const std::vector<const Signature*> alike(static_cast<size_t>(size()), &s);
-  Agreement agreed = agree({s.op, op->request.name.empty(), op->request.sequence, op->request.name}, alike, {ranks});
+  const std::vector<const Signature*> alike(static_cast<size_t>(members().size()), &s);
+  Agreement agreed =
+      agree({s.op, op->request.name.empty(), op->request.sequence, op->request.name}, alike, {members().ranks});
   if (agreed.error != Code::kOk) return Status(agreed.error, agreed.text);
-  return BatchRunner::task_if_alike(op, std::move(agreed.rows), group, ranks);
+  return BatchRunner::task_if_alike(op, std::move(agreed.rows), group_, members().ranks);
 }
 
-bool ProcessSet::start_frozen(Operation* op) {
-  auto at = bucket_sets.find(op->bucket_set);
-  if (at == bucket_sets.end() || !at->second.frozen) return false;
-  BucketSet& set = at->second;
-  for (int m = 0; m < lane->size(); ++m)
-    if (lane->flags(m).thawed.load(std::memory_order_acquire)) return set.frozen = false;
-  BucketSet::Bucket& bucket = set.buckets[op->bucket];
-  const size_t flag = set.first_flag + static_cast<size_t>(op->bucket);
-  auto collective = op->device ? make_frozen_arrival(group, flag, bucket.turn++)
-                               : make_frozen_allreduce(task_of(*op), group, flag, bucket.turn++);
-  (void)collective->start();  // it only announces the arrival
-  frozen_runs.push_back({op, std::move(collective)});
-  return true;
-}
-
-Operation* ProcessSet::take_armed(int32_t flag) {
-  const auto at = std::find_if(armed.begin(), armed.end(), [&](const Operation* op) {
-    return bucket_sets[op->bucket_set].first_flag + static_cast<size_t>(op->bucket) == static_cast<size_t>(flag);
-  });
-  if (at == armed.end()) return nullptr;
-  Operation* op = *at;
-  armed.erase(at);
-  return op;
-}
-
-bool ProcessSet::start_express(Operation* op) {
-  if (!express.is_on() || pending.size() != 1 || runner || !queue.empty()) return false;
-  if (!goes_express(*op, express_bytes)) return false;
-  const uint32_t cached = cache.find(op->request);
+bool ProcessSet::enter_bypass(Operation* op) {
+  if (!bypass_.is_on() || pending_.size() != 1 || batches_.has_work() || !bypass_.takes(*op)) return false;
+  const uint32_t cached = negotiator_->cache().find(op->request);
   if (cached == kNoSlot) return false;
-  Result<Task> task = express_task_of(op);
-  if (!task.is_ok()) return false;  // the agreed way says why
+  Result<Task> task = bypass_task_of(op);
+  if (!task.is_ok()) return false;  // the negotiation says why
   const ExpressKey key{cached, op->request.sequence, hash_of(op->signature())};
   keep_repeat(*op, key, task.value());
-  auto turn = express.enter(task.take(), group, key);
+  auto turn = bypass_.enter(task.take(), group_, key);
   if (!turn) return false;
-  frozen_runs.push_back({op, std::move(turn)});
+  arrivals_.push_back({op, std::move(turn)});
   return true;
 }
 
-void ProcessSet::keep_repeat(const Operation& op, const ExpressKey& key, const Task& task) {
-  const Signature& s = op.signature();
-  if (s.op != Op::kAllreduce && s.op != Op::kBroadcast && s.op != Op::kBarrier) return;  // the core owns the results
-  NameRecord& record = op.name_record ? *op.name_record : unnamed_[static_cast<size_t>(s.op)];
-  if (record.repeat && record.repeat->signature == s) return;
-  record.repeat = std::make_unique<Repeat>(Repeat{s, key, task});
-}
+// ---- one iteration
 
-void ProcessSet::open_express(uint64_t first_turn) {
-  if (!lane || lane->size() != size()) return;
-  express.open(first_turn);
-  // The plan that says so is for one operation of mine; what else I have announced, others may wait for.
-  if (!express_allowed || join || pending.size() > 1) express.close();
-}
-
-Status ProcessSet::take_ballot(const Ballot& ballot) {
-  // A session must be over on every member before the next one opens.
-  if (ballot.on_express) express_trial.alike = 0;
-  return coordinator->take(ballot, Clock::now());
-}
-
-bool ProcessSet::suits_express(const Plan& plan) {
-  if (!express_allowed || !lane || lane->size() != size() || size() < 2 || express.is_on() || express.is_busy())
-    return false;
-  ExpressTrial& trial = express_trial;
-  const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
-  const bool suits = b && b->error == Code::kOk && b->entries.size() == 1 && b->entries[0].slot != kNoSlot &&
-                     !b->entries[0].assigned && !b->entries[0].has_signature && coordinator->pending() == 0 &&
-                     pending.size() == 1 && !join && goes_express(*pending[0], express_bytes) &&
-                     rows_are_alike(*b, static_cast<size_t>(size()));
-  trial.alike = suits ? trial.alike + 1 : 0;
-  if (trial.alike < trial.wanted) return false;
-  const bool paid = express.successes() - trial.successes_before >= kTurnsThatPay;
-  trial = {0, paid ? ExpressTrial::kFirstWanted : std::min(2 * trial.wanted, kMostWanted), express.successes()};
-  return true;
-}
-
-void ProcessSet::thaw() {
-  if (express.is_on() && !express.is_busy()) express.close();
-  if (!lane || bucket_sets.empty()) return;
-  for (auto& [id, set] : bucket_sets) set.frozen = false;
-  lane->publish(lane->mine().thawed, 1);
-}
-
-void ProcessSet::pass_over(Op op, uint64_t sequence) {
-  Window& w = windows_[static_cast<int>(op)];
-  if (w.operations.empty()) w.base = std::max(w.base, sequence + 1);
-}
-
-void ProcessSet::forget(Operation* op) {
-  pending.back()->pending_at = op->pending_at;
-  pending[op->pending_at] = pending.back();
-  pending.pop_back();
-  if (op == join) {
-    join = nullptr;
-    join_pending.store(false, std::memory_order_release);
-  }
-  const Op kind = op->signature().op;
-  if (kind != Op::kJoin && op->request.name.empty()) {
-    pass_over(kind, op->request.sequence);
-    Window& w = windows_[static_cast<int>(kind)];
-    const uint64_t at = op->request.sequence - w.base;
-    if (at < w.operations.size()) w.operations[at] = nullptr;
-    while (!w.operations.empty() && !w.operations.front()) {
-      w.operations.pop_front();
-      ++w.base;
+Status ProcessSet::step(Iteration* now) {
+  if (negotiator_->has_requests()) {
+    if (now->may_fill && negotiator_->fills()) {
+      now->fills = true;
+    } else {
+      HC_TRY(negotiator_->send_requests(is_reachable()));
+      now->moved = true;
     }
-  } else if (op->slot != kNoSlot && op->slot < by_slot_.size() && by_slot_[op->slot] == op) {
-    by_slot_[op->slot] = nullptr;
   }
-  if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
+  if (negotiator_->has_news_from_below()) {
+    HC_TRY(negotiator_->pass_up(is_reachable()));
+    now->moved = true;
+  }
+  if (negotiator_->is_coordinator() && (negotiator_->has_news() || tuning_revision_ != parts_.tuner.revision()))
+    HC_TRY(decide(now));
+  if (batches_.has_work()) HC_TRY(run_batches(now));
+  if (!closed_.is_ok()) end_after_close(now);
+  if (!arrivals_.empty() || deferred_join_) run_arrivals(now);
+  if (device_.has_ready()) launch_ready(now);
+  wake_readers();
+  return Status::ok();
+}
+
+Status ProcessSet::decide(Iteration* now) {
+  const Tuning& newest = parts_.tuner.newest();
+  const uint64_t revision = parts_.tuner.revision();
+  const size_t busy = batches_.busy();
+  const bool may_run =
+      busy < kPlansAhead && negotiator_->may_decide() && !negotiator_->gathers(newest.window_ms, &now->next_gathered);
+  // New settings ride with batches, for which every member knows the set; in the world, where coordinators of other
+  // sets wait for them, also alone.
+  const bool is_world = members().id == 0;
+  const bool differs = tuning_ != newest;
+  if (!differs) tuning_revision_ = revision;
+  const bool tunes = differs && (may_run || is_world) && !parts_.context.has_failed();
+  if (!may_run && !tunes) return Status::ok();
+  if (tunes) negotiator_->set_sizes(newest);
+  Plan plan = negotiator_->decide(may_run ? kPlansAhead - busy : 0);
+  if (plan.batches.empty() && !(tunes && is_world)) return Status::ok();
+  if (tunes) plan.tuning = newest;
+  if (negotiator_->take_bypass_news()) bypass_.reset_trial();
+  if (bypass_.suits(plan, pending_, negotiator_->coordinator()->pending(), static_cast<size_t>(members().size())))
+    plan.express_turn = bypass_.fresh_turn();
+  now->moved = true;
+  for (PlanBatch& batch : plan.batches)
+    if (batch.op == Op::kAllreduce && batch.algorithm == Algorithm::kAuto && may_be_two_level_ && newest.two_level)
+      batch.algorithm = Algorithm::kTwoLevel;
+  parts_.order.note_before(members(), &plan);
+  if (members().size() > 1) {
+    Writer frame;
+    frame.put(FrameKind::kPlan);
+    encode(plan, &frame);
+    HC_TRY(negotiator_->pass_down(plan, frame.bytes()));
+  }
+  HC_TRY(parts_.order.order(members(), plan));
+  adopt(std::move(plan));
+  return Status::ok();
+}
+
+Status ProcessSet::take_plan(int from, Plan plan, std::span<const uint8_t> frame) {
+  if (members().group_rank <= 0 || negotiator_->above() != from) return Status::ok();
+  HC_TRY(negotiator_->pass_down(plan, frame));
+  if (members().id == 0) HC_TRY(parts_.order.order(members(), plan));
+  adopt(std::move(plan));
+  return Status::ok();
+}
+
+void ProcessSet::adopt(Plan plan) {
+  if (parts_.timeline.on()) {
+    if (parts_.timeline.marks_cycles()) parts_.timeline.cycle();
+    for (PlanBatch& batch : plan.batches) batch.planned = Clock::now();
+  }
+  if (plan.tuning) {
+    tuning_ = *plan.tuning;
+    if (members().id == 0) parts_.tuner.adopt(*plan.tuning);
+    parts_.tuner.note_plan();
+  }
+  for (PlanBatch& batch : plan.batches) {
+    batch.tuning = tuning_;
+    batches_.add(std::move(batch));
+  }
+  if (plan.express_turn) bypass_.open(*plan.express_turn, pending_);
+}
+
+// The operation that a plan entry means on this rank; null when this rank did not submit it (it has joined).
+Operation* ProcessSet::match(Op op, const PlanEntry& entry) {
+  if (op == Op::kJoin) return pending_.join();
+  PlanCache& cache = negotiator_->cache();
+  const bool learns = entry.assigned && entry.slot != kNoSlot;
+  if (entry.unnamed) {
+    Operation* found = pending_.unnamed(op, entry.sequence);
+    if (found && learns) cache.learn(found->request, entry.slot);
+    return found;
+  }
+  Operation* found =
+      entry.name.empty() ? pending_.by_slot(entry.slot) : parts_.intake.find_named(*intake_, op, entry.name);
+  if (learns && found) cache.learn(found->request, entry.slot);
+  if (learns && !found) cache.learn(entry);
+  return found;
+}
+
+// Makes the runner of a batch whose turn it is, or takes up the one that this is a later part of.
+Status ProcessSet::begin_batch(PlanBatch batch) {
+  if (batch.part.index != 0) {
+    if (batches_.resume(batch)) return Status::ok();
+    return error(Code::kInternal, "a plan names part ", batch.part.index, " of batch ", batch.part.first,
+                 ", which this rank does not have in parts");
+  }
+  std::vector<Operation*> operations;
+  operations.reserve(batch.entries.size());
+  for (const PlanEntry& entry : batch.entries) {
+    Operation* op = match(batch.op, entry);
+    if (!op && entry.unnamed && entry.failed_on.empty())
+      parts_.intake.skip_sequence(*intake_, batch.op, entry.sequence);
+    // An early failure may not mean this rank's own announcement, which came later.
+    const auto& struck = entry.failed_on;
+    if (!struck.empty() && std::find(struck.begin(), struck.end(), members().group_rank) == struck.end()) op = nullptr;
+    operations.push_back(op);
+  }
+  if (batch.op == Op::kJoin) operations.assign(1, pending_.join());
+  const Tag tag{static_cast<uint16_t>(parts_.context.generation), members().id, batch.id, 0};
+  const TimePoint planned = batch.planned;
+  auto runner = std::make_unique<BatchRunner>(std::move(batch), std::move(operations), group_, members().ranks, tag);
+  runner->show_in(&parts_.timeline);
+  if (runner->batch().on_device && runner->batch().error == Code::kOk) device_.put_on_device(*runner);
+  batches_.begin(std::move(runner));
+  note_batch(planned);
+  return Status::ok();
+}
+
+Status ProcessSet::run_batches(Iteration* now) {
+  for (int n = 0; n < kBatchesAtOnce && !parts_.context.has_failed() && !parts_.gpu.has_failed(); ++n) {
+    if (!batches_.runner()) {
+      if (batches_.planned() == 0) break;
+      HC_TRY(begin_batch(batches_.take_next()));
+    }
+    BatchRunner& runner = *batches_.runner();
+    const Progress progress = runner.step(&now->moved);
+    if (progress == Progress::kFailed) {
+      const Status& why = runner.status();
+      if (runner.is_on_device()) {
+        parts_.gpu.fail(why);
+        return Status::ok();
+      }
+      if (why.code() != Code::kInternal || why.culprit() >= 0) return why;
+      // The other ranks read it, too.
+      return Status(why.code(), text_of(parts_.context.me(), ": ", why.text()), parts_.context.rank());
+    }
+    if (progress == Progress::kPending) {
+      now->looks_soon = now->looks_soon || runner.is_on_device();
+      break;
+    }
+    if (runner.has_more())
+      batches_.put_aside();
+    else
+      finish_batch();
+  }
+  return Status::ok();
+}
+
+// What the leaver had agreed to completes first; what is entered without a plan either completes or steps back, for the
+// leaver enters nothing any more.
+void ProcessSet::end_after_close(Iteration* now) {
+  if (!batches_.is_idle() || !arrivals_.empty() || device_.has_ready() || pending_.size() == 0) return;
+  end_pending(closed_);
+  now->moved = true;
+}
+
+void ProcessSet::wake_readers() {
+  if (!lane_ || !lane_->take_published()) return;
+  for (int position : lane_->positions()) {
+    const int r = members().ranks[static_cast<size_t>(position)];
+    if (r != parts_.context.rank()) parts_.context.mesh->wake(r, false);
+  }
+}
+
+void ProcessSet::finish_batch() {
+  const auto runner = batches_.take_runner();
+  if (runner->is_on_device()) device_.batch_over();
+  Counters& counters = parts_.context.counters;
+  Counters::add(counters.batches);
+  Counters::add(counters.fused, runner->operations().size());
+  Counters::add(counters.bytes_reduced, runner->bytes());
+  for (Operation* op : runner->operations())
+    if (op) complete(op, runner->outcome());
+}
+
+void ProcessSet::run_arrivals(Iteration* now) {
+  for (size_t i = 0; i < arrivals_.size();) {
+    const Progress progress = arrivals_[i].collective->step(&now->moved);
+    if (progress == Progress::kPending) {
+      ++i;
+      continue;
+    }
+    Arrival run = std::move(arrivals_[i]);
+    arrivals_.erase(arrivals_.begin() + static_cast<std::ptrdiff_t>(i));
+    now->moved = true;
+    const BucketId bucket = run.op->bucket;
+    if (run.collective->withdrawn()) {
+      if (PersistentBuckets::Declared* d = bucket.set >= 0 ? buckets_.find(bucket.set) : nullptr)
+        d->is_persistent = false;
+      announce(run.op);
+      continue;
+    }
+    // A turn is over: what was announced while it was under way others may wait for, instead of entering the next.
+    if (bucket.set < 0 && pending_.size() > 1) bypass_.close();
+    Counters& counters = parts_.context.counters;
+    Counters::add(bucket.set >= 0 ? counters.frozen : counters.express);
+    note_persistent(*run.op, *run.collective);
+    if (run.op->device) {
+      device_.make_ready(run.op, buckets_.find(bucket.set)->flag_of(bucket.index));
+    } else {
+      Counters::add(counters.bytes_reduced, run.op->bytes());
+      complete(run.op, run.collective->status());
+    }
+  }
+  if (deferred_join_ && arrivals_.empty()) {
+    leave_shared_turns();
+    announce(std::exchange(deferred_join_, nullptr));
+    now->moved = true;
+  }
+}
+
+void ProcessSet::launch_ready(Iteration* now) {
+  while (!parts_.context.has_failed() && !parts_.gpu.has_failed()) {
+    auto launched = device_.launch(tuning_, &parts_.timeline, now);
+    if (!launched.is_ok()) return parts_.gpu.fail(launched.status());
+    const auto runner = launched.take();
+    if (!runner) return;
+    Counters::add(parts_.context.counters.bytes_reduced, runner->bytes());
+    complete(runner->operations()[0], runner->outcome());
+  }
+}
+
+// ---- declared buckets
+
+Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine) {
+  auto added = buckets_.add(id, buckets, is_on_one_node() ? lane_.get() : nullptr);
+  HC_TRY(added.status());
+  DeviceGroup* group = device_.group();
+  mine->registers = owned && group && group->registers();
+  if (buckets->on_device) {
+    if (group) HC_TRY(group->prepare_to_capture());
+    mine->persistent = added.value()->has_flags && device_.may_be_persistent(*buckets);
+    return Status::ok();
+  }
+  const Mesh& mesh = *parts_.context.mesh;
+  const Arena* arena = mesh.shares_memory(mesh.rank()) ? mesh.arena(mesh.rank()).get() : nullptr;
+  mine->persistent = added.value()->has_flags && arena &&
+                     std::all_of(buckets->buckets.begin(), buckets->buckets.end(), [&](const BucketSet::Bucket& b) {
+                       return b.bytes() && arena->contains(b.data, b.bytes());
+                     });
+  return Status::ok();
+}
+
+void ProcessSet::confirm(int id, Capabilities all) {
+  PersistentBuckets::Declared* d = buckets_.find(id);
+  d->is_persistent = all.persistent && members().size() > 1;
+  if (all.registers) device_.register_buckets(*d->set);
+}
+
+void ProcessSet::undeclare(int id) {
+  const bool used = std::any_of(pending_.all().begin(), pending_.all().end(),
+                                [&](const Operation* op) { return op->bucket.set == id; });
+  const PersistentBuckets::Declared* d = buckets_.find(id);
+  if (!d || used) return;  // the late operations find it; it goes with the process set
+  device_.forget_buckets(*d->set);
+  buckets_.remove(id);
+  parts_.intake.undeclare(*intake_, id);
+}
+
+Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle) {
+  DeviceGroup* group = device_.group();
+  if (!group || group->way() == DeviceGroup::Way::kUnknown)
+    return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
+  if (group->way() != DeviceGroup::Way::kNccl)
+    return error(Code::kUnsupported,
+                 "NCCL does not move its data, and only NCCL's work can be captured: ", group->reason());
+  auto made = parts_.intake.make(s, bucket);
+  HC_TRY(made.status());
+  Operation* op = made.value();
+  *handle = op->handle;
+  auto done = device_.capture(task_of(*op), s.stream);
+  Status outcome = done.status();
+  if (done.is_ok()) work->done = done.take();
+  op->device = std::move(work);
+  parts_.completion.finish(op, outcome);
+  if (!outcome.is_ok()) parts_.intake.handles().release(*handle);
+  return outcome;
+}
+
+// ---- ends
+
+void ProcessSet::peer_left(int rank, const std::string& text) {
+  const int position = members().position_of(rank);
+  if (position < 0 || !members().has_me()) return;
+  if (!negotiator_->leave(position, text)) closed_ = Status(Code::kAborted, text, rank);
+}
+
+void ProcessSet::leave_shared_turns() {
+  bypass_.close();
+  buckets_.invalidate(lane_.get());
+}
+
+void ProcessSet::close() {
+  batches_.begin(nullptr);
+  device_.close();
+}
+
+void ProcessSet::fail(const Status& reason) {
+  std::string during;
+  if (const BatchRunner* runner = batches_.runner()) {
+    const size_t n = runner->operations().size();
+    during = text_of(" (batch ", runner->batch().id, ", ", n, n == 1 ? " operation" : " operations", ", under way)");
+  }
+  batches_.clear();
+  device_.abort();
+  arrivals_.clear();
+  deferred_join_ = nullptr;
+  while (!pending_.all().empty()) {
+    Operation* op = pending_.all().back();
+    complete(op, reason.with(text_of(op->describe(), op->batch ? during : "")));
+  }
 }
 
 }  // namespace hc

@@ -1,246 +1,156 @@
-// One process set on one rank: its members, its agreement (cache, and on group rank 0 the coordinator), the operations
-// that wait for a plan and the batches that wait for their turn. Sets share nothing, so none delays another.
+// One process set on one rank. It leads its operations through the parts it is made of: the negotiator agrees on a
+// plan, the batch queue runs it; persistent buckets and the bypass need no plan; the device side does what is on GPUs.
+// Sets share nothing, so none delays another.
 //
-// Thread: the thread that drives the engine, except where a line says "submit lock".
+// Thread: the thread that makes progress, or who holds the progress lock. Owner: SetTable.
 #pragma once
 
-#include <algorithm>
-#include <array>
-#include <atomic>
-#include <deque>
-#include <map>
 #include <memory>
 #include <string>
-#include <string_view>
-#include <unordered_map>
-#include <utility>
 #include <vector>
 
-#include "agreement/combiner.h"
-#include "agreement/control_tree.h"
-#include "agreement/coordinator.h"
-#include "agreement/lateness.h"
-#include "agreement/plan_cache.h"
-#include "collective/collective.h"
-#include "collective/shared/express.h"
-#include "collective/shared/shared.h"
-#include "engine/intake/operation.h"
-#include "engine/sets/batch_runner.h"
+#include "engine/context.h"
+#include "engine/control/control_link.h"
+#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/launch_order.h"
+#include "engine/intake/completion.h"
+#include "engine/intake/intake.h"
+#include "engine/iteration.h"
+#include "engine/sets/batch_queue.h"
+#include "engine/sets/bypass.h"
+#include "engine/sets/device_side.h"
+#include "engine/sets/negotiator.h"
+#include "engine/sets/pending.h"
+#include "engine/sets/persistent_buckets.h"
+#include "engine/threads/drive_gate.h"
+#include "engine/tune/tuner.h"
+#include "engine/watch/stall_watch.h"
 
 namespace hc {
 
-// Buckets that a binding declared (an optimizer's gradients): same names, sizes and order on every rank, memory fixed.
-// Where all members share memory their plan is frozen: a bucket starts as soon as it is submitted, without any message.
-struct BucketSet {
-  struct Bucket {
-    std::string name;
-    std::byte* data;
-    std::vector<int64_t> shape;
-    DType dtype;
-    uint64_t turn = 0;  // driving thread
-  };
-  Reduce reduce = Reduce::kSum;
-  double prescale = 1, postscale = 1;
-  std::vector<Bucket> buckets;
-  bool on_device = false;  // in the memory of GPU `device_index`
-  int device_index = 0;
-  std::vector<std::shared_ptr<Memory>> memory;  // [bucket] where all lie in memory of Engine::allocate_on_device
-  size_t first_flag = 0;
-  bool frozen = false;  // driving thread
+// The parts of the engine that every process set works with.
+struct SetParts {
+  Context& context;
+  ControlLink& link;
+  Intake& intake;
+  Completion& completion;
+  Timeline& timeline;
+  Tuner& tuner;
+  GpuDesk& gpu;
+  LaunchOrder& order;
 };
 
 class ProcessSet {
  public:
-  ProcessSet(uint16_t id, uint32_t generation, std::vector<int> ranks, int group_rank)
-      : id(id), generation(generation), ranks(std::move(ranks)), group_rank(group_rank), lateness(size()) {
-    ballot.generation = generation;
-    ballot.process_set = id;
-    ballot.rank = group_rank;
-  }
+  // total_pending: counts the pending operations of all process sets.
+  ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake, size_t* total_pending);
+  // Makes this rank's part of the shared memory usable, before any member uses it.
+  Status prepare();
 
-  const uint16_t id;
-  const uint32_t generation;
-  const std::vector<int> ranks;  // world ranks, ascending; position = group rank
-  const int group_rank;          // mine, -1 when I am no member
-  int size() const { return static_cast<int>(ranks.size()); }
-  int coordinator_rank() const { return ranks[0]; }  // world rank
-  // Group rank of a world rank, -1 when it is no member.
-  int position_of(int world_rank) const;
+  const Members& members() const { return intake_->members; }
+  const std::shared_ptr<SetIntake>& intake() const { return intake_; }
+  const Pending& pending() const { return pending_; }
+  SharedLane* lane() { return lane_.get(); }  // null: this rank shares memory with no other member
+  bool is_on_one_node() const { return lane_ && lane_->size() == members().size(); }
+  bool may_be_two_level() const { return may_be_two_level_; }
+  DeviceSide& device() { return device_; }
 
-  // Submit lock ---------------------------------------------------------------------------------------------------
-  // Gives the next number of an unnamed operation / the record of a name.
-  uint64_t next_sequence(Op op) { return sequences_[static_cast<int>(op)]++; }
-  uint64_t upcoming_sequence(Op op) const { return sequences_[static_cast<int>(op)]; }
-  // Unnamed operation `sequence` ran without this rank, which had joined: number behind it, as the other ranks do.
-  void skip_sequence(Op op, uint64_t sequence) {
-    uint64_t& next = sequences_[static_cast<int>(op)];
-    next = std::max(next, sequence + 1);
-  }
-  NameRecord& record_of(Op op, std::string_view name);
-  // Of a name that there is already, or (empty) of the unnamed ones; null: there is none.
-  NameRecord* known_record(Op op, std::string_view name);
-  Operation* find_named(Op op, std::string_view name);
-  uint64_t calls = 0;  // submitted to this set
+  // An operation that was submitted. It is entered where no message is needed, else announced.
+  void take(Operation* op);
+  // One that was submitted too late: it ends with `reason`.
+  void refuse(Operation* op, const Status& reason);
+  // Frames of other ranks: requests, a plan as it travels, what to show.
+  Status take_requests(int from, const Ballot& requests) { return negotiator_->take(from, requests); }
+  Status take_plan(int from, Plan plan, std::span<const uint8_t> frame);
+  Status take_show_frame(int from, uint8_t how) { return negotiator_->take_show_frame(from, how); }
+  // Does what can be done now. Not ok: the whole engine must stop.
+  Status step(Iteration* now);
 
-  Lateness lateness;  // driving thread writes; on group rank 0 about every operation, elsewhere about frozen buckets
-  std::atomic<bool> join_pending{false};  // set under the submit lock, cleared by the driving thread
+  // A small blocking call that repeats one before: published and taken by the calling thread, which holds the progress
+  // lock, without an operation, a handle or an iteration of the engine. False: it is a call like any other. True with a
+  // handle: the others are late, it is an operation now.
+  bool repeat(const Submission& s, DriveGate& gate, int spin_pauses, int64_t* handle);
+  // Puts a declared bucket into the CUDA graph into which its stream is captured.
+  Status capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle);
 
-  // Driving thread ------------------------------------------------------------------------------------------------
-  void adopt(Operation* op);     // taken from submit: it is pending from now on
-  void announce(Operation* op);  // puts a pending operation into the next ballot
-  // An allreduce of one tensor that is not agreed on first.
-  Task task_of(const Operation& op) const;
-  // Starts a bucket of a frozen plan; false: announce it.
-  bool start_frozen(Operation* op);
-  // What `op` has to do if every rank has submitted the same; fails where nobody could.
-  Result<Task> express_task_of(Operation* op) const;
-  // Starts a small operation on the express way, without a message; false: announce it.
-  bool start_express(Operation* op);
-  // Remembers what another call like this operation needs.
-  void keep_repeat(const Operation& op, const ExpressKey& key, const Task& task);
-  // A plan says so.
-  void open_express(uint64_t first_turn);
-  // Group rank 0: what a member announces.
-  Status take_ballot(const Ballot& ballot);
-  // Group rank 0: whether the plans so far look like a loop of blocking calls, which an express session serves.
-  bool suits_express(const Plan& plan);
-  // Steps what runs frozen; calls done(op, collective) for what has ended, and announces what stepped back.
-  template <class Done>
-  void run_frozen(bool* moved, Done&& done);
-  // This rank enters no frozen plan any more and no express turn (it joins or leaves); nothing of it runs there.
-  void thaw();
-  // The operation that a plan entry means on this rank; null when this rank did not submit it (it has joined).
-  // `find_named` must be called with the submit lock held: the caller passes a function that does.
-  template <class FindNamed>
-  Operation* match(Op op, const PlanEntry& entry, FindNamed&& find_named);
-  void forget(Operation* op);  // it is about to be done
-  // An unnamed operation with this number was never announced: the next that is need not count from before it.
-  void pass_over(Op op, uint64_t sequence);
+  // Declared buckets. shared: they lie where a persistent plan can take them, as far as this rank knows.
+  struct Capabilities {
+    bool persistent = false, registers = false;
+  };
+  Status declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine);
+  // Every rank has declared the same; what all are capable of.
+  void confirm(int id, Capabilities all);
+  void undeclare(int id);
 
-  // To whom my ballots go and from whom plans come (world rank); not on group rank 0.
-  int above() const { return tree ? ranks[tree->parent(group_rank)] : coordinator_rank(); }
-  // Without this member none of my ballots arrives.
-  bool needs(int position) const { return tree ? tree->is_below(group_rank, position) : position == 0; }
-  std::shared_ptr<const ControlTree> tree;  // null: every member talks to group rank 0
-  std::unique_ptr<Combiner> combiner;       // where others are below this rank
-  bool shows_all = false;                   // group rank 0: the combiners were told to, for a timeline
-  TimePoint next_reveal{};                  // group rank 0
+  // Settings in force; the same on every rank after the same plan.
+  void set_tuning(const Tuning& tuning);
+  void allow_bypass(bool allowed) { bypass_.allow(allowed && parts_.context.config.express); }
+  void limit_bypass();
 
-  std::unique_ptr<AgreementWatch> watch;     // the coordinator's
-  std::unique_ptr<Coordinator> coordinator;  // on group rank 0
-  bool gathering = false;  // something is ready and held back until gathered_at, so that more joins it
-  TimePoint gathered_at{};
-  PlanCache cache;
-  Ballot ballot;  // what the next ballot will say
-  bool ballot_waits() const { return !ballot.cached.empty() || !ballot.fresh.empty() || ballot.joined; }
-  // Whether the ballot that waits had better wait for more: small operations come in quick succession. For as long as
-  // something new is there nearly every time this is asked; it counts looks, so it ends without a clock.
-  bool ballot_fills();
-  void ballot_sent();
-  Operation* join = nullptr;        // my join, while it is pending
-  std::vector<Operation*> pending;  // taken from submit and not done, in no order (Operation::pending_at)
-  size_t outstanding() const { return pending.size(); }
+  // A rank has said goodbye; text: the error of what waits for it.
+  void peer_left(int rank, const std::string& text);
+  // This rank enters no persistent plan any more and no turn of the bypass: it joins or leaves.
+  void leave_shared_turns();
+  // Nothing succeeds any more. The operations end with `reason`.
+  void fail(const Status& reason);
+  // The engine ends: what is on GPUs is let go, the peers willing.
+  void close();
+  void complete(Operation* op, Status status);
+  // The set is removed: what is pending ends with `reason`.
+  void end_pending(const Status& reason);
+  // Wakes who sleeps and waits for what this rank has just published.
+  void wake_readers();
 
-  std::map<int, BucketSet> bucket_sets;  // changed with the gate and the submit lock held
-  int next_bucket_set = 0;
-  size_t next_bucket_flag = 0;
-  struct FrozenRun {
+  // process_set_reports.cc
+  void find_stalls(TimePoint now, Stalls* stalls) const;
+  Status reveal_late(TimePoint now);
+  void mark_awaited(TimePoint now, std::vector<bool>* waits);
+  Status check_device();
+  std::string describe(TimePoint now) const;
+
+ private:
+  struct Arrival {  // a persistent bucket, or a turn of the bypass
     Operation* op;
     std::unique_ptr<FrozenCollective> collective;
   };
-  std::vector<FrozenRun> frozen_runs;
-  Operation* deferred_join = nullptr;  // waits until nothing runs frozen
-  // Frozen buckets on a GPU at which all members have arrived; each waits for its turn, then it is launched.
-  std::vector<Operation*> armed;
-  std::unique_ptr<BatchRunner> armed_runner;  // of the one whose turn it is
-  Operation* take_armed(int32_t flag);        // null: this rank has not seen all arrivals yet
+  bool is_reachable() const { return !parts_.context.has_failed() && closed_.is_ok(); }
+  void announce(Operation* op);
+  bool enter_bucket(Operation* op);
+  bool enter_bypass(Operation* op);
+  Task task_of(const Operation& op) const;
+  Result<Task> bypass_task_of(Operation* op) const;
+  void keep_repeat(const Operation& op, const ExpressKey& key, const Task& task);
+  bool may_repeat() const;
+  Status decide(Iteration* now);
+  void adopt(Plan plan);
+  Operation* match(Op op, const PlanEntry& entry);
+  Status begin_batch(PlanBatch batch);
+  Status run_batches(Iteration* now);
+  void finish_batch();
+  void end_after_close(Iteration* now);
+  void run_arrivals(Iteration* now);
+  void launch_ready(Iteration* now);
+  void note_batch(TimePoint planned);
+  void note_arrival(TimePoint submitted, const FrozenCollective::Arrival& arrival);
+  void note_persistent(const Operation& op, const FrozenCollective& run);
 
-  // Its operations are frozen runs without a bucket set.
-  Express express;
-  bool express_allowed = true;
-  size_t express_bytes = 16 * kKiB;  // larger ones are agreed on; the same on all members
-  struct ExpressTrial {              // group rank 0
-    static constexpr int kFirstWanted = 8;
-    int alike = 0, wanted = kFirstWanted;  // plans in a row that suit it; how many open a session
-    uint64_t successes_before = 0;         // of the session before
-  } express_trial;
-
-  bool may_be_two_level = false;  // several nodes: allreduce in shared memory within each, over channels between
-  Tuning tuning;                  // in force for the plans that come; the same on every rank after the same plan
-  Group group;
-  std::unique_ptr<SharedLane> lane;
-  std::string told_about_device;        // DeviceGroup::reason, once it has been logged
-  std::unique_ptr<DeviceGroup> device;  // from the first batch on device memory on; uses `group`
-  std::deque<PlanBatch> queue;
-  std::unique_ptr<BatchRunner> runner;
-  std::map<uint32_t, std::unique_ptr<BatchRunner>> cut;  // batches between two of their parts, by id of the first
-  Status closed;  // not ok: every operation from now on fails with it (a member has left)
-
- private:
-  struct Window {  // unnamed operations of one kind by sequence number
-    uint64_t base = 0;
-    std::deque<Operation*> operations;
-  };
-  std::array<uint64_t, kOpCount> sequences_{};                               // submit lock
-  std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // submit lock (records: atomic)
-  std::array<NameRecord, kOpCount> unnamed_;                                 // what they repeat
-  std::array<Window, kOpCount> windows_;
-  std::vector<Operation*> by_slot_;
-  size_t ballot_bytes_ = 0;  // of the tensors that the waiting ballot announces
-  size_t ballot_seen_ = 0;   // announcements in it at the last look
-  int looks_without_news_ = 0;
+  const SetParts parts_;
+  const std::shared_ptr<SetIntake> intake_;
+  Group group_;
+  std::unique_ptr<SharedLane> lane_;
+  bool may_be_two_level_ = false;  // several nodes: allreduce in shared memory within each, over channels between
+  Pending pending_;
+  std::unique_ptr<Negotiator> negotiator_;  // null: this rank is no member
+  PersistentBuckets buckets_;
+  Bypass bypass_;
+  std::vector<Arrival> arrivals_;
+  Operation* deferred_join_ = nullptr;  // waits until arrivals_ is empty
+  BatchQueue batches_;
+  DeviceSide device_;
+  Tuning tuning_;                 // in force for the plans that come
+  uint64_t tuning_revision_ = 0;  // of Tuner, when tuning_ was its newest
+  Status closed_;                 // not ok: every operation from now on fails with it (a member has left)
+  Operation repeating_;           // stands in NameRecord::pending for a call under way in repeat()
 };
-
-template <class Done>
-void ProcessSet::run_frozen(bool* moved, Done&& done) {
-  for (size_t i = 0; i < frozen_runs.size();) {
-    const Progress progress = frozen_runs[i].collective->step(moved);
-    if (progress == Progress::kPending) {
-      ++i;
-      continue;
-    }
-    FrozenRun run = std::move(frozen_runs[i]);
-    frozen_runs.erase(frozen_runs.begin() + static_cast<std::ptrdiff_t>(i));
-    *moved = true;
-    if (run.collective->withdrawn()) {
-      if (run.op->bucket_set >= 0) bucket_sets[run.op->bucket_set].frozen = false;
-      announce(run.op);
-    } else {
-      // A turn is over: what was announced while it was under way others may wait for, instead of entering the next.
-      if (run.op->bucket_set < 0 && express.is_on() && pending.size() > 1) express.close();
-      done(run.op, *run.collective);
-    }
-  }
-  if (deferred_join && frozen_runs.empty()) {
-    thaw();
-    announce(std::exchange(deferred_join, nullptr));
-    *moved = true;
-  }
-}
-
-template <class FindNamed>
-Operation* ProcessSet::match(Op op, const PlanEntry& entry, FindNamed&& find_named) {
-  if (op == Op::kJoin) return join;
-  if (entry.unnamed) {
-    Window& w = windows_[static_cast<int>(op)];
-    if (entry.sequence < w.base || entry.sequence - w.base >= w.operations.size()) return nullptr;
-    Operation* found = w.operations[entry.sequence - w.base];
-    if (found && entry.assigned && entry.slot != kNoSlot) cache.learn(found->request, entry.slot);
-    return found;
-  }
-  Operation* found = nullptr;
-  if (entry.name.empty()) {
-    if (entry.slot < by_slot_.size()) found = by_slot_[entry.slot];
-  } else {
-    found = find_named(op, entry.name);
-  }
-  if (entry.assigned && entry.slot != kNoSlot) {
-    if (found)
-      cache.learn(found->request, entry.slot);
-    else
-      cache.learn(entry);
-  }
-  return found;
-}
 
 }  // namespace hc

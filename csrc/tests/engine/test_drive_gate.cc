@@ -5,7 +5,7 @@
 #include <atomic>
 #include <thread>
 
-#include "engine/progress/drive_gate.h"
+#include "engine/threads/drive_gate.h"
 #include "tests/locked_checks.h"
 #include "tests/sanitized.h"
 #include "tests/world.h"

@@ -1,7 +1,7 @@
 // Handles by themselves: what a handle finds, and when it is let go.
 #include <doctest/doctest.h>
 
-#include "engine/intake/operation.h"
+#include "engine/operation/operation.h"
 
 namespace hc {
 

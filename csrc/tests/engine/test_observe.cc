@@ -13,9 +13,9 @@
 #include <thread>
 
 #include "agreement/lateness.h"
+#include "engine/record/recorder.h"
+#include "engine/record/timeline.h"
 #include "engine/watch/inquiry.h"
-#include "engine/watch/recorder.h"
-#include "engine/watch/timeline.h"
 #include "tests/world.h"
 
 using namespace hc;

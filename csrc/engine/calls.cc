@@ -1,0 +1,137 @@
+#include "engine/calls.h"
+
+namespace hc {
+
+namespace {
+// A rank of another process set, say, may have said something.
+constexpr int kCallsWithoutALook = 256;
+constexpr double kLookS = 0.05;
+}  // namespace
+
+Status Calls::submit(const Submission& s, int64_t* handle) {
+  HC_TRY(context_.check_connected());
+  std::unique_ptr<DeviceWork> device;
+  if (s.on_device) {
+    auto prepared = gpu_.prepare(s);
+    HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", context_.rank());
+    device = prepared.take();
+  }
+  HC_TRY(intake_.queue(s, {}, std::move(device), handle));
+  if (!s.will_wait) progress_.wake_sleepers();
+  return Status::ok();
+}
+
+Status Calls::submit_declared(int process_set, BucketId bucket, const DeclaredCall& call, int64_t* handle) {
+  HC_TRY(context_.check_connected());
+  auto declared = intake_.declared(process_set, bucket);
+  HC_TRY(declared.status());
+  Submission::Tensor tensor{};
+  const Submission s = declared.value()->submission_of(process_set, bucket.index, call, &tensor);
+  std::unique_ptr<DeviceWork> device;
+  if (s.on_device) {
+    auto gpu = gpu_.adopt(s.device_index);
+    HC_TRY(gpu.status());
+    auto captured = gpu.value()->is_captured(call.stream);
+    HC_TRY(captured.status());
+    if (captured.value()) return capture(s, bucket, handle);
+    auto prepared = gpu_.prepare(s);
+    HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", context_.rank());
+    device = prepared.take();
+  }
+  HC_TRY(intake_.queue(s, bucket, std::move(device), handle));
+  progress_.wake_sleepers();
+  return Status::ok();
+}
+
+// A step that a framework captures into a CUDA graph: the bucket goes into the graph on this thread. Nothing is agreed
+// on, for nothing runs: the ranks must capture, and later replay, the same things in the same order, as with NCCL
+// itself. The progress lock is held for the time of the call, because NCCL wants one thread at a time.
+Status Calls::capture(const Submission& s, BucketId bucket, int64_t* handle) {
+  auto gpu = gpu_.adopt(s.device_index);
+  HC_TRY(gpu.status());
+  auto work = std::make_unique<DeviceWork>();
+  work->gpu = gpu.take();
+  const ProgressThreads::Hold held(progress_);
+  ProcessSet* set = sets_.find(s.process_set);
+  Status captured = set ? set->capture(s, bucket, std::move(work), handle)
+                        : error(Code::kInvalidArgument, "process set ", s.process_set, " was removed");
+  return captured.is_ok() ? captured : captured.with(text_of("capture of allreduce '", s.name, "'"));
+}
+
+Status Calls::call(const Submission& s, int64_t* handle) {
+  *handle = 0;
+  if (s.on_device || s.done || !context_.connected.load(std::memory_order_acquire) || !progress_.try_lock())
+    return submit(s, handle);
+  if (++calls_without_a_look_ >= kCallsWithoutALook) {  // the engine's iteration, which sees what peers say
+    calls_without_a_look_ = 0;
+    progress_.unlock();
+    return submit(s, handle);
+  }
+  bool repeated = false;
+  try {
+    repeated = repeat(s, handle);
+  } catch (const std::exception& e) {  // perhaps in a turn that the others wait for
+    loop_.fail_after(e);
+    progress_.unlock();
+    throw;
+  }
+  if (repeated && *handle != 0) {
+    gate_.leave(loop_.has_news());  // the caller waits for it at once
+    return Status::ok();
+  }
+  if (repeated && context_.mesh->is_awake()) progress_.rest();  // else whoever sleeps has said so, and it still says so
+  progress_.unlock();
+  return repeated ? Status::ok() : submit(s, handle);
+}
+
+bool Calls::repeat(const Submission& s, int64_t* handle) {
+  ProcessSet* set = sets_.find(s.process_set);
+  return set && loop_.outstanding() == 0 && !loop_.has_abort() &&
+         set->repeat(s, gate_, progress_.spin_pauses(), handle);
+}
+
+bool Calls::poll(int64_t handle) {
+  Operation* op = intake_.handles().find(handle);
+  return !op || op->done.load(std::memory_order_acquire);
+}
+
+Operation* Calls::finished(int64_t handle) {
+  Operation* op = intake_.handles().find(handle);
+  return op && op->done.load(std::memory_order_acquire) ? op : nullptr;
+}
+
+Status Calls::wait(int64_t handle, double timeout_s, bool* done) {
+  Operation* op = intake_.handles().find(handle);
+  *done = true;
+  if (!op) return error(Code::kInvalidArgument, "handle ", handle, " is unknown or was released");
+  if (!op->done.load(std::memory_order_acquire)) {
+    const Deadline deadline = Deadline::in(timeout_s < 0 ? 1e9 : timeout_s);
+    *done = progress_.until([op] { return op->done.load(std::memory_order_acquire); }, deadline);
+    if (!*done) return Status::ok();
+  }
+  return op->status;
+}
+
+Status Calls::run(const Submission& s, const std::function<Status()>& end) {
+  int64_t handle = 0;
+  HC_TRY(submit(s, &handle));
+  bool done = false;
+  Status outcome;
+  while (!done && outcome.is_ok()) {
+    outcome = wait(handle, end ? kLookS : -1, &done);
+    if (!done && outcome.is_ok()) outcome = end();
+  }
+  intake_.handles().release(handle);
+  return outcome;
+}
+
+Status Calls::barrier(int process_set, const std::string& name) {
+  Submission s;
+  s.op = Op::kBarrier;
+  s.process_set = process_set;
+  s.name = name;
+  s.will_wait = true;
+  return run(s);
+}
+
+}  // namespace hc

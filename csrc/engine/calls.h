@@ -1,0 +1,50 @@
+// How operations are called: submitted, waited for, called in one go. Any thread. Owner: the engine.
+#pragma once
+
+#include <string>
+
+#include "engine/gpu/gpu_desk.h"
+#include "engine/intake/intake.h"
+#include "engine/progress/progress_threads.h"
+#include "engine/sets/set_table.h"
+
+namespace hc {
+
+class Calls {
+ public:
+  Calls(Context& context, Intake& intake, GpuDesk& gpu, SetTable& sets, Loop& loop, ProgressThreads& progress,
+        DriveGate& gate)
+      : context_(context), intake_(intake), gpu_(gpu), sets_(sets), loop_(loop), progress_(progress), gate_(gate) {}
+
+  Status submit(const Submission& s, int64_t* handle);
+  // Submits for a caller that waits at once. *handle: 0 when the call is over already, with success; then it has left
+  // nothing to take or to release.
+  Status call(const Submission& s, int64_t* handle);
+  Status submit_declared(int process_set, BucketId bucket, const DeclaredCall& call, int64_t* handle);
+
+  // True when done, failed or unknown.
+  bool poll(int64_t handle);
+  // Makes progress until done or until timeout_s has passed (< 0: no limit). The status is the operation's own.
+  Status wait(int64_t handle, double timeout_s, bool* done);
+  // The operation behind a handle that is done; null when it is not, or unknown.
+  Operation* finished(int64_t handle);
+
+  // Submits, waits and releases. end: asked now and then while it waits; not ok gives up, with that status.
+  Status run(const Submission& s, const std::function<Status()>& end = nullptr);
+  Status barrier(int process_set, const std::string& name);
+
+ private:
+  bool repeat(const Submission& s, int64_t* handle);
+  Status capture(const Submission& s, BucketId bucket, int64_t* handle);
+
+  Context& context_;
+  Intake& intake_;
+  GpuDesk& gpu_;
+  SetTable& sets_;
+  Loop& loop_;
+  ProgressThreads& progress_;
+  DriveGate& gate_;
+  int calls_without_a_look_ = 0;  // that repeat() may have served since the engine last had one; progress lock
+};
+
+}  // namespace hc

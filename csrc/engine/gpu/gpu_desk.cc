@@ -1,0 +1,198 @@
+#include "engine/gpu/gpu_desk.h"
+
+#include <algorithm>
+
+namespace hc {
+
+namespace {
+
+constexpr double kBlameS = 1;  // how long a device's error waits for the news of whom it comes from
+
+GpuOperations operations_of(const std::string& word) {
+  if (word == "nccl") return GpuOperations::kNccl;
+  if (word == "peers") return GpuOperations::kPeers;
+  return word == "host" ? GpuOperations::kHost : GpuOperations::kAuto;
+}
+
+}  // namespace
+
+Result<std::shared_ptr<Gpu>> GpuDesk::adopt(int index) {
+  std::lock_guard lock(mu_);
+  if (!gpu_) {
+    auto api = CudaApi::load(context_.config.cuda_library);
+    HC_TRY(api.status());
+    auto gpu = Gpu::adopt(api.take(), index);
+    HC_TRY(gpu.status());
+    gpu_ = gpu.take();
+    has_gpu_.store(true);
+  }
+  if (gpu_->index() != index)
+    return error(Code::kUnsupported, "the tensor is on device ", index, ", but this rank works on device ",
+                 gpu_->index(),
+                 ": one process drives one GPU. Start one rank for each GPU and call "
+                 "torch.cuda.set_device(hvd.local_rank()) before the first tensor");
+  return gpu_;
+}
+
+Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s) {
+  if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return offer(s.device_index);
+  auto gpu = adopt(s.device_index);
+  if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its tensors stand in on the host
+  HC_TRY(gpu.status());
+  auto work = std::make_unique<DeviceWork>();
+  work->gpu = gpu.take();
+  HC_TRY(refuse_captured(s, *work->gpu));
+  work->ready_given = s.ready_event;
+  if (s.op == Op::kJoin || s.ready_event) return work;
+  auto ready = work->gpu->record(s.stream);
+  HC_TRY(ready.status());
+  work->ready = ready.take();
+  return work;
+}
+
+// For what may come from another GPU, or not: this rank works on that device only once something has come. Null: there
+// is nothing to offer, what comes has to come to host memory.
+std::unique_ptr<DeviceWork> GpuDesk::offer(int index) {
+  std::lock_guard lock(mu_);
+  if (!gpu_ && (!offered_gpu_ || offered_gpu_->index() != index)) {
+    auto api = CudaApi::load(context_.config.cuda_library);
+    if (!api.is_ok()) return nullptr;
+    auto gpu = Gpu::adopt(api.take(), index);
+    if (!gpu.is_ok()) return nullptr;
+    offered_gpu_ = gpu.take();
+  }
+  auto work = std::make_unique<DeviceWork>();
+  work->gpu = gpu_ ? gpu_ : offered_gpu_;
+  return work;
+}
+
+Status GpuDesk::refuse_captured(const Submission& s, Gpu& gpu) const {
+  if (s.ready_event || s.op == Op::kJoin) return Status::ok();
+  auto captured = gpu.is_captured(s.stream);
+  HC_TRY(captured.status());
+  if (!captured.value()) return Status::ok();
+  return error(Code::kUnsupported,
+               "its stream is being captured into a CUDA graph, which can only hold the buckets of a "
+               "DistributedOptimizer that has trained already. ",
+               kWarmUpBeforeCapture, ", and call other operations outside of it");
+}
+
+void GpuDesk::settle(Operation* op) {
+  std::lock_guard lock(mu_);
+  if (!gpu_) gpu_ = op->device->gpu;
+  op->device->gpu = gpu_;
+  has_gpu_.store(true);
+}
+
+Status GpuDesk::wait_on_stream(const Operation* op, int64_t handle, CuStream stream) const {
+  if (!op || !op->device) return error(Code::kInvalidArgument, "handle ", handle, " is no finished work on a device");
+  return op->device->done ? op->device->gpu->wait(stream, op->device->done->get()) : Status::ok();
+}
+
+Status GpuDesk::copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) const {
+  HC_TRY(wait_on_stream(op, handle, stream));
+  DeviceWork& work = *op->device;
+  if (!bytes) return Status::ok();
+  if (i >= work.results.size() || !work.results[i] || work.results[i]->bytes() < bytes)
+    return error(Code::kInvalidArgument, "handle ", handle, " has no result ", i, " of ", bytes, " bytes");
+  HC_TRY(work.gpu->copy(cu_pointer(to), work.results[i]->at(), bytes, stream));
+  auto read = work.gpu->record(stream);
+  HC_TRY(read.status());
+  work.results[i]->used_until(read.take());
+  work.results[i].reset();
+  return Status::ok();
+}
+
+DeviceOptions GpuDesk::options() const {
+  DeviceOptions options;
+  options.operations = operations_of(context_.config.gpu_operations);
+  options.nccl_library = context_.config.nccl_library;
+  options.nccl_folders = context_.config.nccl_folders;
+  options.kernels = {context_.config.gpu_kernels == "off", context_.config.nvrtc_library, context_.config.nvrtc_folders,
+                     context_.config.kernel_cache};
+  options.peer_bytes = context_.config.gpu_peer_bytes;
+  options.init_timeout_s = context_.config.init_timeout_s;
+  options.adasum_by_node = tuner_.agreed().adasum_by_node;
+  options.two_level = context_.config.hierarchical_allreduce == 1;
+  return options;
+}
+
+// Lock held.
+Result<std::shared_ptr<const NcclApi>> GpuDesk::nccl_of_memory(const Gpu& gpu) {
+  if (!memory_nccl_) {
+    auto loaded = NcclApi::load(context_.config.nccl_library, context_.config.nccl_folders, gpu.api().version);
+    HC_TRY(loaded.status());
+    memory_nccl_ = loaded.take();
+  }
+  if (memory_nccl_->registration() == NcclApi::Registration::kNone)
+    return error(Code::kUnsupported, "NCCL ", nccl_version_text(memory_nccl_->version), " in ", memory_nccl_->file,
+                 " cannot be told of memory in advance; ", nccl_version_text(kNcclRegisters), " and newer can");
+  return memory_nccl_;
+}
+
+Result<std::shared_ptr<Memory>> GpuDesk::allocate(int device_index, size_t bytes) {
+  HC_TRY(context_.check_connected());
+  if (!context_.config.gpu_register) return error(Code::kUnsupported, "HOROCLONE_GPU_REGISTER is off");
+  if (context_.config.gpu_operations == "host" || context_.config.gpu_operations == "peers")
+    return error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS is ", context_.config.gpu_operations);
+  auto adopted = adopt(device_index);
+  HC_TRY(adopted.status());
+  const std::shared_ptr<Gpu> gpu = adopted.take();
+  std::lock_guard lock(mu_);
+  auto loaded = nccl_of_memory(*gpu);
+  HC_TRY(loaded.status());
+  const std::shared_ptr<const NcclApi> nccl = loaded.take();
+  void* at = nullptr;
+  {
+    const Gpu::Current current(*gpu);
+    HC_TRY(nccl->check(nccl->ncclMemAlloc(&at, std::max<size_t>(bytes, 1)), "ncclMemAlloc", nullptr));
+  }
+  auto made = Memory::make_foreign(static_cast<std::byte*>(at), bytes, [gpu, nccl, at] {
+    const Gpu::Current current(*gpu);
+    (void)nccl->ncclMemFree(at);
+  });
+  std::erase_if(memory_, [](const auto& entry) { return entry.second.expired(); });
+  memory_[made->data()] = made;
+  return made;
+}
+
+bool GpuDesk::find_memory(BucketSet* buckets) {
+  std::lock_guard lock(mu_);
+  for (const BucketSet::Bucket& b : buckets->buckets) {
+    const auto at = memory_.find(b.data);
+    auto memory = at == memory_.end() ? nullptr : at->second.lock();
+    if (!memory) break;
+    buckets->memory.push_back(std::move(memory));
+  }
+  if (buckets->memory.size() == buckets->buckets.size()) return true;
+  buckets->memory.clear();
+  return false;
+}
+
+void GpuDesk::fail(const Status& status) {
+  if (!failure_.is_ok()) return;
+  failure_ = Status(status.code(), text_of("the GPU of ", context_.me(), ": ", status.text()));
+  failed_at_ = Clock::now();
+}
+
+Status GpuDesk::blame(TimePoint now) const {
+  if (failure_.is_ok() || seconds_between(failed_at_, now) < kBlameS) return Status::ok();
+  return Status(failure_.code(), text_of(failure_.text(),
+                                         ". No rank's end was noticed: is it the network between GPUs, or this GPU? "
+                                         "NCCL_DEBUG=INFO shows more"));
+}
+
+std::shared_ptr<Gpu> GpuDesk::gpu() const {
+  std::lock_guard lock(mu_);
+  return gpu_;
+}
+
+void GpuDesk::close() {
+  failure_ = Status::ok();
+  std::lock_guard lock(mu_);
+  has_gpu_.store(false);
+  offered_gpu_.reset();
+  if (gpu_) gpu_->close();
+}
+
+}  // namespace hc

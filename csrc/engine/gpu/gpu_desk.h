@@ -1,0 +1,78 @@
+// Which GPU this rank works on, memory on it that NCCL can be told of, and what has gone wrong there. An operation on
+// tensors in the memory of a GPU is done when it has been enqueued: streams wait for its result, the host does not.
+//
+// Thread: adopt, prepare, allocate, find_memory and the results from any; the others belong to the thread that makes
+// progress. Owner: the engine.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+
+#include "collective/gpu/device_group.h"
+#include "engine/context.h"
+#include "engine/operation/operation.h"
+#include "engine/operation/submission.h"
+#include "engine/tune/tuner.h"
+
+namespace hc {
+
+// What to do before a step is captured into a CUDA graph; the end of an error.
+inline constexpr const char* kWarmUpBeforeCapture =
+    "Run at least two whole steps (forward, backward, optimizer.step()) on every rank before the capture";
+
+class GpuDesk {
+ public:
+  GpuDesk(Context& context, const Tuner& tuner) : context_(context), tuner_(tuner) {}
+
+  // The GPU that this rank works on; the first index decides. Unsupported for another one.
+  Result<std::shared_ptr<Gpu>> adopt(int index);
+  bool has_gpu() const { return has_gpu_.load(std::memory_order_relaxed); }
+  std::shared_ptr<Gpu> gpu() const;  // null: none yet
+  // What `s`, on device memory, carries besides. The event is recorded here because only the caller knows that its
+  // stream has been given all work. Null: there is no GPU to offer, what comes has to come to host memory.
+  Result<std::unique_ptr<DeviceWork>> prepare(const Submission& s);
+  // Something has come for an operation that had offered its GPU.
+  void settle(Operation* op);
+  DeviceOptions options() const;
+
+  // Of an operation that is done: makes `stream` wait for its result, also copies result i to `to`, behind that.
+  Status wait_on_stream(const Operation* op, int64_t handle, CuStream stream) const;
+  Status copy_result(Operation* op, int64_t handle, size_t i, void* to, size_t bytes, CuStream stream) const;
+
+  // Memory that NCCL can be told of; Unsupported, with the reason, where it cannot.
+  Result<std::shared_ptr<Memory>> allocate(int device_index, size_t bytes);
+  // Whether all buckets begin with memory of allocate(), each with its own; they then own it.
+  bool find_memory(BucketSet* buckets);
+
+  // NCCL notices a dead peer before the mesh does, or after, and does not say which one. So its error ends the job a
+  // moment later, unless somebody's departure does first.
+  void fail(const Status& status);
+  bool has_failed() const { return !failure_.is_ok(); }
+  const Status& failure() const { return failure_; }
+  // Not ok when the moment is over: why the job ends.
+  Status blame(TimePoint now) const;
+
+  // At the end of the engine's life.
+  void close();
+
+ private:
+  std::unique_ptr<DeviceWork> offer(int index);
+  Status refuse_captured(const Submission& s, Gpu& gpu) const;
+  Result<std::shared_ptr<const NcclApi>> nccl_of_memory(const Gpu& gpu);
+
+  Context& context_;
+  const Tuner& tuner_;
+  std::atomic<bool> has_gpu_{false};
+  mutable std::mutex mu_;  // guards the four below
+  std::shared_ptr<Gpu> gpu_;
+  std::shared_ptr<Gpu> offered_gpu_;            // what somebody may send can be taken there, while there is no gpu_
+  std::shared_ptr<const NcclApi> memory_nccl_;  // null: not looked for, or not found
+  std::map<std::byte*, std::weak_ptr<Memory>> memory_;  // of allocate()
+
+  // The thread that makes progress.
+  Status failure_;  // what CUDA or NCCL said; who is to blame may still be on its way here
+  TimePoint failed_at_{};
+};
+
+}  // namespace hc

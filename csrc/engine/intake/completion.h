@@ -1,0 +1,33 @@
+// How an operation ends: its status is set, whoever watches is told, then whoever waits for it.
+//
+// Thread: the thread that makes progress. Owner: the engine.
+#pragma once
+
+#include "engine/context.h"
+#include "engine/intake/flight_records.h"
+#include "engine/intake/intake.h"
+#include "engine/record/timeline.h"
+#include "engine/threads/drive_gate.h"
+#include "engine/threads/notifier.h"
+#include "engine/tune/tuner.h"
+
+namespace hc {
+
+class Completion {
+ public:
+  Completion(Intake& intake, Timeline& timeline, Tuner& tuner, FlightRecords& records, Notifier& notifier,
+             DriveGate& gate)
+      : intake_(intake), timeline_(timeline), tuner_(tuner), records_(records), notifier_(notifier), gate_(gate) {}
+  // `op` may be recycled when this returns.
+  void finish(Operation* op, Status status);
+
+ private:
+  Intake& intake_;
+  Timeline& timeline_;
+  Tuner& tuner_;
+  FlightRecords& records_;
+  Notifier& notifier_;
+  DriveGate& gate_;
+};
+
+}  // namespace hc

@@ -1,0 +1,92 @@
+// The engine's front: operations are checked, filled in and queued here, and refused once the job has failed. Owns the
+// submit lock, the handles, the queue of what was submitted, and the reason of the failure.
+//
+// Thread: any, except for take(), next(), look_again() and take_all(), which belong to the thread that makes progress.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/context.h"
+#include "engine/intake/set_intake.h"
+#include "engine/operation/operation.h"
+#include "engine/operation/submission.h"
+#include "engine/record/recorder.h"
+
+namespace hc {
+
+class Intake {
+ public:
+  explicit Intake(Context& context) : context_(context) {}
+  Handles& handles() { return handles_; }
+  const Handles& handles() const { return handles_; }
+  Recorder& recorder() { return recorder_; }
+
+  // Checks and queues an operation. device: what it carries besides, when its tensors are on a GPU.
+  Status queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle);
+  // Checks and makes an operation that is not queued, because its caller runs it itself.
+  Result<Operation*> make(const Submission& s, BucketId bucket);
+  // The declared buckets that `bucket` is of.
+  Result<std::shared_ptr<const BucketSet>> declared(int process_set, BucketId bucket) const;
+  // Whether `s` is to be reduced where it lies, in this rank's arena.
+  bool goes_in_place(const Submission& s, bool declared) const;
+  void fill(Operation* op, const Submission& s, const Members& set) const;
+
+  // Something waits to be taken.
+  bool has_news() const { return has_news_.load(std::memory_order_seq_cst); }
+  // Takes what was submitted up to now; next() gives it, one after the other, then null.
+  void take();
+  Operation* next();
+  // An exception has come in between: what next() has not given yet is looked at again.
+  void look_again() {
+    if (!taken_.empty()) has_news_.store(true, std::memory_order_seq_cst);
+  }
+  // Every operation that next() has not given.
+  std::vector<Operation*> take_all();
+
+  // From now on nothing is taken any more, for this reason; the first one stays.
+  void refuse(const Status& reason);
+  Status failure() const;
+
+  void add(std::shared_ptr<SetIntake> set);
+  void remove(int process_set);
+  // Null: there is no such set.
+  std::shared_ptr<SetIntake> find(int process_set) const;
+  int declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets);
+  void undeclare(SetIntake& set, int id);
+  Operation* find_named(SetIntake& set, Op op, std::string_view name) const;
+  void skip_sequence(SetIntake& set, Op op, uint64_t sequence) const;
+
+  // This rank's last operations, as JSON.
+  std::string flight_record(const std::string& reason) const;
+  // Who was the last to be ready, by process set, as the inner part of a JSON object.
+  std::string lateness_json() const;
+  // "allreduce 'x', 12.3 s ago"
+  std::string last_call() const;
+
+  // The submit lock, for who reads or writes several things of SetIntake at once.
+  std::unique_lock<std::mutex> lock() const { return std::unique_lock(mu_); }
+
+ private:
+  Result<SetIntake*> check(const Submission& s) const;
+  SetIntake* find_locked(int process_set) const;
+  bool arena_holds(const Submission& s) const;
+
+  Context& context_;
+  Handles handles_;
+  mutable std::mutex mu_;  // the submit lock: guards all below, and SetIntake
+  Recorder recorder_;      // its submitted() and json()
+  std::map<int, std::shared_ptr<SetIntake>> sets_;
+  std::vector<Operation*> incoming_;
+  Status failure_;  // not ok: nothing is taken
+  std::atomic<bool> has_news_{false};
+
+  // The thread that makes progress.
+  std::vector<Operation*> taken_;
+  size_t next_taken_ = 0;  // index in it
+};
+
+}  // namespace hc

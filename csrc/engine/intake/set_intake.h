@@ -1,0 +1,63 @@
+// What submission knows of one process set: its members, the names in use, the numbers of unnamed operations, the
+// buckets that were declared. Guarded by the submit lock of Intake, except where a line says otherwise.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <map>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "agreement/lateness.h"
+#include "engine/operation/members.h"
+#include "engine/operation/operation.h"
+#include "engine/operation/submission.h"
+
+namespace hc {
+
+class SetIntake {
+ public:
+  explicit SetIntake(Members members) : members(std::move(members)), lateness(this->members.size()) {}
+
+  const Members members;
+  // The thread that makes progress writes: on group rank 0 about every operation, elsewhere about persistent buckets.
+  Lateness lateness;
+  std::atomic<bool> join_pending{false};  // set under the submit lock, cleared by the thread that makes progress
+
+  // The next number of an unnamed operation.
+  uint64_t next_sequence(Op op) { return sequences_[static_cast<size_t>(op)]++; }
+  uint64_t upcoming_sequence(Op op) const { return sequences_[static_cast<size_t>(op)]; }
+  // Unnamed operation `sequence` ran without this rank, which had joined: number behind it, as the other ranks do.
+  void skip_sequence(Op op, uint64_t sequence) {
+    uint64_t& next = sequences_[static_cast<size_t>(op)];
+    next = std::max(next, sequence + 1);
+  }
+  // Counts a submission to this set, from 1.
+  uint64_t next_call() { return ++calls_; }
+
+  // The record of a name, made when it is new.
+  NameRecord& record_of(Op op, std::string_view name);
+  // The record of a name, or (empty) of the unnamed operations of this kind; null: there is none.
+  NameRecord* known_record(Op op, std::string_view name);
+  // Any thread: the record of unnamed operations lives as long as this.
+  NameRecord& unnamed_record(Op op) { return unnamed_[static_cast<size_t>(op)]; }
+  // Null when nobody has this name pending.
+  Operation* find_named(Op op, std::string_view name);
+
+  std::shared_ptr<const BucketSet> declared(int id) const;
+  int declare(std::shared_ptr<const BucketSet> buckets);  // gives its id
+  void undeclare(int id) { declared_.erase(id); }
+
+ private:
+  std::array<uint64_t, kOpCount> sequences_{};
+  std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // the records' contents: see NameRecord
+  std::array<NameRecord, kOpCount> unnamed_;
+  uint64_t calls_ = 0;
+  std::map<int, std::shared_ptr<const BucketSet>> declared_;
+  int next_declared_ = 0;
+};
+
+}  // namespace hc

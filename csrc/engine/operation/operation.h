@@ -1,0 +1,104 @@
+// One submitted operation, from submit to release. Objects are pooled and never freed while the engine lives, so that
+// a stale handle finds a recycled object (and notices by its serial number) instead of freed memory.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "agreement/negotiation.h"
+#include "base/clock.h"
+#include "collective/shared/express.h"
+#include "engine/operation/device_work.h"
+#include "engine/operation/memory.h"
+#include "engine/operation/submission.h"
+
+namespace hc {
+
+struct Operation;
+
+// A call that has gone the express way: all that another one like it needs to enter the next turn.
+struct Repeat {
+  Signature signature;
+  ExpressKey key;
+  Task task;  // with the tensor of that call
+};
+
+// Who has this name pending, in one process set. Nodes of an unordered_map: the address is stable.
+struct NameRecord {
+  std::atomic<Operation*> pending{nullptr};
+  uint64_t uses = 0;               // submit lock
+  std::unique_ptr<Repeat> repeat;  // driving thread; null: none yet
+};
+
+struct Operation {
+  // Set by submit, constant until done.
+  int64_t handle = 0;
+  uint16_t process_set = 0;
+  Request request;
+  std::vector<const std::byte*> in;  // per tensor
+  std::vector<std::byte*> out;       // per tensor; null: the core owns the result
+  NameRecord* name_record = nullptr;
+  BucketId bucket;                     // of a declared set
+  std::unique_ptr<DeviceWork> device;  // null: host memory
+  TimePoint submitted;
+  uint64_t record = 0;  // which of the flight recorder's
+  struct Callback {
+    void (*call)(void*, int64_t, const Status&) = nullptr;
+    void* context = nullptr;
+  } tell;  // when it is done
+
+  // Driving thread only.
+  uint32_t slot = kNoSlot;
+  size_t pending_at = 0;  // place in Pending::all
+  uint32_t batch = 0;     // the batch that executes it, 0 before
+
+  // Written by the driving thread before `done`, read after it.
+  Status status;
+  std::vector<std::shared_ptr<Memory>> results;
+  std::vector<int64_t> first_dimension;
+  std::vector<int64_t> rows_from;
+  bool result_on_device = false;       // the results that the core owns lie in DeviceWork
+  std::optional<TensorMeta> received;  // scatter, receive: what came
+  int source = -1;                     // receive: world rank of the sender
+  int32_t join_rank = -1;
+  std::atomic<bool> done{false};
+
+  bool released = false;  // guarded by Handles' mutex
+
+  const Signature& signature() const { return request.signature; }
+  // Of its tensors or, where the core owns the results and they are there, of those.
+  uint64_t bytes() const;
+  // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)", "send to rank 3 (tag 0)"
+  std::string describe() const;
+};
+
+// The pool, and the map from handle to operation. Any thread.
+class Handles {
+ public:
+  Handles();
+  Operation* acquire();                       // a cleared operation with a fresh handle
+  Operation* find(int64_t handle);            // null: unknown or released
+  void release(int64_t handle);               // recycled at once when done, else when it gets done
+  bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
+  // Some hundred thousand operations have been live at once: acquire() may soon find nothing.
+  bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMostPooled / 2; }
+  void finished(Operation* op);  // driving thread: sets `done`; the operation may be recycled at once
+  size_t live() const;
+
+ private:
+  static constexpr size_t kMostPooled = size_t{1} << 20;
+  void recycle(Operation* op);
+  std::atomic<size_t> pooled_{0};  // pool_.size()
+  mutable std::mutex mu_;          // guards all below
+  std::vector<std::unique_ptr<Operation>> pool_;
+  std::vector<uint32_t> free_;
+  int64_t serial_;
+};
+
+}  // namespace hc

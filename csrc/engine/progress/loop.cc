@@ -1,0 +1,324 @@
+#include "engine/progress/loop.h"
+
+#include <algorithm>
+#include <new>
+
+namespace hc {
+
+namespace {
+constexpr unsigned kLooksAtSockets = 1024;  // iterations between two, where all ranks share memory
+}
+
+void Loop::start() {
+  const Config& config = parts_.context.config;
+  timer_s_ = std::min({1.0, config.liveness_probe_s, config.stall_check_s});
+  next_timer_ = Clock::now();
+}
+
+// ---- one iteration
+
+bool Loop::step(bool may_fill) {
+  last_ = Iteration{};
+  last_.may_fill = may_fill;
+  last_.looks_soon = parts_.gpu.has_failed();
+  try {
+    if (Status done = advance(); !done.is_ok()) {
+      fail(done);
+      last_.moved = true;
+    }
+  } catch (const std::exception& e) {
+    fail_after(e);
+    last_.moved = true;
+  }
+  return last_.moved;
+}
+
+Status Loop::advance() {
+  Mesh& mesh = *parts_.context.mesh;
+  Counters::add(parts_.context.counters.steps);
+  if (!mesh.all_shared() || ++iterations_ % kLooksAtSockets == 0) HC_TRY(poll());
+  if (has_abort_.load(std::memory_order_acquire)) {
+    std::lock_guard lock(abort_mu_);
+    has_abort_.store(false);
+    return Status(Code::kAborted, std::exchange(abort_text_, ""), mesh.rank());
+  }
+  if (parts_.intake.has_news()) take_submitted();
+  HC_TRY(receive_frames());
+  DeviceTurns& turns = parts_.order.turns();
+  if (turns.has_news() && turns.take([this](const DeviceTurn& turn) { return has_part_in(turn); })) last_.moved = true;
+  for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->step(&last_));
+  pass_turns_on();
+  if (parts_.messages.outstanding() == 0) return Status::ok();
+  HC_TRY(parts_.messages.step(&last_.moved));
+  last_.looks_soon = last_.looks_soon || parts_.messages.waits_on_device();
+  pass_turns_on();  // those that messages of rank 0 have asked for
+  return Status::ok();
+}
+
+void Loop::take_submitted() {
+  parts_.intake.take();
+  while (Operation* op = parts_.intake.next()) {
+    last_.moved = true;
+    if (!is_message(op->signature().op)) {
+      parts_.sets.find(op->process_set)->take(op);
+    } else if (parts_.context.has_failed()) {
+      parts_.completion.finish(op, parts_.intake.failure().with(op->describe()));
+    } else if (Status sent = parts_.messages.submit(op); !sent.is_ok()) {
+      fail(sent);
+    }
+  }
+}
+
+// Shared-memory rings move here; sockets move in poll(). A broken channel is reported there, after its last frames.
+Status Loop::receive_frames() {
+  Mesh& mesh = *parts_.context.mesh;
+  if (mesh.progress_shared()) last_.moved = true;
+  if (!mesh.has_frames()) return Status::ok();
+  for (int r = 0; r < mesh.size(); ++r) {
+    if (r == mesh.rank()) continue;
+    while (!parts_.context.has_failed() && !parts_.link.has_left(r) && mesh.channel(r).receive(&received_)) {
+      last_.moved = true;
+      parts_.link.count_received(r, received_.size());
+      parts_.peers.heard(r);
+      HC_TRY(handle_frame(r, received_));
+    }
+  }
+  return Status::ok();
+}
+
+Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
+  Reader in(frame);
+  const auto kind = in.get<FrameKind>();
+  const auto checked = [&](const Status& status) {
+    return status.is_ok() ? status : status.with(text_of("control frame from ", parts_.context.mesh->describe(from)));
+  };
+  switch (kind) {
+    case FrameKind::kBallot:
+      return checked(take_requests(from, &in));
+    case FrameKind::kPlan:
+      return checked(take_plan(from, &in, frame));
+    case FrameKind::kShow:
+      return checked(take_show_frame(from, &in));
+    case FrameKind::kMessage:
+    case FrameKind::kMessageWanted:
+    case FrameKind::kMessageTaken:
+    case FrameKind::kMessageRefused:
+    case FrameKind::kMessageWithdrawn:
+    case FrameKind::kLinkId:
+      return checked(parts_.messages.handle(from, kind, &in));
+    case FrameKind::kGoodbye:
+      peer_left(from, in.get_text());
+      return Status::ok();
+    case FrameKind::kAbort: {
+      const auto code = in.get<Code>();
+      const auto culprit = in.get<int32_t>();
+      return Status(code == Code::kOk ? Code::kAborted : code, in.get_text(), culprit);
+    }
+    case FrameKind::kPing:
+      parts_.link.begin(FrameKind::kPong);
+      return checked(parts_.link.send(from, false));
+    case FrameKind::kPong:
+      return Status::ok();
+    case FrameKind::kDeviceAsk:
+    case FrameKind::kDeviceTurn:
+    case FrameKind::kMessageAsk:
+      return checked(
+          parts_.order.take_frame(kind, from, &in, [this](const DeviceTurn& turn) { return has_part_in(turn); }));
+    case FrameKind::kInquiry:
+      return checked(parts_.stalls.answer(from, in.get<uint8_t>() != 0, pending()));
+    case FrameKind::kTestimony:
+      parts_.stalls.take_answer(from, in.get_text());
+      return Status::ok();
+    case FrameKind::kClockAsk:
+    case FrameKind::kClockAnswer:
+      return checked(parts_.clock.take_frame(kind, from, &in));
+  }
+  return checked(error(Code::kInternal, "unknown control frame ", static_cast<int>(kind)));
+}
+
+Status Loop::take_requests(int from, Reader* in) {
+  while (in->ok() && in->remaining() > 0) {
+    Ballot requests;
+    HC_TRY(decode(in, &requests));
+    ProcessSet* set = parts_.sets.find(requests.process_set);
+    if (!set || !set->members().has_me() || requests.generation != parts_.context.generation) continue;
+    HC_TRY(set->take_requests(from, requests));
+  }
+  return Status::ok();
+}
+
+Status Loop::take_plan(int from, Reader* in, std::span<const uint8_t> frame) {
+  Plan plan;
+  HC_TRY(decode(in, &plan));
+  ProcessSet* set = parts_.sets.find(plan.process_set);
+  if (!set || !set->members().has_me() || plan.generation != parts_.context.generation) return Status::ok();
+  return set->take_plan(from, std::move(plan), frame);
+}
+
+Status Loop::take_show_frame(int from, Reader* in) {
+  ProcessSet* set = parts_.sets.find(in->get<uint16_t>());
+  const auto how = in->get<uint8_t>();
+  if (!in->ok()) return error(Code::kInternal, "a frame about what to show is broken");
+  return set && set->members().has_me() ? set->take_show_frame(from, how) : Status::ok();
+}
+
+// ---- sockets and peers
+
+void Loop::poll_mesh() {
+  if (Status polled = poll(); !polled.is_ok()) fail(polled);
+}
+
+Status Loop::poll() {
+  std::vector<Loss> losses;
+  Mesh& mesh = *parts_.context.mesh;
+  Status polled = mesh.poll(0, &last_.moved, &losses);
+  if (losses.empty() && polled.is_ok()) return Status::ok();
+  HC_TRY(receive_frames());  // a goodbye or the reason of its end may be among the peer's last words
+  for (const Loss& loss : losses)
+    if (!parts_.link.has_left(loss.rank))
+      return Status(Code::kPeerLost,
+                    text_of(mesh.describe(loss.rank), " ", loss.reason,
+                            ". Its own output has the cause; the others stop because of it."),
+                    loss.rank);
+  return polled;
+}
+
+void Loop::peer_left(int rank, const std::string& text) {
+  parts_.link.note_left(rank, text);
+  const std::string full = text_of(
+      "Horovod has been shut down: ", parts_.context.mesh->describe(rank), " ", text,
+      ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
+  parts_.messages.peer_left(rank, full);
+  for (ProcessSet* set : parts_.sets.mine()) set->peer_left(rank, full);
+}
+
+// ---- the order of work on GPUs
+
+// On rank 0, turns that travel in shared memory. In the same iteration in which they were given: it may be the last one
+// for a while.
+void Loop::pass_turns_on() {
+  DeviceTurns& turns = parts_.order.turns();
+  if (!turns.kept_back()) return;
+  if (!turns.pass_on(parts_.link.left())) last_.looks_soon = true;
+  parts_.sets.world().wake_readers();
+}
+
+bool Loop::has_part_in(const DeviceTurn& turn) const {
+  if (turn.set == kMessageStream) return parts_.messages.expects_turn(turn.sender, static_cast<uint32_t>(turn.bucket));
+  const ProcessSet* set = parts_.sets.find(turn.set);
+  return set && set->members().has_me();
+}
+
+bool Loop::device_in_flight() {
+  if (!parts_.gpu.has_gpu() || parts_.context.has_failed()) return false;
+  const TimePoint now = Clock::now();
+  if (parts_.messages.links().oldest_flight_s(now) > 0) return true;
+  return std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
+                     [&](ProcessSet* set) { return set->device().oldest_flight_s(now) > 0; });
+}
+
+// ---- time
+
+void Loop::check_timers() {
+  if (parts_.gpu.has_failed())
+    if (Status blamed = parts_.gpu.blame(Clock::now()); !blamed.is_ok()) fail(blamed);
+  if (outstanding() == 0 && !device_in_flight()) return parts_.peers.rest();
+  const TimePoint now = Clock::now();
+  if (now < next_timer_) return;
+  next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
+  if (parts_.context.has_failed()) return;
+  if (Status checked = check_late(now); !checked.is_ok()) fail(checked);
+}
+
+Status Loop::check_late(TimePoint now) {
+  if (parts_.gpu.has_gpu()) HC_TRY(check_devices());
+  const Config& config = parts_.context.config;
+  std::vector<bool> waits(static_cast<size_t>(parts_.context.mesh->size()), false);
+  for (ProcessSet* set : parts_.sets.mine()) set->mark_awaited(now, &waits);
+  parts_.messages.mark_awaited(now, config.liveness_probe_s, &waits);
+  parts_.messages.links().each_late(now, config.liveness_probe_s,
+                                    [&](int peer) { waits[static_cast<size_t>(peer)] = true; });
+  HC_TRY(parts_.peers.check(now, std::move(waits)));
+  if (config.stall_check_disable) return Status::ok();
+  for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->reveal_late(now));
+  return parts_.stalls.is_due(now) ? report_stalls(now) : Status::ok();
+}
+
+Status Loop::check_devices() {
+  if (Status ok = parts_.messages.links().check(); !ok.is_ok()) parts_.gpu.fail(ok);
+  for (ProcessSet* set : parts_.sets.mine())
+    if (!parts_.gpu.has_failed()) HC_TRY(set->check_device());
+  return Status::ok();
+}
+
+Status Loop::report_stalls(TimePoint now) {
+  Stalls stalls;
+  for (const ProcessSet* set : parts_.sets.mine()) set->find_stalls(now, &stalls);
+  stalls.lines += parts_.messages.stalled(now, parts_.context.config.stall_check_s, &stalls.longest_s, &stalls.late);
+  HC_TRY(parts_.stalls.report(now, std::move(stalls), pending()));
+  if (parts_.stalls.awaits_answers()) next_timer_ = now + StallWatch::kAnswerMs;
+  return Status::ok();
+}
+
+std::vector<const Operation*> Loop::pending() const {
+  std::vector<const Operation*> all;
+  for (const ProcessSet* set : parts_.sets.mine())
+    all.insert(all.end(), set->pending().all().begin(), set->pending().all().end());
+  all.insert(all.end(), parts_.messages.operations().begin(), parts_.messages.operations().end());
+  return all;
+}
+
+// ---- ends
+
+void Loop::abort(const std::string& text) {
+  std::lock_guard lock(abort_mu_);
+  abort_text_ = text;
+  has_abort_.store(true);
+}
+
+void Loop::fail(const Status& first_reason) {
+  Context& context = parts_.context;
+  if (context.has_failed()) return;
+  const Status reason = with_words_of_device(first_reason);
+  parts_.intake.refuse(reason);
+  context.failed.store(true);
+  context.log.debug("failing every operation: ", reason.text());
+  // Before transfers are withdrawn: a half-moved one breaks the channel to a peer that lives.
+  parts_.link.tell_failure(reason);
+  parts_.messages.fail_all(reason);
+  parts_.messages.links().abort();
+  parts_.order.turns().clear();
+  for (ProcessSet* set : parts_.sets.mine()) set->fail(reason);
+  parts_.records.save(reason.text());
+}
+
+// The reason of the end, with what the devices' libraries have to say about it on this rank.
+Status Loop::with_words_of_device(const Status& reason) {
+  GpuDesk& gpu = parts_.gpu;
+  if (!gpu.has_gpu()) return reason;
+  for (ProcessSet* set : parts_.sets.mine())
+    if (Status ok = set->device().check(); !ok.is_ok()) gpu.fail(ok);
+  if (Status ok = parts_.messages.links().check(); !ok.is_ok()) gpu.fail(ok);
+  if (!gpu.has_failed() || reason.text().find(gpu.failure().text()) != std::string::npos) return reason;
+  return Status(reason.code(), text_of(reason.text(), " On this rank, ", gpu.failure().text()), reason.culprit());
+}
+
+void Loop::fail_after(const std::exception& thrown) {
+  const bool is_memory = dynamic_cast<const std::bad_alloc*>(&thrown) != nullptr;
+  fail(Status(Code::kInternal,
+              text_of(parts_.context.me(), is_memory ? " ran out of memory" : ": ", is_memory ? "" : thrown.what()),
+              parts_.context.rank()));
+  parts_.intake.look_again();  // the next step fails the rest of them
+}
+
+void Loop::fail_latecomers() {
+  const Status failure = parts_.intake.failure();
+  for (Operation* op : parts_.intake.take_all()) {
+    if (is_message(op->signature().op))
+      parts_.completion.finish(op, failure.with(op->describe()));
+    else
+      parts_.sets.find(op->process_set)->refuse(op, failure);
+  }
+}
+
+}  // namespace hc

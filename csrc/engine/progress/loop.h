@@ -1,0 +1,104 @@
+// One iteration of the engine, and its end: takes what was submitted, exchanges frames with the other ranks, lets every
+// part that has work go on, looks at timers. A part that cannot go on says so with a status; here the whole engine
+// fails with it, once.
+//
+// Thread: the thread that makes progress (step() catches exceptions), or who holds the progress lock; abort() from any.
+// Owner: the engine.
+#pragma once
+
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "engine/context.h"
+#include "engine/control/control_link.h"
+#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/launch_order.h"
+#include "engine/intake/completion.h"
+#include "engine/intake/intake.h"
+#include "engine/iteration.h"
+#include "engine/point_to_point/messages.h"
+#include "engine/sets/set_table.h"
+#include "engine/watch/clock_offset.h"
+#include "engine/watch/peer_watch.h"
+#include "engine/watch/stall_watch.h"
+
+namespace hc {
+
+class Loop {
+ public:
+  struct Parts {
+    Context& context;
+    ControlLink& link;
+    Intake& intake;
+    Completion& completion;
+    FlightRecords& records;
+    GpuDesk& gpu;
+    LaunchOrder& order;
+    SetTable& sets;
+    Messages& messages;
+    StallWatch& stalls;
+    PeerWatch& peers;
+    ClockOffset& clock;
+  };
+  explicit Loop(const Parts& parts) : parts_(parts) {}
+  // The mesh is connected and the world's set is made.
+  void start();
+
+  // True: something has moved. may_fill: nobody waits, and nobody is about to sleep.
+  bool step(bool may_fill = false);
+  // What the last step has found.
+  const Iteration& last() const { return last_; }
+  size_t outstanding() const {
+    return parts_.sets.pending() + parts_.messages.outstanding() + parts_.order.turns().kept_back();
+  }
+  // Something that was launched on a GPU has not ended yet. What is done with it is forgotten.
+  bool device_in_flight();
+  // Something waits to be taken from submission.
+  bool has_news() const { return parts_.intake.has_news(); }
+  // Reads and writes sockets.
+  void poll_mesh();
+  void check_timers();
+  double timer_s() const { return timer_s_; }
+
+  // Any thread: the next step fails everything with this text.
+  void abort(const std::string& text);
+  bool has_abort() const { return has_abort_.load(std::memory_order_relaxed); }
+
+  // Every operation ends with `reason`, here and, as far as they can be told, on all ranks. Only the first one counts.
+  void fail(const Status& reason);
+  // An exception, out of memory most likely: nobody may wait for what this rank cannot finish any more.
+  void fail_after(const std::exception& thrown);
+  // Operations that were submitted in the last moment.
+  void fail_latecomers();
+
+ private:
+  Status advance();
+  void take_submitted();
+  Status receive_frames();
+  Status handle_frame(int from, std::span<const uint8_t> frame);
+  Status take_requests(int from, Reader* in);
+  Status take_plan(int from, Reader* in, std::span<const uint8_t> frame);
+  Status take_show_frame(int from, Reader* in);
+  Status poll();
+  Status check_late(TimePoint now);
+  Status check_devices();
+  Status report_stalls(TimePoint now);
+  void peer_left(int rank, const std::string& text);
+  void pass_turns_on();
+  bool has_part_in(const DeviceTurn& turn) const;
+  std::vector<const Operation*> pending() const;
+  Status with_words_of_device(const Status& reason);
+
+  const Parts parts_;
+  Iteration last_;
+  double timer_s_ = 1;
+  unsigned iterations_ = 0;
+  TimePoint next_timer_{};
+  std::vector<uint8_t> received_;
+  std::mutex abort_mu_;  // guards abort_text_
+  std::string abort_text_;
+  std::atomic<bool> has_abort_{false};
+};
+
+}  // namespace hc

@@ -1,0 +1,201 @@
+#include "engine/progress/progress_threads.h"
+
+#include <poll.h>
+
+#include <algorithm>
+
+#include "engine/threads/idle.h"
+
+namespace hc {
+
+namespace {
+
+constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks whether a waiter has left
+constexpr int kDeviceLookMs = 1;                   // how often a copy or NCCL's start is looked at
+constexpr int kSliceMs = 50;                       // a waiter looks up (deadline, another waiter) at least this often
+
+}  // namespace
+
+Status ProgressThreads::start() {
+  const Config& config = context_.config;
+  // With more ranks than cores whoever waits is in the way of those it waits for.
+  const bool crowded = context_.mesh->local_size() > static_cast<int>(allowed_cpus().size());
+  spin_pauses_ = crowded && !config.given.contains("SPIN_PAUSES") ? 0 : config.spin_pauses;
+  return thread_.start("hc-engine", [this] { run(); });
+}
+
+// ---- threads that wait
+
+bool ProgressThreads::until(const Over& over, const Deadline& deadline) {
+  while (true) {
+    if (over()) return true;
+    if (gate_.try_enter()) {
+      work(over, deadline);
+      const bool is_over = over();
+      rest();
+      unlock();
+      if (is_over) return true;
+    } else {
+      wake_sleepers();  // who has the lock may sleep: it must hand over
+      const int ms = std::min(kSliceMs, deadline.remaining_ms());
+      gate_.wait_turn(std::chrono::milliseconds(ms), std::nullopt, over);
+    }
+    if (deadline.passed()) return over();
+  }
+}
+
+bool ProgressThreads::until_under_lock(const Over& over, const Deadline& deadline) {
+  while (true) {
+    lock();
+    work(over, deadline);
+    const bool is_over = over();
+    rest();
+    unlock();
+    if (is_over) return true;
+    if (deadline.passed()) return false;
+  }
+}
+
+// Whoever makes progress leaves at its next iteration, though what it waits for may never come.
+void ProgressThreads::lock() {
+  const DriveGate::Ticket ticket = gate_.need();
+  while (!gate_.try_enter_at_need(ticket)) {
+    wake_sleepers();
+    gate_.wait_turn(std::chrono::milliseconds(kSliceMs), ticket, [] { return false; });
+  }
+}
+
+void ProgressThreads::unlock() { gate_.leave(loop_.outstanding() > 0 || loop_.has_news()); }
+
+void ProgressThreads::work(const Over& over, const Deadline& deadline) try {
+  context_.mesh->set_asleep(Sleep::kAwake);
+  Idle idle(spin_pauses_, context_.config.yield_us);
+  while (!over() && !gate_.needed() && !context_.stopping.load(std::memory_order_relaxed)) {
+    if (loop_.step()) {
+      idle.reset();
+      continue;
+    }
+    if (idle.pause()) continue;
+    loop_.check_timers();
+    if (deadline.passed()) return;
+    context_.mesh->set_asleep(Sleep::kAsleepWaiting);
+    sleepers_.fetch_add(1, std::memory_order_seq_cst);
+    if (!loop_.step() && !over() && !gate_.needed())
+      sleep(longest_sleep_us(std::min(kSliceMs, deadline.remaining_ms())));
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    context_.mesh->set_asleep(Sleep::kAwake);
+    loop_.poll_mesh();
+    idle.reset();
+  }
+} catch (const std::exception& e) {
+  loop_.fail_after(e);
+}
+
+// The asleep word must again say that hc-engine sleeps, and what arrived in between be seen.
+void ProgressThreads::rest() {
+  if (!engine_sleeps_.load(std::memory_order_seq_cst) || context_.stopping.load()) return;
+  Mesh& mesh = *context_.mesh;
+  // What flies is watched: a rank may die, NCCL fail.
+  const bool waiting = loop_.outstanding() > 0 || loop_.device_in_flight();
+  mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
+  // What a peer has said since the last step rang no doorbell, and nothing of this rank need wait for it.
+  const bool news = mesh.progress_shared() || mesh.has_frames();
+  if (!waiting && !news && !loop_.has_news()) return;
+  if (loop_.step() || untimed_sleep_.load() || loop_.last().next_gathered != TimePoint::max()) mesh.wake_self();
+}
+
+// ---- hc-engine
+
+void ProgressThreads::run() {
+  const std::string& affinity = context_.config.thread_affinity;
+  if (!affinity.empty()) {
+    auto cpu = cpu_of_local_rank(affinity, context_.mesh->local_rank());
+    const int one[] = {cpu.is_ok() ? cpu.value() : 0};
+    Status set = cpu.is_ok() ? set_allowed_cpus(one) : cpu.status();
+    if (!set.is_ok()) context_.log.warning("HOROCLONE_THREAD_AFFINITY: ", set.text());
+  }
+  while (true) {
+    const DriveGate::Turn turn = gate_.enter_engine(kBusyLook);
+    if (turn == DriveGate::Turn::kStopping) return;
+    int64_t sleep_us = static_cast<int64_t>(loop_.timer_s() * 1e6) + 1000;
+    if (turn == DriveGate::Turn::kDrives) {
+      try {
+        sleep_us = work_until_idle();
+      } catch (const std::exception& e) {
+        loop_.fail_after(e);
+        sleep_us = 0;
+        sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      }
+      unlock();
+    } else {
+      // A waiter makes progress. Watch the mesh, so that it need not wake this thread when it leaves (rest).
+      untimed_sleep_.store(false);
+      engine_sleeps_.store(true, std::memory_order_seq_cst);
+      sleepers_.fetch_add(1, std::memory_order_seq_cst);
+      if (!gate_.driven()) sleep_us = 0;  // it has left, and may not have seen that this thread was to sleep
+    }
+    if (sleep_us != 0) sleep(sleep_us);
+    sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+    engine_sleeps_.store(false, std::memory_order_seq_cst);
+  }
+}
+
+// Works until there is nothing to do for a while or a waiter wants the lock, then prepares to sleep. Returns for how
+// many us it may: 0 when something came up at the last look, -1 until it is woken.
+int64_t ProgressThreads::work_until_idle() {
+  Mesh& mesh = *context_.mesh;
+  mesh.set_asleep(Sleep::kAwake);
+  loop_.poll_mesh();
+  Idle idle(spin_pauses_, context_.config.yield_us);
+  unsigned looks = 0;
+  while (!gate_.wanted() && !context_.stopping.load()) {
+    if (loop_.step(true)) {
+      idle.reset();
+    } else if (loop_.last().fills) {
+      ++looks % 8 == 0 ? static_cast<void>(::sched_yield()) : pause_cpu();  // who submits may be without a core
+    } else if (loop_.outstanding() == 0 || !idle.pause()) {
+      break;
+    }
+  }
+  loop_.check_timers();
+  const bool waiting = loop_.outstanding() > 0 || loop_.device_in_flight();
+  const bool hands_over = gate_.wanted();
+  if (!hands_over) mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
+  untimed_sleep_.store(!waiting && !hands_over);
+  engine_sleeps_.store(true, std::memory_order_seq_cst);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  if (hands_over) return kBusyLook / std::chrono::microseconds(1);  // who wanted the lock may find its operation done
+  if (loop_.step()) return 0;
+  return untimed_sleep_.load() ? -1 : longest_sleep_us(static_cast<int>(loop_.timer_s() * 1000) + 1);
+}
+
+void ProgressThreads::sleep(int64_t us) {
+  Counters::add(context_.counters.sleeps);
+  pollfd watched{context_.mesh->wait_fd(), POLLIN, 0};
+  const timespec limit{us / 1000000, us % 1000000 * 1000};
+  (void)::ppoll(&watched, 1, us < 0 ? nullptr : &limit, nullptr);
+}
+
+// limit_ms, or less when a gathering window closes before or something moves that rings no doorbell.
+int64_t ProgressThreads::longest_sleep_us(int limit_ms) const {
+  if (context_.mesh->moves_silently()) return kSilentLookUs;
+  const Iteration& last = loop_.last();
+  if (last.looks_soon) limit_ms = std::min(limit_ms, kDeviceLookMs);
+  if (last.next_gathered == TimePoint::max()) return int64_t{1000} * limit_ms;
+  const double left_ms = seconds_between(Clock::now(), last.next_gathered) * 1000;
+  return int64_t{1000} * std::clamp(static_cast<int>(left_ms) + 1, 1, std::max(1, limit_ms));
+}
+
+void ProgressThreads::end_thread() {
+  gate_.stop();
+  if (!thread_.running()) return;
+  // A peer may have rung for hc-engine and the goodbye have answered: the asleep word says kAwake then, upon which
+  // wake_self() rings nothing, yet hc-engine sleeps.
+  context_.mesh->set_asleep(Sleep::kAsleepWaiting);
+  context_.mesh->wake_self();
+  thread_.join();
+}
+
+void ProgressThreads::forget() { thread_.forget(); }
+
+}  // namespace hc

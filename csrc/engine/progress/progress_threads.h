@@ -1,0 +1,82 @@
+// Who makes progress, how it waits, and how it is woken. At any time one thread has the progress lock: one that waits
+// for an operation, else hc-engine, which sleeps in poll(2) on the mesh. The rule that keeps waiting cheap and never
+// lost:
+//   a thread sleeps only after it has (1) set its asleep word, (2) looked at every source of work once more;
+//   whoever makes work for a rank (3) makes it visible, (4) looks at that rank's asleep word and rings its doorbell.
+// Both sides use sequentially consistent fences between their two halves (Mesh::set_asleep, Mesh::wake).
+//
+// Thread: any. Owner: the engine.
+#pragma once
+
+#include <atomic>
+#include <functional>
+
+#include "base/clock.h"
+#include "base/thread.h"
+#include "engine/context.h"
+#include "engine/progress/loop.h"
+#include "engine/threads/drive_gate.h"
+
+namespace hc {
+
+class ProgressThreads {
+ public:
+  ProgressThreads(Context& context, Loop& loop, DriveGate& gate) : context_(context), loop_(loop), gate_(gate) {}
+  // The mesh is connected: hc-engine begins.
+  Status start();
+  int spin_pauses() const { return spin_pauses_; }
+
+  using Over = std::function<bool()>;
+  // Makes progress, or lets another thread make it, until over() or the deadline. Whether it is over. `over` is called
+  // from any thread.
+  bool until(const Over& over, const Deadline& deadline);
+  // The same, where `over` is only called while this thread has the progress lock; it then comes before those that
+  // wait.
+  bool until_under_lock(const Over& over, const Deadline& deadline);
+  // Wakes whoever sleeps on the mesh: something was submitted, and nobody waits for it at once.
+  void wake_sleepers() {
+    if (sleepers_.load(std::memory_order_seq_cst) > 0) context_.mesh->wake_self();
+  }
+
+  // The progress lock, for who needs the engine's state for something else than to make progress; it comes before those
+  // that wait.
+  void lock();
+  void unlock();
+  // The same for a waiter's short call. False: another thread has it, or somebody needs it.
+  bool try_lock() { return gate_.try_enter(); }
+  // After progress was made under the lock: hc-engine, if it sleeps, takes over the watch.
+  void rest();
+  class Hold {
+   public:
+    explicit Hold(ProgressThreads& progress) : progress_(progress) { progress_.lock(); }
+    ~Hold() { progress_.unlock(); }
+    Hold(const Hold&) = delete;
+    Hold& operator=(const Hold&) = delete;
+
+   private:
+    ProgressThreads& progress_;
+  };
+
+  // Ends hc-engine. With the progress lock held, so that nobody steps the engine from here on: a step would answer the
+  // doorbell that is to end hc-engine's sleep, or be under way while the mesh is closed.
+  void end_thread();
+  void forget();  // in a forked child
+
+ private:
+  void run();  // hc-engine
+  int64_t work_until_idle();
+  void work(const Over& over, const Deadline& deadline);
+  int64_t longest_sleep_us(int limit_ms) const;
+  void sleep(int64_t us);
+
+  Context& context_;
+  Loop& loop_;
+  DriveGate& gate_;
+  NamedThread thread_;
+  int spin_pauses_ = 0;
+  std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
+  std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
+  std::atomic<bool> engine_sleeps_{false};
+};
+
+}  // namespace hc

@@ -1,0 +1,136 @@
+#include "engine/record/timeline.h"
+
+#include <fcntl.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <cstring>
+
+namespace hc {
+
+namespace {
+constexpr size_t kQueueEvents = 1u << 16;              // 12 MB at most; about a second of a busy engine
+constexpr std::chrono::milliseconds kWriteEvery{100};  // what a kill -9 may lose
+}  // namespace
+
+Status Timeline::start(const std::string& path, Trace::Origin origin, bool mark_cycles,
+                       std::function<void(const std::string&)> say) {
+  stop();
+  std::lock_guard running(running_mu_);
+  const int file = ::open(path.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (file < 0)
+    return error(Code::kInvalidArgument, "the timeline cannot be written to '", path, "': ", std::strerror(errno));
+  file_ = file;
+  path_ = path;
+  origin_ = origin;
+  say_ = std::move(say);
+  {
+    std::lock_guard lock(mu_);
+    queue_.clear();
+    dropped_ = 0;
+    stopping_ = false;
+  }
+  if (Status made = thread_.start("hc-timeline", [this] { write_until_stopped(); }); !made.is_ok()) {
+    ::close(std::exchange(file_, -1));
+    return made;
+  }
+  mark_cycles_.store(mark_cycles, std::memory_order_relaxed);
+  on_.store(true, std::memory_order_release);
+  return Status::ok();
+}
+
+void Timeline::stop() {
+  std::lock_guard running(running_mu_);
+  if (!thread_.running()) return;
+  on_.store(false, std::memory_order_release);
+  {
+    std::lock_guard lock(mu_);
+    stopping_ = true;
+    changed_.notify_one();
+  }
+  thread_.join();
+  ::close(std::exchange(file_, -1));
+}
+
+void Timeline::forget() {
+  on_.store(false, std::memory_order_relaxed);
+  thread_.forget();
+}
+
+TraceKey Timeline::key_of(const Operation& op) {
+  return {op.signature().op, op.process_set, op.request.name, op.request.sequence};
+}
+
+void Timeline::phase(const std::vector<Operation*>& operations, const char* algorithm) {
+  const TimePoint now = Clock::now();
+  for (const Operation* op : operations)
+    if (op) push({TraceEvent::Kind::kPhase, key_of(*op), -1, algorithm, true, {}, now});
+}
+
+void Timeline::done(const Operation& op, const Status& status) {
+  const Signature& s = op.signature();
+  std::string args;
+  if (!s.tensors.empty()) {
+    args = text_of("\"dtype\":\"", name_of(s.tensors[0].dtype), "\",\"shape\":\"[");
+    for (size_t i = 0; i < s.tensors[0].shape.size(); ++i) args += text_of(i ? ", " : "", s.tensors[0].shape[i]);
+    args += "]\"";
+    if (s.tensors.size() > 1) args += text_of(",\"tensors\":", s.tensors.size());
+  }
+  if (!status.is_ok()) args += text_of(args.empty() ? "" : ",", "\"error\":", json_text(status.text()));
+  push({TraceEvent::Kind::kDone, key_of(op), -1, "", false, std::move(args), Clock::now()});
+}
+
+void Timeline::push(TraceEvent event) {
+  std::lock_guard lock(mu_);
+  if (queue_.size() >= kQueueEvents) {
+    ++dropped_;
+    return;
+  }
+  queue_.push_back(std::move(event));
+  if (queue_.size() == 1 || queue_.size() == kQueueEvents / 2) changed_.notify_one();
+}
+
+void Timeline::write_until_stopped() {
+  Trace trace(origin_);
+  std::vector<TraceEvent> taken;
+  std::string text;
+  trace.open(&text);
+  bool good = write(text), ending = false;
+  while (!ending) {
+    taken.clear();
+    uint64_t dropped = 0;
+    {
+      std::unique_lock lock(mu_);
+      changed_.wait(lock, [&] { return stopping_ || !queue_.empty(); });  // an idle engine costs nothing
+      changed_.wait_for(lock, kWriteEvery, [&] { return stopping_ || queue_.size() >= kQueueEvents / 2; });
+      taken.swap(queue_);
+      dropped = dropped_;
+      ending = stopping_;
+    }
+    text.clear();
+    for (const TraceEvent& event : taken) trace.add(event, &text);
+    if (ending) trace.close(Clock::now(), dropped, &text);
+    if (good && !text.empty()) good = write(text);
+  }
+}
+
+// A full or broken disk ends the timeline, not the training.
+bool Timeline::write(const std::string& text) {
+  const char* from = text.data();
+  size_t rest = text.size();
+  while (rest > 0) {
+    const ssize_t n = ::write(file_, from, rest);
+    if (n < 0 && errno == EINTR) continue;
+    if (n <= 0) {
+      on_.store(false, std::memory_order_relaxed);
+      say_(text_of("the timeline ends here: writing to '", path_, "' failed: ", std::strerror(errno)));
+      return false;
+    }
+    from += n;
+    rest -= static_cast<size_t>(n);
+  }
+  return true;
+}
+
+}  // namespace hc

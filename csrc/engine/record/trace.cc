@@ -1,0 +1,189 @@
+#include "engine/record/trace.h"
+
+#include <algorithm>
+#include <cctype>
+#include <cstdio>
+
+#include "base/status.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kMostLanes = 50000;  // tensors shown by name; names without end must not fill the memory
+
+std::string constant_case(std::string text) {
+  for (char& c : text) c = c == ' ' ? '_' : static_cast<char>(std::toupper(c));
+  return text;
+}
+
+std::string id_of(const TraceKey& key) {
+  return key.name.empty() ? text_of(static_cast<int>(key.op), ':', key.process_set, '#', key.sequence)
+                          : text_of(static_cast<int>(key.op), ':', key.process_set, '=', key.name);
+}
+
+std::string name_of_lane(const TraceKey& key, bool operation_names) {
+  if (!operation_names) return key.name.empty() ? text_of(name_of(key.op), " (unnamed)") : key.name;
+  if (key.name.empty()) return text_of(name_of(key.op), ".noname.", key.sequence);
+  return text_of(name_of(key.op), ".", key.name);
+}
+
+std::string number(double us) {
+  char text[40];
+  std::snprintf(text, sizeof text, "%.3f", us);
+  return text;
+}
+
+}  // namespace
+
+std::string json_text(std::string_view text) {
+  std::string out = "\"";
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (c == '"' || c == '\\') {
+      out.push_back('\\');
+      out.push_back(c);
+    } else if (byte < 0x20 || byte == 0x7f) {
+      char escaped[8];
+      std::snprintf(escaped, sizeof escaped, "\\u%04x", byte);
+      out += escaped;
+    } else {
+      out.push_back(c);
+    }
+  }
+  return out + "\"";
+}
+
+void Trace::metadata(int pid, const char* what, std::string_view args, std::string* out) {
+  *out += text_of(",\n{\"name\":\"", what, "\",\"ph\":\"M\",\"pid\":", pid, ",\"args\":{", args, "}}");
+}
+
+void Trace::open(std::string* out) {
+  const auto origin_us = std::chrono::duration<double, std::micro>(origin_.start.time_since_epoch()).count();
+  const int base = pid_base();
+  *out +=
+      text_of("[\n{\"name\":\"process_name\",\"ph\":\"M\",\"pid\":", base,
+              ",\"args\":{\"start_time_since_epoch_in_micros\":", origin_.epoch_micros, ",\"rank\":", origin_.rank,
+              ",\"size\":", origin_.size, ",\"clock_origin_micros\":", number(origin_us + origin_.clock_ahead_s * 1e6),
+              ",\"clock_error_micros\":", number(origin_.clock_error_s * 1e6), ",\"name\":",
+              json_text(origin_.all_ranks ? text_of("rank ", origin_.rank, ": steps") : std::string("steps")), "}}");
+  metadata(base, "process_sort_index", text_of("\"sort_index\":", base), out);
+}
+
+Trace::Lane& Trace::lane_of(const TraceKey& key, std::string* out) {
+  std::string name = name_of_lane(key, origin_.operation_names);
+  if (key.process_set) name += text_of(" [process set ", key.process_set, "]");
+  if (lanes_.size() >= kMostLanes && !lanes_.contains(name)) name = "(more tensors)";
+  auto [at, fresh] = lanes_.try_emplace(name);
+  Lane& lane = at->second;
+  if (!fresh) return lane;
+  lane.pid = pid_base() + static_cast<int>(lanes_.size());
+  const std::string shown = origin_.all_ranks ? text_of("rank ", origin_.rank, ": ", name) : name;
+  metadata(lane.pid, "process_name", text_of("\"name\":", json_text(shown)), out);
+  metadata(lane.pid, "process_sort_index", text_of("\"sort_index\":", lane.pid), out);
+  return lane;
+}
+
+// The lowest row of the kind in which nothing is open.
+Trace::Flight& Trace::take_row(const TraceKey& key, int kind, Flights* flights, const std::string& id,
+                               std::string* out) {
+  Lane& lane = lane_of(key, out);
+  std::vector<bool>& busy = lane.busy[kind];
+  const auto free = static_cast<size_t>(std::find(busy.begin(), busy.end(), false) - busy.begin());
+  const bool fresh = free == busy.size();
+  if (fresh) busy.push_back(true);
+  busy[free] = true;
+  Flight& f = (*flights)[id];
+  f = Flight{};
+  f.lane = &lane;
+  f.kind = kind;
+  f.row = static_cast<int>(free) * 2 + kind;
+  f.op = constant_case(name_of(key.op));
+  if (fresh) name_rows(f, out);
+  return f;
+}
+
+void Trace::name_rows(const Flight& f, std::string* out) {
+  *out += text_of(",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":", f.lane->pid, ",\"tid\":", f.row,
+                  ",\"args\":{\"name\":\"", f.kind ? "operation" : "negotiation", "\"}}");
+}
+
+// Clocks are read by several threads: within a row time never goes back.
+double Trace::stamp(Flight* f, TimePoint at) { return f->last_us = std::max(f->last_us, micros(at)); }
+
+void Trace::begin(Flight* f, const std::string& name, TimePoint at, std::string* out) {
+  *out += text_of(",\n{\"ph\":\"B\",\"name\":", json_text(name), ",\"ts\":", number(stamp(f, at)),
+                  ",\"pid\":", f->lane->pid, ",\"tid\":", f->row, "}");
+}
+
+void Trace::end(Flight* f, TimePoint at, std::string_view args, std::string* out) {
+  *out += text_of(",\n{\"ph\":\"E\",\"ts\":", number(stamp(f, at)), ",\"pid\":", f->lane->pid, ",\"tid\":", f->row);
+  *out += args.empty() ? std::string("}") : text_of(",\"args\":{", args, "}}");
+}
+
+void Trace::begin_phase(Flight* f, const TraceEvent& event, std::string* out) {
+  if (f->in_phase) end(f, event.time, {}, out);
+  f->in_phase = true;
+  const std::string phase = constant_case(event.phase);
+  begin(f, event.of_operation ? text_of(phase, "_", f->op) : phase, event.time, out);
+}
+
+void Trace::finish(Flights* flights, const std::string& id, TimePoint at, std::string_view args, std::string* out) {
+  auto found = flights->find(id);
+  if (found == flights->end()) return;
+  Flight& f = found->second;
+  if (f.in_phase) end(&f, at, {}, out);
+  end(&f, at, args, out);
+  f.lane->busy[f.kind][static_cast<size_t>(f.row / 2)] = false;
+  flights->erase(found);
+}
+
+// Tracing may begin in the middle of an operation, and events may have been dropped: an end without a beginning is
+// ignored, a second beginning ends the first.
+void Trace::add(const TraceEvent& e, std::string* out) {
+  using Kind = TraceEvent::Kind;
+  if (e.kind == Kind::kCycle) {
+    *out += text_of(",\n{\"ph\":\"i\",\"name\":\"CYCLE_START\",\"ts\":", number(micros(e.time)),
+                    ",\"pid\":", pid_base(), ",\"tid\":0,\"s\":\"g\"}");
+    return;
+  }
+  const std::string id = id_of(e.key);
+  switch (e.kind) {
+    case Kind::kAnnounced: {
+      auto at = negotiating_.find(id);
+      Flight& f = at != negotiating_.end() ? at->second : take_row(e.key, 0, &negotiating_, id, out);
+      if (at == negotiating_.end()) begin(&f, "NEGOTIATE_" + f.op, e.time, out);
+      *out += text_of(",\n{\"ph\":\"X\",\"name\":\"", e.rank, "\",\"ts\":", number(stamp(&f, e.time)),
+                      ",\"dur\":0,\"pid\":", f.lane->pid, ",\"tid\":", f.row, "}");
+      break;
+    }
+    case Kind::kAgreed:
+      finish(&negotiating_, id, e.time, {}, out);
+      break;
+    case Kind::kStarted: {
+      finish(&running_, id, e.time, "\"unfinished\":true", out);
+      Flight& f = take_row(e.key, 1, &running_, id, out);
+      begin(&f, f.op, e.time, out);
+      begin_phase(&f, e, out);
+      break;
+    }
+    case Kind::kPhase:
+      if (auto at = running_.find(id); at != running_.end()) begin_phase(&at->second, e, out);
+      break;
+    case Kind::kDone:
+      // What never ran failed while it was negotiated; else the negotiation is that of the next one with this name.
+      finish(running_.contains(id) ? &running_ : &negotiating_, id, e.time, e.args, out);
+      break;
+    case Kind::kCycle:
+      break;
+  }
+}
+
+void Trace::close(TimePoint now, uint64_t dropped, std::string* out) {
+  for (Flights* flights : {&negotiating_, &running_})
+    while (!flights->empty()) finish(flights, std::string(flights->begin()->first), now, "\"unfinished\":true", out);
+  *out += text_of(",\n{\"name\":\"dropped_events\",\"ph\":\"M\",\"pid\":", pid_base(), ",\"args\":{\"count\":", dropped,
+                  "}}\n]\n");
+}
+
+}  // namespace hc

@@ -1,0 +1,102 @@
+#include "engine/set_changes.h"
+
+#include <algorithm>
+
+namespace hc {
+
+Status SetChanges::add(std::vector<int> ranks, int* id) {
+  HC_TRY(context_.check_connected());
+  std::sort(ranks.begin(), ranks.end());
+  if (ranks.empty() || std::adjacent_find(ranks.begin(), ranks.end()) != ranks.end() || ranks.front() < 0 ||
+      ranks.back() >= context_.mesh->size())
+    return error(Code::kInvalidArgument, "a process set needs different ranks between 0 and ",
+                 context_.mesh->size() - 1);
+  HC_TRY(make(ranks, id));
+  std::string name = text_of("horoclone.process_set.add.", *id);
+  for (int r : ranks) name += text_of(".", r);
+  return calls_.barrier(0, name);  // nobody may use the set before everybody knows it
+}
+
+Status SetChanges::make(std::vector<int> ranks, int* id) {
+  const ProgressThreads::Hold held(progress_);
+  int free_id = 1;
+  while (sets_.find(free_id)) ++free_id;
+  if (free_id >= kMaxLanes)
+    return error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
+  *id = free_id;
+  return sets_.add(static_cast<uint16_t>(free_id), std::move(ranks));
+}
+
+Status SetChanges::remove(int id) {
+  HC_TRY(context_.check_connected());
+  if (id == 0) return error(Code::kInvalidArgument, "the global process set cannot be removed");
+  if (!intake_.find(id))
+    return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
+  // Then every rank has finished with the set.
+  HC_TRY(calls_.barrier(0, text_of("horoclone.process_set.remove.", id)));
+  std::unique_ptr<ProcessSet> removed;  // ends after the lock is left
+  const ProgressThreads::Hold held(progress_);
+  const Status reason = error(Code::kAborted, "its process set was removed");
+  order_.turns().drop(static_cast<uint16_t>(id));
+  messages_.set_removed(static_cast<uint16_t>(id), reason);
+  removed = sets_.remove(id);
+  if (removed) removed->end_pending(reason);
+  return Status::ok();
+}
+
+Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
+  HC_TRY(context_.check_connected());
+  if (buckets.reduce == Reduce::kAdasum)
+    return error(Code::kUnsupported,
+                 "a bucket cannot be reduced with Adasum, whose coefficients belong to each tensor; use a grouped "
+                 "allreduce");
+  const bool owned = buckets.on_device && gpu_.find_memory(&buckets);
+  const auto declared = std::make_shared<const BucketSet>(std::move(buckets));
+  ProcessSet::Capabilities can;
+  {
+    const ProgressThreads::Hold held(progress_);
+    ProcessSet* set = sets_.find(process_set);
+    if (!set || !set->members().has_me())
+      return error(Code::kInvalidArgument, "rank ", context_.rank(), " is not a member of process set ", process_set);
+    *id = intake_.declare(*set->intake(), declared);
+    HC_TRY(set->declare(*id, declared, owned, &can));
+  }
+  // Whether every rank declares the same, and has its buckets where a persistent plan can take them: one integer each,
+  // the least and the greatest agree.
+  int64_t mine[3] = {static_cast<int64_t>(declared->fingerprint() >> 2), can.persistent ? 1 : 0, can.registers ? 1 : 0};
+  int64_t least[3], most[3];
+  HC_TRY(agree(process_set, text_of("horoclone.declare.", *id), mine, least, most));
+  if (least[0] != most[0])
+    return error(Code::kMismatch, "the ranks of process set ", process_set,
+                 " declared different buckets; do all ranks build the same model "
+                 "and pass the same arguments to DistributedOptimizer?");
+  const ProgressThreads::Hold held(progress_);
+  if (ProcessSet* set = sets_.find(process_set)) set->confirm(*id, {least[1] == 1, least[2] == 1});
+  return Status::ok();
+}
+
+Status SetChanges::agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3],
+                         int64_t (&most)[3]) {
+  const int64_t shape[] = {3};
+  for (const Reduce reduce : {Reduce::kMin, Reduce::kMax}) {
+    int64_t* out = reduce == Reduce::kMin ? least : most;
+    const Submission::Tensor tensor{mine, out, shape, DType::kI64};
+    Submission s;
+    s.reduce = reduce;
+    s.process_set = process_set;
+    const std::string full = name + (reduce == Reduce::kMin ? ".min" : ".max");
+    s.name = full;
+    s.tensors = {&tensor, 1};
+    s.will_wait = true;
+    HC_TRY(calls_.run(s));
+  }
+  return Status::ok();
+}
+
+Status SetChanges::undeclare(int process_set, int id) {
+  const ProgressThreads::Hold held(progress_);
+  if (ProcessSet* set = sets_.find(process_set)) set->undeclare(id);
+  return Status::ok();
+}
+
+}  // namespace hc

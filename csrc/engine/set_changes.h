@@ -1,0 +1,47 @@
+// Process sets and declared buckets come and go, on every rank alike: each change is made here, then agreed on. Any
+// thread. Owner: the engine.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "engine/calls.h"
+#include "engine/point_to_point/messages.h"
+
+namespace hc {
+
+class SetChanges {
+ public:
+  SetChanges(Context& context, Intake& intake, GpuDesk& gpu, SetTable& sets, LaunchOrder& order, Messages& messages,
+             ProgressThreads& progress, Calls& calls)
+      : context_(context),
+        intake_(intake),
+        gpu_(gpu),
+        sets_(sets),
+        order_(order),
+        messages_(messages),
+        progress_(progress),
+        calls_(calls) {}
+
+  // Collective over the world, in the same order on every rank.
+  Status add(std::vector<int> ranks, int* id);
+  Status remove(int id);
+  // Collective over the process set. The buckets' memory must live until undeclare.
+  Status declare(int process_set, BucketSet buckets, int* id);
+  Status undeclare(int process_set, int id);
+
+ private:
+  Status make(std::vector<int> ranks, int* id);
+  Status agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3], int64_t (&most)[3]);
+
+  Context& context_;
+  Intake& intake_;
+  GpuDesk& gpu_;
+  SetTable& sets_;
+  LaunchOrder& order_;
+  Messages& messages_;
+  ProgressThreads& progress_;
+  Calls& calls_;
+};
+
+}  // namespace hc

@@ -1,0 +1,69 @@
+// What one process set does on GPUs: the group that moves the data, batches on device memory, and persistent buckets at
+// which all members have arrived, each of which waits for its turn among all work on GPUs.
+//
+// Thread: the thread that makes progress, or who holds the progress lock. Owner: a process set.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "collective/gpu/device_group.h"
+#include "engine/gpu/gpu_desk.h"
+#include "engine/gpu/launch_order.h"
+#include "engine/iteration.h"
+#include "engine/sets/batch_runner.h"
+
+namespace hc {
+
+class DeviceSide {
+ public:
+  DeviceSide(Context& context, GpuDesk& gpu, LaunchOrder& order, const Members& members, const Group& group)
+      : context_(context), gpu_(gpu), order_(order), members_(members), group_(group) {}
+
+  DeviceGroup* group() { return device_.get(); }  // null: nothing of the set has been on a GPU
+  bool is_used() const { return device_ != nullptr; }
+
+  // The set's turn has come to a batch on device memory.
+  void put_on_device(BatchRunner& runner);
+  void batch_over();
+
+  // Whether declared buckets can be persistent as far as this rank knows.
+  bool may_be_persistent(const BucketSet& buckets) const;
+  // Tells NCCL of the buckets' memory, on every rank of the set at the same place.
+  void register_buckets(const BucketSet& buckets);
+  void forget_buckets(const BucketSet& buckets);
+  // Puts a bucket into the CUDA graph into which `from` is captured.
+  Result<GpuEventPtr> capture(const Task& task, CuStream from);
+
+  // All members have arrived at this bucket.
+  void make_ready(Operation* op, size_t flag);
+  bool has_ready() const { return !ready_.empty() || launching_; }
+  bool waits_for_turn() const { return !ready_.empty(); }
+  // The next ready bucket whose turn it is: starts it; null: none, or it is not over yet. Not ok: the GPU has failed.
+  Result<std::unique_ptr<BatchRunner>> launch(const Tuning& tuning, Timeline* timeline, Iteration* now);
+
+  double oldest_flight_s(TimePoint now) { return device_ ? device_->oldest_flight_s(now) : 0; }
+  Status check() { return device_ ? device_->check() : Status::ok(); }
+  void abort();
+  void close();
+
+ private:
+  struct Ready {
+    Operation* op;
+    size_t flag;
+  };
+  std::unique_ptr<BatchRunner> runner_of(Operation* op, const Tuning& tuning, Timeline* timeline);
+
+  Context& context_;
+  GpuDesk& gpu_;
+  LaunchOrder& order_;
+  const Members& members_;
+  const Group& group_;
+  std::unique_ptr<DeviceGroup> device_;
+  std::vector<Ready> ready_;
+  std::unique_ptr<BatchRunner> launching_;
+  std::string told_;  // DeviceGroup::reason, once it has been logged
+};
+
+}  // namespace hc

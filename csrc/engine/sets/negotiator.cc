@@ -1,0 +1,223 @@
+#include "engine/sets/negotiator.h"
+
+#include <algorithm>
+
+#include "agreement/frame_budget.h"
+
+namespace hc {
+
+namespace {
+// Requests fill up to this size: what takes longer to move had better start.
+constexpr size_t kFillBytes = 256 * kKiB;
+constexpr int kLooksWithoutNews = 48;  // some microseconds: a Python loop submits faster
+}  // namespace
+
+Negotiator::Negotiator(Context& context, ControlLink& link, Timeline& timeline, const Members& members,
+                       Lateness* lateness, const std::vector<int>& node, bool one_node)
+    : context_(context),
+      link_(link),
+      timeline_(timeline),
+      members_(members),
+      one_node_(one_node),
+      tree_(ControlTree::make(node, context.config.control_fanout)) {
+  requests_.generation = members.generation;
+  requests_.process_set = members.id;
+  requests_.rank = members.group_rank;
+  if (tree_ && !tree_->children(members.group_rank).empty())
+    combiner_ = std::make_unique<Combiner>(CombinerOptions{tree_, members.group_rank, members.generation, members.id});
+  if (members.group_rank != 0) return;
+  CoordinatorOptions options;
+  options.size = members.size();
+  options.fuse_groups = !context.config.disable_group_fusion;
+  options.part_bytes = one_node ? 0 : context.config.partition_bytes;
+  options.cache_capacity = static_cast<size_t>(context.config.cache_capacity);
+  options.generation = members.generation;
+  options.process_set = members.id;
+  options.world_rank = members.ranks;
+  options.tree = tree_;
+  watch_ = std::make_unique<TimelineWatch>(&timeline, members.id, members.ranks);
+  options.watch = watch_.get();
+  options.lateness = lateness;
+  coordinator_ = std::make_unique<Coordinator>(options);
+}
+
+int Negotiator::above() const {
+  return tree_ ? members_.ranks[static_cast<size_t>(tree_->parent(members_.group_rank))] : members_.coordinator_rank();
+}
+
+void Negotiator::announce(Operation* op) {
+  op->slot = cache_.announce(op->request, &requests_);
+  for (const TensorMeta& t : op->signature().tensors)
+    request_bytes_ += static_cast<size_t>(t.count()) * size_of(t.dtype);
+}
+
+bool Negotiator::fills() {
+  if (requests_.joined || request_bytes_ > kFillBytes) return false;
+  const size_t announced = requests_.cached.size() + requests_.fresh.size();
+  looks_without_news_ = announced == requests_seen_ ? looks_without_news_ + 1 : 0;
+  requests_seen_ = announced;
+  return looks_without_news_ < kLooksWithoutNews;
+}
+
+Status Negotiator::send_requests(bool reachable) {
+  Status sent;
+  if (!reachable) {
+    // Nobody is there to take them.
+  } else if (combiner_) {
+    sent = combiner_->take(requests_, Clock::now());
+  } else if (coordinator_) {
+    sent = give_to_coordinator(requests_);
+  } else {
+    sent = send({&requests_, 1});
+  }
+  requests_.cached.clear();
+  requests_.fresh.clear();
+  requests_.joined = false;
+  requests_.on_express = false;
+  request_bytes_ = requests_seen_ = 0;
+  looks_without_news_ = 0;
+  return sent;
+}
+
+Status Negotiator::give_to_coordinator(const Ballot& requests) {
+  // A session of the bypass must be over on every member before the next one opens.
+  bypass_news_ = bypass_news_ || requests.on_express;
+  news_ = true;
+  return coordinator_->take(requests, Clock::now());
+}
+
+Status Negotiator::take(int from, const Ballot& requests) {
+  const int position = members_.position_of(from);
+  if (tree_) {
+    if (position <= 0 || tree_->parent(position) != members_.group_rank || requests.rank >= members_.size() ||
+        !tree_->is_below(requests.rank, position))
+      return error(Code::kInternal, "a ballot that is for another rank; is HOROCLONE_CONTROL_FANOUT the same for all?");
+    return combiner_->take(requests, Clock::now());
+  }
+  return coordinator_ && position == requests.rank ? give_to_coordinator(requests) : Status::ok();
+}
+
+// On group rank 0 the top of the tree: to its coordinator.
+Status Negotiator::pass_up(bool reachable) {
+  std::vector<Ballot> requests = combiner_->collect();
+  if (!reachable) return Status::ok();
+  if (!coordinator_) return send(requests);
+  if (shows_all_ != timeline_.on()) {
+    shows_all_ = timeline_.on();
+    HC_TRY(tell_to_show(shows_all_ ? 2 : 0));
+  }
+  for (const Ballot& each : requests) HC_TRY(give_to_coordinator(each));
+  return Status::ok();
+}
+
+// In one frame, or in as many as it takes. The requests may be used up.
+Status Negotiator::send(std::span<Ballot> requests) {
+  size_t in_frame = 0;
+  const auto flush = [&] {
+    Counters::add(context_.counters.ballots_sent);
+    return link_.send(above(), link_.anybody_left());
+  };
+  Writer* frame = &link_.begin(FrameKind::kBallot);
+  const auto add = [&](const Ballot& one, size_t bytes) {
+    if (in_frame > 0 && frame->size() + bytes > kFrameBudget) {
+      HC_TRY(flush());
+      frame = &link_.begin(FrameKind::kBallot);
+      in_frame = 0;
+    }
+    encode(one, frame);
+    in_frame++;
+    return Status::ok();
+  };
+  for (Ballot& each : requests) {
+    const size_t bytes = encoded_bytes(each);
+    if (bytes <= kFrameBudget) {
+      HC_TRY(add(each, bytes));
+    } else {
+      for (const Ballot& part : parts_of(std::move(each), kFrameBudget)) HC_TRY(add(part, encoded_bytes(part)));
+    }
+  }
+  return in_frame > 0 ? flush() : Status::ok();
+}
+
+bool Negotiator::may_decide() { return news_ = coordinator_->anything_ready(); }
+
+bool Negotiator::gathers(double window_ms, TimePoint* next_gathered) {
+  if (window_ms <= 0) return false;
+  const TimePoint now = Clock::now();
+  if (!gathering_) {
+    gathering_ = true;
+    gathered_at_ = now + std::chrono::microseconds(static_cast<int64_t>(window_ms * 1000));
+  }
+  if (now >= gathered_at_) return false;
+  *next_gathered = std::min(*next_gathered, gathered_at_);
+  return true;
+}
+
+Plan Negotiator::decide(size_t room) {
+  Plan plan = coordinator_->decide(room);
+  gathering_ = gathering_ && coordinator_->anything_ready();  // what there was no room for has waited already
+  return plan;
+}
+
+void Negotiator::set_sizes(const Tuning& tuning) {
+  if (!coordinator_) return;
+  coordinator_->set_fusion_bytes(tuning.fusion_bytes);
+  coordinator_->set_arena_fusion_bytes(one_node_ || tuning.ring_from_bytes == 0 ? 0 : tuning.ring_from_bytes - 1);
+}
+
+Status Negotiator::pass_down(const Plan& plan, std::span<const uint8_t> frame) {
+  if (combiner_) combiner_->pass(plan);
+  const auto send_to = [&](int position) {
+    const int r = members_.ranks[static_cast<size_t>(position)];
+    if (r == context_.rank() || link_.has_left(r)) return Status::ok();
+    Counters::add(context_.counters.plans_sent);
+    return link_.send(r, frame, false);
+  };
+  if (tree_) {
+    for (int child : tree_->children(members_.group_rank)) HC_TRY(send_to(child));
+  } else if (coordinator_) {
+    for (int position = 0; position < members_.size(); ++position) HC_TRY(send_to(position));
+  }
+  return Status::ok();
+}
+
+bool Negotiator::leave(int position, const std::string& text) {
+  if (combiner_) combiner_->leave(Clock::now());
+  if (!coordinator_) return !needs(position);
+  coordinator_->leave(position, text);
+  news_ = true;
+  return true;
+}
+
+Status Negotiator::tell_to_show(uint8_t how) {
+  const TimePoint now = Clock::now();
+  if (how == 1)
+    combiner_->reveal(now);
+  else
+    combiner_->show_all(how == 2, now);
+  Writer& frame = link_.begin(FrameKind::kShow);
+  frame.put(members_.id);
+  frame.put(how);
+  for (int position = 1; position < members_.size(); ++position) {
+    const int r = members_.ranks[static_cast<size_t>(position)];
+    if (!tree_->children(position).empty() && !link_.has_left(r)) HC_TRY(link_.send(r, true));
+  }
+  return Status::ok();
+}
+
+Status Negotiator::take_show_frame(int from, uint8_t how) {
+  if (how > 2) return error(Code::kInternal, "a frame about what to show is broken");
+  if (!combiner_ || members_.coordinator_rank() != from) return Status::ok();
+  if (how == 1)
+    combiner_->reveal(Clock::now());
+  else
+    combiner_->show_all(how == 2, Clock::now());
+  return Status::ok();
+}
+
+Status Negotiator::reveal(TimePoint now, double patience_s) {
+  next_reveal_ = now + std::chrono::milliseconds(static_cast<int64_t>(patience_s * 1000));
+  return tell_to_show(1);
+}
+
+}  // namespace hc

@@ -1,0 +1,103 @@
+// The agreement of one process set on this rank: requests go up to group rank 0, straight or along a tree of ranks that
+// combine them; plans come down the same way. Group rank 0 has the coordinator.
+//
+// Thread: the thread that makes progress. Owner: a process set.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "agreement/combiner.h"
+#include "agreement/control_tree.h"
+#include "agreement/coordinator.h"
+#include "agreement/plan_cache.h"
+#include "engine/control/control_link.h"
+#include "engine/operation/members.h"
+#include "engine/operation/operation.h"
+#include "engine/record/timeline.h"
+#include "engine/tune/tuner.h"
+
+namespace hc {
+
+class Negotiator {
+ public:
+  // node: [group rank] the machine of each. one_node: all members share memory.
+  Negotiator(Context& context, ControlLink& link, Timeline& timeline, const Members& members, Lateness* lateness,
+             const std::vector<int>& node, bool one_node);
+
+  PlanCache& cache() { return cache_; }
+  bool is_coordinator() const { return coordinator_ != nullptr; }
+  const Coordinator* coordinator() const { return coordinator_.get(); }  // null: another rank is
+  // To whom this rank's requests go and from whom its plans come (world rank); not on group rank 0.
+  int above() const;
+  // Without this member no request of this rank arrives.
+  bool needs(int position) const { return tree_ ? tree_->is_below(members_.group_rank, position) : position == 0; }
+
+  // Puts `op` into the next requests; sets Operation::slot.
+  void announce(Operation* op);
+  void announce_join() { requests_.joined = true; }
+  void announce_bypass() { requests_.on_express = true; }  // a session of it is open on this rank
+  bool has_requests() const { return !requests_.cached.empty() || !requests_.fresh.empty() || requests_.joined; }
+  // Whether the requests had better wait for more: small operations come in quick succession. For as long as something
+  // new is there nearly every time this is asked; it counts looks, so it ends without a clock.
+  bool fills();
+  // reachable: somebody is there to take them; else they are dropped.
+  Status send_requests(bool reachable);
+
+  // Requests of another rank: one that talks to this one, or is below it in the tree.
+  Status take(int from, const Ballot& requests);
+  bool has_news_from_below() const { return combiner_ && combiner_->has_news(); }
+  Status pass_up(bool reachable);
+
+  // Group rank 0: something has changed since may_decide() was last found false.
+  bool has_news() const { return news_; }
+  bool may_decide();
+  // Whether what is ready waits for company. The window opens with the first operation that is ready.
+  bool gathers(double window_ms, TimePoint* next_gathered);
+  Plan decide(size_t room);
+  void set_sizes(const Tuning& tuning);
+  // Whether a session of the bypass is asked for by a member that has one open.
+  bool take_bypass_news() { return std::exchange(bypass_news_, false); }
+
+  // A plan goes to the ranks below this one; `frame` is the plan as it travels.
+  Status pass_down(const Plan& plan, std::span<const uint8_t> frame);
+
+  // A member has left for good. False: no request of this rank arrives any more.
+  bool leave(int position, const std::string& text);
+
+  // What combiners hold, shown where somebody must know who is missing. how: 0 hold again, 1 now, 2 from now on.
+  Status take_show_frame(int from, uint8_t how);
+  // Half-way to a stall report everybody shows what it holds, so that the report knows who is missing and since when.
+  bool may_reveal(TimePoint now) const { return combiner_ && coordinator_ && now >= next_reveal_; }
+  Status reveal(TimePoint now, double patience_s);
+
+ private:
+  Status give_to_coordinator(const Ballot& requests);
+  Status send(std::span<Ballot> requests);
+  Status tell_to_show(uint8_t how);
+
+  Context& context_;
+  ControlLink& link_;
+  Timeline& timeline_;
+  const Members& members_;
+  const bool one_node_;
+  std::shared_ptr<const ControlTree> tree_;   // null: every member talks to group rank 0
+  std::unique_ptr<Combiner> combiner_;        // where others are below this rank
+  std::unique_ptr<AgreementWatch> watch_;     // the coordinator's
+  std::unique_ptr<Coordinator> coordinator_;  // on group rank 0
+  bool news_ = false;                         // for the coordinator
+  bool bypass_news_ = false;
+  bool gathering_ = false;  // something is ready and held back until gathered_at_, so that more joins it
+  TimePoint gathered_at_{};
+  bool shows_all_ = false;  // group rank 0: the combiners were told to, for a timeline
+  TimePoint next_reveal_{};
+  PlanCache cache_;
+  Ballot requests_;           // what goes next
+  size_t request_bytes_ = 0;  // of the tensors in them
+  size_t requests_seen_ = 0;  // announcements in them at the last look
+  int looks_without_news_ = 0;
+};
+
+}  // namespace hc

@@ -1,0 +1,49 @@
+// The operations of one process set that were taken from submission and are not done, and how an entry of a plan finds
+// the one that it means: by the number of an unnamed operation, or by its cache id.
+//
+// Thread: the thread that makes progress. Owner: a process set.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "engine/operation/operation.h"
+
+namespace hc {
+
+class Pending {
+ public:
+  // total: counts the pending operations of all process sets.
+  explicit Pending(size_t* total) : total_(*total) {}
+
+  const std::vector<Operation*>& all() const { return all_; }  // in no order
+  size_t size() const { return all_.size(); }
+  Operation* join() const { return join_; }  // this rank's join, while it is pending
+
+  void add(Operation* op);
+  void remove(Operation* op);
+  // It is about to be announced, with the cache id that it has (Operation::slot).
+  void expect(Operation* op);
+  void expect_join(Operation* op) { join_ = op; }
+
+  // Null: this rank did not submit it.
+  Operation* unnamed(Op op, uint64_t sequence) const;
+  Operation* by_slot(uint32_t slot) const { return slot < by_slot_.size() ? by_slot_[slot] : nullptr; }
+  // An unnamed operation with this number was never announced: the next that is need not count from before it.
+  void pass_over(Op op, uint64_t sequence);
+
+ private:
+  struct Window {  // unnamed operations of one kind by sequence number
+    uint64_t base = 0;
+    std::deque<Operation*> operations;
+  };
+  size_t& total_;
+  std::vector<Operation*> all_;  // Operation::pending_at is the place of each
+  Operation* join_ = nullptr;
+  std::array<Window, kOpCount> windows_;
+  std::vector<Operation*> by_slot_;
+};
+
+}  // namespace hc

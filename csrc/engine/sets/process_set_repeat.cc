@@ -1,0 +1,114 @@
+// Calls that repeat: while a session of the bypass is open, a small blocking call like one before is published and
+// taken by the thread that makes it. Only when nothing else is under way, so nothing waits for the iterations that the
+// engine does not make meanwhile; and not for long: where the others are late the call becomes an operation like any
+// other, whose turn has been entered already.
+#include <algorithm>
+
+#include "engine/sets/process_set.h"
+#include "engine/threads/idle.h"
+
+namespace hc {
+
+namespace {
+
+bool is_like(const Submission::Tensor& t, const TensorMeta& known) {
+  return t.in && t.out && t.dtype == known.dtype && std::ranges::equal(t.shape, known.shape);
+}
+
+// For so long nobody looks at what peers say and, from Python, its lock is kept.
+constexpr int kMostPauses = 1000;
+constexpr double kLongestUs = 80;
+
+// root: as a group rank.
+bool is_like(const Submission& s, int root, const Signature& known) {
+  return s.op == known.op && s.reduce == known.reduce && root == known.root && s.prescale == known.prescale &&
+         s.postscale == known.postscale && (s.op != Op::kAllreduce || s.priority == known.priority) &&
+         s.splits.empty() &&
+         std::ranges::equal(s.tensors, known.tensors, [](const auto& t, const auto& k) { return is_like(t, k); });
+}
+
+}  // namespace
+
+void ProcessSet::keep_repeat(const Operation& op, const ExpressKey& key, const Task& task) {
+  const Signature& s = op.signature();
+  if (s.op != Op::kAllreduce && s.op != Op::kBroadcast && s.op != Op::kBarrier) return;  // the core owns the results
+  NameRecord& record = op.name_record ? *op.name_record : intake_->unnamed_record(s.op);
+  if (record.repeat && record.repeat->signature == s) return;
+  record.repeat = std::make_unique<Repeat>(Repeat{s, key, task});
+}
+
+// Rank 0 measures operations while it searches for settings, and the others are to hear of new ones soon.
+bool ProcessSet::may_repeat() const {
+  const Context& context = parts_.context;
+  const Tuning& newest = parts_.tuner.newest();
+  const bool tunes = newest.searching || (members().id == 0 && tuning_.version != newest.version);
+  return bypass_.is_on() && !bypass_.is_busy() && !batches_.has_work() && !parts_.timeline.on() && !tunes &&
+         !context.has_failed() && !context.stopping.load(std::memory_order_relaxed) && !parts_.intake.has_news() &&
+         !parts_.intake.handles().may_run_out();
+}
+
+bool ProcessSet::repeat(const Submission& s, DriveGate& gate, int spin_pauses, int64_t* handle) {
+  if (!may_repeat()) return false;
+  const TimePoint submitted = Clock::now();
+  auto lock = parts_.intake.lock();
+  NameRecord* record = intake_->known_record(s.op, s.name);
+  if (!record || !record->repeat || record->pending.load(std::memory_order_acquire)) return false;
+  const Repeat& known = *record->repeat;
+  if (!is_like(s, has_root(s.op) ? members().position_of(s.root) : 0, known.signature) ||
+      parts_.intake.goes_in_place(s, false))
+    return false;
+  Task task = known.task;
+  if (!s.tensors.empty()) {
+    task.pieces[0].in = static_cast<const std::byte*>(s.tensors[0].in);
+    task.pieces[0].out = static_cast<std::byte*>(s.tensors[0].out);
+  }
+  ExpressKey key = known.key;
+  if (s.name.empty()) key.sequence = intake_->upcoming_sequence(s.op);
+  auto turn = bypass_.enter(std::move(task), group_, key);
+  if (!turn) return false;
+  const uint64_t use = s.name.empty() ? intake_->next_sequence(s.op) : record->uses++;
+  if (!s.name.empty()) record->pending.store(&repeating_, std::memory_order_release);
+  Recorder& recorder = parts_.intake.recorder();
+  const uint64_t number =
+      recorder.submitted({known.signature, s.name, members().id, false, submitted, intake_->next_call(), use});
+  lock.unlock();
+  wake_readers();
+  Counters& counters = parts_.context.counters;
+  Counters::add(counters.operations);
+  bool moved = false;
+  Idle idle(std::min(spin_pauses, kMostPauses), std::min(parts_.context.config.yield_us, kLongestUs));
+  Progress progress = turn->step(&moved);
+  while (progress == Progress::kPending && !gate.wanted() && idle.pause()) progress = turn->step(&moved);
+  if (progress == Progress::kDone && !turn->withdrawn()) {
+    if (s.name.empty())
+      pending_.pass_over(s.op, use);
+    else
+      record->pending.store(nullptr, std::memory_order_release);
+    Counters::add(counters.express);
+    Counters::add(counters.bytes_reduced, bytes_of(known.signature));
+    note_arrival(submitted, turn->arrival());
+    recorder.done(number, Code::kOk, Recorder::now());
+    return true;
+  }
+
+  lock.lock();
+  Operation* op = parts_.intake.handles().acquire();
+  parts_.intake.fill(op, s, members());
+  op->submitted = submitted;
+  op->record = number;
+  op->request.sequence = s.name.empty() ? use : 0;
+  if (!s.name.empty()) {
+    op->name_record = record;
+    record->pending.store(op, std::memory_order_release);
+  }
+  lock.unlock();
+  *handle = op->handle;
+  pending_.add(op);
+  if (progress == Progress::kPending)
+    arrivals_.push_back({op, std::move(turn)});
+  else
+    announce(op);
+  return true;
+}
+
+}  // namespace hc

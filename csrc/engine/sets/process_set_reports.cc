@@ -1,0 +1,133 @@
+// What a process set tells about itself: to the flight recorder and the timeline, to stall reports, to people.
+#include <algorithm>
+
+#include "engine/sets/process_set.h"
+
+namespace hc {
+
+namespace {
+
+constexpr size_t kShownPending = 20;  // pending operations in a description
+
+std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members& members) {
+  std::vector<int> ranks;
+  for (int g : group_ranks) ranks.push_back(members.ranks[static_cast<size_t>(g)]);
+  return ranks;
+}
+
+}  // namespace
+
+// The batch under way has just begun.
+void ProcessSet::note_batch(TimePoint planned) {
+  const uint64_t now = Recorder::now();
+  Timeline& timeline = parts_.timeline;
+  for (const Operation* op : batches_.runner()->operations()) {
+    if (!op) continue;
+    parts_.intake.recorder().agreed(*op, now);
+    if (!timeline.on()) continue;
+    const TimePoint at = planned == TimePoint{} ? Clock::now() : planned;
+    if (!negotiator_->is_coordinator()) timeline.agreed(Timeline::key_of(*op), at);  // it showed it when it decided
+    timeline.started(*op, "queue", false, at);
+  }
+}
+
+void ProcessSet::note_arrival(TimePoint submitted, const FrozenCollective::Arrival& arrival) {
+  if (arrival.last < 0)
+    intake_->lateness.last_was(members().group_rank, 0);  // nobody was missing when this rank came
+  else
+    intake_->lateness.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
+}
+
+// What was entered without a plan has run: its ranks' arrival was the agreement.
+void ProcessSet::note_persistent(const Operation& op, const FrozenCollective& run) {
+  const FrozenCollective::Arrival arrival = run.arrival();
+  note_arrival(op.submitted, arrival);
+  if (!parts_.timeline.on()) return;
+  const TimePoint at = arrival.last < 0 ? op.submitted : arrival.at;
+  parts_.timeline.agreed(Timeline::key_of(op), at);
+  parts_.timeline.started(op, run.algorithm(), true, at);
+}
+
+// Only a coordinator knows who is missing in what is agreed on. Of what needs no plan nobody does; the lowest of the
+// ranks that wait speaks for them.
+void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
+  const double patience_s = parts_.context.config.stall_check_s;
+  const auto add = [&](const std::vector<int>& missing, double waited_s) {
+    stalls->late.insert(missing.begin(), missing.end());
+    stalls->longest_s = std::max(stalls->longest_s, waited_s);
+  };
+  if (negotiator_ && negotiator_->is_coordinator())
+    for (const Stall& stall : negotiator_->coordinator()->stalled(now, patience_s)) {
+      const std::vector<int> missing = world_ranks(stall.missing, members());
+      stalls->lines += text_of("\n  ", stall.name, " (", static_cast<int>(stall.waited_s), " s): missing ",
+                               ranks_text(missing), "; ready ", ranks_text(world_ranks(stall.present, members())));
+      if (members().id) stalls->lines += text_of("; process set ", members().id);
+      if (!stall.hint.empty()) stalls->lines += "; " + stall.hint;
+      add(missing, stall.waited_s);
+    }
+  for (const Arrival& run : arrivals_) {
+    const double waited_s = seconds_between(run.op->submitted, now);
+    if (waited_s < patience_s) continue;
+    const std::vector<int> late = run.collective->late_members();
+    int speaker = 0;
+    while (std::find(late.begin(), late.end(), speaker) != late.end()) ++speaker;
+    if (late.empty() || speaker != members().group_rank) continue;
+    const std::vector<int> missing = world_ranks(late, members());
+    stalls->lines +=
+        text_of("\n  ", run.op->describe(), " (", static_cast<int>(waited_s), " s): missing ", ranks_text(missing));
+    add(missing, waited_s);
+  }
+}
+
+Status ProcessSet::reveal_late(TimePoint now) {
+  if (!negotiator_ || !negotiator_->may_reveal(now)) return Status::ok();
+  const double patience_s = parts_.context.config.stall_check_s / 2;
+  const bool late = std::any_of(pending_.all().begin(), pending_.all().end(), [&](const Operation* op) {
+    return op->batch == 0 && seconds_between(op->submitted, now) >= patience_s;
+  });
+  return late ? negotiator_->reveal(now, patience_s) : Status::ok();
+}
+
+void ProcessSet::mark_awaited(TimePoint now, std::vector<bool>* waits) {
+  const double patience_s = parts_.context.config.liveness_probe_s;
+  const bool late =
+      std::any_of(pending_.all().begin(), pending_.all().end(),
+                  [&](const Operation* op) { return seconds_between(op->submitted, now) >= patience_s; }) ||
+      device_.oldest_flight_s(now) >= patience_s;
+  if (late)
+    for (int r : members().ranks) (*waits)[static_cast<size_t>(r)] = true;
+}
+
+// What NCCL has noticed by itself, and turns that rank 0 can give no more.
+Status ProcessSet::check_device() {
+  if (!device_.is_used()) return Status::ok();
+  const uint16_t id = members().id;
+  if (Status ok = device_.check(); !ok.is_ok()) {
+    parts_.gpu.fail(ok.with(text_of("process set ", id)));
+    return Status::ok();
+  }
+  const bool waits = (id != 0 && batches_.runner() && batches_.runner()->is_on_device()) || device_.waits_for_turn();
+  if (!parts_.link.has_left(0) || !waits || parts_.order.turns().contains(id)) return Status::ok();
+  return Status(Code::kAborted,
+                text_of(parts_.context.mesh->describe(0), " has shut down, and it orders the work on GPUs"), 0);
+}
+
+std::string ProcessSet::describe(TimePoint now) const {
+  std::string text = text_of("\nprocess set ", members().id, ": ", members().size(), " ranks, ", pending_.size(),
+                             " operations pending, ", batches_.planned(), " batches planned");
+  if (batches_.runner()) text += text_of(", batch ", batches_.runner()->batch().id, " under way");
+  size_t shown = 0;
+  for (const Operation* op : pending_.all()) {
+    if (++shown > kShownPending) break;
+    text += text_of("\n  ", op->describe(), " for ", seconds_between(op->submitted, now), " s",
+                    op->batch ? text_of(", in batch ", op->batch) : ", not agreed yet");
+  }
+  if (!negotiator_ || !negotiator_->is_coordinator()) return text;
+  for (const Stall& stall : negotiator_->coordinator()->stalled(now, 0.0)) {
+    text += text_of("\n  ", stall.name, " misses ranks");
+    for (int r : world_ranks(stall.missing, members())) text += " " + std::to_string(r);
+  }
+  return text;
+}
+
+}  // namespace hc

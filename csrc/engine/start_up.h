@@ -1,0 +1,63 @@
+// What all ranks agree on at init, and what init may try out as far as it changes no bit of a result: up to which size
+// shared memory is used the flat way, and whether data between nodes goes over TCP or through an MPI.
+//
+// Thread: the one that calls connect; no operation of the user runs yet. Owner: Engine::connect, for the time of the
+// call.
+#pragma once
+
+#include <atomic>
+#include <string>
+#include <vector>
+
+#include "engine/calls.h"
+
+namespace hc {
+
+// What init has chosen. Written by it, read by any thread.
+struct Selected {
+  enum class Source { kFixed, kGiven, kProbe };
+  std::atomic<Source> source{Source::kFixed};  // of the thresholds that init may measure
+  std::atomic<bool> by_mpi{false};             // data between nodes
+  std::atomic<int> probes{0};  // sizes at which both ways between nodes were tried; 0: the choice was given
+};
+
+class StartUp {
+ public:
+  StartUp(Context& context, SetTable& sets, Tuner& tuner, Calls& calls, ProgressThreads& progress,
+          const MeshMembers& members, Selected* selected)
+      : context_(context),
+        sets_(sets),
+        tuner_(tuner),
+        calls_(calls),
+        progress_(progress),
+        members_(members),
+        selected_(*selected) {}
+
+  // init may measure some thresholds; where they come from on this rank. InvalidArgument for a setting that is none.
+  static Status read(const Config& config, Tuning* start, Selected::Source* source);
+  // Rank 0's settings win: algorithms and sizes are part of the layout. Also the first operation: nobody uses the
+  // shared memory before everybody has prepared its own.
+  Status agree_on_settings();
+  // Measures; then autotune may start.
+  Status select();
+
+ private:
+  struct WayTimes;
+  Status call(const Submission& s);
+  Status barrier(std::string_view name);
+  Status probe_flat();
+  Status time_turns(const std::string& name, std::vector<float>* values, double* took_s);
+  Status use_mpi(bool on);
+  Status choose_way_between_nodes();
+  Status time_ways(int round, size_t bytes, WayTimes* times);
+
+  Context& context_;
+  SetTable& sets_;
+  Tuner& tuner_;
+  Calls& calls_;
+  ProgressThreads& progress_;
+  const MeshMembers& members_;
+  Selected& selected_;
+};
+
+}  // namespace hc

@@ -1,0 +1,37 @@
+// How far rank 0's monotonic clock is ahead of this rank's, for timelines that are laid beside each other: rank 0
+// answers with its time, and half a round trip is the error. The fastest of several round trips counts.
+//
+// Thread: the thread that makes progress. Owner: the engine.
+#pragma once
+
+#include "agreement/frames.h"
+#include "base/clock.h"
+#include "base/wire.h"
+#include "engine/control/control_link.h"
+
+namespace hc {
+
+class ClockOffset {
+ public:
+  explicit ClockOffset(ControlLink& link) : link_(link) {}
+  static constexpr double kLimitS = 2.0;  // then what was measured has to do
+
+  Status begin();
+  bool is_over() const { return rounds_left_ == 0; }
+  // Answers that still come are not looked at.
+  void end() { rounds_left_ = 0; }
+  double ahead_s() const { return ahead_s_; }
+  double error_s() const { return error_s_; }
+
+  // Any rank: frames of kind kClockAsk and kClockAnswer.
+  Status take_frame(FrameKind kind, int from, Reader* in);
+
+ private:
+  Status ask();
+
+  ControlLink& link_;
+  int rounds_left_ = 0;
+  double ahead_s_ = 0, error_s_ = 0;
+};
+
+}  // namespace hc

@@ -1,0 +1,92 @@
+#include "engine/watch/stall_watch.h"
+
+#include <algorithm>
+
+namespace hc {
+
+namespace {
+constexpr size_t kShown = 5;  // pending operations in a late rank's answer
+constexpr auto kLookMs = std::chrono::milliseconds(500);
+
+}  // namespace
+
+std::string ranks_text(std::vector<int> ranks) {
+  std::sort(ranks.begin(), ranks.end());
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size();) {
+    size_t end = i;
+    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
+    text += text_of(i ? "," : "", ranks[i]);
+    if (end > i) text += text_of(end == i + 1 ? "," : "-", ranks[end]);
+    i = end + 1;
+  }
+  return text;
+}
+
+Status StallWatch::report(TimePoint now, Stalls stalls, const std::vector<const Operation*>& pending) {
+  const Config& config = context_.config;
+  next_report_ = now + kLookMs;
+  if (stalls.lines.empty()) {
+    inquiry_.close();
+    return Status::ok();
+  }
+  if (!inquiry_.is_open()) HC_TRY(ask(stalls.late, now, pending));
+  if (!inquiry_.complete(now)) {
+    next_report_ = now + kAnswerMs;
+    return Status::ok();
+  }
+  stalls.lines += inquiry_.text();
+  inquiry_.close();
+  const auto in_s = [&](double s) { return now + std::chrono::milliseconds(static_cast<int64_t>(s * 1000)); };
+  next_report_ = in_s(config.stall_check_s);
+  const bool may_end = config.stall_shutdown_s > config.stall_check_s;
+  if (may_end) next_report_ = std::min(next_report_, in_s(std::max(0.05, config.stall_shutdown_s - stalls.longest_s)));
+  const std::string text =
+      "One or more tensors were submitted to be reduced, gathered or broadcasted by a subset of ranks and are waiting "
+      "for the remainder. Stalled ops:" +
+      stalls.lines;
+  if (may_end && stalls.longest_s >= config.stall_shutdown_s)
+    return Status(Code::kAborted, text_of("stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. ", text),
+                  context_.rank());
+  context_.log.warning(text);
+  return Status::ok();
+}
+
+// Asks the late ranks what they do, and everybody to save its record where that is wished for.
+Status StallWatch::ask(const std::set<int>& late, TimePoint now, const std::vector<const Operation*>& pending) {
+  inquiry_.open(now);
+  for (int r = 0; r < context_.mesh->size(); ++r) {
+    if (link_.has_left(r)) continue;
+    const bool asked = late.contains(r) && context_.config.stall_stacks && inquiry_.asked() < Inquiry::kAsked;
+    if (asked) inquiry_.ask(r);
+    if (r == context_.rank()) {
+      if (asked) inquiry_.answer(r, what_this_rank_does(pending));
+    } else if (asked || records_.are_wanted()) {
+      link_.begin(FrameKind::kInquiry).put(static_cast<uint8_t>(asked));
+      HC_TRY(link_.send(r, true));
+    }
+  }
+  records_.save("stall");
+  return Status::ok();
+}
+
+Status StallWatch::answer(int from, bool asked, const std::vector<const Operation*>& pending) {
+  records_.save("stall");
+  if (!asked) return Status::ok();
+  link_.begin(FrameKind::kTestimony).put_text(what_this_rank_does(pending));
+  return link_.send(from, true);
+}
+
+// Instead of what the others wait for.
+std::string StallWatch::what_this_rank_does(const std::vector<const Operation*>& pending) {
+  const TimePoint now = Clock::now();
+  std::string text;
+  for (size_t i = 0; i < std::min(kShown, pending.size()); ++i)
+    text += text_of(text.empty() ? "waits in " : ", ", pending[i]->describe(), " (",
+                    static_cast<int>(seconds_between(pending[i]->submitted, now)), " s)");
+  if (pending.size() > kShown) text += text_of(" and ", pending.size() - kShown, " more");
+  if (text.empty()) text = "has nothing pending; its last call was " + intake_.last_call();
+  return text + "\n" + stack_source_.take();
+}
+
+}  // namespace hc

@@ -1,0 +1,61 @@
+// The stall report: which operations wait, for whom, how long, and what the late ranks are doing instead. Each late
+// rank is asked once per report; what it answers, or that it has not, is in the report.
+//
+// Thread: the thread that makes progress. Owner: the engine.
+#pragma once
+
+#include <set>
+#include <string>
+#include <vector>
+
+#include "base/clock.h"
+#include "engine/control/control_link.h"
+#include "engine/intake/flight_records.h"
+#include "engine/intake/intake.h"
+#include "engine/watch/inquiry.h"
+#include "engine/watch/stack_source.h"
+
+namespace hc {
+
+// What waits longer than it should.
+struct Stalls {
+  std::string lines;   // one for each operation; empty: nothing
+  std::set<int> late;  // world ranks that are waited for
+  double longest_s = 0;
+};
+// "rank 3", "ranks 3,7-9"
+std::string ranks_text(std::vector<int> ranks);
+
+class StallWatch {
+ public:
+  StallWatch(Context& context, ControlLink& link, const Intake& intake, FlightRecords& records)
+      : context_(context), link_(link), intake_(intake), records_(records) {}
+  static constexpr auto kAnswerMs = std::chrono::milliseconds(20);  // between two looks for answers
+  void start() { next_report_ = Clock::now(); }
+  // Before connect: see StackSource.
+  void watch_stack(int signal, int fd, int thread) { stack_source_.watch(signal, fd, thread); }
+
+  bool is_due(TimePoint now) const { return !context_.config.stall_check_disable && now >= next_report_; }
+  // pending: this rank's own operations, which it answers when it is late itself. Not ok: why the job ends.
+  Status report(TimePoint now, Stalls stalls, const std::vector<const Operation*>& pending);
+  // The report waits for answers: look again in some milliseconds.
+  bool awaits_answers() const { return inquiry_.is_open(); }
+
+  // Frames of other ranks' reports, and of their answers to mine.
+  Status answer(int from, bool asked, const std::vector<const Operation*>& pending);
+  void take_answer(int from, std::string text) { inquiry_.answer(from, std::move(text)); }
+
+ private:
+  Status ask(const std::set<int>& late, TimePoint now, const std::vector<const Operation*>& pending);
+  std::string what_this_rank_does(const std::vector<const Operation*>& pending);
+
+  Context& context_;
+  ControlLink& link_;
+  const Intake& intake_;
+  FlightRecords& records_;
+  StackSource stack_source_;
+  Inquiry inquiry_;
+  TimePoint next_report_{};
+};
+
+}  // namespace hc
