@@ -17,9 +17,11 @@ size_t rounded(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestBlo
 
 }  // namespace
 
-GpuEvent::~GpuEvent() {
-  std::lock_guard lock(gpu_->mu_);
-  gpu_->events_.push_back(event_);
+GpuEvent::~GpuEvent() { gpu_->give_back(event_); }
+
+void Gpu::give_back(CuEvent event) {
+  std::lock_guard lock(mu_);
+  events_.push_back(event);
 }
 
 GpuMemory::~GpuMemory() { gpu_->give_back(kind_, {data_, bytes_, std::move(last_use_)}); }

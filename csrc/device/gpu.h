@@ -107,21 +107,22 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   Status copy_to_host(std::byte* to, CuPointer from, size_t bytes, CuStream stream);
   Status copy_from_host(CuPointer to, const std::byte* from, size_t bytes, CuStream stream);
 
- private:
-  friend class GpuEvent;
-  friend class GpuMemory;
+  // Back to the stock, by GpuEvent and GpuMemory at their end.
   struct Block {
     std::byte* data = nullptr;
     size_t bytes = 0;
     GpuEventPtr last_use;  // null: nobody uses it any more
   };
+  void give_back(CuEvent event);
+  void give_back(GpuMemory::Kind kind, Block block);
+
+ private:
   Gpu(std::shared_ptr<const CudaApi> api, int index) : api_(std::move(api)), index_(index) {}
   Result<Block> take(GpuMemory::Kind kind, size_t bytes);
   Status allocate(GpuMemory::Kind kind, Block* block);
   void free(GpuMemory::Kind kind, const Block& block);
   bool is_idle(const Block& block, const Deadline& deadline);
   void drop_stock(GpuMemory::Kind kind, double limit_s);
-  void give_back(GpuMemory::Kind kind, Block block);
 
   const std::shared_ptr<const CudaApi> api_;
   const int index_;

@@ -6,7 +6,7 @@
 #include <bit>
 
 #include "collective/channels/schedule.h"
-#include "collective/gpu/device_group.h"
+#include "collective/gpu/device_state.h"
 #include "collective/nodes.h"
 
 namespace hc {
@@ -20,16 +20,16 @@ constexpr unsigned kLanesBetween = 16;       // lines are folded to so many lane
 
 class DeviceAdasum : public Collective {
  public:
-  DeviceAdasum(Task task, DeviceGroup* device, const Group& group)
+  DeviceAdasum(Task task, DeviceState* device, const Group& group)
       : task_(std::move(task)),
         device_(*device),
-        nccl_(*device->nccl_),
-        gpu_(*device->gpu_),
+        nccl_(device->nccl.api()),
+        gpu_(*device->gpu),
         group_(group),
         work_(task_.dtype == DType::kF64 ? DType::kF64 : DType::kF32),
-        levels_(task_.adasum_by_node ? device->levels_.get() : nullptr),
+        levels_(task_.adasum_by_node ? device->nccl.levels() : nullptr),
         row_type_(levels_ ? work_ : task_.dtype),
-        comm_(levels_ ? levels_->outer() : device->comm_),
+        comm_(levels_ ? levels_->outer() : device->nccl.world()),
         n_(levels_ ? levels_->place().outer_size : group.size),
         me_(levels_ ? levels_->place().outer_rank : group.rank) {
     algorithm_ = levels_ ? "nccl adasum of nodes" : "nccl adasum";
@@ -55,8 +55,8 @@ class DeviceAdasum : public Collective {
  private:
   enum class Stage { kAveraged, kExchanged, kSummed, kGathered, kGatheredWithin, kOver };  // what was enqueued last
 
-  CuStream stream() const { return device_.stream_; }
-  GpuKernels& kernels() const { return *device_.kernels_; }
+  CuStream stream() const { return device_.stream; }
+  GpuKernels& kernels() const { return *device_.kernels; }
   size_t row_item() const { return size_of(row_type_); }
 
   Status advance() {
@@ -293,10 +293,10 @@ class DeviceAdasum : public Collective {
     }
     HC_TRY(kernels().adasum_products(work_, lines_memory_->at(), rows(false), stream()));
     HC_TRY(fold(sums));
-    return call(device_.comm_, Stage::kSummed, [&] {
-      return nccl_.check(
-          nccl_.ncclAllReduce(sums_->data(), sums_->data(), 3 * sums, kNcclF64, kNcclSum, device_.comm_, stream()),
-          "ncclAllReduce", device_.comm_);
+    return call(device_.nccl.world(), Stage::kSummed, [&] {
+      return nccl_.check(nccl_.ncclAllReduce(sums_->data(), sums_->data(), 3 * sums, kNcclF64, kNcclSum,
+                                             device_.nccl.world(), stream()),
+                         "ncclAllReduce", device_.nccl.world());
     });
   }
 
@@ -336,7 +336,7 @@ class DeviceAdasum : public Collective {
   }
 
   const Task task_;
-  DeviceGroup& device_;
+  DeviceState& device_;
   const NcclApi& nccl_;
   Gpu& gpu_;
   const Group& group_;
@@ -360,7 +360,7 @@ class DeviceAdasum : public Collective {
   Stage stage_ = Stage::kExchanged;
 };
 
-std::unique_ptr<Collective> make_device_adasum(Task task, DeviceGroup* device, const Group& group) {
+std::unique_ptr<Collective> make_device_adasum(Task task, DeviceState* device, const Group& group) {
   return std::make_unique<DeviceAdasum>(std::move(task), device, group);
 }
 

@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "base/thread.h"
-#include "collective/gpu/device_group.h"
+#include "collective/gpu/device_state.h"
 #include "collective/shared/shared.h"
 
 namespace hc {
@@ -74,7 +74,7 @@ std::string why_no_peers(const Table& table, const Group& group) {
 }
 
 struct Answer {
-  DeviceGroup::Way way = DeviceGroup::Way::kHost;
+  DeviceWay way = DeviceWay::kHost;
   std::string reason;
   bool for_good = true;  // false: ask again at the next batch
 };
@@ -100,7 +100,7 @@ Answer decide_nccl(const Table& table, const Group& group) {
                             "torch.cuda.set_device(hvd.local_rank())");
     return answer;
   }
-  answer.way = DeviceGroup::Way::kNccl;
+  answer.way = DeviceWay::kNccl;
   answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
   return answer;
 }
@@ -124,7 +124,7 @@ Answer decide(const Table& table, const Group& group) {
   if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
   const std::string why_not = why_no_peers(table, group);
   if (why_not.empty()) {
-    answer.way = DeviceGroup::Way::kPeers;
+    answer.way = DeviceWay::kPeers;
     answer.reason = "kernels between peers";
     return answer;
   }
@@ -141,16 +141,17 @@ Answer decide(const Table& table, const Group& group) {
 
 class DeviceSetup : public Collective {
  public:
-  DeviceSetup(DeviceGroup* device, Tag tag) : device_(*device), table_(device->group_.size), tag_(tag) {
+  DeviceSetup(DeviceState* device, const DeviceOptions& options, const Group& group, Tag tag)
+      : device_(*device), options_(options), group_(group), table_(static_cast<size_t>(group.size)), tag_(tag) {
     algorithm_ = "gpu set-up";
   }
 
   // The kernels may have to be compiled: a thread of its own does that, and everybody waits here.
   Progress start() override {
-    if (Status ready = device_.ensure_stream(); !ready.is_ok()) return fail(ready);
-    device_.load_nccl();
+    if (Status ready = device_.make_stream(); !ready.is_ok()) return fail(ready);
+    device_.nccl.load(device_.gpu, options_.nccl_library, options_.nccl_folders);
     Status started = loader_.start("hc-kernels", [this] {
-      device_.load_kernels();
+      load_kernels();
       loaded_.store(true);
     });
     return started.is_ok() ? Progress::kPending : fail(started);
@@ -172,7 +173,7 @@ class DeviceSetup : public Collective {
       if (!settled.is_ok()) return fail(settled);
       if (exchange_) return Progress::kPending;
     }
-    return device_.comm_ && comes_up_ ? connecting(moved) : Progress::kDone;
+    return device_.nccl.world() && comes_up_ ? connecting(moved) : Progress::kDone;
   }
 
  private:
@@ -192,31 +193,31 @@ class DeviceSetup : public Collective {
     task.counts.assign(table_.size(), bytes);
     task.tag = tag_;
     task.pieces = {{static_cast<const std::byte*>(mine), static_cast<std::byte*>(all), bytes}};
-    auto made = hc::make_collective(std::move(task), device_.group_);
+    auto made = hc::make_collective(std::move(task), group_);
     HC_TRY(made.status());
     exchange_ = made.take();
     return exchange_->start() == Progress::kFailed ? exchange_->status() : Status::ok();
   }
 
   Status introduce() {
-    mine_.operations = device_.options_.operations;
-    mine_.has_device = device_.gpu_ != nullptr;
-    mine_.has_nccl = device_.nccl_ != nullptr;
-    mine_.has_kernels = device_.kernels_ != nullptr;
-    const SharedLane* lane = device_.group_.lane;
-    mine_.has_lane = lane && lane->size() == device_.group_.size;
-    mine_.peer_bytes = device_.options_.peer_bytes;
-    device_.kernels_missing_.text().copy(mine_.kernels_reason, kReasonBytes - 1);
-    if (device_.gpu_) mine_.uuid = device_.gpu_->uuid();
+    mine_.operations = options_.operations;
+    mine_.has_device = device_.gpu != nullptr;
+    mine_.has_nccl = device_.nccl.library() != nullptr;
+    mine_.has_kernels = device_.kernels != nullptr;
+    const SharedLane* lane = group_.lane;
+    mine_.has_lane = lane && lane->size() == group_.size;
+    mine_.peer_bytes = options_.peer_bytes;
+    device_.kernels_missing.text().copy(mine_.kernels_reason, kReasonBytes - 1);
+    if (device_.gpu) mine_.uuid = device_.gpu->uuid();
     const char* shares = std::getenv("NCCL_MULTI_RANK_GPU_ENABLE");
-    mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl_->version >= 23003;
-    device_.nccl_missing_.text().copy(mine_.reason, kReasonBytes - 1);
+    mine_.shares_gpus = shares && *shares == '1' && mine_.has_nccl && device_.nccl.api().version >= 23003;
+    device_.nccl.missing().text().copy(mine_.reason, kReasonBytes - 1);
     if (!mine_.has_nccl) return Status::ok();
-    mine_.nccl_version = device_.nccl_->version;
-    const int me = device_.group_.rank;
+    mine_.nccl_version = device_.nccl.api().version;
+    const int me = group_.rank;
     if (me == 0) HC_TRY(make_id(&mine_.id));
-    const DeviceOptions& options = device_.options_;
-    place_ = options.two_level || options.adasum_by_node ? level_place(device_.group_.node, me) : LevelPlace{};
+    const DeviceOptions& options = options_;
+    place_ = options.two_level || options.adasum_by_node ? level_place(group_.node, me) : LevelPlace{};
     mine_.has_levels = place_.inner_size > 1;
     mine_.reduces_by_levels = options.two_level;
     if (mine_.has_levels && place_.inner_leader == me) HC_TRY(make_id(&mine_.inner_id));
@@ -225,54 +226,50 @@ class DeviceSetup : public Collective {
   }
 
   Status make_id(NcclId* id) const {
-    const NcclApi& nccl = *device_.nccl_;
+    const NcclApi& nccl = device_.nccl.api();
     return nccl.check(nccl.ncclGetUniqueId(id), "ncclGetUniqueId", nullptr);
   }
 
   Status settle() {
-    const Answer answer = decide(table_, device_.group_);
-    device_.reason_ = answer.reason;
-    device_.refusal_ = Status::ok();
-    device_.kernels_everywhere_ =
+    const Answer answer = decide(table_, group_);
+    device_.reason = answer.reason;
+    device_.refusal = Status::ok();
+    device_.kernels_everywhere =
         std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
-    if (answer.way == DeviceGroup::Way::kHost) {
+    if (answer.way == DeviceWay::kHost) {
       go_by_host(answer);
       return Status::ok();
     }
-    if (answer.way == DeviceGroup::Way::kPeers) return show_peers();
-    const NcclApi& nccl = *device_.nccl_;
-    const Gpu::Current current(*device_.gpu_);
-    NcclConfig config;
-    const NcclResult begun =
-        nccl.ncclCommInitRankConfig(&device_.comm_, device_.group_.size, table_[0].id, device_.group_.rank, &config);
+    if (answer.way == DeviceWay::kPeers) return show_peers();
+    const NcclApi& nccl = device_.nccl.api();
+    const NcclResult begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
     comes_up_ = true;
-    rising_ = device_.comm_;
+    rising_ = device_.nccl.world();
     const auto all = [&](auto wanted) { return std::all_of(table_.begin(), table_.end(), wanted); };
-    device_.reduces_by_levels_ = all([](const Introduction& one) { return one.reduces_by_levels; });
-    if (all([](const Introduction& one) { return one.has_levels; }))
-      device_.levels_ = std::make_unique<DeviceLevels>(device_.nccl_, place_);
-    deadline_ = Deadline::in(device_.options_.init_timeout_s);
+    device_.nccl.reduce_by_levels(all([](const Introduction& one) { return one.reduces_by_levels; }));
+    if (all([](const Introduction& one) { return one.has_levels; })) device_.nccl.make_levels(place_);
+    deadline_ = Deadline::in(options_.init_timeout_s);
     return nccl.check(begun, "ncclCommInitRankConfig", nullptr).with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
   }
 
   void go_by_host(const Answer& answer) {
-    device_.reason_ = answer.reason;
+    device_.reason = answer.reason;
     const bool nccl = anybody(table_, GpuOperations::kNccl);
     if (nccl || anybody(table_, GpuOperations::kPeers))
-      device_.refusal_ = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=", nccl ? "nccl" : "peers", ", but ",
-                               nccl ? "NCCL" : "peers", " cannot be used: ", answer.reason,
-                               ". Set it to auto to reduce through host memory instead.");
-    if (answer.for_good) device_.way_ = answer.way;
+      device_.refusal = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=", nccl ? "nccl" : "peers", ", but ",
+                              nccl ? "NCCL" : "peers", " cannot be used: ", answer.reason,
+                              ". Set it to auto to reduce through host memory instead.");
+    if (answer.for_good) device_.way = answer.way;
   }
 
   // A rank that has none says why, and all go another way together.
   Status show_peers() {
-    device_.peer_bytes_ = table_[0].peer_bytes;
-    for (const Introduction& one : table_) device_.peer_bytes_ = std::min<size_t>(device_.peer_bytes_, one.peer_bytes);
-    auto made = PeerMemory::create(device_.gpu_, device_.options_.peer_bytes);
+    device_.peer_bytes = table_[0].peer_bytes;
+    for (const Introduction& one : table_) device_.peer_bytes = std::min<size_t>(device_.peer_bytes, one.peer_bytes);
+    auto made = PeerMemory::create(device_.gpu, options_.peer_bytes);
     if (made.is_ok()) {
-      device_.peers_ = made.take();
-      peer_.handle = device_.peers_->handle();
+      device_.peers = made.take();
+      peer_.handle = device_.peers->handle();
     }
     return tell_peers(Stage::kHandles, made.status());
   }
@@ -288,45 +285,54 @@ class DeviceSetup : public Collective {
   Status settle_peers() {
     for (size_t r = 0; r < peers_.size(); ++r)
       if (!peers_[r].ok) {
-        device_.peers_.reset();
-        go_by_host({DeviceGroup::Way::kHost, text_of(name_in(device_.group_, r), ": ", peers_[r].reason), true});
+        device_.peers.reset();
+        go_by_host({DeviceWay::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
         return Status::ok();
       }
     if (stage_ == Stage::kMapped) {
-      device_.way_ = DeviceGroup::Way::kPeers;
+      device_.way = DeviceWay::kPeers;
       return Status::ok();
     }
     std::vector<PeerHandle> handles;
     for (const PeerRecord& one : peers_) handles.push_back(one.handle);
-    return tell_peers(Stage::kMapped, device_.peers_->open(handles));
+    return tell_peers(Stage::kMapped, device_.peers->open(handles));
   }
 
   Progress connecting(bool* moved) {
-    const NcclApi& nccl = *device_.nccl_;
+    const NcclApi& nccl = device_.nccl.api();
     NcclResult state = kNcclInProgress;
-    const Gpu::Current current(*device_.gpu_);
+    const Gpu::Current current(*device_.gpu);
     Status asked = nccl.check(nccl.ncclCommGetAsyncError(rising_, &state), "ncclCommGetAsyncError", nullptr);
     if (asked.is_ok() && state == kNcclInProgress) {
       if (!deadline_.passed()) return Progress::kPending;
-      return fail(error(Code::kTimeout, "NCCL has not connected the ranks' GPUs within ",
-                        device_.options_.init_timeout_s,
+      return fail(error(Code::kTimeout, "NCCL has not connected the ranks' GPUs within ", options_.init_timeout_s,
                         " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it"));
     }
     if (asked.is_ok()) asked = nccl.check(state, "NCCL could not connect the ranks' GPUs", rising_);
     if (!asked.is_ok())
       return fail(asked.with("NCCL_DEBUG=INFO shows more, HOROCLONE_GPU_OPERATIONS=host goes without it"));
     *moved = true;
-    if (device_.levels_ && !device_.levels_->complete()) {
-      const bool inner = !device_.levels_->inner();
+    DeviceLevels* levels = device_.nccl.levels();
+    if (levels && !levels->complete()) {
+      const bool inner = !levels->inner();
       const Introduction& leader = table_[static_cast<size_t>(inner ? place_.inner_leader : place_.outer_leader)];
-      Status begun = device_.levels_->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
+      Status begun = levels->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
       return begun.is_ok() ? Progress::kPending : fail(begun);
     }
-    device_.way_ = DeviceGroup::Way::kNccl;
+    device_.way = DeviceWay::kNccl;
     return Progress::kDone;
   }
 
-  DeviceGroup& device_;
+  void load_kernels() {
+    if (!device_.gpu || device_.kernels || options_.operations == GpuOperations::kHost) return;
+    auto loaded = device_.gpu->kernels(options_.kernels);  // may take seconds
+    device_.kernels_missing = loaded.status();
+    if (loaded.is_ok()) device_.kernels = loaded.value();
+  }
+
+  DeviceState& device_;
+  const DeviceOptions& options_;
+  const Group& group_;
   Introduction mine_;
   std::vector<Introduction> table_;
   Stage stage_ = Stage::kIntroductions;
@@ -342,9 +348,17 @@ class DeviceSetup : public Collective {
   Deadline deadline_ = Deadline::in(0);
 };
 
-std::unique_ptr<Collective> DeviceGroup::make_setup(Tag tag) {
-  if (way_ != Way::kUnknown) return nullptr;
-  return std::make_unique<DeviceSetup>(this, tag);
+Status DeviceState::make_stream() {
+  if (stream || !gpu) return Status::ok();
+  auto made = gpu->make_stream();
+  HC_TRY(made.status());
+  stream = made.value();
+  return Status::ok();
+}
+
+std::unique_ptr<Collective> make_device_setup(DeviceState* state, const DeviceOptions& options, const Group& group,
+                                              Tag tag) {
+  return std::make_unique<DeviceSetup>(state, options, group, tag);
 }
 
 }  // namespace hc

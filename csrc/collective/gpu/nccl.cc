@@ -6,7 +6,7 @@
 #include <optional>
 
 #include "base/half.h"
-#include "collective/gpu/device_group.h"
+#include "collective/gpu/device_state.h"
 
 namespace hc {
 
@@ -73,7 +73,7 @@ DType wire_type(const Task& task) {
 
 }  // namespace
 
-bool DeviceGroup::nccl_does(const Task& task, bool with_kernels) {
+bool nccl_does(const Task& task, bool with_kernels) {
   if (!reduces(task.op)) return true;
   if (task.reduce == Reduce::kAdasum) return with_kernels && is_float(task.dtype);  // device_adasum.cc
   return with_kernels || nccl_does_alone(task);
@@ -81,11 +81,11 @@ bool DeviceGroup::nccl_does(const Task& task, bool with_kernels) {
 
 class NcclCollective : public Collective {
  public:
-  NcclCollective(Task task, DeviceGroup* device, const Group& group)
+  NcclCollective(Task task, DeviceState* device, const Group& group)
       : task_(std::move(task)),
         device_(*device),
-        nccl_(*device->nccl_),
-        gpu_(*device->gpu_),
+        nccl_(device->nccl.api()),
+        gpu_(*device->gpu),
         size_(group.size),
         rank_(group.rank) {
     algorithm_ = "nccl";
@@ -116,15 +116,14 @@ class NcclCollective : public Collective {
   }
 
  private:
-  NcclHandle comm() const { return device_.comm_; }
-  CuStream stream() const { return device_.stream_; }
+  NcclHandle comm() const { return device_.nccl.world(); }
+  CuStream stream() const { return device_.stream; }
 
   Status enqueue() {
     if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
     // What NCCL scales by an operator made for one communicator goes the flat way.
-    by_levels_ = device_.levels_ && device_.reduces_by_levels_ && !device_.flat_only_ && !made_operator_ &&
-                 task_.op == Op::kAllreduce;
+    by_levels_ = device_.nccl.reduces_by_levels() && !made_operator_ && task_.op == Op::kAllreduce;
     busy_ = comm();
     if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());
     HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));
@@ -207,7 +206,7 @@ class NcclCollective : public Collective {
     HC_TRY(memory.status());
     packed_ = memory.take();
     packed_count_ = bytes / item;
-    if (device_.kernels_) return device_.kernels_->pack(as_it_is(), packed_->at(), small_pieces(true), stream());
+    if (device_.kernels) return device_.kernels->pack(as_it_is(), packed_->at(), small_pieces(true), stream());
     return for_packed([&](CuPointer at, const Piece& piece, size_t count) {
       return gpu_.copy(at, cu_pointer(piece.in), count, stream());
     });
@@ -243,7 +242,7 @@ class NcclCollective : public Collective {
     auto memory = gpu_.device_memory(bytes, stream());
     HC_TRY(memory.status());
     packed_ = memory.take();
-    HC_TRY(device_.kernels_->pack({task_.dtype, wire, task_.scale.pre, 1}, packed_->at(), inputs, stream()));
+    HC_TRY(device_.kernels->pack({task_.dtype, wire, task_.scale.pre, 1}, packed_->at(), inputs, stream()));
     std::byte* const base = packed_->data();
     task_.dtype = wire;
     task_.scale = {};
@@ -262,16 +261,16 @@ class NcclCollective : public Collective {
       at += GpuKernels::packed_bytes(piece.count, task_.dtype);
     }
     const Scale& scale = given_->scale;
-    return device_.kernels_->unpack({given_->dtype, task_.dtype, scale.post, scale.divisor}, packed_->at(), outputs,
-                                    stream());
+    return device_.kernels->unpack({given_->dtype, task_.dtype, scale.post, scale.divisor}, packed_->at(), outputs,
+                                   stream());
   }
 
   Status unpack() {
     if (!packed_) return Status::ok();
     if (given_)
       HC_TRY(convert_back());
-    else if (device_.kernels_)
-      HC_TRY(device_.kernels_->unpack(as_it_is(), packed_->at(), small_pieces(false), stream()));
+    else if (device_.kernels)
+      HC_TRY(device_.kernels->unpack(as_it_is(), packed_->at(), small_pieces(false), stream()));
     else
       HC_TRY(for_packed([&](CuPointer at, const Piece& piece, size_t count) {
         return gpu_.copy(cu_pointer(piece.out), at, count, stream());
@@ -304,8 +303,8 @@ class NcclCollective : public Collective {
   Status reduce_all(const std::byte* in, std::byte* out, size_t count) {
     const size_t item = size_of(task_.dtype);
     if (by_levels_ && count * item >= kLevelBytes) {
-      const Share share{in, out, count / static_cast<size_t>(device_.levels_->place().inner_size)};
-      const size_t shared = share.count * static_cast<size_t>(device_.levels_->place().inner_size);
+      const Share share{in, out, count / static_cast<size_t>(device_.nccl.levels()->place().inner_size)};
+      const size_t shared = share.count * static_cast<size_t>(device_.nccl.levels()->place().inner_size);
       shares_.push_back(share);
       algorithm_ = "nccl two level";
       if (shared == count) return Status::ok();
@@ -321,7 +320,7 @@ class NcclCollective : public Collective {
   // allreduce.
   Status next_level() {
     level_ = level_ == Level::kNone ? Level::kScatter : level_ == Level::kScatter ? Level::kAcross : Level::kDone;
-    const DeviceLevels& levels = *device_.levels_;
+    const DeviceLevels& levels = *device_.nccl.levels();
     busy_ = level_ == Level::kAcross ? levels.outer() : levels.inner();
     const size_t item = size_of(task_.dtype);
     HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", busy_));
@@ -450,7 +449,7 @@ class NcclCollective : public Collective {
   Task task_;                  // as NCCL is to do it
   std::optional<Task> given_;  // as it was asked for, where it is converted
   size_t converted_at_ = 0;    // where in the packed buffer the results are
-  DeviceGroup& device_;
+  DeviceState& device_;
   const NcclApi& nccl_;
   Gpu& gpu_;
   const int size_, rank_;
@@ -470,7 +469,7 @@ class NcclCollective : public Collective {
   size_t packed_count_ = 0;
 };
 
-std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceGroup* device, const Group& group) {
+std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceState* device, const Group& group) {
   return std::make_unique<NcclCollective>(std::move(task), device, group);
 }
 

@@ -7,7 +7,7 @@
 #include <algorithm>
 #include <numeric>
 
-#include "collective/gpu/device_group.h"
+#include "collective/gpu/device_state.h"
 #include "collective/shared/shared.h"
 #include "device/peer_memory.h"
 
@@ -32,20 +32,20 @@ using Round = std::vector<Portion>;
 
 }  // namespace
 
-bool DeviceGroup::peers_do(const Task& task) { return task.op != Op::kScatter && task.reduce != Reduce::kAdasum; }
+bool peers_do(const Task& task) { return task.op != Op::kScatter && task.reduce != Reduce::kAdasum; }
 
 class PeersCollective : public Collective {
  public:
-  PeersCollective(Task task, DeviceGroup* device, const Group& group)
+  PeersCollective(Task task, DeviceState* device, const Group& group)
       : task_(std::move(task)),
         device_(*device),
-        memory_(*device->peers_),
+        memory_(*device->peers),
         lane_(*group.lane),
-        gpu_(*device->gpu_),
+        gpu_(*device->gpu),
         size_(static_cast<size_t>(group.size)),
         rank_(static_cast<size_t>(group.rank)),
         item_(size_of(task_.dtype)),
-        capacity_(aligned_down(device->peer_bytes_)) {
+        capacity_(aligned_down(device->peer_bytes)) {
     algorithm_ = "peers";
   }
 
@@ -169,7 +169,7 @@ class PeersCollective : public Collective {
 
   Status fill() {
     if (reduces_among_peers(task_.op))
-      HC_TRY(device_.kernels_->pack({task_.dtype, task_.dtype, 1, 1}, own(), pieces(true), stream()));
+      HC_TRY(device_.kernels->pack({task_.dtype, task_.dtype, 1, 1}, own(), pieces(true), stream()));
     else
       HC_TRY(fill_bytes());
     return record(State::kFilling);
@@ -233,7 +233,7 @@ class PeersCollective : public Collective {
 
   Status reduce(const std::vector<CuPointer>& in, const std::vector<CuPointer>& out, size_t count) {
     const Scale& s = task_.scale;
-    return device_.kernels_->reduce({task_.dtype, task_.reduce, s.pre, s.post, s.divisor, in, out, count}, stream());
+    return device_.kernels->reduce({task_.dtype, task_.reduce, s.pre, s.post, s.divisor, in, out, count}, stream());
   }
 
   Status take_bytes() {
@@ -253,7 +253,7 @@ class PeersCollective : public Collective {
 
   // ---- step 3, allreduce: the results into the tensors
 
-  Status unpack() { return device_.kernels_->unpack({task_.dtype, task_.dtype, 1, 1}, own(), pieces(false), stream()); }
+  Status unpack() { return device_.kernels->unpack({task_.dtype, task_.dtype, 1, 1}, own(), pieces(false), stream()); }
 
   std::vector<PackedPiece> pieces(bool inputs) const {
     std::vector<PackedPiece> made;
@@ -277,10 +277,10 @@ class PeersCollective : public Collective {
   }
 
   CuPointer own() const { return memory_.at(static_cast<int>(rank_)); }
-  CuStream stream() const { return device_.stream_; }
+  CuStream stream() const { return device_.stream; }
 
   const Task task_;
-  DeviceGroup& device_;
+  DeviceState& device_;
   const PeerMemory& memory_;
   SharedLane& lane_;
   Gpu& gpu_;
@@ -292,7 +292,7 @@ class PeersCollective : public Collective {
   GpuEventPtr event_;
 };
 
-std::unique_ptr<Collective> make_peers_collective(Task task, DeviceGroup* device, const Group& group) {
+std::unique_ptr<Collective> make_peers_collective(Task task, DeviceState* device, const Group& group) {
   return std::make_unique<PeersCollective>(std::move(task), device, group);
 }
 

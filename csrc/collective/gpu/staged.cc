@@ -3,7 +3,7 @@
 // The device's copies are looked at, never waited for.
 #include <numeric>
 
-#include "collective/gpu/device_group.h"
+#include "collective/gpu/device_state.h"
 
 namespace hc {
 
@@ -19,19 +19,19 @@ size_t total(const std::vector<size_t>& counts) { return std::accumulate(counts.
 
 class StagedCollective : public Collective {
  public:
-  StagedCollective(Task task, DeviceGroup* device, const Group& group)
+  StagedCollective(Task task, DeviceState* device, const Group& group)
       : task_(std::move(task)), device_(*device), group_(group) {
     algorithm_ = "through host memory";
   }
 
   Progress start() override {
-    Status begun = device_.gpu_ ? copy_out() : make_host(std::move(task_));  // without a GPU the pieces are host memory
+    Status begun = device_.gpu ? copy_out() : make_host(std::move(task_));  // without a GPU the pieces are host memory
     return begun.is_ok() ? Progress::kPending : fail(begun);
   }
 
   Progress step(bool* moved) override {
     if (copied_out_) {
-      auto passed = device_.gpu_->passed(*copied_out_);
+      auto passed = device_.gpu->passed(*copied_out_);
       if (!passed.is_ok()) return fail(passed.status());
       if (!passed.value()) return Progress::kPending;
       *moved = true;
@@ -40,7 +40,7 @@ class StagedCollective : public Collective {
     }
     const Progress progress = host_->step(moved);
     if (progress == Progress::kFailed) return fail(host_->status());
-    if (progress == Progress::kPending || !device_.gpu_) return progress;
+    if (progress == Progress::kPending || !device_.gpu) return progress;
     Status back = copy_back();
     return back.is_ok() ? Progress::kDone : fail(back);
   }
@@ -81,7 +81,7 @@ class StagedCollective : public Collective {
       const Extent e = extent_of(piece);
       bytes += input_bytes(e) + aligned(e.out * item);
     }
-    auto memory = device_.gpu_->pinned_memory(bytes);
+    auto memory = device_.gpu->pinned_memory(bytes);
     HC_TRY(memory.status());
     pinned_ = memory.take();
     Task on_host = task_;
@@ -94,9 +94,9 @@ class StagedCollective : public Collective {
       at += input_bytes(e);
       if (piece.out) piece.out = at;
       at += aligned(e.out * item);
-      if (e.in) HC_TRY(device_.gpu_->copy_to_host(input, cu_pointer(from), e.in * item, device_.stream_));
+      if (e.in) HC_TRY(device_.gpu->copy_to_host(input, cu_pointer(from), e.in * item, device_.stream));
     }
-    auto recorded = device_.gpu_->record(device_.stream_);
+    auto recorded = device_.gpu->record(device_.stream);
     HC_TRY(recorded.status());
     copied_out_ = recorded.take();
     host_task_ = std::move(on_host);
@@ -116,10 +116,10 @@ class StagedCollective : public Collective {
     for (const Piece& piece : task_.pieces) {
       const Extent e = extent_of(piece);
       at += input_bytes(e);
-      if (e.out) HC_TRY(device_.gpu_->copy_from_host(cu_pointer(piece.out), at, e.out * item, device_.stream_));
+      if (e.out) HC_TRY(device_.gpu->copy_from_host(cu_pointer(piece.out), at, e.out * item, device_.stream));
       at += aligned(e.out * item);
     }
-    auto used = device_.gpu_->record(device_.stream_);
+    auto used = device_.gpu->record(device_.stream);
     HC_TRY(used.status());
     pinned_->used_until(used.take());
     return Status::ok();
@@ -130,14 +130,14 @@ class StagedCollective : public Collective {
 
   Task task_;
   Task host_task_;
-  DeviceGroup& device_;
+  DeviceState& device_;
   const Group& group_;
   GpuMemoryPtr pinned_;
   GpuEventPtr copied_out_;
   std::unique_ptr<Collective> host_;
 };
 
-std::unique_ptr<Collective> make_staged_collective(Task task, DeviceGroup* device, const Group& group) {
+std::unique_ptr<Collective> make_staged_collective(Task task, DeviceState* device, const Group& group) {
   return std::make_unique<StagedCollective>(std::move(task), device, group);
 }
 

@@ -19,8 +19,8 @@ class ExpressTurn final : public FrozenCollective {
         rank_(group.rank),
         key_(key),
         express_(express),
-        turn_(express->turn_),
-        place_(express->place_),
+        turn_(express->turn()),
+        place_(express->place()),
         at_(express->place_for(bytes_)) {
     algorithm_ = "shm express";
   }
@@ -96,7 +96,7 @@ class ExpressTurn final : public FrozenCollective {
   }
 
   void collect() {
-    std::vector<const std::byte*>& slots = express_->slots_;
+    std::vector<const std::byte*>& slots = express_->payloads();
     for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = payload_of(m);
     payload_.collect(slots);
   }

@@ -33,7 +33,7 @@ class Express {
   // The lane holds all members of the set.
   void attach(SharedLane* lane) {
     lane_ = lane;
-    slots_.resize(lane ? static_cast<size_t>(lane->size()) : 0);
+    payloads_.resize(lane ? static_cast<size_t>(lane->size()) : 0);
   }
   bool is_on() const { return is_on_; }
   // A turn of mine is under way.
@@ -50,21 +50,26 @@ class Express {
   // The task holds if every member calls the same: that they do is what the turn finds out.
   std::unique_ptr<FrozenCollective> enter(Task task, const Group& group, const ExpressKey& key);
 
- private:
-  friend class ExpressTurn;
-  uint64_t most_closed() const;
-  // Where in the ring the payload of a turn goes: clear of that of the turn before, and the same place on all members,
-  // as it depends only on the turns that succeeded.
+  // For a turn under way. Its number, which of the two slots it uses, and where in the ring a payload goes: clear of
+  // that of the turn before, and the same place on all members, as it depends only on the turns that succeeded.
+  uint64_t turn() const { return turn_; }
+  uint64_t place() const { return place_; }
   size_t place_for(size_t bytes) const;
+  // No member enters a turn before this one any more.
+  uint64_t most_closed() const;
+  // The payloads of all members.
+  std::vector<const std::byte*>& payloads() { return payloads_; }
+  // met: all members were there with equal keys.
   void leave_turn(bool met, size_t bytes);
 
+ private:
   SharedLane* lane_ = nullptr;
   bool is_on_ = false, is_busy_ = false;
   uint64_t turn_ = 1;    // the next to enter, or the one under way
   uint64_t place_ = 0;   // which of my two slots it uses; it changes with every turn that succeeds
   size_t ring_end_ = 0;  // of the payload of the last turn that succeeded
   uint64_t successes_ = 0;
-  std::vector<const std::byte*> slots_;  // of all members, in the turn under way
+  std::vector<const std::byte*> payloads_;  // of all members, in the turn under way
 };
 
 }  // namespace hc

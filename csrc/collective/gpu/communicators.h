@@ -1,0 +1,82 @@
+// NCCL's side of a process set on GPUs: the library, the set's communicator and those of the two levels, the memory
+// that NCCL was told of. A rank tells it of memory at the same place as the others: windows from 2.27 on, single
+// buffers from 2.19 on.
+//
+// Thread: the thread that makes progress. Owner: a DeviceGroup.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "base/status.h"
+#include "collective/gpu/device_levels.h"
+#include "device/gpu.h"
+#include "device/nccl_api.h"
+
+namespace hc {
+
+class Communicators {
+ public:
+  // Loads NCCL; once. Without it missing() says why.
+  void load(const std::shared_ptr<Gpu>& gpu, const std::string& library, const std::string& folders);
+  const std::shared_ptr<const NcclApi>& library() const { return nccl_; }  // null: none
+  const NcclApi& api() const { return *nccl_; }
+  const Status& missing() const { return missing_; }
+
+  NcclHandle world() const { return world_; }  // of the whole set; null: none
+  // Begins to make it, without blocking.
+  NcclResult begin(int size, const NcclId& id, int rank);
+  // Null: not asked for, or there are no levels here.
+  DeviceLevels* levels() const { return levels_.get(); }
+  void make_levels(const LevelPlace& place) { levels_ = std::make_unique<DeviceLevels>(nccl_, place); }
+  // They were asked for, on every rank, for allreduces as well as Adasum.
+  bool reduces_by_levels() const { return reduces_by_levels_ && levels_ && !flat_only_; }
+  void reduce_by_levels(bool on) { reduces_by_levels_ = on; }
+
+  // Not ok: one has failed (a network error, a peer's crash that NCCL noticed).
+  Status check() const;
+  // Waits until NCCL has enqueued what it was called for, at most `limit_s`.
+  Status until_enqueued(double limit_s) const;
+
+  bool registers() const { return nccl_->registration() != NcclApi::Registration::kNone; }
+  Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s);
+  bool knows(std::byte* at) const { return registered_.contains(at); }
+  // idle: nothing on the device works on it any more.
+  void forget_memory(std::byte* at, bool idle, double limit_s);
+  void forget_all_memory(double limit_s);
+
+  // From now on graphs that hold work of the communicator may live.
+  void note_capture() { captured_ = true; }
+  bool was_captured() const { return captured_; }
+  void set_flat_only(bool on) { flat_only_ = on; }  // in a capture
+
+  // The end in peace: every rank has the data, nobody reads from this one any more.
+  void finish();
+  // The end otherwise. NCCL tells the device to stop; it may then wait for the end of all graphs that hold its work.
+  void abort();
+
+ private:
+  struct Registered {
+    void* handle = nullptr;  // NCCL's
+    bool is_window = false;
+    std::shared_ptr<void> owner;
+  };
+  std::vector<NcclHandle> all() const;
+  Status check(NcclHandle comm) const;
+  bool finish(NcclHandle comm);
+
+  std::shared_ptr<Gpu> gpu_;
+  std::shared_ptr<const NcclApi> nccl_;
+  Status missing_;
+  bool sought_ = false;
+  NcclHandle world_ = nullptr;
+  std::unique_ptr<DeviceLevels> levels_;
+  bool reduces_by_levels_ = false;
+  bool flat_only_ = false;
+  bool captured_ = false;
+  std::map<std::byte*, Registered> registered_;
+};
+
+}  // namespace hc

@@ -1,0 +1,64 @@
+// What a process set has on GPUs: the set-up fills it in, collectives read it.
+//
+// Thread: the thread that makes progress. Owner: a DeviceGroup.
+#pragma once
+
+#include <memory>
+#include <string>
+
+#include "collective/collective.h"
+#include "collective/gpu/communicators.h"
+#include "device/gpu.h"
+#include "device/gpu_kernels.h"
+#include "device/peer_memory.h"
+
+namespace hc {
+
+enum class GpuOperations { kAuto, kNccl, kHost, kPeers };  // the setting HOROCLONE_GPU_OPERATIONS
+
+struct DeviceOptions {
+  GpuOperations operations = GpuOperations::kAuto;
+  std::string nccl_library, nccl_folders;
+  KernelOptions kernels;
+  size_t peer_bytes = 32u << 20;  // of each rank's GPU memory, that peers map
+  double init_timeout_s = 300;
+  bool adasum_by_node = false;
+  bool two_level = false;  // asked for: large allreduces by NCCL within each node, between nodes, within each node
+};
+
+// Who moves the data.
+enum class DeviceWay { kUnknown, kNccl, kPeers, kHost };
+
+struct DeviceState {
+  std::shared_ptr<Gpu> gpu;  // null on a rank that has joined before it used one
+  CuStream stream = nullptr;
+  Communicators nccl;
+  GpuKernels* kernels = nullptr;  // this rank's; the Gpu's own
+  Status kernels_missing;
+  bool kernels_everywhere = false;  // every rank has them
+  std::unique_ptr<PeerMemory> peers;
+  size_t peer_bytes = 0;  // of it that every rank has
+  DeviceWay way = DeviceWay::kUnknown;
+  std::string reason;  // why host memory moves the data, or how NCCL was found
+  Status refusal;      // not ok: the setting demands what cannot be used. The same on every rank
+
+  Status make_stream();
+};
+
+// Whether NCCL does this with our meaning, with the help of our kernels where every rank has them; whether kernels
+// between peers do. The same on every rank.
+bool nccl_does(const Task& task, bool with_kernels);
+bool peers_do(const Task& task);
+
+// Everything that must have happened before the first batch: the ranks agree on who moves the data, then make what that
+// needs. device_setup.cc.
+std::unique_ptr<Collective> make_device_setup(DeviceState* state, const DeviceOptions& options, const Group& group,
+                                              Tag tag);
+// For tensors in device memory; pieces as in a host task, with device addresses. nccl.cc, device_adasum.cc, peers.cc,
+// staged.cc.
+std::unique_ptr<Collective> make_nccl_collective(Task task, DeviceState* device, const Group& group);
+std::unique_ptr<Collective> make_device_adasum(Task task, DeviceState* device, const Group& group);
+std::unique_ptr<Collective> make_peers_collective(Task task, DeviceState* device, const Group& group);
+std::unique_ptr<Collective> make_staged_collective(Task task, DeviceState* device, const Group& group);
+
+}  // namespace hc
