@@ -57,8 +57,8 @@ pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k nam
 
 gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is installed; skipped with the reason elsewhere
 	@$(PIP) pytest pytest-timeout hypothesis ml_dtypes psutil
-	python -m pytest -rs tests/torch/test_gpu.py tests/keras/test_torch_on_gpus.py tests/test_cupy_double.py \
-	  tests/torch/test_gpu_double.py tests/test_gpu_double_loading.py $(ARGS)
+	python -m pytest -rs tests/torch/test_gpu.py tests/keras/test_torch_on_gpus.py tests/cupy/test_cupy_double.py \
+	  tests/torch/test_gpu_double.py tests/core/test_gpu_double_loading.py $(ARGS)
 
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done

@@ -31,7 +31,7 @@ os.environ.setdefault("HOROCLONE_SELECTION", "fixed")
 
 
 def _make_importable(name: str) -> Any:
-    """`import NAME` for a file of this folder, without the folder on sys.path: tests/torch must not shadow torch."""
+    """`import NAME` for a file of this folder, without the folder on sys.path: tests/torch must not stand for an absent torch."""
     spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
     assert spec is not None and spec.loader is not None
     sys.modules[name] = importlib.util.module_from_spec(spec)

@@ -1,6 +1,6 @@
 // A TEST DOUBLE of NVRTC, built as libnvrtc.so.13 for the tests only: it compiles nothing. What it gives as machine
 // code is a text with the names of the kernels that it finds in the source, which is all that the driver's double looks
-// at. (The real one compiles the same source in tests/test_gpu_kernels.py, without a GPU.)
+// at. (The real one compiles the same source in tests/core/test_gpu_kernels.py, without a GPU.)
 //   HC_DOUBLE_NVRTC_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_DOUBLE_NVRTC_US=n        time that a compilation takes
 // -DHC_DOUBLE_WITHOUT_PTX leaves a symbol out.

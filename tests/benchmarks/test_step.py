@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).resolve().parent.parent / "benchmarks"
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 ALONE, OURS, THEIRS = "tf_keras alone", "tf_keras horoclone", "tf_keras MultiWorkerMirrored"
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from horoclone import settings
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 INTERNAL = {"HOROCLONE_FUNCTION_FDS"}  # between the launcher and its own child

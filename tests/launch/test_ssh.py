@@ -70,9 +70,7 @@ def test_ranks_run_on_their_hosts_with_their_numbers_and_our_environment(launch,
         " os.environ['HOROVOD_CROSS_RANK'], os.environ['DATA'], os.getcwd())"
     )
     done = launch([*RUN, "-np", "5", "-H", HOSTS, PYTHON, "-c", body], env={**ssh, "DATA": "it's; $(here)"})
-    rest = (
-        f"it's; $(here) {Path(__file__).resolve().parent.parent}"  # the folder of the launcher, on every host
-    )
+    rest = f"it's; $(here) {Path(__file__).resolve().parents[2]}"  # the folder of the launcher, on every host
     assert sorted(done.stdout.splitlines()) == [
         f"[0] host-a.invalid host-a.invalid 0 0 {rest}",
         f"[1] host-a.invalid host-a.invalid 1 0 {rest}",

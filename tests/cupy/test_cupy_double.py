@@ -22,7 +22,7 @@ from horoclone import ops
 
 ml_dtypes = pytest.importorskip("ml_dtypes")
 
-EXAMPLE = Path(__file__).resolve().parent.parent / "examples" / "cupy_regression.py"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "cupy_regression.py"
 
 
 class StandIn(types.ModuleType):

@@ -25,7 +25,7 @@ from horoclone.gpu_libraries import nvrtc_folders
 
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CAPABILITIES = (80, 90, 100, 120)
 SOURCE = (ROOT / "csrc/device/kernels/kernels.cu").read_text()
 

@@ -38,7 +38,7 @@ from horoclone.runner.elastic import discovery
 from horoclone.runner.util import cache, lsf, remote, streams, threads
 from horoclone.runner.util import network as addresses
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PYTHON = shlex.quote(sys.executable)
 
 # What was found imported in projects that start jobs themselves, and in Horovod's own examples and tests.

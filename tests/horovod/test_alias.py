@@ -16,7 +16,7 @@ import pytest
 
 import horoclone
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STAND = ROOT / "horovod.py"
 
 

@@ -15,7 +15,7 @@ from horoclone.launch.hosts import Placement
 from horoclone.launch.mpirun import Mpi, MpiRequest, command_line
 from horoclone.launch.usage import LaunchError
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 RUN = [sys.executable, "-m", "horoclone.launch.cli"]
 SUM = """
     import os, sys

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-HERE = Path(__file__).parent / "horovod_results"
+HERE = Path(__file__).parent
 pytestmark = pytest.mark.slow
 
 

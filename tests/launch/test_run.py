@@ -113,7 +113,7 @@ def test_a_function_of_a_module_beside_the_script_is_found(launch, tmp_path):
         "import os\ndef rank():\n    return int(os.environ['HOROVOD_RANK'])\n"
     )
     script = tmp_path / "script.py"
-    root = Path(__file__).resolve().parent.parent
+    root = Path(__file__).resolve().parents[2]
     script.write_text(
         f"import sys; sys.path.append({str(root)!r})\n{PRELUDE}import beside\nprint(run(beside.rank, np=2))\n"
     )
