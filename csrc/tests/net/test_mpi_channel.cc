@@ -1,6 +1,6 @@
 // The channel whose data goes through MPI, on a stand-in for MPI's five functions: messages between two ranks of one
 // process, small ones sent at once, large ones when they are received, as every MPI does it. The real libraries are
-// in tests/test_mpi_data.py.
+// in tests/core/test_mpi_data.py.
 #include <doctest/doctest.h>
 #include <sys/socket.h>
 
