@@ -1,4 +1,7 @@
-"""The torch examples, started as a person would start them."""
+"""The torch examples, started as a person would start them.
+
+The digits are trained in full once, on two ranks; under the other launchers two epochs show the same.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +13,35 @@ from typing import Any
 import pytest
 import torch
 
+SHORT = ("--epochs", "2", "--accuracy", "0.85")
 
-def check_digits(output: str, size: int, checkpoint: Path) -> None:
+
+def digits(launch: Any, command: list[Any], size: int, checkpoint: Path, *, short: bool, **more: Any) -> None:
+    """Runs the example behind `command` and reads what it printed and wrote."""
+    program = [*command, "--checkpoint", checkpoint, *(SHORT if short else ())]
+    output = launch(program, timeout_s=150, **more).output
     assert f"{size} ranks, identical parameters" in output
     accuracies = [float(a) for a in re.findall(r"test accuracy ([\d.]+)%", output)]
-    assert len(accuracies) == 12 and accuracies[-1] >= 97.0, output
+    epochs, least = (2, 85.0) if short else (12, 97.0)
+    assert len(accuracies) == epochs and accuracies[-1] >= least, output
     assert set(torch.load(checkpoint)) == {"model", "optimizer"}
 
 
 @pytest.mark.slow
 def test_digits_under_the_launcher(launch: Any, examples: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model.pt"
-    program = [sys.executable, examples / "torch_digits.py", "--checkpoint", checkpoint]
-    done = launch([sys.executable, "-m", "horoclone.launch.cli", "-np", "2", *program], timeout_s=150)
-    check_digits(done.output, 2, checkpoint)
+    command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", sys.executable]
+    digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=False)
 
 
 @pytest.mark.slow
 def test_digits_alone(launch: Any, examples: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model.pt"
-    done = launch([sys.executable, examples / "torch_digits.py", "--checkpoint", checkpoint], timeout_s=150)
-    check_digits(done.output, 1, checkpoint)
+    digits(launch, [sys.executable, examples / "torch_digits.py"], 1, tmp_path / "model.pt", short=True)
 
 
 @pytest.mark.slow
 def test_digits_under_torchrun(launch: Any, examples: Path, tmp_path: Path) -> None:
-    checkpoint = tmp_path / "model.pt"
-    program = [examples / "torch_digits.py", "--checkpoint", checkpoint]
-    done = launch(
-        [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *program], timeout_s=150
-    )
-    check_digits(done.output, 2, checkpoint)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    digits(launch, [*command, examples / "torch_digits.py"], 2, tmp_path / "model.pt", short=True)
 
 
 @pytest.mark.slow
@@ -48,10 +49,8 @@ def test_digits_under_torchrun(launch: Any, examples: Path, tmp_path: Path) -> N
 @pytest.mark.parametrize("which", ["open_mpi", "mpich"])
 def test_digits_under_mpirun(launch: Any, examples: Path, tmp_path: Path, which: str, request: Any) -> None:
     mpi = request.getfixturevalue(which)
-    checkpoint = tmp_path / "model.pt"
-    program = [sys.executable, examples / "torch_digits.py", "--checkpoint", checkpoint]
-    done = launch([*mpi.command(2), *program], env=mpi.env, timeout_s=150)
-    check_digits(done.output, 2, checkpoint)
+    command = [*mpi.command(2), sys.executable, examples / "torch_digits.py"]
+    digits(launch, command, 2, tmp_path / "model.pt", short=True, env=mpi.env)
 
 
 @pytest.mark.slow
