@@ -55,15 +55,8 @@ def test_digits_under_mpirun(launch: Any, examples: Path, tmp_path: Path, which:
 
 @pytest.mark.slow
 def test_text(launch: Any, examples: Path) -> None:
-    program = [
-        sys.executable,
-        examples / "torch_gpt_text.py",
-        "--steps",
-        "20",
-        "--sample",
-        "20",
-        "--compress",
-    ]
+    small = ["--steps", "20", "--sample", "20", "--megabytes", "0.5", "--layers", "1", "--width", "64"]
+    program = [sys.executable, examples / "torch_gpt_text.py", *small, "--compress"]
     done = launch([sys.executable, "-m", "horoclone.launch.cli", "-np", "2", *program], timeout_s=150)
     losses = [float(x) for x in re.findall(r"loss ([\d.]+)", done.output)]
     assert len(losses) == 2 and losses[1] < losses[0] < 6.0, done.output
