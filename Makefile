@@ -26,20 +26,27 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test cpp cpp-builds tsan asan pytest gpu examples bench lint format docs clean install
+.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu examples bench lint format docs clean install
 
 help: ## list the verbs
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 18
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two processes
 	horoclonerun -np 2 python examples/torch_digits.py
 
 # What compiles goes on beside what is downloaded, and one sanitizer's tests, which often wait, beside the other's.
-test: $(VENV)/.ready-tools ## everything: C++, sanitizers, Python (every example is one of its tests)
+# Costly Python tests run where something that they guard has changed (tests/guarded.py); test-all runs them all.
+test: GUARDED := changed
+test: builds-and-cpp ## C++, sanitizers, Python (every example is one of its tests)
+test-all: GUARDED := renew
+test-all: builds-and-cpp ## as `test`, with every costly test whose files have not changed; writes tests/guarded.json
+test test-all:
+	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
+
+builds-and-cpp: $(VENV)/.ready-tools
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
 	@$(MAKE) --no-print-directory $(VENV)/.ready-package cpp
 	@$(MAKE) --no-print-directory -j2 --output-sync=target tsan asan
-	@$(MAKE) --no-print-directory pytest
 
 cpp-builds: $(VENV)/.ready-tools
 	@.ci/cpp release "" $(JOBS) build

@@ -41,6 +41,29 @@ def _make_importable(name: str) -> Any:
 
 world = sys.modules.get("world") or _make_importable("world")
 crew_of = sys.modules.get("crew") or _make_importable("crew")
+guarded = sys.modules.get("guarded") or _make_importable("guarded")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--guarded",
+        choices=("run", "changed", "renew"),
+        default="run",
+        help="tests marked `guards`: run them, only where something changed, or run them and write tests/guarded.json",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--guarded") == "renew" and not hasattr(config, "workerinput"):
+        config.pluginmanager.register(guarded.Renewal())
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    guarded.skip_unchanged(items, config.getoption("--guarded"))
+    costly = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(
+        key=lambda item: item.path not in costly
+    )  # two at a time: the last file had better be a short one
 
 
 @pytest.fixture(scope="session")

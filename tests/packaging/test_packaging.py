@@ -220,6 +220,7 @@ def the_name_horovod_comes_and_goes_with_it(pip: list[Any], wheel: Path, tmp_pat
     assert not left
 
 
+@pytest.mark.guards("csrc")
 def test_the_core_compiles_for_another_processor() -> None:
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:

@@ -1,0 +1,99 @@
+"""Tests that are skipped while nothing that they guard changes (guarded.py): what counts as a change, and the record."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import guarded
+import pytest
+
+THIS = "tests/house/test_guarded.py"
+
+
+def item(*names: str) -> Any:
+    """A test that guards `names`, as pytest shows it; what was added to it is in `marks`."""
+    mark = pytest.mark.guards(*names).mark
+    marks: list[Any] = []
+    return SimpleNamespace(
+        nodeid=f"{THIS}::test", path=guarded.ROOT / THIS, user_properties=[], marks=marks, add_marker=marks.append,
+        get_closest_marker=lambda name: mark if name == "guards" else None,
+    )  # fmt: skip
+
+
+def test_content_names_and_versions_are_changes_and_what_is_built_is_none(tmp_path: Path) -> None:
+    def digest(*packages: str) -> str | None:
+        guarded.digest_of.cache_clear()
+        return guarded.digest_of(tmp_path, ("here",), packages)
+
+    assert digest() is None, "what is absent cannot be unchanged"
+    folder = tmp_path / "here" / "there"
+    folder.mkdir(parents=True)
+    (folder / "a.py").write_text("1")
+    seen = {digest()}
+    (folder / "a.so").write_text("built")
+    (folder / "a.pyc").write_text("built")
+    assert {digest()} == seen
+    (folder / "a.py").write_text("2")
+    seen.add(digest())
+    (folder / "a.py").rename(folder / "b.py")
+    seen |= {digest(), digest("pytest"), digest("no-such-package")}
+    assert len(seen) == 5 and None not in seen
+
+
+def test_only_what_has_not_changed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = item("tests/doubles")
+    guarded.skip_unchanged([one], "changed")
+    assert not one.marks, "it is not in the record"
+    ((_, digest),) = one.user_properties
+    monkeypatch.setattr(guarded, "recorded", lambda: {one.nodeid: digest})
+    for how, names, skipped in (
+        ("changed", ("tests/doubles",), True),
+        ("run", ("tests/doubles",), False),
+        ("renew", ("tests/doubles",), False),
+        ("changed", ("tests/world.py",), False),
+        ("changed", ("tests/doubles", "no/such/file"), False),
+    ):
+        again = item(*names)
+        guarded.skip_unchanged([again], how)
+        assert bool(again.marks) == skipped, (how, names)
+
+
+def test_the_record_keeps_what_passed_and_drops_what_failed_or_is_gone(tmp_path: Path) -> None:
+    record = tmp_path / "guarded.json"
+
+    def report(test: str, when: str, outcome: str, properties: list[tuple[str, str]]) -> Any:
+        passed, failed = outcome == "passed", outcome == "failed"
+        nodeid = f"{THIS}::{test}"
+        return SimpleNamespace(
+            nodeid=nodeid, when=when, passed=passed, failed=failed, user_properties=properties
+        )
+
+    def run(*reports: Any) -> dict[str, str]:
+        renewal = guarded.Renewal(record)
+        for one in reports:
+            renewal.pytest_runtest_logreport(one)
+        renewal.pytest_sessionfinish()
+        return {name.split("::")[1]: digest for name, digest in guarded.recorded(record).items()}
+
+    good, other = [("guarded", "g")], [("guarded", "h")]
+    assert run(report("a", "call", "passed", [])) == {} and not record.exists()
+    assert run(report("a", "call", "passed", good), report("b", "call", "passed", good)) == {
+        "a": "g",
+        "b": "g",
+    }
+    record.write_text(record.read_text().replace("{", '{"tests/gone.py::x": "g",'))
+    assert run(report("a", "call", "passed", other)) == {"a": "h", "b": "g"}
+    assert run(report("a", "call", "passed", other), report("a", "teardown", "failed", other)) == {"b": "g"}
+    assert run(report("b", "setup", "skipped", other)) == {"b": "g"}
+
+
+def test_every_name_that_a_test_guards_exists() -> None:
+    missing = []
+    for path in sorted(guarded.ROOT.glob("tests/*/test_*.py")):
+        for names in re.findall(r"pytest\.mark\.guards\(([^)]*)\)", path.read_text()):
+            files = re.findall(r'"([^"]+)"', names.partition("packages=")[0])
+            missing += [f"{path.name}: {name}" for name in files if not (guarded.ROOT / name).exists()]
+    assert not missing, f"these tests would run always: {missing}"
