@@ -5,6 +5,7 @@ Nothing here needs horoclone to be built until a test asks for a world.
 
 from __future__ import annotations
 
+import fcntl
 import importlib.util
 import os
 import shutil
@@ -74,35 +75,49 @@ def worlds() -> Iterator[Any]:
     pool.end()
 
 
-@pytest.fixture(scope="session")
-def doubles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder with the doubles of libcuda.so.1, libnccl.so.2 and libnvrtc.so.13 (tests/doubles): no GPU takes part where they are used."""
-    compiler = os.environ.get("CXX") or shutil.which("g++")
-    if compiler is None:
-        pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
-    folder = tmp_path_factory.mktemp("doubles")
+DOUBLES = (
+    ("cuda", "libcuda.so.1"),
+    ("nccl", "libnccl.so.2"),
+    ("nccl", "incomplete/libnccl.so.2", "-DHC_DOUBLE_WITHOUT_AVERAGING"),
+    ("nvrtc", "libnvrtc.so.13"),
+    ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_DOUBLE_WITHOUT_PTX"),
+)
+
+
+def build_doubles(compiler: str, folder: Path) -> None:
+    """Compiles all of DOUBLES into `folder`, two at a time."""
     flags = ["-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}", "-pthread"]
 
     def build(source: str, name: str, *extra: str) -> None:
         path = folder / name
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
         code = ROOT / "tests" / "doubles" / f"{source}_double.cc"
         end = [f"-Wl,-soname,{path.name}", "-o", str(path), "-ldl", "-lrt"]
         subprocess.run([*compiler.split(), *flags, *extra, str(code), *end], check=True, timeout=300)
 
     with ThreadPoolExecutor(2) as two:
-        jobs = [
-            two.submit(build, *job)
-            for job in (
-                ("cuda", "libcuda.so.1"),
-                ("nccl", "libnccl.so.2"),
-                ("nccl", "incomplete/libnccl.so.2", "-DHC_DOUBLE_WITHOUT_AVERAGING"),
-                ("nvrtc", "libnvrtc.so.13"),
-                ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_DOUBLE_WITHOUT_PTX"),
-            )
-        ]
+        jobs = [two.submit(build, *job) for job in DOUBLES]
     for job in jobs:
         job.result()
+
+
+@pytest.fixture(scope="session")
+def doubles() -> Path:
+    """Folder with the doubles of libcuda.so.1, libnccl.so.2 and libnvrtc.so.13 (tests/doubles): no GPU takes part where they are used.
+
+    They are built once for all processes that run tests, and again where their sources change.
+    """
+    compiler = os.environ.get("CXX") or shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler: the doubles of CUDA and NCCL are built by the tests")
+    digest = guarded.digest_of(ROOT, ("tests/conftest.py", "tests/doubles", "csrc/base", "csrc/device"), ())
+    folder = ROOT / "build" / "doubles" / f"{digest}-{Path(compiler).name}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "complete").exists():
+            build_doubles(compiler, folder)
+            (folder / "complete").touch()
     return folder
 
 

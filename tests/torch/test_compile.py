@@ -63,7 +63,7 @@ def test_every_operation_and_its_gradient_are_the_same_as_without_compiling() ->
 
 
 @pytest.mark.guards("horoclone/torch", packages=("torch",))
-@ranks(2)
+@ranks(2, limit_s=150)  # it compiles C++
 def test_with_inductor() -> None:
     def function(x: torch.Tensor) -> torch.Tensor:
         first = hvd.allreduce_async(x * 3, op=hvd.Sum, name="first")
