@@ -59,6 +59,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(guarded.Renewal())
 
 
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist, which need not be installed
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    if config.getoption("dist") == "loadfile":
+        return _make_importable("side_by_side").Files(config, log)
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     guarded.skip_unchanged(items, config.getoption("--guarded"))
     costly = {item.path for item in items if item.get_closest_marker("slow")}
