@@ -15,7 +15,6 @@ struct Found {
   size_t tensor = 0;  // kDType, kShape
 };
 
-bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
 bool first_dimension_is_free(Op op) { return op == Op::kAllgather || op == Op::kAlltoall || op == Op::kGather; }
 
 bool same_shape(Op op, const TensorMeta& a, const TensorMeta& b) {

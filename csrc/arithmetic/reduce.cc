@@ -84,22 +84,10 @@ const KernelTable& kernels() {
   return *table;
 }
 
-Fold fold_of(Reduce op) {
-  assert(op != Reduce::kAdasum);
-  switch (op) {
-    case Reduce::kMin:
-      return Fold::kMin;
-    case Reduce::kMax:
-      return Fold::kMax;
-    case Reduce::kProduct:
-      return Fold::kProduct;
-    default:
-      return Fold::kSum;
-  }
-}
-
-void run_kernel(DType dtype, Fold fold, const ReduceCall& call) {
-  kernels().kernel[static_cast<int>(dtype)][static_cast<int>(fold)](call);
+void run_kernel(DType dtype, Reduce op, const ReduceCall& call) {
+  const Kernel kernel = kernels().kernel[static_cast<int>(dtype)][static_cast<int>(op)];
+  assert(kernel && "the reduction takes this dtype");
+  kernel(call);
 }
 
 // Calls body(T{}) with the C++ type of an integer dtype.
@@ -118,7 +106,11 @@ void with_integer(DType dtype, Body&& body) {
       return body(int32_t{});
     case DType::kI64:
       return body(int64_t{});
-    default:
+    case DType::kBool:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF32:
+    case DType::kF64:
       assert(!"an integer dtype");
   }
 }
@@ -165,8 +157,8 @@ void divide(std::byte* data, size_t count, int64_t divisor) {
 // times pre, folded in the dtype (wrapping, as a reduction of several hops does), then times post, then divided.
 class IntegerBlocks {
  public:
-  IntegerBlocks(DType dtype, Fold fold, const ReduceCall& call, const Scale& scale)
-      : dtype_(dtype), fold_(fold), call_(call), scale_(scale), width_(size_of(dtype)) {}
+  IntegerBlocks(DType dtype, Reduce op, const ReduceCall& call, const Scale& scale)
+      : dtype_(dtype), op_(op), call_(call), scale_(scale), width_(size_of(dtype)) {}
 
   void run() {
     const size_t step = kBlockBytes / width_;
@@ -209,7 +201,7 @@ class IntegerBlocks {
   void fold_into_block(const std::byte* const* from, size_t sources, size_t count) {
     std::byte* const to = block_;
     if (sources > 1)
-      run_kernel(dtype_, fold_, {&to, 1, from, sources, count, 1.0, 1.0});
+      run_kernel(dtype_, op_, {&to, 1, from, sources, count, 1.0, 1.0});
     else
       std::memcpy(to, from[0], count * width_);
   }
@@ -217,7 +209,7 @@ class IntegerBlocks {
   static constexpr size_t kBlockBytes = 4096;
   static constexpr size_t kMaxSources = 64;
   const DType dtype_;
-  const Fold fold_;
+  const Reduce op_;
   const ReduceCall& call_;
   const Scale& scale_;
   const size_t width_;
@@ -231,31 +223,38 @@ void fill(std::byte* data, size_t count, T value) {
 }
 
 template <class T>
-T neutral_integer(Reduce op) {
-  switch (op) {
-    case Reduce::kMin:
-      return std::numeric_limits<T>::max();
-    case Reduce::kMax:
-      return std::numeric_limits<T>::min();
-    case Reduce::kProduct:
-      return 1;
-    default:
+T integer_identity(Identity which) {
+  switch (which) {
+    case Identity::kZero:
       return 0;
+    case Identity::kOne:
+      return 1;
+    case Identity::kAllOnes:
+      return static_cast<T>(-1);
+    case Identity::kHighest:
+      return std::numeric_limits<T>::max();
+    case Identity::kLowest:
+      return std::numeric_limits<T>::min();
   }
+  return 0;
 }
 
-float neutral_float(Reduce op) {
-  switch (op) {
-    case Reduce::kMin:
-      return std::numeric_limits<float>::infinity();
-    case Reduce::kMax:
-      return -std::numeric_limits<float>::infinity();
-    case Reduce::kProduct:
-      return 1;
-    default:
+float float_identity(Identity which) {
+  switch (which) {
+    case Identity::kZero:
+    case Identity::kAllOnes:  // of bits: no reduction of floats has it
       return 0;
+    case Identity::kOne:
+      return 1;
+    case Identity::kHighest:
+      return std::numeric_limits<float>::infinity();
+    case Identity::kLowest:
+      return -std::numeric_limits<float>::infinity();
   }
+  return 0;
 }
+
+bool bool_identity(Identity which) { return which != Identity::kZero && which != Identity::kLowest; }
 
 }  // namespace
 
@@ -271,9 +270,8 @@ void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, st
   }
   const ReduceCall call{destinations.data(),      destinations.size(),      sources.data(), sources.size(), count,
                         scaled ? scale.pre : 1.0, scaled ? scale.post : 1.0};
-  const Fold fold = fold_of(op);
-  if ((scaled || divided) && !is_float(dtype)) return IntegerBlocks(dtype, fold, call, scale).run();
-  run_kernel(dtype, fold, call);
+  if ((scaled || divided) && !is_float(dtype)) return IntegerBlocks(dtype, op, call, scale).run();
+  run_kernel(dtype, op, call);
 }
 
 void scale_copy(DType dtype, std::byte* destination, const std::byte* source, size_t count, double factor) {
@@ -286,19 +284,25 @@ void finish(DType dtype, std::byte* data, size_t count, const Scale& scale) {
 }
 
 void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count) {
+  const Identity which = identity_of(op);
   switch (dtype) {
     case DType::kBool:
-      return fill(destination, count, static_cast<uint8_t>(op == Reduce::kMin || op == Reduce::kProduct));
+      return fill(destination, count, static_cast<uint8_t>(bool_identity(which)));
     case DType::kF16:
-      return fill(destination, count, to_float16(neutral_float(op)));
+      return fill(destination, count, to_float16(float_identity(which)));
     case DType::kBF16:
-      return fill(destination, count, to_bfloat16(neutral_float(op)));
+      return fill(destination, count, to_bfloat16(float_identity(which)));
     case DType::kF32:
-      return fill(destination, count, neutral_float(op));
+      return fill(destination, count, float_identity(which));
     case DType::kF64:
-      return fill(destination, count, static_cast<double>(neutral_float(op)));
-    default:
-      with_integer(dtype, [&](auto t) { fill(destination, count, neutral_integer<decltype(t)>(op)); });
+      return fill(destination, count, static_cast<double>(float_identity(which)));
+    case DType::kU8:
+    case DType::kI8:
+    case DType::kU16:
+    case DType::kI16:
+    case DType::kI32:
+    case DType::kI64:
+      with_integer(dtype, [&](auto t) { fill(destination, count, integer_identity<decltype(t)>(which)); });
   }
 }
 

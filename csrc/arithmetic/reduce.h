@@ -27,7 +27,8 @@ struct Scale {
 // destinations[d][i] = post * (pre*sources[0][i] op pre*sources[1][i] op ...) / divisor, for every d, summed
 // in the order of `sources`. Pointers need no alignment. A destination may be exactly one of the sources;
 // partial overlap is not allowed. Sum and Average both add. bool: Sum, Max = or; Product, Min = and. Integers
-// wrap. Min/Max propagate NaN. Adasum is not done here.
+// wrap. Min/Max propagate NaN. Which
+// reductions take which dtypes: base/reductions.h. Adasum is not done here.
 void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, std::span<const std::byte* const> sources,
             size_t count, const Scale& scale);
 
@@ -37,8 +38,7 @@ void scale_copy(DType dtype, std::byte* destination, const std::byte* source, si
 // In place: the end of an allreduce made of several hops: post, then divisor.
 void finish(DType dtype, std::byte* data, size_t count, const Scale& scale);
 
-// The element that changes nothing: 0 for Sum and Average, 1 for Product, the largest / smallest value (inf
-// for floats) for Min / Max.
+// The element that changes nothing (Identity in base/reductions.h); the largest / smallest float is inf / -inf.
 void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count);
 
 // "avx512", "avx2" or "scalar"; HOROCLONE_SIMD (read by the caller) may force a lower one with select_simd.

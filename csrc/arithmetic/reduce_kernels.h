@@ -10,11 +10,9 @@
 
 #include "arithmetic/quantize_kernels.h"
 #include "arithmetic/vectors.h"
+#include "base/dtype.h"
 
 namespace hc {
-
-enum class Fold : uint8_t { kSum, kMin, kMax, kProduct };
-inline constexpr int kFoldCount = 4;
 
 // The arguments of one call; scales other than 1 only for floats.
 struct ReduceCall {
@@ -29,7 +27,7 @@ struct ReduceCall {
 using Kernel = void (*)(const ReduceCall&);
 struct KernelTable {
   const char* name;
-  Kernel kernel[11][kFoldCount];  // [DType][Fold]
+  Kernel kernel[kDTypeCount][kReduceCount];  // null where the reduction does not take the dtype
   void (*quantize)(const QuantizeCall&);
   void (*dequantize)(const DequantizeCall&);
 };
@@ -41,7 +39,7 @@ const KernelTable* avx512_kernels();
 namespace {
 
 // A lane type says how elements in memory become the vectors that are computed with. Needed: Vec (one step's
-// elements), Scalar (a factor), kElements in one step, kBytes of them in memory, load, store, fold, scale,
+// elements), Scalar (a factor), kKind, kElementBytes, kBytes of one step in memory, load, store, fold, scale,
 // canonical.
 
 // Integers, Work = the unsigned type for sums and products (which wrap), Order = the signed or unsigned one
@@ -51,18 +49,25 @@ struct IntegerLane {
   using Vec = typename VectorOf<Work, Width>::type;
   using Ordered = typename VectorOf<Order, Width>::type;
   using Scalar = double;
+  static constexpr Kind kKind = Kind::kInteger;
   static constexpr bool kScales = false;
   static constexpr size_t kElementBytes = sizeof(Work), kBytes = Width;
 
   [[gnu::always_inline]] static Vec load(const std::byte* p) { return load_vector<Vec>(p); }
   [[gnu::always_inline]] static void store(std::byte* p, const Vec& v) { __builtin_memcpy(p, &v, sizeof v); }
-  template <Fold F>
+  template <Reduce R>
   [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
-    if constexpr (F == Fold::kSum) return acc + next;
-    if constexpr (F == Fold::kProduct) return acc * next;
     const Ordered a = (Ordered)acc, b = (Ordered)next;
-    if constexpr (F == Fold::kMin) return (Vec)(b < a ? b : a);
-    return (Vec)(b > a ? b : a);
+    if constexpr (R == Reduce::kSum)
+      return acc + next;
+    else if constexpr (R == Reduce::kProduct)
+      return acc * next;
+    else if constexpr (R == Reduce::kMin)
+      return (Vec)(b < a ? b : a);
+    else if constexpr (R == Reduce::kMax)
+      return (Vec)(b > a ? b : a);
+    else
+      static_assert(kKnown<R>, "how are integers reduced?");
   }
   [[gnu::always_inline]] static Vec scale(const Vec& v, Scalar) { return v; }
   [[gnu::always_inline]] static Vec canonical(const Vec& v) { return v; }
@@ -71,14 +76,20 @@ struct IntegerLane {
 // Bytes of which any value but 0 is true: or, and.
 template <size_t Width>
 struct BoolLane : IntegerLane<uint8_t, uint8_t, Width> {
+  static constexpr Kind kKind = Kind::kBool;
   using Vec = typename VectorOf<uint8_t, Width>::type;
   [[gnu::always_inline]] static Vec load(const std::byte* p) {
     const Vec v = load_vector<Vec>(p), one = Vec{} + uint8_t{1};
     return v < one ? v : one;
   }
-  template <Fold F>
+  template <Reduce R>
   [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
-    return F == Fold::kSum || F == Fold::kMax ? acc | next : acc & next;
+    if constexpr (R == Reduce::kSum || R == Reduce::kMax)
+      return acc | next;
+    else if constexpr (R == Reduce::kProduct || R == Reduce::kMin)
+      return acc & next;
+    else
+      static_assert(kKnown<R>, "how are bools reduced?");
   }
 };
 
@@ -87,20 +98,28 @@ template <class T, size_t Width>
 struct FloatLane {
   using Vec = typename VectorOf<T, Width>::type;
   using Scalar = T;
+  static constexpr Kind kKind = Kind::kFloat;
   static constexpr bool kScales = true;
   static constexpr size_t kElementBytes = sizeof(T), kBytes = Width;
 
   [[gnu::always_inline]] static Vec load(const std::byte* p) { return load_vector<Vec>(p); }
   [[gnu::always_inline]] static void store(std::byte* p, const Vec& v) { __builtin_memcpy(p, &v, sizeof v); }
-  template <Fold F>
+  template <Reduce R>
   [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
-    if constexpr (F == Fold::kSum) return acc + next;
-    if constexpr (F == Fold::kProduct) return acc * next;
     // With a NaN in either the comparison is false and acc stays: right when the NaN is there, not when it is
     // in next.
-    const Vec best = F == Fold::kMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
-    return next != next ? next : best;
+    if constexpr (R == Reduce::kSum)
+      return acc + next;
+    else if constexpr (R == Reduce::kProduct)
+      return acc * next;
+    else if constexpr (R == Reduce::kMin)
+      return unless_nan(next, next < acc ? next : acc);
+    else if constexpr (R == Reduce::kMax)
+      return unless_nan(next, next > acc ? next : acc);
+    else
+      static_assert(kKnown<R>, "how are floats reduced?");
   }
+  [[gnu::always_inline]] static Vec unless_nan(const Vec& next, const Vec& best) { return next != next ? next : best; }
   [[gnu::always_inline]] static Vec scale(const Vec& v, Scalar factor) { return v * factor; }
   [[gnu::always_inline]] static Vec canonical(const Vec& v) {
     constexpr T quiet = sizeof(T) == 4 ? T(__builtin_nanf("")) : T(__builtin_nan(""));
@@ -118,6 +137,7 @@ struct PairLane {
     Half a, b;
   };
   using Scalar = float;
+  static constexpr Kind kKind = Kind::kFloat;
   static constexpr bool kScales = true;
   static constexpr size_t kElementBytes = 2, kBytes = Width;
 
@@ -127,9 +147,9 @@ struct PairLane {
     return v;
   }
   [[gnu::always_inline]] static void store(std::byte* p, const Vec& v) { Convert::narrow(p, v.a, v.b); }
-  template <Fold F>
+  template <Reduce R>
   [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
-    return {Base::template fold<F>(acc.a, next.a), Base::template fold<F>(acc.b, next.b)};
+    return {Base::template fold<R>(acc.a, next.a), Base::template fold<R>(acc.b, next.b)};
   }
   [[gnu::always_inline]] static Vec scale(const Vec& v, Scalar f) { return {v.a * f, v.b * f}; }
   [[gnu::always_inline]] static Vec canonical(const Vec& v) { return {Base::canonical(v.a), Base::canonical(v.b)}; }
@@ -164,7 +184,7 @@ struct BFloatConvert {
 inline constexpr int kUnroll = 4;
 
 // N sources, or as many as the call says for N = 0.
-template <class L, Fold F, int N, bool Pre, bool Post>
+template <class L, Reduce R, int N, bool Pre, bool Post>
 struct Loop {
   using Vec = typename L::Vec;
   using Scalar = typename L::Scalar;
@@ -182,7 +202,7 @@ struct Loop {
     for (size_t s = 1; s < sources; ++s) {
       const std::byte* p = from[s] + at;
 #pragma GCC unroll 4
-      for (int i = 0; i < Steps; ++i) acc[i] = L::template fold<F>(acc[i], loaded(p + i * L::kBytes, pre));
+      for (int i = 0; i < Steps; ++i) acc[i] = L::template fold<R>(acc[i], loaded(p + i * L::kBytes, pre));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < Steps; ++i) {
@@ -210,7 +230,7 @@ struct Loop {
     for (size_t s = 0; s < c.from_count; ++s) {
       __builtin_memcpy(buffer, c.from[s] + at, bytes);
       const Vec next = loaded(buffer, pre);
-      acc = s == 0 ? next : L::template fold<F>(acc, next);
+      acc = s == 0 ? next : L::template fold<R>(acc, next);
     }
     if constexpr (Post) acc = L::scale(acc, post);
     L::store(buffer, L::canonical(acc));
@@ -225,30 +245,38 @@ struct Loop {
     size_t at = 0;
     for (; at + kUnroll * L::kBytes <= bytes; at += kUnroll * L::kBytes) steps<kUnroll>(c, from, at);
     for (; at + L::kBytes <= bytes; at += L::kBytes) steps<1>(c, from, at);
-    if (at < bytes) Loop<L, F, 0, Pre, Post>::tail(c, at, bytes - at);
+    if (at < bytes) Loop<L, R, 0, Pre, Post>::tail(c, at, bytes - at);
   }
 };
 
 // Picks the loop of one dtype and operation. Two floats summed are the common case and gain up to a fifth
 // from a count that is known; more sources, integers and the other operations gain nothing that can be
 // measured.
-template <class L, Fold F>
+template <class L, Reduce R>
 void fold_sources(const ReduceCall& c) {
-  constexpr int kPair = L::kScales && F == Fold::kSum ? 2 : 0;
+  constexpr int kPair = L::kScales && R == Reduce::kSum ? 2 : 0;
   const bool pair = c.from_count == 2;
   if constexpr (L::kScales) {
-    if (c.pre != 1.0) return Loop<L, F, 0, true, true>::run(c);
-    if (c.post != 1.0) return pair ? Loop<L, F, kPair, false, true>::run(c) : Loop<L, F, 0, false, true>::run(c);
+    if (c.pre != 1.0) return Loop<L, R, 0, true, true>::run(c);
+    if (c.post != 1.0) return pair ? Loop<L, R, kPair, false, true>::run(c) : Loop<L, R, 0, false, true>::run(c);
   }
-  pair ? Loop<L, F, kPair, false, false>::run(c) : Loop<L, F, 0, false, false>::run(c);
+  pair ? Loop<L, R, kPair, false, false>::run(c) : Loop<L, R, 0, false, false>::run(c);
+}
+
+template <class L, Reduce R>
+constexpr Kernel kernel_of() {
+  if constexpr (is_fold(R, L::kKind))
+    return fold_sources<L, R>;
+  else
+    return nullptr;
 }
 
 template <class L>
-constexpr void fill_row(Kernel (&row)[kFoldCount]) {
-  row[static_cast<int>(Fold::kSum)] = fold_sources<L, Fold::kSum>;
-  row[static_cast<int>(Fold::kMin)] = fold_sources<L, Fold::kMin>;
-  row[static_cast<int>(Fold::kMax)] = fold_sources<L, Fold::kMax>;
-  row[static_cast<int>(Fold::kProduct)] = fold_sources<L, Fold::kProduct>;
+constexpr void fill_row(Kernel (&row)[kReduceCount]) {
+#define HC_KERNEL(name, identity, kinds) \
+  row[static_cast<int>(Reduce::k##name)] = kernel_of<L, folded_as(Reduce::k##name)>();
+  HC_REDUCTIONS(HC_KERNEL)
+#undef HC_KERNEL
 }
 
 // Rows in the order of DType. Only the conversion of float16 needs instructions of its own.

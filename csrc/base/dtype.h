@@ -1,8 +1,11 @@
-// Element types, operations, reductions and algorithms: one list each, the same numbers in C, C++ and Python.
+// Element types, operations, reductions (reductions.h) and algorithms: one list each, the same numbers in C, C++ and
+// Python.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+#include "base/reductions.h"
 
 namespace hc {
 
@@ -20,18 +23,10 @@ constexpr const char* name_of(DType t) {
 }
 constexpr bool is_float(DType t) { return t >= DType::kF16; }
 
-// Average, Sum, Adasum, Min, Max, Product: Horovod's order, visible to users as integers.
-enum class Reduce : uint8_t { kAverage, kSum, kAdasum, kMin, kMax, kProduct };
-inline constexpr int kReduceCount = 6;
-constexpr const char* name_of(Reduce r) {
-  constexpr const char* names[kReduceCount] = {"Average", "Sum", "Adasum", "Min", "Max", "Product"};
-  return names[static_cast<int>(r)];
+constexpr Kind kind_of(DType t) {
+  return t == DType::kBool ? Kind::kBool : is_float(t) ? Kind::kFloat : Kind::kInteger;
 }
-
-// Whether 0 times any finite factor is still the element that changes nothing.
-constexpr bool has_zero_identity(Reduce r) {
-  return r == Reduce::kAverage || r == Reduce::kSum || r == Reduce::kAdasum;
-}
+constexpr bool takes(Reduce r, DType t) { return takes(r, kind_of(t)); }
 
 enum class Op : uint8_t {
   kAllreduce,
@@ -57,6 +52,7 @@ constexpr const char* name_of(Op op) {
 constexpr bool has_root(Op op) {
   return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
 }
+constexpr bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
 // Between two ranks, without an agreement of all.
 constexpr bool is_message(Op op) { return op == Op::kSend || op == Op::kReceive; }
 

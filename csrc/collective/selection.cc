@@ -28,9 +28,15 @@ Algorithm select_over_channels(Op op, size_t bytes, const Thresholds& t) {
       return Algorithm::kBinomialTree;
     case Op::kAlltoall:
       return Algorithm::kPairwise;
-    default:
-      return Algorithm::kAuto;  // to and from the root, or among two
+    case Op::kGather:
+    case Op::kScatter:
+    case Op::kBarrier:
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
+      break;  // to and from the root, or between two
   }
+  return Algorithm::kAuto;
 }
 
 }  // namespace

@@ -1,6 +1,9 @@
 // What the kernels of device/kernels/kernels.cu are given: plain structures of built-in types, at most 4 KiB each, read
-// by g++, nvcc and NVRTC alike; so this file includes nothing. Addresses are device addresses.
+// by g++, nvcc and NVRTC alike; so this file includes nothing but the list of reductions. Addresses are device
+// addresses.
 #pragma once
+
+#include "base/reductions.h"
 
 namespace hc {
 
@@ -23,8 +26,6 @@ struct PackArguments {
   KernelPiece piece[kMostPieces];
 };
 
-enum KernelFold { kFoldSum, kFoldMin, kFoldMax, kFoldProduct };
-
 // out[d][i] = post * (pre*in[0][i] op pre*in[1][i] op ...) / divisor for every d, in the order of `in`. An output may
 // be exactly one of the inputs.
 struct ReduceArguments {
@@ -34,8 +35,8 @@ struct ReduceArguments {
   double pre, post;
   long long divisor;  // integers only
   int sources, destinations;
-  int fold;    // KernelFold
-  int scaled;  // pre or post is not 1
+  Reduce reduce;  // folded_as(), not Adasum
+  bool scaled;    // pre or post is not 1
 };
 
 // Adasum. A line is what one row's threads have summed: for each of a.a, a.b and b.b, one double of every lane.

@@ -13,6 +13,7 @@
 // Made by the build (CMakeLists.txt).
 extern "C" const char hc_kernel_source[];
 extern "C" const char hc_kernel_header[];
+extern "C" const char hc_reductions_header[];
 #ifdef HC_KERNEL_FATBINARY
 extern "C" const char hc_kernel_fatbinary[];
 extern "C" const char hc_kernel_fatbinary_end[];
@@ -93,7 +94,10 @@ void write_cached(const std::string& folder, const std::string& path, const std:
 
 }  // namespace
 
-NvrtcApi::Source kernel_source() { return {hc_kernel_source, hc_kernel_header, "device/kernel_arguments.h"}; }
+NvrtcApi::Source kernel_source() {
+  return {
+      hc_kernel_source, {hc_kernel_header, hc_reductions_header}, {"device/kernel_arguments.h", "base/reductions.h"}};
+}
 
 KernelImage built_in_kernels() {
 #ifdef HC_KERNEL_FATBINARY
@@ -110,6 +114,7 @@ Result<KernelImage> compiled_kernels(const KernelOptions& options, int capabilit
   const std::string version = text_of(api.major, ".", api.minor);
   Sha256 hash;
   hash.update(bytes_of(hc_kernel_header));
+  hash.update(bytes_of(hc_reductions_header));
   hash.update(bytes_of(hc_kernel_source));
   // The file as well: another build of one version may differ, and the tests' double does.
   hash.update(bytes_of(api.file));

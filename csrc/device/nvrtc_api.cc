@@ -126,7 +126,8 @@ Result<std::string> NvrtcApi::compile(const Source& source, int capability) cons
   const int target = *(above - 1);
   NvrtcProgram program = nullptr;
   if (const NvrtcResult bad =
-          nvrtcCreateProgram(&program, source.text, "kernels.cu", 1, &source.header, &source.header_name))
+          nvrtcCreateProgram(&program, source.text, "kernels.cu", static_cast<int>(source.headers.size()),
+                             source.headers.data(), source.header_names.data()))
     return error(Code::kUnsupported, "nvrtcCreateProgram: ", nvrtcGetErrorString(bad));
   auto image = compiled(*this, program, target, target == capability);
   (void)nvrtcDestroyProgram(&program);

@@ -49,13 +49,13 @@ struct NvrtcApi {
   // makes. Unsupported says what was missing and the command that brings it.
   static Result<std::shared_ptr<const NvrtcApi>> load(const std::string& path, const std::string& folders,
                                                       int cuda_version);
-  // The source, with one header that it includes under `header_name`, as machine code for compute capability
+  // The source, with the headers that it includes under these names, as machine code for compute capability
   // `capability`; or, where this NVRTC does not know that one, as PTX of the newest older one, which the driver
   // translates.
   struct Source {
     const char* text;
-    const char* header;
-    const char* header_name;
+    std::vector<const char*> headers;
+    std::vector<const char*> header_names;
   };
   Result<std::string> compile(const Source& source, int capability) const;
 };

@@ -50,7 +50,7 @@ int32_t dtype_of(DataType dtype, bool reduces) {
 }
 
 size_t bytes_per_element(int32_t dtype) {
-  switch (dtype) {
+  switch (static_cast<hc_dtype>(dtype)) {
     case HC_BOOL:
     case HC_UINT8:
     case HC_INT8:
@@ -63,9 +63,11 @@ size_t bytes_per_element(int32_t dtype) {
     case HC_INT32:
     case HC_FLOAT32:
       return 4;
-    default:
-      return 8;
+    case HC_INT64:
+    case HC_FLOAT64:
+      break;
   }
+  return 8;
 }
 
 size_t bytes_of(const xla::Buffer& buffer, int32_t dtype) {
@@ -154,9 +156,11 @@ xla::ErrorCode code_of(hc_code code) {
       return xla::ErrorCode::kAborted;
     case HC_UNSUPPORTED:
       return xla::ErrorCode::kUnimplemented;
-    default:
-      return xla::ErrorCode::kInternal;
+    case HC_OK:
+    case HC_INTERNAL:
+      break;
   }
+  return xla::ErrorCode::kInternal;
 }
 
 const char* name_of(hc_code code) {

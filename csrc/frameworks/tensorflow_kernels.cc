@@ -64,9 +64,14 @@ TfCode code_of(hc_code code) {
       return kTfFailedPrecondition;
     case HC_INVALID_ARGUMENT:
       return kTfInvalidArgument;
-    default:
-      return kTfUnknown;
+    case HC_OK:
+    case HC_PEER_LOST:
+    case HC_TIMEOUT:
+    case HC_ABORTED:
+    case HC_INTERNAL:
+      break;
   }
+  return kTfUnknown;
 }
 
 struct Tensor {

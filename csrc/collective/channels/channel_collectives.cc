@@ -198,10 +198,10 @@ Result<Schedule> schedule_of(const Task& task, const Group& group) {
 
 Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Group& group) {
   HC_TRY(check_group(task, group));
-  const bool reduces = task.op == Op::kAllreduce || task.op == Op::kReducescatter || task.op == Op::kReduce;
-  if (reduces && task.reduce == Reduce::kAdasum)
+  if (reduces(task.op) && !is_element_wise(task.reduce))
     return error(Code::kUnsupported, name_of(task.op), " over channels: Adasum is not a sum of elements");
-  if (!reduces && !task.scale.is_unit()) return invalid(task, "only allreduce, reducescatter and reduce scale");
+  if (!reduces(task.op) && !task.scale.is_unit())
+    return invalid(task, "only allreduce, reducescatter and reduce scale");
   if (task.op == Op::kBarrier) {
     task.dtype = DType::kU8;
     task.pieces = {Piece{&kToken, nullptr, 1}};

@@ -36,7 +36,7 @@ Status check(const LaneRange& range) {
     return error(Code::kInvalidArgument, "lane allreduce: no memory for ", range.count, " elements");
   if (range.scale.pre != 1.0)
     return error(Code::kInvalidArgument, "lane allreduce: prescale ", range.scale.pre, " belongs to the stage before");
-  if (range.reduce == Reduce::kAdasum)
+  if (!is_element_wise(range.reduce))
     return error(Code::kUnsupported, "lane allreduce: Adasum is not a sum of elements");
   return Status::ok();
 }

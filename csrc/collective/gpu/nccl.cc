@@ -45,14 +45,24 @@ int nccl_type(DType dtype) {
   return -1;
 }
 
+// -1: NCCL has none. Of two bools, "or" is the greater one, "and" the smaller.
 int nccl_op(DType dtype, Reduce reduce) {
-  const bool is_bool = dtype == DType::kBool;  // or is the greater one, and the smaller
-  if (reduce == Reduce::kMax || (is_bool && reduce == Reduce::kSum)) return kNcclMax;
-  if (reduce == Reduce::kMin || (is_bool && reduce == Reduce::kProduct)) return kNcclMin;
-  return reduce == Reduce::kProduct ? kNcclProduct : kNcclSum;
+  const bool is_bool = dtype == DType::kBool;
+  switch (reduce) {
+    case Reduce::kAverage:
+    case Reduce::kSum:
+      return is_bool ? kNcclMax : kNcclSum;
+    case Reduce::kMin:
+      return kNcclMin;
+    case Reduce::kMax:
+      return kNcclMax;
+    case Reduce::kProduct:
+      return is_bool ? kNcclMin : kNcclProduct;
+    case Reduce::kAdasum:
+      break;
+  }
+  return -1;
 }
-
-bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
 
 size_t aligned(size_t bytes) { return (bytes + kPackAlign - 1) / kPackAlign * kPackAlign; }
 
@@ -76,6 +86,7 @@ DType wire_type(const Task& task) {
 bool nccl_does(const Task& task, bool with_kernels) {
   if (!reduces(task.op)) return true;
   if (task.reduce == Reduce::kAdasum) return with_kernels && is_float(task.dtype);  // device_adasum.cc
+  if (nccl_op(task.dtype, task.reduce) < 0) return false;
   return with_kernels || nccl_does_alone(task);
 }
 
@@ -151,7 +162,10 @@ class NcclCollective : public Collective {
         return gather();
       case Op::kScatter:
         return scatter();
-      default:
+      case Op::kBarrier:
+      case Op::kJoin:
+      case Op::kSend:
+      case Op::kReceive:
         break;
     }
     return error(Code::kInternal, "NCCL does no ", name_of(task_.op));

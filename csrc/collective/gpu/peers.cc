@@ -15,8 +15,6 @@ namespace hc {
 
 namespace {
 
-bool reduces_among_peers(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
-
 constexpr size_t kAlign = kPlaceBytes;
 size_t aligned_for_peers(size_t bytes) { return (bytes + kAlign - 1) / kAlign * kAlign; }
 size_t aligned_down(size_t bytes) { return bytes / kAlign * kAlign; }
@@ -32,7 +30,7 @@ using Round = std::vector<Portion>;
 
 }  // namespace
 
-bool peers_do(const Task& task) { return task.op != Op::kScatter && task.reduce != Reduce::kAdasum; }
+bool peers_do(const Task& task) { return task.op != Op::kScatter && is_element_wise(task.reduce); }
 
 class PeersCollective : public Collective {
  public:
@@ -122,7 +120,7 @@ class PeersCollective : public Collective {
 
   void plan() {
     const auto parts_of = [](size_t bytes, size_t part) { return (bytes + part - 1) / part; };
-    if (reduces_among_peers(task_.op)) {
+    if (reduces(task_.op)) {
       plan_portions();
       rounds_ = portions_.size();
     } else if (task_.op == Op::kAlltoall) {
@@ -168,7 +166,7 @@ class PeersCollective : public Collective {
   // ---- step 1: my part into my memory
 
   Status fill() {
-    if (reduces_among_peers(task_.op))
+    if (reduces(task_.op))
       HC_TRY(device_.kernels->pack({task_.dtype, task_.dtype, 1, 1}, own(), pieces(true), stream()));
     else
       HC_TRY(fill_bytes());
@@ -186,9 +184,20 @@ class PeersCollective : public Collective {
           HC_TRY(copy(own() + r * part_bytes_, cu_pointer(piece.in) + begin_of(task_.counts, r) * item_,
                       part(task_.counts[r] * item_)));
         return Status::ok();
-      default:  // allgather, gather
+      case Op::kAllgather:
+      case Op::kGather:
         return copy(own(), cu_pointer(piece.in), part(task_.counts[rank_] * item_));
+      case Op::kAllreduce:
+      case Op::kReducescatter:
+      case Op::kReduce:
+      case Op::kScatter:
+      case Op::kBarrier:
+      case Op::kJoin:
+      case Op::kSend:
+      case Op::kReceive:
+        break;
     }
+    return error(Code::kInternal, "peers move no bytes for ", name_of(task_.op));
   }
 
   // ---- step 2: what I need from everybody's memory
@@ -203,9 +212,19 @@ class PeersCollective : public Collective {
         return rank_ == static_cast<size_t>(task_.root)
                    ? reduce_into(portions_[round_][0].out, 0, portions_[round_][0].count)
                    : Status::ok();
-      default:
+      case Op::kAllgather:
+      case Op::kBroadcast:
+      case Op::kAlltoall:
+      case Op::kGather:
         return take_bytes();
+      case Op::kScatter:
+      case Op::kBarrier:
+      case Op::kJoin:
+      case Op::kSend:
+      case Op::kReceive:
+        break;
     }
+    return error(Code::kInternal, "peers do no ", name_of(task_.op));
   }
 
   // Of what all have packed, in place everywhere.

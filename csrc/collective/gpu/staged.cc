@@ -65,9 +65,14 @@ class StagedCollective : public Collective {
         return {mine, root ? total(task_.counts) : 0};
       case Op::kScatter:
         return {root ? total(task_.counts) : 0, mine};
-      default:
-        return {piece.count, piece.count};
+      case Op::kAllreduce:
+      case Op::kBarrier:
+      case Op::kJoin:
+      case Op::kSend:
+      case Op::kReceive:
+        break;
     }
+    return {piece.count, piece.count};
   }
 
   // Allreduce and broadcast work in one place; the others have an input and an output side by side.

@@ -48,7 +48,10 @@ void FlatPayload::collect(std::span<const std::byte* const> slots) const {
       return take_my_parts(slots.subspan(static_cast<size_t>(task_.root), 1));
     case Op::kAlltoall:
       return take_my_parts(slots);
-    default:
+    case Op::kBarrier:
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
       return;
   }
 }

@@ -288,9 +288,16 @@ size_t flat_payload(const Task& task) {
       for (size_t c : task.counts) n += c;
       return n * item;
     }
-    default:
-      return task.bytes();
+    case Op::kAllreduce:
+    case Op::kReduce:
+    case Op::kBroadcast:
+    case Op::kAlltoall:
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
+      break;
   }
+  return task.bytes();
 }
 
 }  // namespace

@@ -235,9 +235,13 @@ Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Gro
       return std::unique_ptr<Collective>(std::make_unique<BlockedReducescatter>(std::move(task), group, block));
     case Op::kAlltoall:
       return std::unique_ptr<Collective>(std::make_unique<BlockedAlltoall>(std::move(task), group, block));
-    default:
-      return error(Code::kInternal, "no shared-memory form of ", name_of(task.op));
+    case Op::kBarrier:  // has nothing to move in blocks
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
+      break;
   }
+  return error(Code::kInternal, "no shared-memory form of ", name_of(task.op));
 }
 
 }  // namespace hc

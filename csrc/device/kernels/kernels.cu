@@ -258,36 +258,45 @@ HC_DEVICE void unpack_bytes(const PackArguments& a, const Place& here) {
 
 // ---- reduce
 
-template <KernelFold F, class T>
+template <Reduce R, class T>
 HC_DEVICE T folded_float(T acc, T next) {
-  if (F == kFoldSum) return acc + next;
-  if (F == kFoldProduct) return acc * next;
-  const T best = F == kFoldMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
-  return next != next ? next : best;
+  if constexpr (R == Reduce::kSum)
+    return acc + next;
+  else if constexpr (R == Reduce::kProduct)
+    return acc * next;
+  else if constexpr (R == Reduce::kMin)
+    return next != next || next < acc ? next : acc;
+  else if constexpr (R == Reduce::kMax)
+    return next != next || next > acc ? next : acc;
+  else
+    static_assert(kKnown<R>, "how are floats reduced?");
 }
 
-// A lane: how an element in memory becomes what is computed with. kVector: worth code for 16 bytes at a time.
+// A lane: how an element in memory becomes what is computed with, and its kind, which says what reduces it. kVector:
+// worth code for 16 bytes at a time.
 template <class T>
 struct FloatLane {
+  static constexpr Kind kKind = Kind::kFloat;
   static constexpr bool kVector = true;
   using Memory = T;
   using Work = T;
   static HC_DEVICE Work load(T v, double pre) { return v * (T)pre; }
-  template <KernelFold F>
+  template <Reduce R>
   static HC_DEVICE Work fold(Work acc, Work next) {
-    return folded_float<F>(acc, next);
+    return folded_float<R>(acc, next);
   }
   static HC_DEVICE T store(Work v, double post, I64) { return canonical(v * (T)post); }
 };
 template <class T>
 struct HalfLane {
+  static constexpr Kind kKind = Kind::kFloat;
   static constexpr bool kVector = true;
   using Memory = T;
   using Work = float;
   static HC_DEVICE float load(T v, double pre) { return widened(v) * (float)pre; }
-  template <KernelFold F>
+  template <Reduce R>
   static HC_DEVICE float fold(float acc, float next) {
-    return folded_float<F>(acc, next);
+    return folded_float<R>(acc, next);
   }
   static HC_DEVICE T store(float v, double post, I64) {
     T made;
@@ -299,34 +308,48 @@ struct HalfLane {
 // are scaled and divided. Min and Max leave the range nowhere. kFinishes: there is something to scale or to divide.
 template <class T, class W, class Unsigned, bool kFinishes>
 struct IntegerLane {
+  static constexpr Kind kKind = Kind::kInteger;
   static constexpr bool kVector = !kFinishes;
   using Memory = T;
   using Work = W;
   static HC_DEVICE W load(T v, double pre) { return kFinishes ? multiplied(v, pre) : v; }
-  template <KernelFold F>
+  template <Reduce R>
   static HC_DEVICE W fold(W acc, W next) {
-    if (F == kFoldSum) return (W)((Unsigned)acc + (Unsigned)next);
-    if (F == kFoldProduct) return (W)((Unsigned)acc * (Unsigned)next);
-    return F == kFoldMin ? (next < acc ? next : acc) : (next > acc ? next : acc);
+    if constexpr (R == Reduce::kSum)
+      return (W)((Unsigned)acc + (Unsigned)next);
+    else if constexpr (R == Reduce::kProduct)
+      return (W)((Unsigned)acc * (Unsigned)next);
+    else if constexpr (R == Reduce::kMin)
+      return next < acc ? next : acc;
+    else if constexpr (R == Reduce::kMax)
+      return next > acc ? next : acc;
+    else
+      static_assert(kKnown<R>, "how are integers reduced?");
   }
   static HC_DEVICE T store(W v, double post, I64 divisor) {
     return kFinishes ? divided(multiplied((T)v, post), divisor) : (T)v;
   }
 };
 struct BoolLane {
+  static constexpr Kind kKind = Kind::kBool;
   static constexpr bool kVector = true;
   using Memory = Bool;
   using Work = U32;
   static HC_DEVICE U32 load(Bool v, double) { return v.byte != 0; }
-  template <KernelFold F>
+  template <Reduce R>
   static HC_DEVICE U32 fold(U32 acc, U32 next) {
-    return F == kFoldSum || F == kFoldMax ? acc | next : acc & next;
+    if constexpr (R == Reduce::kSum || R == Reduce::kMax)
+      return acc | next;
+    else if constexpr (R == Reduce::kProduct || R == Reduce::kMin)
+      return acc & next;
+    else
+      static_assert(kKnown<R>, "how are bools reduced?");
   }
   static HC_DEVICE Bool store(U32 v, double, I64) { return Bool{(U8)v}; }
 };
 
 // Elements [at, at + N) of every source; all are read before the first destination is written.
-template <class Lane, KernelFold F, unsigned N, class Vector>
+template <class Lane, Reduce R, unsigned N, class Vector>
 HC_DEVICE void reduce_vector(const ReduceArguments& a, U64 at) {
   typename Lane::Work acc[N];
   const Vector first = pointer<const Vector>(a.in[0])[at];
@@ -334,7 +357,7 @@ HC_DEVICE void reduce_vector(const ReduceArguments& a, U64 at) {
   HC_ONE_BY_ONE
   for (int s = 1; s < a.sources; ++s) {
     const Vector next = pointer<const Vector>(a.in[s])[at];
-    for (unsigned i = 0; i < N; ++i) acc[i] = Lane::template fold<F>(acc[i], Lane::load(next.v[i], a.pre));
+    for (unsigned i = 0; i < N; ++i) acc[i] = Lane::template fold<R>(acc[i], Lane::load(next.v[i], a.pre));
   }
   Vector made;
   for (unsigned i = 0; i < N; ++i) made.v[i] = Lane::store(acc[i], a.post, a.divisor);
@@ -347,7 +370,7 @@ struct HC_MAY_ALIAS One {
   T v[1];
 };
 
-template <class Lane, KernelFold F>
+template <class Lane, Reduce R>
 HC_DEVICE void reduce_with(const ReduceArguments& a, const Place& here) {
   using T = typename Lane::Memory;
   constexpr unsigned kEach = 16 / sizeof(T);
@@ -358,23 +381,19 @@ HC_DEVICE void reduce_with(const ReduceArguments& a, const Place& here) {
   for (int d = 0; d < a.destinations; ++d) aligned = aligned && is_aligned(a.out[d]);
   const U64 chunks = aligned ? a.count / kEach : 0;
   HC_ONE_BY_ONE
-  for (U64 c = here.first; c < chunks; c += here.step) reduce_vector<Lane, F, kEach, Chunk<T, kEach>>(a, c);
+  for (U64 c = here.first; c < chunks; c += here.step) reduce_vector<Lane, R, kEach, Chunk<T, kEach>>(a, c);
   HC_ONE_BY_ONE
-  for (U64 i = chunks * kEach + here.first; i < a.count; i += here.step) reduce_vector<Lane, F, 1, One<T>>(a, i);
+  for (U64 i = chunks * kEach + here.first; i < a.count; i += here.step) reduce_vector<Lane, R, 1, One<T>>(a, i);
 }
 
 template <class Lane>
 HC_DEVICE void reduce_by(const ReduceArguments& a, const Place& here) {
-  switch (a.fold) {
-    case kFoldMin:
-      return reduce_with<Lane, kFoldMin>(a, here);
-    case kFoldMax:
-      return reduce_with<Lane, kFoldMax>(a, here);
-    case kFoldProduct:
-      return reduce_with<Lane, kFoldProduct>(a, here);
-    default:
-      return reduce_with<Lane, kFoldSum>(a, here);
-  }
+#define HC_CASE(name, identity, kinds)                                                                \
+  case Reduce::k##name:                                                                               \
+    if constexpr (is_fold(Reduce::k##name, Lane::kKind)) reduce_with<Lane, Reduce::k##name>(a, here); \
+    return;
+  switch (a.reduce) { HC_REDUCTIONS(HC_CASE) }
+#undef HC_CASE
 }
 
 template <class T, class W, class Unsigned>

@@ -44,8 +44,6 @@ Status check_frame(const Submission& s) {
                kMaxRequestBytes, ". Make several groups of them");
 }
 
-bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
-
 Status check_tensor(const Submission& s, const Submission::Tensor& t, bool is_root) {
   for (int64_t d : t.shape)
     if (d < 0) return wrong(s, "negative dimension in ", shape_text(t.shape));

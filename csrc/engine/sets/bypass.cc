@@ -42,7 +42,12 @@ bool Bypass::takes(const Operation& op) const {
     case Op::kReducescatter:
     case Op::kAlltoall:
       break;
-    default:
+    case Op::kReduce:
+    case Op::kGather:
+    case Op::kScatter:
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
       return false;
   }
   const size_t bytes = bytes_of(s);

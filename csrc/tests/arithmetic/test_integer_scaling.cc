@@ -38,9 +38,15 @@ auto with(DType dtype, Body&& body) {
       return body(int16_t{});
     case DType::kI32:
       return body(int32_t{});
-    default:
-      return body(int64_t{});
+    case DType::kI64:
+    case DType::kBool:
+    case DType::kF16:
+    case DType::kBF16:
+    case DType::kF32:
+    case DType::kF64:
+      break;
   }
+  return body(int64_t{});
 }
 
 // Mostly small, of both signs; now and then so large that sums and products wrap.

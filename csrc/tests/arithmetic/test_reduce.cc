@@ -43,9 +43,13 @@ T folded(Reduce op, T acc, T next) {
       return next != next || next > acc ? next : acc;
     case Reduce::kProduct:
       return acc * next;
-    default:
+    case Reduce::kAverage:
+    case Reduce::kSum:
       return acc + next;
+    case Reduce::kAdasum:
+      break;
   }
+  return T(0);
 }
 
 // volatile: no fused multiply-add, whatever this file is compiled with.

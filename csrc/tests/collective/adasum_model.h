@@ -75,9 +75,17 @@ inline double tolerance(DType dtype) {
       return 0x1p-7;
     case DType::kF32:
       return 1e-6;
-    default:
-      return 1e-13;
+    case DType::kF64:
+    case DType::kBool:
+    case DType::kU8:
+    case DType::kI8:
+    case DType::kU16:
+    case DType::kI16:
+    case DType::kI32:
+    case DType::kI64:
+      break;
   }
+  return 1e-13;
 }
 
 // Tensors of one group: rank r's values of tensor t, as the dtype holds them.

@@ -82,9 +82,10 @@ double as_double(DType dtype, const std::byte* at) {
       return to_float(BFloat16{read(uint16_t{})});
     case DType::kF32:
       return read(float{});
-    default:
-      return read(double{});
+    case DType::kF64:
+      break;
   }
+  return read(double{});
 }
 
 constexpr DType kAll[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
