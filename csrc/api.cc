@@ -22,7 +22,8 @@ using hc::wrap;
 namespace {
 
 static_assert(static_cast<int>(hc::Code::kInternal) == HC_INTERNAL && static_cast<int>(hc::DType::kF64) == HC_FLOAT64 &&
-              static_cast<int>(hc::Op::kReceive) == HC_RECEIVE && static_cast<int>(hc::Reduce::kProduct) == HC_PRODUCT);
+              static_cast<int>(hc::Op::kReceive) == HC_RECEIVE && static_cast<int>(hc::Reduce::kXor) == HC_XOR &&
+              hc::kReduceCount == HC_REDUCTIONS);
 
 hc::Status read_request(const hc_request& r, const hc_tensor* tensors, int32_t n,
                         std::vector<hc::Submission::Tensor>* out, hc::Submission* s) {

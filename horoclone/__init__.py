@@ -20,7 +20,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "start_timeline", "stop_timeline",
     ),
     "observe": ("flight_record", "metrics"),
-    "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product"),
+    "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product", "And", "Or", "Xor"),
     "process_sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
     "errors": (
         "HorovodInternalError", "PeerLost", "Mismatch", "Timeout", "Aborted", "Unsupported", "NotInitialized",

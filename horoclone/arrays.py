@@ -72,7 +72,8 @@ def allreduce(
 ) -> Array:
     """Reduces arrays of one shape and dtype over all ranks; the same bits on every rank. Default op: Average.
 
-    Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and Product = and.
+    Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and
+    Product = and. And, Or and Xor take the bits of integers and bools; they are not in Horovod.
     """
     source = memory.readable(array)
     scales = (prescale_factor, postscale_factor)

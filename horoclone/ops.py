@@ -20,15 +20,29 @@ SCATTER = 9
 SEND = 10
 RECEIVE = 11
 
-# Horovod's order; users see these integers.
+# Horovod's order, then our own; users see these integers. The list stands in csrc/base/reductions.h.
 Average = 0
 Sum = 1
 Adasum = 2
 Min = 3
 Max = 4
 Product = 5
+And = 6
+Or = 7
+Xor = 8
 
-REDUCE_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product")
+__all__ = [
+    "Adasum",
+    "And",
+    "Average",
+    "Max",
+    "Min",
+    "Or",
+    "Product",
+    "Sum",
+    "Xor",
+]  # as every binding exports them
+REDUCE_NAMES = ("Average", "Sum", "Adasum", "Min", "Max", "Product", "And", "Or", "Xor")
 
 DTYPES: dict[str, int] = {
     "bool": 0,
@@ -70,7 +84,7 @@ def resolve_reduce(average: bool | None, op: int | None) -> int:
     if op is not None:
         if average is not None:
             raise ValueError("The op parameter supersedes average. Please provide only one of them.")
-        if isinstance(op, bool) or not isinstance(op, int) or not Average <= op <= Product:
+        if isinstance(op, bool) or not isinstance(op, int) or op not in range(len(REDUCE_NAMES)):
             raise InvalidArgument(
                 f"op={op!r} is not a reduction; use one of hvd.{', hvd.'.join(REDUCE_NAMES)}."
             )

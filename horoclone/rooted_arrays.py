@@ -62,7 +62,7 @@ def reduce(
 ) -> Array | None:
     """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
 
-    Shapes and dtypes must be the same. op: Average, Sum, Min, Max or Product. Over channels partial sums travel up a
+    Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up a
     binomial tree; in shared memory every rank reduces a slice, which the root collects.
     """
     scales = (prescale_factor, postscale_factor)

@@ -136,6 +136,11 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
     if (reduces(subject.op) && s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
       return refuse(Code::kInvalidArgument,
                     text_of(label_of(subject), ": bool tensors have no Average; use Sum, Min, Max or Product."));
+    if (reduces(op) && kind_of(t.dtype) == Kind::kFloat && !takes(s.reduce, t.dtype))
+      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": ", name_of(s.reduce),
+                                                    " works on the bits of "
+                                                    "integers and bools, not on ",
+                                                    name_of(t.dtype), "."));
     if (op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
       return refuse(Code::kInvalidArgument,
                     text_of(label_of(subject), ": Adasum needs floating-point tensors, not ", name_of(t.dtype), "."));

@@ -26,7 +26,8 @@ struct Scale {
 
 // destinations[d][i] = post * (pre*sources[0][i] op pre*sources[1][i] op ...) / divisor, for every d, summed
 // in the order of `sources`. Pointers need no alignment. A destination may be exactly one of the sources;
-// partial overlap is not allowed. Sum and Average both add. bool: Sum, Max = or; Product, Min = and. Integers
+// partial overlap is not allowed. Sum and Average both add. bool: Sum, Max, Or = or; Product, Min,
+// And = and; Xor: whether an odd number is true. Integers
 // wrap. Min/Max propagate NaN. Which
 // reductions take which dtypes: base/reductions.h. Adasum is not done here.
 void reduce(DType dtype, Reduce op, std::span<std::byte* const> destinations, std::span<const std::byte* const> sources,

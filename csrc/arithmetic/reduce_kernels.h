@@ -66,6 +66,12 @@ struct IntegerLane {
       return (Vec)(b < a ? b : a);
     else if constexpr (R == Reduce::kMax)
       return (Vec)(b > a ? b : a);
+    else if constexpr (R == Reduce::kAnd)
+      return acc & next;
+    else if constexpr (R == Reduce::kOr)
+      return acc | next;
+    else if constexpr (R == Reduce::kXor)
+      return acc ^ next;
     else
       static_assert(kKnown<R>, "how are integers reduced?");
   }
@@ -84,10 +90,12 @@ struct BoolLane : IntegerLane<uint8_t, uint8_t, Width> {
   }
   template <Reduce R>
   [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
-    if constexpr (R == Reduce::kSum || R == Reduce::kMax)
+    if constexpr (R == Reduce::kSum || R == Reduce::kMax || R == Reduce::kOr)
       return acc | next;
-    else if constexpr (R == Reduce::kProduct || R == Reduce::kMin)
+    else if constexpr (R == Reduce::kProduct || R == Reduce::kMin || R == Reduce::kAnd)
       return acc & next;
+    else if constexpr (R == Reduce::kXor)
+      return acc ^ next;
     else
       static_assert(kKnown<R>, "how are bools reduced?");
   }

@@ -20,7 +20,10 @@ constexpr unsigned kOfNumbers = kOfIntegers | kOfFloats, kOfAll = kOfBool | kOfN
   X(Adasum, kZero, kOfFloats)     \
   X(Min, kHighest, kOfAll)        \
   X(Max, kLowest, kOfAll)         \
-  X(Product, kOne, kOfAll)
+  X(Product, kOne, kOfAll)        \
+  X(And, kAllOnes, kOfBits)       \
+  X(Or, kZero, kOfBits)           \
+  X(Xor, kZero, kOfBits)
 // clang-format on
 
 #define HC_NAME(name, identity, kinds) k##name,

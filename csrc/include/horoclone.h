@@ -39,7 +39,10 @@ typedef enum hc_dtype {
   HC_BOOL, HC_UINT8, HC_INT8, HC_UINT16, HC_INT16, HC_INT32, HC_INT64,
   HC_FLOAT16, HC_BFLOAT16, HC_FLOAT32, HC_FLOAT64
 } hc_dtype;
-typedef enum hc_reduce { HC_AVERAGE, HC_SUM, HC_ADASUM, HC_MIN, HC_MAX, HC_PRODUCT } hc_reduce;
+/* AND, OR, XOR: of the bits of integers, of the truth of bools; floats have none. HC_REDUCTIONS: how many there are. */
+typedef enum hc_reduce {
+  HC_AVERAGE, HC_SUM, HC_ADASUM, HC_MIN, HC_MAX, HC_PRODUCT, HC_AND, HC_OR, HC_XOR, HC_REDUCTIONS
+} hc_reduce;
 typedef enum hc_op {
   HC_ALLREDUCE, HC_ALLGATHER, HC_BROADCAST, HC_ALLTOALL, HC_REDUCESCATTER, HC_JOIN, HC_BARRIER,
   HC_REDUCE, HC_GATHER, HC_SCATTER, HC_SEND, HC_RECEIVE

@@ -80,7 +80,7 @@ bool read_request(const TensorDoor* door, PyObject* const* args, hc_request* r) 
   r->reduce = HC_AVERAGE;
   r->device_index = -1;
   if (args[kAverage] != Py_None || args[kProcessSet] != door->everybody) return false;
-  if (args[kReduce] != Py_None && !read_int(args[kReduce], HC_AVERAGE, HC_PRODUCT, &r->reduce)) return false;
+  if (args[kReduce] != Py_None && !read_int(args[kReduce], 0, HC_REDUCTIONS - 1, &r->reduce)) return false;
   if (!PyFloat_CheckExact(args[kPrescale]) || !PyFloat_CheckExact(args[kPostscale])) return false;
   r->prescale = PyFloat_AS_DOUBLE(args[kPrescale]);
   r->postscale = PyFloat_AS_DOUBLE(args[kPostscale]);

@@ -1,5 +1,6 @@
 """horoclone for CuPy: `import horoclone.cupy as hvd`. Collectives on arrays on a GPU, behind CuPy's current stream."""
 
+from horoclone import ops
 from horoclone.array_handles import poll, synchronize
 from horoclone.arrays import barrier
 from horoclone.cupy.messages import irecv, isend, recv, send
@@ -48,7 +49,7 @@ from horoclone.errors import (
     Unsupported,
 )
 from horoclone.objects import allgather_object, broadcast_object, broadcast_object_fn
-from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horoclone.runtime import (
     cross_rank,
@@ -68,8 +69,8 @@ from horoclone.runtime import (
 )
 
 __all__ = [
-    "Aborted", "Adasum", "Average", "HorovodInternalError", "Max", "Min", "Mismatch", "NotInitialized",
-    "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather",
+    *ops.__all__, "Aborted", "HorovodInternalError", "Mismatch", "NotInitialized",
+    "PeerLost", "ProcessSet", "Timeout", "Unsupported", "add_process_set", "allgather",
     "allgather_async", "allgather_object", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_",
     "alltoall", "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async",
     "broadcast_async_", "broadcast_object", "broadcast_object_fn", "cross_rank", "cross_size", "cuda_built",

@@ -1,5 +1,6 @@
 """horoclone for JAX: `import horoclone.jax as hvd`. Collectives on pytrees, under jit and outside, and for Optax."""
 
+from horoclone import ops
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -17,7 +18,7 @@ from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, br
 from horoclone.jax.optimizer import DistributedOptimizer
 from horoclone.objects import allgather_object, broadcast_object
 from horoclone.observe import flight_record, metrics
-from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import (
     cross_rank,
@@ -39,9 +40,9 @@ remove_process_set = native.remove_process_set
 broadcast_parameters = broadcast
 
 __all__ = [
-    "Aborted", "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError",
-    "HostsUpdatedInterrupt", "Max", "Min", "Mismatch", "NotInitialized", "PeerLost", "ProcessSet",
-    "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
+    *ops.__all__, "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError",
+    "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PeerLost", "ProcessSet",
+    "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
     "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters",
     "cross_rank", "cross_size", "flight_record", "global_process_set", "horovod_error_of", "init",
     "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank", "reducescatter",

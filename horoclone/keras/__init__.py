@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from horoclone import ops
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -31,7 +32,8 @@ from horoclone.keras.values import (
     reducescatter,
 )
 from horoclone.observe import flight_record, metrics
-from horoclone.ops import Adasum, Average, Max, Min, Product, Sum
+from horoclone.ops import *  # noqa: F403 - the reductions
+from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horoclone.runtime import (
     ccl_built,
@@ -60,9 +62,9 @@ from horoclone.runtime import (
 )
 
 __all__ = [
-    "Aborted", "Adasum", "Average", "Compression", "DistributedOptimizer", "HorovodInternalError",
-    "HostsUpdatedInterrupt", "Max", "Min", "Mismatch", "NotInitialized", "PartialDistributedOptimizer",
-    "PeerLost", "ProcessSet", "Product", "Sum", "Timeout", "Unsupported", "add_process_set", "allgather",
+    *ops.__all__, "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError",
+    "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PartialDistributedOptimizer",
+    "PeerLost", "ProcessSet", "Timeout", "Unsupported", "add_process_set", "allgather",
     "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
     "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
     "elastic", "flight_record", "global_process_set", "gloo_built", "gloo_enabled", "init",

@@ -15,9 +15,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone import ops
 from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
-from horoclone.ops import REDUCE_NAMES, Adasum, Average, Max, Min, Product, Sum
+from horoclone.ops import *  # noqa: F403 - the reductions
+from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum
 from horoclone.process_sets import (
     ProcessSet,
     add_process_set,
@@ -53,7 +55,7 @@ from horoclone.runtime import (
 from horoclone.tensorflow.library import functions
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather", "alltoall",
+    *ops.__all__, "ProcessSet", "add_process_set", "allgather", "alltoall",
     "broadcast", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
     "gloo_enabled", "grouped_allgather", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
     "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",

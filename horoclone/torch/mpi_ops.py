@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 
+from horoclone import ops
 from horoclone.common.basics import HorovodBasics
 from horoclone.errors import HorovodInternalError as HorovodInternalError  # Horovod has it here, too
+from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import (
     ALLGATHER,
     ALLREDUCE,
@@ -20,11 +22,7 @@ from horoclone.ops import (
     BROADCAST,
     JOIN,
     REDUCESCATTER,
-    Adasum,
     Average,
-    Max,
-    Min,
-    Product,
     Sum,
     at_priority,
     resolve_reduce,
@@ -85,7 +83,7 @@ from horoclone.torch.handles import (
 from horoclone.torch.tensors import NOWHERE, ON_GPU, address_of, not_a_tensor, number_of, refuse_scalar
 
 __all__ = [
-    "Adasum", "Average", "Max", "Min", "ProcessSet", "Product", "Sum", "add_process_set", "allgather",
+    *ops.__all__, "ProcessSet", "add_process_set", "allgather",
     "allgather_async", "allreduce", "allreduce_", "allreduce_async", "allreduce_async_", "alltoall",
     "alltoall_async", "barrier", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_",
     "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",

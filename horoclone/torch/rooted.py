@@ -82,7 +82,7 @@ def reduce(
 ) -> torch.Tensor:
     """The reduction of everybody's tensor on rank root_rank, as a new tensor; an empty one (shape [0]) on the others.
 
-    op: Average, Sum, Min, Max or Product; shapes and dtypes must be the same. Differentiable for Average and Sum: every
+    op: any but Adasum; shapes and dtypes must be the same. Differentiable for Average and Sum: every
     rank gets the root's gradient, scaled as the tensor was. The others' empty results belong to the graph: call
     backward on every rank (`result.sum().backward()`).
     """

@@ -40,6 +40,40 @@ def same(result, expected, dtype, shape):
     np.testing.assert_array_equal(result.astype(np.float64), expected)
 
 
+@pytest.mark.parametrize("dtype", ["bool", *INTEGERS])
+@ranks(2, 4)
+def test_bits_are_reduced_as_numpy_reduces_them(dtype):
+    kind = DTYPES[dtype]
+    folds = {hvd.And: np.bitwise_and, hvd.Or: np.bitwise_or, hvd.Xor: np.bitwise_xor}
+    for shape in SHAPES:
+        parts = []
+        for rank in range(hvd.size()):
+            raw = np.random.default_rng([rank, *shape]).bytes(int(np.prod(shape)) * kind.itemsize)
+            part = np.frombuffer(raw, np.uint8) % 2 if dtype == "bool" else np.frombuffer(raw, kind)
+            parts.append(part.astype(kind).reshape(shape))
+        for op, fold in folds.items():
+            result = hvd.allreduce(parts[hvd.rank()], op=op)
+            assert result.dtype == kind and result.shape == shape
+            np.testing.assert_array_equal(result, fold.reduce(parts))
+            root = hvd.reduce(parts[hvd.rank()], root_rank=1, op=op)
+            assert hvd.rank() != 1 or np.array_equal(root, fold.reduce(parts))
+
+
+@ranks(2)
+def test_bits_of_floats_are_refused_with_rank_tensor_and_next_move():
+    for dtype in FLOATS:
+        for call in (hvd.allreduce, hvd.reduce):
+            with pytest.raises(
+                ValueError,
+                match=rf"rank {hvd.rank()}: .*'mask': Or works on the bits .* not on {dtype}; use ",
+            ):
+                call(data(dtype, (3,), 0), op=hvd.Or, name="mask")
+    for op in (hvd.And, hvd.Or, hvd.Xor):
+        with pytest.raises(ValueError, match="only supports AVERAGE and SUM"):
+            hvd.reducescatter(np.ones(4, np.int32), op=op)
+    assert hvd.allreduce(np.int32(hvd.rank() + 1), op=hvd.Xor) == 3
+
+
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS])
 @ranks(2, 3)
 def test_allreduce_equals_numpy_for_every_dtype_shape_and_reduction(dtype):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import time
 
+import pytest
 import torch
 from world import ranks
 
@@ -68,6 +70,23 @@ def test_allreduce_of_every_dtype_shape_and_reduction_in_every_form() -> None:
                 place = mine.clone()
                 assert hvd.synchronize(hvd.allreduce_async_(place, op=op)) is place
                 assert torch.equal(place, expected)
+
+
+@ranks(2, 4)
+def test_bits_are_reduced_as_torch_reduces_them() -> None:
+    folds = {hvd.And: torch.bitwise_and, hvd.Or: torch.bitwise_or, hvd.Xor: torch.bitwise_xor}
+    for dtype in (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+        for count in (1, 700, 40_001):
+            parts = [(torch.arange(count) * (r + 3) ** 9 >> r).to(dtype) for r in range(hvd.size())]
+            for op, fold in folds.items():
+                expected = functools.reduce(fold, parts)
+                assert torch.equal(hvd.allreduce(parts[hvd.rank()], op=op), expected), (dtype, count, op)
+                place = [part.clone() for part in (parts[hvd.rank()], parts[hvd.rank()])]
+                assert all(torch.equal(each, expected) for each in hvd.grouped_allreduce_(place, op=op))
+    with pytest.raises(
+        ValueError, match=rf"rank {hvd.rank()}: .*'mask': And works on the bits .* not on bfloat16; use "
+    ):
+        hvd.allreduce(torch.ones(3, dtype=torch.bfloat16), op=hvd.And, name="mask")
 
 
 @ranks(2, 4)

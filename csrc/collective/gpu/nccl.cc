@@ -58,6 +58,11 @@ int nccl_op(DType dtype, Reduce reduce) {
       return kNcclMax;
     case Reduce::kProduct:
       return is_bool ? kNcclMin : kNcclProduct;
+    case Reduce::kAnd:
+      return is_bool ? kNcclMin : -1;
+    case Reduce::kOr:
+      return is_bool ? kNcclMax : -1;
+    case Reduce::kXor:
     case Reduce::kAdasum:
       break;
   }

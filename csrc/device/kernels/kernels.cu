@@ -264,10 +264,8 @@ HC_DEVICE T folded_float(T acc, T next) {
     return acc + next;
   else if constexpr (R == Reduce::kProduct)
     return acc * next;
-  else if constexpr (R == Reduce::kMin)
-    return next != next || next < acc ? next : acc;
-  else if constexpr (R == Reduce::kMax)
-    return next != next || next > acc ? next : acc;
+  else if constexpr (R == Reduce::kMin || R == Reduce::kMax)
+    return next != next || (R == Reduce::kMin ? next < acc : next > acc) ? next : acc;
   else
     static_assert(kKnown<R>, "how are floats reduced?");
 }
@@ -319,10 +317,14 @@ struct IntegerLane {
       return (W)((Unsigned)acc + (Unsigned)next);
     else if constexpr (R == Reduce::kProduct)
       return (W)((Unsigned)acc * (Unsigned)next);
-    else if constexpr (R == Reduce::kMin)
-      return next < acc ? next : acc;
-    else if constexpr (R == Reduce::kMax)
-      return next > acc ? next : acc;
+    else if constexpr (R == Reduce::kMin || R == Reduce::kMax)
+      return (next < acc) == (R == Reduce::kMin) ? next : acc;
+    else if constexpr (R == Reduce::kAnd)
+      return acc & next;
+    else if constexpr (R == Reduce::kOr)
+      return acc | next;
+    else if constexpr (R == Reduce::kXor)
+      return acc ^ next;
     else
       static_assert(kKnown<R>, "how are integers reduced?");
   }
@@ -338,10 +340,12 @@ struct BoolLane {
   static HC_DEVICE U32 load(Bool v, double) { return v.byte != 0; }
   template <Reduce R>
   static HC_DEVICE U32 fold(U32 acc, U32 next) {
-    if constexpr (R == Reduce::kSum || R == Reduce::kMax)
+    if constexpr (R == Reduce::kSum || R == Reduce::kMax || R == Reduce::kOr)
       return acc | next;
-    else if constexpr (R == Reduce::kProduct || R == Reduce::kMin)
+    else if constexpr (R == Reduce::kProduct || R == Reduce::kMin || R == Reduce::kAnd)
       return acc & next;
+    else if constexpr (R == Reduce::kXor)
+      return acc ^ next;
     else
       static_assert(kKnown<R>, "how are bools reduced?");
   }

@@ -63,6 +63,9 @@ Status check_tensor(const Submission& s, const Submission::Tensor& t, bool is_ro
   if (!reduces(s.op)) return Status::ok();
   if (s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
     return wrong(s, "Average of bool has no meaning; use Sum (or) or Product (and), or convert first");
+  if (is_float(t.dtype) && !takes(s.reduce, t.dtype))
+    return wrong(s, name_of(s.reduce), " works on the bits of integers and bools, not on ", name_of(t.dtype),
+                 "; use Min, Max, Sum or Product, or pass the bits as an integer type of the same width");
   if (s.op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
     return wrong(s, "Adasum needs floating-point tensors, not ", name_of(t.dtype),
                  "; use op=Sum or op=Average, or convert first");

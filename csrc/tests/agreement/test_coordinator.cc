@@ -412,10 +412,11 @@ TEST_CASE("coordinator: join: what a rank announced before it joined, it takes p
 TEST_CASE("coordinator: join: a joined rank's stand-in is not scaled, which nobody can heed on GPUs") {
   Ranks ranks(options(2));
   ranks.say(1, {}, true);
-  for (Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kAdasum, Reduce::kMin, Reduce::kMax, Reduce::kProduct})
+  for (Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kAdasum, Reduce::kMin, Reduce::kMax, Reduce::kProduct,
+                        Reduce::kAnd, Reduce::kOr, Reduce::kXor})
     for (bool device : {false, true})
       for (double prescale : {1.0, 0.5}) {
-        Request x = allreduce("x");
+        Request x = allreduce("x", {4}, takes(reduce, DType::kF32) ? DType::kF32 : DType::kI32);
         x.signature.reduce = reduce;
         x.signature.prescale = prescale;
         x.signature.device = device;

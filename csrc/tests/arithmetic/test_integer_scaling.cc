@@ -22,7 +22,8 @@ struct Factors {
 };
 constexpr Factors kFactors[] = {{0.5, 1}, {-1.5, 1}, {1, -0.3}, {0.5, 3}, {0.3, 0.7}, {-1, -1}};
 constexpr DType kIntegers[] = {DType::kU8, DType::kI8, DType::kU16, DType::kI16, DType::kI32, DType::kI64};
-constexpr Reduce kOps[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct};
+constexpr Reduce kOps[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax,
+                           Reduce::kProduct, Reduce::kAnd, Reduce::kOr,  Reduce::kXor};
 
 // Calls body(T{}) with the C++ type of an integer dtype.
 template <class Body>
@@ -76,6 +77,9 @@ T model(Reduce op, const Factors& f, const std::vector<int>& ranks, int size, si
     acc = op == Reduce::kMin       ? std::min(acc, next)
           : op == Reduce::kMax     ? std::max(acc, next)
           : op == Reduce::kProduct ? static_cast<T>(static_cast<Wide>(acc) * static_cast<Wide>(next))
+          : op == Reduce::kAnd     ? static_cast<T>(acc & next)
+          : op == Reduce::kOr      ? static_cast<T>(acc | next)
+          : op == Reduce::kXor     ? static_cast<T>(acc ^ next)
                                    : static_cast<T>(static_cast<Wide>(acc) + static_cast<Wide>(next));
   }
   if (op != Reduce::kAverage) return times(acc, f.post);

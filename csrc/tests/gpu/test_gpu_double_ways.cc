@@ -6,6 +6,8 @@
 #include <cmath>
 #include <cstring>
 #include <random>
+#include <span>
+#include <string>
 
 #include "base/half.h"
 #include "collective/gpu/device_levels.h"
@@ -86,12 +88,15 @@ void agrees(Engine& engine, FrameworkOnGpu& gpu, const Case& c, const std::strin
 constexpr DType kDTypes[] = {DType::kBool, DType::kU8,  DType::kI8,   DType::kU16, DType::kI16, DType::kI32,
                              DType::kI64,  DType::kF16, DType::kBF16, DType::kF32, DType::kF64};
 
-void all_agree(Engine& engine, FrameworkOnGpu& gpu) {
+constexpr Reduce kNumberReductions[] = {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct};
+constexpr Reduce kBitReductions[] = {Reduce::kAnd, Reduce::kOr, Reduce::kXor};
+
+void all_agree(Engine& engine, FrameworkOnGpu& gpu, std::span<const Reduce> reductions) {
   for (const Op op : {Op::kAllreduce, Op::kReducescatter, Op::kReduce})
     for (const DType dtype : kDTypes)
-      for (const Reduce reduce : {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct})
+      for (const Reduce reduce : reductions)
         for (const bool scaled : {false, true}) {
-          if (dtype == DType::kBool && (reduce == Reduce::kAverage || scaled)) continue;
+          if (!takes(reduce, dtype) || (dtype == DType::kBool && scaled)) continue;
           if (scaled && reduce == Reduce::kAverage && is_float(dtype)) continue;
           const bool sums = reduce == Reduce::kAverage || reduce == Reduce::kSum;
           if (op == Op::kReducescatter && !sums) continue;
@@ -114,10 +119,18 @@ TEST_CASE("double of CUDA: every way reduces every dtype as host memory does, an
     CHECK(world
               .each([](Engine& engine, int rank) {
                 FrameworkOnGpu gpu(rank);
-                all_agree(engine, gpu);
+                all_agree(engine, gpu, kNumberReductions);
               })
               .text() == "");
     CHECK(double_count("pinned") == before);  // nothing went through host memory
+    CHECK(world
+              .each([](Engine& engine, int rank) {
+                FrameworkOnGpu gpu(rank);
+                all_agree(engine, gpu, kBitReductions);
+              })
+              .text() == "");
+    // NCCL reduces the truth of bools, and no other bits.
+    CHECK((double_count("pinned") == before) == (std::string(way) == "peers"));
     CHECK(double_count("memory") == 0);
     CHECK(double_count("modules") == 0);
   }
