@@ -13,6 +13,7 @@
 #include "agreement/mismatch.h"
 #include "agreement/negotiation.h"
 #include "base/clock.h"
+#include "base/settings_table.h"
 
 namespace hc {
 
@@ -26,8 +27,8 @@ class AgreementWatch {
 };
 
 struct CoordinatorOptions {
-  int size = 1;                      // ranks in the process set
-  size_t fusion_bytes = 128u << 20;  // 0 = no fusion
+  int size = 1;                                  // ranks in the process set
+  size_t fusion_bytes = defaults::fusion_bytes;  // 0 = no fusion
   // The same for what lies in arenas, where fusion may change no bit: below this, channels reduce by recursive
   // doubling, in which no element's order of sums depends on what is beside it. 0 within a node: there each is reduced
   // where it lies.
@@ -35,7 +36,7 @@ struct CoordinatorOptions {
   bool fuse_groups = true;  // a group may share a batch with operations that are not of it
   // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
   size_t part_bytes = 0;
-  size_t cache_capacity = 8192;  // slots; 0 = no cache
+  size_t cache_capacity = defaults::cache_capacity;  // slots; 0 = no cache
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;              // [size] for texts

@@ -16,13 +16,13 @@ namespace hc {
 struct Tuning {
   uint32_t version = 0;  // changes since init
   bool searching = false;
-  size_t fusion_bytes = 128 * kMiB;
-  double window_ms = 0;
+  size_t fusion_bytes = defaults::fusion_bytes;
+  double window_ms = defaults::gathering_window_ms;
   bool two_level = true;  // allreduce over nodes with several ranks each: reduce within each node first
-  size_t ring_from_bytes = 64 * kKiB;
-  size_t flat_bytes = 16 * kKiB;
-  size_t block_bytes = 256 * kKiB;
-  size_t segment_bytes = 256 * kKiB;
+  size_t ring_from_bytes = defaults::ring_threshold_bytes;
+  size_t flat_bytes = defaults::flat_bytes;
+  size_t block_bytes = defaults::block_bytes;
+  size_t segment_bytes = defaults::segment_bytes;
   bool adasum_by_node = false;  // not searched: it changes results
   bool operator==(const Tuning&) const = default;
 

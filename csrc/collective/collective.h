@@ -10,6 +10,7 @@
 #include "arithmetic/reduce.h"
 #include "base/clock.h"
 #include "base/dtype.h"
+#include "base/settings_table.h"
 #include "base/status.h"
 #include "net/channel.h"
 
@@ -50,9 +51,11 @@ struct Task {
   std::vector<size_t> received_counts;  // alltoall: elements from each group rank (out = their concatenation)
   size_t longest_part = 0;              // alltoall: most elements any rank sends to any other; the same on every rank
   Algorithm algorithm = Algorithm::kAuto;
-  size_t segment_bytes = 256u << 10;   // one transfer; tests make it tiny
-  size_t flat_bytes = 16u << 10;       // shared memory, kAuto: up to this many go the flat way, at most kFlatSlotBytes
-  size_t ring_from_bytes = 64u << 10;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
+  size_t segment_bytes = defaults::segment_bytes;  // one transfer; tests make it tiny
+  size_t flat_bytes =
+      defaults::flat_bytes;  // shared memory, kAuto: up to this many go the flat way, at most kFlatSlotBytes
+  size_t ring_from_bytes =
+      defaults::ring_threshold_bytes;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
   bool adasum_by_node = false;         // Adasum: of the averages of each node's ranks
   Tag tag;                             // generation, process set, batch
   // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts, one after the other and in

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "base/settings_table.h"
 #include "collective/collective.h"
 
 namespace hc {
@@ -13,9 +14,9 @@ namespace hc {
 enum class Layout : uint8_t { kOneNode, kSeveralNodes, kSeveralNodesOfSeveral };
 
 struct Thresholds {
-  size_t flat_bytes = 16u << 10;       // shared memory: up to this many bytes per rank go the flat way
-  size_t ring_from_bytes = 64u << 10;  // between nodes: a ring from here on
-  bool two_level = true;               // reduce within each node first
+  size_t flat_bytes = defaults::flat_bytes;  // shared memory: up to this many bytes per rank go the flat way
+  size_t ring_from_bytes = defaults::ring_threshold_bytes;  // between nodes: a ring from here on
+  bool two_level = true;                                    // reduce within each node first
 };
 
 // `bytes`: the task's; in shared memory the most that any member puts into its slot.

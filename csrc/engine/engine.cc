@@ -43,7 +43,6 @@ Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   options.interfaces = c.interfaces;
   options.socket_buffer_bytes = static_cast<int>(c.socket_buffer_bytes);
   options.keepalive_s = c.keepalive_s;
-  options.tcp_streams = c.tcp_streams;
   options.node = c.node;
   // Who talks to whom, and how. Whatever else the ranks must share is rank 0's (StartUp::agree_on_settings), or agreed
   // on as it is needed.

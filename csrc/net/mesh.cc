@@ -22,10 +22,6 @@ Result<std::unique_ptr<Mesh>> Mesh::listen(const MeshOptions& options) {
 }
 
 Status ConnectedMesh::open() {
-  if (options_.tcp_streams != 1) {
-    return error(Code::kUnsupported, "HOROCLONE_TCP_STREAMS is ", options_.tcp_streams,
-                 "; one data connection per pair of ranks is all there is, leave it at 1");
-  }
   if (!(options_.keepalive_s >= 1))
     return error(Code::kInvalidArgument, "keepalive_s is ", options_.keepalive_s, ", not >= 1");
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));

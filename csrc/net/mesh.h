@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/settings_table.h"
 #include "base/status.h"
 #include "net/arena.h"
 #include "net/channel.h"
@@ -27,13 +28,12 @@ inline constexpr uint32_t kProtocolVersion = 1;
 inline constexpr int kSilentLookUs = 50;  // see moves_silently()
 
 struct MeshOptions {
-  bool shared_memory = true;              // false: every pair talks TCP, also on one host
-  size_t arena_bytes = size_t{64} << 30;  // address space of one arena
-  std::string interfaces;       // comma list of NICs to advertise; empty = every one that is up, loopback last
-  int socket_buffer_bytes = 0;  // 0 = left to the kernel's autotuning; tests use 4096
-  double keepalive_s = 30;      // TCP keep-alive and user timeout
-  int tcp_streams = 1;          // data connections per pair; only 1 exists
-  std::string node;             // ranks with different texts are different nodes (tests of several nodes on one host)
+  bool shared_memory = defaults::shared_memory;  // false: every pair talks TCP, also on one host
+  size_t arena_bytes = defaults::arena_bytes;    // address space of one arena
+  std::string interfaces;  // comma list of NICs to advertise; empty = every one that is up, loopback last
+  int socket_buffer_bytes = defaults::socket_buffer_bytes;  // 0 = left to the kernel's autotuning; tests use 4096
+  double keepalive_s = defaults::keepalive_s;               // TCP keep-alive and user timeout
+  std::string node;  // ranks with different texts are different nodes (tests of several nodes on one host)
   // With more ranks than this on a node a rank looks at those rings only of which there is news: each look at a ring
   // may miss the caches and the page tables, which a small node's rings do not.
   int few_local_ranks = 8;
@@ -48,11 +48,11 @@ struct MeshMembers {
   std::string secret;                  // job secret, >= 16 bytes; authenticates every connection
   std::string job;                     // job id, in every handshake
   uint32_t generation = 0;             // in every handshake: a stale rank of an older life is refused
-  double timeout_s = 300;
-  double report_after_s = 10;                   // then `say` hears who is missing and which address was tried
-  std::function<void(const std::string&)> say;  // may be empty
-  std::function<bool()> cancelled;              // polled every 50 ms (Ctrl-C); may be empty
-  std::optional<MpiLink> mpi;                   // a second way for data between nodes
+  double timeout_s = defaults::init_timeout_s;
+  double report_after_s = defaults::init_report_s;  // then `say` hears who is missing and which address was tried
+  std::function<void(const std::string&)> say;      // may be empty
+  std::function<bool()> cancelled;                  // polled every 50 ms (Ctrl-C); may be empty
+  std::optional<MpiLink> mpi;                       // a second way for data between nodes
 };
 
 // What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "base/settings_table.h"
 #include "base/status.h"
 
 namespace hc {
@@ -68,8 +69,8 @@ struct NetworkInterface {
 Result<std::vector<NetworkInterface>> network_interfaces(const std::string& wanted);
 
 struct TcpTuning {
-  double keepalive_s = 30;  // a peer silent for so long is given up (keep-alive and user timeout)
-  int buffer_bytes = 0;     // 0: the kernel's own choice
+  double keepalive_s = defaults::keepalive_s;  // a peer silent for so long is given up (keep-alive and user timeout)
+  int buffer_bytes = 0;                        // 0: the kernel's own choice
 };
 // Accepted sockets inherit the tuning. Port 0: the kernel chooses.
 Result<Fd> listen_tcp(const Address& at, const TcpTuning& tuning);

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "base/settings_table.h"
 #include "base/status.h"
 
 namespace hc {
@@ -17,9 +18,9 @@ struct MessageCost {  // microseconds
 struct SimulationOptions {
   int ranks = 8;
   int ranks_per_node = 1;
-  int fanout = 8;          // of the tree of leaders; 0: a star
-  int tensors = 161;       // announced by name by every rank in each step
-  int steps = 5;           // that are counted, behind one in which the names are learnt
+  int fanout = defaults::control_fanout;  // of the tree of leaders; 0: a star
+  int tensors = 161;                      // announced by name by every rank in each step
+  int steps = 5;                          // that are counted, behind one in which the names are learnt
   bool processing = true;  // the virtual clock runs while the objects compute: in a tree above 512 ranks for as long as
                            // they take at 512, where they are in the caches as on a machine of their own
   MessageCost local, network;

@@ -15,6 +15,7 @@ from horoclone.errors import Unsupported
 from horoclone.launch.call import ERROR, VALUE, pack_function
 from horoclone.launch.link import SshOptions, package_home
 from horoclone.launch.usage import LaunchError
+from horoclone.settings import START_TIMEOUT_S
 
 # Not -m: the caller may have found horoclone by a sys.path of its own.
 _RANK = (
@@ -102,7 +103,7 @@ def run(
         hosts=hosts,
         hostfile=hostfile,
         ssh=SshOptions(
-            ssh_port, ssh_identity_file, executable or sys.executable, start_timeout or 300.0, False
+            ssh_port, ssh_identity_file, executable or sys.executable, start_timeout or START_TIMEOUT_S, False
         ),
         start_timeout_s=start_timeout,
         interfaces=network_interfaces or network_interface,

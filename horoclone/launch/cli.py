@@ -10,9 +10,10 @@ from typing import Any
 
 from horoclone.launch import options
 from horoclone.launch.usage import LaunchError, parse_ranks, say
+from horoclone.settings import START_TIMEOUT_S
 
 PROGRAM = "horoclonerun"
-_DEFAULTS: dict[str, Any] = {"start_timeout": 300.0, "grace": 30.0, "threads_per_rank": "auto"}
+_DEFAULTS: dict[str, Any] = {"start_timeout": START_TIMEOUT_S, "grace": 30.0, "threads_per_rank": "auto"}
 
 
 def main(argv: list[str] | None = None, program: str = PROGRAM) -> int:

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, Protocol
 from horoclone.launch import frames
 from horoclone.launch.process import Guardian, dies_with_parent
 from horoclone.launch.usage import LaunchError
+from horoclone.settings import START_TIMEOUT_S
 
 # How a host was lost: before a rank ran there, while ranks ran, or because the job ends before it answered.
 REFUSED, LOST, ABANDONED = "refused", "lost", "abandoned"
@@ -27,7 +28,7 @@ class SshOptions(NamedTuple):
     port: int | None = None
     identity_file: str | None = None
     python: str = sys.executable
-    start_timeout_s: float = 300.0
+    start_timeout_s: float = START_TIMEOUT_S
     bind_to_us: bool = True  # see LocalRanks
 
 

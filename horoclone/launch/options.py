@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from horoclone.launch.usage import LaunchError, NotYet
+from horoclone.settings import START_TIMEOUT_S
 
 
 class Setting(NamedTuple):
@@ -184,7 +185,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help="limit for all ranks to meet, in seconds (default 300)",
+        help=f"limit for all ranks to meet, in seconds (default {START_TIMEOUT_S:g})",
     )
     add(
         "--grace",

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 
 from horoclone.runner.common.util.hosts import SlotInfo
 from horoclone.runner.common.util.settings import Settings
+from horoclone.settings import START_TIMEOUT_S
 from horoclone.stand_ins import ELASTIC, stand_in
 
 gloo_run_elastic = stand_in("horovod.runner.gloo_run.gloo_run_elastic", ELASTIC)
@@ -46,7 +47,7 @@ def gloo_run(
     from horoclone.launch.output import Screen, Style
 
     interfaces = ",".join(nics) if nics else None
-    limit_s = settings.start_timeout.remaining() if settings.start_timeout is not None else 300.0
+    limit_s = settings.start_timeout.remaining() if settings.start_timeout is not None else START_TIMEOUT_S
     variables = {"HOROVOD_START_TIMEOUT": f"{limit_s:g}"} | (
         {"HOROVOD_GLOO_IFACE": interfaces} if interfaces else {}
     )

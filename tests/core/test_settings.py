@@ -23,12 +23,6 @@ KNOBS = [
         "default": "0",
         "help": "Gathering window.",
     },
-    {
-        "name": "HOROCLONE_OLD",
-        "horovod": "HOROVOD_OLD",
-        "default": "1",
-        "help": "Accepted without effect: why.",
-    },
     {"name": "HOROCLONE_RANK", "horovod": "HOROVOD_RANK", "default": "", "help": "The rank."},
 ]
 
@@ -38,8 +32,12 @@ KNOBS = [
     ({"HOROVOD_TORUS_ALLREDUCE": "1"}, ["HOROVOD_TORUS_ALLREDUCE=1 has no effect, nothing reads it: HOROVOD_HIER"]),
     ({"HOROVOD_TORUS_ALLREDUCE": "0", "HOROVOD_NUM_NCCL_STREAMS": "1", "HOROVOD_CONTROLLER": ""}, []),
     ({"HOROVOD_CONTROLLER": "gloo"}, ["HOROVOD_CONTROLLER=gloo has no effect"]),
-    ({"HOROVOD_OLD": "2"}, ["HOROVOD_OLD=2: Accepted without effect: why."]),
-    ({"HOROVOD_OLD": "1", "HOROVOD_GPU_OPERATIONS": "NCCL", "NCCL_IB_DISABLE": "1", "HOROVOD_VERSION": "x"}, []),
+    ({"HOROCLONE_DETERMINISTIC": "1"}, ["HOROCLONE_DETERMINISTIC=1 has no effect, nothing reads it: Equal bits on"]),
+    ({"HOROCLONE_TCP_STREAMS": "4"}, ["HOROCLONE_TCP_STREAMS=4 has no effect, nothing reads it: Two ranks have one"]),
+    ({"HOROCLONE_SHUTDOWN_TIMEOUT_S": "9"}, ["HOROCLONE_SHUTDOWN_TIMEOUT_S=9 has no effect, nothing reads it: shut"]),
+    ({"HOROCLONE_DOORBELL_US": "9"}, ["HOROCLONE_DOORBELL_US=9 has no effect, nothing reads it: HOROCLONE_YIELD_US"]),
+    ({"HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC=1 has no effect, nothing reads it: Elastic jobs are not"]),
+    ({"HOROCLONE_TCP_STREAMS": "1", "HOROVOD_GPU_OPERATIONS": "NCCL", "NCCL_IB_DISABLE": "1", "HOROVOD_VERSION": "x"}, []),
     ({"HOROCLONE_CYCLE_TIMES": "1"}, ["HOROCLONE_CYCLE_TIMES is not a setting; did you mean HOROCLONE_CYCLE_TIME?"]),
     ({"HOROVOD_CYCL_TIME": "1"}, ["HOROVOD_CYCL_TIME is not a setting; did you mean HOROVOD_CYCLE_TIME?"]),
     ({"HOROCLONE_FROBNICATE": "1"}, ["HOROCLONE_FROBNICATE is not a setting; docs/environment.md"]),

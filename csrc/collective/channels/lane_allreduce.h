@@ -34,7 +34,7 @@ struct LaneRange {
   Reduce reduce = Reduce::kSum;
   Scale scale;             // post and divisor are applied here, once; pre belongs to the first stage and must be 1
   size_t block_count = 0;  // elements after which the next stage may go on; 0 = one block. The same on every node
-  size_t segment_bytes = 256u << 10;
+  size_t segment_bytes = defaults::segment_bytes;
   Tag tag;  // two lanes with the same tag over the same pair of ranks must not be live at once
 };
 

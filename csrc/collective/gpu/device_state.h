@@ -6,6 +6,7 @@
 #include <memory>
 #include <string>
 
+#include "base/settings_table.h"
 #include "collective/collective.h"
 #include "collective/gpu/communicators.h"
 #include "device/gpu.h"
@@ -20,8 +21,8 @@ struct DeviceOptions {
   GpuOperations operations = GpuOperations::kAuto;
   std::string nccl_library, nccl_folders;
   KernelOptions kernels;
-  size_t peer_bytes = 32u << 20;  // of each rank's GPU memory, that peers map
-  double init_timeout_s = 300;
+  size_t peer_bytes = defaults::gpu_peer_bytes;  // of each rank's GPU memory, that peers map
+  double init_timeout_s = defaults::init_timeout_s;
   bool adasum_by_node = false;
   bool two_level = false;  // asked for: large allreduces by NCCL within each node, between nodes, within each node
 };

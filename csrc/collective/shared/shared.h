@@ -10,6 +10,7 @@
 #include <memory>
 #include <vector>
 
+#include "base/settings_table.h"
 #include "net/arena.h"
 
 namespace hc {
@@ -59,7 +60,7 @@ static_assert(sizeof(ExpressSlot) == kCacheLine);
 inline constexpr size_t kExpressBytes = 64u << 10;
 inline constexpr size_t kExpressRingBytes = 20 * kExpressBytes;
 
-inline constexpr size_t kFlatSlotBytes = 32u << 10;  // two of them, used in turn
+inline constexpr size_t kFlatSlotBytes = kMostFlatBytes;  // two of them, used in turn
 inline constexpr int kBlockSlots = 4;
 inline constexpr size_t kBlockSlotBytes = 512u << 10;
 inline constexpr size_t kExpressOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;

@@ -10,6 +10,7 @@
 
 #include "agreement/tuning.h"
 #include "base/clock.h"
+#include "base/settings_table.h"
 #include "engine/tune/tune_search.h"
 
 namespace hc {
@@ -25,8 +26,8 @@ struct TuneSample {
 class Autotuner {
  public:
   struct Options {
-    int warmup_samples = 3;
-    int steps_per_sample = 10;
+    int warmup_samples = defaults::autotune_warmup_samples;
+    int steps_per_sample = defaults::autotune_steps_per_sample;
     TuneSearch::Options search;
   };
   Autotuner(Options options, std::vector<Ladder> ladders, Tuning start);

@@ -7,14 +7,19 @@
 #include <map>
 #include <vector>
 
+#include "base/settings_table.h"
+
 namespace hc {
+
+inline constexpr double kAdvantageOfNoise = 0.05;  // HOROCLONE_AUTOTUNE_NOISE times this is Options::advantage
 
 class TuneSearch {
  public:
   using Point = std::vector<size_t>;  // a position on each axis
   struct Options {
-    int max_samples = 20;
-    double advantage = 0.04;  // by how much, of the score, a point must be better to count as better
+    int max_samples = defaults::autotune_max_samples;
+    // By how much, of the score, a point must be better to count as better.
+    double advantage = kAdvantageOfNoise * defaults::autotune_noise;
   };
   // lengths: how many positions each axis has.
   TuneSearch(std::vector<size_t> lengths, Point start, Options options);

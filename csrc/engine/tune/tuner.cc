@@ -44,7 +44,7 @@ void Tuner::start(const TuneLayout& layout) {
   options.warmup_samples = context_.config.autotune_warmup_samples;
   options.steps_per_sample = context_.config.autotune_steps_per_sample;
   options.search.max_samples = context_.config.autotune_max_samples;
-  options.search.advantage = context_.config.autotune_noise * 0.05;
+  options.search.advantage = kAdvantageOfNoise * context_.config.autotune_noise;
   open_log();
   auto tuner = std::make_unique<Autotuner>(options, std::move(ladders), agreed_);
   if (!tuner->searching()) {

@@ -8,11 +8,12 @@
 #include <vector>
 
 #include "base/clock.h"
+#include "base/settings_table.h"
 
 namespace hc {
 
 struct LivenessLimits {
-  double probe_s = 1, warn_s = 5, error_s = 15;
+  double probe_s = defaults::liveness_probe_s, warn_s = defaults::liveness_warn_s, error_s = defaults::liveness_error_s;
 };
 
 class Liveness {

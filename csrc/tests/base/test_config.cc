@@ -59,7 +59,7 @@ TEST_CASE("an empty value counts as unset, and the last pair of a name wins") {
 }
 
 TEST_CASE("flags, bytes, counts, times and words are read in all their forms") {
-  for (const char* on : {"1", "true", "YES", "on", " 1 "}) CHECK(good({{"HOROCLONE_ELASTIC", on}}).elastic);
+  for (const char* on : {"1", "true", "YES", "on", " 1 "}) CHECK(good({{"HOROCLONE_AUTOTUNE", on}}).autotune);
   for (const char* off : {"0", "false", "No", "OFF"})
     CHECK_FALSE(good({{"HOROCLONE_SHARED_MEMORY", off}}).shared_memory);
   CHECK(good({{"HOROCLONE_FUSION_THRESHOLD", "64MiB"}}).fusion_bytes == 64 * kMiB);
