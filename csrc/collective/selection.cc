@@ -1,6 +1,7 @@
 #include "collective/selection.h"
 
 #include <algorithm>
+#include <numeric>
 
 #include "collective/shared/shared.h"
 
@@ -8,7 +9,12 @@ namespace hc {
 namespace {
 
 // Below this the messages' latency counts, not their bytes: recursive doubling over all ranks.
-constexpr size_t kTwoLevelBytes = 8u << 10;
+constexpr size_t kTwoLevelBytes = 8 * kKiB;
+
+// Smaller tensors that lie in the arena go with the private ones, of which many are copied into one batch: in place
+// each is a batch of its own, in which all ranks wait for each other twice. A caller that waits at once has nothing to
+// fuse it with, and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/0030).
+constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
 
 Algorithm select_in_shared_memory(Op op, size_t bytes, const Thresholds& t) {
   // Where my part lies in a peer's slot depends on counts that I do not know.
@@ -39,7 +45,113 @@ Algorithm select_over_channels(Op op, size_t bytes, const Thresholds& t) {
   return Algorithm::kAuto;
 }
 
+// The largest number of bytes that any member puts into its slot; the same on every member.
+size_t most_in_a_slot(const Task& task) {
+  const size_t item = size_of(task.dtype);
+  switch (task.op) {
+    case Op::kBarrier:
+      return 0;
+    case Op::kAllgather:
+    case Op::kGather:
+      return *std::max_element(task.counts.begin(), task.counts.end()) * item;
+    case Op::kScatter:
+    case Op::kReducescatter:
+      return std::accumulate(task.counts.begin(), task.counts.end(), size_t{0}) * item;
+    case Op::kAllreduce:
+    case Op::kReduce:
+    case Op::kBroadcast:
+    case Op::kAlltoall:
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
+      break;
+  }
+  return task.bytes();
+}
+
 }  // namespace
+
+Algorithm choose_in_shared_memory(const Task& task) {
+  if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1)
+    return Algorithm::kSharedInPlace;
+  const size_t payload = most_in_a_slot(task);
+  // With nothing to move the ranks only wait for each other, whatever the task demands.
+  if (task.algorithm == Algorithm::kSharedBlocked && payload > 0) return Algorithm::kSharedBlocked;
+  return select_in_shared_memory(task.op, payload, {.flat_bytes = task.flat_bytes});
+}
+
+Algorithm choose_between_nodes(const Task& task) {
+  if (task.algorithm == Algorithm::kRing || task.algorithm == Algorithm::kRecursiveDoubling) return task.algorithm;
+  const bool two_level = task.algorithm == Algorithm::kTwoLevel;
+  const Layout layout = two_level ? Layout::kSeveralNodesOfSeveral : Layout::kSeveralNodes;
+  return select_algorithm(task.op, task.reduce, task.bytes(), layout,
+                          {task.flat_bytes, task.ring_from_bytes, two_level});
+}
+
+Algorithm choose_over_channels(const Task& task) {
+  if (task.algorithm != Algorithm::kAuto) return task.algorithm;
+  return select_over_channels(task.op, task.bytes(), {.ring_from_bytes = task.ring_from_bytes});
+}
+
+Algorithm select_for_block(size_t block_bytes, size_t ring_from_bytes) {
+  return select_over_channels(Op::kAllreduce, block_bytes, {.ring_from_bytes = ring_from_bytes});
+}
+
+bool reduces_in_place(bool in_arena, Reduce reduce) { return in_arena && is_element_wise(reduce); }
+
+DeviceAlgorithm select_on_device(const Task& task, bool nccl, bool peers) {
+  if (nccl) return reduces(task.op) && !is_element_wise(task.reduce) ? DeviceAlgorithm::kNcclAdasum : DeviceAlgorithm::kNccl;
+  // Peers have kernels for every reduction but Adasum.
+  const bool peers_do = task.op != Op::kScatter && is_element_wise(task.reduce);
+  return peers && peers_do ? DeviceAlgorithm::kPeers : DeviceAlgorithm::kThroughHost;
+}
+
+Layout layout_of(std::span<const int> node) {
+  std::vector<int> sorted(node.begin(), node.end());
+  std::sort(sorted.begin(), sorted.end());
+  if (sorted.empty() || sorted.front() == sorted.back()) return Layout::kOneNode;
+  const bool repeats = std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end();
+  return repeats ? Layout::kSeveralNodesOfSeveral : Layout::kSeveralNodes;
+}
+
+bool in_place_pays(size_t bytes, size_t tensors, bool caller_waits) {
+  return bytes >= tensors * (caller_waits ? kInPlaceAloneBytes : kInPlaceBytes);
+}
+
+Algorithm algorithm_in_plan(Op op, bool may_be_two_level) {
+  return op == Op::kAllreduce && may_be_two_level ? Algorithm::kTwoLevel : Algorithm::kAuto;
+}
+
+// Two ranks read as much of each other's memory in a turn as in blocks, and wait for each other once, not three times.
+size_t express_limit(int ranks, size_t flat_bytes) { return ranks == 2 ? 4 * flat_bytes : flat_bytes; }
+
+bool may_go_express(Op op, Reduce reduce, size_t bytes, size_t limit) {
+  switch (op) {
+    case Op::kBarrier:
+      return true;
+    case Op::kAllreduce:
+      if (!is_element_wise(reduce)) return false;
+      break;
+    case Op::kBroadcast:
+    case Op::kAllgather:
+    case Op::kReducescatter:
+    case Op::kAlltoall:
+      break;
+    case Op::kReduce:
+    case Op::kGather:
+    case Op::kScatter:
+    case Op::kJoin:
+    case Op::kSend:
+    case Op::kReceive:
+      return false;
+  }
+  return bytes > 0 && bytes <= std::min(kExpressBytes, limit);
+}
+
+// A ring of length 0 leaves no batch that recursive doubling would reduce.
+size_t most_fused_in_arenas(bool one_node, size_t ring_from_bytes) {
+  return one_node || ring_from_bytes == 0 ? 0 : ring_from_bytes - 1;
+}
 
 Algorithm select_algorithm(Op op, Reduce reduce, size_t bytes, Layout layout, const Thresholds& t) {
   if (op == Op::kAllreduce && reduce == Reduce::kAdasum) return Algorithm::kAuto;  // has one of its own

@@ -74,11 +74,7 @@ Result<Schedule> allreduce_schedule(const Task& task, const Group& group) {
   shape.pack = task.pieces.size() > 1;
   shape.load = shape.pack || task.scale.pre != 1.0 ? Load::kCopy : Load::kNone;
   shape.in_place = task.pieces.size() == 1 && task.pieces[0].in == task.pieces[0].out;
-  const Thresholds thresholds{.ring_from_bytes = task.ring_from_bytes};
-  const Algorithm algorithm = task.algorithm != Algorithm::kAuto ? task.algorithm
-                                                                 : select_algorithm(task.op, task.reduce, task.bytes(),
-                                                                                    Layout::kSeveralNodes, thresholds);
-  if (algorithm == Algorithm::kRecursiveDoubling) return plan_recursive_doubling(shape);
+  if (choose_over_channels(task) == Algorithm::kRecursiveDoubling) return plan_recursive_doubling(shape);
   HC_TRY(check_algorithm(task, Algorithm::kRing));
   return plan_ring_allreduce(shape);
 }

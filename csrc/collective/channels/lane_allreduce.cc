@@ -5,10 +5,10 @@
 #include <algorithm>
 #include <map>
 
+#include "collective/selection.h"
+
 namespace hc {
 namespace {
-
-constexpr size_t kRingFromBytes = 64u << 10;  // of one block
 
 // The lane's drivers as a group: its positions are places in `positions`.
 Result<Group> lane_group(const Group& group, std::span<const int> positions) {
@@ -92,7 +92,7 @@ Result<std::unique_ptr<LaneAllreduce>> make_lane_allreduce(const LaneRange& rang
   Result<Group> lane = lane_group(group, positions);
   if (!lane.is_ok()) return lane.status();
   const size_t block = range.block_count ? range.block_count : std::max<size_t>(range.count, 1);
-  const bool ring = block * size_of(range.dtype) >= kRingFromBytes;
+  const bool ring = select_for_block(block * size_of(range.dtype), range.ring_from_bytes) == Algorithm::kRing;
   std::vector<PlacedSchedule> blocks;
   std::vector<size_t> ends;
   for (size_t first = 0; first < range.count; first += block) {

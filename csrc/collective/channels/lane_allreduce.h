@@ -35,6 +35,7 @@ struct LaneRange {
   Scale scale;             // post and divisor are applied here, once; pre belongs to the first stage and must be 1
   size_t block_count = 0;  // elements after which the next stage may go on; 0 = one block. The same on every node
   size_t segment_bytes = defaults::segment_bytes;
+  size_t ring_from_bytes = defaults::ring_threshold_bytes;  // of one block: a ring from here on
   Tag tag;  // two lanes with the same tag over the same pair of ranks must not be live at once
 };
 

@@ -56,6 +56,7 @@ class TwoLevelAllreduce : public BlockedCollective {
     range.reduce = task_.reduce;
     range.scale = Scale{1.0, task_.scale.post, task_.scale.divisor};
     range.segment_bytes = task_.segment_bytes;
+    range.ring_from_bytes = task_.ring_from_bytes;
     range.tag = task_.tag;
     // Blocks are under way together: each needs a stream of its own. Plain batches count up from 0 and stay below 2^31.
     range.tag.batch = 0x80000000u | (task_.tag.batch & 0x7fff) << 16 | static_cast<uint32_t>(block & 0xffff);

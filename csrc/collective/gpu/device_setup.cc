@@ -74,7 +74,7 @@ std::string why_no_peers(const Table& table, const Group& group) {
 }
 
 struct Answer {
-  DeviceWay way = DeviceWay::kHost;
+  DeviceBackend way = DeviceBackend::kHost;
   std::string reason;
   bool for_good = true;  // false: ask again at the next batch
 };
@@ -100,7 +100,7 @@ Answer decide_nccl(const Table& table, const Group& group) {
                             "torch.cuda.set_device(hvd.local_rank())");
     return answer;
   }
-  answer.way = DeviceWay::kNccl;
+  answer.way = DeviceBackend::kNccl;
   answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
   return answer;
 }
@@ -124,7 +124,7 @@ Answer decide(const Table& table, const Group& group) {
   if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
   const std::string why_not = why_no_peers(table, group);
   if (why_not.empty()) {
-    answer.way = DeviceWay::kPeers;
+    answer.way = DeviceBackend::kPeers;
     answer.reason = "kernels between peers";
     return answer;
   }
@@ -236,11 +236,11 @@ class DeviceSetup : public Collective {
     device_.refusal = Status::ok();
     device_.kernels_everywhere =
         std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
-    if (answer.way == DeviceWay::kHost) {
+    if (answer.way == DeviceBackend::kHost) {
       go_by_host(answer);
       return Status::ok();
     }
-    if (answer.way == DeviceWay::kPeers) return show_peers();
+    if (answer.way == DeviceBackend::kPeers) return show_peers();
     const NcclApi& nccl = device_.nccl.api();
     const NcclResult begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
     comes_up_ = true;
@@ -286,11 +286,11 @@ class DeviceSetup : public Collective {
     for (size_t r = 0; r < peers_.size(); ++r)
       if (!peers_[r].ok) {
         device_.peers.reset();
-        go_by_host({DeviceWay::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
+        go_by_host({DeviceBackend::kHost, text_of(name_in(group_, r), ": ", peers_[r].reason), true});
         return Status::ok();
       }
     if (stage_ == Stage::kMapped) {
-      device_.way = DeviceWay::kPeers;
+      device_.way = DeviceBackend::kPeers;
       return Status::ok();
     }
     std::vector<PeerHandle> handles;
@@ -319,7 +319,7 @@ class DeviceSetup : public Collective {
       Status begun = levels->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
       return begun.is_ok() ? Progress::kPending : fail(begun);
     }
-    device_.way = DeviceWay::kNccl;
+    device_.way = DeviceBackend::kNccl;
     return Progress::kDone;
   }
 

@@ -28,7 +28,7 @@ struct DeviceOptions {
 };
 
 // Who moves the data.
-enum class DeviceWay { kUnknown, kNccl, kPeers, kHost };
+enum class DeviceBackend { kUnknown, kNccl, kPeers, kHost };
 
 struct DeviceState {
   std::shared_ptr<Gpu> gpu;  // null on a rank that has joined before it used one
@@ -39,17 +39,16 @@ struct DeviceState {
   bool kernels_everywhere = false;  // every rank has them
   std::unique_ptr<PeerMemory> peers;
   size_t peer_bytes = 0;  // of it that every rank has
-  DeviceWay way = DeviceWay::kUnknown;
+  DeviceBackend way = DeviceBackend::kUnknown;
   std::string reason;  // why host memory moves the data, or how NCCL was found
   Status refusal;      // not ok: the setting demands what cannot be used. The same on every rank
 
   Status make_stream();
 };
 
-// Whether NCCL does this with our meaning, with the help of our kernels where every rank has them; whether kernels
-// between peers do. The same on every rank.
+// Whether NCCL does this with our meaning, with the help of our kernels where every rank has them. The same on every
+// rank.
 bool nccl_does(const Task& task, bool with_kernels);
-bool peers_do(const Task& task);
 
 // Everything that must have happened before the first batch: the ranks agree on who moves the data, then make what that
 // needs. device_setup.cc.

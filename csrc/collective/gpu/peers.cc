@@ -30,8 +30,6 @@ using Round = std::vector<Portion>;
 
 }  // namespace
 
-bool peers_do(const Task& task) { return task.op != Op::kScatter && is_element_wise(task.reduce); }
-
 class PeersCollective : public Collective {
  public:
   PeersCollective(Task task, DeviceState* device, const Group& group)

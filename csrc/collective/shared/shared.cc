@@ -273,33 +273,6 @@ std::vector<InPlaceFlags*> flags_of(const Group& group, size_t bucket) {
   return flags;
 }
 
-// The largest number of bytes any member puts into its flat slot; the same on every member.
-size_t flat_payload(const Task& task) {
-  const size_t item = size_of(task.dtype);
-  switch (task.op) {
-    case Op::kBarrier:
-      return 0;
-    case Op::kAllgather:
-    case Op::kGather:
-      return *std::max_element(task.counts.begin(), task.counts.end()) * item;
-    case Op::kScatter:
-    case Op::kReducescatter: {
-      size_t n = 0;
-      for (size_t c : task.counts) n += c;
-      return n * item;
-    }
-    case Op::kAllreduce:
-    case Op::kReduce:
-    case Op::kBroadcast:
-    case Op::kAlltoall:
-    case Op::kJoin:
-    case Op::kSend:
-    case Op::kReceive:
-      break;
-  }
-  return task.bytes();
-}
-
 }  // namespace
 
 std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn) {
@@ -313,19 +286,15 @@ std::unique_ptr<FrozenCollective> make_frozen_arrival(const Group& group, size_t
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {
   if (!group.lane || group.lane->size() != group.size)
     return error(Code::kInternal, "a shared-memory ", name_of(task.op), " needs one lane for the whole group");
-  if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1) {
+  const Algorithm chosen = choose_in_shared_memory(task);
+  if (chosen == Algorithm::kSharedInPlace) {
     std::vector<InPlaceFlags*> flags;
     for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->in_place_flags(m));
     const uint64_t turn = group.lane->in_place_total++;
     return std::unique_ptr<Collective>(
         std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
   }
-  const size_t payload = flat_payload(task);
-  // Nothing to move is a meeting, whatever the task demands.
-  const bool blocked = task.algorithm == Algorithm::kSharedBlocked && payload > 0;
-  const Algorithm selected =
-      select_algorithm(task.op, task.reduce, payload, Layout::kOneNode, {.flat_bytes = task.flat_bytes});
-  if (!blocked && selected == Algorithm::kSharedFlat)
+  if (chosen == Algorithm::kSharedFlat)
     return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));
   return make_blocked_collective(std::move(task), group);
 }

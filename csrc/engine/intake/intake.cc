@@ -5,17 +5,13 @@
 #include <algorithm>
 
 #include "agreement/mismatch.h"
+#include "collective/selection.h"
 #include "engine/intake/arguments.h"
 #include "engine/record/trace.h"
 
 namespace hc {
 
 namespace {
-
-// Smaller tensors that lie in the arena go with the private ones, of which many are copied into one batch: in place
-// each is a batch of its own, with two barriers of all ranks. A caller that waits at once has nothing to fuse it with,
-// and in place is the faster there from kInPlaceAloneBytes on (docs/decisions/0030).
-constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
 
 constexpr const char* kTooManyLive = "more than a million operations are live; wait for some and release their handles";
 
@@ -26,8 +22,7 @@ bool Intake::goes_in_place(const Submission& s, bool declared) const {
   if (s.op != Op::kAllreduce) return false;
   size_t bytes = 0;
   for (const Submission::Tensor& t : s.tensors) bytes += bytes_of(t);
-  const size_t pays = s.tensors.size() * (s.will_wait ? kInPlaceAloneBytes : kInPlaceBytes);
-  return (declared || bytes >= pays) && arena_holds(s);
+  return (declared || in_place_pays(bytes, s.tensors.size(), s.will_wait)) && arena_holds(s);
 }
 
 bool Intake::arena_holds(const Submission& s) const {

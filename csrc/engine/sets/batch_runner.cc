@@ -1,5 +1,6 @@
 #include "engine/sets/batch_runner.h"
 
+#include "collective/selection.h"
 #include "collective/shared/shared.h"
 
 #include <algorithm>
@@ -228,7 +229,7 @@ Status BatchRunner::prepare_allreduce() {
       Piece piece;
       HC_TRY(piece_for(e, t, &piece));
       bytes_ += piece.count * size_of(dtype);
-      if (batch_.in_arena && s.reduce != Reduce::kAdasum) {
+      if (reduces_in_place(batch_.in_arena, s.reduce)) {
         tasks_.push_back(task_for(e, dtype));
         tasks_.back().algorithm = Algorithm::kSharedInPlace;
         tasks_.back().pieces = {piece};

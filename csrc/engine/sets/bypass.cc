@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "collective/selection.h"
+
 namespace hc {
 
 namespace {
@@ -30,28 +32,9 @@ void Bypass::attach(SharedLane* lane, bool allowed, size_t limit_bytes, bool all
 
 bool Bypass::takes(const Operation& op) const {
   const Signature& s = op.signature();
-  if (s.device || s.in_arena) return false;
-  switch (s.op) {
-    case Op::kBarrier:
-      return true;
-    case Op::kAllreduce:
-      if (s.reduce == Reduce::kAdasum || !op.out[0]) return false;
-      break;
-    case Op::kBroadcast:
-    case Op::kAllgather:
-    case Op::kReducescatter:
-    case Op::kAlltoall:
-      break;
-    case Op::kReduce:
-    case Op::kGather:
-    case Op::kScatter:
-    case Op::kJoin:
-    case Op::kSend:
-    case Op::kReceive:
-      return false;
-  }
-  const size_t bytes = bytes_of(s);
-  return s.tensors.size() == 1 && bytes > 0 && bytes <= std::min(kExpressBytes, limit_bytes_);
+  if (s.device || s.in_arena || (s.op == Op::kAllreduce && !op.out[0])) return false;
+  const bool one_tensor = s.op == Op::kBarrier || s.tensors.size() == 1;
+  return one_tensor && may_go_express(s.op, s.reduce, bytes_of(s), limit_bytes_);
 }
 
 void Bypass::open(uint64_t first_turn, const Pending& pending) {

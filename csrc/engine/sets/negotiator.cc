@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "agreement/frame_budget.h"
+#include "collective/selection.h"
 
 namespace hc {
 
@@ -162,7 +163,7 @@ Plan Negotiator::decide(size_t room) {
 void Negotiator::set_sizes(const Tuning& tuning) {
   if (!coordinator_) return;
   coordinator_->set_fusion_bytes(tuning.fusion_bytes);
-  coordinator_->set_arena_fusion_bytes(one_node_ || tuning.ring_from_bytes == 0 ? 0 : tuning.ring_from_bytes - 1);
+  coordinator_->set_arena_fusion_bytes(most_fused_in_arenas(one_node_, tuning.ring_from_bytes));
 }
 
 Status Negotiator::pass_down(const Plan& plan, std::span<const uint8_t> frame) {

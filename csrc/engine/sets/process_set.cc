@@ -4,6 +4,7 @@
 
 #include "agreement/mismatch.h"
 #include "agreement/signature_table.h"
+#include "collective/selection.h"
 
 namespace hc {
 
@@ -11,13 +12,6 @@ namespace {
 
 constexpr size_t kPlansAhead = 2;  // batches decided but not finished: what is ready later gathers and gets fused
 constexpr int kBatchesAtOnce = 16;
-
-// Several nodes, of which at least one has several ranks.
-bool has_levels(std::vector<int> node) {
-  if (node.empty()) return false;
-  std::sort(node.begin(), node.end());
-  return std::adjacent_find(node.begin(), node.end()) != node.end() && node.front() != node.back();
-}
 
 }  // namespace
 
@@ -51,7 +45,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     bypass_.attach(lane_.get(), parts.context.config.express, 0, is_on_one_node());
     limit_bypass();
   }
-  may_be_two_level_ = parts.context.config.shared_memory && has_levels(group_.node);
+  may_be_two_level_ = parts.context.config.shared_memory && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
   negotiator_ = std::make_unique<Negotiator>(parts.context, parts.link, parts.timeline, m, &intake_->lateness,
                                              group_.node, is_on_one_node());
   set_tuning(parts.tuner.agreed());  // not the newest, which ranks may have learnt of at different moments
@@ -64,10 +58,8 @@ void ProcessSet::set_tuning(const Tuning& tuning) {
   if (negotiator_) negotiator_->set_sizes(tuning);
 }
 
-// Two ranks read as much of each other's memory in a turn as in blocks, with one barrier instead of three.
 void ProcessSet::limit_bypass() {
-  const size_t flat_bytes = parts_.tuner.flat_bytes_at_init();
-  bypass_.set_limit(members().size() == 2 ? 4 * flat_bytes : flat_bytes);
+  bypass_.set_limit(express_limit(members().size(), parts_.tuner.flat_bytes_at_init()));
 }
 
 // ---- operations come in, and end
@@ -218,8 +210,8 @@ Status ProcessSet::decide(Iteration* now) {
     plan.express_turn = bypass_.fresh_turn();
   now->moved = true;
   for (PlanBatch& batch : plan.batches)
-    if (batch.op == Op::kAllreduce && batch.algorithm == Algorithm::kAuto && may_be_two_level_ && newest.two_level)
-      batch.algorithm = Algorithm::kTwoLevel;
+    if (batch.algorithm == Algorithm::kAuto)
+      batch.algorithm = algorithm_in_plan(batch.op, may_be_two_level_ && newest.two_level);
   parts_.order.note_before(members(), &plan);
   if (members().size() > 1) {
     Writer frame;
@@ -446,9 +438,9 @@ void ProcessSet::undeclare(int id) {
 
 Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle) {
   DeviceGroup* group = device_.group();
-  if (!group || group->way() == DeviceWay::kUnknown)
+  if (!group || group->way() == DeviceBackend::kUnknown)
     return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
-  if (group->way() != DeviceWay::kNccl)
+  if (group->way() != DeviceBackend::kNccl)
     return error(Code::kUnsupported,
                  "NCCL does not move its data, and only NCCL's work can be captured: ", group->reason());
   auto made = parts_.intake.make(s, bucket);
