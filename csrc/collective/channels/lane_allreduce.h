@@ -50,6 +50,7 @@ class LaneAllreduce final : public Collective {
   void release(size_t count) { runner_.release(count); }
   // The first so many elements are final. They may be read, not changed: sends to other nodes may still read them.
   size_t finished();
+  const char* schedule_name() const { return runner_.schedule().name; }  // "inter-node ring", ...
 
  private:
   Progress pass_on(Progress progress);

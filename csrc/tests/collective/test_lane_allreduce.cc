@@ -108,6 +108,20 @@ TEST_CASE("lane allreduce: blocks follow what is released and finish in order") 
   check_lanes(3, 1, 60000, 20000);
 }
 
+TEST_CASE("lane allreduce: the setting says from which block size on it is a ring") {
+  MemoryMesh mesh(2, 1);
+  const std::vector<int> node{0, 1};
+  const Group group = group_with_nodes(mesh, node, 0);
+  std::vector<float> data(1000);
+  for (const size_t ring_from : {size_t{0}, size_t{3999}, size_t{4000}, size_t{4001}, defaults::ring_threshold_bytes}) {
+    LaneRange range{.data = reinterpret_cast<std::byte*>(data.data()), .count = data.size()};
+    range.ring_from_bytes = ring_from;
+    const auto made = make_lane_allreduce(range, group, lane_of(group).positions).take();
+    CHECK(std::string(made->schedule_name()) ==
+          (ring_from <= 4000 ? "inter-node ring" : "inter-node recursive doubling"));
+  }
+}
+
 TEST_CASE("lane allreduce: errors name the stage and the rank") {
   MemoryMesh mesh(4, 1);
   const std::vector<int> node{0, 0, 1, 1};

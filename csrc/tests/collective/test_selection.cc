@@ -56,6 +56,68 @@ TEST_CASE("selection: rows are in order, start at nothing, and change where the 
                   "blocks\"}") != std::string::npos);
 }
 
+TEST_CASE("selection: what a task demands is heard where it means something, and small ones leave two levels") {
+  Task task;
+  task.pieces = {{nullptr, nullptr, 1000}};  // 4,000 bytes
+  task.ring_from_bytes = 4000;
+  CHECK(choose_in_shared_memory(task) == Algorithm::kSharedFlat);
+  CHECK(choose_between_nodes(task) == Algorithm::kRing);
+  task.ring_from_bytes = 4001;
+  CHECK(choose_between_nodes(task) == Algorithm::kRecursiveDoubling);
+  task.algorithm = Algorithm::kRing;
+  CHECK(choose_between_nodes(task) == Algorithm::kRing);
+  CHECK(choose_over_channels(task) == Algorithm::kRing);
+  CHECK(choose_in_shared_memory(task) == Algorithm::kSharedFlat);
+  task.algorithm = Algorithm::kTwoLevel;
+  CHECK(choose_between_nodes(task) == Algorithm::kRecursiveDoubling);
+  task.pieces[0].count = 4000;
+  CHECK(choose_between_nodes(task) == Algorithm::kTwoLevel);
+  task.algorithm = Algorithm::kSharedInPlace;
+  CHECK(choose_in_shared_memory(task) == Algorithm::kSharedInPlace);
+  task.pieces.push_back(task.pieces[0]);
+  CHECK(choose_in_shared_memory(task) == Algorithm::kSharedBlocked);
+  task.algorithm = Algorithm::kSharedBlocked;
+  task.pieces = {{nullptr, nullptr, 0}};
+  CHECK(choose_in_shared_memory(task) == Algorithm::kSharedFlat);
+  CHECK(select_for_block(4095, 4096) == Algorithm::kRecursiveDoubling);
+  CHECK(select_for_block(4096, 4096) == Algorithm::kRing);
+}
+
+TEST_CASE("selection: layouts, and what is decided before there is a task") {
+  CHECK(layout_of(std::vector<int>{}) == Layout::kOneNode);
+  CHECK(layout_of(std::vector<int>{3, 3}) == Layout::kOneNode);
+  CHECK(layout_of(std::vector<int>{0, 2, 1}) == Layout::kSeveralNodes);
+  CHECK(layout_of(std::vector<int>{0, 1, 0}) == Layout::kSeveralNodesOfSeveral);
+  CHECK(in_place_pays(128 * kKiB, 2, false));
+  CHECK_FALSE(in_place_pays(128 * kKiB - 1, 2, false));
+  CHECK(in_place_pays(16 * kKiB, 1, true));
+  CHECK(algorithm_in_plan(Op::kAllreduce, true) == Algorithm::kTwoLevel);
+  CHECK(algorithm_in_plan(Op::kAllgather, true) == Algorithm::kAuto);
+  CHECK(express_limit(2, 1000) == 4000);
+  CHECK(express_limit(3, 1000) == 1000);
+  CHECK(may_go_express(Op::kBarrier, Reduce::kSum, 0, 0));
+  CHECK(may_go_express(Op::kAllreduce, Reduce::kXor, 8, 8));
+  CHECK_FALSE(may_go_express(Op::kAllreduce, Reduce::kXor, 9, 8));
+  CHECK_FALSE(may_go_express(Op::kAllreduce, Reduce::kAdasum, 8, 8));
+  CHECK_FALSE(may_go_express(Op::kGather, Reduce::kSum, 8, 8));
+  CHECK(most_fused_in_arenas(true, 4096) == 0);
+  CHECK(most_fused_in_arenas(false, 4096) == 4095);
+  CHECK(most_fused_in_arenas(false, 0) == 0);
+}
+
+TEST_CASE("selection: on GPUs NCCL comes first, then peers, then host memory") {
+  Task task;
+  CHECK(select_on_device(task, true, true) == DeviceWay::kNccl);
+  CHECK(select_on_device(task, false, true) == DeviceWay::kPeers);
+  CHECK(select_on_device(task, false, false) == DeviceWay::kThroughHost);
+  task.reduce = Reduce::kAdasum;
+  CHECK(select_on_device(task, true, false) == DeviceWay::kNcclAdasum);
+  CHECK(select_on_device(task, false, true) == DeviceWay::kThroughHost);
+  task = {};
+  task.op = Op::kScatter;
+  CHECK(select_on_device(task, false, true) == DeviceWay::kThroughHost);
+}
+
 TEST_CASE("selection: the probe ends with one threshold for all ranks, and what was given is not probed") {
   for (const std::string given : {"", "flat_bytes=8192", "fixed"}) {
     CAPTURE(given);
