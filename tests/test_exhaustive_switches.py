@@ -63,3 +63,13 @@ def test_the_numbers_of_the_reductions_are_the_same_everywhere() -> None:
     ]
     assert list(ops.REDUCE_NAMES) == names
     assert [getattr(ops, name) for name in names] == list(range(len(names)))
+
+
+def test_no_hash_of_the_standard_library_is_written_out() -> None:
+    """Ranks compare hashes, and two standard libraries disagree: base/hash.h is the same everywhere."""
+    wrong = [
+        path.relative_to(ROOT).as_posix()
+        for path in sorted(CSRC.rglob("*"))
+        if path.suffix in (".h", ".cc", ".cu") and re.search(r"\bstd::_?hash\w*<", path.read_text())
+    ]
+    assert not wrong, wrong

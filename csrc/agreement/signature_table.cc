@@ -3,15 +3,9 @@
 
 #include <bit>
 
+#include "base/hash.h"
+
 namespace hc {
-namespace {
-
-void mix(uint64_t* h, uint64_t v) {
-  *h = (*h ^ v) * 0x9e3779b97f4a7c15u;
-  *h ^= *h >> 32;
-}
-
-}  // namespace
 
 uint64_t hash_of(const Signature& s) {
   uint64_t h = 0x243f6a8885a308d3u;

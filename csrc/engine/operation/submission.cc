@@ -1,8 +1,6 @@
 #include "engine/operation/submission.h"
 
-#include <cstring>
-
-#include "base/sha256.h"
+#include "base/hash.h"
 
 namespace hc {
 
@@ -39,10 +37,7 @@ uint64_t BucketSet::fingerprint() const {
     for (int64_t d : b.shape) text += text_of(",", d);
   }
   text += text_of(";", static_cast<int>(reduce), ",", prescale, ",", postscale, on_device ? ",gpu" : "");
-  const Digest digest = sha256(bytes_of(std::string_view(text)));
-  uint64_t number = 0;
-  std::memcpy(&number, digest.data(), sizeof number);
-  return number;
+  return hash_of_text(text);
 }
 
 }  // namespace hc

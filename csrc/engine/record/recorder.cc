@@ -4,6 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "base/hash.h"
 #include "engine/record/trace.h"
 
 #if defined(__x86_64__)
@@ -61,7 +62,7 @@ void Recorder::keep_name(std::string_view name, Call* to) {
   std::memcpy(at + head, "...", 3);
   std::memcpy(at + head + 3, name.data() + tail, name.size() - tail);
   to->name_bytes = static_cast<uint8_t>(head + 3 + name.size() - tail);
-  to->name_hash = static_cast<uint32_t>(std::hash<std::string_view>{}(name)) | 1u;
+  to->name_hash = static_cast<uint32_t>(hash_of_text(name) >> 32) | 1u;
 }
 
 uint64_t Recorder::submitted(const Entry& entry) {

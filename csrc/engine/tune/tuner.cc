@@ -1,9 +1,10 @@
 #include <cerrno>
 #include <cstdio>
 #include <cstring>
-#include <functional>
 
 #include "engine/tune/tuner.h"
+
+#include "base/hash.h"
 
 namespace hc {
 
@@ -13,7 +14,7 @@ namespace {
 uint64_t key_of(const Operation& op) {
   const Signature& s = op.signature();
   uint64_t key = (uint64_t{op.process_set} << 8 | static_cast<uint64_t>(s.op)) * 0x9e3779b97f4a7c15u;
-  if (!op.request.name.empty()) return key ^ std::hash<std::string_view>{}(op.request.name);
+  if (!op.request.name.empty()) return key ^ hash_of_text(op.request.name);
   for (const TensorMeta& t : s.tensors) {
     key = (key ^ static_cast<uint64_t>(t.dtype)) * 0x100000001b3u;
     for (int64_t d : t.shape) key = (key ^ static_cast<uint64_t>(d)) * 0x100000001b3u;
