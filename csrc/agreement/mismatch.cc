@@ -3,6 +3,7 @@
 
 #include <algorithm>
 
+#include "agreement/argument_check.h"
 #include "agreement/signature_table.h"
 
 namespace hc {
@@ -133,24 +134,9 @@ Agreement check_arguments(const Subject& subject, const Signature& s, int size) 
       return refuse(Code::kMismatch,
                     text_of(label_of(subject), ": Process-set rank zero tried to ", name_of(subject.op),
                             " a rank-zero tensor. Give it a first dimension (reshape it to [1])."));
-    if (reduces(subject.op) && s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
-      return refuse(Code::kInvalidArgument,
-                    text_of(label_of(subject), ": bool tensors have no Average; use Sum, Min, Max or Product."));
-    if (reduces(op) && kind_of(t.dtype) == Kind::kFloat && !takes(s.reduce, t.dtype))
-      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": ", name_of(s.reduce),
-                                                    " works on the bits of "
-                                                    "integers and bools, not on ",
-                                                    name_of(t.dtype), "."));
-    if (op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
-      return refuse(Code::kInvalidArgument,
-                    text_of(label_of(subject), ": Adasum needs floating-point tensors, not ", name_of(t.dtype), "."));
+    if (Status fits = check_reduction(op, s.reduce, t.dtype); !fits.is_ok())
+      return refuse(fits.code(), text_of(label_of(subject), ": ", fits.text(), "."));
   }
-  if (subject.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
-    return refuse(Code::kUnsupported,
-                  text_of(label_of(subject), ": Reducescatter currently only supports AVERAGE and SUM, ", "not ",
-                          name_of(s.reduce), "."));
-  if (op == Op::kReduce && s.reduce == Reduce::kAdasum)
-    return refuse(Code::kUnsupported, text_of(label_of(subject), ": Adasum is for allreduce."));
   if (has_root(op) && (s.root < 0 || s.root >= size))
     return refuse(Code::kInvalidArgument,
                   text_of(label_of(subject), ": root ", s.root, " is not one of the process set's ", size, " ranks."));
@@ -180,29 +166,15 @@ void slice_rows(int64_t rows, int size, std::vector<int64_t>* out) {
 
 // One rank's line of the alltoall table, or the root's rows for everybody; no splits = equal parts.
 Agreement add_splits(const Subject& subject, const Signature& s, int rank, int size, std::vector<int64_t>* out) {
-  int64_t rows = s.tensors[0].shape[0];
-  if (s.splits.empty()) {
-    if (subject.op == Op::kScatter) {
-      slice_rows(rows, size, out);
-      return {};
-    }
-    if (rows % size != 0)
-      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " has ", rows, " rows, which ",
-                                                    size, " ranks cannot share equally; pass splits."));
+  const int64_t rows = s.tensors[0].shape[0];
+  if (Status fits = check_splits(subject.op, s.splits, rows, size); !fits.is_ok())
+    return refuse(fits.code(), text_of(label_of(subject), ": rank ", rank, ": ", fits.text(), "."));
+  if (!s.splits.empty())
+    out->insert(out->end(), s.splits.begin(), s.splits.end());
+  else if (subject.op == Op::kScatter)
+    slice_rows(rows, size, out);
+  else
     out->insert(out->end(), static_cast<size_t>(size), rows / size);
-    return {};
-  }
-  if (s.splits.size() != static_cast<size_t>(size))
-    return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": rank ", rank, " gave ", s.splits.size(),
-                                                  " splits for ", size, " ranks; give one number of rows per rank."));
-  int64_t left = rows;
-  for (int64_t part : s.splits) {
-    left = part < 0 || part > left ? -1 : left - part;
-    if (left < 0)
-      return refuse(Code::kInvalidArgument, text_of(label_of(subject), ": the splits of rank ", rank,
-                                                    " are negative or add up to more than its ", rows, " rows."));
-  }
-  out->insert(out->end(), s.splits.begin(), s.splits.end());
   return {};
 }
 

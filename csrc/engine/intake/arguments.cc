@@ -1,4 +1,6 @@
 #include "engine/intake/arguments.h"
+
+#include "agreement/argument_check.h"
 #include "agreement/mismatch.h"
 #include "agreement/varint.h"
 
@@ -60,15 +62,7 @@ Status check_tensor(const Submission& s, const Submission::Tensor& t, bool is_ro
       s.op == Op::kAllreduce || s.op == Op::kBroadcast || s.op == Op::kReceive || (s.op == Op::kReduce && is_root);
   if (count && !t.in && s.op != Op::kReceive) return wrong(s, "tensor without memory");
   if (count && !t.out && fills) return wrong(s, "no memory for the result");
-  if (!reduces(s.op)) return Status::ok();
-  if (s.reduce == Reduce::kAverage && t.dtype == DType::kBool)
-    return wrong(s, "Average of bool has no meaning; use Sum (or) or Product (and), or convert first");
-  if (is_float(t.dtype) && !takes(s.reduce, t.dtype))
-    return wrong(s, name_of(s.reduce), " works on the bits of integers and bools, not on ", name_of(t.dtype),
-                 "; use Min, Max, Sum or Product, or pass the bits as an integer type of the same width");
-  if (s.op == Op::kAllreduce && s.reduce == Reduce::kAdasum && !is_float(t.dtype))
-    return wrong(s, "Adasum needs floating-point tensors, not ", name_of(t.dtype),
-                 "; use op=Sum or op=Average, or convert first");
+  if (Status fits = check_reduction(s.op, s.reduce, t.dtype); !fits.is_ok()) return wrong(s, fits.text());
   return Status::ok();
 }
 
@@ -76,20 +70,7 @@ Status check_tensor(const Submission& s, const Submission::Tensor& t, bool is_ro
 Status check_rows(const Submission& s, int size) {
   const auto& t = s.tensors[0];
   if (t.shape.empty()) return wrong(s, "the tensor must have at least one dimension");
-  const int64_t rows = t.shape[0];
-  if (s.splits.empty()) {
-    if (s.op == Op::kAlltoall && rows % size)
-      return wrong(s, "first dimension ", rows, " is not divisible by the number of ranks ", size, "; pass splits");
-    return Status::ok();
-  }
-  if (static_cast<int>(s.splits.size()) != size)
-    return wrong(s, "splits has ", s.splits.size(), " entries for ", size, " ranks");
-  int64_t sum = 0;
-  for (int64_t n : s.splits) {
-    if (n < 0) return wrong(s, "negative entry in splits");
-    if (__builtin_add_overflow(sum, n, &sum)) return wrong(s, "splits add up to more than 2^63");
-  }
-  if (sum > rows) return wrong(s, "the sum of splits, ", sum, ", exceeds the first dimension ", rows);
+  if (Status fits = check_splits(s.op, s.splits, t.shape[0], size); !fits.is_ok()) return wrong(s, fits.text());
   return Status::ok();
 }
 
@@ -115,12 +96,6 @@ Status check_arguments(const Submission& s, const Members& set, int me) {
     return wrong(s, "no tensor was given");
   for (const auto& t : s.tensors) HC_TRY(check_tensor(s, t, is_root));
   if (s.tensors.size() > kManyTensors) HC_TRY(check_frame(s));
-  if (s.op == Op::kReducescatter && s.reduce != Reduce::kSum && s.reduce != Reduce::kAverage)
-    return wrong(s,
-                 "Reducescatter currently only supports AVERAGE and SUM. Pass op=Sum or op=Average, or take this "
-                 "rank's rows of an allreduce");
-  if (s.op == Op::kReduce && s.reduce == Reduce::kAdasum)
-    return wrong(s, "Adasum is for allreduce; use it, or another op");
   if (s.op == Op::kAlltoall || (s.op == Op::kScatter && is_root)) return check_rows(s, set.size());
   return Status::ok();
 }
