@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <iterator>
 
 namespace hc {
 
@@ -86,10 +87,11 @@ std::string log_of(const NvrtcApi& api, NvrtcProgram program) {
 }
 
 Result<std::string> compiled(const NvrtcApi& api, NvrtcProgram program, int capability, bool machine_code) {
-  const std::string target = text_of("--gpu-architecture=", machine_code ? "sm_" : "compute_",
-                                     capability);  // as the host: no fused multiply-add
-  const char* options[] = {target.c_str(), "--std=c++17", "--fmad=false"};
-  if (const NvrtcResult bad = api.nvrtcCompileProgram(program, 3, options))
+  const std::string target = text_of("--gpu-architecture=", machine_code ? "sm_" : "compute_", capability);
+  // As the host: no fused multiply-add. The headers' constexpr functions are evaluated by the compiler, which NVRTC
+  // allows in code for devices only.
+  const char* options[] = {target.c_str(), "--std=c++17", "--fmad=false", "--device-as-default-execution-space"};
+  if (const NvrtcResult bad = api.nvrtcCompileProgram(program, static_cast<int>(std::size(options)), options))
     return error(Code::kUnsupported, "NVRTC ", api.major, ".", api.minor, " (", api.file, ") with ", target, ": ",
                  api.nvrtcGetErrorString(bad), log_of(api, program));
   size_t bytes = 0;

@@ -319,10 +319,8 @@ struct IntegerLane {
       return (W)((Unsigned)acc * (Unsigned)next);
     else if constexpr (R == Reduce::kMin || R == Reduce::kMax)
       return (next < acc) == (R == Reduce::kMin) ? next : acc;
-    else if constexpr (R == Reduce::kAnd)
-      return acc & next;
-    else if constexpr (R == Reduce::kOr)
-      return acc | next;
+    else if constexpr (R == Reduce::kAnd || R == Reduce::kOr)
+      return R == Reduce::kAnd ? acc & next : acc | next;
     else if constexpr (R == Reduce::kXor)
       return acc ^ next;
     else
@@ -390,11 +388,13 @@ HC_DEVICE void reduce_with(const ReduceArguments& a, const Place& here) {
   for (U64 i = chunks * kEach + here.first; i < a.count; i += here.step) reduce_vector<Lane, R, 1, One<T>>(a, i);
 }
 
+template <Reduce R, Kind K>
+constexpr bool kIsFold = is_fold(R, K);  // evaluated outside of device code
 template <class Lane>
 HC_DEVICE void reduce_by(const ReduceArguments& a, const Place& here) {
 #define HC_CASE(name, identity, kinds)                                                                \
   case Reduce::k##name:                                                                               \
-    if constexpr (is_fold(Reduce::k##name, Lane::kKind)) reduce_with<Lane, Reduce::k##name>(a, here); \
+    if constexpr (kIsFold<Reduce::k##name, Lane::kKind>) reduce_with<Lane, Reduce::k##name>(a, here); \
     return;
   switch (a.reduce) { HC_REDUCTIONS(HC_CASE) }
 #undef HC_CASE
