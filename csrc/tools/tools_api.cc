@@ -1,6 +1,7 @@
 // The C API of what needs no engine: the simulator, block quantisation, reports about this build and this machine.
 #include <string>
 
+#include "agreement/tuning.h"
 #include "arithmetic/quantize.h"
 #include "arithmetic/reduce.h"
 #include "base/build.h"
