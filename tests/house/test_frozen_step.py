@@ -1,0 +1,83 @@
+"""What a step of declared buckets enters once their plan is persistent: how many functions, and the journey in the docs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "benchmarks" / "functions_of_a_step.py"
+PAGE = ROOT / "docs" / "architecture.md"
+
+# Functions of the core, inline ones as well, that the step may enter. It is to become 40; who makes a step shorter
+# lowers the number.
+LIMIT = 205
+# The count varies by some functions, as hc-engine may take part of the work. A limit that is further away is stale.
+SLACK = 25
+# Place in the journey's table -> why the step does not enter it.
+NOT_ENTERED = {
+    "engine/negotiation": "what is not declared is negotiated",
+    "plan_cache": "what is not declared is negotiated",
+    "engine/coordinator": "what is not declared is negotiated",
+    "engine/batch_runner": "another folder has it",
+    "engine/operation": "another folder has it",
+}
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.guards("CMakeLists.txt", "benchmarks/functions_of_a_step.py", "csrc", "docs/architecture.md")
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_a_step_enters_few_functions_and_the_journey_names_their_files(script: ModuleType) -> None:
+    found = script.trace()
+    count = len(found.functions)
+    assert count <= LIMIT, f"{count} functions; benchmarks/functions_of_a_step.py prints them"
+    assert count > LIMIT - SLACK, f"{count} functions: lower LIMIT to {count + 8}"
+    absent, _ = script.compare_journey(found.files, PAGE.read_text())
+    assert set(absent) == set(NOT_ENTERED), (
+        "docs/architecture.md, one gradient's journey: files that the step does not enter, and no others, are in NOT_ENTERED"
+    )
+
+
+PAGE_OF_TWO_ROWS = """
+## One gradient's journey
+
+| # | where | thread | what |
+|---|---|---|---|
+| 1 | `torch/reducer.py`, `synchronize()` | user | Python |
+| 2 | `csrc/python`, `api.cc` | user | submits |
+| 3 | `engine/intake`, `engine/gone` | driver | runs |
+
+## Threads
+| 4 | `engine/other` | | |
+"""
+
+
+def test_the_journey_is_compared_by_file_and_by_folder(script: ModuleType) -> None:
+    files = ["api.cc", "engine/intake/queue.h", "net/mesh.cc"]
+    assert script.compare_journey(files, PAGE_OF_TWO_ROWS) == (["engine/gone"], ["net/mesh.cc"])
+    assert not script.is_at("engine/intake_other/queue.h", "engine/intake")
+    assert script.is_at("engine/intake/queue.h", "engine/intake/queue")
+
+
+def test_names_are_shown_without_their_arguments(script: ModuleType) -> None:
+    for name, short in {
+        "hc_wait": "hc_wait",
+        "hc::Engine::step(bool (*)(int), int) const": "hc::Engine::step",
+        "hc_wait::{lambda()#1}::operator()() const": "hc_wait::{lambda()#1}::operator()",
+        "hc::Loop<f(int)>::run(hc::Call const&)": "hc::Loop<f(int)>::run",
+    }.items():
+        assert script.without_arguments(name) == short
