@@ -31,6 +31,19 @@ MAY_INCLUDE = {
     "frameworks": {"frameworks", "door"},
     "include": {"door"},  # horoclone_tools.h adds to horoclone.h
 }
+# Inside a room, the levels from below: a folder may include itself and the folders of lower levels. "." is what lies in
+# the room's own folder.
+LEVELS = {
+    "collective": (".", "shared", "channels", "gpu"),
+    "engine": ("intake progress", "watch tune", "gpu", "sets point_to_point", "."),
+}
+# "file -> folder" of includes that point upwards inside a room, with the reason. None may be added.
+UPWARDS = {
+    "collective/host.cc -> shared": "makes the collectives of every folder: it belongs above them",
+    "collective/selection.cc -> shared": "limits of shared memory, which belong below",
+    "engine/intake/operation.h -> gpu": "an operation holds its work on a device, which belongs below",
+    "engine/intake/operation.h -> sets": "an operation holds memory, which belongs below",
+}
 FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning"}
 # path -> framework that it imports inside a function, and only when it is needed
 LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
@@ -100,6 +113,34 @@ def test_includes_point_downwards_only() -> None:
         if room not in MAY_INCLUDE[room_of(path)]
     ]
     assert not wrong, wrong
+
+
+def level_of(room: str, parts: tuple[str, ...]) -> tuple[str, int]:
+    """(folder inside the room, its level); `parts` of a path below csrc/."""
+    folder = parts[1] if len(parts) > 2 else "."
+    return folder, next(level for level, names in enumerate(LEVELS[room]) if folder in names.split())
+
+
+def test_every_folder_inside_a_room_has_a_level() -> None:
+    for room, levels in LEVELS.items():
+        found = {path.relative_to(CSRC / room).parts[0] for path in (CSRC / room).glob("*/*.h")} | {"."}
+        assert found == set(" ".join(levels).split()), f"{room}: keep LEVELS and the folders alike"
+
+
+def test_includes_point_downwards_inside_a_room() -> None:
+    upwards = set()
+    for room in LEVELS:
+        for path in (path for path in native_sources() if room_of(path) == room):
+            parts = path.relative_to(CSRC).parts
+            folder, level = level_of(room, parts)
+            for _, text in included_rooms(path):
+                if text.startswith(f"{room}/"):
+                    other, other_level = level_of(room, Path(text).parts)
+                    if other != folder and other_level >= level:
+                        upwards.add(f"{'/'.join(parts)} -> {other}")
+    assert not upwards - set(UPWARDS), f"these includes point upwards: {sorted(upwards - set(UPWARDS))}"
+    stale = sorted(set(UPWARDS) - upwards)
+    assert not stale, f"these point upwards no more, take them out of UPWARDS: {stale}"
 
 
 def test_the_core_includes_no_framework_python_or_mpi() -> None:
