@@ -91,9 +91,10 @@ format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
 	ruff format .
 	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
 
-docs: $(VENV)/.ready-package ## write docs/environment.md and the tables of docs/from_horovod.md anew
+docs: $(VENV)/.ready-package ## write what is generated in docs/ anew: environment.md, tables of from_horovod.md, architecture.svg
 	python docs/make_environment.py
 	python docs/make_differences.py
+	python docs/make_picture.py
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json

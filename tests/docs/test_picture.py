@@ -1,0 +1,81 @@
+"""docs/architecture.svg: current, legible, and drawn from what the sources include and import."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from itertools import combinations, pairwise
+from pathlib import Path
+from types import ModuleType
+from xml.etree import ElementTree
+
+import pytest
+
+DOCS = Path(__file__).resolve().parents[2] / "docs"
+
+
+@pytest.fixture(scope="module")
+def maker() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("make_picture", DOCS / "make_picture.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_picture_is_current_and_on_the_page(maker: ModuleType) -> None:
+    text = maker.picture()
+    assert maker.PICTURE.read_text() == text, "run `make docs`"
+    assert "](architecture.svg)" in (DOCS / "architecture.md").read_text()
+    ElementTree.fromstring(text)
+
+
+def layouts(maker: ModuleType) -> list:
+    modules = maker.without_circles(maker.graph_of_modules())
+    above = maker.place(maker.boxes_of(modules, "horoclone."), maker.reduced(modules))
+    below = maker.native_layout()
+    return [above, below, *(box.inside for box in below.boxes.values() if box.inside is not None)]
+
+
+def test_boxes_do_not_overlap_and_arrows_lead_down(maker: ModuleType) -> None:
+    found = layouts(maker)
+    assert len(found) == 2 + len(maker.OPENED)
+    for layout in found:
+        for one, other in combinations(layout.boxes.values(), 2):
+            apart_x = abs(one.x - other.x) - (one.width + other.width) / 2
+            apart_y = max(one.y, other.y) - min(one.y + one.height, other.y + other.height)
+            assert max(apart_x, apart_y) > 8, (one.name, other.name)
+        for way in layout.ways:
+            for a, b in pairwise(way):
+                assert layout.boxes[a].y + layout.boxes[a].height < layout.boxes[b].y, way
+
+
+def test_every_folder_of_the_sources_is_drawn(maker: ModuleType) -> None:
+    text = (DOCS / "architecture.svg").read_text()
+    rooms = {path.parent.relative_to(maker.CSRC).parts[0] for path in maker.CSRC.glob("*/*.h")}
+    for folder in (
+        *rooms - {"include", "tests"},
+        *(path.parent.name for path in maker.CSRC.glob("engine/*/*.h")),
+    ):
+        assert folder in text, folder
+
+
+def test_circles_share_a_box_and_what_follows_is_left_out(maker: ModuleType) -> None:
+    together = maker.CIRCLE.join(("b", "c"))
+    merged = maker.without_circles({"a": {"b", "d"}, "b": {"c"}, "c": {"b", "d"}, "d": set()})
+    assert merged == {"a": {together, "d"}, together: {"d"}, "d": set()}
+    assert maker.reduced(merged) == {"a": {together}, together: {"d"}, "d": set()}
+    assert maker.ranks_of(merged) == {"d": 0, together: 1, "a": 2}
+
+
+def test_an_order_without_crossings_is_found(maker: ModuleType) -> None:
+    steps = [("a", "z"), ("b", "y"), ("c", "x"), ("a", "y")]
+    assert maker.crossings([["a", "b", "c"], ["x", "y", "z"]], steps) > 0
+    assert maker.crossings(maker.best_order([["a", "b", "c"], ["x", "y", "z"]], steps), steps) == 0
+
+
+def test_places_keep_their_order_and_do_not_touch(maker: ModuleType) -> None:
+    placed = maker.spread([5.0, 0.0, 100.0], [20.0, 30.0, 10.0])
+    assert placed[1] - placed[0] == pytest.approx(25 + maker.GAP_X)
+    assert (placed[0] + placed[1]) / 2 == pytest.approx(2.5) and placed[2] == 100.0
