@@ -13,13 +13,15 @@ from typing import Any
 __version__ = "0.1.0"
 
 _HOMES: dict[str, tuple[str, ...]] = {
+    "runtime.life": ("init", "shutdown"),
     "runtime": (
-        "init", "shutdown", "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size",
-        "is_homogeneous", "mpi_threads_supported", "mpi_enabled", "mpi_built", "gloo_enabled", "gloo_built",
-        "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built",
-        "start_timeline", "stop_timeline",
+        "is_initialized", "rank", "size", "local_rank", "local_size", "cross_rank", "cross_size", "is_homogeneous",
+        "mpi_threads_supported", "mpi_enabled", "gloo_enabled", "start_timeline", "stop_timeline",
     ),
-    "observe": ("flight_record", "metrics"),
+    "runtime.built": (
+        "mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built",
+    ),
+    "runtime.observe": ("flight_record", "metrics"),
     "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product", "And", "Or", "Xor"),
     "process_sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
     "errors": (

@@ -113,7 +113,7 @@ class Runtime:
     cross_rank: int
     cross_size: int
     is_homogeneous: bool
-    address: int  # of the hc_runtime, for native libraries (horoclone.attached); valid as long as this object
+    address: int  # of the hc_runtime, for native libraries (horoclone.runtime.attached); valid as long as this object
 
     def __init__(self, settings: dict[str, str]) -> None:
         """Opens the listeners. settings: HOROCLONE_* / HOROVOD_* variables (os.environ filtered); unknown names are ignored."""
@@ -267,4 +267,4 @@ def device_report(settings: dict[str, str]) -> str:
     """JSON: {"cuda": {"found", "file", "version", "devices"} or {"found": false, "reason"}, "nccl": the same and "where"}."""
 
 def set_error_classes(classes: dict[int, Callable[[str, int], BaseException]]) -> None:
-    """code -> factory(text, culprit); called once by horoclone.errors' importer (runtime.py)."""
+    """code -> factory(text, culprit); called once by horoclone.runtime.native_module."""

@@ -1,15 +1,17 @@
 """Subsets of ranks. A set is registered by `init(process_sets=...)` or `add_process_set`, collectively.
 
-The table of registered sets lives here, one per process; runtime.py fills it at init and clears it at shutdown.
+The table of registered sets lives here, one per process; runtime/life.py fills it at init and clears it at shutdown.
 """
 
 from __future__ import annotations
 
+import array
 import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from horoclone import errors, runtime
+from horoclone import errors, ops
+from horoclone.runtime import current
 
 
 class ProcessSet:
@@ -27,12 +29,12 @@ class ProcessSet:
 
     def size(self) -> int | None:
         """How many ranks belong to it; None while it is unregistered. NotInitialized before init."""
-        runtime.native()
+        current.native()
         return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
         """This process's place in it, None while it is unregistered. ValueError if this process is not in it."""
-        world_rank = runtime.native().rank
+        world_rank = current.native().rank
         if self.process_set_id is None or self.ranks is None:
             return None
         if world_rank not in self.ranks:
@@ -41,7 +43,7 @@ class ProcessSet:
 
     def included(self) -> bool | None:
         """Whether this process is one of its ranks, registered or not; None while its ranks are not known."""
-        world_rank = runtime.native().rank
+        world_rank = current.native().rank
         return None if self.ranks is None else world_rank in self.ranks
 
     def __str__(self) -> str:
@@ -140,8 +142,8 @@ _KINDS = ("ranks", "communicator", "foreign communicator")
 
 
 def _dynamic(call: str) -> Any:
-    native = runtime.native()
-    if not runtime.dynamic_process_sets():
+    native = current.native()
+    if not current.dynamic:
         raise ValueError(
             f"{call} needs HOROVOD_DYNAMIC_PROCESS_SETS=1 before hvd.init(), or hvd.init(process_sets='dynamic')."
         )
@@ -150,15 +152,16 @@ def _dynamic(call: str) -> Any:
 
 def _exchange(call: str, mine: list[int]) -> list[list[int]]:
     """Every rank's list, by rank: what is registered or removed is agreed on before anything changes."""
-    import numpy as np
-
-    from horoclone import arrays
-
-    everything = arrays.allgather(np.array([len(mine), *mine], np.int64), f"horoclone.process_set.{call}")
+    values = array.array("q", [len(mine), *mine])
+    gathered = current.native().run(
+        ops.ALLGATHER, f"horoclone.process_set.{call}", values.buffer_info()[0], 0, (len(values),), ops.DTYPES["int64"]
+    )  # fmt: skip
+    assert gathered is not None
+    everything = memoryview(gathered).cast("q").tolist()
     lists, at = [], 0
-    while at < everything.size:
-        end = at + 1 + int(everything[at])
-        lists.append([int(value) for value in everything[at + 1 : end]])
+    while at < len(everything):
+        end = at + 1 + everything[at]
+        lists.append(everything[at + 1 : end])
         at = end
     return lists
 
@@ -175,7 +178,7 @@ def _register(native: Any, wanted: ProcessSet) -> None:
     if wanted.mpi_comm is not None:
         kind = "communicator"
         try:
-            mine = runtime.world_ranks_of(wanted.mpi_comm)
+            mine = current.world_ranks_of(wanted.mpi_comm)
         except ValueError as error:  # the others are told before it is raised: they would wait
             kind, mine, foreign = "foreign communicator", [], error
     theirs = _exchange("add", [_KINDS.index(kind), *mine])
@@ -232,7 +235,7 @@ def _check(native: Any, ranks: list[int]) -> None:
 
 
 def on_init(native: Any, wanted: Sequence[ProcessSet]) -> None:
-    """Called by runtime.init: fills in the global set and registers the sets that the user passed."""
+    """Called by init(): fills in the global set and registers the sets that the user passed."""
     clear()
     global_process_set.ranks = list(range(native.size))
     for index, entry in enumerate(wanted):
@@ -249,7 +252,7 @@ def on_init(native: Any, wanted: Sequence[ProcessSet]) -> None:
 
 
 def clear() -> None:
-    """Called by runtime.shutdown: every set but the global one is unregistered."""
+    """Called by shutdown(): every set but the global one is unregistered."""
     for number, members in list(_registered.items()):
         if number:
             members.process_set_id = None

@@ -283,7 +283,13 @@ class Crew:
     def __init__(self, env: Mapping[str, str], *modules: str) -> None:
         import subprocess
 
-        modules = ("pytest", "horoclone.runtime", "horoclone._core", "horoclone.bootstrap.exchange", *modules)
+        modules = (
+            "pytest",
+            "horoclone.runtime.life",
+            "horoclone._core",
+            "horoclone.bootstrap.exchange",
+            *modules,
+        )
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._channel = ours
         self._ended: dict[int, int] = {}

@@ -140,8 +140,8 @@ def run_job(job: Job) -> Outcome:
 def tell_state(ask_fd: int) -> None:
     """Thread: each byte that arrives makes it write the engine's state to the log, while the main thread waits."""
     while os.read(ask_fd, 1):
-        runtime = sys.modules.get("horoclone.runtime")
-        native = getattr(runtime, "_native", None)
+        runtime = sys.modules.get("horoclone.runtime.current")
+        native = getattr(runtime, "runtime", None)
         text = native.describe() if native is not None else "(horoclone is not initialised on this rank)"
         print(f"--- engine state ---\n{text}\n--- end of engine state ---", file=sys.stderr, flush=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from horoclone import ops, process_sets, runtime
+from horoclone.runtime import built, life
 
 
 class HorovodBasics:
@@ -17,8 +18,8 @@ class HorovodBasics:
     Max = ops.Max
     Product = ops.Product
 
-    init = staticmethod(runtime.init)
-    shutdown = staticmethod(runtime.shutdown)
+    init = staticmethod(life.init)
+    shutdown = staticmethod(life.shutdown)
     is_initialized = staticmethod(runtime.is_initialized)
     start_timeline = staticmethod(runtime.start_timeline)
     stop_timeline = staticmethod(runtime.stop_timeline)
@@ -31,15 +32,15 @@ class HorovodBasics:
     is_homogeneous = staticmethod(runtime.is_homogeneous)
     mpi_threads_supported = staticmethod(runtime.mpi_threads_supported)
     mpi_enabled = staticmethod(runtime.mpi_enabled)
-    mpi_built = staticmethod(runtime.mpi_built)
+    mpi_built = staticmethod(built.mpi_built)
     gloo_enabled = staticmethod(runtime.gloo_enabled)
-    gloo_built = staticmethod(runtime.gloo_built)
-    nccl_built = staticmethod(runtime.nccl_built)
-    ddl_built = staticmethod(runtime.ddl_built)
-    ccl_built = staticmethod(runtime.ccl_built)
-    cuda_built = staticmethod(runtime.cuda_built)
-    rocm_built = staticmethod(runtime.rocm_built)
-    sycl_built = staticmethod(runtime.sycl_built)
+    gloo_built = staticmethod(built.gloo_built)
+    nccl_built = staticmethod(built.nccl_built)
+    ddl_built = staticmethod(built.ddl_built)
+    ccl_built = staticmethod(built.ccl_built)
+    cuda_built = staticmethod(built.cuda_built)
+    rocm_built = staticmethod(built.rocm_built)
+    sycl_built = staticmethod(built.sycl_built)
 
     def __init__(self, *library: Any) -> None:
         pass

@@ -1,6 +1,6 @@
 """Under Horovod's name: small functions that scripts take from `horovod.common.util`. Loads no framework.
 
-The *_built functions answer for this build, as those of horoclone.runtime do.
+The *_built functions answer for this build, as those of horoclone.runtime.built do.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from horoclone import runtime
+from horoclone.runtime import built
 
 T = TypeVar("T")
 
@@ -52,32 +52,32 @@ def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
     """Whether that framework's GPU tensors can be reduced by this build."""
-    return extension_available(ext_base_name, verbose) and (runtime.cuda_built() or runtime.rocm_built())
+    return extension_available(ext_base_name, verbose) and (built.cuda_built() or built.rocm_built())
 
 
 def mpi_built(verbose: bool = False) -> bool:
     """Whether jobs may be started by mpirun: mpi4py is installed."""
-    return runtime.mpi_built()
+    return built.mpi_built()
 
 
 def gloo_built(verbose: bool = False) -> bool:
     """Always True: it means that MPI is not needed."""
-    return runtime.gloo_built()
+    return built.gloo_built()
 
 
 def nccl_built(verbose: bool = False) -> int:
     """NCCL's version code, 0 when NCCL cannot be used."""
-    return runtime.nccl_built()
+    return built.nccl_built()
 
 
 def ddl_built(verbose: bool = False) -> bool:
     """False: IBM's DDL is not supported."""
-    return runtime.ddl_built()
+    return built.ddl_built()
 
 
 def ccl_built(verbose: bool = False) -> bool:
     """False: oneCCL is not supported."""
-    return runtime.ccl_built()
+    return built.ccl_built()
 
 
 def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) -> None:

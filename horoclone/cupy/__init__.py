@@ -54,19 +54,17 @@ from horoclone.process_sets import ProcessSet, add_process_set, global_process_s
 from horoclone.runtime import (
     cross_rank,
     cross_size,
-    cuda_built,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
-    nccl_built,
     rank,
-    shutdown,
     size,
     start_timeline,
     stop_timeline,
 )
+from horoclone.runtime.built import cuda_built, nccl_built
+from horoclone.runtime.life import init, shutdown
 
 __all__ = [
     *ops.__all__, "Aborted", "HorovodInternalError", "Mismatch", "NotInitialized",

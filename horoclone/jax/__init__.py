@@ -17,21 +17,20 @@ from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
 from horoclone.jax.optimizer import DistributedOptimizer
 from horoclone.objects import allgather_object, broadcast_object
-from horoclone.observe import flight_record, metrics
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import (
     cross_rank,
     cross_size,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
     rank,
-    shutdown,
     size,
 )
+from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.observe import flight_record, metrics
 
 native.load()
 add_process_set = native.add_process_set

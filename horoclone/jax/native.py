@@ -14,9 +14,10 @@ import jax
 import numpy as np
 
 import horoclone
-from horoclone import process_sets, runtime
+from horoclone import process_sets
 from horoclone.errors import Unsupported
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.runtime import attached
 
 TARGET = "horoclone_collective"
 CALL_SITE = "horoclone_call_site"
@@ -46,7 +47,7 @@ def load() -> None:
         library.hc_jax_process_set.restype = None
         _register(library)
         _library = library
-        runtime.attach(_set_runtime)
+        attached.attach(_set_runtime)
 
 
 def _register(library: Any) -> None:

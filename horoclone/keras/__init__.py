@@ -31,35 +31,36 @@ from horoclone.keras.values import (
     broadcast_variables,
     reducescatter,
 )
-from horoclone.observe import flight_record, metrics
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horoclone.runtime import (
-    ccl_built,
     cross_rank,
     cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
-    mpi_built,
     mpi_enabled,
     mpi_threads_supported,
-    nccl_built,
     rank,
-    rocm_built,
-    shutdown,
     size,
     start_timeline,
     stop_timeline,
+)
+from horoclone.runtime.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+    rocm_built,
     sycl_built,
 )
+from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.observe import flight_record, metrics
 
 __all__ = [
     *ops.__all__, "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError",

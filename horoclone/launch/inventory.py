@@ -16,7 +16,7 @@ from horoclone.selection import remembered
 
 # A process of its own, because asking the GPU driver starts it, after which a process must not fork any more.
 _PROBE = """import json, os, horoclone._core as core
-from horoclone.gpu_libraries import with_libraries
+from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.settings import settings_of
 settings = with_libraries(settings_of(os.environ))
 print(json.dumps({'file': core.__file__, 'build': json.loads(core.build_info()),

@@ -11,6 +11,7 @@ import socket
 from lightning.pytorch.plugins.environments import ClusterEnvironment
 
 from horoclone import objects, runtime
+from horoclone.runtime import life
 
 
 class HorocloneEnvironment(ClusterEnvironment):
@@ -22,7 +23,7 @@ class HorocloneEnvironment(ClusterEnvironment):
 
     def __init__(self) -> None:
         super().__init__()
-        runtime.init()
+        life.init()
         self._meeting: tuple[str, int] | None = None
 
     @property

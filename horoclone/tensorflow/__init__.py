@@ -13,7 +13,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.observe import flight_record, metrics
+from horoclone.runtime.observe import flight_record, metrics
 from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.functions import (

@@ -13,8 +13,8 @@ from typing import Any
 import tensorflow as tf
 
 import horoclone
-from horoclone import attached
 from horoclone.errors import HorovodVersionMismatchError
+from horoclone.runtime import attached
 
 OLDEST = (2, 16)
 MADE_FOR = "2.16 or newer (tested with 2.16 and 2.21)"

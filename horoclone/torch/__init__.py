@@ -1,6 +1,5 @@
 """horoclone for PyTorch: `import horoclone.torch as hvd`. What `horovod.torch` offers, under the same names."""
 
-from horoclone import runtime
 from horoclone.common.util import check_extension
 from horoclone.errors import (
     Aborted,
@@ -12,7 +11,8 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.observe import flight_record, metrics
+from horoclone.runtime import life
+from horoclone.runtime.observe import flight_record, metrics
 from horoclone.torch import c10d, elastic, messages, mpi_ops, rooted
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
@@ -27,7 +27,7 @@ from horoclone.torch.optimizer import DistributedOptimizer
 from horoclone.torch.rooted import *  # noqa: F403
 from horoclone.torch.sync_batch_norm import SyncBatchNorm
 
-runtime.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
+life.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
 
 __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,

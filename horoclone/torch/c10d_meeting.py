@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from horoclone import errors, objects, runtime
+from horoclone import errors, objects
 from horoclone.bootstrap import exchange, launchers, wire
+from horoclone.runtime import current, life, native_module
 from horoclone.settings import settings_of
 from horoclone.torch.c10d_lost import Look
 from horoclone.torch.c10d_signed import SignedStore
@@ -57,7 +58,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
             settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
         token = values[0].rpartition(b"\n")[2].decode(errors="replace")
         job = exchange.meet_on_this_host(token, rank, size, os.environ, deadline)
-    native: Runtime = runtime._core().Runtime(settings)
+    native: Runtime = native_module.core().Runtime(settings)
     try:
         if one_host:
             endpoints = job.gather(native.endpoint(), deadline, None)
@@ -88,7 +89,7 @@ def of_this_life(store: Any) -> Any:
 
 def _own_secret() -> bytes:
     """Of the job that hvd.init() has joined, or from the environment; empty when there is none."""
-    return runtime.job_secret() or launchers.shared_secret(os.environ)
+    return current.job_secret() or launchers.shared_secret(os.environ)
 
 
 def _host() -> str:
@@ -111,8 +112,8 @@ def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Call
         if given or "rank=" in url or "world_size=" in url:
             yield from torchs_own(url, timeout, **kwargs)
             return
-        runtime.init()
-        native = runtime.native()
+        life.init()
+        native = current.native()
         yield _store(native, timeout), native.rank, native.size
         raise RuntimeError("env:// cannot meet a second time")
 

@@ -29,31 +29,32 @@ from horoclone.ops import (
 )
 from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from horoclone.runtime import (
-    ccl_built,
     cross_rank,
     cross_size,
-    cuda_built,
-    ddl_built,
-    gloo_built,
     gloo_enabled,
-    init,
     is_homogeneous,
     is_initialized,
     local_rank,
     local_size,
-    mpi_built,
     mpi_enabled,
     mpi_threads_supported,
     native,
-    nccl_built,
     rank,
-    rocm_built,
-    shutdown,
     size,
     start_timeline,
     stop_timeline,
+)
+from horoclone.runtime.built import (
+    ccl_built,
+    cuda_built,
+    ddl_built,
+    gloo_built,
+    mpi_built,
+    nccl_built,
+    rocm_built,
     sycl_built,
 )
+from horoclone.runtime.life import init, shutdown
 from horoclone.torch import handles
 from horoclone.torch.alltoall import alltoall, alltoall_async
 from horoclone.torch.arguments import share_reduce

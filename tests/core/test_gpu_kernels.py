@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 from horoclone.array_memory import dtype_of
-from horoclone.gpu_libraries import nvrtc_folders
+from horoclone.runtime.gpu_libraries import nvrtc_folders
 
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")
 

@@ -15,6 +15,7 @@ from crew import say, traces
 
 import horoclone as hvd
 from horoclone import runtime
+from horoclone.runtime import native_module
 
 MODES = pytest.mark.parametrize("shared", [True, False], ids=["shared", "tcp"])
 BIG = 1 << 20  # elements of 4 bytes
@@ -246,7 +247,7 @@ GARBAGE = [
 
 def start_slowly(late, seconds):
     """Rank 1 holds up the start when all have met but nobody is connected: rank 0's doors are open until then."""
-    connect = runtime._core().Runtime.connect
+    connect = native_module.core().Runtime.connect
 
     def hold_up(native, *args):
         say(doors=traces()["ports"])
@@ -254,7 +255,7 @@ def start_slowly(late, seconds):
             time.sleep(0.01)
         return connect(native, *args)
 
-    runtime._core().Runtime.connect = hold_up
+    native_module.core().Runtime.connect = hold_up
     hvd.init()
     say(open=traces()["ports"])
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -369,18 +369,18 @@ def test_a_rank_that_never_comes_is_named_when_the_time_is_over(launch):
 
 
 def test_start_timeout_must_be_a_number():
-    from horoclone import runtime
+    from horoclone import settings
 
-    assert runtime.start_timeout_s({}) == 300
-    assert runtime.start_timeout_s({"HOROVOD_START_TIMEOUT": "30"}) == 30
-    assert runtime.start_timeout_s({"HOROCLONE_START_TIMEOUT": "2.5", "HOROVOD_START_TIMEOUT": "30"}) == 2.5
+    assert settings.start_timeout_s({}) == 300
+    assert settings.start_timeout_s({"HOROVOD_START_TIMEOUT": "30"}) == 30
+    assert settings.start_timeout_s({"HOROCLONE_START_TIMEOUT": "2.5", "HOROVOD_START_TIMEOUT": "30"}) == 2.5
     for wrong in ("soon", "-1", "0", "inf", "nan"):
         with pytest.raises(ValueError, match="START_TIMEOUT"):
-            runtime.start_timeout_s({"HOROCLONE_START_TIMEOUT": wrong})
+            settings.start_timeout_s({"HOROCLONE_START_TIMEOUT": wrong})
 
 
 def test_the_secret_does_not_reach_the_core_through_its_settings():
-    from horoclone import runtime
+    from horoclone import settings
 
     environ = {
         "HOROCLONE_SECRET": "s",
@@ -388,7 +388,7 @@ def test_the_secret_does_not_reach_the_core_through_its_settings():
         "HOROVOD_CYCLE_TIME": "1",
         "PATH": "/bin",
     }
-    assert runtime.settings_of(environ) == {"HOROVOD_CYCLE_TIME": "1"}
+    assert settings.settings_of(environ) == {"HOROVOD_CYCLE_TIME": "1"}
 
 
 # --- a few runs under launchers that are not ours

@@ -27,7 +27,8 @@ if dies and phase == "before init":
     die()
 import numpy as np
 import horoclone as hvd
-from horoclone import errors, runtime
+from horoclone import errors
+from horoclone.runtime import life
 from horoclone.bootstrap import exchange
 
 class Dies:
@@ -47,13 +48,13 @@ class Dies:
         self.native.shutdown(*arguments)
 
 if dies:
-    core = runtime._core()
+    core = life.core()
     class Core:
         def __getattr__(self, name):
             return getattr(core, name)
         def Runtime(self, settings):
             return Dies(core.Runtime(settings))
-    runtime._core = Core
+    life.core = Core
     gather = exchange.Job.gather
     def gather_and_die(self, *arguments):
         if phase == "before gathering":

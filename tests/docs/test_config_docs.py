@@ -112,12 +112,12 @@ def test_a_setting_that_nothing_reads_says_so_and_one_that_is_read_does_not(
     ],
 )
 def test_a_bad_value_is_refused_with_its_name_and_what_is_accepted(name: str, value: str) -> None:
-    runtime = pytest.importorskip("horoclone.runtime")
+    module = pytest.importorskip("horoclone.runtime.native_module")
     with pytest.raises(ValueError, match=rf"{name}='{re.escape(value)}'.*accepted is"):
-        runtime._core().Runtime({name: value})
+        module.core().Runtime({name: value})
 
 
 def test_the_horoclone_name_wins_over_the_horovod_name() -> None:
-    runtime = pytest.importorskip("horoclone.runtime")
+    module = pytest.importorskip("horoclone.runtime.native_module")
     with pytest.raises(ValueError, match="HOROCLONE_CACHE_CAPACITY"):
-        runtime._core().Runtime({"HOROCLONE_CACHE_CAPACITY": "x", "HOROVOD_CACHE_CAPACITY": "y"})
+        module.core().Runtime({"HOROCLONE_CACHE_CAPACITY": "x", "HOROVOD_CACHE_CAPACITY": "y"})

@@ -20,7 +20,7 @@ def nccl_built() -> int:
     import ctypes
     import os
 
-    from horoclone.gpu_libraries import nccl_folders
+    from horoclone.runtime.gpu_libraries import nccl_folders
 
     if not cuda_built():
         return 0

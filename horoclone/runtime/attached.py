@@ -1,7 +1,7 @@
 """Native libraries of the framework bindings that submit to the engine themselves (from kernels, without Python).
 
 Each holds one pointer to the runtime, set here after every init() and cleared before every shutdown(). Thread: any;
-runtime.py calls publish() with its lock held.
+life.py calls publish() with its lock held.
 """
 
 from __future__ import annotations

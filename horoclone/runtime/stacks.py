@@ -1,59 +1,17 @@
-"""What the runtime tells about itself: the flight recorder, counters, and the stack that stall reports show."""
+"""The stack that stall reports show: what the thread that called init() is doing, told by a signal and a pipe."""
 
 from __future__ import annotations
 
 import faulthandler
-import json
 import os
 import signal
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from horoclone import runtime
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
-
-
-def flight_record(path: str | os.PathLike[str] | None = None) -> dict[str, Any]:
-    """This rank's last 1,000 operations, newest last, under "operations"; also rank, size, host and process sets.
-
-    Each has op, name (None: unnamed), dtype, shape, process_set, call (its number among this rank's calls to that set,
-    from 1), use (its number among those with its name), state ("pending", "running", "ok", or how it failed) and how
-    many seconds ago it was submitted, agreed on and done (None: not yet). With `path` the record is written there too;
-    `horoclone debug` compares the records of several ranks. NotInitialized before init; OSError from writing.
-    """
-    text = runtime.native().flight_record("asked for")
-    if path is not None:
-        Path(path).write_text(text)
-    record: dict[str, Any] = json.loads(text)
-    return record
-
-
-def metrics() -> dict[str, Any]:
-    """Counters of this rank since init: operations, batches, bytes, control frames, sleeps, ... All only grow.
-
-    "last_ready" says who keeps the others waiting: process set id -> [{rank, times, seconds}]: how often that rank was
-    the last to be ready, and how long the first one had waited by then. Rank 0 of a set knows about every operation
-    that is negotiated; about an optimizer's declared buckets each rank knows whom it waited for itself. "slowest" names
-    the rank with the most seconds per set. "autotune" has the settings in force: {searching, changes,
-    fusion_threshold, cycle_time_ms, ...}; with HOROVOD_AUTOTUNE=1 they change until searching is False.
-    NotInitialized before init.
-    """
-    counters: dict[str, Any] = json.loads(runtime.native().counters())
-    last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}
-    counters["last_ready"] = last_ready
-    counters["slowest"] = {
-        set_id: max(ranks, key=lambda one: one["seconds"])["rank"]
-        for set_id, ranks in last_ready.items()
-        if ranks
-    }
-    return counters
-
-
-# --- the stack of a late rank --------------------------------------------------------------------------------------
 
 _pipe: tuple[int, int] | None = None  # kept for the life of the process: a signal may come at any moment
 _signal: int | None = None

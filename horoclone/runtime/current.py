@@ -1,0 +1,90 @@
+"""The one pointer to the native runtime of this process, and the job that it belongs to.
+
+The core has no globals; the comfort of `hvd.rank()` without an object lives here and nowhere else. Bindings call
+`native()` for every operation. life.py and ending.py write these variables, with `lock` held. Thread: any.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+from horoclone import errors
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+    from horoclone.bootstrap.exchange import Job
+
+runtime: Runtime | None = None
+job: Job | None = None  # kept between init calls: its server, secret and MPI survive shutdown()
+forked_from: int | None = None  # pid of the parent that had called init
+dynamic = False  # whether add_process_set and remove_process_set are allowed in this life
+lock = threading.RLock()
+
+
+def native() -> Runtime:
+    """The native runtime. NotInitialized (naming the call) before init; HorovodInternalError in a forked child."""
+    if runtime is None:
+        raise absence()
+    return runtime
+
+
+def is_initialized() -> bool:
+    """True between init() and shutdown() in the process that called init()."""
+    return runtime is not None
+
+
+def absence() -> errors.HorovodInternalError:
+    """Why there is no runtime."""
+    if forked_from is not None:
+        return forked_error()
+    return errors.NotInitialized(
+        f"Horovod has not been initialized; use hvd.init(). (The call was {_called()}().)"
+    )
+
+
+def forked_error() -> errors.HorovodInternalError:
+    """What every call of a forked child gets whose parent had a runtime."""
+    return errors.HorovodInternalError(
+        f"{_called()}(): this process (pid {os.getpid()}) was forked from pid {forked_from} after hvd.init(), and the "
+        "runtime does not survive a fork. Calling hvd.init() and then forking is not supported for processes that "
+        "communicate: start them with the 'spawn' method, or fork first and call hvd.init() afterwards. Workers that "
+        "only load data may be forked; pass them hvd.rank() and hvd.size() as values."
+    )
+
+
+def _called() -> str:
+    """The public function through which the user came: the outermost frame of this package above the user's code."""
+    frame, name = sys._getframe(1), "native"
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__", ""))
+        if module.split(".", 1)[0] != "horoclone":
+            break
+        if not frame.f_code.co_name.startswith(("_", "<")):
+            name = frame.f_code.co_name
+        frame = frame.f_back  # type: ignore[assignment]
+    return f"hvd.{name}"
+
+
+def job_secret() -> bytes:
+    """What the ranks of this job share and nobody else knows; empty before init()."""
+    return job.secret if job is not None and runtime is not None else b""
+
+
+def world_ranks_of(comm: Any) -> list[int]:
+    """World ranks of the members of an mpi4py communicator."""
+    if job is None:
+        raise absence()
+    return job.world_ranks_of(comm)
+
+
+def say(text: str) -> None:
+    """One line for humans on stderr; a closed stderr is no reason to fail."""
+    who = f"rank {job.rank}" if job is not None else f"pid {os.getpid()}"
+    try:
+        sys.stderr.write(f"horoclone [{who}]: {text}\n")
+        sys.stderr.flush()
+    except (OSError, ValueError, AttributeError):
+        pass

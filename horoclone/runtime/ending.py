@@ -1,0 +1,124 @@
+"""How a process ends or forks: the hooks that tell the peers and the launcher, each within a deadline.
+
+Thread: the interpreter's main one, at exit and in its excepthook; the only thread of a forked child.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from horoclone import errors
+from horoclone.bootstrap import exchange
+from horoclone.runtime import current
+
+if TYPE_CHECKING:
+    from horoclone.bootstrap.exchange import Job
+
+EXIT_DEADLINE_S = 5.0
+TELL_DEADLINE_S = 2.0  # how long a dying rank spends on telling its peers, and then its launcher
+FAILURE_TEXT_BYTES = 16384
+
+_inherited: list[Any] = []  # a forked child keeps the parent's runtime, so that nothing is torn down here
+_hooks_installed = False
+
+
+def install_hooks(shut_down: Callable[[float], None]) -> None:
+    """Once in a process. shut_down: ends the runtime within so many seconds."""
+    global _hooks_installed
+    if _hooks_installed:
+        return
+    _hooks_installed = True
+    atexit.register(_at_exit, shut_down)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
+    previous = sys.excepthook
+
+    def tell_and_chain(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        try:
+            _tell_failure(kind, error, trace)
+        finally:
+            previous(kind, error, trace)
+
+    sys.excepthook = tell_and_chain
+
+
+def _bounded(work: Callable[[], None], limit_s: float) -> bool:
+    """Runs `work` for at most limit_s seconds: a process that is ending must end. False when it did not finish."""
+
+    def quiet() -> None:
+        try:
+            work()
+        except Exception:  # the process is ending; its own error is the one to show
+            pass
+
+    thread = threading.Thread(target=quiet, name="hc-exit", daemon=True)
+    try:
+        thread.start()
+    except (
+        RuntimeError
+    ):  # an interpreter that is too far gone for threads; every call in `work` has its own deadline
+        quiet()
+        return True
+    thread.join(limit_s)
+    return not thread.is_alive()
+
+
+def _at_exit(shut_down: Callable[[float], None]) -> None:
+    if current.forked_from is not None:
+        return
+    _bounded(lambda: shut_down(EXIT_DEADLINE_S), EXIT_DEADLINE_S + 0.5)
+    job, current.job = current.job, None
+    if job is not None:
+        _bounded(lambda: job.close(process_ends=True), TELL_DEADLINE_S)
+
+
+def _after_fork_in_child() -> None:
+    current.lock = threading.RLock()  # another thread of the parent may have held it
+    job, current.job = current.job, None
+    if job is not None:
+        job.after_fork_in_child()
+        _inherited.append(job)
+    runtime, current.runtime = current.runtime, None
+    if runtime is not None:
+        current.forked_from = os.getppid()
+        _inherited.append(runtime)
+        runtime.after_fork_child()
+
+
+def _tell_failure(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+    """Tells the peers why this rank is about to end, then the launcher with the whole traceback."""
+    if current.forked_from is not None:
+        return
+    runtime, job = current.runtime, current.job or _job_to_report_to()
+    if job is None:
+        return
+    consequence = issubclass(kind, (errors.PeerLost, errors.Aborted))  # the peers have the root cause already
+    if runtime is not None and not consequence:
+        text = failure_line(job.rank, kind, error)
+        _bounded(lambda: runtime.abort(text), TELL_DEADLINE_S)
+    report = "".join(traceback.format_exception(kind, error, trace))[-FAILURE_TEXT_BYTES:]
+    _bounded(lambda: job.report_failure(report, consequence), TELL_DEADLINE_S)
+
+
+def _job_to_report_to() -> Job | None:
+    """For a failure before init came to the job: with our launcher, its rendezvous can be told nevertheless."""
+    if not os.environ.get("HOROCLONE_RENDEZVOUS"):
+        return None
+    try:
+        return exchange.open_job(None, os.environ, time.monotonic() + TELL_DEADLINE_S, None, None)
+    except (errors.HorovodInternalError, ValueError):
+        return None  # init has said what is wrong with the environment
+
+
+def failure_line(rank: int, kind: type[BaseException], error: BaseException) -> str:
+    """`rank 1 raised ValueError: bad batch 17`: one line, at most 500 characters."""
+    if issubclass(kind, KeyboardInterrupt):
+        return f"rank {rank} was interrupted (Ctrl-C)"
+    lines = str(error).strip().splitlines()
+    return f"rank {rank} raised {kind.__name__}{': ' + lines[0] if lines else ''}"[:500]

@@ -1,0 +1,90 @@
+"""What this process knows about its place in the job: ranks, sizes, MPI or not, and the timeline's switch."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from horoclone import errors
+from horoclone.runtime import current
+from horoclone.runtime.current import native
+
+
+def rank() -> int:
+    """This process's number, 0..size-1."""
+    return native().rank
+
+
+def size() -> int:
+    """Number of processes."""
+    return native().size
+
+
+def local_rank() -> int:
+    """This process's number on its host."""
+    return native().local_rank
+
+
+def local_size() -> int:
+    """Number of processes on this host."""
+    return native().local_size
+
+
+def cross_rank() -> int:
+    """This host's number among the hosts that have a process with my local rank."""
+    return native().cross_rank
+
+
+def cross_size() -> int:
+    """Number of hosts that have a process with my local rank."""
+    return native().cross_size
+
+
+def is_homogeneous() -> bool:
+    """Whether every host runs the same number of processes."""
+    return native().is_homogeneous
+
+
+def mpi_enabled() -> bool:
+    """Whether this job was started by an MPI launcher or from an MPI communicator."""
+    if current.job is not None:
+        return current.job.uses_mpi
+    from horoclone.bootstrap import detect
+
+    try:
+        return detect.detect(os.environ).uses_mpi
+    except errors.HorovodInternalError:
+        return False
+
+
+def mpi_threads_supported() -> bool:
+    """Whether MPI may be used from several threads. ValueError when MPI is not in use."""
+    native()
+    if not mpi_enabled():
+        raise ValueError(
+            "mpi_threads_supported: MPI is not in use; start the job with mpirun, or pass init(comm=...)."
+        )
+    mpi = sys.modules.get("mpi4py.MPI")
+    if mpi is None or not mpi.Is_initialized() or mpi.Is_finalized():
+        return True  # horoclone itself makes no MPI call then
+    return bool(mpi.Query_thread() >= mpi.THREAD_MULTIPLE)
+
+
+def gloo_enabled() -> bool:
+    """Whether the job runs without MPI."""
+    return not mpi_enabled()
+
+
+def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
+    """Writes a Chrome trace of what the engine does to `file_path` from now on (docs/timeline.md); ends the one before.
+
+    Rank 0 writes; on other ranks nothing happens unless HOROCLONE_TIMELINE_ALL_RANKS=1. ValueError before init, when
+    HOROVOD_TIMELINE was not set (DYNAMIC, or a path), or when the file cannot be written.
+    """
+    native().start_timeline(os.fspath(file_path), mark_cycles)
+
+
+def stop_timeline() -> None:
+    """Completes and closes the file of the timeline; nothing happens when none is being written. ValueError before
+    init, or when HOROVOD_TIMELINE was not set."""
+    native().stop_timeline()

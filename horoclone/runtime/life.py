@@ -1,0 +1,145 @@
+"""The life of this process's runtime: init() and shutdown(). Thread: any, one at a time (current.lock)."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from horoclone import errors, selection
+from horoclone import process_sets as sets
+from horoclone.bootstrap import exchange, mpi_link
+from horoclone.process_sets import ProcessSet
+from horoclone.runtime import current, ending, stacks
+from horoclone.runtime.attached import publish
+from horoclone.runtime.current import say
+from horoclone.runtime.gpu_libraries import with_libraries
+from horoclone.runtime.native_module import core
+from horoclone.settings import flag, remarks, settings_of, start_timeout_s
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+    from horoclone.bootstrap.exchange import Job
+
+# Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
+preferred: dict[str, str] = {}
+_remarked = False
+
+
+def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
+    """Starts the runtime and connects this process with all others of the job. Does nothing when it is already up.
+
+    comm: None = every process that the launcher started; a list of their ranks = only those (in that order); an mpi4py
+    communicator = its members. process_sets: sets to register at once, or "dynamic" to allow add_process_set.
+    Raises ValueError for wrong arguments; Timeout when ranks are missing after HOROCLONE_START_TIMEOUT seconds (300),
+    naming them; Unsupported when the way in which this process was started cannot work. Process sets that cannot be
+    (two with the same ranks, ranks outside the world: ValueError; others on another rank: Mismatch) are refused when
+    everybody is connected: as in Horovod, rank() and size() answer then, and another init() needs shutdown() first.
+    """
+    with current.lock:
+        if current.forked_from is not None:
+            raise current.forked_error()
+        if current.runtime is not None:
+            return
+        ending.install_hooks(_shutdown)
+        wanted = _checked_process_sets(process_sets, comm)
+        deadline = time.monotonic() + start_timeout_s(os.environ)
+        current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
+        runtime = _connect(current.job, deadline)
+        current.runtime = runtime
+        current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
+        _remark()
+        try:
+            try:
+                sets.on_init(runtime, wanted)
+            finally:
+                publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
+        except (ValueError, errors.Mismatch):
+            raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
+        except BaseException:
+            shutdown()
+            raise
+
+
+def _connect(job: Job, deadline: float) -> Runtime:
+    """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
+    settings, known = with_libraries({**preferred, **settings_of(os.environ)}), {}
+    if job.rank == 0:  # its choice holds for all
+        known = selection.known_ways(os.environ)
+        settings = selection.with_remembered(settings, os.environ, job.size)
+    runtime = core().Runtime(job.listening(settings))
+    try:
+        stacks.watch_stack(runtime, os.environ)
+        own = mpi_link.offer(os.environ, job.name, known)
+        endpoints, offers = mpi_link.split(job.gather(own.around(runtime.endpoint()), deadline, say))
+        if mpi_link.must_start(offers):
+            mpi_link.start(deadline)
+            own = mpi_link.offer(os.environ, job.name, known)
+            _, offers = mpi_link.split(job.gather(own.around(b""), deadline, say))
+        mpi = mpi_link.agree(offers, job.name, deadline)
+        remaining_s = max(0.1, deadline - time.monotonic())
+        with job.connecting() as look:
+            runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi, look)
+        if job.rank == 0 and job.size > 1:
+            key = mpi_link.key_of(offers) if runtime.local_size < job.size else ""
+            selection.learn(os.environ, job.size, json.loads(runtime.counters()), key)
+    except BaseException:
+        try:
+            runtime.shutdown(0.0)
+        except errors.HorovodInternalError:
+            pass  # the first error is the one to report
+        raise
+    return runtime
+
+
+def _remark() -> None:
+    """Rank 0 says once in its life which variables change nothing."""
+    global _remarked
+    if not _remarked and current.job is not None and current.job.rank == 0:
+        _remarked = True
+        for line in remarks(os.environ, json.loads(core().knobs())):
+            say(line)
+
+
+def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) -> list[ProcessSet]:
+    if process_sets is None:
+        return []
+    if isinstance(process_sets, str):
+        if process_sets.lower() != "dynamic":
+            raise ValueError(
+                f"process_sets={process_sets!r}: the only word allowed is 'dynamic'; else pass a list."
+            )
+        os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+        return []
+    wanted = list(process_sets)
+    for index, entry in enumerate(wanted):
+        if not isinstance(entry, ProcessSet):
+            raise ValueError(f"process_sets[{index}] is {entry!r}, not a ProcessSet.")
+        if entry.mpi_comm is not None and isinstance(comm, (list, tuple)):
+            raise NotImplementedError(
+                "process sets made of communicators need init() or init(comm=<communicator>), not a list of ranks"
+            )
+    return wanted
+
+
+def shutdown() -> None:
+    """Finishes what every rank has announced, says goodbye and closes everything. init() may follow. Never raises for
+    what other ranks did; work that could not be finished within 5 s fails with Aborted on its handles."""
+    if current.forked_from is not None:
+        raise current.forked_error()
+    _shutdown(ending.EXIT_DEADLINE_S)
+
+
+def _shutdown(timeout_s: float) -> None:
+    with current.lock:
+        runtime, current.runtime = current.runtime, None
+        if runtime is None:
+            return
+        sets.clear()
+        publish(0)
+        try:
+            runtime.shutdown(timeout_s)
+        except errors.HorovodInternalError as error:
+            say(f"shutdown: {error}")

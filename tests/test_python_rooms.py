@@ -1,0 +1,255 @@
+"""The walls inside horoclone/: which room may import which, and no circles of modules. Read from the code, not run.
+
+Counted is what a module needs when any of its functions runs, so imports inside functions count as well; those for
+annotations (TYPE_CHECKING) do not. Importing a module also imports the packages around it: their `__init__` counts,
+but for the packages that the importing module itself lies in, which are being imported already.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
+PACKAGE = ROOT / "horoclone"
+
+# A room is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
+# package horoclone (its version, and nothing else), and the rooms that are named.
+MAY_IMPORT: dict[str, set[str]] = {
+    "array_handles": {"process_sets", "waits"},
+    "array_memory": {"ops"},
+    "array_messages": {"array_handles", "array_memory", "ops", "process_sets", "runtime"},
+    "arrays": {"array_handles", "array_memory", "ops", "process_sets", "runtime"},
+    "bootstrap": {"errors", "selection", "settings"},
+    "common": {"errors", "ops", "process_sets", "runtime", "runtime.life", "stand_ins"},
+    "cupy": {
+        "array_handles",
+        "array_memory",
+        "arrays",
+        "errors",
+        "objects",
+        "ops",
+        "process_sets",
+        "runtime",
+        "runtime.life",
+    },
+    "data": set(),
+    "errors": set(),
+    "horoclone": set(),
+    "horovod_alias": {"stand_ins"},
+    "jax": {"array_memory", "arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
+    "keras": {
+        "array_handles",
+        "arrays",
+        "errors",
+        "jax",
+        "objects",
+        "ops",
+        "process_sets",
+        "runtime",
+        "runtime.life",
+        "stand_ins",
+        "tensorflow",
+        "torch",
+    },
+    "launch": {"bootstrap", "errors", "selection", "simulate"},
+    "lightning": {"errors", "objects", "runtime", "runtime.life", "torch"},
+    "objects": {"arrays", "process_sets", "runtime"},
+    "ops": {"errors"},
+    "process_sets": {"errors", "ops", "runtime"},
+    "rooted_arrays": {"array_handles", "array_memory", "ops", "process_sets", "runtime"},
+    "runner": {"bootstrap", "common", "errors", "launch", "stand_ins"},
+    "runtime": {"bootstrap", "errors"},
+    "runtime.ending": {"bootstrap", "errors"},
+    "runtime.life": {"bootstrap", "errors", "process_sets", "runtime.ending", "selection", "settings"},
+    "selection": set(),
+    "settings": set(),
+    "simulate": set(),
+    "stand_ins": {"errors"},
+    "tensorflow": {
+        "arrays",
+        "bootstrap",
+        "common",
+        "errors",
+        "keras",
+        "objects",
+        "ops",
+        "process_sets",
+        "runtime",
+        "runtime.life",
+        "stand_ins",
+    },
+    "torch": {
+        "array_handles",
+        "bootstrap",
+        "common",
+        "errors",
+        "objects",
+        "ops",
+        "process_sets",
+        "runtime",
+        "runtime.life",
+        "settings",
+        "stand_ins",
+        "waits",
+    },
+    "waits": set(),
+}
+# (module, what it imports inside a function) -> why the two frameworks meet only when a user makes them meet
+LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {}
+# Circles that are still there: each by its modules. None may be added.
+CIRCLES: list[set[str]] = [
+    {"torch.alltoall", "torch.autograd", "torch.grouped", "torch.mpi_ops"},
+    {"torch.autograd_rooted", "torch.rooted"},
+    {
+        "keras",
+        "keras.callbacks",
+        "keras.distribute",
+        "keras.legacy_optimizer",
+        "keras.on_tensorflow",
+        "keras.optimizer",
+        "keras.reduction",
+        "keras.saving",
+        "keras.values",
+        "tensorflow",
+        "tensorflow.keras",
+        "tensorflow.optimizer",
+    },
+]
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of the package by its name without `horoclone.`; the package itself is "horoclone"."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        parts = path.relative_to(PACKAGE).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts) or "horoclone"] = path
+    return found
+
+
+def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for other in node.orelse:
+                yield from import_statements(ast.Module([other], []))
+        elif isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield node
+        else:
+            yield from import_statements(node)
+
+
+def named_in(statement: ast.Import | ast.ImportFrom, package: tuple[str, ...]) -> Iterator[str]:
+    """The modules of ours that an import statement names; `from package import name` may name a module or a value."""
+    if isinstance(statement, ast.Import):
+        names = [alias.name for alias in statement.names]
+    else:
+        base = package[: len(package) - statement.level + 1] if statement.level else ()
+        whole = ".".join((*base, *([statement.module] if statement.module else [])))
+        names = [f"{whole}.{alias.name}" for alias in statement.names]
+        names = [name if name.removeprefix("horoclone.") in modules() else whole for name in names]
+    for name in names:
+        if name == "horoclone" or name.startswith("horoclone."):
+            short = name.removeprefix("horoclone.")
+            assert short in modules() or short.startswith("_core"), f"{name} is imported and does not exist"
+            if short in modules():
+                yield short
+
+
+def around(module: str) -> list[str]:
+    """The packages that a module lies in, from the outside."""
+    parts = module.split(".")
+    return [".".join(parts[:count]) for count in range(1, len(parts))]
+
+
+@cache
+def imports_of(module: str) -> frozenset[str]:
+    path = modules()[module]
+    package = ("horoclone", *path.relative_to(PACKAGE).parts[:-1])
+    found: set[str] = set()
+    for statement in import_statements(ast.parse(path.read_text())):
+        for name in named_in(statement, package):
+            if (module, name) not in LAZY_FRAMEWORKS:
+                found |= {name, *(outer for outer in around(name) if outer not in around(module))}
+    return frozenset(found - {module})
+
+
+def room_of(module: str) -> str:
+    return max((room for room in (module, *around(module)) if room in MAY_IMPORT), key=len, default=module)
+
+
+def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
+    """The strongly connected components of more than one node (Tarjan's algorithm)."""
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    path: list[str] = []
+    found: list[set[str]] = []
+
+    def visit(node: str) -> None:
+        index[node] = low[node] = len(index)
+        path.append(node)
+        for other in sorted(graph[node]):
+            if other not in index:
+                visit(other)
+                low[node] = min(low[node], low[other])
+            elif other in path:
+                low[node] = min(low[node], index[other])
+        if low[node] == index[node]:
+            start = path.index(node)
+            if len(path) - start > 1:
+                found.append(set(path[start:]))
+            del path[start:]
+
+    for node in graph:
+        if node not in index:
+            visit(node)
+    return found
+
+
+def test_no_module_needs_itself_through_others() -> None:
+    assert {"runtime", "runtime.current", "torch"} <= set(modules())
+    found = circles({module: imports_of(module) for module in modules()})
+    new = [sorted(circle) for circle in found if not any(circle <= known for known in CIRCLES)]
+    assert not new, f"modules that import each other: {new}"
+    gone = [sorted(known) for known in CIRCLES if known not in found]
+    assert not gone, f"these circles are smaller or gone, write that down in CIRCLES: {gone}"
+
+
+def test_a_room_imports_only_what_the_table_names() -> None:
+    used: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
+    wrong = []
+    for module in modules():
+        room = room_of(module)
+        assert room in MAY_IMPORT, f"{module} is in no room: add it to MAY_IMPORT and to docs/architecture.md"
+        others = {room_of(other): other for other in imports_of(module) if other != "horoclone"}
+        for other, name in others.items():
+            if other == room or other in around(room):
+                continue
+            used[room].add(other)
+            if other not in MAY_IMPORT[room]:
+                wrong.append(f"{module} imports {name}")
+    assert not wrong, wrong
+    idle = {
+        room: sorted(MAY_IMPORT[room] - used[room]) for room in MAY_IMPORT if MAY_IMPORT[room] - used[room]
+    }
+    assert not idle, f"the table allows what nobody does: {idle}"
+
+
+def test_no_room_needs_itself_through_others() -> None:
+    """The keras and tensorflow rooms know each other: Keras runs on TensorFlow, and TensorFlow's optimizers are Keras's."""
+    names = {room: frozenset(others) for room, others in MAY_IMPORT.items()}
+    assert circles(names) == [{"keras", "tensorflow"}]
+
+
+def test_lazy_frameworks_are_imported_inside_functions() -> None:
+    for (module, name), why in LAZY_FRAMEWORKS.items():
+        path = modules()[module]
+        package = ("horoclone", *path.relative_to(PACKAGE).parts[:-1])
+        tree = ast.parse(path.read_text())
+        at_top = {
+            n for s in tree.body if isinstance(s, (ast.Import, ast.ImportFrom)) for n in named_in(s, package)
+        }
+        everywhere = {n for s in import_statements(tree) for n in named_in(s, package)}
+        assert why and name in everywhere - at_top, f"{module} does not import {name} inside a function"
