@@ -19,7 +19,7 @@ from oneccl import OneCcl
 
 import horoclone.torch as hvd
 from horoclone.runtime import native
-from horoclone.torch.tensors import number_of
+from horoclone.torch.operations.tensors import number_of
 
 Call = Callable[[], object]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.ops import Max
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 
 if TYPE_CHECKING:
     from horoclone.keras.reduction import Part, Reduction
@@ -43,17 +43,17 @@ def reduce(
     """Place in the list -> reduced gradient; None where no rank had one. The tensors given stay as they are."""
     places = [place for part in parts for place in part.places]
     had = torch.tensor([grads[place] is not None for place in places], dtype=torch.uint8)
-    someone = mpi_ops.allreduce_async(
+    someone = operations.allreduce_async(
         had, name=f"{settings.name}.present", op=Max, process_set=settings.process_set
     )
     running = [_submit(part, grads, variables, settings) for part in parts]
     result: dict[int, Any] = {}
     for part, (handle, contexts) in zip(parts, running, strict=True):
-        outputs = mpi_ops.synchronize(handle)
+        outputs = operations.synchronize(handle)
         if part.compression is not None:
             outputs = [part.compression.decompress(o, c) for o, c in zip(outputs, contexts, strict=True)]
         result.update(zip(part.places, outputs, strict=True))
-    for place, present in zip(places, mpi_ops.synchronize(someone).tolist(), strict=True):
+    for place, present in zip(places, operations.synchronize(someone).tolist(), strict=True):
         if not present:
             result[place] = None
     return result
@@ -73,7 +73,7 @@ def _submit(
             wire, context = part.compression.compress(wire)
         wires.append(wire.contiguous())
         contexts.append(context)
-    handle = mpi_ops.grouped_allreduce_async(
+    handle = operations.grouped_allreduce_async(
         wires,
         name=part.name,
         op=part.op,

@@ -13,7 +13,7 @@ from horoclone.errors import (
 )
 from horoclone.runtime import life
 from horoclone.runtime.observe import flight_record, metrics
-from horoclone.torch import c10d, elastic, messages, mpi_ops, rooted
+from horoclone.torch import c10d, elastic, mpi_ops
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
     allgather_object,
@@ -21,10 +21,11 @@ from horoclone.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
-from horoclone.torch.messages import *  # noqa: F403
 from horoclone.torch.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
+from horoclone.torch.operations import messages, rooted
+from horoclone.torch.operations.messages import *  # noqa: F403
+from horoclone.torch.operations.rooted import *  # noqa: F403
 from horoclone.torch.optimizer import DistributedOptimizer
-from horoclone.torch.rooted import *  # noqa: F403
 from horoclone.torch.sync_batch_norm import SyncBatchNorm
 
 life.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"

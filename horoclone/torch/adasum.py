@@ -21,11 +21,11 @@ from horoclone.errors import HorovodInternalError
 from horoclone.ops import Adasum, Max
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters
 from horoclone.torch.backward_calls import outermost_backward
 from horoclone.torch.buckets import BUCKET_BYTES, Slot, flat_of, is_dense
-from horoclone.torch.grouped import grouped_allreduce_async_
+from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.reducer import TOO_MANY
 from horoclone.torch.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
 
@@ -92,7 +92,7 @@ class Deltas:
         reduced: list[list[torch.Tensor]] = []
         for handle, _, wires in running:
             try:
-                mpi_ops.synchronize(handle)
+                operations.synchronize(handle)
                 reduced.append([self._compression.decompress(wire, ctx) for wire, ctx in wires])
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)
@@ -269,7 +269,7 @@ class AdasumMixin(WrappedOptimizer):
         gradients = [p.grad for p in self._watched if p.grad is not None]
         values = [g._values() if g.is_sparse else g for g in gradients]
         found = not all(bool(v.isfinite().all()) for v in values)
-        anywhere = mpi_ops.allreduce(
+        anywhere = operations.allreduce(
             torch.tensor([found], dtype=torch.uint8), name="horoclone.overflow", op=Max
         )
         if anywhere.item() and not found and values:

@@ -13,7 +13,7 @@ import torch
 
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.buckets import Slot
 
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
@@ -31,14 +31,14 @@ def agree_on_parameters(slots: Sequence[Slot], process_set: ProcessSet) -> list[
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
     digest = int.from_bytes(hashlib.sha256(repr(form).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest])
-    mpi_ops.allreduce_(both, name="horoclone.optimizer.parameters", op=Max, process_set=process_set)
+    operations.allreduce_(both, name="horoclone.optimizer.parameters", op=Max, process_set=process_set)
     if int(both[0]) != -int(both[1]):
         from horoclone.torch.functions import allgather_object
 
         forms = allgather_object(form, "horoclone.optimizer.differences", process_set)
         raise ValueError(_difference(forms, process_set.ranks or []))
     flags = torch.tensor([_flag(slot) for slot in ordered], dtype=torch.uint8)
-    mpi_ops.allreduce_(flags, name="horoclone.optimizer.sparse", op=Max, process_set=process_set)
+    operations.allreduce_(flags, name="horoclone.optimizer.sparse", op=Max, process_set=process_set)
     return flags.tolist()
 
 
@@ -54,7 +54,7 @@ def agree_on_order(observed: Sequence[Slot], process_set: ProcessSet) -> tuple[i
     _formed += 1
     message = torch.tensor([_formed, sum(slot.fires > 0 for slot in own), *(index[slot] for slot in own)])
     root = (process_set.ranks or [0])[0]
-    mpi_ops.broadcast_(message, root, "horoclone.optimizer.order", process_set)
+    operations.broadcast_(message, root, "horoclone.optimizer.order", process_set)
     layout, used, *places = message.tolist()
     agreed = [ordered[i] for i in places]
     return layout, agreed[:used], agreed[used:]

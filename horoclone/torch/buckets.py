@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.torch.gpu import HOST, memory_beside, place_of, registered_memory
-from horoclone.torch.tensors import NUMBER_OF
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of, registered_memory
+from horoclone.torch.operations.tensors import NUMBER_OF
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime

@@ -10,7 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -28,8 +28,9 @@ from horoclone.torch.c10d_monitored import monitored_barrier
 from horoclone.torch.c10d_sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
 from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
-from horoclone.torch.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
-from horoclone.torch.tensors import NUMBER_OF, address_of
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
+from horoclone.torch.operations.tensors import NUMBER_OF
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -100,10 +101,10 @@ class HorocloneGroup(GroupFacts):
             )
         return self._runtime
 
-    def _enqueue(self, *arguments: Any, group: bool = False) -> int:
-        native = self._native()
+    def _enqueue(self, build: Callable[..., int], op: int, **request: Any) -> int:
+        """build: requests.submit or one like it."""
         try:
-            return (native.submit_group if group else native.submit)(*arguments)
+            return build(self._native(), op, **request)
         except PeerLost as error:
             raise in_words_of_the_job(error, self._members) from None
 
@@ -114,13 +115,12 @@ class HorocloneGroup(GroupFacts):
     ) -> Work:  # fmt: skip
         """source None: scatter, not on the root; place says where this rank takes its share. target None: the core owns
         the result, and `finish` copies it."""
-        given = (0, None, 0) if source is None else (number_at(source), source.shape, address_of(source))
-        number, shape, address = given  # the number first: it refuses what has no address
+        number = 0 if source is None else number_at(source)  # it refuses what has no address
         if place is None or source is not None:
             place = HOST if source is None else place_of(source)
         handle = self._enqueue(
-            op, None, address, 0 if target is None else address_of(target), shape, number, reduce, prescale, 1.0,
-            root, 0, splits, 0, *place,
+            requests.submit, op, source=source, target=target, dtype=number, reduce=reduce, prescale=prescale,
+            root=root, splits=splits, place=place,
         )  # fmt: skip
         return self._work(handle, outputs, (source, target, kept), finish, ops_name(op), place=place)
 
@@ -136,7 +136,7 @@ class HorocloneGroup(GroupFacts):
         """Reduces one tensor, or several of one call, in place. One tensor may be sparse (c10d_sparse.py)."""
         tensors = listed(tensors)
         if (sparse := sparse_among(tensors)) is not None:
-            submit_group = partial(self._enqueue, group=True)
+            submit_group = partial(self._enqueue, requests.submit_group)
             handle, kept, finish = start_sparse_sum(submit_group, self._size, sparse, opts)
             return self._work(handle, tensors, kept, finish, "sparse allreduce", place=place_of(sparse))
         kind, reduce, factor = reduction(opts)
@@ -147,12 +147,11 @@ class HorocloneGroup(GroupFacts):
             return self._submit(
                 ops.ALLREDUCE, tensor, tensor, reduce=reduce, prescale=factor, outputs=tensors
             )
-        numbers = [number_at(t) for t in tensors]
-        addresses = [address_of(t) for t in tensors]
-        shapes = [t.shape for t in tensors]
-        place = place_of_all(tensors)
-        given = (addresses, addresses, shapes, numbers, reduce, factor, 1.0, 0, 0, *place)
-        handle = self._enqueue(ops.ALLREDUCE, None, *given, group=True)
+        numbers, place = [number_at(t) for t in tensors], place_of_all(tensors)
+        handle = self._enqueue(
+            requests.submit_group, ops.ALLREDUCE, sources=tensors, targets=tensors, dtypes=numbers, reduce=reduce,
+            prescale=factor, place=place,
+        )  # fmt: skip
         return self._work(handle, tensors, tensors, None, "allreduce_coalesced", place=place)
 
     allreduce_coalesced = allreduce
@@ -393,7 +392,7 @@ class HorocloneGroup(GroupFacts):
 
     def barrier(self, opts: Any = None) -> Work:
         """Complete when every rank has called it."""
-        handle = self._enqueue(ops.BARRIER, None, 0, 0, (), 0)
+        handle = self._enqueue(requests.submit_empty, ops.BARRIER)
         return self._work(handle, [], None, None, "barrier")
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -425,10 +424,10 @@ class HorocloneGroup(GroupFacts):
     def _message(self, op: int, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = listed(tensors)
         data = tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
-        number, sends, place, address = number_at(data), op == ops.SEND, place_of(data), address_of(data)
+        number, sends, place = number_at(data), op == ops.SEND, place_of(data)
         handle = self._enqueue(
-            op, None, address if sends else 0, 0 if sends else address, data.shape, number, ops.Sum, 1.0, 1.0,
-            peer, 0, None, tag, *place,
+            requests.submit, op, source=data if sends else None, target=None if sends else data, dtype=number,
+            root=peer, tag=tag, place=place,
         )  # fmt: skip
 
         def finish(runtime: Runtime, handle: int) -> None:

@@ -15,7 +15,7 @@ import torch
 from horoclone import ops
 from horoclone.torch.c10d_tensors import BITWISE, Tensors, as_bytes, copy_apart
 from horoclone.torch.c10d_work import Work
-from horoclone.torch.gpu import place_of, rows_of
+from horoclone.torch.operations.gpu import place_of, rows_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch.distributed import DistNetworkError
 
-from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
+from horoclone.ops import BARRIER
+from horoclone.torch.operations import requests
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -30,7 +31,7 @@ def failure_of(runtime: Runtime) -> HorovodInternalError | None:
     if "failed: " not in runtime.describe():
         return None
     try:
-        runtime.wait(runtime.submit(ops.BARRIER, None, 0, 0, (), 0))
+        runtime.wait(requests.submit_empty(runtime, BARRIER))
     except HorovodInternalError as error:
         return error
     return None

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from horoclone import ops
 from horoclone.errors import Mismatch
 from horoclone.torch.c10d_tensors import number_at, reduction
-from horoclone.torch.gpu import also_used_at, place_of, rows_of
-from horoclone.torch.tensors import address_of
+from horoclone.torch.operations.gpu import also_used_at, place_of, rows_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -62,9 +61,8 @@ def start_sparse_sum(
     sent = (places, values, whole)
     place = place_of(values)
     handle = submit_group(
-        ops.ALLGATHER, None, [address_of(t) for t in sent], [0] * len(sent), [t.shape for t in sent],
-        [number_at(t) for t in sent], ops.Sum, 1.0, 1.0, 0, 0, *place,
-    )  # fmt: skip
+        ops.ALLGATHER, sources=sent, targets=None, dtypes=[number_at(t) for t in sent], place=place
+    )
 
     def finish(runtime: Runtime, handle: int) -> None:
         everywhere, entries, wholes = (

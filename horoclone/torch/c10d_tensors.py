@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.torch.tensors import ON_GPU, number_of
+from horoclone.torch.operations.tensors import ON_GPU, number_of
 
 Tensors = Sequence[torch.Tensor]
 _RedOp: Any = dist.ReduceOp.RedOpType

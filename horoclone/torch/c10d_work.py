@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from horoclone.errors import Aborted, HorovodInternalError, Timeout
 from horoclone.torch.c10d_lost import in_words_of_the_job, who_is_late
-from horoclone.torch.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
+from horoclone.torch.operations.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from horoclone.torch.buckets import URGENT_BUCKET_BYTES, Bucket
-from horoclone.torch.gpu import follow
+from horoclone.torch.operations.gpu import follow
 from horoclone.torch.reducer import Reducer
 from horoclone.torch.single import reduces_buckets
 

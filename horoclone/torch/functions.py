@@ -14,8 +14,8 @@ import torch
 from horoclone.objects import allgather_object, broadcast_object
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
-from horoclone.torch import mpi_ops
-from horoclone.torch.gpu import HOST, memory_beside, place_of
+from horoclone.torch import operations
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_optimizer_state", "broadcast_parameters"]
 
@@ -42,9 +42,9 @@ def broadcast_parameters(
     for name, tensor in pairs:
         if isinstance(tensor, torch.Tensor):
             whole = tensor.detach() if tensor.is_contiguous() else tensor.detach().contiguous()
-            started.append((tensor, mpi_ops.broadcast_async_(whole, root_rank, name, process_set)))
+            started.append((tensor, operations.broadcast_async_(whole, root_rank, name, process_set)))
     for tensor, handle in started:
-        received = mpi_ops.synchronize(handle)
+        received = operations.synchronize(handle)
         if received.data_ptr() != tensor.data_ptr():
             with torch.no_grad():
                 tensor.copy_(received)
@@ -75,11 +75,11 @@ def broadcast_optimizer_state(
         tensors = [_memory(beside if on_gpu else None, shape, dtype) for shape, dtype, on_gpu in forms]
     wires = [_bytes_of(t) for t in tensors]
     handles = [
-        mpi_ops.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set)
+        operations.broadcast_async_(wire, root_rank, f"optimizer_state.{i}", process_set)
         for i, wire in enumerate(wires)
     ]
     for handle in handles:
-        mpi_ops.synchronize(handle)
+        operations.synchronize(handle)
     state = _with_tensors(skeleton, tensors)
     _check_groups(optimizer, state, root_rank)
     if hasattr(optimizer, "_become_whole"):  # sharded state: everybody cuts it anew

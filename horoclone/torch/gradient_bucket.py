@@ -11,7 +11,7 @@ import torch
 from horoclone.errors import HorovodInternalError
 from horoclone.ops import Average, Sum
 from horoclone.process_sets import ProcessSet
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.buckets import Bucket
 
 
@@ -34,19 +34,21 @@ class GradientBucket:
 
         label: differs between the operations of one call of `reduce`.
         """
-        return mpi_ops.allreduce_async_(tensor, None, f"{self._name}.{label}", self._op, 1.0, 1.0, self._set)
+        return operations.allreduce_async_(
+            tensor, None, f"{self._name}.{label}", self._op, 1.0, 1.0, self._set
+        )
 
     def allreduce_sum(self, tensor: torch.Tensor, label: str) -> int:
         """Starts a sum, whatever the optimizer's reduction is."""
-        return mpi_ops.allreduce_async_(tensor, None, f"{self._name}.{label}", Sum, 1.0, 1.0, self._set)
+        return operations.allreduce_async_(tensor, None, f"{self._name}.{label}", Sum, 1.0, 1.0, self._set)
 
     def allgather(self, tensor: torch.Tensor, label: str) -> int:
         """Starts an allgather; the result has everybody's rows in rank order."""
-        return mpi_ops.allgather_async(tensor, f"{self._name}.{label}", self._set)
+        return operations.allgather_async(tensor, f"{self._name}.{label}", self._set)
 
     def alltoall(self, tensor: torch.Tensor, label: str) -> Exchange:
         """Starts an exchange of equal shares of the first dimension; the result has a share from every rank."""
-        return Exchange(mpi_ops.alltoall_async(tensor, None, f"{self._name}.{label}", self._set))
+        return Exchange(operations.alltoall_async(tensor, None, f"{self._name}.{label}", self._set))
 
 
 class Exchange:
@@ -56,7 +58,7 @@ class Exchange:
         self.parts = (handle,)
 
     def __call__(self) -> torch.Tensor:
-        return mpi_ops.synchronize(self.parts[0])[0]
+        return operations.synchronize(self.parts[0])[0]
 
 
 def run_compressors(buckets: Sequence[Bucket], errors: list[Exception]) -> None:
@@ -66,7 +68,7 @@ def run_compressors(buckets: Sequence[Bucket], errors: list[Exception]) -> None:
     while running:
         for bucket in running:
             try:
-                output = mpi_ops.synchronize(bucket.handle) if bucket.handle is not None else None
+                output = operations.synchronize(bucket.handle) if bucket.handle is not None else None
                 bucket.handle = bucket.work.send(output)
             except StopIteration:
                 bucket.work = None

@@ -18,7 +18,7 @@ import torch
 from horoclone.errors import ZeroFactor
 from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.adasum import AdasumMixin, Deltas
 from horoclone.torch.compression import Compression, checked_compression
 from horoclone.torch.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
@@ -83,7 +83,7 @@ class DistributedMixin(WrappedOptimizer):
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         scales = terms.scales()
-        handle = mpi_ops.allreduce_async_(parameter.grad, None, name, terms.op, *scales, terms.process_set)
+        handle = operations.allreduce_async_(parameter.grad, None, name, terms.op, *scales, terms.process_set)
         return handle, None
 
     def _find_new(self) -> None:
@@ -163,7 +163,7 @@ class DistributedMixin(WrappedOptimizer):
                 self._reducer.reduced = False
             if isinstance(self, torch.optim.LBFGS) and self._included:
                 loss = torch.as_tensor(loss, dtype=torch.float64).detach().clone()
-                mpi_ops.allreduce_(loss, op=Average, process_set=self._process_set)
+                operations.allreduce_(loss, op=Average, process_set=self._process_set)
             return loss
 
         return reduced_closure

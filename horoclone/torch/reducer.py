@@ -16,18 +16,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError, Unsupported
-from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max, Sum
+from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.backward_calls import outermost_backward
 from horoclone.torch.buckets import BUCKET_BYTES, Bucket, Slot, groups_of, is_dense, plan_buckets
 from horoclone.torch.compression import Compression
-from horoclone.torch.gpu import HOST, follow, is_capturing, place_of
 from horoclone.torch.gradient_bucket import GradientBucket, run_compressors
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.gpu import HOST, follow, is_capturing, place_of
+from horoclone.torch.operations.tensors import from_result
 from horoclone.torch.single import Terms, finish_alone, reduces_buckets, submit_alone
-from horoclone.torch.tensors import from_result
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -209,9 +210,9 @@ class Reducer:
                 bucket.work = self._terms.compression.reduce(bucket.exposed)
                 bucket.handle = next(bucket.work, None)
         elif self._scatter:
-            bucket.handle = self._runtime.submit(
-                REDUCESCATTER, self._name_of(bucket), bucket.address, 0, bucket.flat.shape, bucket.number,
-                self._terms.op, *self._terms.scales(), 0, self._set_id,
+            bucket.handle = requests.submit(
+                self._runtime, REDUCESCATTER, self._name_of(bucket), source=bucket.flat, dtype=bucket.number,
+                process_set=self._set_id, **self._terms.reduction(),
             )  # fmt: skip
         else:
             assert self._declared is not None
@@ -324,9 +325,9 @@ class Reducer:
         runtime, shares = self._runtime, [self._share_of(bucket) for bucket in self.buckets]
         assert runtime is not None
         handles = [
-            runtime.submit(
-                ALLGATHER, self._name_of(bucket), share.data_ptr(), bucket.address, share.shape, bucket.number, Sum,
-                1.0, 1.0, 0, self._set_id,
+            requests.submit(
+                runtime, ALLGATHER, self._name_of(bucket), source=share, target=bucket.flat, dtype=bucket.number,
+                process_set=self._set_id,
             )
             for bucket, share in zip(self.buckets, shares, strict=True)
         ]  # fmt: skip
@@ -365,7 +366,9 @@ class Reducer:
         """Gradients that no rank has computed go back to None."""
         ordered = by_name(self.slots)
         used = torch.tensor([slot.used for slot in ordered], dtype=torch.uint8)
-        mpi_ops.allreduce_(used, name="horoclone.optimizer.used", op=Max, process_set=self._terms.process_set)
+        operations.allreduce_(
+            used, name="horoclone.optimizer.used", op=Max, process_set=self._terms.process_set
+        )
         for slot, flag in zip(ordered, used.tolist(), strict=True):
             if not flag:
                 slot.parameter.grad = None
@@ -413,15 +416,10 @@ class Reducer:
         assert self._runtime is not None
         if self.buckets:
             self._declared = self._runtime.declare(
-                [self._name_of(bucket) for bucket in self.buckets],
-                [bucket.address for bucket in self.buckets],
-                [bucket.flat.numel() for bucket in self.buckets],
-                [bucket.number for bucket in self.buckets],
-                self._terms.op,
-                *self._terms.scales(),
-                self._set_id,
-                self.buckets[0].place[0],
-            )
+                names=[self._name_of(b) for b in self.buckets], data=[b.address for b in self.buckets],
+                counts=[b.flat.numel() for b in self.buckets], dtypes=[b.number for b in self.buckets],
+                process_set=self._set_id, device=self.buckets[0].place[0], **self._terms.reduction(),
+            )  # fmt: skip
 
     def _undeclare(self) -> None:
         declared, self._declared = self._declared, None

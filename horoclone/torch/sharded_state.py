@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.objects import allgather_object
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.buckets import flat_of
-from horoclone.torch.gpu import HOST, memory_beside, place_of
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 
 if TYPE_CHECKING:
     from horoclone.torch.sharding import Piece, Sharding
@@ -71,7 +71,7 @@ def gather_state(sharding: Sharding, state: State, to: int | None) -> State | No
             else:
                 part = torch.empty(form.shape, dtype=form.dtype)
             if sharding.size > 1:
-                mpi_ops.broadcast_(part, roots[piece.owner], None, group)
+                operations.broadcast_(part, roots[piece.owner], None, group)
             if wanted:
                 _put(entry, key, part, piece)
     if not wanted:

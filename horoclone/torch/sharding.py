@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import BROADCAST, Sum
+from horoclone.ops import BROADCAST
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native
 from horoclone.torch.agreement import by_name
 from horoclone.torch.buckets import Bucket, flat_of, is_dense
-from horoclone.torch.gpu import follow, place_of_all
-from horoclone.torch.handles import set_id
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.gpu import follow, place_of_all
+from horoclone.torch.operations.handles import set_id
+from horoclone.torch.operations.tensors import NUMBER_OF
 from horoclone.torch.reducer import Reducer
 from horoclone.torch.sharded_state import scatter_state
-from horoclone.torch.tensors import NUMBER_OF
 
 # Optimizers that treat every element of a parameter alike, whatever its neighbours: a parameter may be cut anywhere.
 _ELEMENT_WISE = frozenset(
@@ -180,13 +181,12 @@ class Sharding:
                     parts.append(piece.parameter.detach().contiguous())
                     copies.append((piece.parameter, parts[-1]))
             if parts:
-                where = [part.data_ptr() for part in parts]
-                form = [part.shape for part in parts], [NUMBER_OF[part.dtype] for part in parts]
-                name = f"parameters.{self.layout}.{owner}"
                 place = place_of_all(parts)
-                handle = runtime.submit_group(
-                    BROADCAST, name, where, where, *form, Sum, 1.0, 1.0, roots[owner], number, *place
-                )
+                handle = requests.submit_group(
+                    runtime, BROADCAST, f"parameters.{self.layout}.{owner}", sources=parts, targets=parts,
+                    dtypes=[NUMBER_OF[part.dtype] for part in parts], root=roots[owner], process_set=number,
+                    place=place,
+                )  # fmt: skip
                 handles.append((handle, place))
         for handle, place in handles:
             runtime.wait(handle)

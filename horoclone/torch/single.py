@@ -10,7 +10,7 @@ import torch
 
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 from horoclone.torch.buckets import Slot
 from horoclone.torch.compression import Compression
 from horoclone.torch.compressor import GradientCompressor
@@ -31,6 +31,10 @@ class Terms:
     def scales(self) -> tuple[float, float]:
         return 1.0 / self.predivide, self.predivide
 
+    def reduction(self) -> dict[str, Any]:
+        """The same for a request to the core."""
+        return {"reduce": self.op, "prescale": 1.0 / self.predivide, "postscale": self.predivide}
+
 
 def reduces_buckets(compression: Any) -> bool:
     return isinstance(compression, GradientCompressor)
@@ -50,12 +54,12 @@ def submit_alone(slot: Slot, terms: Terms) -> None:
     if grad.is_sparse and terms.sparse_as_dense:
         grad = grad.to_dense()
     if grad.is_sparse:
-        handle: Any = mpi_ops.sparse_allreduce_async(grad, slot.name, terms.op, terms.process_set)
+        handle: Any = operations.sparse_allreduce_async(grad, slot.name, terms.op, terms.process_set)
         slot.pending = (handle, None, None)
         return
     wire, ctx = _single_compression(terms).compress(grad.detach())
     wire = wire.contiguous()
-    handle = mpi_ops.allreduce_async_(wire, None, slot.name, terms.op, *terms.scales(), terms.process_set)
+    handle = operations.allreduce_async_(wire, None, slot.name, terms.op, *terms.scales(), terms.process_set)
     slot.pending = (handle, wire, ctx)
 
 
@@ -68,7 +72,7 @@ def _single_compression(terms: Terms) -> Any:
 def finish_alone(slot: Slot, terms: Terms) -> None:
     """Waits for it and puts the result into parameter.grad."""
     (handle, wire, ctx), slot.pending = slot.pending, None
-    output = mpi_ops.synchronize(handle)
+    output = operations.synchronize(handle)
     parameter = slot.parameter
     grad = parameter.grad
     if wire is None:  # sparse

@@ -15,7 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from horoclone.ops import Sum
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.torch import mpi_ops
+from horoclone.torch import operations
 
 
 class SyncBatchNorm(_BatchNorm):
@@ -125,7 +125,7 @@ class _SyncBatchNorm(torch.autograd.Function):
         sums_own = sums.clone()
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            mpi_ops.allreduce_(sums, op=Sum, process_set=ctx.group)
+            operations.allreduce_(sums, op=Sum, process_set=ctx.group)
             means = sums / count
             grad_input = grad - _channel_view(means[0], dims) - normal * _channel_view(means[1], dims)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
@@ -141,7 +141,7 @@ def _combined(
 ) -> tuple[torch.Tensor, ...]:
     """Count, mean and sum of squared deviations of all ranks' values together."""
     mine = torch.cat([mean.new_full((1,), float(count)), mean, squares]).unsqueeze(0)  # no copy from the host
-    everybody = mpi_ops.allgather(mine, process_set=group)
+    everybody = operations.allgather(mine, process_set=group)
     channels = mean.numel()
     total, all_mean, all_squares = (
         everybody[0, 0],

@@ -79,7 +79,7 @@ def trains_on_the_double() -> None:
     double = stand_in().begin()
     import horoclone.keras as hvd
     from horoclone.keras import on_torch
-    from horoclone.torch import gpu
+    from horoclone.torch.operations import gpu
 
     dense, seen = on_torch.dense, []
 

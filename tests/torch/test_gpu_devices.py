@@ -14,8 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from horoclone.ops import ALLTOALL, Average, Sum
-from horoclone.torch import Compression, functional, low_rank, mpi_ops, sync_batch_norm
+from horoclone.torch import Compression, low_rank, operations, sync_batch_norm
 from horoclone.torch.backward_calls import outermost_backward
+from horoclone.torch.operations import functional
 
 GPU = torch.device("cuda", 0)
 
@@ -64,7 +65,7 @@ def test_low_rank_compression_stays_on_the_gpu(claims, monkeypatch) -> None:
 
 def test_batch_normalisation_copies_nothing_from_the_host(monkeypatch) -> None:
     """On a GPU such a copy would let the host wait for the stream."""
-    monkeypatch.setattr(mpi_ops, "allgather", lambda tensor, process_set: torch.cat([tensor, tensor]))
+    monkeypatch.setattr(operations, "allgather", lambda tensor, process_set: torch.cat([tensor, tensor]))
     monkeypatch.setattr(torch.Tensor, "new_tensor", lambda *arguments: pytest.fail("copies from the host"))
     count, mean, squares = sync_batch_norm._combined(3, torch.ones(2), torch.full((2,), 6.0), None)
     assert (count.item(), mean.tolist(), squares.tolist()) == (6.0, [1.0, 1.0], [12.0, 12.0])

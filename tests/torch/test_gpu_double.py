@@ -23,19 +23,20 @@ from crew import say
 import horoclone.torch as hvd
 from horoclone.errors import HorovodInternalError, Mismatch, PeerLost
 from horoclone.runtime import native
-from horoclone.torch import (
-    buckets,
+from horoclone.torch import buckets, functions, reducer, sharded_state, sharding
+from horoclone.torch.operations import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barriers,
+    broadcasting,
     functional,
-    functions,
     gpu,
     grouped,
     handles,
     messages,
-    mpi_ops,
-    reducer,
+    reduce_scatter,
     rooted,
-    sharded_state,
-    sharding,
     tensors,
 )
 
@@ -177,9 +178,13 @@ class Double:
         handles._exchange = None  # DLPack would tell the core where these tensors really are
         for module in (
             gpu,
-            sys.modules["horoclone.torch.alltoall"],  # the package has the function under that name
+            all_gather,
+            all_reduce,
+            all_to_all,
+            barriers,
+            broadcasting,
             messages,
-            mpi_ops,
+            reduce_scatter,
             handles,
             grouped,
             buckets,

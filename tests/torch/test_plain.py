@@ -13,8 +13,8 @@ import torch
 from world import ranks
 
 import horoclone.torch as hvd
-from horoclone.torch import handles
-from horoclone.torch.tensors import NUMBER_OF
+from horoclone.torch.operations import handles
+from horoclone.torch.operations.tensors import NUMBER_OF
 
 
 def needs_exchange() -> None:

@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import RECEIVE, SEND, Sum, peer_number
+from horoclone.ops import RECEIVE, SEND, peer_number
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.gpu import arrived, behind, place_of, place_to_receive
-from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, number_of
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.gpu import arrived, behind, place_of, place_to_receive
+from horoclone.torch.operations.handles import remember, set_id, synchronize
+from horoclone.torch.operations.tensors import number_of
 
 __all__ = ["irecv", "isend", "recv", "send"]
 
@@ -32,16 +33,18 @@ def _number_of(tensor: Any, what: str) -> int:
 
 def isend(tensor: torch.Tensor, dst: int, tag: int = 0, process_set: ProcessSet = global_process_set) -> int:
     """As send; returns a handle at once. Do not change the tensor before it is done."""
-    dtype, to, runtime, place = (
-        _number_of(tensor, "send"),
-        peer_number(dst, "dst"),
-        native(),
-        place_of(tensor),
+    dtype, to, place = _number_of(tensor, "send"), peer_number(dst, "dst"), place_of(tensor)
+    runtime = native()
+    handle = requests.submit(
+        runtime,
+        SEND,
+        source=tensor,
+        dtype=dtype,
+        root=to,
+        process_set=set_id(process_set),
+        tag=tag,
+        place=place,
     )
-    handle = runtime.submit(
-        SEND, None, address_of(tensor), 0, tensor.shape, dtype % ON_GPU, Sum, 1.0, 1.0, to, set_id(process_set),
-        None, tag, *place,
-    )  # fmt: skip
     return remember(runtime, handle, None, tensor, behind(place, None))
 
 
@@ -61,13 +64,13 @@ def irecv(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """As recv; returns a handle at once. Do not touch the tensor before it is done."""
-    peer, runtime = peer_number(src, "src"), native()
-    rest = (Sum, 1.0, 1.0, peer, set_id(process_set), None, tag)
+    runtime = native()
+    terms: dict[str, Any] = {"root": peer_number(src, "src"), "process_set": set_id(process_set), "tag": tag}
     if tensor is None:
-        handle = runtime.submit(RECEIVE, None, 0, 0, None, 0, *rest, *place_to_receive())
+        handle = requests.submit(runtime, RECEIVE, place=place_to_receive(), **terms)
         return remember(runtime, handle, None, None, arrived)
     dtype, place = _number_of(tensor, "recv"), place_of(tensor)
-    handle = runtime.submit(RECEIVE, None, 0, address_of(tensor), tensor.shape, dtype % ON_GPU, *rest, *place)
+    handle = requests.submit(runtime, RECEIVE, target=tensor, dtype=dtype, place=place, **terms)
     return remember(runtime, handle, tensor, tensor, behind(place, tensor))
 
 

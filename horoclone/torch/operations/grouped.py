@@ -1,6 +1,6 @@
 """Several tensors as one operation: all or nothing, one agreement, one handle.
 
-Same rules for arguments, handles and errors as in mpi_ops.py. As in Horovod, what is asynchronous, in place or an
+Same rules for arguments, handles and errors as in all_reduce.py. As in Horovod, what is asynchronous, in place or an
 allgather gives a tuple, and the others a list. Thread: the caller's.
 """
 
@@ -16,13 +16,21 @@ from horoclone.errors import EmptyGroup
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch import functional, handles
-from horoclone.torch.arguments import share_reduce
 from horoclone.torch.compression import Compression
-from horoclone.torch.functional import is_compiling, start
-from horoclone.torch.gpu import HOST, Place, behind, place_of_all, rows_of
-from horoclone.torch.handles import remember, set_id, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, learns, number_of, refuse_scalar
+from horoclone.torch.operations import functional, handles, requests
+from horoclone.torch.operations.all_gather import rows_before
+from horoclone.torch.operations.arguments import share_reduce
+from horoclone.torch.operations.functional import is_compiling, start
+from horoclone.torch.operations.gpu import HOST, Place, behind, place_of_all, rows_of
+from horoclone.torch.operations.gradients import grad_name, require_linear, scaled_share
+from horoclone.torch.operations.handles import remember, set_id, synchronize
+from horoclone.torch.operations.tensors import (
+    ON_GPU,
+    from_result,
+    learns,
+    number_of,
+    refuse_scalar,
+)
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -41,17 +49,12 @@ def _submit_group(
         empty = ValueError if op == ALLREDUCE else EmptyGroup
         raise empty("a grouped operation needs at least one tensor")
     dtypes = [number_of(t, name, True) for t in tensors]
-    place = HOST
-    if max(dtypes) >= ON_GPU:
-        place = place_of_all(tensors)
-        dtypes = [dtype - ON_GPU for dtype in dtypes]
-    sources = [address_of(t) for t in tensors]
-    targets = [0] * len(sources) if outputs is None else [address_of(t) for t in outputs]
-    shapes = [t.shape for t in tensors]
+    place = place_of_all(tensors) if max(dtypes) >= ON_GPU else HOST
     runtime = native()
-    handle = runtime.submit_group(
-        op, name, sources, targets, shapes, dtypes, reduce, *scales, 0, set_id(process_set), *place
-    )
+    handle = requests.submit_group(
+        runtime, op, name, sources=tensors, targets=outputs, dtypes=dtypes, reduce=reduce, prescale=scales[0],
+        postscale=scales[1], process_set=set_id(process_set), place=place,
+    )  # fmt: skip
     return runtime, handle, place
 
 
@@ -157,8 +160,6 @@ def grouped_allreduce(
             differentiable=True,
         )()
     elif learns(wires, name):
-        from horoclone.torch.autograd import GroupedAllreduce
-
         reduced = GroupedAllreduce.apply(name, reduce, prescale_factor, postscale_factor, process_set, *wires)
     else:
         reduced = synchronize(
@@ -199,8 +200,6 @@ def grouped_allgather(
     if is_compiling():
         return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
     if learns(tensors, name):
-        from horoclone.torch.autograd import GroupedAllgather
-
         return GroupedAllgather.apply(name, process_set, *tensors)
     return synchronize(grouped_allgather_async(tensors, name, process_set))
 
@@ -254,10 +253,73 @@ def grouped_reducescatter(
             differentiable=True,
         )()
     elif learns(wires, name):
-        from horoclone.torch.autograd import GroupedReducescatter
-
         shares = GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *wires)
     else:
         handle = grouped_reducescatter_async(wires, name, op, process_set, prescale_factor, postscale_factor)
         shares = synchronize(handle)
     return [compression.decompress(share, ctx) for share, (_, ctx) in zip(shares, pairs, strict=True)]
+
+
+# --- gradients ---
+
+
+class GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        pre: float,
+        post: float,
+        group: ProcessSet,
+        *tensors: torch.Tensor,
+    ) -> Tensors:
+        ctx.arguments = (name, op, pre, post, group)
+        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, pre, post, group)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        name, op, pre, post, group = ctx.arguments
+        require_linear(op, "grouped_allreduce")
+        whole = [grad.contiguous() for grad in grads]
+        reduced = grouped_allreduce(whole, None, grad_name(name), Compression.none, op, pre, post, group)
+        return (None, None, None, None, None, *reduced)
+
+
+class GroupedAllgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, group: ProcessSet, *tensors: torch.Tensor) -> Tensors:
+        ctx.arguments = ([t.shape[0] if t.dim() else 0 for t in tensors], name, group)
+        return tuple(synchronize(grouped_allgather_async(tensors, name, group)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        rows, name, group = ctx.arguments
+        whole = [grad.contiguous() for grad in grads]
+        reduced = grouped_allreduce(whole, name=grad_name(name), op=Average, process_set=group)
+        own = [
+            part.narrow(0, rows_before(count, group, None if name is None else f"{name}.{i}"), count)
+            for i, (part, count) in enumerate(zip(reduced, rows, strict=True))
+        ]
+        return (None, None, *own)
+
+
+class GroupedReducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        name: str | None,
+        op: int,
+        group: ProcessSet,
+        pre: float,
+        post: float,
+        *tensors: torch.Tensor,
+    ) -> Tensors:
+        ctx.arguments = (name, op, group, pre * post)
+        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, group, pre, post)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        name, op, group, scale = ctx.arguments
+        parts = [scaled_share(grad, op, group, scale) for grad in grads]
+        return (None, None, None, None, None, *grouped_allgather(parts, grad_name(name), group))

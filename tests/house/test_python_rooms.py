@@ -101,8 +101,6 @@ MAY_IMPORT: dict[str, set[str]] = {
 LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {}
 # Circles that are still there: each by its modules. None may be added.
 CIRCLES: list[set[str]] = [
-    {"torch.alltoall", "torch.autograd", "torch.grouped", "torch.mpi_ops"},
-    {"torch.autograd_rooted", "torch.rooted"},
     {
         "keras",
         "keras.callbacks",

@@ -1,7 +1,8 @@
 """Collectives on torch tensors in which one rank has a part of its own: reduce and gather to it, scatter from it.
 
-Arguments, dtypes, handles and errors as in mpi_ops.py. root_rank is a world rank, also within a process set. None of
-them can run while a rank of the process set has joined (Unsupported). Thread: the caller's.
+Arguments, dtypes, handles and errors as in all_reduce.py. root_rank is a world rank, also within a process set. None of
+them can run while a rank of the process set has joined (Unsupported). Gradients are exact and go the
+operation's way backwards. Thread: the caller's; gradients: autograd's.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
@@ -12,12 +13,15 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
+from horoclone.ops import GATHER, REDUCE, SCATTER, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.runtime import native
-from horoclone.torch.gpu import HOST, arrived, place_of, place_to_receive, to_gpu
-from horoclone.torch.handles import remember, set_id, start_on_gpu, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of
+from horoclone.runtime import native, rank
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.broadcasting import broadcast_
+from horoclone.torch.operations.gpu import HOST, arrived, behind, place_of, place_to_receive, to_gpu
+from horoclone.torch.operations.gradients import grad_name, require_linear
+from horoclone.torch.operations.handles import remember, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.tensors import ON_GPU, number_of
 
 __all__ = [
     "gather", "gather_async", "reduce", "reduce_", "reduce_async", "reduce_async_", "scatter", "scatter_async",
@@ -46,16 +50,14 @@ def _reduced(
     if output is None:
         like = tensor.detach()
         output = torch.empty_like(like) if is_root else like.new_empty(0)
-    if dtype >= ON_GPU:
-        return start_on_gpu(
-            REDUCE, name, tensor, output, dtype, reduce, *scales, root_rank, set_id(process_set)
-        )
-    target = address_of(output) if is_root else 0
-    handle = runtime.submit(
-        REDUCE, name, address_of(tensor), target, tensor.shape, dtype, reduce, *scales, root_rank,
-        set_id(process_set),
+    place = HOST if dtype < ON_GPU else place_of(tensor)
+    # On a GPU every rank names its memory: the root's is where the result goes.
+    target = output if is_root or place is not HOST else None
+    handle = requests.submit(
+        runtime, REDUCE, name, source=tensor, target=target, dtype=dtype, reduce=reduce, prescale=scales[0],
+        postscale=scales[1], root=root_rank, process_set=set_id(process_set), place=place,
     )  # fmt: skip
-    return remember(runtime, handle, output, tensor)
+    return remember(runtime, handle, output, (tensor, output), behind(place, output))
 
 
 def reduce_async(
@@ -87,8 +89,6 @@ def reduce(
     backward on every rank (`result.sum().backward()`).
     """
     if _with_gradient(tensor):
-        from horoclone.torch.autograd_rooted import Reduce
-
         reduce = resolve_reduce(None, op)
         return Reduce.apply(tensor, root_rank, reduce, name, prescale_factor, postscale_factor, process_set)
     return synchronize(
@@ -134,18 +134,16 @@ def gather_async(
     process_set: ProcessSet = global_process_set,
 ) -> int:
     """Starts a gather and returns a handle."""
-    dtype, runtime = number_of(tensor, name, True), native()
-    if dtype >= ON_GPU:
-        rows = None if runtime.rank == root_rank else tensor.detach().new_empty((0, *tensor.shape[1:]))
-        rest = (Sum, 1.0, 1.0, root_rank, set_id(process_set))
-        return start_on_gpu(GATHER, name, tensor, rows, dtype, *rest)
-    handle = runtime.submit(
-        GATHER, name, address_of(tensor), 0, tensor.shape, dtype, Sum, 1.0, 1.0, root_rank, set_id(process_set)
+    dtype, number = number_of(tensor, name, True), set_id(process_set)
+    if native().rank == root_rank:
+        return start_for_rows(GATHER, name, tensor, dtype, root=root_rank, process_set=number)
+    runtime, place = native(), HOST if dtype < ON_GPU else place_of(tensor)
+    rows = tensor.detach().new_empty((0, *tensor.shape[1:]))
+    handle = requests.submit(
+        runtime, GATHER, name, source=tensor, target=None if place is HOST else rows, dtype=dtype, root=root_rank,
+        process_set=number, place=place,
     )  # fmt: skip
-    row, kind = tuple(tensor.shape[1:]), tensor.dtype
-    if runtime.rank == root_rank:
-        return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
-    return remember(runtime, handle, torch.empty((0, *row), dtype=kind), tensor)
+    return remember(runtime, handle, rows, (tensor, rows), behind(place, rows))
 
 
 def gather(
@@ -160,8 +158,6 @@ def gather(
     results belong to the graph: call backward on every rank. A 0-d tensor is an error.
     """
     if _with_gradient(tensor):
-        from horoclone.torch.autograd_rooted import Gather
-
         return Gather.apply(tensor, root_rank, name, process_set)
     return synchronize(gather_async(tensor, root_rank, name, process_set))
 
@@ -189,10 +185,10 @@ def scatter_async(
 ) -> int:
     """Starts a scatter and returns a handle."""
     runtime = native()
-    rest = (Sum, 1.0, 1.0, root_rank, set_id(process_set))
+    terms: dict[str, Any] = {"root": root_rank, "process_set": set_id(process_set)}
     if runtime.rank != root_rank:
         beside = tensor if isinstance(tensor, torch.Tensor) else None
-        handle = runtime.submit(SCATTER, name, 0, 0, None, 0, *rest, None, 0, *place_to_receive(beside))
+        handle = requests.submit(runtime, SCATTER, name, place=place_to_receive(beside), **terms)
         return remember(runtime, handle, None, tensor, _share_beside(beside))
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
@@ -200,17 +196,8 @@ def scatter_async(
             f"{type(tensor).__name__}"
         )
     dtype, counts = number_of(tensor, name, True), _row_counts(splits)
-    handle = runtime.submit(
-        SCATTER,
-        name,
-        address_of(tensor),
-        0,
-        tensor.shape,
-        dtype % ON_GPU,
-        *rest,
-        counts,
-        0,
-        *place_of(tensor),
+    handle = requests.submit(
+        runtime, SCATTER, name, source=tensor, dtype=dtype, splits=counts, place=place_of(tensor), **terms
     )
     return remember(runtime, handle, None, tensor, _share_beside(tensor))
 
@@ -243,7 +230,74 @@ def scatter(
     gets the shares' gradients.
     """
     if _with_gradient(tensor):
-        from horoclone.torch.autograd_rooted import Scatter
-
         return Scatter.apply(tensor, root_rank, splits, name, process_set)
     return synchronize(scatter_async(tensor, root_rank, splits, name, process_set))
+
+
+# --- gradients ---
+
+
+class Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        root_rank: int,
+        op: int,
+        name: str | None,
+        pre: float,
+        post: float,
+        group: ProcessSet,
+    ) -> torch.Tensor:
+        ctx.arguments = (root_rank, op, name, pre * post, group)
+        ctx.shape = tensor.shape
+        return synchronize(reduce_async(tensor, root_rank, op, name, pre, post, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        root_rank, op, name, scale, group = ctx.arguments
+        require_linear(op, "reduce")
+        whole = grad.contiguous() if rank() == root_rank else grad.new_empty(ctx.shape)
+        received = broadcast_(whole, root_rank, grad_name(name), group)
+        if op == Average:
+            scale /= group.size() or 1
+        return received if scale == 1.0 else received * scale, None, None, None, None, None, None
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet
+    ) -> torch.Tensor:
+        ctx.arguments = (root_rank, name, group)
+        ctx.rows = tensor.shape[0] if tensor.dim() else 0
+        return synchronize(gather_async(tensor, root_rank, name, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        root_rank, name, group = ctx.arguments
+        name = grad_name(name)
+        rows = gather(torch.tensor([ctx.rows]), root_rank, name and f"{name}.rows", group)
+        mine = scatter(grad.contiguous(), root_rank, rows.tolist(), name, group)
+        return mine, None, None, None
+
+
+class Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None, group: ProcessSet
+    ) -> torch.Tensor:
+        ctx.arguments = (root_rank, name, group)
+        ctx.form = (tensor.shape, tensor.dtype)
+        return synchronize(scatter_async(tensor, root_rank, splits, name, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        root_rank, name, group = ctx.arguments
+        shape, dtype = ctx.form
+        whole = gather(grad.contiguous(), root_rank, grad_name(name), group)
+        if rank() != root_rank:
+            whole = torch.zeros(shape, dtype=dtype)
+        elif whole.shape[0] < shape[0]:  # rows beyond the sum of splits went nowhere
+            whole = torch.cat([whole, whole.new_zeros((shape[0] - whole.shape[0], *shape[1:]))])
+        return whole, None, None, None, None

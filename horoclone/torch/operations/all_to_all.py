@@ -1,4 +1,4 @@
-"""Alltoall of torch tensors, with Horovod's names, arguments and handles; exported by mpi_ops.py. Thread: any."""
+"""Alltoall of torch tensors, with Horovod's names, arguments and handles, and its gradient. Thread: any."""
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horoclone.ops import ALLTOALL, Sum
+from horoclone.ops import ALLTOALL
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.runtime import native
-from horoclone.torch.arguments import rows_to_send
-from horoclone.torch.functional import is_compiling, start
-from horoclone.torch.handles import remember, run_for_rows, set_id, start_on_gpu, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, learns, number_of
+from horoclone.torch.operations.arguments import rows_to_send
+from horoclone.torch.operations.functional import is_compiling, start
+from horoclone.torch.operations.gradients import grad_name
+from horoclone.torch.operations.handles import run_for_rows, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.tensors import ON_GPU, learns, number_of
 
 if TYPE_CHECKING:
-    from horoclone._core import Runtime
+    pass
 
 
 def alltoall_async(
@@ -29,19 +29,10 @@ def alltoall_async(
     rows = rows_to_send(splits, name)
     if is_compiling():
         return start("alltoall", [tensor], name, process_set=process_set, splits=rows)
-    dtype = number_of(tensor, name, True)
-    rest = (Sum, 1.0, 1.0, 0, set_id(process_set), rows)
-    if dtype >= ON_GPU:
-        return start_on_gpu(ALLTOALL, name, tensor, None, dtype, *rest, counts_beside=splits)
-    runtime = native()
-    handle = runtime.submit(ALLTOALL, name, address_of(tensor), 0, tensor.shape, dtype, *rest)
-    row, kind = tuple(tensor.shape[1:]), tensor.dtype
-
-    def make(rt: Runtime, h: int) -> tuple[torch.Tensor, torch.Tensor]:
-        result = rt.result(h)
-        return from_result(result, row, kind), torch.tensor(result.rows_from, dtype=torch.int32)
-
-    return remember(runtime, handle, None, tensor, make)
+    return start_for_rows(
+        ALLTOALL, name, tensor, number_of(tensor, name, True), counts_beside=splits, splits=rows,
+        process_set=set_id(process_set),
+    )  # fmt: skip
 
 
 def alltoall(
@@ -62,13 +53,33 @@ def alltoall(
         begun = start("alltoall", [tensor], name, process_set=process_set, splits=rows, differentiable=True)
         output, received = begun()
     elif learns([tensor], name):
-        from horoclone.torch.autograd import Alltoall
-
         output, received = Alltoall.apply(tensor, splits, name, process_set)
     elif (dtype := number_of(tensor, name, True)) >= ON_GPU:
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
     else:
-        rest = (Sum, 1.0, 1.0, 0, set_id(process_set), rows_to_send(splits, name))
-        output, result = run_for_rows(ALLTOALL, name, tensor, dtype, *rest)
+        rows = rows_to_send(splits, name)
+        output, result = run_for_rows(
+            ALLTOALL, name, tensor, dtype, splits=rows, process_set=set_id(process_set)
+        )
         received = None if splits is None else torch.tensor(result.rows_from, dtype=torch.int32)
     return output if splits is None else (output, received)
+
+
+class Alltoall(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, splits: Any, name: str | None, group: ProcessSet
+    ) -> tuple[torch.Tensor, ...]:
+        output, received = synchronize(alltoall_async(tensor, splits, name, group))
+        ctx.arguments = (received, tensor.shape, name, group)
+        ctx.mark_non_differentiable(received)
+        return output, received
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        received, shape, name, group = ctx.arguments
+        back, _ = alltoall(grad.contiguous(), received, grad_name(name), group)
+        if back.shape[0] < shape[0]:  # rows beyond the sum of splits went nowhere
+            rest = back.new_zeros((shape[0] - back.shape[0], *shape[1:]))
+            back = torch.cat([back, rest])
+        return back, None, None, None

@@ -15,8 +15,9 @@ from horoclone.array_handles import long_way, nobody, not_yet
 from horoclone.errors import HorovodInternalError
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.gpu import behind, place_of, rows_like
-from horoclone.torch.tensors import ON_GPU, address_of, from_result, number_of
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.gpu import HOST, behind, place_of, rows_here, rows_like
+from horoclone.torch.operations.tensors import ON_GPU, from_result
 from horoclone.waits import Waits, given_away
 
 if TYPE_CHECKING:
@@ -130,15 +131,15 @@ def _wait(handle: int) -> Any:
 
 
 def run(
-    op: int, name: str | None, source: torch.Tensor, target: torch.Tensor, dtype: int, *rest: Any
+    op: int, name: str | None, source: torch.Tensor, target: torch.Tensor, dtype: int, **terms: Any
 ) -> torch.Tensor:
-    """Submits and waits in one crossing. rest: reduce, prescale, postscale, root, process set."""
+    """Submits and waits in one crossing. terms: reduce, prescale, postscale, root, process_set."""
     if dtype >= ON_GPU:
-        output: torch.Tensor = synchronize(start_on_gpu(op, name, source, target, dtype, *rest))
+        output: torch.Tensor = synchronize(start_for(op, name, source, target, dtype, **terms))
         return output
     runtime = native()
     try:
-        runtime.run(op, name, address_of(source), address_of(target), source.shape, dtype, *rest)
+        requests.run(runtime, op, name, source=source, target=target, dtype=dtype, **terms)
     except BaseException as error:
         keep_if_broken_off(error, (source, target))
         raise
@@ -147,14 +148,14 @@ def run(
 
 
 def run_for_rows(
-    op: int, name: str | None, tensor: torch.Tensor, dtype: int, *rest: Any
+    op: int, name: str | None, tensor: torch.Tensor, dtype: int, **terms: Any
 ) -> tuple[torch.Tensor, Result]:
     """As `run`, in host memory, where only the core knows the result's rows: they and what came with them.
 
-    rest: reduce, prescale, postscale, root, process set and, for an alltoall, the rows to send.
+    terms: as for `run` and, for an alltoall, splits: the rows to send.
     """
     try:
-        result = native().run(op, name, address_of(tensor), 0, tensor.shape, dtype, *rest)
+        result = requests.run(native(), op, name, source=tensor, dtype=dtype, **terms)
     except BaseException as error:
         keep_if_broken_off(error, tensor)
         raise
@@ -162,41 +163,28 @@ def run_for_rows(
     return from_result(result, tensor.shape[1:], tensor.dtype), result
 
 
-def start_for_rows(op: int, name: str | None, tensor: torch.Tensor, *rest: Any) -> int:
-    """Submits, on a GPU too, and returns the handle. rest: as for `run_for_rows`, without an alltoall's."""
-    dtype = number_of(tensor, name, True)
-    if dtype >= ON_GPU:
-        return start_on_gpu(op, name, tensor, None, dtype, *rest)
-    runtime = native()
-    handle = runtime.submit(op, name, address_of(tensor), 0, tensor.shape, dtype, *rest)
-    row, kind = tensor.shape[1:], tensor.dtype
-    return remember(runtime, handle, None, tensor, lambda rt, h: from_result(rt.result(h), row, kind))
-
-
-def start_on_gpu(
-    op: int,
-    name: str | None,
-    tensor: torch.Tensor,
-    output: torch.Tensor | None,
-    dtype: int,
-    *rest: Any,
-    priority: int = 0,
-    counts_beside: Any = None,
+def start_for(
+    op: int, name: str | None, tensor: torch.Tensor, output: torch.Tensor, dtype: int, **terms: Any
 ) -> int:
-    """Submits work on a tensor on a GPU and returns its handle. output None: rows whose number the ranks agree on.
+    """Submits, on a GPU too, and returns the handle, which gives `output`. terms: as for `run`, and priority."""
+    runtime, place = native(), HOST if dtype < ON_GPU else place_of(tensor)
+    handle = requests.submit(
+        runtime, op, name, source=tensor, target=output, dtype=dtype, place=place, **terms
+    )
+    return remember(runtime, handle, output, (tensor, output), behind(place, output))
 
-    rest: reduce, prescale, postscale, root, process set and, for an alltoall, the rows to send. counts_beside: the
-    splits of an alltoall; how many rows have come is told where they are.
+
+def start_for_rows(
+    op: int, name: str | None, tensor: torch.Tensor, dtype: int, counts_beside: Any = None, **terms: Any
+) -> int:
+    """Submits, on a GPU too, what gives rows whose number the ranks agree on. terms: as for `run_for_rows`.
+
+    counts_beside: the splits of an alltoall; how many rows have come is told where they are.
     """
-    runtime, place = native(), place_of(tensor)
-    target = 0 if output is None else address_of(output)
-    reduce, prescale, postscale, root, set_number, *splits = rest
-    handle = runtime.submit(
-        op, name, address_of(tensor), target, tensor.shape, dtype - ON_GPU, reduce, prescale, postscale, root,
-        set_number, splits[0] if splits else None, 0, *place, priority,
-    )  # fmt: skip
-    make = rows_like(tensor, place, counts_beside) if output is None else behind(place, output)
-    return remember(runtime, handle, output, (tensor, output), make)
+    runtime, place = native(), HOST if dtype < ON_GPU else place_of(tensor)
+    handle = requests.submit(runtime, op, name, source=tensor, dtype=dtype, place=place, **terms)
+    make = rows_here(tensor) if place is HOST else rows_like(tensor, place, counts_beside)
+    return remember(runtime, handle, None, tensor, make)
 
 
 def keep_if_broken_off(error: BaseException, tensors: Any) -> None:

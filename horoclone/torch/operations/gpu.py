@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import Unsupported
-from horoclone.torch.tensors import address_of, dtype_of, from_result, received
+from horoclone.torch.operations.tensors import address_of, dtype_of, from_result, received
 
 if TYPE_CHECKING:
     from horoclone._core import DeviceBlock, Runtime
@@ -174,6 +174,18 @@ def rows_of(runtime: Runtime, handle: int, index: int, like: torch.Tensor, place
     size = rows.numel() * rows.element_size()
     runtime.copy_result(handle, index, address_of(rows), size, _stream_now(place[0]))
     return rows
+
+
+def rows_here(tensor: torch.Tensor) -> Maker:
+    """As rows_like(), for host memory."""
+    row, kind = tensor.shape[1:], tensor.dtype
+
+    def make(runtime: Runtime, handle: int) -> Any:
+        result = runtime.result(handle)
+        rows = from_result(result, row, kind)
+        return (rows, torch.tensor(result.rows_from, dtype=torch.int32)) if result.rows_from else rows
+
+    return make
 
 
 def rows_like(tensor: torch.Tensor, place: Place, splits: Any = None) -> Maker:

@@ -18,9 +18,10 @@ from horoclone.errors import Unsupported
 from horoclone.ops import Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import native
-from horoclone.torch.gpu import HOST, behind, place_of_all, rows_of
-from horoclone.torch.handles import is_compiling, remember, set_id, synchronize
-from horoclone.torch.tensors import ON_GPU, address_of, number_of, refuse_scalar
+from horoclone.torch.operations import requests
+from horoclone.torch.operations.gpu import HOST, behind, place_of_all, rows_of
+from horoclone.torch.operations.handles import is_compiling, remember, set_id, synchronize
+from horoclone.torch.operations.tensors import ON_GPU, number_of, refuse_scalar
 
 __all__ = ["KINDS", "Started", "call", "is_compiling", "reduced", "start"]
 
@@ -63,22 +64,25 @@ def _start(kind: str, tensors: Tensors, *options: Any) -> torch.Tensor:
         outputs: list[torch.Tensor] | None = whole
     else:
         outputs = [torch.empty_like(tensor) for tensor in whole] if op == ops.ALLREDUCE else None
-    numbers, place = [number_of(tensor, name, True) for tensor in whole], HOST
-    if max(numbers) >= ON_GPU:
-        place = place_of_all(whole)
-        numbers = [number - ON_GPU for number in numbers]
-    sources = [address_of(tensor) for tensor in whole]
-    targets = [0] * len(whole) if outputs is None else [address_of(output) for output in outputs]
+    numbers = [number_of(tensor, name, True) for tensor in whole]
+    place = place_of_all(whole) if max(numbers) >= ON_GPU else HOST
     runtime = native()
-    rest = (reduce, prescale, postscale, root, set_number)
+    terms: dict[str, Any] = {
+        "reduce": reduce,
+        "prescale": prescale,
+        "postscale": postscale,
+        "root": root,
+        "process_set": set_number,
+    }
     if kind.startswith("grouped"):
-        shapes = [tensor.shape for tensor in whole]
-        handle = runtime.submit_group(op, name, sources, targets, shapes, numbers, *rest, *place)
-    else:
-        rows = splits if op == ops.ALLTOALL else None
-        handle = runtime.submit(
-            op, name, sources[0], targets[0], whole[0].shape, numbers[0], *rest, rows, 0, *place
+        handle = requests.submit_group(
+            runtime, op, name, sources=whole, targets=outputs, dtypes=numbers, place=place, **terms
         )
+    else:
+        handle = requests.submit(
+            runtime, op, name, source=whole[0], target=None if outputs is None else outputs[0], dtype=numbers[0],
+            splits=splits if op == ops.ALLTOALL else None, place=place, **terms,
+        )  # fmt: skip
     make = behind(place, outputs)
     if outputs is None:
 
@@ -145,7 +149,7 @@ def call(kind: str, tensors: Tensors, *options: Any) -> list[torch.Tensor]:
     return list(getattr(torch.ops.horoclone, f"{kind}_wait")(ticket, tensors, *options))
 
 
-# --- gradients: Horovod's factors, as in autograd.py ---
+# --- gradients: Horovod's factors, as in the operations' own modules ---
 
 
 def _gradient(kind: str, shapes: list[Any], options: Options, grads: Tensors) -> list[torch.Tensor]:

@@ -1,0 +1,114 @@
+"""Allgather of torch tensors, with its gradient, and the reduction of sparse ones, which is made of it.
+
+Thread: the caller's; gradients: autograd's.
+"""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.ops import ALLGATHER, Average, Sum
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import rank
+from horoclone.torch.operations.all_reduce import allreduce
+from horoclone.torch.operations.functional import is_compiling, start
+from horoclone.torch.operations.gradients import grad_name
+from horoclone.torch.operations.handles import run_for_rows, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of
+
+
+def allgather_async(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> int:
+    """Starts an allgather and returns a handle."""
+    if is_compiling():
+        return start("allgather", [tensor], name, process_set=process_set)
+    dtype = number_of(tensor, name, True)
+    return start_for_rows(ALLGATHER, name, tensor, dtype, process_set=set_id(process_set))
+
+
+def allgather(
+    tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
+) -> torch.Tensor:
+    """Concatenates everybody's tensor along the first dimension, in rank order; first dimensions may differ.
+
+    Differentiable (each rank gets its own rows of the averaged gradient, as in Horovod). A 0-d tensor is an error:
+    Mismatch, or IndexError where it needs a gradient.
+    """
+    if is_compiling():
+        return start("allgather", [tensor], name, process_set=process_set, differentiable=True)()
+    try:
+        learns = tensor.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(tensor, name) from None
+    if learns:
+        return Allgather.apply(tensor, name, process_set)
+    dtype = number_of(tensor, name, True)
+    if dtype >= ON_GPU:
+        return synchronize(allgather_async(tensor, name, process_set))
+    return run_for_rows(ALLGATHER, name, tensor, dtype, process_set=set_id(process_set))[0]
+
+
+class Allgather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> torch.Tensor:
+        if not tensor.dim():
+            raise IndexError(
+                f"allgather {name or 'of an unnamed tensor'}: a 0-d tensor has no rows to gather. Reshape it to [1]."
+            )
+        ctx.arguments = (tensor.shape[0], name, group)
+        return allgather(tensor, name, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        rows, name, group = ctx.arguments
+        reduced = allreduce(grad.contiguous(), name=grad_name(name), op=Average, process_set=group)
+        return reduced.narrow(0, rows_before(rows, group, name), rows), None, None
+
+
+def _rank_in(process_set: ProcessSet) -> int:
+    return rank() if process_set is global_process_set else (process_set.rank() or 0)
+
+
+def rows_before(rows: int, process_set: ProcessSet, name: str | None) -> int:
+    """How many rows the lower ranks contributed to an allgather to which this rank gave `rows`."""
+    everybody = allgather(torch.tensor([rows]), grad_name(name) and f"{name}.rows", process_set)
+    return int(everybody[: _rank_in(process_set)].sum())
+
+
+# --- sparse allreduce ---
+
+
+class SparseHandle:
+    """Handle of a sparse reduction: call it, or pass it to `synchronize`, for the reduced sparse tensor."""
+
+    def __init__(self, tensor: torch.Tensor, parts: tuple[int, int], divisor: int) -> None:
+        self.parts = parts
+        self._shape = tensor.shape
+        self._divisor = divisor
+
+    def __call__(self) -> torch.Tensor:
+        indices, values = (synchronize(part) for part in self.parts)
+        if self._divisor > 1:
+            values = values / self._divisor
+        return torch.sparse_coo_tensor(indices.t().contiguous(), values, self._shape)
+
+
+def sparse_allreduce_async(
+    tensor: torch.Tensor, name: str, op: int, process_set: ProcessSet = global_process_set
+) -> SparseHandle:
+    """Sums (or averages) a sparse COO tensor over the ranks by gathering everybody's indices and values.
+
+    Returns a callable handle; the result is sparse, of the same shape, not coalesced, the same on every rank.
+    """
+    if op not in (Average, Sum):
+        raise ValueError("sparse tensors can be reduced with op=hvd.Average and op=hvd.Sum only")
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(tensor, name)
+    tensor = tensor.coalesce()
+    indices = allgather_async(tensor.indices().t().contiguous(), f"{name}.indices", process_set)
+    values = allgather_async(tensor.values().contiguous(), f"{name}.values", process_set)
+    return SparseHandle(tensor, (indices, values), (process_set.size() or 1) if op == Average else 1)

@@ -1,0 +1,170 @@
+"""Allreduce of torch tensors, with its gradient. Thread: the caller's; gradients: autograd's."""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.ops import ALLREDUCE, resolve_reduce
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.torch.compression import Compression
+from horoclone.torch.operations import handles
+from horoclone.torch.operations.functional import is_compiling, reduced, start
+from horoclone.torch.operations.gradients import grad_name, require_linear
+from horoclone.torch.operations.handles import run, set_id, start_for, synchronize
+from horoclone.torch.operations.tensors import not_a_tensor, number_of
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Reduces `tensor` over the ranks in place and returns it. Any shape and dtype (no Average of bool).
+
+    Raises ValueError for wrong arguments, Mismatch when the ranks differ in dtype, shape, op or scales, Unsupported
+    for tensors that are neither in host memory nor on one of NVIDIA's GPUs.
+    """
+    if is_compiling():
+        return reduced(
+            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
+        )()
+    plain = handles.call_plain(
+        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
+    )
+    if plain is not None:
+        return tensor if plain is tensor else handles.synchronize(plain)
+    reduce = resolve_reduce(average, op)
+    return run(
+        ALLREDUCE, name, tensor, tensor, number_of(tensor, name, True), reduce=reduce, prescale=prescale_factor,
+        postscale=postscale_factor, process_set=set_id(process_set),
+    )  # fmt: skip
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    priority: int = 0,
+) -> int:
+    """Starts `allreduce_` and returns a handle for `poll` and `synchronize`. ValueError if `name` is pending.
+
+    priority: of what all ranks have submitted, the highest runs first (docs/priority.md).
+    """
+    if is_compiling():
+        return reduced(
+            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
+        )
+    plain = handles.start_plain(
+        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
+    )
+    if plain is not None:
+        return plain
+    reduce = resolve_reduce(average, op)
+    return start_for(
+        ALLREDUCE, name, tensor, tensor, number_of(tensor, name, True), reduce=reduce, prescale=prescale_factor,
+        postscale=postscale_factor, process_set=set_id(process_set), priority=priority,
+    )  # fmt: skip
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    priority: int = 0,
+) -> int:
+    """Starts a reduction into a new tensor and returns a handle; `tensor` must not change until it is done."""
+    if is_compiling():
+        return reduced(
+            "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set
+        )
+    reduce = resolve_reduce(average, op)
+    dtype = number_of(tensor, name, True)
+    output = torch.empty_like(tensor, requires_grad=False)
+    plain = handles.start_plain(
+        tensor, output, None, name, reduce, prescale_factor, postscale_factor, process_set, priority
+    )
+    if plain is not None:
+        return plain
+    return start_for(
+        ALLREDUCE, name, tensor, output, dtype, reduce=reduce, prescale=prescale_factor, postscale=postscale_factor,
+        process_set=set_id(process_set), priority=priority,
+    )  # fmt: skip
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Returns the reduction of `tensor` over the ranks as a new tensor of the same shape and dtype.
+
+    Differentiable for Average and Sum: the gradient is the same reduction of the gradient.
+    """
+    reduce = resolve_reduce(average, op)
+    wire, ctx = compression.compress(tensor)
+    scales = (prescale_factor, postscale_factor)
+    if is_compiling():
+        return compression.decompress(
+            start("allreduce", [wire], name, reduce, scales, process_set, differentiable=True)(), ctx
+        )
+    try:
+        learns = wire.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(wire, name) from None
+    if learns:
+        reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
+    else:
+        reduced = _reduced_now(wire, name, reduce, scales, process_set)
+    return compression.decompress(reduced, ctx)
+
+
+def _reduced_now(
+    tensor: torch.Tensor, name: str | None, reduce: int, scales: tuple[float, float], process_set: ProcessSet
+) -> torch.Tensor:
+    output = torch.empty_like(tensor, requires_grad=False)
+    plain = handles.call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
+    if plain is not None:
+        return output if plain is output else handles.synchronize(plain)
+    dtype = number_of(tensor, name, True)
+    return run(
+        ALLREDUCE, name, tensor, output, dtype, reduce=reduce, prescale=scales[0], postscale=scales[1],
+        process_set=set_id(process_set),
+    )  # fmt: skip
+
+
+class Allreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, pre: float, post: float, group: ProcessSet
+    ) -> torch.Tensor:
+        ctx.arguments = (name, op, pre, post, group)
+        return synchronize(allreduce_async(tensor, None, name, op, pre, post, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        name, op, pre, post, group = ctx.arguments
+        require_linear(op, "allreduce")
+        reduced = allreduce(grad.contiguous(), None, grad_name(name), Compression.none, op, pre, post, group)
+        return reduced, None, None, None, None, None

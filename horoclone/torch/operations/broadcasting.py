@@ -1,0 +1,91 @@
+"""Broadcast of torch tensors, with its gradient. Thread: the caller's; gradients: autograd's."""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.ops import BROADCAST, Average
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import rank
+from horoclone.torch.operations.all_reduce import allreduce
+from horoclone.torch.operations.functional import is_compiling, start
+from horoclone.torch.operations.gradients import grad_name
+from horoclone.torch.operations.handles import run, set_id, start_for, synchronize
+from horoclone.torch.operations.tensors import not_a_tensor, number_of
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts `broadcast_` and returns a handle."""
+    if is_compiling():
+        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)
+    dtype = number_of(tensor, name, True)
+    return start_for(BROADCAST, name, tensor, tensor, dtype, root=root_rank, process_set=set_id(process_set))
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Overwrites `tensor` with rank root_rank's (a world rank, also within a process set) and returns it."""
+    if is_compiling():
+        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank, in_place=True)()
+    dtype = number_of(tensor, name, True)
+    return run(BROADCAST, name, tensor, tensor, dtype, root=root_rank, process_set=set_id(process_set))
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> int:
+    """Starts a broadcast into a new tensor and returns a handle."""
+    if is_compiling():
+        return start("broadcast", [tensor], name, process_set=process_set, root=root_rank)
+    number_of(tensor, name, True)  # refuses what is not contiguous before the copy would hide it
+    return broadcast_async_(tensor.detach().clone(), root_rank, name, process_set)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> torch.Tensor:
+    """Returns rank root_rank's tensor. Differentiable: the root gets the averaged gradient, the others zero."""
+    if is_compiling():
+        return start(
+            "broadcast", [tensor], name, process_set=process_set, root=root_rank, differentiable=True
+        )()
+    try:
+        learns = tensor.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(tensor, name) from None
+    if learns:
+        return Broadcast.apply(tensor, root_rank, name, process_set)
+    return synchronize(broadcast_async(tensor, root_rank, name, process_set))
+
+
+class Broadcast(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet
+    ) -> torch.Tensor:
+        ctx.arguments = (root_rank, name, group)
+        return synchronize(broadcast_async(tensor, root_rank, name, group))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        root_rank, name, group = ctx.arguments
+        reduced = allreduce(grad.contiguous(), name=grad_name(name), op=Average, process_set=group)
+        return reduced if rank() == root_rank else torch.zeros_like(reduced), None, None, None

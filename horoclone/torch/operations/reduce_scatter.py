@@ -1,0 +1,89 @@
+"""Reducescatter of torch tensors, with its gradient. Thread: the caller's; gradients: autograd's."""
+
+# mypy: disable-error-code="no-any-return, no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.ops import REDUCESCATTER, Average
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.torch.compression import Compression
+from horoclone.torch.operations.all_gather import allgather
+from horoclone.torch.operations.arguments import share_reduce
+from horoclone.torch.operations.functional import is_compiling, start
+from horoclone.torch.operations.gradients import grad_name, scaled_share
+from horoclone.torch.operations.handles import run_for_rows, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of, refuse_scalar
+
+
+def reducescatter_async(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """Starts a reducescatter and returns a handle."""
+    scales = (prescale_factor, postscale_factor)
+    if is_compiling():
+        return start("reducescatter", [tensor], name, share_reduce(op, name), scales, process_set)
+    refuse_scalar([tensor])
+    return start_for_rows(
+        REDUCESCATTER, name, tensor, number_of(tensor, name, True), reduce=share_reduce(op, name),
+        prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set),
+    )  # fmt: skip
+
+
+def reducescatter(
+    tensor: torch.Tensor,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: int = Average,
+    process_set: ProcessSet = global_process_set,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> torch.Tensor:
+    """Reduces over the ranks (Average or Sum; InvalidArgument for others) and returns this rank's share of the rows.
+
+    The first ranks get one row more where the rows cannot be shared equally. Differentiable: the gradient is the
+    allgather of the gradient, times the size for Sum, as in Horovod.
+    """
+    wire, ctx = compression.compress(tensor)
+    scales = (prescale_factor, postscale_factor)
+    if is_compiling():
+        begun = start(
+            "reducescatter", [wire], name, share_reduce(op, name), scales, process_set, differentiable=True
+        )
+        return compression.decompress(begun(), ctx)
+    try:
+        learns = wire.requires_grad and torch.is_grad_enabled()
+    except AttributeError:
+        raise not_a_tensor(wire, name) from None
+    if learns:
+        share = Reducescatter.apply(wire, name, op, process_set, *scales)
+    elif (dtype := number_of(wire, name, True)) >= ON_GPU or not wire.dim():
+        share = synchronize(reducescatter_async(wire, name, op, process_set, *scales))
+    else:
+        share, _ = run_for_rows(
+            REDUCESCATTER, name, wire, dtype, reduce=share_reduce(op, name), prescale=prescale_factor,
+            postscale=postscale_factor, process_set=set_id(process_set),
+        )  # fmt: skip
+    return compression.decompress(share, ctx)
+
+
+class Reducescatter(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, group: ProcessSet, pre: float, post: float
+    ) -> torch.Tensor:
+        ctx.arguments = (name, op, group, pre * post)
+        return reducescatter(tensor, name, Compression.none, op, group, pre, post)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        name, op, group, scale = ctx.arguments
+        whole = allgather(scaled_share(grad, op, group, scale), grad_name(name), group)
+        return whole, None, None, None, None, None
