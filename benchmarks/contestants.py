@@ -148,7 +148,7 @@ class HorocloneInt8(Horoclone):
         from types import SimpleNamespace
 
         from horoclone.process_sets import global_process_set
-        from horoclone.torch.gradient_bucket import GradientBucket
+        from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
         compressor = hvd.Compression.int8(error_feedback=False)
         flat: Any = SimpleNamespace(flat=tensor, slots=[], index=0)

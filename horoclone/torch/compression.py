@@ -8,9 +8,9 @@ import torch
 
 from horoclone.ops import Average, Sum
 from horoclone.torch.compressor import Compressor, GradientCompressor
-from horoclone.torch.low_rank import PowerSGDCompressor
-from horoclone.torch.quantized import Int8Compressor
-from horoclone.torch.top_k import TopKCompressor
+from horoclone.torch.compressors.low_rank import PowerSGDCompressor
+from horoclone.torch.compressors.quantized import Int8Compressor
+from horoclone.torch.compressors.top_k import TopKCompressor
 
 
 class NoneCompressor(Compressor):

@@ -15,7 +15,7 @@ import torch
 from horoclone.errors import Unsupported
 
 if TYPE_CHECKING:
-    from horoclone.torch.gradient_bucket import GradientBucket
+    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
 
 class Compressor:

@@ -145,7 +145,7 @@ def test_equals_the_model(which: str) -> None:
 
 @ranks(2, env={"HOROCLONE_SHARED_MEMORY": "0"})
 def test_equals_the_model_over_tcp_with_several_parts() -> None:
-    from horoclone.torch import adasum as room
+    from horoclone.torch.optimizer import adasum as room
 
     before, room.BUCKET_BYTES = (
         room.BUCKET_BYTES,

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from world import ranks
 
 import horoclone.torch as hvd
-from horoclone.torch import c10d, c10d_meeting
+from horoclone.torch import c10d
+from horoclone.torch.c10d import meeting as c10d_meeting
 
 RESTARTED = """
 import os, signal, time

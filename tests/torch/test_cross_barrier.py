@@ -89,7 +89,7 @@ def train(
 
 
 def compare(make: Any, **options: Any) -> None:
-    with mock.patch.multiple("horoclone.torch.buckets", FIRST_BUCKET_BYTES=2048, BUCKET_BYTES=9000):
+    with mock.patch.multiple("horoclone.torch.optimizer.buckets", FIRST_BUCKET_BYTES=2048, BUCKET_BYTES=9000):
         losses, end = train(make, False, **options)
         found, found_end = train(make, True, **options)
     assert found == losses

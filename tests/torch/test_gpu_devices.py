@@ -14,9 +14,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from horoclone.ops import ALLTOALL, Average, Sum
-from horoclone.torch import Compression, low_rank, operations, sync_batch_norm
-from horoclone.torch.backward_calls import outermost_backward
+from horoclone.torch import Compression, operations, sync_batch_norm
+from horoclone.torch.compressors import low_rank
 from horoclone.torch.operations import functional
+from horoclone.torch.optimizer.backward_calls import outermost_backward
 
 GPU = torch.device("cuda", 0)
 

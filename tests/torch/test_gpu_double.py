@@ -23,7 +23,7 @@ from crew import say
 import horoclone.torch as hvd
 from horoclone.errors import HorovodInternalError, Mismatch, PeerLost
 from horoclone.runtime import native
-from horoclone.torch import buckets, functions, reducer, sharded_state, sharding
+from horoclone.torch import functions
 from horoclone.torch.operations import (
     all_gather,
     all_reduce,
@@ -39,6 +39,7 @@ from horoclone.torch.operations import (
     rooted,
     tensors,
 )
+from horoclone.torch.optimizer import buckets, reducer, sharded_state, sharding
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -474,7 +475,7 @@ def test_double_optimizer_state_on_the_gpu_is_broadcast_sharded_and_gathered(ran
 
 def optimizes_by_adasum() -> None:
     double, size = begin(), hvd.size()
-    adasum = sys.modules["horoclone.torch.adasum"]
+    adasum = sys.modules["horoclone.torch.optimizer.adasum"]
     double.patch(adasum)
     launches = lambda: double.cuda.hc_double_count(b"launches", 0)  # noqa: E731
     pinned = lambda: double.cuda.hc_double_count(b"pinned", 0)  # noqa: E731
@@ -658,10 +659,13 @@ def test_double_a_killed_peer_on_the_same_gpu_is_named_and_nothing_hangs(ranks) 
 def distributes() -> None:
     import torch.distributed as dist
 
-    from horoclone.torch import c10d, c10d_gathered, c10d_tensors, c10d_work
+    from horoclone.torch.c10d import gathered as c10d_gathered
+    from horoclone.torch.c10d import group as c10d_group
+    from horoclone.torch.c10d import tensors as c10d_tensors
+    from horoclone.torch.c10d import work as c10d_work
 
     double = begin()
-    for module in (c10d, c10d_gathered, c10d_tensors, c10d_work):
+    for module in (c10d_gathered, c10d_group, c10d_tensors, c10d_work):
         double.patch(module)
     rank, size = hvd.rank(), hvd.size()
     hvd.shutdown()

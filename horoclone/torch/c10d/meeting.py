@@ -1,7 +1,7 @@
 """How the members of a torch process group connect: from torch's store to a runtime of their own.
 
 Nothing that is read from the store is trusted with more than a name: on one host the kernel vouches for the members, on
-several they must share a secret (c10d_signed.py). Also the rendezvous for launchers that set none of torch's variables,
+several they must share a secret (signed.py). Also the rendezvous for launchers that set none of torch's variables,
 and a barrier in the store.
 """
 
@@ -26,8 +26,8 @@ from horoclone import errors, objects
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.runtime import current, life, native_module
 from horoclone.settings import settings_of
-from horoclone.torch.c10d_lost import Look
-from horoclone.torch.c10d_signed import SignedStore
+from horoclone.torch.c10d.lost import Look
+from horoclone.torch.c10d.signed import SignedStore
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime

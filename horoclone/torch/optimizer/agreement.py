@@ -14,7 +14,7 @@ import torch
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
-from horoclone.torch.buckets import Slot
+from horoclone.torch.optimizer.buckets import Slot
 
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
 

@@ -13,11 +13,11 @@ import torch
 
 from horoclone.objects import allgather_object
 from horoclone.torch import operations
-from horoclone.torch.buckets import flat_of
 from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
+from horoclone.torch.optimizer.buckets import flat_of
 
 if TYPE_CHECKING:
-    from horoclone.torch.sharding import Piece, Sharding
+    from horoclone.torch.optimizer.sharding import Piece, Sharding
 
 State = dict[Any, Any]  # tensor -> {name of the state: tensor or other value}
 

@@ -1,4 +1,4 @@
-"""One c10d operation in flight: wait(), futures and errors of the process group in c10d.py.
+"""One c10d operation in flight: wait(), futures and errors of the process group in group.py.
 
 wait() drives the core on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
 threads `hc-c10d` of the group wait instead, in the order of submission. On a GPU an operation is complete when it has
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone.errors import Aborted, HorovodInternalError, Timeout
-from horoclone.torch.c10d_lost import in_words_of_the_job, who_is_late
+from horoclone.torch.c10d.lost import in_words_of_the_job, who_is_late
 from horoclone.torch.operations.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
 
 if TYPE_CHECKING:

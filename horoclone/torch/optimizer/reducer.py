@@ -20,15 +20,15 @@ from horoclone.ops import ALLGATHER, REDUCESCATTER, Average, Max
 from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
-from horoclone.torch.agreement import agree_on_order, agree_on_parameters, by_name
-from horoclone.torch.backward_calls import outermost_backward
-from horoclone.torch.buckets import BUCKET_BYTES, Bucket, Slot, groups_of, is_dense, plan_buckets
 from horoclone.torch.compression import Compression
-from horoclone.torch.gradient_bucket import GradientBucket, run_compressors
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, place_of
 from horoclone.torch.operations.tensors import from_result
-from horoclone.torch.single import Terms, finish_alone, reduces_buckets, submit_alone
+from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
+from horoclone.torch.optimizer.backward_calls import outermost_backward
+from horoclone.torch.optimizer.buckets import BUCKET_BYTES, Bucket, Slot, groups_of, is_dense, plan_buckets
+from horoclone.torch.optimizer.gradient_bucket import GradientBucket, run_compressors
+from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, submit_alone
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime

@@ -1,7 +1,7 @@
 """torch.distributed on horoclone: `init_process_group("horoclone")`, after `import horoclone.torch`.
 
-Each process group has a runtime of its own (c10d_meeting.py), whose world is the group: groups never wait for each
-other, nor for hvd's operations. Works and futures are in c10d_work.py. Thread: the caller's submits.
+Each process group has a runtime of its own (meeting.py), whose world is the group: groups never wait for each
+other, nor for hvd's operations. Works and futures are in work.py. Thread: the caller's submits.
 """
 
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"
@@ -20,14 +20,14 @@ import torch.distributed as dist
 
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
-from horoclone.torch.c10d_facts import BACKEND, GroupFacts
-from horoclone.torch.c10d_gathered import reduce_bits
-from horoclone.torch.c10d_lost import in_words_of_the_job, look_for
-from horoclone.torch.c10d_meeting import connect, install_rendezvous, of_this_life
-from horoclone.torch.c10d_monitored import monitored_barrier
-from horoclone.torch.c10d_sparse import sparse_among, start_sparse_sum
-from horoclone.torch.c10d_tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
-from horoclone.torch.c10d_work import Finish, Finished, InFlight, Work
+from horoclone.torch.c10d.facts import BACKEND, GroupFacts
+from horoclone.torch.c10d.gathered import reduce_bits
+from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
+from horoclone.torch.c10d.meeting import connect, install_rendezvous, of_this_life
+from horoclone.torch.c10d.monitored import monitored_barrier
+from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
+from horoclone.torch.c10d.tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
+from horoclone.torch.c10d.work import Finish, Finished, InFlight, Work
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
 from horoclone.torch.operations.tensors import NUMBER_OF
@@ -133,7 +133,7 @@ class HorocloneGroup(GroupFacts):
     # --- reductions ---
 
     def allreduce(self, tensors: Any, opts: Any = None, timeout: Any = None) -> Work:
-        """Reduces one tensor, or several of one call, in place. One tensor may be sparse (c10d_sparse.py)."""
+        """Reduces one tensor, or several of one call, in place. One tensor may be sparse (sparse.py)."""
         tensors = listed(tensors)
         if (sparse := sparse_among(tensors)) is not None:
             submit_group = partial(self._enqueue, requests.submit_group)

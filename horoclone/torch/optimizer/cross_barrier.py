@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
-from horoclone.torch.buckets import URGENT_BUCKET_BYTES, Bucket
 from horoclone.torch.operations.gpu import follow
-from horoclone.torch.reducer import Reducer
-from horoclone.torch.single import reduces_buckets
+from horoclone.torch.optimizer.buckets import URGENT_BUCKET_BYTES, Bucket
+from horoclone.torch.optimizer.reducer import Reducer
+from horoclone.torch.optimizer.single import reduces_buckets
 
 # Each parameter's update reads its own gradient, state and group, and nothing of another parameter.
 _PER_PARAMETER = frozenset(

@@ -19,7 +19,7 @@ from horoclone.errors import Unsupported
 from horoclone.torch.compressor import GradientCompressor
 
 if TYPE_CHECKING:
-    from horoclone.torch.gradient_bucket import GradientBucket
+    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
 SCALE_BYTES = 4
 PART_ELEMENTS = 1 << 20  # a bucket travels in parts: while one is on the wire, another is quantised

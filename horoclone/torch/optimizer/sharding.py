@@ -17,14 +17,14 @@ import torch
 from horoclone.ops import BROADCAST
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native
-from horoclone.torch.agreement import by_name
-from horoclone.torch.buckets import Bucket, flat_of, is_dense
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import follow, place_of_all
 from horoclone.torch.operations.handles import set_id
 from horoclone.torch.operations.tensors import NUMBER_OF
-from horoclone.torch.reducer import Reducer
-from horoclone.torch.sharded_state import scatter_state
+from horoclone.torch.optimizer.agreement import by_name
+from horoclone.torch.optimizer.buckets import Bucket, flat_of, is_dense
+from horoclone.torch.optimizer.reducer import Reducer
+from horoclone.torch.optimizer.sharded_state import scatter_state
 
 # Optimizers that treat every element of a parameter alike, whatever its neighbours: a parameter may be cut anywhere.
 _ELEMENT_WISE = frozenset(

@@ -22,12 +22,12 @@ from horoclone.ops import Adasum, Max
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import native, size
 from horoclone.torch import operations
-from horoclone.torch.agreement import agree_on_order, agree_on_parameters
-from horoclone.torch.backward_calls import outermost_backward
-from horoclone.torch.buckets import BUCKET_BYTES, Slot, flat_of, is_dense
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
-from horoclone.torch.reducer import TOO_MANY
-from horoclone.torch.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
+from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
+from horoclone.torch.optimizer.backward_calls import outermost_backward
+from horoclone.torch.optimizer.buckets import BUCKET_BYTES, Slot, flat_of, is_dense
+from horoclone.torch.optimizer.reducer import TOO_MANY
+from horoclone.torch.optimizer.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
 
 
 class Deltas:

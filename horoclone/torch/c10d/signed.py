@@ -14,7 +14,7 @@ from typing import Any
 
 from horoclone.bootstrap.exchange import WITHOUT_SECRET
 from horoclone.errors import HorovodInternalError, Timeout, Unsupported
-from horoclone.torch.c10d_lost import Look, store_ended, wait_for_key
+from horoclone.torch.c10d.lost import Look, store_ended, wait_for_key
 
 WHO = "torch.distributed's backend 'horoclone'"
 SIGNATURE_BYTES = 32

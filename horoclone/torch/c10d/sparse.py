@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from horoclone import ops
 from horoclone.errors import Mismatch
-from horoclone.torch.c10d_tensors import number_at, reduction
+from horoclone.torch.c10d.tensors import number_at, reduction
 from horoclone.torch.operations.gpu import also_used_at, place_of, rows_of
 
 if TYPE_CHECKING:

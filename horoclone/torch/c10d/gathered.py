@@ -1,6 +1,6 @@
 """Reductions of torch.distributed that the core does not have: everybody's part is gathered and reduced on each rank.
 
-Bitwise ones; for sums of sparse tensors see c10d_sparse.py.
+Bitwise ones; for sums of sparse tensors see sparse.py.
 """
 
 # mypy: disable-error-code="misc, no-untyped-call"
@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone import ops
-from horoclone.torch.c10d_tensors import BITWISE, Tensors, as_bytes, copy_apart
-from horoclone.torch.c10d_work import Work
+from horoclone.torch.c10d.tensors import BITWISE, Tensors, as_bytes, copy_apart
+from horoclone.torch.c10d.work import Work
 from horoclone.torch.operations.gpu import place_of, rows_of
 
 if TYPE_CHECKING:

@@ -19,14 +19,20 @@ from horoclone.errors import ZeroFactor
 from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
-from horoclone.torch.adasum import AdasumMixin, Deltas
 from horoclone.torch.compression import Compression, checked_compression
-from horoclone.torch.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
-from horoclone.torch.reducer import Reducer
-from horoclone.torch.sharded_state import gather_state
-from horoclone.torch.sharding import Sharding, checked_way
-from horoclone.torch.single import Terms
-from horoclone.torch.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of, wrap
+from horoclone.torch.optimizer.adasum import AdasumMixin, Deltas
+from horoclone.torch.optimizer.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
+from horoclone.torch.optimizer.reducer import Reducer
+from horoclone.torch.optimizer.sharded_state import gather_state
+from horoclone.torch.optimizer.sharding import Sharding, checked_way
+from horoclone.torch.optimizer.single import Terms
+from horoclone.torch.optimizer.wrapping import (
+    UNSCALERS,
+    WrappedOptimizer,
+    checked_passes,
+    parameters_of,
+    wrap,
+)
 
 
 class DistributedMixin(WrappedOptimizer):

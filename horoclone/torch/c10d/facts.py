@@ -1,4 +1,4 @@
-"""What torch.distributed asks a process group about itself: backend, rank, size, names, devices. See c10d.py."""
+"""What torch.distributed asks a process group about itself: backend, rank, size, names, devices. See group.py."""
 
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"
 from __future__ import annotations

@@ -11,9 +11,9 @@ import torch
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
-from horoclone.torch.buckets import Slot
 from horoclone.torch.compression import Compression
 from horoclone.torch.compressor import GradientCompressor
+from horoclone.torch.optimizer.buckets import Slot
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from horoclone.errors import HorovodInternalError
 from horoclone.ops import Average, Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
-from horoclone.torch.buckets import Bucket
+from horoclone.torch.optimizer.buckets import Bucket
 
 
 class GradientBucket:

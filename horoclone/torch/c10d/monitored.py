@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from horoclone.errors import Timeout
-from horoclone.torch.c10d_lost import Look, wait_for_key
+from horoclone.torch.c10d.lost import Look, wait_for_key
 
 ANSWER_S = 5.0  # what rank 0 may need for its answer after the time limit, on a busy machine
 

@@ -14,7 +14,7 @@ import torch
 from horoclone.torch.compressor import GradientCompressor
 
 if TYPE_CHECKING:
-    from horoclone.torch.gradient_bucket import GradientBucket
+    from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
 
 class TopKCompressor(GradientCompressor):

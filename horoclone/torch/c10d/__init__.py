@@ -1,0 +1,5 @@
+"""The backend `horoclone` of torch.distributed; importing this package registers it."""
+
+from horoclone.torch.c10d.group import HorocloneGroup, register
+
+__all__ = ["HorocloneGroup", "register"]
