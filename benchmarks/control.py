@@ -297,7 +297,7 @@ def step_many(forms: tuple[str, ...], tensors: int, steps: int, per_node: int) -
     import numpy as np
 
     import horoclone as hvd
-    from horoclone.array_memory import dtype_of
+    from horoclone.arrays.host_memory import dtype_of
     from horoclone.runtime import native
 
     hvd.init()

@@ -33,13 +33,9 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "grouped_allreduce_async", "grouped_allreduce_async_", "allgather", "allgather_async", "grouped_allgather",
         "grouped_allgather_async", "broadcast", "broadcast_", "broadcast_async", "broadcast_async_", "alltoall",
         "alltoall_async", "reducescatter", "reducescatter_async", "grouped_reducescatter",
-        "grouped_reducescatter_async", "barrier", "join",
+        "grouped_reducescatter_async", "barrier", "join", "poll", "synchronize", "reduce", "reduce_", "reduce_async",
+        "reduce_async_", "gather", "gather_async", "scatter", "scatter_async", "send", "recv", "isend", "irecv",
     ),
-    "array_handles": ("poll", "synchronize"),
-    "rooted_arrays": (
-        "reduce", "reduce_", "reduce_async", "reduce_async_", "gather", "gather_async", "scatter", "scatter_async",
-    ),
-    "array_messages": ("send", "recv", "isend", "irecv"),
     "objects": ("broadcast_object", "broadcast_object_fn", "allgather_object"),
     "launch.api": ("run",),
 }  # fmt: skip

@@ -94,6 +94,11 @@ def id_of(process_set: ProcessSet) -> int:
     return number
 
 
+def set_id(process_set: ProcessSet) -> int:
+    """As id_of(), and fast for the global set."""
+    return 0 if process_set is global_process_set else id_of(process_set)
+
+
 def by_id(number: int) -> ProcessSet | None:
     """The set that has this id now, None when there is none."""
     return _registered.get(number)

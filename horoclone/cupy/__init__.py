@@ -1,44 +1,18 @@
-"""horoclone for CuPy: `import horoclone.cupy as hvd`. Collectives on arrays on a GPU, behind CuPy's current stream."""
+"""horoclone for CuPy: `import horoclone.cupy as hvd`. Collectives on arrays on a GPU, behind CuPy's current stream.
+
+The functions of NumPy's binding over another adapter, memory.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
 
 from horoclone import ops
-from horoclone.array_handles import poll, synchronize
-from horoclone.arrays import barrier
-from horoclone.cupy.messages import irecv, isend, recv, send
-from horoclone.cupy.operations import (
-    allgather,
-    allgather_async,
-    allreduce,
-    allreduce_,
-    allreduce_async,
-    allreduce_async_,
-    alltoall,
-    alltoall_async,
-    broadcast,
-    broadcast_,
-    broadcast_async,
-    broadcast_async_,
-    grouped_allgather,
-    grouped_allgather_async,
-    grouped_allreduce,
-    grouped_allreduce_,
-    grouped_allreduce_async,
-    grouped_allreduce_async_,
-    grouped_reducescatter,
-    grouped_reducescatter_async,
-    join,
-    reducescatter,
-    reducescatter_async,
-)
-from horoclone.cupy.rooted import (
-    gather,
-    gather_async,
-    reduce,
-    reduce_,
-    reduce_async,
-    reduce_async_,
-    scatter,
-    scatter_async,
-)
+from horoclone.arrays.collectives import Collectives, barrier
+from horoclone.arrays.handles import poll, synchronize
+from horoclone.arrays.messages import Messages
+from horoclone.arrays.rooted import Rooted
+from horoclone.cupy import memory
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -65,6 +39,48 @@ from horoclone.runtime import (
 )
 from horoclone.runtime.built import cuda_built, nccl_built
 from horoclone.runtime.life import init, shutdown
+
+_collectives: Collectives[Any] = Collectives(memory)  # cupy.ndarray has no types
+_rooted: Rooted[Any] = Rooted(memory)
+_messages: Messages[Any] = Messages(memory)
+
+allgather = _collectives.allgather
+allgather_async = _collectives.allgather_async
+allreduce = _collectives.allreduce
+allreduce_ = _collectives.allreduce_
+allreduce_async = _collectives.allreduce_async
+allreduce_async_ = _collectives.allreduce_async_
+alltoall = _collectives.alltoall
+alltoall_async = _collectives.alltoall_async
+broadcast = _collectives.broadcast
+broadcast_ = _collectives.broadcast_
+broadcast_async = _collectives.broadcast_async
+broadcast_async_ = _collectives.broadcast_async_
+grouped_allgather = _collectives.grouped_allgather
+grouped_allgather_async = _collectives.grouped_allgather_async
+grouped_allreduce = _collectives.grouped_allreduce
+grouped_allreduce_ = _collectives.grouped_allreduce_
+grouped_allreduce_async = _collectives.grouped_allreduce_async
+grouped_allreduce_async_ = _collectives.grouped_allreduce_async_
+grouped_reducescatter = _collectives.grouped_reducescatter
+grouped_reducescatter_async = _collectives.grouped_reducescatter_async
+join = _collectives.join
+reducescatter = _collectives.reducescatter
+reducescatter_async = _collectives.reducescatter_async
+
+gather = _rooted.gather
+gather_async = _rooted.gather_async
+reduce = _rooted.reduce
+reduce_ = _rooted.reduce_
+reduce_async = _rooted.reduce_async
+reduce_async_ = _rooted.reduce_async_
+scatter = _rooted.scatter
+scatter_async = _rooted.scatter_async
+
+irecv = _messages.irecv
+isend = _messages.isend
+recv = _messages.recv
+send = _messages.send
 
 __all__ = [
     *ops.__all__, "Aborted", "HorovodInternalError", "Mismatch", "NotInitialized",

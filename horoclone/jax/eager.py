@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from horoclone import array_memory as memory
 from horoclone import ops, runtime
+from horoclone.arrays import host_memory as memory
+from horoclone.arrays import requests
 from horoclone.jax.call import NAMES, Call
 from horoclone.process_sets import registered
 
@@ -27,20 +28,12 @@ def run(arrays: Sequence[Any], call: Call) -> list[Any]:
     arrays = [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in arrays]
     sources = [memory.readable(_words(np.asarray(array), call)) for array in arrays]
     owned = call.op in (ops.ALLGATHER, ops.ALLTOALL, ops.REDUCESCATTER)
-    outs = [None if owned else empty(source) for source in sources]
-    handle = native.submit_group(
-        call.op,
-        call.name or None,
-        [memory.address(source) for source in sources],
-        [0 if out is None else memory.address(out) for out in outs],
-        [source.shape for source in sources],
-        [memory.dtype_of(source) for source in sources],
-        call.reduce,
-        call.prescale,
-        call.postscale,
-        call.root,
-        _set_number(call.members),
-    )
+    outs = [] if owned else [empty(source) for source in sources]
+    handle = requests.submit_group(
+        memory, native, call.op, call.name or None, sources=sources, targets=None if owned else outs,
+        reduce=call.reduce, prescale=call.prescale, postscale=call.postscale, root=call.root,
+        process_set=_set_number(call.members),
+    )  # fmt: skip
     try:
         native.wait(handle)
     except BaseException:
@@ -49,10 +42,7 @@ def run(arrays: Sequence[Any], call: Call) -> list[Any]:
             native.abort(f"interrupted in {NAMES[call.op]}")
         raise
     try:
-        done = [
-            memory.rows(native.result(handle, i), sources[i]) if out is None else out
-            for i, out in enumerate(outs)
-        ]
+        done = outs or [memory.rows(native.result(handle, i), like, None) for i, like in enumerate(sources)]
     finally:
         native.release(handle)
     return jax.device_put(

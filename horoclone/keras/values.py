@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from horoclone import arrays, runtime
-from horoclone.array_handles import synchronize
+from horoclone.arrays.handles import synchronize
 from horoclone.keras.distribute import Compression
 from horoclone.keras.flavor import LEGACY, assign, backend, to_numpy, to_tensor
 from horoclone.objects import allgather_object, broadcast_object

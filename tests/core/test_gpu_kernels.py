@@ -20,7 +20,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from horoclone.array_memory import dtype_of
+from horoclone.arrays.host_memory import dtype_of
 from horoclone.runtime.gpu_libraries import nvrtc_folders
 
 core = pytest.importorskip("horoclone._core", reason="the native module is not built")

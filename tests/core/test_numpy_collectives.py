@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from world import ranks
 
 import horoclone as hvd
-from horoclone import array_memory as memory
 from horoclone import ops
+from horoclone.arrays import host_memory as memory
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 DTYPES = {name: BFLOAT16 if name == "bfloat16" else np.dtype(name) for name in ops.DTYPES}

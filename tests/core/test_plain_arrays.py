@@ -12,7 +12,7 @@ import pytest
 from world import ranks
 
 import horoclone as hvd
-from horoclone import array_handles
+from horoclone.arrays import handles as array_handles
 
 SHORT = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
 

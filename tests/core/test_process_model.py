@@ -301,7 +301,7 @@ def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(two):
     done = two(
         """
 import threading
-from horoclone import array_handles
+from horoclone.arrays import handles as array_handles
 for life in range(12):
     hvd.init()
     for _ in range(40):

@@ -13,7 +13,7 @@ import pytest
 from world import ranks
 
 import horoclone
-from horoclone.waits import Waits
+from horoclone.handles import Waits
 
 NO_TORCH = importlib.util.find_spec("torch") is None
 KINDS = ["numpy", pytest.param("torch", marks=pytest.mark.skipif(NO_TORCH, reason="torch is not installed"))]

@@ -18,30 +18,17 @@ PACKAGE = ROOT / "horoclone"
 # A room is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
 # package horoclone (its version, and nothing else), and the rooms that are named.
 MAY_IMPORT: dict[str, set[str]] = {
-    "array_handles": {"process_sets", "waits"},
-    "array_memory": {"ops"},
-    "array_messages": {"array_handles", "array_memory", "ops", "process_sets", "runtime"},
-    "arrays": {"array_handles", "array_memory", "ops", "process_sets", "runtime"},
+    "arrays": {"handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings"},
     "common": {"errors", "ops", "process_sets", "runtime", "runtime.life", "stand_ins"},
-    "cupy": {
-        "array_handles",
-        "array_memory",
-        "arrays",
-        "errors",
-        "objects",
-        "ops",
-        "process_sets",
-        "runtime",
-        "runtime.life",
-    },
+    "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
     "data": set(),
     "errors": set(),
+    "handles": set(),
     "horoclone": set(),
     "horovod_alias": {"stand_ins"},
-    "jax": {"array_memory", "arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
+    "jax": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
     "keras": {
-        "array_handles",
         "arrays",
         "errors",
         "jax",
@@ -60,7 +47,6 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"errors"},
     "process_sets": {"errors", "ops", "runtime"},
-    "rooted_arrays": {"array_handles", "array_memory", "ops", "process_sets", "runtime"},
     "runner": {"bootstrap", "common", "errors", "launch", "stand_ins"},
     "runtime": {"bootstrap", "errors"},
     "runtime.ending": {"bootstrap", "errors"},
@@ -120,15 +106,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime.life",
         "torch.operations",
     },
-    "torch.operations": {
-        "array_handles",
-        "errors",
-        "ops",
-        "process_sets",
-        "runtime",
-        "torch.compression",
-        "waits",
-    },
+    "torch.operations": {"errors", "handles", "ops", "process_sets", "runtime", "torch.compression"},
     "torch.optimizer": {
         "errors",
         "objects",
@@ -141,7 +119,6 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
     },
     "torch.sync_batch_norm": {"ops", "process_sets", "torch.operations"},
-    "waits": set(),
 }
 # (module, what it imports inside a function) -> why the two frameworks meet only when a user makes them meet
 LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {}

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 from horoclone.ops import ALLGATHER, Average, Sum
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import rank
 from horoclone.torch.operations.all_reduce import allreduce
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import grad_name
-from horoclone.torch.operations.handles import run_for_rows, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of
 
 

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from horoclone.ops import ALLREDUCE, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import handles
 from horoclone.torch.operations.functional import is_compiling, reduced, start
 from horoclone.torch.operations.gradients import grad_name, require_linear
-from horoclone.torch.operations.handles import run, set_id, start_for, synchronize
+from horoclone.torch.operations.handles import run, start_for, synchronize
 from horoclone.torch.operations.tensors import not_a_tensor, number_of
 
 

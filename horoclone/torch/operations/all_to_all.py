@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.ops import ALLTOALL
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.operations.arguments import rows_to_send
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import grad_name
-from horoclone.torch.operations.handles import run_for_rows, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, learns, number_of
 
 if TYPE_CHECKING:

@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from horoclone.ops import BARRIER, JOIN
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import place_to_join
-from horoclone.torch.operations.handles import remember, set_id, synchronize
+from horoclone.torch.operations.handles import remember, synchronize
 
 
 def join(device: int = -1) -> int:

@@ -16,11 +16,11 @@ import torch
 from horoclone import ops, process_sets
 from horoclone.errors import Unsupported
 from horoclone.ops import Average, Sum, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, behind, place_of_all, rows_of
-from horoclone.torch.operations.handles import is_compiling, remember, set_id, synchronize
+from horoclone.torch.operations.handles import is_compiling, remember, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, number_of, refuse_scalar
 
 __all__ = ["KINDS", "Started", "call", "is_compiling", "reduced", "start"]

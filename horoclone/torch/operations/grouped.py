@@ -14,7 +14,7 @@ import torch
 
 from horoclone.errors import EmptyGroup
 from horoclone.ops import ALLGATHER, ALLREDUCE, REDUCESCATTER, Average, Sum, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import functional, handles, requests
@@ -23,7 +23,7 @@ from horoclone.torch.operations.arguments import share_reduce
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gpu import HOST, Place, behind, place_of_all, rows_of
 from horoclone.torch.operations.gradients import grad_name, require_linear, scaled_share
-from horoclone.torch.operations.handles import remember, set_id, synchronize
+from horoclone.torch.operations.handles import remember, synchronize
 from horoclone.torch.operations.tensors import (
     ON_GPU,
     from_result,

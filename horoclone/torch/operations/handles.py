@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horoclone import process_sets as _sets
-from horoclone.array_handles import long_way, nobody, not_yet
 from horoclone.errors import HorovodInternalError
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.handles import Waits, given_away, long_way, nobody, not_yet
+from horoclone.process_sets import global_process_set
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, behind, place_of, rows_here, rows_like
 from horoclone.torch.operations.tensors import ON_GPU, from_result
-from horoclone.waits import Waits, given_away
 
 if TYPE_CHECKING:
     from horoclone._core import Result, Runtime
@@ -40,7 +38,7 @@ _unfinished: list[
 _exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
-# The short way, as in horoclone/array_handles.py. Callers read them from this module: they change with the runtime.
+# The short way, as in horoclone/arrays/handles.py. Callers read them from this module: they change with the runtime.
 start_plain: Callable[..., int | None] = long_way
 call_plain: Callable[..., Any] = long_way
 start_plain_group: Callable[..., int | None] = long_way
@@ -78,10 +76,6 @@ def remember(
         _begin_life(runtime)
     _pending[handle] = (output, kept, make)
     return handle
-
-
-def set_id(process_set: ProcessSet) -> int:
-    return 0 if process_set is global_process_set else _sets.id_of(process_set)
 
 
 def poll(handle: Any) -> bool:

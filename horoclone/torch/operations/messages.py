@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from horoclone.ops import RECEIVE, SEND, peer_number
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import arrived, behind, place_of, place_to_receive
-from horoclone.torch.operations.handles import remember, set_id, synchronize
+from horoclone.torch.operations.handles import remember, synchronize
 from horoclone.torch.operations.tensors import number_of
 
 __all__ = ["irecv", "isend", "recv", "send"]

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from horoclone.ops import REDUCESCATTER, Average
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations.all_gather import allgather
 from horoclone.torch.operations.arguments import share_reduce
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import grad_name, scaled_share
-from horoclone.torch.operations.handles import run_for_rows, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of, refuse_scalar
 
 

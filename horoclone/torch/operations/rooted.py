@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from horoclone.ops import GATHER, REDUCE, SCATTER, Average, resolve_reduce
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native, rank
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.broadcasting import broadcast_
 from horoclone.torch.operations.gpu import HOST, arrived, behind, place_of, place_to_receive, to_gpu
 from horoclone.torch.operations.gradients import grad_name, require_linear
-from horoclone.torch.operations.handles import remember, set_id, start_for_rows, synchronize
+from horoclone.torch.operations.handles import remember, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, number_of
 
 __all__ = [

@@ -15,11 +15,10 @@ from typing import Any
 import torch
 
 from horoclone.ops import BROADCAST
-from horoclone.process_sets import ProcessSet
+from horoclone.process_sets import ProcessSet, set_id
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import follow, place_of_all
-from horoclone.torch.operations.handles import set_id
 from horoclone.torch.operations.tensors import NUMBER_OF
 from horoclone.torch.optimizer.agreement import by_name
 from horoclone.torch.optimizer.buckets import Bucket, flat_of, is_dense

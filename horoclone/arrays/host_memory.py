@@ -1,19 +1,24 @@
-"""NumPy arrays as the core sees them: address, dtype number, and the core's results as arrays without a copy."""
+"""The adapter for NumPy arrays: address, dtype number, and the core's results as arrays without a copy."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from horoclone import ops
+from horoclone.arrays.adapter import HOST, Copy, Place
 
 if TYPE_CHECKING:
-    from horoclone._core import Result
+    from horoclone._core import Result, Runtime
 
 Array = NDArray[Any]
+
+IN_HOST_MEMORY = True
+empty_like = np.empty_like
 NAMES = {number: name for name, number in ops.DTYPES.items()}
 _numbers: dict[
     Any, int
@@ -85,7 +90,23 @@ def address(array: Array) -> int:
     return int(array.__array_interface__["data"][0])
 
 
-def rows(result: Result, like: Array) -> Array:
+def place_of(arrays: Sequence[Array]) -> Place:
+    return HOST
+
+
+def place_to_receive() -> Place:
+    return HOST
+
+
+def place_to_join(device: int) -> Place:
+    return HOST
+
+
+def follow(native: Runtime, handle: int, place: Place) -> None:
+    """The result is there when wait() returns."""
+
+
+def rows(result: Result, like: Array, copy: Copy | None) -> Array:
     """The core's bytes as an array of the rows' shape and dtype, without a copy."""
     shape = (result.first_dimension, *like.shape[1:])
     if result.nbytes == 0:
@@ -119,3 +140,11 @@ def received(result: Result) -> Array:
     if result.nbytes == 0:
         return np.empty(result.shape, dtype)
     return np.frombuffer(memoryview(result), np.uint8).view(dtype).reshape(result.shape)
+
+
+def arrived(native: Runtime, handle: int) -> Array:
+    return received(native.result(handle))
+
+
+def counts(rows_from: list[int]) -> NDArray[np.int32]:
+    return np.array(rows_from, np.int32)

@@ -1,5 +1,6 @@
-"""Several threads that synchronize one handle: one of them waits in the core, and each gets what it got.
+"""What the tables of handles have in common: threads that synchronize one handle, and the fast path while it is closed.
 
+Of several threads one waits in the core, and each gets what it got.
 A result is given away once, as in Horovod: whoever asks again in the same thread gets None. A thread that comes after
 another one has been given it gets an error, for None would be taken for a result. Thread: any, under Python's lock.
 """
@@ -97,3 +98,21 @@ def given_away(handle: int) -> RuntimeError:
         f"handle {handle} was synchronized by another thread, which has been given its result: a result is given once. "
         "Let one thread synchronize it and pass the result on, or let all of them be waiting before it is done."
     )
+
+
+# --- while no fast path is open ---
+
+
+def long_way(*_: Any) -> None:
+    """Stands for start_plain and start_plain_group while no short way is open."""
+    return None
+
+
+def not_yet(handle: Any) -> Any:
+    """Stands for finish_plain while no short way is open."""
+    return NotImplemented
+
+
+def nobody(handle: int) -> bool:
+    """Stands for given_elsewhere while no short way is open."""
+    return False

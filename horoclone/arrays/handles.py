@@ -1,4 +1,4 @@
-"""Handles of NumPy operations in flight: what they will return, and the arrays that must live until they are done.
+"""Handles of operations on arrays in flight: what they will return, and the arrays that must live until they are done.
 
 Thread: any, under Python's lock.
 """
@@ -9,8 +9,8 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from horoclone.process_sets import ProcessSet, global_process_set, id_of
-from horoclone.waits import Waits, given_away
+from horoclone.handles import Waits, given_away, long_way, nobody, not_yet
+from horoclone.process_sets import global_process_set
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -37,21 +37,6 @@ _numbers = itertools.count(1 << 62)
 _owner: Runtime | None = None  # the runtime of those that took the short way
 
 
-def long_way(*_: Any) -> None:
-    """Stands for start_plain and start_plain_group while no short way is open."""
-    return None
-
-
-def not_yet(handle: Any) -> Any:
-    """Stands for finish_plain while no short way is open."""
-    return NotImplemented
-
-
-def nobody(handle: int) -> bool:
-    """Stands for given_elsewhere while no short way is open."""
-    return False
-
-
 # The short way of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
 # or None for what is not plain or not right; finish_plain returns the output, or NotImplemented where `synchronize` has
 # to wait, raise or make something. call_plain waits, too: it returns the output, or None, or the handle of an
@@ -64,10 +49,6 @@ finish_plain: Callable[[Any], Any] = not_yet
 given_elsewhere: Callable[[int], bool] = nobody  # whether finish_plain gave it to another thread
 
 _waits = Waits()
-
-
-def set_id(process_set: ProcessSet) -> int:
-    return 0 if process_set is global_process_set else id_of(process_set)
 
 
 def _begin_life(native: Runtime) -> None:

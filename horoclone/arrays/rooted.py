@@ -1,0 +1,204 @@
+"""Collectives on arrays in which one rank has a part of its own: reduce and gather to it, scatter from it.
+
+Arguments, dtypes, handles and errors as in collectives.py. root_rank is a world rank, also within a process set. None
+of them can run while a rank of the process set has joined (Unsupported).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from horoclone import ops, runtime
+from horoclone.arrays import requests
+from horoclone.arrays.adapter import Adapter
+from horoclone.arrays.handles import Pending, now, remember
+from horoclone.arrays.host_memory import row_counts
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+Array = TypeVar("Array")
+
+
+class Rooted(Generic[Array]):
+    """reduce, gather and scatter, over an adapter."""
+
+    def __init__(self, memory: Adapter) -> None:
+        self._memory = memory
+
+    # --- reduce ---
+
+    def _reduced(
+        self,
+        source: Any,
+        root_rank: int,
+        op: int,
+        name: str | None,
+        scales: tuple[float, float],
+        process_set: ProcessSet,
+        in_place: Any = None,
+    ) -> Pending:
+        """in_place: what to return; the root's result is then in `source`."""
+        native, memory, place = runtime.native(), self._memory, self._memory.place_of([source])
+        is_root = native.rank == root_rank
+        out = source if in_place is not None else memory.empty_like(source) if is_root else None
+        handle = requests.submit(
+            memory, native, ops.REDUCE, name, source=source, target=out if is_root else None,
+            reduce=ops.resolve_reduce(None, op), prescale=scales[0], postscale=scales[1], root=root_rank,
+            process_set=set_id(process_set), place=place,
+        )  # fmt: skip
+
+        def finish(native: Runtime, handle: int) -> Any:
+            memory.follow(native, handle, place)
+            return out if in_place is None else in_place
+
+        return Pending(native, handle, (source, out), finish)
+
+    def reduce_async(
+        self,
+        array: Any,
+        root_rank: int,
+        op: int = ops.Average,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As reduce; returns a handle at once."""
+        source, scales = self._memory.readable(array), (prescale_factor, postscale_factor)
+        return remember(self._reduced(source, root_rank, op, name, scales, process_set))
+
+    def reduce(
+        self,
+        array: Any,
+        root_rank: int,
+        op: int = ops.Average,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Array | None:
+        """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
+
+        Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up
+        a binomial tree; in shared memory every rank reduces a slice, which the root collects.
+        """
+        source, scales = self._memory.readable(array), (prescale_factor, postscale_factor)
+        return now(self._reduced(source, root_rank, op, name, scales, process_set))  # type: ignore[no-any-return]
+
+    def reduce_async_(
+        self,
+        array: Any,
+        root_rank: int,
+        op: int = ops.Average,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As reduce_; returns a handle at once."""
+        source, scales = self._memory.writable(array), (prescale_factor, postscale_factor)
+        return remember(self._reduced(source, root_rank, op, name, scales, process_set, array))
+
+    def reduce_(
+        self,
+        array: Any,
+        root_rank: int,
+        op: int = ops.Average,
+        name: str | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        """Overwrites rank root_rank's array with the reduction; the others' stay as they are. Returns the array."""
+        source, scales = self._memory.writable(array), (prescale_factor, postscale_factor)
+        return now(self._reduced(source, root_rank, op, name, scales, process_set, array))
+
+    # --- gather ---
+
+    def _gathered(self, array: Any, root_rank: int, name: str | None, process_set: ProcessSet) -> Pending:
+        native, memory = runtime.native(), self._memory
+        source = memory.readable(array)
+        place = memory.place_of([source])
+        handle = requests.submit(
+            memory, native, ops.GATHER, name, source=source, root=root_rank, process_set=set_id(process_set),
+            place=place,
+        )  # fmt: skip
+
+        def finish(native: Runtime, handle: int) -> Any:
+            memory.follow(native, handle, place)
+            if native.rank != root_rank:
+                return None
+            return memory.rows(
+                native.result(handle), source, lambda *where: native.copy_result(handle, 0, *where)
+            )
+
+        return Pending(native, handle, source, finish)
+
+    def gather_async(
+        self,
+        array: Any,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As gather; returns a handle at once."""
+        return remember(self._gathered(array, root_rank, name, process_set))
+
+    def gather(
+        self,
+        array: Any,
+        root_rank: int,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Array | None:
+        """Every rank's rows, in rank order, on rank root_rank; None on the others.
+
+        Shapes may differ in the first dimension only; there must be one.
+        """
+        return now(self._gathered(array, root_rank, name, process_set))  # type: ignore[no-any-return]
+
+    # --- scatter ---
+
+    def _scattered(
+        self, array: Any, root_rank: int, splits: Any, name: str | None, process_set: ProcessSet
+    ) -> Pending:
+        native, memory, source = runtime.native(), self._memory, None
+        terms: dict[str, Any] = {"root": root_rank, "process_set": set_id(process_set)}
+        if native.rank == root_rank:
+            if array is None:
+                raise ValueError(f"scatter: rank {root_rank} is the root and must pass the array to scatter")
+            source = memory.readable(array)
+            terms.update(splits=row_counts(splits, "scatter"), place=memory.place_of([source]))
+        else:
+            terms.update(place=memory.place_to_receive())
+        handle = requests.submit(memory, native, ops.SCATTER, name, source=source, **terms)
+        return Pending(native, handle, source, memory.arrived)
+
+    def scatter_async(
+        self,
+        array: Any,
+        root_rank: int,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As scatter; returns a handle at once."""
+        return remember(self._scattered(array, root_rank, splits, name, process_set))
+
+    def scatter(
+        self,
+        array: Any,
+        root_rank: int,
+        splits: Any = None,
+        name: str | None = None,
+        process_set: ProcessSet = global_process_set,
+    ) -> Array:
+        """This rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the process set.
+
+        Without splits (integers in host memory) the shares are equal, the first ranks get one row more if uneven. The
+        root passes the array and the splits; what the others pass for them is not looked at (None will do), and they
+        get the root's dtype. From a GPU the shares go to the others' current GPUs.
+        """
+        return now(self._scattered(array, root_rank, splits, name, process_set))  # type: ignore[no-any-return]
