@@ -25,6 +25,8 @@ def make_distributed(
     optimizer: Any,
     *,
     name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
     compression: Any = Compression.none,
     sparse_as_dense: bool = False,
     gradient_predivide_factor: float = 1.0,
@@ -37,7 +39,11 @@ def make_distributed(
     scale_local_gradients: bool = True,
     local_layers: Any = None,
 ) -> Any:
-    """DistributedOptimizer by keywords; local_layers as in PartialDistributedOptimizer."""
+    """DistributedOptimizer by keywords; local_layers as in PartialDistributedOptimizer.
+
+    Every function of that kind passes its own arguments on as they are, `make_distributed(**locals())`: what differs
+    between them is their order, which users' scripts know.
+    """
     groups = checked(op, gradient_predivide_factor, backward_passes_per_step, num_groups, groups, process_set)
     reduction = Reduction(
         op=op,
@@ -74,18 +80,4 @@ def PartialDistributedOptimizer(
     scale_local_gradients: bool = True,
 ) -> Any:
     """As DistributedOptimizer; the gradients of local_layers (a layer or several) stay each rank's own."""
-    return make_distributed(
-        optimizer,
-        name=name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        scale_local_gradients=scale_local_gradients,
-        local_layers=local_layers,
-    )
+    return make_distributed(**locals())

@@ -117,6 +117,7 @@ def DistributedOptimizer(
     optimizer: one of tf.compat.v1.train, or of Keras. ValueError for options that contradict, and for anything else as
     an optimizer.
     """
+    arguments = {name: value for name, value in locals().items() if name != "use_locking"}
     if not isinstance(optimizer, tf.compat.v1.train.Optimizer):
         if not callable(getattr(optimizer, "get_config", None)):
             raise ValueError(f"{optimizer!r} is neither an optimizer of tf.compat.v1.train nor one of Keras")
@@ -124,13 +125,7 @@ def DistributedOptimizer(
             raise ValueError("gradient_predivide_factor not supported with op != Average")
         from horoclone.tensorflow import keras
 
-        return keras.DistributedOptimizer(
-            optimizer, name=name, device_dense=device_dense, device_sparse=device_sparse, compression=compression,
-            sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor, op=op,
-            backward_passes_per_step=backward_passes_per_step,
-            average_aggregated_gradients=average_aggregated_gradients, num_groups=num_groups, groups=groups,
-            process_set=process_set, scale_local_gradients=scale_local_gradients,
-        )  # fmt: skip
+        return keras.DistributedOptimizer(**arguments)
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
     reduction = GradientReduction(

@@ -33,17 +33,4 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     scale_local_gradients: bool = True,
 ) -> Any:
     """As horoclone.keras.DistributedOptimizer, with the arguments in the order of horovod.tensorflow.keras."""
-    return make_distributed(
-        optimizer,
-        name=name,
-        compression=compression,
-        sparse_as_dense=sparse_as_dense,
-        gradient_predivide_factor=gradient_predivide_factor,
-        op=op,
-        num_groups=num_groups,
-        groups=groups,
-        process_set=process_set,
-        backward_passes_per_step=backward_passes_per_step,
-        average_aggregated_gradients=average_aggregated_gradients,
-        scale_local_gradients=scale_local_gradients,
-    )
+    return make_distributed(**locals())
