@@ -1,4 +1,4 @@
-"""Gradient compression on the wire: fewer bytes per element. Applied before a reduction, undone after it."""
+"""The compressors of JAX's arrays; horoclone/compression.py casts."""
 
 from __future__ import annotations
 
@@ -6,46 +6,18 @@ from typing import Any
 
 import jax.numpy as jnp
 
+from horoclone.compression import CastCompressor, NoneCompressor
+from horoclone.compression import Compressor as Compressor  # users' compressors derive from it
 
-class Compressor:
-    """Base class of user-defined compressors: two static methods that can be traced, no state."""
+
+class _CastCompressor(CastCompressor):
+    @staticmethod
+    def is_floating(dtype: Any) -> bool:
+        return bool(jnp.issubdtype(dtype, jnp.floating))
 
     @staticmethod
-    def compress(array: Any) -> tuple[Any, Any]:
-        """Returns what goes over the wire, and whatever `decompress` needs to undo it."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(array: Any, kept: Any) -> Any:
-        """Returns the array in its original form. `kept` comes from `compress`."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends arrays as they are."""
-
-    @staticmethod
-    def compress(array: Any) -> tuple[Any, None]:
-        return array, None
-
-    @staticmethod
-    def decompress(array: Any, kept: None) -> Any:
-        return array
-
-
-class _CastCompressor(Compressor):
-    """Sends floating-point arrays in a 16-bit dtype; other arrays as they are."""
-
-    wire_dtype: Any
-
-    @classmethod
-    def compress(cls, array: Any) -> tuple[Any, Any]:  # type: ignore[override]
-        wide = jnp.issubdtype(array.dtype, jnp.floating)
-        return (array.astype(cls.wire_dtype) if wide else array), array.dtype
-
-    @classmethod
-    def decompress(cls, array: Any, kept: Any) -> Any:  # type: ignore[override]
-        return array.astype(kept)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tensor.astype(dtype)
 
 
 class FP16Compressor(_CastCompressor):

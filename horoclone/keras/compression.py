@@ -1,54 +1,28 @@
-"""Gradient compression for Keras 3, on the tensors of whatever backend it runs: 16 bits on the wire.
+"""The compressors for Keras 3, on the tensors of whatever backend it runs; horoclone/compression.py casts.
 
-The compressors of horoclone.tensorflow and horoclone.torch work as well with their own backend.
+Those of horoclone.tensorflow and horoclone.torch work as well with their own backend.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from horoclone.compression import CastCompressor, NoneCompressor
+from horoclone.compression import Compressor as Compressor  # users' compressors derive from it
 from horoclone.keras.flavor import keras
 
 
-class Compressor:
-    """Base class of user-defined compressors: two static methods, no state."""
+class _CastCompressor(CastCompressor):
+    @staticmethod
+    def is_floating(dtype: Any) -> bool:
+        return "float" in keras.backend.standardize_dtype(dtype)
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns what goes over the wire, and whatever `decompress` needs to undo it."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Returns the tensor in its original form. `ctx` comes from `compress`."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
-
-
-class _CastCompressor(Compressor):
-    wire_dtype: str
-
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, str | None]:  # type: ignore[override]
-        dtype = keras.backend.standardize_dtype(tensor.dtype)
-        if "float" not in dtype or dtype == cls.wire_dtype:
-            return tensor, None
-        return keras.ops.cast(tensor, cls.wire_dtype), dtype
-
-    @classmethod
-    def decompress(cls, tensor: Any, ctx: str | None) -> Any:  # type: ignore[override]
-        return tensor if ctx is None else keras.ops.cast(tensor, ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        name = keras.backend.standardize_dtype(dtype)
+        return (
+            tensor if name == keras.backend.standardize_dtype(tensor.dtype) else keras.ops.cast(tensor, name)
+        )
 
 
 class FP16Compressor(_CastCompressor):

@@ -1,4 +1,4 @@
-"""Gradient compression on the wire: fewer bytes per element. Applied before a reduction, undone after it."""
+"""Horovod's name for the compressors of TensorFlow's tensors; horoclone/compression.py casts."""
 
 from __future__ import annotations
 
@@ -6,45 +6,18 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.compression import CastCompressor, NoneCompressor
+from horoclone.compression import Compressor as Compressor  # users' compressors derive from it
 
-class Compressor:
-    """Base class of user-defined compressors: two static methods, no state."""
+
+class _CastCompressor(CastCompressor):
+    @staticmethod
+    def is_floating(dtype: Any) -> bool:
+        return bool(dtype.is_floating)
 
     @staticmethod
-    def compress(tensor: Any) -> tuple[Any, Any]:
-        """Returns what goes over the wire, and whatever `decompress` needs to undo it."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        """Returns the tensor in its original form. `ctx` comes from `compress`."""
-        raise NotImplementedError
-
-
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
-
-    @staticmethod
-    def compress(tensor: Any) -> tuple[Any, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: Any, ctx: Any) -> Any:
-        return tensor
-
-
-class _CastCompressor(Compressor):
-    """Sends floating-point tensors in a 16-bit dtype; other tensors as they are."""
-
-    wire_dtype: Any
-
-    @classmethod
-    def compress(cls, tensor: Any) -> tuple[Any, Any]:  # type: ignore[override]
-        return (tf.cast(tensor, cls.wire_dtype) if tensor.dtype.is_floating else tensor), tensor.dtype
-
-    @classmethod
-    def decompress(cls, tensor: Any, ctx: Any) -> Any:  # type: ignore[override]
-        return tf.cast(tensor, ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tf.cast(tensor, dtype)
 
 
 class FP16Compressor(_CastCompressor):

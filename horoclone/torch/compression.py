@@ -1,4 +1,4 @@
-"""Gradient compression on the wire: fewer bytes per element. Applied before a reduction, undone after it."""
+"""Horovod's name for the compressors of torch tensors; those with state are in compressors/."""
 
 from __future__ import annotations
 
@@ -6,38 +6,23 @@ from typing import Any
 
 import torch
 
+from horoclone.compression import CastCompressor, NoneCompressor
 from horoclone.ops import Average, Sum
-from horoclone.torch.compressor import Compressor, GradientCompressor
+from horoclone.torch.compressor import Compressor as Compressor
+from horoclone.torch.compressor import GradientCompressor
 from horoclone.torch.compressors.low_rank import PowerSGDCompressor
 from horoclone.torch.compressors.quantized import Int8Compressor
 from horoclone.torch.compressors.top_k import TopKCompressor
 
 
-class NoneCompressor(Compressor):
-    """Sends tensors as they are."""
+class _CastCompressor(CastCompressor):
+    @staticmethod
+    def is_floating(dtype: Any) -> bool:
+        return bool(dtype.is_floating_point)
 
     @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return tensor, None
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        return tensor
-
-
-class _CastCompressor(Compressor):
-    """Sends floating-point tensors in a 16-bit dtype; other tensors as they are."""
-
-    wire_dtype: torch.dtype
-
-    @classmethod
-    def compress(cls, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.dtype]:  # type: ignore[override]
-        wire = tensor.to(cls.wire_dtype) if tensor.dtype.is_floating_point else tensor
-        return wire, tensor.dtype
-
-    @classmethod
-    def decompress(cls, tensor: torch.Tensor, ctx: torch.dtype) -> torch.Tensor:  # type: ignore[override]
-        return tensor.to(ctx)
+    def cast(tensor: Any, dtype: Any) -> Any:
+        return tensor.to(dtype)
 
 
 class FP16Compressor(_CastCompressor):

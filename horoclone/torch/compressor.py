@@ -12,24 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from horoclone.compression import Compressor as Compressor
 from horoclone.errors import Unsupported
 
 if TYPE_CHECKING:
     from horoclone.torch.optimizer.gradient_bucket import GradientBucket
-
-
-class Compressor:
-    """Base class of stateless compressors: two static methods around an allreduce."""
-
-    @staticmethod
-    def compress(tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Returns what goes over the wire, and whatever `decompress` needs to undo it."""
-        raise NotImplementedError
-
-    @staticmethod
-    def decompress(tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
-        """Returns the tensor in its original form. `ctx` comes from `compress`."""
-        raise NotImplementedError
 
 
 class GradientCompressor:

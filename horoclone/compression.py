@@ -1,0 +1,62 @@
+"""Gradient compression on the wire, for every binding: fewer bytes per element.
+
+Applied before a reduction, undone after it. What differs between frameworks is how a dtype is asked and a tensor cast.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class Compressor:
+    """Base class of stateless compressors, also users': two static methods around an allreduce.
+
+    Under jit and in TensorFlow's functions they are traced.
+    """
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, Any]:
+        """Returns what goes over the wire, and whatever `decompress` needs to undo it."""
+        raise NotImplementedError
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        """Returns the tensor in its original form. `ctx` comes from `compress`."""
+        raise NotImplementedError
+
+
+class NoneCompressor(Compressor):
+    """Sends tensors as they are."""
+
+    @staticmethod
+    def compress(tensor: Any) -> tuple[Any, None]:
+        return tensor, None
+
+    @staticmethod
+    def decompress(tensor: Any, ctx: Any) -> Any:
+        return tensor
+
+
+class CastCompressor(Compressor):
+    """Sends floating-point tensors in a 16-bit dtype; other tensors as they are. A binding says how it casts."""
+
+    wire_dtype: Any
+
+    @staticmethod
+    def is_floating(dtype: Any) -> bool:
+        """Of a tensor's dtype."""
+        raise NotImplementedError
+
+    @staticmethod
+    def cast(tensor: Any, dtype: Any) -> Any:
+        """The tensor in that dtype; itself where it has it already."""
+        raise NotImplementedError
+
+    @classmethod
+    def compress(cls, tensor: Any) -> tuple[Any, Any]:  # type: ignore[override]
+        dtype = tensor.dtype
+        return (cls.cast(tensor, cls.wire_dtype) if cls.is_floating(dtype) else tensor), dtype
+
+    @classmethod
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:  # type: ignore[override]
+        return cls.cast(tensor, ctx)
