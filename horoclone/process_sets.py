@@ -159,8 +159,13 @@ def _exchange(call: str, mine: list[int]) -> list[list[int]]:
     """Every rank's list, by rank: what is registered or removed is agreed on before anything changes."""
     values = array.array("q", [len(mine), *mine])
     gathered = current.native().run(
-        ops.ALLGATHER, f"horoclone.process_set.{call}", values.buffer_info()[0], 0, (len(values),), ops.DTYPES["int64"]
-    )  # fmt: skip
+        op=ops.ALLGATHER,
+        name=f"horoclone.process_set.{call}",
+        data_in=values.buffer_info()[0],
+        data_out=0,
+        shape=(len(values),),
+        dtype=ops.DTYPES["int64"],
+    )
     assert gathered is not None
     everything = memoryview(gathered).cast("q").tolist()
     lists, at = [], 0

@@ -12,11 +12,13 @@ from numpy.typing import NDArray
 
 from horoclone.arrays import host_memory
 from horoclone.arrays.collectives import Collectives, barrier
+from horoclone.arrays.grouped import Grouped
 from horoclone.arrays.handles import poll, synchronize
 from horoclone.arrays.messages import Messages
 from horoclone.arrays.rooted import Rooted
 
 _collectives: Collectives[NDArray[Any]] = Collectives(host_memory)
+_grouped: Grouped[NDArray[Any]] = Grouped(host_memory)
 _rooted: Rooted[NDArray[Any]] = Rooted(host_memory)
 _messages: Messages[NDArray[Any]] = Messages(host_memory)
 
@@ -32,14 +34,14 @@ broadcast = _collectives.broadcast
 broadcast_ = _collectives.broadcast_
 broadcast_async = _collectives.broadcast_async
 broadcast_async_ = _collectives.broadcast_async_
-grouped_allgather = _collectives.grouped_allgather
-grouped_allgather_async = _collectives.grouped_allgather_async
-grouped_allreduce = _collectives.grouped_allreduce
-grouped_allreduce_ = _collectives.grouped_allreduce_
-grouped_allreduce_async = _collectives.grouped_allreduce_async
-grouped_allreduce_async_ = _collectives.grouped_allreduce_async_
-grouped_reducescatter = _collectives.grouped_reducescatter
-grouped_reducescatter_async = _collectives.grouped_reducescatter_async
+grouped_allgather = _grouped.grouped_allgather
+grouped_allgather_async = _grouped.grouped_allgather_async
+grouped_allreduce = _grouped.grouped_allreduce
+grouped_allreduce_ = _grouped.grouped_allreduce_
+grouped_allreduce_async = _grouped.grouped_allreduce_async
+grouped_allreduce_async_ = _grouped.grouped_allreduce_async_
+grouped_reducescatter = _grouped.grouped_reducescatter
+grouped_reducescatter_async = _grouped.grouped_reducescatter_async
 join = _collectives.join
 reducescatter = _collectives.reducescatter
 reducescatter_async = _collectives.reducescatter_async

@@ -5,8 +5,9 @@ A module with these functions is an adapter: host_memory.py for NumPy, horoclone
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 if TYPE_CHECKING:
     from horoclone._core import Result, Runtime
@@ -59,3 +60,22 @@ class Adapter(Protocol):
 
     def counts(self, rows_from: list[int]) -> Any:
         """How many rows of an alltoall came from each rank, as the caller gets it."""
+
+
+Array = TypeVar("Array")
+
+
+class Operations(Generic[Array]):
+    """Base class of operations over an adapter; a bound method of it is a public function."""
+
+    def __init__(self, memory: Adapter) -> None:
+        self._memory = memory
+
+    def __reduce__(self) -> Any:
+        """So that public functions can be pickled, as functions can: an adapter is a module, known by its name."""
+        return _over, (type(self), self._memory.__name__)  # type: ignore[attr-defined]
+
+
+def _over(kind: type[Operations[Any]], adapter: str) -> Operations[Any]:
+    memory: Any = importlib.import_module(adapter)
+    return kind(memory)

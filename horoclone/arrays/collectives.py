@@ -9,12 +9,11 @@ keep their arrays alive until then.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
 from horoclone.arrays import handles, requests
-from horoclone.arrays.adapter import Adapter
+from horoclone.arrays.adapter import Adapter, Array, Operations
 from horoclone.arrays.handles import Pending, now, remember, synchronize
 from horoclone.arrays.host_memory import row_counts
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
@@ -22,17 +21,34 @@ from horoclone.process_sets import ProcessSet, global_process_set, set_id
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
-Array = TypeVar("Array")
+Scales = tuple[float, float]  # before and after the reduction
+UNSCALED: Scales = (1.0, 1.0)
 
 
-class Collectives(Generic[Array]):
+def rows_of(memory: Adapter, native: Runtime, handle: int, index: int, like: Any) -> Any:
+    """A result whose number of rows the ranks have agreed on."""
+    result = native.result(handle, index)
+    return memory.rows(result, like, lambda *where: native.copy_result(handle, index, *where))
+
+
+def scatterable(memory: Adapter, array: Any) -> Any:
+    """As readable(); ValueError for an array without a first dimension."""
+    source = memory.readable(array)
+    if source.ndim == 0:
+        raise ValueError(
+            "reducescatter needs an array with a first dimension to scatter; this one is 0-d: reshape it to [1]."
+        )
+    return source
+
+
+class Collectives(Operations[Array]):
     """The operations in which every rank has the same part."""
 
     def __init__(self, memory: Adapter) -> None:
-        self._memory = memory
+        super().__init__(memory)
         self._readable, self._writable, self._empty_like = memory.readable, memory.writable, memory.empty_like
 
-    # --- requests ---
+    # --- requests: every term by its own name, because a small call feels the making of a dict ---
 
     def _start(
         self,
@@ -41,56 +57,29 @@ class Collectives(Generic[Array]):
         source: Any,
         out: Any = None,
         process_set: ProcessSet = global_process_set,
-        **terms: Any,
+        *,
+        reduce: int = ops.Sum,
+        scales: Scales = UNSCALED,
+        root: int = 0,
+        splits: list[int] | None = None,
+        priority: int = 0,
     ) -> Pending:
         """out None: rows whose number the ranks agree on; with `splits`, also how many came from each rank."""
-        native, memory, place = runtime.native(), self._memory, self._memory.place_of([source])
+        native, memory = runtime.native(), self._memory
+        place = memory.place_of((source,))
         handle = requests.submit(
-            memory, native, op, name, source=source, target=out, process_set=set_id(process_set), place=place, **terms
+            memory, native, op, name, source=source, target=out, reduce=reduce, prescale=scales[0], postscale=scales[1],
+            root=root, process_set=set_id(process_set), splits=splits, place=place, priority=priority,
         )  # fmt: skip
 
         def finish(native: Runtime, handle: int) -> Any:
             memory.follow(native, handle, place)
             if out is not None:
                 return out
-            rows = self._rows(native, handle, 0, source)
-            with_counts = terms.get("splits") is not None
-            return (rows, memory.counts(native.result(handle).rows_from)) if with_counts else rows
+            rows = rows_of(memory, native, handle, 0, source)
+            return rows if splits is None else (rows, memory.counts(native.result(handle).rows_from))
 
         return Pending(native, handle, (source, out), finish)
-
-    def _rows(self, native: Runtime, handle: int, index: int, like: Any) -> Any:
-        result = native.result(handle, index)
-        return self._memory.rows(
-            result, like, lambda to, size, stream: native.copy_result(handle, index, to, size, stream)
-        )
-
-    def _start_group(
-        self,
-        op: int,
-        name: str | None,
-        sources: Sequence[Any],
-        outs: Sequence[Any] | None,
-        process_set: ProcessSet,
-        **terms: Any,
-    ) -> Pending:
-        """outs None: rows whose number the ranks agree on."""
-        native, memory = runtime.native(), self._memory
-        if not sources:
-            return Pending(native, 0, None, lambda native, handle: [])
-        place = memory.place_of([*sources, *(outs or ())])
-        handle = requests.submit_group(
-            memory, native, op, name, sources=sources, targets=outs, process_set=set_id(process_set), place=place,
-            **terms,
-        )  # fmt: skip
-
-        def finish(native: Runtime, handle: int) -> list[Any]:
-            memory.follow(native, handle, place)
-            if outs is not None:
-                return list(outs)
-            return [self._rows(native, handle, i, array) for i, array in enumerate(sources)]
-
-        return Pending(native, handle, (sources, outs), finish)
 
     def _now(
         self,
@@ -99,22 +88,31 @@ class Collectives(Generic[Array]):
         source: Any,
         out: Any = None,
         process_set: ProcessSet = global_process_set,
-        **terms: Any,
+        *,
+        reduce: int = ops.Sum,
+        scales: Scales = UNSCALED,
+        root: int = 0,
+        splits: list[int] | None = None,
     ) -> Any:
         """As _start, and waits."""
         memory = self._memory
         if not memory.IN_HOST_MEMORY:
-            return now(self._start(op, name, source, out, process_set, **terms))
+            return now(
+                self._start(
+                    op, name, source, out, process_set, reduce=reduce, scales=scales, root=root, splits=splits
+                )
+            )
         native = runtime.native()
         result = requests.run(
-            memory, native, op, name, source=source, target=out, process_set=set_id(process_set), **terms
-        )
+            memory, native, op, name, source=source, target=out, reduce=reduce, prescale=scales[0], postscale=scales[1],
+            root=root, process_set=set_id(process_set), splits=splits,
+        )  # fmt: skip
         if out is not None:
             handles.open_way(native)
             return out
         assert result is not None
         rows = memory.rows(result, source, None)
-        return rows if terms.get("splits") is None else (rows, memory.counts(result.rows_from))
+        return rows if splits is None else (rows, memory.counts(result.rows_from))
 
     # --- allreduce ---
 
@@ -140,8 +138,8 @@ class Collectives(Generic[Array]):
         )
         if plain is not None:
             return out if plain is out else synchronize(plain)  # type: ignore[no-any-return]
-        scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-        return self._now(ops.ALLREDUCE, name, source, out, process_set, reduce=reduce, **scales)  # type: ignore[no-any-return]
+        scales = (prescale_factor, postscale_factor)
+        return self._now(ops.ALLREDUCE, name, source, out, process_set, reduce=reduce, scales=scales)  # type: ignore[no-any-return]
 
     def allreduce_async(
         self,
@@ -166,10 +164,10 @@ class Collectives(Generic[Array]):
         )
         if plain is not None:
             return plain
-        scales = {"prescale": prescale_factor, "postscale": postscale_factor}
+        scales = (prescale_factor, postscale_factor)
         return remember(
             self._start(
-                ops.ALLREDUCE, name, source, out, process_set, reduce=reduce, priority=priority, **scales
+                ops.ALLREDUCE, name, source, out, process_set, reduce=reduce, priority=priority, scales=scales
             )
         )
 
@@ -190,8 +188,8 @@ class Collectives(Generic[Array]):
         if plain is not None:
             return array if plain is array else synchronize(plain)
         target, reduce = self._writable(array), ops.resolve_reduce(average, op)
-        scales = {"prescale": prescale_factor, "postscale": postscale_factor}
-        self._now(ops.ALLREDUCE, name, target, target, process_set, reduce=reduce, **scales)
+        scales = (prescale_factor, postscale_factor)
+        self._now(ops.ALLREDUCE, name, target, target, process_set, reduce=reduce, scales=scales)
         return array
 
     def allreduce_async_(
@@ -213,100 +211,18 @@ class Collectives(Generic[Array]):
         if plain is not None:
             return plain
         target, reduce = self._writable(array), ops.resolve_reduce(average, op)
-        scales = {"prescale": prescale_factor, "postscale": postscale_factor}
+        scales = (prescale_factor, postscale_factor)
         return remember(
             self._start(
-                ops.ALLREDUCE, name, target, target, process_set, reduce=reduce, priority=priority, **scales
+                ops.ALLREDUCE,
+                name,
+                target,
+                target,
+                process_set,
+                reduce=reduce,
+                priority=priority,
+                scales=scales,
             )
-        )
-
-    # --- groups ---
-
-    def grouped_allreduce_async(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """As grouped_allreduce; returns one handle for the group at once."""
-        sources = [self._readable(array) for array in arrays]
-        outs = [self._empty_like(source) for source in sources]
-        reduce = ops.resolve_reduce(average, op)
-        return self._reduce_group(sources, outs, name, reduce, prescale_factor, postscale_factor, process_set)
-
-    def grouped_allreduce(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> list[Array]:
-        """Reduces several arrays as one operation: none of them before all are ready on every rank."""
-        reduce = ops.resolve_reduce(average, op)
-        handle = self.grouped_allreduce_async(
-            arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
-        )
-        return synchronize(handle)  # type: ignore[no-any-return]
-
-    def grouped_allreduce_async_(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """As grouped_allreduce_; returns one handle for the group at once."""
-        targets = [self._writable(array) for array in arrays]
-        reduce = ops.resolve_reduce(average, op)
-        return self._reduce_group(
-            targets, targets, name, reduce, prescale_factor, postscale_factor, process_set
-        )
-
-    def grouped_allreduce_(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> list[Array]:
-        """As grouped_allreduce, with the results in the arrays themselves."""
-        reduce = ops.resolve_reduce(average, op)
-        handle = self.grouped_allreduce_async_(
-            arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
-        )
-        return synchronize(handle)  # type: ignore[no-any-return]
-
-    def _reduce_group(
-        self,
-        sources: list[Any],
-        outs: list[Any],
-        name: str | None,
-        reduce: int,
-        prescale: float,
-        postscale: float,
-        process_set: ProcessSet,
-    ) -> int:
-        plain = handles.start_plain_group(
-            sources, outs, None, name, reduce, prescale, postscale, process_set, 0
-        )
-        if plain is not None:
-            return plain
-        scales = {"prescale": prescale, "postscale": postscale}
-        return remember(
-            self._start_group(ops.ALLREDUCE, name, sources, outs, process_set, reduce=reduce, **scales)
         )
 
     # --- allgather, reducescatter, alltoall: results whose size only the core knows ---
@@ -323,27 +239,6 @@ class Collectives(Generic[Array]):
         """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
         return self._now(ops.ALLGATHER, name, self._readable(array), None, process_set)  # type: ignore[no-any-return]
 
-    def grouped_allgather_async(
-        self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> int:
-        """As grouped_allgather; returns one handle for the group at once."""
-        sources = [self._readable(array) for array in arrays]
-        return remember(self._start_group(ops.ALLGATHER, name, sources, None, process_set))
-
-    def grouped_allgather(
-        self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
-    ) -> list[Array]:
-        """allgather of several arrays as one operation."""
-        return synchronize(self.grouped_allgather_async(arrays, name, process_set))  # type: ignore[no-any-return]
-
-    def _scatterable(self, array: Any) -> Any:
-        source = self._readable(array)
-        if source.ndim == 0:
-            raise ValueError(
-                "reducescatter needs an array with a first dimension to scatter; this one is 0-d: reshape it to [1]."
-            )
-        return source
-
     def reducescatter_async(
         self,
         array: Any,
@@ -354,13 +249,17 @@ class Collectives(Generic[Array]):
         postscale_factor: float = 1.0,
     ) -> int:
         """As reducescatter; returns a handle at once."""
-        terms = {
-            "reduce": ops.resolve_reduce(None, op),
-            "prescale": prescale_factor,
-            "postscale": postscale_factor,
-        }
+        reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
         return remember(
-            self._start(ops.REDUCESCATTER, name, self._scatterable(array), None, process_set, **terms)
+            self._start(
+                ops.REDUCESCATTER,
+                name,
+                scatterable(self._memory, array),
+                None,
+                process_set,
+                reduce=reduce,
+                scales=scales,
+            )
         )
 
     def reducescatter(
@@ -373,44 +272,16 @@ class Collectives(Generic[Array]):
         postscale_factor: float = 1.0,
     ) -> Array:
         """Reduces arrays of one shape and gives each rank its share of the rows, the first ranks one more if uneven."""
-        terms = {
-            "reduce": ops.resolve_reduce(None, op),
-            "prescale": prescale_factor,
-            "postscale": postscale_factor,
-        }
-        return self._now(ops.REDUCESCATTER, name, self._scatterable(array), None, process_set, **terms)  # type: ignore[no-any-return]
-
-    def grouped_reducescatter_async(
-        self,
-        arrays: Sequence[Any],
-        name: str | None = None,
-        op: int = ops.Average,
-        process_set: ProcessSet = global_process_set,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> int:
-        """As grouped_reducescatter; returns one handle for the group at once."""
-        sources = [self._scatterable(array) for array in arrays]
-        terms = {
-            "reduce": ops.resolve_reduce(None, op),
-            "prescale": prescale_factor,
-            "postscale": postscale_factor,
-        }
-        return remember(self._start_group(ops.REDUCESCATTER, name, sources, None, process_set, **terms))
-
-    def grouped_reducescatter(
-        self,
-        arrays: Sequence[Any],
-        name: str | None = None,
-        op: int = ops.Average,
-        process_set: ProcessSet = global_process_set,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-    ) -> list[Array]:
-        """reducescatter of several arrays as one operation."""
-        return synchronize(  # type: ignore[no-any-return]
-            self.grouped_reducescatter_async(arrays, name, op, process_set, prescale_factor, postscale_factor)
-        )
+        reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
+        return self._now(
+            ops.REDUCESCATTER,
+            name,
+            scatterable(self._memory, array),
+            None,
+            process_set,
+            reduce=reduce,
+            scales=scales,
+        )  # type: ignore[no-any-return]
 
     def alltoall_async(
         self,

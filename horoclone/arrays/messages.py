@@ -8,25 +8,20 @@ is copied (up to 64 MiB) and done at once. Between GPUs a message is done when b
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
 from horoclone.arrays import requests
-from horoclone.arrays.adapter import Adapter
+from horoclone.arrays.adapter import Array, Operations
 from horoclone.arrays.handles import Pending, now, remember
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
-Array = TypeVar("Array")
 
-
-class Messages(Generic[Array]):
+class Messages(Operations[Array]):
     """send and recv, over an adapter."""
-
-    def __init__(self, memory: Adapter) -> None:
-        self._memory = memory
 
     def _sent(self, array: Any, dst: int, tag: int, process_set: ProcessSet) -> Pending:
         native, memory = runtime.native(), self._memory

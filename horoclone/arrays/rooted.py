@@ -6,11 +6,11 @@ of them can run while a rank of the process set has joined (Unsupported).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
 from horoclone.arrays import requests
-from horoclone.arrays.adapter import Adapter
+from horoclone.arrays.adapter import Array, Operations
 from horoclone.arrays.handles import Pending, now, remember
 from horoclone.arrays.host_memory import row_counts
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
@@ -18,14 +18,9 @@ from horoclone.process_sets import ProcessSet, global_process_set, set_id
 if TYPE_CHECKING:
     from horoclone._core import Runtime
 
-Array = TypeVar("Array")
 
-
-class Rooted(Generic[Array]):
+class Rooted(Operations[Array]):
     """reduce, gather and scatter, over an adapter."""
-
-    def __init__(self, memory: Adapter) -> None:
-        self._memory = memory
 
     # --- reduce ---
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from horoclone import ops
 from horoclone.arrays.collectives import Collectives, barrier
+from horoclone.arrays.grouped import Grouped
 from horoclone.arrays.handles import poll, synchronize
 from horoclone.arrays.messages import Messages
 from horoclone.arrays.rooted import Rooted
@@ -41,6 +42,7 @@ from horoclone.runtime.built import cuda_built, nccl_built
 from horoclone.runtime.life import init, shutdown
 
 _collectives: Collectives[Any] = Collectives(memory)  # cupy.ndarray has no types
+_grouped: Grouped[Any] = Grouped(memory)
 _rooted: Rooted[Any] = Rooted(memory)
 _messages: Messages[Any] = Messages(memory)
 
@@ -56,14 +58,14 @@ broadcast = _collectives.broadcast
 broadcast_ = _collectives.broadcast_
 broadcast_async = _collectives.broadcast_async
 broadcast_async_ = _collectives.broadcast_async_
-grouped_allgather = _collectives.grouped_allgather
-grouped_allgather_async = _collectives.grouped_allgather_async
-grouped_allreduce = _collectives.grouped_allreduce
-grouped_allreduce_ = _collectives.grouped_allreduce_
-grouped_allreduce_async = _collectives.grouped_allreduce_async
-grouped_allreduce_async_ = _collectives.grouped_allreduce_async_
-grouped_reducescatter = _collectives.grouped_reducescatter
-grouped_reducescatter_async = _collectives.grouped_reducescatter_async
+grouped_allgather = _grouped.grouped_allgather
+grouped_allgather_async = _grouped.grouped_allgather_async
+grouped_allreduce = _grouped.grouped_allreduce
+grouped_allreduce_ = _grouped.grouped_allreduce_
+grouped_allreduce_async = _grouped.grouped_allreduce_async
+grouped_allreduce_async_ = _grouped.grouped_allreduce_async_
+grouped_reducescatter = _grouped.grouped_reducescatter
+grouped_reducescatter_async = _grouped.grouped_reducescatter_async
 join = _collectives.join
 reducescatter = _collectives.reducescatter
 reducescatter_async = _collectives.reducescatter_async

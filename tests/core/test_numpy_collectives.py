@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import pickle
 import time
 
 import ml_dtypes
@@ -508,3 +509,16 @@ def test_the_world_is_up_after_the_ranks_passed_different_process_sets():
     ):
         hvd.init(process_sets=[mine])
     assert hvd.size() == 2 and hvd.allreduce(np.ones(1), op=hvd.Sum).tolist() == [2]
+
+
+def test_public_functions_can_be_pickled() -> None:
+    for function in (
+        hvd.allreduce,
+        hvd.grouped_allreduce_async,
+        hvd.reduce_,
+        hvd.isend,
+        hvd.barrier,
+        hvd.synchronize,
+    ):
+        again = pickle.loads(pickle.dumps(function))
+        assert again.__name__ == function.__name__ and again.__doc__ == function.__doc__

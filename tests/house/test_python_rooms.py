@@ -128,6 +128,14 @@ LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {
     ("tensorflow.optimizer", "tensorflow.keras"): "its DistributedOptimizer also takes an optimizer of Keras",
 }
 
+# module -> the native calls that it makes; nobody else builds a request to the core
+WHO_BUILDS_REQUESTS: dict[str, set[str]] = {
+    "arrays.requests": {"submit", "submit_group", "run"},
+    "torch.operations.requests": {"submit", "submit_group", "run"},
+    "process_sets": {"run"},  # the ranks agree on a set below everything that knows arrays
+    "torch.optimizer.reducer": {"declare", "submit_declared"},  # an optimizer's buckets
+}
+
 
 @cache
 def modules() -> dict[str, Path]:
@@ -258,3 +266,22 @@ def test_lazy_frameworks_are_imported_inside_functions() -> None:
         }
         everywhere = {n for s in import_statements(tree) for n in named_in(s, package)}
         assert why and name in everywhere - at_top, f"{module} does not import {name} inside a function"
+
+
+def native_calls_of(path: Path) -> set[str]:
+    """Which of the native runtime's methods for operations a file calls, under whatever name the runtime has there."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            method, owner = node.func.attr, ast.unparse(node.func.value)
+            is_runtime = owner.removesuffix("()").split(".")[-1].strip("_") in ("native", "runtime", "core")
+            if (
+                method in ("submit_group", "submit_declared", "declare", "submit") and owner != "requests"
+            ) or (method == "run" and is_runtime):
+                found.add(method)
+    return found
+
+
+def test_a_request_to_the_core_is_built_in_one_place_of_a_binding() -> None:
+    found = {module: native_calls_of(path) for module, path in modules().items()}
+    assert {module: calls for module, calls in found.items() if calls} == WHO_BUILDS_REQUESTS

@@ -1,0 +1,173 @@
+"""Several arrays as one operation: all or nothing, one agreement, one handle. All else as in collectives.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from horoclone import ops, runtime
+from horoclone.arrays import handles, requests
+from horoclone.arrays.adapter import Array, Operations
+from horoclone.arrays.collectives import UNSCALED, Scales, rows_of, scatterable
+from horoclone.arrays.handles import Pending, remember, synchronize
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+
+
+class Grouped(Operations[Array]):
+    """Grouped allreduce, allgather and reducescatter, over an adapter."""
+
+    def _start(
+        self,
+        op: int,
+        name: str | None,
+        sources: Sequence[Any],
+        outs: Sequence[Any] | None,
+        process_set: ProcessSet,
+        *,
+        reduce: int = ops.Sum,
+        scales: Scales = UNSCALED,
+    ) -> Pending:
+        """outs None: rows whose number the ranks agree on."""
+        native, memory = runtime.native(), self._memory
+        if not sources:
+            return Pending(native, 0, None, lambda native, handle: [])
+        place = memory.place_of([*sources, *(outs or ())])
+        handle = requests.submit_group(
+            memory, native, op, name, sources=sources, targets=outs, reduce=reduce, prescale=scales[0],
+            postscale=scales[1], process_set=set_id(process_set), place=place,
+        )  # fmt: skip
+
+        def finish(native: Runtime, handle: int) -> list[Any]:
+            memory.follow(native, handle, place)
+            if outs is not None:
+                return list(outs)
+            return [rows_of(memory, native, handle, i, array) for i, array in enumerate(sources)]
+
+        return Pending(native, handle, (sources, outs), finish)
+
+    def grouped_allreduce_async(
+        self,
+        arrays: Sequence[Any],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As grouped_allreduce; returns one handle for the group at once."""
+        sources = [self._memory.readable(array) for array in arrays]
+        outs = [self._memory.empty_like(source) for source in sources]
+        reduce, scales = ops.resolve_reduce(average, op), (prescale_factor, postscale_factor)
+        return self._reduce_group(sources, outs, name, reduce, scales, process_set)
+
+    def grouped_allreduce(
+        self,
+        arrays: Sequence[Any],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[Array]:
+        """Reduces several arrays as one operation: none of them before all are ready on every rank."""
+        reduce = ops.resolve_reduce(average, op)
+        handle = self.grouped_allreduce_async(
+            arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
+        )
+        return synchronize(handle)  # type: ignore[no-any-return]
+
+    def grouped_allreduce_async_(
+        self,
+        arrays: Sequence[Any],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> int:
+        """As grouped_allreduce_; returns one handle for the group at once."""
+        targets = [self._memory.writable(array) for array in arrays]
+        reduce, scales = ops.resolve_reduce(average, op), (prescale_factor, postscale_factor)
+        return self._reduce_group(targets, targets, name, reduce, scales, process_set)
+
+    def grouped_allreduce_(
+        self,
+        arrays: Sequence[Any],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> list[Array]:
+        """As grouped_allreduce, with the results in the arrays themselves."""
+        reduce = ops.resolve_reduce(average, op)
+        handle = self.grouped_allreduce_async_(
+            arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
+        )
+        return synchronize(handle)  # type: ignore[no-any-return]
+
+    def _reduce_group(
+        self,
+        sources: list[Any],
+        outs: list[Any],
+        name: str | None,
+        reduce: int,
+        scales: Scales,
+        process_set: ProcessSet,
+    ) -> int:
+        plain = handles.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
+        if plain is not None:
+            return plain
+        return remember(
+            self._start(ops.ALLREDUCE, name, sources, outs, process_set, reduce=reduce, scales=scales)
+        )
+
+    def grouped_allgather_async(
+        self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> int:
+        """As grouped_allgather; returns one handle for the group at once."""
+        sources = [self._memory.readable(array) for array in arrays]
+        return remember(self._start(ops.ALLGATHER, name, sources, None, process_set))
+
+    def grouped_allgather(
+        self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
+    ) -> list[Array]:
+        """allgather of several arrays as one operation."""
+        return synchronize(self.grouped_allgather_async(arrays, name, process_set))  # type: ignore[no-any-return]
+
+    def grouped_reducescatter_async(
+        self,
+        arrays: Sequence[Any],
+        name: str | None = None,
+        op: int = ops.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> int:
+        """As grouped_reducescatter; returns one handle for the group at once."""
+        sources = [scatterable(self._memory, array) for array in arrays]
+        reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
+        return remember(
+            self._start(ops.REDUCESCATTER, name, sources, None, process_set, reduce=reduce, scales=scales)
+        )
+
+    def grouped_reducescatter(
+        self,
+        arrays: Sequence[Any],
+        name: str | None = None,
+        op: int = ops.Average,
+        process_set: ProcessSet = global_process_set,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+    ) -> list[Array]:
+        """reducescatter of several arrays as one operation."""
+        return synchronize(  # type: ignore[no-any-return]
+            self.grouped_reducescatter_async(arrays, name, op, process_set, prescale_factor, postscale_factor)
+        )
