@@ -8,7 +8,7 @@
 namespace hc {
 
 namespace {
-constexpr double kFarewellS = 2;  // for a communicator to end in peace
+constexpr double kFinishS = 2;  // for a communicator to end in peace
 }
 
 void Communicators::load(const std::shared_ptr<Gpu>& gpu, const std::string& library, const std::string& folders) {
@@ -105,7 +105,7 @@ bool Communicators::finish(NcclHandle comm) {
   const Gpu::Current current(*gpu_);
   if (nccl_->ncclCommFinalize(comm) > kNcclSuccess && !check(comm).is_ok()) return false;
   NcclResult state = kNcclInProgress;
-  for (const Deadline deadline = Deadline::in(kFarewellS); !deadline.passed();) {
+  for (const Deadline deadline = Deadline::in(kFinishS); !deadline.passed();) {
     if (nccl_->ncclCommGetAsyncError(comm, &state) != kNcclSuccess || state != kNcclInProgress) break;
     std::this_thread::sleep_for(std::chrono::microseconds(100));
   }
