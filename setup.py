@@ -55,7 +55,8 @@ class CMakeBuild(build_ext):
         in_place = bool(self.inplace or getattr(self, "editable_mode", False))
         self.prefix = ROOT if in_place else Path(self.build_lib).resolve()
         # An editable install is repeated often: its objects are kept in the tree. A wheel starts clean.
-        build = Path(self.build_temp).resolve() / "cmake"
+        # Both build folders lie equally deep: so ccache finds, by relative paths, what another copy compiled.
+        build = Path(self.build_temp).resolve()
         if in_place:
             build = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
         self.configure(build)
