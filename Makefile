@@ -34,7 +34,7 @@ help: ## list the verbs
 demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two processes
 	horoclonerun -np 2 python examples/torch_digits.py
 
-# What compiles goes on beside what is downloaded, and one sanitizer's tests, which often wait, beside the other's.
+# What compiles goes on beside what is downloaded, and the C++ tests of one build, which often wait, beside those of another.
 # Costly Python tests run where something that they guard has changed (tests/guarded.py); test-all runs them all.
 test: GUARDED := changed
 test: builds-and-cpp ## C++, sanitizers, Python (every example is one of its tests)
@@ -45,8 +45,7 @@ test test-all:
 
 builds-and-cpp: $(VENV)/.ready-tools
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
-	@$(MAKE) --no-print-directory $(VENV)/.ready-package cpp
-	@$(MAKE) --no-print-directory -j2 --output-sync=target tsan asan
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package cpp tsan asan
 
 cpp-builds: $(VENV)/.ready-tools
 	@.ci/cpp release "" $(JOBS) build
