@@ -107,15 +107,15 @@ TEST_CASE("selection: layouts, and what is decided before there is a task") {
 
 TEST_CASE("selection: on GPUs NCCL comes first, then peers, then host memory") {
   Task task;
-  CHECK(select_on_device(task, true, true) == DeviceWay::kNccl);
-  CHECK(select_on_device(task, false, true) == DeviceWay::kPeers);
-  CHECK(select_on_device(task, false, false) == DeviceWay::kThroughHost);
+  CHECK(select_on_device(task, true, true) == DeviceAlgorithm::kNccl);
+  CHECK(select_on_device(task, false, true) == DeviceAlgorithm::kPeers);
+  CHECK(select_on_device(task, false, false) == DeviceAlgorithm::kThroughHost);
   task.reduce = Reduce::kAdasum;
-  CHECK(select_on_device(task, true, false) == DeviceWay::kNcclAdasum);
-  CHECK(select_on_device(task, false, true) == DeviceWay::kThroughHost);
+  CHECK(select_on_device(task, true, false) == DeviceAlgorithm::kNcclAdasum);
+  CHECK(select_on_device(task, false, true) == DeviceAlgorithm::kThroughHost);
   task = {};
   task.op = Op::kScatter;
-  CHECK(select_on_device(task, false, true) == DeviceWay::kThroughHost);
+  CHECK(select_on_device(task, false, true) == DeviceAlgorithm::kThroughHost);
 }
 
 TEST_CASE("selection: the probe ends with one threshold for all ranks, and what was given is not probed") {
