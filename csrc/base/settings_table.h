@@ -219,7 +219,8 @@ struct KnobRule {
     "1: `import horovod` does not find horoclone under that name; read when horovod is first imported.")
 // clang-format on
 
-// The defaults alone, by the name of the field: for structures that hold a setting, so that no default is written twice.
+// The defaults alone, by the name of the field: for structures that hold a setting, so that no default is written
+// twice.
 namespace defaults {
 #define HC_DEFAULT(type, field, default_value, ...) inline constexpr auto field = default_value;
 HC_KNOBS(HC_DEFAULT)

@@ -82,7 +82,7 @@ DOUBLE_API int nvrtcGetSupportedArchs(int* archs) {
 DOUBLE_API int nvrtcCreateProgram(void** program, const char* source, const char*, int headers,
                                   const char* const* header, const char* const* names) {
   MAY_FAIL;
-  if (headers != 1 || !*header || !std::strstr(source, names[0])) return 3;
+  if (headers != 2 || !header[0] || !header[1] || !std::strstr(source, names[0])) return 3;
   auto* made = new Program;
   made->source = source;
   *program = made;

@@ -165,7 +165,7 @@ class ScriptMaker {
     if (chance(random_, 15)) usual = random_signature(random_, usual.op, size_);
     if (chance(random_, 4) && usual.op == Op::kReducescatter) {
       usual.reduce = Reduce::kMin;
-      o.invalid = Code::kUnsupported;
+      o.invalid = Code::kInvalidArgument;
     } else if (chance(random_, 4) && usual.op == Op::kAllgather) {
       usual.tensors[0].shape = {};
       o.invalid = Code::kMismatch;

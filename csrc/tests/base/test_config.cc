@@ -91,7 +91,7 @@ TEST_CASE("a bad value names the variable that was set, the value and what is ac
 TEST_CASE("values out of range, half numbers and trailing text are refused") {
   for (const char* bad : {"-1", "1.5", "12q", "0x10", "nan", "inf", "1e99", "1 2", "KiB"})
     refusal("HOROCLONE_FUSION_THRESHOLD", bad);
-  for (const char* bad : {"2", "-1", "maybe", "tru"}) refusal("HOROCLONE_ELASTIC", bad);
+  for (const char* bad : {"2", "-1", "maybe", "tru"}) refusal("HOROCLONE_SHARED_MEMORY", bad);
   for (const char* bad : {"-2", "2", "0.5", "x"}) refusal("HOROCLONE_HIERARCHICAL_ALLREDUCE", bad);
   for (const char* bad : {"nan", "-1", "1s", "", " "}) {
     if (*bad) refusal("HOROCLONE_START_TIMEOUT", bad);

@@ -76,7 +76,7 @@ void reduces_all(Engine& engine, int ranks, size_t count) {
   int64_t sum = 0;
   for (DType dtype : kTypes)
     for (Reduce reduce : kReductions)
-      for (size_t of : {count, count / 3 + 1}) {
+      for (size_t of : {count, count / 3 + 2}) {
         runs.push_back({dtype, reduce, of});
         runs.back().start(engine, text_of(name_of(reduce), name_of(dtype), of));
       }
