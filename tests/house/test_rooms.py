@@ -314,3 +314,7 @@ def test_no_pickle_where_strangers_speak() -> None:
         if path.relative_to(PACKAGE).as_posix() not in WHO_PICKLES:
             names = first_words(imports_of(path))
             assert not names & {"pickle", "cloudpickle", "marshal", "shelve", "dill"}, path
+
+
+def test_every_test_lies_in_the_folder_of_what_it_tests() -> None:
+    assert not list((ROOT / "tests").glob("test_*.py")), "tests/FOLDER mirrors the packages: CONTRIBUTING.md"

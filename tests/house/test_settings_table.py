@@ -10,7 +10,7 @@ import pytest
 
 from horoclone import settings
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 TABLE = CSRC / "base" / "settings_table.h"
 # How fields of other structures call a setting.

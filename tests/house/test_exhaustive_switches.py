@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 LISTS = ("Reduce", "Identity", "Kind", "DType", "Op", "Algorithm", "Layout", "Knob", "Code")
 C_LISTS = r"HC_(?:BOOL|U?INT\d+|B?FLOAT\d+|SUM|ALLREDUCE|OK|INVALID_ARGUMENT)"
