@@ -12,7 +12,7 @@ from typing import Any
 
 from xdist.scheduler import LoadFileScheduling
 
-# Folders and files whose tests leave the processors idle for more than half of their time.
+# Folders and files whose tests mostly wait for deadlines, signals, sockets and the end of processes.
 WAITING = (
     "tests/bootstrap/",
     "tests/launch/",
