@@ -12,7 +12,7 @@ from horoclone import settings
 PAGE = Path(__file__).with_name("environment.md")
 HEAD = """# Environment variables
 
-<!-- Written by docs/make_environment.py from the table in csrc/base/settings_table.h: change the table, then `make docs`. -->
+<!-- docs/make_environment.py writes this from the table in csrc/base/settings_table.h: `make docs`. -->
 
 Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name where the meaning is
 the same; an empty value counts as unset. A value that is not accepted makes `init()` raise `ValueError` with the

@@ -121,6 +121,7 @@ class ProcessSet {
   Result<Task> bypass_task_of(Operation* op) const;
   void keep_repeat(const Operation& op, const ExpressKey& key, const Task& task);
   bool may_repeat() const;
+  Operation* make_late(const Submission& s, NameRecord* record, uint64_t number, uint64_t use);
   Status decide(Iteration* now);
   void adopt(Plan plan);
   Operation* match(Op op, const PlanEntry& entry);

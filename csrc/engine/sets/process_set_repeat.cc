@@ -91,17 +91,8 @@ bool ProcessSet::repeat(const Submission& s, DriveGate& gate, int spin_pauses, i
     return true;
   }
 
-  lock.lock();
-  Operation* op = parts_.intake.handles().acquire();
-  parts_.intake.fill(op, s, members());
+  Operation* op = make_late(s, record, number, use);
   op->submitted = submitted;
-  op->record = number;
-  op->request.sequence = s.name.empty() ? use : 0;
-  if (!s.name.empty()) {
-    op->name_record = record;
-    record->pending.store(op, std::memory_order_release);
-  }
-  lock.unlock();
   *handle = op->handle;
   pending_.add(op);
   if (progress == Progress::kPending)
@@ -109,6 +100,19 @@ bool ProcessSet::repeat(const Submission& s, DriveGate& gate, int spin_pauses, i
   else
     announce(op);
   return true;
+}
+
+// The operation that a call becomes when the others are late. number: of the flight record; use: of its name.
+Operation* ProcessSet::make_late(const Submission& s, NameRecord* record, uint64_t number, uint64_t use) {
+  const auto lock = parts_.intake.lock();
+  Operation* op = parts_.intake.handles().acquire();
+  parts_.intake.fill(op, s, members());
+  op->record = number;
+  op->request.sequence = s.name.empty() ? use : 0;
+  if (s.name.empty()) return op;
+  op->name_record = record;
+  record->pending.store(op, std::memory_order_release);
+  return op;
 }
 
 }  // namespace hc
