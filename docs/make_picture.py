@@ -35,10 +35,11 @@ ROOM_OF_FILE = {
     "engine/iteration.h": "engine/context",
     "collective/host.cc": "collective/host",
 }
-# Files of horoclone/ itself by their beginning, and folders that are drawn together.
+# Modules below horoclone by their beginning: what is drawn together, and what apart from the rest of its folder.
 GROUP_OF_MODULE = {
-    "runtime": ("runtime", "observe", "built", "gpu_libraries", "attached", "waits"),
-    "arrays": ("arra", "rooted_arrays", "process_sets", "objects", "ops"),
+    "init and exit": ("runtime.life", "runtime.ending"),
+    "arrays": ("arrays", "objects"),
+    "handles": ("handles", "compression", "ops"),
     "errors and settings": ("errors", "settings", "numbers", "stand_ins"),
     "common": ("common", "data"),
     "horovod": ("runner", "horovod"),
@@ -66,11 +67,11 @@ WORDS = {
     "horoclone.horovod": "Horovod's launcher by its names",
     "horoclone.common": "Horovod's modules by their names",
     "horoclone.selection": "what init measured",
-    "horoclone.arrays": "NumPy's arrays, objects, process sets",
-    "horoclone.runtime": "init, facts, GPU libraries",
+    "horoclone.arrays": "operations on arrays, objects",
+    "horoclone.init and exit": "runtime/life, runtime/ending",
+    "horoclone.runtime": "the pointer, facts, counters",
+    "horoclone.handles": "compression, handles, numbers",
     "horoclone.process_sets": "subsets of the ranks",
-    "horoclone.objects": "Python objects",
-    "horoclone.compression": "casts, once for all",
     "horoclone.tools": "simulate",
 }
 CIRCLE = " \N{LEFT RIGHT ARROW} "
@@ -109,11 +110,15 @@ def box_of_module(name: str) -> str:
     for group, beginnings in GROUP_OF_MODULE.items():
         if name.startswith(beginnings):
             return group
-    return name
+    return name.split(".")[0]
+
+
+def is_module(parts: list[str]) -> bool:
+    return PACKAGE.joinpath(*parts).is_dir() or PACKAGE.joinpath(*parts).with_suffix(".py").is_file()
 
 
 def imports_of(path: Path) -> Iterator[str]:
-    """Names below horoclone that a file imports, wherever it does, without those for annotations only."""
+    """Modules below horoclone that a file imports, wherever it does, without those for annotations only."""
     tree = ast.parse(path.read_text())
     package = path.relative_to(PACKAGE).parts[:-1]
     for node in ast.walk(tree):
@@ -130,7 +135,8 @@ def imports_of(path: Path) -> Iterator[str]:
                 module = module[1:]
             else:
                 continue
-            yield from (module[0],) if module else (one.name for one in node.names)
+            for one in node.names:
+                yield ".".join([*module, one.name] if is_module([*module, one.name]) else module)
 
 
 def graph_of_modules() -> Graph:
@@ -138,11 +144,9 @@ def graph_of_modules() -> Graph:
     known = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in paths}
     graph: Graph = {}
     for path in paths:
-        box = box_of_module(path.relative_to(PACKAGE).parts[0].removesuffix(".py"))
+        box = box_of_module(".".join(path.relative_to(PACKAGE).with_suffix("").parts))
         found = graph.setdefault(box, set())
-        found |= {
-            box_of_module(name.split(".")[0]) for name in imports_of(path) if name.split(".")[0] in known
-        }
+        found |= {box_of_module(name) for name in imports_of(path) if name.split(".")[0] in known}
     return {box: found - {box} for box, found in graph.items()}
 
 
