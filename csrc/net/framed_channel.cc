@@ -6,18 +6,15 @@
 namespace hc {
 namespace {
 
-constexpr size_t kControlReadBytes = 16u << 10;
-constexpr size_t kMaxReadyBytes = 64u << 20;  // frames that the engine has not fetched; then reading stops
+constexpr size_t kControlOutBytes = 16u << 10;  // more memory than this is given back once it is empty
 constexpr size_t kTurnBytes = 8u << 20;  // one progress() reads about this much, so that every channel gets its turn
 constexpr size_t kSendBatch = 8;         // transfers in one write
-constexpr size_t kSpareFrames = 8;
-constexpr size_t kSpareBytes = 64u << 10;  // larger frames are not kept for reuse
-constexpr double kLonelyEndS = 1.0;        // the data line ended and the control line did not: then it is a loss
+constexpr double kLonelyEndS = 1.0;      // the data line ended and the control line did not: then it is a loss
 
 }  // namespace
 
 FramedChannel::FramedChannel(int rank, std::string peer, Traffic* traffic)
-    : rank_(rank), peer_(std::move(peer)), traffic_(traffic), control_in_(kControlReadBytes) {}
+    : rank_(rank), peer_(std::move(peer)), traffic_(traffic) {}
 
 void FramedChannel::fail(Code code, const std::string& reason) {
   if (!failed_.is_ok()) return;
@@ -43,13 +40,13 @@ bool FramedChannel::held_back() const {
 
 // Frames that the peer managed to send come first: among them may be its goodbye, or why it left.
 Status FramedChannel::verdict() const {
-  if (failed_.is_ok() || !ready_.empty() || held_back()) return Status::ok();
+  if (failed_.is_ok() || has_frames() || held_back()) return Status::ok();
   if (goodbye_ && !stranded_ && !inbox_.waiting()) return Status::ok();
   return failed_;
 }
 
 bool FramedChannel::wants_read(Line line) const {
-  if (line == Line::kControl) return !control_over_ && ready_bytes_ <= kMaxReadyBytes;
+  if (line == Line::kControl) return !control_over_ && !frames_in_.full();
   return failed_.is_ok() && !data_ended_ && !inbox_.blocked();
 }
 
@@ -86,13 +83,8 @@ Status FramedChannel::send(std::span<const uint8_t> frame) {
 }
 
 bool FramedChannel::receive(std::vector<uint8_t>* frame) {
-  if (ready_.empty()) return false;
-  const bool was_full = ready_bytes_ > kMaxReadyBytes;
-  frame->swap(ready_.front());
-  if (spare_.size() < kSpareFrames && ready_.front().capacity() <= kSpareBytes)
-    spare_.push_back(std::move(ready_.front()));
-  ready_.pop_front();
-  ready_bytes_ -= frame->size();
+  const bool was_full = frames_in_.full();
+  if (!frames_in_.take(frame)) return false;
   traffic_->frames_taken.add(1);
   if (was_full) {
     settle();
@@ -162,9 +154,7 @@ void FramedChannel::lose(const std::string& reason) {
 bool FramedChannel::read_control() {
   bool any = false;
   for (size_t total = 0; total < kTurnBytes && wants_read(Line::kControl);) {
-    const bool large = frame_bytes_ > 0 && frame_bytes_ - frame_have_ >= kControlReadBytes;
-    const iovec part = large ? iovec{frame_.data() + frame_have_, frame_bytes_ - frame_have_}
-                             : iovec{control_in_.data(), control_in_.size()};
+    const iovec part = frames_in_.place();
     IoResult result = read(Line::kControl, {&part, 1});
     if (result.what == Io::kWouldBlock) break;
     if (result.what != Io::kMoved) {
@@ -172,7 +162,7 @@ bool FramedChannel::read_control() {
       control_ended_at_ = Clock::now();
       if (result.what == Io::kFailed) {
         fail(Code::kPeerLost, std::strerror(result.error_number));
-      } else if (frame_bytes_ > 0 || length_have_ > 0) {
+      } else if (!frames_in_.between_frames()) {
         fail(Code::kPeerLost, "closed its connection in the middle of a frame");
       }  // else check_ended() decides: the data line may hold what it sent last
       return true;
@@ -180,59 +170,17 @@ bool FramedChannel::read_control() {
     any = true;
     total += result.bytes;
     traffic_->bytes_received.add(result.bytes);
-    if (large) {
-      frame_have_ += result.bytes;
-      if (frame_have_ == frame_bytes_) finish_frame();
-    } else if (!parse_control(result.bytes)) {
+    const size_t before = frames_in_.frames();
+    const Status status = frames_in_.took(result.bytes);
+    traffic_->frames_received.add(frames_in_.frames() - before);
+    if (!status.is_ok()) {
+      control_over_ = true;
+      fail(status.code(), status.text());
       return true;
     }
     if (result.bytes < part.iov_len) break;  // there was no more
   }
   return any;
-}
-
-// Cuts control_in_[0, bytes) into frames. False: a length that cannot be, the line has failed before anything was
-// allocated.
-bool FramedChannel::parse_control(size_t bytes) {
-  const uint8_t* at = control_in_.data();
-  const uint8_t* const end = at + bytes;
-  while (at < end) {
-    if (frame_bytes_ == 0) {
-      size_t take = std::min<size_t>(sizeof(length_) - length_have_, end - at);
-      std::memcpy(length_ + length_have_, at, take);
-      at += take;
-      length_have_ += take;
-      if (length_have_ < sizeof(length_)) break;
-      length_have_ = 0;
-      std::memcpy(&frame_bytes_, length_, sizeof(frame_bytes_));
-      if (frame_bytes_ == 0 || frame_bytes_ > kMaxControlBytes) {
-        control_over_ = true;
-        fail(Code::kPeerLost,
-             text_of("sent a control frame of ", frame_bytes_, " bytes; allowed are 1 to ", kMaxControlBytes));
-        return false;
-      }
-      if (!spare_.empty()) {
-        frame_ = std::move(spare_.back());
-        spare_.pop_back();
-      }
-      frame_.resize(frame_bytes_);
-      frame_have_ = 0;
-    }
-    size_t take = std::min<size_t>(frame_bytes_ - frame_have_, end - at);
-    std::memcpy(frame_.data() + frame_have_, at, take);
-    at += take;
-    frame_have_ += take;
-    if (frame_have_ == frame_bytes_) finish_frame();
-  }
-  return true;
-}
-
-void FramedChannel::finish_frame() {
-  ready_bytes_ += frame_.size();
-  ready_.push_back(std::move(frame_));
-  frame_.clear();
-  frame_bytes_ = 0;
-  traffic_->frames_received.add(1);
 }
 
 bool FramedChannel::read_data() {
@@ -280,7 +228,7 @@ bool FramedChannel::flush_control() {
   if (control_sent_ == control_out_.size()) {
     control_out_.clear();
     control_sent_ = 0;
-    if (control_out_.capacity() > kControlReadBytes) control_out_.shrink_to_fit();
+    if (control_out_.capacity() > kControlOutBytes) control_out_.shrink_to_fit();
   }
   return result.bytes > 0;
 }

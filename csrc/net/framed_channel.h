@@ -1,6 +1,6 @@
 // A channel over two byte lines to one peer, one for control frames and one for data, so that data nobody takes yet
-// never holds up an abort. Framing, queues, matching and the order of "what it said" and "it is gone" live here, once;
-// how bytes move is the derived class's business (TcpChannel, ShmChannel).
+// never holds up an abort. Queues and the order of "what it said" and "it is gone" live here, once, over a FrameReader
+// and an Inbox; how bytes move is the derived class's business (TcpChannel, ShmChannel).
 //
 // Thread: the one that drives the engine. Owner: the mesh.
 #pragma once
@@ -11,6 +11,7 @@
 
 #include "base/clock.h"
 #include "net/channel.h"
+#include "net/frame_reader.h"
 #include "net/inbox.h"
 #include "net/socket.h"
 
@@ -57,7 +58,7 @@ class FramedChannel : public Channel {
   const std::string& reason() const { return reason_; }
   // It has failed, but the peer's last words may still come: for that long nobody is told.
   bool held_back() const;
-  bool has_frames() const { return !ready_.empty(); }
+  bool has_frames() const { return frames_in_.has_frames(); }
   // One line has ended in order and the other has not yet: look again soon.
   bool closing() const { return (data_ended_ || control_over_) && failed_.is_ok(); }
 
@@ -76,8 +77,6 @@ class FramedChannel : public Channel {
 
  private:
   bool read_control();
-  bool parse_control(size_t bytes);
-  void finish_frame();
   bool read_data();
   bool flush_control();
   bool flush_data();
@@ -96,17 +95,7 @@ class FramedChannel : public Channel {
   std::string reason_;
   TimePoint hold_until_{};
 
-  // Control, incoming: a buffer that takes many small frames at once; a large frame is read straight into its own
-  // memory.
-  std::vector<uint8_t> control_in_;
-  std::vector<uint8_t> frame_;
-  size_t frame_have_ = 0;
-  uint32_t frame_bytes_ = 0;  // 0: between frames
-  uint8_t length_[4] = {};
-  size_t length_have_ = 0;
-  std::deque<std::vector<uint8_t>> ready_;
-  size_t ready_bytes_ = 0;
-  std::vector<std::vector<uint8_t>> spare_;  // emptied frames, used again
+  FrameReader frames_in_;
   bool control_over_ = false;
   TimePoint control_ended_at_{};  // or the last data after that
 

@@ -27,7 +27,6 @@ FIELDS = 25
 MORE_FIELDS = {
     "DeviceAdasum": (31, "a state machine with the buffers of all its stages"),
     "ConnectedMesh": (29, "connecting and polling in one"),
-    "FramedChannel": (26, "reading and writing in one"),
 }
 # Classes that are a table, with one row for each field.
 TABLES = {

@@ -1,0 +1,53 @@
+// Cuts the bytes of the control line into frames and keeps these until the engine fetches them. Small frames arrive
+// many at once in one buffer; the rest of a large one is read straight into its own memory. Knows memory, not sockets:
+// the channel reads into the place that it names.
+//
+// Thread: the one that drives the engine. Owner: the channel.
+#pragma once
+
+#include <sys/uio.h>
+
+#include <cstdint>
+#include <deque>
+#include <vector>
+
+#include "net/channel.h"
+
+namespace hc {
+
+class FrameReader {
+ public:
+  FrameReader();
+
+  // Where the next bytes go.
+  iovec place();
+  // `bytes` arrived there. Fails at a length that cannot be, before anything is allocated for it.
+  Status took(size_t bytes);
+
+  // The next complete frame, if one is there.
+  bool take(std::vector<uint8_t>* frame);
+  bool has_frames() const { return !ready_.empty(); }
+  // So much waits to be fetched that nothing may be read.
+  bool full() const;
+  bool between_frames() const { return frame_bytes_ == 0 && length_have_ == 0; }
+  // Complete frames so far.
+  size_t frames() const { return frames_; }
+
+ private:
+  bool reads_into_frame() const;
+  Status begin_frame();
+  void end_frame();
+
+  std::vector<uint8_t> buffer_;
+  std::vector<uint8_t> frame_;
+  size_t frame_have_ = 0;
+  uint32_t frame_bytes_ = 0;  // 0: between frames
+  uint8_t length_[4] = {};
+  size_t length_have_ = 0;
+  std::deque<std::vector<uint8_t>> ready_;
+  size_t ready_bytes_ = 0;
+  std::vector<std::vector<uint8_t>> spare_;  // emptied frames, used again
+  size_t frames_ = 0;
+};
+
+}  // namespace hc
