@@ -2,7 +2,6 @@
 // Thread: as in mesh.h. Owner: the engine.
 #pragma once
 
-#include <atomic>
 #include <memory>
 #include <string>
 #include <vector>
@@ -10,6 +9,8 @@
 #include "net/bootstrap.h"
 #include "net/mesh.h"
 #include "net/mpi_channel.h"
+#include "net/own_doorbell.h"
+#include "net/ring_news.h"
 #include "net/shm_channel.h"
 #include "net/tcp_channel.h"
 
@@ -60,10 +61,10 @@ class ConnectedMesh final : public Mesh {
   bool has_frames() const override { return traffic_.frames_received.value() != traffic_.frames_taken.value(); }
   bool all_shared() const override { return all_shared_; }
   int wait_fd() const override { return epoll_.get(); }
-  void set_asleep(Sleep state) override;
-  bool is_awake() const override { return asleep_->load(std::memory_order_seq_cst) == 0; }
+  void set_asleep(Sleep state) override { doorbell_.set_asleep(state); }
+  bool is_awake() const override { return doorbell_.is_awake(); }
   void wake(int rank, bool even_if_idle) override;
-  void wake_self() override;
+  void wake_self() override { doorbell_.ring(); }
 
   void expect_close(int rank) override;
   std::string counters_json() const override;
@@ -103,7 +104,8 @@ class ConnectedMesh final : public Mesh {
   const MeshOptions options_;
   Endpoint own_endpoint_;
   Listeners listeners_;
-  Fd epoll_, doorbell_;
+  Fd epoll_;
+  OwnDoorbell doorbell_;
   std::shared_ptr<Arena> arena_;
   std::string no_arena_because_;
   bool announced_shared_ = false;  // what the endpoint said
@@ -112,17 +114,9 @@ class ConnectedMesh final : public Mesh {
   bool homogeneous_ = true, all_shared_ = true, connected_ = false;
   std::vector<int> node_{0}, local_{0};
   std::vector<Peer> peers_;
-  std::vector<int> shared_peers_, tcp_peers_;
-  // With many ranks on the node, [local rank / 64]: those whose channels may have something to move. Else empty.
-  std::vector<uint64_t> to_look_at_;
-  std::vector<int> rank_of_local_;
+  RingNews shared_peers_;
+  std::vector<int> tcp_peers_;
   std::shared_ptr<const MpiApi> mpi_;
-
-  // The asleep word lies in the arena's first page when there is an arena, so that peers see it.
-  std::atomic<uint32_t> own_asleep_{0};
-  std::atomic<uint32_t>* asleep_ = &own_asleep_;
-  std::atomic<uint32_t> wake_pending_{0};
-  std::atomic<int> doorbell_number_{-1};  // of doorbell_, for wake_self from any thread
   Traffic traffic_;
 };
 

@@ -1,7 +1,6 @@
 #include "net/mesh.h"
 
 #include <sys/epoll.h>
-#include <sys/eventfd.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -25,12 +24,10 @@ Status ConnectedMesh::open() {
   if (!(options_.keepalive_s >= 1))
     return error(Code::kInvalidArgument, "keepalive_s is ", options_.keepalive_s, ", not >= 1");
   epoll_ = Fd(::epoll_create1(EPOLL_CLOEXEC));
-  doorbell_ = Fd(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK));
-  if (!epoll_ || !doorbell_) {
+  if (!epoll_ || !doorbell_.open()) {
     return error(Code::kInternal, "epoll or eventfd: ", std::strerror(errno), "; raise `ulimit -n` if files ran out");
   }
-  doorbell_number_.store(doorbell_.get());
-  HC_TRY(watch(doorbell_.get(), 0));
+  HC_TRY(watch(doorbell_.fd(), 0));
   own_endpoint_.identity = HostIdentity::of_this_process(options_.node);
   own_endpoint_.host_name = this_host_name();
   own_endpoint_.pid = ::getpid();
@@ -100,7 +97,7 @@ void ConnectedMesh::open_arena() {
   block->pid = ::getpid();
   block->protocol = kProtocolVersion;
   block->magic = kArenaMagic;
-  asleep_ = &block->asleep;
+  doorbell_.move_word(&block->asleep);
 }
 
 Status ConnectedMesh::watch(int fd, uint64_t token) {
@@ -127,31 +124,8 @@ const std::shared_ptr<Arena>& ConnectedMesh::arena(int rank) const {
   return rank == rank_ || peers_.empty() ? arena_ : peers_[rank].arena;
 }
 
-// wake() of a peer and this are the two halves of one agreement: each stores, then looks at what the other stores.
-void ConnectedMesh::set_asleep(Sleep state) {
-  const auto word = static_cast<uint32_t>(state);
-  if (state == Sleep::kAwake) {
-    asleep_->store(word, std::memory_order_relaxed);
-    return;
-  }
-  asleep_->exchange(word, std::memory_order_seq_cst);
-#ifndef __SANITIZE_THREAD__  // which does not know fences; there Doorbell uses a read-modify-write of this word
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-}
-
 void ConnectedMesh::wake(int rank, bool even_if_idle) {
   if (rank != rank_) peers_[rank].doorbell.ring_after_release(even_if_idle);
-}
-
-// wake_pending_ outlives the moment between poll()'s last look and its sleep.
-void ConnectedMesh::wake_self() {
-  wake_pending_.store(1, std::memory_order_seq_cst);
-  if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0) return;
-  const int saved = errno;
-  const uint64_t one = 1;
-  [[maybe_unused]] ssize_t written = ::write(doorbell_number_.load(), &one, sizeof(one));
-  errno = saved;
 }
 
 Status ConnectedMesh::use_mpi(bool on) {
@@ -183,7 +157,7 @@ std::string ConnectedMesh::counters_json() const {
 }
 
 void ConnectedMesh::close() {
-  doorbell_number_.store(-1);
+  doorbell_.disconnect();
   listeners_ = {};
   for (Peer& peer : peers_) {
     if (peer.mpi) peer.mpi->close();
@@ -194,7 +168,7 @@ void ConnectedMesh::close() {
     peer.process.reset();
   }
   epoll_.reset();
-  doorbell_.reset();
+  doorbell_.close();
 }
 
 // Every descriptor here is the child's own number for the parent's object: closing it leaves the parent's alone,

@@ -124,7 +124,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
   input.endpoints = &endpoints;
   input.listeners = &listeners_;
   input.tuning = {options_.keepalive_s, options_.socket_buffer_bytes};
-  input.doorbell_fd = doorbell_.get();
+  input.doorbell_fd = doorbell_.fd();
   if (arena_) input.arena_fd = arena_->fd(), input.arena_bytes = arena_->bytes();
   for (int r = 0; r < size_; ++r) {
     input.shares.push_back(announced_shared_ && node_[r] == node_[rank_] && endpoints[r].shares_memory);
@@ -145,8 +145,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
 Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links,
                                     uint32_t generation) {
   peers_.resize(size_);
-  if (local_size_ > options_.few_local_ranks && arena_) to_look_at_.assign(local_size_ / 64 + 1, 0);
-  rank_of_local_.assign(local_size_, -1);
+  if (local_size_ > options_.few_local_ranks && arena_) shared_peers_.heed(arena_->block()->news, local_size_);
   for (int r = 0; r < size_; ++r) {
     Peer& peer = peers_[r];
     const Endpoint& e = endpoints[r];
@@ -155,7 +154,6 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
     if (r == rank_) continue;
     if (links[r].local) {
       HC_TRY(make_shared_channel(r, std::move(links[r])), peer.name);
-      shared_peers_.push_back(r);
       continue;
     }
     const std::string name = text_of("rank ", r, " (", e.host_name, ", ", links[r].address, ")");
@@ -182,9 +180,7 @@ Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
   }
   peer.doorbell_fd = std::move(links.ends.doorbell);
   peer.doorbell = Doorbell(&peer.arena->block()->asleep, peer.doorbell_fd.get(), &traffic_);
-  rank_of_local_[local_[rank]] = rank;
-  ShmChannel::Ends ends{arena_,       peer.arena,     local_[rank_],
-                        local_[rank], &peer.doorbell, to_look_at_.empty() ? nullptr : to_look_at_.data()};
+  ShmChannel::Ends ends{arena_, peer.arena, local_[rank_], local_[rank], &peer.doorbell, shared_peers_.to_look_at()};
   peer.channel = std::make_unique<ShmChannel>(rank, peer.name, &traffic_, std::move(ends));
   peer.liveness = std::move(links.local);
   HC_TRY(watch(peer.liveness.get(), static_cast<uint64_t>(rank) + 1));
@@ -193,6 +189,7 @@ Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
   if (who.is_ok() && who.value().pid != ::getpid())
     peer.process = open_peer_pidfd(peer.liveness.get(), who.value().pid);
   if (peer.process) HC_TRY(watch(peer.process.get(), static_cast<uint64_t>(rank) + 1));
+  shared_peers_.add(rank, local_[rank]);
   return Status::ok();
 }
 

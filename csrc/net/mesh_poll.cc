@@ -3,7 +3,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bit>
 #include <cerrno>
 #include <cstring>
 
@@ -31,23 +30,7 @@ bool ConnectedMesh::progress(int rank) {
 }
 
 bool ConnectedMesh::progress_shared() {
-  bool moved = false;
-  if (to_look_at_.empty()) {
-    for (int r : shared_peers_) moved |= progress(r);
-    return moved;
-  }
-  for (size_t word = 0; word < to_look_at_.size(); ++word) {
-    std::atomic<uint64_t>& news = arena_->block()->news[word];
-    if (news.load(std::memory_order_seq_cst) != 0) to_look_at_[word] |= news.exchange(0, std::memory_order_seq_cst);
-    for (uint64_t left = to_look_at_[word]; left != 0; left &= left - 1) {
-      const int local = static_cast<int>(word) * 64 + std::countr_zero(left);
-      if (progress(rank_of_local_[local]))
-        moved = true;
-      else
-        to_look_at_[word] &= ~(uint64_t{1} << local % 64);  // whatever can move next is news, or look_again()
-    }
-  }
-  return moved;
+  return shared_peers_.look([this](int rank) { return progress(rank); });
 }
 
 // Whether a local peer's socket or process has ended. Then what it left behind has been taken in.
@@ -70,8 +53,7 @@ bool ConnectedMesh::local_end(int rank) {
 
 void ConnectedMesh::handle_event(uint64_t token, bool* moved) {
   if (token == 0) {
-    uint64_t count;
-    [[maybe_unused]] ssize_t got = ::read(doorbell_.get(), &count, sizeof(count));
+    doorbell_.clear();
     return;
   }
   const int rank = static_cast<int>(token - 1);
@@ -107,7 +89,7 @@ int ConnectedMesh::sleep_limit(int timeout_ms, bool* moved) {
     *moved = true;
     return 0;
   }
-  if (wake_pending_.exchange(0, std::memory_order_seq_cst) != 0) return 0;
+  if (doorbell_.take_ring()) return 0;
   for (int r : tcp_peers_) {
     FramedChannel& channel = *peers_[r].channel;
     if (!channel.closing() || channel.close_expected()) continue;
@@ -127,7 +109,7 @@ Status ConnectedMesh::poll(int timeout_ms, bool* moved, std::vector<Loss>* losse
   bool slept_by_itself = false;
   if (timeout_ms != 0) {
     // A caller that has not said that it sleeps must not miss a doorbell either.
-    if (asleep_->load(std::memory_order_relaxed) == 0) {
+    if (doorbell_.says_awake()) {
       set_asleep(Sleep::kAsleepWaiting);
       slept_by_itself = true;
     }
@@ -137,14 +119,13 @@ Status ConnectedMesh::poll(int timeout_ms, bool* moved, std::vector<Loss>* losse
   const int count = ::epoll_wait(epoll_.get(), events, kEvents, timeout_ms);
   traffic_.syscalls.add(1);
   if (slept_by_itself) set_asleep(Sleep::kAwake);
-  if (timeout_ms != 0) wake_pending_.store(0, std::memory_order_seq_cst);  // the sleep it was to end has ended
+  if (timeout_ms != 0) doorbell_.forget_ring();  // the sleep it was to end has ended
   if (count < 0 && errno != EINTR) return error(Code::kInternal, "epoll_wait: ", std::strerror(errno));
   for (int i = 0; i < count; ++i) handle_event(events[i].data.u64, moved);
   if (progress_shared()) *moved = true;
   if (collect_losses(losses)) {
     *moved = true;  // there are frames to fetch; and whoever sleeps on wait_fd() is to come back
-    const uint64_t one = 1;
-    [[maybe_unused]] ssize_t written = ::write(doorbell_.get(), &one, sizeof(one));
+    doorbell_.stay_readable();
   }
   return Status::ok();
 }

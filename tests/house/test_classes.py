@@ -26,7 +26,6 @@ IN_MORE_FILES: dict[str, tuple[int, str]] = {}
 FIELDS = 25
 MORE_FIELDS = {
     "DeviceAdasum": (31, "a state machine with the buffers of all its stages"),
-    "ConnectedMesh": (29, "connecting and polling in one"),
 }
 # Classes that are a table, with one row for each field.
 TABLES = {

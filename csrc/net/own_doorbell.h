@@ -1,0 +1,53 @@
+// How this rank sleeps and is woken: the word that tells others whether it sleeps, and the eventfd that ends its sleep.
+// A Doorbell (shm_channel.h) is the same seen from a peer: who stores news looks at the word, and who sleeps stores the
+// word and looks for news, so that at least one of the two sees the other.
+//
+// Thread: the one that drives the engine; is_awake and ring from any. Owner: the mesh.
+#pragma once
+
+#include <atomic>
+
+#include "net/mesh.h"
+#include "net/socket.h"
+
+namespace hc {
+
+class OwnDoorbell {
+ public:
+  // False: there is no eventfd, errno says why.
+  bool open();
+  int fd() const { return fd_.get(); }
+  // From now on the word lies here, in shared memory where peers see it.
+  void move_word(std::atomic<uint32_t>* asleep) { asleep_ = asleep; }
+
+  // Sets the word; after kAsleep* the caller must look at every source of work once more before it sleeps.
+  void set_asleep(Sleep state);
+  // Whether the word says kAwake: set so, or by whoever has rung.
+  bool is_awake() const { return asleep_->load(std::memory_order_seq_cst) == 0; }
+  // The same for the sleeper itself, which needs no order with what others store.
+  bool says_awake() const { return asleep_->load(std::memory_order_relaxed) == 0; }
+
+  // Ends this rank's own sleep, also one that is about to begin. Any thread; async-signal-safe.
+  void ring();
+  // Whether somebody has called ring() since the last sleep; forgets it.
+  bool take_ring() { return ring_pending_.exchange(0, std::memory_order_seq_cst) != 0; }
+  // The sleep that ring() was to end has ended.
+  void forget_ring() { ring_pending_.store(0, std::memory_order_seq_cst); }
+
+  // The eventfd was readable: it is not any more. And it shall be, so that whoever sleeps on it comes back.
+  void clear();
+  void stay_readable();
+
+  // From now on ring() does nothing; the eventfd may still be rung by peers, until close().
+  void disconnect() { number_.store(-1); }
+  void close() { fd_.reset(); }
+
+ private:
+  Fd fd_;
+  std::atomic<int> number_{-1};  // of fd_, for ring() from any thread
+  std::atomic<uint32_t> own_word_{0};
+  std::atomic<uint32_t>* asleep_ = &own_word_;  // what Sleep says
+  std::atomic<uint32_t> ring_pending_{0};       // outlives the moment between the last look for work and the sleep
+};
+
+}  // namespace hc
