@@ -16,7 +16,188 @@ namespace {
 constexpr size_t kPartElements = 16u << 10;  // of one block of threads
 constexpr unsigned kLanesBetween = 16;       // lines are folded to so many lanes, then to one
 
-}  // namespace
+// Where everything lies, in elements. The row has all tensors one behind the other. Each of the ranks that exchange
+// combines one slice of it, or of this rank's share when a node's ranks share the row; the slice is cut into parts
+// where tensors and units of work end.
+class AdasumLayout {
+ public:
+  struct Part {
+    size_t tensor, first, count;  // first: in the slice
+  };
+  // levels null: all ranks exchange with all. `me` of the `ranks` that exchange.
+  AdasumLayout(const Task& task, DType row_type, const DeviceLevels* levels, int ranks, int me)
+      : row_item_(size_of(row_type)), is_packed_(levels || task.pieces.size() > 1), me_(me) {
+    size_t at = 0;
+    for (const Piece& piece : task.pieces) {
+      places_.push_back(at);
+      at += is_packed_ ? GpuKernels::packed_bytes(piece.count, row_type) / row_item_ : piece.count;
+    }
+    const size_t unit = kPlaceBytes / row_item_;  // slices begin where 16 bytes do
+    if (levels) {
+      const auto inner = static_cast<size_t>(levels->place().inner_size);
+      share_ = ((at + inner - 1) / inner + unit - 1) / unit * unit;
+      share_begin_ = share_ * static_cast<size_t>(levels->place().inner_rank);
+      whole_ = share_ * inner;
+    } else {
+      share_ = whole_ = at;
+    }
+    for (int r = 0; r <= ranks; ++r)
+      begins_.push_back(std::min(share_, chunk_begin((share_ + unit - 1) / unit, ranks, r) * unit));
+    stride_ = (slice() + unit - 1) / unit * unit;
+    cut_into_parts(task);
+  }
+
+  bool is_packed() const { return is_packed_; }  // else the row is the only tensor
+  size_t place(size_t tensor) const { return places_[tensor]; }
+  size_t tensors() const { return places_.size(); }
+  size_t whole() const { return whole_; }
+  size_t share() const { return share_; }
+  size_t share_begin() const { return share_begin_; }
+  int ranks() const { return static_cast<int>(begins_.size()) - 1; }
+  size_t slice() const { return begins_[static_cast<size_t>(me_) + 1] - begins_[static_cast<size_t>(me_)]; }
+  size_t stride() const { return stride_; }  // from one rank's version of my slice to the next
+  const std::vector<Part>& parts() const { return parts_; }
+  const std::vector<AdasumSum>& lines() const { return lines_; }  // [tensor] its parts
+
+  // In bytes of the row, of rank r's slice in the share.
+  size_t slice_bytes(int r) const {
+    return (begins_[static_cast<size_t>(r) + 1] - begins_[static_cast<size_t>(r)]) * row_item_;
+  }
+  size_t slice_at(int r) const { return begins_[static_cast<size_t>(r)] * row_item_; }
+  size_t my_slice_at() const { return slice_at(me_); }
+
+ private:
+  void cut_into_parts(const Task& task) {
+    const size_t begin = share_begin_ + begins_[static_cast<size_t>(me_)], end = begin + slice();
+    for (size_t t = 0; t < task.pieces.size(); ++t) {
+      const size_t first = std::max(places_[t], begin), last = std::min(places_[t] + task.pieces[t].count, end);
+      AdasumSum lines{static_cast<unsigned>(parts_.size()), 0};
+      for (size_t from = first; from < last; from += kPartElements, ++lines.count)
+        parts_.push_back({t, from - begin, std::min(kPartElements, last - from)});
+      lines_.push_back(lines);
+    }
+  }
+
+  const size_t row_item_;
+  const bool is_packed_;
+  const int me_;
+  std::vector<size_t> places_;  // [tensor] where it begins in the row
+  size_t whole_ = 0, share_ = 0, share_begin_ = 0;
+  std::vector<size_t> begins_;  // [ranks + 1] the slices of the share
+  size_t stride_ = 0;
+  std::vector<Part> parts_;
+  std::vector<AdasumSum> lines_;
+};
+
+// Combines this rank's slice of all vectors along the tree, level by level: the products of each pair, whose sums the
+// caller adds up over all ranks, and then one vector in the place of two.
+class AdasumTree {
+ public:
+  AdasumTree(const DeviceState& device, DType work, const AdasumLayout& layout)
+      : device_(device), work_(work), layout_(layout) {}
+
+  // The vectors of all ranks lie here, layout.stride() elements apart.
+  void begin(CuPointer vectors) {
+    vectors_ = vectors;
+    live_.clear();
+    for (int v = 0; v < layout_.ranks(); ++v) live_.push_back(v);
+  }
+
+  // The vectors of each group become one, their average, in the place of the first.
+  Status average(const std::vector<std::vector<int>>& groups) {
+    live_.clear();
+    for (const std::vector<int>& members : groups) {
+      std::vector<CuPointer> from;
+      for (const int r : members) from.push_back(vector(r));
+      const CuPointer to[] = {from[0]};
+      const double one_of = 1.0 / static_cast<double>(members.size());
+      if (members.size() > 1)
+        HC_TRY(kernels().reduce({work_, Reduce::kSum, 1, one_of, 1, from, to, layout_.slice()}, device_.stream));
+      live_.push_back(members[0]);
+    }
+    return Status::ok();
+  }
+
+  bool is_over() const { return live_.size() == 1; }
+  CuPointer result() const { return vector(live_[0]); }
+
+  // Of one level: this rank's part of all sums, of which numbers() lie in sums().
+  Status multiply() {
+    const size_t sums = pairs() * layout_.tensors(), lines = std::max<size_t>(1, pairs() * layout_.parts().size());
+    for (auto [memory, bytes] : {std::pair{&lines_memory_, lines * kAdasumLanes * kSumBytes},
+                                 {&between_, sums * (kAdasumLanes + kLanesBetween) * kSumBytes},
+                                 {&sums_, sums * kSumBytes}}) {
+      if (*memory && (*memory)->bytes() >= bytes) continue;  // the first level is the largest, but for the folding one
+      if (*memory) spent_.push_back(*memory);
+      auto made = device_.gpu->device_memory(bytes, device_.stream);
+      HC_TRY(made.status());
+      *memory = made.take();
+    }
+    HC_TRY(kernels().adasum_products(work_, lines_memory_->at(), rows(false), device_.stream));
+    return fold(sums);
+  }
+  const GpuMemory& sums() const { return *sums_; }
+  size_t numbers() const { return 3 * pairs() * layout_.tensors(); }
+
+  // Ends the level: the sums are those of all ranks.
+  Status combine() {
+    HC_TRY(kernels().adasum_combine(work_, sums_->at(), rows(true), device_.stream));
+    for (size_t pair = 0, n = pairs(); pair < n; ++pair) live_.erase(live_.begin() + static_cast<long>(pair) + 1);
+    return Status::ok();
+  }
+
+  void used_until(const GpuEventPtr& event) {
+    spent_.insert(spent_.end(), {lines_memory_, between_, sums_});
+    for (const GpuMemoryPtr& memory : spent_)
+      if (memory) memory->used_until(event);
+  }
+
+ private:
+  static constexpr size_t kSumBytes = 3 * sizeof(double);
+
+  GpuKernels& kernels() const { return *device_.kernels; }
+  CuPointer vector(int v) const { return vectors_ + static_cast<size_t>(v) * layout_.stride() * size_of(work_); }
+
+  // Pairs of one level, as places in live_. Ranks beyond a power of two are folded in first.
+  size_t pairs() const {
+    const size_t core = std::bit_floor(live_.size());
+    return live_.size() == core ? core / 2 : live_.size() - core;
+  }
+
+  // Every part of every pair: each with a line of its own, or with its tensor's sums.
+  std::vector<AdasumRow> rows(bool combine) const {
+    std::vector<AdasumRow> made;
+    const size_t item = size_of(work_), tensors = layout_.tensors();
+    for (size_t pair = 0; pair < pairs(); ++pair)
+      for (const AdasumLayout::Part& part : layout_.parts()) {
+        const size_t place = combine ? pair * tensors + part.tensor : made.size();
+        made.push_back({vector(live_[2 * pair]) + part.first * item, vector(live_[2 * pair + 1]) + part.first * item,
+                        static_cast<unsigned>(part.count), static_cast<unsigned>(place)});
+      }
+    return made;
+  }
+
+  Status fold(size_t sums) {
+    std::vector<AdasumSum> of_parts, each;
+    for (size_t pair = 0; pair < pairs(); ++pair)
+      for (const AdasumSum& tensor : layout_.lines())
+        of_parts.push_back({static_cast<unsigned>(pair * layout_.parts().size()) + tensor.first, tensor.count});
+    for (size_t i = 0; i < sums; ++i) each.push_back({static_cast<unsigned>(i), 1});
+    const CuPointer one_line = between_->at(), few = one_line + sums * kAdasumLanes * kSumBytes;
+    HC_TRY(
+        kernels().adasum_fold({lines_memory_->at(), one_line, kAdasumLanes, kAdasumLanes}, of_parts, device_.stream));
+    HC_TRY(kernels().adasum_fold({one_line, few, kAdasumLanes, kLanesBetween}, each, device_.stream));
+    return kernels().adasum_fold({few, sums_->at(), kLanesBetween, 1}, each, device_.stream);
+  }
+
+  const DeviceState& device_;
+  const DType work_;  // in which vectors are combined
+  const AdasumLayout& layout_;
+  CuPointer vectors_{};
+  std::vector<int> live_;  // the vectors that are left, in rank order
+  GpuMemoryPtr lines_memory_, between_, sums_;
+  std::vector<GpuMemoryPtr> spent_;  // too small for a later level
+};
 
 class DeviceAdasum : public Collective {
  public:
@@ -30,8 +211,9 @@ class DeviceAdasum : public Collective {
         levels_(task_.adasum_by_node ? device->nccl.levels() : nullptr),
         row_type_(levels_ ? work_ : task_.dtype),
         comm_(levels_ ? levels_->outer() : device->nccl.world()),
-        n_(levels_ ? levels_->place().outer_size : group.size),
-        me_(levels_ ? levels_->place().outer_rank : group.rank) {
+        layout_(task_, row_type_, levels_, levels_ ? levels_->place().outer_size : group.size,
+                levels_ ? levels_->place().outer_rank : group.rank),
+        tree_(*device, work_, layout_) {
     algorithm_ = levels_ ? "nccl adasum of nodes" : "nccl adasum";
   }
 
@@ -67,8 +249,7 @@ class DeviceAdasum : public Collective {
         HC_TRY(load());
         return begin_level();
       case Stage::kSummed:
-        HC_TRY(kernels().adasum_combine(work_, sums_->at(), rows(true), stream()));
-        for (size_t pair = 0, n = pairs(); pair < n; ++pair) live_.erase(live_.begin() + static_cast<long>(pair) + 1);
+        HC_TRY(tree_.combine());
         return begin_level();
       case Stage::kGathered:
         return levels_ ? gather_within() : finish();
@@ -83,9 +264,8 @@ class DeviceAdasum : public Collective {
   // ---- the row: all tensors one behind the other, in which slices are cut
 
   Status begin() {
-    lay_out();
-    if (!is_packed_) return exchange();
-    auto memory = gpu_.device_memory(std::max<size_t>(1, whole_ * row_item()), stream());
+    if (!layout_.is_packed()) return exchange();
+    auto memory = gpu_.device_memory(std::max<size_t>(1, layout_.whole() * row_item()), stream());
     HC_TRY(memory.status());
     packed_ = memory.take();
     const double factor = levels_ ? task_.scale.pre / levels_->place().inner_size : 1;
@@ -93,58 +273,17 @@ class DeviceAdasum : public Collective {
     return levels_ ? average_within() : exchange();
   }
 
-  void lay_out() {
-    is_packed_ = levels_ || task_.pieces.size() > 1;
-    size_t at = 0;
-    for (const Piece& piece : task_.pieces) {
-      places_.push_back(at);
-      at += is_packed_ ? GpuKernels::packed_bytes(piece.count, row_type_) / row_item() : piece.count;
-    }
-    const size_t unit = kPlaceBytes / row_item();  // slices begin where 16 bytes do
-    if (levels_) {
-      const auto inner = static_cast<size_t>(levels_->place().inner_size);
-      share_ = ((at + inner - 1) / inner + unit - 1) / unit * unit;
-      share_begin_ = share_ * static_cast<size_t>(levels_->place().inner_rank);
-      whole_ = share_ * inner;
-    } else {
-      share_ = whole_ = at;
-    }
-    for (int r = 0; r <= n_; ++r)
-      begins_.push_back(std::min(share_, chunk_begin((share_ + unit - 1) / unit, n_, r) * unit));
-    mine_ = begins_[static_cast<size_t>(me_) + 1] - begins_[static_cast<size_t>(me_)];
-    stride_ = (mine_ + unit - 1) / unit * unit;
-    cut_into_parts();
-  }
-
-  // My slice of the share, cut where tensors and units of work end.
-  struct Part {
-    size_t tensor, first, count;
-  };
-  void cut_into_parts() {
-    const size_t begin = share_begin_ + begins_[static_cast<size_t>(me_)], end = begin + mine_;
-    for (size_t t = 0; t < task_.pieces.size(); ++t) {
-      const size_t first = std::max(places_[t], begin), last = std::min(places_[t] + task_.pieces[t].count, end);
-      AdasumSum lines{static_cast<unsigned>(parts_.size()), 0};
-      for (size_t from = first; from < last; from += kPartElements, ++lines.count)
-        parts_.push_back({t, from - begin, std::min(kPartElements, last - from)});
-      lines_.push_back(lines);
-    }
-  }
-
   std::vector<PackedPiece> packed_pieces(bool inputs) const {
     std::vector<PackedPiece> pieces;
     for (size_t t = 0; t < task_.pieces.size(); ++t)
       pieces.push_back({cu_pointer(inputs ? task_.pieces[t].in : task_.pieces[t].out), task_.pieces[t].count,
-                        places_[t] * row_item()});
+                        layout_.place(t) * row_item()});
     return pieces;
   }
 
   const std::byte* source() const { return packed_ ? share() : task_.pieces[0].in; }
   std::byte* target() const { return packed_ ? share() : task_.pieces[0].out; }
-  std::byte* share() const { return packed_->data() + share_begin_ * row_item(); }
-  size_t slice_bytes(int r) const {
-    return (begins_[static_cast<size_t>(r) + 1] - begins_[static_cast<size_t>(r)]) * row_item();
-  }
+  std::byte* share() const { return packed_->data() + layout_.share_begin() * row_item(); }
 
   // ---- NCCL: each step is a group of its own
 
@@ -163,9 +302,9 @@ class DeviceAdasum : public Collective {
 
   Status average_within() {
     return call(levels_->inner(), Stage::kAveraged, [&] {
-      return nccl_.check(
-          nccl_.ncclReduceScatter(packed_->data(), share(), share_, nccl_work(), kNcclSum, levels_->inner(), stream()),
-          "ncclReduceScatter", levels_->inner());
+      return nccl_.check(nccl_.ncclReduceScatter(packed_->data(), share(), layout_.share(), nccl_work(), kNcclSum,
+                                                 levels_->inner(), stream()),
+                         "ncclReduceScatter", levels_->inner());
     });
   }
 
@@ -174,14 +313,13 @@ class DeviceAdasum : public Collective {
     HC_TRY(memory.status());
     received_ = memory.take();
     return call(comm_, Stage::kExchanged, [&] {
-      for (int r = 0; r < n_; ++r) {
-        if (const size_t bytes = slice_bytes(r))
-          HC_TRY(nccl_.check(nccl_.ncclSend(source() + begins_[static_cast<size_t>(r)] * row_item(), bytes, kNcclU8, r,
-                                            comm_, stream()),
+      for (int r = 0; r < layout_.ranks(); ++r) {
+        if (const size_t bytes = layout_.slice_bytes(r))
+          HC_TRY(nccl_.check(nccl_.ncclSend(source() + layout_.slice_at(r), bytes, kNcclU8, r, comm_, stream()),
                              "ncclSend", comm_));
-        if (mine_)
-          HC_TRY(nccl_.check(nccl_.ncclRecv(received_->data() + static_cast<size_t>(r) * stride_ * row_item(),
-                                            mine_ * row_item(), kNcclU8, r, comm_, stream()),
+        if (layout_.slice())
+          HC_TRY(nccl_.check(nccl_.ncclRecv(received_->data() + static_cast<size_t>(r) * layout_.stride() * row_item(),
+                                            layout_.slice() * row_item(), kNcclU8, r, comm_, stream()),
                              "ncclRecv", comm_));
       }
       return Status::ok();
@@ -191,18 +329,18 @@ class DeviceAdasum : public Collective {
   // Equal slices by one allgather, else each from its owner.
   Status gather() {
     return call(comm_, Stage::kGathered, [&] {
-      const size_t bytes = slice_bytes(0);
+      const size_t bytes = layout_.slice_bytes(0);
       bool equal = true;
-      for (int r = 1; r < n_; ++r) equal = equal && slice_bytes(r) == bytes;
+      for (int r = 1; r < layout_.ranks(); ++r) equal = equal && layout_.slice_bytes(r) == bytes;
       if (equal && bytes)
-        return nccl_.check(nccl_.ncclAllGather(target() + begins_[static_cast<size_t>(me_)] * row_item(), target(),
-                                               bytes, kNcclU8, comm_, stream()),
-                           "ncclAllGather", comm_);
-      for (int r = 0; r < n_; ++r) {
-        std::byte* const at = target() + begins_[static_cast<size_t>(r)] * row_item();
-        if (slice_bytes(r))
-          HC_TRY(nccl_.check(nccl_.ncclBroadcast(at, at, slice_bytes(r), kNcclU8, r, comm_, stream()), "ncclBroadcast",
-                             comm_));
+        return nccl_.check(
+            nccl_.ncclAllGather(target() + layout_.my_slice_at(), target(), bytes, kNcclU8, comm_, stream()),
+            "ncclAllGather", comm_);
+      for (int r = 0; r < layout_.ranks(); ++r) {
+        std::byte* const at = target() + layout_.slice_at(r);
+        if (layout_.slice_bytes(r))
+          HC_TRY(nccl_.check(nccl_.ncclBroadcast(at, at, layout_.slice_bytes(r), kNcclU8, r, comm_, stream()),
+                             "ncclBroadcast", comm_));
       }
       return Status::ok();
     });
@@ -210,23 +348,20 @@ class DeviceAdasum : public Collective {
 
   Status gather_within() {
     return call(levels_->inner(), Stage::kGatheredWithin, [&] {
-      return nccl_.check(
-          nccl_.ncclAllGather(share(), packed_->data(), share_ * row_item(), kNcclU8, levels_->inner(), stream()),
-          "ncclAllGather", levels_->inner());
+      return nccl_.check(nccl_.ncclAllGather(share(), packed_->data(), layout_.share() * row_item(), kNcclU8,
+                                             levels_->inner(), stream()),
+                         "ncclAllGather", levels_->inner());
     });
   }
 
-  // ---- what is done with the vectors, which lie `stride_` elements apart
+  // ---- what is done with the vectors, which lie layout_.stride() elements apart
 
   size_t vectors_bytes(DType dtype) const {
-    return std::max<size_t>(kPlaceBytes, static_cast<size_t>(n_) * stride_ * size_of(dtype));
-  }
-  CuPointer vector(int v) const {
-    return (widened_ ? widened_ : received_)->at() + static_cast<size_t>(v) * stride_ * size_of(work_);
+    return std::max<size_t>(kPlaceBytes, static_cast<size_t>(layout_.ranks()) * layout_.stride() * size_of(dtype));
   }
 
   Status load() {
-    const size_t all = static_cast<size_t>(n_) * stride_;
+    const size_t all = static_cast<size_t>(layout_.ranks()) * layout_.stride();
     const double factor = levels_ ? 1 : task_.scale.pre;  // with levels it is in the average
     CuPointer to = received_->at();
     if (row_type_ != work_) {
@@ -238,87 +373,32 @@ class DeviceAdasum : public Collective {
     const PackedPiece vectors{received_->at(), all, 0};
     if (all && (widened_ || factor != 1))
       HC_TRY(kernels().pack({row_type_, work_, factor, 1}, to, {&vectors, 1}, stream()));
-    for (int v = 0; v < n_; ++v) live_.push_back(v);
-    return task_.adasum_by_node && !levels_ ? average_nodes() : Status::ok();
-  }
-
-  // Nodes of different numbers of ranks: the vectors of each become one, their average, in the place of the first.
-  Status average_nodes() {
-    live_.clear();
-    for (const std::vector<int>& members : ranks_by_node(group_.node)) {
-      std::vector<CuPointer> from;
-      for (const int r : members) from.push_back(vector(r));
-      const CuPointer to[] = {from[0]};
-      const double one_of = 1.0 / static_cast<double>(members.size());
-      if (members.size() > 1) HC_TRY(kernels().reduce({work_, Reduce::kSum, 1, one_of, 1, from, to, mine_}, stream()));
-      live_.push_back(members[0]);
-    }
-    return Status::ok();
-  }
-
-  // Pairs of one level, as places in live_. Ranks beyond a power of two are folded in first.
-  size_t pairs() const {
-    const size_t core = std::bit_floor(live_.size());
-    return live_.size() == core ? core / 2 : live_.size() - core;
-  }
-
-  // Every part of every pair: each with a line of its own, or with its tensor's sums.
-  std::vector<AdasumRow> rows(bool combine) const {
-    std::vector<AdasumRow> made;
-    const size_t item = size_of(work_), tensors = task_.pieces.size();
-    for (size_t pair = 0; pair < pairs(); ++pair)
-      for (const Part& part : parts_) {
-        const size_t place = combine ? pair * tensors + part.tensor : made.size();
-        made.push_back({vector(live_[2 * pair]) + part.first * item, vector(live_[2 * pair + 1]) + part.first * item,
-                        static_cast<unsigned>(part.count), static_cast<unsigned>(place)});
-      }
-    return made;
+    tree_.begin(to);
+    // Nodes of different numbers of ranks: their members have not reduced among themselves.
+    return task_.adasum_by_node && !levels_ ? tree_.average(ranks_by_node(group_.node)) : Status::ok();
   }
 
   Status begin_level() {
-    if (live_.size() == 1) {
+    if (tree_.is_over()) {
       HC_TRY(store());
       return gather();
     }
-    const size_t sums = pairs() * task_.pieces.size(), lines = std::max<size_t>(1, pairs() * parts_.size());
-    constexpr size_t kSumBytes = 3 * sizeof(double);
-    for (auto [memory, bytes] : {std::pair{&lines_memory_, lines * kAdasumLanes * kSumBytes},
-                                 {&between_, sums * (kAdasumLanes + kLanesBetween) * kSumBytes},
-                                 {&sums_, sums * kSumBytes}}) {
-      if (*memory && (*memory)->bytes() >= bytes) continue;  // the first level is the largest, but for the folding one
-      if (*memory) spent_.push_back(*memory);
-      auto made = gpu_.device_memory(bytes, stream());
-      HC_TRY(made.status());
-      *memory = made.take();
-    }
-    HC_TRY(kernels().adasum_products(work_, lines_memory_->at(), rows(false), stream()));
-    HC_TRY(fold(sums));
+    HC_TRY(tree_.multiply());
+    const GpuMemory& sums = tree_.sums();
     return call(device_.nccl.world(), Stage::kSummed, [&] {
-      return nccl_.check(nccl_.ncclAllReduce(sums_->data(), sums_->data(), 3 * sums, kNcclF64, kNcclSum,
+      return nccl_.check(nccl_.ncclAllReduce(sums.data(), sums.data(), tree_.numbers(), kNcclF64, kNcclSum,
                                              device_.nccl.world(), stream()),
                          "ncclAllReduce", device_.nccl.world());
     });
   }
 
-  Status fold(size_t sums) {
-    std::vector<AdasumSum> of_parts, each;
-    for (size_t pair = 0; pair < pairs(); ++pair)
-      for (const AdasumSum& tensor : lines_)
-        of_parts.push_back({static_cast<unsigned>(pair * parts_.size()) + tensor.first, tensor.count});
-    for (size_t i = 0; i < sums; ++i) each.push_back({static_cast<unsigned>(i), 1});
-    const CuPointer one_line = between_->at(), few = one_line + sums * kAdasumLanes * 3 * sizeof(double);
-    HC_TRY(kernels().adasum_fold({lines_memory_->at(), one_line, kAdasumLanes, kAdasumLanes}, of_parts, stream()));
-    HC_TRY(kernels().adasum_fold({one_line, few, kAdasumLanes, kLanesBetween}, each, stream()));
-    return kernels().adasum_fold({few, sums_->at(), kLanesBetween, 1}, each, stream());
-  }
-
   // My slice of the result, to its place in the row.
   Status store() {
-    const CuPointer to = cu_pointer(target()) + begins_[static_cast<size_t>(me_)] * row_item();
-    const PackedPiece slice{to, mine_, 0};
-    const double factor = is_packed_ && levels_ ? 1 : task_.scale.post;
-    return mine_ ? kernels().unpack({row_type_, work_, factor, 1}, vector(live_[0]), {&slice, 1}, stream())
-                 : Status::ok();
+    const CuPointer to = cu_pointer(target()) + layout_.my_slice_at();
+    const PackedPiece slice{to, layout_.slice(), 0};
+    const double factor = layout_.is_packed() && levels_ ? 1 : task_.scale.post;
+    return layout_.slice() ? kernels().unpack({row_type_, work_, factor, 1}, tree_.result(), {&slice, 1}, stream())
+                           : Status::ok();
   }
 
   Status finish() {
@@ -329,8 +409,8 @@ class DeviceAdasum : public Collective {
     }
     auto used = gpu_.record(stream());
     HC_TRY(used.status());
-    spent_.insert(spent_.end(), {packed_, received_, widened_, lines_memory_, between_, sums_});
-    for (const GpuMemoryPtr& memory : spent_)
+    tree_.used_until(used.value());
+    for (const GpuMemoryPtr& memory : {packed_, received_, widened_})
       if (memory) memory->used_until(used.value());
     return Status::ok();
   }
@@ -340,25 +420,18 @@ class DeviceAdasum : public Collective {
   const NcclApi& nccl_;
   Gpu& gpu_;
   const Group& group_;
-  const DType work_;                    // in which vectors are combined
-  const DeviceLevels* const levels_;    // null: all ranks exchange with all
-  const DType row_type_;                // in which tensors travel
-  const NcclHandle comm_;               // of those who exchange
-  const int n_, me_;                    // among them
-  bool is_packed_ = false;              // else the row is the only tensor
-  std::vector<size_t> places_;          // [tensor] where it begins in the row; all of these in elements
-  size_t whole_ = 0;                    // the row
-  size_t share_ = 0, share_begin_ = 0;  // of the row that is exchanged: all, or this rank's share of its node's
-  std::vector<size_t> begins_;          // [n + 1] the slices of the share
-  size_t mine_ = 0, stride_ = 0;
-  std::vector<Part> parts_;
-  std::vector<AdasumSum> lines_;  // [tensor] its parts
-  std::vector<int> live_;         // the vectors that are left, in rank order
-  GpuMemoryPtr packed_, received_, widened_, lines_memory_, between_, sums_;
-  std::vector<GpuMemoryPtr> spent_;
+  const DType work_;                  // in which vectors are combined
+  const DeviceLevels* const levels_;  // null: all ranks exchange with all
+  const DType row_type_;              // in which tensors travel
+  const NcclHandle comm_;             // of those who exchange
+  const AdasumLayout layout_;
+  AdasumTree tree_;
+  GpuMemoryPtr packed_, received_, widened_;
   NcclHandle busy_ = nullptr;  // the communicator that was called last
   Stage stage_ = Stage::kExchanged;
 };
+
+}  // namespace
 
 std::unique_ptr<Collective> make_device_adasum(Task task, DeviceState* device, const Group& group) {
   return std::make_unique<DeviceAdasum>(std::move(task), device, group);
