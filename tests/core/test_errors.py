@@ -65,7 +65,8 @@ def test_average_argument_still_works_with_a_warning(average, expected):
 
 
 @pytest.mark.parametrize(
-    ("average", "op"), [(True, ops.Sum), (False, ops.Average), (None, len(ops.REDUCE_NAMES)), (None, -1), (None, "Sum")]
+    ("average", "op"),
+    [(True, ops.Sum), (False, ops.Average), (None, len(ops.REDUCE_NAMES)), (None, -1), (None, "Sum")],
 )
 def test_contradicting_or_unknown_reductions_are_refused(average, op):
     with pytest.raises(ValueError, match="op"):

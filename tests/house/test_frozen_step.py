@@ -36,7 +36,9 @@ def test_a_step_enters_few_functions_and_the_journey_names_their_files(script: M
     count = len(found.functions)
     assert count <= LIMIT, f"{count} functions; benchmarks/functions_of_a_step.py prints them"
     absent, _ = script.compare_journey(found.files, PAGE.read_text())
-    assert not absent, "docs/architecture.md, one gradient's journey, names places that the step does not enter"
+    assert not absent, (
+        "docs/architecture.md, one gradient's journey, names places that the step does not enter"
+    )
 
 
 PAGE_OF_TWO_ROWS = """
