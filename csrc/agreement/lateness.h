@@ -1,7 +1,7 @@
 // Who keeps the others waiting: for each member of a process set, how often it was the last to be ready and how long
 // the others had waited by then. Counts never reset, so that a monitor can take differences.
 //
-// Thread: the driving thread writes, anyone reads.
+// Thread: the thread that makes progress writes, anyone reads.
 #pragma once
 
 #include <atomic>

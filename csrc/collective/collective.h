@@ -1,5 +1,5 @@
 // A collective performs one operation over a group. It is a small state machine: start() once, then step() until it
-// says done or failed. It never blocks, sleeps or locks; the thread that drives the engine steps every live one, so a
+// says done or failed. It never blocks, sleeps or locks; the thread that makes progress steps every live one, so a
 // slow peer in one process set holds up nothing else. Knows bytes and reductions, never a tensor's name.
 #pragma once
 

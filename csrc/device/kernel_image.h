@@ -1,6 +1,6 @@
 // The kernels as something that a driver can load: the fat binary that was built into this library, where nvcc was at
 // hand then, or what NVRTC makes of the source that is always built in. What NVRTC has made is kept, for this process
-// and in the user's cache folder. Thread: any; making one takes seconds, so not the one that drives the engine.
+// and in the user's cache folder. Thread: any; making one takes seconds, so not the one that makes progress.
 #pragma once
 
 #include <cstddef>

@@ -1,7 +1,7 @@
 // A channel moves bytes between two ranks: small control frames in order, and large data transfers that are matched by
 // tag. Two implementations (TCP, shared-memory ring); every algorithm and every control message uses this interface.
 //
-// Thread: every call is made by the thread that drives the engine, never two at once. Nothing here blocks.
+// Thread: every call is made by the thread that makes progress, never two at once. Nothing here blocks.
 #pragma once
 
 #include <cstddef>

@@ -2,7 +2,7 @@
 // many at once in one buffer; the rest of a large one is read straight into its own memory. Knows memory, not sockets:
 // the channel reads into the place that it names.
 //
-// Thread: the one that drives the engine. Owner: the channel.
+// Thread: the one that makes progress. Owner: the channel.
 #pragma once
 
 #include <sys/uio.h>

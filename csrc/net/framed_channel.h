@@ -2,7 +2,7 @@
 // never holds up an abort. Queues and the order of "what it said" and "it is gone" live here, once, over a FrameReader
 // and an Inbox; how bytes move is the derived class's business (TcpChannel, ShmChannel).
 //
-// Thread: the one that drives the engine. Owner: the mesh.
+// Thread: the one that makes progress. Owner: the mesh.
 #pragma once
 
 #include <atomic>
@@ -19,7 +19,7 @@ namespace hc {
 
 enum class Line : uint8_t { kControl, kData };
 
-// Written by the thread that drives the engine, read by any.
+// Written by the thread that makes progress, read by any.
 class Counter {
  public:
   void add(uint64_t n) { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }

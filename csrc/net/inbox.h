@@ -2,7 +2,7 @@
 // kMaxUnexpectedBytes; then it asks for no more bytes until a receive takes some. Knows memory, not sockets: the
 // channel reads into the places that it names.
 //
-// Thread: the one that drives the engine. Owner: the channel.
+// Thread: the one that makes progress. Owner: the channel.
 #pragma once
 
 #include <sys/uio.h>

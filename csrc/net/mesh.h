@@ -4,7 +4,7 @@
 // Bootstrap in two steps, with the exchange of addresses left to the caller (Python: a launcher's key-value store, PMI,
 // MPI ...; tests: a vector): listen() opens the listeners and gives an opaque endpoint; connect() takes everybody's.
 //
-// Thread: listen/connect on the caller's thread, then everything on the thread that drives the engine; wake_self and
+// Thread: listen/connect on the caller's thread, then everything on the thread that makes progress; wake_self and
 // the const accessors from any.
 #pragma once
 

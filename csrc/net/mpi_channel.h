@@ -3,7 +3,7 @@
 // small segments ride in it, larger ones follow on a tag that the count of segments gives, straight into the memory
 // of the receive that waits for them. MPI's own matching keeps back what nobody takes yet.
 //
-// Thread: the one that drives the engine. Owner: the mesh.
+// Thread: the one that makes progress. Owner: the mesh.
 #pragma once
 
 #include <array>

@@ -2,7 +2,7 @@
 // A Doorbell (shm_channel.h) is the same seen from a peer: who stores news looks at the word, and who sleeps stores the
 // word and looks for news, so that at least one of the two sees the other.
 //
-// Thread: the one that drives the engine; is_awake and ring from any. Owner: the mesh.
+// Thread: the one that makes progress; is_awake and ring from any. Owner: the mesh.
 #pragma once
 
 #include <atomic>

@@ -2,7 +2,7 @@
 // caches and the page tables, so it looks where a peer has set a bit in its arena's first page (Knocker), and goes on
 // looking there until nothing moves.
 //
-// Thread: the one that drives the engine. Owner: the mesh.
+// Thread: the one that makes progress. Owner: the mesh.
 #pragma once
 
 #include <atomic>

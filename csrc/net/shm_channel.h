@@ -2,7 +2,7 @@
 // from the peer's. One ring slot (kRingBytes) holds a ring for control and one for data. No system call but the
 // doorbell of a peer that sleeps while it waits.
 //
-// Thread: the one that drives the engine. Owner: the mesh.
+// Thread: the one that makes progress. Owner: the mesh.
 #pragma once
 
 #include <atomic>

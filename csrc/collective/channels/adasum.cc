@@ -2,7 +2,7 @@
 //   adasum(a, b) = (1 - a.b / 2|a|^2) a + (1 - a.b / 2|b|^2) b,
 // along a binary tree over the ranks. Every rank combines one slice of all vectors; only the dot products and norms of
 // a level go round. So a rank sends and holds about one more copy of the buffer, whatever the number of ranks.
-// Thread: the thread that drives the engine.
+// Thread: the thread that makes progress.
 #include <algorithm>
 #include <bit>
 #include <cstring>

@@ -1,5 +1,5 @@
 // Chooses the schedule for a task over channels and hands it to the runner. Everything that can be wrong with the task
-// is found here, before a byte moves. Thread: the one that drives the engine.
+// is found here, before a byte moves. Thread: the one that makes progress.
 #include <functional>
 #include <numeric>
 

@@ -7,7 +7,7 @@
 //   4. step() until done; finished() says how much of the front holds the final result, scaled, the same bits on every
 //      node, and may be read by the others (local allgather) while the rest is still moving.
 // So the three stages overlap block by block. Without overlap: release(count) before start().
-// Thread: the one that drives the engine. Owner: the collective that contains it.
+// Thread: the one that makes progress. Owner: the collective that contains it.
 #pragma once
 
 #include <memory>

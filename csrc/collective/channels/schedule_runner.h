@@ -1,6 +1,6 @@
 // Executes any schedule over a group's channels: posts segments, reduces what has arrived, forwards what is reduced.
 // A segment is what one transfer carries; up to kInFlight of them are posted per peer and direction, so that reducing
-// one hides receiving the next. Thread: the one that drives the engine. Owner: whoever runs the collective.
+// one hides receiving the next. Thread: the one that makes progress. Owner: whoever runs the collective.
 #pragma once
 
 #include <array>

@@ -1,7 +1,7 @@
 // Allreduce over nodes with several ranks each: per block, the node's members reduce a slice each in shared memory,
 // each drives its slice between the nodes (so that no single core has to feed the link), then all read the results.
 // Moves 2(H-1)/H of the buffer over each node's link instead of up to 2(N-1)/N times the ranks per node. Source of the
-// idea: BlueConnect (Cho et al., MLSys 2019). Thread: the thread that drives the engine.
+// idea: BlueConnect (Cho et al., MLSys 2019). Thread: the thread that makes progress.
 #include <deque>
 
 #include "collective/channels/lane_allreduce.h"

@@ -2,7 +2,7 @@
 // (adasum.cc) every rank gets one slice of all vectors, by one exchange, and combines them along the tree; only the
 // sums of a level go round; then the slices are gathered. Of nodes (Task::adasum_by_node) with equal numbers of ranks,
 // the members of each first reduce and scatter their average, so that a rank exchanges its share only with the ranks of
-// its place on the other nodes: Horovod's form for GPUs. Thread: the thread that drives the engine.
+// its place on the other nodes: Horovod's form for GPUs. Thread: the thread that makes progress.
 #include <bit>
 
 #include "collective/channels/schedule.h"

@@ -1,9 +1,9 @@
 // A process set's part on GPUs: its stream on this rank's device, its communicator, and whether NCCL moves the data,
 // our kernels do through memory that the ranks share, or host memory does. The ranks decide that together, once, with a
-// table that travels over the host's collectives; every launch is asynchronous and comes from the thread that drives,
-// so all ranks launch in the order of the plan.
+// table that travels over the host's collectives; every launch is asynchronous and comes from the thread that makes
+// progress, so all ranks launch in the order of the plan.
 //
-// Thread: the thread that drives the engine. Owner: a process set.
+// Thread: the thread that makes progress. Owner: a process set.
 #pragma once
 
 #include <deque>

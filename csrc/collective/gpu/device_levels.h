@@ -1,7 +1,7 @@
 // The communicators of the two-level algorithm on GPUs: one among the ranks of this rank's node, one among the ranks
 // that have its place on the other nodes. Made after the process set's own, one after the other, without blocking.
 //
-// Thread: the thread that drives the engine. Owner: a DeviceGroup.
+// Thread: the thread that makes progress. Owner: a DeviceGroup.
 #pragma once
 
 #include <string>

@@ -1,7 +1,7 @@
 // One end of a message between two GPUs, as a state machine like any collective: by NCCL, launched when it is this
 // message's turn among all work on GPUs, or through host memory. The host waits for neither GPU.
 //
-// Thread: the thread that drives the engine. Owner: Messages.
+// Thread: the thread that makes progress. Owner: Messages.
 #pragma once
 
 #include <functional>

@@ -1,6 +1,6 @@
 // What the blocked forms in shared memory have in common: private tensors travel through slots of the lane in blocks,
 // in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread: the thread
-// that drives the engine.
+// that makes progress.
 #pragma once
 
 #include <algorithm>

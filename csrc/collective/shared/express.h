@@ -9,7 +9,7 @@
 // Closing a turn ends the session. A member closes before it announces anything to the coordinator, so nobody waits in
 // a turn for a member that is busy elsewhere. docs/decisions/0023 has the argument in full.
 //
-// Thread: the thread that drives the engine. Owner: the engine's process set.
+// Thread: the thread that makes progress. Owner: the engine's process set.
 #pragma once
 
 #include <memory>

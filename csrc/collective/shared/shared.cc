@@ -1,7 +1,7 @@
 // Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked
 // (private tensors travel through slots in blocks, pipelined) and in place (every buffer lies in an arena: rank r reads
 // slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
-// Thread: the thread that drives the engine.
+// Thread: the thread that makes progress.
 #include "collective/shared/shared.h"
 #include "collective/selection.h"
 

@@ -1,7 +1,7 @@
 // A group's part of the node's shared memory: per member flags and staging, at the same offset in every member's arena.
 // Every word is written by its owner only and counts up for ever, so no flag is ever reset and none is missed.
 //
-// Thread: the thread that drives the engine. Owner: the engine's process set.
+// Thread: the thread that makes progress. Owner: the engine's process set.
 #pragma once
 
 #include <atomic>

@@ -2,7 +2,7 @@
 // task the ranks agree on who moves the data and the set's stream waits for the tensors; the last task is followed by
 // the event that everybody who reads the results waits for. Nothing here waits for the device.
 //
-// Thread: the thread that drives the engine. Owner: a BatchRunner.
+// Thread: the thread that makes progress. Owner: a BatchRunner.
 #pragma once
 
 #include <functional>

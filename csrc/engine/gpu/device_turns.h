@@ -4,7 +4,7 @@
 // plans of the world's set, which are turns too, along their tree: each says how much of the other comes before it, so
 // the order is the same whatever arrives first, and no rank on the way is needed, which may have shut down.
 //
-// Thread: the thread that drives the engine. Owner: the engine.
+// Thread: the thread that makes progress. Owner: the engine.
 #pragma once
 
 #include <deque>

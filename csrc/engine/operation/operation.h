@@ -33,7 +33,7 @@ struct Repeat {
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
   uint64_t uses = 0;               // submit lock
-  std::unique_ptr<Repeat> repeat;  // driving thread; null: none yet
+  std::unique_ptr<Repeat> repeat;  // the thread that makes progress; null: none yet
 };
 
 struct Operation {
@@ -53,12 +53,12 @@ struct Operation {
     void* context = nullptr;
   } tell;  // when it is done
 
-  // Driving thread only.
+  // The thread that makes progress only.
   uint32_t slot = kNoSlot;
   size_t pending_at = 0;  // place in Pending::all
   uint32_t batch = 0;     // the batch that executes it, 0 before
 
-  // Written by the driving thread before `done`, read after it.
+  // Written by the thread that makes progress before `done`, read after it.
   Status status;
   std::vector<std::shared_ptr<Memory>> results;
   std::vector<int64_t> first_dimension;
@@ -88,7 +88,7 @@ class Handles {
   bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
   // Some hundred thousand operations have been live at once: acquire() may soon find nothing.
   bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMostPooled / 2; }
-  void finished(Operation* op);  // driving thread: sets `done`; the operation may be recycled at once
+  void finished(Operation* op);  // the thread that makes progress: sets `done`; the operation may be recycled at once
   size_t live() const;
 
  private:

@@ -2,7 +2,7 @@
 // small payloads included); the receiver matches announcements with its receives, in order, by process set, source and
 // tag, and asks for the payload, which then goes straight into its place. So unexpected messages take no memory but
 // their announcements, and both sides learn when a message does not fit. Payloads on GPUs: messages_device.cc.
-// Thread: the thread that drives the engine. Owner: the engine.
+// Thread: the thread that makes progress. Owner: the engine.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // The flight recorder: the last operations of this rank in fixed memory, always on, for the question that comes after a
 // hang or a failure: what did each rank submit? `horoclone debug` compares the ranks' records.
 //
-// Thread: submitted() and json() with the submit lock held; agreed() and done() from the driving thread. An operation
-// that is pushed out of the ring while it is still pending simply is no longer updated.
+// Thread: submitted() and json() with the submit lock held; agreed() and done() from the thread that makes progress. An
+// operation that is pushed out of the ring while it is still pending simply is no longer updated.
 #pragma once
 
 #include <atomic>

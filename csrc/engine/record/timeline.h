@@ -2,7 +2,7 @@
 // While it is off it costs the engine one relaxed load. The engine never waits for the disk: what does not fit into the
 // queue is dropped and counted, and the file says how many.
 //
-// Thread: start, stop from any; the others from any, mostly the driving thread. Owner: the engine.
+// Thread: start, stop from any; the others from any, mostly the thread that makes progress. Owner: the engine.
 #pragma once
 
 #include <atomic>

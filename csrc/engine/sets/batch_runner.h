@@ -1,7 +1,7 @@
 // Executes one batch of a plan: turns its entries into tasks (one per dtype, or per tensor), runs them one after the
 // other and says how the operations ended. Resumable, like the collectives it steps.
 //
-// Thread: the thread that drives the engine. Owner: a process set.
+// Thread: the thread that makes progress. Owner: a process set.
 #pragma once
 
 #include <memory>

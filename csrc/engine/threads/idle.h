@@ -1,5 +1,6 @@
 // The wait between "just now" and "asleep": a few pauses, then give the core to whoever is runnable, then sleep. Never
-// spins without limit: with more ranks than cores that costs whole scheduler slices. Thread: the one that drives.
+// spins without limit: with more ranks than cores that costs whole scheduler slices. Thread: the one that makes
+// progress.
 #pragma once
 
 #include <sched.h>

@@ -1,7 +1,7 @@
 // hc-notify: runs completion callbacks with no lock held, so that they may allocate and submit again. Started by the
 // first callback; stop() runs what is queued and joins.
 //
-// Thread: push from the driving thread, callbacks on hc-notify.
+// Thread: push from the thread that makes progress, callbacks on hc-notify.
 #pragma once
 
 #include <condition_variable>

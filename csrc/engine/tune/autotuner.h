@@ -1,6 +1,6 @@
 // Measures how fast operations complete and searches for better settings. A step ends when an operation comes round
 // again; a sample is the median of the steps' bytes per second. PURE: completions and times go in, settings come out.
-// Thread: the one that drives the engine of rank 0. Owner: that engine.
+// Thread: the one that makes progress on rank 0. Owner: that engine.
 #pragma once
 
 #include <cstdint>

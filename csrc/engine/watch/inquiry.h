@@ -1,5 +1,5 @@
 // What the late ranks say when a stall is reported: each is asked once per report, and who has not answered in time is
-// said so. Values only: the engine sends the frames. Thread: the driving thread.
+// said so. Values only: the engine sends the frames. Thread: the thread that makes progress.
 #pragma once
 
 #include <map>

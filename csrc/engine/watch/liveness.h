@@ -2,7 +2,7 @@
 // nothing is outstanding. A stopped process (SIGSTOP) gives no sign through any kernel mechanism; this is how it is
 // noticed.
 //
-// Thread: the thread that drives the engine.
+// Thread: the thread that makes progress.
 #pragma once
 
 #include <vector>

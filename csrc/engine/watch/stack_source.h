@@ -2,7 +2,8 @@
 // pipe when a private signal arrives (a handler in C that needs no lock), and this raises the signal and reads the
 // pipe.
 //
-// Thread: watch() before the engine connects; take() from the driving thread. The descriptor stays the binding's.
+// Thread: watch() before the engine connects; take() from the thread that makes progress. The descriptor stays the
+// binding's.
 #pragma once
 
 #include <string>
