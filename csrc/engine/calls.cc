@@ -10,13 +10,17 @@ constexpr double kLookS = 0.05;
 
 Status Calls::submit(const Submission& s, int64_t* handle) {
   HC_TRY(context_.check_connected());
+  return enqueue(s, {}, handle);
+}
+
+Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle) {
   std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
     auto prepared = gpu_.prepare(s);
     HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", context_.rank());
     device = prepared.take();
   }
-  HC_TRY(intake_.queue(s, {}, std::move(device), handle));
+  HC_TRY(intake_.queue(s, bucket, std::move(device), handle));
   if (!s.will_wait) progress_.wake_sleepers();
   return Status::ok();
 }
@@ -27,20 +31,14 @@ Status Calls::submit_declared(int process_set, BucketId bucket, const DeclaredCa
   HC_TRY(declared.status());
   Submission::Tensor tensor{};
   const Submission s = declared.value()->submission_of(process_set, bucket.index, call, &tensor);
-  std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
     auto gpu = gpu_.adopt(s.device_index);
     HC_TRY(gpu.status());
     auto captured = gpu.value()->is_captured(call.stream);
     HC_TRY(captured.status());
     if (captured.value()) return capture(s, bucket, handle);
-    auto prepared = gpu_.prepare(s);
-    HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", context_.rank());
-    device = prepared.take();
   }
-  HC_TRY(intake_.queue(s, bucket, std::move(device), handle));
-  progress_.wake_sleepers();
-  return Status::ok();
+  return enqueue(s, bucket, handle);
 }
 
 // A step that a framework captures into a CUDA graph: the bucket goes into the graph on this thread. Nothing is agreed

@@ -34,6 +34,7 @@ class Calls {
   Status barrier(int process_set, const std::string& name);
 
  private:
+  Status enqueue(const Submission& s, BucketId bucket, int64_t* handle);
   bool repeat(const Submission& s, int64_t* handle);
   Status capture(const Submission& s, BucketId bucket, int64_t* handle);
 

@@ -7,17 +7,13 @@
 #pragma once
 
 #include <deque>
-#include <map>
 #include <memory>
 #include <string>
-#include <vector>
 
 #include "base/clock.h"
 #include "collective/collective.h"
-#include "collective/gpu/device_levels.h"
 #include "collective/gpu/device_state.h"
 #include "device/gpu.h"
-#include "device/nccl_api.h"
 
 namespace hc {
 
@@ -29,7 +25,6 @@ class DeviceGroup {
   // This rank's device; null on a rank that has joined before it used one. May be given later than the first batch.
   void use(const std::shared_ptr<Gpu>& gpu) { state_.gpu = gpu; }
   Gpu* gpu() const { return state_.gpu.get(); }
-  const std::shared_ptr<Gpu>& shared_gpu() const { return state_.gpu; }
   CuStream stream() const { return state_.stream; }
 
   // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.
