@@ -75,13 +75,15 @@ const KernelTable* best_table() {
 // The same for every engine of the process, as it changes no result. Chosen at the first use.
 std::atomic<const KernelTable*> chosen{nullptr};
 
-const KernelTable& kernels() {
-  const KernelTable* table = chosen.load(std::memory_order_acquire);
-  if (!table) {
-    table = best_table();
-    chosen.store(table, std::memory_order_release);
-  }
+const KernelTable& choose_kernels() {
+  const KernelTable* table = best_table();
+  chosen.store(table, std::memory_order_release);
   return *table;
+}
+
+inline const KernelTable& kernels() {
+  const KernelTable* table = chosen.load(std::memory_order_acquire);
+  return table ? *table : choose_kernels();
 }
 
 void run_kernel(DType dtype, Reduce op, const ReduceCall& call) {

@@ -106,22 +106,41 @@ Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Gr
 // Allreduce with Reduce::kAdasum: each piece is a tensor with coefficients of its own. adasum.cc.
 Result<std::unique_ptr<Collective>> make_adasum_allreduce(Task task, const Group& group);
 
-// One bucket of a frozen plan: nothing is negotiated, the ranks' arrival is the agreement. While it waits for arrivals
-// it steps back (done, withdrawn() is true, memory unchanged) when a member has left the frozen plan.
-class FrozenCollective : public Collective {
+// A collective that nobody negotiates: the ranks' arrival is the agreement. While it waits for arrivals it steps back
+// (done, withdrawn() is true, memory unchanged) when a member has left.
+class ArrivalCollective : public Collective {
  public:
-  virtual bool withdrawn() const = 0;
+  bool withdrawn() const { return withdrawn_; }
   virtual std::vector<int> late_members() const = 0;  // group ranks that have not arrived
   struct Arrival {
     int last = -1;   // group rank of the member that came last; -1: this one did
     TimePoint at{};  // when all were there, if somebody was missing
   };
-  virtual Arrival arrival() const = 0;
+  const Arrival& arrival() const { return arrival_; }
+
+ protected:
+  bool withdrawn_ = false;
+  Arrival arrival_;
 };
-// In place, all members share memory; `bucket` indexes the lane's bucket flags, `turn` counts its uses from 0.
-// shared.cc.
-std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn);
+
+// One bucket whose plan is persistent. It is made once and runs again and again: begin(), then step() as for any
+// collective.
+class PersistentCollective : public ArrivalCollective {
+ public:
+  // round: counts its uses, from 0.
+  virtual void begin(uint64_t round) = 0;
+  Progress start() override {
+    begin(0);
+    return Progress::kPending;
+  }
+  size_t bytes() const { return bytes_; }  // of the bucket; 0: of an arrival alone
+
+ protected:
+  size_t bytes_ = 0;
+};
+// In place, all members share memory; `bucket` indexes the lane's bucket flags. shared.cc.
+std::unique_ptr<PersistentCollective> make_persistent_allreduce(Task task, const Group& group, size_t bucket);
 // The arrival alone, for a bucket that something else then reduces: done when all members have come. shared.cc.
-std::unique_ptr<FrozenCollective> make_frozen_arrival(const Group& group, size_t bucket, uint64_t turn);
+std::unique_ptr<PersistentCollective> make_persistent_arrival(const Group& group, size_t bucket);
 
 }  // namespace hc

@@ -27,18 +27,22 @@ Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle) {
 
 Status Calls::submit_declared(int process_set, BucketId bucket, const DeclaredCall& call, int64_t* handle) {
   HC_TRY(context_.check_connected());
-  auto declared = intake_.declared(process_set, bucket);
-  HC_TRY(declared.status());
+  std::shared_ptr<const BucketSet> on_device;
+  HC_TRY(intake_.queue_declared(process_set, bucket, call.priority, handle, &on_device));
+  if (on_device) return submit_on_device(*on_device, process_set, bucket, call, handle);
+  progress_.wake_sleepers();
+  return Status::ok();
+}
+
+Status Calls::submit_on_device(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
+                               int64_t* handle) {
   Submission::Tensor tensor{};
-  const Submission s = declared.value()->submission_of(process_set, bucket.index, call, &tensor);
-  if (s.on_device) {
-    auto gpu = gpu_.adopt(s.device_index);
-    HC_TRY(gpu.status());
-    auto captured = gpu.value()->is_captured(call.stream);
-    HC_TRY(captured.status());
-    if (captured.value()) return capture(s, bucket, handle);
-  }
-  return enqueue(s, bucket, handle);
+  const Submission s = set.submission_of(process_set, bucket.index, call, &tensor);
+  auto gpu = gpu_.adopt(s.device_index);
+  HC_TRY(gpu.status());
+  auto captured = gpu.value()->is_captured(call.stream);
+  HC_TRY(captured.status());
+  return captured.value() ? capture(s, bucket, handle) : enqueue(s, bucket, handle);
 }
 
 // A step that a framework captures into a CUDA graph: the bucket goes into the graph on this thread. Nothing is agreed
@@ -104,7 +108,7 @@ Status Calls::wait(int64_t handle, double timeout_s, bool* done) {
   if (!op) return error(Code::kInvalidArgument, "handle ", handle, " is unknown or was released");
   if (!op->done.load(std::memory_order_acquire)) {
     const Deadline deadline = Deadline::in(timeout_s < 0 ? 1e9 : timeout_s);
-    *done = progress_.until([op] { return op->done.load(std::memory_order_acquire); }, deadline);
+    *done = progress_.until(op->done, deadline);
     if (!*done) return Status::ok();
   }
   return op->status;

@@ -35,6 +35,8 @@ class Calls {
 
  private:
   Status enqueue(const Submission& s, BucketId bucket, int64_t* handle);
+  Status submit_on_device(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
+                          int64_t* handle);
   bool repeat(const Submission& s, int64_t* handle);
   Status capture(const Submission& s, BucketId bucket, int64_t* handle);
 

@@ -120,7 +120,8 @@ void Engine::abort(const std::string& text) {
   loop_.abort(text);
   context_.mesh->wake_self();
   // Make sure that it leaves this process even if it ends right after this call.
-  progress_.until([this] { return !loop_.has_abort() || context_.stopping.load(); }, Deadline::in(1.0));
+  const std::function<bool()> is_told = [this] { return !loop_.has_abort() || context_.stopping.load(); };
+  progress_.until(is_told, Deadline::in(1.0));
 }
 
 void Engine::break_off(int64_t handle, const std::string& text) {
@@ -130,7 +131,7 @@ void Engine::break_off(int64_t handle, const std::string& text) {
 
 Status Engine::shutdown(double timeout_s) {
   if (!context_.connected.load()) return Status::ok();
-  const auto idle = [this] {
+  const std::function<bool()> idle = [this] {
     return context_.has_failed() || !context_.connected.load() || (loop_.outstanding() == 0 && !intake_.has_news());
   };
   (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));

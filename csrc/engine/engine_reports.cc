@@ -80,8 +80,8 @@ void Engine::measure_clock() {
     const ProgressThreads::Hold held(progress_);
     if (Status asked = clock_.begin(); !asked.is_ok()) loop_.fail(asked);
   }
-  (void)progress_.until_under_lock([this] { return clock_.is_over() || context_.has_failed(); },
-                                   Deadline::in(ClockOffset::kLimitS));
+  const std::function<bool()> measured = [this] { return clock_.is_over() || context_.has_failed(); };
+  (void)progress_.until_under_lock(measured, Deadline::in(ClockOffset::kLimitS));
   const ProgressThreads::Hold held(progress_);
   clock_.end();
 }

@@ -37,8 +37,6 @@ class ConnectedMesh final : public Mesh {
   std::string endpoint() const override { return own_endpoint_.encode(); }
   Status connect(const MeshMembers& members) override;
 
-  int rank() const override { return rank_; }
-  int size() const override { return size_; }
   int node_of(int rank) const override { return node_[rank]; }
   int local_rank() const override { return local_[rank_]; }
   int local_size() const override { return local_size_; }
@@ -58,8 +56,6 @@ class ConnectedMesh final : public Mesh {
 
   Status poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) override;
   bool progress_shared() override;
-  bool has_frames() const override { return traffic_.frames_received.value() != traffic_.frames_taken.value(); }
-  bool all_shared() const override { return all_shared_; }
   int wait_fd() const override { return epoll_.get(); }
   void set_asleep(Sleep state) override { doorbell_.set_asleep(state); }
   bool is_awake() const override { return doorbell_.is_awake(); }
@@ -74,7 +70,8 @@ class ConnectedMesh final : public Mesh {
  private:
   struct Peer {
     std::unique_ptr<FramedChannel> channel;
-    TcpChannel* tcp = nullptr;        // the same one, when it is of that kind
+    TcpChannel* tcp = nullptr;        // the same one, when it is of that kind,
+    ShmChannel* shm = nullptr;        // or of this one
     std::unique_ptr<MpiChannel> mpi;  // in front of it, for data
     std::shared_ptr<Arena> arena;
     Doorbell doorbell;
@@ -96,8 +93,9 @@ class ConnectedMesh final : public Mesh {
   void unwatch(Fd* fd);
 
   bool progress(int rank);
-  void handle_event(uint64_t token, bool* moved);
+  void handle_event(int rank, bool* moved);
   bool local_end(int rank);
+  bool has_failures() const { return traffic_.failed_channels.value() != 0; }
   bool collect_losses(std::vector<Loss>* losses);
   int sleep_limit(int timeout_ms, bool* moved);
 
@@ -110,14 +108,13 @@ class ConnectedMesh final : public Mesh {
   std::string no_arena_because_;
   bool announced_shared_ = false;  // what the endpoint said
 
-  int rank_ = 0, size_ = 1, local_size_ = 1, cross_rank_ = 0, cross_size_ = 1;
-  bool homogeneous_ = true, all_shared_ = true, connected_ = false;
+  int local_size_ = 1, cross_rank_ = 0, cross_size_ = 1;
+  bool homogeneous_ = true, connected_ = false;
   std::vector<int> node_{0}, local_{0};
   std::vector<Peer> peers_;
   RingNews shared_peers_;
   std::vector<int> tcp_peers_;
   std::shared_ptr<const MpiApi> mpi_;
-  Traffic traffic_;
 };
 
 }  // namespace hc

@@ -20,6 +20,7 @@ void FramedChannel::fail(Code code, const std::string& reason) {
   if (!failed_.is_ok()) return;
   reason_ = reason;
   failed_ = Status(code, peer_ + ": " + reason, rank_);
+  traffic_->failed_channels.add(1);
   // Whoever posted them learns it from progress(); their memory is not touched again.
   stranded_ |= !sends_.empty();
   sends_.clear();

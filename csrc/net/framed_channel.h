@@ -5,7 +5,6 @@
 // Thread: the one that makes progress. Owner: the mesh.
 #pragma once
 
-#include <atomic>
 #include <deque>
 #include <string>
 
@@ -14,26 +13,11 @@
 #include "net/frame_reader.h"
 #include "net/inbox.h"
 #include "net/socket.h"
+#include "net/traffic.h"
 
 namespace hc {
 
 enum class Line : uint8_t { kControl, kData };
-
-// Written by the thread that makes progress, read by any.
-class Counter {
- public:
-  void add(uint64_t n) { value_.store(value_.load(std::memory_order_relaxed) + n, std::memory_order_relaxed); }
-  uint64_t value() const { return value_.load(std::memory_order_relaxed); }
-
- private:
-  std::atomic<uint64_t> value_{0};
-};
-
-// Of one mesh, all channels together.
-struct Traffic {
-  Counter frames_sent, frames_received, segments_sent, segments_received, bytes_sent, bytes_received, syscalls, wakes;
-  Counter frames_taken;  // of those received, by the engine
-};
 
 class FramedChannel : public Channel {
  public:
@@ -61,6 +45,10 @@ class FramedChannel : public Channel {
   bool has_frames() const { return frames_in_.has_frames(); }
   // One line has ended in order and the other has not yet: look again soon.
   bool closing() const { return (data_ended_ || control_over_) && failed_.is_ok(); }
+  // Nothing waits to be written, and both lines are open: only what arrives can move.
+  bool only_listens() const {
+    return control_out_.empty() && sends_.empty() && !control_over_ && !data_ended_ && failed_.is_ok();
+  }
 
  protected:
   // Move what fits now. kEnded: nothing will follow.

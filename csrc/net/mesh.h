@@ -21,6 +21,7 @@
 #include "net/arena.h"
 #include "net/channel.h"
 #include "net/mpi_api.h"
+#include "net/traffic.h"
 
 namespace hc {
 
@@ -77,8 +78,8 @@ class Mesh {
   // Connects to every other rank, both sides proving that they know the secret before anything else is parsed.
   virtual Status connect(const MeshMembers& members) = 0;
 
-  virtual int rank() const = 0;
-  virtual int size() const = 0;
+  int rank() const { return rank_; }
+  int size() const { return size_; }
   // Nodes are numbered by their lowest rank. Local ranks = same boot id, network namespace and user.
   virtual int node_of(int rank) const = 0;
   virtual int local_rank() const = 0;
@@ -105,9 +106,9 @@ class Mesh {
   // Moves what can be moved on the channels to ranks of this node; true when anything did.
   virtual bool progress_shared() = 0;
   // Control frames have come in that nobody has fetched with receive() yet.
-  virtual bool has_frames() const = 0;
+  bool has_frames() const { return traffic_.frames_received.value() != traffic_.frames_taken.value(); }
   // True when every peer shares memory: then spinning needs no look at sockets at every turn.
-  virtual bool all_shared() const = 0;
+  bool all_shared() const { return all_shared_; }
   // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any
   // thread.
   virtual int wait_fd() const = 0;
@@ -131,6 +132,12 @@ class Mesh {
   virtual void close() = 0;
   // In a forked child: closes the inherited descriptors, remaps arenas private.
   virtual void after_fork_child() = 0;
+
+ protected:
+  // What each iteration of the engine asks for: no virtual call.
+  int rank_ = 0, size_ = 1;
+  bool all_shared_ = true;
+  Traffic traffic_;
 };
 
 }  // namespace hc

@@ -181,7 +181,9 @@ Status ConnectedMesh::make_shared_channel(int rank, PeerLinks links) {
   peer.doorbell_fd = std::move(links.ends.doorbell);
   peer.doorbell = Doorbell(&peer.arena->block()->asleep, peer.doorbell_fd.get(), &traffic_);
   ShmChannel::Ends ends{arena_, peer.arena, local_[rank_], local_[rank], &peer.doorbell, shared_peers_.to_look_at()};
-  peer.channel = std::make_unique<ShmChannel>(rank, peer.name, &traffic_, std::move(ends));
+  auto shm = std::make_unique<ShmChannel>(rank, peer.name, &traffic_, std::move(ends));
+  peer.shm = shm.get();
+  peer.channel = std::move(shm);
   peer.liveness = std::move(links.local);
   HC_TRY(watch(peer.liveness.get(), static_cast<uint64_t>(rank) + 1));
   // A child that the peer forked may keep its socket open; the process itself is watched, too.

@@ -30,7 +30,7 @@ bool ConnectedMesh::progress(int rank) {
 }
 
 bool ConnectedMesh::progress_shared() {
-  return shared_peers_.look([this](int rank) { return progress(rank); });
+  return shared_peers_.look([this](int rank) { return !peers_[rank].shm->is_quiet() && progress(rank); });
 }
 
 // Whether a local peer's socket or process has ended. Then what it left behind has been taken in.
@@ -51,12 +51,7 @@ bool ConnectedMesh::local_end(int rank) {
   return true;
 }
 
-void ConnectedMesh::handle_event(uint64_t token, bool* moved) {
-  if (token == 0) {
-    doorbell_.clear();
-    return;
-  }
-  const int rank = static_cast<int>(token - 1);
+void ConnectedMesh::handle_event(int rank, bool* moved) {
   Peer& peer = peers_[rank];
   if (peer.tcp) {
     static_cast<void>(peer.tcp->progress(moved));  // a failure stays in the channel until collect_losses
@@ -104,7 +99,7 @@ int ConnectedMesh::sleep_limit(int timeout_ms, bool* moved) {
 Status ConnectedMesh::poll(int timeout_ms, bool* moved, std::vector<Loss>* losses) {
   if (!epoll_) return error(Code::kNotInitialized, "the connections to the other ranks are closed");
   const size_t losses_before = losses->size();
-  collect_losses(losses);  // found meanwhile by progress() on a channel
+  if (has_failures()) collect_losses(losses);  // found meanwhile by progress() on a channel
   if (losses->size() > losses_before) timeout_ms = 0;
   bool slept_by_itself = false;
   if (timeout_ms != 0) {
@@ -121,9 +116,14 @@ Status ConnectedMesh::poll(int timeout_ms, bool* moved, std::vector<Loss>* losse
   if (slept_by_itself) set_asleep(Sleep::kAwake);
   if (timeout_ms != 0) doorbell_.forget_ring();  // the sleep it was to end has ended
   if (count < 0 && errno != EINTR) return error(Code::kInternal, "epoll_wait: ", std::strerror(errno));
-  for (int i = 0; i < count; ++i) handle_event(events[i].data.u64, moved);
+  for (int i = 0; i < count; ++i) {
+    if (const uint64_t token = events[i].data.u64; token == 0)
+      doorbell_.clear();
+    else
+      handle_event(static_cast<int>(token - 1), moved);
+  }
   if (progress_shared()) *moved = true;
-  if (collect_losses(losses)) {
+  if (has_failures() && collect_losses(losses)) {
     *moved = true;  // there are frames to fetch; and whoever sleeps on wait_fd() is to come back
     doorbell_.stay_readable();
   }

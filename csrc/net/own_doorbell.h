@@ -5,7 +5,10 @@
 // Thread: the one that makes progress; is_awake and ring from any. Owner: the mesh.
 #pragma once
 
+#include <unistd.h>
+
 #include <atomic>
+#include <cerrno>
 
 #include "net/mesh.h"
 #include "net/socket.h"
@@ -21,14 +24,32 @@ class OwnDoorbell {
   void move_word(std::atomic<uint32_t>* asleep) { asleep_ = asleep; }
 
   // Sets the word; after kAsleep* the caller must look at every source of work once more before it sleeps.
-  void set_asleep(Sleep state);
+  // A peer's Doorbell and this are the two halves of one agreement: each stores, then looks at what the other stores.
+  void set_asleep(Sleep state) {
+    const auto word = static_cast<uint32_t>(state);
+    if (state == Sleep::kAwake) {
+      asleep_->store(word, std::memory_order_relaxed);
+      return;
+    }
+    asleep_->exchange(word, std::memory_order_seq_cst);
+#ifndef __SANITIZE_THREAD__  // which does not know fences; there Doorbell uses a read-modify-write of this word
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+  }
   // Whether the word says kAwake: set so, or by whoever has rung.
   bool is_awake() const { return asleep_->load(std::memory_order_seq_cst) == 0; }
   // The same for the sleeper itself, which needs no order with what others store.
   bool says_awake() const { return asleep_->load(std::memory_order_relaxed) == 0; }
 
   // Ends this rank's own sleep, also one that is about to begin. Any thread; async-signal-safe.
-  void ring();
+  void ring() {
+    ring_pending_.store(1, std::memory_order_seq_cst);
+    if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0) return;
+    const int saved = errno;
+    const uint64_t one = 1;
+    [[maybe_unused]] ssize_t written = ::write(number_.load(), &one, sizeof(one));
+    errno = saved;
+  }
   // Whether somebody has called ring() since the last sleep; forgets it.
   bool take_ring() { return ring_pending_.exchange(0, std::memory_order_seq_cst) != 0; }
   // The sleep that ring() was to end has ended.

@@ -33,11 +33,16 @@ class RingNews {
   // anything moved anywhere.
   template <class Progress>
   bool look(Progress&& progress) {
+    if (!to_look_at_.empty()) return look_where_news_is(progress);
     bool moved = false;
-    if (to_look_at_.empty()) {
-      for (int rank : ranks_) moved |= progress(rank);
-      return moved;
-    }
+    for (int rank : ranks_) moved |= progress(rank);
+    return moved;
+  }
+
+ private:
+  template <class Progress>
+  bool look_where_news_is(Progress& progress) {
+    bool moved = false;
     for (size_t word = 0; word < to_look_at_.size(); ++word) {
       std::atomic<uint64_t>& news = news_[word];
       if (news.load(std::memory_order_seq_cst) != 0) to_look_at_[word] |= news.exchange(0, std::memory_order_seq_cst);
@@ -52,7 +57,6 @@ class RingNews {
     return moved;
   }
 
- private:
   std::vector<int> ranks_, rank_of_local_;
   std::atomic<uint64_t>* news_ = nullptr;
   std::vector<uint64_t> to_look_at_;  // [local rank / 64]: those whose channels may have something to move

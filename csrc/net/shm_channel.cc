@@ -24,26 +24,13 @@ size_t total_of(std::span<const iovec> parts) {
 
 }  // namespace
 
-void Doorbell::ring(bool even_if_idle) const {
-  if (fd_ < 0) return;
-  const auto state = static_cast<Sleep>(asleep_->load(std::memory_order_seq_cst));
-  if (state == Sleep::kAwake || (state == Sleep::kAsleepIdle && !even_if_idle)) return;
+void Doorbell::end_sleep() const {
   if (asleep_->exchange(static_cast<uint32_t>(Sleep::kAwake), std::memory_order_seq_cst) == 0)
     return;  // somebody else rang
   const uint64_t one = 1;
   [[maybe_unused]] ssize_t written = ::write(fd_, &one, sizeof(one));  // full means that it will wake anyway
   traffic_->wakes.add(1);
   traffic_->syscalls.add(1);
-}
-
-void Doorbell::ring_after_release(bool even_if_idle) const {
-  if (fd_ < 0) return;
-#ifdef __SANITIZE_THREAD__  // which does not know fences; a read-modify-write orders as well
-  asleep_->fetch_add(0, std::memory_order_seq_cst);
-#else
-  std::atomic_thread_fence(std::memory_order_seq_cst);
-#endif
-  ring(even_if_idle);
 }
 
 // The peer clears the bit and then looks, so a bit that is still there stands for this, too.

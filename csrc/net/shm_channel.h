@@ -33,11 +33,24 @@ class Doorbell {
   Doorbell(std::atomic<uint32_t>* asleep, int fd, Traffic* traffic) : asleep_(asleep), fd_(fd), traffic_(traffic) {}
   // No wake-up is lost: the ringer's store of news and its load of the word, the sleeper's store of the word and its
   // look for news, are all sequentially consistent, so at least one side sees the other.
-  void ring(bool even_if_idle) const;
+  void ring(bool even_if_idle) const {
+    if (fd_ < 0) return;
+    const auto state = static_cast<Sleep>(asleep_->load(std::memory_order_seq_cst));
+    if (state == Sleep::kAsleepWaiting || (state == Sleep::kAsleepIdle && even_if_idle)) end_sleep();
+  }
   // For news that was stored with release order only.
-  void ring_after_release(bool even_if_idle) const;
+  void ring_after_release(bool even_if_idle) const {
+    if (fd_ < 0) return;
+#ifdef __SANITIZE_THREAD__  // which does not know fences; a read-modify-write orders as well
+    asleep_->fetch_add(0, std::memory_order_seq_cst);
+#else
+    std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+    ring(even_if_idle);
+  }
 
  private:
+  void end_sleep() const;
   std::atomic<uint32_t>* asleep_ = nullptr;
   int fd_ = -1;
   Traffic* traffic_ = nullptr;
@@ -81,6 +94,7 @@ class RingReader {
  public:
   RingReader(std::byte* slot, Line line);
   IoResult read(std::span<const iovec> parts, const Knocker& peer);
+  bool has_bytes() const { return header_->head[index_].load(std::memory_order_seq_cst) != tail_; }
 
  private:
   void copy_out(std::byte* to, size_t bytes);
@@ -103,6 +117,8 @@ class ShmChannel final : public FramedChannel {
   };
   // The slot for the peer in the own arena must have been committed.
   ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends);
+  // progress() would move nothing.
+  bool is_quiet() const { return only_listens() && !in_[0].has_bytes() && !in_[1].has_bytes(); }
 
  private:
   IoResult write(Line line, std::span<const iovec> parts) override;

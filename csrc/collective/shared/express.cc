@@ -10,7 +10,7 @@ namespace hc {
 
 // One turn. The payload is read only when all members have published equal keys; a member overwrites it only after a
 // later turn has succeeded, which all have entered after they had read this one.
-class ExpressTurn final : public FrozenCollective {
+class ExpressTurn final : public ArrivalCollective {
  public:
   ExpressTurn(Task task, const Group& group, const ExpressKey& key, Express* express)
       : payload_(std::move(task), group.rank),
@@ -54,8 +54,6 @@ class ExpressTurn final : public FrozenCollective {
     return Progress::kDone;
   }
 
-  bool withdrawn() const override { return withdrawn_; }
-  Arrival arrival() const override { return arrival_; }
   std::vector<int> late_members() const override {
     std::vector<int> late;
     for (int m = 0; m < lane_.size(); ++m)
@@ -109,8 +107,6 @@ class ExpressTurn final : public FrozenCollective {
   Express* const express_;
   const uint64_t turn_, place_;
   const size_t at_;  // in the ring
-  bool withdrawn_ = false;
-  Arrival arrival_;
 };
 
 uint64_t Express::most_closed() const {
@@ -132,7 +128,7 @@ void Express::close() {
   lane_->publish(lane_->mine().express_closed, turn_ + 1);
 }
 
-std::unique_ptr<FrozenCollective> Express::enter(Task task, const Group& group, const ExpressKey& key) {
+std::unique_ptr<ArrivalCollective> Express::enter(Task task, const Group& group, const ExpressKey& key) {
   if (!is_on_ || is_busy_) return nullptr;
   if (most_closed() > turn_) {
     is_on_ = false;

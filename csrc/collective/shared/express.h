@@ -48,7 +48,7 @@ class Express {
   void close();
   // Enters the next turn with a task that puts at most kExpressBytes into a slot; null: no session is open (any more).
   // The task holds if every member calls the same: that they do is what the turn finds out.
-  std::unique_ptr<FrozenCollective> enter(Task task, const Group& group, const ExpressKey& key);
+  std::unique_ptr<ArrivalCollective> enter(Task task, const Group& group, const ExpressKey& key);
 
   // For a turn under way. Its number, which of the two slots it uses, and where in the ring a payload goes: clear of
   // that of the turn before, and the same place on all members, as it depends only on the turns that succeeded.

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <span>
 
 #include "collective/shared/blocked.h"
@@ -92,22 +93,22 @@ class FlatCollective : public Collective {
 // The members' entering into one operation, of which nothing happens before all have arrived.
 class Meeting {
  public:
-  Meeting(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
-      : lane_(*group.lane), turn_(turn), flags_(std::move(flags)) {}
-  void enter(int rank) {
+  Meeting(const Group& group, std::vector<InPlaceFlags*> flags) : lane_(*group.lane), flags_(std::move(flags)) {}
+  void enter(int rank, uint64_t round) {
+    round_ = round;
     InPlaceFlags& mine = *flags_[static_cast<size_t>(rank)];
-    const bool last = lane_.meet(mine.arrived, turn_ + 1, [&](int m) {
-      return flags_[static_cast<size_t>(m)]->arrived.load(std::memory_order_seq_cst) > turn_;
+    const bool last = lane_.meet(mine.arrived, round_ + 1, [&](int m) {
+      return flags_[static_cast<size_t>(m)]->arrived.load(std::memory_order_seq_cst) > round_;
     });
-    if (last) mine.last.store(turn_ + 1, std::memory_order_release);
+    if (last) mine.last.store(round_ + 1, std::memory_order_release);
   }
   // All are here: who came last. `seen`: whom this member missed when it last looked; then it may have slept.
   int last_one(int seen) const {
     for (size_t m = 0; m < flags_.size(); ++m)
-      if (flags_[m]->last.load(std::memory_order_acquire) == turn_ + 1) return static_cast<int>(m);
+      if (flags_[m]->last.load(std::memory_order_acquire) == round_ + 1) return static_cast<int>(m);
     return seen;
   }
-  bool is_here(size_t m) const { return flags_[m]->arrived.load(std::memory_order_acquire) > turn_; }
+  bool is_here(size_t m) const { return flags_[m]->arrived.load(std::memory_order_acquire) > round_; }
   int first_late() const {
     for (size_t m = 0; m < flags_.size(); ++m)
       if (!is_here(m)) return static_cast<int>(m);
@@ -129,19 +130,20 @@ class Meeting {
 
  private:
   SharedLane& lane_;
-  const uint64_t turn_;
+  uint64_t round_ = 0;
   const std::vector<InPlaceFlags*> flags_;  // [member]
 };
 
-class FrozenArrival : public FrozenCollective {
+class PersistentArrival final : public PersistentCollective {
  public:
-  FrozenArrival(const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags)
-      : rank_(group.rank), meeting_(group, turn, std::move(flags)) {
+  PersistentArrival(const Group& group, std::vector<InPlaceFlags*> flags)
+      : rank_(group.rank), meeting_(group, std::move(flags)) {
     algorithm_ = "gpu frozen";
   }
-  Progress start() override {
-    meeting_.enter(rank_);
-    return Progress::kPending;
+  void begin(uint64_t round) override {
+    withdrawn_ = false;
+    arrival_ = {};
+    meeting_.enter(rank_, round);
   }
   Progress step(bool* moved) override {
     if (const int late = meeting_.first_late(); late >= 0) {
@@ -154,46 +156,52 @@ class FrozenArrival : public FrozenCollective {
     *moved = true;
     return Progress::kDone;
   }
-  bool withdrawn() const override { return withdrawn_; }
-  Arrival arrival() const override { return arrival_; }
   std::vector<int> late_members() const override { return meeting_.late(); }
 
  private:
   const int rank_;
   Meeting meeting_;
-  bool withdrawn_ = false;
-  Arrival arrival_;
 };
 
 // Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have
-// arrived. Negotiated operations share the lane's flags; a bucket of a frozen plan has flags of its own and is not
-// negotiated.
-class InPlaceAllreduce : public FrozenCollective {
+// arrived. Negotiated operations share the lane's flags; a persistent bucket has flags of its own.
+class InPlaceAllreduce final : public PersistentCollective {
  public:
-  InPlaceAllreduce(Task task, const Group& group, uint64_t turn, std::vector<InPlaceFlags*> flags, bool frozen)
+  // round: of a negotiated operation; a persistent bucket gets it from begin().
+  InPlaceAllreduce(Task task, const Group& group, std::vector<InPlaceFlags*> flags, std::optional<uint64_t> round)
       : task_(std::move(task)),
         lane_(*group.lane),
         n_(group.size),
         rank_(group.rank),
-        turn_(turn),
         flags_(flags),
-        meeting_(group, turn, std::move(flags)),
-        frozen_(frozen),
+        meeting_(group, std::move(flags)),
+        persistent_(!round),
+        round_(round.value_or(0)),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
-    at_ = slices_.begin(rank_);
-    algorithm_ = frozen ? "shm frozen" : "shm in place";
+    algorithm_ = persistent_ ? "shm frozen" : "shm in place";
+    bytes_ = task_.bytes();
   }
   Progress start() override {
-    flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
-    meeting_.enter(rank_);
+    begin(round_);
     return Progress::kPending;
+  }
+  void begin(uint64_t round) override {
+    round_ = round;
+    stage_ = Stage::kArriving;
+    withdrawn_ = false;
+    arrival_ = {};
+    buffers_.clear();
+    at_ = slices_.begin(rank_);
+    flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
+    meeting_.enter(rank_, round_);
   }
 
   Progress step(bool* moved) override {
     if (stage_ == Stage::kArriving) {
       if (const int late = meeting_.first_late(); late >= 0) {
         arrival_.last = late;
-        return frozen_ && meeting_.must_withdraw() ? withdraw() : Progress::kPending;
+        withdrawn_ = persistent_ && meeting_.must_withdraw();
+        return withdrawn_ ? Progress::kDone : Progress::kPending;
       }
       if (arrival_.last >= 0) arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
       if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
@@ -202,37 +210,29 @@ class InPlaceAllreduce : public FrozenCollective {
     *moved = true;
     if (stage_ == Stage::kReducing) {
       if (!reduce_some()) return Progress::kPending;
-      lane_.meet(flags_[rank_]->finished, turn_ + 1,
-                 [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > turn_; });
+      lane_.meet(flags_[rank_]->finished, round_ + 1,
+                 [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
       stage_ = Stage::kFinishing;
     }
-    if (reached(&InPlaceFlags::finished)) return Progress::kDone;
+    if (all_finished()) return Progress::kDone;
     *moved = false;
     return Progress::kPending;
   }
-
-  bool withdrawn() const override { return withdrawn_; }
-  Arrival arrival() const override { return arrival_; }
   std::vector<int> late_members() const override { return meeting_.late(); }
 
  private:
   enum class Stage { kArriving, kReducing, kFinishing };
 
-  bool reached(std::atomic<uint64_t> InPlaceFlags::* counter) const {
-    for (InPlaceFlags* f : flags_)
-      if ((f->*counter).load(std::memory_order_acquire) <= turn_) return false;
+  bool all_finished() const {
+    for (const InPlaceFlags* f : flags_)
+      if (f->finished.load(std::memory_order_acquire) <= round_) return false;
     return true;
   }
-  Progress withdraw() {
-    withdrawn_ = true;
-    return Progress::kDone;
-  }
-  // The members' offsets were published for this turn; nobody can enter the next before I finish this one.
+  // The members' offsets were published for this round; nobody can enter the next before I finish this one.
   Status find_buffers() {
-    const size_t bytes = task_.bytes();
     for (int m = 0; m < n_; ++m) {
       const uint64_t offset = flags_[m]->offset.load(std::memory_order_relaxed);
-      if (offset > lane_.arena(m).bytes() || bytes > lane_.arena(m).bytes() - offset)
+      if (offset > lane_.arena(m).bytes() || bytes_ > lane_.arena(m).bytes() - offset)
         return error(Code::kInternal, "member ", m, " announced a buffer outside its arena");
       buffers_.push_back(lane_.arena_base(m) + offset);
     }
@@ -254,14 +254,12 @@ class InPlaceAllreduce : public FrozenCollective {
   Task task_;
   SharedLane& lane_;
   const int n_, rank_;
-  const uint64_t turn_;
   const std::vector<InPlaceFlags*> flags_;  // [member]
   Meeting meeting_;
-  const bool frozen_;
+  const bool persistent_;
+  uint64_t round_;
   const Slices slices_;
   Stage stage_ = Stage::kArriving;
-  bool withdrawn_ = false;
-  Arrival arrival_;
   size_t at_ = 0;
   std::vector<std::byte*> buffers_, there_;
   std::vector<const std::byte*> from_;
@@ -275,12 +273,12 @@ std::vector<InPlaceFlags*> flags_of(const Group& group, size_t bucket) {
 
 }  // namespace
 
-std::unique_ptr<FrozenCollective> make_frozen_allreduce(Task task, const Group& group, size_t bucket, uint64_t turn) {
-  return std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, flags_of(group, bucket), true);
+std::unique_ptr<PersistentCollective> make_persistent_allreduce(Task task, const Group& group, size_t bucket) {
+  return std::make_unique<InPlaceAllreduce>(std::move(task), group, flags_of(group, bucket), std::nullopt);
 }
 
-std::unique_ptr<FrozenCollective> make_frozen_arrival(const Group& group, size_t bucket, uint64_t turn) {
-  return std::make_unique<FrozenArrival>(group, turn, flags_of(group, bucket));
+std::unique_ptr<PersistentCollective> make_persistent_arrival(const Group& group, size_t bucket) {
+  return std::make_unique<PersistentArrival>(group, flags_of(group, bucket));
 }
 
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {
@@ -290,9 +288,9 @@ Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Grou
   if (chosen == Algorithm::kSharedInPlace) {
     std::vector<InPlaceFlags*> flags;
     for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->in_place_flags(m));
-    const uint64_t turn = group.lane->in_place_total++;
+    const uint64_t round = group.lane->in_place_total++;
     return std::unique_ptr<Collective>(
-        std::make_unique<InPlaceAllreduce>(std::move(task), group, turn, std::move(flags), false));
+        std::make_unique<InPlaceAllreduce>(std::move(task), group, std::move(flags), round));
   }
   if (chosen == Algorithm::kSharedFlat)
     return std::unique_ptr<Collective>(std::make_unique<FlatCollective>(std::move(task), group));

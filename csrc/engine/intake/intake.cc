@@ -41,7 +41,15 @@ void Intake::fill(Operation* op, const Submission& s, const Members& set) const 
   op->tell = {s.done, s.done_context};
   op->request.name.assign(s.name);
   op->request.sequence = 0;
-  Signature& g = op->request.signature;
+  for (const Submission::Tensor& t : s.tensors) {
+    op->in.push_back(static_cast<const std::byte*>(t.in));
+    op->out.push_back(static_cast<std::byte*>(t.out));
+  }
+  write_signature(s, set, op->bucket.set >= 0, &op->request.signature);
+}
+
+void Intake::write_signature(const Submission& s, const Members& set, bool declared, Signature* to) const {
+  Signature& g = *to;
   g.op = s.op;
   g.reduce = s.reduce;
   g.device = s.on_device && s.op != Op::kJoin;
@@ -53,27 +61,58 @@ void Intake::fill(Operation* op, const Submission& s, const Members& set) const 
   for (size_t i = 0; i < s.tensors.size(); ++i) {
     g.tensors[i].dtype = s.tensors[i].dtype;
     g.tensors[i].shape.assign(s.tensors[i].shape.begin(), s.tensors[i].shape.end());
-    op->in.push_back(static_cast<const std::byte*>(s.tensors[i].in));
-    op->out.push_back(static_cast<std::byte*>(s.tensors[i].out));
   }
-  g.in_arena = !g.device && goes_in_place(s, op->bucket.set >= 0);
+  g.in_arena = !g.device && goes_in_place(s, declared);
   g.splits.assign(s.splits.begin(), s.splits.end());
   if (s.op == Op::kAlltoall && s.splits.empty()) g.splits.assign(set.size(), s.tensors[0].shape[0] / set.size());
 }
 
+Status Intake::failure_of(Op op, std::string_view name) const {
+  return failure_.with(text_of(name_of(op), name.empty() ? "" : " '", name, name.empty() ? "" : "'"));
+}
+
 // Submit lock held. Whether `s` may be submitted now, and to which set.
 Result<SetIntake*> Intake::check(const Submission& s) const {
-  if (!failure_.is_ok())
-    return failure_.with(text_of(name_of(s.op), s.name.empty() ? "" : " '", s.name, s.name.empty() ? "" : "'"));
+  if (!failure_.is_ok()) return failure_of(s.op, s.name);
   SetIntake* set = find_locked(s.process_set);
   if (!set)
     return error(Code::kInvalidArgument, title_of(s.op), ": Process set ", s.process_set,
                  " does not exist, or has not been registered.");
   HC_TRY(check_arguments(s, set->members, context_.rank()), "rank ", context_.rank());
-  if (set->join_pending.load(std::memory_order_acquire) && !is_message(s.op))
-    return error(Code::kInvalidArgument, name_of(s.op), ": rank ", context_.rank(),
-                 " has joined and submits nothing until join() has returned");
+  if (set->join_pending.load(std::memory_order_acquire) && !is_message(s.op)) return has_joined(s.op);
   return set;
+}
+
+Status Intake::has_joined(Op op) const {
+  return error(Code::kInvalidArgument, name_of(op), ": rank ", context_.rank(),
+               " has joined and submits nothing until join() has returned");
+}
+
+Status Intake::is_pending(Op op, std::string_view name) const {
+  return error(Code::kInvalidArgument, name_of(op), " '", name,
+               "': an operation with this name is already pending on rank ", context_.rank(),
+               " (Duplicate tensor name). Wait for it first, or give this one another name.");
+}
+
+// Submit lock held. record: of its name; null: it has none, or is a message.
+int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
+  const bool message = is_message(op->signature().op);
+  if (record) {
+    op->name_record = record;
+    record->pending.store(op, std::memory_order_release);
+  } else if (!message) {
+    op->request.sequence = set.next_sequence(op->signature().op);
+  }
+  // Messages are no calls that all ranks make alike.
+  const uint64_t call = message ? 0 : set.next_call();
+  const uint64_t use = record ? record->uses++ : op->request.sequence;
+  op->record = recorder_.submitted(
+      {op->signature(), op->request.name, op->process_set, op->bucket.set >= 0, op->submitted, call, use});
+  incoming_.push_back(op);
+  const int64_t handle = op->handle;
+  has_news_.store(true, std::memory_order_seq_cst);
+  Counters::add(context_.counters.operations);
+  return handle;
 }
 
 Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle) {
@@ -82,34 +121,50 @@ Status Intake::queue(const Submission& s, BucketId bucket, std::unique_ptr<Devic
   HC_TRY(checked.status());
   SetIntake& set = *checked.value();
   NameRecord* record = s.name.empty() || is_message(s.op) ? nullptr : &set.record_of(s.op, s.name);
-  if (record && record->pending.load(std::memory_order_acquire))
-    return error(Code::kInvalidArgument, name_of(s.op), " '", s.name,
-                 "': an operation with this name is already pending on rank ", context_.rank(),
-                 " (Duplicate tensor name). Wait for it first, or give this one another name.");
+  if (record && record->pending.load(std::memory_order_acquire)) return is_pending(s.op, s.name);
   Operation* op = handles_.acquire();
   if (!op) return error(Code::kInternal, kTooManyLive);
   op->bucket = bucket;
   fill(op, s, set.members);
   op->device = std::move(device);
   if (!op->device) op->request.signature.device = false;  // it was offered, and there is none
-  if (is_message(s.op)) {
-    op->request.sequence = static_cast<uint64_t>(s.tag);
-  } else if (record) {
-    op->name_record = record;
-    record->pending.store(op, std::memory_order_release);
-  } else {
-    op->request.sequence = set.next_sequence(s.op);
-  }
-  // Messages are no calls that all ranks make alike.
-  const uint64_t call = is_message(s.op) ? 0 : set.next_call();
-  const uint64_t use = record ? record->uses++ : op->request.sequence;
-  op->record = recorder_.submitted(
-      {op->signature(), op->request.name, op->process_set, op->bucket.set >= 0, op->submitted, call, use});
+  if (is_message(s.op)) op->request.sequence = static_cast<uint64_t>(s.tag);
   if (s.op == Op::kJoin) set.join_pending.store(true, std::memory_order_release);
-  incoming_.push_back(op);
-  *handle = op->handle;
-  has_news_.store(true, std::memory_order_seq_cst);
-  Counters::add(context_.counters.operations);
+  *handle = enqueue(op, set, record);
+  return Status::ok();
+}
+
+Status Intake::queue_declared(int process_set, BucketId id, int32_t priority, int64_t* handle,
+                              std::shared_ptr<const BucketSet>* on_device) {
+  *handle = 0;
+  std::lock_guard lock(mu_);
+  SetIntake* set = find_locked(process_set);
+  const SetIntake::Declared* declared = set ? set->declared(id.set) : nullptr;
+  if (!declared) return error(Code::kInvalidArgument, "bucket set ", id.set, " was not declared");
+  const std::vector<BucketSet::Bucket>& memory = declared->set->buckets;
+  if (id.index < 0 || id.index >= static_cast<int>(memory.size()))
+    return error(Code::kInvalidArgument, "bucket ", id.index, " of ", memory.size());
+  if (declared->set->on_device) {
+    *on_device = declared->set;
+    return Status::ok();
+  }
+  const SetIntake::Declared::Bucket& bucket = declared->buckets[static_cast<size_t>(id.index)];
+  if (!failure_.is_ok()) return failure_of(Op::kAllreduce, bucket.request.name);
+  if (!bucket.refusal.is_ok()) return bucket.refusal;
+  if (set->join_pending.load(std::memory_order_acquire)) return has_joined(Op::kAllreduce);
+  if (bucket.record && bucket.record->pending.load(std::memory_order_acquire))
+    return is_pending(Op::kAllreduce, bucket.request.name);
+  Operation* op = handles_.acquire();
+  if (!op) return error(Code::kInternal, kTooManyLive);
+  op->process_set = set->members.id;
+  op->bucket = id;
+  op->submitted = Clock::now();
+  op->request = bucket.request;
+  op->request.signature.priority = priority;
+  std::byte* data = memory[static_cast<size_t>(id.index)].data;
+  op->in.push_back(data);
+  op->out.push_back(data);
+  *handle = enqueue(op, *set, bucket.record);
   return Status::ok();
 }
 
@@ -125,30 +180,6 @@ Result<Operation*> Intake::make(const Submission& s, BucketId bucket) {
   op->record = recorder_.submitted(
       {op->signature(), op->request.name, op->process_set, true, op->submitted, set.next_call(), 0});
   return op;
-}
-
-Result<std::shared_ptr<const BucketSet>> Intake::declared(int process_set, BucketId bucket) const {
-  std::lock_guard lock(mu_);
-  const SetIntake* set = find_locked(process_set);
-  auto buckets = set ? set->declared(bucket.set) : nullptr;
-  if (!buckets) return error(Code::kInvalidArgument, "bucket set ", bucket.set, " was not declared");
-  if (bucket.index < 0 || bucket.index >= static_cast<int>(buckets->buckets.size()))
-    return error(Code::kInvalidArgument, "bucket ", bucket.index, " of ", buckets->buckets.size());
-  return buckets;
-}
-
-void Intake::take() {
-  if (!taken_.empty()) return;  // an exception has left some
-  std::lock_guard lock(mu_);
-  taken_.swap(incoming_);
-  has_news_.store(false, std::memory_order_release);
-}
-
-Operation* Intake::next() {
-  if (next_taken_ < taken_.size()) return taken_[next_taken_++];
-  taken_.clear();
-  next_taken_ = 0;
-  return nullptr;
 }
 
 std::vector<Operation*> Intake::take_all() {
@@ -182,23 +213,36 @@ void Intake::remove(int process_set) {
   sets_.erase(process_set);
 }
 
-SetIntake* Intake::find_locked(int process_set) const {
-  const auto at = sets_.find(process_set);
-  return at == sets_.end() ? nullptr : at->second.get();
-}
-
 std::shared_ptr<SetIntake> Intake::find(int process_set) const {
   std::lock_guard lock(mu_);
   const auto at = sets_.find(process_set);
   return at == sets_.end() ? nullptr : at->second;
 }
 
-int Intake::declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) {
+// A bucket with a fault can be declared, as an operation with one can be made: submitting it says what is wrong.
+int Intake::declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) const {
+  SetIntake::Declared declared;
+  if (!buckets->on_device) {
+    for (int i = 0; i < static_cast<int>(buckets->buckets.size()); ++i) {
+      Submission::Tensor tensor{};
+      const Submission s = buckets->submission_of(set.members.id, i, {nullptr}, &tensor);
+      SetIntake::Declared::Bucket& bucket = declared.buckets.emplace_back();
+      bucket.request.name = s.name;
+      if (Status checked = check_arguments(s, set.members, context_.rank()); !checked.is_ok())
+        bucket.refusal = checked.with(text_of("rank ", context_.rank()));
+      else
+        write_signature(s, set.members, true, &bucket.request.signature);
+    }
+  }
   std::lock_guard lock(mu_);
-  return set.declare(std::move(buckets));
+  for (SetIntake::Declared::Bucket& bucket : declared.buckets)
+    if (bucket.refusal.is_ok() && !bucket.request.name.empty())
+      bucket.record = &set.record_of(Op::kAllreduce, bucket.request.name);
+  declared.set = std::move(buckets);
+  return set.declare(std::move(declared));
 }
 
-void Intake::undeclare(SetIntake& set, int id) {
+void Intake::undeclare(SetIntake& set, int id) const {
   std::lock_guard lock(mu_);
   set.undeclare(id);
 }

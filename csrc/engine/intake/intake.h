@@ -29,8 +29,10 @@ class Intake {
   Status queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle);
   // Checks and makes an operation that is not queued, because its caller runs it itself.
   Result<Operation*> make(const Submission& s, BucketId bucket);
-  // The declared buckets that `bucket` is of.
-  Result<std::shared_ptr<const BucketSet>> declared(int process_set, BucketId bucket) const;
+  // Queues a declared bucket, which was checked when it was declared. A bucket on a GPU is not queued: *on_device then
+  // is the set that it is of, and the handle 0.
+  Status queue_declared(int process_set, BucketId bucket, int32_t priority, int64_t* handle,
+                        std::shared_ptr<const BucketSet>* on_device);
   // Whether `s` is to be reduced where it lies, in this rank's arena.
   bool goes_in_place(const Submission& s, bool declared) const;
   void fill(Operation* op, const Submission& s, const Members& set) const;
@@ -38,8 +40,18 @@ class Intake {
   // Something waits to be taken.
   bool has_news() const { return has_news_.load(std::memory_order_seq_cst); }
   // Takes what was submitted up to now; next() gives it, one after the other, then null.
-  void take();
-  Operation* next();
+  void take() {
+    if (!taken_.empty()) return;  // an exception has left some
+    std::lock_guard lock(mu_);
+    taken_.swap(incoming_);
+    has_news_.store(false, std::memory_order_release);
+  }
+  Operation* next() {
+    if (next_taken_ < taken_.size()) return taken_[next_taken_++];
+    taken_.clear();
+    next_taken_ = 0;
+    return nullptr;
+  }
   // An exception has come in between: what next() has not given yet is looked at again.
   void look_again() {
     if (!taken_.empty()) has_news_.store(true, std::memory_order_seq_cst);
@@ -55,8 +67,8 @@ class Intake {
   void remove(int process_set);
   // Null: there is no such set.
   std::shared_ptr<SetIntake> find(int process_set) const;
-  int declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets);
-  void undeclare(SetIntake& set, int id);
+  int declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) const;
+  void undeclare(SetIntake& set, int id) const;
   Operation* find_named(SetIntake& set, Op op, std::string_view name) const;
   void skip_sequence(SetIntake& set, Op op, uint64_t sequence) const;
 
@@ -72,7 +84,15 @@ class Intake {
 
  private:
   Result<SetIntake*> check(const Submission& s) const;
-  SetIntake* find_locked(int process_set) const;
+  Status failure_of(Op op, std::string_view name) const;
+  Status has_joined(Op op) const;
+  void write_signature(const Submission& s, const Members& set, bool declared, Signature* to) const;
+  SetIntake* find_locked(int process_set) const {
+    const auto at = sets_.find(process_set);
+    return at == sets_.end() ? nullptr : at->second.get();
+  }
+  Status is_pending(Op op, std::string_view name) const;
+  int64_t enqueue(Operation* op, SetIntake& set, NameRecord* record);
   bool arena_holds(const Submission& s) const;
 
   Context& context_;

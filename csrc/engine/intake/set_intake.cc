@@ -11,8 +11,9 @@ NameRecord& SetIntake::record_of(Op op, std::string_view name) {
   auto at = names.find(std::string(name));
   if (at != names.end()) return at->second;
   if (names.size() >= kNamesKept)
-    std::erase_if(names,
-                  [](const auto& entry) { return entry.second.pending.load(std::memory_order_acquire) == nullptr; });
+    std::erase_if(names, [](const auto& entry) {
+      return entry.second.declared == 0 && entry.second.pending.load(std::memory_order_acquire) == nullptr;
+    });
   return names[std::string(name)];
 }
 
@@ -28,14 +29,19 @@ Operation* SetIntake::find_named(Op op, std::string_view name) {
   return record ? record->pending.load(std::memory_order_acquire) : nullptr;
 }
 
-std::shared_ptr<const BucketSet> SetIntake::declared(int id) const {
-  const auto at = declared_.find(id);
-  return at == declared_.end() ? nullptr : at->second;
+int SetIntake::declare(Declared declared) {
+  for (Declared::Bucket& bucket : declared.buckets)
+    if (bucket.record) ++bucket.record->declared;
+  declared_[next_declared_] = std::move(declared);
+  return next_declared_++;
 }
 
-int SetIntake::declare(std::shared_ptr<const BucketSet> buckets) {
-  declared_[next_declared_] = std::move(buckets);
-  return next_declared_++;
+void SetIntake::undeclare(int id) {
+  const auto at = declared_.find(id);
+  if (at == declared_.end()) return;
+  for (Declared::Bucket& bucket : at->second.buckets)
+    if (bucket.record) --bucket.record->declared;
+  declared_.erase(at);
 }
 
 }  // namespace hc

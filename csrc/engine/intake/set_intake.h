@@ -47,16 +47,30 @@ class SetIntake {
   // Null when nobody has this name pending.
   Operation* find_named(Op op, std::string_view name);
 
-  std::shared_ptr<const BucketSet> declared(int id) const;
-  int declare(std::shared_ptr<const BucketSet> buckets);  // gives its id
-  void undeclare(int id) { declared_.erase(id); }
+  // A set of buckets, and all that submitting one of them again and again can find ready.
+  struct Declared {
+    struct Bucket {
+      Request request;
+      NameRecord* record = nullptr;  // kept while this lives
+      Status refusal;                // not ok: what is wrong with the bucket
+    };
+    std::shared_ptr<const BucketSet> set;
+    std::vector<Bucket> buckets;  // none for a set on a GPU
+  };
+  // Null: there is no such set.
+  const Declared* declared(int id) const {
+    const auto at = declared_.find(id);
+    return at == declared_.end() ? nullptr : &at->second;
+  }
+  int declare(Declared declared);  // gives its id
+  void undeclare(int id);
 
  private:
   std::array<uint64_t, kOpCount> sequences_{};
   std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // the records' contents: see NameRecord
   std::array<NameRecord, kOpCount> unnamed_;
   uint64_t calls_ = 0;
-  std::map<int, std::shared_ptr<const BucketSet>> declared_;
+  std::map<int, Declared> declared_;
   int next_declared_ = 0;
 };
 

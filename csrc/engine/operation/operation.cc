@@ -6,8 +6,6 @@
 namespace hc {
 
 namespace {
-constexpr int kPlaceBits = 20;
-constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
 // What the serial numbers of the next pool begin behind: handles of two lives of the runtime in one process differ, so
 // that one kept from the first is unknown to the second. 256 lives, 2^34 operations each.
 int64_t next_first_serial() {
@@ -47,7 +45,6 @@ Operation* Handles::acquire() {
     free_.pop_back();
   } else {
     place = static_cast<uint32_t>(pool_.size());
-    static_assert(kMostPooled == size_t{1} << kPlaceBits);
     if (place >= kMostPooled) return nullptr;
     pool_.push_back(std::make_unique<Operation>());
     pooled_.store(pool_.size(), std::memory_order_relaxed);
@@ -57,14 +54,6 @@ Operation* Handles::acquire() {
   op->released = false;
   op->done.store(false, std::memory_order_relaxed);
   return op;
-}
-
-Operation* Handles::find(int64_t handle) {
-  std::lock_guard lock(mu_);
-  const auto place = static_cast<size_t>(handle & kPlaceMask);
-  if (handle <= 0 || place >= pool_.size()) return nullptr;
-  Operation* op = pool_[place].get();
-  return op->handle == handle && !op->released ? op : nullptr;
 }
 
 void Handles::release(int64_t handle) {
@@ -86,12 +75,6 @@ bool Handles::release_if_succeeded(int64_t handle) {
     return false;
   recycle(op);
   return true;
-}
-
-void Handles::finished(Operation* op) {
-  std::lock_guard lock(mu_);
-  op->done.store(true, std::memory_order_release);
-  if (op->released) recycle(op);
 }
 
 size_t Handles::live() const {

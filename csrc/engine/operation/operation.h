@@ -33,6 +33,7 @@ struct Repeat {
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
   uint64_t uses = 0;               // submit lock
+  int declared = 0;                // submit lock: buckets that hold this record, which then is kept
   std::unique_ptr<Repeat> repeat;  // the thread that makes progress; null: none yet
 };
 
@@ -82,17 +83,31 @@ struct Operation {
 class Handles {
  public:
   Handles();
-  Operation* acquire();                       // a cleared operation with a fresh handle
-  Operation* find(int64_t handle);            // null: unknown or released
+  Operation* acquire();  // a cleared operation with a fresh handle
+  // Null: unknown or released.
+  Operation* find(int64_t handle) {
+    std::lock_guard lock(mu_);
+    const auto place = static_cast<size_t>(handle & kPlaceMask);
+    if (handle <= 0 || place >= pool_.size()) return nullptr;
+    Operation* op = pool_[place].get();
+    return op->handle == handle && !op->released ? op : nullptr;
+  }
   void release(int64_t handle);               // recycled at once when done, else when it gets done
   bool release_if_succeeded(int64_t handle);  // false: it is not done, has failed, or is unknown
   // Some hundred thousand operations have been live at once: acquire() may soon find nothing.
   bool may_run_out() const { return pooled_.load(std::memory_order_relaxed) > kMostPooled / 2; }
-  void finished(Operation* op);  // the thread that makes progress: sets `done`; the operation may be recycled at once
+  // The thread that makes progress: sets `done`; the operation may be recycled at once.
+  void finished(Operation* op) {
+    std::lock_guard lock(mu_);
+    op->done.store(true, std::memory_order_release);
+    if (op->released) recycle(op);
+  }
   size_t live() const;
 
  private:
-  static constexpr size_t kMostPooled = size_t{1} << 20;
+  static constexpr int kPlaceBits = 20;
+  static constexpr size_t kMostPooled = size_t{1} << kPlaceBits;
+  static constexpr int64_t kPlaceMask = (int64_t{1} << kPlaceBits) - 1;
   void recycle(Operation* op);
   std::atomic<size_t> pooled_{0};  // pool_.size()
   mutable std::mutex mu_;          // guards all below

@@ -43,15 +43,15 @@ Status Loop::advance() {
     return Status(Code::kAborted, std::exchange(abort_text_, ""), mesh.rank());
   }
   if (parts_.intake.has_news()) take_submitted();
-  HC_TRY(receive_frames());
+  HC_TRY(receive());
   DeviceTurns& turns = parts_.order.turns();
   if (turns.has_news() && turns.take([this](const DeviceTurn& turn) { return has_part_in(turn); })) last_.moved = true;
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->step(&last_));
-  pass_turns_on();
+  if (turns.kept_back()) pass_turns_on();
   if (parts_.messages.outstanding() == 0) return Status::ok();
   HC_TRY(parts_.messages.step(&last_.moved));
   last_.looks_soon = last_.looks_soon || parts_.messages.waits_on_device();
-  pass_turns_on();  // those that messages of rank 0 have asked for
+  if (turns.kept_back()) pass_turns_on();  // those that messages of rank 0 have asked for
   return Status::ok();
 }
 
@@ -72,8 +72,6 @@ void Loop::take_submitted() {
 // Shared-memory rings move here; sockets move in poll(). A broken channel is reported there, after its last frames.
 Status Loop::receive_frames() {
   Mesh& mesh = *parts_.context.mesh;
-  if (mesh.progress_shared()) last_.moved = true;
-  if (!mesh.has_frames()) return Status::ok();
   for (int r = 0; r < mesh.size(); ++r) {
     if (r == mesh.rank()) continue;
     while (!parts_.context.has_failed() && !parts_.link.has_left(r) && mesh.channel(r).receive(&received_)) {
@@ -164,16 +162,12 @@ Status Loop::take_show_frame(int from, Reader* in) {
 
 // ---- sockets and peers
 
-void Loop::poll_mesh() {
-  if (Status polled = poll(); !polled.is_ok()) fail(polled);
-}
-
 Status Loop::poll() {
   std::vector<Loss> losses;
   Mesh& mesh = *parts_.context.mesh;
   Status polled = mesh.poll(0, &last_.moved, &losses);
   if (losses.empty() && polled.is_ok()) return Status::ok();
-  HC_TRY(receive_frames());  // a goodbye or the reason of its end may be among the peer's last words
+  HC_TRY(receive());  // a goodbye or the reason of its end may be among the peer's last words
   for (const Loss& loss : losses)
     if (!parts_.link.has_left(loss.rank))
       return Status(Code::kPeerLost,
@@ -198,7 +192,6 @@ void Loop::peer_left(int rank, const std::string& text) {
 // for a while.
 void Loop::pass_turns_on() {
   DeviceTurns& turns = parts_.order.turns();
-  if (!turns.kept_back()) return;
   if (!turns.pass_on(parts_.link.left())) last_.looks_soon = true;
   parts_.sets.world().wake_readers();
 }
@@ -209,8 +202,8 @@ bool Loop::has_part_in(const DeviceTurn& turn) const {
   return set && set->members().has_me();
 }
 
-bool Loop::device_in_flight() {
-  if (!parts_.gpu.has_gpu() || parts_.context.has_failed()) return false;
+bool Loop::launched_in_flight() {
+  if (parts_.context.has_failed()) return false;
   const TimePoint now = Clock::now();
   if (parts_.messages.links().oldest_flight_s(now) > 0) return true;
   return std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
@@ -219,12 +212,11 @@ bool Loop::device_in_flight() {
 
 // ---- time
 
-void Loop::check_timers() {
-  if (parts_.gpu.has_failed())
-    if (Status blamed = parts_.gpu.blame(Clock::now()); !blamed.is_ok()) fail(blamed);
-  if (outstanding() == 0 && !device_in_flight()) return parts_.peers.rest();
-  const TimePoint now = Clock::now();
-  if (now < next_timer_) return;
+void Loop::blame_device() {
+  if (Status blamed = parts_.gpu.blame(Clock::now()); !blamed.is_ok()) fail(blamed);
+}
+
+void Loop::run_timers(TimePoint now) {
   next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
   if (parts_.context.has_failed()) return;
   if (Status checked = check_late(now); !checked.is_ok()) fail(checked);

@@ -53,12 +53,18 @@ class Loop {
     return parts_.sets.pending() + parts_.messages.outstanding() + parts_.order.turns().kept_back();
   }
   // Something that was launched on a GPU has not ended yet. What is done with it is forgotten.
-  bool device_in_flight();
+  bool device_in_flight() { return parts_.gpu.has_gpu() && launched_in_flight(); }
   // Something waits to be taken from submission.
   bool has_news() const { return parts_.intake.has_news(); }
   // Reads and writes sockets.
-  void poll_mesh();
-  void check_timers();
+  void poll_mesh() {
+    if (Status polled = poll(); !polled.is_ok()) fail(polled);
+  }
+  void check_timers() {
+    if (parts_.gpu.has_failed()) blame_device();
+    if (outstanding() == 0 && !device_in_flight()) return parts_.peers.rest();
+    if (const TimePoint now = Clock::now(); now >= next_timer_) run_timers(now);
+  }
   double timer_s() const { return timer_s_; }
 
   // Any thread: the next step fails everything with this text.
@@ -74,7 +80,14 @@ class Loop {
 
  private:
   Status advance();
+  void blame_device();
+  void run_timers(TimePoint now);
+  bool launched_in_flight();
   void take_submitted();
+  Status receive() {
+    if (parts_.context.mesh->progress_shared()) last_.moved = true;
+    return parts_.context.mesh->has_frames() ? receive_frames() : Status::ok();
+  }
   Status receive_frames();
   Status handle_frame(int from, std::span<const uint8_t> frame);
   Status take_requests(int from, Reader* in);

@@ -21,6 +21,7 @@ Status ProgressThreads::start() {
   // With more ranks than cores whoever waits is in the way of those it waits for.
   const bool crowded = context_.mesh->local_size() > static_cast<int>(allowed_cpus().size());
   spin_pauses_ = crowded && !config.given.contains("SPIN_PAUSES") ? 0 : config.spin_pauses;
+  wait_fd_ = context_.mesh->wait_fd();
   return thread_.start("hc-engine", [this] { run(); });
 }
 
@@ -64,8 +65,6 @@ void ProgressThreads::lock() {
     gate_.wait_turn(std::chrono::milliseconds(kSliceMs), ticket, [] { return false; });
   }
 }
-
-void ProgressThreads::unlock() { gate_.leave(loop_.outstanding() > 0 || loop_.has_news()); }
 
 void ProgressThreads::work(const Over& over, const Deadline& deadline) try {
   context_.mesh->set_asleep(Sleep::kAwake);
@@ -171,7 +170,7 @@ int64_t ProgressThreads::work_until_idle() {
 
 void ProgressThreads::sleep(int64_t us) {
   Counters::add(context_.counters.sleeps);
-  pollfd watched{context_.mesh->wait_fd(), POLLIN, 0};
+  pollfd watched{wait_fd_, POLLIN, 0};
   const timespec limit{us / 1000000, us % 1000000 * 1000};
   (void)::ppoll(&watched, 1, us < 0 ? nullptr : &limit, nullptr);
 }

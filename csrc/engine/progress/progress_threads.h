@@ -26,7 +26,17 @@ class ProgressThreads {
   Status start();
   int spin_pauses() const { return spin_pauses_; }
 
-  using Over = std::function<bool()>;
+  // What a thread waits for: a flag, or whatever a function says. Refers to it.
+  class Over {
+   public:
+    Over(const std::atomic<bool>& done) : done_(&done) {}
+    Over(const std::function<bool()>& is_over) : is_over_(&is_over) {}
+    bool operator()() const { return done_ ? done_->load(std::memory_order_acquire) : (*is_over_)(); }
+
+   private:
+    const std::atomic<bool>* done_ = nullptr;
+    const std::function<bool()>* is_over_ = nullptr;
+  };
   // Makes progress, or lets another thread make it, until over() or the deadline. Whether it is over. `over` is called
   // from any thread.
   bool until(const Over& over, const Deadline& deadline);
@@ -41,7 +51,7 @@ class ProgressThreads {
   // The progress lock, for who needs the engine's state for something else than to make progress; it comes before those
   // that wait.
   void lock();
-  void unlock();
+  void unlock() { gate_.leave(loop_.outstanding() > 0 || loop_.has_news()); }
   // The same for a waiter's short call. False: another thread has it, or somebody needs it.
   bool try_lock() { return gate_.try_enter(); }
   // After progress was made under the lock: hc-engine, if it sleeps, takes over the watch.
@@ -74,6 +84,7 @@ class ProgressThreads {
   DriveGate& gate_;
   NamedThread thread_;
   int spin_pauses_ = 0;
+  int wait_fd_ = -1;                        // Mesh::wait_fd, once connected
   std::atomic<int> sleepers_{0};            // threads in poll(2) on the mesh
   std::atomic<bool> untimed_sleep_{false};  // hc-engine sleeps without a time limit
   std::atomic<bool> engine_sleeps_{false};

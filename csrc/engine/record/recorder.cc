@@ -7,10 +7,6 @@
 #include "base/hash.h"
 #include "engine/record/trace.h"
 
-#if defined(__x86_64__)
-#include <x86intrin.h>
-#endif
-
 namespace hc {
 
 namespace {
@@ -30,29 +26,10 @@ std::string seconds_text(double s) {
 
 }  // namespace
 
-// Half the price of a look at the clock, of which each operation would need two.
-uint64_t Recorder::now() {
-#if defined(__x86_64__)
-  return __rdtsc();
-#elif defined(__aarch64__)
-  uint64_t ticks;
-  asm volatile("mrs %0, cntvct_el0" : "=r"(ticks));
-  return ticks;
-#else
-  return static_cast<uint64_t>(Clock::now().time_since_epoch().count());
-#endif
-}
-
 Recorder::Recorder() : ring_(new Record[kKept]), first_time_(Clock::now()), first_ticks_(now()) {}
 
 // A long name keeps its ends: frameworks put what tells tensors apart there. Cut between characters of UTF-8.
-void Recorder::keep_name(std::string_view name, Call* to) {
-  to->name_hash = 0;
-  if (name.size() <= kNameBytes) {
-    std::memcpy(to->name, name.data(), name.size());
-    to->name_bytes = static_cast<uint8_t>(name.size());
-    return;
-  }
+void Recorder::keep_ends(std::string_view name, Call* to) {
   const auto inside = [&](size_t at) { return (static_cast<unsigned char>(name[at]) & 0xc0) == 0x80; };
   size_t head = kNameBytes / 3, tail = name.size() - (kNameBytes - head - 3);
   while (head > 0 && inside(head)) --head;

@@ -26,7 +26,7 @@ class Bypass {
   // Whether an operation like this may enter a turn.
   bool takes(const Operation& op) const;
   // Null: no session is open any more.
-  std::unique_ptr<FrozenCollective> enter(Task task, const Group& group, const ExpressKey& key) {
+  std::unique_ptr<ArrivalCollective> enter(Task task, const Group& group, const ExpressKey& key) {
     return express_.enter(std::move(task), group, key);
   }
   // A plan opens a session; what else this rank has announced, others may wait for.

@@ -4,12 +4,6 @@
 
 namespace hc {
 
-void Pending::add(Operation* op) {
-  op->pending_at = all_.size();
-  all_.push_back(op);
-  ++total_;
-}
-
 void Pending::expect(Operation* op) {
   if (op->request.name.empty()) {
     Window& w = windows_[static_cast<size_t>(op->signature().op)];

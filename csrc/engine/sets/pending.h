@@ -22,7 +22,11 @@ class Pending {
   size_t size() const { return all_.size(); }
   Operation* join() const { return join_; }  // this rank's join, while it is pending
 
-  void add(Operation* op);
+  void add(Operation* op) {
+    op->pending_at = all_.size();
+    all_.push_back(op);
+    ++total_;
+  }
   void remove(Operation* op);
   // It is about to be announced, with the cache id that it has (Operation::slot).
   void expect(Operation* op);

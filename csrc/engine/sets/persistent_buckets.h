@@ -22,18 +22,38 @@ class PersistentBuckets {
     size_t first_flag = 0;   // of its buckets' flags in the lane
     bool has_flags = false;  // there was room for them
     bool is_persistent = false;
-    std::vector<uint64_t> turns;  // [bucket] how often it has run persistent
+    struct Run {
+      std::unique_ptr<PersistentCollective> collective;  // made at the first use
+      uint64_t rounds = 0;                               // how often it has begun
+    };
+    std::vector<Run> runs;  // [bucket]
     size_t flag_of(int bucket) const { return first_flag + static_cast<size_t>(bucket); }
   };
 
   // Null: there is no such set.
-  Declared* find(int id);
+  Declared* find(int id) {
+    const auto at = declared_.find(id);
+    return at == declared_.end() ? nullptr : &at->second;
+  }
   // lane: of the set when all members share memory, else null.
   Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedLane* lane);
   void remove(int id) { declared_.erase(id); }
-  // The arrival at bucket `id`, which then is reduced where it lies (task) or by a GPU (null). Null: its plan is not
-  // persistent, or no longer.
-  std::unique_ptr<FrozenCollective> enter(BucketId id, const Task* task, const Group& group);
+  // Begins bucket `id` and gives what then is to be stepped; make(flag) makes it at its first use. Null: its plan is
+  // not persistent, or no longer.
+  template <class Make>
+  PersistentCollective* enter(BucketId id, const SharedLane* lane, Make&& make) {
+    Declared* d = find(id.set);
+    if (!d || !d->is_persistent) return nullptr;
+    for (int m = 0; m < lane->size(); ++m)
+      if (lane->flags(m).thawed.load(std::memory_order_acquire)) {
+        d->is_persistent = false;
+        return nullptr;
+      }
+    Declared::Run& run = d->runs[static_cast<size_t>(id.index)];
+    if (!run.collective) run.collective = make(d->flag_of(id.index));
+    run.collective->begin(run.rounds++);
+    return run.collective.get();
+  }
   // This rank enters no persistent plan any more.
   void invalidate(SharedLane* lane);
 

@@ -80,13 +80,6 @@ void ProcessSet::take(Operation* op) {
     parts_.timeline.announced(Timeline::key_of(*op), parts_.context.rank(), op->submitted);
 }
 
-void ProcessSet::complete(Operation* op, Status status) {
-  if (op == pending_.join()) intake_->join_pending.store(false, std::memory_order_release);
-  pending_.remove(op);
-  if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
-  parts_.completion.finish(op, std::move(status));
-}
-
 void ProcessSet::end_pending(const Status& reason) {
   while (!pending_.all().empty()) {
     Operation* op = pending_.all().back();
@@ -125,11 +118,11 @@ Task ProcessSet::task_of(const Operation& op) const {
 }
 
 bool ProcessSet::enter_bucket(Operation* op) {
-  Task task;
-  if (!op->device) task = task_of(*op);
-  auto arrival = buckets_.enter(op->bucket, op->device ? nullptr : &task, group_);
-  if (!arrival) return false;
-  arrivals_.push_back({op, std::move(arrival)});
+  PersistentCollective* run = buckets_.enter(op->bucket, lane_.get(), [&](size_t flag) {
+    return op->device ? make_persistent_arrival(group_, flag) : make_persistent_allreduce(task_of(*op), group_, flag);
+  });
+  if (!run) return false;
+  arrivals_.emplace_back(op, run);
   return true;
 }
 
@@ -159,7 +152,7 @@ bool ProcessSet::enter_bypass(Operation* op) {
   keep_repeat(*op, key, task.value());
   auto turn = bypass_.enter(task.take(), group_, key);
   if (!turn) return false;
-  arrivals_.push_back({op, std::move(turn)});
+  arrivals_.emplace_back(op, std::move(turn));
   return true;
 }
 
@@ -333,8 +326,7 @@ void ProcessSet::end_after_close(Iteration* now) {
   now->moved = true;
 }
 
-void ProcessSet::wake_readers() {
-  if (!lane_ || !lane_->take_published()) return;
+void ProcessSet::wake_members() {
   for (int position : lane_->positions()) {
     const int r = members().ranks[static_cast<size_t>(position)];
     if (r != parts_.context.rank()) parts_.context.mesh->wake(r, false);
@@ -377,7 +369,7 @@ void ProcessSet::run_arrivals(Iteration* now) {
     if (run.op->device) {
       device_.make_ready(run.op, buckets_.find(bucket.set)->flag_of(bucket.index));
     } else {
-      Counters::add(counters.bytes_reduced, run.op->bytes());
+      Counters::add(counters.bytes_reduced, run.turn ? run.op->bytes() : run.bytes);
       complete(run.op, run.collective->status());
     }
   }

@@ -5,6 +5,7 @@
 // Thread: the thread that makes progress, or who holds the progress lock. Owner: SetTable.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <string>
 #include <vector>
@@ -95,11 +96,18 @@ class ProcessSet {
   void fail(const Status& reason);
   // The engine ends: what is on GPUs is let go, the peers willing.
   void close();
-  void complete(Operation* op, Status status);
+  void complete(Operation* op, Status status) {
+    if (op == pending_.join()) intake_->join_pending.store(false, std::memory_order_release);
+    pending_.remove(op);
+    if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
+    parts_.completion.finish(op, std::move(status));
+  }
   // The set is removed: what is pending ends with `reason`.
   void end_pending(const Status& reason);
   // Wakes who sleeps and waits for what this rank has just published.
-  void wake_readers();
+  void wake_readers() {
+    if (lane_ && lane_->take_published()) wake_members();
+  }
 
   // process_set_reports.cc
   void find_stalls(TimePoint now, Stalls* stalls) const;
@@ -110,8 +118,13 @@ class ProcessSet {
 
  private:
   struct Arrival {  // a persistent bucket, or a turn of the bypass
+    Arrival(Operation* op, PersistentCollective* bucket) : op(op), collective(bucket), bytes(bucket->bytes()) {}
+    Arrival(Operation* op, std::unique_ptr<ArrivalCollective> entered)
+        : op(op), collective(entered.get()), turn(std::move(entered)) {}
     Operation* op;
-    std::unique_ptr<FrozenCollective> collective;
+    ArrivalCollective* collective;
+    size_t bytes = 0;                         // of a bucket
+    std::unique_ptr<ArrivalCollective> turn;  // of the bypass, which is used once
   };
   bool is_reachable() const { return !parts_.context.has_failed() && closed_.is_ok(); }
   void announce(Operation* op);
@@ -132,8 +145,19 @@ class ProcessSet {
   void run_arrivals(Iteration* now);
   void launch_ready(Iteration* now);
   void note_batch(TimePoint planned);
-  void note_arrival(TimePoint submitted, const FrozenCollective::Arrival& arrival);
-  void note_persistent(const Operation& op, const FrozenCollective& run);
+  void note_arrival(TimePoint submitted, const ArrivalCollective::Arrival& arrival) {
+    if (arrival.last < 0)
+      intake_->lateness.last_was(members().group_rank, 0);  // nobody was missing when this rank came
+    else
+      intake_->lateness.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
+  }
+  // What was entered without a plan has run: its ranks' arrival was the agreement.
+  void note_persistent(const Operation& op, const ArrivalCollective& run) {
+    note_arrival(op.submitted, run.arrival());
+    if (parts_.timeline.on()) show_persistent(op, run);
+  }
+  void show_persistent(const Operation& op, const ArrivalCollective& run);
+  void wake_members();
 
   const SetParts parts_;
   const std::shared_ptr<SetIntake> intake_;

@@ -96,7 +96,7 @@ bool ProcessSet::repeat(const Submission& s, DriveGate& gate, int spin_pauses, i
   *handle = op->handle;
   pending_.add(op);
   if (progress == Progress::kPending)
-    arrivals_.push_back({op, std::move(turn)});
+    arrivals_.emplace_back(op, std::move(turn));
   else
     announce(op);
   return true;

@@ -31,18 +31,8 @@ void ProcessSet::note_batch(TimePoint planned) {
   }
 }
 
-void ProcessSet::note_arrival(TimePoint submitted, const FrozenCollective::Arrival& arrival) {
-  if (arrival.last < 0)
-    intake_->lateness.last_was(members().group_rank, 0);  // nobody was missing when this rank came
-  else
-    intake_->lateness.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
-}
-
-// What was entered without a plan has run: its ranks' arrival was the agreement.
-void ProcessSet::note_persistent(const Operation& op, const FrozenCollective& run) {
-  const FrozenCollective::Arrival arrival = run.arrival();
-  note_arrival(op.submitted, arrival);
-  if (!parts_.timeline.on()) return;
+void ProcessSet::show_persistent(const Operation& op, const ArrivalCollective& run) {
+  const ArrivalCollective::Arrival& arrival = run.arrival();
   const TimePoint at = arrival.last < 0 ? op.submitted : arrival.at;
   parts_.timeline.agreed(Timeline::key_of(op), at);
   parts_.timeline.started(op, run.algorithm(), true, at);

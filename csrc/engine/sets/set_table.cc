@@ -23,9 +23,4 @@ std::unique_ptr<ProcessSet> SetTable::remove(int id) {
   return removed;
 }
 
-ProcessSet* SetTable::find(int id) const {
-  const auto at = sets_.find(id);
-  return at == sets_.end() ? nullptr : at->second.get();
-}
-
 }  // namespace hc

@@ -19,7 +19,10 @@ class SetTable {
   // Takes it out; the caller ends it.
   std::unique_ptr<ProcessSet> remove(int id);
   // Null: there is no such set.
-  ProcessSet* find(int id) const;
+  ProcessSet* find(int id) const {
+    const auto at = sets_.find(id);
+    return at == sets_.end() ? nullptr : at->second.get();
+  }
   ProcessSet& world() const { return *sets_.at(0); }
   const std::map<int, std::unique_ptr<ProcessSet>>& all() const { return sets_; }
   // Those that this rank is a member of.

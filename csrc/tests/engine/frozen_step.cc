@@ -1,9 +1,16 @@
-// Writes down which functions rank 0's main thread enters, and how often, in steps of declared buckets whose plan is
-// persistent: two processes on one machine, which use the C API alone. CMake's HC_ENTRIES builds the core with a hook
-// at the entry of every function; benchmarks/functions_of_a_step.py turns the addresses that are printed into names.
+// Writes down which functions of libhoroclone.so rank 0 enters in steps of declared buckets whose plan is persistent:
+// two processes on one machine, which use the C API alone. Before a step it puts a breakpoint at the beginning of every
+// function of the optimised library, as a uprobe does; the first thread that comes by notes the function and takes the
+// breakpoint away. benchmarks/functions_of_a_step.py hands in the functions' addresses and names what is printed.
+#include <dlfcn.h>
+#include <signal.h>
+#include <sys/mman.h>
 #include <sys/wait.h>
+#include <ucontext.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <atomic>
 #include <cinttypes>
 #include <cstdio>
 #include <cstdlib>
@@ -14,45 +21,89 @@
 #include "horoclone.h"
 #include "horoclone_tools.h"
 
-#define HC_NOT_TRACED __attribute__((no_instrument_function))
-
 namespace {
 
-// The functions that the recorded thread entered, in the order of their first entry. A hook may call nothing, so they
-// are found by their address in a table of this size.
-constexpr size_t kMost = 4096;
-struct Entered {
-  void* function;
-  uint64_t calls;
-};
-Entered entered[kMost];
-size_t entered_count = 0;
-uint32_t place_of[kMost];  // 1 + index in `entered`
-thread_local bool recording = false;
+// Of x86-64: what a breakpoint is, and how long.
+constexpr uint8_t kBreakpoint = 0xcc;
 
-HC_NOT_TRACED void note(void* function) {
-  if (!recording) return;
-  size_t at = reinterpret_cast<uintptr_t>(function) * 0x9e3779b97f4a7c15u >> 52;
-  while (place_of[at] != 0 && entered[place_of[at] - 1].function != function) at = (at + 1) % kMost;
-  if (place_of[at] == 0) {
-    if (entered_count == kMost / 2) __builtin_trap();
-    entered[entered_count] = {function, 0};
-    place_of[at] = static_cast<uint32_t>(++entered_count);
+struct Function {
+  uint64_t offset;  // in the library
+  uint8_t* code;
+  uint8_t first;  // the byte that the breakpoint replaces
+  std::atomic<bool> entered{false};
+};
+std::vector<Function> functions;  // by address
+
+Function* at(uint8_t* code) {
+  const auto found = std::lower_bound(functions.begin(), functions.end(), code,
+                                      [](const Function& f, uint8_t* c) { return f.code < c; });
+  return found != functions.end() && found->code == code ? &*found : nullptr;
+}
+
+void on_breakpoint(int, siginfo_t*, void* context) {
+  greg_t& next = static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP];
+  auto* code = reinterpret_cast<uint8_t*>(next - 1);
+  Function* function = at(code);
+  if (!function) abort();
+  function->entered = true;
+  *code = function->first;
+  next -= 1;
+}
+
+// Reads one hexadecimal offset per line from standard input.
+void find_functions() {
+  Dl_info library{};
+  if (dladdr(reinterpret_cast<void*>(&hc_wait), &library) == 0) abort();
+  auto* base = static_cast<uint8_t*>(library.dli_fbase);
+  std::vector<uint64_t> offsets;
+  for (uint64_t offset; std::scanf("%" SCNx64, &offset) == 1;) offsets.push_back(offset);
+  std::sort(offsets.begin(), offsets.end());
+  offsets.erase(std::unique(offsets.begin(), offsets.end()), offsets.end());
+  if (offsets.empty()) {
+    std::fprintf(stderr, "no functions on standard input\n");
+    std::exit(1);
   }
-  ++entered[place_of[at] - 1].calls;
+  functions = std::vector<Function>(offsets.size());
+  for (size_t i = 0; i < offsets.size(); ++i) {
+    functions[i].offset = offsets[i];
+    functions[i].code = base + offsets[i];
+    functions[i].first = *functions[i].code;
+  }
+  const auto page = static_cast<uintptr_t>(sysconf(_SC_PAGESIZE));
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(functions.front().code) / page * page;
+  const uintptr_t end = reinterpret_cast<uintptr_t>(functions.back().code) + 1;
+  if (mprotect(reinterpret_cast<void*>(begin), end - begin, PROT_READ | PROT_WRITE | PROT_EXEC) != 0) {
+    std::perror("mprotect");
+    std::exit(1);
+  }
+  struct sigaction action{};
+  action.sa_sigaction = on_breakpoint;
+  action.sa_flags = SA_SIGINFO | SA_RESTART;
+  sigaction(SIGTRAP, &action, nullptr);
 }
 
 void start_recording() {
-  entered_count = 0;
-  std::memset(place_of, 0, sizeof place_of);
-  recording = true;
+  for (Function& f : functions) {
+    f.entered = false;
+    *f.code = kBreakpoint;
+  }
+}
+
+void stop_recording() {
+  for (Function& f : functions) *f.code = f.first;
 }
 
 }  // namespace
 
-// g++ -finstrument-functions calls these.
-extern "C" HC_NOT_TRACED void __cyg_profile_func_enter(void* function, void*) { note(function); }
-extern "C" HC_NOT_TRACED void __cyg_profile_func_exit(void*, void*) {}
+// The core's threads block every signal; a breakpoint of a thread that blocks SIGTRAP would end the process.
+extern "C" int pthread_sigmask(int how, const sigset_t* set, sigset_t* old) noexcept {
+  static const auto real =
+      reinterpret_cast<int (*)(int, const sigset_t*, sigset_t*)>(dlsym(RTLD_NEXT, "pthread_sigmask"));
+  if (!set || how == SIG_UNBLOCK) return real(how, set, old);
+  sigset_t without_trap = *set;
+  sigdelset(&without_trap, SIGTRAP);
+  return real(how, &without_trap, old);
+}
 
 namespace {
 
@@ -169,9 +220,10 @@ void body(int rank, Pipe* to_peer, Pipe* from_peer, int steps) {
       start_recording();
       step.submit();
       step.finish();
-      recording = false;
+      stop_recording();
       std::printf("step\n");
-      for (size_t e = 0; e < entered_count; ++e) std::printf("%p %" PRIu64 "\n", entered[e].function, entered[e].calls);
+      for (const Function& f : functions)
+        if (f.entered) std::printf("%" PRIx64 "\n", f.offset);
       to_peer->put("g");
     } else {
       step.submit();
@@ -191,7 +243,7 @@ void body(int rank, Pipe* to_peer, Pipe* from_peer, int steps) {
 
 }  // namespace
 
-// Takes the number of steps. Prints "step" before each, then one line for each function: address, calls.
+// Takes the number of steps. Prints "step" before each, then the offset of each function that it entered.
 int main(int argc, char** argv) {
   const int steps = argc > 1 ? std::atoi(argv[1]) : 1;
   Pipe up, down;
@@ -201,6 +253,7 @@ int main(int argc, char** argv) {
     body(1, &up, &down, steps);
     return 0;
   }
+  find_functions();
   body(0, &down, &up, steps);
   int status = 0;
   waitpid(child, &status, 0);
