@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 import threading
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone.torch.c10d.tensors import reduction
 
 
 @contextmanager
@@ -73,8 +76,86 @@ def test_every_reduction() -> None:
                 chunk = torch.empty(3, 4, dtype=dtype)
                 dist.reduce_scatter_tensor(chunk, wide, op)
                 assert torch.allclose(chunk, wanted), (dtype, op)
-        error = raised(lambda: dist.all_reduce(torch.ones(2), dist.ReduceOp.BAND))
-        assert isinstance(error, ValueError)
+
+
+BITS = {
+    dist.ReduceOp.BAND: torch.bitwise_and,
+    dist.ReduceOp.BOR: torch.bitwise_or,
+    dist.ReduceOp.BXOR: torch.bitwise_xor,
+}
+OF_GLOO = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
+NOT_OF_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # the core has none of the last two
+
+
+def some_bits(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    chance = torch.Generator().manual_seed(rank)
+    if dtype is torch.bool:
+        return torch.randint(0, 2, shape, generator=chance).bool()
+    width = torch.empty(0, dtype=dtype).element_size()
+    bytes_ = torch.randint(0, 256, (*shape[:-1], shape[-1] * width), generator=chance).to(torch.uint8)
+    return bytes_.view(dtype)
+
+
+@ranks(1, 2, 3)
+def test_bits_are_reduced_as_gloo_and_torch_reduce_them() -> None:
+    with distributed() as (rank, size):
+        gloo = dist.new_group(backend="gloo")
+        for dtype in OF_GLOO + NOT_OF_GLOO:
+            parts = [some_bits(r, dtype, 5, 7) for r in range(size)]
+            for op, fold in BITS.items():
+                wanted = functools.reduce(fold, parts)
+                if dtype in OF_GLOO:
+                    dist.all_reduce(theirs := parts[rank].clone(), op, group=gloo)
+                    assert torch.equal(theirs, wanted), (dtype, op)
+                dist.all_reduce(mine := parts[rank].clone(), op)
+                assert mine.dtype is dtype and torch.equal(mine, wanted), (dtype, op, mine, wanted)
+                work = dist.all_reduce(mine := parts[rank].clone(), op, async_op=True)
+                assert torch.equal(work.get_future().wait()[0], wanted) and torch.equal(mine, wanted)
+                root = size - 1
+                dist.reduce(mine := parts[rank].clone(), root, op)
+                assert torch.equal(mine, wanted if rank == root else parts[rank]), (dtype, op)
+                chunk = torch.empty(5, 7, dtype=dtype)
+                dist.reduce_scatter_tensor(chunk, parts[rank].repeat(size, 1), op)
+                assert torch.equal(chunk, wanted), (dtype, op)
+                dist.all_reduce(none := torch.empty(0, 3, dtype=dtype), op)
+                assert none.shape == (0, 3)
+
+
+@ranks(2)
+def test_bits_of_several_tensors_are_one_operation() -> None:
+    with distributed() as (rank, size):
+        for dtype in (torch.bool, torch.int32, torch.uint32):
+            each = [[some_bits(r, dtype, count) for count in (3, 1, 70)] for r in range(size)]
+            for op, fold in BITS.items():
+                mine = [part.clone() for part in each[rank]]
+                dist.all_reduce_coalesced(mine, op)
+                assert all(map(torch.equal, mine, map(fold, *each))), (dtype, op, mine)
+
+
+@ranks(2)
+def test_numbers_that_have_no_bits_to_reduce_are_refused() -> None:
+    with distributed() as (rank, size):
+        for op in BITS:
+            for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.complex64):
+                ones = torch.ones(2, dtype=dtype)
+                calls = (
+                    functools.partial(dist.all_reduce, ones, op),
+                    functools.partial(dist.reduce, ones, 0, op),
+                    functools.partial(dist.reduce_scatter_tensor, ones, ones.repeat(size), op),
+                )
+                for call in calls:
+                    error = raised(call)
+                    assert isinstance(error, ValueError), (op, dtype, error)
+        with pytest.raises(hvd.HorovodInternalError, match="int16") as told:
+            dist.all_reduce(torch.ones(2, dtype=torch.int16 if rank else torch.int8), dist.ReduceOp.BXOR)
+        assert isinstance(told.value, hvd.Mismatch)
+        dist.all_reduce(mine := torch.tensor([1 << rank]), dist.ReduceOp.BOR)
+        assert mine.tolist() == [3]
+
+
+def test_a_reduction_that_torch_may_add_is_refused_and_never_a_sum() -> None:
+    with pytest.raises(ValueError, match="'MEDIAN'.* use one of SUM, AVG"):
+        reduction(types.SimpleNamespace(reduceOp=types.SimpleNamespace(op="MEDIAN")))
 
 
 @ranks(1, 2, 3)

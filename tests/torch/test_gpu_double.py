@@ -659,13 +659,12 @@ def test_double_a_killed_peer_on_the_same_gpu_is_named_and_nothing_hangs(ranks) 
 def distributes() -> None:
     import torch.distributed as dist
 
-    from horoclone.torch.c10d import gathered as c10d_gathered
     from horoclone.torch.c10d import group as c10d_group
     from horoclone.torch.c10d import tensors as c10d_tensors
     from horoclone.torch.c10d import work as c10d_work
 
     double = begin()
-    for module in (c10d_gathered, c10d_group, c10d_tensors, c10d_work):
+    for module in (c10d_group, c10d_tensors, c10d_work):
         double.patch(module)
     rank, size = hvd.rank(), hvd.size()
     hvd.shutdown()

@@ -21,12 +21,19 @@ import torch.distributed as dist
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d.facts import BACKEND, GroupFacts
-from horoclone.torch.c10d.gathered import reduce_bits
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d.meeting import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d.monitored import monitored_barrier
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
-from horoclone.torch.c10d.tensors import BITWISE, as_bytes, copy_apart, listed, number_at, ops_name, reduction
+from horoclone.torch.c10d.tensors import (
+    as_bytes,
+    copy_apart,
+    listed,
+    number_at,
+    ops_name,
+    reducible,
+    reduction,
+)
 from horoclone.torch.c10d.work import Finish, Finished, InFlight, Work
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, Place, arrived, place_of, place_of_all, rows_of
@@ -139,20 +146,18 @@ class HorocloneGroup(GroupFacts):
             submit_group = partial(self._enqueue, requests.submit_group)
             handle, kept, finish = start_sparse_sum(submit_group, self._size, sparse, opts)
             return self._work(handle, tensors, kept, finish, "sparse allreduce", place=place_of(sparse))
-        kind, reduce, factor = reduction(opts)
-        if kind in BITWISE:
-            return reduce_bits(self, tensors, kind)
-        if len(tensors) == 1:
-            tensor = tensors[0]
+        _, reduce, factor = reduction(opts)
+        data = [reducible(t, reduce) for t in tensors]
+        if len(data) == 1:
             return self._submit(
-                ops.ALLREDUCE, tensor, tensor, reduce=reduce, prescale=factor, outputs=tensors
+                ops.ALLREDUCE, data[0], data[0], reduce=reduce, prescale=factor, outputs=tensors
             )
-        numbers, place = [number_at(t) for t in tensors], place_of_all(tensors)
+        numbers, place = [number_at(t) for t in data], place_of_all(data)
         handle = self._enqueue(
-            requests.submit_group, ops.ALLREDUCE, sources=tensors, targets=tensors, dtypes=numbers, reduce=reduce,
+            requests.submit_group, ops.ALLREDUCE, sources=data, targets=data, dtypes=numbers, reduce=reduce,
             prescale=factor, place=place,
         )  # fmt: skip
-        return self._work(handle, tensors, tensors, None, "allreduce_coalesced", place=place)
+        return self._work(handle, tensors, data, None, "allreduce_coalesced", place=place)
 
     allreduce_coalesced = allreduce
 
@@ -160,12 +165,11 @@ class HorocloneGroup(GroupFacts):
         """Reduces into the tensor of rank opts.rootRank; the others' tensors stay as they are."""
         (tensor,) = listed(tensors)
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts)
-        kind, reduce, factor = reduction(op if op is not None else opts)
-        if kind in BITWISE:
-            return reduce_bits(self, [tensor], kind, root)
-        target = tensor if self._rank == root else None
+        _, reduce, factor = reduction(op if op is not None else opts)
+        data = reducible(tensor, reduce)
+        target = data if self._rank == root else None
         return self._submit(
-            ops.REDUCE, tensor, target, reduce=reduce, prescale=factor, root=root, outputs=[tensor]
+            ops.REDUCE, data, target, reduce=reduce, prescale=factor, root=root, outputs=[tensor]
         )
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
@@ -181,12 +185,12 @@ class HorocloneGroup(GroupFacts):
 
     def _reduce_parts(self, outputs: Tensors, sources: Tensors, opts: Any) -> Work:
         """Pairs (output, source of size chunks); several pairs are laid out so that one operation does them all."""
-        kind, reduce, factor = reduction(opts)
+        _, reduce, factor = reduction(opts)
         for output in outputs:
-            number_at(output)
+            number_at(reducible(output, reduce))
         rows = [source.reshape(self._size, -1) for source in sources]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
-        if reduce not in (ops.Sum, ops.Average) or kind in BITWISE:
+        if reduce not in (ops.Sum, ops.Average):
             whole = flat.clone()
             work = self.allreduce([whole], opts)
             inner = work._finish

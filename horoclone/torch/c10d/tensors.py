@@ -4,14 +4,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from horoclone import ops
-from horoclone.torch.operations.tensors import ON_GPU, number_of
+from horoclone.torch.operations.tensors import NUMBER_OF, ON_GPU, number_of
 
 Tensors = Sequence[torch.Tensor]
 _RedOp: Any = dist.ReduceOp.RedOpType
@@ -23,13 +23,11 @@ REDUCTIONS = {
     _RedOp.MIN: ops.Min,
     _RedOp.MAX: ops.Max,
     _RedOp.PREMUL_SUM: ops.Sum,
+    _RedOp.BAND: ops.And,
+    _RedOp.BOR: ops.Or,
+    _RedOp.BXOR: ops.Xor,
 }
-# The core has no bitwise reductions: everybody's bits are gathered and folded on each rank.
-BITWISE: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
-    _RedOp.BAND: torch.bitwise_and,
-    _RedOp.BOR: torch.bitwise_or,
-    _RedOp.BXOR: torch.bitwise_xor,
-}
+BITWISE = (ops.And, ops.Or, ops.Xor)
 
 
 def ops_name(op: int) -> str:
@@ -45,15 +43,29 @@ def listed(tensors: Any) -> list[torch.Tensor]:
 
 
 def reduction(opts: Any) -> tuple[Any, int, float]:
-    """(torch's reduction, ours, factor before it) of options or of an operation; SUM without any."""
+    """(torch's reduction, ours, factor before it) of options or of an operation; SUM without any.
+
+    ValueError for what is not one of torch's reductions.
+    """
     wish = getattr(opts, "reduceOp", opts)
     if wish is None:
         wish = _RedOp.SUM
     kind = wish if isinstance(wish, _RedOp) else wish.op
-    factor = 1.0
-    if kind == _RedOp.PREMUL_SUM:
-        factor = float(wish.factor)
-    return kind, REDUCTIONS.get(kind, ops.Sum), factor
+    if kind not in REDUCTIONS:
+        raise ValueError(f"{wish!r} is no reduction; use one of {', '.join(k.name for k in REDUCTIONS)}")
+    return kind, REDUCTIONS[kind], float(wish.factor) if kind == _RedOp.PREMUL_SUM else 1.0
+
+
+def reducible(tensor: torch.Tensor, reduce: int) -> torch.Tensor:
+    """What the core reduces for `tensor`: itself, or its bytes where these are reduced and the core lacks the dtype.
+
+    ValueError for the bits of floating-point and complex numbers.
+    """
+    if reduce not in BITWISE:
+        return tensor
+    if tensor.dtype.is_floating_point or tensor.is_complex():
+        raise ValueError(f"bitwise reductions need whole numbers or bool, not {tensor.dtype}")
+    return tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
