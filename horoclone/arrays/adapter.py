@@ -79,3 +79,9 @@ class Operations(Generic[Array]):
 def _over(kind: type[Operations[Any]], adapter: str) -> Operations[Any]:
     memory: Any = importlib.import_module(adapter)
     return kind(memory)
+
+
+def named(method: Callable[..., Any], qualified: str, doc: str) -> Callable[..., Any]:
+    """A method that a function made, with the name and the docstring by which users find it: `Class.name`."""
+    method.__qualname__, method.__name__, method.__doc__ = qualified, qualified.partition(".")[2], doc
+    return method

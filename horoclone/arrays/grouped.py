@@ -7,13 +7,46 @@ from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
 from horoclone.arrays import handles, requests
-from horoclone.arrays.adapter import Array, Operations
+from horoclone.arrays.adapter import Array, Operations, named
 from horoclone.arrays.collectives import UNSCALED, Scales, rows_of, scatterable
 from horoclone.arrays.handles import Pending, remember, synchronize
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
+
+
+def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = False) -> Any:
+    """One of the four grouped allreduces, as a method."""
+
+    def grouped_allreduce(
+        self: Grouped[Any],
+        arrays: Sequence[Any],
+        average: bool | None = None,
+        name: str | None = None,
+        op: int | None = None,
+        prescale_factor: float = 1.0,
+        postscale_factor: float = 1.0,
+        process_set: ProcessSet = global_process_set,
+    ) -> Any:
+        memory, reduce, scales = (
+            self._memory,
+            ops.resolve_reduce(average, op),
+            (prescale_factor, postscale_factor),
+        )
+        if in_place:
+            sources = outs = [memory.writable(array) for array in arrays]
+        else:
+            sources = [memory.readable(array) for array in arrays]
+            outs = [memory.empty_like(source) for source in sources]
+        handle = handles.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
+        if handle is None:
+            handle = remember(
+                self._start(ops.ALLREDUCE, name, sources, outs, process_set, reduce=reduce, scales=scales)
+            )
+        return synchronize(handle) if waits else handle
+
+    return named(grouped_allreduce, f"Grouped.{name}", doc)
 
 
 class Grouped(Operations[Array]):
@@ -48,86 +81,25 @@ class Grouped(Operations[Array]):
 
         return Pending(native, handle, (sources, outs), finish)
 
-    def grouped_allreduce_async(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """As grouped_allreduce; returns one handle for the group at once."""
-        sources = [self._memory.readable(array) for array in arrays]
-        outs = [self._memory.empty_like(source) for source in sources]
-        reduce, scales = ops.resolve_reduce(average, op), (prescale_factor, postscale_factor)
-        return self._reduce_group(sources, outs, name, reduce, scales, process_set)
-
-    def grouped_allreduce(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> list[Array]:
-        """Reduces several arrays as one operation: none of them before all are ready on every rank."""
-        reduce = ops.resolve_reduce(average, op)
-        handle = self.grouped_allreduce_async(
-            arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
-        )
-        return synchronize(handle)  # type: ignore[no-any-return]
-
-    def grouped_allreduce_async_(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """As grouped_allreduce_; returns one handle for the group at once."""
-        targets = [self._memory.writable(array) for array in arrays]
-        reduce, scales = ops.resolve_reduce(average, op), (prescale_factor, postscale_factor)
-        return self._reduce_group(targets, targets, name, reduce, scales, process_set)
-
-    def grouped_allreduce_(
-        self,
-        arrays: Sequence[Any],
-        average: bool | None = None,
-        name: str | None = None,
-        op: int | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> list[Array]:
-        """As grouped_allreduce, with the results in the arrays themselves."""
-        reduce = ops.resolve_reduce(average, op)
-        handle = self.grouped_allreduce_async_(
-            arrays, None, name, reduce, prescale_factor, postscale_factor, process_set
-        )
-        return synchronize(handle)  # type: ignore[no-any-return]
-
-    def _reduce_group(
-        self,
-        sources: list[Any],
-        outs: list[Any],
-        name: str | None,
-        reduce: int,
-        scales: Scales,
-        process_set: ProcessSet,
-    ) -> int:
-        plain = handles.start_plain_group(sources, outs, None, name, reduce, *scales, process_set, 0)
-        if plain is not None:
-            return plain
-        return remember(
-            self._start(ops.ALLREDUCE, name, sources, outs, process_set, reduce=reduce, scales=scales)
-        )
+    grouped_allreduce = _allreduce(
+        "grouped_allreduce",
+        "Reduces several arrays as one operation: none of them before all are ready on every rank.",
+        waits=True,
+    )
+    grouped_allreduce_ = _allreduce(
+        "grouped_allreduce_",
+        "As grouped_allreduce, with the results in the arrays themselves.",
+        in_place=True,
+        waits=True,
+    )
+    grouped_allreduce_async = _allreduce(
+        "grouped_allreduce_async", "As grouped_allreduce; returns one handle for the group at once."
+    )
+    grouped_allreduce_async_ = _allreduce(
+        "grouped_allreduce_async_",
+        "As grouped_allreduce_; returns one handle for the group at once.",
+        in_place=True,
+    )
 
     def grouped_allgather_async(
         self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set

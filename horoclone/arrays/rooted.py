@@ -6,11 +6,12 @@ of them can run while a rank of the process set has joined (Unsupported).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
 from horoclone.arrays import requests
-from horoclone.arrays.adapter import Array, Operations
+from horoclone.arrays.adapter import Array, Operations, named
 from horoclone.arrays.handles import Pending, now, remember
 from horoclone.arrays.host_memory import row_counts
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
@@ -19,85 +20,11 @@ if TYPE_CHECKING:
     from horoclone._core import Runtime
 
 
-class Rooted(Operations[Array]):
-    """reduce, gather and scatter, over an adapter."""
-
-    # --- reduce ---
-
-    def _reduced(
-        self,
-        source: Any,
-        root_rank: int,
-        op: int,
-        name: str | None,
-        scales: tuple[float, float],
-        process_set: ProcessSet,
-        in_place: Any = None,
-    ) -> Pending:
-        """in_place: what to return; the root's result is then in `source`."""
-        native, memory, place = runtime.native(), self._memory, self._memory.place_of([source])
-        is_root = native.rank == root_rank
-        out = source if in_place is not None else memory.empty_like(source) if is_root else None
-        handle = requests.submit(
-            memory, native, ops.REDUCE, name, source=source, target=out if is_root else None,
-            reduce=ops.resolve_reduce(None, op), prescale=scales[0], postscale=scales[1], root=root_rank,
-            process_set=set_id(process_set), place=place,
-        )  # fmt: skip
-
-        def finish(native: Runtime, handle: int) -> Any:
-            memory.follow(native, handle, place)
-            return out if in_place is None else in_place
-
-        return Pending(native, handle, (source, out), finish)
-
-    def reduce_async(
-        self,
-        array: Any,
-        root_rank: int,
-        op: int = ops.Average,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """As reduce; returns a handle at once."""
-        source, scales = self._memory.readable(array), (prescale_factor, postscale_factor)
-        return remember(self._reduced(source, root_rank, op, name, scales, process_set))
+def _reduce(name: str, doc: str, settle: Callable[[Pending], Any], *, in_place: bool = False) -> Any:
+    """One of the four reduces, as a method. settle: what becomes of the operation in flight."""
 
     def reduce(
-        self,
-        array: Any,
-        root_rank: int,
-        op: int = ops.Average,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> Array | None:
-        """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
-
-        Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up
-        a binomial tree; in shared memory every rank reduces a slice, which the root collects.
-        """
-        source, scales = self._memory.readable(array), (prescale_factor, postscale_factor)
-        return now(self._reduced(source, root_rank, op, name, scales, process_set))  # type: ignore[no-any-return]
-
-    def reduce_async_(
-        self,
-        array: Any,
-        root_rank: int,
-        op: int = ops.Average,
-        name: str | None = None,
-        prescale_factor: float = 1.0,
-        postscale_factor: float = 1.0,
-        process_set: ProcessSet = global_process_set,
-    ) -> int:
-        """As reduce_; returns a handle at once."""
-        source, scales = self._memory.writable(array), (prescale_factor, postscale_factor)
-        return remember(self._reduced(source, root_rank, op, name, scales, process_set, array))
-
-    def reduce_(
-        self,
+        self: Rooted[Any],
         array: Any,
         root_rank: int,
         op: int = ops.Average,
@@ -106,9 +33,46 @@ class Rooted(Operations[Array]):
         postscale_factor: float = 1.0,
         process_set: ProcessSet = global_process_set,
     ) -> Any:
-        """Overwrites rank root_rank's array with the reduction; the others' stay as they are. Returns the array."""
-        source, scales = self._memory.writable(array), (prescale_factor, postscale_factor)
-        return now(self._reduced(source, root_rank, op, name, scales, process_set, array))
+        native, memory = runtime.native(), self._memory
+        source = memory.writable(array) if in_place else memory.readable(array)
+        place = memory.place_of([source])
+        is_root = native.rank == root_rank
+        target = None if not is_root else source if in_place else memory.empty_like(source)
+        handle = requests.submit(
+            memory, native, ops.REDUCE, name, source=source, target=target, reduce=ops.resolve_reduce(None, op),
+            prescale=prescale_factor, postscale=postscale_factor, root=root_rank, process_set=set_id(process_set),
+            place=place,
+        )  # fmt: skip
+
+        def finish(native: Runtime, handle: int) -> Any:
+            memory.follow(native, handle, place)
+            return array if in_place else target
+
+        return settle(Pending(native, handle, (source, target), finish))
+
+    return named(reduce, f"Rooted.{name}", doc)
+
+
+class Rooted(Operations[Array]):
+    """reduce, gather and scatter, over an adapter."""
+
+    reduce = _reduce(
+        "reduce",
+        """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
+
+        Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up
+        a binomial tree; in shared memory every rank reduces a slice, which the root collects.
+        """,
+        now,
+    )
+    reduce_ = _reduce(
+        "reduce_",
+        "Overwrites rank root_rank's array with the reduction; the others' stay as they are. Returns the array.",
+        now,
+        in_place=True,
+    )
+    reduce_async = _reduce("reduce_async", "As reduce; returns a handle at once.", remember)
+    reduce_async_ = _reduce("reduce_async_", "As reduce_; returns a handle at once.", remember, in_place=True)
 
     # --- gather ---
 
