@@ -12,11 +12,11 @@ from horoclone import settings
 PAGE = Path(__file__).with_name("environment.md")
 HEAD = """# Environment variables
 
-<!-- docs/make_environment.py writes this from the table in csrc/base/settings_table.h: `make docs`. -->
+<!-- `make docs` writes this page from csrc/base/settings_table.h (docs/make_environment.py). -->
 
-Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name where the meaning is
-the same; an empty value counts as unset. A value that is not accepted makes `init()` raise `ValueError` with the
-variable, the value and what is accepted.
+Every setting is read once, by `init()`. `HOROCLONE_X` is looked up first, then the Horovod name
+where the meaning is the same; an empty value counts as unset. A value that is not accepted makes
+`init()` raise `ValueError` with the variable, the value and what is accepted.
 """
 CORE = """
 ## Read by the runtime
@@ -27,8 +27,8 @@ CORE = """
 LAUNCHER = """
 ## Read by the launcher and the bootstrap
 
-`horoclonerun` sets most of these for the processes that it starts; under another launcher only the secret may be
-needed.
+`horoclonerun` sets most of these for the processes that it starts; under another launcher only the
+secret may be needed.
 
 | variable | Horovod name | default | type | meaning |
 |---|---|---|---|---|
@@ -38,7 +38,8 @@ needed.
 UNREAD = """
 ## Horovod's variables that nothing here reads
 
-Where one of these is set to something else than Horovod's default, rank 0 says so at its first `init()`.
+Where one of these is set to something else than Horovod's default, rank 0 says so at its first
+`init()`.
 
 | variable | Horovod's default | instead |
 |---|---|---|
@@ -46,8 +47,7 @@ Where one of these is set to something else than Horovod's default, rank 0 says 
 BUILD_TIME = """
 ## Horovod's variables at build time
 
-{instead} So nothing reads these, at build time or later, and nothing is said when they are set:
-{names}.
+{names}
 """
 
 
@@ -80,8 +80,11 @@ def page(knobs: list[dict[str, str]]) -> str:
     parts.append(
         UNREAD + "".join(f"{line(code(n), code(d), cell(text))}\n" for n, d, text in settings.UNREAD)
     )
-    names = textwrap.fill(", ".join(map(code, settings.BUILD_TIME)), 116, break_on_hyphens=False)
-    parts.append(BUILD_TIME.format(instead=settings.BUILD_TIME_INSTEAD, names=names))
+    names = (
+        f"{settings.BUILD_TIME_INSTEAD} So nothing reads these, at build time or later, and nothing is said when they "
+        f"are set: {', '.join(map(code, settings.BUILD_TIME))}."
+    )
+    parts.append(BUILD_TIME.format(names=textwrap.fill(names, 100, break_on_hyphens=False)))
     return "".join(parts)
 
 
