@@ -38,7 +38,7 @@ class DeviceBlock:
     __cuda_array_interface__: dict[str, object]
 
 class TensorDoor:
-    """The short way of an allreduce in host memory, straight from tensors, and of its end. Only `call` waits.
+    """The fast path of an allreduce in host memory, straight from tensors, and of its end. Only `call` waits.
 
     Takes what is plain: exactly of one of `kinds`, dense, contiguous, not empty, of a dtype that the core has, in the
     process set `everybody`. Returns None (finish: NotImplemented) for all else and where something is wrong: then the

@@ -103,16 +103,16 @@ def given_away(handle: int) -> RuntimeError:
 # --- while no fast path is open ---
 
 
-def long_way(*_: Any) -> None:
-    """Stands for start_plain and start_plain_group while no short way is open."""
+def slow_path(*_: Any) -> None:
+    """Stands for start_plain and start_plain_group while no fast path is open."""
     return None
 
 
 def not_yet(handle: Any) -> Any:
-    """Stands for finish_plain while no short way is open."""
+    """Stands for finish_plain while no fast path is open."""
     return NotImplemented
 
 
 def nobody(handle: int) -> bool:
-    """Stands for given_elsewhere while no short way is open."""
+    """Stands for given_elsewhere while no fast path is open."""
     return False

@@ -62,7 +62,7 @@ DTYPES: dict[str, int] = {
 def at_priority(priority: int) -> tuple[Any, ...]:
     """The last arguments of Runtime.submit for an allreduce in host memory that has a priority.
 
-    By place: for one keyword the door compares the names of all arguments, which takes a third of the call.
+    By place: for one keyword the native function compares the names of all arguments, which takes a third of the call.
     """
     return (None, 0, -1, 0, priority) if priority else ()
 

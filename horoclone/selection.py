@@ -44,7 +44,7 @@ def _possible(value: Any) -> bool:
 
 
 def remembered(environ: Mapping[str, str]) -> dict[str, int | str]:
-    """All that is known, by key: up to how many bytes the flat way is used, or how data goes between these nodes."""
+    """All that is known, by key: up to how many bytes algorithms are flat, or how data goes between these nodes."""
     known: dict[str, Any] = {}
     try:
         known = {str(key): value for key, value in json.loads(cache_file(environ).read_text()).items()}

@@ -1,6 +1,6 @@
 """`horoclone simulate`: what agreement costs, and what a step takes, at any number of ranks, in one process.
 
-The agreement is not modelled: the real coordinator, combiners, plan cache and bytes run on a virtual clock
+The agreement is not modelled: the real coordinator, request aggregators, plan cache and bytes run on a virtual clock
 (csrc/tools/simulation.h), from the announcement of a step's tensors on all ranks to the plan on the last one. What a
 message costs is a constant: `benchmarks/control.py --costs FILE` measures it on a machine, DEFAULT_COSTS are those of
 docs/performance.md. The time of a step comes from formulas, see step_ms().

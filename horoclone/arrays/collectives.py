@@ -108,7 +108,7 @@ class Collectives(Operations[Array]):
             root=root, process_set=set_id(process_set), splits=splits,
         )  # fmt: skip
         if out is not None:
-            handles.open_way(native)
+            handles.open_fast_path(native)
             return out
         assert result is not None
         rows = memory.rows(result, source, None)
@@ -359,7 +359,7 @@ class Collectives(Operations[Array]):
         return array
 
     def join(self, device: int = -1) -> int:
-        """This rank has no more data: the others' allreduces go on with its neutral elements, on GPU number `device`
+        """This rank has no more data: the others' allreduces go on with its identity elements, on GPU number `device`
         (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was last."""
         native = runtime.native()
         handle = requests.submit_empty(native, ops.JOIN, place=self._memory.place_to_join(device))

@@ -9,7 +9,7 @@ import itertools
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from horoclone.handles import Waits, given_away, long_way, nobody, not_yet
+from horoclone.handles import Waits, given_away, nobody, not_yet, slow_path
 from horoclone.process_sets import global_process_set
 
 if TYPE_CHECKING:
@@ -30,21 +30,21 @@ class Pending:
         self.finish = finish
 
 
-# number -> an operation in flight; of one that took the short way its handle -> its output, or (output, what must live,
+# number -> an operation in flight; of one that took the fast path its handle -> its output, or (output, what must live,
 # None). Handles of the core are below 2^62, and no two lives of the runtime in one process give the same.
 _pending: dict[int, Any] = {}
 _numbers = itertools.count(1 << 62)
-_owner: Runtime | None = None  # the runtime of those that took the short way
+_owner: Runtime | None = None  # the runtime of those that took the fast path
 
 
-# The short way of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
+# The fast path of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
 # or None for what is not plain or not right; finish_plain returns the output, or NotImplemented where `synchronize` has
 # to wait, raise or make something. call_plain waits, too: it returns the output, or None, or the handle of an
 # operation that has failed, of which `synchronize` raises the error. Callers read them from this module: they change
 # with the runtime.
-start_plain: Callable[..., int | None] = long_way
-call_plain: Callable[..., Any] = long_way
-start_plain_group: Callable[..., int | None] = long_way
+start_plain: Callable[..., int | None] = slow_path
+call_plain: Callable[..., Any] = slow_path
+start_plain_group: Callable[..., int | None] = slow_path
 finish_plain: Callable[[Any], Any] = not_yet
 given_elsewhere: Callable[[int], bool] = nobody  # whether finish_plain gave it to another thread
 
@@ -52,7 +52,7 @@ _waits = Waits()
 
 
 def _begin_life(native: Runtime) -> None:
-    """Opens the short way into another runtime. What is left of the one before stays its own."""
+    """Opens the fast path into another runtime. What is left of the one before stays its own."""
     global _owner, start_plain, call_plain, start_plain_group, finish_plain, given_elsewhere
     import numpy as np
 
@@ -60,14 +60,14 @@ def _begin_life(native: Runtime) -> None:
 
     for handle, kept in list(_pending.items()):
         _pending[handle] = _as_pending(handle, kept)
-    door = TensorDoor(native, (np.ndarray,), None, global_process_set, _pending)
-    start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
-    call_plain, given_elsewhere = door.call, door.given_elsewhere
+    fast_path = TensorDoor(native, (np.ndarray,), None, global_process_set, _pending)
+    start_plain, start_plain_group, finish_plain = fast_path.start, fast_path.start_group, fast_path.finish
+    call_plain, given_elsewhere = fast_path.call, fast_path.given_elsewhere
     _owner = native
 
 
-def open_way(native: Runtime) -> None:
-    """Opens the short way for what comes, behind a call that has gone the long one."""
+def open_fast_path(native: Runtime) -> None:
+    """Opens the fast path for what comes, behind a call that has taken the slow one."""
     if native is not _owner:
         _begin_life(native)
 

@@ -81,7 +81,7 @@ _first_byte_of: Any = ctypes.c_char.from_buffer
 
 
 def address(array: Array) -> int:
-    """Where its elements begin. The way through the buffer protocol is the short one, for those that have it."""
+    """Where its elements begin. The buffer protocol is faster, for those that have it."""
     if array.flags.carray:
         try:
             return _addressof(_first_byte_of(array))

@@ -1,6 +1,6 @@
 """Calls outside of programs: arrays on the CPU are read where they lie, others are copied to the host and back.
 
-Thread: the caller's, which drives the engine while it waits.
+Thread: the caller's, which makes progress while it waits.
 """
 
 from __future__ import annotations

@@ -379,7 +379,7 @@ def _grouped_reducescatter(
 @_as_it_is
 def join() -> Any:
     """Says that this rank has no more data, and waits until every rank has said so; gives the rank that joined last
-    (int32). Meanwhile this rank takes part in the others' allreduces with neutral elements."""
+    (int32). Meanwhile this rank takes part in the others' allreduces with identity elements."""
     return functions.horovod_join()
 
 

@@ -46,7 +46,7 @@ def calls(hvd: Any, ones: Callable[..., Any], name: str) -> list[Callable[[], An
 @ranks(2)
 def test_a_name_with_a_nul_character_is_refused_where_it_is_given(kind: str) -> None:
     hvd, ones = api(kind)
-    for after in range(2):  # in the first round the short way is not open yet
+    for after in range(2):  # in the first round the fast path is not open yet
         mine = "bias\0one" if hvd.rank() == 0 else "bias\0two"
         for call in calls(hvd, ones, mine) + calls(hvd, ones, "\0"):
             with pytest.raises(ValueError, match="NUL"):

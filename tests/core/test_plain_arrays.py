@@ -1,4 +1,4 @@
-"""The short way of an allreduce of NumPy's arrays (_core.TensorDoor, the buffer protocol): what takes it, and the rest."""
+"""The fast path of an allreduce of NumPy's arrays (_core.TensorDoor, the buffer protocol): what takes it, and the rest."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SHORT = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16"
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """How many submissions took the short way, and how many were offered to it."""
+    """How many submissions took the fast path, and how many were offered to it."""
     hvd.synchronize(
         hvd.allreduce_async_(np.ones(1))
-    )  # a life's first goes the long way and opens the short one
+    )  # a life's first takes the slow path and opens the short one
     seen = {"short": 0, "offered": 0}
     real = array_handles.start_plain, array_handles.start_plain_group
 
@@ -72,7 +72,7 @@ def test_every_dtype_takes_the_short_way_and_gives_what_a_blocking_call_gives():
 
 
 @ranks(2)
-def test_what_is_not_plain_goes_the_long_way():
+def test_what_is_not_plain_takes_the_slow_path():
     before = set(array_handles._pending)  # another test in these processes may have dropped a handle
     fixed = np.ones(3)
     fixed.flags.writeable = False
@@ -102,7 +102,7 @@ def test_what_is_not_plain_goes_the_long_way():
 
 @ranks(2)
 def test_blocking_calls_take_the_short_way_too():
-    hvd.allreduce(np.ones(1))  # a life's first goes the long way and opens the short one
+    hvd.allreduce(np.ones(1))  # a life's first takes the slow path and opens the short one
     before, real, seen = set(array_handles._pending), array_handles.call_plain, []
     array_handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
     try:

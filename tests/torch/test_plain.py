@@ -1,4 +1,4 @@
-"""The short way of an allreduce (_core.TensorDoor): what takes it, that it does the same, and what goes the long way."""
+"""The fast path of an allreduce (_core.TensorDoor): what takes it, that it does the same, and what takes the slow path."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def needs_exchange() -> None:
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """How many submissions took the short way, and how many were offered to it."""
+    """How many submissions took the fast path, and how many were offered to it."""
     hvd.synchronize(
         hvd.allreduce_async_(torch.ones(1))
-    )  # a life's first goes the long way and opens the short one
+    )  # a life's first takes the slow path and opens the short one
     seen = {"short": 0, "offered": 0}
     real = handles.start_plain, handles.start_plain_group
 
@@ -47,7 +47,7 @@ def counted() -> Iterator[dict[str, int]]:
         handles.start_plain, handles.start_plain_group = real
 
 
-def long_way(call: Callable[[], Any]) -> Any:
+def slow_path(call: Callable[[], Any]) -> Any:
     real = handles.start_plain, handles.start_plain_group
     handles.start_plain = handles.start_plain_group = lambda *_: None
     try:
@@ -77,7 +77,7 @@ def test_every_dtype_takes_the_short_way_and_gives_what_the_long_one_gives() -> 
                 assert hvd.synchronize(hvd.grouped_allreduce_async_(pair, op=hvd.Max)) is not None
             assert seen == {"short": 4, "offered": 4}, (dtype, seen)
             want = sample(dtype).reshape(shape)
-            long_way(lambda want=want: hvd.synchronize(hvd.allreduce_async_(want, op=hvd.Sum)))
+            slow_path(lambda want=want: hvd.synchronize(hvd.allreduce_async_(want, op=hvd.Sum)))
             assert torch.equal(short, want) and torch.equal(other, want) and short.dtype == dtype
             assert torch.equal(group[0], pair[0]) and group[1].tolist() == [2.0]
     scaled = torch.full((3,), 4.0)
@@ -88,7 +88,7 @@ def test_every_dtype_takes_the_short_way_and_gives_what_the_long_one_gives() -> 
 
 
 @ranks(2)
-def test_what_is_not_plain_goes_the_long_way() -> None:
+def test_what_is_not_plain_takes_the_slow_path() -> None:
     before = set(handles._pending)  # another test in these processes may have dropped a handle
     needs_exchange()
     ok = torch.ones(4)
@@ -138,13 +138,13 @@ def test_what_is_not_plain_goes_the_long_way() -> None:
 @ranks(2)
 def test_blocking_calls_take_the_short_way_too() -> None:
     needs_exchange()
-    hvd.allreduce(torch.ones(1))  # a life's first goes the long way and opens the short one
+    hvd.allreduce(torch.ones(1))  # a life's first takes the slow path and opens the short one
     before, real, seen = set(handles._pending), handles.call_plain, []
     handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
     try:
         for dtype in NUMBER_OF:
             want = sample(dtype)
-            long_way(lambda want=want: hvd.synchronize(hvd.allreduce_async_(want, op=hvd.Sum)))
+            slow_path(lambda want=want: hvd.synchronize(hvd.allreduce_async_(want, op=hvd.Sum)))
             for call in range(20):
                 mine = sample(dtype)
                 assert hvd.allreduce_(mine, op=hvd.Sum, name=str(dtype)) is mine

@@ -1,6 +1,6 @@
 """One c10d operation in flight: wait(), futures and errors of the process group in group.py.
 
-wait() drives the core on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
+wait() makes progress on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
 threads `hc-c10d` of the group wait instead, in the order of submission. On a GPU an operation is complete when it has
 been enqueued: results are moved on a stream of the group's, behind which wait() puts the caller's current stream.
 """

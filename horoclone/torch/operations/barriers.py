@@ -14,7 +14,7 @@ from horoclone.torch.operations.handles import remember, synchronize
 def join(device: int = -1) -> int:
     """Says that this rank has no more data, and waits until every rank has said so. Returns the rank that joined last.
 
-    Meanwhile this rank takes part in the others' allreduces with neutral elements, on GPU number `device` (-1: the
+    Meanwhile this rank takes part in the others' allreduces with identity elements, on GPU number `device` (-1: the
     current one) where the others' tensors are on GPUs.
     """
     runtime = native()

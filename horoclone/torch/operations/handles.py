@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from horoclone.errors import HorovodInternalError
-from horoclone.handles import Waits, given_away, long_way, nobody, not_yet
+from horoclone.handles import Waits, given_away, nobody, not_yet, slow_path
 from horoclone.process_sets import global_process_set
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
@@ -38,10 +38,10 @@ _unfinished: list[
 _exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
-# The short way, as in horoclone/arrays/handles.py. Callers read them from this module: they change with the runtime.
-start_plain: Callable[..., int | None] = long_way
-call_plain: Callable[..., Any] = long_way
-start_plain_group: Callable[..., int | None] = long_way
+# The fast path, as in horoclone/arrays/handles.py. Callers read them from this module: they change with the runtime.
+start_plain: Callable[..., int | None] = slow_path
+call_plain: Callable[..., Any] = slow_path
+start_plain_group: Callable[..., int | None] = slow_path
 finish_plain: Callable[[Any], Any] = not_yet
 given_elsewhere: Callable[[int], bool] = nobody  # whether finish_plain gave it to another thread
 
@@ -58,13 +58,15 @@ def _begin_life(runtime: Runtime) -> None:
         return
     from horoclone._core import TensorDoor
 
-    door = TensorDoor(runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending)
-    start_plain, start_plain_group, finish_plain = door.start, door.start_group, door.finish
-    call_plain, given_elsewhere = door.call, door.given_elsewhere
+    fast_path = TensorDoor(
+        runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending
+    )
+    start_plain, start_plain_group, finish_plain = fast_path.start, fast_path.start_group, fast_path.finish
+    call_plain, given_elsewhere = fast_path.call, fast_path.given_elsewhere
 
 
-def open_way(runtime: Runtime) -> None:
-    """Opens the short way for what comes, behind a call that has gone the long one."""
+def open_fast_path(runtime: Runtime) -> None:
+    """Opens the fast path for what comes, behind a call that has taken the slow one."""
     if runtime is not _owner:
         _begin_life(runtime)
 
@@ -137,7 +139,7 @@ def run(
     except BaseException as error:
         keep_if_broken_off(error, (source, target))
         raise
-    open_way(runtime)
+    open_fast_path(runtime)
     return target
 
 

@@ -27,7 +27,7 @@ _nowhere = torch.empty(16, dtype=torch.uint8)
 NOWHERE = _nowhere.data_ptr()
 
 
-# Added to the number of a dtype where the tensor is on a GPU, so that the way of host memory costs one comparison.
+# Added to the number of a dtype where the tensor is on a GPU, so that host memory costs one comparison.
 ON_GPU = 64
 
 

@@ -24,7 +24,7 @@ from horoclone.torch.optimizer.adasum import AdasumMixin, Deltas
 from horoclone.torch.optimizer.cross_barrier import NO_TIME_FOR, CrossBarrier, checked_modules
 from horoclone.torch.optimizer.reducer import Reducer
 from horoclone.torch.optimizer.sharded_state import gather_state
-from horoclone.torch.optimizer.sharding import Sharding, checked_way
+from horoclone.torch.optimizer.sharding import Sharding, checked_mode
 from horoclone.torch.optimizer.single import Terms
 from horoclone.torch.optimizer.wrapping import (
     UNSCALERS,
@@ -366,10 +366,10 @@ def DistributedOptimizer(
     wrapped._reducer = reducer
     wrapped._sharding = wrapped._whole_state = wrapped._barrier = None
     if shard_optimizer_state:
-        way = checked_way(shard_optimizer_state, type(optimizer))
+        mode = checked_mode(shard_optimizer_state, type(optimizer))
         if included:
-            wrapped._sharding = Sharding(way, process_set)
-            reducer.shares = (process_set.size() or 1) if way == "elements" else 1
+            wrapped._sharding = Sharding(mode, process_set)
+            reducer.shares = (process_set.size() or 1) if mode == "elements" else 1
     if included:
         wrapped._find_new()
         wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None

@@ -56,29 +56,29 @@ class Piece:
         return flat_of(like)[self.begin : self.end]
 
 
-def checked_way(way: Any, kind: type) -> str:
+def checked_mode(mode: Any, kind: type) -> str:
     """ "elements" or "parameters" for the argument shard_optimizer_state. ValueError where it cannot be."""
     if issubclass(kind, torch.optim.LBFGS):
         raise ValueError(
             "shard_optimizer_state does not work with LBFGS: its state is about all parameters together"
         )
-    if way is True:
+    if mode is True:
         return "elements" if kind in _ELEMENT_WISE else "parameters"
-    if way not in ("elements", "parameters"):
-        raise ValueError(f"shard_optimizer_state={way!r}: must be True, False, 'elements' or 'parameters'")
-    if way == "elements" and any(base.__name__ in _NOT_ELEMENT_WISE for base in kind.__mro__):
+    if mode not in ("elements", "parameters"):
+        raise ValueError(f"shard_optimizer_state={mode!r}: must be True, False, 'elements' or 'parameters'")
+    if mode == "elements" and any(base.__name__ in _NOT_ELEMENT_WISE for base in kind.__mro__):
         raise ValueError(
             f"shard_optimizer_state='elements' does not work with {kind.__name__}, which looks at whole parameters; "
             "use 'parameters' or True"
         )
-    return str(way)
+    return str(mode)
 
 
 class Sharding:
     """Who owns what, for one optimizer; makes its step one of this rank's pieces."""
 
-    def __init__(self, way: str, process_set: ProcessSet) -> None:
-        self.way = way
+    def __init__(self, mode: str, process_set: ProcessSet) -> None:
+        self.mode = mode
         self.process_set = process_set
         self.size = self.rank = 0  # of the set, when the pieces were cut
         self.pieces: list[Piece] = []
@@ -89,10 +89,10 @@ class Sharding:
         """Cuts the reducer's parameters, the same way on every rank."""
         self.size, self.rank = self.process_set.size() or 1, self.process_set.rank() or 0
         pieces: list[Piece] = []
-        if self.way == "elements":
+        if self.mode == "elements":
             for bucket in reducer.buckets:
                 pieces += self._cut(bucket)
-        alone = [slot for slot in by_name(reducer.slots) if self.way == "parameters" or slot.bucket is None]
+        alone = [slot for slot in by_name(reducer.slots) if self.mode == "parameters" or slot.bucket is None]
         loads = [0] * self.size
         for slot in sorted(alone, key=lambda slot: -slot.parameter.nbytes):  # stable: by name among equals
             owner = loads.index(min(loads))
