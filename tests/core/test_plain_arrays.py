@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import inspect
+import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +14,7 @@ import pytest
 from world import ranks
 
 import horoclone as hvd
+from horoclone import arrays
 from horoclone.arrays import handles as array_handles
 
 SHORT = ("bool", "uint8", "int8", "uint16", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -22,7 +25,7 @@ def counted() -> Iterator[dict[str, int]]:
     """How many submissions took the fast path, and how many were offered to it."""
     hvd.synchronize(
         hvd.allreduce_async_(np.ones(1))
-    )  # a life's first takes the slow path and opens the short one
+    )  # a life's first takes the slow path and opens the fast one
     seen = {"short": 0, "offered": 0}
     real = array_handles.start_plain, array_handles.start_plain_group
 
@@ -102,7 +105,7 @@ def test_what_is_not_plain_takes_the_slow_path():
 
 @ranks(2)
 def test_blocking_calls_take_the_short_way_too():
-    hvd.allreduce(np.ones(1))  # a life's first takes the slow path and opens the short one
+    hvd.allreduce(np.ones(1))  # a life's first takes the slow path and opens the fast one
     before, real, seen = set(array_handles._pending), array_handles.call_plain, []
     array_handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
     try:
@@ -174,3 +177,14 @@ def test_a_handle_of_one_life_is_never_taken_for_one_of_the_next():
             assert "shut down" in str(error)
         assert hvd.synchronize(old) is None
     assert hvd.synchronize(handle).tolist() == [2.0] * 2
+
+
+def test_every_function_has_its_own_name_and_text_and_can_be_pickled():
+    for name in arrays.__all__:
+        function = getattr(hvd, name)
+        assert function is getattr(arrays, name) and function.__name__ == name and function.__doc__, name
+        again = pickle.loads(pickle.dumps(function))
+        assert again.__name__ == name and inspect.signature(again) == inspect.signature(function), name
+    assert {"reduce_", "reduce_async_", "grouped_allreduce_", "grouped_allreduce_async_"} <= set(
+        arrays.__all__
+    )

@@ -27,7 +27,7 @@ def counted() -> Iterator[dict[str, int]]:
     """How many submissions took the fast path, and how many were offered to it."""
     hvd.synchronize(
         hvd.allreduce_async_(torch.ones(1))
-    )  # a life's first takes the slow path and opens the short one
+    )  # a life's first takes the slow path and opens the fast one
     seen = {"short": 0, "offered": 0}
     real = handles.start_plain, handles.start_plain_group
 
@@ -138,7 +138,7 @@ def test_what_is_not_plain_takes_the_slow_path() -> None:
 @ranks(2)
 def test_blocking_calls_take_the_short_way_too() -> None:
     needs_exchange()
-    hvd.allreduce(torch.ones(1))  # a life's first takes the slow path and opens the short one
+    hvd.allreduce(torch.ones(1))  # a life's first takes the slow path and opens the fast one
     before, real, seen = set(handles._pending), handles.call_plain, []
     handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]
     try:

@@ -113,9 +113,9 @@ class Bucket:
     """Contiguous memory of several gradients of one dtype, reduced in place by one operation."""
 
     def __init__(
-        self, runtime: Runtime, index: int, dtype: torch.dtype, slots: Sequence[Slot], shares: int = 1
+        self, runtime: Runtime, index: int, dtype: torch.dtype, slots: Sequence[Slot], shards: int = 1
     ) -> None:
-        """shares: the size is a multiple of so many aligned parts."""
+        """shards: the size is a multiple of so many aligned parts."""
         self.index = index
         self.slots = list(slots)
         align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
@@ -123,7 +123,7 @@ class Bucket:
         for slot in self.slots:
             offsets.append(count)
             count += -(-slot.parameter.numel() // align) * align
-        count = -(-max(count, 1) // (align * shares)) * align * shares
+        count = -(-max(count, 1) // (align * shards)) * align * shards
         self.flat = _allocate(runtime, count, dtype, self.slots[0].parameter)
         self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
         for slot, offset in zip(self.slots, offsets, strict=True):

@@ -70,7 +70,7 @@ class DistributedMixin(WrappedOptimizer):
         self._announced = True
 
     def _synchronize(self, whole: bool = True) -> None:
-        """whole: False where sharded gradients need not be whole, because this rank's step reads its share only."""
+        """whole: False where sharded gradients need not be whole, because this rank's step reads its shard only."""
         reducer = self._reducer
         if self._included and not reducer.reduced:
             reducer.synchronize(self._find_new)
@@ -219,7 +219,7 @@ class DistributedMixin(WrappedOptimizer):
         super().load_state_dict(state_dict)  # type: ignore[misc]
         if self._sharding is not None:
             self._whole_state = None
-            self._sharding.forget()  # every rank has been given the whole state; the next step keeps its share
+            self._sharding.forget()  # every rank has been given the whole state; the next step keeps its shard
 
     # --- sharded state ------------------------------------------------------------------------------------------------
 
@@ -325,7 +325,7 @@ def DistributedOptimizer(
     scripts): a number of groups, or lists of parameters, to be reduced together. sparse_as_dense: turns sparse
     gradients into dense ones first. local_parameters: parameters or modules whose gradients stay on this rank, divided
     by the set's size under Average unless scale_local_gradients is False. unused_as_none: a gradient that no rank has
-    computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1, each rank keeps the state of its share of the
+    computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1, each rank keeps the state of its shard of the
     parameters ("elements" or "parameters" say how they are cut). cross_barrier: the model; step() then returns at once,
     and each module waits before its next forward for its own parameters. docs/optimizer.md has the rest.
 
@@ -369,7 +369,7 @@ def DistributedOptimizer(
         mode = checked_mode(shard_optimizer_state, type(optimizer))
         if included:
             wrapped._sharding = Sharding(mode, process_set)
-            reducer.shares = (process_set.size() or 1) if mode == "elements" else 1
+            reducer.shards = (process_set.size() or 1) if mode == "elements" else 1
     if included:
         wrapped._find_new()
         wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None

@@ -46,12 +46,12 @@ class Reducer:
         self.passes = passes
         self.outstanding = False  # a hook has fired since the last synchronize()
         self.reduced = False  # synchronize() has run and no hook has fired since
-        self.partial = False  # and what it left here is right only in this rank's shares of the buckets
+        self.partial = False  # and what it left here is right only in this rank's shards of the buckets
         self.slots: list[Slot] = []
         self.groups: int | list[list[torch.Tensor]] = 0
         self.buckets: list[Bucket] = []
         self.bucket_bytes = BUCKET_BYTES  # that slots outside of groups are gathered up to
-        self.shares = 1  # parts that a bucket is cut into: the set's size where state is sharded by elements
+        self.shards = 1  # parts that a bucket is cut into: the set's size where state is sharded by elements
         self.layout = 0  # number of the bucket layout, the same on every rank; 0: not formed yet
         self._terms = terms
         self._slot_of: dict[torch.Tensor, Slot] = {}
@@ -59,7 +59,7 @@ class Reducer:
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
-        self._scatter = False  # a bucket is reduced to shares: between machines that is half of an allreduce
+        self._scatter = False  # a bucket is reduced to shards: between machines that is half of an allreduce
         self._declared: int | None = None  # the core's number for the buckets
         self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
         self._order: dict[Slot, None] = {}  # in a learning step: by the last time that each hook fired
@@ -311,25 +311,25 @@ class Reducer:
         self._hand_out(bucket)
 
     def _keep_share(self, bucket: Bucket, handle: int) -> None:
-        """Puts this rank's share of the sum where it belongs in the bucket; the rest of it stays as it was."""
+        """Puts this rank's shard of the sum where it belongs in the bucket; the rest of it stays as it was."""
         assert self._runtime is not None
-        self._share_of(bucket).copy_(from_result(self._runtime.result(handle), (), bucket.flat.dtype))
+        self._shard_of(bucket).copy_(from_result(self._runtime.result(handle), (), bucket.flat.dtype))
         self.partial = True
 
-    def _share_of(self, bucket: Bucket) -> torch.Tensor:
-        return bucket.flat.chunk(self.shares)[self._terms.process_set.rank() or 0]
+    def _shard_of(self, bucket: Bucket) -> torch.Tensor:
+        return bucket.flat.chunk(self.shards)[self._terms.process_set.rank() or 0]
 
     @torch.no_grad()
     def gather(self) -> None:
-        """After synchronize() that has left this rank with its shares only: makes the gradients whole. Collective."""
-        runtime, shares = self._runtime, [self._share_of(bucket) for bucket in self.buckets]
+        """After synchronize() that has left this rank with its shards only: makes the gradients whole. Collective."""
+        runtime, shards = self._runtime, [self._shard_of(bucket) for bucket in self.buckets]
         assert runtime is not None
         handles = [
             requests.submit(
-                runtime, ALLGATHER, self._name_of(bucket), source=share, target=bucket.flat, dtype=bucket.number,
+                runtime, ALLGATHER, self._name_of(bucket), source=shard, target=bucket.flat, dtype=bucket.number,
                 process_set=self._set_id,
             )
-            for bucket, share in zip(self.buckets, shares, strict=True)
+            for bucket, shard in zip(self.buckets, shards, strict=True)
         ]  # fmt: skip
         for handle in handles:
             runtime.wait(handle)
@@ -445,7 +445,7 @@ class Reducer:
             if not self._terms.sparse_as_dense:
                 slot.sparse_dim = max(0, flag - 1)
             elif (
-                flag > 1 and self.shares == 1
+                flag > 1 and self.shards == 1
             ):  # state that is sharded by elements is updated in dense pieces
                 slot.becomes_sparse = True
             if flag and slot.fires == 0:
@@ -462,10 +462,10 @@ class Reducer:
             plan = plan_buckets(runs, groups, self._wire_dtype_of, self.bucket_bytes)
             self._undeclare()
             self.buckets = [
-                Bucket(self._runtime, k, dtype, slots, self.shares) for k, (dtype, slots) in enumerate(plan)
+                Bucket(self._runtime, k, dtype, slots, self.shards) for k, (dtype, slots) in enumerate(plan)
             ]
             on_host = all(bucket.place is HOST for bucket in self.buckets)
-            self._scatter = self.shares > 1 and on_host and not self._runtime.shares_memory()
+            self._scatter = self.shards > 1 and on_host and not self._runtime.shares_memory()
             if reduces_buckets(self._terms.compression):
                 self._scatter = False
                 self._expose()
@@ -477,7 +477,7 @@ class Reducer:
 
     def _fits_bucket(self, slot: Slot) -> bool:
         together = slot.parameter.device == self.slots[0].parameter.device
-        return together and not slot.sparse_dim and (self.shares == 1 or is_dense(slot.parameter))
+        return together and not slot.sparse_dim and (self.shards == 1 or is_dense(slot.parameter))
 
     def _name_of(self, bucket: Bucket) -> str:
         return f"gradients.{self.layout}.{bucket.index}"

@@ -1,4 +1,4 @@
-"""ZeRO stage 1: every rank keeps the optimizer state of its share of the parameters, and updates only those.
+"""ZeRO stage 1: every rank keeps the optimizer state of its shard of the parameters, and updates only those.
 
 The parameters are cut into pieces, each owned by one rank. For a step the optimizer's parameter groups hold this
 rank's pieces instead of the parameters; then every owner broadcasts what it has updated. Rajbhandari et al., "ZeRO:
@@ -110,15 +110,15 @@ class Sharding:
 
     def _cut(self, bucket: Bucket) -> list[Piece]:
         """Rank r owns the r-th of equal parts of the bucket."""
-        share = bucket.flat.numel() // self.size
+        shard = bucket.flat.numel() // self.size
         pieces = []
         for slot in bucket.slots:
             assert slot.view is not None
             first, count = int(slot.view.storage_offset()), slot.parameter.numel()
             if count == 0:
                 pieces.append(Piece(slot.parameter, 0, 0, 0))
-            for owner in range(first // share, self.size):
-                begin, end = max(0, owner * share - first), min(count, (owner + 1) * share - first)
+            for owner in range(first // shard, self.size):
+                begin, end = max(0, owner * shard - first), min(count, (owner + 1) * shard - first)
                 if begin < end:
                     pieces.append(Piece(slot.parameter, begin, end, owner))
         return pieces
