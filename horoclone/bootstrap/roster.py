@@ -1,0 +1,400 @@
+"""Who is in an elastic job: members, and the generations that they form. Pure: time comes in, answers go out.
+
+A member is a process with 16 random bytes for a name. It joins, waits inside init() for a generation that holds it
+(form), and comes back for the next one when that is lost or when somebody comes or leaves. One record describes a
+generation for everybody; a number is never given to two of them. Thread: one at a time (desk.py holds a lock).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+ID_BYTES = 16
+NONCE_BYTES = 32
+NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
+TOGETHER_S = 2.0  # so long does who waits at the door wait for others who are being started
+SILENT_S = (
+    5.0  # a member that others have lost is dead when the roster has not heard of it for so long either
+)
+NO_MEMBER = 75  # EX_TEMPFAIL: exit code of a process that the others go on without
+
+RESET_LIMIT_TEXT = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
+
+
+class Limits(NamedTuple):
+    """size: of the first generation. largest, resets: None for no limit. timeout_s: bounds every wait."""
+
+    size: int
+    smallest: int = 1
+    largest: int | None = None
+    timeout_s: float = 600.0
+    resets: int | None = None
+
+
+class Record(NamedTuple):
+    """One generation. members: ids by rank; previous: the rank of each in the generation before, -1: none."""
+
+    number: int
+    members: tuple[bytes, ...]
+    indexes: tuple[int, ...]  # the launcher's numbers of the members
+    previous: tuple[int, ...]
+    commit: int  # the newest that every survivor holds; 0: none
+    commit_root: int  # the rank whose state the others take
+    skip_sync: bool
+    nonce: bytes
+
+    @property
+    def newcomers(self) -> tuple[int, ...]:
+        return tuple(rank for rank, before in enumerate(self.previous) if before < 0)
+
+
+class Out(NamedTuple):
+    """The others go on without this process. code: with which it should end."""
+
+    code: int
+    text: str
+
+
+class Stop(NamedTuple):
+    """The job ends. code: of every process."""
+
+    code: int
+    text: str
+
+
+class Notice(NamedTuple):
+    """Another generation, of number `wanted`, shall be formed at the next commit. seq: rises with each."""
+
+    seq: int
+    wanted: int
+    update: int
+
+
+NO_NOTICE = Notice(0, 0, NO_UPDATE)
+
+
+class Refusal(Exception):
+    """Who asks may not be told anything, and why."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One process. generation: the newest that holds it; 0: none yet."""
+
+    id: bytes
+    index: int
+    host: str
+    slot: int
+    heard_s: float
+    incarnation: bytes = b""  # of the process that has joined; empty: not yet
+    generation: int = 0
+    waits_after: int | None = None  # it is in form(), and this is the generation that it has seen last
+    waiting_s: float = 0.0
+    commits: tuple[int, ...] = ()
+    connections: int = 0
+    suspected: bool = False  # another member has lost it
+    leaving: str = ""  # it has said that it will go
+    unwanted: str = ""  # nobody wants it any more
+    gone: str = ""  # it has ended, left or been given up; why
+    out_code: int = 0
+
+
+@dataclass(eq=False)
+class Roster:
+    """open_door: whether a process that nobody has announced by start() may join."""
+
+    limits: Limits
+    draw: Callable[[int], bytes]  # so many random bytes
+    open_door: bool = False
+    record: Record | None = None
+    stopped: Stop | None = None
+    finishing: bool = False  # a member has ended with success: whoever comes now comes too late
+    members: dict[bytes, Member] = field(default_factory=dict)
+    newest_commit: int = 0
+    given_up: list[bytes] = field(default_factory=list)  # alive perhaps; whoever started them should end them
+    _next_index: int = 0
+    _forming_s: float | None = None
+    _notice: Notice = NO_NOTICE
+
+    # --- what is heard of members
+
+    def start(self, id_: bytes, host: str, slot: int, now: float) -> int:
+        """Somebody starts this process: it is waited for. Gives the number of the member."""
+        if len(id_) != ID_BYTES:
+            raise ValueError(f"the name of a member has {ID_BYTES} bytes, not {len(id_)}")
+        if id_ in self.members:
+            raise ValueError("two members have the same name")
+        member = Member(id_, self._next_index, host, slot, now)
+        self._next_index += 1
+        self.members[id_] = member
+        return member.index
+
+    def join(self, id_: bytes, incarnation: bytes, host: str, slot: int, now: float) -> int:
+        """A connection of this member is there. incarnation: drawn by its process. Gives the number of the member."""
+        member = self.members.get(id_)
+        if member is None:
+            if not self.open_door:
+                raise Refusal(
+                    "nobody has started a member of this name; was the environment of another job copied?"
+                )
+            self.start(id_, host, slot, now)
+            member = self.members[id_]
+        if member.incarnation not in (b"", incarnation):
+            raise Refusal(
+                f"two processes say that they are member {member.index} ({member.host}, slot {member.slot}); was a "
+                "process started with the environment of a worker? Take HOROCLONE_MEMBER out of its environment"
+            )
+        member.incarnation = incarnation
+        member.connections += 1
+        member.heard_s = now
+        return member.index
+
+    def heard(self, id_: bytes, now: float) -> None:
+        self.members[id_].heard_s = now
+
+    def disconnected(self, id_: bytes, now: float) -> None:
+        """One of its connections is gone: it does not hear the answer to form()."""
+        member = self.members[id_]
+        member.connections -= 1
+        if member.connections == 0 and member.suspected:
+            self._lose(member, "its connections ended", NO_MEMBER)
+        self.step(now)
+
+    def form(self, id_: bytes, seen: int, commits: Iterable[int], now: float) -> None:
+        """It waits for a generation after `seen`, the newest that it knows (0: none), and holds these commits."""
+        member = self.members[id_]
+        if member.waits_after is None:
+            member.waiting_s = now
+        member.waits_after = seen
+        member.commits = tuple(sorted(set(commits)))
+        member.heard_s = now
+        self.newest_commit = max((self.newest_commit, *member.commits))
+        self.step(now)
+
+    def withdraw(self, id_: bytes) -> None:
+        """It does not wait any more, or nobody can tell."""
+        self.members[id_].waits_after = None
+
+    def announce(self, id_: bytes, reason: str, now: float) -> None:
+        """It will leave: the others hear of it at their next commit."""
+        self.members[id_].leaving = reason or "it was asked to leave"
+        self.step(now)
+
+    def leave(self, id_: bytes, reason: str, now: float) -> None:
+        """It leaves now, as planned."""
+        member = self.members[id_]
+        member.leaving = reason or member.leaving or "it left"
+        self._lose(member, f"it left: {member.leaving}", 0)
+        self.step(now)
+
+    def dead(self, id_: bytes, text: str, now: float) -> None:
+        """From who knows: its process has ended."""
+        self._lose(self.members[id_], text, NO_MEMBER)
+        self.step(now)
+
+    def suspect(self, number: int, rank: int, now: float) -> None:
+        """A member of this generation has lost another one."""
+        record = self.record
+        if record is None or record.number != number or not 0 <= rank < len(record.members):
+            return
+        member = self.members[record.members[rank]]
+        member.suspected = True
+        if member.connections == 0 and member.incarnation:
+            self._lose(member, "its connections ended", NO_MEMBER)
+        self.step(now)
+
+    def unwant(self, id_: bytes, reason: str, now: float) -> None:
+        """It shall go: its host is not there any more, or is not to be used."""
+        self.members[id_].unwanted = reason
+        self.step(now)
+
+    def finish(self, now: float) -> None:
+        """A member has done its work: those who have not begun need not any more, and there is no smallest size."""
+        self.finishing = True
+        self.step(now)
+
+    def stop(self, code: int, text: str) -> None:
+        if self.stopped is None:
+            self.stopped = Stop(code, text)
+
+    # --- what members are told
+
+    def answer(self, id_: bytes) -> Record | Out | Stop | None:
+        """To form(); None: it has to wait."""
+        member = self.members[id_]
+        if member.waits_after is None:
+            return None
+        record = self.record
+        if self.stopped is not None:
+            return self.stopped
+        if member.gone:
+            return Out(member.out_code, member.gone)
+        if record is not None and member.generation == record.number and member.waits_after < record.number:
+            return record
+        if member.waits_after != member.generation:
+            return Out(NO_MEMBER, f"generation {member.waits_after} is over, and it was not in the last one")
+        if member.leaving or member.unwanted:
+            return Out(0, member.leaving or member.unwanted)
+        if self.finishing and not member.generation:
+            return Out(0, "the job is done")
+        return None
+
+    def notice(self) -> Notice:
+        """The newest; seq 0: there has been none."""
+        return self._notice
+
+    def next_s(self) -> float:
+        """When step() has something to do that only time brings."""
+        if self.stopped is not None:
+            return float("inf")
+        due = [float("inf")]
+        if self._forming_s is not None:
+            due.append(self._forming_s + self.limits.timeout_s)
+            due += [one.heard_s + SILENT_S for one in self._old() if one.suspected and not self._comes(one)]
+        elif self.record is not None:
+            due += [one.waiting_s + TOGETHER_S for one in self._newcomers()]
+        return min(due)
+
+    def coming(self) -> list[Member]:
+        """Those who were started and have not come to form()."""
+        return [
+            one
+            for one in self.members.values()
+            if not (one.gone or one.generation or one.waits_after is not None)
+        ]
+
+    def live(self) -> list[Member]:
+        """Members of the newest generation who are still there, by rank."""
+        record = self.record
+        return (
+            []
+            if record is None
+            else [one for one in map(self.members.__getitem__, record.members) if not one.gone]
+        )
+
+    # --- the machine
+
+    def step(self, now: float) -> None:
+        """Forms a generation when all for it is there, gives up who does not come, finds what to announce."""
+        if self.stopped is not None:
+            return
+        if not self._is_forming():
+            self._forming_s = None
+            self._look_for_news(now)
+            return
+        if self._forming_s is None:
+            self._forming_s = now
+        is_late = now >= self._forming_s + self.limits.timeout_s
+        missing = [one for one in self._old() if not self._comes(one)]
+        for one in missing:
+            if is_late or (one.suspected and now >= one.heard_s + SILENT_S):
+                why = "it did not come back" if is_late else "the others have lost it, and it is silent"
+                self._lose(one, f"{why} (generation {one.generation})", NO_MEMBER)
+                self.given_up.append(one.id)
+        if any(not one.gone for one in missing):
+            return
+        self._form_or_hold(is_late)
+
+    def _form_or_hold(self, is_late: bool) -> None:
+        old, new, limits = self._old(), self._newcomers(), self.limits
+        largest = limits.largest if limits.largest is not None else len(old) + len(new)
+        ready = (old + new)[: max(largest, 1)]
+        first = self.record is None
+        wanted = limits.size if first and not is_late else limits.smallest
+        if ready and (len(ready) >= wanted or (self.finishing and old)):
+            if not first and limits.resets is not None and self._resets() >= limits.resets:
+                self.stop(1, RESET_LIMIT_TEXT.format(limits.resets))
+            else:
+                self._make(ready)
+        elif is_late and ready:
+            self.stop(
+                1,
+                f"{len(ready)} of at least {limits.smallest} processes were there after {limits.timeout_s:g} s; "
+                "--elastic-timeout (seconds) gives them more time, --min-np asks for fewer",
+            )
+
+    def _make(self, ready: list[Member]) -> None:
+        before = self.record
+        number = 1 if before is None else before.number + 1
+        ranks = {} if before is None else {id_: rank for rank, id_ in enumerate(before.members)}
+        survivors = [one for one in ready if one.generation]
+        held = set.intersection(*(set(one.commits) for one in survivors)) if survivors else set()
+        newest = {max(one.commits, default=0) for one in survivors}
+        commit = max(held, default=0)
+        most = max(newest, default=0)
+        root = next(
+            (
+                rank
+                for rank, one in enumerate(ready)
+                if one.generation and (commit or most in (0, *one.commits[-1:]))
+            ),
+            0,
+        )
+        self.record = Record(
+            number,
+            tuple(one.id for one in ready),
+            tuple(one.index for one in ready),
+            tuple(ranks.get(one.id, -1) if one.generation else -1 for one in ready),
+            commit,
+            root,
+            len(survivors) == len(ready) and len(newest) == 1 and commit > 0 and commit in newest,
+            self.draw(NONCE_BYTES),
+        )
+        for one in ready:
+            one.generation, one.suspected = number, False
+        self._forming_s = None
+
+    def _is_forming(self) -> bool:
+        if self.record is None:
+            return bool(self._newcomers())
+        live = self._old()
+        return any(self._comes(one) for one in live) or (not live and bool(self._newcomers()))
+
+    def _look_for_news(self, now: float) -> None:
+        """While a generation runs: is another one wanted?"""
+        record = self.record
+        if record is None:
+            return
+        update = NO_UPDATE
+        live = self.live()
+        if any(one.leaving or one.unwanted for one in live):
+            update |= REMOVED
+        new = self._newcomers()
+        staying = sum(1 for one in live if not (one.leaving or one.unwanted))
+        has_room = self.limits.largest is None or staying < self.limits.largest
+        if new and has_room and not self.finishing:
+            all_there = not self.coming() or now >= min(one.waiting_s for one in new) + TOGETHER_S
+            update |= ADDED if all_there else NO_UPDATE
+        last = self._notice
+        if update and (last.wanted, last.update) != (record.number + 1, update):
+            self._notice = Notice(last.seq + 1, record.number + 1, update)
+
+    def _old(self) -> list[Member]:
+        """Members of the newest generation who may be in the next, by rank."""
+        return [one for one in self.live() if not (one.leaving or one.unwanted)]
+
+    def _newcomers(self) -> list[Member]:
+        """Those who wait for their first generation, the oldest first."""
+        if self.finishing:
+            return []
+        return sorted(
+            (
+                one
+                for one in self.members.values()
+                if one.waits_after == 0 and not (one.generation or one.gone or one.leaving or one.unwanted)
+            ),
+            key=lambda one: one.index,
+        )
+
+    def _comes(self, member: Member) -> bool:
+        """Whether it waits for the generation after the newest."""
+        return self.record is not None and member.waits_after == self.record.number
+
+    def _resets(self) -> int:
+        return 0 if self.record is None else self.record.number - 1
+
+    def _lose(self, member: Member, text: str, code: int) -> None:
+        if not member.gone:
+            member.gone, member.out_code = text, code

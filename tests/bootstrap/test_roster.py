@@ -1,0 +1,393 @@
+"""The state machine of elastic membership: rules one by one, and thousands of random lives of a job."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from horoclone.bootstrap import roster
+from horoclone.bootstrap.roster import ADDED, REMOVED, Limits, Out, Record, Refusal, Roster, Stop
+
+
+def name(number: int) -> bytes:
+    return number.to_bytes(roster.ID_BYTES, "little")
+
+
+def job(count: int, **limits: object) -> Roster:
+    """A roster with `count` members that have joined."""
+    one = Roster(Limits(**{"size": count, **limits}), lambda size: bytes(size))
+    for number in range(count):
+        come(one, number)
+    return one
+
+
+def come(one: Roster, number: int, now: float = 0.0) -> None:
+    one.start(name(number), "host", number, now)
+    one.join(name(number), b"i%d" % number, "host", number, now)
+
+
+def formed(
+    one: Roster, numbers: list[int], seen: int, now: float = 0.0, commits: tuple[int, ...] = ()
+) -> Record:
+    """They all call form(); the record that every one of them is told."""
+    for number in numbers:
+        one.form(name(number), seen, commits, now)
+    answers = [one.answer(name(number)) for number in numbers]
+    assert isinstance(answers[0], Record) and all(answer is answers[0] for answer in answers), answers
+    return answers[0]
+
+
+def test_the_first_generation_has_everybody_and_waits_for_the_last() -> None:
+    one = job(3)
+    one.form(name(2), 0, (), 0)
+    one.form(name(0), 0, (), 1)
+    assert one.answer(name(0)) is None
+    record = formed(one, [1], 0, 2)
+    assert record.number == 1 and record.members == (name(0), name(1), name(2))
+    assert record.newcomers == (0, 1, 2) and not record.skip_sync and record.commit == 0
+    assert one.answer(name(0)) is record
+
+
+def test_survivors_keep_their_order_without_a_wait_when_all_have_come() -> None:
+    one = job(4)
+    formed(one, [0, 1, 2, 3], 0)
+    one.dead(name(0), "killed", 1)
+    one.form(name(3), 1, (), 1)
+    one.form(name(1), 1, (), 1)
+    assert one.answer(name(3)) is None
+    record = formed(one, [2], 1, 1.0)
+    assert record.number == 2 and record.members == (name(1), name(2), name(3))
+    assert record.previous == (1, 2, 3) and record.newcomers == ()
+
+
+def test_nobody_is_interrupted_for_a_worker_that_has_not_come_to_init() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.start(name(2), "host", 2, 1)
+    one.step(2)
+    assert one.notice().seq == 0
+    one.join(name(2), b"x", "host", 2, 2)
+    one.step(3)
+    assert one.notice().seq == 0
+    one.form(name(2), 0, (), 4)
+    assert one.notice() == (1, 2, ADDED) and one.answer(name(2)) is None
+    record = formed(one, [1, 0], 1, 5)
+    assert record.members == (name(0), name(1), name(2)) and record.newcomers == (2,) and not record.skip_sync
+
+
+def test_who_waits_at_the_door_waits_for_those_who_start_with_it_but_not_long() -> None:
+    one = job(1)
+    formed(one, [0], 0)
+    come(one, 1, 1)
+    come(one, 2, 1)
+    one.form(name(1), 0, (), 10)
+    assert one.notice().seq == 0 and one.next_s() == 10 + roster.TOGETHER_S
+    one.step(one.next_s())
+    assert one.notice().update == ADDED
+
+
+def test_whoever_is_over_the_largest_size_waits_until_there_is_room() -> None:
+    one = job(2, largest=2)
+    formed(one, [0, 1], 0)
+    come(one, 2)
+    one.form(name(2), 0, (), 1)
+    assert one.notice().seq == 0 and one.answer(name(2)) is None
+    one.dead(name(0), "killed", 2)
+    assert one.notice().update == ADDED
+    record = formed(one, [1], 1, 3)
+    assert one.answer(name(2)) is record and record.members == (name(1), name(2))
+
+
+def test_below_the_smallest_size_survivors_wait_and_newcomers_fill_up() -> None:
+    one = job(3, smallest=3)
+    formed(one, [0, 1, 2], 0, commits=(4,))
+    one.dead(name(1), "killed", 1)
+    one.form(name(0), 1, (4,), 1)
+    one.form(name(2), 1, (4,), 1)
+    assert one.answer(name(0)) is None
+    come(one, 3, 2)
+    one.form(name(3), 0, (), 3)
+    record = one.answer(name(0))
+    assert isinstance(record, Record) and record.members == (name(0), name(2), name(3))
+    assert record.commit == 4 and record.commit_root == 0 and not record.skip_sync
+
+
+def test_below_the_smallest_size_for_too_long_the_job_ends_with_a_text() -> None:
+    one = job(2, smallest=2, timeout_s=60.0)
+    formed(one, [0, 1], 0)
+    one.dead(name(1), "killed", 1)
+    one.form(name(0), 1, (), 1)
+    assert one.next_s() == 61
+    one.step(61)
+    answer = one.answer(name(0))
+    assert isinstance(answer, Stop) and answer.code == 1 and "--elastic-timeout" in answer.text
+
+
+def test_the_first_generation_may_be_smaller_when_time_is_over() -> None:
+    one = job(3, smallest=2, timeout_s=60.0)
+    one.form(name(0), 0, (), 0)
+    one.form(name(2), 0, (), 5)
+    one.step(60)
+    record = one.answer(name(0))
+    assert isinstance(record, Record) and record.members == (name(0), name(2))
+
+
+def test_sync_is_skipped_only_when_all_hold_the_same_newest_commit_and_nobody_is_new() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    assert formed(one, [0, 1], 1, commits=(6, 7)).skip_sync
+    one.form(name(0), 2, (7, 8), 0)
+    one.form(name(1), 2, (7,), 0)
+    record = one.answer(name(0))
+    assert isinstance(record, Record) and record.commit == 7 and not record.skip_sync
+    one.form(name(0), 3, (9,), 0)
+    one.form(name(1), 3, (10,), 0)
+    record = one.answer(name(1))
+    assert isinstance(record, Record) and (record.commit, record.commit_root, record.skip_sync) == (
+        0,
+        1,
+        False,
+    )
+
+
+def test_a_member_that_was_given_up_is_refused() -> None:
+    one = job(3)
+    formed(one, [0, 1, 2], 0)
+    one.suspect(1, 2, 1.0)
+    one.form(name(0), 1, (), 2)
+    one.form(name(1), 1, (), 2)
+    assert one.answer(name(0)) is None
+    one.step(roster.SILENT_S + 1)
+    assert one.given_up == [name(2)]
+    assert isinstance(one.answer(name(0)), Record)
+    one.form(name(2), 1, (), 9)
+    answer = one.answer(name(2))
+    assert isinstance(answer, Out) and answer.code == roster.NO_MEMBER
+
+
+def test_one_that_others_have_lost_and_that_speaks_is_not_given_up() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.suspect(1, 1, 1)
+    one.form(name(0), 1, (), 2)
+    one.heard(name(1), 4)
+    one.step(6)
+    assert one.answer(name(0)) is None
+    assert formed(one, [1], 1, 7).members == (name(0), name(1))
+
+
+def test_one_that_has_no_connection_and_is_lost_by_others_is_dead_at_once() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.suspect(1, 1, 1)
+    one.form(name(0), 1, (), 1)
+    one.disconnected(name(1), 1.5)
+    assert isinstance(one.answer(name(0)), Record)
+
+
+def test_whoever_leaves_as_planned_is_not_waited_for_and_ends_with_zero() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.announce(name(0), "SIGTERM", 1)
+    assert one.notice() == (1, 2, REMOVED)
+    record = formed(one, [1], 1, 2)
+    assert record.members == (name(1),)
+    one.form(name(0), 1, (), 3)
+    assert one.answer(name(0)) == Out(0, "SIGTERM")
+
+
+def test_two_processes_of_one_name_and_strangers_are_refused() -> None:
+    one = job(1)
+    with pytest.raises(Refusal, match="two processes"):
+        one.join(name(0), b"another", "host", 0, 0)
+    with pytest.raises(Refusal, match="another job"):
+        one.join(name(9), b"x", "host", 0, 0)
+    one.open_door = True
+    assert one.join(name(9), b"x", "host", 0, 0) == 1
+
+
+def test_the_limit_of_resets_is_horovods() -> None:
+    one = job(2, resets=1)
+    formed(one, [0, 1], 0)
+    formed(one, [0, 1], 1)
+    one.form(name(0), 2, (), 0)
+    one.form(name(1), 2, (), 0)
+    answer = one.answer(name(0))
+    assert answer == Stop(
+        1, "Horovod was shutdown because number of resets during elastic job exceeded limit: 1"
+    )
+
+
+def test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begins() -> None:
+    one = job(3, smallest=3)
+    formed(one, [0, 1, 2], 0)
+    come(one, 3)
+    one.finish(1)
+    one.dead(name(0), "exit code 0", 1)
+    one.form(name(3), 0, (), 1)
+    assert isinstance(one.answer(name(3)), Out)
+    assert formed(one, [1, 2], 1, 2).members == (name(1), name(2))
+
+
+class Life:
+    """A random life: processes as the roster would meet them, each in one of the states out, running, waiting, ended."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        size = self.random.randint(1, 5)
+        smallest = self.random.randint(1, size)
+        largest = self.random.choice([None, size, size + 2])
+        self.now = 0.0
+        self.roster = Roster(
+            Limits(size, smallest, largest, self.random.choice([20.0, 600.0])), self.random.randbytes
+        )
+        self.seen: dict[int, int] = {}  # process -> number of the newest generation that it knows
+        self.waiting: set[int] = set()
+        self.alive: set[int] = set()
+        self.stuck: set[int] = set()
+        self.asked_again: set[int] = set()
+        self.records: dict[int, Record] = {}
+        self.commits: dict[int, list[int]] = {}
+        for _ in range(size):
+            self.begin()
+
+    def begin(self) -> None:
+        number = len(self.seen)
+        come(self.roster, number, self.now)
+        self.seen[number], self.commits[number] = 0, []
+        self.alive.add(number)
+
+    def form(self, number: int) -> None:
+        self.waiting.add(number)
+        self.roster.form(name(number), self.seen[number], self.commits[number][-2:], self.now)
+
+    def act(self) -> None:
+        self.now += self.random.choice([0.0, 0.01, 0.5, 3.0])
+        self.roster.step(self.now)
+        running = sorted(self.alive - self.waiting - self.stuck)
+        choice = self.random.random()
+        if choice < 0.5 and running:
+            self.form(self.random.choice(running))
+        elif choice < 0.6 and self.alive:
+            victim = self.random.choice(sorted(self.alive))
+            self.end(victim)
+            self.roster.dead(name(victim), "killed", self.now)
+        elif choice < 0.64 and running:
+            self.roster.leave(name(victim := self.random.choice(running)), "", self.now)
+            self.end(victim)
+        elif choice < 0.67 and self.alive:
+            self.roster.announce(name(self.random.choice(sorted(self.alive))), "", self.now)
+        elif choice < 0.70 and self.waiting:  # its connection broke; it asks again later
+            self.roster.withdraw(name(again := self.random.choice(sorted(self.waiting))))
+            self.waiting.discard(again)
+            self.asked_again.add(again)
+        elif choice < 0.73 and running:
+            self.stuck.add(self.random.choice(running))
+        elif choice < 0.78 and self.roster.record is not None:
+            record = self.roster.record
+            rank = self.random.randrange(len(record.members))
+            self.roster.suspect(record.number, rank, self.now)
+        elif choice < 0.84 and len(self.seen) < 40:
+            self.begin()
+        elif running:
+            number = self.random.choice(running)
+            self.roster.heard(name(number), self.now)
+            if number in self.asked_again:
+                return  # it is in init() still
+            self.commits[number].append(self.roster.newest_commit + self.random.randint(0, 1))
+        self.listen()
+
+    def end(self, number: int) -> None:
+        self.alive.discard(number)
+        self.waiting.discard(number)
+
+    def listen(self) -> None:
+        """Some of those who wait hear their answer, in any order and late."""
+        for number in sorted(self.waiting):
+            if self.random.random() < 0.3:
+                continue
+            answer = self.roster.answer(name(number))
+            if isinstance(answer, Record):
+                self.check(number, answer)
+                self.seen[number] = answer.number
+                self.waiting.discard(number)
+                self.asked_again.discard(number)
+            elif answer is not None:  # the process ends, and who has started it sees that
+                self.end(number)
+                self.roster.dead(name(number), "exit code 0", self.now)
+
+    def check(self, number: int, record: Record) -> None:
+        assert self.records.setdefault(record.number, record) == record
+        assert record.number > self.seen[number], "a member of an old generation was let in again"
+        assert name(number) in record.members and len(set(record.members)) == len(record.members)
+        limits = self.roster.limits
+        assert limits.smallest <= len(record.members) <= (limits.largest or 99)
+        before = self.records.get(record.number - 1)
+        old = [one for one in record.previous if one >= 0]
+        assert old == sorted(old) and record.previous[: len(old)] == tuple(old), (
+            "old members first, in their order"
+        )
+        if before is not None:
+            for rank, previous in enumerate(record.previous):
+                assert (before.members[previous] == record.members[rank]) if previous >= 0 else True
+        if record.skip_sync:
+            assert not record.newcomers and record.commit > 0
+        if record.commit:
+            for rank, id_ in enumerate(record.members):
+                held = self.roster.members[id_].commits
+                assert record.previous[rank] < 0 or record.commit in held or record.number < self.newest()
+            assert record.previous[record.commit_root] >= 0
+
+    def newest(self) -> int:
+        return self.roster.record.number if self.roster.record is not None else 0
+
+    def settle(self) -> None:
+        """From now on nobody dies and everybody who can comes: nobody may wait for ever.
+
+        Who hangs goes on hanging, but not all at once: if nobody reaches a commit, no roster can help.
+        """
+        if {one.index for one in self.roster.live() if not one.leaving} <= self.stuck:
+            self.stuck.clear()
+        for _ in range(self.roster.limits.size):
+            self.begin()
+        for _ in range(200):
+            for number in sorted(self.alive - self.waiting - self.stuck):
+                if self.seen[number] < self.newest() or self.seen[number] == 0 or self.is_wanted():
+                    self.form(number)
+            self.listen()
+            due = self.roster.next_s()
+            if due < float("inf"):
+                self.now = max(self.now, due)
+                self.roster.step(self.now)
+            if not self.waiting and not self.is_wanted():
+                break
+        at_the_door = [number for number in self.waiting if self.seen[number] == 0]
+        largest = self.roster.limits.largest
+        full = largest is not None and len(self.roster.live()) >= largest
+        assert self.roster.stopped or (self.waiting == set(at_the_door) and (full or not at_the_door)), (
+            self.waiting
+        )
+
+    def is_wanted(self) -> bool:
+        record = self.roster.record
+        if record is None:
+            return False
+        if any(self.roster.members[id_].waits_after == record.number for id_ in record.members):
+            return True
+        return self.roster.notice().wanted == record.number + 1
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_random_lives_of_a_job(part: int) -> None:
+    generations = 0
+    for seed in range(part * 400, part * 400 + 400):
+        life = Life(seed)
+        try:
+            for _ in range(life.random.randint(5, 80)):
+                life.act()
+            life.settle()
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}") from error
+        generations += len(life.records)
+    assert generations > 400
