@@ -22,7 +22,6 @@ class Unread(NamedTuple):
 
 _GPU = "Work on GPUs has one stream for each process set, and no thread that waits for it."
 _SPARK = "Spark jobs are not supported yet; start the ranks with horoclonerun or horoclone.run()."
-_ELASTIC = "Elastic jobs are not supported yet; run a fixed number of ranks."
 _BUILD = "Nothing is chosen when horoclone is built: it finds frameworks and launchers when it runs."
 
 UNREAD: tuple[Unread, ...] = (
@@ -51,7 +50,6 @@ UNREAD: tuple[Unread, ...] = (
         "",
         "oneCCL is not used; HOROVOD_THREAD_AFFINITY places the engine's thread.",
     ),
-    Unread("HOROVOD_ELASTIC_TIMEOUT", "600", _ELASTIC),
     Unread(
         "HOROVOD_GLOO_RENDEZVOUS_ADDR",
         None,
@@ -68,8 +66,6 @@ UNREAD: tuple[Unread, ...] = (
     Unread("NCCL_SOCKET_IFNAME", None, "Set by --network-interfaces for other software that uses NCCL."),
     Unread("NCCL_IB_DISABLE", None, "Set by --tcp for other software that uses NCCL."),
     Unread("DDL_OPTIONS", None, "IBM's DDL is not supported."),
-    Unread("HOROVOD_ELASTIC", "0", _ELASTIC),
-    Unread("HOROCLONE_ELASTIC", "0", _ELASTIC),
     Unread(
         "HOROCLONE_DETERMINISTIC",
         "0",
@@ -126,6 +122,18 @@ def start_timeout_s(environ: Mapping[str, str]) -> float:
     if not 0 < seconds < 1e9:
         raise ValueError(f"HOROCLONE_START_TIMEOUT={text!r} is not a positive number of seconds.")
     return seconds
+
+
+def seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    """HOROCLONE_<name> or HOROVOD_<name>, a number of seconds from 0. ValueError for anything else."""
+    text = setting(environ, name, f"{default:g}")
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e9:
+        raise ValueError(f"HOROCLONE_{name}={text!r} is not a number of seconds.")
+    return value
 
 
 def setting(environ: Mapping[str, str], name: str, default: str) -> str:

@@ -213,6 +213,12 @@ struct KnobRule {
   X("CROSS_RANK", "CROSS_RANK", "count", "", "Position of this machine; set by the launcher.")              \
   X("CROSS_SIZE", "CROSS_SIZE", "count", "", "Number of machines; set by the launcher.")                    \
   X("HOSTNAME", "HOSTNAME", "text", "", "Name of this machine in the launcher's list of hosts.")            \
+  X("ELASTIC", "ELASTIC", "flag", "0", "1: the job goes on when ranks are lost or come; set by the launcher.") \
+  X("ELASTIC_TIMEOUT", "ELASTIC_TIMEOUT", "seconds", "600",                                                 \
+    "How long an elastic job waits until enough processes are there; then it ends.")                        \
+  X("MEMBER", "", "text", "", "Name of a process of an elastic job, 32 hex digits; set by the launcher.")   \
+  X("NOTICE", "", "seconds", "30",                                                                          \
+    "How long after SIGTERM a process of an elastic job may go on to its next commit; then it leaves.")     \
   X("MPI_THREADS_DISABLE", "MPI_THREADS_DISABLE", "flag", "0",                                              \
     "1: where horoclone itself has to load mpi4py, it asks MPI for one thread only (MPI_THREAD_FUNNELED).") \
   X("NO_HOROVOD_ALIAS", "", "flag", "0",                                                                    \

@@ -346,12 +346,11 @@ class Client:
             self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
             if self._connection is not None:
                 self._met = True
-                if self._rank >= 0:
-                    try:
-                        self._connection.sendall(wire.frame(struct.pack("<BI", wire.HERE, self._rank)))
-                    except OSError as error:
-                        self._broken(error)
-                        continue
+                try:
+                    self._introduce(self._connection)
+                except OSError as error:
+                    self._broken(error)
+                    continue
                 return
             now = time.monotonic()
             texts = self.tried.values()
@@ -379,6 +378,11 @@ class Client:
                 raise errors.Timeout(f"no rendezvous can be reached. Tried: {self.where()}.")
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(pause_s * 1.5, 0.5)
+
+    def _introduce(self, connection: socket.socket) -> None:
+        """The first word on a new connection: whose presence it is."""
+        if self._rank >= 0:
+            connection.sendall(wire.frame(struct.pack("<BI", wire.HERE, self._rank)))
 
     def _one_round(self, deadline: float) -> socket.socket | None:
         """Tries every address at once; the first that proves the secret wins."""

@@ -17,12 +17,12 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Container
-from dataclasses import dataclass, field
 
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
+from horoclone.bootstrap.desk import KINDS, Desk
 from horoclone.bootstrap.presence import Failure, Presence
+from horoclone.bootstrap.waiting import Connection, Gather, Waiter
 
 __all__ = ["Client", "Failure", "Server"]
 
@@ -34,66 +34,32 @@ MAX_LISTED = 64  # missing ranks named in one answer
 MAX_WAIT_MS = 60_000
 
 
-@dataclass(eq=False)
-class _Gather:
-    size: int
-    members: list[int]  # the launcher's number of each rank
-    blobs: dict[int, bytes] = field(default_factory=dict)
-    taken: set[int] = field(default_factory=set)
-
-    def missing(self) -> list[int]:
-        return [rank for rank in range(self.size) if rank not in self.blobs]
-
-    def forget(self, gone: set[int]) -> None:
-        """What a rank that is gone has given is no use to the others."""
-        if len(self.blobs) < self.size:
-            for rank in [one for one in self.blobs if self.members[one] in gone]:
-                del self.blobs[rank]
-
-
-@dataclass(eq=False)
-class _Waiter:
-    kind: int  # GET, GATHER, or WATCH: until somebody is lost
-    key: str
-    deadline: float
-    members: Container[int] = ()  # of a WATCH
-
-
-@dataclass(eq=False)
-class _Connection:
-    socket: socket.socket
-    nonce: bytes
-    opened_s: float
-    proved: bool = False
-    received: bytearray = field(default_factory=bytearray)
-    unsent: bytearray = field(default_factory=bytearray)
-    waiter: _Waiter | None = None
-    rank: int = -1  # whose presence this is, as the launcher numbers it
-    closing: bool = False
-
-
 class Server:
     """Listens until close(). Thread: any for its methods; one thread of its own does the work.
 
     secret: at least 16 bytes, or empty when every address is a unix socket. bind_addresses: "unix:NAME", "HOST",
     "HOST:PORT" (port 0: the kernel picks one); "0.0.0.0" is advertised as every address of this host.
+    desk: of an elastic job; then ranks gather in its generations only, and size is the largest that one may have.
     Raises OSError when an address cannot be bound.
     """
 
-    def __init__(self, secret: bytes, job: str, size: int, bind_addresses: list[str]) -> None:
+    def __init__(
+        self, secret: bytes, job: str, size: int, bind_addresses: list[str], desk: Desk | None = None
+    ) -> None:
         if secret and len(secret) < 16:
             raise ValueError(f"the job secret has {len(secret)} bytes; it needs at least 16")
         if not secret and not all(address.startswith("unix:") for address in bind_addresses):
             raise ValueError("without a secret the rendezvous may only listen on unix sockets")
         self._secret, self._job, self._size = secret, job, size
         self._values: dict[str, bytes] = {}
-        self._gathers: dict[str, _Gather] = {}
+        self._gathers: dict[str, Gather] = {}
         self._stored_bytes = 0
         self._presence = Presence()
+        self._desk = desk
         self._arrived: set[int] = set()  # guarded by _mutex
         self._pending_takes = 0  # guarded by _mutex; complete gathers that some rank has not fetched
         self._mutex = threading.Condition()
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, Connection] = {}
         self._listeners: list[socket.socket] = []
         self._stop = False
         self.addresses: list[str] = []
@@ -122,7 +88,7 @@ class Server:
     def rank_ended(self, rank: int, text: str) -> None:
         """From who has seen its process end, with whatever code: nobody need wait for this rank any more."""
         self._presence.ended(rank, text)
-        self._ring()
+        self.ring()
 
     def arrived(self) -> set[int]:
         """Ranks that have come to a gather at least once."""
@@ -137,7 +103,7 @@ class Server:
         with self._mutex:
             self._mutex.wait_for(lambda: self._pending_takes == 0, timeout=linger_s)
         self._stop = True
-        self._ring()
+        self.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
         if not process_ends:
@@ -146,7 +112,8 @@ class Server:
                     self._reply(connection, wire.CLOSED)
         self._release()
 
-    def _ring(self) -> None:
+    def ring(self) -> None:
+        """The thread looks again: something is new at the desk."""
         try:
             self._bell_rope.send(b"x")
         except OSError:
@@ -196,10 +163,37 @@ class Server:
                     self._accept(key.data)
                 elif not key.data.closing:
                     self._attend(key.data, events)
+            if self._desk is not None:
+                self._tell_members(self._desk)
             self._expire(time.monotonic())
+
+    def _tell_members(self, desk: Desk) -> None:
+        for member in desk.newly_gone():  # whoever waits for it to gather or to connect is told
+            self._presence.ended(member.index, f"{member.host}, slot {member.slot}: {member.gone}")
+        for connection, status, body in desk.answers(time.monotonic()):
+            self._reply(connection, status, body)
+        if over := desk.over():
+            for key in [one for one in self._gathers if one.split(".")[0] == over]:
+                self._give_gather_up(key)
+
+    def _give_gather_up(self, key: str) -> None:
+        """Its generation is over; who waits in it was given up, and may know."""
+        for connection in list(self._connections.values()):
+            if connection.waiter is not None and connection.waiter.key == key:
+                connection.waiter = None
+                self._reply(
+                    connection, wire.REJECTED, b"this generation is over; the others go on in the next"
+                )
+        gather = self._gathers.pop(key)
+        if not gather.missing():
+            with self._mutex:
+                self._pending_takes -= 1
+                self._mutex.notify_all()
 
     def _next_deadline_s(self) -> float:
         deadline = min(time.monotonic() + 5.0, self._presence.next_s())
+        if self._desk is not None:
+            deadline = min(deadline, self._desk.next_s())
         for connection in self._connections.values():
             if not connection.proved:
                 deadline = min(deadline, connection.opened_s + HELLO_DEADLINE_S)
@@ -225,7 +219,7 @@ class Server:
             else:
                 peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._drop_oldest_stranger(MAX_HALF_OPEN - 1)
-            connection = _Connection(peer, secrets.token_bytes(wire.NONCE_BYTES), time.monotonic())
+            connection = Connection(peer, secrets.token_bytes(wire.NONCE_BYTES), time.monotonic())
             self._connections[peer.fileno()] = connection
             self._selector.register(peer, selectors.EVENT_READ, connection)
             self._send(connection, wire.GREETING + connection.nonce)
@@ -235,12 +229,14 @@ class Server:
         if len(strangers) > limit:
             self._drop(min(strangers, key=lambda one: one.opened_s))
 
-    def _drop(self, connection: _Connection) -> None:
+    def _drop(self, connection: Connection) -> None:
         if connection.closing:
             return
         connection.closing = True
         if connection.rank >= 0:
             self._presence.broke(connection.rank, connection)
+        if self._desk is not None:
+            self._desk.dropped(connection)
         self._selector.unregister(connection.socket)
         self._connections.pop(connection.socket.fileno(), None)
         connection.socket.close()
@@ -258,7 +254,7 @@ class Server:
                 if connection.waiter is not None and connection.waiter.kind != wire.GET:
                     self._answer(connection)
 
-    def _attend(self, connection: _Connection, events: int) -> None:
+    def _attend(self, connection: Connection, events: int) -> None:
         try:
             if events & selectors.EVENT_WRITE:
                 self._flush(connection)
@@ -276,7 +272,7 @@ class Server:
         except (OSError, wire.FrameError):
             self._drop(connection)
 
-    def _consume(self, connection: _Connection) -> None:
+    def _consume(self, connection: Connection) -> None:
         if not connection.proved:
             if len(connection.received) < wire.HELLO_BYTES:
                 return
@@ -291,7 +287,7 @@ class Server:
             del connection.received[: 4 + length]
             self._handle(connection, wire.Reader(payload))
 
-    def _check_hello(self, connection: _Connection) -> None:
+    def _check_hello(self, connection: Connection) -> None:
         hello = bytes(connection.received[: wire.HELLO_BYTES])
         del connection.received[: wire.HELLO_BYTES]
         nonce = hello[len(wire.HELLO) : -wire.PROOF_BYTES]
@@ -304,7 +300,7 @@ class Server:
         connection.proved = True
         self._send(connection, wire.proof(self._secret, b"server", self._job, connection.nonce, nonce))
 
-    def _handle(self, connection: _Connection, reader: wire.Reader) -> None:
+    def _handle(self, connection: Connection, reader: wire.Reader) -> None:
         kind = reader.number("B")
         if kind == wire.PUT:
             key = reader.key()
@@ -324,16 +320,20 @@ class Server:
             rank, consequence = reader.number("I"), bool(reader.number("B"))
             self._presence.reported(rank, reader.rest().decode(errors="replace"), consequence)
             self._reply(connection, wire.OK)
+        elif self._desk is not None and kind in KINDS:
+            answer = self._desk.handle(connection, kind, reader)
+            if answer is not None:
+                self._reply(connection, *answer)
         else:
             self._handle_presence(kind, connection, reader)
 
-    def _handle_presence(self, kind: int, connection: _Connection, reader: wire.Reader) -> None:
+    def _handle_presence(self, kind: int, connection: Connection, reader: wire.Reader) -> None:
         if kind == wire.HERE:
             connection.rank = reader.number("I")
             self._presence.came(connection.rank, connection)
         elif kind == wire.WATCH:
             key, members = reader.key(), reader.members()
-            connection.waiter = _Waiter(kind, key, float("inf"), set(members) or range(self._size))
+            connection.waiter = Waiter(kind, key, float("inf"), set(members) or range(self._size))
             self._answer(connection)
         elif kind == wire.CONNECTED:
             connection.waiter = None
@@ -348,9 +348,9 @@ class Server:
         else:
             raise wire.FrameError("unknown request")
 
-    def _waiter(self, reader: wire.Reader, kind: int) -> _Waiter:
+    def _waiter(self, reader: wire.Reader, kind: int) -> Waiter:
         wait_s = min(reader.number("I"), MAX_WAIT_MS) / 1000
-        return _Waiter(kind, reader.key(), time.monotonic() + wait_s)
+        return Waiter(kind, reader.key(), time.monotonic() + wait_s)
 
     def _store(self, key: str, value: bytes) -> str:
         if len(value) > wire.MAX_VALUE_BYTES:
@@ -362,7 +362,7 @@ class Server:
         self._stored_bytes = grown
         return ""
 
-    def _handle_gather(self, connection: _Connection, reader: wire.Reader) -> None:
+    def _handle_gather(self, connection: Connection, reader: wire.Reader) -> None:
         rank, size = reader.number("I"), reader.number("I")
         waiter = self._waiter(reader, wire.GATHER)
         members = reader.members() or list(range(size))
@@ -370,10 +370,14 @@ class Server:
         if not rank < size <= self._size or len(members) != size or len(blob) > wire.MAX_VALUE_BYTES:
             self._reply(connection, wire.REJECTED, f"rank {rank} of {size} in a job of {self._size}".encode())
             return
+        refusal = self._desk.may_gather(connection, waiter.key, rank) if self._desk is not None else ""
+        if refusal:
+            self._reply(connection, wire.REJECTED, refusal.encode())
+            return
         if waiter.key not in self._gathers and len(self._gathers) >= MAX_KEYS:
             self._reply(connection, wire.REJECTED, b"too many gathers are open")
             return
-        gather = self._gathers.setdefault(waiter.key, _Gather(size, members))
+        gather = self._gathers.setdefault(waiter.key, Gather(size, members))
         if gather.size != size:
             text = f"rank {rank} says that the job has {size} ranks, the others say {gather.size}"
             self._reply(connection, wire.REJECTED, text.encode())
@@ -406,7 +410,7 @@ class Server:
                 self._pending_takes -= 1
                 self._mutex.notify_all()
 
-    def _handle_withdraw(self, connection: _Connection, reader: wire.Reader) -> None:
+    def _handle_withdraw(self, connection: Connection, reader: wire.Reader) -> None:
         """A rank gives up waiting and may come again. Refused when the gather is complete: then the others count it."""
         rank, key = reader.number("I"), reader.key()
         gather = self._gathers.get(key)
@@ -425,7 +429,7 @@ class Server:
             if connection.waiter is not None and connection.waiter.key == key:
                 self._answer(connection)
 
-    def _answer(self, connection: _Connection, expired: bool = False) -> None:
+    def _answer(self, connection: Connection, expired: bool = False) -> None:
         """Answers a waiting rank if there is something to say, or if its time is up."""
         waiter = connection.waiter
         if waiter is None:
@@ -452,7 +456,7 @@ class Server:
         ):
             connection.waiter = None
 
-    def _tell_gathered(self, connection: _Connection, gather: _Gather, expired: bool) -> bool:
+    def _tell_gathered(self, connection: Connection, gather: Gather, expired: bool) -> bool:
         missing = gather.missing()
         if not missing:
             self._reply(connection, wire.OK, struct.pack("<I", gather.size))
@@ -463,10 +467,10 @@ class Server:
             self._reply(connection, wire.NOT_YET, struct.pack(f"<{len(listed) + 1}I", len(missing), *listed))
         return expired or not missing
 
-    def _reply(self, connection: _Connection, status: int, body: bytes = b"") -> None:
+    def _reply(self, connection: Connection, status: int, body: bytes = b"") -> None:
         self._send(connection, wire.frame(bytes([status]) + body))
 
-    def _send(self, connection: _Connection, data: bytes) -> None:
+    def _send(self, connection: Connection, data: bytes) -> None:
         if connection.closing:
             return
         connection.unsent += data
@@ -475,7 +479,7 @@ class Server:
         except OSError:
             self._drop(connection)
 
-    def _flush(self, connection: _Connection) -> None:
+    def _flush(self, connection: Connection) -> None:
         try:
             while connection.unsent:
                 sent = connection.socket.send(connection.unsent)

@@ -25,7 +25,8 @@ REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or j
 
 # Requests of a rank and the server's answers: the first byte of a frame.
 (PUT, GET, GATHER, TAKEN, FAIL, HERE, WATCH, CONNECTED, GIVE_UP, WITHDRAW, LEAVE) = range(1, 12)
-OK, NOT_YET, FAILED, REJECTED, CLOSED = range(5)
+(JOIN, FORM, NOTICE, DEPART, SUSPECT) = range(12, 17)  # of members of an elastic job: desk.py
+OK, NOT_YET, FAILED, REJECTED, CLOSED, OUT, STOP = range(7)
 
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 64 * 1024

@@ -107,10 +107,10 @@ def _fill(arguments: argparse.Namespace, from_file: dict[str, Any]) -> None:
 def _print_config(
     arguments: argparse.Namespace, from_file: dict[str, Any], settings: dict[str, tuple[str, str]]
 ) -> None:
-    from horoclone.launch.config_file import LAUNCHER_KEYS
+    from horoclone.launch.config_file import ELASTIC_KEYS, LAUNCHER_KEYS
 
     rows = []
-    for name in LAUNCHER_KEYS:
+    for name in dict.fromkeys([*LAUNCHER_KEYS, *(flag for flag, _ in ELASTIC_KEYS.values())]):
         value = getattr(arguments, name)
         if value not in (None, False):
             rows.append((name, str(value), arguments.origins.get(name, f"--{name.replace('_', '-')}")))
@@ -126,14 +126,18 @@ def _print_config(
 
 def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: str) -> int:
     from horoclone.launch import hosts as host_lists
+    from horoclone.launch.elastic_job import ElasticJob, elastic_of
     from horoclone.launch.environment import job_environment
     from horoclone.launch.job import Job, JobRequest
     from horoclone.launch.link import SshOptions
     from horoclone.launch.output import STDERR, STDOUT, Screen, Style, wants_colour
 
-    placements = choose_placements(arguments.num_proc, arguments.hosts, arguments.hostfile)
+    elastic = elastic_of(arguments, program)
+    placements = (
+        choose_placements(arguments.num_proc, arguments.hosts, arguments.hostfile) if elastic is None else []
+    )
     only = parse_ranks(arguments.ranks) if arguments.ranks else None
-    if only is not None and max(only) >= len(placements):
+    if only is not None and elastic is None and max(only) >= len(placements):
         raise LaunchError(f"--ranks {arguments.ranks}: the job has only ranks 0-{len(placements) - 1}")
     style = Style(
         arguments.horovod_format,
@@ -147,6 +151,8 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
             say(f"{host}: {len(here)} of {len(placements)} ranks ({here[0]}-{here[-1]}), {way}", program)
     environment = job_environment(os.environ, {**settings, **launcher_variables(arguments)})
     if arguments.mpi or arguments.mpi_args or arguments.binding_args:
+        if elastic is not None:
+            raise LaunchError("mpirun ends a job when a rank is lost: an elastic job goes without --mpi")
         return _launch_with_mpi(arguments, placements, environment, program)
     request = JobRequest(
         placements=placements,
@@ -166,7 +172,7 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         interfaces=arguments.network_interfaces,
         verbose=arguments.verbose,
     )
-    result = Job(request).run()
+    result = Job(request).run() if elastic is None else ElasticJob(request, elastic).run()
     if result.text:
         say(result.text, program)
     return result.exit_code

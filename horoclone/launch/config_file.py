@@ -1,5 +1,5 @@
-"""--config-file: YAML in horovodrun's sections (params, autotune, timeline, stall_check, library_options, logging), and
-the launcher's own flags by name at the top level."""
+"""--config-file: YAML in horovodrun's sections (params, autotune, timeline, stall_check, library_options, logging,
+elastic), and the launcher's own flags by name at the top level."""
 
 from __future__ import annotations
 
@@ -30,6 +30,20 @@ LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
     "tcp": (bool,),
     "mpi_args": (str,),
     "binding_args": (str,),
+}
+# Keys of the section `elastic` -> (flag, expected types); the same without the section.
+ELASTIC_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
+    "min_np": ("min_np", (int,)),
+    "min_num_proc": ("min_np", (int,)),
+    "max_np": ("max_np", (int,)),
+    "max_num_proc": ("max_np", (int,)),
+    "host_discovery_script": ("host_discovery_script", (str,)),
+    "slots": ("slots_per_host", (int,)),
+    "slots_per_host": ("slots_per_host", (int,)),
+    "elastic_timeout": ("elastic_timeout", (int, float)),
+    "reset_limit": ("reset_limit", (int,)),
+    "blacklist_cooldown_range": ("blacklist_cooldown_range", (list,)),
+    "spares": ("spares", (int,)),
 }
 _OLD_PLACES = {"logging.hide_timestamp": "logging.with_timestamp"}
 
@@ -67,10 +81,8 @@ def _sorted_out(path: str, content: dict[Any, Any]) -> tuple[dict[str, Any], dic
             if str(value).lower() not in ("gloo", "mpi"):
                 raise NotYet(f"{path}: controller: {value} is not what this launcher does; gloo or mpi are")
             flags["mpi"] = str(value).lower() == "mpi"
-        elif key == "elastic":
-            raise NotYet(
-                f"{path}: elastic jobs are not supported yet (Unsupported); remove the section and use -np N"
-            )
+        elif key == "elastic" and isinstance(value, dict):
+            flags |= _elastic(path, value)
         elif key in sections and isinstance(value, dict):
             for name, one in value.items():
                 place = f"{key}.{str(name).replace('-', '_')}"
@@ -89,8 +101,24 @@ def _sorted_out(path: str, content: dict[Any, Any]) -> tuple[dict[str, Any], dic
                 raise LaunchError(f"{path}: {key}: expected {names}, found {value!r}")
             flags[key] = value
         else:
-            raise _unknown(path, key, [*sections, *LAUNCHER_KEYS])
+            raise _unknown(path, key, [*sections, "elastic", *LAUNCHER_KEYS])
     return flags, tunables
+
+
+def _elastic(path: str, section: dict[Any, Any]) -> dict[str, Any]:
+    flags = {}
+    for raw, value in section.items():
+        key = str(raw).replace("-", "_")
+        if key not in ELASTIC_KEYS:
+            raise _unknown(path, f"elastic.{key}", [f"elastic.{one}" for one in ELASTIC_KEYS])
+        flag, kinds = ELASTIC_KEYS[key]
+        is_range = isinstance(value, list) and len(value) == 2 and all(type(one) is int for one in value)
+        is_right = is_range if kinds == (list,) else isinstance(value, kinds) and not isinstance(value, bool)
+        if not is_right or (isinstance(value, (int, float)) and value < 0):
+            expected = "[min, max]" if kinds == (list,) else " or ".join(kind.__name__ for kind in kinds)
+            raise LaunchError(f"{path}: elastic.{key}: expected {expected}, found {value!r}")
+        flags[flag] = value
+    return flags
 
 
 def _checked(path: str, place: str, value: Any, setting: Setting) -> Any:

@@ -57,6 +57,12 @@ def _split_slots(text: str) -> tuple[str, str | None]:
     return name, slots if colon else None
 
 
+def parse_host(text: str, where: str) -> tuple[Host, bool]:
+    """'host:4' -> the host, and whether slots were given (else it has one). where: begins the text of a LaunchError."""
+    name, slots = _split_slots(text)
+    return _host(name, slots, where), slots is not None
+
+
 def _merged(hosts: list[Host]) -> list[Host]:
     """A host that is named twice has the sum of its slots, at its first place."""
     slots: dict[str, int] = {}

@@ -12,8 +12,6 @@ import os
 import secrets
 import selectors
 import signal
-import socket
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +23,7 @@ from horoclone.launch.hosts import Placement, is_local, usable_cores
 from horoclone.launch.link import LOST, REFUSED, HostLink, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
+from horoclone.launch.signals import FORWARDED, Signals, empty
 from horoclone.launch.usage import (
     LaunchError,
     is_out_of_descriptors,
@@ -36,7 +35,6 @@ from horoclone.launch.usage import (
 _POLL_S = 0.05  # while a group has to disappear, or where the kernel has no pidfd
 _IDLE_S = 5.0
 _OUTPUT_AFTER_END_S = 1.0  # a pipe that outlives its rank's group is held by a daemon; nobody waits for it
-_FORWARDED = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class JobRequest(NamedTuple):
@@ -69,8 +67,9 @@ class JobResult(NamedTuple):
 class Member:
     """The launcher's view of one rank, local or not."""
 
-    def __init__(self, placement: Placement, streams: dict[int, RankStream]) -> None:
+    def __init__(self, placement: Placement, streams: dict[int, RankStream], key: int | None = None) -> None:
         self.placement, self.streams = placement, streams
+        self.key = placement.rank if key is None else key  # the job's number of it
         self.open_streams = set(streams)
         self.pid = 0
         self.code: int | None = None
@@ -95,7 +94,7 @@ class Member:
         if self.local is not None:
             self.local.signal(number, group)
         elif self.link is not None:
-            self.link.signal(self.placement.rank, number, group)
+            self.link.signal(self.key, number, group)
 
 
 class Job:
@@ -117,11 +116,11 @@ class Job:
 
     def run(self) -> JobResult:
         """Blocks until every rank and everything it started is gone. LaunchError when a rank could not be started."""
-        with _Signals(self._signals) as bell:
-            self._selector.register(bell, selectors.EVENT_READ, lambda: _empty(bell))
+        with Signals(self._signals) as bell:
+            self._selector.register(bell, selectors.EVENT_READ, lambda: empty(bell))
             try:
                 self._start()
-                while not all(member.done for member in self._members.values()):
+                while not self._is_over():
                     self._turn()
             except LaunchError as error:
                 self._launch_error = error
@@ -139,6 +138,9 @@ class Job:
             raise self._launch_error
         return self._result()
 
+    def _is_over(self) -> bool:
+        return all(member.done for member in self._members.values())
+
     # --- start
 
     def _start(self) -> None:
@@ -155,7 +157,8 @@ class Job:
         self._owner = LocalRanks(secret, request.function, request.ssh.bind_to_us)
         for host, placements in by_host.items():  # ssh is slow; it works while the local ranks start
             if host not in local:
-                self._open_link(host, placements, secret, rendezvous, job)
+                variables = {one.rank: rank_variables(one, rendezvous, job) for one in placements}
+                self._open_link(host, variables, secret, len(placements))
         for host in local:
             share = len(by_host[host])
             threads = thread_variables(request.environment, request.threads, share, usable_cores())
@@ -174,7 +177,7 @@ class Job:
                 raise LaunchError(f"--network-interfaces: {error}") from None
             addresses = [one for one in addresses if not one.startswith("127.")] or addresses
         try:
-            return Server(secret, job, len(self._request.placements), addresses)
+            return self._serve(secret, job, addresses)
         except OSError as error:
             if is_out_of_descriptors(error):
                 raise
@@ -183,10 +186,13 @@ class Job:
                 f"cannot listen on {where}: {error.strerror}; --network-interfaces chooses others", 1
             ) from None
 
-    def _member(self, placement: Placement) -> Member:
+    def _serve(self, secret: bytes, job: str, addresses: list[str]) -> Server:
+        return Server(secret, job, len(self._request.placements), addresses)
+
+    def _member(self, placement: Placement, key: int | None = None, again: bool = False) -> Member:
         request = self._request
         try:
-            files = open_files(request.output_folder, placement.rank, placement.size)
+            files = open_files(request.output_folder, placement.rank, placement.size, again)
         except OSError as error:
             raise LaunchError(
                 f"--output-filename {request.output_folder}: {error.filename}: {error.strerror}"
@@ -197,6 +203,7 @@ class Job:
                 STDOUT: RankStream(placement.rank, STDOUT, request.screen, files[0]),
                 STDERR: RankStream(placement.rank, STDERR, request.screen, files[1]),
             },
+            key,
         )
 
     def _start_local(self, rank: int, environment: Mapping[str, str]) -> None:
@@ -216,8 +223,9 @@ class Job:
             )  # _attend looks at every rank
 
     def _open_link(
-        self, host: str, placements: list[Placement], secret: bytes, rendezvous: str, job: str
+        self, host: str, variables: Mapping[int, Mapping[str, str]], secret: bytes, share: int
     ) -> None:
+        """variables: of each member that is started there. share: among how many the cores of the host are shared."""
         assert self._owner is not None
         request = self._request
         link = HostLink(host, request.ssh, self, self._owner.guardian)
@@ -227,11 +235,12 @@ class Job:
             "cwd": request.cwd,
             "environment": exported(request.environment),
             "threads": request.threads,
-            "ranks": {str(one.rank): rank_variables(one, rendezvous, job) for one in placements},
+            "share": share,
+            "ranks": {str(key): own for key, own in variables.items()},
         }
-        for placement in placements:
-            link.ranks.add(placement.rank)
-            self._members[placement.rank].link = link
+        for key in variables:
+            link.ranks.add(key)
+            self._members[key].link = link
         opening = frames.frames(frames.SPEC, frames.WHOLE_HOST, json.dumps(spec).encode())
         opening += frames.frame(frames.SECRET, frames.WHOLE_HOST, secret)
         if request.function is not None:
@@ -244,7 +253,7 @@ class Job:
         member = self._members[rank]
         member.pid = pid
         if self._request.verbose:
-            say(f"rank {rank} started on {member.placement.host}, pid {pid}")
+            say(f"rank {member.placement.rank} started on {member.placement.host}, pid {pid}")
         if (
             self._ending.signalled_s is not None
         ):  # it came up on another host while the job was already ending
@@ -265,12 +274,17 @@ class Job:
         now = time.monotonic()
         member.code, member.ended_s, member.memory_kills = code, now, memory_kills
         member.by_us = self._ending.signalled_s is not None
-        if self._server is not None:  # whoever waits for it in init() is told at once
-            self._server.rank_ended(rank, f"rank {rank} {report.end_of_process(code)}")
-        if code != 0:
-            self._ending.fail(now)
+        self._after_exit(member, now)
         if self._request.verbose:
-            say(f"rank {rank} ended with {report.signal_name(-code) if code < 0 else f'exit code {code}'}")
+            say(f"rank {member.placement.rank} {report.end_of_process(code)}")
+
+    def _after_exit(self, member: Member, now: float) -> None:
+        if self._server is not None:  # whoever waits for it in init() is told at once
+            self._server.rank_ended(
+                member.key, f"rank {member.key} {report.end_of_process(member.code or 0)}"
+            )
+        if member.code != 0:
+            self._ending.fail(now)
 
     def result(self, rank: int, part: bytes) -> None:
         self._members[rank].result += part
@@ -301,7 +315,7 @@ class Job:
         data = os.read(pipe.fileno(), 1 << 16)
         if not data:
             self._selector.unregister(pipe)
-        self.output(member.placement.rank, stream, data)
+        self.output(member.key, stream, data)
 
     # --- the loop
 
@@ -330,7 +344,7 @@ class Job:
             for member in self._members.values():
                 for stream in member.streams.values():
                     stream.hide_interrupts = True
-        elif number in _FORWARDED:
+        elif number in FORWARDED:
             for member in self._members.values():
                 member.signal(number, False)
         else:
@@ -338,7 +352,7 @@ class Job:
 
     def _attend(self, member: Member, now: float) -> None:
         """A rank's end, what it left running, and pipes that outlive it."""
-        rank, local = member.placement.rank, member.local
+        rank, local = member.key, member.local
         if local is not None and member.code is None and local.poll() is not None:
             if local.pidfd >= 0:
                 self._selector.unregister(local.pidfd)
@@ -394,7 +408,7 @@ class Job:
             self._owner.close()
         for member in self._members.values():
             for stream in list(member.open_streams):
-                self.output(member.placement.rank, stream, b"")
+                self.output(member.key, stream, b"")
         self._request.screen.close()
         if self._server is not None:
             self._failures = self._server.failures()
@@ -453,44 +467,3 @@ def _is_open(descriptor: int) -> bool:
         return True
     except OSError:
         return False
-
-
-def _empty(bell: socket.socket) -> None:
-    try:
-        while bell.recv(4096):
-            pass
-    except BlockingIOError:
-        pass
-
-
-class _Signals:
-    """Signals to us become entries of a list and wake the loop. Outside the main thread Python allows none: then the
-    caller's own handlers stay, and the job ends with its ranks."""
-
-    def __init__(self, received: list[int]) -> None:
-        self._received = received
-        self._bell, self._rope = socket.socketpair()
-        self._before: dict[int, Any] = {}
-        self._wakeup_before = -1
-
-    def __enter__(self) -> socket.socket:
-        self._bell.setblocking(False)
-        self._rope.setblocking(False)
-        if threading.current_thread() is threading.main_thread():
-            self._wakeup_before = signal.set_wakeup_fd(self._rope.fileno(), warn_on_full_buffer=False)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *_FORWARDED):
-                if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
-                    continue  # started by nohup
-                self._before[number] = signal.signal(number, self._note)
-        return self._bell
-
-    def _note(self, number: int, _frame: object) -> None:
-        self._received.append(number)
-
-    def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
-        if self._before:
-            signal.set_wakeup_fd(self._wakeup_before)
-        self._bell.close()
-        self._rope.close()

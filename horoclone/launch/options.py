@@ -82,20 +82,7 @@ SETTINGS = (
             "time in the runtime's log lines", inverted=True, off_flag="log-without-timestamp"),
 )  # fmt: skip
 
-# (flags, number of values): known, refused, and the reason.
-_ELASTIC = (
-    (("--min-np", "--min-num-proc"), 1),
-    (("--max-np", "--max-num-proc"), 1),
-    (("--slots-per-host",), 1),
-    (("--elastic-timeout",), 1),
-    (("--reset-limit",), 1),
-    (("--blacklist-cooldown-range",), 2),
-    (("--host-discovery-script",), 1),
-)
-_NO_ELASTIC = (
-    "is for elastic jobs, and this version has none yet (Unsupported). Run a fixed size with -np N, save "
-    "checkpoints, and let your scheduler restart the job; a failed rank ends it with its exit code"
-)
+# (flags, number of values, reason): known, and refused.
 _REFUSED = (
     (
         ("--jsrun", "--use-jsrun"),
@@ -131,6 +118,12 @@ def _number_of_ranks(text: str) -> int | str:
     return int(text)
 
 
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    return int(text)
+
+
 def _seconds(text: str) -> float:
     value = float(text)
     if not 0 <= value < 1e9:
@@ -152,6 +145,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
         epilog="Exit code: the first failed rank's (128+N for signal N); 130 after Ctrl-C, 143 after SIGTERM.",
     )
     _add_general(parser)
+    _add_elastic(parser)
     _add_output(parser)
     _add_mpi(parser)
     tunables = parser.add_argument_group(
@@ -225,6 +219,27 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
     add("--tcp", action="store_true", help="no InfiniBand for NCCL (NCCL_IB_DISABLE=1)")
 
 
+def _add_elastic(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("elastic jobs (one of the first three makes the job elastic)")
+    add = group.add_argument
+    add("--min-np", "--min-num-proc", type=_positive, metavar="N", dest="min_np",
+        help="go on while this many ranks are left (default: -np)")  # fmt: skip
+    add("--max-np", "--max-num-proc", type=_positive, metavar="N", dest="max_np",
+        help="never more ranks than this (default: every slot)")  # fmt: skip
+    add("--host-discovery-script", metavar="COMMAND",
+        help="prints host:slots lines; runs every second")  # fmt: skip
+    add("--slots-per-host", "--slots", type=_positive, metavar="N",
+        help="slots of a host that the script prints without a number")  # fmt: skip
+    add("--elastic-timeout", type=_seconds, metavar="S",
+        help="limit for enough ranks to be there, in seconds (default 600)")  # fmt: skip
+    add("--reset-limit", type=_positive, metavar="N", help="end the job after so many new beginnings")
+    add("--blacklist-cooldown-range", type=int, nargs=2, metavar=("MIN", "MAX"),
+        help="how long a slot is not used after failures, in seconds (default: for ever)")  # fmt: skip
+    add(
+        "--spares", type=_count, metavar="N", help="workers beyond --max-np that wait for a place (default 0)"
+    )
+
+
 def _add_mpi(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("MPI").add_argument
     add("--mpi", "--use-mpi", action="store_true", dest="mpi",
@@ -262,8 +277,6 @@ def _add_setting(group: Any, setting: Setting) -> None:
 
 
 def _add_refused(parser: argparse.ArgumentParser) -> None:
-    for flags, values in _ELASTIC:
-        parser.add_argument(*flags, action=_Refuse, nargs=values, why=_NO_ELASTIC, help=argparse.SUPPRESS)
     for flags, values, why in _REFUSED:
         parser.add_argument(*flags, action=_Refuse, nargs=values, why=why, help=argparse.SUPPRESS)
 

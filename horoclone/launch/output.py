@@ -11,7 +11,7 @@ import re
 import select
 import time
 from collections.abc import Callable
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 STDOUT, STDERR = 1, 2
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
@@ -243,13 +243,16 @@ def rank_folder(folder: str, rank: int, size: int) -> str:
     return os.path.join(folder, f"rank.{str(rank).zfill(len(str(max(size - 1, 1))))}")
 
 
-def open_files(folder: str | None, rank: int, size: int) -> tuple[BinaryIO | None, BinaryIO | None]:
-    """D/rank.N/stdout and stderr, emptied. OSError when that cannot be."""
+def open_files(
+    folder: str | None, rank: int, size: int, again: bool = False
+) -> tuple[BinaryIO | None, BinaryIO | None]:
+    """D/rank.N/stdout and stderr, emptied, or again: continued. OSError when that cannot be."""
     if folder is None:
         return None, None
     own = rank_folder(folder, rank, size)
     os.makedirs(own, exist_ok=True)
+    mode: Literal["ab", "wb"] = "ab" if again else "wb"
     return (
-        open(os.path.join(own, "stdout"), "wb", buffering=0),
-        open(os.path.join(own, "stderr"), "wb", buffering=0),
+        open(os.path.join(own, "stdout"), mode, buffering=0),
+        open(os.path.join(own, "stderr"), mode, buffering=0),
     )

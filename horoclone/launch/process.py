@@ -245,6 +245,11 @@ class LocalRanks:
         self._started.append(LocalRank(rank, process, self.guardian, result))
         return self._started[-1]
 
+    def forget(self, local: LocalRank) -> None:
+        """Its process, group and output are gone: what they have cost is given back."""
+        local.close()
+        self._started.remove(local)
+
     def close(self) -> None:
         """Kills what is left, then lets go of everything."""
         for local in self._started:

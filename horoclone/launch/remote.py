@@ -94,7 +94,7 @@ class Remote:
         environment.pop("PYTHONPATH", None)  # ours only led to this file
         if "PYTHONPATH" in self._spec["environment"]:
             environment["PYTHONPATH"] = self._spec["environment"]["PYTHONPATH"]
-        share = len(self._spec["ranks"])
+        share = int(self._spec["share"])
         environment.update(thread_variables(environment, self._spec["threads"], share, usable_cores()))
         self._owner = LocalRanks(self._secret, self._function)
         for rank_text, own in self._spec["ranks"].items():

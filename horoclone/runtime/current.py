@@ -22,6 +22,7 @@ job: Job | None = None  # kept between init calls: its server, secret and MPI su
 forked_from: int | None = None  # pid of the parent that had called init
 dynamic = False  # whether add_process_set and remove_process_set are allowed in this life
 lock = threading.RLock()
+lost: set[int] = set()  # ranks whose loss an error of this life has told; only an elastic job asks
 
 
 def native() -> Runtime:

@@ -108,8 +108,8 @@ def _tell_failure(kind: type[BaseException], error: BaseException, trace: Any) -
 
 def _job_to_report_to() -> Job | None:
     """For a failure before init came to the job: with our launcher, its rendezvous can be told nevertheless."""
-    if not os.environ.get("HOROCLONE_RENDEZVOUS"):
-        return None
+    if not os.environ.get("HOROCLONE_RENDEZVOUS") or os.environ.get("HOROCLONE_MEMBER"):
+        return None  # of an elastic job the launcher knows members, and this one has not joined
     try:
         return exchange.open_job(None, os.environ, time.monotonic() + TELL_DEADLINE_S, None, None)
     except (errors.HorovodInternalError, ValueError):

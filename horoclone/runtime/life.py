@@ -12,7 +12,7 @@ from horoclone import errors, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import current, ending, stacks
+from horoclone.runtime import current, ending, member, stacks
 from horoclone.runtime.attached import publish
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 # Settings that a binding wishes for, by their whole names; what is set in the environment goes before. Read by init().
 preferred: dict[str, str] = {}
+_FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
+_MOST_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
 _remarked = False
 
 
@@ -37,6 +39,9 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     naming them; Unsupported when the way in which this process was started cannot work. Process sets that cannot be
     (two with the same ranks, ranks outside the world: ValueError; others on another rank: Mismatch) are refused when
     everybody is connected: as in Horovod, rank() and size() answer then, and another init() needs shutdown() first.
+
+    In an elastic job it waits for a generation that holds this process, and connects with its members; SystemExit when
+    the others go on without this process or the job ends.
     """
     with current.lock:
         if current.forked_from is not None:
@@ -45,9 +50,12 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             return
         ending.install_hooks(_shutdown)
         wanted = _checked_process_sets(process_sets, comm)
-        deadline = time.monotonic() + start_timeout_s(os.environ)
-        current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
-        runtime = _connect(current.job, deadline)
+        if member.is_elastic():
+            runtime = _join_generation(comm)
+        else:
+            deadline = time.monotonic() + start_timeout_s(os.environ)
+            current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
+            runtime = _connect(current.job, deadline)
         current.runtime = runtime
         current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
         _remark()
@@ -61,6 +69,30 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         except BaseException:
             shutdown()
             raise
+
+
+def _join_generation(comm: Any) -> Runtime:
+    """Connects with the next generation of an elastic job; where a member is lost meanwhile, with the one after it."""
+    if comm is not None:
+        raise ValueError(
+            "init(comm=...): the ranks of an elastic job come and go; use hvd.add_process_set for a part of them."
+        )
+    attempt = 0
+    while True:
+        job = current.job = member.next_job()
+        attempt += 1
+        try:
+            runtime = _connect(job, time.monotonic() + _FORMING_S)
+        except (errors.Mismatch, errors.Unsupported):
+            raise
+        except errors.HorovodInternalError as error:
+            if attempt >= _MOST_GENERATIONS:
+                raise
+            if isinstance(error, errors.PeerLost) and error.rank >= 0:
+                current.lost.add(error.rank)
+            say(f"generation {member.number()} could not be connected: {error}")
+        else:
+            return runtime
 
 
 def _connect(job: Job, deadline: float) -> Runtime:

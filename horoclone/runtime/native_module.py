@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from horoclone import errors
+from horoclone.runtime import current
 
 _core_module: Any = None
 
@@ -27,13 +28,19 @@ def core() -> Any:
     return _core_module
 
 
+def _peer_lost(text: str, culprit: int) -> errors.PeerLost:
+    if culprit >= 0:
+        current.lost.add(culprit)
+    return errors.PeerLost(text, culprit)
+
+
 def _error_factories() -> dict[int, Callable[[str, int], BaseException]]:
     """Code of the core (hc_code) -> maker of the exception."""
     return {
         1: lambda text, culprit: errors.NotInitialized(text),
         2: lambda text, culprit: ValueError(text),
         3: lambda text, culprit: errors.Mismatch(text),
-        4: lambda text, culprit: errors.PeerLost(text, culprit),
+        4: _peer_lost,
         5: lambda text, culprit: errors.Timeout(text),
         6: lambda text, culprit: errors.Aborted(text),
         7: lambda text, culprit: errors.Unsupported(text),

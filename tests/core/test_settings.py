@@ -36,7 +36,6 @@ KNOBS = [
     ({"HOROCLONE_TCP_STREAMS": "4"}, ["HOROCLONE_TCP_STREAMS=4 has no effect, nothing reads it: Two ranks have one"]),
     ({"HOROCLONE_SHUTDOWN_TIMEOUT_S": "9"}, ["HOROCLONE_SHUTDOWN_TIMEOUT_S=9 has no effect, nothing reads it: shut"]),
     ({"HOROCLONE_DOORBELL_US": "9"}, ["HOROCLONE_DOORBELL_US=9 has no effect, nothing reads it: HOROCLONE_YIELD_US"]),
-    ({"HOROVOD_ELASTIC": "1"}, ["HOROVOD_ELASTIC=1 has no effect, nothing reads it: Elastic jobs are not"]),
     ({"HOROCLONE_TCP_STREAMS": "1", "HOROVOD_GPU_OPERATIONS": "NCCL", "NCCL_IB_DISABLE": "1", "HOROVOD_VERSION": "x"}, []),
     ({"HOROCLONE_CYCLE_TIMES": "1"}, ["HOROCLONE_CYCLE_TIMES is not a setting; did you mean HOROCLONE_CYCLE_TIME?"]),
     ({"HOROVOD_CYCL_TIME": "1"}, ["HOROVOD_CYCL_TIME is not a setting; did you mean HOROVOD_CYCLE_TIME?"]),

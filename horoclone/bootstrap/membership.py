@@ -1,0 +1,159 @@
+"""A member's side of the roster (desk.py): join, wait for a generation, hear notices; and the job of one generation.
+
+Thread: one at a time for each Membership; a process has one for init() and one for notices.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from horoclone import errors
+from horoclone.bootstrap import exchange, launchers, wire
+from horoclone.bootstrap.client import CLOSED_BY_PEER, HELLO_S, SLICE_S, Client
+from horoclone.bootstrap.desk import GENERATION_KEY, INCARNATION_BYTES, Told
+from horoclone.bootstrap.roster import ID_BYTES, Notice, Out, Stop
+
+Say = Callable[[str], None]
+SAY_EVERY_S = 10.0
+
+
+class Identity(NamedTuple):
+    """Who this process is, and where its roster is."""
+
+    id: bytes
+    incarnation: bytes
+    host: str
+    slot: int
+    addresses: tuple[str, ...]
+    secret: bytes
+    job: str
+
+
+def identity(environ: Mapping[str, str]) -> Identity:
+    """From the launcher's variables. Unsupported when this process was not started for an elastic job."""
+    address, name = environ.get("HOROCLONE_RENDEZVOUS"), environ.get("HOROCLONE_MEMBER")
+    secret = launchers.shared_secret(environ)
+    if not address or not name or not secret:
+        raise errors.Unsupported(
+            "HOROCLONE_ELASTIC=1 without HOROCLONE_RENDEZVOUS, HOROCLONE_MEMBER and a secret: an elastic job needs its "
+            "launcher. Start it with horoclonerun -np N --min-np M, or unset HOROCLONE_ELASTIC and HOROVOD_ELASTIC."
+        )
+    try:
+        id_ = bytes.fromhex(name)
+    except ValueError:
+        id_ = b""
+    if len(id_) != ID_BYTES:
+        raise errors.Unsupported(f"HOROCLONE_MEMBER={name!r} is not {2 * ID_BYTES} hex digits.")
+    slot = environ.get("HOROCLONE_LOCAL_RANK", "0")
+    return Identity(
+        id_,
+        secrets.token_bytes(INCARNATION_BYTES),
+        environ.get("HOROCLONE_HOSTNAME") or socket.gethostname(),
+        int(slot) if slot.isdigit() else 0,
+        tuple(part for part in address.split(",") if part),
+        secret,
+        environ.get("HOROCLONE_JOB", ""),
+    )
+
+
+class Membership(Client):
+    """shows: whether its connection is this process's presence while ranks connect."""
+
+    def __init__(self, who: Identity, timeout_s: float, shows: bool) -> None:
+        super().__init__(list(who.addresses), who.secret, who.job, timeout_s)
+        self._who, self._shows = who, shows
+
+    def _introduce(self, connection: socket.socket) -> None:
+        who = self._who
+        name = who.id + who.incarnation + struct.pack("<I", who.slot) + who.host.encode()
+        connection.settimeout(HELLO_S)
+        connection.sendall(wire.frame(bytes([wire.JOIN]) + name))
+        status, body = self._receive(time.monotonic() + HELLO_S)
+        if status == wire.REJECTED:
+            raise errors.Unsupported(f"the roster refuses this process: {body.decode(errors='replace')}")
+        if status != wire.OK or len(body) != 4:
+            raise ConnectionError(CLOSED_BY_PEER)
+        if self._shows:
+            self._rank = struct.unpack("<I", body)[0]
+            super()._introduce(connection)
+
+    def form(self, seen: int, commits: tuple[int, ...], wait_s: float) -> Told | Out | Stop | None:
+        """Waits so long for the generation after `seen`; None: not yet. Timeout when the roster cannot be reached."""
+        request = struct.pack("<BIQB", wire.FORM, int(wait_s * 1000), seen, len(commits))
+        request += struct.pack(f"<{len(commits)}Q", *commits)
+        status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
+        return Told(body) if status == wire.OK else _end(status, body)
+
+    def notice(self, seq: int) -> Notice | Stop | None:
+        """The next notice after this one; None: there is none yet."""
+        request = struct.pack("<BIQ", wire.NOTICE, int(SLICE_S * 1000), seq)
+        status, body = self._ask(request, time.monotonic() + self._timeout_s, SLICE_S)
+        if status == wire.OK:
+            return Notice(*struct.unpack("<QQB", body))
+        end = _end(status, body)
+        return end if isinstance(end, Stop) else None
+
+    def depart(self, reason: str, at_once: bool) -> None:
+        """Tells the roster that this process will leave at the next commit, or leaves at once. Best effort."""
+        self._tell_roster(bytes([wire.DEPART, at_once]) + reason.encode(errors="replace")[:512])
+
+    def suspect(self, number: int, rank: int) -> None:
+        """Tells the roster that this process has lost a rank of this generation. Best effort."""
+        self._tell_roster(struct.pack("<BQI", wire.SUSPECT, number, rank))
+
+    def _tell_roster(self, payload: bytes) -> None:
+        try:
+            self._ask(payload, time.monotonic() + HELLO_S)
+        except (OSError, errors.HorovodInternalError):
+            pass  # it hears of our end from the launcher
+
+
+def _end(status: int, body: bytes) -> Out | Stop | None:
+    if status == wire.NOT_YET:
+        return None
+    if status not in (wire.OUT, wire.STOP) or len(body) < 4:
+        raise errors.HorovodInternalError(f"the roster answered {body.decode(errors='replace')!r}")
+    code, text = struct.unpack_from("<i", body)[0], body[4:].decode(errors="replace")
+    return Out(code, text) if status == wire.OUT else Stop(code, text)
+
+
+class GenerationJob(exchange.Job):
+    """The world of one generation. Its number is in the name of the job and its nonce in the secret of every handshake
+    between ranks, so that a process of another generation is refused whatever it knows."""
+
+    def __init__(self, meeting: exchange.Meeting, told: Told) -> None:
+        super().__init__(meeting, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes))
+        self.generation = told.number % (1 << 32)
+        self._number, self._gathered = told.number, 0
+        label = b"horoclone generation " + struct.pack("<Q", told.number) + told.nonce
+        self._own_secret = hmac.new(meeting.secret, label, hashlib.sha256).digest()
+
+    @property
+    def secret(self) -> bytes:
+        return self._own_secret
+
+    def gather(self, blob: bytes, deadline: float, say: Say | None) -> list[bytes]:
+        """Everybody's blob by rank. Errors as Client.gather."""
+        client = self.meeting.client
+        self._gathered += 1
+        if self.size == 1 or client is None:
+            return [blob]
+        timeout_s = max(0.1, deadline - time.monotonic())
+        return client.gather(self._key, self.rank, self.size, blob, timeout_s, say, self._members)
+
+    @property
+    def _key(self) -> str:
+        return f"{GENERATION_KEY}{self._number}" + (f".{self._gathered}" if self._gathered > 1 else "")
+
+
+def meeting(who: Identity, client: Membership, one_host: bool) -> exchange.Meeting:
+    """The meeting of all generations; `client` stays connected between them."""
+    return exchange.Meeting(("elastic", os.getpid()), who.job, who.secret, False, client, one_host=one_host)

@@ -1,0 +1,45 @@
+"""What the rendezvous server keeps of a connection, of a rank that waits, and of a gather."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Container
+from dataclasses import dataclass, field
+
+
+@dataclass(eq=False)
+class Gather:
+    size: int
+    members: list[int]  # the launcher's number of each rank
+    blobs: dict[int, bytes] = field(default_factory=dict)
+    taken: set[int] = field(default_factory=set)
+
+    def missing(self) -> list[int]:
+        return [rank for rank in range(self.size) if rank not in self.blobs]
+
+    def forget(self, gone: set[int]) -> None:
+        """What a rank that is gone has given is no use to the others."""
+        if len(self.blobs) < self.size:
+            for rank in [one for one in self.blobs if self.members[one] in gone]:
+                del self.blobs[rank]
+
+
+@dataclass(eq=False)
+class Waiter:
+    kind: int  # GET, GATHER, or WATCH: until somebody is lost
+    key: str
+    deadline: float
+    members: Container[int] = ()  # of a WATCH
+
+
+@dataclass(eq=False)
+class Connection:
+    socket: socket.socket
+    nonce: bytes
+    opened_s: float
+    proved: bool = False
+    received: bytearray = field(default_factory=bytearray)
+    unsent: bytearray = field(default_factory=bytearray)
+    waiter: Waiter | None = None
+    rank: int = -1  # whose presence this is, as the launcher numbers it
+    closing: bool = False

@@ -1,0 +1,48 @@
+"""Which generation of the job this process is in: who is new, whose state counts, and whether a sync is needed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from horoclone.runtime import facts, member
+
+
+@dataclass(frozen=True)
+class Generation:
+    """number: of this generation, from 1. newcomers: the ranks that were not in the one before, all in the first.
+
+    commit: the newest commit that every survivor holds, 0: none. commit_root: the rank whose state is taken by sync.
+    skip_sync: nobody is new, and all survivors hold the same commit. dropped_sets: ids of the process sets of the
+    generation before that had a member which is gone.
+    """
+
+    number: int
+    rank: int
+    size: int
+    newcomers: tuple[int, ...]
+    commit_root: int
+    commit: int
+    skip_sync: bool
+    dropped_sets: tuple[int, ...]
+
+
+def generation() -> Generation:
+    """The newest generation that holds this process; in a job that is not elastic number 1, in which everybody is new.
+
+    NotInitialized before init().
+    """
+    told = member.told
+    if told is None:
+        size = facts.size()
+        return Generation(1, facts.rank(), size, tuple(range(size)), 0, 0, False, ())
+    newcomers = tuple(rank for rank, before in enumerate(told.previous) if before < 0)
+    return Generation(
+        told.number,
+        told.rank,
+        told.size,
+        newcomers,
+        told.commit_root,
+        told.commit,
+        told.skip_sync,
+        member.dropped,
+    )

@@ -1,0 +1,41 @@
+"""This process as a member of an elastic job, for the code that trains: what it holds, what it hears, how it leaves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from horoclone.runtime import member
+
+
+def is_elastic() -> bool:
+    """Whether this process belongs to an elastic job (HOROCLONE_ELASTIC=1 or HOROVOD_ELASTIC=1)."""
+    return member.is_elastic()
+
+
+def offer_commits(commits: tuple[int, ...]) -> None:
+    """This process holds these commits, ascending, at most two; the next generation begins at one that all hold.
+
+    ValueError for numbers that are not positive and ascending.
+    """
+    if len(commits) > 2 or any(one <= 0 for one in commits) or list(commits) != sorted(set(commits)):
+        raise ValueError(f"offer_commits({commits}): at most two positive numbers, ascending")
+    member.offered = tuple(commits)
+
+
+def start_notices(listener: Callable[[int, int], None]) -> None:
+    """listener(timestamp, update) is called on the thread hc-roster when another generation is wanted.
+
+    timestamp: its number, which only rises; update: 1 somebody leaves, 2 somebody comes, 3 both. A notice that stands
+    already is told at once. It is never called in a job that is not elastic.
+    """
+    member.listen(listener)
+
+
+def leave_requested() -> str | None:
+    """Why this process should leave at its next commit ("SIGTERM"); None: it need not."""
+    return member.leave_requested()
+
+
+def leave(reason: str) -> None:
+    """This process leaves the job, as planned: call shutdown() and exit with code 0 after it. Nobody waits for it."""
+    member.leave(reason)

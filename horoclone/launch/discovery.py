@@ -1,0 +1,195 @@
+"""Which hosts an elastic job may use: a fixed list, a file, or what a script prints, looked at again every second.
+
+Thread: hc-discovery looks; the job's loop is woken and takes what was found.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import shlex
+import signal
+import subprocess
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from horoclone.launch.hosts import Host, parse_host, parse_hostfile
+from horoclone.launch.usage import LaunchError
+
+LOOK_EVERY_S = 1.0  # Horovod's DISCOVER_HOSTS_FREQUENCY_SECS
+SCRIPT_S = 30.0  # a script that runs for longer is ended
+MOST_BYTES = 1 << 20
+FLAP_S = 2.0  # a host or slot that is missing for less is not gone
+
+
+class Source(Protocol):
+    """Where hosts come from. changes: whether it is worth another look."""
+
+    changes: bool
+
+    def find(self) -> list[Host]:
+        """The hosts in their order; LaunchError with a text when that cannot be said."""
+        ...
+
+    def stop(self) -> None:
+        """Ends a find() that runs in another thread, where that can be."""
+
+
+class Fixed:
+    """Always these hosts."""
+
+    changes = False
+
+    def __init__(self, hosts: Sequence[Host]) -> None:
+        self._hosts = list(hosts)
+
+    def find(self) -> list[Host]:
+        return list(self._hosts)
+
+    def stop(self) -> None:
+        pass
+
+
+class File:
+    """The lines of a hostfile, read anew each time."""
+
+    changes = True
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+
+    def find(self) -> list[Host]:
+        return parse_hostfile(self._path)
+
+    def stop(self) -> None:
+        pass
+
+
+class Script:
+    """What a program prints: `host:slots` or `host` a line. slots: of a host without a number."""
+
+    changes = True
+
+    def __init__(self, command: str, slots: int | None, limit_s: float = SCRIPT_S) -> None:
+        self._command, self._slots, self._limit_s = command, slots, limit_s
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def find(self) -> list[Host]:
+        return parse_lines(self._run(), self._slots, self._command)
+
+    def _run(self) -> str:
+        try:
+            process = self._process = subprocess.Popen(
+                shlex.split(self._command),  # as Horovod: the flag takes a command with arguments
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+            )
+        except (OSError, ValueError) as error:
+            why = getattr(error, "strerror", None) or str(error)
+            raise LaunchError(f"--host-discovery-script {self._command}: {why}", 1) from None
+        try:
+            out, said = process.communicate(timeout=self._limit_s)
+        except subprocess.TimeoutExpired:
+            raise LaunchError(
+                f"--host-discovery-script {self._command}: it ran for more than {self._limit_s:g} s", 1
+            ) from None
+        finally:
+            self.stop()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
+        if process.returncode != 0:
+            last = said.decode(errors="replace").strip().splitlines()[-1:]
+            text = f": {last[0]}" if last else ""
+            raise LaunchError(
+                f"--host-discovery-script {self._command}: exit code {process.returncode}{text}", 1
+            )
+        return out[:MOST_BYTES].decode(errors="replace")
+
+    def stop(self) -> None:
+        """Ends the script, with what it has started."""
+        if self._process is not None:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except (ProcessLookupError, PermissionError):
+                pass
+
+
+def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
+    """`host:slots` lines -> hosts, each once, in their order. LaunchError for what is not a host, or has no slots."""
+    found: dict[str, Host] = {}
+    for line in text.splitlines():
+        words = line.split("#", 1)[0].split()
+        if words and not words[0].endswith(":0"):  # a host without a free slot is none
+            host, has_slots = parse_host(words[0], f"--host-discovery-script {source}: {line.strip()!r}")
+            if not has_slots:
+                if slots is None:
+                    raise LaunchError(
+                        f"--host-discovery-script {source}: {line.strip()!r} has no number of slots; print host:slots, "
+                        "or give --slots-per-host",
+                        1,
+                    )
+                host = Host(host.name, slots)
+            found.setdefault(host.name, host)
+    return list(found.values())
+
+
+class Settled:
+    """What holds of what was found: what is new at once, what is missing when it has been so for FLAP_S. Pure."""
+
+    def __init__(self) -> None:
+        self._hosts: dict[str, int] = {}
+        self._less_since: dict[str, float] = {}
+
+    def take(self, hosts: Sequence[Host], now: float) -> list[Host]:
+        """The hosts that count now, old ones first."""
+        slots = {host.name: host.slots for host in hosts}
+        for name in list(self._hosts):
+            if slots.get(name, 0) >= self._hosts[name]:
+                self._less_since.pop(name, None)
+            elif now - self._less_since.setdefault(name, now) >= FLAP_S:
+                del self._less_since[name]
+                self._hosts[name] = slots.get(name, 0)
+                if not self._hosts[name]:
+                    del self._hosts[name]
+        for name, count in slots.items():
+            self._hosts[name] = max(self._hosts.get(name, 0), count)
+        return [Host(name, count) for name, count in self._hosts.items()]
+
+
+class Lookout:
+    """Looks at a source every second in a thread. `wake` is called when something is there to be taken."""
+
+    def __init__(self, source: Source, wake: Callable[[], None], every_s: float = LOOK_EVERY_S) -> None:
+        self._source, self._wake, self._every_s = source, wake, every_s
+        self._found: queue.SimpleQueue[list[Host] | LaunchError] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="hc-discovery", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def take(self) -> list[list[Host] | LaunchError]:
+        """What was found since the last call, the oldest first."""
+        found = []
+        while not self._found.empty():
+            found.append(self._found.get())
+        return found
+
+    def close(self) -> None:
+        self._stop.set()
+        self._source.stop()
+        if self._thread.is_alive():
+            self._thread.join(2.0)
+
+    def _look(self) -> None:
+        while not self._stop.wait(self._every_s):
+            try:
+                self._found.put(self._source.find())
+            except LaunchError as error:
+                self._found.put(error)
+            self._wake()

@@ -1,0 +1,101 @@
+"""A worker of the elastic tests: steps of a NumPy allreduce, restored from the last commit when a generation is lost.
+
+It is the loop of hvd.elastic.run in little. Every step adds the average of (rank + 1) over the ranks; the state is
+(step, total). Each line says what was done; `python steps.py STEPS [SECONDS_A_STEP]`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+
+import horoclone as hvd
+from horoclone.elastic.generation import generation
+from horoclone.elastic.member import leave, leave_requested, offer_commits, start_notices
+
+STEPS, PAUSE_S = int(sys.argv[1]), float(sys.argv[2]) if len(sys.argv) > 2 else 0.0
+state: dict[str, Any] = {"step": 0, "total": 0.0}
+slots: dict[int, dict[str, Any]] = {}  # two newest commits
+wanted = 0
+
+
+def note(timestamp: int, update: int) -> None:
+    global wanted
+    wanted = timestamp
+
+
+def out(*words: object) -> None:
+    print(*words, flush=True)
+
+
+def commit() -> None:
+    """Saves under the number of the step, then all ranks agree: on the commit, and on whether somebody comes or goes."""
+    slots[state["step"]] = dict(state)
+    for old in sorted(slots)[:-2]:
+        del slots[old]
+    offer_commits(tuple(sorted(slots)))
+    ours = np.array([float(wanted), 1.0 if leave_requested() else 0.0])
+    newest, _ = hvd.allreduce(ours, op=hvd.Max, name="commit")
+    if newest > generation().number:
+        if reason := leave_requested():
+            out("leaves", os.getpid(), reason)
+            hvd.shutdown()
+            leave(reason)
+            sys.exit(0)
+        raise hvd.HostsUpdatedInterrupt
+
+
+def begin() -> None:
+    """Everybody takes the state of the commit that all survivors hold."""
+    now = generation()
+    assert (now.rank, now.size) == (hvd.rank(), hvd.size())
+    if now.commit and now.commit in slots:
+        state.update(slots[now.commit])
+    if not now.skip_sync:
+        mine = np.array([state["step"], state["total"]], dtype=np.float64)
+        step, total = hvd.broadcast(mine, root_rank=now.commit_root, name="sync")
+        state.update(step=int(step), total=float(total))
+    slots.clear()
+    if state["step"]:
+        slots[state["step"]] = dict(state)
+    offer_commits(tuple(slots))
+    out("generation", now.number, "rank", now.rank, "of", now.size, "pid", os.getpid(), "step", state["step"],
+        "new", list(now.newcomers), "commit", now.commit, "skip", now.skip_sync, f"at {time.time():.4f}")  # fmt: skip
+
+
+def train() -> None:
+    while state["step"] < STEPS:
+        value = hvd.allreduce(np.full(1000, hvd.rank() + 1.0), op=hvd.Average, name="step")
+        expected = (hvd.size() + 1) / 2
+        assert np.all(value == expected), (value[:3], expected)
+        state["total"] += float(value[0])
+        state["step"] += 1
+        out("step", state["step"], "of", generation().number, f"at {time.time():.4f}")
+        commit()
+        time.sleep(PAUSE_S)
+
+
+def main() -> None:
+    hvd.init()
+    start_notices(note)
+    while True:
+        try:
+            begin()
+            train()
+            break
+        except hvd.HorovodInternalError as error:
+            out("lost", type(error).__name__, str(error).splitlines()[0], f"at {time.time():.4f}")
+            if isinstance(error, (hvd.Mismatch, hvd.Unsupported)):
+                raise
+        except hvd.HostsUpdatedInterrupt:
+            out("updated")
+        hvd.shutdown()
+        hvd.init()
+    out("done", hvd.rank(), hvd.size(), state["step"], f"{state['total']:.3f}")
+
+
+main()
