@@ -1,0 +1,289 @@
+"""Elastic jobs under horoclonerun: ranks are killed wherever they are, and the others go on with the right sums."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+WORKER = Path(__file__).with_name("steps.py")
+RUN = [sys.executable, "-m", "horoclone.launch"]
+GENERATION = re.compile(
+    r"\[(\d+)\] generation (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) new \[([\d, ]*)\] commit (\d+) skip (\w+)"
+)
+STEP = re.compile(r"\[(\d+)\] step (\d+) of (\d+) ")
+DONE = re.compile(r"\[(\d+)\] done (\d+) (\d+) (\d+) ([\d.]+)")
+
+
+class ElasticRun:
+    """A running job of steps.py; what its workers have said so far."""
+
+    def __init__(self, started: Any) -> None:
+        self.started = started
+
+    def generations(self) -> dict[int, dict[int, int]]:
+        """Number -> rank -> pid of those who have said that they are in."""
+        found: dict[int, dict[int, int]] = {}
+        for _, number, rank, _, pid, *_ in GENERATION.findall(self.started.stdout):
+            found.setdefault(int(number), {})[int(rank)] = int(pid)
+        return found
+
+    def sizes(self) -> dict[int, int]:
+        return {int(number): int(size) for _, number, _, size, *_ in GENERATION.findall(self.started.stdout)}
+
+    def wait(self, what: Callable[[], Any], text: str, timeout_s: float = 40) -> Any:
+        deadline = time.monotonic() + timeout_s
+        while not (found := what()):
+            if time.monotonic() > deadline or (self.started.process.poll() is not None and not what()):
+                pytest.fail(f"{text}: not seen\n{self.started.stdout}\n{self.started.stderr}")
+            time.sleep(0.005)
+        return found
+
+    def whole(self, number: int) -> dict[int, int]:
+        """Waits until every rank of this generation, or of a later one, has said that it is in: rank -> pid."""
+
+        def look() -> dict[int, int] | None:
+            pids_of, sizes = self.generations(), self.sizes()
+            for found, pids in sorted(pids_of.items()):
+                if found >= number and len(pids) == sizes[found]:
+                    return pids
+            return None
+
+        return dict(self.wait(look, f"generation {number}"))
+
+    def of_size(self, size: int, after: int = 0) -> dict[int, int]:
+        """Waits until every rank of a generation of this size, of a higher number than `after`, has said so."""
+
+        def look() -> dict[int, int] | None:
+            pids_of, sizes = self.generations(), self.sizes()
+            for found, pids in pids_of.items():
+                if found > after and len(pids) == sizes[found] == size:
+                    return pids
+            return None
+
+        return dict(self.wait(look, f"a generation of {size}"))
+
+    def newest(self) -> int:
+        return max(self.generations(), default=0)
+
+    def step(self, number: int) -> None:
+        """Waits until some rank has done this step."""
+        self.wait(
+            lambda: any(int(step) >= number for _, step, _ in STEP.findall(self.started.stdout)),
+            f"step {number}",
+        )
+
+    def finish(self, code: int = 0, timeout_s: float = 60) -> Any:
+        done = self.started.finish(timeout_s)
+        assert done.returncode == code, done.output
+        left = self.started.left_over()
+        assert not left, left
+        if code == 0:
+            self.check_the_sums()
+        return done
+
+    def check_the_sums(self) -> None:
+        """The total is that of the steps as they were done last, each with the size of its generation."""
+        size_at: dict[int, tuple[int, int]] = {}
+        sizes = self.sizes()
+        for _, step, number in STEP.findall(self.started.stdout):
+            size_at[int(step)] = max(size_at.get(int(step), (0, 0)), (int(number), sizes[int(number)]))
+        expected = sum((size + 1) / 2 for _, size in size_at.values())
+        done = DONE.findall(self.started.stdout)
+        assert done, self.started.stdout
+        for _, _, size, steps, total in done:
+            assert int(steps) == len(size_at) and float(total) == pytest.approx(expected, abs=1e-3)
+            assert int(size) == len(done)
+
+
+@pytest.fixture
+def elastic(launch: Any) -> Callable[..., ElasticRun]:
+    def start(
+        flags: Sequence[object], steps: int = 40, pause_s: float = 0.05, **environment: str
+    ) -> ElasticRun:
+        command = [*RUN, *map(str, flags), sys.executable, WORKER, str(steps), str(pause_s)]
+        return ElasticRun(launch.start(command, env=environment))
+
+    return start
+
+
+def kill(pid: int, number: int = signal.SIGKILL) -> None:
+    os.kill(pid, number)
+
+
+@pytest.mark.parametrize("victims", [[1], [0], [3], [1, 2], [0, 3], [0, 1, 2]])
+def test_survivors_go_on_and_the_slots_get_new_workers(elastic: Any, victims: list[int]) -> None:
+    job = elastic(["-np", 4, "--min-np", 1], steps=60)
+    first = job.whole(1)
+    job.step(5)
+    for rank in victims:
+        kill(first[rank])
+    second = job.whole(2)
+    survivors = [pid for rank, pid in sorted(first.items()) if rank not in victims]
+    assert [second[rank] for rank in range(len(survivors))] == survivors, "old members first, in their order"
+    back = job.of_size(4, after=1)
+    assert [back[rank] for rank in range(len(survivors))] == survivors
+    job.finish()
+
+
+def test_below_the_smallest_size_the_survivors_wait_for_the_new_worker(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 2], steps=30)
+    first = job.whole(1)
+    job.step(3)
+    kill(first[0])
+    second = job.whole(2)
+    assert len(second) == 2 and second[0] == first[1]
+    done = job.finish()
+    assert "skip True" not in "".join(line for line in done.stdout.splitlines() if "generation 2" in line)
+
+
+def test_a_worker_that_is_killed_before_it_came_is_replaced(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 2, "--verbose"], steps=10)
+    pattern = re.compile(r"rank 1 started on localhost, pid (\d+)")
+    pid = int(job.wait(lambda: pattern.search(job.started.stderr), "a start").group(1))
+    kill(pid)
+    assert len(job.whole(1)) == 3
+    job.finish()
+
+
+def test_another_is_killed_while_the_next_generation_is_formed(elastic: Any) -> None:
+    job = elastic(["-np", 4, "--min-np", 1], steps=60)
+    first = job.whole(1)
+    job.step(5)
+    kill(first[2])
+    job.wait(lambda: "lost" in job.started.stdout, "the loss")
+    kill(first[0])
+    second = job.of_size(4, after=1)
+    assert (second[0], second[1]) == (first[1], first[3])
+    job.finish()
+
+
+@pytest.mark.parametrize("after_ms", [0, 2, 5, 10, 20])
+def test_two_are_killed_one_shortly_after_the_other(elastic: Any, after_ms: int) -> None:
+    job = elastic(["-np", 4, "--min-np", 1], steps=50, pause_s=0.02)
+    first = job.whole(1)
+    job.step(5)
+    kill(first[1])
+    time.sleep(after_ms / 1000)
+    kill(first[0])
+    job.whole(2)
+    job.finish()
+
+
+def test_sigterm_lets_one_worker_leave_at_a_commit_with_code_zero(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 1], steps=40)
+    first = job.whole(1)
+    job.step(5)
+    kill(first[1], signal.SIGTERM)
+    second = job.whole(2)
+    assert second == {0: first[0], 1: first[2]}
+    done = job.finish()
+    assert f"leaves {first[1]} SIGTERM" in done.stdout and "lost" not in done.stdout
+    assert "has left: SIGTERM" in done.stderr and "skip True" in done.stdout
+
+
+def test_when_all_are_lost_the_job_ends_with_the_report_of_the_first(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1], steps=1000)
+    first = job.whole(1)
+    job.step(5)
+    for pid in first.values():
+        kill(pid)
+    done = job.finish(code=137)
+    assert "was killed by SIGKILL" in done.stderr and "root cause" in done.stderr
+    assert "Horovod detected that one or more processes exited with non-zero status" in done.stderr
+
+
+def test_a_program_that_always_fails_ends_the_job_with_its_error(launch: Any) -> None:
+    done = launch(
+        [*RUN, "-np", "2", "--min-np", "1", sys.executable, "-c", "raise ValueError('bad batch 17')"],
+        check=False,
+        timeout_s=60,
+    )
+    assert done.returncode == 1 and "ValueError: bad batch 17" in done.stderr, done.output
+
+
+def test_the_limit_of_resets_ends_the_job_with_horovods_words(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1, "--reset-limit", 1], steps=1000)
+    first = job.whole(1)
+    job.step(3)
+    kill(first[1])
+    job.whole(2)
+    done = job.finish(code=1)
+    assert "Horovod was shutdown because number of resets during elastic job exceeded limit: 1" in done.stderr
+
+
+def test_a_spare_takes_the_place_of_a_lost_rank_without_a_start(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 2, "--max-np", 2, "--spares", 1, "--verbose"], steps=60)
+    first = job.whole(1)
+    job.step(10)
+    pattern = re.compile(r"rank \d started on localhost, pid (\d+)")
+    started = {int(pid) for pid in pattern.findall(job.started.stderr)}
+    assert len(started) == 3
+    time.sleep(1.0)  # the spare is in init()
+    (spare,) = started - set(first.values())
+    kill(first[0])
+    second = job.whole(2)
+    assert second == {0: first[1], 1: spare}
+    job.finish()
+
+
+def test_the_job_grows_and_shrinks_with_what_the_script_says(elastic: Any, tmp_path: Path) -> None:
+    hosts, script = tmp_path / "hosts", tmp_path / "find.sh"
+    hosts.write_text("localhost:2\n")
+    script.write_text(f"#!/bin/sh\ncat {hosts}\n")
+    script.chmod(0o755)
+    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script], steps=200)
+    first = job.whole(1)
+    hosts.write_text("localhost:4\n")
+    grown = job.of_size(4)
+    assert [grown[0], grown[1]] == [first[0], first[1]]
+    before = job.newest()
+    hosts.write_text("localhost:1\n")
+    assert job.of_size(1, after=before) == {0: first[0]}
+    job.finish()
+
+
+def test_a_script_that_fails_later_is_told_and_changes_nothing(elastic: Any, tmp_path: Path) -> None:
+    script = tmp_path / "find.sh"
+    script.write_text(f"#!/bin/sh\ntest -e {tmp_path}/broken && exit 3\necho localhost:2\n")
+    script.chmod(0o755)
+    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script], steps=60)
+    job.whole(1)
+    (tmp_path / "broken").touch()
+    done = job.finish()
+    assert "exit code 3; the hosts stay as they were" in done.stderr and job.newest() == 1
+
+
+def test_a_silent_worker_is_given_up_and_refused_when_it_wakes(elastic: Any) -> None:
+    job = elastic(
+        ["-np", 3, "--min-np", 1],
+        steps=60,
+        HOROCLONE_LIVENESS_ERROR_S="2",
+        HOROCLONE_LIVENESS_WARN_S="1",
+        HOROCLONE_LIVENESS_PROBE_S="0.5",
+    )
+    first = job.whole(1)
+    job.step(5)
+    kill(first[1], signal.SIGSTOP)
+    back = job.of_size(3, after=1)
+    assert (back[0], back[1]) == (first[0], first[2]) and back[2] != first[1]
+    job.finish()
+
+
+def test_the_end_of_the_launcher_ends_every_worker(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 1], steps=1000)
+    job.whole(1)
+    job.started.process.send_signal(signal.SIGTERM)
+    done = job.started.finish(20)
+    assert done.returncode == 143, done.output
+    assert not job.started.left_over()

@@ -1,0 +1,85 @@
+"""Where the hosts of an elastic job come from: what a script prints, what a file holds, and what of it counts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from horoclone.launch.discovery import FLAP_S, File, Fixed, Lookout, Script, Settled, parse_lines
+from horoclone.launch.hosts import Host
+from horoclone.launch.usage import LaunchError
+
+
+def script(folder: Path, body: str) -> str:
+    path = folder / "find.sh"
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_lines_keep_their_order_and_each_host_counts_once() -> None:
+    text = "c:2\na:1\n\nc:2\nb\n# a comment\n[fe80::1]:4\nfe80::2\nd:0\n"
+    expected = [Host("c", 2), Host("a", 1), Host("b", 3), Host("fe80::1", 4), Host("fe80::2", 3)]
+    assert parse_lines(text, 3, "x") == expected
+
+
+@pytest.mark.parametrize(
+    "text, said", [("a:x", "slots of a"), ("-oProxy:1", "is not a host name"), ("a", "--slots")]
+)
+def test_what_is_no_host_is_refused_with_the_line(text: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        parse_lines(text, None, "x")
+
+
+def test_a_script_with_arguments(tmp_path: Path) -> None:
+    assert Script(script(tmp_path, 'echo "$1:$2"') + " h 3", None).find() == [Host("h", 3)]
+
+
+def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
+    began = time.monotonic()
+    with pytest.raises(LaunchError, match=r"more than 0\.3 s"):
+        Script(script(tmp_path, "sleep 60 & sleep 60"), None, limit_s=0.3).find()
+    assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize("body, said", [("echo no such cluster >&2; exit 4", "exit code 4: no such cluster")])
+def test_a_script_that_fails_says_what_it_said(tmp_path: Path, body: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=said):
+        Script(script(tmp_path, body), None).find()
+
+
+def test_a_file_is_read_anew(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    source = File(str(path))
+    path.write_text("a slots=2\n")
+    assert source.find() == [Host("a", 2)]
+    path.write_text("a slots=2\nb slots=1\n")
+    assert source.find() == [Host("a", 2), Host("b", 1)] and source.changes and not Fixed([]).changes
+
+
+def test_what_comes_counts_at_once_and_what_goes_when_it_stays_away() -> None:
+    one = Settled()
+    assert one.take([Host("a", 2), Host("b", 1)], 0.0) == [Host("a", 2), Host("b", 1)]
+    assert one.take([Host("b", 1)], 1.0) == [Host("a", 2), Host("b", 1)]
+    assert one.take([Host("a", 2)], 1.5) == [Host("a", 2), Host("b", 1)]
+    assert one.take([Host("a", 1), Host("c", 1)], 1.6)[0] == Host("a", 2)
+    assert one.take([Host("a", 1), Host("c", 1)], 1.6 + FLAP_S) == [Host("a", 1), Host("c", 1)]
+    assert one.take([Host("a", 3)], 9.0) == [Host("a", 3), Host("c", 1)]
+
+
+def test_the_lookout_tells_what_it_finds_and_what_goes_wrong(tmp_path: Path) -> None:
+    woken: list[int] = []
+    path = tmp_path / "hosts"
+    lookout = Lookout(File(str(path)), lambda: woken.append(1), every_s=0.02)
+    lookout.start()
+    found: list[object] = []
+    deadline = time.monotonic() + 10
+    while not any(isinstance(one, list) for one in found) and time.monotonic() < deadline:
+        time.sleep(0.02)
+        found += lookout.take()
+        if found:
+            path.write_text("a slots=2\n")
+    lookout.close()
+    assert isinstance(found[0], LaunchError) and found[-1] == [Host("a", 2)] and woken
