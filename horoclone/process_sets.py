@@ -261,6 +261,28 @@ def on_init(native: Any, wanted: Sequence[ProcessSet]) -> None:
             raise type(error)(text) from None
 
 
+def on_next_generation(native: Any, wanted: Sequence[tuple[ProcessSet, list[int]]]) -> bool:
+    """Called by init() in a later generation of an elastic job: registers sets under these ranks of the new world.
+
+    False, and nothing is registered, unless every rank names the same: survivors those that they had, newcomers those
+    that they passed to init().
+    """
+    clear()
+    global_process_set.ranks = list(range(native.size))
+    flat = [value for _, ranks in wanted for value in (len(ranks), *ranks)]
+    if any(theirs != flat for theirs in _exchange("generation", flat)):
+        return False
+    for members, ranks in wanted:
+        members.ranks = list(ranks)
+        _register(native, members)
+    return True
+
+
+def declared() -> dict[int, ProcessSet]:
+    """Id -> set of all that are registered now, but for the global one."""
+    return {number: members for number, members in sorted(_registered.items()) if number}
+
+
 def clear() -> None:
     """Called by shutdown(): every set but the global one is unregistered."""
     for number, members in list(_registered.items()):

@@ -28,6 +28,10 @@ preferred: dict[str, str] = {}
 _FORMING_S = 30.0  # for the members of a generation to connect: all of them are in init()
 _MOST_GENERATIONS = 32  # so many may be lost one after the other before one init() gives up
 _remarked = False
+# Of the generation before, in an elastic job: id -> set and its ranks now; and ids of those that lost a member.
+_kept: dict[int, tuple[ProcessSet, list[int]]] = {}
+_dropped: set[int] = set()
+_are_registered = False  # the sets of this life
 
 
 def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = None) -> None:
@@ -61,7 +65,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         _remark()
         try:
             try:
-                sets.on_init(runtime, wanted)
+                _register_sets(runtime, wanted)
             finally:
                 publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
         except (ValueError, errors.Mismatch):
@@ -69,6 +73,46 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         except BaseException:
             shutdown()
             raise
+
+
+def _register_sets(runtime: Runtime, passed: list[ProcessSet]) -> None:
+    """Those that the user passed; in a later generation of an elastic job those of before whose ranks are left."""
+    global _are_registered
+    told = member.told
+    if told is None or all(rank < 0 for rank in told.previous):
+        sets.on_init(runtime, passed)
+    else:
+        survives = told.previous[told.rank] >= 0
+        wanted = list(_kept.values()) if survives else [(one, list(one.ranks or [])) for one in passed]
+        if not sets.on_next_generation(runtime, wanted):
+            _dropped.update(_kept)
+        member.dropped = tuple(sorted(_dropped))
+        if _dropped and told.rank == 0:
+            say(
+                f"process sets {', '.join(map(str, member.dropped))} are gone: not all of their ranks are left"
+            )
+    _are_registered = True
+
+
+def _keep_sets() -> None:
+    """At the end of a life: the sets of an elastic job are remembered for the next generation."""
+    global _are_registered
+    if member.told is not None and _are_registered:
+        _kept.clear()
+        _dropped.clear()
+        _kept.update({number: (one, list(one.ranks or [])) for number, one in sets.declared().items()})
+    _are_registered = False
+
+
+def _renumber_sets() -> None:
+    """A generation was formed: the sets have new ranks, or none where a member is gone."""
+    previous = member.told.previous if member.told is not None else ()
+    for number, (one, ranks) in list(_kept.items()):
+        if one.mpi_comm is None and set(ranks) <= set(previous):
+            _kept[number] = (one, sorted(previous.index(rank) for rank in ranks))
+        else:
+            del _kept[number]
+            _dropped.add(number)
 
 
 def _join_generation(comm: Any) -> Runtime:
@@ -80,6 +124,7 @@ def _join_generation(comm: Any) -> Runtime:
     attempt = 0
     while True:
         job = current.job = member.next_job()
+        _renumber_sets()
         attempt += 1
         try:
             runtime = _connect(job, time.monotonic() + _FORMING_S)
@@ -169,6 +214,7 @@ def _shutdown(timeout_s: float) -> None:
         runtime, current.runtime = current.runtime, None
         if runtime is None:
             return
+        _keep_sets()
         sets.clear()
         publish(0)
         try:

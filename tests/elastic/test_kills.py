@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import re
 import signal
 import sys
@@ -22,6 +24,7 @@ GENERATION = re.compile(
     r"\[(\d+)\] generation (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) new \[([\d, ]*)\] commit (\d+) skip (\w+)"
 )
 STEP = re.compile(r"\[(\d+)\] step (\d+) of (\d+) ")
+STARTED = re.compile(r"rank \d+ started on localhost, pid (\d+)")
 DONE = re.compile(r"\[(\d+)\] done (\d+) (\d+) (\d+) ([\d.]+)")
 
 
@@ -226,8 +229,7 @@ def test_a_spare_takes_the_place_of_a_lost_rank_without_a_start(elastic: Any) ->
     job = elastic(["-np", 2, "--min-np", 2, "--max-np", 2, "--spares", 1, "--verbose"], steps=60)
     first = job.whole(1)
     job.step(10)
-    pattern = re.compile(r"rank \d started on localhost, pid (\d+)")
-    started = {int(pid) for pid in pattern.findall(job.started.stderr)}
+    started = {int(pid) for pid in STARTED.findall(job.started.stderr)}
     assert len(started) == 3
     time.sleep(1.0)  # the spare is in init()
     (spare,) = started - set(first.values())
@@ -287,3 +289,51 @@ def test_the_end_of_the_launcher_ends_every_worker(elastic: Any) -> None:
     done = job.started.finish(20)
     assert done.returncode == 143, done.output
     assert not job.started.left_over()
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_random_kills_at_random_moments_change_no_sum(elastic: Any, seed: int) -> None:
+    """Also while generations form, workers start and the job grows; one of the newest generation is always spared."""
+    chance = random.Random(seed)
+    job = elastic(
+        ["-np", 4, "--min-np", 1, "--verbose", "--blacklist-cooldown-range", 1, 1], steps=400, pause_s=0.01
+    )
+    job.whole(1)
+    kills = 0
+    while not DONE.search(job.started.stdout) and kills < 25:
+        time.sleep(chance.choice([0.0, 0.005, 0.02, 0.1, 0.4]))
+        newest = job.generations().get(job.newest(), {})
+        spared = newest.get(min(newest, default=0))
+        pids = [int(pid) for pid in STARTED.findall(job.started.stderr)]
+        alive = [pid for pid in pids if pid != spared and Path(f"/proc/{pid}/stat").exists()]
+        if alive and spared:
+            with contextlib.suppress(ProcessLookupError):
+                kill(chance.choice(alive))
+            kills += 1
+    job.finish(timeout_s=80)
+
+
+@pytest.mark.parametrize(
+    "victim, smallest, kept, dropped",
+    [
+        (0, 1, "{1: [0, 1]}", "(1,)"),  # of [0, 1] and [1, 2] the second is left, as [0, 1]
+        (3, 1, "{1: [0, 1], 2: [1, 2]}", "()"),
+        (3, 4, "{1: [0, 1], 2: [1, 2]}", "()"),  # the new worker names the same sets
+        (0, 4, "{}", "(1, 2)"),  # the new worker names [0, 1], the others have it no more
+    ],
+)
+def test_a_process_set_lives_as_long_as_all_its_ranks(
+    launch: Any, victim: int, smallest: int, kept: str, dropped: str
+) -> None:
+    sets = WORKER.with_name("sets.py")
+    started = launch.start([*RUN, "-np", "4", "--min-np", str(smallest), sys.executable, sets, "both"])
+    pattern = re.compile(rf"generation 1 {victim} (\d+) sets \{{1: \[0, 1\], 2: \[1, 2\]\}}")
+    job = ElasticRun(started)
+    kill(int(job.wait(lambda: pattern.search(started.stdout), "the first generation").group(1)))
+    done = started.finish(60)
+    assert done.returncode == 0, done.output
+    second = [line for line in done.stdout.splitlines() if "generation 2 " in line]
+    assert len(second) == (3 if smallest == 1 else 4), done.output
+    for line in second:
+        is_new = smallest == 4 and "generation 2 3 " in line
+        assert f"sets {kept} dropped {'()' if is_new else dropped}" in line, done.output
