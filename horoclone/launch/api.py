@@ -6,6 +6,7 @@ hosts over ssh's stdin. Their values come back the same way and are unpickled he
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -50,6 +51,7 @@ class _Wishes(NamedTuple):
     verbose: bool
     grace_s: float
     environment: dict[str, str]
+    elastic: dict[str, Any]  # flags of an elastic job, None where they were not given
 
 
 def run(
@@ -83,6 +85,7 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     grace: float | None = None,
+    elastic_timeout: float | None = None,
 ) -> list[Any]:
     """Calls func(*args, **kwargs) once in num_proc (or np; default 1) new processes; returns the values by rank.
 
@@ -91,15 +94,32 @@ def run(
     adds variables for them; disable_cache and use_gloo are accepted and change nothing. use_mpi=True (or mpi_args)
     starts the ranks with the mpirun on PATH, on this host. func and its values must be picklable by cloudpickle.
 
+    min_num_proc, max_num_proc or host_discovery_script make the job elastic, as horoclonerun's flags of these names do;
+    slots, reset_limit, cooldown_range (two numbers of seconds) and elastic_timeout belong to it. The values are then
+    those of the first min_num_proc ranks of the last generation.
+
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
-    together; Unsupported for elastic arguments; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
+    together; Unsupported for an elastic job with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
-    elastic = (min_num_proc, max_num_proc, slots, reset_limit, cooldown_range, min_np, max_np)
-    _refuse(func, (*elastic, host_discovery_script), (num_proc, np))
+    _refuse(func, (num_proc, np))
+    elastic = {
+        "min_np": min_num_proc or min_np,
+        "max_np": max_num_proc or max_np,
+        "host_discovery_script": host_discovery_script,
+        "slots_per_host": slots,
+        "reset_limit": reset_limit,
+        "blacklist_cooldown_range": cooldown_range,
+        "elastic_timeout": elastic_timeout,
+        "spares": None,
+    }
+    if any(value is not None for value in elastic.values()) and (use_mpi or mpi_args):
+        raise Unsupported(
+            "run(): mpirun ends a job when a rank is lost; an elastic job goes without use_mpi."
+        )
     if use_mpi and use_gloo:
         raise ValueError("run(): use_mpi and use_gloo say two different things; give one of them.")
     wishes = _Wishes(
-        size=num_proc or np or 1,
+        size=num_proc or np or min_num_proc or min_np or 1,
         hosts=hosts,
         hostfile=hostfile,
         ssh=SshOptions(
@@ -111,6 +131,7 @@ def run(
         verbose=bool(verbose),
         grace_s=_grace_s() if grace is None else grace,
         environment=dict(env or {}),
+        elastic=elastic,
     )
     if use_mpi or mpi_args:
         return _run_with_mpi(wishes, mpi_args or "", _pickle(func, args, kwargs))
@@ -124,11 +145,7 @@ def _grace_s() -> float:
     return _GRACE_S if value == _HOROVODS_GRACE_S else float(value)
 
 
-def _refuse(func: Any, elastic: Sequence[Any], sizes: tuple[int | None, int | None]) -> None:
-    if any(value is not None for value in elastic):
-        raise Unsupported(
-            "run(): elastic jobs are not supported yet; run a fixed num_proc and save checkpoints."
-        )
+def _refuse(func: Any, sizes: tuple[int | None, int | None]) -> None:
     given = [size for size in sizes if size is not None]
     if len(set(given)) > 1:
         raise ValueError(
@@ -183,25 +200,33 @@ def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
 
 
 def _job(wishes: _Wishes, function: bytes) -> Any:
+    from horoclone.launch.elastic_job import ElasticJob
     from horoclone.launch.job import Job, JobRequest
     from horoclone.launch.output import Screen, Style
 
-    return Job(
-        JobRequest(
-            placements=_placements(wishes),
-            command=[wishes.ssh.python, "-c", _RANK, package_home()],
-            environment=_environment(wishes),
-            cwd=os.getcwd(),
-            screen=Screen(Style()),
-            ssh=wishes.ssh,
-            output_folder=wishes.output_folder,
-            grace_s=wishes.grace_s,
-            interfaces=wishes.interfaces,
-            function=function,
-            verbose=wishes.verbose,
-            give_stdin=False,
-        )
+    elastic = _elastic(wishes)
+    request = JobRequest(
+        placements=_placements(wishes) if elastic is None else [],
+        command=[wishes.ssh.python, "-c", _RANK, package_home()],
+        environment=_environment(wishes),
+        cwd=os.getcwd(),
+        screen=Screen(Style()),
+        ssh=wishes.ssh,
+        output_folder=wishes.output_folder,
+        grace_s=wishes.grace_s,
+        interfaces=wishes.interfaces,
+        function=function,
+        verbose=wishes.verbose,
+        give_stdin=False,
     )
+    return Job(request) if elastic is None else ElasticJob(request, elastic)
+
+
+def _elastic(wishes: _Wishes) -> Any:
+    from horoclone.launch.elastic_job import elastic_of
+
+    where = {"num_proc": wishes.size, "hosts": wishes.hosts, "hostfile": wishes.hostfile}
+    return elastic_of(argparse.Namespace(**where, **wishes.elastic), "horoclonerun")
 
 
 def _placements(wishes: _Wishes) -> list[Any]:
@@ -235,7 +260,7 @@ def _values(result: Any) -> list[Any]:
         raise RunError(f"run(): {result.text}", rank, result.exit_code) from _cause(
             result.results.get(rank, b"")
         )
-    return [_value(rank, result.results[rank]) for rank in range(len(result.ends))]
+    return [_value(rank, result.results[rank]) for rank in sorted(result.results)]
 
 
 def _cause(answer: bytes) -> BaseException | None:

@@ -335,9 +335,9 @@ class ElasticJob(Job):
         result = super()._result()
         if self._ending.exit_code is not None:  # a signal ended it
             return result
-        results = {
-            self._places[key].number: member.result for key, member in self._members.items() if member.result
-        }
+        record = self._desk.roster.record
+        order = record.indexes[: self._elastic.plan.smallest] if record is not None else ()
+        results = {rank: self._members[key].result for rank, key in enumerate(order)}
         ends = dict(zip(self._members, result.ends, strict=True))
         failed = [ends[key] for key in self._last if ends[key].code != 0 and not ends[key].by_us]
         if failed:

@@ -90,14 +90,43 @@ def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
             run(print, **wrong)
     with pytest.raises(ValueError, match="callable"):
         run("print")  # type: ignore[arg-type]
-    for later in (
-        {"min_np": 1},
-        {"max_num_proc": 4},
-        {"slots": 2},
-        {"host_discovery_script": "x"},
+    for wrong in (
+        {"min_np": 3, "np": 2},
+        {"np": 2, "max_num_proc": 1},
+        {"np": 2, "slots": 2},
+        {"np": 2, "min_np": 2, "cooldown_range": (0, 9)},
+        {"host_discovery_script": "x", "hosts": "localhost"},
     ):
-        with pytest.raises(Unsupported):
-            run(print, np=1, **later)
+        with pytest.raises(ValueError):
+            run(print, **wrong)
+    with pytest.raises(Unsupported, match="without use_mpi"):
+        run(print, np=2, min_np=1, use_mpi=True)
+
+
+def test_an_elastic_run_gives_the_values_of_the_first_ranks_though_one_was_lost(tmp_path):
+    pytest.importorskip("numpy")
+    pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+    def work():
+        import numpy as np
+
+        import horoclone as hvd
+
+        hvd.init()
+        first = not (tmp_path / "killed").exists()
+        for step in range(20):
+            try:
+                value = hvd.allreduce(np.ones(4), op=hvd.Sum, name="step")
+                if first and step == 3 and hvd.rank() == 1:
+                    (tmp_path / "killed").touch()
+                    os.kill(os.getpid(), 9)
+            except hvd.HorovodInternalError:
+                hvd.shutdown()
+                hvd.init()
+                return hvd.rank(), hvd.size()
+        return hvd.rank(), value.tolist()
+
+    assert run(work, np=3, max_np=3, min_np=2, reset_limit=5) == [(0, 2), (1, 2)]
 
 
 def test_run_works_in_a_thread_and_outlives_it(tmp_path):
