@@ -81,6 +81,8 @@ class Desk:
         )  # whoever started the members hears that something has changed
         self._state: object = None
         self._places: dict[Any, _Place] = {}
+        self._is_new = True  # something has changed since everybody was looked at
+        self._due = float("inf")  # when somebody has to be looked at again
         self._formed = 0
         self._gone_seen: set[bytes] = set()
 
@@ -90,6 +92,7 @@ class Desk:
         """An answer to give at once; None: it comes by answers(). FrameError for what makes no sense."""
         now = time.monotonic()
         with self.mutex:
+            self._is_new |= kind != wire.NOTICE
             if kind == wire.JOIN:
                 return self._join(connection, reader, now)
             place = self._places.get(connection)
@@ -108,6 +111,8 @@ class Desk:
             if kind == wire.NOTICE:
                 place.deadline = now + min(reader.number("I"), MAX_WAIT_MS) / 1000
                 place.seq, place.kind = reader.number("Q"), wire.NOTICE
+                self._due = min(self._due, place.deadline)
+                self._is_new |= self._answer(place) is not None
                 return None
             if kind == wire.DEPART:
                 at_once = bool(reader.number("B"))
@@ -135,6 +140,7 @@ class Desk:
         with self.mutex:
             place = self._places.pop(connection, None)
             if place is not None:
+                self._is_new = True
                 if place.kind == wire.FORM:
                     self.roster.withdraw(place.id)
                 self.roster.disconnected(place.id, time.monotonic())
@@ -142,6 +148,9 @@ class Desk:
     def answers(self, now: float) -> list[tuple[Any, int, bytes]]:
         """Whom to tell what: [(connection, status, body)]."""
         with self.mutex:
+            if not self._is_new and now < self._due:
+                return []
+            self._is_new = False
             self.roster.step(now)
             record = self.roster.record
             state = (record and record.number, self.roster.stopped, bool(self.roster.given_up))
@@ -156,6 +165,8 @@ class Desk:
                 if answer is not None:
                     place.kind = 0
                     found.append((connection, *answer))
+            waits = [place.deadline for place in self._places.values() if place.kind]
+            self._due = min([self.roster.next_s(), *waits])
             return found
 
     def _answer(self, place: _Place) -> tuple[int, bytes] | None:
@@ -174,8 +185,12 @@ class Desk:
     def next_s(self) -> float:
         """When answers() has something to say, in time.monotonic()."""
         with self.mutex:
-            waits = [place.deadline for place in self._places.values() if place.kind]
-            return min([self.roster.next_s(), *waits])
+            return 0.0 if self._is_new else self._due
+
+    def look(self) -> None:
+        """From who has changed the roster: everybody is looked at again. Server.ring() then wakes its thread."""
+        with self.mutex:
+            self._is_new = True
 
     def may_gather(self, connection: Any, key: str, rank: int) -> str:
         """Why this rank may not gather under this key; empty when it may."""

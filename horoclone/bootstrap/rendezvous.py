@@ -113,7 +113,9 @@ class Server:
         self._release()
 
     def ring(self) -> None:
-        """The thread looks again: something is new at the desk."""
+        """The thread looks again: something is new."""
+        if self._desk is not None:
+            self._desk.look()
         try:
             self._bell_rope.send(b"x")
         except OSError:

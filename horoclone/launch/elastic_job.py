@@ -86,6 +86,7 @@ class ElasticJob(Job):
         self._job = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32)
         self._generation = 0
+        self._nobody_since = math.inf  # since when no worker runs
 
     # --- start
 
@@ -278,9 +279,8 @@ class ElasticJob(Job):
         with self._desk.mutex:
             record, stopped = self._desk.roster.record, self._desk.roster.stopped
             given_up, self._desk.roster.given_up = self._desk.roster.given_up, []
-        for key, id_ in self._ids.items():
-            if id_ in given_up:
-                self._members[key].signal(signal.SIGKILL, True)
+        for key in [key for key, id_ in self._ids.items() if id_ in given_up] if given_up else ():
+            self._members[key].signal(signal.SIGKILL, True)
         if stopped is not None and not self._ending.begun:  # by the roster itself
             self._reason = stopped.text
             self._ending.fail(now)
@@ -288,6 +288,18 @@ class ElasticJob(Job):
             self._formed(record)
         self._let_go()
         self._start_workers(now)
+        self._look_whether_anybody_is_left(now)
+
+    def _look_whether_anybody_is_left(self, now: float) -> None:
+        """Nobody to wait in the roster, whose limit would end the job: then it is ours."""
+        if not all(member.done for member in self._members.values()):
+            self._nobody_since = math.inf
+        else:
+            self._nobody_since = min(self._nobody_since, now)
+        limit_s = self._elastic.timeout_s
+        if now >= self._nobody_since + limit_s and not (self._ending.begun or self._finishing):
+            text = f"no host had a free slot for {limit_s:g} s; --elastic-timeout (seconds) waits longer"
+            self._end(now, list(self._members), text)
 
     def _formed(self, record: roster.Record) -> None:
         before, self._generation = self._generation, record.number
@@ -320,7 +332,8 @@ class ElasticJob(Job):
 
     def _timeout_s(self) -> float:
         now = time.monotonic()
-        return max(0.0, min(super()._timeout_s(), self._policy.next_s(now) - now))
+        limit_s = self._nobody_since + self._elastic.timeout_s
+        return max(0.0, min(super()._timeout_s(), self._policy.next_s(now) - now, limit_s - now))
 
     def _close(self) -> None:
         if self._lookout is not None:

@@ -337,3 +337,52 @@ def test_a_process_set_lives_as_long_as_all_its_ranks(
     for line in second:
         is_new = smallest == 4 and "generation 2 3 " in line
         assert f"sets {kept} dropped {'()' if is_new else dropped}" in line, done.output
+
+
+def test_control_c_ends_the_job(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 1], steps=1000)
+    job.whole(1)
+    job.started.process.send_signal(signal.SIGINT)
+    done = job.started.finish(10)
+    assert done.returncode == 130 and not job.started.left_over(), done.output
+
+
+def test_without_a_host_the_job_waits_and_then_says_so(launch: Any, tmp_path: Path) -> None:
+    flags = ["-np", "2", "--min-np", "1", "--host-discovery-script", "true", "--elastic-timeout", "2"]
+    done = launch([*RUN, *flags, "true"], check=False, timeout_s=30)
+    assert done.returncode == 1 and "no host had a free slot for 2 s" in done.stderr, done.output
+
+
+def test_below_the_smallest_size_for_too_long_the_job_ends(elastic: Any, tmp_path: Path) -> None:
+    flags = ["-np", 2, "--min-np", 2, "--elastic-timeout", 2, "--blacklist-cooldown-range", 60, 60]
+    job = elastic(flags, steps=1000, STEPS_ONCE=str(tmp_path))
+    first = job.whole(1)
+    job.step(3)
+    kill(first[1])
+    done = job.finish(code=1)
+    assert "1 of at least 2 processes were there after 2 s" in done.stderr, done.output
+
+
+def test_a_worker_that_reaches_no_commit_leaves_when_its_time_is_over(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1], steps=5, pause_s=0.5, HOROCLONE_NOTICE="0.2")
+    first = job.whole(1)
+    job.step(1)
+    kill(first[1], signal.SIGTERM)
+    done = job.finish(timeout_s=30)
+    assert "there was no commit; this process leaves" in done.stderr or "leaves" in done.stdout, done.output
+
+
+def test_many_kills_cost_the_launcher_no_descriptor(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1], steps=100_000, pause_s=0.01)
+    folder = Path(f"/proc/{job.started.process.pid}/fd")
+    counts = []
+    number = 0
+    for _ in range(6):
+        pids = job.of_size(2, after=number)
+        number = job.newest()
+        time.sleep(0.3)
+        counts.append(len(list(folder.iterdir())))
+        kill(pids[1])
+    assert max(counts[1:]) <= counts[1] + 1, counts
+    job.started.process.send_signal(signal.SIGINT)
+    job.started.finish(10)
