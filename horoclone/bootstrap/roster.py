@@ -15,9 +15,8 @@ ID_BYTES = 16
 NONCE_BYTES = 32
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
 TOGETHER_S = 2.0  # so long does who waits at the door wait for others who are being started
-SILENT_S = (
-    5.0  # a member that others have lost is dead when the roster has not heard of it for so long either
-)
+SILENT_S = 5.0  # a member whom others have lost is dead when the roster has not heard of it for so long
+UNHEARD_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
 NO_MEMBER = 75  # EX_TEMPFAIL: exit code of a process that the others go on without
 
 RESET_LIMIT_TEXT = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
@@ -252,7 +251,7 @@ class Roster:
         due = [float("inf")]
         if self._forming_s is not None:
             due.append(self._forming_s + self.limits.timeout_s)
-            due += [one.heard_s + SILENT_S for one in self._old() if one.suspected and not self._comes(one)]
+            due += [self._patience_s(one) for one in self._old() if not self._comes(one)]
         elif self.record is not None:
             due += [one.waiting_s + TOGETHER_S for one in self._newcomers()]
         return min(due)
@@ -289,8 +288,8 @@ class Roster:
         is_late = now >= self._forming_s + self.limits.timeout_s
         missing = [one for one in self._old() if not self._comes(one)]
         for one in missing:
-            if is_late or (one.suspected and now >= one.heard_s + SILENT_S):
-                why = "it did not come back" if is_late else "the others have lost it, and it is silent"
+            if is_late or now >= self._patience_s(one):
+                why = "it did not come back" if is_late else "nobody has heard of it any more"
                 self._lose(one, f"{why} (generation {one.generation})", NO_MEMBER)
                 self.given_up.append(one.id)
         if any(not one.gone for one in missing):
@@ -345,6 +344,13 @@ class Roster:
         for one in ready:
             one.generation, one.suspected = number, False
         self._forming_s = None
+
+    def _patience_s(self, member: Member) -> float:
+        """Until when a silent member is waited for; a host whose network is gone takes all its members with it."""
+        record = self.record
+        members = [] if record is None else [self.members[id_] for id_ in record.members]
+        is_doubted = any(one.suspected and one.host == member.host for one in members)
+        return member.heard_s + (SILENT_S if is_doubted else UNHEARD_S)
 
     def _is_forming(self) -> bool:
         if self.record is None:

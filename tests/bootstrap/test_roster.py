@@ -166,6 +166,29 @@ def test_a_member_that_was_given_up_is_refused() -> None:
     assert isinstance(answer, Out) and answer.code == roster.NO_MEMBER
 
 
+def test_a_host_that_is_cut_off_takes_all_its_silent_members_with_it() -> None:
+    one = Roster(Limits(4), lambda size: bytes(size))
+    for number in range(4):
+        one.start(name(number), f"host-{number // 2}", number, 0)
+        one.join(name(number), b"i", f"host-{number // 2}", number, 0)
+    formed(one, [0, 1, 2, 3], 0)
+    one.suspect(1, 2, 1)
+    one.form(name(0), 1, (), 2)
+    one.form(name(1), 1, (), 2)
+    one.step(one.next_s())
+    assert one.given_up == [name(2), name(3)] and one.answer(name(1)) is one.record
+
+
+def test_a_silent_member_of_whom_nobody_says_anything_is_waited_for_a_while() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.form(name(0), 1, (), 2)
+    one.step(roster.UNHEARD_S - 0.1)
+    assert one.answer(name(0)) is None
+    one.step(roster.UNHEARD_S)
+    assert one.answer(name(0)) is one.record and one.given_up == [name(1)]
+
+
 def test_one_that_others_have_lost_and_that_speaks_is_not_given_up() -> None:
     one = job(2)
     formed(one, [0, 1], 0)
