@@ -65,6 +65,7 @@ class HostsUpdatedInterrupt(RuntimeError):
     def __init__(self, skip_sync: bool = False) -> None:
         super().__init__("the set of hosts has changed")
         self.skip_sync = skip_sync
+        self.committed = False  # whether it came out of a commit, so that nothing is newer than what is saved
 
 
 class HorovodVersionMismatchError(ImportError):

@@ -1,10 +1,7 @@
-"""Under Horovod's name: elastic jobs, which are not supported yet. Each name raises Unsupported on use."""
+"""Under Horovod's name: what the elastic states of all frameworks build on. See horoclone.elastic."""
 
-from horoclone.stand_ins import ELASTIC, stand_in
-
-State = stand_in("hvd.elastic.State", ELASTIC)
-ObjectState = stand_in("hvd.elastic.ObjectState", ELASTIC)
-run_fn = stand_in("hvd.elastic.run_fn", ELASTIC)
-notification_manager = stand_in("hvd.elastic.notification_manager", ELASTIC)
+from horoclone.elastic.notice import notification_manager
+from horoclone.elastic.run import run_fn
+from horoclone.elastic.state import ObjectState, State
 
 __all__ = ["ObjectState", "State", "notification_manager", "run_fn"]

@@ -85,7 +85,7 @@ def broadcast_optimizer_state(
     if hasattr(optimizer, "_become_whole"):  # sharded state: everybody cuts it anew
         optimizer._become_whole(received=not is_root)
     if not is_root:
-        _assign(optimizer, state)
+        assign_optimizer_state(optimizer, state)
     if not had_state:
         _zero_gradients(optimizer)
 
@@ -174,7 +174,8 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) 
         )
 
 
-def _assign(optimizer: torch.optim.Optimizer, state: Any) -> None:
+def assign_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """Makes `state`, in the form of optimizer.state_dict(), the optimizer's own: its tensors are taken, not copied."""
     base = torch.optim.Optimizer
     own = getattr(type(optimizer), "_wrapped_class", type(optimizer))
     loads_as_usual = issubclass(own, base) and own.load_state_dict is base.load_state_dict

@@ -20,11 +20,11 @@ PACKAGE = ROOT / "horoclone"
 MAY_IMPORT: dict[str, set[str]] = {
     "arrays": {"handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings"},
-    "common": {"errors", "ops", "process_sets", "runtime", "runtime.life", "stand_ins"},
+    "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.life"},
     "compression": set(),
     "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
     "data": set(),
-    "elastic": {"runtime"},
+    "elastic": {"arrays", "errors", "runtime", "runtime.life"},
     "errors": set(),
     "handles": set(),
     "horoclone": set(),
@@ -99,7 +99,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
     "torch.compressor": {"compression", "errors"},
     "torch.compressors": {"errors", "torch.compressor"},
-    "torch.elastic": {"common", "runtime", "stand_ins"},
+    "torch.elastic": {"elastic", "objects", "runtime", "torch.functions"},
     "torch.functions": {"objects", "process_sets", "runtime", "torch.operations"},
     "torch.mpi_ops": {
         "common",

@@ -55,6 +55,8 @@ SAME = {  # name -> whose arguments it has
 }  # fmt: skip
 OF_ELASTIC: dict[str, Any] = {
     "ElasticSampler": lambda dataset, shuffle=True, seed=0: 0,
+    "TorchState": lambda model=None, optimizer=None: 0,
+    "run": lambda func: 0,
 }
 OF_AN_OPTIMIZER: dict[str, Any] = {
     "synchronize": lambda: 0,

@@ -1,11 +1,13 @@
-"""Elastic training, which is not supported yet: the names can be imported and raise Unsupported on use."""
+"""Elastic training with PyTorch: `hvd.elastic.run`, `TorchState` and `ElasticSampler`. See docs/elastic.md."""
 
-from horoclone.common.elastic import ObjectState, State
-from horoclone.stand_ins import ELASTIC, stand_in
+from horoclone.elastic.generation import Generation, generation
+from horoclone.elastic.run import run, run_fn
+from horoclone.elastic.state import ObjectState, State
 from horoclone.torch.elastic import sampler, state
 from horoclone.torch.elastic.sampler import ElasticSampler
 from horoclone.torch.elastic.state import TorchState
 
-run = stand_in("hvd.elastic.run", ELASTIC)
-
-__all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run", "sampler", "state"]
+__all__ = [
+    "ElasticSampler", "Generation", "ObjectState", "State", "TorchState", "generation", "run", "run_fn", "sampler",
+    "state",
+]  # fmt: skip

@@ -1,72 +1,13 @@
-"""A sampler that shares out what is left of an epoch: over the ranks there are now, after the samples already done.
-
-Works in every job, since it needs only rank and size; elastic training, which is not supported yet, would add the
-automatic reset. Pure bookkeeping, no communication: every rank computes the same order from seed and epoch.
-"""
+"""The sampler of elastic training as one of torch's; it works in every job."""
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterator, Sized
-from typing import Any
-
 import torch
 
-from horoclone.runtime import rank, size
+from horoclone.elastic import sampler
 
 __all__ = ["ElasticSampler"]
 
 
-class ElasticSampler(torch.utils.data.Sampler[int]):
-    """Indices of this rank's share of `dataset`, in an order that all ranks agree on.
-
-    dataset: anything with a length. shuffle: a new order in each epoch, from `seed` (the same on every rank) and the
-    epoch. Call record_batch after every batch and keep state_dict() in a checkpoint: a job that loads it, also with
-    another number of ranks, goes on with the samples that are left. Needs hvd.init() first.
-    """
-
-    def __init__(self, dataset: Sized, shuffle: bool = True, seed: int = 0) -> None:
-        self.dataset = dataset
-        self.shuffle = shuffle
-        self.seed = seed
-        self.epoch = 0
-        self.processed_num = 0
-        self.reset()
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begins an epoch with all samples. Call it at the end of the epoch before."""
-        self.epoch = epoch
-        self.processed_num = 0
-        self.reset()
-
-    def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Every rank has trained on one more batch of batch_size samples. batch_idx is not needed."""
-        self.processed_num += batch_size * self.num_replicas
-
-    def state_dict(self) -> dict[str, Any]:
-        """{"epoch", "processed_num"}, for a checkpoint."""
-        return {"epoch": self.epoch, "processed_num": self.processed_num}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Goes on behind the samples that a checkpoint says are done."""
-        self.epoch = state_dict["epoch"]
-        self.processed_num = state_dict["processed_num"]
-        self.reset()
-
-    def reset(self) -> None:
-        """Shares out what is left over the ranks that there are now."""
-        self.num_replicas, self.rank = size(), rank()
-        order = list(range(len(self.dataset)))
-        if self.shuffle:
-            random.Random(self.seed + self.epoch).shuffle(order)
-        self.remaining_indices = order[self.processed_num :]
-        self.num_samples = -(-len(self.remaining_indices) // self.num_replicas)
-        self.total_size = self.num_samples * self.num_replicas
-
-    def __iter__(self) -> Iterator[int]:
-        left = self.remaining_indices
-        # All ranks take equally many: the last round is filled up from the beginning, as often as it takes.
-        return iter([left[i % len(left)] for i in range(self.rank, self.total_size, self.num_replicas)])
-
-    def __len__(self) -> int:
-        return self.num_samples
+class ElasticSampler(sampler.ElasticSampler, torch.utils.data.Sampler[int]):
+    __doc__ = sampler.ElasticSampler.__doc__

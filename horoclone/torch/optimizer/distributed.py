@@ -212,14 +212,18 @@ class DistributedMixin(WrappedOptimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """As the wrapped class; reductions in flight are given up."""
-        if self._barrier is not None:
-            self._barrier.forget()
-        self._reducer.discard()
-        self._announced, self._should_synchronize = False, True
+        self._give_up()
         super().load_state_dict(state_dict)  # type: ignore[misc]
         if self._sharding is not None:
             self._whole_state = None
             self._sharding.forget()  # every rank has been given the whole state; the next step keeps its shard
+
+    def _give_up(self) -> None:
+        """Gives up reductions in flight: a state is being restored, or the world in which they began is over."""
+        if self._barrier is not None:
+            self._barrier.forget()
+        self._reducer.discard()
+        self._announced, self._should_synchronize = False, True
 
     # --- sharded state ------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,123 @@
+"""The loop of elastic.run: training is called anew in every generation, from the state that all ranks share."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+from horoclone import errors
+from horoclone.elastic import member
+from horoclone.elastic.generation import generation
+from horoclone.elastic.notice import notification_manager
+from horoclone.runtime import life
+
+SAME_FAILURES = 3  # in a row and without a commit between them: it would fail for ever
+
+
+class _Progress:
+    """Counts failures that repeat. A commit between two of them means that there is progress."""
+
+    def __init__(self) -> None:
+        self._last: tuple[type[BaseException], str, Any] | None = None
+        self._count = 0
+
+    def failed(self, error: errors.HorovodInternalError, commits: Any) -> None:
+        """Raises the error when it has come SAME_FAILURES times without a commit, or is worth no retry.
+
+        That a rank is lost is never the same twice: there is one less, and the launcher knows how many may be lost.
+        """
+        if isinstance(error, (errors.Mismatch, errors.Unsupported)):
+            raise error
+        text = re.sub(r"\d+(\.\d+)?|0x[0-9a-f]+", "#", str(error))
+        this = (type(error), text, commits)
+        self._count = self._count + 1 if this == self._last else 1
+        self._last = this
+        if self._count >= SAME_FAILURES and not isinstance(error, errors.PeerLost):
+            raise errors.HorovodInternalError(
+                f"elastic.run: the same failure came {self._count} times without a commit between, so the job ends: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+
+def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., Any]:
+    """func(state, *args, **kwargs) as a function that goes on when ranks are lost or come.
+
+    After HorovodInternalError the state is restored, reset() begins another generation, and func is called again with
+    a synchronised state. After HostsUpdatedInterrupt likewise, with the state as it is. Mismatch, Unsupported, every
+    other exception, and the same failure for the third time without a commit, leave it. It returns func's value.
+    """
+
+    @functools.wraps(func)
+    def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        notification_manager.init()
+        notification_manager.register_listener(state)
+        progress, skip_sync = _Progress(), False
+        try:
+            while True:
+                try:
+                    if not skip_sync:
+                        state.sync()
+                    return func(state, *args, **kwargs)
+                except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
+                    reason = error
+                skip_sync = _begin_again(state, reset, progress, reason)
+        finally:
+            notification_manager.remove_listener(state)
+
+    return wrapper
+
+
+Reason = errors.HorovodInternalError | errors.HostsUpdatedInterrupt
+
+
+def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reason: Reason) -> bool:
+    """Makes the state fit for another generation and begins one, as often as it takes; whether sync can be skipped."""
+    while True:
+        if isinstance(reason, errors.HorovodInternalError):
+            progress.failed(reason, getattr(state, "_commits_made", None))
+        try:
+            _prepare(state, reason)
+            reset()
+            _agree_on_commit(state)
+            state.on_reset()
+        except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
+            reason = error
+            continue
+        if member.is_elastic():
+            return generation().skip_sync
+        return isinstance(reason, errors.HostsUpdatedInterrupt) and reason.skip_sync
+
+
+def _prepare(state: Any, reason: Reason) -> None:
+    if isinstance(reason, errors.HorovodInternalError):
+        state.restore()
+        return
+    leaving = member.leave_requested()
+    if leaving is not None:
+        member.leave(leaving)
+        life.shutdown()
+        raise SystemExit(0)
+    if member.is_elastic() and not getattr(reason, "committed", False):
+        state._keep()  # a rank that fails now goes back to its commit, and must not meet others that are further
+
+
+def _agree_on_commit(state: Any) -> None:
+    """Where a rank was lost between the commits of two others, those who are further go one commit back."""
+    if not member.is_elastic():
+        return
+    common = generation().commit
+    if 0 < common < getattr(state, "_commit_number", 0):
+        state._step_back(common)
+
+
+def reset_world() -> None:
+    """Begins another generation: shutdown(), init()."""
+    life.shutdown()
+    life.init()
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: func(state, ...) goes on when ranks are lost or come. See run_fn."""
+    return run_fn(func, reset_world)

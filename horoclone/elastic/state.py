@@ -1,0 +1,298 @@
+"""What training must not lose: a state that is committed, restored after a loss, and given to ranks that come.
+
+Commits have numbers, and two are kept. A rank that dies between the commit of one rank and that of another leaves both
+with a number in common, and the generation that is formed next begins there. Thread: the one that trains.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import queue
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from horoclone import arrays, errors
+from horoclone.elastic import member
+from horoclone.elastic.generation import generation
+from horoclone.elastic.notice import HostUpdateResult
+from horoclone.elastic.sampler import ElasticSampler
+
+KEPT = 2  # commits: the newest, and the one before for ranks whose newest is not everybody's
+
+
+class State:
+    """What elastic.run keeps over the generations of a job. ObjectState and the states of the frameworks build on it.
+
+    bcast_object(obj): rank 0's object on every rank. get_rank(): this process's rank. A subclass says how to save(),
+    restore() and sync(); it may say what to do in reset().
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int]) -> None:
+        self._bcast_object = bcast_object
+        self._rank = get_rank
+        self._host_messages: queue.Queue[tuple[int, int]] = queue.Queue()
+        self._last_updated_timestamp = 0
+        self._reset_callbacks: list[Callable[[], None]] = []
+        self._commit_number = 0  # of the newest commit; 0: none yet
+        self._commits_made = 0  # by commit() in this process
+
+    def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
+        """Functions without arguments that are called, in their order, whenever another generation has begun."""
+        self._reset_callbacks.extend(callbacks)
+
+    def on_reset(self) -> None:
+        """Another generation has begun: forgets the notices that led to it, calls reset() and the callbacks."""
+        self._forget_notices(generation().number if member.is_elastic() else None)
+        self.reset()
+        for callback in self._reset_callbacks:
+            callback()
+
+    def on_hosts_updated(self, timestamp: int, update_res: int) -> None:
+        """A notice has come (on any thread): the next commit() or check_host_updates() acts on it."""
+        self._host_messages.put((timestamp, update_res))
+
+    def commit(self) -> None:
+        """Saves, and lets the hosts change here. All ranks call it at the same point of their training.
+
+        HostsUpdatedInterrupt, on every rank, when the job shall go on with other ranks.
+        """
+        number = self._commit_number
+        self.save()
+        self._commits_made += 1
+        if self._commit_number == number:  # a save() that keeps one copy and does not count
+            self._commit_number += 1
+        member.offer_commits(self._held())
+        try:
+            self.check_host_updates()
+        except errors.HostsUpdatedInterrupt as interrupt:
+            interrupt.committed = True
+            raise
+
+    def check_host_updates(self) -> None:
+        """Lets the hosts change here, without saving. A collective: all ranks call it at the same point.
+
+        HostsUpdatedInterrupt, on every rank, when any of them has heard that hosts changed or has to leave.
+        """
+        before, newest, update = self._last_updated_timestamp, self._last_updated_timestamp, 0
+        for timestamp, kind in self._waiting_notices():
+            if timestamp > before:
+                newest, update = max(newest, timestamp), update | int(kind)
+        if not is_ours(self._bcast_object):
+            before, newest, update = self._bcast_object((before, newest, update))
+            self._last_updated_timestamp = newest
+            if newest > before:
+                raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
+            return
+        leaves = member.leave_requested() is not None
+        everybody = _told_by_all((newest if newest > before else 0, update, int(leaves)))
+        self._last_updated_timestamp = max(before, *everybody[:, 0].tolist())
+        update = int(np.bitwise_or.reduce(everybody[:, 1])) | int(everybody[:, 2].any())
+        if everybody[:, 0].any() or everybody[:, 2].any():
+            raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
+
+    def save(self) -> None:
+        """Keeps a copy in memory."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to the newest copy."""
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """Gives every rank the same state."""
+        raise NotImplementedError
+
+    def reset(self) -> None:
+        """What is to be done when another generation has begun, before the callbacks."""
+
+    def _held(self) -> tuple[int, ...]:
+        """The numbers of the commits that restore and _step_back can give, ascending."""
+        return (self._commit_number,) if self._commit_number else ()
+
+    def _step_back(self, commit: int) -> None:
+        """Goes back to an older commit, where it is held; without it the sync that follows makes the ranks alike."""
+
+    def _keep(self) -> None:
+        """Makes what is not committed a commit of its own: the hosts change now, and nothing shall be lost."""
+        number = self._commit_number
+        self.save()
+        self._commit_number = max(self._commit_number, number + 1)
+        member.offer_commits(self._held())
+
+    def _forget_notices(self, number: int | None) -> None:
+        """Drops those that asked for a generation up to this one; None: all of them."""
+        newer = []
+        for notice in self._waiting_notices():
+            if number is not None and notice[0] > number:
+                newer.append(notice)
+        for notice in newer:
+            self._host_messages.put(notice)
+        self._last_updated_timestamp = max(self._last_updated_timestamp, number or 0)
+
+    def _waiting_notices(self) -> Iterator[tuple[int, int]]:
+        """Takes them out of the queue; the thread that brings them may go on to put others in."""
+        while True:
+            try:
+                yield self._host_messages.get_nowait()
+            except queue.Empty:
+                return
+
+
+def _told_by_all(words: tuple[int, ...]) -> Any:
+    """[size, len(words)], int64: what each rank says at this commit. The name shows in reports of stalled ranks."""
+    return arrays.allgather(np.array([words], np.int64), "hvd.elastic.commit")
+
+
+def is_ours(function: Callable[..., Any]) -> bool:
+    """Whether it is the broadcast_object of this package, which takes a root and a name."""
+    inner = function.func if isinstance(function, functools.partial) else function
+    if str(getattr(inner, "__module__", "")).partition(".")[0] != "horoclone":
+        return False
+    return {"root_rank", "name"} <= set(inspect.signature(inner).parameters)
+
+
+def root_of_sync() -> int:
+    """The rank whose state is the newest."""
+    return generation().commit_root if member.is_elastic() else 0
+
+
+class ObjectState(State):
+    """Attributes of Python that are committed, restored and synchronised: ObjectState(bcast_object, get_rank, batch=0).
+
+    Every keyword becomes an attribute. save() copies the values deeply, so that lists and dicts are restored as they
+    were; by_reference() names those that are not to be copied. Of an ElasticSampler only its progress is kept, and the
+    sampler stays the same object. The values must be picklable for sync().
+    """
+
+    def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
+        self._uncopied: set[str] = set()
+        self._samplers = {name: value for name, value in kwargs.items() if isinstance(value, ElasticSampler)}
+        self._saved_state = {name: value for name, value in kwargs.items() if name not in self._samplers}
+        self._saved_samplers: dict[str, Any] = {}
+        self._slots: dict[int, Any] = {}  # number of a commit -> what it holds, ascending
+        for name, value in kwargs.items():
+            setattr(self, name, value)
+        super().__init__(bcast_object=bcast_object, get_rank=get_rank)
+        ObjectState._save(self)
+        self._slots = {0: self._content()}  # nobody else has it: it is no commit
+
+    def by_reference(self, *names: str) -> None:
+        """These attributes are saved as they are: a change inside of the value is not undone by restore().
+
+        For values that are large and never changed. ValueError for a name that is none of the attributes.
+        """
+        unknown = sorted(set(names) - set(self._saved_state))
+        if unknown:
+            raise ValueError(f"by_reference: {unknown} are none of this state's {sorted(self._saved_state)}")
+        self._uncopied |= set(names)
+
+    def save(self) -> None:
+        """Keeps a copy in memory, beside the one before."""
+        self._save_as(self._commit_number + 1)
+
+    def restore(self) -> None:
+        """Goes back to the newest copy; the copy itself stays as it is, however often it is restored."""
+        self._set_attrs()
+        for name, progress in self._saved_samplers.items():
+            self._samplers[name].load_state_dict(progress)
+
+    def reset(self) -> None:
+        """Samplers share out what is left over the ranks that there are now."""
+        for sampler in self._samplers.values():
+            sampler.reset()
+
+    def sync(self) -> None:
+        """Gives every rank the attributes of the rank with the newest commit, as they are now, and saves them.
+
+        Rank 0's where nobody has committed. A collective of all ranks.
+        """
+        self._save_as(self._synchronised())
+
+    def _synchronised(self) -> int:
+        """Sets the attributes to the root's values; the number under which the result is to be saved."""
+        values = {name: getattr(self, name) for name in self._saved_state}
+        progress = {name: sampler.state_dict() for name, sampler in self._samplers.items()}
+        number = self._commit_number
+        if is_ours(self._bcast_object):
+            number, values, progress = self._bcast_object(
+                (number, values, progress), root_rank=root_of_sync(), name="hvd.elastic.sync"
+            )
+        elif values or progress:  # as in Horovod: rank 0's, and nothing else travels
+            received = self._bcast_object({**values, **progress})
+            values = {name: value for name, value in received.items() if name not in progress}
+            progress = {name: received[name] for name in progress}
+        self._saved_state = values
+        for name, value in values.items():
+            setattr(self, name, value)
+        for name, done in progress.items():
+            self._samplers[name].load_state_dict(done)
+        return number + 1
+
+    def _copied(self) -> dict[str, Any]:
+        return self._copies({name: getattr(self, name) for name in self._saved_state})
+
+    def _set_attrs(self) -> None:
+        for name, value in self._copies(self._saved_state).items():
+            setattr(self, name, value)
+
+    def _copies(self, values: dict[str, Any]) -> dict[str, Any]:
+        """Deep copies, but of what is kept by reference; what several values share is shared in the copies as well."""
+        named = {name: value for name, value in values.items() if name not in self._uncopied}
+        try:
+            return {**values, **copy.deepcopy(named)}
+        except Exception:
+            for name, value in named.items():
+                self._try_to_copy(name, value)
+        return {**values, **copy.deepcopy({n: v for n, v in named.items() if n not in self._uncopied})}
+
+    def _try_to_copy(self, name: str, value: Any) -> None:
+        try:
+            copy.deepcopy(value)
+        except Exception as error:
+            self._uncopied.add(name)
+            warnings.warn(
+                f"the attribute {name!r} of an elastic state cannot be copied ({type(error).__name__}: {error}): it is "
+                "kept by reference, and a change inside of it is not undone by restore()",
+                stacklevel=2,
+            )
+
+    # What a subclass with more than attributes adds to.
+
+    def _content(self) -> Any:
+        """What the newest copy holds, for a slot."""
+        return self._saved_state, self._saved_samplers
+
+    def _set_content(self, content: Any) -> None:
+        """Makes a slot's content the newest copy."""
+        self._saved_state, self._saved_samplers = content
+
+    def _save(self) -> None:
+        """Makes the newest copy."""
+        self._saved_state = self._copied()
+        self._saved_samplers = {name: sampler.state_dict() for name, sampler in self._samplers.items()}
+
+    def _save_as(self, number: int) -> None:
+        self._save()
+        self._commit_number = number
+        self._slots = {n: kept for n, kept in self._slots.items() if n < number}
+        self._slots[number] = self._content()
+        while len(self._slots) > KEPT:
+            del self._slots[min(self._slots)]
+        member.offer_commits(self._held())
+
+    def _held(self) -> tuple[int, ...]:
+        return tuple(sorted(number for number in self._slots if number))
+
+    def _step_back(self, commit: int) -> None:
+        if commit not in self._slots:
+            return
+        self._slots = {number: kept for number, kept in self._slots.items() if number <= commit}
+        self._set_content(self._slots[commit])
+        self._commit_number = commit
+        self.restore()
+        member.offer_commits(self._held())
