@@ -24,6 +24,10 @@ _RANK = (
 )
 
 
+_ELASTIC_FLAGS = (
+    "min_np", "max_np", "host_discovery_script", "slots_per_host", "reset_limit", "blacklist_cooldown_range",
+    "elastic_timeout",
+)  # fmt: skip
 _GRACE_S = 30.0
 _HOROVODS_GRACE_S = 5  # safe_shell_exec.GRACEFUL_TERMINATION_TIME_S as it is delivered
 
@@ -101,25 +105,14 @@ def run(
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
     together; Unsupported for an elastic job with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
-    _refuse(func, (num_proc, np))
-    elastic = {
-        "min_np": min_num_proc or min_np,
-        "max_np": max_num_proc or max_np,
-        "host_discovery_script": host_discovery_script,
-        "slots_per_host": slots,
-        "reset_limit": reset_limit,
-        "blacklist_cooldown_range": cooldown_range,
-        "elastic_timeout": elastic_timeout,
-        "spares": None,
-    }
-    if any(value is not None for value in elastic.values()) and (use_mpi or mpi_args):
-        raise Unsupported(
-            "run(): mpirun ends a job when a rank is lost; an elastic job goes without use_mpi."
-        )
-    if use_mpi and use_gloo:
-        raise ValueError("run(): use_mpi and use_gloo say two different things; give one of them.")
+    smallest, largest = min_num_proc or min_np, max_num_proc or max_np
+    elastic = _elastic_flags(
+        smallest, largest, host_discovery_script, slots, reset_limit, cooldown_range, elastic_timeout
+    )
+    is_elastic = any(value is not None for value in elastic.values())
+    _refuse(func, (num_proc, np), bool(use_mpi or mpi_args), bool(use_gloo), is_elastic)
     wishes = _Wishes(
-        size=num_proc or np or min_num_proc or min_np or 1,
+        size=num_proc or np or smallest or 1,
         hosts=hosts,
         hostfile=hostfile,
         ssh=SshOptions(
@@ -145,7 +138,19 @@ def _grace_s() -> float:
     return _GRACE_S if value == _HOROVODS_GRACE_S else float(value)
 
 
-def _refuse(func: Any, sizes: tuple[int | None, int | None]) -> None:
+def _elastic_flags(*values: Any) -> dict[str, Any]:
+    return {**dict(zip(_ELASTIC_FLAGS, values, strict=True)), "spares": None}
+
+
+def _refuse(
+    func: Any, sizes: tuple[int | None, int | None], by_mpi: bool, by_gloo: bool, is_elastic: bool
+) -> None:
+    if by_mpi and is_elastic:
+        raise Unsupported(
+            "run(): mpirun ends a job when a rank is lost; an elastic job goes without use_mpi."
+        )
+    if by_mpi and by_gloo:
+        raise ValueError("run(): use_mpi and use_gloo say two different things; give one of them.")
     given = [size for size in sizes if size is not None]
     if len(set(given)) > 1:
         raise ValueError(
