@@ -55,24 +55,28 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         ending.install_hooks(_shutdown)
         wanted = _checked_process_sets(process_sets, comm)
         if member.is_elastic():
-            runtime = _join_generation(comm)
-        else:
-            deadline = time.monotonic() + start_timeout_s(os.environ)
-            current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
-            runtime = _connect(current.job, deadline)
-        current.runtime = runtime
-        current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
-        _remark()
+            _join_generation(comm, wanted)
+            return
+        deadline = time.monotonic() + start_timeout_s(os.environ)
+        current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
+        _begin(_connect(current.job, deadline), wanted)
+
+
+def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
+    """The ranks are connected: this is the runtime from now on, unless what they still have to agree on fails."""
+    current.runtime = runtime
+    current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
+    _remark()
+    try:
         try:
-            try:
-                _register_sets(runtime, wanted)
-            finally:
-                publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
-        except (ValueError, errors.Mismatch):
-            raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
-        except BaseException:
-            shutdown()
-            raise
+            _register_sets(runtime, wanted)
+        finally:
+            publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
+    except (ValueError, errors.Mismatch):
+        raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
+    except BaseException:
+        shutdown()
+        raise
 
 
 def _register_sets(runtime: Runtime, passed: list[ProcessSet]) -> None:
@@ -115,7 +119,7 @@ def _renumber_sets() -> None:
             _dropped.add(number)
 
 
-def _join_generation(comm: Any) -> Runtime:
+def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
     """Connects with the next generation of an elastic job; where a member is lost meanwhile, with the one after it."""
     if comm is not None:
         raise ValueError(
@@ -127,7 +131,8 @@ def _join_generation(comm: Any) -> Runtime:
         _renumber_sets()
         attempt += 1
         try:
-            runtime = _connect(job, time.monotonic() + _FORMING_S)
+            _begin(_connect(job, time.monotonic() + _FORMING_S), wanted)
+            return
         except (errors.Mismatch, errors.Unsupported):
             raise
         except errors.HorovodInternalError as error:
@@ -136,8 +141,6 @@ def _join_generation(comm: Any) -> Runtime:
             if isinstance(error, errors.PeerLost) and error.rank >= 0:
                 current.lost.add(error.rank)
             say(f"generation {member.number()} could not be connected: {error}")
-        else:
-            return runtime
 
 
 def _connect(job: Job, deadline: float) -> Runtime:

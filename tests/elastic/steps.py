@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import horoclone as hvd
+from horoclone import process_sets
 from horoclone.elastic.generation import generation
 from horoclone.elastic.member import leave, leave_requested, offer_commits, start_notices
 
@@ -80,7 +81,14 @@ def train() -> None:
         time.sleep(PAUSE_S)
 
 
+def die_in_the_next_init() -> None:
+    """For a worker that is lost when the ranks are connected and init() has not returned yet."""
+    process_sets._exchange = lambda call, mine: os.kill(os.getpid(), 9)
+
+
 def main() -> None:
+    if os.environ.get("STEPS_DIES_IN_INIT") == os.environ["HOROVOD_RANK"]:
+        die_in_the_next_init()
     if "STEPS_ONCE" in os.environ:  # a folder: a slot that has had a worker gets no other
         Path(os.environ["STEPS_ONCE"], os.environ["HOROVOD_RANK"]).touch(exist_ok=False)
     hvd.init()

@@ -73,6 +73,17 @@ def test_another_is_killed_while_the_next_generation_is_formed(elastic: Any) -> 
     job.finish()
 
 
+def test_one_is_lost_when_all_are_connected_and_init_has_not_returned(elastic: Any) -> None:
+    job = elastic(["-np", 4, "--min-np", 1], steps=60, STEPS_DIES_IN_INIT="2")
+    first = job.whole(1)
+    job.step(3)
+    kill(first[0])
+    third = job.whole(3)
+    assert [third[rank] for rank in (0, 1)] == [first[1], first[3]]
+    done = job.finish()
+    assert "generation 2 could not be connected: allgather" in done.stderr and "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("after_ms", [0, 2, 5, 10, 20])
 def test_two_are_killed_one_shortly_after_the_other(elastic: Any, after_ms: int) -> None:
     job = elastic(["-np", 4, "--min-np", 1], steps=50, pause_s=0.02)
