@@ -82,6 +82,7 @@ class ElasticJob(Job):
         self._trouble = ("", -math.inf)
         self._reason = ""  # why the job ends, where its last workers do not say it
         self._last: list[int] = []  # workers whose end is the end of the job
+        self._closed_host: int | None = None  # the worker whose failure made those beside it leave
         self._finishing = False
         self._job = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32)
@@ -233,6 +234,7 @@ class ElasticJob(Job):
             say(closed)
         for worker in others:
             self._unwant(worker, closed, now)
+            self._closed_host = member.key
         if self._finishing:
             self._last.append(member.key)
         elif was_last:
@@ -327,6 +329,7 @@ class ElasticJob(Job):
             return False
         if self._generation and not self._desk.roster.live():
             self._reason = self._reason or "every worker has left"
+            self._last = [] if self._closed_host is None else [self._closed_host]
             return True
         return False
 

@@ -180,7 +180,7 @@ class Policy:
 
     def can_reach_smallest(self) -> bool:
         """Whether enough slots are, or will some time be, of use."""
-        usable = [one for one in self._present() if one.worker is not None or one.closed_until < math.inf]
+        usable = [one for one in self._present() if one.closed_until < math.inf]
         return len(usable) >= self._plan.smallest
 
     def all_have_failed(self) -> bool:

@@ -300,3 +300,33 @@ def test_many_kills_cost_the_launcher_no_descriptor(elastic: Any) -> None:
     assert max(counts[1:]) <= counts[1] + 1, counts
     job.started.process.send_signal(signal.SIGINT)
     job.started.finish(10)
+
+
+def test_nobody_outlives_a_launcher_that_is_killed(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 1], steps=1000)
+    job.whole(1)
+    job.started.process.kill()
+    job.started.process.wait(10)
+    assert not job.started.left_over(6)
+
+
+def test_when_all_leave_on_notice_the_job_ends_with_75_and_says_so(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1], steps=1000)
+    first = job.whole(1)
+    job.step(3)
+    for pid in first.values():
+        kill(pid, signal.SIGTERM)
+    done = job.finish(code=75)
+    assert "every worker has left" in done.stderr, done.output
+
+
+def test_under_horovods_name_the_first_failure_closes_the_host(launch: Any, watch: Any) -> None:
+    code = "import sys; from horoclone.launch.cli import main; sys.exit(main(program='horovodrun'))"
+    started = launch.start(
+        [sys.executable, "-c", code, "-np", "2", "--min-np", "1", sys.executable, WORKER, "1000"]
+    )
+    job = watch(started)
+    first = job.whole(1)
+    kill(first[1])
+    done = job.finish(code=137)
+    assert "host localhost is not used any more: too many failures" in done.stderr, done.output
