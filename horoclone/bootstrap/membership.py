@@ -43,8 +43,8 @@ def identity(environ: Mapping[str, str]) -> Identity:
     secret = launchers.shared_secret(environ)
     if not address or not name or not secret:
         raise errors.Unsupported(
-            "HOROCLONE_ELASTIC=1 without HOROCLONE_RENDEZVOUS, HOROCLONE_MEMBER and a secret: an elastic job needs its "
-            "launcher. Start it with horoclonerun -np N --min-np M, or unset HOROCLONE_ELASTIC and HOROVOD_ELASTIC."
+            "HOROCLONE_ELASTIC=1 without HOROCLONE_RENDEZVOUS, HOROCLONE_MEMBER and a secret: the launcher's "
+            "environment did not arrive whole. Start the job with horoclonerun -np N --min-np M."
         )
     try:
         id_ = bytes.fromhex(name)

@@ -8,7 +8,7 @@ from horoclone.runtime import member
 
 
 def is_elastic() -> bool:
-    """Whether this process belongs to an elastic job (HOROCLONE_ELASTIC=1 or HOROVOD_ELASTIC=1)."""
+    """Whether this process belongs to an elastic job: its launcher sets HOROCLONE_ELASTIC=1 and HOROCLONE_MEMBER."""
     return member.is_elastic()
 
 

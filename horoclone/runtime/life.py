@@ -181,6 +181,8 @@ def _remark() -> None:
         _remarked = True
         for line in remarks(os.environ, json.loads(core().knobs())):
             say(line)
+        if flag(os.environ, "ELASTIC") and not member.is_elastic():
+            say("HOROVOD_ELASTIC=1 has no effect: only horoclonerun --min-np starts elastic jobs")
 
 
 def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) -> list[ProcessSet]:

@@ -38,8 +38,8 @@ _thread: _RosterThread | None = None
 
 
 def is_elastic() -> bool:
-    """Whether the launcher said that this job goes on when ranks are lost or come."""
-    return flag(os.environ, "ELASTIC")
+    """Whether the launcher said that this job goes on when ranks are lost or come, and gave this process a name."""
+    return flag(os.environ, "ELASTIC") and "HOROCLONE_MEMBER" in os.environ
 
 
 def next_job() -> GenerationJob:

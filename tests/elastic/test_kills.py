@@ -330,3 +330,27 @@ def test_under_horovods_name_the_first_failure_closes_the_host(launch: Any, watc
     kill(first[1])
     done = job.finish(code=137)
     assert "host localhost is not used any more: too many failures" in done.stderr, done.output
+
+
+NESTED = """
+import subprocess, sys
+import numpy as np
+import horoclone as hvd
+hvd.init()
+code = "import horoclone as hvd; hvd.init(); print('inner', hvd.rank(), hvd.size())"
+if hvd.rank() == 0:
+    subprocess.run([sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, "-c", code], check=True)
+hvd.barrier()
+"""
+
+
+def test_a_worker_may_start_a_job_of_its_own_that_is_not_elastic(launch: Any) -> None:
+    done = launch([*RUN, "-np", "2", "--min-np", "1", sys.executable, "-c", NESTED], timeout_s=60)
+    assert "inner 0 2" in done.stdout and "inner 1 2" in done.stdout
+
+
+def test_the_variable_alone_makes_no_job_elastic(launch: Any) -> None:
+    code = "import horoclone as hvd; hvd.init(); from horoclone.elastic.generation import generation; print(generation())"
+    done = launch([sys.executable, "-c", code], env={"HOROVOD_ELASTIC": "1"}, timeout_s=60)
+    assert "HOROVOD_ELASTIC=1 has no effect" in done.stderr
+    assert "Generation(number=1, rank=0, size=1, newcomers=(0,), commit_root=0, commit=0" in done.stdout
