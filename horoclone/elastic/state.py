@@ -14,9 +14,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-import numpy as np
-
-from horoclone import arrays, errors
+from horoclone import errors
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
 from horoclone.elastic.notice import HostUpdateResult
@@ -90,9 +88,10 @@ class State:
             return
         leaves = member.leave_requested() is not None
         everybody = _told_by_all((newest if newest > before else 0, update, int(leaves)))
-        self._last_updated_timestamp = max(before, *everybody[:, 0].tolist())
-        update = int(np.bitwise_or.reduce(everybody[:, 1])) | int(everybody[:, 2].any())
-        if everybody[:, 0].any() or everybody[:, 2].any():
+        self._last_updated_timestamp = max(before, *(told[0] for told in everybody))
+        for _, kind, somebody_leaves in everybody:
+            update |= kind | (HostUpdateResult.removed if somebody_leaves else 0)
+        if any(told[0] or told[2] for told in everybody):
             raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
     def save(self) -> None:
@@ -143,9 +142,14 @@ class State:
                 return
 
 
-def _told_by_all(words: tuple[int, ...]) -> Any:
-    """[size, len(words)], int64: what each rank says at this commit. The name shows in reports of stalled ranks."""
-    return arrays.allgather(np.array([words], np.int64), "hvd.elastic.commit")
+def _told_by_all(words: tuple[int, ...]) -> list[list[int]]:
+    """What each rank says at this commit, by rank. The name shows in reports of stalled ranks."""
+    import numpy as np
+
+    from horoclone import arrays
+
+    everybody: list[list[int]] = arrays.allgather(np.array([words], np.int64), "hvd.elastic.commit").tolist()
+    return everybody
 
 
 def is_ours(function: Callable[..., Any]) -> bool:

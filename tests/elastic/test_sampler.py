@@ -71,7 +71,8 @@ class Simulated:
 
     def begin(self, size: int, state: dict[str, int]) -> None:
         self.members = samplers(self.worlds, size, self.length, seed=self.seed)
-        for sampler in self.members:
+        for rank, sampler in enumerate(self.members):
+            self.worlds.rank = rank
             sampler.load_state_dict(state)
         self.left = [list(sampler) for sampler in self.members]
         self.place = 0

@@ -294,20 +294,6 @@ def gives_arrays_in_a_session() -> None:
     assert isinstance(given, np.ndarray) and given.tolist() == [3.0, 3.0]
 
 
-def has_no_elastic_yet() -> None:
-    import horoclone.keras as hvd
-
-    for name in (
-        "KerasState",
-        "CommitStateCallback",
-        "UpdateBatchStateCallback",
-        "UpdateEpochStateCallback",
-        "run",
-    ):
-        with pytest.raises(hvd.Unsupported, match="elastic jobs are not supported yet"):
-            getattr(hvd.elastic, name)(None)
-
-
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -337,7 +323,3 @@ def test_values_are_tensors_on_tensorflow(on: On, backend: str) -> None:
 
 def test_values_are_arrays_in_a_session(on: On) -> None:
     on("legacy", gives_arrays_in_a_session)
-
-
-def test_elastic_names_say_what_to_do_instead(on: On) -> None:
-    on("torch", has_no_elastic_yet)

@@ -131,12 +131,6 @@ def test_the_ops_are_registered_under_their_names() -> None:
         assert (gradient is None) == (name in without.split()), name
 
 
-def test_elastic_names_can_be_imported_and_say_what_to_do_instead() -> None:
-    for name in ("run", "TensorFlowState", "TensorFlowKerasState"):
-        with pytest.raises(hvd.Unsupported, match="checkpoint"):
-            getattr(hvd.elastic, name)(None)
-
-
 def test_on_a_gpu_every_argument_is_in_host_memory() -> None:
     """The kernels for GPUs are there without one, so this needs none."""
     from tensorflow.python.framework import kernels

@@ -1,4 +1,4 @@
-"""The elastic stand-ins of horoclone.keras, under the name that they have in horovod.tensorflow.keras."""
+"""The elastic states and callbacks of horoclone.keras, under the name that they have in horovod.tensorflow.keras."""
 
 from horoclone.keras.elastic import (
     CommitStateCallback,

@@ -1,0 +1,112 @@
+"""A state of variables that can be read and written as NumPy arrays: what TensorFlow, Keras and JAX build theirs on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from horoclone import arrays, runtime
+from horoclone.arrays.handles import synchronize
+from horoclone.elastic.state import ObjectState, root_of_sync
+from horoclone.objects import broadcast_object
+
+
+class VariablesState(ObjectState):
+    """Variables beside attributes. A subclass says which variables there are, and how one is read and written."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(bcast_object=broadcast_object, get_rank=runtime.rank, **kwargs)
+        self._save_values()
+        self._slots = {0: self._content()}
+
+    def _variables(self) -> Sequence[Any]:
+        """In the same order on every rank."""
+        raise NotImplementedError
+
+    def _read(self, variables: Sequence[Any]) -> list[Any]:
+        """Their values as arrays, of any dtype."""
+        raise NotImplementedError
+
+    def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        """Gives the variables these values."""
+        raise NotImplementedError
+
+    def restore(self) -> None:
+        """Goes back to the newest copy."""
+        variables = self._variables()
+        # A variable that did not exist at the commit keeps its value; the optimizer's come with its first step.
+        self._write(variables[: len(self._saved_values)], self._saved_values[: len(variables)])
+        super().restore()
+
+    def sync(self) -> None:
+        """Gives every rank what the rank with the newest commit has now, and saves it. A collective of all ranks.
+
+        ValueError, on every rank, when the variables differ in number, shape or dtype.
+        """
+        variables, root = self._variables(), root_of_sync()
+        values = self._values_of(variables)
+        _check_alike(values, root)
+        handles = [
+            arrays.broadcast_async_(value.reshape(-1).view(np.uint8), root, f"hvd.elastic.variable.{place}")
+            for place, value in enumerate(values)
+            if value.size
+        ]
+        for handle in handles:
+            synchronize(handle)
+        if runtime.rank() != root:
+            self._write(variables, values)
+        super().sync()
+
+    def _values_of(self, variables: Sequence[Any]) -> list[Any]:
+        return [np.array(value, order="C") for value in self._read(variables)]
+
+    def _save_values(self) -> None:
+        self._saved_values = self._values_of(self._variables())
+
+    def _save(self) -> None:
+        self._save_values()
+        super()._save()
+
+    def _content(self) -> Any:
+        return super()._content(), getattr(self, "_saved_values", [])
+
+    def _set_content(self, content: Any) -> None:
+        plain, self._saved_values = content
+        super()._set_content(plain)
+
+
+def _check_alike(values: list[Any], root: int) -> None:
+    """Every rank compares its variables with the root's, and hears what the others found."""
+    forms = [(str(value.dtype), value.shape) for value in values]
+    roots = broadcast_object(forms, root, "hvd.elastic.forms")
+    verdicts = arrays.allgather(np.array([forms == roots], np.int64), "hvd.elastic.alike")
+    if verdicts.all():
+        return
+    others = [rank for rank, verdict in enumerate(verdicts.tolist()) if not verdict]
+    here = next((i for i, (a, b) in enumerate(zip(forms, roots, strict=False)) if a != b), None)
+    what = f"{len(forms)} here, {len(roots)} there"
+    if here is not None:
+        what = f"number {here} is {forms[here]} here and {roots[here]} there"
+    raise ValueError(
+        f"the variables of ranks {others} differ from those of rank {root}" + (f" ({what})" if forms != roots else "") +
+        ". Build the same model and the same optimizer on every rank before the state is made."
+    )  # fmt: skip
+
+
+def converting(
+    func: Callable[..., Any], find: Callable[[Exception], BaseException | None]
+) -> Callable[..., Any]:
+    """func, of whose exceptions those in which find() sees another are raised as that one."""
+
+    def converted(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return func(*args, **kwargs)
+        except Exception as error:
+            found = find(error)
+            if found is None:
+                raise
+            raise found from error
+
+    return converted

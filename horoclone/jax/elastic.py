@@ -1,0 +1,81 @@
+"""Elastic training with JAX: `hvd.elastic.run` and a state of pytrees. See docs/elastic.md."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from horoclone.elastic.generation import Generation, generation
+from horoclone.elastic.run import reset_world, run_fn
+from horoclone.elastic.sampler import ElasticSampler
+from horoclone.elastic.state import ObjectState, State
+from horoclone.elastic.variables import VariablesState, converting
+from horoclone.jax.failures import horovod_error_of
+
+__all__ = [
+    "ElasticSampler", "Generation", "JaxState", "ObjectState", "State", "generation", "run", "run_fn",
+]  # fmt: skip
+
+
+def run(func: Callable[..., Any]) -> Callable[..., Any]:
+    """Decorator: func(state, ...) goes on when ranks are lost or come. See horoclone.elastic.run.run_fn.
+
+    A lost collective inside a program, which JAX raises as an error of its own, counts as the error that it was.
+    Programs with collectives are compiled for one size: they are dropped when another generation begins.
+    """
+
+    def reset() -> None:
+        jax.clear_caches()
+        reset_world()
+
+    return functools.wraps(func)(run_fn(converting(func, horovod_error_of), reset))
+
+
+class JaxState(VariablesState):
+    """JaxState(params=params, opt_state=opt_state, epoch=0): pytrees whose leaves are arrays, beside plain attributes.
+
+    A keyword whose value has a jax.Array in it is a pytree, every other one an attribute. Read and set them as
+    state.params; what is read after restore() or sync() are new arrays on the default device.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        self._trees = [name for name, value in kwargs.items() if _has_arrays(value)]
+        for name in self._trees:
+            setattr(self, name, kwargs[name])
+        super().__init__(**{name: value for name, value in kwargs.items() if name not in self._trees})
+
+    def _variables(self) -> Sequence[Any]:
+        """The leaves; _write needs only their places."""
+        return [leaf for name in self._trees for leaf in jax.tree_util.tree_leaves(getattr(self, name))]
+
+    def _read(self, variables: Sequence[Any]) -> list[Any]:
+        return [np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf) for leaf in variables]
+
+    def _write(self, variables: Sequence[Any], values: Sequence[Any]) -> None:
+        new = [_like(leaf, value) for leaf, value in zip(variables, values, strict=True)]
+        new += self._variables()[len(new) :]  # leaves that are newer than the copy stay
+        for name in self._trees:
+            leaves, form = jax.tree_util.tree_flatten(getattr(self, name))
+            setattr(self, name, jax.tree_util.tree_unflatten(form, new[: len(leaves)]))
+            del new[: len(leaves)]
+
+
+def _has_arrays(value: Any) -> bool:
+    return any(isinstance(leaf, jax.Array) for leaf in jax.tree_util.tree_leaves(value))
+
+
+def _is_key(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+
+
+def _like(leaf: Any, value: Any) -> Any:
+    """The value as what the leaf is: an array of JAX, one of NumPy, or a number."""
+    if _is_key(leaf):
+        return jax.random.wrap_key_data(jax.numpy.array(value), impl=jax.random.key_impl(leaf))
+    if isinstance(leaf, jax.Array):
+        return jax.numpy.array(value)  # a copy: the buffer of the saved array must not become JAX's
+    return value.item() if isinstance(leaf, (bool, int, float, complex)) else np.array(value)

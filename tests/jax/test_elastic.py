@@ -1,0 +1,64 @@
+"""hvd.elastic of JAX: pytrees that are committed, restored and synchronised, and programs that fail in the loop."""
+
+from __future__ import annotations
+
+import pytest
+from world import ranks
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+
+import horoclone.jax as hvd  # noqa: E402
+
+
+@ranks(2)
+def test_pytrees_keys_and_attributes_are_restored_and_synchronised() -> None:
+    me = hvd.rank()
+    tree = {"w": jnp.full((2, 3), float(me)), "b": (jnp.zeros((), jnp.bfloat16), jnp.zeros((0, 2)))}
+    state = hvd.elastic.JaxState(params=tree, key=jax.random.key(me), epoch=me, log=[])
+    assert state.params is tree
+    state.sync()
+    assert float(state.params["w"].sum()) == 0.0 and state.epoch == 0
+    assert state.params["b"][0].dtype == jnp.bfloat16 and state.params["b"][1].shape == (0, 2)
+    assert jax.random.uniform(state.key) == jax.random.uniform(jax.random.key(0))
+    state.params = jax.tree_util.tree_map(lambda leaf: leaf + 1, state.params)
+    state.epoch = 1
+    state.commit()
+    state.params = jax.tree_util.tree_map(lambda leaf: leaf * 5, state.params)
+    state.log.append("x")
+    state.restore()
+    assert float(state.params["w"][0, 0]) == 1.0 and state.log == [] and state.epoch == 1
+    state._step_back(1)
+    assert float(state.params["w"][0, 0]) == 0.0 and state.epoch == 0
+
+
+@ranks(2)
+def test_ranks_with_other_trees_all_hear_of_it() -> None:
+    state = hvd.elastic.JaxState(params=jnp.zeros(3 + hvd.rank()))
+    with pytest.raises(ValueError, match=r"the variables of ranks \[1\] differ from those of rank 0"):
+        state.sync()
+
+
+@ranks(2)
+def test_training_goes_on_after_a_failure() -> None:
+    state = hvd.elastic.JaxState(w=jnp.ones(3), steps=0)
+    failures = [RuntimeError("INTERNAL: PeerLost: rank 7 is gone"), RuntimeError("INTERNAL: Aborted: x")]
+    sampler = hvd.elastic.ElasticSampler(range(8), shuffle=False)
+
+    @hvd.elastic.run
+    def train(state: object) -> int:
+        step = jax.jit(lambda w, x: w - 0.1 * hvd.allreduce(w * x))
+        while state.steps < 4:
+            state.w = step(state.w, jnp.float32(hvd.rank()))
+            if state.steps == 2 and failures:
+                raise failures.pop()
+            state.steps += 1
+            state.commit()
+        return state.steps
+
+    assert train(state) == 4 and not failures and len(sampler) == 4
+    assert np.allclose(state.w, 0.95**4)
+    with pytest.raises(RuntimeError, match="other"):
+        hvd.elastic.run(lambda state: (_ for _ in ()).throw(RuntimeError("other")))(state)

@@ -1,0 +1,142 @@
+"""hvd.elastic of Keras on each backend: states, the loop, and callbacks that commit what they count in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+On = Callable[..., list[Any]]
+BACKENDS = ["tensorflow", "jax", "torch", "legacy"]
+
+
+def a_model() -> Any:
+    from horoclone.keras.flavor import LEGACY, keras
+
+    layers = [keras.layers.Dense(3, activation="relu"), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.layers.Input((2,)), *layers])
+    optimizer = keras.optimizers.Adam(0.05)
+    options = {} if LEGACY else {"jit_compile": False}
+    model.compile(optimizer=optimizer, loss="mse", **options)
+    return model
+
+
+def values_of(model: Any) -> list[Any]:
+    return [np.array(weight) for weight in model.get_weights()]
+
+
+def alike(a: list[Any], b: list[Any]) -> bool:
+    return len(a) == len(b) and all(np.array_equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+X = np.arange(24.0, dtype=np.float32).reshape(12, 2) / 24
+
+
+def commits_restores_and_synchronises() -> None:
+    import horoclone.keras as hvd
+
+    model = a_model()
+    with pytest.raises(ValueError, match="Model must be built first"):
+        hvd.elastic.KerasState(type(model)())
+    state = hvd.elastic.KerasState(model, epoch=0, log=[])
+    if hvd.rank() == 0:
+        model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0)
+        state.epoch, state.log = 1, ["live"]
+    state.sync()
+    assert (state.epoch, state.log) == (1, ["live"])
+    kept = values_of(model)
+    for theirs in hvd.allgather_object(kept):
+        assert alike(kept, theirs)
+    model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0)
+    trained = values_of(model)
+    assert not alike(trained, kept)
+    state.restore()
+    assert alike(values_of(model), kept)
+    model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0, shuffle=False)
+    once = values_of(model)
+    state.restore()
+    model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0, shuffle=False)
+    assert all(np.allclose(a, b, atol=1e-6) for a, b in zip(values_of(model), once, strict=True)), (
+        "the moments too"
+    )
+    other = hvd.elastic.KerasState(a_model() if hvd.rank() else model, None, epoch=0)
+    other.sync()
+
+
+def fits_again_after_a_failure(order: str) -> None:
+    """A failure in the middle of fit(): it goes on at the batch behind the last commit, which repeats none."""
+    import horoclone.keras as hvd
+    from horoclone.keras.flavor import keras
+
+    model = a_model()
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    failures, begun, committed = [hvd.HorovodInternalError("a double of a loss")], [], []
+    commit = state.commit
+
+    def watched() -> None:
+        commit()
+        committed.append((state.epoch, state.batch))
+
+    state.commit = watched
+
+    class Fails(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if state.epoch == 1 and state.batch == 2 and failures:
+                raise failures.pop()
+
+    @hvd.elastic.run
+    def train(state: Any) -> int:
+        begun.append((state.epoch, state.batch))
+        made = {
+            "c": hvd.elastic.CommitStateCallback(state),
+            "b": hvd.elastic.UpdateBatchStateCallback(state),
+            "e": hvd.elastic.UpdateEpochStateCallback(state),
+        }
+        left = X[4 * state.batch :]
+        model.fit(
+            left, left.sum(1), batch_size=4, epochs=1, verbose=0, callbacks=[*map(made.get, order), Fails()]
+        )
+        if state.epoch < 3:
+            model.fit(
+                X, X.sum(1), batch_size=4, epochs=3 - state.epoch, verbose=0,
+                callbacks=[*map(made.get, order), Fails()],
+            )  # fmt: skip
+        return int(state.epoch)
+
+    assert train(state) == 3
+    assert begun == [(0, 0), (1, 2)], begun
+    assert committed[:6] == [(0, 1), (0, 2), (0, 3), (1, 0), (1, 1), (1, 2)], committed
+    assert committed[6:] == [(1, 3), (2, 0), (2, 1), (2, 2), (2, 3), (3, 0)], committed
+
+
+def commits_seldom() -> None:
+    import horoclone.keras as hvd
+
+    with pytest.raises(ValueError, match="at least 1"):
+        hvd.elastic.CommitStateCallback(None, batches_per_commit=0)
+    model = a_model()
+    state = hvd.elastic.KerasState(model, batch=0)
+    state.sync()
+    callbacks = [hvd.elastic.CommitStateCallback(state, 2), hvd.elastic.UpdateBatchStateCallback(state)]
+    model.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0, callbacks=callbacks)
+    assert state._commits_made == 2  # after batch 2, and at the end
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_state_of_a_model(on: On, backend: str) -> None:
+    on(backend, commits_restores_and_synchronises)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fit_goes_on_after_a_failure(on: On, backend: str) -> None:
+    on(backend, fits_again_after_a_failure, order="cbe")
+
+
+def test_the_order_of_the_callbacks_does_not_matter(on: On) -> None:
+    on("torch", fits_again_after_a_failure, order="ebc")
+
+
+def test_commits_can_be_seldom(on: On) -> None:
+    on("torch", commits_seldom)
