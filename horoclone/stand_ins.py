@@ -13,8 +13,8 @@ from typing import Any
 from horoclone import errors
 
 ELASTIC = (
-    "elastic jobs are not supported yet. Start a fixed number of ranks (horoclonerun -np N), save checkpoints, and "
-    "start again from the last one after a failure."
+    "what drives an elastic job is the launcher itself. Start the job with horoclonerun --min-np N (and "
+    "--host-discovery-script SCRIPT), or with horoclone.run(function, min_num_proc=N)."
 )
 
 

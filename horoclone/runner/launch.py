@@ -8,7 +8,6 @@ from typing import Any
 
 from horoclone.common.util import gloo_built as gloo_built
 from horoclone.common.util import mpi_built as mpi_built
-from horoclone.errors import Unsupported
 from horoclone.launch import cli, options
 from horoclone.runner import _HorovodArgs
 from horoclone.runner.common.util import config_parser
@@ -32,15 +31,18 @@ _FLAGS = {
     "tcp_flag": "--tcp",
     "prefix_output_with_timestamp": "--prefix-timestamp",
 }
-_ELASTIC = (
-    "host_discovery_script",
-    "min_num_proc",
-    "max_num_proc",
-    "slots",
-    "elastic_timeout",
-    "reset_limit",
-)
-_PARSED_AS = {"use_gloo": "gloo", "use_mpi": "mpi", "tcp_flag": "tcp", "nics": "network_interfaces",
+# The same for elastic jobs; horoclone.run() has the names on the left as arguments.
+_ELASTIC = {
+    "host_discovery_script": "--host-discovery-script",
+    "min_num_proc": "--min-np",
+    "max_num_proc": "--max-np",
+    "slots": "--slots-per-host",
+    "elastic_timeout": "--elastic-timeout",
+    "reset_limit": "--reset-limit",
+    "cooldown_range": "--blacklist-cooldown-range",
+}
+_PARSED_AS = {"slots": "slots_per_host", "cooldown_range": "blacklist_cooldown_range",
+              "use_gloo": "gloo", "use_mpi": "mpi", "tcp_flag": "tcp", "nics": "network_interfaces",
               "prefix_output_with_timestamp": "prefix_timestamp", "no_stall_check": "stall_check"}  # fmt: skip
 
 
@@ -71,10 +73,6 @@ def _run(args: _HorovodArgs) -> Any:
 
     RuntimeError when a rank of the command failed; horoclone.run() says what it raises for a function.
     """
-    if any(getattr(args, name, None) is not None for name in _ELASTIC):
-        raise Unsupported(
-            "horovodrun: elastic jobs are not supported yet; run a fixed num_proc and save checkpoints."
-        )
     if args.nics is not None and not isinstance(args.nics, str):
         args.nics = ",".join(sorted(args.nics))
     if args.run_func is not None:
@@ -94,6 +92,9 @@ def _run(args: _HorovodArgs) -> Any:
 def _call(args: _HorovodArgs) -> Any:
     from horoclone.launch.api import run
 
+    elastic: dict[str, Any] = {
+        name: getattr(args, name) for name in _ELASTIC if getattr(args, name, None) is not None
+    }
     return run(
         args.run_func,
         num_proc=None if args.num_proc is None else int(args.num_proc),
@@ -110,15 +111,18 @@ def _call(args: _HorovodArgs) -> Any:
         network_interfaces=args.nics,
         executable=args.executable,
         env=dict(config_parser.set_env_from_args({}, args)),
+        **elastic,
     )
 
 
 def _command_line(args: _HorovodArgs) -> list[str]:
     words = ["--horovod-format"]
-    for name, flag in _FLAGS.items():
+    for name, flag in {**_FLAGS, **_ELASTIC}.items():
         value = getattr(args, name, None)
         if value is True:
             words.append(flag)
+        elif isinstance(value, (list, tuple)):
+            words += [flag, *map(str, value)]
         elif value not in (None, False):
             words += [flag, str(value)]
     for setting in options.SETTINGS:

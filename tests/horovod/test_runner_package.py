@@ -532,8 +532,65 @@ def test_a_script_finds_hosts(tmp_path: Path) -> None:
     fixed = discovery.FixedHosts({"a": 1})
     fixed.set({"b": 2})
     assert fixed.find_available_hosts_and_slots() == {"b": 2}
-    with pytest.raises(Unsupported, match="elastic jobs"):
-        discovery.HostManager(fixed)
+
+
+def test_hosts_keep_their_order_and_failed_ones_cool_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horoclone.runner.elastic.worker import HostUpdateResult
+
+    now = [100.0]
+    monkeypatch.setattr(discovery.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(discovery.random, "random", lambda: 0.5)
+    fixed = discovery.FixedHosts({"b": 2, "a": 1})
+    hosts = discovery.HostManager(fixed, cooldown_range=(10, 30))
+    assert hosts.update_available_hosts() == HostUpdateResult.added
+    assert hosts.update_available_hosts() == HostUpdateResult.no_update
+    assert hosts.current_hosts.host_assignment_order == ["b", "a"]
+    fixed.set({"c": 1, "a": 2, "b": 1})
+    assert hosts.update_available_hosts() == HostUpdateResult.mixed
+    assert hosts.current_hosts.host_assignment_order == ["b", "a", "c"]
+    assert hosts.current_hosts.count_available_slots() == 4
+    event = hosts.get_host_event("a")
+    hosts.blacklist("a")
+    assert event.is_set() and hosts.is_blacklisted("a")
+    assert hosts.current_hosts.host_assignment_order == ["b", "c"]
+    now[0] += 24
+    hosts.blacklist("a")  # does not make it longer
+    now[0] += 1
+    assert not hosts.is_blacklisted("a") and not hosts.get_host_event("a").is_set()
+    assert hosts.update_available_hosts() == HostUpdateResult.added
+    assert hosts.current_hosts.host_assignment_order == ["b", "c", "a"]
+    fixed.set({"c": 1})
+    gone = hosts.get_host_event("b")
+    assert hosts.update_available_hosts() == HostUpdateResult.removed and gone.is_set()
+    for wrong in ((0, 5), (5, 3601), (9, 8)):
+        with pytest.raises(ValueError, match="cooldown range"):
+            discovery.HostManager(fixed, wrong)
+    forever = discovery.HostState()
+    forever.blacklist()
+    now[0] += 1e6
+    assert forever.is_blacklisted()
+
+
+def test_a_notice_goes_from_a_client_to_a_manager() -> None:
+    from horoclone.runner.elastic import constants, worker
+    from horoclone.runner.elastic.settings import ElasticSettings
+
+    key, heard = secret.make_secret_key(), []
+
+    class Manager:
+        def handle_hosts_updated(self, timestamp: int, update: int) -> None:
+            heard.append((timestamp, update))
+
+    service = worker.WorkerNotificationService(key, ["lo"], Manager())
+    try:
+        client = worker.WorkerNotificationClient(service.addresses(), key)
+        client.notify_hosts_updated(7, worker.HostUpdateResult.mixed)
+    finally:
+        service.shutdown()
+    assert heard == [(7, 3)]
+    made = ElasticSettings(discovery.FixedHosts({}), 1, max_num_proc=4, num_proc=2)
+    assert (made.elastic, made.min_num_proc, made.max_num_proc, made.num_proc) == (True, 1, 4, 2)
+    assert constants.RESET_LIMIT_EXCEEDED_MESSAGE.format(3).endswith("exceeded limit: 3")
 
 
 # --- starting jobs
@@ -602,9 +659,19 @@ def test_the_command_line_becomes_arguments(monkeypatch: pytest.MonkeyPatch) -> 
         and "--fusion-threshold-mb=7" in again
         and again[-2:] == ["python", "train.py"]
     )
-    args.min_num_proc = 2  # type: ignore[assignment]
-    with pytest.raises(Unsupported, match="elastic"):
-        launch._run(args)
+    assert not any("min" in word or "cooldown" in word for word in again)
+    args.min_num_proc, args.max_num_proc, args.slots, args.reset_limit = 2, 4, 3, 5  # type: ignore[assignment]
+    args.host_discovery_script, args.elastic_timeout = "./hosts.sh", 60  # type: ignore[assignment]
+    args.cooldown_range = (10, 20)  # type: ignore[assignment]
+    text = " ".join(launch._command_line(args))
+    for words in ("--min-np 2", "--max-np 4", "--slots-per-host 3", "--reset-limit 5", "--elastic-timeout 60",
+                  "--host-discovery-script ./hosts.sh", "--blacklist-cooldown-range 10 20"):  # fmt: skip
+        assert f" {words} " in text, text
+    given: dict[str, object] = {}
+    monkeypatch.setattr("horoclone.launch.api.run", lambda func, **options: given.update(options))
+    args.run_func = print  # type: ignore[assignment]
+    launch._run(args)
+    assert (given["min_num_proc"], given["slots"], given["cooldown_range"]) == (2, 3, (10, 20))
 
 
 @pytest.mark.mpi

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"errors"},
     "process_sets": {"errors", "ops", "runtime"},
-    "runner": {"bootstrap", "common", "errors", "launch", "settings", "stand_ins"},
+    "runner": {"bootstrap", "common", "elastic", "errors", "launch", "settings", "stand_ins"},
     "runtime": {"bootstrap", "errors", "settings"},
     "runtime.ending": {"bootstrap", "errors"},
     "runtime.life": {"bootstrap", "errors", "process_sets", "runtime.ending", "selection", "settings"},

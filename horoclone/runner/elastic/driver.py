@@ -1,4 +1,4 @@
-"""Under Horovod's name: the driver of elastic jobs, not supported yet. Its names raise Unsupported on use."""
+"""Under Horovod's name: the driver of elastic jobs, which is the launcher's own. Its names raise Unsupported on use."""
 
 from horoclone.stand_ins import ELASTIC, any_name
 
