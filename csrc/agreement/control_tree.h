@@ -1,6 +1,6 @@
-// Along which ranks the ballots of a process set travel to its coordinator and the plans back: every rank of a node to
-// the lowest one there, the node's leader; the leaders in a tree of bounded fan-out, whose root is group rank 0.
-// PURE and constant: shared by whoever needs it.
+// Along which ranks the request lists of a process set travel to its coordinator and the plans back: every rank of a
+// node to the lowest one there, the node's leader; the leaders in a tree of bounded fan-out, whose root is group rank
+// 0. PURE and constant: shared by whoever needs it.
 #pragma once
 
 #include <memory>

@@ -40,9 +40,9 @@ struct Coordinator::State {
         left(options.size),
         why_left(static_cast<size_t>(options.size)) {}
 
-  Status check(const Ballot& ballot) const;
-  Status take(const Ballot& ballot, int rank, TimePoint since, TimePoint now);
-  Status take_for_all(const Ballot& ballot, TimePoint since, TimePoint now);
+  Status check(const RequestList& request_list) const;
+  Status take(const RequestList& request_list, int rank, TimePoint since, TimePoint now);
+  Status take_for_all(const RequestList& request_list, TimePoint since, TimePoint now);
   void arrived(uint32_t entry, int rank, TimePoint since, TimePoint now);
   void arrived_for_all(uint32_t entry, int last, TimePoint since, TimePoint now);
   void join(int rank);
@@ -82,17 +82,18 @@ struct Coordinator::State {
   size_t written = 0;  // bytes of the plan that is being made, about
 };
 
-Status Coordinator::State::check(const Ballot& b) const {
+Status Coordinator::State::check(const RequestList& b) const {
   if (b.generation != options.generation || b.process_set != options.process_set)
-    return error(Code::kInternal, "a ballot of rank ", b.rank, " is for process set ", b.process_set, ", generation ",
-                 b.generation, "; this is process set ", options.process_set, ", generation ", options.generation);
+    return error(Code::kInternal, "a request list of rank ", b.rank, " is for process set ", b.process_set,
+                 ", generation ", b.generation, "; this is process set ", options.process_set, ", generation ",
+                 options.generation);
   if (b.rank < 0 || b.rank >= options.size)
-    return error(Code::kInternal, "a ballot names rank ", b.rank, " of ", options.size);
+    return error(Code::kInternal, "a request list names rank ", b.rank, " of ", options.size);
   if (b.whole && (options.tree == nullptr || b.joined))
     return error(Code::kInternal, "rank ", names(b.rank), " speaks for others; nobody asked it to");
   if (b.whole) return Status::ok();  // announced before any of them joined
   if (left.has(b.rank) && options.tree == nullptr)
-    return error(Code::kInternal, "rank ", names(b.rank), " sent a ballot after it had left");
+    return error(Code::kInternal, "rank ", names(b.rank), " sent a request list after it had left");
   if (joined.has(b.rank) && (b.joined || !b.cached.empty() || !b.fresh.empty()))
     return error(Code::kInternal, "rank ", names(b.rank), " announced something while it was joined");
   return Status::ok();
@@ -383,46 +384,47 @@ void Coordinator::State::drop_taken() {
 Coordinator::Coordinator(CoordinatorOptions options) : state_(std::make_unique<State>(std::move(options))) {}
 Coordinator::~Coordinator() = default;
 
-Status Coordinator::State::take(const Ballot& ballot, int rank, TimePoint since, TimePoint now) {
+Status Coordinator::State::take(const RequestList& request_list, int rank, TimePoint since, TimePoint now) {
   uint32_t entry = kNoEntry;
-  for (const CachedRequest& c : ballot.cached) {
+  for (const CachedRequest& c : request_list.cached) {
     HC_TRY(ledger.announce(rank, c, &entry), "rank ", names(rank));
     arrived(entry, rank, since, now);
   }
-  for (const Request& r : ballot.fresh) {
+  for (const Request& r : request_list.fresh) {
     HC_TRY(ledger.announce(rank, r, &entry), "rank ", names(rank));
     arrived(entry, rank, since, now);
   }
   return Status::ok();
 }
 
-Status Coordinator::State::take_for_all(const Ballot& ballot, TimePoint since, TimePoint now) {
+Status Coordinator::State::take_for_all(const RequestList& request_list, TimePoint since, TimePoint now) {
   uint32_t entry = kNoEntry;
-  for (const CachedRequest& c : ballot.cached) {
+  for (const CachedRequest& c : request_list.cached) {
     HC_TRY(ledger.announce_for_all(c, &entry));
-    arrived_for_all(entry, ballot.last, since, now);
+    arrived_for_all(entry, request_list.last, since, now);
   }
-  for (const Request& r : ballot.fresh) {
+  for (const Request& r : request_list.fresh) {
     HC_TRY(ledger.announce_for_all(r, &entry));
-    arrived_for_all(entry, ballot.last, since, now);
+    arrived_for_all(entry, request_list.last, since, now);
   }
   return Status::ok();
 }
 
-Status Coordinator::take(const Ballot& ballot, TimePoint now) {
+Status Coordinator::take(const RequestList& request_list, TimePoint now) {
   State& s = *state_;
-  HC_TRY(s.check(ballot));
-  const TimePoint since = now - std::chrono::microseconds(ballot.held_us);
-  if (ballot.whole && ballot.rank == 0 && s.left_count == 0) return s.take_for_all(ballot, since, now);
-  if (ballot.whole) {
-    for (int rank : s.options.tree->subtree(ballot.rank))
-      if (!s.left.has(rank)) HC_TRY(s.take(ballot, rank, since, now));
+  HC_TRY(s.check(request_list));
+  const TimePoint since = now - std::chrono::microseconds(request_list.held_us);
+  if (request_list.whole && request_list.rank == 0 && s.left_count == 0)
+    return s.take_for_all(request_list, since, now);
+  if (request_list.whole) {
+    for (int rank : s.options.tree->subtree(request_list.rank))
+      if (!s.left.has(rank)) HC_TRY(s.take(request_list, rank, since, now));
     return Status::ok();
   }
-  // Passed on by others, a ballot may come behind its rank's goodbye: that rank has given up what it announced.
-  if (s.left.has(ballot.rank)) return Status::ok();
-  HC_TRY(s.take(ballot, ballot.rank, since, now));
-  if (ballot.joined) s.join(ballot.rank);
+  // Passed on by others, a request list may come behind its rank's goodbye: that rank has given up what it announced.
+  if (s.left.has(request_list.rank)) return Status::ok();
+  HC_TRY(s.take(request_list, request_list.rank, since, now));
+  if (request_list.joined) s.join(request_list.rank);
   return Status::ok();
 }
 

@@ -1,6 +1,6 @@
 // Decides, for one process set, what runs next and in which order. PURE: no I/O, no clock, no lock, no global; the same
-// ballots in the same order give the same plans, so it is tested over thousands of random schedules and runs unchanged
-// in a simulator. Lives on group rank 0 of each process set.
+// request lists in the same order give the same plans, so it is tested over thousands of random schedules and runs
+// unchanged in a simulator. Lives on group rank 0 of each process set.
 #pragma once
 
 #include <deque>
@@ -40,7 +40,7 @@ struct CoordinatorOptions {
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;              // [size] for texts
-  std::shared_ptr<const ControlTree> tree;  // along which ballots come; null: from each rank
+  std::shared_ptr<const ControlTree> tree;  // along which request lists come; null: from each rank
   AgreementWatch* watch = nullptr;
   Lateness* lateness = nullptr;  // who was the last to be ready, where all announce
 };
@@ -59,9 +59,9 @@ class Coordinator {
   explicit Coordinator(CoordinatorOptions options);
   ~Coordinator();
 
-  // Takes one rank's ballot, or one for a whole subtree of the tree. An error means a broken ballot (unknown slot,
-  // announced twice): a bug or an intruder.
-  Status take(const Ballot& ballot, TimePoint now);
+  // Takes one rank's request list, or one for a whole subtree of the tree. An error means a broken request list
+  // (unknown slot, announced twice): a bug or an intruder.
+  Status take(const RequestList& request_list, TimePoint now);
   // The plan for what is ready, at most `room` batches (a row of small ones in the arena counts as one); empty when
   // nothing is.
   Plan decide(size_t room);

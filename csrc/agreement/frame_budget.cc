@@ -20,27 +20,27 @@ size_t encoded_bytes(const Signature& signature) {
   return bytes;
 }
 
-size_t encoded_bytes(const Ballot& ballot) {
-  size_t bytes = kFieldBytes + 2 * kNumberBytes * ballot.cached.size();
-  for (const Request& r : ballot.fresh) bytes += encoded_bytes(r);
+size_t encoded_bytes(const RequestList& request_list) {
+  size_t bytes = kFieldBytes + 2 * kNumberBytes * request_list.cached.size();
+  for (const Request& r : request_list.fresh) bytes += encoded_bytes(r);
   return bytes;
 }
 
-std::vector<Ballot> parts_of(Ballot ballot, size_t most) {
-  std::vector<Ballot> parts;
-  if (encoded_bytes(ballot) <= most) {
-    parts.push_back(std::move(ballot));
+std::vector<RequestList> parts_of(RequestList request_list, size_t most) {
+  std::vector<RequestList> parts;
+  if (encoded_bytes(request_list) <= most) {
+    parts.push_back(std::move(request_list));
     return parts;
   }
-  std::vector<Request> fresh = std::exchange(ballot.fresh, {});
-  const bool joined = std::exchange(ballot.joined, false);  // said with the last announcements
-  size_t bytes = encoded_bytes(ballot);
-  parts.push_back(std::move(ballot));
+  std::vector<Request> fresh = std::exchange(request_list.fresh, {});
+  const bool joined = std::exchange(request_list.joined, false);  // said with the last announcements
+  size_t bytes = encoded_bytes(request_list);
+  parts.push_back(std::move(request_list));
   for (Request& r : fresh) {
     const size_t more = encoded_bytes(r);
     if (bytes + more > most && !(parts.back().fresh.empty() && parts.back().cached.empty())) {
-      Ballot& next = parts.emplace_back();
-      const Ballot& first = parts.front();
+      RequestList& next = parts.emplace_back();
+      const RequestList& first = parts.front();
       next.generation = first.generation;
       next.process_set = first.process_set;
       next.rank = first.rank;

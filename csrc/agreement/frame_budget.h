@@ -13,9 +13,10 @@ inline constexpr size_t kFrameBudget = 8u << 20;
 
 // What it takes in a frame, or a little more.
 size_t encoded_bytes(const Signature& signature);
-size_t encoded_bytes(const Ballot& ballot);
+size_t encoded_bytes(const RequestList& request_list);
 
-// The same announcements in the same order, as ballots of at most `most` bytes each, or of one request. Mostly one.
-std::vector<Ballot> parts_of(Ballot ballot, size_t most);
+// The same announcements in the same order, as request lists of at most `most` bytes each, or of one request. Mostly
+// one.
+std::vector<RequestList> parts_of(RequestList request_list, size_t most);
 
 }  // namespace hc

@@ -1,4 +1,4 @@
-// Control frames between engines: one byte of kind, then the body (negotiation.cc encodes ballots and plans).
+// Control frames between engines: one byte of kind, then the body (negotiation.cc encodes request lists and plans).
 #pragma once
 
 #include <cstdint>
@@ -6,11 +6,11 @@
 namespace hc {
 
 enum class FrameKind : uint8_t {
-  kBallot = 1,   // member -> coordinator of a process set, or up the tree to it: one ballot or several
-  kPlan = 2,     // coordinator -> members, or down the tree
-  kGoodbye = 3,  // this rank has shut down; nothing follows. Body: text
-  kAbort = 4,    // everybody must fail. Body: code, culprit (world rank or -1), text
-  kPing = 5,     // are you there?
+  kRequests = 1,  // member -> coordinator of a process set, or up the tree to it: one request list or several
+  kPlan = 2,      // coordinator -> members, or down the tree
+  kGoodbye = 3,   // this rank has shut down; nothing follows. Body: text
+  kAbort = 4,     // everybody must fail. Body: code, culprit (world rank or -1), text
+  kPing = 5,      // are you there?
   kPong = 6,
   // Between the two ranks of a message (messages.h):
   kMessage = 7,            // sender: what it is. Body: process set, tag, id, dtype, shape, the payload if it is small

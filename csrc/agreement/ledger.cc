@@ -123,7 +123,7 @@ Status Ledger::announce(int rank, const CachedRequest& request, uint32_t* entry)
 
 Status Ledger::announce(int rank, const Request& request, uint32_t* entry) {
   const Signature& s = request.signature;
-  if (s.op == Op::kJoin) return error(Code::kInternal, "join was announced as a request, not as a ballot's flag");
+  if (s.op == Op::kJoin) return error(Code::kInternal, "join was announced as a request, not as a request list's flag");
   if (is_message(s.op)) return error(Code::kInternal, name_of(s.op), " was announced; it needs no agreement");
   if (request.name.empty()) {
     uint32_t slot = by_content_.find(s);

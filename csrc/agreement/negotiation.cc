@@ -1,5 +1,5 @@
-// Bytes of ballots and plans. Numbers are LEB128 varints (signed ones zigzagged), so that a steady step is a few bytes;
-// the reader trusts nothing: every count is checked against what is left before anything is allocated.
+// Bytes of request lists and plans. Numbers are LEB128 varints (signed ones zigzagged), so that a steady step is a few
+// bytes; the reader trusts nothing: every count is checked against what is left before anything is allocated.
 #include "agreement/negotiation.h"
 
 #include <limits>
@@ -393,53 +393,54 @@ size_t bytes_of(const Signature& signature) {
 }
 
 namespace {
-enum BallotFlag : uint8_t { kJoined = 1, kOnExpress = 2, kWhole = 4, kHeld = 8, kBallotFlags = 15 };
+enum RequestListFlag : uint8_t { kJoined = 1, kOnExpress = 2, kWhole = 4, kHeld = 8, kRequestListFlags = 15 };
 }  // namespace
 
-void encode(const Ballot& ballot, Writer* out) {
-  out->put(ballot.generation);
-  out->put(ballot.process_set);
-  put_varint(out, static_cast<uint32_t>(ballot.rank));
-  out->put(static_cast<uint8_t>((ballot.joined ? kJoined : 0) | (ballot.on_express ? kOnExpress : 0) |
-                                (ballot.whole ? kWhole : 0) | (ballot.held_us != 0 ? kHeld : 0)));
-  if (ballot.whole) put_varint(out, static_cast<uint32_t>(ballot.last));
-  if (ballot.held_us != 0) put_varint(out, ballot.held_us);
-  put_slots(out, ballot.cached);
-  put_varint(out, ballot.fresh.size());
-  for (const Request& r : ballot.fresh) {
+void encode(const RequestList& request_list, Writer* out) {
+  out->put(request_list.generation);
+  out->put(request_list.process_set);
+  put_varint(out, static_cast<uint32_t>(request_list.rank));
+  out->put(static_cast<uint8_t>((request_list.joined ? kJoined : 0) | (request_list.on_express ? kOnExpress : 0) |
+                                (request_list.whole ? kWhole : 0) | (request_list.held_us != 0 ? kHeld : 0)));
+  if (request_list.whole) put_varint(out, static_cast<uint32_t>(request_list.last));
+  if (request_list.held_us != 0) put_varint(out, request_list.held_us);
+  put_slots(out, request_list.cached);
+  put_varint(out, request_list.fresh.size());
+  for (const Request& r : request_list.fresh) {
     put_string(out, r.name);
     put_varint(out, r.sequence);
     put_signature(out, r.signature);
   }
 }
 
-Status decode(Reader* in, Ballot* ballot) {
+Status decode(Reader* in, RequestList* request_list) {
   constexpr size_t kSmallestRequest = 8;  // two lengths, a sequence and five bytes of signature
-  *ballot = Ballot{};
+  *request_list = RequestList{};
   size_t bytes = in->remaining();
-  ballot->generation = in->get<uint32_t>();
-  ballot->process_set = in->get<uint16_t>();
-  ballot->rank = get_rank(in);
+  request_list->generation = in->get<uint32_t>();
+  request_list->process_set = in->get<uint16_t>();
+  request_list->rank = get_rank(in);
   const uint8_t flags = in->get<uint8_t>();
-  if ((flags & ~kBallotFlags) != 0) in->fail();
-  ballot->joined = (flags & kJoined) != 0;
-  ballot->on_express = (flags & kOnExpress) != 0;
-  ballot->whole = (flags & kWhole) != 0;
-  ballot->last = ballot->whole ? get_rank(in) : ballot->rank;
+  if ((flags & ~kRequestListFlags) != 0) in->fail();
+  request_list->joined = (flags & kJoined) != 0;
+  request_list->on_express = (flags & kOnExpress) != 0;
+  request_list->whole = (flags & kWhole) != 0;
+  request_list->last = request_list->whole ? get_rank(in) : request_list->rank;
   const uint64_t held_us = (flags & kHeld) != 0 ? get_varint(in) : 0;
-  if (held_us > std::numeric_limits<uint32_t>::max() || (ballot->whole && ballot->joined)) in->fail();
-  ballot->held_us = static_cast<uint32_t>(held_us);
-  if (in->ok()) get_slots(in, &ballot->cached);
+  if (held_us > std::numeric_limits<uint32_t>::max() || (request_list->whole && request_list->joined)) in->fail();
+  request_list->held_us = static_cast<uint32_t>(held_us);
+  if (in->ok()) get_slots(in, &request_list->cached);
   size_t fresh = in->ok() ? get_length(in, kSmallestRequest) : 0;
   for (size_t i = 0; i < fresh && in->ok(); i++) {
-    Request& r = ballot->fresh.emplace_back();
+    Request& r = request_list->fresh.emplace_back();
     get_string(in, &r.name);
     r.sequence = get_varint(in);
     if (in->ok()) get_signature(in, &r.signature);
   }
   if (in->ok()) return Status::ok();
-  return error(Code::kInternal, "a ballot frame (", bytes, " bytes, rank ", ballot->rank, ") is broken after ",
-               ballot->cached.size(), " slots and ", ballot->fresh.size(), " requests");
+  return error(Code::kInternal, "a frame of requests (", bytes, " bytes, rank ", request_list->rank,
+               ") is broken after ", request_list->cached.size(), " slots and ", request_list->fresh.size(),
+               " requests");
 }
 
 void encode(const Plan& plan, Writer* out) {

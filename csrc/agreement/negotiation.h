@@ -1,6 +1,6 @@
-// The words of the agreement: what one rank announces (request, ballot) and what the coordinator answers (plan). Values
-// only; encoding in negotiation.cc. A grouped operation is ONE request with several tensors, so all-or-nothing needs no
-// further rule. Process set and generation ride in front of every ballot and plan.
+// The words of the agreement: what one rank announces (request, request list) and what the coordinator answers (plan).
+// Values only; encoding in negotiation.cc. A grouped operation is ONE request with several tensors, so all-or-nothing
+// needs no further rule. Process set and generation ride in front of every request list and plan.
 #pragma once
 
 #include <cstdint>
@@ -72,8 +72,9 @@ struct CachedRequest {
   bool operator==(const CachedRequest&) const = default;
 };
 
-// One rank's announcements since its last ballot; or, in a tree, what a rank and all below it have announced alike.
-struct Ballot {
+// One rank's announcements since its last request list; or, in a tree, what a rank and all below it have announced
+// alike.
+struct RequestList {
   uint32_t generation = 0;
   uint16_t process_set = 0;
   int32_t rank = 0;  // group rank
@@ -148,8 +149,8 @@ struct Plan {
   std::vector<TurnsBefore> turns;  // between the last plan with work on GPUs and this one, by rank
 };
 
-void encode(const Ballot& ballot, Writer* out);
-Status decode(Reader* in, Ballot* ballot);
+void encode(const RequestList& request_list, Writer* out);
+Status decode(Reader* in, RequestList* request_list);
 void encode(const Plan& plan, Writer* out);
 Status decode(Reader* in, Plan* plan);
 

@@ -31,28 +31,28 @@ struct PlanCache::State {
 PlanCache::PlanCache() : state_(std::make_unique<State>()) {}
 PlanCache::~PlanCache() = default;
 
-uint32_t PlanCache::announce(const Request& request, Ballot* ballot) {
+uint32_t PlanCache::announce(const Request& request, RequestList* request_list) {
   State& s = *state_;
   const Signature& signature = request.signature;
   if (request.name.empty()) {
     uint32_t slot = s.by_content.find(signature);
     if (slot == kNoSlot)
-      ballot->fresh.push_back(request);
+      request_list->fresh.push_back(request);
     else
-      ballot->cached.push_back({slot, request.sequence});
+      request_list->cached.push_back({slot, request.sequence});
     return slot;
   }
   uint32_t number = s.find(request.name, signature.op);
   if (number == kNoSlot) {
-    ballot->fresh.push_back(request);
+    request_list->fresh.push_back(request);
     return kNoSlot;
   }
   State::Slot& slot = s.slots[number];
   if (slot.announced && slot.signature == signature) {
-    ballot->cached.push_back({number, 0});
+    request_list->cached.push_back({number, 0});
     return number;
   }
-  ballot->fresh.push_back(request);
+  request_list->fresh.push_back(request);
   slot.signature = signature;
   slot.announced = true;
   return number;

@@ -13,9 +13,9 @@ class PlanCache {
  public:
   PlanCache();
   ~PlanCache();
-  // Puts the request into the ballot: as a slot number if this rank announced the same signature for it before, else
-  // whole (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
-  uint32_t announce(const Request& request, Ballot* ballot);
+  // Puts the request into the request list: as a slot number if this rank announced the same signature for it before,
+  // else whole (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
+  uint32_t announce(const Request& request, RequestList* request_list);
   // The slot as which the request would be announced; kNoSlot: it would go whole.
   uint32_t find(const Request& request);
   // A plan entry with `assigned`: the slot stands for this request from now on.

@@ -8,10 +8,10 @@
 #include <queue>
 #include <vector>
 
-#include "agreement/combiner.h"
 #include "agreement/coordinator.h"
 #include "agreement/frames.h"
 #include "agreement/plan_cache.h"
+#include "agreement/request_aggregator.h"
 
 namespace hc {
 namespace {
@@ -24,7 +24,7 @@ struct Event {
   uint64_t order = 0;
   int to = 0;
   int from = -1;  // -1: the rank begins its work
-  Frame frame;    // null: the ballot that all leaves share
+  Frame frame;    // null: the request list that all leaves share
   bool operator>(const Event& other) const { return at != other.at ? at > other.at : order > other.order; }
 };
 
@@ -32,13 +32,13 @@ struct Rank {
   std::vector<Event> inbox;
   double busy_until = 0;
   bool scheduled = false;
-  std::unique_ptr<Combiner> combiner;
+  std::unique_ptr<RequestAggregator> aggregator;
   double messages = 0, bytes = 0, cpu_us = 0;  // of this step
 };
 
 // What a rank computes. Thousands of ranks share this core and its caches, and others this machine: the clock takes
 // what the same kind of work took typically in the step before.
-enum class Work : uint8_t { kTakeBallot, kSendUp, kTakeAll, kDecide, kPassPlan, kReadPlan, kAnnounce };
+enum class Work : uint8_t { kTakeRequests, kSendUp, kTakeAll, kDecide, kPassPlan, kReadPlan, kAnnounce };
 constexpr size_t kWorks = 7;
 struct Typical {
   std::vector<double> samples;  // us, of this step
@@ -60,14 +60,15 @@ class Simulation {
     std::vector<int> node(size());
     for (size_t r = 0; r < size(); r++) node[r] = static_cast<int>(r) / options.ranks_per_node;
     tree_ = std::make_shared<const ControlTree>(node, options.fanout);
-    combines_ = options.fanout > 0 && tree_->has_relays();
+    aggregates_ = options.fanout > 0 && tree_->has_relays();
     nodes_.resize(static_cast<size_t>(node.back()) + 1);
     CoordinatorOptions c;
     c.size = options.ranks;
-    if (combines_) c.tree = tree_;
+    if (aggregates_) c.tree = tree_;
     coordinator_ = std::make_unique<Coordinator>(c);
-    for (int r = 0; combines_ && r < options.ranks; r++)
-      if (!tree_->children(r).empty()) at(r).combiner = std::make_unique<Combiner>(CombinerOptions{tree_, r, 0, 0});
+    for (int r = 0; aggregates_ && r < options.ranks; r++)
+      if (!tree_->children(r).empty())
+        at(r).aggregator = std::make_unique<RequestAggregator>(RequestAggregatorOptions{tree_, r, 0, 0});
     for (int i = 0; i < options.tensors; i++) {
       Request& request = step_.emplace_back();
       request.name = text_of("model.layer", i / 3, i % 3 ? ".weight" : ".bias");
@@ -128,7 +129,7 @@ class Simulation {
     std::fill(nodes_.begin(), nodes_.end(), Node{});
     finished_at_ = 0;
     plan_read_us_ = -1;
-    announced_ = Ballot{};
+    announced_ = RequestList{};
     const TimePoint before = Clock::now();
     for (const Request& request : step_) cache_.announce(request, &announced_);
     Writer encoded;
@@ -205,24 +206,25 @@ class Simulation {
     if (event.frame && event.frame->front() == static_cast<uint8_t>(FrameKind::kPlan))
       return take_plan(rank, event.frame);
     Bytes own;
-    if (!event.frame) own = ballot_of(event.from);
+    if (!event.frame) own = request_list_of(event.from);
     const Bytes& bytes = event.frame ? *event.frame : own;
     count(rank, event.from, bytes.size());
-    return computes(rank, Work::kTakeBallot, [&]() -> Status {
+    return computes(rank, Work::kTakeRequests, [&]() -> Status {
       Reader in(bytes);
       (void)in.get<FrameKind>();
       while (in.remaining() > 0) {
-        Ballot ballot;
-        HC_TRY(decode(&in, &ballot));
-        HC_TRY(combines_ ? at(rank).combiner->take(ballot, virtual_now()) : coordinator_->take(ballot, virtual_now()));
+        RequestList request_list;
+        HC_TRY(decode(&in, &request_list));
+        HC_TRY(aggregates_ ? at(rank).aggregator->take(request_list, virtual_now())
+                           : coordinator_->take(request_list, virtual_now()));
       }
       return Status::ok();
     });
   }
 
-  Bytes ballot_of(int rank) {
+  Bytes request_list_of(int rank) {
     Writer out;
-    out.put(FrameKind::kBallot);
+    out.put(FrameKind::kRequests);
     announced_.rank = rank;
     encode(announced_, &out);
     return {out.bytes().begin(), out.bytes().end()};
@@ -231,29 +233,30 @@ class Simulation {
   Status announce(int rank) {
     spend(rank, announce_us_);
     announced_.rank = rank;
-    if (at(rank).combiner)
-      return computes(rank, Work::kTakeBallot, [&] { return at(rank).combiner->take(announced_, virtual_now()); });
-    if (rank == 0) return computes(0, Work::kTakeBallot, [&] { return coordinator_->take(announced_, virtual_now()); });
-    send(rank, combines_ ? tree_->parent(rank) : 0, nullptr, ballot_of(rank).size());
+    if (at(rank).aggregator)
+      return computes(rank, Work::kTakeRequests, [&] { return at(rank).aggregator->take(announced_, virtual_now()); });
+    if (rank == 0)
+      return computes(0, Work::kTakeRequests, [&] { return coordinator_->take(announced_, virtual_now()); });
+    send(rank, aggregates_ ? tree_->parent(rank) : 0, nullptr, request_list_of(rank).size());
     return Status::ok();
   }
 
   Status send_up(int rank) {
     Rank& r = at(rank);
-    if (r.combiner && r.combiner->has_news()) {
-      std::vector<Ballot> up;
+    if (r.aggregator && r.aggregator->has_news()) {
+      std::vector<RequestList> up;
       const Frame frame = computes(rank, Work::kSendUp, [&] {
-        up = r.combiner->collect();
+        up = r.aggregator->collect();
         Writer out;
-        out.put(FrameKind::kBallot);
+        out.put(FrameKind::kRequests);
         if (rank != 0)
-          for (const Ballot& b : up) encode(b, &out);
+          for (const RequestList& b : up) encode(b, &out);
         return std::make_shared<const Bytes>(out.bytes().begin(), out.bytes().end());
       });
       if (rank != 0)
         send(rank, tree_->parent(rank), frame, frame->size());
       else
-        for (const Ballot& b : up)
+        for (const RequestList& b : up)
           HC_TRY(computes(0, Work::kTakeAll, [&] { return coordinator_->take(b, virtual_now()); }));
     }
     return rank == 0 && coordinator_->anything_ready() ? decide() : Status::ok();
@@ -272,8 +275,8 @@ class Simulation {
 
   // Reads it, hands it down, learns. What it costs a rank with nobody below is the same for all of them.
   Status take_plan(int rank, const Frame& frame) {
-    const bool leaf = rank != 0 && !at(rank).combiner;
-    if (rank != 0) count(rank, combines_ ? tree_->parent(rank) : 0, frame->size());
+    const bool leaf = rank != 0 && !at(rank).aggregator;
+    if (rank != 0) count(rank, aggregates_ ? tree_->parent(rank) : 0, frame->size());
     if (leaf && plan_read_us_ >= 0) {
       spend(rank, plan_read_us_);
     } else {
@@ -282,13 +285,13 @@ class Simulation {
       (void)in.get<FrameKind>();
       Plan plan;
       HC_TRY(decode(&in, &plan));
-      if (at(rank).combiner) at(rank).combiner->pass(plan);
+      if (at(rank).aggregator) at(rank).aggregator->pass(plan);
       const double us = typically(leaf ? Work::kReadPlan : Work::kPassPlan, since(start));
       if (leaf) plan_read_us_ = us;
       spend(rank, us);
       if (rank == 0) learn(plan);
     }
-    if (combines_) {
+    if (aggregates_) {
       for (int child : tree_->children(rank)) send(rank, child, frame, frame->size());
     } else if (rank == 0) {
       for (int r = 1; r < options_.ranks; r++) send(0, r, frame, frame->size());
@@ -331,11 +334,11 @@ class Simulation {
   std::vector<Rank> ranks_;
   std::vector<Node> nodes_;
   std::shared_ptr<const ControlTree> tree_;
-  bool combines_ = false;
+  bool aggregates_ = false;
   std::unique_ptr<Coordinator> coordinator_;
   PlanCache cache_;            // every rank's: all learn the same
   std::vector<Request> step_;  // what every rank announces
-  Ballot announced_;           // as a ballot; `rank` changes
+  RequestList announced_;      // as a request list; `rank` changes
   double announce_us_ = 0;     // what it takes a rank to make it
   double plan_read_us_ = -1;   // what it takes a leaf to read this step's plan
   std::priority_queue<Event, std::vector<Event>, std::greater<>> events_;

@@ -1,6 +1,6 @@
-// A step's agreement at any number of ranks, in one process: the real coordinator, combiners, plan cache and bytes on a
-// virtual clock. Messages cost what the caller says; what the objects cost is measured while they run. What is equal is
-// shared: ranks with nobody below them are one cache and one ballot.
+// A step's agreement at any number of ranks, in one process: the real coordinator, request aggregators, plan cache and
+// bytes on a virtual clock. Messages cost what the caller says; what the objects cost is measured while they run. What
+// is equal is shared: ranks with nobody below them are one cache and one request list.
 #pragma once
 
 #include <cstdint>
@@ -30,9 +30,9 @@ struct SimulationResult {
   double latency_us = 0;  // from the announcement on all ranks to the plan on the last; median of steps
   double root_messages = 0, root_bytes = 0;  // sent and received by the coordinator's rank, per step
   double node_messages = 0, node_bytes = 0;  // of the busiest node to and from other nodes, per step
-  double root_cpu_us = 0;                    // of its coordinator and combiner, bytes included; median of steps
-  double busiest_cpu_us = 0;                 // of the busiest rank
-  double rank_cpu_us = 0;                    // mean of all ranks
+  double root_cpu_us = 0;     // of its coordinator and request aggregator, bytes included; median of steps
+  double busiest_cpu_us = 0;  // of the busiest rank
+  double rank_cpu_us = 0;     // mean of all ranks
   int depth = 0;
   std::string to_json() const;
 };

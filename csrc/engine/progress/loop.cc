@@ -91,7 +91,7 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     return status.is_ok() ? status : status.with(text_of("control frame from ", parts_.context.mesh->describe(from)));
   };
   switch (kind) {
-    case FrameKind::kBallot:
+    case FrameKind::kRequests:
       return checked(take_requests(from, &in));
     case FrameKind::kPlan:
       return checked(take_plan(from, &in, frame));
@@ -136,7 +136,7 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
 
 Status Loop::take_requests(int from, Reader* in) {
   while (in->ok() && in->remaining() > 0) {
-    Ballot requests;
+    RequestList requests;
     HC_TRY(decode(in, &requests));
     ProcessSet* set = parts_.sets.find(requests.process_set);
     if (!set || !set->members().has_me() || requests.generation != parts_.context.generation) continue;

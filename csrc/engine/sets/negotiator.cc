@@ -25,7 +25,8 @@ Negotiator::Negotiator(Context& context, ControlLink& link, Timeline& timeline, 
   requests_.process_set = members.id;
   requests_.rank = members.group_rank;
   if (tree_ && !tree_->children(members.group_rank).empty())
-    combiner_ = std::make_unique<Combiner>(CombinerOptions{tree_, members.group_rank, members.generation, members.id});
+    aggregator_ = std::make_unique<RequestAggregator>(
+        RequestAggregatorOptions{tree_, members.group_rank, members.generation, members.id});
   if (members.group_rank != 0) return;
   CoordinatorOptions options;
   options.size = members.size();
@@ -64,8 +65,8 @@ Status Negotiator::send_requests(bool reachable) {
   Status sent;
   if (!reachable) {
     // Nobody is there to take them.
-  } else if (combiner_) {
-    sent = combiner_->take(requests_, Clock::now());
+  } else if (aggregator_) {
+    sent = aggregator_->take(requests_, Clock::now());
   } else if (coordinator_) {
     sent = give_to_coordinator(requests_);
   } else {
@@ -80,61 +81,62 @@ Status Negotiator::send_requests(bool reachable) {
   return sent;
 }
 
-Status Negotiator::give_to_coordinator(const Ballot& requests) {
+Status Negotiator::give_to_coordinator(const RequestList& requests) {
   // A session of the bypass must be over on every member before the next one opens.
   bypass_news_ = bypass_news_ || requests.on_express;
   news_ = true;
   return coordinator_->take(requests, Clock::now());
 }
 
-Status Negotiator::take(int from, const Ballot& requests) {
+Status Negotiator::take(int from, const RequestList& requests) {
   const int position = members_.position_of(from);
   if (tree_) {
     if (position <= 0 || tree_->parent(position) != members_.group_rank || requests.rank >= members_.size() ||
         !tree_->is_below(requests.rank, position))
-      return error(Code::kInternal, "a ballot that is for another rank; is HOROCLONE_CONTROL_FANOUT the same for all?");
-    return combiner_->take(requests, Clock::now());
+      return error(Code::kInternal,
+                   "a request list that is for another rank; is HOROCLONE_CONTROL_FANOUT the same for all?");
+    return aggregator_->take(requests, Clock::now());
   }
   return coordinator_ && position == requests.rank ? give_to_coordinator(requests) : Status::ok();
 }
 
 // On group rank 0 the top of the tree: to its coordinator.
 Status Negotiator::pass_up(bool reachable) {
-  std::vector<Ballot> requests = combiner_->collect();
+  std::vector<RequestList> requests = aggregator_->collect();
   if (!reachable) return Status::ok();
   if (!coordinator_) return send(requests);
   if (shows_all_ != timeline_.on()) {
     shows_all_ = timeline_.on();
     HC_TRY(tell_to_show(shows_all_ ? 2 : 0));
   }
-  for (const Ballot& each : requests) HC_TRY(give_to_coordinator(each));
+  for (const RequestList& each : requests) HC_TRY(give_to_coordinator(each));
   return Status::ok();
 }
 
 // In one frame, or in as many as it takes. The requests may be used up.
-Status Negotiator::send(std::span<Ballot> requests) {
+Status Negotiator::send(std::span<RequestList> requests) {
   size_t in_frame = 0;
   const auto flush = [&] {
     Counters::add(context_.counters.ballots_sent);
     return link_.send(above(), link_.anybody_left());
   };
-  Writer* frame = &link_.begin(FrameKind::kBallot);
-  const auto add = [&](const Ballot& one, size_t bytes) {
+  Writer* frame = &link_.begin(FrameKind::kRequests);
+  const auto add = [&](const RequestList& one, size_t bytes) {
     if (in_frame > 0 && frame->size() + bytes > kFrameBudget) {
       HC_TRY(flush());
-      frame = &link_.begin(FrameKind::kBallot);
+      frame = &link_.begin(FrameKind::kRequests);
       in_frame = 0;
     }
     encode(one, frame);
     in_frame++;
     return Status::ok();
   };
-  for (Ballot& each : requests) {
+  for (RequestList& each : requests) {
     const size_t bytes = encoded_bytes(each);
     if (bytes <= kFrameBudget) {
       HC_TRY(add(each, bytes));
     } else {
-      for (const Ballot& part : parts_of(std::move(each), kFrameBudget)) HC_TRY(add(part, encoded_bytes(part)));
+      for (const RequestList& part : parts_of(std::move(each), kFrameBudget)) HC_TRY(add(part, encoded_bytes(part)));
     }
   }
   return in_frame > 0 ? flush() : Status::ok();
@@ -167,7 +169,7 @@ void Negotiator::set_sizes(const Tuning& tuning) {
 }
 
 Status Negotiator::pass_down(const Plan& plan, std::span<const uint8_t> frame) {
-  if (combiner_) combiner_->pass(plan);
+  if (aggregator_) aggregator_->pass(plan);
   const auto send_to = [&](int position) {
     const int r = members_.ranks[static_cast<size_t>(position)];
     if (r == context_.rank() || link_.has_left(r)) return Status::ok();
@@ -183,7 +185,7 @@ Status Negotiator::pass_down(const Plan& plan, std::span<const uint8_t> frame) {
 }
 
 bool Negotiator::leave(int position, const std::string& text) {
-  if (combiner_) combiner_->leave(Clock::now());
+  if (aggregator_) aggregator_->leave(Clock::now());
   if (!coordinator_) return !needs(position);
   coordinator_->leave(position, text);
   news_ = true;
@@ -193,9 +195,9 @@ bool Negotiator::leave(int position, const std::string& text) {
 Status Negotiator::tell_to_show(uint8_t how) {
   const TimePoint now = Clock::now();
   if (how == 1)
-    combiner_->reveal(now);
+    aggregator_->reveal(now);
   else
-    combiner_->show_all(how == 2, now);
+    aggregator_->show_all(how == 2, now);
   Writer& frame = link_.begin(FrameKind::kShow);
   frame.put(members_.id);
   frame.put(how);
@@ -208,11 +210,11 @@ Status Negotiator::tell_to_show(uint8_t how) {
 
 Status Negotiator::take_show_frame(int from, uint8_t how) {
   if (how > 2) return error(Code::kInternal, "a frame about what to show is broken");
-  if (!combiner_ || members_.coordinator_rank() != from) return Status::ok();
+  if (!aggregator_ || members_.coordinator_rank() != from) return Status::ok();
   if (how == 1)
-    combiner_->reveal(Clock::now());
+    aggregator_->reveal(Clock::now());
   else
-    combiner_->show_all(how == 2, Clock::now());
+    aggregator_->show_all(how == 2, Clock::now());
   return Status::ok();
 }
 

@@ -9,10 +9,10 @@
 #include <string>
 #include <vector>
 
-#include "agreement/combiner.h"
 #include "agreement/control_tree.h"
 #include "agreement/coordinator.h"
 #include "agreement/plan_cache.h"
+#include "agreement/request_aggregator.h"
 #include "engine/control/control_link.h"
 #include "engine/operation/members.h"
 #include "engine/operation/operation.h"
@@ -47,8 +47,8 @@ class Negotiator {
   Status send_requests(bool reachable);
 
   // Requests of another rank: one that talks to this one, or is below it in the tree.
-  Status take(int from, const Ballot& requests);
-  bool has_news_from_below() const { return combiner_ && combiner_->has_news(); }
+  Status take(int from, const RequestList& requests);
+  bool has_news_from_below() const { return aggregator_ && aggregator_->has_news(); }
   Status pass_up(bool reachable);
 
   // Group rank 0: something has changed since may_decide() was last found false.
@@ -67,15 +67,16 @@ class Negotiator {
   // A member has left for good. False: no request of this rank arrives any more.
   bool leave(int position, const std::string& text);
 
-  // What combiners hold, shown where somebody must know who is missing. how: 0 hold again, 1 now, 2 from now on.
+  // What request aggregators hold, shown where somebody must know who is missing. how: 0 hold again, 1 now, 2 from now
+  // on.
   Status take_show_frame(int from, uint8_t how);
   // Half-way to a stall report everybody shows what it holds, so that the report knows who is missing and since when.
-  bool may_reveal(TimePoint now) const { return combiner_ && coordinator_ && now >= next_reveal_; }
+  bool may_reveal(TimePoint now) const { return aggregator_ && coordinator_ && now >= next_reveal_; }
   Status reveal(TimePoint now, double patience_s);
 
  private:
-  Status give_to_coordinator(const Ballot& requests);
-  Status send(std::span<Ballot> requests);
+  Status give_to_coordinator(const RequestList& requests);
+  Status send(std::span<RequestList> requests);
   Status tell_to_show(uint8_t how);
 
   Context& context_;
@@ -83,18 +84,18 @@ class Negotiator {
   Timeline& timeline_;
   const Members& members_;
   const bool one_node_;
-  std::shared_ptr<const ControlTree> tree_;   // null: every member talks to group rank 0
-  std::unique_ptr<Combiner> combiner_;        // where others are below this rank
-  std::unique_ptr<AgreementWatch> watch_;     // the coordinator's
-  std::unique_ptr<Coordinator> coordinator_;  // on group rank 0
-  bool news_ = false;                         // for the coordinator
+  std::shared_ptr<const ControlTree> tree_;        // null: every member talks to group rank 0
+  std::unique_ptr<RequestAggregator> aggregator_;  // where others are below this rank
+  std::unique_ptr<AgreementWatch> watch_;          // the coordinator's
+  std::unique_ptr<Coordinator> coordinator_;       // on group rank 0
+  bool news_ = false;                              // for the coordinator
   bool bypass_news_ = false;
   bool gathering_ = false;  // something is ready and held back until gathered_at_, so that more joins it
   TimePoint gathered_at_{};
-  bool shows_all_ = false;  // group rank 0: the combiners were told to, for a timeline
+  bool shows_all_ = false;  // group rank 0: the request aggregators were told to, for a timeline
   TimePoint next_reveal_{};
   PlanCache cache_;
-  Ballot requests_;           // what goes next
+  RequestList requests_;      // what goes next
   size_t request_bytes_ = 0;  // of the tensors in them
   size_t requests_seen_ = 0;  // announcements in them at the last look
   int looks_without_news_ = 0;

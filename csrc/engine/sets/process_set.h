@@ -61,7 +61,7 @@ class ProcessSet {
   // One that was submitted too late: it ends with `reason`.
   void refuse(Operation* op, const Status& reason);
   // Frames of other ranks: requests, a plan as it travels, what to show.
-  Status take_requests(int from, const Ballot& requests) { return negotiator_->take(from, requests); }
+  Status take_requests(int from, const RequestList& requests) { return negotiator_->take(from, requests); }
   Status take_plan(int from, Plan plan, std::span<const uint8_t> frame);
   Status take_show_frame(int from, uint8_t how) { return negotiator_->take_show_frame(from, how); }
   // Does what can be done now. Not ok: the whole engine must stop.

@@ -19,7 +19,7 @@ using Samples = std::vector<double>;  // ns per operation, one for each step (an
 
 struct Costs {
   Samples announce, encode, decode, take, decide;
-  size_t plan_bytes = 0, ballot_bytes = 0;  // of the last step
+  size_t plan_bytes = 0, request_list_bytes = 0;  // of the last step
 };
 
 double median(Samples samples) {
@@ -49,7 +49,7 @@ std::vector<Request> step_of(bool unnamed_ones, uint64_t step) {
 
 void run_step(Ranks* ranks, const std::vector<Request>& step, Costs* costs) {
   for (int r = 0; r < ranks->size_; r++) {
-    Ballot sent, arrived;
+    RequestList sent, arrived;
     Writer w;
     sent.rank = r;
     {
@@ -60,7 +60,7 @@ void run_step(Ranks* ranks, const std::vector<Request>& step, Costs* costs) {
       Stopwatch watch(&costs->encode);
       encode(sent, &w);
     }
-    costs->ballot_bytes = w.size();
+    costs->request_list_bytes = w.size();
     {
       Stopwatch watch(&costs->decode);
       Reader in(w.bytes());
@@ -92,9 +92,9 @@ void measure(int size, bool unnamed_ones) {
   for (int i = 0; i < kSteps; i++) run_step(&ranks, step_of(unnamed_ones, number++), &costs);
   std::printf(
       "%s, %2d ranks: announce %5.1f  encode %4.1f  decode %4.1f  take %5.1f ns per announcement;  decide %5.1f ns per "
-      "operation;  ballot %zu B, plan %zu B per step of %d\n",
+      "operation;  request list %zu B, plan %zu B per step of %d\n",
       unnamed_ones ? "unnamed" : "named  ", size, median(costs.announce), median(costs.encode), median(costs.decode),
-      median(costs.take), median(costs.decide), costs.ballot_bytes, costs.plan_bytes, kTensors);
+      median(costs.take), median(costs.decide), costs.request_list_bytes, costs.plan_bytes, kTensors);
 }
 
 }  // namespace

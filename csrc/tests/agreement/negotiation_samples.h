@@ -1,4 +1,4 @@
-// Requests, ballots and coordinators in few words, for the tests of the agreement.
+// Requests, request lists and coordinators in few words, for the tests of the agreement.
 #pragma once
 
 #include <string>
@@ -31,8 +31,8 @@ inline CoordinatorOptions options(int size, size_t capacity = 1024, size_t fusio
   return o;
 }
 
-inline Ballot ballot(int rank, std::vector<Request> fresh, bool joined = false) {
-  Ballot b;
+inline RequestList request_list(int rank, std::vector<Request> fresh, bool joined = false) {
+  RequestList b;
   b.rank = rank;
   b.fresh = std::move(fresh);
   b.joined = joined;
@@ -44,9 +44,9 @@ class Ranks {
  public:
   explicit Ranks(CoordinatorOptions o) : size_(o.size), coordinator(std::move(o)), cache(static_cast<size_t>(size_)) {}
 
-  // Announces, sends the ballot as bytes; returns the number of bytes.
+  // Announces, sends the request list as bytes; returns the number of bytes.
   size_t say(int rank, const std::vector<Request>& requests, bool joined = false) {
-    Ballot b;
+    RequestList b;
     b.rank = rank;
     for (const Request& r : requests) {
       cache[static_cast<size_t>(rank)].announce(r, &b);
@@ -56,7 +56,7 @@ class Ranks {
     Writer w;
     encode(b, &w);
     Reader r(w.bytes());
-    Ballot arrived;
+    RequestList arrived;
     status = decode(&r, &arrived);
     if (status.is_ok()) status = coordinator.take(arrived, now);
     return w.size();

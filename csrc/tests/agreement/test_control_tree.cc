@@ -1,11 +1,11 @@
-// The tree of ballots: its shape, one combiner's rules, and engines that talk through it. Random schedules through
-// random trees are in test_negotiation_schedules.cc.
+// The tree of request lists: its shape, one request aggregator's rules, and engines that talk through it. Random
+// schedules through random trees are in test_negotiation_schedules.cc.
 #include <doctest/doctest.h>
 
 #include <latch>
 #include <set>
 
-#include "agreement/combiner.h"
+#include "agreement/request_aggregator.h"
 #include "tests/agreement/negotiation_samples.h"
 #include "tests/locked_checks.h"
 #include "tests/world.h"
@@ -30,16 +30,16 @@ Plan plan_of(Op op, PlanEntry entry) {
 }
 
 // Slot 0 stands for allreduce.x from now on.
-void teach(Combiner* combiner) {
+void teach(RequestAggregator* aggregator) {
   PlanEntry e;
   e.slot = 0;
   e.name = "x";
   e.assigned = e.has_signature = true;
-  combiner->pass(plan_of(Op::kAllreduce, e));
+  aggregator->pass(plan_of(Op::kAllreduce, e));
 }
 
-Ballot slots_of(int rank, std::vector<uint32_t> slots) {
-  Ballot b;
+RequestList slots_of(int rank, std::vector<uint32_t> slots) {
+  RequestList b;
   b.rank = rank;
   for (uint32_t s : slots) b.cached.push_back({s, 0});
   return b;
@@ -77,18 +77,18 @@ TEST_CASE("control tree: every rank is reached once, parents are lower, the fan-
   CHECK(chain_of_pairs(8)->depth() == 4);
 }
 
-TEST_CASE("combiner: what all below have announced alike goes up once, and nothing before") {
-  Combiner c({chain_of_pairs(6), 2, 0, 0});
+TEST_CASE("request aggregator: what all below have announced alike goes up once, and nothing before") {
+  RequestAggregator c({chain_of_pairs(6), 2, 0, 0});
   teach(&c);
   REQUIRE(c.take(slots_of(2, {0}), {}).is_ok());
   REQUIRE(c.take(slots_of(3, {0}), {}).is_ok());
   CHECK_FALSE(c.has_news());
   CHECK(c.held() == 1);
-  Ballot below = slots_of(4, {0});
+  RequestList below = slots_of(4, {0});
   below.whole = true;
   below.last = 5;
   REQUIRE(c.take(below, {}).is_ok());
-  const std::vector<Ballot> up = c.collect();
+  const std::vector<RequestList> up = c.collect();
   REQUIRE(up.size() == 1);
   CHECK(up[0].whole);
   CHECK(up[0].rank == 2);
@@ -97,13 +97,13 @@ TEST_CASE("combiner: what all below have announced alike goes up once, and nothi
   CHECK(c.held() == 0);
 }
 
-TEST_CASE("combiner: what is announced differently, or asked for, goes up as each rank said it") {
-  Combiner c({chain_of_pairs(4), 2, 0, 0});
+TEST_CASE("request aggregator: what is announced differently, or asked for, goes up as each rank said it") {
+  RequestAggregator c({chain_of_pairs(4), 2, 0, 0});
   TimePoint now{};
-  REQUIRE(c.take(ballot(3, {allreduce("y", {4})}), now).is_ok());
+  REQUIRE(c.take(request_list(3, {allreduce("y", {4})}), now).is_ok());
   CHECK_FALSE(c.has_news());
-  REQUIRE(c.take(ballot(2, {allreduce("y", {5})}), now + std::chrono::seconds(3)).is_ok());
-  std::vector<Ballot> up = c.collect();
+  REQUIRE(c.take(request_list(2, {allreduce("y", {5})}), now + std::chrono::seconds(3)).is_ok());
+  std::vector<RequestList> up = c.collect();
   REQUIRE(up.size() == 2);
   CHECK(up[0].rank == 3);
   CHECK_FALSE(up[0].whole);
@@ -121,8 +121,8 @@ TEST_CASE("combiner: what is announced differently, or asked for, goes up as eac
   CHECK(c.has_news());
 }
 
-TEST_CASE("combiner: a rank whose announcement a plan did not end is not waited for again") {
-  Combiner c({chain_of_pairs(4), 2, 0, 0});
+TEST_CASE("request aggregator: a rank whose announcement a plan did not end is not waited for again") {
+  RequestAggregator c({chain_of_pairs(4), 2, 0, 0});
   teach(&c);
   // Both went up one by one; a plan fails what rank 2 said only.
   REQUIRE(c.take(slots_of(2, {0}), {}).is_ok());
@@ -138,12 +138,12 @@ TEST_CASE("combiner: a rank whose announcement a plan did not end is not waited 
   CHECK(c.collect()[0].rank == 2);
 }
 
-TEST_CASE("coordinator: a ballot that comes behind its rank's goodbye counts for those who are still there") {
+TEST_CASE("coordinator: a request list that comes behind its rank's goodbye counts for those who are still there") {
   CoordinatorOptions o = options(4);
   o.tree = chain_of_pairs(4);
   Coordinator c(o);
   c.leave(3, "rank 3 has shut down");
-  Ballot late = ballot(3, {allreduce("x")}), both = ballot(2, {allreduce("y")});
+  RequestList late = request_list(3, {allreduce("x")}), both = request_list(2, {allreduce("y")});
   both.whole = true;
   REQUIRE(c.take(late, {}).is_ok());
   CHECK_FALSE(c.anything_ready());
@@ -154,8 +154,8 @@ TEST_CASE("coordinator: a ballot that comes behind its rank's goodbye counts for
   CHECK(plan.batches[0].entries[0].failed_on == std::vector<int32_t>{2});
 }
 
-TEST_CASE("combiner: strangers, repetitions and unknown slots are refused") {
-  Combiner c({chain_of_pairs(6), 2, 0, 0});
+TEST_CASE("request aggregator: strangers, repetitions and unknown slots are refused") {
+  RequestAggregator c({chain_of_pairs(6), 2, 0, 0});
   teach(&c);
   CHECK_FALSE(c.take(slots_of(0, {0}), {}).is_ok());
   CHECK_FALSE(c.take(slots_of(77, {0}), {}).is_ok());
@@ -207,7 +207,8 @@ TEST_CASE("control tree: engines of three nodes in a chain agree, err by name an
   }));
 }
 
-TEST_CASE("control tree: when a rank that passes ballots on leaves, the others' operations fail and do not hang") {
+TEST_CASE(
+    "control tree: when a rank that passes request lists on leaves, the others' operations fail and do not hang") {
   for (int leaver : {2, 3, 5}) {
     CAPTURE(leaver);
     World world(6, kChain);

@@ -57,7 +57,7 @@ TEST_CASE("coordinator: what nothing can join is decided on at once, whatever th
   CHECK(ranks.plan_bytes <= 32);
   CHECK(plan.batches[160].id == 321);
   ranks.everybody_says({big, other, small[0], small[1]});
-  CHECK(ranks.decide(1).batches.size() == 2);  // what is known comes first in a ballot
+  CHECK(ranks.decide(1).batches.size() == 2);  // what is known comes first in a request list
   CHECK(ranks.decide(1).batches.size() == 1);
   CHECK(ranks.decide(1).batches.size() == 1);
   CHECK_FALSE(ranks.coordinator.anything_ready());
@@ -378,24 +378,25 @@ TEST_CASE("coordinator: unnamed signatures take at most a quarter of the slots")
   CHECK(ranks.cache[0].size() == 16);
 }
 
-TEST_CASE("coordinator: a broken ballot is an error, not a plan") {
+TEST_CASE("coordinator: a broken request list is an error, not a plan") {
   Ranks ranks(options(2));
-  Ballot b;
+  RequestList b;
   b.cached.push_back({0, 0});
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());  // unknown slot
-  b = ballot(5, {});
+  b = request_list(5, {});
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
-  b = ballot(0, {});
+  b = request_list(0, {});
   b.generation = 1;
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
-  b = ballot(0, {allreduce("x"), allreduce("x")});
+  b = request_list(0, {allreduce("x"), allreduce("x")});
   Status twice = ranks.coordinator.take(b, {});
   CHECK(has(twice.text(), "allreduce.x was announced twice"));
   ranks.say(1, {allreduce("x")});
   ranks.decide();
-  b = ballot(0, {named("", signature(Op::kJoin, {}))});
+  b = request_list(0, {named("", signature(Op::kJoin, {}))});
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
-  b = ballot(0, {unnamed(0, signature(Op::kAllreduce, {1})), unnamed(1ull << 40, signature(Op::kAllreduce, {1}))});
+  b = request_list(0,
+                   {unnamed(0, signature(Op::kAllreduce, {1})), unnamed(1ull << 40, signature(Op::kAllreduce, {1}))});
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
 }
 
@@ -483,7 +484,7 @@ TEST_CASE("coordinator: join completes what waited for the joiner, and in-arena 
   Plan plan = ranks.decide();
   REQUIRE(plan.batches.size() == 1);
   CHECK_FALSE(plan.batches[0].in_arena);
-  Ballot b = ballot(1, {allreduce("y")});
+  RequestList b = request_list(1, {allreduce("y")});
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
 }
 
@@ -511,7 +512,7 @@ TEST_CASE("coordinator: leave fails what the rank has not announced, now and lat
   CHECK(plan.batches[0].op == Op::kJoin);
   CHECK(plan.batches[0].error == Code::kAborted);
   CHECK(plan.batches[0].last_joined == -1);
-  CHECK_FALSE(ranks.coordinator.take(ballot(2, {}), {}).is_ok());
+  CHECK_FALSE(ranks.coordinator.take(request_list(2, {}), {}).is_ok());
 }
 
 TEST_CASE("coordinator: the stall report has names, ranks, time and a hint") {

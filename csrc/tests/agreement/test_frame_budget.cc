@@ -12,25 +12,25 @@
 namespace hc {
 namespace {
 
-Ballot ballot_of(int requests, size_t name_bytes) {
-  Ballot ballot;
-  ballot.generation = 3;
-  ballot.process_set = 2;
-  ballot.rank = 1;
-  ballot.joined = ballot.whole = true;
-  ballot.cached = {{4, 5}, {6, 7}};
+RequestList request_list_of(int requests, size_t name_bytes) {
+  RequestList request_list;
+  request_list.generation = 3;
+  request_list.process_set = 2;
+  request_list.rank = 1;
+  request_list.joined = request_list.whole = true;
+  request_list.cached = {{4, 5}, {6, 7}};
   for (int i = 0; i < requests; ++i) {
-    Request& r = ballot.fresh.emplace_back();
+    Request& r = request_list.fresh.emplace_back();
     r.name = std::string(name_bytes, 'n') + std::to_string(i);
     r.signature.tensors = {{DType::kF32, {4, 1}}};
   }
-  return ballot;
+  return request_list;
 }
 
-TEST_CASE("a ballot in parts says the same in the same order, and each part fits") {
+TEST_CASE("a request list in parts says the same in the same order, and each part fits") {
   constexpr size_t kMost = 10000;
-  const Ballot whole = ballot_of(40, 1500);
-  const std::vector<Ballot> parts = parts_of(whole, kMost);
+  const RequestList whole = request_list_of(40, 1500);
+  const std::vector<RequestList> parts = parts_of(whole, kMost);
   CHECK(parts.size() > 5);
   size_t seen = 0;
   for (size_t i = 0; i < parts.size(); ++i) {
@@ -47,8 +47,8 @@ TEST_CASE("a ballot in parts says the same in the same order, and each part fits
     for (const Request& r : parts[i].fresh) CHECK(r.name == whole.fresh[seen++].name);
   }
   CHECK(seen == whole.fresh.size());
-  CHECK(parts_of(ballot_of(3, 10), kMost).size() == 1);
-  CHECK(parts_of(ballot_of(2, 2 * kMost), kMost).size() == 3);  // one request is never cut; the cached go before
+  CHECK(parts_of(request_list_of(3, 10), kMost).size() == 1);
+  CHECK(parts_of(request_list_of(2, 2 * kMost), kMost).size() == 3);  // one request is never cut; the cached go before
 }
 
 // 20 MB of names: more than a frame takes, on the way up, along a tree as well, and on the way down.

@@ -1,4 +1,4 @@
-// Bytes of ballots and plans: what goes in comes out, it is small, and no broken frame does harm.
+// Bytes of request lists and plans: what goes in comes out, it is small, and no broken frame does harm.
 #include <doctest/doctest.h>
 
 #include <limits>
@@ -56,8 +56,8 @@ std::string random_name(Random& random) {
   return name;
 }
 
-Ballot random_ballot(Random& random) {
-  Ballot b;
+RequestList random_request_list(Random& random) {
+  RequestList b;
   b.generation = static_cast<uint32_t>(random());
   b.process_set = static_cast<uint16_t>(random());
   b.rank = pick(random, 40000);
@@ -150,7 +150,7 @@ bool same(const std::vector<T>& a, const std::vector<T>& b) {
     if (!same(a[i], b[i])) return false;
   return true;
 }
-bool same(const Ballot& a, const Ballot& b) {
+bool same(const RequestList& a, const RequestList& b) {
   return a.generation == b.generation && a.process_set == b.process_set && a.rank == b.rank && a.joined == b.joined &&
          same(a.cached, b.cached) && same(a.fresh, b.fresh);
 }
@@ -186,7 +186,7 @@ bool sane(const Signature& s) {
     if (rows < 0) return false;
   return true;
 }
-bool sane(const Ballot& b) {
+bool sane(const RequestList& b) {
   for (const CachedRequest& c : b.cached)
     if (c.slot >= kMaxSlots) return false;
   for (const Request& r : b.fresh)
@@ -229,16 +229,16 @@ void feed_mutations(Random& random, const std::vector<uint8_t>& good) {
 
 }  // namespace
 
-TEST_CASE("negotiation: ballots and plans survive the wire") {
+TEST_CASE("negotiation: request lists and plans survive the wire") {
   Random random(1);
   for (int i = 0; i < 5000; i++) {
-    check_round_trip(random_ballot(random));
+    check_round_trip(random_request_list(random));
     check_round_trip(random_plan(random));
   }
 }
 
 TEST_CASE("negotiation: a steady step of 161 tensors is small, in order, in any order and unnamed") {
-  Ballot in_order, shuffled, unnamed_ones;
+  RequestList in_order, shuffled, unnamed_ones;
   Plan plan;
   plan.batches.resize(3);
   for (uint32_t i = 0; i < 161; i++) {
@@ -269,9 +269,9 @@ TEST_CASE("negotiation: a steady step of 161 tensors is small, in order, in any 
 TEST_CASE("negotiation: every truncation of a frame is refused") {
   Random random(2);
   for (int i = 0; i < (kSanitized ? 30 : 100); i++) {
-    std::vector<uint8_t> whole = bytes_of(random_ballot(random));
+    std::vector<uint8_t> whole = bytes_of(random_request_list(random));
     for (size_t n = 0; n < whole.size(); n++) {
-      Ballot b;
+      RequestList b;
       CHECK_FALSE(read(std::vector<uint8_t>(whole.begin(), whole.begin() + static_cast<ptrdiff_t>(n)), &b).is_ok());
     }
     whole = bytes_of(random_plan(random));
@@ -284,8 +284,8 @@ TEST_CASE("negotiation: every truncation of a frame is refused") {
 
 TEST_CASE("negotiation: shapes that overflow, negative numbers and long names are refused") {
   auto refused = [](const Signature& s, const std::string& name = "x") {
-    Ballot b = ballot(0, {named(name, s)});
-    Ballot back;
+    RequestList b = request_list(0, {named(name, s)});
+    RequestList back;
     return !read(bytes_of(b), &back).is_ok();
   };
   Signature s = signature(Op::kAllreduce, {1 << 20, 1 << 20});
@@ -327,11 +327,11 @@ TEST_CASE("negotiation: random and mutated bytes are refused or sane") {
   for (int i = 0; i < (kSanitized ? 5000 : 20000); i++) {
     std::vector<uint8_t> noise(static_cast<size_t>(pick(random, 200)));
     for (uint8_t& byte : noise) byte = static_cast<uint8_t>(random() >> pick(random, 57));
-    Ballot b;
+    RequestList b;
     if (read(noise, &b).is_ok()) REQUIRE(sane(b));
     Plan p;
     if (read(noise, &p).is_ok()) REQUIRE(sane(p));
-    feed_mutations<Ballot>(random, bytes_of(random_ballot(random)));
+    feed_mutations<RequestList>(random, bytes_of(random_request_list(random)));
     feed_mutations<Plan>(random, bytes_of(random_plan(random)));
   }
 }

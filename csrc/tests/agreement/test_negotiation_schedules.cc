@@ -1,7 +1,7 @@
-// Thousands of random worlds: ranks submit in any order, cut ballots anywhere, bytes arrive late; groups, unnamed
+// Thousands of random worlds: ranks submit in any order, cut request lists anywhere, bytes arrive late; groups, unnamed
 // operations, mismatches, joins and departures are mixed in. Every operation must end exactly once on every rank that
 // submitted it, with the outcome that an independent rule predicts, in one order, and nothing may be left behind. The
-// same through random trees of combiners, which must come to the same plans.
+// same through random trees of request aggregators, which must come to the same plans.
 #include <doctest/doctest.h>
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 #include <deque>
 #include <map>
 
-#include "agreement/combiner.h"
+#include "agreement/request_aggregator.h"
 #include "tests/agreement/negotiation_script.h"
 #include "tests/sanitized.h"
 
@@ -43,10 +43,10 @@ struct Rank {
   std::map<std::string, Pending> pending;
   std::array<uint64_t, kOpCount> next_sequence{};
   bool joining = false, join_announced = false, gone = false;
-  std::deque<Bytes> ballots, plans;  // in flight, to and from whoever is above
+  std::deque<Bytes> request_lists, plans;  // in flight, to and from whoever is above
   std::vector<Code> joins;
-  std::unique_ptr<Combiner> combiner;  // of one that has others below it
-  int goodbyes = 0;                    // in flight to it
+  std::unique_ptr<RequestAggregator> aggregator;  // of one that has others below it
+  int goodbyes = 0;                               // in flight to it
 };
 
 class World {
@@ -68,7 +68,8 @@ class World {
         words_(script_.operations.size()),
         reveals_(chance(random, 30)) {
     for (int r = 0; tree_ && r < size; r++)
-      if (!tree_->children(r).empty()) rank(r).combiner = std::make_unique<Combiner>(CombinerOptions{tree_, r, 0, 0});
+      if (!tree_->children(r).empty())
+        rank(r).aggregator = std::make_unique<RequestAggregator>(RequestAggregatorOptions{tree_, r, 0, 0});
   }
 
   // What the plan said of each operation that every rank submitted: its error, its rows.
@@ -87,10 +88,10 @@ class World {
           submit(r);
           break;
         case 1:
-          send_ballot(r);
+          send_requests(r);
           break;
         case 2:
-          take_ballot(r);
+          take_requests(r);
           break;
         case 3:
           decide();
@@ -145,9 +146,9 @@ class World {
     me.next_action++;
   }
 
-  void send_ballot(int r) {
+  void send_requests(int r) {
     Rank& me = rank(r);
-    Ballot b;
+    RequestList b;
     b.rank = r;
     for (size_t n = me.queue.empty() ? 0 : 1 + static_cast<size_t>(pick(random_, static_cast<int>(me.queue.size())));
          n > 0; n--) {
@@ -158,38 +159,38 @@ class World {
     }
     if (me.joining && !me.join_announced && me.queue.empty()) b.joined = me.join_announced = true;
     if (b.cached.empty() && b.fresh.empty() && !b.joined) return;
-    if (!me.combiner) return me.ballots.push_back(bytes_of(b));
-    Status taken = me.combiner->take(b, now_);
+    if (!me.aggregator) return me.request_lists.push_back(bytes_of(b));
+    Status taken = me.aggregator->take(b, now_);
     must(taken.is_ok(), taken.text().c_str());
   }
 
   // A rank with others below it sends up what it has, shows what it holds, or hears that somebody has left.
   void combine(int r) {
     Rank& me = rank(r);
-    if (!me.combiner) return;
+    if (!me.aggregator) return;
     if (me.goodbyes > 0 && chance(random_, 30)) {
       me.goodbyes--;
-      me.combiner->leave(now_);
+      me.aggregator->leave(now_);
     }
-    if (reveals_ && chance(random_, 3)) me.combiner->reveal(now_);
-    if (reveals_ && chance(random_, 2)) me.combiner->show_all(chance(random_, 50), now_);
-    if (!me.combiner->has_news()) return;
+    if (reveals_ && chance(random_, 3)) me.aggregator->reveal(now_);
+    if (reveals_ && chance(random_, 2)) me.aggregator->show_all(chance(random_, 50), now_);
+    if (!me.aggregator->has_news()) return;
     Bytes frame;
-    for (const Ballot& b : me.combiner->collect()) {
+    for (const RequestList& b : me.aggregator->collect()) {
       const Bytes bytes = bytes_of(b);
       frame.insert(frame.end(), bytes.begin(), bytes.end());
     }
     if (r == 0)
       coordinate(frame);
     else
-      me.ballots.push_back(frame);
+      me.request_lists.push_back(frame);
   }
 
   void coordinate(const Bytes& frame) {
     Reader in(frame);
     while (in.remaining() > 0) {
-      Ballot b;
-      must(decode(&in, &b).is_ok(), "a ballot is readable");
+      RequestList b;
+      must(decode(&in, &b).is_ok(), "a request list is readable");
       now_ += std::chrono::milliseconds(1);
       Status taken = coordinator_.take(b, now_);
       must(taken.is_ok(), taken.text().c_str());
@@ -197,23 +198,23 @@ class World {
     }
   }
 
-  void take_ballot(int r) {
+  void take_requests(int r) {
     Rank& me = rank(r);
-    if (!me.ballots.empty()) {
-      const Bytes frame = me.ballots.front();
-      me.ballots.pop_front();
+    if (!me.request_lists.empty()) {
+      const Bytes frame = me.request_lists.front();
+      me.request_lists.pop_front();
       if (!tree_) return coordinate(frame);
       Reader in(frame);
       while (in.remaining() > 0) {
-        Ballot b;
-        must(decode(&in, &b).is_ok(), "a ballot is readable");
-        Status taken = rank(tree_->parent(r)).combiner->take(b, now_);
+        RequestList b;
+        must(decode(&in, &b).is_ok(), "a request list is readable");
+        Status taken = rank(tree_->parent(r)).aggregator->take(b, now_);
         must(taken.is_ok(), taken.text().c_str());
       }
     } else if (script_.leaves[static_cast<size_t>(r)] && !me.gone && !me.joining && me.queue.empty() &&
                me.next_action == script_.actions[static_cast<size_t>(r)].size() && !in_clash(me) &&
                (!tree_ ||
-                me.pending.empty())) {  // who leaves has finished: in a tree its ballots may still be on the way
+                me.pending.empty())) {  // who leaves has finished: in a tree its request lists may still be on the way
       me.gone = true;
       for (Rank& other : ranks_) other.goodbyes++;
       coordinator_.leave(r, "rank left");
@@ -227,11 +228,11 @@ class World {
     Plan plan = coordinator_.decide(room);
     must((plan.batches.empty() == (!ready || room == 0)), "a plan if and only if something is ready");
     Bytes bytes = bytes_of(plan);
-    must(bytes == bytes_of(twin_.decide(room)), "same ballots, same plan");
+    must(bytes == bytes_of(twin_.decide(room)), "same request lists, same plan");
     if (plan.batches.empty()) return;
     for (int r = 0; r < size_; r++)
       if (!tree_ || r == 0 || tree_->parent(r) == 0) rank(r).plans.push_back(bytes);
-    if (tree_) rank(0).combiner->pass(plan);
+    if (tree_) rank(0).aggregator->pass(plan);
   }
 
   void take_plan(int r) {
@@ -240,9 +241,9 @@ class World {
     Reader in(me.plans.front());
     Plan plan;
     must(decode(&in, &plan).is_ok(), "a plan is readable");
-    if (me.combiner && r != 0) {
+    if (me.aggregator && r != 0) {
       for (int child : tree_->children(r)) rank(child).plans.push_back(me.plans.front());
-      me.combiner->pass(plan);
+      me.aggregator->pass(plan);
     }
     me.plans.pop_front();
     for (const PlanBatch& batch : plan.batches) execute(r, batch);
@@ -344,10 +345,10 @@ class World {
     for (int r = 0; r < size_; r++) {
       Rank& me = rank(r);
       if (me.next_action != script_.actions[static_cast<size_t>(r)].size() || !me.queue.empty() ||
-          !me.ballots.empty() || !me.plans.empty() || me.joining || !me.pending.empty() ||
+          !me.request_lists.empty() || !me.plans.empty() || me.joining || !me.pending.empty() ||
           (script_.leaves[static_cast<size_t>(r)] && !me.gone))
         return false;
-      if (me.combiner && (me.combiner->has_news() || me.combiner->held() != 0)) return false;
+      if (me.aggregator && (me.aggregator->has_news() || me.aggregator->held() != 0)) return false;
     }
     return !coordinator_.anything_ready();
   }
@@ -374,7 +375,7 @@ class World {
   const std::shared_ptr<const ControlTree> tree_;
   std::vector<Rank> ranks_;
   const CoordinatorOptions options_;
-  Coordinator coordinator_, twin_;  // the twin gets the same ballots and must make the same plans
+  Coordinator coordinator_, twin_;  // the twin gets the same request lists and must make the same plans
   TimePoint now_{};
   std::vector<std::vector<int>> ended_;  // [operation][rank]
   std::vector<int64_t> place_;           // [operation] batch

@@ -9,7 +9,7 @@ using namespace hc::samples;
 namespace {
 
 bool sent_whole(PlanCache* cache, const Request& r) {
-  Ballot b;
+  RequestList b;
   cache->announce(r, &b);
   CHECK(b.fresh.size() + b.cached.size() == 1);
   return b.fresh.size() == 1;
@@ -23,7 +23,7 @@ TEST_CASE("plan cache: a name is sent whole until its slot is known, then as a n
   CHECK(sent_whole(&cache, x));
   CHECK(sent_whole(&cache, x));
   cache.learn(x, 5);
-  Ballot b;
+  RequestList b;
   CHECK(cache.announce(x, &b) == 5);
   REQUIRE(b.cached.size() == 1);
   CHECK(b.cached[0].slot == 5);
@@ -64,7 +64,7 @@ TEST_CASE("plan cache: unnamed operations are known by their content, whatever t
   Request first = unnamed(0, signature(Op::kAllreduce, {4}));
   CHECK(sent_whole(&cache, first));
   cache.learn(first, 3);
-  Ballot b;
+  RequestList b;
   CHECK(cache.announce(unnamed(17, signature(Op::kAllreduce, {4})), &b) == 3);
   REQUIRE(b.cached.size() == 1);
   CHECK(b.cached[0].sequence == 17);

@@ -31,14 +31,14 @@ TEST_CASE("double of CUDA and NCCL: declared buckets start without a message, ea
     Gradients gradients(engine, gpu);
     std::mt19937 random(static_cast<unsigned>(rank));
     all_are_here(engine, "begin");
-    const uint64_t ballots = counted(engine, "ballots_sent"), plans = counted(engine, "plans_sent");
+    const uint64_t request_lists = counted(engine, "ballots_sent"), plans = counted(engine, "plans_sent");
     for (int step = 0; step < kSteps; ++step) {
       const auto order = shuffled(random);
       for (const int b : order) gradients.submit(b, static_cast<float>(step + b + rank));
       for (const int b : order) gradients.expect(b, static_cast<float>(3 * (step + b) + 3));
     }
     CHECK_LOCKED(counted(engine, "frozen") == kSteps * kBuckets);
-    CHECK_LOCKED(counted(engine, "ballots_sent") == ballots);
+    CHECK_LOCKED(counted(engine, "ballots_sent") == request_lists);
     CHECK_LOCKED(counted(engine, "plans_sent") == plans);
     all_are_here(engine, "end");
   }));

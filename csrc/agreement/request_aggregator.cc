@@ -1,9 +1,9 @@
-// See combiner.h. Every operation in flight is either held (only whole subtrees of children have announced it, all in
-// the same words) or shown (each announcement goes up as it comes, until a plan ends this round of it). The word goes
-// from held to shown at the first difference, so that whatever the coordinator would make of single ballots it still
-// does. In the steady state all members send one list of slots: a wave, compared as a whole, that becomes rounds only
-// when it must.
-#include "agreement/combiner.h"
+// See request_aggregator.h. Every operation in flight is either held (only whole subtrees of children have announced
+// it, all in the same words) or shown (each announcement goes up as it comes, until a plan ends this round of it). The
+// word goes from held to shown at the first difference, so that whatever the coordinator would make of single request
+// lists it still does. In the steady state all members send one list of slots: a wave, compared as a whole, that
+// becomes rounds only when it must.
+#include "agreement/request_aggregator.h"
 
 #include <algorithm>
 #include <array>
@@ -19,7 +19,7 @@ namespace {
 
 struct Round;
 
-// Announcements that are older or younger by more than this go up apart: a ballot tells one age.
+// Announcements that are older or younger by more than this go up apart: a request list tells one age.
 constexpr uint32_t kSameAgeUs = 100000;
 
 uint32_t microseconds_between(TimePoint from, TimePoint to) {
@@ -69,7 +69,7 @@ bool same_words(const Round& r, const Word& word) {
 
 }  // namespace
 
-struct Combiner::State {
+struct RequestAggregator::State {
   struct Slot {
     Op op = Op::kAllreduce;
     bool known = false;
@@ -77,44 +77,44 @@ struct Combiner::State {
     Round* round = nullptr;  // named: its own
   };
 
-  explicit State(CombinerOptions given) : options(std::move(given)), tree(*options.tree) {
+  explicit State(RequestAggregatorOptions given) : options(std::move(given)), tree(*options.tree) {
     members = 1 + static_cast<int>(tree.children(options.rank).size());
     wave.said = RankSet(members);
   }
 
-  Status take(const Ballot& b, TimePoint now);
+  Status take(const RequestList& b, TimePoint now);
   Status find(const Word& word, Round** round);
   Round& round_of(Op op, const std::string& name);
-  Status announce(const Ballot& from, int member, const Word& word, TimePoint now);
-  bool rides(const Ballot& b, int member) const;
-  Status ride(const Ballot& b, int member, TimePoint now);
+  Status announce(const RequestList& from, int member, const Word& word, TimePoint now);
+  bool rides(const RequestList& b, int member) const;
+  Status ride(const RequestList& b, int member, TimePoint now);
   Status dissolve(TimePoint now);
-  bool is_entire(const Ballot& b) const;
+  bool is_entire(const RequestList& b) const;
   void begin(Round* r, TimePoint since);
   void combine(Round* r, TimePoint now);
   void show(Round* r, TimePoint now);
   void show_everything(TimePoint now);
   void send_up(Round* r, int rank, bool whole, const Word& word, TimePoint since, TimePoint now);
-  Ballot& fitting(std::vector<Ballot>* ballots, int rank, bool whole, uint32_t held_us);
+  RequestList& fitting(std::vector<RequestList>* request_lists, int rank, bool whole, uint32_t held_us);
   void end(Round* r);
   void end_round(const PlanBatch& batch, const PlanEntry& entry);
-  int member_of(const Ballot& b) const;
+  int member_of(const RequestList& b) const;
   bool transparent() const { return someone_joined || someone_left || showing_all; }
 
-  const CombinerOptions options;
+  const RequestAggregatorOptions options;
   const ControlTree& tree;
   int members = 1;
   bool someone_joined = false, someone_left = false, showing_all = false;
   std::vector<Slot> slots;
   std::unordered_map<std::string, Name> names;
   std::array<std::map<uint64_t, Round>, kOpCount> unnamed;
-  std::vector<Ballot> combined, single;  // what goes up
-  size_t held = 0;                       // rounds that are active and not shown
-  size_t active = 0;                     // rounds
+  std::vector<RequestList> combined, single;  // what goes up
+  size_t held = 0;                            // rounds that are active and not shown
+  size_t active = 0;                          // rounds
   Wave wave;
 };
 
-int Combiner::State::member_of(const Ballot& b) const {
+int RequestAggregator::State::member_of(const RequestList& b) const {
   if (b.rank == options.rank) return b.whole ? -1 : 0;
   if (b.rank < 0 || b.rank >= tree.size()) return -1;
   const int child = tree.child_towards(options.rank, b.rank);
@@ -123,14 +123,14 @@ int Combiner::State::member_of(const Ballot& b) const {
   return 1 + static_cast<int>(std::lower_bound(children.begin(), children.end(), child) - children.begin());
 }
 
-Round& Combiner::State::round_of(Op op, const std::string& name) {
+Round& RequestAggregator::State::round_of(Op op, const std::string& name) {
   Name& n = names[name];
   Round& r = n.rounds[op];
   r.name = &n;
   return r;
 }
 
-Status Combiner::State::find(const Word& word, Round** round) {
+Status RequestAggregator::State::find(const Word& word, Round** round) {
   if (word.fresh != nullptr) {
     const Op op = word.fresh->signature.op;
     *round = word.fresh->name.empty() ? &unnamed[static_cast<size_t>(op)][word.fresh->sequence]
@@ -145,7 +145,7 @@ Status Combiner::State::find(const Word& word, Round** round) {
   return Status::ok();
 }
 
-void Combiner::State::begin(Round* r, TimePoint since) {
+void RequestAggregator::State::begin(Round* r, TimePoint since) {
   r->active = true;
   r->shown = false;
   r->since = since;
@@ -158,7 +158,7 @@ void Combiner::State::begin(Round* r, TimePoint since) {
 }
 
 // This round is over here. Names that no slot stands for go with it.
-void Combiner::State::end(Round* r) {
+void RequestAggregator::State::end(Round* r) {
   if (!r->shown) held--;
   active--;
   r->active = r->shown = false;
@@ -168,25 +168,27 @@ void Combiner::State::end(Round* r) {
   if (r->name != nullptr) r->name->active--;
 }
 
-// The last ballot, if it is of this kind, else a new one.
-Ballot& Combiner::State::fitting(std::vector<Ballot>* ballots, int rank, bool whole, uint32_t held_us) {
-  const Ballot* last = ballots->empty() ? nullptr : &ballots->back();
+// The last request list, if it is of this kind, else a new one.
+RequestList& RequestAggregator::State::fitting(std::vector<RequestList>* request_lists, int rank, bool whole,
+                                               uint32_t held_us) {
+  const RequestList* last = request_lists->empty() ? nullptr : &request_lists->back();
   if (last == nullptr || last->rank != rank || last->whole != whole || last->joined ||
       std::max(last->held_us, held_us) - std::min(last->held_us, held_us) > kSameAgeUs) {
-    Ballot& b = ballots->emplace_back();
+    RequestList& b = request_lists->emplace_back();
     b.generation = options.generation;
     b.process_set = options.process_set;
     b.rank = rank;
     b.whole = whole;
     b.last = rank;
   }
-  Ballot& b = ballots->back();
+  RequestList& b = request_lists->back();
   b.held_us = std::max(b.held_us, held_us);
   return b;
 }
 
-void Combiner::State::send_up(Round* r, int rank, bool whole, const Word& word, TimePoint since, TimePoint now) {
-  Ballot& b = fitting(&single, rank, whole, microseconds_between(since, now));
+void RequestAggregator::State::send_up(Round* r, int rank, bool whole, const Word& word, TimePoint since,
+                                       TimePoint now) {
+  RequestList& b = fitting(&single, rank, whole, microseconds_between(since, now));
   if (word.cached != nullptr)
     b.cached.push_back(*word.cached);
   else
@@ -198,7 +200,7 @@ void Combiner::State::send_up(Round* r, int rank, bool whole, const Word& word, 
     for (int each : tree.subtree(rank)) r->passed.add(each);
 }
 
-void Combiner::State::show(Round* r, TimePoint now) {
+void RequestAggregator::State::show(Round* r, TimePoint now) {
   if (r->shown) return;
   r->shown = true;
   held--;
@@ -212,7 +214,7 @@ void Combiner::State::show(Round* r, TimePoint now) {
   }
 }
 
-void Combiner::State::show_everything(TimePoint now) {
+void RequestAggregator::State::show_everything(TimePoint now) {
   (void)dissolve(now).is_ok();  // what rode was fit to ride
   if (held == 0) return;
   for (auto& [text, name] : names)
@@ -224,8 +226,8 @@ void Combiner::State::show_everything(TimePoint now) {
 }
 
 // All of the subtree has said the same: one announcement, and the round is over here.
-void Combiner::State::combine(Round* r, TimePoint now) {
-  Ballot& b = fitting(&combined, options.rank, true, microseconds_between(r->since, now));
+void RequestAggregator::State::combine(Round* r, TimePoint now) {
+  RequestList& b = fitting(&combined, options.rank, true, microseconds_between(r->since, now));
   if (r->slot != kNoSlot)
     b.cached.push_back({r->slot, r->sequence});
   else
@@ -235,12 +237,12 @@ void Combiner::State::combine(Round* r, TimePoint now) {
 }
 
 // It speaks for all of a member.
-bool Combiner::State::is_entire(const Ballot& b) const {
+bool RequestAggregator::State::is_entire(const RequestList& b) const {
   if (b.rank == options.rank) return true;
   return tree.parent(b.rank) == options.rank && (b.whole || tree.subtree(b.rank).size() == 1);
 }
 
-bool Combiner::State::rides(const Ballot& b, int member) const {
+bool RequestAggregator::State::rides(const RequestList& b, int member) const {
   if (b.cached.empty() || !b.fresh.empty() || b.joined || transparent() || !is_entire(b)) return false;
   if (wave.count != 0) return !wave.said.has(member) && b.cached == wave.list;
   return active == 0 && std::all_of(b.cached.begin(), b.cached.end(), [this](const CachedRequest& c) {
@@ -248,14 +250,14 @@ bool Combiner::State::rides(const Ballot& b, int member) const {
          });
 }
 
-Status Combiner::State::ride(const Ballot& b, int member, TimePoint now) {
+Status RequestAggregator::State::ride(const RequestList& b, int member, TimePoint now) {
   const TimePoint since = now - std::chrono::microseconds(b.held_us);
   if (wave.count == 0) wave.list = b.cached;
   wave.since = wave.count == 0 ? since : std::min(wave.since, since);
   wave.last = b.whole ? b.last : b.rank;
   wave.said.add(member);
   if (++wave.count < members) return Status::ok();
-  Ballot& up = fitting(&combined, options.rank, true, microseconds_between(wave.since, now));
+  RequestList& up = fitting(&combined, options.rank, true, microseconds_between(wave.since, now));
   up.cached.insert(up.cached.end(), wave.list.begin(), wave.list.end());
   up.last = wave.last;
   wave.said.clear();
@@ -264,13 +266,13 @@ Status Combiner::State::ride(const Ballot& b, int member, TimePoint now) {
 }
 
 // The wave becomes one round for each of its slots.
-Status Combiner::State::dissolve(TimePoint now) {
+Status RequestAggregator::State::dissolve(TimePoint now) {
   if (wave.count == 0) return Status::ok();
   wave.count = 0;
   const auto children = tree.children(options.rank);
   for (int m = 0; m < members; m++) {
     if (!wave.said.has(m)) continue;
-    Ballot b;
+    RequestList b;
     b.rank = m == 0 ? options.rank : children[static_cast<size_t>(m) - 1];
     b.whole = m != 0 && tree.subtree(b.rank).size() > 1;
     b.last = wave.last;
@@ -281,7 +283,7 @@ Status Combiner::State::dissolve(TimePoint now) {
   return Status::ok();
 }
 
-Status Combiner::State::announce(const Ballot& from, int member, const Word& word, TimePoint now) {
+Status RequestAggregator::State::announce(const RequestList& from, int member, const Word& word, TimePoint now) {
   Round* r = nullptr;
   HC_TRY(find(word, &r), "rank ", from.rank);
   const TimePoint since = now - std::chrono::microseconds(from.held_us);
@@ -312,11 +314,11 @@ Status Combiner::State::announce(const Ballot& from, int member, const Word& wor
   return Status::ok();
 }
 
-Status Combiner::State::take(const Ballot& b, TimePoint now) {
+Status RequestAggregator::State::take(const RequestList& b, TimePoint now) {
   if (b.generation != options.generation || b.process_set != options.process_set)
-    return error(Code::kInternal, "a ballot of rank ", b.rank, " is for another process set or generation");
+    return error(Code::kInternal, "a request list of rank ", b.rank, " is for another process set or generation");
   const int member = member_of(b);
-  if (member < 0) return error(Code::kInternal, "a ballot of rank ", b.rank, " came to rank ", options.rank);
+  if (member < 0) return error(Code::kInternal, "a request list of rank ", b.rank, " came to rank ", options.rank);
   if (rides(b, member)) return ride(b, member, now);
   HC_TRY(dissolve(now));
   if (b.joined && !someone_joined) {
@@ -329,7 +331,7 @@ Status Combiner::State::take(const Ballot& b, TimePoint now) {
   return Status::ok();
 }
 
-void Combiner::State::end_round(const PlanBatch& batch, const PlanEntry& entry) {
+void RequestAggregator::State::end_round(const PlanBatch& batch, const PlanEntry& entry) {
   Round* r = nullptr;
   auto& numbered = unnamed[static_cast<size_t>(batch.op)];
   auto at = numbered.end();
@@ -358,23 +360,26 @@ void Combiner::State::end_round(const PlanBatch& batch, const PlanEntry& entry) 
   }
 }
 
-Combiner::Combiner(CombinerOptions options) : state_(std::make_unique<State>(std::move(options))) {}
-Combiner::~Combiner() = default;
+RequestAggregator::RequestAggregator(RequestAggregatorOptions options)
+    : state_(std::make_unique<State>(std::move(options))) {}
+RequestAggregator::~RequestAggregator() = default;
 
-Status Combiner::take(const Ballot& ballot, TimePoint now) { return state_->take(ballot, now); }
+Status RequestAggregator::take(const RequestList& request_list, TimePoint now) {
+  return state_->take(request_list, now);
+}
 
-bool Combiner::has_news() const { return !state_->single.empty() || !state_->combined.empty(); }
+bool RequestAggregator::has_news() const { return !state_->single.empty() || !state_->combined.empty(); }
 
-std::vector<Ballot> Combiner::collect() {
+std::vector<RequestList> RequestAggregator::collect() {
   State& s = *state_;
   // First: nobody joins in `single` whose announcements are still in `combined`.
-  std::vector<Ballot> up = std::exchange(s.combined, {});
+  std::vector<RequestList> up = std::exchange(s.combined, {});
   std::move(s.single.begin(), s.single.end(), std::back_inserter(up));
   s.single.clear();
   return up;
 }
 
-void Combiner::pass(const Plan& plan) {
+void RequestAggregator::pass(const Plan& plan) {
   State& s = *state_;
   for (const PlanBatch& batch : plan.batches) {
     if (batch.op == Op::kJoin) s.someone_joined = false;
@@ -395,18 +400,20 @@ void Combiner::pass(const Plan& plan) {
   }
 }
 
-void Combiner::reveal(TimePoint now) { state_->show_everything(now); }
+void RequestAggregator::reveal(TimePoint now) { state_->show_everything(now); }
 
-void Combiner::leave(TimePoint now) {
+void RequestAggregator::leave(TimePoint now) {
   state_->someone_left = true;
   reveal(now);
 }
 
-void Combiner::show_all(bool on, TimePoint now) {
+void RequestAggregator::show_all(bool on, TimePoint now) {
   state_->showing_all = on;
   if (on) reveal(now);
 }
 
-size_t Combiner::held() const { return state_->held + (state_->wave.count != 0 ? state_->wave.list.size() : 0); }
+size_t RequestAggregator::held() const {
+  return state_->held + (state_->wave.count != 0 ? state_->wave.list.size() : 0);
+}
 
 }  // namespace hc

@@ -1,7 +1,7 @@
-// One rank's part in a tree of ballots (control_tree.h): what all of its subtree has announced goes up as one
+// One rank's part in a tree of request lists (control_tree.h): what all of its subtree has announced goes up as one
 // announcement, what ranks announce differently goes up as each of them said it. What only some have announced stays
 // here, for nothing can come of it yet, until the rest comes or somebody must know: a rank has joined or left, or a
-// stall is looked into. PURE like the coordinator: ballots, plans and times go in, ballots come out.
+// stall is looked into. PURE like the coordinator: request lists, plans and times go in, request lists come out.
 #pragma once
 
 #include <memory>
@@ -13,23 +13,24 @@
 
 namespace hc {
 
-struct CombinerOptions {
+struct RequestAggregatorOptions {
   std::shared_ptr<const ControlTree> tree;
   int rank = 0;  // group rank; has children in the tree
   uint32_t generation = 0;
   uint16_t process_set = 0;
 };
 
-class Combiner {
+class RequestAggregator {
  public:
-  explicit Combiner(CombinerOptions options);
-  ~Combiner();
+  explicit RequestAggregator(RequestAggregatorOptions options);
+  ~RequestAggregator();
 
-  // A ballot of this rank itself or one that a child sent up. An error: a broken ballot, as in Coordinator::take.
-  Status take(const Ballot& ballot, TimePoint now);
+  // A request list of this rank itself or one that a child sent up. An error: a broken request list, as in
+  // Coordinator::take.
+  Status take(const RequestList& request_list, TimePoint now);
   bool has_news() const;
   // What goes up now, to be taken in this order. On the root: to the coordinator.
-  std::vector<Ballot> collect();
+  std::vector<RequestList> collect();
   // Before the plan goes down, and before this rank acts on it.
   void pass(const Plan& plan);
   // What is held goes up; whoever announces the same later follows at once.
