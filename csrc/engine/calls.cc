@@ -78,7 +78,7 @@ Status Calls::call(const Submission& s, int64_t* handle) {
     throw;
   }
   if (repeated && *handle != 0) {
-    gate_.leave(loop_.has_news());  // the caller waits for it at once
+    progress_lock_.release(loop_.has_news());  // the caller waits for it at once
     return Status::ok();
   }
   if (repeated && context_.mesh->is_awake()) progress_.rest();  // else whoever sleeps has said so, and it still says so
@@ -89,7 +89,7 @@ Status Calls::call(const Submission& s, int64_t* handle) {
 bool Calls::repeat(const Submission& s, int64_t* handle) {
   ProcessSet* set = sets_.find(s.process_set);
   return set && loop_.outstanding() == 0 && !loop_.has_abort() &&
-         set->repeat(s, gate_, progress_.spin_pauses(), handle);
+         set->repeat(s, progress_lock_, progress_.spin_pauses(), handle);
 }
 
 bool Calls::poll(int64_t handle) {

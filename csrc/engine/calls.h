@@ -13,8 +13,14 @@ namespace hc {
 class Calls {
  public:
   Calls(Context& context, Intake& intake, GpuDesk& gpu, SetTable& sets, Loop& loop, ProgressThreads& progress,
-        DriveGate& gate)
-      : context_(context), intake_(intake), gpu_(gpu), sets_(sets), loop_(loop), progress_(progress), gate_(gate) {}
+        ProgressLock& progress_lock)
+      : context_(context),
+        intake_(intake),
+        gpu_(gpu),
+        sets_(sets),
+        loop_(loop),
+        progress_(progress),
+        progress_lock_(progress_lock) {}
 
   Status submit(const Submission& s, int64_t* handle);
   // Submits for a caller that waits at once. *handle: 0 when the call is over already, with success; then it has left
@@ -46,7 +52,7 @@ class Calls {
   SetTable& sets_;
   Loop& loop_;
   ProgressThreads& progress_;
-  DriveGate& gate_;
+  ProgressLock& progress_lock_;
   int calls_without_a_look_ = 0;  // that repeat() may have served since the engine last had one; progress lock
 };
 

@@ -13,7 +13,7 @@ Engine::Engine(Config config)
       tuner_(context_, notifier_),
       intake_(context_),
       records_(context_, intake_, notifier_),
-      completion_(intake_, timeline_, tuner_, records_, notifier_, gate_),
+      completion_(intake_, timeline_, tuner_, records_, notifier_, progress_lock_),
       gpu_(context_, tuner_),
       order_(context_, link_, intake_),
       messages_(context_, link_, intake_, completion_, gpu_, order_),
@@ -22,8 +22,8 @@ Engine::Engine(Config config)
       peers_(context_, link_),
       clock_(link_),
       loop_({context_, link_, intake_, completion_, records_, gpu_, order_, sets_, messages_, stalls_, peers_, clock_}),
-      progress_(context_, loop_, gate_),
-      calls_(context_, intake_, gpu_, sets_, loop_, progress_, gate_),
+      progress_(context_, loop_, progress_lock_),
+      calls_(context_, intake_, gpu_, sets_, loop_, progress_, progress_lock_),
       changes_(context_, intake_, gpu_, sets_, order_, messages_, progress_, calls_) {}
 
 Engine::~Engine() {

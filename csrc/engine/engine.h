@@ -23,8 +23,8 @@
 #include "engine/set_changes.h"
 #include "engine/sets/set_table.h"
 #include "engine/start_up.h"
-#include "engine/threads/drive_gate.h"
 #include "engine/threads/notifier.h"
+#include "engine/threads/progress_lock.h"
 #include "engine/tune/tuner.h"
 #include "engine/watch/clock_offset.h"
 #include "engine/watch/peer_watch.h"
@@ -101,7 +101,7 @@ class Engine {
 
   // In the order in which they need each other.
   Context context_;
-  DriveGate gate_;
+  ProgressLock progress_lock_;
   Notifier notifier_;
   Timeline timeline_;
   ControlLink link_;

@@ -3,7 +3,7 @@
  *  2. A call that can fail returns hc_status*: NULL is success; otherwise free it with hc_status_destroy.
  *  3. Structs that a caller fills begin with `version` = HC_VERSION so that they can grow.
  *  4. Pointers and counts travel together; strings are NUL-terminated UTF-8; no ownership passes unless said.
- *  5. Every call may come from any thread. hc_wait blocks the calling thread (it drives the engine meanwhile); nothing
+ *  5. Every call may come from any thread. hc_wait blocks the calling thread (it makes progress meanwhile); nothing
  * else does.
  */
 #pragma once
@@ -150,7 +150,7 @@ HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int
 HC_EXPORT hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id);
 
 HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unknown), 0 not */
-/* Drives the engine until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the
+/* Makes progress until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the
  * operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);
 /* 1: the operation is done and has succeeded, and its handle is released; 0: not so, or unknown: ask hc_wait. Never

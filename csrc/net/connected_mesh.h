@@ -16,7 +16,7 @@
 
 namespace hc {
 
-// What the driver of the engine must do, and when.
+// What the thread that makes progress must do, and when.
 //
 // Spinning: progress_shared(), receive() once has_frames(); poll(0) now and then, as a death shows only there.
 //

@@ -67,7 +67,7 @@ class BlockedCollective : public Collective {
 
  protected:
   virtual void fill(uint64_t block) = 0;
-  // May leave work behind that is_reduced() drives; then everybody's drain of the block waits for it.
+  // May leave work behind that is_reduced() moves on; then everybody's drain of the block waits for it.
   virtual void start_reduce(uint64_t) {}
   virtual bool is_reduced(uint64_t, bool*) { return true; }
   virtual void drain(uint64_t block) = 0;

@@ -15,7 +15,7 @@ void Completion::finish(Operation* op, Status status) {
     };
   intake_.handles().finished(op);
   if (tell) notifier_.push(std::move(tell));
-  gate_.changed();
+  progress_lock_.changed();
 }
 
 }  // namespace hc

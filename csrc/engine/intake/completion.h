@@ -7,8 +7,8 @@
 #include "engine/intake/flight_records.h"
 #include "engine/intake/intake.h"
 #include "engine/record/timeline.h"
-#include "engine/threads/drive_gate.h"
 #include "engine/threads/notifier.h"
+#include "engine/threads/progress_lock.h"
 #include "engine/tune/tuner.h"
 
 namespace hc {
@@ -16,8 +16,13 @@ namespace hc {
 class Completion {
  public:
   Completion(Intake& intake, Timeline& timeline, Tuner& tuner, FlightRecords& records, Notifier& notifier,
-             DriveGate& gate)
-      : intake_(intake), timeline_(timeline), tuner_(tuner), records_(records), notifier_(notifier), gate_(gate) {}
+             ProgressLock& progress_lock)
+      : intake_(intake),
+        timeline_(timeline),
+        tuner_(tuner),
+        records_(records),
+        notifier_(notifier),
+        progress_lock_(progress_lock) {}
   // `op` may be recycled when this returns.
   void finish(Operation* op, Status status);
 
@@ -27,7 +32,7 @@ class Completion {
   Tuner& tuner_;
   FlightRecords& records_;
   Notifier& notifier_;
-  DriveGate& gate_;
+  ProgressLock& progress_lock_;
 };
 
 }  // namespace hc

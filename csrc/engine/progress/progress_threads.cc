@@ -30,7 +30,7 @@ Status ProgressThreads::start() {
 bool ProgressThreads::until(const Over& over, const Deadline& deadline) {
   while (true) {
     if (over()) return true;
-    if (gate_.try_enter()) {
+    if (progress_lock_.try_acquire()) {
       work(over, deadline);
       const bool is_over = over();
       rest();
@@ -39,7 +39,7 @@ bool ProgressThreads::until(const Over& over, const Deadline& deadline) {
     } else {
       wake_sleepers();  // who has the lock may sleep: it must hand over
       const int ms = std::min(kSliceMs, deadline.remaining_ms());
-      gate_.wait_turn(std::chrono::milliseconds(ms), std::nullopt, over);
+      progress_lock_.wait_until_free(std::chrono::milliseconds(ms), std::nullopt, over);
     }
     if (deadline.passed()) return over();
   }
@@ -59,17 +59,17 @@ bool ProgressThreads::until_under_lock(const Over& over, const Deadline& deadlin
 
 // Whoever makes progress leaves at its next iteration, though what it waits for may never come.
 void ProgressThreads::lock() {
-  const DriveGate::Ticket ticket = gate_.need();
-  while (!gate_.try_enter_at_need(ticket)) {
+  const ProgressLock::Ticket ticket = progress_lock_.need();
+  while (!progress_lock_.try_acquire_at_need(ticket)) {
     wake_sleepers();
-    gate_.wait_turn(std::chrono::milliseconds(kSliceMs), ticket, [] { return false; });
+    progress_lock_.wait_until_free(std::chrono::milliseconds(kSliceMs), ticket, [] { return false; });
   }
 }
 
 void ProgressThreads::work(const Over& over, const Deadline& deadline) try {
   context_.mesh->set_asleep(Sleep::kAwake);
   Idle idle(spin_pauses_, context_.config.yield_us);
-  while (!over() && !gate_.needed() && !context_.stopping.load(std::memory_order_relaxed)) {
+  while (!over() && !progress_lock_.needed() && !context_.stopping.load(std::memory_order_relaxed)) {
     if (loop_.step()) {
       idle.reset();
       continue;
@@ -79,7 +79,7 @@ void ProgressThreads::work(const Over& over, const Deadline& deadline) try {
     if (deadline.passed()) return;
     context_.mesh->set_asleep(Sleep::kAsleepWaiting);
     sleepers_.fetch_add(1, std::memory_order_seq_cst);
-    if (!loop_.step() && !over() && !gate_.needed())
+    if (!loop_.step() && !over() && !progress_lock_.needed())
       sleep(longest_sleep_us(std::min(kSliceMs, deadline.remaining_ms())));
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
     context_.mesh->set_asleep(Sleep::kAwake);
@@ -114,10 +114,10 @@ void ProgressThreads::run() {
     if (!set.is_ok()) context_.log.warning("HOROCLONE_THREAD_AFFINITY: ", set.text());
   }
   while (true) {
-    const DriveGate::Turn turn = gate_.enter_engine(kBusyLook);
-    if (turn == DriveGate::Turn::kStopping) return;
+    const ProgressLock::Outcome outcome = progress_lock_.acquire_for_engine(kBusyLook);
+    if (outcome == ProgressLock::Outcome::kStopping) return;
     int64_t sleep_us = static_cast<int64_t>(loop_.timer_s() * 1e6) + 1000;
-    if (turn == DriveGate::Turn::kDrives) {
+    if (outcome == ProgressLock::Outcome::kAcquired) {
       try {
         sleep_us = work_until_idle();
       } catch (const std::exception& e) {
@@ -131,7 +131,8 @@ void ProgressThreads::run() {
       untimed_sleep_.store(false);
       engine_sleeps_.store(true, std::memory_order_seq_cst);
       sleepers_.fetch_add(1, std::memory_order_seq_cst);
-      if (!gate_.driven()) sleep_us = 0;  // it has left, and may not have seen that this thread was to sleep
+      if (!progress_lock_.is_held())
+        sleep_us = 0;  // its holder has let go, and may not have seen that this thread was to sleep
     }
     if (sleep_us != 0) sleep(sleep_us);
     sleepers_.fetch_sub(1, std::memory_order_seq_cst);
@@ -147,7 +148,7 @@ int64_t ProgressThreads::work_until_idle() {
   loop_.poll_mesh();
   Idle idle(spin_pauses_, context_.config.yield_us);
   unsigned looks = 0;
-  while (!gate_.wanted() && !context_.stopping.load()) {
+  while (!progress_lock_.wanted() && !context_.stopping.load()) {
     if (loop_.step(true)) {
       idle.reset();
     } else if (loop_.last().fills) {
@@ -158,7 +159,7 @@ int64_t ProgressThreads::work_until_idle() {
   }
   loop_.check_timers();
   const bool waiting = loop_.outstanding() > 0 || loop_.device_in_flight();
-  const bool hands_over = gate_.wanted();
+  const bool hands_over = progress_lock_.wanted();
   if (!hands_over) mesh.set_asleep(waiting ? Sleep::kAsleepWaiting : Sleep::kAsleepIdle);
   untimed_sleep_.store(!waiting && !hands_over);
   engine_sleeps_.store(true, std::memory_order_seq_cst);
@@ -186,7 +187,7 @@ int64_t ProgressThreads::longest_sleep_us(int limit_ms) const {
 }
 
 void ProgressThreads::end_thread() {
-  gate_.stop();
+  progress_lock_.stop();
   if (!thread_.running()) return;
   // A peer may have rung for hc-engine and the goodbye have answered: the asleep word says kAwake then, upon which
   // wake_self() rings nothing, yet hc-engine sleeps.

@@ -15,13 +15,14 @@
 #include "base/thread.h"
 #include "engine/context.h"
 #include "engine/progress/loop.h"
-#include "engine/threads/drive_gate.h"
+#include "engine/threads/progress_lock.h"
 
 namespace hc {
 
 class ProgressThreads {
  public:
-  ProgressThreads(Context& context, Loop& loop, DriveGate& gate) : context_(context), loop_(loop), gate_(gate) {}
+  ProgressThreads(Context& context, Loop& loop, ProgressLock& progress_lock)
+      : context_(context), loop_(loop), progress_lock_(progress_lock) {}
   // The mesh is connected: hc-engine begins.
   Status start();
   int spin_pauses() const { return spin_pauses_; }
@@ -51,9 +52,9 @@ class ProgressThreads {
   // The progress lock, for who needs the engine's state for something else than to make progress; it comes before those
   // that wait.
   void lock();
-  void unlock() { gate_.leave(loop_.outstanding() > 0 || loop_.has_news()); }
+  void unlock() { progress_lock_.release(loop_.outstanding() > 0 || loop_.has_news()); }
   // The same for a waiter's short call. False: another thread has it, or somebody needs it.
-  bool try_lock() { return gate_.try_enter(); }
+  bool try_lock() { return progress_lock_.try_acquire(); }
   // After progress was made under the lock: hc-engine, if it sleeps, takes over the watch.
   void rest();
   class Hold {
@@ -81,7 +82,7 @@ class ProgressThreads {
 
   Context& context_;
   Loop& loop_;
-  DriveGate& gate_;
+  ProgressLock& progress_lock_;
   NamedThread thread_;
   int spin_pauses_ = 0;
   int wait_fd_ = -1;                        // Mesh::wait_fd, once connected

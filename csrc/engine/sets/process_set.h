@@ -23,7 +23,7 @@
 #include "engine/sets/negotiator.h"
 #include "engine/sets/pending.h"
 #include "engine/sets/persistent_buckets.h"
-#include "engine/threads/drive_gate.h"
+#include "engine/threads/progress_lock.h"
 #include "engine/tune/tuner.h"
 #include "engine/watch/stall_watch.h"
 
@@ -70,7 +70,7 @@ class ProcessSet {
   // A small blocking call that repeats one before: published and taken by the calling thread, which holds the progress
   // lock, without an operation, a handle or an iteration of the engine. False: it is a call like any other. True with a
   // handle: the others are late, it is an operation now.
-  bool repeat(const Submission& s, DriveGate& gate, int spin_pauses, int64_t* handle);
+  bool repeat(const Submission& s, ProgressLock& progress_lock, int spin_pauses, int64_t* handle);
   // Puts a declared bucket into the CUDA graph into which its stream is captured.
   Status capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle);
 

@@ -47,7 +47,7 @@ bool ProcessSet::may_repeat() const {
          !parts_.intake.handles().may_run_out();
 }
 
-bool ProcessSet::repeat(const Submission& s, DriveGate& gate, int spin_pauses, int64_t* handle) {
+bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int spin_pauses, int64_t* handle) {
   if (!may_repeat()) return false;
   const TimePoint submitted = Clock::now();
   auto lock = parts_.intake.lock();
@@ -78,7 +78,7 @@ bool ProcessSet::repeat(const Submission& s, DriveGate& gate, int spin_pauses, i
   bool moved = false;
   Idle idle(std::min(spin_pauses, kMostPauses), std::min(parts_.context.config.yield_us, kLongestUs));
   Progress progress = turn->step(&moved);
-  while (progress == Progress::kPending && !gate.wanted() && idle.pause()) progress = turn->step(&moved);
+  while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = turn->step(&moved);
   if (progress == Progress::kDone && !turn->withdrawn()) {
     if (s.name.empty())
       pending_.pass_over(s.op, use);

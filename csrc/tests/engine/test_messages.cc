@@ -12,7 +12,7 @@ namespace {
 
 using Settings = std::vector<std::pair<std::string, std::string>>;
 
-Settings settings_of(bool shared) {
+Settings settings_of_messages(bool shared) {
   if (shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"},
           {"HOROCLONE_SEGMENT_BYTES", "4096"},
@@ -81,7 +81,7 @@ std::vector<int32_t> numbers(size_t n, int first) {
 
 TEST_CASE("messages of every size arrive whole, into a given tensor and a new one") {
   for (bool shared : {true, false}) {
-    World world(2, settings_of(shared));
+    World world(2, settings_of_messages(shared));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       for (size_t n : {0, 1, 1000, 2048, 2049, 50000, 1000003}) {
         std::vector<int32_t> got(n), grown;
@@ -101,7 +101,7 @@ TEST_CASE("messages of every size arrive whole, into a given tensor and a new on
 
 TEST_CASE("messages match in order within a tag, and tags do not wait for each other") {
   for (bool shared : {true, false}) {
-    World world(2, settings_of(shared));
+    World world(2, settings_of_messages(shared));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       constexpr int kMany = 300;
       std::vector<std::vector<int32_t>> data;
@@ -126,7 +126,7 @@ TEST_CASE("messages match in order within a tag, and tags do not wait for each o
 
 TEST_CASE("messages cross each other and a collective that waits, between all pairs at once") {
   for (bool shared : {true, false}) {
-    World world(4, settings_of(shared));
+    World world(4, settings_of_messages(shared));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       std::vector<std::vector<int32_t>> out(4), in(4, std::vector<int32_t>(30000));
       std::vector<int64_t> handles;
@@ -155,7 +155,7 @@ TEST_CASE("messages cross each other and a collective that waits, between all pa
 TEST_CASE("a message that does not fit is an error on both sides, with what was sent and what was wanted") {
   for (bool shared : {true, false})
     for (size_t n : {3, 9000}) {
-      World world(2, settings_of(shared));
+      World world(2, settings_of_messages(shared));
       CHECK_OK(world.each([&](Engine& engine, int rank) {
         std::vector<float> wrong_type(n);
         std::vector<int32_t> wrong_size(n + 1), right(n);
@@ -204,7 +204,7 @@ TEST_CASE("a rank sends to itself, before or after it receives, also more than i
 
 TEST_CASE("a receive from any rank takes each message once and says from whom") {
   for (bool shared : {true, false}) {
-    World world(4, settings_of(shared));
+    World world(4, settings_of_messages(shared));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       if (rank != 0) {
         CHECK_OK(send(engine, {0, 1}, numbers(3000, rank)));
@@ -259,7 +259,7 @@ TEST_CASE("messages of process sets are apart, and a set is removed while one wa
 
 TEST_CASE("a message to or from a rank that shuts down ends with its name") {
   for (bool shared : {true, false}) {
-    World world(2, settings_of(shared));
+    World world(2, settings_of_messages(shared));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       if (rank == 0) return;
       std::vector<int32_t> got(1);

@@ -52,7 +52,7 @@ void lacks_memory(Reduce reduce, const std::string& said) {
     int64_t handle = 0;
     CHECK_OK(together(&handle));
     CHECK_OK(finish(engine, handle));
-    (void)engine.describe();  // with the gate held: the memory of the first call is given back
+    (void)engine.describe();  // with the progress lock held: the memory of the first call is given back
     meet.arrive_and_wait();
     if (rank == 0) limit.emplace(100u << 20);
     meet.arrive_and_wait();

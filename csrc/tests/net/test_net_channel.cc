@@ -22,7 +22,7 @@ using namespace hc;
 
 namespace {
 
-// Two channels that face each other, both driven by the test.
+// Two channels that face each other, both moved on by the test.
 struct Link {
   virtual ~Link() = default;
   std::unique_ptr<FramedChannel> a, b;
@@ -372,7 +372,7 @@ TEST_CASE("tcp channel: the last data is taken in, though the end of the control
 
 TEST_CASE("channel: two threads, one for each end, both directions at once") {
   FOR_EACH_CHANNEL(link);
-  auto drive = [&](FramedChannel& channel, unsigned own, unsigned other) {
+  auto make_progress = [&](FramedChannel& channel, unsigned own, unsigned other) {
     std::vector<std::byte> out = data_of(700000, own), in(700000);
     std::deque<Transfer> sends, receives;
     for (uint32_t batch = 0; batch < 6; ++batch) {
@@ -399,8 +399,8 @@ TEST_CASE("channel: two threads, one for each end, both directions at once") {
     return false;
   };
   bool good_a = false, good_b = false;
-  std::thread thread([&] { good_a = drive(*link->a, 1, 2); });
-  good_b = drive(*link->b, 2, 1);
+  std::thread thread([&] { good_a = make_progress(*link->a, 1, 2); });
+  good_b = make_progress(*link->b, 2, 1);
   thread.join();
   CHECK(good_a);
   CHECK(good_b);

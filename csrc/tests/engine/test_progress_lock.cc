@@ -1,11 +1,11 @@
-// Who drives the engine, and who need not wait for that: a thread that asks for the engine's state or ends it while
+// Who makes progress, and who need not wait for that: a thread that asks for the engine's state or ends it while
 // another one waits inside, and lives that end while others look on.
 #include <doctest/doctest.h>
 
 #include <atomic>
 #include <thread>
 
-#include "engine/threads/drive_gate.h"
+#include "engine/threads/progress_lock.h"
 #include "tests/locked_checks.h"
 #include "tests/sanitized.h"
 #include "tests/world.h"
@@ -87,36 +87,36 @@ TEST_CASE("a life ends while another thread asks for the engine's state") {
     }
 }
 
-TEST_CASE("who needs the gate comes before who waits, and after its end nobody drives") {
-  using Turn = DriveGate::Turn;
+TEST_CASE("who needs the progress lock comes before who waits, and after its end nobody takes it") {
+  using Outcome = ProgressLock::Outcome;
   constexpr std::chrono::milliseconds kShort{1};
-  DriveGate gate;
-  CHECK(gate.try_enter());
-  CHECK_FALSE(gate.needed());
-  const auto first = gate.need(), second = gate.need();
-  CHECK(gate.needed());
-  CHECK(gate.wanted());
-  CHECK_FALSE(gate.try_enter_at_need(first));
-  gate.leave(false);
-  CHECK_FALSE(gate.try_enter());
-  CHECK(gate.enter_engine(kShort) == Turn::kBusy);
-  CHECK_FALSE(gate.try_enter_at_need(second));
-  CHECK(gate.try_enter_at_need(first));
-  gate.leave(false);
-  CHECK_FALSE(gate.try_enter());
-  CHECK(gate.try_enter_at_need(second));
-  CHECK_FALSE(gate.needed());
-  gate.leave(false);
-  CHECK(gate.enter_engine(kShort) == Turn::kDrives);
-  gate.leave(false);
+  ProgressLock progress_lock;
+  CHECK(progress_lock.try_acquire());
+  CHECK_FALSE(progress_lock.needed());
+  const auto first = progress_lock.need(), second = progress_lock.need();
+  CHECK(progress_lock.needed());
+  CHECK(progress_lock.wanted());
+  CHECK_FALSE(progress_lock.try_acquire_at_need(first));
+  progress_lock.release(false);
+  CHECK_FALSE(progress_lock.try_acquire());
+  CHECK(progress_lock.acquire_for_engine(kShort) == Outcome::kBusy);
+  CHECK_FALSE(progress_lock.try_acquire_at_need(second));
+  CHECK(progress_lock.try_acquire_at_need(first));
+  progress_lock.release(false);
+  CHECK_FALSE(progress_lock.try_acquire());
+  CHECK(progress_lock.try_acquire_at_need(second));
+  CHECK_FALSE(progress_lock.needed());
+  progress_lock.release(false);
+  CHECK(progress_lock.acquire_for_engine(kShort) == Outcome::kAcquired);
+  progress_lock.release(false);
 
-  CHECK(gate.try_enter());
-  gate.stop();
-  gate.leave(false);
-  CHECK_FALSE(gate.try_enter());
-  CHECK(gate.enter_engine(kShort) == Turn::kStopping);
-  CHECK(gate.try_enter_at_need(gate.need()));  // to look at what is left
-  gate.leave(false);
+  CHECK(progress_lock.try_acquire());
+  progress_lock.stop();
+  progress_lock.release(false);
+  CHECK_FALSE(progress_lock.try_acquire());
+  CHECK(progress_lock.acquire_for_engine(kShort) == Outcome::kStopping);
+  CHECK(progress_lock.try_acquire_at_need(progress_lock.need()));  // to look at what is left
+  progress_lock.release(false);
 }
 
 }  // namespace
