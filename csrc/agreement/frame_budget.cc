@@ -47,7 +47,7 @@ std::vector<RequestList> parts_of(RequestList request_list, size_t most) {
       next.whole = first.whole;
       next.last = first.last;
       next.held_us = first.held_us;
-      next.on_express = first.on_express;
+      next.on_bypass = first.on_bypass;
       bytes = kFieldBytes;
     }
     parts.back().fresh.push_back(std::move(r));

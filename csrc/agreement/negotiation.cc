@@ -393,14 +393,14 @@ size_t bytes_of(const Signature& signature) {
 }
 
 namespace {
-enum RequestListFlag : uint8_t { kJoined = 1, kOnExpress = 2, kWhole = 4, kHeld = 8, kRequestListFlags = 15 };
+enum RequestListFlag : uint8_t { kJoined = 1, kOnBypass = 2, kWhole = 4, kHeld = 8, kRequestListFlags = 15 };
 }  // namespace
 
 void encode(const RequestList& request_list, Writer* out) {
   out->put(request_list.generation);
   out->put(request_list.process_set);
   put_varint(out, static_cast<uint32_t>(request_list.rank));
-  out->put(static_cast<uint8_t>((request_list.joined ? kJoined : 0) | (request_list.on_express ? kOnExpress : 0) |
+  out->put(static_cast<uint8_t>((request_list.joined ? kJoined : 0) | (request_list.on_bypass ? kOnBypass : 0) |
                                 (request_list.whole ? kWhole : 0) | (request_list.held_us != 0 ? kHeld : 0)));
   if (request_list.whole) put_varint(out, static_cast<uint32_t>(request_list.last));
   if (request_list.held_us != 0) put_varint(out, request_list.held_us);
@@ -423,7 +423,7 @@ Status decode(Reader* in, RequestList* request_list) {
   const uint8_t flags = in->get<uint8_t>();
   if ((flags & ~kRequestListFlags) != 0) in->fail();
   request_list->joined = (flags & kJoined) != 0;
-  request_list->on_express = (flags & kOnExpress) != 0;
+  request_list->on_bypass = (flags & kOnBypass) != 0;
   request_list->whole = (flags & kWhole) != 0;
   request_list->last = request_list->whole ? get_rank(in) : request_list->rank;
   const uint64_t held_us = (flags & kHeld) != 0 ? get_varint(in) : 0;
@@ -448,9 +448,9 @@ void encode(const Plan& plan, Writer* out) {
   out->put(plan.process_set);
   size_t records = 0;
   for (size_t i = 0; i < plan.batches.size(); i += batches_in_record(plan.batches, i)) records++;
-  put_varint(out, records * 8 + (plan.turns.empty() ? 0 : 4) + (plan.express_turn ? 2 : 0) + (plan.tuning ? 1 : 0));
+  put_varint(out, records * 8 + (plan.turns.empty() ? 0 : 4) + (plan.bypass_round ? 2 : 0) + (plan.tuning ? 1 : 0));
   if (plan.tuning) put_tuning(out, *plan.tuning);
-  if (plan.express_turn) put_varint(out, *plan.express_turn);
+  if (plan.bypass_round) put_varint(out, *plan.bypass_round);
   if (!plan.turns.empty()) put_turns(out, plan.turns);
   uint32_t expected_id = 0;
   const std::span<const PlanBatch> all(plan.batches);
@@ -467,12 +467,13 @@ Status decode(Reader* in, Plan* plan) {
   size_t bytes = in->remaining();
   plan->generation = in->get<uint32_t>();
   plan->process_set = in->get<uint16_t>();
-  // Eight times the number of records, 1 where settings change, 2 for an express turn, 4 for turns outside of plans.
+  // Eight times the number of records, 1 where settings change, 2 for a round of the bypass, 4 for turns outside of
+  // plans.
   const uint64_t head = get_varint(in);
   const uint64_t records = head / 8;
   if (records > kMaxPlanEntries || records > in->remaining() / kSmallestBatch) in->fail();
   if (in->ok() && (head & 1) != 0) get_tuning(in, &plan->tuning.emplace());
-  if (in->ok() && (head & 2) != 0) plan->express_turn = get_varint(in);
+  if (in->ok() && (head & 2) != 0) plan->bypass_round = get_varint(in);
   if (in->ok() && (head & 4) != 0) get_turns(in, &plan->turns);
   size_t room = kMaxPlanEntries;
   uint32_t expected_id = 0;

@@ -83,10 +83,10 @@ struct RequestList {
   // This rank has no more data: it counts as ready for every allreduce and barrier until all have joined. Said once per
   // join; it may ride with this rank's last announcements, and announces nothing more until the join is over.
   bool joined = false;
-  bool whole = false;       // for all of the subtree of `rank` (control_tree.h)
-  int32_t last = 0;         // whole: who of them was the last to announce it
-  uint32_t held_us = 0;     // on its way: for how long the first of these announcements is known already
-  bool on_express = false;  // this rank has an express session open (express.h): a turn of its own is under way
+  bool whole = false;      // for all of the subtree of `rank` (control_tree.h)
+  int32_t last = 0;        // whole: who of them was the last to announce it
+  uint32_t held_us = 0;    // on its way: for how long the first of these announcements is known already
+  bool on_bypass = false;  // this rank has a session of the bypass open, and a round of its own is under way
 };
 
 struct PlanEntry {
@@ -144,7 +144,7 @@ struct Plan {
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::optional<Tuning> tuning;          // in force for these batches and the later ones
-  std::optional<uint64_t> express_turn;  // an express session is open from now on, with this turn first
+  std::optional<uint64_t> bypass_round;  // a session of the bypass is open from now on, with this round first
   std::vector<PlanBatch> batches;
   std::vector<TurnsBefore> turns;  // between the last plan with work on GPUs and this one, by rank
 };

@@ -124,9 +124,9 @@ Algorithm algorithm_in_plan(Op op, bool may_be_two_level) {
 }
 
 // Two ranks read as much of each other's memory in a turn as in blocks, and wait for each other once, not three times.
-size_t express_limit(int ranks, size_t flat_bytes) { return ranks == 2 ? 4 * flat_bytes : flat_bytes; }
+size_t bypass_limit(int ranks, size_t flat_bytes) { return ranks == 2 ? 4 * flat_bytes : flat_bytes; }
 
-bool may_go_express(Op op, Reduce reduce, size_t bytes, size_t limit) {
+bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit) {
   switch (op) {
     case Op::kBarrier:
       return true;
@@ -146,7 +146,7 @@ bool may_go_express(Op op, Reduce reduce, size_t bytes, size_t limit) {
     case Op::kReceive:
       return false;
   }
-  return bytes > 0 && bytes <= std::min(kExpressBytes, limit);
+  return bytes > 0 && bytes <= std::min(kBypassBytes, limit);
 }
 
 // A ring of length 0 leaves no batch that recursive doubling would reduce.

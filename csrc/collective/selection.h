@@ -51,9 +51,9 @@ Layout layout_of(std::span<const int> node);
 bool in_place_pays(size_t bytes, size_t tensors, bool caller_waits);
 // What a plan says of a batch that nothing else was decided for.
 Algorithm algorithm_in_plan(Op op, bool may_be_two_level);
-// Up to this size small repeated operations of a set of so many ranks go without an agreement (shared/express.h).
-size_t express_limit(int ranks, size_t flat_bytes);
-bool may_go_express(Op op, Reduce reduce, size_t bytes, size_t limit);
+// Up to this size small repeated operations of a set of so many ranks go without an agreement (shared/bypass_rounds.h).
+size_t bypass_limit(int ranks, size_t flat_bytes);
+bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit);
 // Buffers in arenas may be fused into batches of at most so many bytes without a change of any bit (decision 0044).
 size_t most_fused_in_arenas(bool one_node, size_t ring_from_bytes);
 

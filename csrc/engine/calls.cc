@@ -72,7 +72,7 @@ Status Calls::call(const Submission& s, int64_t* handle) {
   bool repeated = false;
   try {
     repeated = repeat(s, handle);
-  } catch (const std::exception& e) {  // perhaps in a turn that the others wait for
+  } catch (const std::exception& e) {  // perhaps in a round that the others wait for
     loop_.fail_after(e);
     progress_.unlock();
     throw;

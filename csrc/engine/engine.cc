@@ -146,7 +146,7 @@ Status Engine::shutdown(double timeout_s) {
                               " of its operations were still waiting for other ranks"),
                       context_.rank()));
   intake_.refuse(error(Code::kNotInitialized, "Horovod has been shut down; use hvd.init() to start it again."));
-  for (ProcessSet* set : sets_.mine()) set->leave_shared_turns();
+  for (ProcessSet* set : sets_.mine()) set->leave_shared_rounds();
   link_.say_goodbye(1.0);
   context_.stopping.store(true);
   context_.connected.store(false);

@@ -1,5 +1,5 @@
 // What a member of a small operation puts into its slot, and what it makes of everybody's slots: the same on the agreed
-// way (shared.cc) and on the express way (express.h). Sums run in rank order. Thread: the engine's.
+// path (shared.cc) and by the bypass (bypass_rounds.h). Sums run in rank order. Thread: the engine's.
 #pragma once
 
 #include <cstddef>

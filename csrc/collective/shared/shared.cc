@@ -28,8 +28,8 @@ Status SharedLane::prepare() {
   HC_TRY(own.commit(offset_, kBucketFlagsOffset), "shared memory for a process set");
   std::memset(bases_[my_index_], 0, kPage);
   for (uint64_t place : {0, 1}) {
-    express_slot(my_index_, place).turn.store(0, std::memory_order_relaxed);
-    express_slot(my_index_, place).last.store(0, std::memory_order_relaxed);
+    bypass_cell(my_index_, place).round.store(0, std::memory_order_relaxed);
+    bypass_cell(my_index_, place).last.store(0, std::memory_order_relaxed);
   }
   return Status::ok();
 }

@@ -37,8 +37,9 @@ struct LaneFlags {
   // Rounds of device memory (peers.cc): whose input lies in my memory; after which I read nobody's memory.
   alignas(kCacheLine) std::atomic<uint64_t> peers_filled;
   alignas(kCacheLine) std::atomic<uint64_t> peers_taken;
-  std::atomic<uint64_t> peers_closed;                        // 1: I have forgotten the others' device memory
-  alignas(kCacheLine) std::atomic<uint64_t> express_closed;  // I enter no express turn before this one (express.h)
+  std::atomic<uint64_t> peers_closed;  // 1: I have forgotten the others' device memory
+  alignas(kCacheLine)
+      std::atomic<uint64_t> bypass_closed;  // I enter no round of the bypass before this one (bypass_rounds.h)
   // What starts on GPUs in which order, in the lane of rank 0 of the world; what each member has taken of it.
   // engine/gpu/device_turns.h.
   alignas(kCacheLine) std::atomic<uint64_t> turns_given;
@@ -46,30 +47,30 @@ struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> turns_taken;
 };
 
-// One member's part of an express turn. Two of them, used in turn.
-struct ExpressSlot {
-  alignas(kCacheLine) std::atomic<uint64_t> turn;  // in which the rest holds; 0: it is being written
+// One member's part of a round of the bypass. Two of them, used alternately.
+struct BypassCell {
+  alignas(kCacheLine) std::atomic<uint64_t> round;  // in which the rest holds; 0: it is being written
   std::atomic<uint64_t> slot, sequence, signature;
-  std::atomic<uint64_t> last;                        // the turn in which this member found that it was the last to come
+  std::atomic<uint64_t> last;  // the round in which this member found that it was the last to come
   std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
 };
-static_assert(sizeof(ExpressSlot) == kCacheLine);
+static_assert(sizeof(BypassCell) == kCacheLine);
 
 // Larger payloads go one behind the other into a ring. It is larger than it need be: to write lines that the other core
 // still has in its cache takes half as long again as lines that both have dropped (docs/decisions/0023).
-inline constexpr size_t kExpressBytes = 64u << 10;
-inline constexpr size_t kExpressRingBytes = 20 * kExpressBytes;
+inline constexpr size_t kBypassBytes = 64u << 10;
+inline constexpr size_t kBypassRingBytes = 20 * kBypassBytes;
 
 inline constexpr size_t kFlatSlotBytes = kMostFlatBytes;  // two of them, used in turn
 inline constexpr int kBlockSlots = 4;
 inline constexpr size_t kBlockSlotBytes = 512u << 10;
-inline constexpr size_t kExpressOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
-inline constexpr size_t kExpressRingOffset = kExpressOffset + kPage;
-inline constexpr size_t kBucketFlagsOffset = kExpressRingOffset + kExpressRingBytes;
+inline constexpr size_t kBypassOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+inline constexpr size_t kBypassRingOffset = kBypassOffset + kPage;
+inline constexpr size_t kBucketFlagsOffset = kBypassRingOffset + kBypassRingBytes;
 inline constexpr size_t kMaxFrozenBuckets = 4096;
 static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
 static_assert(sizeof(LaneFlags) <= kPage);
-static_assert(2 * sizeof(ExpressSlot) <= kPage);
+static_assert(2 * sizeof(BypassCell) <= kPage);
 
 class SharedLane {
  public:
@@ -93,10 +94,10 @@ class SharedLane {
   std::byte* block_slot(int member, uint64_t block) const {
     return bases_[member] + kPage + 2 * kFlatSlotBytes + (block % kBlockSlots) * kBlockSlotBytes;
   }
-  ExpressSlot& express_slot(int member, uint64_t place) const {
-    return reinterpret_cast<ExpressSlot*>(bases_[member] + kExpressOffset)[place & 1];
+  BypassCell& bypass_cell(int member, uint64_t place) const {
+    return reinterpret_cast<BypassCell*>(bases_[member] + kBypassOffset)[place & 1];
   }
-  std::byte* express_ring(int member) const { return bases_[member] + kExpressRingOffset; }
+  std::byte* bypass_ring(int member) const { return bases_[member] + kBypassRingOffset; }
   std::byte* arena_base(int member) const { return arenas_[member]->base(); }
   const Arena& arena(int member) const { return *arenas_[member]; }
   const std::vector<int>& positions() const { return positions_; }

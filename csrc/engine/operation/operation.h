@@ -13,7 +13,7 @@
 
 #include "agreement/negotiation.h"
 #include "base/clock.h"
-#include "collective/shared/express.h"
+#include "collective/shared/bypass_rounds.h"
 #include "engine/operation/device_work.h"
 #include "engine/operation/memory.h"
 #include "engine/operation/submission.h"
@@ -22,10 +22,10 @@ namespace hc {
 
 struct Operation;
 
-// A call that has gone the express way: all that another one like it needs to enter the next turn.
+// A call that has taken the bypass: all that another one like it needs to enter the next round.
 struct Repeat {
   Signature signature;
-  ExpressKey key;
+  BypassKey key;
   Task task;  // with the tensor of that call
 };
 

@@ -324,7 +324,7 @@ Status BatchRunner::prepare_alltoall(size_t entry, size_t tensor, size_t) {
   Task task = task_for(entry, meta.dtype);
   Operation* op = operations_[entry];
   int64_t rows = 0, longest = 0;
-  op->rows_from.clear();  // of an express turn that it has stepped back from
+  op->rows_from.clear();  // of a round of the bypass that it has stepped back from
   for (size_t r = 0; r < n; ++r) {
     task.counts.push_back(static_cast<size_t>(batch_.rows[me * n + r]) * per_row);
     const int64_t from = batch_.rows[r * n + me];

@@ -8,11 +8,11 @@ namespace hc {
 
 namespace {
 
-// A session with fewer turns was a mistake: the next one takes twice as many plans to open.
-constexpr uint64_t kTurnsThatPay = 64;
+// A session with fewer rounds was a mistake: the next one takes twice as many plans to open.
+constexpr uint64_t kRoundsThatPay = 64;
 constexpr int kMostWanted = 4096;
 
-// Whether every rank has as many rows for everybody as the others: a turn takes only what is the same on all.
+// Whether every rank has as many rows for everybody as the others: a round takes only what is the same on all.
 bool rows_are_alike(const PlanBatch& batch, size_t size) {
   if (batch.op != Op::kAllgather && batch.op != Op::kAlltoall) return true;
   const size_t line = batch.op == Op::kAlltoall ? size : 1;
@@ -24,7 +24,7 @@ bool rows_are_alike(const PlanBatch& batch, size_t size) {
 }  // namespace
 
 void Bypass::attach(SharedLane* lane, bool allowed, size_t limit_bytes, bool all_share_memory) {
-  express_.attach(lane);
+  rounds_.attach(lane);
   allowed_ = allowed;
   limit_bytes_ = limit_bytes;
   all_share_memory_ = all_share_memory;
@@ -34,26 +34,26 @@ bool Bypass::takes(const Operation& op) const {
   const Signature& s = op.signature();
   if (s.device || s.in_arena || (s.op == Op::kAllreduce && !op.out[0])) return false;
   const bool one_tensor = s.op == Op::kBarrier || s.tensors.size() == 1;
-  return one_tensor && may_go_express(s.op, s.reduce, bytes_of(s), limit_bytes_);
+  return one_tensor && may_bypass(s.op, s.reduce, bytes_of(s), limit_bytes_);
 }
 
-void Bypass::open(uint64_t first_turn, const Pending& pending) {
+void Bypass::open(uint64_t first_round, const Pending& pending) {
   if (!all_share_memory_) return;
-  express_.open(first_turn);
+  rounds_.open(first_round);
   // The plan that says so is for one operation of this rank.
-  if (!allowed_ || pending.join() || pending.size() > 1) express_.close();
+  if (!allowed_ || pending.join() || pending.size() > 1) rounds_.close();
 }
 
 bool Bypass::suits(const Plan& plan, const Pending& pending, size_t coordinator_pending, size_t size) {
-  if (!allowed_ || !all_share_memory_ || size < 2 || express_.is_on() || express_.is_busy()) return false;
+  if (!allowed_ || !all_share_memory_ || size < 2 || rounds_.is_on() || rounds_.is_busy()) return false;
   const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
   const bool suits = b && b->error == Code::kOk && b->entries.size() == 1 && b->entries[0].slot != kNoSlot &&
                      !b->entries[0].assigned && !b->entries[0].has_signature && coordinator_pending == 0 &&
                      pending.size() == 1 && !pending.join() && takes(*pending.all()[0]) && rows_are_alike(*b, size);
   trial_.alike = suits ? trial_.alike + 1 : 0;
   if (trial_.alike < trial_.wanted) return false;
-  const bool paid = express_.successes() - trial_.successes_before >= kTurnsThatPay;
-  trial_ = {0, paid ? Trial::kFirstWanted : std::min(2 * trial_.wanted, kMostWanted), express_.successes()};
+  const bool paid = rounds_.successes() - trial_.successes_before >= kRoundsThatPay;
+  trial_ = {0, paid ? Trial::kFirstWanted : std::min(2 * trial_.wanted, kMostWanted), rounds_.successes()};
   return true;
 }
 

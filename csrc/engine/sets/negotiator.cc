@@ -75,7 +75,7 @@ Status Negotiator::send_requests(bool reachable) {
   requests_.cached.clear();
   requests_.fresh.clear();
   requests_.joined = false;
-  requests_.on_express = false;
+  requests_.on_bypass = false;
   request_bytes_ = requests_seen_ = 0;
   looks_without_news_ = 0;
   return sent;
@@ -83,7 +83,7 @@ Status Negotiator::send_requests(bool reachable) {
 
 Status Negotiator::give_to_coordinator(const RequestList& requests) {
   // A session of the bypass must be over on every member before the next one opens.
-  bypass_news_ = bypass_news_ || requests.on_express;
+  bypass_news_ = bypass_news_ || requests.on_bypass;
   news_ = true;
   return coordinator_->take(requests, Clock::now());
 }

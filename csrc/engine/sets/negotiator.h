@@ -38,7 +38,7 @@ class Negotiator {
   // Puts `op` into the next requests; sets Operation::slot.
   void announce(Operation* op);
   void announce_join() { requests_.joined = true; }
-  void announce_bypass() { requests_.on_express = true; }  // a session of it is open on this rank
+  void announce_bypass() { requests_.on_bypass = true; }  // a session of it is open on this rank
   bool has_requests() const { return !requests_.cached.empty() || !requests_.fresh.empty() || requests_.joined; }
   // Whether the requests had better wait for more: small operations come in quick succession. For as long as something
   // new is there nearly every time this is asked; it counts looks, so it ends without a clock.

@@ -59,7 +59,7 @@ void ProcessSet::set_tuning(const Tuning& tuning) {
 }
 
 void ProcessSet::limit_bypass() {
-  bypass_.set_limit(express_limit(members().size(), parts_.tuner.flat_bytes_at_init()));
+  bypass_.set_limit(bypass_limit(members().size(), parts_.tuner.flat_bytes_at_init()));
 }
 
 // ---- operations come in, and end
@@ -88,7 +88,8 @@ void ProcessSet::end_pending(const Status& reason) {
 }
 
 void ProcessSet::announce(Operation* op) {
-  // Nobody may wait for this rank in a turn while it waits for the coordinator. With a turn under way: when it is over.
+  // Nobody may wait for this rank in a round while it waits for the coordinator. With a round under way: when it is
+  // over.
   if (bypass_.is_busy())
     negotiator_->announce_bypass();
   else
@@ -99,7 +100,7 @@ void ProcessSet::announce(Operation* op) {
       deferred_join_ = op;
       return;
     }
-    leave_shared_turns();
+    leave_shared_rounds();
     negotiator_->announce_join();
     return;
   }
@@ -148,11 +149,11 @@ bool ProcessSet::enter_bypass(Operation* op) {
   if (cached == kNoSlot) return false;
   Result<Task> task = bypass_task_of(op);
   if (!task.is_ok()) return false;  // the negotiation says why
-  const ExpressKey key{cached, op->request.sequence, hash_of(op->signature())};
+  const BypassKey key{cached, op->request.sequence, hash_of(op->signature())};
   keep_repeat(*op, key, task.value());
-  auto turn = bypass_.enter(task.take(), group_, key);
-  if (!turn) return false;
-  arrivals_.emplace_back(op, std::move(turn));
+  auto round = bypass_.enter(task.take(), group_, key);
+  if (!round) return false;
+  arrivals_.emplace_back(op, std::move(round));
   return true;
 }
 
@@ -200,7 +201,7 @@ Status ProcessSet::decide(Iteration* now) {
   if (tunes) plan.tuning = newest;
   if (negotiator_->take_bypass_news()) bypass_.reset_trial();
   if (bypass_.suits(plan, pending_, negotiator_->coordinator()->pending(), static_cast<size_t>(members().size())))
-    plan.express_turn = bypass_.fresh_turn();
+    plan.bypass_round = bypass_.fresh_round();
   now->moved = true;
   for (PlanBatch& batch : plan.batches)
     if (batch.algorithm == Algorithm::kAuto)
@@ -239,7 +240,7 @@ void ProcessSet::adopt(Plan plan) {
     batch.tuning = tuning_;
     batches_.add(std::move(batch));
   }
-  if (plan.express_turn) bypass_.open(*plan.express_turn, pending_);
+  if (plan.bypass_round) bypass_.open(*plan.bypass_round, pending_);
 }
 
 // The operation that a plan entry means on this rank; null when this rank did not submit it (it has joined).
@@ -259,7 +260,7 @@ Operation* ProcessSet::match(Op op, const PlanEntry& entry) {
   return found;
 }
 
-// Makes the runner of a batch whose turn it is, or takes up the one that this is a later part of.
+// Makes the runner of the batch that comes next, or takes up the one that this is a later part of.
 Status ProcessSet::begin_batch(PlanBatch batch) {
   if (batch.part.index != 0) {
     if (batches_.resume(batch)) return Status::ok();
@@ -361,7 +362,7 @@ void ProcessSet::run_arrivals(Iteration* now) {
       announce(run.op);
       continue;
     }
-    // A turn is over: what was announced while it was under way others may wait for, instead of entering the next.
+    // A round is over: what was announced while it was under way others may wait for, instead of entering the next.
     if (bucket.set < 0 && pending_.size() > 1) bypass_.close();
     Counters& counters = parts_.context.counters;
     Counters::add(bucket.set >= 0 ? counters.frozen : counters.express);
@@ -369,12 +370,12 @@ void ProcessSet::run_arrivals(Iteration* now) {
     if (run.op->device) {
       device_.make_ready(run.op, buckets_.find(bucket.set)->flag_of(bucket.index));
     } else {
-      Counters::add(counters.bytes_reduced, run.turn ? run.op->bytes() : run.bytes);
+      Counters::add(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
       complete(run.op, run.collective->status());
     }
   }
   if (deferred_join_ && arrivals_.empty()) {
-    leave_shared_turns();
+    leave_shared_rounds();
     announce(std::exchange(deferred_join_, nullptr));
     now->moved = true;
   }
@@ -456,7 +457,7 @@ void ProcessSet::peer_left(int rank, const std::string& text) {
   if (!negotiator_->leave(position, text)) closed_ = Status(Code::kAborted, text, rank);
 }
 
-void ProcessSet::leave_shared_turns() {
+void ProcessSet::leave_shared_rounds() {
   bypass_.close();
   buckets_.invalidate(lane_.get());
 }

@@ -90,8 +90,8 @@ class ProcessSet {
 
   // A rank has said goodbye; text: the error of what waits for it.
   void peer_left(int rank, const std::string& text);
-  // This rank enters no persistent plan any more and no turn of the bypass: it joins or leaves.
-  void leave_shared_turns();
+  // This rank enters no persistent plan any more and no round of the bypass: it joins or leaves.
+  void leave_shared_rounds();
   // Nothing succeeds any more. The operations end with `reason`.
   void fail(const Status& reason);
   // The engine ends: what is on GPUs is let go, the peers willing.
@@ -117,14 +117,14 @@ class ProcessSet {
   std::string describe(TimePoint now) const;
 
  private:
-  struct Arrival {  // a persistent bucket, or a turn of the bypass
+  struct Arrival {  // a persistent bucket, or a round of the bypass
     Arrival(Operation* op, PersistentCollective* bucket) : op(op), collective(bucket), bytes(bucket->bytes()) {}
     Arrival(Operation* op, std::unique_ptr<ArrivalCollective> entered)
-        : op(op), collective(entered.get()), turn(std::move(entered)) {}
+        : op(op), collective(entered.get()), round(std::move(entered)) {}
     Operation* op;
     ArrivalCollective* collective;
-    size_t bytes = 0;                         // of a bucket
-    std::unique_ptr<ArrivalCollective> turn;  // of the bypass, which is used once
+    size_t bytes = 0;                          // of a bucket
+    std::unique_ptr<ArrivalCollective> round;  // of the bypass, which is used once
   };
   bool is_reachable() const { return !parts_.context.has_failed() && closed_.is_ok(); }
   void announce(Operation* op);
@@ -132,7 +132,7 @@ class ProcessSet {
   bool enter_bypass(Operation* op);
   Task task_of(const Operation& op) const;
   Result<Task> bypass_task_of(Operation* op) const;
-  void keep_repeat(const Operation& op, const ExpressKey& key, const Task& task);
+  void keep_repeat(const Operation& op, const BypassKey& key, const Task& task);
   bool may_repeat() const;
   Operation* make_late(const Submission& s, NameRecord* record, uint64_t number, uint64_t use);
   Status decide(Iteration* now);

@@ -1,7 +1,7 @@
 // Calls that repeat: while a session of the bypass is open, a small blocking call like one before is published and
 // taken by the thread that makes it. Only when nothing else is under way, so nothing waits for the iterations that the
 // engine does not make meanwhile; and not for long: where the others are late the call becomes an operation like any
-// other, whose turn has been entered already.
+// other, whose round has been entered already.
 #include <algorithm>
 
 #include "engine/sets/process_set.h"
@@ -29,7 +29,7 @@ bool is_like(const Submission& s, int root, const Signature& known) {
 
 }  // namespace
 
-void ProcessSet::keep_repeat(const Operation& op, const ExpressKey& key, const Task& task) {
+void ProcessSet::keep_repeat(const Operation& op, const BypassKey& key, const Task& task) {
   const Signature& s = op.signature();
   if (s.op != Op::kAllreduce && s.op != Op::kBroadcast && s.op != Op::kBarrier) return;  // the core owns the results
   NameRecord& record = op.name_record ? *op.name_record : intake_->unnamed_record(s.op);
@@ -62,10 +62,10 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
     task.pieces[0].in = static_cast<const std::byte*>(s.tensors[0].in);
     task.pieces[0].out = static_cast<std::byte*>(s.tensors[0].out);
   }
-  ExpressKey key = known.key;
+  BypassKey key = known.key;
   if (s.name.empty()) key.sequence = intake_->upcoming_sequence(s.op);
-  auto turn = bypass_.enter(std::move(task), group_, key);
-  if (!turn) return false;
+  auto round = bypass_.enter(std::move(task), group_, key);
+  if (!round) return false;
   const uint64_t use = s.name.empty() ? intake_->next_sequence(s.op) : record->uses++;
   if (!s.name.empty()) record->pending.store(&repeating_, std::memory_order_release);
   Recorder& recorder = parts_.intake.recorder();
@@ -77,16 +77,16 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   Counters::add(counters.operations);
   bool moved = false;
   Idle idle(std::min(spin_pauses, kMostPauses), std::min(parts_.context.config.yield_us, kLongestUs));
-  Progress progress = turn->step(&moved);
-  while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = turn->step(&moved);
-  if (progress == Progress::kDone && !turn->withdrawn()) {
+  Progress progress = round->step(&moved);
+  while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = round->step(&moved);
+  if (progress == Progress::kDone && !round->withdrawn()) {
     if (s.name.empty())
       pending_.pass_over(s.op, use);
     else
       record->pending.store(nullptr, std::memory_order_release);
     Counters::add(counters.express);
     Counters::add(counters.bytes_reduced, bytes_of(known.signature));
-    note_arrival(submitted, turn->arrival());
+    note_arrival(submitted, round->arrival());
     recorder.done(number, Code::kOk, Recorder::now());
     return true;
   }
@@ -96,7 +96,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   *handle = op->handle;
   pending_.add(op);
   if (progress == Progress::kPending)
-    arrivals_.emplace_back(op, std::move(turn));
+    arrivals_.emplace_back(op, std::move(round));
   else
     announce(op);
   return true;

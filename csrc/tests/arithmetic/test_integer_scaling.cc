@@ -242,7 +242,7 @@ TEST_CASE("integers with factors over nodes with several ranks: two levels, also
   }
 }
 
-TEST_CASE("integers with factors in express turns") {
+TEST_CASE("integers with factors in rounds of the bypass") {
   World world(3);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     for (DType dtype : kIntegers)

@@ -1,5 +1,5 @@
-// The express way of broadcast, allgather, reducescatter, alltoall and barrier: where all ranks submit the same they
-// take it, with the results of the agreed way; where they do not, they step back and lose nothing.
+// The bypass for broadcast, allgather, reducescatter, alltoall and barrier: where all ranks submit the same they
+// take it, with the results of the agreed path; where they do not, they step back and lose nothing.
 #include <doctest/doctest.h>
 
 #include <chrono>
@@ -12,7 +12,7 @@
 namespace hc {
 namespace {
 
-uint64_t express_turns(const Engine& engine) {
+uint64_t bypass_rounds(const Engine& engine) {
   const std::string json = engine.counters_json(), key = "\"express\":";
   return std::stoull(json.substr(json.find(key) + key.size()));
 }
@@ -92,28 +92,28 @@ std::vector<SmallCase> small_cases(int size) {
           {Op::kBarrier, ""}};
 }
 
-TEST_CASE("express: loops of every operation take it, and give what the agreed way gives") {
+TEST_CASE("bypass: loops of every operation take it, and give what the agreed path gives") {
   for (int size : {2, 3, 5}) {
     World world(size);
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       size_t wrong = 0;
       for (const SmallCase& c : small_cases(size)) {
         for (int step = 0; step < 20; ++step) wrong += run_small(engine, c, rank, size, step);
-        const uint64_t before = express_turns(engine);
+        const uint64_t before = bypass_rounds(engine);
         for (int step = 0; step < 80; ++step) wrong += run_small(engine, c, rank, size, step);
-        CHECK_LOCKED(express_turns(engine) - before >= 70);
+        CHECK_LOCKED(bypass_rounds(engine) - before >= 70);
       }
-      // In turn they share a session.
-      const uint64_t before = express_turns(engine);
+      // One after the other they share a session.
+      const uint64_t before = bypass_rounds(engine);
       for (int step = 0; step < 50; ++step)
         for (const SmallCase& c : small_cases(size)) wrong += run_small(engine, c, rank, size, step);
-      CHECK_LOCKED(express_turns(engine) - before >= 400);
+      CHECK_LOCKED(bypass_rounds(engine) - before >= 400);
       CHECK_LOCKED(wrong == 0);
     }));
   }
 }
 
-TEST_CASE("express: unequal rows are agreed on, and do not disturb what is equal") {
+TEST_CASE("bypass: unequal rows are agreed on, and do not disturb what is equal") {
   World world(3);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     size_t wrong = 0;
@@ -134,7 +134,7 @@ TEST_CASE("express: unequal rows are agreed on, and do not disturb what is equal
         }
         engine.release(handle);
       }
-      // Rank r sends r + 1 rows to everybody: no two tables are alike, so a turn is stepped back from.
+      // Rank r sends r + 1 rows to everybody: no two tables are alike, so a round is stepped back from.
       for (int step = 0; step < 12; ++step) wrong += run_small(engine, {Op::kAlltoall, "a", 6}, rank, 3, step);
       std::vector<int64_t> in(static_cast<size_t>(3 * (rank + 1)), rank);
       int64_t handle = 0;
@@ -151,7 +151,7 @@ TEST_CASE("express: unequal rows are agreed on, and do not disturb what is equal
   }));
 }
 
-TEST_CASE("express: two operations of one name are an error on every rank, and the next call works") {
+TEST_CASE("bypass: two operations of one name are an error on every rank, and the next call works") {
   World world(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     for (int round = 0; round < 5; ++round) {
@@ -168,7 +168,7 @@ TEST_CASE("express: two operations of one name are an error on every rank, and t
   }));
 }
 
-TEST_CASE("express: a random program of every operation, with different delays on each rank") {
+TEST_CASE("bypass: a random program of every operation, with different delays on each rank") {
   for (unsigned seed : {1u, 2u, 3u}) {
     const int size = 2 + static_cast<int>(seed % 3);
     World world(size);
@@ -188,7 +188,7 @@ TEST_CASE("express: a random program of every operation, with different delays o
   }
 }
 
-TEST_CASE("express: a rank that leaves while the others gather is named to them") {
+TEST_CASE("bypass: a rank that leaves while the others gather is named to them") {
   for (int round = 0; round < 5; ++round) {
     World world(3);
     CHECK_OK(world.each([&](Engine& engine, int rank) {

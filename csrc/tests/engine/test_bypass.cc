@@ -1,4 +1,4 @@
-// The express way of small allreduces: loops of blocking calls take it, everything else makes the ranks step back to
+// The bypass for small allreduces: loops of blocking calls take it, everything else makes the ranks step back to
 // the agreement, and neither a result nor an operation is lost on the way.
 #include <doctest/doctest.h>
 
@@ -25,7 +25,7 @@ float sum(int size, int step, size_t i) {
   return total;
 }
 
-// One small allreduce of which every element is checked. waits: the caller waits at once, which may take the short way.
+// One small allreduce of which every element is checked. waits: the caller waits at once, which may take the fast path.
 struct Small {
   Small(Engine* engine, std::string name, int rank, int size, int step, size_t n = 3, bool waits = false)
       : engine(engine), size(size), step(step), values(n) {
@@ -46,12 +46,12 @@ struct Small {
   int64_t handle = 0;
 };
 
-// Mostly the short way, and some ranks of a turn the other.
+// Mostly the fast path, and some ranks of a round the slow one.
 void blocking(Engine& engine, const std::string& name, int rank, int size, int step, size_t n = 3) {
   Small(&engine, name, rank, size, step, n, (step + rank) % 4 != 0).finish_and_check();
 }
 
-TEST_CASE("express: a loop of blocking allreduces needs no messages, named or not") {
+TEST_CASE("bypass: a loop of blocking allreduces needs no messages, named or not") {
   for (int size : {2, 3, 5}) {
     for (std::string name : {"x", ""}) {
       World world(size);
@@ -70,7 +70,7 @@ TEST_CASE("express: a loop of blocking allreduces needs no messages, named or no
   }
 }
 
-TEST_CASE("express: payloads of all sizes go round their ring, and none is written over before all have read it") {
+TEST_CASE("bypass: payloads of all sizes go round their ring, and none is written over before all have read it") {
   World world(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     const size_t elements[] = {16384, 6, 7, 3000, 16383, 1, 12000, 16384, 500, 9000};  // 64 KiB and less
@@ -91,30 +91,30 @@ uint64_t times_of_rank_2(const Engine& engine) {
   return at == std::string::npos ? 0 : std::stoull(json.substr(at + key.size()));
 }
 
-TEST_CASE("express: who came last is known also to those who slept by then") {
-  constexpr int kTurns = 20;
+TEST_CASE("bypass: who came last is known also to those who slept by then") {
+  constexpr int kRounds = 20;
   World world(3, {{"HOROCLONE_YIELD_US", "0"}});
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     for (int step = 0; step < 20; ++step) blocking(engine, "x", rank, 3, step);
     const uint64_t times = times_of_rank_2(engine);
-    for (int step = 0; step < kTurns; ++step) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(5 * rank));  // the ranks before it sleep in their turn
+    for (int step = 0; step < kRounds; ++step) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(5 * rank));  // the ranks before it sleep in their round
       blocking(engine, "x", rank, 3, step);
     }
-    CHECK_LOCKED(times_of_rank_2(engine) - times >= kTurns / 2);  // not all: the machine may be busy
+    CHECK_LOCKED(times_of_rank_2(engine) - times >= kRounds / 2);  // not all: the machine may be busy
   }));
 }
 
-TEST_CASE("express: bytes are counted as on the agreed way") {
-  for (const bool express : {true, false}) {
-    World world(2, {{"HOROCLONE_EXPRESS", express ? "1" : "0"}});
+TEST_CASE("bypass: bytes are counted as on the agreed path") {
+  for (const bool bypass : {true, false}) {
+    World world(2, {{"HOROCLONE_EXPRESS", bypass ? "1" : "0"}});
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       for (int step = 0; step < 20; ++step) blocking(engine, "x", rank, 2, step, 7);
-      const uint64_t before = counter(engine, "bytes"), turns = counter(engine, "express");
+      const uint64_t before = counter(engine, "bytes"), rounds = counter(engine, "express");
       for (int step = 0; step < 100; ++step) blocking(engine, "x", rank, 2, step, 7);
       CHECK_LOCKED(counter(engine, "bytes") - before == 100 * 7 * sizeof(float));
-      CHECK_LOCKED((counter(engine, "express") - turns > 0) == express);
-      std::vector<float> mine(3, 1.0f);  // turns whose results the core owns
+      CHECK_LOCKED((counter(engine, "express") - rounds > 0) == bypass);
+      std::vector<float> mine(3, 1.0f);  // rounds whose results the core owns
       const uint64_t rows_before = counter(engine, "bytes");
       for (int step = 0; step < 50; ++step) {
         int64_t handle = 0;
@@ -127,7 +127,7 @@ TEST_CASE("express: bytes are counted as on the agreed way") {
   }
 }
 
-TEST_CASE("express: it is not taken when it is switched off, over TCP, or by what is large") {
+TEST_CASE("bypass: it is not taken when it is switched off, over TCP, or by what is large") {
   World tcp(2, {{"HOROCLONE_SHARED_MEMORY", "0"}});
   World off(2, {{"HOROCLONE_EXPRESS", "0"}});
   World large(2);
@@ -138,7 +138,7 @@ TEST_CASE("express: it is not taken when it is switched off, over TCP, or by wha
     }));
 }
 
-TEST_CASE("express: dtypes, averages and scales are those of the agreed way") {
+TEST_CASE("bypass: dtypes, averages and scales are those of the agreed path") {
   World world(3);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     for (int step = 0; step < 60; ++step) {
@@ -166,7 +166,7 @@ TEST_CASE("express: dtypes, averages and scales are those of the agreed way") {
   }));
 }
 
-TEST_CASE("express: different orders, names and shapes make the ranks step back, and they come together again") {
+TEST_CASE("bypass: different orders, names and shapes make the ranks step back, and they come together again") {
   for (int size : {2, 4}) {
     World world(size);
     CHECK_OK(world.each([&](Engine& engine, int rank) {
@@ -193,7 +193,7 @@ TEST_CASE("express: different orders, names and shapes make the ranks step back,
   }
 }
 
-TEST_CASE("express: a random program, the same on all ranks, with different delays on each") {
+TEST_CASE("bypass: a random program, the same on all ranks, with different delays on each") {
   for (unsigned seed : {1u, 2u, 3u, 4u}) {
     const int size = 2 + static_cast<int>(seed % 3);
     World world(size);
@@ -224,7 +224,7 @@ TEST_CASE("express: a random program, the same on all ranks, with different dela
   }
 }
 
-TEST_CASE("express: two threads of each rank, one of which leaves turns open while the other announces") {
+TEST_CASE("bypass: two threads of each rank, one of which leaves rounds open while the other announces") {
   World world(3);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     const auto work = [&](const std::string& name, int steps) {
@@ -240,7 +240,7 @@ TEST_CASE("express: two threads of each rank, one of which leaves turns open whi
   }));
 }
 
-TEST_CASE("express: a rank joins or leaves while the others are in a turn") {
+TEST_CASE("bypass: a rank joins or leaves while the others are in a round") {
   for (int round = 0; round < 10; ++round) {
     World world(3);
     CHECK_OK(world.each([&](Engine& engine, int rank) {
@@ -270,7 +270,7 @@ TEST_CASE("express: a rank joins or leaves while the others are in a turn") {
   }
 }
 
-TEST_CASE("express: a call that repeats leaves nothing behind, and is written down like any other") {
+TEST_CASE("bypass: a call that repeats leaves nothing behind, and is written down like any other") {
   World world(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     for (std::string name : {"x", ""}) {
@@ -300,7 +300,7 @@ TEST_CASE("express: a call that repeats leaves nothing behind, and is written do
   }));
 }
 
-TEST_CASE("express: while a call is under way its name is taken, and a rank that never comes is named") {
+TEST_CASE("bypass: while a call is under way its name is taken, and a rank that never comes is named") {
   World world(2, {{"HOROCLONE_YIELD_US", "100000"}});
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 2, step);

@@ -1,0 +1,159 @@
+#include "collective/shared/bypass_rounds.h"
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "collective/shared/flat_payload.h"
+
+namespace hc {
+
+// One round. The payload is read only when all members have published equal keys; a member overwrites it only after a
+// later round has succeeded, which all have entered after they had read this one.
+class BypassRound final : public ArrivalCollective {
+ public:
+  BypassRound(Task task, const Group& group, const BypassKey& key, BypassRounds* rounds)
+      : payload_(std::move(task), group.rank),
+        bytes_(payload_.bytes()),
+        lane_(*group.lane),
+        rank_(group.rank),
+        key_(key),
+        rounds_(rounds),
+        round_(rounds->round()),
+        place_(rounds->place()),
+        at_(rounds->place_for(bytes_)) {
+    algorithm_ = "shm express";
+  }
+
+  Progress start() override {
+    BypassCell& mine = cell(rank_);
+    // Somebody may still look at what a round without success left here: it must not take my new key for the old
+    // round's.
+    mine.round.store(0, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_release);
+    mine.slot.store(key_.slot, std::memory_order_relaxed);
+    mine.sequence.store(key_.sequence, std::memory_order_relaxed);
+    mine.signature.store(key_.signature, std::memory_order_relaxed);
+    payload_.contribute(payload_of(rank_));
+    if (lane_.meet(mine.round, round_, [&](int m) { return cell(m).round.load(std::memory_order_seq_cst) == round_; }))
+      mine.last.store(round_, std::memory_order_release);
+    return Progress::kPending;
+  }
+
+  Progress step(bool* moved) override {
+    View seen = look();
+    // A member that has closed a later round has left this one with success, so everybody must be here by now; one that
+    // has closed this round never enters it.
+    const bool closed = seen == View::kWaiting && rounds_->most_closed() > round_;
+    if (closed) seen = look();
+    if (seen == View::kWaiting && !closed) return Progress::kPending;
+    *moved = true;
+    if (arrival_.last >= 0) arrival_ = {last_one(), Clock::now()};
+    withdrawn_ = seen != View::kAllHere;
+    if (!withdrawn_) collect();
+    rounds_->leave_round(!withdrawn_, bytes_);
+    return Progress::kDone;
+  }
+
+  std::vector<int> late_members() const override {
+    std::vector<int> late;
+    for (int m = 0; m < lane_.size(); ++m)
+      if (cell(m).round.load(std::memory_order_acquire) != round_) late.push_back(m);
+    return late;
+  }
+
+ private:
+  enum class View { kWaiting, kAllHere, kMismatch };
+
+  BypassCell& cell(int member) const { return lane_.bypass_cell(member, place_); }
+  std::byte* payload_of(int member) const {
+    return bytes_ <= sizeof(BypassCell::few) ? cell(member).few : lane_.bypass_ring(member) + at_;
+  }
+
+  View look() {
+    for (int m = 0; m < lane_.size(); ++m) {
+      if (m == rank_) continue;
+      const BypassCell& other = cell(m);
+      const bool here = other.round.load(std::memory_order_acquire) == round_;
+      const BypassKey key{other.slot.load(std::memory_order_relaxed), other.sequence.load(std::memory_order_relaxed),
+                          other.signature.load(std::memory_order_relaxed)};
+      std::atomic_thread_fence(std::memory_order_acquire);
+      if (!here || other.round.load(std::memory_order_relaxed) != round_) {
+        arrival_.last = m;
+        return View::kWaiting;
+      }
+      if (key != key_) return View::kMismatch;
+    }
+    return View::kAllHere;
+  }
+
+  // Who came last; who was missing when this member last looked, before it slept perhaps, where nobody says so.
+  int last_one() const {
+    for (int m = 0; m < lane_.size(); ++m)
+      if (cell(m).last.load(std::memory_order_acquire) == round_) return m;
+    return arrival_.last;
+  }
+
+  void collect() {
+    std::vector<const std::byte*>& payloads = rounds_->payloads();
+    for (int m = 0; m < lane_.size(); ++m) payloads[static_cast<size_t>(m)] = payload_of(m);
+    payload_.collect(payloads);
+  }
+
+  const FlatPayload payload_;
+  const size_t bytes_;
+  SharedLane& lane_;
+  const int rank_;
+  const BypassKey key_;
+  BypassRounds* const rounds_;
+  const uint64_t round_, place_;
+  const size_t at_;  // in the ring
+};
+
+uint64_t BypassRounds::most_closed() const {
+  uint64_t most = 0;
+  for (int m = 0; m < lane_->size(); ++m)
+    most = std::max(most, lane_->flags(m).bypass_closed.load(std::memory_order_acquire));
+  return most;
+}
+
+uint64_t BypassRounds::fresh_round() const { return std::max(round_, most_closed()) + 1; }
+
+void BypassRounds::open(uint64_t first_round) {
+  round_ = first_round;
+  is_on_ = true;
+}
+
+void BypassRounds::close() {
+  is_on_ = false;
+  lane_->publish(lane_->mine().bypass_closed, round_ + 1);
+}
+
+std::unique_ptr<ArrivalCollective> BypassRounds::enter(Task task, const Group& group, const BypassKey& key) {
+  if (!is_on_ || is_busy_) return nullptr;
+  if (most_closed() > round_) {
+    is_on_ = false;
+    return nullptr;
+  }
+  auto round = std::make_unique<BypassRound>(std::move(task), group, key, this);
+  is_busy_ = true;
+  (void)round->start();  // it only publishes
+  return round;
+}
+
+size_t BypassRounds::place_for(size_t bytes) const { return ring_end_ + bytes <= kBypassRingBytes ? ring_end_ : 0; }
+
+void BypassRounds::leave_round(bool succeeded, size_t bytes) {
+  is_busy_ = false;
+  ++round_;
+  if (succeeded) {
+    place_ ^= 1;
+    if (bytes > sizeof(BypassCell::few))
+      ring_end_ = (place_for(bytes) + bytes + kCacheLine - 1) / kCacheLine * kCacheLine;
+    ++successes_;
+  } else {
+    is_on_ = false;
+  }
+}
+
+}  // namespace hc
