@@ -200,7 +200,7 @@ void Coordinator::State::make_ready(uint32_t index) {
   item.priority = ledger.reference(e).priority;
   item.adasum = ledger.reference(e).reduce == Reduce::kAdasum;
   prioritised |= item.priority != 0;
-  if (a.error == Code::kOk) ledger.choose_slot(index);
+  if (a.error == Code::kOk) ledger.choose_cache_id(index);
   const bool alone = !options.fuse_groups && ledger.reference(e).tensors.size() > 1;
   const size_t limit = fusion_limit(a);
   if (a.fusable && !alone && a.bytes <= limit && limit != 0) item.fuse_hash = a.fuse_hash;
@@ -258,10 +258,10 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
   p.sequence = e.unnamed ? e.sequence : 0;
   bool failed = ledger.agreement(e).error != Code::kOk;
   if (!failed) {
-    p.slot = e.plan_slot;
+    p.cache_id = e.plan_cache_id;
     p.assigned = e.assigned;
   } else if (!e.unnamed) {
-    p.slot = e.slot;
+    p.cache_id = e.cache_id;
   }
   p.has_signature = !failed && (p.assigned || e.with_joined);
   if (p.has_signature) p.signature = ledger.reference(e);
@@ -270,7 +270,7 @@ void Coordinator::State::close(uint32_t index, PlanBatch* batch) {
     p.has_signature = true;
     p.signature = *ledger.announced_by(e, ledger.reference(e).root);
   }
-  if (e.named != nullptr && (failed || p.has_signature || p.slot == kNoSlot)) p.name = e.named->first;
+  if (e.named != nullptr && (failed || p.has_signature || p.cache_id == kNoCacheId)) p.name = e.named->first;
   for (int r = 0; e.early && r < options.size; r++)
     if (e.marks.has(r)) p.failed_on.push_back(r);
   written += p.name.size() + (p.has_signature ? encoded_bytes(p.signature) : 0);

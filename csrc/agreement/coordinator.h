@@ -36,7 +36,7 @@ struct CoordinatorOptions {
   bool fuse_groups = true;  // a group may share a batch with operations that are not of it
   // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
   size_t part_bytes = 0;
-  size_t cache_capacity = defaults::cache_capacity;  // slots; 0 = no cache
+  size_t cache_capacity = defaults::cache_capacity;  // cache ids; 0 = no cache
   uint32_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;              // [size] for texts
@@ -60,7 +60,7 @@ class Coordinator {
   ~Coordinator();
 
   // Takes one rank's request list, or one for a whole subtree of the tree. An error means a broken request list
-  // (unknown slot, announced twice): a bug or an intruder.
+  // (unknown cache id, announced twice): a bug or an intruder.
   Status take(const RequestList& request_list, TimePoint now);
   // The plan for what is ready, at most `room` batches (a row of small ones in the arena counts as one); empty when
   // nothing is.

@@ -34,11 +34,11 @@ void SequenceWindow::remove(uint64_t sequence) {
   while (cell(low_) == kNoEntry) low_++;
 }
 
-// Unnamed operations whose shapes never come back must not push out names, so their slots are at most a quarter of the
-// capacity (at least one, from a capacity of two), and a signature gets one only when it comes for the second time.
+// Unnamed operations whose shapes never come back must not push out names, so their cache ids are at most a quarter of
+// the capacity (at least one, from a capacity of two), and a signature gets one only when it comes for the second time.
 Ledger::Ledger(int size, size_t capacity)
     : size_(size),
-      capacity_(std::min<size_t>(capacity, kMaxSlots)),
+      capacity_(std::min<size_t>(capacity, kMaxCacheIds)),
       unnamed_capacity_(capacity_ < 2 ? 0 : std::max<size_t>(1, capacity_ / 4)),
       seen_once_(std::bit_ceil(std::max<size_t>(1024, 4 * unnamed_capacity_)), 0),
       scratch_(static_cast<size_t>(size), nullptr) {}
@@ -94,28 +94,29 @@ Status Ledger::mark(int rank, uint32_t index) {
   return Status::ok();
 }
 
-// An unnamed announcement with a slot. As long as every rank uses one slot there is nothing to store.
-Status Ledger::use_slot(int rank, uint32_t slot, uint64_t sequence, uint32_t* entry) {
-  HC_TRY(unnamed_entry(slots_[slot].signature->op, sequence, entry));
+// An unnamed announcement with a cache id. As long as every rank uses one cache id there is nothing to store.
+Status Ledger::use_cache_id(int rank, uint32_t cache_id, uint64_t sequence, uint32_t* entry) {
+  HC_TRY(unnamed_entry(remembered_[cache_id].signature->op, sequence, entry));
   HC_TRY(mark(rank, *entry));
   Entry& e = entries_[*entry];
   if (e.announced == 1) {
-    e.slot = slot;
-  } else if (e.slot != slot) {
+    e.cache_id = cache_id;
+  } else if (e.cache_id != cache_id) {
     spread(&e);
-    e.by_rank[static_cast<size_t>(rank)] = slots_[slot].signature;
+    e.by_rank[static_cast<size_t>(rank)] = remembered_[cache_id].signature;
     e.detailed = e.dirty = true;
   }
   return Status::ok();
 }
 
 Status Ledger::announce(int rank, const CachedRequest& request, uint32_t* entry) {
-  if (request.slot >= slots_.size())
-    return error(Code::kInternal, "slot ", request.slot, " was never given (there are ", slots_.size(), ")");
-  uint32_t named = slots_[request.slot].entry;
-  if (named == kNoEntry) return use_slot(rank, request.slot, request.sequence, entry);
+  if (request.cache_id >= remembered_.size())
+    return error(Code::kInternal, "cache id ", request.cache_id, " was never given (there are ", remembered_.size(),
+                 ")");
+  uint32_t named = remembered_[request.cache_id].entry;
+  if (named == kNoEntry) return use_cache_id(rank, request.cache_id, request.sequence, entry);
   if (entries_[named].said_by(rank) == nullptr)
-    return error(Code::kInternal, "slot ", request.slot, " (", key_of(subject(entries_[named])),
+    return error(Code::kInternal, "cache id ", request.cache_id, " (", key_of(subject(entries_[named])),
                  ") was used before its signature was announced");
   *entry = named;
   return mark(rank, named);
@@ -126,9 +127,9 @@ Status Ledger::announce(int rank, const Request& request, uint32_t* entry) {
   if (s.op == Op::kJoin) return error(Code::kInternal, "join was announced as a request, not as a request list's flag");
   if (is_message(s.op)) return error(Code::kInternal, name_of(s.op), " was announced; it needs no agreement");
   if (request.name.empty()) {
-    uint32_t slot = by_content_.find(s);
-    if (slot != kNoSlot) {
-      HC_TRY(use_slot(rank, slot, request.sequence, entry));
+    uint32_t cache_id = by_content_.find(s);
+    if (cache_id != kNoCacheId) {
+      HC_TRY(use_cache_id(rank, cache_id, request.sequence, entry));
       entries_[*entry].teach = true;
       return Status::ok();
     }
@@ -154,23 +155,24 @@ Status Ledger::mark_all(uint32_t index) {
   return Status::ok();
 }
 
-Status Ledger::use_slot_for_all(uint32_t slot, uint64_t sequence, uint32_t* entry) {
-  HC_TRY(unnamed_entry(slots_[slot].signature->op, sequence, entry));
+Status Ledger::use_cache_id_for_all(uint32_t cache_id, uint64_t sequence, uint32_t* entry) {
+  HC_TRY(unnamed_entry(remembered_[cache_id].signature->op, sequence, entry));
   HC_TRY(mark_all(*entry));
-  entries_[*entry].slot = slot;
+  entries_[*entry].cache_id = cache_id;
   return Status::ok();
 }
 
 Status Ledger::announce_for_all(const CachedRequest& request, uint32_t* entry) {
-  if (request.slot >= slots_.size())
-    return error(Code::kInternal, "slot ", request.slot, " was never given (there are ", slots_.size(), ")");
-  const uint32_t named = slots_[request.slot].entry;
-  if (named == kNoEntry) return use_slot_for_all(request.slot, request.sequence, entry);
+  if (request.cache_id >= remembered_.size())
+    return error(Code::kInternal, "cache id ", request.cache_id, " was never given (there are ", remembered_.size(),
+                 ")");
+  const uint32_t named = remembered_[request.cache_id].entry;
+  if (named == kNoEntry) return use_cache_id_for_all(request.cache_id, request.sequence, entry);
   Entry& e = entries_[named];
   if (!merge(&e))
     for (int r = 0; r < size_; r++)
       if (e.said_by(r) == nullptr)
-        return error(Code::kInternal, "slot ", request.slot, " (", key_of(subject(e)),
+        return error(Code::kInternal, "cache id ", request.cache_id, " (", key_of(subject(e)),
                      ") was used before its signature was announced");
   *entry = named;
   return mark_all(named);
@@ -180,9 +182,9 @@ Status Ledger::announce_for_all(const Request& request, uint32_t* entry) {
   const Signature& s = request.signature;
   if (s.op == Op::kJoin || is_message(s.op)) return error(Code::kInternal, name_of(s.op), " was announced for all");
   if (request.name.empty()) {
-    const uint32_t slot = by_content_.find(s);
-    if (slot != kNoSlot) {
-      HC_TRY(use_slot_for_all(slot, request.sequence, entry));
+    const uint32_t cache_id = by_content_.find(s);
+    if (cache_id != kNoCacheId) {
+      HC_TRY(use_cache_id_for_all(cache_id, request.sequence, entry));
       entries_[*entry].teach = true;
       return Status::ok();
     }
@@ -193,7 +195,7 @@ Status Ledger::announce_for_all(const Request& request, uint32_t* entry) {
   }
   HC_TRY(mark_all(*entry));
   Entry& e = entries_[*entry];
-  const bool known = !e.unnamed && e.slot != kNoSlot;
+  const bool known = !e.unnamed && e.cache_id != kNoCacheId;
   if (known && !merge(&e)) e.teach = true;  // to some it may be new
   if (merge(&e) && *e.recent == s) return Status::ok();
   e.by_rank.clear();
@@ -221,7 +223,7 @@ bool Ledger::merge(Entry* e) {
 void Ledger::store(Entry* e, int rank, const Signature& signature) {
   spread(e);
   std::shared_ptr<const Signature>& mine = e->by_rank[static_cast<size_t>(rank)];
-  if (mine == nullptr && !e->unnamed && e->slot != kNoSlot) e->teach = true;
+  if (mine == nullptr && !e->unnamed && e->cache_id != kNoCacheId) e->teach = true;
   if (mine != nullptr && *mine == signature) return;
   if (e->recent == nullptr || !(*e->recent == signature)) e->recent = std::make_shared<const Signature>(signature);
   mine = e->recent;
@@ -235,31 +237,31 @@ Subject Ledger::subject(const Entry& e) const {
 const Signature* Ledger::announced_by(const Entry& e, int rank) const {
   if (!e.marks.has(rank)) return nullptr;
   const Signature* own = e.said_by(rank);
-  return own != nullptr || e.named != nullptr ? own : slots_[e.slot].signature.get();
+  return own != nullptr || e.named != nullptr ? own : remembered_[e.cache_id].signature.get();
 }
 
 const Signature& Ledger::reference(const Entry& e) const { return *announced_by(e, e.marks.first()); }
 
-bool Ledger::uses_slot_agreement(const Entry& e) const {
+bool Ledger::uses_cached_agreement(const Entry& e) const {
   return e.unnamed && !e.detailed && !e.early && e.announced == static_cast<uint32_t>(size_);
 }
 
 const Agreement& Ledger::agreement(const Entry& e) const {
-  return uses_slot_agreement(e) ? slots_[e.slot].agreement : e.agreement;
+  return uses_cached_agreement(e) ? remembered_[e.cache_id].agreement : e.agreement;
 }
 
 void Ledger::settle(Entry* e, const RankNames& names) {
   bool everybody = e->announced == static_cast<uint32_t>(size_);
-  bool of_slot = uses_slot_agreement(*e);
-  if (of_slot ? slots_[e->slot].agreed : everybody && !e->dirty) return;
+  bool of_cache_id = uses_cached_agreement(*e);
+  if (of_cache_id ? remembered_[e->cache_id].agreed : everybody && !e->dirty) return;
   for (int r = 0; r < size_; r++) scratch_[static_cast<size_t>(r)] = announced_by(*e, r);
   Agreement found = agree(subject(*e), scratch_, names);
-  if (of_slot && found.error == Code::kOk) {
-    slots_[e->slot].agreement = std::move(found);
-    slots_[e->slot].agreed = true;
+  if (of_cache_id && found.error == Code::kOk) {
+    remembered_[e->cache_id].agreement = std::move(found);
+    remembered_[e->cache_id].agreed = true;
     return;
   }
-  if (of_slot) e->detailed = true;  // an error names the operation: it is not the slot's
+  if (of_cache_id) e->detailed = true;  // an error names the operation: it is not the cache id's
   e->agreement = std::move(found);
   e->dirty = e->unnamed || !everybody || e->agreement.error != Code::kOk;
 }
@@ -272,10 +274,10 @@ bool Ledger::uniform(const Entry& e) const {
   return true;
 }
 
-bool Ledger::deserves_slot(const Entry& e) {
-  if (slots_.size() >= capacity_) return false;
+bool Ledger::deserves_cache_id(const Entry& e) {
+  if (remembered_.size() >= capacity_) return false;
   if (!e.unnamed) return true;
-  if (unnamed_slots_ >= unnamed_capacity_) return false;
+  if (unnamed_cache_ids_ >= unnamed_capacity_) return false;
   uint64_t hash = hash_of(reference(e));
   uint64_t& seen = seen_once_[hash & (seen_once_.size() - 1)];
   if (seen == hash) return true;
@@ -283,33 +285,33 @@ bool Ledger::deserves_slot(const Entry& e) {
   return false;
 }
 
-void Ledger::choose_slot(uint32_t index) {
+void Ledger::choose_cache_id(uint32_t index) {
   Entry& e = entries_[index];
-  e.plan_slot = kNoSlot;
+  e.plan_cache_id = kNoCacheId;
   e.assigned = false;
-  if (e.slot != kNoSlot && !(e.unnamed && e.detailed)) {
-    e.plan_slot = e.slot;
+  if (e.cache_id != kNoCacheId && !(e.unnamed && e.detailed)) {
+    e.plan_cache_id = e.cache_id;
     e.assigned = e.teach;
     e.teach = false;
     return;
   }
   if (e.unnamed) {
-    // Signatures that differ between ranks (rows, arena) share no slot.
-    if (e.slot != kNoSlot || !uniform(e)) return;
-    // Its content may have been given a slot after the first rank announced this one.
-    e.plan_slot = by_content_.find(reference(e));
+    // Signatures that differ between ranks (rows, arena) share no cache id.
+    if (e.cache_id != kNoCacheId || !uniform(e)) return;
+    // Its content may have been given a cache id after the first rank announced this one.
+    e.plan_cache_id = by_content_.find(reference(e));
   }
-  if (e.plan_slot != kNoSlot || !deserves_slot(e)) return;
-  e.plan_slot = static_cast<uint32_t>(slots_.size());
+  if (e.plan_cache_id != kNoCacheId || !deserves_cache_id(e)) return;
+  e.plan_cache_id = static_cast<uint32_t>(remembered_.size());
   e.assigned = true;
-  Slot& made = slots_.emplace_back();
+  Remembered& made = remembered_.emplace_back();
   if (e.unnamed) {
-    unnamed_slots_++;
+    unnamed_cache_ids_++;
     made.signature = std::make_shared<const Signature>(reference(e));
-    by_content_.add(*made.signature, e.plan_slot);
+    by_content_.add(*made.signature, e.plan_cache_id);
   } else {
     made.entry = index;
-    e.slot = e.plan_slot;
+    e.cache_id = e.plan_cache_id;
   }
 }
 
@@ -319,7 +321,7 @@ void Ledger::close(uint32_t index) {
   e.announced = 0;
   e.state = Entry::State::kIdle;
   e.early = e.with_joined = false;
-  if (!e.unnamed && e.slot != kNoSlot) return;
+  if (!e.unnamed && e.cache_id != kNoCacheId) return;
   if (e.unnamed) {
     windows_[static_cast<size_t>(e.op)].remove(e.sequence);
   } else {
@@ -329,7 +331,7 @@ void Ledger::close(uint32_t index) {
   std::fill(e.by_rank.begin(), e.by_rank.end(), nullptr);
   e.recent = nullptr;
   e.named = nullptr;
-  e.slot = kNoSlot;
+  e.cache_id = kNoCacheId;
   e.unnamed = e.detailed = e.teach = false;
   e.dirty = true;
   free_.push_back(index);

@@ -1,5 +1,5 @@
-// Who has announced what: one entry per operation in flight or remembered, the slots, and each rank's last signature.
-// The coordinator's memory; it knows nothing of readiness, joining or batches. PURE. Owner: one Coordinator.
+// Who has announced what: one entry per operation in flight or remembered, the cache ids, and each rank's last
+// signature. The coordinator's memory; it knows nothing of readiness, joining or batches. PURE. Owner: one Coordinator.
 #pragma once
 
 #include <array>
@@ -44,16 +44,16 @@ struct Entry {
   State state = State::kIdle;
   Op op = Op::kAllreduce;
   bool unnamed = false;
-  bool detailed = false;         // unnamed: some rank's signature is in by_rank (else all share the slot's)
-  bool dirty = true;             // a signature changed since `agreement` was made
-  bool teach = false;            // a rank announced it whole that may not know the slot
-  bool early = false;            // fails before everybody announced it
-  bool with_joined = false;      // became ready while a rank was joined
-  uint32_t slot = kNoSlot;       // named: its own. unnamed: the first announcer's
-  uint32_t plan_slot = kNoSlot;  // the slot that goes into the plan, and
-  bool assigned = false;         // whether the ranks have to learn it
-  uint32_t announced = 0;        // ranks in `marks`
-  RankSet marks;                 // who announced it, this time
+  bool detailed = false;                // unnamed: some rank's signature is in by_rank (else all share the cache id's)
+  bool dirty = true;                    // a signature changed since `agreement` was made
+  bool teach = false;                   // a rank announced it whole that may not know the cache id
+  bool early = false;                   // fails before everybody announced it
+  bool with_joined = false;             // became ready while a rank was joined
+  uint32_t cache_id = kNoCacheId;       // named: its own. unnamed: the first announcer's
+  uint32_t plan_cache_id = kNoCacheId;  // the cache id that goes into the plan, and
+  bool assigned = false;                // whether the ranks have to learn it
+  uint32_t announced = 0;               // ranks in `marks`
+  RankSet marks;                        // who announced it, this time
   uint64_t sequence = 0;
   uint64_t order = 0;  // counts first announcements
   TimePoint since{};   // of the first announcement; the coordinator's
@@ -71,7 +71,7 @@ class Ledger {
  public:
   Ledger(int size, size_t capacity);
 
-  // One rank's announcement; *entry is what it belongs to. An error: unknown slot, announced twice, ...
+  // One rank's announcement; *entry is what it belongs to. An error: unknown cache id, announced twice, ...
   Status announce(int rank, const CachedRequest& request, uint32_t* entry);
   Status announce(int rank, const Request& request, uint32_t* entry);
   // All ranks at once: they announced the same.
@@ -88,19 +88,19 @@ class Ledger {
   const Signature* announced_by(const Entry& entry, int rank) const;
   // What the lowest rank that announced it said.
   const Signature& reference(const Entry& entry) const;
-  // Finds the slot that goes into the plan (Entry::plan_slot); gives one to an entry that has none, if the capacity
-  // allows.
-  void choose_slot(uint32_t entry);
-  // The round is over: forgets the announcements, and the entry too if it has no slot.
+  // Finds the cache id that goes into the plan (Entry::plan_cache_id); gives one to an entry that has none, if the
+  // capacity allows.
+  void choose_cache_id(uint32_t entry);
+  // The round is over: forgets the announcements, and the entry too if it has no cache id.
   void close(uint32_t entry);
 
   std::vector<uint32_t> waiting() const;  // entries in state kWaiting, in the order of their first announcement
-  size_t slots() const { return slots_.size(); }
+  size_t cache_ids() const { return remembered_.size(); }
   size_t entries() const { return entries_.size() - free_.size(); }
 
  private:
   // Named: `entry`. Unnamed: the signature it stands for, and what agreeing on it came to.
-  struct Slot {
+  struct Remembered {
     uint32_t entry = kNoEntry;
     std::shared_ptr<const Signature> signature;
     bool agreed = false;
@@ -112,27 +112,27 @@ class Ledger {
   Status unnamed_entry(Op op, uint64_t sequence, uint32_t* entry);
   Status mark(int rank, uint32_t entry);
   Status mark_all(uint32_t entry);
-  Status use_slot(int rank, uint32_t slot, uint64_t sequence, uint32_t* entry);
-  Status use_slot_for_all(uint32_t slot, uint64_t sequence, uint32_t* entry);
+  Status use_cache_id(int rank, uint32_t cache_id, uint64_t sequence, uint32_t* entry);
+  Status use_cache_id_for_all(uint32_t cache_id, uint64_t sequence, uint32_t* entry);
   void spread(Entry* entry);
   bool merge(Entry* entry);
-  bool uses_slot_agreement(const Entry& entry) const;
+  bool uses_cached_agreement(const Entry& entry) const;
   void store(Entry* entry, int rank, const Signature& signature);
   bool uniform(const Entry& entry) const;
-  bool deserves_slot(const Entry& entry);
+  bool deserves_cache_id(const Entry& entry);
 
   const int size_;
   const size_t capacity_;
   const size_t unnamed_capacity_;
-  size_t unnamed_slots_ = 0;
+  size_t unnamed_cache_ids_ = 0;
   uint64_t order_ = 0;
-  std::vector<Slot> slots_;
+  std::vector<Remembered> remembered_;
   std::vector<Entry> entries_;
   std::vector<uint32_t> free_;
   std::unordered_map<std::string, Namesakes> names_;
   std::array<SequenceWindow, kOpCount> windows_;
-  SignatureTable by_content_;        // unnamed slots
-  std::vector<uint64_t> seen_once_;  // hashes of unnamed signatures without a slot
+  SignatureTable by_content_;        // unnamed cache ids
+  std::vector<uint64_t> seen_once_;  // hashes of unnamed signatures without a cache id
   std::vector<const Signature*> scratch_;
 };
 

@@ -4,7 +4,7 @@
 
 #include <limits>
 
-#include "agreement/slot_list.h"
+#include "agreement/cache_id_list.h"
 
 namespace hc {
 namespace {
@@ -117,7 +117,7 @@ void get_signature(Reader* in, Signature* s) {
 }
 
 enum EntryFlag : uint8_t {
-  kHasSlot = 1,
+  kHasCacheId = 1,
   kUnnamed = 2,
   kAssigned = 4,
   kHasSignature = 8,
@@ -128,8 +128,8 @@ enum EntryFlag : uint8_t {
 };
 enum BatchFlag : uint8_t {
   kBatchInArena = 1,
-  kSlotsOnly = 2,
-  kSlotsUnnamed = 4,
+  kIdsOnly = 2,
+  kIdsUnnamed = 4,
   kHasRows = 8,
   kHasError = 16,
   kLastJoined = 32,
@@ -155,11 +155,11 @@ void get_part(Reader* in, PlanBatch* b) {
 }
 
 void put_entry(Writer* out, const PlanEntry& e) {
-  out->put(static_cast<uint8_t>((e.slot != kNoSlot ? kHasSlot : 0) | (e.unnamed ? kUnnamed : 0) |
+  out->put(static_cast<uint8_t>((e.cache_id != kNoCacheId ? kHasCacheId : 0) | (e.unnamed ? kUnnamed : 0) |
                                 (e.assigned ? kAssigned : 0) | (e.has_signature ? kHasSignature : 0) |
                                 (e.name.empty() ? 0 : kHasName) | (e.failed_on.empty() ? 0 : kFailedOn) |
                                 (e.with_joined ? kWithJoined : 0)));
-  if (e.slot != kNoSlot) put_varint(out, e.slot);
+  if (e.cache_id != kNoCacheId) put_varint(out, e.cache_id);
   if (e.unnamed) put_varint(out, e.sequence);
   if (!e.name.empty()) put_string(out, e.name);
   if (e.has_signature) put_signature(out, e.signature);
@@ -181,10 +181,10 @@ void get_entry(Reader* in, PlanEntry* e) {
   e->assigned = (flags & kAssigned) != 0;
   e->has_signature = (flags & kHasSignature) != 0;
   e->with_joined = (flags & kWithJoined) != 0;
-  if ((flags & kHasSlot) != 0) {
-    uint64_t slot = get_varint(in);
-    if (slot >= kMaxSlots) in->fail();
-    e->slot = static_cast<uint32_t>(slot);
+  if ((flags & kHasCacheId) != 0) {
+    uint64_t cache_id = get_varint(in);
+    if (cache_id >= kMaxCacheIds) in->fail();
+    e->cache_id = static_cast<uint32_t>(cache_id);
   } else if (e->assigned) {
     in->fail();
   }
@@ -196,53 +196,53 @@ void get_entry(Reader* in, PlanEntry* e) {
   for (size_t i = 0; i < n && in->ok(); i++) e->failed_on.push_back(get_rank(in));
 }
 
-// A steady batch is nothing but slots of one kind, in order; then they go as a list of slots.
-bool only_slots(const PlanBatch& batch) {
+// A steady batch is nothing but cache ids of one kind, in order; then they go as a list of cache ids.
+bool only_ids(const PlanBatch& batch) {
   if (batch.entries.empty()) return false;
   for (const PlanEntry& e : batch.entries) {
-    bool bare =
-        e.slot != kNoSlot && !e.assigned && !e.has_signature && e.name.empty() && e.failed_on.empty() && !e.with_joined;
+    bool bare = e.cache_id != kNoCacheId && !e.assigned && !e.has_signature && e.name.empty() && e.failed_on.empty() &&
+                !e.with_joined;
     if (!bare || e.unnamed != batch.entries.front().unnamed || (!e.unnamed && e.sequence != 0)) return false;
   }
   return true;
 }
 
-void put_entries(Writer* out, const PlanBatch& batch, bool slots_only) {
-  if (!slots_only) {
+void put_entries(Writer* out, const PlanBatch& batch, bool ids_only) {
+  if (!ids_only) {
     put_varint(out, batch.entries.size());
     for (const PlanEntry& e : batch.entries) put_entry(out, e);
     return;
   }
-  std::vector<CachedRequest> slots;
-  slots.reserve(batch.entries.size());
-  for (const PlanEntry& e : batch.entries) slots.push_back({e.slot, e.sequence});
-  put_slots(out, slots);
+  std::vector<CachedRequest> cache_ids;
+  cache_ids.reserve(batch.entries.size());
+  for (const PlanEntry& e : batch.entries) cache_ids.push_back({e.cache_id, e.sequence});
+  put_cache_ids(out, cache_ids);
 }
 
 // `room` is how many entries the plan may still hold: an entry is far larger in memory than on the wire.
 void get_entries(Reader* in, uint8_t flags, size_t room, PlanBatch* batch) {
-  if ((flags & kSlotsOnly) == 0) {
+  if ((flags & kIdsOnly) == 0) {
     size_t n = get_length(in, 1);
     if (n > room) in->fail();
     for (size_t i = 0; i < n && in->ok(); i++) get_entry(in, &batch->entries.emplace_back());
     return;
   }
-  std::vector<CachedRequest> slots;
-  get_slots(in, &slots);
-  if (slots.size() > room) in->fail();
+  std::vector<CachedRequest> cache_ids;
+  get_cache_ids(in, &cache_ids);
+  if (cache_ids.size() > room) in->fail();
   if (!in->ok()) return;
-  batch->entries.resize(slots.size());
-  for (size_t i = 0; i < slots.size(); i++) {
-    batch->entries[i].slot = slots[i].slot;
-    batch->entries[i].sequence = slots[i].sequence;
-    batch->entries[i].unnamed = (flags & kSlotsUnnamed) != 0;
+  batch->entries.resize(cache_ids.size());
+  for (size_t i = 0; i < cache_ids.size(); i++) {
+    batch->entries[i].cache_id = cache_ids[i].cache_id;
+    batch->entries[i].sequence = cache_ids[i].sequence;
+    batch->entries[i].unnamed = (flags & kIdsUnnamed) != 0;
   }
 }
 
-// A batch that says no more than one slot, and what its neighbours may say as well.
+// A batch that says no more than one cache id, and what its neighbours may say as well.
 bool is_plain(const PlanBatch& b) {
   return b.entries.size() == 1 && b.rows.empty() && b.error == Code::kOk && b.last_joined < 0 && b.part.count == 1 &&
-         only_slots(b);
+         only_ids(b);
 }
 
 // How many batches from `first` on make one record: 1, or a row of plain ones.
@@ -262,25 +262,25 @@ size_t batches_in_record(const std::vector<PlanBatch>& batches, size_t first) {
 // `row`: the batches of one record.
 void put_batches(Writer* out, std::span<const PlanBatch> row, uint32_t expected_id) {
   const PlanBatch& b = row[0];
-  bool slots_only = only_slots(b);
+  bool ids_only = only_ids(b);
   bool failed = b.error != Code::kOk;
   put_varint(out, zigzag(static_cast<int32_t>(b.id - expected_id)));
   const bool in_parts = b.part.count > 1;
   out->put(static_cast<uint8_t>(static_cast<uint8_t>(b.op) | (in_parts ? kInParts : 0)));
   out->put(b.algorithm);
-  out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (slots_only ? kSlotsOnly : 0) |
-                                (slots_only && b.entries.front().unnamed ? kSlotsUnnamed : 0) |
+  out->put(static_cast<uint8_t>((b.in_arena ? kBatchInArena : 0) | (ids_only ? kIdsOnly : 0) |
+                                (ids_only && b.entries.front().unnamed ? kIdsUnnamed : 0) |
                                 (b.rows.empty() ? 0 : kHasRows) | (failed ? kHasError : 0) |
                                 (b.last_joined >= 0 ? kLastJoined : 0) | (b.on_device ? kBatchOnDevice : 0) |
                                 (row.size() > 1 ? kEachAlone : 0)));
   if (in_parts) put_part(out, b);
   if (row.size() > 1) {
-    std::vector<CachedRequest> slots;
-    slots.reserve(row.size());
-    for (const PlanBatch& each : row) slots.push_back({each.entries[0].slot, each.entries[0].sequence});
-    return put_slots(out, slots);
+    std::vector<CachedRequest> cache_ids;
+    cache_ids.reserve(row.size());
+    for (const PlanBatch& each : row) cache_ids.push_back({each.entries[0].cache_id, each.entries[0].sequence});
+    return put_cache_ids(out, cache_ids);
   }
-  put_entries(out, b, slots_only);
+  put_entries(out, b, ids_only);
   if (!b.rows.empty()) put_rows(out, b.rows);
   if (b.last_joined >= 0) put_varint(out, static_cast<uint32_t>(b.last_joined));
   if (!failed) return;
@@ -315,8 +315,7 @@ void get_batches(Reader* in, uint32_t expected_id, size_t room, std::vector<Plan
   uint8_t flags = in->get<uint8_t>();
   const bool alone = (flags & kEachAlone) != 0;
   if (in_parts) get_part(in, b);
-  if (alone && (in_parts || (flags & kSlotsOnly) == 0 || (flags & (kHasRows | kLastJoined | kHasError)) != 0))
-    in->fail();
+  if (alone && (in_parts || (flags & kIdsOnly) == 0 || (flags & (kHasRows | kLastJoined | kHasError)) != 0)) in->fail();
   b->in_arena = (flags & kBatchInArena) != 0;
   b->on_device = (flags & kBatchOnDevice) != 0;
   get_entries(in, flags, room, b);
@@ -404,7 +403,7 @@ void encode(const RequestList& request_list, Writer* out) {
                                 (request_list.whole ? kWhole : 0) | (request_list.held_us != 0 ? kHeld : 0)));
   if (request_list.whole) put_varint(out, static_cast<uint32_t>(request_list.last));
   if (request_list.held_us != 0) put_varint(out, request_list.held_us);
-  put_slots(out, request_list.cached);
+  put_cache_ids(out, request_list.cached);
   put_varint(out, request_list.fresh.size());
   for (const Request& r : request_list.fresh) {
     put_string(out, r.name);
@@ -429,7 +428,7 @@ Status decode(Reader* in, RequestList* request_list) {
   const uint64_t held_us = (flags & kHeld) != 0 ? get_varint(in) : 0;
   if (held_us > std::numeric_limits<uint32_t>::max() || (request_list->whole && request_list->joined)) in->fail();
   request_list->held_us = static_cast<uint32_t>(held_us);
-  if (in->ok()) get_slots(in, &request_list->cached);
+  if (in->ok()) get_cache_ids(in, &request_list->cached);
   size_t fresh = in->ok() ? get_length(in, kSmallestRequest) : 0;
   for (size_t i = 0; i < fresh && in->ok(); i++) {
     Request& r = request_list->fresh.emplace_back();
@@ -439,7 +438,7 @@ Status decode(Reader* in, RequestList* request_list) {
   }
   if (in->ok()) return Status::ok();
   return error(Code::kInternal, "a frame of requests (", bytes, " bytes, rank ", request_list->rank,
-               ") is broken after ", request_list->cached.size(), " slots and ", request_list->fresh.size(),
+               ") is broken after ", request_list->cached.size(), " cache ids and ", request_list->fresh.size(),
                " requests");
 }
 

@@ -17,8 +17,8 @@
 
 namespace hc {
 
-inline constexpr uint32_t kNoSlot = 0xffffffffu;
-inline constexpr uint32_t kMaxSlots = 1u << 16;      // a decoder refuses larger slot numbers
+inline constexpr uint32_t kNoCacheId = 0xffffffffu;
+inline constexpr uint32_t kMaxCacheIds = 1u << 16;   // a decoder refuses larger cache id
 inline constexpr size_t kMaxPlanEntries = 1u << 16;  // in one plan; what is left goes into the next
 inline constexpr size_t kMaxDimensions = 64;         // of a tensor
 inline constexpr size_t kMaxTextBytes = 64u << 10;   // a name or an error text
@@ -37,7 +37,7 @@ struct TensorMeta {
 };
 
 // Everything about an operation that ranks must agree on (or tell each other). Equal signatures = nothing to send but a
-// slot number.
+// cache id.
 struct Signature {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
@@ -65,9 +65,10 @@ struct Request {
   Signature signature;
 };
 
-// "The same as I last announced for this slot" (named), or "number `sequence`, with this slot's signature" (unnamed).
+// "The same as I last announced for this cache id" (named), or "number `sequence`, with this cache id's signature"
+// (unnamed).
 struct CachedRequest {
-  uint32_t slot = kNoSlot;
+  uint32_t cache_id = kNoCacheId;
   uint64_t sequence = 0;
   bool operator==(const CachedRequest&) const = default;
 };
@@ -90,11 +91,11 @@ struct RequestList {
 };
 
 struct PlanEntry {
-  uint32_t slot = kNoSlot;  // kNoSlot: not remembered (cache full or off)
-  uint64_t sequence = 0;    // unnamed entries
-  std::string name;         // set when the slot is new to the ranks (or there is none) and the entry is named
+  uint32_t cache_id = kNoCacheId;  // kNoCacheId: not remembered (cache full or off)
+  uint64_t sequence = 0;           // unnamed entries
+  std::string name;  // set when the cache id is new to the ranks (or there is none) and the entry is named
   bool unnamed = false;
-  bool assigned = false;  // the slot was given in this plan: learn it
+  bool assigned = false;  // the cache id was given in this plan: learn it
   // A rank that has joined stands in with the neutral element, which is not prescaled (BatchRunner::scales_before).
   bool with_joined = false;
   // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.

@@ -1,6 +1,6 @@
-// One rank's memory of past agreements: which slot stands for which name (or, unnamed, which signature), so that a
-// repeated announcement is a number instead of a name, shapes and scales. PURE. Mirrors Coordinator's slots: a slot is
-// never given to another name; when the coordinator's capacity is used up, new names simply stay uncached.
+// One rank's memory of past agreements: which cache id stands for which name (or, unnamed, which signature), so that a
+// repeated announcement is a number instead of a name, shapes and scales. PURE. Mirrors Coordinator's cache ids: a
+// cache id is never given to another name; when the coordinator's capacity is used up, new names simply stay uncached.
 #pragma once
 
 #include <memory>
@@ -13,18 +13,18 @@ class PlanCache {
  public:
   PlanCache();
   ~PlanCache();
-  // Puts the request into the request list: as a slot number if this rank announced the same signature for it before,
-  // else whole (and remembers that signature as the last announced one). Returns the slot or kNoSlot.
+  // Puts the request into the request list: as a cache id if this rank announced the same signature for it before,
+  // else whole (and remembers that signature as the last announced one). Returns the cache id or kNoCacheId.
   uint32_t announce(const Request& request, RequestList* request_list);
-  // The slot as which the request would be announced; kNoSlot: it would go whole.
+  // The cache id as which the request would be announced; kNoCacheId: it would go whole.
   uint32_t find(const Request& request);
-  // A plan entry with `assigned`: the slot stands for this request from now on.
-  void learn(const Request& request, uint32_t slot);
+  // A plan entry with `assigned`: the cache id stands for this request from now on.
+  void learn(const Request& request, uint32_t cache_id);
   // As above, on a rank that did not submit it (joined).
   void learn(const PlanEntry& entry);
-  // The signature a slot stands for on this rank; null when unknown.
-  const Signature* signature_of(uint32_t slot) const;
-  const std::string* name_of(uint32_t slot) const;
+  // The signature a cache id stands for on this rank; null when unknown.
+  const Signature* signature_of(uint32_t cache_id) const;
+  const std::string* name_of(uint32_t cache_id) const;
   size_t size() const;
 
  private:

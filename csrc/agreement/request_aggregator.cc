@@ -1,7 +1,7 @@
 // See request_aggregator.h. Every operation in flight is either held (only whole subtrees of children have announced
 // it, all in the same words) or shown (each announcement goes up as it comes, until a plan ends this round of it). The
 // word goes from held to shown at the first difference, so that whatever the coordinator would make of single request
-// lists it still does. In the steady state all members send one list of slots: a wave, compared as a whole, that
+// lists it still does. In the steady state all members send one list of cache ids: a wave, compared as a whole, that
 // becomes rounds only when it must.
 #include "agreement/request_aggregator.h"
 
@@ -36,7 +36,7 @@ struct Name {
 // One operation, from its first announcement here until all of the subtree has announced it, or a plan has ended it.
 struct Round {
   bool active = false, shown = false;
-  uint32_t slot = kNoSlot;                 // announced as this slot, or
+  uint32_t cache_id = kNoCacheId;          // announced as this cache id, or
   std::shared_ptr<const Request> request;  // in full
   uint64_t sequence = 0;
   RankSet said;    // held: which children (by position, 0 is this rank)
@@ -53,7 +53,7 @@ struct Word {
   const Request* fresh = nullptr;
 };
 
-// The same list of slots from some members, with nothing else under way.
+// The same list of cache ids from some members, with nothing else under way.
 struct Wave {
   std::vector<CachedRequest> list;
   RankSet said;
@@ -63,14 +63,14 @@ struct Wave {
 };
 
 bool same_words(const Round& r, const Word& word) {
-  if (word.cached != nullptr) return r.slot == word.cached->slot;
+  if (word.cached != nullptr) return r.cache_id == word.cached->cache_id;
   return r.request != nullptr && (r.request.get() == word.fresh || r.request->signature == word.fresh->signature);
 }
 
 }  // namespace
 
 struct RequestAggregator::State {
-  struct Slot {
+  struct KnownId {
     Op op = Op::kAllreduce;
     bool known = false;
     Name* name = nullptr;    // null: unnamed
@@ -105,7 +105,7 @@ struct RequestAggregator::State {
   const ControlTree& tree;
   int members = 1;
   bool someone_joined = false, someone_left = false, showing_all = false;
-  std::vector<Slot> slots;
+  std::vector<KnownId> known_ids;
   std::unordered_map<std::string, Name> names;
   std::array<std::map<uint64_t, Round>, kOpCount> unnamed;
   std::vector<RequestList> combined, single;  // what goes up
@@ -137,10 +137,10 @@ Status RequestAggregator::State::find(const Word& word, Round** round) {
                                       : &round_of(op, word.fresh->name);
     return Status::ok();
   }
-  const uint32_t slot = word.cached->slot;
-  if (slot >= slots.size() || !slots[slot].known)
-    return error(Code::kInternal, "slot ", slot, " was announced before a plan gave it");
-  const Slot& s = slots[slot];
+  const uint32_t cache_id = word.cached->cache_id;
+  if (cache_id >= known_ids.size() || !known_ids[cache_id].known)
+    return error(Code::kInternal, "cache id ", cache_id, " was announced before a plan gave it");
+  const KnownId& s = known_ids[cache_id];
   *round = s.round != nullptr ? s.round : &unnamed[static_cast<size_t>(s.op)][word.cached->sequence];
   return Status::ok();
 }
@@ -157,12 +157,12 @@ void RequestAggregator::State::begin(Round* r, TimePoint since) {
   if (r->name != nullptr) r->name->active++;
 }
 
-// This round is over here. Names that no slot stands for go with it.
+// This round is over here. Names that no cache id stands for go with it.
 void RequestAggregator::State::end(Round* r) {
   if (!r->shown) held--;
   active--;
   r->active = r->shown = false;
-  r->slot = kNoSlot;
+  r->cache_id = kNoCacheId;
   r->request = nullptr;
   r->passed = RankSet();
   if (r->name != nullptr) r->name->active--;
@@ -204,8 +204,8 @@ void RequestAggregator::State::show(Round* r, TimePoint now) {
   if (r->shown) return;
   r->shown = true;
   held--;
-  const CachedRequest as_slot{r->slot, r->sequence};
-  const Word word{r->slot != kNoSlot ? &as_slot : nullptr, r->request.get()};
+  const CachedRequest as_cache_id{r->cache_id, r->sequence};
+  const Word word{r->cache_id != kNoCacheId ? &as_cache_id : nullptr, r->request.get()};
   const auto children = tree.children(options.rank);
   for (int m = 0; m < members; m++) {
     if (!r->said.has(m)) continue;
@@ -228,8 +228,8 @@ void RequestAggregator::State::show_everything(TimePoint now) {
 // All of the subtree has said the same: one announcement, and the round is over here.
 void RequestAggregator::State::combine(Round* r, TimePoint now) {
   RequestList& b = fitting(&combined, options.rank, true, microseconds_between(r->since, now));
-  if (r->slot != kNoSlot)
-    b.cached.push_back({r->slot, r->sequence});
+  if (r->cache_id != kNoCacheId)
+    b.cached.push_back({r->cache_id, r->sequence});
   else
     b.fresh.push_back(*r->request);
   b.last = r->last;
@@ -246,7 +246,7 @@ bool RequestAggregator::State::rides(const RequestList& b, int member) const {
   if (b.cached.empty() || !b.fresh.empty() || b.joined || transparent() || !is_entire(b)) return false;
   if (wave.count != 0) return !wave.said.has(member) && b.cached == wave.list;
   return active == 0 && std::all_of(b.cached.begin(), b.cached.end(), [this](const CachedRequest& c) {
-           return c.slot < slots.size() && slots[c.slot].known;
+           return c.cache_id < known_ids.size() && known_ids[c.cache_id].known;
          });
 }
 
@@ -265,7 +265,7 @@ Status RequestAggregator::State::ride(const RequestList& b, int member, TimePoin
   return Status::ok();
 }
 
-// The wave becomes one round for each of its slots.
+// The wave becomes one round for each of its cache ids.
 Status RequestAggregator::State::dissolve(TimePoint now) {
   if (wave.count == 0) return Status::ok();
   wave.count = 0;
@@ -294,14 +294,14 @@ Status RequestAggregator::State::announce(const RequestList& from, int member, c
   if (entire && alone && !r->shown && !transparent() && (begins || same_words(*r, word))) {
     if (!r->said.add(member))
       return error(Code::kInternal, "rank ", from.rank, " announced an operation twice before it completed");
-    if (begins && word.cached != nullptr) r->slot = word.cached->slot;
+    if (begins && word.cached != nullptr) r->cache_id = word.cached->cache_id;
     if (begins && word.fresh != nullptr) r->request = std::make_shared<const Request>(*word.fresh);
     if (begins) r->sequence = word.cached != nullptr ? word.cached->sequence : word.fresh->sequence;
     r->since = std::min(r->since, since);
     r->last = from.whole ? from.last : from.rank;
     if (++r->count == members) combine(r, now);
     if (r->name == nullptr && !r->active) {
-      const Op op = word.fresh != nullptr ? word.fresh->signature.op : slots[word.cached->slot].op;
+      const Op op = word.fresh != nullptr ? word.fresh->signature.op : known_ids[word.cached->cache_id].op;
       unnamed[static_cast<size_t>(op)].erase(r->sequence);
     }
     return Status::ok();
@@ -339,8 +339,8 @@ void RequestAggregator::State::end_round(const PlanBatch& batch, const PlanEntry
   if (entry.unnamed) {
     at = numbered.find(entry.sequence);
     if (at != numbered.end()) r = &at->second;
-  } else if (entry.slot < slots.size() && slots[entry.slot].round != nullptr) {
-    r = slots[entry.slot].round;
+  } else if (entry.cache_id < known_ids.size() && known_ids[entry.cache_id].round != nullptr) {
+    r = known_ids[entry.cache_id].round;
   } else if (auto found = names.find(entry.name); found != names.end()) {
     name = &found->second;
     if (auto kind = name->rounds.find(batch.op); kind != name->rounds.end()) r = &kind->second;
@@ -352,9 +352,9 @@ void RequestAggregator::State::end_round(const PlanBatch& batch, const PlanEntry
     if (entry.failed_on.empty() || r->passed.first() < 0) end(r);
   }
   if (at != numbered.end() && !r->active) numbered.erase(at);
-  const bool remembered = entry.slot < slots.size() && slots[entry.slot].known;
+  const bool remembered = entry.cache_id < known_ids.size() && known_ids[entry.cache_id].known;
   if (name != nullptr && name->active == 0 && !remembered) {
-    for (const Slot& s : slots)
+    for (const KnownId& s : known_ids)
       if (s.name == name) return;
     names.erase(entry.name);
   }
@@ -384,15 +384,15 @@ void RequestAggregator::pass(const Plan& plan) {
   for (const PlanBatch& batch : plan.batches) {
     if (batch.op == Op::kJoin) s.someone_joined = false;
     for (const PlanEntry& e : batch.entries) {
-      if (s.active == 0 && !e.assigned && e.slot < s.slots.size() && s.slots[e.slot].known) continue;
-      if (e.assigned && e.slot != kNoSlot && e.slot < kMaxSlots) {
-        if (e.slot >= s.slots.size()) s.slots.resize(e.slot + 1);
-        State::Slot& slot = s.slots[e.slot];
-        slot.known = true;
-        slot.op = batch.op;
-        if (!e.unnamed && slot.round == nullptr) {
-          slot.round = &s.round_of(batch.op, e.name);
-          slot.name = slot.round->name;
+      if (s.active == 0 && !e.assigned && e.cache_id < s.known_ids.size() && s.known_ids[e.cache_id].known) continue;
+      if (e.assigned && e.cache_id != kNoCacheId && e.cache_id < kMaxCacheIds) {
+        if (e.cache_id >= s.known_ids.size()) s.known_ids.resize(e.cache_id + 1);
+        State::KnownId& cache_id = s.known_ids[e.cache_id];
+        cache_id.known = true;
+        cache_id.op = batch.op;
+        if (!e.unnamed && cache_id.round == nullptr) {
+          cache_id.round = &s.round_of(batch.op, e.name);
+          cache_id.name = cache_id.round->name;
         }
       }
       s.end_round(batch, e);

@@ -24,16 +24,16 @@ uint64_t hash_of(const Signature& s) {
 }
 
 uint32_t SignatureTable::find(const Signature& signature) const {
-  if (known_.empty()) return kNoSlot;
+  if (known_.empty()) return kNoCacheId;
   auto [at, end] = by_hash_.equal_range(hash_of(signature));
   for (; at != end; ++at)
-    if (known_[at->second].signature == signature) return known_[at->second].slot;
-  return kNoSlot;
+    if (known_[at->second].signature == signature) return known_[at->second].cache_id;
+  return kNoCacheId;
 }
 
-void SignatureTable::add(const Signature& signature, uint32_t slot) {
+void SignatureTable::add(const Signature& signature, uint32_t cache_id) {
   by_hash_.emplace(hash_of(signature), static_cast<uint32_t>(known_.size()));
-  known_.push_back({signature, slot});
+  known_.push_back({signature, cache_id});
 }
 
 }  // namespace hc

@@ -1,4 +1,4 @@
-// Finds the slot of a signature by its content: the cache key of unnamed operations, on the ranks and on the
+// Finds the cache id of a signature by its content: the cache key of unnamed operations, on the ranks and on the
 // coordinator. PURE; the hash is our own, so that every process computes the same.
 #pragma once
 
@@ -13,15 +13,15 @@ uint64_t hash_of(const Signature& signature);
 
 class SignatureTable {
  public:
-  // The slot of an equal signature, or kNoSlot.
+  // The cache id of an equal signature, or kNoCacheId.
   uint32_t find(const Signature& signature) const;
-  void add(const Signature& signature, uint32_t slot);
+  void add(const Signature& signature, uint32_t cache_id);
   size_t size() const { return known_.size(); }
 
  private:
   struct Known {
     Signature signature;
-    uint32_t slot;
+    uint32_t cache_id;
   };
   std::vector<Known> known_;
   std::unordered_multimap<uint64_t, uint32_t> by_hash_;  // hash -> index into known_

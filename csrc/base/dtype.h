@@ -60,7 +60,7 @@ constexpr bool is_message(Op op) { return op == Op::kSend || op == Op::kReceive;
 enum class Algorithm : uint8_t {
   kAuto = 0,
   kSharedFlat = 1,         // small: payload beside the flag, one barrier
-  kSharedBlocked = 2,      // private tensors: blocks through arena slots
+  kSharedBlocked = 2,      // private tensors: blocks through arena buffers
   kSharedInPlace = 3,      // every rank's buffer lies in an arena
   kRing = 4,               // over channels, bandwidth-optimal
   kRecursiveDoubling = 5,  // over channels, few elements

@@ -53,7 +53,7 @@ struct Task {
   Algorithm algorithm = Algorithm::kAuto;
   size_t segment_bytes = defaults::segment_bytes;  // one transfer; tests make it tiny
   size_t flat_bytes =
-      defaults::flat_bytes;  // shared memory, kAuto: up to this many go the flat way, at most kFlatSlotBytes
+      defaults::flat_bytes;  // shared memory, kAuto: up to this many go the flat way, at most kFlatBufferBytes
   size_t ring_from_bytes =
       defaults::ring_threshold_bytes;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
   bool adasum_by_node = false;         // Adasum: of the averages of each node's ranks
@@ -99,7 +99,7 @@ Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Gro
 // Algorithms in shared memory; every member shares the group's lane. shared.cc.
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group);
 
-// Private tensors through slots of the lane. shared_blocked.cc.
+// Private tensors through buffers of the lane. shared_blocked.cc.
 Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group);
 // Allreduce over several nodes of which some have several ranks: shared memory within, channels between. two_level.cc.
 Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Group& group);

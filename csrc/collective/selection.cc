@@ -17,9 +17,9 @@ constexpr size_t kTwoLevelBytes = 8 * kKiB;
 constexpr size_t kInPlaceBytes = 64 * kKiB, kInPlaceAloneBytes = 16 * kKiB;
 
 Algorithm select_in_shared_memory(Op op, size_t bytes, const Thresholds& t) {
-  // Where my part lies in a peer's slot depends on counts that I do not know.
+  // Where my part lies in a peer's buffer depends on counts that I do not know.
   if (op == Op::kAlltoall) return Algorithm::kSharedBlocked;
-  return bytes <= std::min(t.flat_bytes, kFlatSlotBytes) ? Algorithm::kSharedFlat : Algorithm::kSharedBlocked;
+  return bytes <= std::min(t.flat_bytes, kFlatBufferBytes) ? Algorithm::kSharedFlat : Algorithm::kSharedBlocked;
 }
 
 Algorithm select_over_channels(Op op, size_t bytes, const Thresholds& t) {
@@ -45,8 +45,8 @@ Algorithm select_over_channels(Op op, size_t bytes, const Thresholds& t) {
   return Algorithm::kAuto;
 }
 
-// The largest number of bytes that any member puts into its slot; the same on every member.
-size_t most_in_a_slot(const Task& task) {
+// The largest number of bytes that any member puts into its buffer; the same on every member.
+size_t most_in_a_buffer(const Task& task) {
   const size_t item = size_of(task.dtype);
   switch (task.op) {
     case Op::kBarrier:
@@ -74,7 +74,7 @@ size_t most_in_a_slot(const Task& task) {
 Algorithm choose_in_shared_memory(const Task& task) {
   if (task.algorithm == Algorithm::kSharedInPlace && task.op == Op::kAllreduce && task.pieces.size() == 1)
     return Algorithm::kSharedInPlace;
-  const size_t payload = most_in_a_slot(task);
+  const size_t payload = most_in_a_buffer(task);
   // With nothing to move the ranks only wait for each other, whatever the task demands.
   if (task.algorithm == Algorithm::kSharedBlocked && payload > 0) return Algorithm::kSharedBlocked;
   return select_in_shared_memory(task.op, payload, {.flat_bytes = task.flat_bytes});
@@ -187,7 +187,7 @@ const char* name_of(Algorithm algorithm) {
 }
 
 std::vector<Selection> selection_table(Layout layout, const Thresholds& t) {
-  std::vector<size_t> edges{0, std::min(t.flat_bytes, kFlatSlotBytes) + 1, kTwoLevelBytes + 1, t.ring_from_bytes};
+  std::vector<size_t> edges{0, std::min(t.flat_bytes, kFlatBufferBytes) + 1, kTwoLevelBytes + 1, t.ring_from_bytes};
   std::sort(edges.begin(), edges.end());
   std::vector<Selection> table;
   for (const Op op : {Op::kAllreduce, Op::kAllgather, Op::kBroadcast, Op::kReducescatter, Op::kAlltoall, Op::kReduce,

@@ -21,7 +21,7 @@ struct Thresholds {
   bool two_level = true;                                    // reduce within each node first
 };
 
-// `bytes`: the task's; in shared memory the most that any member puts into its slot.
+// `bytes`: the task's; in shared memory the most that any member puts into its buffer.
 Algorithm select_algorithm(Op op, Reduce reduce, size_t bytes, Layout layout, const Thresholds& thresholds);
 
 // ---- a task on host memory

@@ -12,7 +12,7 @@ constexpr double kProbeLimitS = 0.02;  // no larger size is tried once a round t
 constexpr int kRuns = 3;               // of each way and size; the fastest counts, as nothing makes a run too fast
 constexpr double kWorthwhile = 0.9;    // TCP is kept unless MPI takes at most this part of its time
 
-constexpr size_t kFlatSizes[] = {8 * kKiB, 16 * kKiB, 32 * kKiB};  // the last is what a flat slot holds
+constexpr size_t kFlatSizes[] = {8 * kKiB, 16 * kKiB, 32 * kKiB};  // the last is what a flat buffer holds
 constexpr size_t kFlatCandidates[] = {4 * kKiB, 8 * kKiB, 16 * kKiB, 32 * kKiB};
 constexpr int kFlatRuns = 3, kFlatTurns = 8;  // the fastest of so many runs of so many allreduces
 constexpr double kFlatBudgetS = 0.03;

@@ -35,8 +35,8 @@ uint64_t open_descriptors() {
 }
 
 // One connection that this rank needs.
-struct Slot {
-  Slot(int its_peer, Purpose its_purpose) : peer(its_peer), purpose(its_purpose) {}
+struct ExpectedLink {
+  ExpectedLink(int its_peer, Purpose its_purpose) : peer(its_peer), purpose(its_purpose) {}
   int peer;
   Purpose purpose;
   bool done = false;
@@ -76,12 +76,12 @@ class Bootstrap {
   void drop_one(const char* why);
   void turned_away(const std::string& from, const std::string& why);
   void say_turned_away(TimePoint now);
-  Status swap_ends(Slot& slot);
+  Status swap_ends(ExpectedLink& link);
   Status watch_established();
   void wait();
   std::string missing() const;
   std::string name_of(int rank) const;
-  Slot* find(int peer, Purpose purpose);
+  ExpectedLink* find(int peer, Purpose purpose);
 
   const BootstrapInput& in_;
   const MeshMembers& members_;
@@ -90,7 +90,7 @@ class Bootstrap {
   const TimePoint began_ = Clock::now();
   const Deadline deadline_;
   TimePoint next_report_;
-  std::vector<Slot> slots_;  // fixed after construction: pointers into it stay good
+  std::vector<ExpectedLink> expected_;  // fixed after construction: pointers into it stay good
   std::deque<Incoming> incoming_;
   uint64_t last_number_ = 0;
   uint64_t turned_away_ = 0, turned_away_said_ = 0;
@@ -122,10 +122,10 @@ Bootstrap::Bootstrap(const BootstrapInput& input)
     const auto purposes =
         in_.shares[peer] ? std::vector{Purpose::kLocal} : std::vector{Purpose::kControl, Purpose::kData};
     for (Purpose purpose : purposes) {
-      Slot slot(peer, purpose);
+      ExpectedLink link(peer, purpose);
       const Claim claim{rank_, peer, members_.generation, purpose};
-      if (peer < rank_) slot.dialer = std::make_unique<Dialer>(&credentials_, claim, target);
-      slots_.push_back(std::move(slot));
+      if (peer < rank_) link.dialer = std::make_unique<Dialer>(&credentials_, claim, target);
+      expected_.push_back(std::move(link));
     }
   }
 }
@@ -135,14 +135,14 @@ std::string Bootstrap::name_of(int rank) const {
   return text_of("rank ", rank, " (", e.host_name, ", pid ", e.pid, ")");
 }
 
-Slot* Bootstrap::find(int peer, Purpose purpose) {
-  auto at =
-      std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.peer == peer && s.purpose == purpose; });
-  return at == slots_.end() ? nullptr : &*at;
+ExpectedLink* Bootstrap::find(int peer, Purpose purpose) {
+  auto at = std::find_if(expected_.begin(), expected_.end(),
+                         [&](const ExpectedLink& s) { return s.peer == peer && s.purpose == purpose; });
+  return at == expected_.end() ? nullptr : &*at;
 }
 
 bool Bootstrap::complete() const {
-  return std::all_of(slots_.begin(), slots_.end(), [](const Slot& s) {
+  return std::all_of(expected_.begin(), expected_.end(), [](const ExpectedLink& s) {
     return s.done && (s.purpose != Purpose::kLocal || (s.ends_sent && s.ends_received));
   });
 }
@@ -151,7 +151,8 @@ Status Bootstrap::check_descriptors() const {
   rlimit limit{};
   if (getrlimit(RLIMIT_NOFILE, &limit) != 0 || limit.rlim_cur == RLIM_INFINITY) return Status::ok();
   uint64_t need = kSpareDescriptors;
-  for (const Slot& s : slots_) need += s.purpose == Purpose::kLocal ? 4 : 1;  // socket, arena, doorbell, pidfd
+  for (const ExpectedLink& s : expected_)
+    need += s.purpose == Purpose::kLocal ? 4 : 1;  // socket, arena, doorbell, pidfd
   const uint64_t open = open_descriptors();
   if (open + need <= limit.rlim_cur) return Status::ok();
   return error(Code::kInternal, "too few file descriptors: the limit is ", limit.rlim_cur, ", ", open, " are open and ",
@@ -161,7 +162,7 @@ Status Bootstrap::check_descriptors() const {
 std::string Bootstrap::missing() const {
   std::string text;
   std::vector<int> ranks;
-  for (const Slot& s : slots_) {
+  for (const ExpectedLink& s : expected_) {
     const bool ready = s.done && (s.purpose != Purpose::kLocal || s.ends_received);
     if (ready || (!ranks.empty() && ranks.back() == s.peer)) continue;
     ranks.push_back(s.peer);
@@ -183,13 +184,13 @@ std::string Bootstrap::missing() const {
 Status Bootstrap::check_time(TimePoint now) {
   if (members_.cancelled && members_.cancelled()) return error(Code::kAborted, "connecting was cancelled; ", missing());
   if (deadline_.passed()) {
-    auto first = std::find_if(slots_.begin(), slots_.end(), [](const Slot& s) { return !s.done; });
+    auto first = std::find_if(expected_.begin(), expected_.end(), [](const ExpectedLink& s) { return !s.done; });
     return Status(
         Code::kTimeout,
         text_of("after ", members_.timeout_s, " s ", missing(),
                 ". Did every rank start? HOROCLONE_START_TIMEOUT sets the time, HOROCLONE_NETWORK_INTERFACES the "
                 "network"),
-        first == slots_.end() ? -1 : first->peer);
+        first == expected_.end() ? -1 : first->peer);
   }
   if (now >= next_report_) {
     const double waited = seconds_between(began_, now);
@@ -200,15 +201,15 @@ Status Bootstrap::check_time(TimePoint now) {
 }
 
 Status Bootstrap::dial(TimePoint now) {
-  for (Slot& slot : slots_) {
-    if (slot.done || !slot.dialer) continue;
-    if (Status status = slot.dialer->step(now); !status.is_ok()) {
-      return Status(Code::kPeerLost, "cannot connect to " + name_of(slot.peer) + ", tried " + status.text(), slot.peer);
+  for (ExpectedLink& link : expected_) {
+    if (link.done || !link.dialer) continue;
+    if (Status status = link.dialer->step(now); !status.is_ok()) {
+      return Status(Code::kPeerLost, "cannot connect to " + name_of(link.peer) + ", tried " + status.text(), link.peer);
     }
-    if (!slot.dialer->done()) continue;
-    slot.fd = slot.dialer->take();
-    slot.address = slot.dialer->address();
-    slot.done = true;
+    if (!link.dialer->done()) continue;
+    link.fd = link.dialer->take();
+    link.address = link.dialer->address();
+    link.done = true;
   }
   return Status::ok();
 }
@@ -232,10 +233,10 @@ void Bootstrap::say_turned_away(TimePoint now) {
 // Asked only about claims that were proven.
 Verdict Bootstrap::judge(const Claim& claim, bool local, uint64_t number) {
   if (claim.to != rank_) return Verdict::kNotThisRank;
-  Slot* slot = find(claim.from, claim.purpose);
-  if (!slot || slot->dialer || local != (claim.purpose == Purpose::kLocal)) return Verdict::kUnexpectedRank;
-  if (slot->done || slot->taken_by != 0) return Verdict::kDuplicate;
-  slot->taken_by = number;
+  ExpectedLink* link = find(claim.from, claim.purpose);
+  if (!link || link->dialer || local != (claim.purpose == Purpose::kLocal)) return Verdict::kUnexpectedRank;
+  if (link->done || link->taken_by != 0) return Verdict::kDuplicate;
+  link->taken_by = number;
   return Verdict::kWelcome;
 }
 
@@ -244,8 +245,8 @@ void Bootstrap::drop_one(const char* why) {
   auto victim =
       std::find_if(incoming_.begin(), incoming_.end(), [](const Incoming& i) { return !i.handshake.said_hello(); });
   if (victim == incoming_.end()) victim = incoming_.begin();
-  for (Slot& slot : slots_) {
-    if (slot.taken_by == victim->number) slot.taken_by = 0;
+  for (ExpectedLink& link : expected_) {
+    if (link.taken_by == victim->number) link.taken_by = 0;
   }
   turned_away(victim->from, why);
   incoming_.erase(victim);
@@ -269,7 +270,7 @@ Status Bootstrap::accept_from(int listener, bool local, TimePoint now) {
         continue;
       }
     }
-    if (incoming_.size() >= kMaxHalfOpen + kMaxHalfOpenPerRank * slots_.size())
+    if (incoming_.size() >= kMaxHalfOpen + kMaxHalfOpenPerRank * expected_.size())
       drop_one("too many connections that said nothing");
     const uint64_t id = ++last_number_;
     Handshake handshake = Handshake::accept(&credentials_, members_.generation,
@@ -289,16 +290,17 @@ Status Bootstrap::accept_all(TimePoint now) {
 // True when this connection has become a rank's or is over.
 bool Bootstrap::step_one(Incoming& one, TimePoint now) {
   const Handshake::State state = one.handshake.step(one.fd.get());
-  auto slot = std::find_if(slots_.begin(), slots_.end(), [&](const Slot& s) { return s.taken_by == one.number; });
-  if (state == Handshake::State::kDone && slot != slots_.end()) {
-    slot->fd = std::move(one.fd);
-    slot->address = one.from;
-    slot->done = true;
+  auto link =
+      std::find_if(expected_.begin(), expected_.end(), [&](const ExpectedLink& s) { return s.taken_by == one.number; });
+  if (state == Handshake::State::kDone && link != expected_.end()) {
+    link->fd = std::move(one.fd);
+    link->address = one.from;
+    link->done = true;
     return true;
   }
   const bool late = seconds_between(one.since, now) > kHelloDeadlineS;
   if (state == Handshake::State::kPending && !late) return false;
-  if (slot != slots_.end()) slot->taken_by = 0;
+  if (link != expected_.end()) link->taken_by = 0;
   turned_away(one.from, state == Handshake::State::kFailed ? one.handshake.status().text()
                                                            : text_of("no handshake within ", kHelloDeadlineS, " s"));
   return true;
@@ -309,36 +311,36 @@ void Bootstrap::step_incoming(TimePoint now) {
 }
 
 // Each side of a local pair sends its descriptors as soon as the pair is authenticated, and takes the other's.
-Status Bootstrap::swap_ends(Slot& slot) {
-  if (!slot.ends_sent) {
+Status Bootstrap::swap_ends(ExpectedLink& link) {
+  if (!link.ends_sent) {
     Writer message;
     message.put(kEndsMagic);
     message.put(in_.arena_bytes);
     const int fds[2] = {in_.arena_fd, in_.doorbell_fd};
-    IoResult sent = send_descriptors(slot.fd.get(), message.bytes(), fds);
+    IoResult sent = send_descriptors(link.fd.get(), message.bytes(), fds);
     if (sent.what == Io::kFailed) {
       return Status(Code::kPeerLost,
-                    text_of(name_of(slot.peer), ": cannot send the shared memory: ", std::strerror(sent.error_number)),
-                    slot.peer);
+                    text_of(name_of(link.peer), ": cannot send the shared memory: ", std::strerror(sent.error_number)),
+                    link.peer);
     }
-    slot.ends_sent = sent.what == Io::kMoved;
+    link.ends_sent = sent.what == Io::kMoved;
   }
-  if (slot.ends_received) return Status::ok();
+  if (link.ends_received) return Status::ok();
   uint8_t message[kEndsBytes];
   Fd fds[2];
-  IoResult got = receive_descriptors(slot.fd.get(), message, fds);
+  IoResult got = receive_descriptors(link.fd.get(), message, fds);
   if (got.what == Io::kWouldBlock) return Status::ok();
   Reader reader(message);
   if (got.what != Io::kMoved || reader.get<uint64_t>() != kEndsMagic) {
     const char* why = got.what == Io::kFailed  ? std::strerror(got.error_number)
                       : got.what == Io::kEnded ? "it closed the connection"
                                                : "a wrong message";
-    return Status(Code::kPeerLost, text_of(name_of(slot.peer), ": shared memory did not arrive: ", why), slot.peer);
+    return Status(Code::kPeerLost, text_of(name_of(link.peer), ": shared memory did not arrive: ", why), link.peer);
   }
-  slot.ends.arena_bytes = reader.get<uint64_t>();
-  slot.ends.arena = std::move(fds[0]);
-  slot.ends.doorbell = std::move(fds[1]);
-  slot.ends_received = true;
+  link.ends.arena_bytes = reader.get<uint64_t>();
+  link.ends.arena = std::move(fds[0]);
+  link.ends.doorbell = std::move(fds[1]);
+  link.ends_received = true;
   return Status::ok();
 }
 
@@ -346,11 +348,11 @@ Status Bootstrap::swap_ends(Slot& slot) {
 Status Bootstrap::watch_established() {
   std::vector<pollfd> set;
   std::vector<int> peers;
-  for (Slot& slot : slots_) {
-    if (!slot.done) continue;
-    if (slot.purpose == Purpose::kLocal && (!slot.ends_sent || !slot.ends_received)) HC_TRY(swap_ends(slot));
-    set.push_back({slot.fd.get(), POLLRDHUP, 0});
-    peers.push_back(slot.peer);
+  for (ExpectedLink& link : expected_) {
+    if (!link.done) continue;
+    if (link.purpose == Purpose::kLocal && (!link.ends_sent || !link.ends_received)) HC_TRY(swap_ends(link));
+    set.push_back({link.fd.get(), POLLRDHUP, 0});
+    peers.push_back(link.peer);
   }
   if (set.empty() || ::poll(set.data(), set.size(), 0) <= 0) return Status::ok();
   for (size_t i = 0; i < set.size(); ++i) {
@@ -368,12 +370,12 @@ void Bootstrap::wait() {
   if (in_.listeners->unix_socket) set.push_back({in_.listeners->unix_socket.get(), POLLIN, 0});
   for (const Fd& fd : in_.listeners->tcp) set.push_back({fd.get(), POLLIN, 0});
   for (const Incoming& one : incoming_) set.push_back({one.fd.get(), one.handshake.events(), 0});
-  for (const Slot& slot : slots_) {
-    if (!slot.done && slot.dialer) {
-      slot.dialer->add_to(&set);
+  for (const ExpectedLink& link : expected_) {
+    if (!link.done && link.dialer) {
+      link.dialer->add_to(&set);
       timeout_ms = kDialPollMs;
-    } else if (slot.done && slot.purpose == Purpose::kLocal && !slot.ends_received) {
-      set.push_back({slot.fd.get(), POLLIN, 0});
+    } else if (link.done && link.purpose == Purpose::kLocal && !link.ends_received) {
+      set.push_back({link.fd.get(), POLLIN, 0});
     }
   }
   ::poll(set.data(), set.size(), std::min(timeout_ms, deadline_.remaining_ms()));
@@ -396,11 +398,11 @@ Status Bootstrap::run() {
 
 std::vector<PeerLinks> Bootstrap::take() {
   std::vector<PeerLinks> links(size_);
-  for (Slot& slot : slots_) {
-    PeerLinks& to = links[slot.peer];
-    if (slot.purpose == Purpose::kLocal) to.local = std::move(slot.fd), to.ends = std::move(slot.ends);
-    if (slot.purpose == Purpose::kControl) to.control = std::move(slot.fd), to.address = slot.address;
-    if (slot.purpose == Purpose::kData) to.data = std::move(slot.fd);
+  for (ExpectedLink& link : expected_) {
+    PeerLinks& to = links[link.peer];
+    if (link.purpose == Purpose::kLocal) to.local = std::move(link.fd), to.ends = std::move(link.ends);
+    if (link.purpose == Purpose::kControl) to.control = std::move(link.fd), to.address = link.address;
+    if (link.purpose == Purpose::kData) to.data = std::move(link.fd);
   }
   return links;
 }

@@ -29,14 +29,14 @@ int MpiChannel::data_tag(uint32_t number) const {
 Status MpiChannel::use(bool on) {
   if (on && !listening_) {
     listening_ = true;
-    for (size_t slot = 0; slot < kNotices; ++slot) HC_TRY(post_notice(slot));
+    for (size_t index = 0; index < kNotices; ++index) HC_TRY(post_notice(index));
   }
   on_ = on;
   return Status::ok();
 }
 
-Status MpiChannel::post_notice(size_t slot) {
-  return api_->receive(&notices_[slot], sizeof(Notice), rank_, notice_tag(), &notice_requests_[slot]);
+Status MpiChannel::post_notice(size_t index) {
+  return api_->receive(&notices_[index], sizeof(Notice), rank_, notice_tag(), &notice_requests_[index]);
 }
 
 void MpiChannel::fail(const Status& status) {

@@ -68,7 +68,7 @@ class MpiChannel final : public Channel {
 
   int notice_tag() const { return tag_base_; }
   int data_tag(uint32_t number) const;
-  Status post_notice(size_t slot);
+  Status post_notice(size_t index);
   bool take_notices();
   Status take(const Notice& notice);
   Status deliver(const SegmentHeader& header, const std::byte* data, uint32_t number, Transfer* transfer);

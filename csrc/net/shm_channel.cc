@@ -39,9 +39,9 @@ void Knocker::knock(bool even_if_idle) const {
   doorbell_->ring(even_if_idle);
 }
 
-RingWriter::RingWriter(std::byte* slot, Line line)
-    : header_(reinterpret_cast<RingHeader*>(slot)),
-      data_(slot + offset_of_line(line)),
+RingWriter::RingWriter(std::byte* pair, Line line)
+    : header_(reinterpret_cast<RingHeader*>(pair)),
+      data_(pair + offset_of_line(line)),
       capacity_(capacity_of(line)),
       index_(static_cast<int>(line)) {
   head_ = header_->head[index_].load(std::memory_order_relaxed);
@@ -86,9 +86,9 @@ size_t RingWriter::write(std::span<const iovec> parts, const Knocker& peer) {
   return written;
 }
 
-RingReader::RingReader(std::byte* slot, Line line)
-    : header_(reinterpret_cast<RingHeader*>(slot)),
-      data_(slot + offset_of_line(line)),
+RingReader::RingReader(std::byte* pair, Line line)
+    : header_(reinterpret_cast<RingHeader*>(pair)),
+      data_(pair + offset_of_line(line)),
       capacity_(capacity_of(line)),
       index_(static_cast<int>(line)) {
   tail_ = header_->tail[index_].load(std::memory_order_relaxed);
@@ -127,10 +127,10 @@ ShmChannel::ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends)
       ends_(std::move(ends)),
       peer_side_(ends_.doorbell, ends_.to_look_at ? &ends_.peer->block()->news[ends_.own_local_rank / 64] : nullptr,
                  uint64_t{1} << ends_.own_local_rank % 64),
-      out_{RingWriter(ring_slot(*ends_.own, ends_.peer_local_rank), Line::kControl),
-           RingWriter(ring_slot(*ends_.own, ends_.peer_local_rank), Line::kData)},
-      in_{RingReader(ring_slot(*ends_.peer, ends_.own_local_rank), Line::kControl),
-          RingReader(ring_slot(*ends_.peer, ends_.own_local_rank), Line::kData)} {}
+      out_{RingWriter(ring_pair(*ends_.own, ends_.peer_local_rank), Line::kControl),
+           RingWriter(ring_pair(*ends_.own, ends_.peer_local_rank), Line::kData)},
+      in_{RingReader(ring_pair(*ends_.peer, ends_.own_local_rank), Line::kControl),
+          RingReader(ring_pair(*ends_.peer, ends_.own_local_rank), Line::kData)} {}
 
 IoResult ShmChannel::write(Line line, std::span<const iovec> parts) {
   const size_t moved = out_[static_cast<int>(line)].write(parts, peer_side_);

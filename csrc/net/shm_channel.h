@@ -1,5 +1,5 @@
 // A channel to a rank of the same node over byte rings in shared memory: each rank writes into its own arena and reads
-// from the peer's. One ring slot (kRingBytes) holds a ring for control and one for data. No system call but the
+// from the peer's. One ring pair (kRingBytes) holds a ring for control and one for data. No system call but the
 // doorbell of a peer that sleeps while it waits.
 //
 // Thread: the one that makes progress. Owner: the mesh.
@@ -14,7 +14,7 @@
 
 namespace hc {
 
-// First bytes of a ring slot; all zero is a valid empty slot. Cursors count bytes for ever, [0] control, [1] data.
+// First bytes of a ring pair; all zero is a valid empty pair. Cursors count bytes for ever, [0] control, [1] data.
 struct RingHeader {
   alignas(kCacheLine) std::atomic<uint64_t> head[2];     // written by the sender
   alignas(kCacheLine) std::atomic<uint64_t> tail[2];     // written by the receiver
@@ -73,10 +73,10 @@ class Knocker {
   uint64_t bit_ = 0;
 };
 
-// One direction of a slot.
+// One direction of a pair.
 class RingWriter {
  public:
-  RingWriter(std::byte* slot, Line line);
+  RingWriter(std::byte* pair, Line line);
   // Copies what fits; the receiver sees it piece by piece while the rest is still being copied.
   size_t write(std::span<const iovec> parts, const Knocker& peer);
 
@@ -92,7 +92,7 @@ class RingWriter {
 
 class RingReader {
  public:
-  RingReader(std::byte* slot, Line line);
+  RingReader(std::byte* pair, Line line);
   IoResult read(std::span<const iovec> parts, const Knocker& peer);
   bool has_bytes() const { return header_->head[index_].load(std::memory_order_seq_cst) != tail_; }
 
@@ -115,7 +115,7 @@ class ShmChannel final : public FramedChannel {
     // node's channels is a look at this one, too.
     uint64_t* to_look_at = nullptr;
   };
-  // The slot for the peer in the own arena must have been committed.
+  // The pair for the peer in the own arena must have been committed.
   ShmChannel(int rank, std::string peer, Traffic* traffic, Ends ends);
   // progress() would move nothing.
   bool is_quiet() const { return only_listens() && !in_[0].has_bytes() && !in_[1].has_bytes(); }
@@ -131,7 +131,7 @@ class ShmChannel final : public FramedChannel {
   RingReader in_[2];
 };
 
-inline std::byte* ring_slot(const Arena& owner, int receiver_local_rank) {
+inline std::byte* ring_pair(const Arena& owner, int receiver_local_rank) {
   return owner.base() + kRingsOffset + static_cast<size_t>(receiver_local_rank) * kRingBytes;
 }
 

@@ -305,7 +305,7 @@ class Simulation {
       for (const PlanEntry& e : batch.entries)
         if (e.assigned)
           for (const Request& request : step_)
-            if (request.name == e.name) cache_.learn(request, e.slot);
+            if (request.name == e.name) cache_.learn(request, e.cache_id);
   }
 
   void send(int from, int to, const Frame& frame, size_t bytes) {

@@ -24,7 +24,7 @@ std::unique_ptr<std::byte[]> uninitialised(size_t bytes) {
 
 bool ScheduleRunner::Flow::needs_channel() const {
   if (next < steps.size()) return true;
-  return in_flight() && !slots[(posted - 1) % kInFlight].done;  // they complete in order
+  return in_flight() && !transfers[(posted - 1) % kInFlight].done;  // they complete in order
 }
 
 ScheduleRunner::ScheduleRunner(Task task, const Group& group, Schedule schedule)
@@ -77,7 +77,7 @@ void ScheduleRunner::add_to_flow(int step, const Group& group, std::vector<int>*
 ScheduleRunner::~ScheduleRunner() {
   for (Flow& flow : flows_)
     for (uint64_t n = flow.harvested; n < flow.posted; ++n)
-      if (Transfer& t = flow.slots[n % kInFlight]; !t.done) flow.channel->forget(&t);
+      if (Transfer& t = flow.transfers[n % kInFlight]; !t.done) flow.channel->forget(&t);
 }
 
 Progress ScheduleRunner::start() {
@@ -138,14 +138,14 @@ bool ScheduleRunner::post(Flow& flow) {
     const bool stages = step.action == Action::kReduce;
     if (!stages && !may_begin(index, flow.next_segment)) break;
     const Segment part = segment(index, flow.next_segment);
-    const uint64_t slot = flow.posted % kInFlight;
-    Transfer& t = flow.slots[slot];
+    const uint64_t area = flow.posted % kInFlight;
+    Transfer& t = flow.transfers[area];
     t = Transfer{};
     t.tag = task_.tag;
     t.tag.offset += flow.posted++;
     t.bytes = part.count * item_;
     t.data =
-        stages ? flow.staging.get() + slot * flow.staging_bytes : address(flow.sends ? step.from : step.to, part.first);
+        stages ? flow.staging.get() + area * flow.staging_bytes : address(flow.sends ? step.from : step.to, part.first);
     flow.sends ? flow.channel->post_send(&t) : flow.channel->post_receive(&t);
     if (++flow.next_segment == state_[index].segments) {
       ++flow.next;
@@ -182,13 +182,13 @@ Status ScheduleRunner::blame(const Flow& flow, const Status& status) const {
 bool ScheduleRunner::harvest(Flow& flow) {
   bool any = false;
   while (flow.in_flight()) {
-    const uint64_t slot = flow.harvested % kInFlight;
-    if (!flow.slots[slot].done) break;
+    const uint64_t area = flow.harvested % kInFlight;
+    if (!flow.transfers[area].done) break;
     const int index = flow.steps[flow.oldest];
     const Step& step = schedule_.steps[index];
     if (step.action == Action::kReduce) {
       if (!may_begin(index, state_[index].done)) break;
-      reduce_segment(step, segment(index, state_[index].done), flow.staging.get() + slot * flow.staging_bytes);
+      reduce_segment(step, segment(index, state_[index].done), flow.staging.get() + area * flow.staging_bytes);
     }
     complete_segment(index);
     if (is_complete(index)) ++flow.oldest;

@@ -50,9 +50,9 @@ class ScheduleRunner final : public Collective {
     size_t oldest = 0;    // the step of the oldest transfer in flight
     uint64_t posted = 0;  // running numbers of transfers; the same on both sides
     uint64_t harvested = 0;
-    std::array<Transfer, kInFlight> slots;  // of transfer number n: n % kInFlight
-    std::unique_ptr<std::byte[]> staging;   // kInFlight areas of staging_bytes, where something is reduced
-    size_t staging_bytes = 0;               // the longest segment that is reduced
+    std::array<Transfer, kInFlight> transfers;  // of transfer number n: n % kInFlight
+    std::unique_ptr<std::byte[]> staging;       // kInFlight areas of staging_bytes, where something is reduced
+    size_t staging_bytes = 0;                   // the longest segment that is reduced
 
     bool in_flight() const { return posted > harvested; }
     bool needs_channel() const;

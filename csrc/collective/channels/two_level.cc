@@ -16,7 +16,7 @@ class TwoLevelAllreduce : public BlockedCollective {
       : BlockedCollective(std::move(task), group), group_(group), lane_plan_(std::move(lane)) {
     algorithm_ = "two level";
     total_ = task_.count();
-    block_ = std::max<size_t>(1, kBlockSlotBytes / item());
+    block_ = std::max<size_t>(1, kBlockBufferBytes / item());
     const size_t blocks = (total_ + block_ - 1) / block_;
     first_block_ = blocks * task_.part / task_.parts;
     set_blocks(blocks * (task_.part + 1) / task_.parts - first_block_);
@@ -31,7 +31,7 @@ class TwoLevelAllreduce : public BlockedCollective {
 
   void fill(uint64_t block) override {
     const Slices s = slices(block);
-    std::byte* to = slot(rank_, block);
+    std::byte* to = buffer(rank_, block);
     if (!owns()) return view_.gather(begin_of(block), s.count_, to);
     view_.gather(begin_of(block), s.begin(rank_), to);
     view_.gather(begin_of(block) + s.end(rank_), s.count_ - s.end(rank_), to + s.end(rank_) * item());
@@ -44,13 +44,13 @@ class TwoLevelAllreduce : public BlockedCollective {
     if (!owns() || s.begin(rank_) == s.end(rank_)) return;
     size_t at = s.begin(rank_);
     view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
-      for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : slot(m, block) + at * item();
-      std::byte* const destinations[] = {slot(rank_, block) + at * item()};
+      for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : buffer(m, block) + at * item();
+      std::byte* const destinations[] = {buffer(rank_, block) + at * item()};
       reduce(task_.dtype, task_.reduce, destinations, sources_, part.count, Scale{task_.scale.pre, 1.0, 1});
       at += part.count;
     });
     LaneRange range;
-    range.data = slot(rank_, block) + s.begin(rank_) * item();
+    range.data = buffer(rank_, block) + s.begin(rank_) * item();
     range.count = s.end(rank_) - s.begin(rank_);
     range.dtype = task_.dtype;
     range.reduce = task_.reduce;
@@ -86,7 +86,7 @@ class TwoLevelAllreduce : public BlockedCollective {
   void drain(uint64_t block) override {
     const Slices s = slices(block);
     for (int m = 0; m < lane_plan_.lanes; ++m)
-      view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), slot(m, block) + s.begin(m) * item());
+      view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), buffer(m, block) + s.begin(m) * item());
   }
 
   const Group& group_;

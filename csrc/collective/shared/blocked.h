@@ -1,4 +1,4 @@
-// What the blocked forms in shared memory have in common: private tensors travel through slots of the lane in blocks,
+// What the blocked forms in shared memory have in common: private tensors travel through buffers of the lane in blocks,
 // in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread: the thread
 // that makes progress.
 #pragma once
@@ -19,9 +19,9 @@ inline bool all_reached(const SharedLane& lane, std::atomic<uint64_t> LaneFlags:
   return true;
 }
 
-// Blocks through slots. A block passes three stages on every member: fill (my contribution into my slot), reduce
-// (allreduce and reducescatter: my slice of it) and drain (what I need from the others' slots). Fill of later blocks
-// runs ahead of drain by up to kBlockSlots, which hides a late peer.
+// Blocks through buffers. A block passes three stages on every member: fill (my contribution into my buffer), reduce
+// (allreduce and reducescatter: my slice of it) and drain (what I need from the others' buffers). Fill of later blocks
+// runs ahead of drain by up to kBlockBuffers, which hides a late peer.
 class BlockedCollective : public Collective {
  public:
   BlockedCollective(Task task, const Group& group)
@@ -73,7 +73,7 @@ class BlockedCollective : public Collective {
   virtual void drain(uint64_t block) = 0;
 
   size_t item() const { return size_of(task_.dtype); }
-  std::byte* slot(int member, uint64_t block) const { return lane_.block_slot(member, first_ + block); }
+  std::byte* buffer(int member, uint64_t block) const { return lane_.block_buffer(member, first_ + block); }
   void set_blocks(size_t blocks) { blocks_ = blocks; }
 
   Task task_;
@@ -85,8 +85,8 @@ class BlockedCollective : public Collective {
  private:
   bool can_fill() const {
     const uint64_t block = first_ + filled_;
-    return filled_ < drained_ + kBlockSlots &&
-           (block < kBlockSlots || all_reached(lane_, &LaneFlags::consumed, block - kBlockSlots + 1));
+    return filled_ < drained_ + kBlockBuffers &&
+           (block < kBlockBuffers || all_reached(lane_, &LaneFlags::consumed, block - kBlockBuffers + 1));
   }
   bool can_reduce() const {
     return started_ < filled_ && all_reached(lane_, &LaneFlags::filled, first_ + started_ + 1);

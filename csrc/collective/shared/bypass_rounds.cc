@@ -31,7 +31,7 @@ class BypassRound final : public ArrivalCollective {
     // round's.
     mine.round.store(0, std::memory_order_relaxed);
     std::atomic_thread_fence(std::memory_order_release);
-    mine.slot.store(key_.slot, std::memory_order_relaxed);
+    mine.cache_id.store(key_.cache_id, std::memory_order_relaxed);
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
     payload_.contribute(payload_of(rank_));
@@ -75,7 +75,8 @@ class BypassRound final : public ArrivalCollective {
       if (m == rank_) continue;
       const BypassCell& other = cell(m);
       const bool here = other.round.load(std::memory_order_acquire) == round_;
-      const BypassKey key{other.slot.load(std::memory_order_relaxed), other.sequence.load(std::memory_order_relaxed),
+      const BypassKey key{other.cache_id.load(std::memory_order_relaxed),
+                          other.sequence.load(std::memory_order_relaxed),
                           other.signature.load(std::memory_order_relaxed)};
       std::atomic_thread_fence(std::memory_order_acquire);
       if (!here || other.round.load(std::memory_order_relaxed) != round_) {

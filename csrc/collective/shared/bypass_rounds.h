@@ -22,7 +22,7 @@ namespace hc {
 
 // What must be equal on all members for an operation to be one and the same.
 struct BypassKey {
-  uint64_t slot = 0;       // of the cache of agreements
+  uint64_t cache_id = 0;   // of the cache of agreements
   uint64_t sequence = 0;   // unnamed operations
   uint64_t signature = 0;  // hash of it
   bool operator==(const BypassKey&) const = default;

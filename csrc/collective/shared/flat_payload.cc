@@ -29,25 +29,25 @@ size_t FlatPayload::input_count(const Piece& piece) const {
   return n;
 }
 
-void FlatPayload::collect(std::span<const std::byte* const> slots) const {
+void FlatPayload::collect(std::span<const std::byte* const> buffers) const {
   const bool is_root = rank_ == task_.root;
   switch (task_.op) {
     case Op::kAllreduce:
-      return reduce_pieces(slots);
+      return reduce_pieces(buffers);
     case Op::kReduce:
-      return is_root ? reduce_pieces(slots) : void();
+      return is_root ? reduce_pieces(buffers) : void();
     case Op::kBroadcast:
-      return copy_from_root(slots[static_cast<size_t>(task_.root)]);
+      return copy_from_root(buffers[static_cast<size_t>(task_.root)]);
     case Op::kAllgather:
-      return concatenate(slots);
+      return concatenate(buffers);
     case Op::kGather:
-      return is_root ? concatenate(slots) : void();
+      return is_root ? concatenate(buffers) : void();
     case Op::kReducescatter:
-      return reduce_at(slots, bytes_before_mine(), task_.pieces[0].out, task_.counts[static_cast<size_t>(rank_)]);
+      return reduce_at(buffers, bytes_before_mine(), task_.pieces[0].out, task_.counts[static_cast<size_t>(rank_)]);
     case Op::kScatter:
-      return take_my_parts(slots.subspan(static_cast<size_t>(task_.root), 1));
+      return take_my_parts(buffers.subspan(static_cast<size_t>(task_.root), 1));
     case Op::kAlltoall:
-      return take_my_parts(slots);
+      return take_my_parts(buffers);
     case Op::kBarrier:
     case Op::kJoin:
     case Op::kSend:
@@ -56,20 +56,20 @@ void FlatPayload::collect(std::span<const std::byte* const> slots) const {
   }
 }
 
-void FlatPayload::reduce_at(std::span<const std::byte* const> slots, size_t offset, std::byte* out,
+void FlatPayload::reduce_at(std::span<const std::byte* const> buffers, size_t offset, std::byte* out,
                             size_t count) const {
   if (!count) return;
   std::byte* const destinations[] = {out};
-  if (offset == 0) return reduce(task_.dtype, task_.reduce, destinations, slots, count, task_.scale);
-  std::vector<const std::byte*> sources(slots.begin(), slots.end());
+  if (offset == 0) return reduce(task_.dtype, task_.reduce, destinations, buffers, count, task_.scale);
+  std::vector<const std::byte*> sources(buffers.begin(), buffers.end());
   for (const std::byte*& source : sources) source += offset;
   reduce(task_.dtype, task_.reduce, destinations, sources, count, task_.scale);
 }
 
-void FlatPayload::reduce_pieces(std::span<const std::byte* const> slots) const {
+void FlatPayload::reduce_pieces(std::span<const std::byte* const> buffers) const {
   size_t offset = 0;
   for (const Piece& p : task_.pieces) {
-    reduce_at(slots, offset, p.out, p.count);
+    reduce_at(buffers, offset, p.out, p.count);
     offset += p.count * item();
   }
 }
@@ -80,29 +80,29 @@ size_t FlatPayload::bytes_before_mine() const {
   return before * item();
 }
 
-void FlatPayload::copy_from_root(const std::byte* slot) const {
+void FlatPayload::copy_from_root(const std::byte* buffer) const {
   for (const Piece& p : task_.pieces) {
-    if (p.count && !(rank_ == task_.root && p.in == p.out)) std::memcpy(p.out, slot, p.count * item());
-    slot += p.count * item();
+    if (p.count && !(rank_ == task_.root && p.in == p.out)) std::memcpy(p.out, buffer, p.count * item());
+    buffer += p.count * item();
   }
 }
 
-void FlatPayload::concatenate(std::span<const std::byte* const> slots) const {
+void FlatPayload::concatenate(std::span<const std::byte* const> buffers) const {
   std::byte* to = task_.pieces[0].out;
-  for (size_t m = 0; m < slots.size(); ++m) {
+  for (size_t m = 0; m < buffers.size(); ++m) {
     const size_t bytes = task_.counts[m] * item();
-    if (bytes) std::memcpy(to, slots[m], bytes);
+    if (bytes) std::memcpy(to, buffers[m], bytes);
     to += bytes;
   }
 }
 
-// Of each slot the part for me, one behind the other.
-void FlatPayload::take_my_parts(std::span<const std::byte* const> slots) const {
+// Of each buffer the part for me, one behind the other.
+void FlatPayload::take_my_parts(std::span<const std::byte* const> buffers) const {
   const size_t bytes = task_.counts[static_cast<size_t>(rank_)] * item(), from = bytes_before_mine();
   if (!bytes) return;
   std::byte* to = task_.pieces[0].out;
-  for (const std::byte* slot : slots) {
-    std::memcpy(to, slot + from, bytes);
+  for (const std::byte* buffer : buffers) {
+    std::memcpy(to, buffer + from, bytes);
     to += bytes;
   }
 }

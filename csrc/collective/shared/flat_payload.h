@@ -1,5 +1,5 @@
-// What a member of a small operation puts into its slot, and what it makes of everybody's slots: the same on the agreed
-// path (shared.cc) and by the bypass (bypass_rounds.h). Sums run in rank order. Thread: the engine's.
+// What a member of a small operation puts into its buffer, and what it makes of everybody's buffers: the same on the
+// agreed path (shared.cc) and by the bypass (bypass_rounds.h). Sums run in rank order. Thread: the engine's.
 #pragma once
 
 #include <cstddef>
@@ -17,23 +17,23 @@ class FlatPayload {
 
   Op op() const { return task_.op; }
   int root() const { return task_.root; }
-  // Only the root's slot is read.
+  // Only the root's buffer is read.
   bool comes_from_root() const { return task_.op == Op::kBroadcast || task_.op == Op::kScatter; }
-  // Of a slot that holds something; where all members call alike it is the same for all.
+  // Of a buffer that holds something; where all members call alike it is the same for all.
   size_t bytes() const;
   void contribute(std::byte* to) const;
-  // slots: of every member, by group rank.
-  void collect(std::span<const std::byte* const> slots) const;
+  // buffers: of every member, by group rank.
+  void collect(std::span<const std::byte* const> buffers) const;
 
  private:
   size_t item() const { return size_of(task_.dtype); }
   size_t input_count(const Piece& piece) const;
   size_t bytes_before_mine() const;
-  void reduce_pieces(std::span<const std::byte* const> slots) const;
-  void reduce_at(std::span<const std::byte* const> slots, size_t offset, std::byte* out, size_t count) const;
-  void copy_from_root(const std::byte* slot) const;
-  void concatenate(std::span<const std::byte* const> slots) const;
-  void take_my_parts(std::span<const std::byte* const> slots) const;
+  void reduce_pieces(std::span<const std::byte* const> buffers) const;
+  void reduce_at(std::span<const std::byte* const> buffers, size_t offset, std::byte* out, size_t count) const;
+  void copy_from_root(const std::byte* buffer) const;
+  void concatenate(std::span<const std::byte* const> buffers) const;
+  void take_my_parts(std::span<const std::byte* const> buffers) const;
 
   const Task task_;
   const int rank_;

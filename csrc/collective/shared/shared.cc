@@ -1,7 +1,7 @@
 // Collectives in shared memory. Three shapes: flat (everybody publishes a small payload, one flag each), blocked
-// (private tensors travel through slots in blocks, pipelined) and in place (every buffer lies in an arena: rank r reads
-// slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to run.
-// Thread: the thread that makes progress.
+// (private tensors travel through buffers in blocks, pipelined) and in place (every buffer lies in an arena: rank r
+// reads slice r of all and writes it to all). Sums run in rank order, so every rank gets the same bits, from run to
+// run. Thread: the thread that makes progress.
 #include "collective/shared/shared.h"
 #include "collective/selection.h"
 
@@ -45,8 +45,8 @@ namespace {
 
 constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces before it looks at others again
 
-// What flat operations of every kind share: my payload goes into the slot of this turn, then I wait for the members
-// whose payload I need. Two slots are enough: nobody enters turn k before all have entered k - 1, hence left k - 2.
+// What flat operations of every kind share: my payload goes into the buffer of this turn, then I wait for the members
+// whose payload I need. Two buffers are enough: nobody enters turn k before all have entered k - 1, hence left k - 2.
 class FlatCollective : public Collective {
  public:
   FlatCollective(Task task, const Group& group)
@@ -60,7 +60,7 @@ class FlatCollective : public Collective {
   Progress step(bool* moved) override {
     if (!published_) {
       if (!all_reached(lane_, &LaneFlags::flat, turn_)) return Progress::kPending;
-      payload_.contribute(lane_.flat_slot(rank_, turn_));
+      payload_.contribute(lane_.flat_buffer(rank_, turn_));
       if (payload_.comes_from_root() && rank_ == payload_.root())
         lane_.publish(lane_.mine().flat, turn_ + 1);
       else
@@ -69,9 +69,9 @@ class FlatCollective : public Collective {
       *moved = true;
     }
     if (!others_ready()) return Progress::kPending;
-    std::vector<const std::byte*> slots(static_cast<size_t>(lane_.size()));
-    for (int m = 0; m < lane_.size(); ++m) slots[static_cast<size_t>(m)] = lane_.flat_slot(m, turn_);
-    payload_.collect(slots);
+    std::vector<const std::byte*> buffers(static_cast<size_t>(lane_.size()));
+    for (int m = 0; m < lane_.size(); ++m) buffers[static_cast<size_t>(m)] = lane_.flat_buffer(m, turn_);
+    payload_.collect(buffers);
     *moved = true;
     return Progress::kDone;
   }

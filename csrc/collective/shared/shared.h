@@ -28,7 +28,7 @@ inline constexpr size_t kTurnsKept = 64;
 // First page of a lane. Each counter has its own cache lines, since its readers spin on it.
 struct LaneFlags {
   alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
-  alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the slot
+  alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the buffer
   alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
   alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
   // Not 0: this member has no frozen operation under way and enters none any more (it has joined or is leaving).
@@ -50,7 +50,7 @@ struct LaneFlags {
 // One member's part of a round of the bypass. Two of them, used alternately.
 struct BypassCell {
   alignas(kCacheLine) std::atomic<uint64_t> round;  // in which the rest holds; 0: it is being written
-  std::atomic<uint64_t> slot, sequence, signature;
+  std::atomic<uint64_t> cache_id, sequence, signature;
   std::atomic<uint64_t> last;  // the round in which this member found that it was the last to come
   std::byte few[kCacheLine - 5 * sizeof(uint64_t)];  // a payload that fits: its reader misses one cache line, not two
 };
@@ -61,10 +61,10 @@ static_assert(sizeof(BypassCell) == kCacheLine);
 inline constexpr size_t kBypassBytes = 64u << 10;
 inline constexpr size_t kBypassRingBytes = 20 * kBypassBytes;
 
-inline constexpr size_t kFlatSlotBytes = kMostFlatBytes;  // two of them, used in turn
-inline constexpr int kBlockSlots = 4;
-inline constexpr size_t kBlockSlotBytes = 512u << 10;
-inline constexpr size_t kBypassOffset = kPage + 2 * kFlatSlotBytes + kBlockSlots * kBlockSlotBytes;
+inline constexpr size_t kFlatBufferBytes = kMostFlatBytes;  // two of them, used in turn
+inline constexpr int kBlockBuffers = 4;
+inline constexpr size_t kBlockBufferBytes = 512u << 10;
+inline constexpr size_t kBypassOffset = kPage + 2 * kFlatBufferBytes + kBlockBuffers * kBlockBufferBytes;
 inline constexpr size_t kBypassRingOffset = kBypassOffset + kPage;
 inline constexpr size_t kBucketFlagsOffset = kBypassRingOffset + kBypassRingBytes;
 inline constexpr size_t kMaxFrozenBuckets = 4096;
@@ -90,9 +90,11 @@ class SharedLane {
   }
   // Owner only: makes the flags of buckets [first, first + count) usable.
   Status prepare_buckets(size_t first, size_t count);
-  std::byte* flat_slot(int member, uint64_t turn) const { return bases_[member] + kPage + (turn & 1) * kFlatSlotBytes; }
-  std::byte* block_slot(int member, uint64_t block) const {
-    return bases_[member] + kPage + 2 * kFlatSlotBytes + (block % kBlockSlots) * kBlockSlotBytes;
+  std::byte* flat_buffer(int member, uint64_t turn) const {
+    return bases_[member] + kPage + (turn & 1) * kFlatBufferBytes;
+  }
+  std::byte* block_buffer(int member, uint64_t block) const {
+    return bases_[member] + kPage + 2 * kFlatBufferBytes + (block % kBlockBuffers) * kBlockBufferBytes;
   }
   BypassCell& bypass_cell(int member, uint64_t place) const {
     return reinterpret_cast<BypassCell*>(bases_[member] + kBypassOffset)[place & 1];

@@ -21,7 +21,7 @@ class BlockedReduction : public BlockedCollective {
 
   void fill(uint64_t block) override {  // all but my own slice, which I read where it lies
     const Slices s = slices(block);
-    std::byte* to = slot(rank_, block);
+    std::byte* to = buffer(rank_, block);
     view_.gather(begin_of(block), s.begin(rank_), to);
     view_.gather(begin_of(block) + s.end(rank_), s.count_ - s.end(rank_), to + s.end(rank_) * item());
   }
@@ -29,8 +29,8 @@ class BlockedReduction : public BlockedCollective {
     const Slices s = slices(block);
     size_t at = s.begin(rank_);
     view_.each(begin_of(block) + at, s.end(rank_) - at, [&](const Piece& part) {
-      for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : slot(m, block) + at * item();
-      std::byte* const destinations[] = {slot(rank_, block) + at * item(), part.out};
+      for (int m = 0; m < n_; ++m) sources_[m] = m == rank_ ? part.in : buffer(m, block) + at * item();
+      std::byte* const destinations[] = {buffer(rank_, block) + at * item(), part.out};
       reduce(task_.dtype, task_.reduce, std::span(destinations, collects_ ? 2 : 1), sources_, part.count, task_.scale);
       at += part.count;
     });
@@ -39,7 +39,7 @@ class BlockedReduction : public BlockedCollective {
     const Slices s = slices(block);
     for (int m = 0; m < n_ && collects_; ++m)
       if (m != rank_)
-        view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), slot(m, block) + s.begin(m) * item());
+        view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), buffer(m, block) + s.begin(m) * item());
   }
 
   const bool collects_;
@@ -60,10 +60,10 @@ class BlockedBroadcast : public BlockedCollective {
  private:
   size_t count_of(uint64_t block) const { return std::min(block_, total_ - block * block_); }
   void fill(uint64_t block) override {
-    if (rank_ == task_.root) view_.gather(block * block_, count_of(block), slot(rank_, block));
+    if (rank_ == task_.root) view_.gather(block * block_, count_of(block), buffer(rank_, block));
   }
   void drain(uint64_t block) override {
-    if (rank_ != task_.root || copies_own_) view_.scatter(block * block_, count_of(block), slot(task_.root, block));
+    if (rank_ != task_.root || copies_own_) view_.scatter(block * block_, count_of(block), buffer(task_.root, block));
   }
   size_t total_, block_;
   bool copies_own_ = false;
@@ -103,7 +103,7 @@ class BlockedGather : public BlockedSlices {
     if (!bytes) return;
     const Piece& p = task_.pieces[0];
     const std::byte* from = p.in + block * part_ * item();
-    if (task_.op == Op::kAllgather || !collects_) std::memcpy(slot(rank_, block), from, bytes);
+    if (task_.op == Op::kAllgather || !collects_) std::memcpy(buffer(rank_, block), from, bytes);
     if (!collects_) return;
     std::byte* own = p.out + (offsets_[rank_] + block * part_) * item();
     if (own != from) std::memcpy(own, from, bytes);
@@ -112,7 +112,7 @@ class BlockedGather : public BlockedSlices {
     for (int m = 0; m < n_ && collects_; ++m) {
       const size_t bytes = count_of(m, block) * item();
       if (m != rank_ && bytes)
-        std::memcpy(task_.pieces[0].out + (offsets_[m] + block * part_) * item(), slot(m, block), bytes);
+        std::memcpy(task_.pieces[0].out + (offsets_[m] + block * part_) * item(), buffer(m, block), bytes);
     }
   }
   const bool collects_;
@@ -133,13 +133,13 @@ class BlockedReducescatter : public BlockedSlices {
   void fill(uint64_t block) override {
     for (int m = 0; m < n_; ++m)
       if (m != rank_ && count_of(m, block))
-        std::memcpy(slot(rank_, block) + m * part_ * item(), input_of(m, block), count_of(m, block) * item());
+        std::memcpy(buffer(rank_, block) + m * part_ * item(), input_of(m, block), count_of(m, block) * item());
   }
   void start_reduce(uint64_t block) override {
     const size_t count = count_of(rank_, block);
     if (!count) return;
     for (int m = 0; m < n_; ++m)
-      sources_[m] = m == rank_ ? input_of(rank_, block) : slot(m, block) + rank_ * part_ * item();
+      sources_[m] = m == rank_ ? input_of(rank_, block) : buffer(m, block) + rank_ * part_ * item();
     std::byte* const destinations[] = {task_.pieces[0].out + block * part_ * item()};
     reduce(task_.dtype, task_.reduce, destinations, sources_, count, task_.scale);
   }
@@ -147,7 +147,7 @@ class BlockedReducescatter : public BlockedSlices {
   std::vector<const std::byte*> sources_;
 };
 
-// Block b of the root's slot holds the b-th part of every member's slice, one after the other.
+// Block b of the root's buffer holds the b-th part of every member's slice, one after the other.
 class BlockedScatter : public BlockedSlices {
  public:
   BlockedScatter(Task task, const Group& group, size_t block_bytes)
@@ -161,13 +161,13 @@ class BlockedScatter : public BlockedSlices {
       if (!bytes) continue;
       const std::byte* from = task_.pieces[0].in + (offsets_[m] + block * part_) * item();
       std::byte* own = task_.pieces[0].out + block * part_ * item();
-      std::memcpy(m == rank_ ? own : slot(rank_, block) + m * part_ * item(), from, bytes);
+      std::memcpy(m == rank_ ? own : buffer(rank_, block) + m * part_ * item(), from, bytes);
     }
   }
   void drain(uint64_t block) override {
     const size_t bytes = bytes_of(rank_, block);
     if (rank_ != task_.root && bytes)
-      std::memcpy(task_.pieces[0].out + block * part_ * item(), slot(task_.root, block) + rank_ * part_ * item(),
+      std::memcpy(task_.pieces[0].out + block * part_ * item(), buffer(task_.root, block) + rank_ * part_ * item(),
                   bytes);
   }
 };
@@ -201,7 +201,7 @@ class BlockedAlltoall : public BlockedCollective {
       if (m == rank_)
         std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(), from, bytes);
       else
-        std::memcpy(slot(rank_, block) + m * part_ * item(), from, bytes);
+        std::memcpy(buffer(rank_, block) + m * part_ * item(), from, bytes);
     }
   }
   void drain(uint64_t block) override {
@@ -209,7 +209,7 @@ class BlockedAlltoall : public BlockedCollective {
       const size_t bytes = part_of(task_.received_counts[m], block) * item();
       if (m != rank_ && bytes)
         std::memcpy(task_.pieces[0].out + (received_[m] + block * part_) * item(),
-                    slot(m, block) + rank_ * part_ * item(), bytes);
+                    buffer(m, block) + rank_ * part_ * item(), bytes);
     }
   }
   size_t part_;
@@ -219,7 +219,7 @@ class BlockedAlltoall : public BlockedCollective {
 }  // namespace
 
 Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group) {
-  const size_t block = std::min(kBlockSlotBytes, task.segment_bytes);
+  const size_t block = std::min(kBlockBufferBytes, task.segment_bytes);
   switch (task.op) {
     case Op::kAllreduce:
     case Op::kReduce:

@@ -97,7 +97,7 @@ void Handles::recycle(Operation* op) {
   op->status = Status::ok();
   op->name_record = nullptr;
   op->tell = {};
-  op->slot = kNoSlot;
+  op->cache_id = kNoCacheId;
   op->bucket = {};
   op->batch = 0;
   op->join_rank = -1;

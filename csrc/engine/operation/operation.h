@@ -55,7 +55,7 @@ struct Operation {
   } tell;  // when it is done
 
   // The thread that makes progress only.
-  uint32_t slot = kNoSlot;
+  uint32_t cache_id = kNoCacheId;
   size_t pending_at = 0;  // place in Pending::all
   uint32_t batch = 0;     // the batch that executes it, 0 before
 

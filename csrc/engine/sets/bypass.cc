@@ -47,7 +47,7 @@ void Bypass::open(uint64_t first_round, const Pending& pending) {
 bool Bypass::suits(const Plan& plan, const Pending& pending, size_t coordinator_pending, size_t size) {
   if (!allowed_ || !all_share_memory_ || size < 2 || rounds_.is_on() || rounds_.is_busy()) return false;
   const PlanBatch* b = plan.batches.size() == 1 ? &plan.batches[0] : nullptr;
-  const bool suits = b && b->error == Code::kOk && b->entries.size() == 1 && b->entries[0].slot != kNoSlot &&
+  const bool suits = b && b->error == Code::kOk && b->entries.size() == 1 && b->entries[0].cache_id != kNoCacheId &&
                      !b->entries[0].assigned && !b->entries[0].has_signature && coordinator_pending == 0 &&
                      pending.size() == 1 && !pending.join() && takes(*pending.all()[0]) && rows_are_alike(*b, size);
   trial_.alike = suits ? trial_.alike + 1 : 0;

@@ -48,7 +48,7 @@ int Negotiator::above() const {
 }
 
 void Negotiator::announce(Operation* op) {
-  op->slot = cache_.announce(op->request, &requests_);
+  op->cache_id = cache_.announce(op->request, &requests_);
   for (const TensorMeta& t : op->signature().tensors)
     request_bytes_ += static_cast<size_t>(t.count()) * size_of(t.dtype);
 }

@@ -35,7 +35,7 @@ class Negotiator {
   // Without this member no request of this rank arrives.
   bool needs(int position) const { return tree_ ? tree_->is_below(members_.group_rank, position) : position == 0; }
 
-  // Puts `op` into the next requests; sets Operation::slot.
+  // Puts `op` into the next requests; sets Operation::cache_id.
   void announce(Operation* op);
   void announce_join() { requests_.joined = true; }
   void announce_bypass() { requests_.on_bypass = true; }  // a session of it is open on this rank

@@ -13,9 +13,9 @@ void Pending::expect(Operation* op) {
     const uint64_t at = op->request.sequence - w.base;
     if (w.operations.size() <= at) w.operations.resize(at + 1, nullptr);
     w.operations[at] = op;
-  } else if (op->slot != kNoSlot) {
-    if (by_slot_.size() <= op->slot) by_slot_.resize(op->slot + 1, nullptr);
-    by_slot_[op->slot] = op;
+  } else if (op->cache_id != kNoCacheId) {
+    if (by_cache_id_.size() <= op->cache_id) by_cache_id_.resize(op->cache_id + 1, nullptr);
+    by_cache_id_[op->cache_id] = op;
   }
 }
 
@@ -46,8 +46,8 @@ void Pending::remove(Operation* op) {
       w.operations.pop_front();
       ++w.base;
     }
-  } else if (op->slot != kNoSlot && op->slot < by_slot_.size() && by_slot_[op->slot] == op) {
-    by_slot_[op->slot] = nullptr;
+  } else if (op->cache_id != kNoCacheId && op->cache_id < by_cache_id_.size() && by_cache_id_[op->cache_id] == op) {
+    by_cache_id_[op->cache_id] = nullptr;
   }
 }
 

@@ -28,13 +28,15 @@ class Pending {
     ++total_;
   }
   void remove(Operation* op);
-  // It is about to be announced, with the cache id that it has (Operation::slot).
+  // It is about to be announced, with the cache id that it has (Operation::cache_id).
   void expect(Operation* op);
   void expect_join(Operation* op) { join_ = op; }
 
   // Null: this rank did not submit it.
   Operation* unnamed(Op op, uint64_t sequence) const;
-  Operation* by_slot(uint32_t slot) const { return slot < by_slot_.size() ? by_slot_[slot] : nullptr; }
+  Operation* by_cache_id(uint32_t cache_id) const {
+    return cache_id < by_cache_id_.size() ? by_cache_id_[cache_id] : nullptr;
+  }
   // An unnamed operation with this number was never announced: the next that is need not count from before it.
   void pass_over(Op op, uint64_t sequence);
 
@@ -47,7 +49,7 @@ class Pending {
   std::vector<Operation*> all_;  // Operation::pending_at is the place of each
   Operation* join_ = nullptr;
   std::array<Window, kOpCount> windows_;
-  std::vector<Operation*> by_slot_;
+  std::vector<Operation*> by_cache_id_;
 };
 
 }  // namespace hc

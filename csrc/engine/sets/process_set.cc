@@ -146,7 +146,7 @@ Result<Task> ProcessSet::bypass_task_of(Operation* op) const {
 bool ProcessSet::enter_bypass(Operation* op) {
   if (!bypass_.is_on() || pending_.size() != 1 || batches_.has_work() || !bypass_.takes(*op)) return false;
   const uint32_t cached = negotiator_->cache().find(op->request);
-  if (cached == kNoSlot) return false;
+  if (cached == kNoCacheId) return false;
   Result<Task> task = bypass_task_of(op);
   if (!task.is_ok()) return false;  // the negotiation says why
   const BypassKey key{cached, op->request.sequence, hash_of(op->signature())};
@@ -247,15 +247,15 @@ void ProcessSet::adopt(Plan plan) {
 Operation* ProcessSet::match(Op op, const PlanEntry& entry) {
   if (op == Op::kJoin) return pending_.join();
   PlanCache& cache = negotiator_->cache();
-  const bool learns = entry.assigned && entry.slot != kNoSlot;
+  const bool learns = entry.assigned && entry.cache_id != kNoCacheId;
   if (entry.unnamed) {
     Operation* found = pending_.unnamed(op, entry.sequence);
-    if (found && learns) cache.learn(found->request, entry.slot);
+    if (found && learns) cache.learn(found->request, entry.cache_id);
     return found;
   }
   Operation* found =
-      entry.name.empty() ? pending_.by_slot(entry.slot) : parts_.intake.find_named(*intake_, op, entry.name);
-  if (learns && found) cache.learn(found->request, entry.slot);
+      entry.name.empty() ? pending_.by_cache_id(entry.cache_id) : parts_.intake.find_named(*intake_, op, entry.name);
+  if (learns && found) cache.learn(found->request, entry.cache_id);
   if (learns && !found) cache.learn(entry);
   return found;
 }

@@ -64,7 +64,7 @@ class Ranks {
   void everybody_says(const std::vector<Request>& requests) {
     for (int r = 0; r < size_; r++) say(r, requests);
   }
-  // Decides, sends the plan as bytes; every rank learns the slots of what it said.
+  // Decides, sends the plan as bytes; every rank learns the cache ids of what it said.
   Plan decide(size_t room = 1000) {
     Writer w;
     encode(coordinator.decide(room), &w);
@@ -90,7 +90,7 @@ class Ranks {
   void learn(Op op, const PlanEntry& e) {
     for (auto r = said.rbegin(); r != said.rend(); ++r) {
       if (r->signature.op != op || r->name != e.name || (e.unnamed && r->sequence != e.sequence)) continue;
-      for (PlanCache& c : cache) c.learn(*r, e.slot);
+      for (PlanCache& c : cache) c.learn(*r, e.cache_id);
       return;
     }
   }

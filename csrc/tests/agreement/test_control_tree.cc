@@ -29,19 +29,19 @@ Plan plan_of(Op op, PlanEntry entry) {
   return plan;
 }
 
-// Slot 0 stands for allreduce.x from now on.
+// Cache id 0 stands for allreduce.x from now on.
 void teach(RequestAggregator* aggregator) {
   PlanEntry e;
-  e.slot = 0;
+  e.cache_id = 0;
   e.name = "x";
   e.assigned = e.has_signature = true;
   aggregator->pass(plan_of(Op::kAllreduce, e));
 }
 
-RequestList slots_of(int rank, std::vector<uint32_t> slots) {
+RequestList cache_ids_of(int rank, std::vector<uint32_t> cache_ids) {
   RequestList b;
   b.rank = rank;
-  for (uint32_t s : slots) b.cached.push_back({s, 0});
+  for (uint32_t s : cache_ids) b.cached.push_back({s, 0});
   return b;
 }
 
@@ -80,11 +80,11 @@ TEST_CASE("control tree: every rank is reached once, parents are lower, the fan-
 TEST_CASE("request aggregator: what all below have announced alike goes up once, and nothing before") {
   RequestAggregator c({chain_of_pairs(6), 2, 0, 0});
   teach(&c);
-  REQUIRE(c.take(slots_of(2, {0}), {}).is_ok());
-  REQUIRE(c.take(slots_of(3, {0}), {}).is_ok());
+  REQUIRE(c.take(cache_ids_of(2, {0}), {}).is_ok());
+  REQUIRE(c.take(cache_ids_of(3, {0}), {}).is_ok());
   CHECK_FALSE(c.has_news());
   CHECK(c.held() == 1);
-  RequestList below = slots_of(4, {0});
+  RequestList below = cache_ids_of(4, {0});
   below.whole = true;
   below.last = 5;
   REQUIRE(c.take(below, {}).is_ok());
@@ -112,12 +112,12 @@ TEST_CASE("request aggregator: what is announced differently, or asked for, goes
   CHECK(up[1].fresh[0].signature.tensors[0].shape[0] == 5);
 
   teach(&c);
-  REQUIRE(c.take(slots_of(3, {0}), now).is_ok());
+  REQUIRE(c.take(cache_ids_of(3, {0}), now).is_ok());
   c.reveal(now);
   up = c.collect();
   REQUIRE(up.size() == 1);
   CHECK(up[0].rank == 3);
-  REQUIRE(c.take(slots_of(2, {0}), now).is_ok());
+  REQUIRE(c.take(cache_ids_of(2, {0}), now).is_ok());
   CHECK(c.has_news());
 }
 
@@ -125,15 +125,15 @@ TEST_CASE("request aggregator: a rank whose announcement a plan did not end is n
   RequestAggregator c({chain_of_pairs(4), 2, 0, 0});
   teach(&c);
   // Both went up one by one; a plan fails what rank 2 said only.
-  REQUIRE(c.take(slots_of(2, {0}), {}).is_ok());
+  REQUIRE(c.take(cache_ids_of(2, {0}), {}).is_ok());
   c.reveal({});
-  REQUIRE(c.take(slots_of(3, {0}), {}).is_ok());
+  REQUIRE(c.take(cache_ids_of(3, {0}), {}).is_ok());
   (void)c.collect();
   PlanEntry failed;
-  failed.slot = 0;
+  failed.cache_id = 0;
   failed.failed_on = {2};
   c.pass(plan_of(Op::kAllreduce, failed));
-  REQUIRE(c.take(slots_of(2, {0}), {}).is_ok());
+  REQUIRE(c.take(cache_ids_of(2, {0}), {}).is_ok());
   REQUIRE(c.has_news());
   CHECK(c.collect()[0].rank == 2);
 }
@@ -154,14 +154,14 @@ TEST_CASE("coordinator: a request list that comes behind its rank's goodbye coun
   CHECK(plan.batches[0].entries[0].failed_on == std::vector<int32_t>{2});
 }
 
-TEST_CASE("request aggregator: strangers, repetitions and unknown slots are refused") {
+TEST_CASE("request aggregator: strangers, repetitions and unknown cache ids are refused") {
   RequestAggregator c({chain_of_pairs(6), 2, 0, 0});
   teach(&c);
-  CHECK_FALSE(c.take(slots_of(0, {0}), {}).is_ok());
-  CHECK_FALSE(c.take(slots_of(77, {0}), {}).is_ok());
-  CHECK_FALSE(c.take(slots_of(3, {1}), {}).is_ok());
-  CHECK(c.take(slots_of(3, {0}), {}).is_ok());
-  CHECK_FALSE(c.take(slots_of(3, {0}), {}).is_ok());
+  CHECK_FALSE(c.take(cache_ids_of(0, {0}), {}).is_ok());
+  CHECK_FALSE(c.take(cache_ids_of(77, {0}), {}).is_ok());
+  CHECK_FALSE(c.take(cache_ids_of(3, {1}), {}).is_ok());
+  CHECK(c.take(cache_ids_of(3, {0}), {}).is_ok());
+  CHECK_FALSE(c.take(cache_ids_of(3, {0}), {}).is_ok());
 }
 
 namespace {

@@ -93,7 +93,7 @@ TEST_CASE("coordinator: decide gives at most `room` batches") {
   CHECK_FALSE(ranks.coordinator.anything_ready());
 }
 
-TEST_CASE("coordinator: from the second time on an operation is a slot number in both directions") {
+TEST_CASE("coordinator: from the second time on an operation is a cache id in both directions") {
   Ranks ranks(options(2));
   std::vector<Request> step;
   for (int i = 0; i < 161; i++) step.push_back(allreduce("layer" + std::to_string(i) + ".weight", {64, 64}));
@@ -108,7 +108,7 @@ TEST_CASE("coordinator: from the second time on an operation is a slot number in
       for (const PlanEntry& e : b.entries) {
         CHECK_FALSE(e.assigned);
         CHECK(e.name.empty());
-        CHECK(e.slot < 161);
+        CHECK(e.cache_id < 161);
       }
   }
 }
@@ -284,7 +284,7 @@ TEST_CASE("coordinator: a known operation that changes on one rank fails, and wo
   ranks.say(0, {large});
   ranks.say(1, {small});
   CHECK(ranks.decide().batches.at(0).error == Code::kMismatch);
-  ranks.say(0, {large});  // a slot number again: still not what rank 1 has
+  ranks.say(0, {large});  // a cache id again: still not what rank 1 has
   ranks.say(1, {small});
   CHECK(ranks.decide().batches.at(0).error == Code::kMismatch);
   ranks.everybody_says({large});
@@ -322,37 +322,37 @@ TEST_CASE("coordinator: one name for two operations at a time is legal when ever
   CHECK(plan.batches[1].error == Code::kOk);
 }
 
-TEST_CASE("coordinator: the cache's capacity is kept, names without a slot work all the same") {
+TEST_CASE("coordinator: the cache's capacity is kept, names without a cache id work all the same") {
   Ranks ranks(options(2, 3));
   std::vector<Request> step;
   for (int i = 0; i < 6; i++) step.push_back(allreduce("t" + std::to_string(i)));
   for (int round = 0; round < 3; round++) {
     ranks.everybody_says(step);
-    size_t with_slot = 0, entries = 0;
+    size_t with_cache_id = 0, entries = 0;
     for (const PlanBatch& b : ranks.decide().batches)
       for (const PlanEntry& e : b.entries) {
         entries++;
-        with_slot += e.slot != kNoSlot;
-        CHECK((e.slot != kNoSlot || !e.name.empty()));
+        with_cache_id += e.cache_id != kNoCacheId;
+        CHECK((e.cache_id != kNoCacheId || !e.name.empty()));
       }
     CHECK(entries == 6);
-    CHECK(with_slot == 3);
+    CHECK(with_cache_id == 3);
   }
   CHECK(ranks.cache[0].size() == 3);
 }
 
-TEST_CASE("coordinator: unnamed operations match by number; a signature gets a slot when it comes again") {
+TEST_CASE("coordinator: unnamed operations match by number; a signature gets a cache id when it comes again") {
   Ranks ranks(options(2));
-  std::vector<bool> slotted;
+  std::vector<bool> has_cache_id;
   for (uint64_t i = 0; i < 4; i++) {
     ranks.everybody_says({unnamed(i, signature(Op::kAllreduce, {4}))});
     PlanEntry e = ranks.decide().batches.at(0).entries.at(0);
     CHECK(e.unnamed);
     CHECK(e.sequence == i);
-    slotted.push_back(e.slot != kNoSlot);
+    has_cache_id.push_back(e.cache_id != kNoCacheId);
   }
-  CHECK(slotted == std::vector<bool>{false, true, true, true});
-  ranks.say(0, {unnamed(4, signature(Op::kAllreduce, {4}))});  // a slot
+  CHECK(has_cache_id == std::vector<bool>{false, true, true, true});
+  ranks.say(0, {unnamed(4, signature(Op::kAllreduce, {4}))});  // a cache id
   ranks.say(1, {unnamed(4, signature(Op::kAllreduce, {5}))});  // whole
   CHECK(ranks.decide().batches.at(0).error == Code::kMismatch);
   ranks.say(0, {unnamed(5, signature(Op::kAllreduce, {4})), unnamed(6, signature(Op::kAllreduce, {4}))});
@@ -363,7 +363,7 @@ TEST_CASE("coordinator: unnamed operations match by number; a signature gets a s
   CHECK(ranks.coordinator.pending() == 1);
 }
 
-TEST_CASE("coordinator: unnamed signatures take at most a quarter of the slots") {
+TEST_CASE("coordinator: unnamed signatures take at most a quarter of the cache ids") {
   Ranks ranks(options(1, 16));
   uint64_t sequence = 0;
   for (int round = 0; round < 3; round++)
@@ -382,7 +382,7 @@ TEST_CASE("coordinator: a broken request list is an error, not a plan") {
   Ranks ranks(options(2));
   RequestList b;
   b.cached.push_back({0, 0});
-  CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());  // unknown slot
+  CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());  // unknown cache id
   b = request_list(5, {});
   CHECK_FALSE(ranks.coordinator.take(b, {}).is_ok());
   b = request_list(0, {});

@@ -71,11 +71,11 @@ RequestList random_request_list(Random& random) {
     }
     return b;
   }
-  uint32_t slot = static_cast<uint32_t>(pick(random, 100));
+  uint32_t cache_id = static_cast<uint32_t>(pick(random, 100));
   for (int i = pick(random, 200); i > 0; i--) {
-    slot = ascending ? slot + 1 + static_cast<uint32_t>(pick(random, 3) / 2)
-                     : static_cast<uint32_t>(pick(random, kMaxSlots));
-    b.cached.push_back({slot, sequences ? random() >> pick(random, 63) : 0});
+    cache_id = ascending ? cache_id + 1 + static_cast<uint32_t>(pick(random, 3) / 2)
+                         : static_cast<uint32_t>(pick(random, kMaxCacheIds));
+    b.cached.push_back({cache_id, sequences ? random() >> pick(random, 63) : 0});
   }
   for (int i = pick(random, 5); i > 0; i--)
     b.fresh.push_back({random_name(random), random() >> pick(random, 63), random_signature(random)});
@@ -91,13 +91,13 @@ PlanBatch random_batch(Random& random) {
   bool steady = pick(random, 2) == 1, unnamed = pick(random, 2) == 1;
   for (int i = pick(random, 30); i > 0; i--) {
     PlanEntry& e = b.entries.emplace_back();
-    e.slot = static_cast<uint32_t>(pick(random, kMaxSlots));
+    e.cache_id = static_cast<uint32_t>(pick(random, kMaxCacheIds));
     e.unnamed = steady ? unnamed : pick(random, 2) == 1;
     if (e.unnamed) e.sequence = random() >> pick(random, 63);
     if (steady) continue;
-    if (pick(random, 3) == 0) e.slot = kNoSlot;
+    if (pick(random, 3) == 0) e.cache_id = kNoCacheId;
     if (!e.unnamed) e.name = random_name(random);
-    e.assigned = e.slot != kNoSlot && pick(random, 2) == 0;
+    e.assigned = e.cache_id != kNoCacheId && pick(random, 2) == 0;
     e.has_signature = pick(random, 2) == 0;
     if (e.has_signature) e.signature = random_signature(random);
     e.with_joined = pick(random, 4) == 0;
@@ -125,7 +125,7 @@ Plan random_plan(Random& random) {
     b.id = pick(random, 9) == 0 || p.batches.size() == 1 ? 7 : p.batches[p.batches.size() - 2].id + 1;
     b.in_arena = pick(random, 9) != 0;
     PlanEntry& e = b.entries.emplace_back();
-    e.slot = 100 - i;
+    e.cache_id = 100 - i;
     e.unnamed = pick(random, 9) == 0;
     if (e.unnamed) e.sequence = i;
     if (pick(random, 20) == 0) b.rows = {1, 2};
@@ -133,12 +133,14 @@ Plan random_plan(Random& random) {
   return p;
 }
 
-bool same(const CachedRequest& a, const CachedRequest& b) { return a.slot == b.slot && a.sequence == b.sequence; }
+bool same(const CachedRequest& a, const CachedRequest& b) {
+  return a.cache_id == b.cache_id && a.sequence == b.sequence;
+}
 bool same(const Request& a, const Request& b) {
   return a.name == b.name && a.sequence == b.sequence && a.signature == b.signature;
 }
 bool same(const PlanEntry& a, const PlanEntry& b) {
-  return a.slot == b.slot && a.sequence == b.sequence && a.name == b.name && a.unnamed == b.unnamed &&
+  return a.cache_id == b.cache_id && a.sequence == b.sequence && a.name == b.name && a.unnamed == b.unnamed &&
          a.assigned == b.assigned && a.has_signature == b.has_signature && a.signature == b.signature &&
          a.with_joined == b.with_joined && a.failed_on == b.failed_on;
 }
@@ -188,7 +190,7 @@ bool sane(const Signature& s) {
 }
 bool sane(const RequestList& b) {
   for (const CachedRequest& c : b.cached)
-    if (c.slot >= kMaxSlots) return false;
+    if (c.cache_id >= kMaxCacheIds) return false;
   for (const Request& r : b.fresh)
     if (r.name.size() > kMaxTextBytes || !sane(r.signature)) return false;
   return b.rank >= 0;
@@ -198,7 +200,7 @@ bool sane(const Plan& p) {
   for (const PlanBatch& b : p.batches) {
     entries += b.entries.size();
     for (const PlanEntry& e : b.entries)
-      if ((e.slot >= kMaxSlots && e.slot != kNoSlot) || !sane(e.signature)) return false;
+      if ((e.cache_id >= kMaxCacheIds && e.cache_id != kNoCacheId) || !sane(e.signature)) return false;
   }
   return entries <= kMaxPlanEntries;
 }
@@ -245,7 +247,7 @@ TEST_CASE("negotiation: a steady step of 161 tensors is small, in order, in any 
     in_order.cached.push_back({40 + i, 0});
     shuffled.cached.push_back({(i * 67) % 161, 0});
     unnamed_ones.cached.push_back({i, 1000000 + i});
-    plan.batches[i * 3 / 161].entries.emplace_back().slot = i;
+    plan.batches[i * 3 / 161].entries.emplace_back().cache_id = i;
   }
   CHECK(bytes_of(in_order).size() <= 20);
   CHECK(bytes_of(shuffled).size() <= 340);
@@ -260,7 +262,7 @@ TEST_CASE("negotiation: a steady step of 161 tensors is small, in order, in any 
     PlanBatch& b = alone.batches.emplace_back();
     b.id = 5000 + i;
     b.in_arena = true;
-    b.entries.emplace_back().slot = i;
+    b.entries.emplace_back().cache_id = i;
   }
   CHECK(bytes_of(alone).size() <= 32);
   check_round_trip(alone);

@@ -272,8 +272,8 @@ class World {
     if (!e.failed_on.empty() && std::count(e.failed_on.begin(), e.failed_on.end(), r) == 0) return -1;
     std::string name = e.name;
     if (!e.unnamed && name.empty()) {
-      must(me.cache.name_of(e.slot) != nullptr, "a bare slot is known");
-      name = *me.cache.name_of(e.slot);
+      must(me.cache.name_of(e.cache_id) != nullptr, "a bare cache id is known");
+      name = *me.cache.name_of(e.cache_id);
     }
     auto at = me.pending.find(key_of(batch.op, name, e.sequence));
     if (at == me.pending.end()) {
@@ -285,7 +285,7 @@ class World {
       return -1;
     }
     must(at->second.announced, "nothing ends unannounced");
-    if (e.assigned) me.cache.learn(at->second.request, e.slot);
+    if (e.assigned) me.cache.learn(at->second.request, e.cache_id);
     int o = at->second.operation;
     me.pending.erase(at);
     must(++ended_[static_cast<size_t>(o)][static_cast<size_t>(r)] == 1, "an operation ends once");

@@ -17,7 +17,7 @@ bool sent_whole(PlanCache* cache, const Request& r) {
 
 }  // namespace
 
-TEST_CASE("plan cache: a name is sent whole until its slot is known, then as a number") {
+TEST_CASE("plan cache: a name is sent whole until its cache id is known, then as a number") {
   PlanCache cache;
   Request x = allreduce("x");
   CHECK(sent_whole(&cache, x));
@@ -26,7 +26,7 @@ TEST_CASE("plan cache: a name is sent whole until its slot is known, then as a n
   RequestList b;
   CHECK(cache.announce(x, &b) == 5);
   REQUIRE(b.cached.size() == 1);
-  CHECK(b.cached[0].slot == 5);
+  CHECK(b.cached[0].cache_id == 5);
   CHECK(b.fresh.empty());
   CHECK(cache.size() == 1);
   CHECK(*cache.name_of(5) == "x");
@@ -72,10 +72,10 @@ TEST_CASE("plan cache: unnamed operations are known by their content, whatever t
   CHECK(sent_whole(&cache, unnamed(18, signature(Op::kAllreduce, {4}, DType::kF64))));
 }
 
-TEST_CASE("plan cache: a rank that only watched (joined) knows the slot but announces whole first") {
+TEST_CASE("plan cache: a rank that only watched (joined) knows the cache id but announces whole first") {
   PlanCache cache;
   PlanEntry e;
-  e.slot = 2;
+  e.cache_id = 2;
   e.assigned = e.has_signature = true;
   e.name = "x";
   e.signature = signature(Op::kAllreduce, {4});
@@ -87,13 +87,13 @@ TEST_CASE("plan cache: a rank that only watched (joined) knows the slot but anno
   CHECK_FALSE(sent_whole(&cache, allreduce("x")));
 }
 
-TEST_CASE("plan cache: a slot keeps its first meaning and absurd slots are ignored") {
+TEST_CASE("plan cache: a cache id keeps its first meaning and absurd cache ids are ignored") {
   PlanCache cache;
   cache.learn(allreduce("x"), 0);
   cache.learn(allreduce("y"), 0);
   CHECK(*cache.name_of(0) == "x");
   CHECK(sent_whole(&cache, allreduce("y")));
-  cache.learn(allreduce("z"), kNoSlot);
-  cache.learn(allreduce("z"), kMaxSlots);
+  cache.learn(allreduce("z"), kNoCacheId);
+  cache.learn(allreduce("z"), kMaxCacheIds);
   CHECK(cache.size() == 1);
 }

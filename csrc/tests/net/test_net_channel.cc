@@ -448,7 +448,7 @@ TEST_CASE("channel: a frame cut off by the end is named as such") {
 
 TEST_CASE("shm channel: a ring whose cursor lies is an error, not a crash") {
   auto link = std::make_unique<ShmLink>();
-  auto* header = reinterpret_cast<RingHeader*>(ring_slot(*link->arenas[1], 0));
+  auto* header = reinterpret_cast<RingHeader*>(ring_pair(*link->arenas[1], 0));
   header->head[0].store(uint64_t{1} << 40);
   bool moved = false;
   CHECK(link->a->progress(&moved).code() == Code::kPeerLost);
