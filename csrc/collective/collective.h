@@ -16,16 +16,16 @@
 
 namespace hc {
 
-class SharedLane;  // collective/shared/shared.h: the group's part of the node's shared memory
+class SharedSegment;  // collective/shared/shared.h: the group's part of the node's shared memory
 
 // Who takes part. Positions (0 .. size-1) are ranks within the group, not world ranks.
 struct Group {
   int rank = 0;
   int size = 1;
-  std::vector<int> world_rank;    // [size]
-  std::vector<int> node;          // [size] node number of each
-  std::vector<Channel*> channel;  // [size] null at own position
-  SharedLane* lane = nullptr;     // not null when the local members share memory (one node: the whole group)
+  std::vector<int> world_rank;              // [size]
+  std::vector<int> node;                    // [size] node number of each
+  std::vector<Channel*> channel;            // [size] null at own position
+  SharedSegment* shared_segment = nullptr;  // not null when the local members share memory (one node: the whole group)
 };
 
 // One tensor's share of a task, in elements of Task::dtype. `in` may equal `out`. What only the root has (the output of
@@ -96,10 +96,10 @@ Result<std::unique_ptr<Collective>> make_collective(Task task, const Group& grou
 
 // Algorithms over channels: ring, recursive doubling, binomial tree, pairwise. channel_collectives.cc.
 Result<std::unique_ptr<Collective>> make_channel_collective(Task task, const Group& group);
-// Algorithms in shared memory; every member shares the group's lane. shared.cc.
+// Algorithms in shared memory; every member shares the group's shared segment. shared.cc.
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group);
 
-// Private tensors through buffers of the lane. shared_blocked.cc.
+// Private tensors through buffers of the shared segment. shared_blocked.cc.
 Result<std::unique_ptr<Collective>> make_blocked_collective(Task task, const Group& group);
 // Allreduce over several nodes of which some have several ranks: shared memory within, channels between. two_level.cc.
 Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Group& group);
@@ -138,7 +138,7 @@ class PersistentCollective : public ArrivalCollective {
  protected:
   size_t bytes_ = 0;
 };
-// In place, all members share memory; `bucket` indexes the lane's bucket flags. shared.cc.
+// In place, all members share memory; `bucket` indexes the shared segment's bucket flags. shared.cc.
 std::unique_ptr<PersistentCollective> make_persistent_allreduce(Task task, const Group& group, size_t bucket);
 // The arrival alone, for a bucket that something else then reduces: done when all members have come. shared.cc.
 std::unique_ptr<PersistentCollective> make_persistent_arrival(const Group& group, size_t bucket);

@@ -75,7 +75,7 @@ Status Engine::connect(const MeshMembers& members) {
   std::vector<int> everybody(static_cast<size_t>(mesh.size()));
   for (int r = 0; r < mesh.size(); ++r) everybody[static_cast<size_t>(r)] = r;
   HC_TRY(sets_.add(0, everybody));
-  if (sets_.world().is_on_one_node()) order_.turns().attach(sets_.world().lane());
+  if (sets_.world().is_on_one_node()) order_.turns().attach(sets_.world().shared_segment());
   HC_TRY(progress_.start());
   context_.connected.store(true);
   // The coordinator's runs before anybody is let go: it shows what the others announce. They measure its clock for

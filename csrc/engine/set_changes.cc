@@ -21,8 +21,8 @@ Status SetChanges::make(std::vector<int> ranks, int* id) {
   const ProgressThreads::Hold held(progress_);
   int free_id = 1;
   while (sets_.find(free_id)) ++free_id;
-  if (free_id >= kMaxLanes)
-    return error(Code::kUnsupported, "more than ", kMaxLanes - 1, " process sets; remove some first");
+  if (free_id >= kMaxSharedSegments)
+    return error(Code::kUnsupported, "more than ", kMaxSharedSegments - 1, " process sets; remove some first");
   *id = free_id;
   return sets_.add(static_cast<uint16_t>(free_id), std::move(ranks));
 }

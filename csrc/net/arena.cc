@@ -139,7 +139,7 @@ Result<std::shared_ptr<Arena::Mapping>> Arena::map(int fd, size_t bytes) {
   std::byte* end = base + round_up(bytes, kPage);
   if (end < from + span) munmap(end, from + span - end);
   madvise(base, bytes, MADV_DONTDUMP);  // a core file of 64 GiB helps nobody
-  madvise(base + kLanesOffset, bytes - kLanesOffset, MADV_HUGEPAGE);
+  madvise(base + kSharedSegmentsOffset, bytes - kSharedSegmentsOffset, MADV_HUGEPAGE);
   auto mapping = std::make_shared<Mapping>();
   mapping->key = key, mapping->base = base, mapping->bytes = bytes;
   all.maps[key] = mapping;

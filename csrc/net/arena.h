@@ -4,7 +4,7 @@
 // Layout, the same in every arena so that a peer needs no further address exchange:
 //   [0, 4 KiB)                        RankBlock
 //   [kRingsOffset, ...)               one outgoing control ring per local rank (net/shm_channel.h)
-//   [kLanesOffset, ...)               one lane per process set: flags and staging (collective/shared/shared.h)
+//   [kSharedSegmentsOffset, ...)      one shared segment per process set (collective/shared/shared.h)
 //   [kHeapOffset, end)                blocks handed out by allocate(): gradient buckets
 // Threads: allocate/free take a lock; the rest is fixed after construction.
 #pragma once
@@ -26,10 +26,11 @@ inline constexpr size_t kPage = 4096;
 inline constexpr size_t kRingsOffset = kPage;
 inline constexpr int kMaxLocalRanks = 256;
 inline constexpr size_t kRingBytes = 256u << 10;  // one ring, header included
-inline constexpr size_t kLanesOffset = kRingsOffset + kMaxLocalRanks * kRingBytes;
-inline constexpr size_t kLaneBytes = 4608u << 10;
-inline constexpr int kMaxLanes = 128;                                         // process sets alive at once
-inline constexpr size_t kHeapOffset = kLanesOffset + kMaxLanes * kLaneBytes;  // 641 MiB, sparse
+inline constexpr size_t kSharedSegmentsOffset = kRingsOffset + kMaxLocalRanks * kRingBytes;
+inline constexpr size_t kSharedSegmentBytes = 4608u << 10;
+inline constexpr int kMaxSharedSegments = 128;  // process sets alive at once
+inline constexpr size_t kHeapOffset =
+    kSharedSegmentsOffset + kMaxSharedSegments * kSharedSegmentBytes;  // 641 MiB, sparse
 inline constexpr size_t kMinArenaBytes = kHeapOffset + (64u << 20);
 
 inline constexpr uint64_t kArenaMagic = 0x414e455241434cULL;  // RankBlock::magic

@@ -20,10 +20,10 @@ namespace hc {
 //
 // Spinning: progress_shared(), receive() once has_frames(); poll(0) now and then, as a death shows only there.
 //
-// Before sleeping: set_asleep(kAsleep*), then every source of work once more (progress_shared(), lanes, submissions),
-// then poll(timeout), or poll(2) on wait_fd() and a poll(0) afterwards; then set_asleep(kAwake).
+// Before sleeping: set_asleep(kAsleep*), then every source of work once more (progress_shared(), shared segments,
+// submissions), then poll(timeout), or poll(2) on wait_fd() and a poll(0) afterwards; then set_asleep(kAwake).
 //
-// After storing flags in a shared lane: wake(r) for every rank that may wait for them. Channels ring by themselves a
+// After storing flags in a shared segment: wake(r) for every rank that may wait for them. Channels ring by themselves a
 // peer that sleeps waiting; one that sleeps idle is rung with wake(r, true).
 //
 // When something moved: receive() until false. A Loss comes only after the peer's last frames were fetched; receives

@@ -1,10 +1,10 @@
 // Allreduce over nodes with several ranks each: per block, the node's members reduce a slice each in shared memory,
-// each drives its slice between the nodes (so that no single core has to feed the link), then all read the results.
+// each carries its slice between the nodes (so that no single core has to feed the link), then all read the results.
 // Moves 2(H-1)/H of the buffer over each node's link instead of up to 2(N-1)/N times the ranks per node. Source of the
 // idea: BlueConnect (Cho et al., MLSys 2019). Thread: the thread that makes progress.
 #include <deque>
 
-#include "collective/channels/lane_allreduce.h"
+#include "collective/channels/striped_allreduce.h"
 #include "collective/shared/blocked.h"
 
 namespace hc {
@@ -12,8 +12,8 @@ namespace {
 
 class TwoLevelAllreduce : public BlockedCollective {
  public:
-  TwoLevelAllreduce(Task task, const Group& group, Lane lane)
-      : BlockedCollective(std::move(task), group), group_(group), lane_plan_(std::move(lane)) {
+  TwoLevelAllreduce(Task task, const Group& group, Stripe stripe)
+      : BlockedCollective(std::move(task), group), group_(group), stripe_(std::move(stripe)) {
     algorithm_ = "two level";
     total_ = task_.count();
     block_ = std::max<size_t>(1, kBlockBufferBytes / item());
@@ -25,9 +25,9 @@ class TwoLevelAllreduce : public BlockedCollective {
 
  private:
   size_t begin_of(uint64_t block) const { return (first_block_ + block) * block_; }
-  // Only the first `lanes` members own a slice: the nodes may have different numbers of members.
-  Slices slices(uint64_t block) const { return {std::min(block_, total_ - begin_of(block)), lane_plan_.lanes, item()}; }
-  bool owns() const { return rank_ < lane_plan_.lanes; }
+  // Only the first `stripes` members own a slice: the nodes may have different numbers of members.
+  Slices slices(uint64_t block) const { return {std::min(block_, total_ - begin_of(block)), stripe_.stripes, item()}; }
+  bool owns() const { return rank_ < stripe_.stripes; }
 
   void fill(uint64_t block) override {
     const Slices s = slices(block);
@@ -49,7 +49,7 @@ class TwoLevelAllreduce : public BlockedCollective {
       reduce(task_.dtype, task_.reduce, destinations, sources_, part.count, Scale{task_.scale.pre, 1.0, 1});
       at += part.count;
     });
-    LaneRange range;
+    StripeRange range;
     range.data = buffer(rank_, block) + s.begin(rank_) * item();
     range.count = s.end(rank_) - s.begin(rank_);
     range.dtype = task_.dtype;
@@ -60,7 +60,7 @@ class TwoLevelAllreduce : public BlockedCollective {
     range.tag = task_.tag;
     // Blocks are under way together: each needs a stream of its own. Plain batches count up from 0 and stay below 2^31.
     range.tag.batch = 0x80000000u | (task_.tag.batch & 0x7fff) << 16 | static_cast<uint32_t>(block & 0xffff);
-    auto made = make_lane_allreduce(range, group_, lane_plan_.positions);
+    auto made = make_striped_allreduce(range, group_, stripe_.positions);
     if (!made.is_ok()) {
       status_ = made.status();
       return;
@@ -85,23 +85,23 @@ class TwoLevelAllreduce : public BlockedCollective {
 
   void drain(uint64_t block) override {
     const Slices s = slices(block);
-    for (int m = 0; m < lane_plan_.lanes; ++m)
+    for (int m = 0; m < stripe_.stripes; ++m)
       view_.scatter(begin_of(block) + s.begin(m), s.end(m) - s.begin(m), buffer(m, block) + s.begin(m) * item());
   }
 
   const Group& group_;
-  const Lane lane_plan_;
+  const Stripe stripe_;
   size_t total_, block_;
-  size_t first_block_ = 0;                             // of this part
-  std::deque<std::unique_ptr<LaneAllreduce>> across_;  // one per block started and not reported, in order
+  size_t first_block_ = 0;                                // of this part
+  std::deque<std::unique_ptr<StripedAllreduce>> across_;  // one per block started and not reported, in order
   std::vector<const std::byte*> sources_;
 };
 
 }  // namespace
 
 Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Group& group) {
-  Lane lane = lane_of(group);
-  return std::unique_ptr<Collective>(std::make_unique<TwoLevelAllreduce>(std::move(task), group, std::move(lane)));
+  Stripe stripe = stripe_of(group);
+  return std::unique_ptr<Collective>(std::make_unique<TwoLevelAllreduce>(std::move(task), group, std::move(stripe)));
 }
 
 }  // namespace hc

@@ -80,12 +80,12 @@ void DeviceGroup::leave_peers() {
   });
   if (!idle) return state_.peers->abandon();
   state_.peers->close();
-  SharedLane& lane = *group_.lane;
-  lane.publish(lane.mine().peers_closed, 1);
+  SharedSegment& shared_segment = *group_.shared_segment;
+  shared_segment.publish(shared_segment.mine().peers_closed, 1);
   (void)wait_until([&] {
     if (aborted_) return true;
-    for (int m = 0; m < lane.size(); ++m)
-      if (!lane.flags(m).peers_closed.load(std::memory_order_acquire)) return false;
+    for (int m = 0; m < shared_segment.size(); ++m)
+      if (!shared_segment.flags(m).peers_closed.load(std::memory_order_acquire)) return false;
     return true;
   });
   state_.peers.reset();

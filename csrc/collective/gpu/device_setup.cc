@@ -22,7 +22,7 @@ struct Introduction {
   uint8_t has_nccl = 0;
   uint8_t shares_gpus = 0;  // NCCL was told to accept several ranks on one GPU
   uint8_t has_kernels = 0;
-  uint8_t has_lane = 0;  // shares host memory with all members
+  uint8_t has_shared_segment = 0;  // shares host memory with all members
   GpuOperations operations = GpuOperations::kAuto;
   int32_t nccl_version = 0;
   CuUuid uuid{};
@@ -66,7 +66,7 @@ std::pair<int, int> sharing_a_gpu(const Table& table, const Group& group) {
 std::string why_no_peers(const Table& table, const Group& group) {
   if (table.size() > kMostPeers) return text_of("more than ", kMostPeers, " ranks");
   for (size_t r = 0; r < table.size(); ++r) {
-    if (!table[r].has_lane)
+    if (!table[r].has_shared_segment)
       return text_of(name_in(group, r), " does not share memory with all others: they are not on one machine");
     if (!table[r].has_kernels) return text_of(name_in(group, r), ": ", table[r].kernels_reason);
   }
@@ -204,8 +204,8 @@ class DeviceSetup : public Collective {
     mine_.has_device = device_.gpu != nullptr;
     mine_.has_nccl = device_.nccl.library() != nullptr;
     mine_.has_kernels = device_.kernels != nullptr;
-    const SharedLane* lane = group_.lane;
-    mine_.has_lane = lane && lane->size() == group_.size;
+    const SharedSegment* shared_segment = group_.shared_segment;
+    mine_.has_shared_segment = shared_segment && shared_segment->size() == group_.size;
     mine_.peer_bytes = options_.peer_bytes;
     device_.kernels_missing.text().copy(mine_.kernels_reason, kReasonBytes - 1);
     if (device_.gpu) mine_.uuid = device_.gpu->uuid();

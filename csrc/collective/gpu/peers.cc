@@ -36,7 +36,7 @@ class PeersCollective : public Collective {
       : task_(std::move(task)),
         device_(*device),
         memory_(*device->peers),
-        lane_(*group.lane),
+        shared_(*group.shared_segment),
         gpu_(*device->gpu),
         size_(static_cast<size_t>(group.size)),
         rank_(static_cast<size_t>(group.rank)),
@@ -73,34 +73,34 @@ class PeersCollective : public Collective {
       case State::kWorking:
         return gpu_.passed(*event_);
       case State::kFilled:
-        return all_have(&LaneFlags::peers_filled);
+        return all_have(&SegmentFlags::peers_filled);
       case State::kWorked:
-        return all_have(&LaneFlags::peers_taken);
+        return all_have(&SegmentFlags::peers_taken);
     }
     return false;
   }
-  bool all_have(std::atomic<uint64_t> LaneFlags::* counter) const {
-    for (int m = 0; m < lane_.size(); ++m)
-      if ((lane_.flags(m).*counter).load(std::memory_order_acquire) < lane_.peers_total + 1) return false;
+  bool all_have(std::atomic<uint64_t> SegmentFlags::* counter) const {
+    for (int m = 0; m < shared_.size(); ++m)
+      if ((shared_.flags(m).*counter).load(std::memory_order_acquire) < shared_.peers_total + 1) return false;
     return true;
   }
 
   Status advance() {
     switch (state_) {
       case State::kFilling:
-        lane_.publish(lane_.mine().peers_filled, lane_.peers_total + 1);
+        shared_.publish(shared_.mine().peers_filled, shared_.peers_total + 1);
         state_ = State::kFilled;
         return Status::ok();
       case State::kFilled:
         HC_TRY(work());
         return record(State::kWorking);
       case State::kWorking:
-        lane_.publish(lane_.mine().peers_taken, lane_.peers_total + 1);
+        shared_.publish(shared_.mine().peers_taken, shared_.peers_total + 1);
         state_ = State::kWorked;
         return Status::ok();
       case State::kWorked:
         if (task_.op == Op::kAllreduce) HC_TRY(unpack());
-        ++lane_.peers_total;
+        ++shared_.peers_total;
         return ++round_ < rounds_ ? fill() : Status::ok();
     }
     return Status::ok();
@@ -299,7 +299,7 @@ class PeersCollective : public Collective {
   const Task task_;
   DeviceState& device_;
   const PeerMemory& memory_;
-  SharedLane& lane_;
+  SharedSegment& shared_;
   Gpu& gpu_;
   const size_t size_, rank_, item_, capacity_;
   std::vector<Round> portions_;  // of reductions

@@ -1,6 +1,6 @@
-// What the blocked forms in shared memory have in common: private tensors travel through buffers of the lane in blocks,
-// in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread: the thread
-// that makes progress.
+// What the blocked forms in shared memory have in common: private tensors travel through buffers of the shared segment
+// in blocks, in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread:
+// the thread that makes progress.
 #pragma once
 
 #include <algorithm>
@@ -13,9 +13,10 @@
 
 namespace hc {
 
-inline bool all_reached(const SharedLane& lane, std::atomic<uint64_t> LaneFlags::* counter, uint64_t value) {
-  for (int m = 0; m < lane.size(); ++m)
-    if ((lane.flags(m).*counter).load(std::memory_order_acquire) < value) return false;
+inline bool all_reached(const SharedSegment& shared_segment, std::atomic<uint64_t> SegmentFlags::* counter,
+                        uint64_t value) {
+  for (int m = 0; m < shared_segment.size(); ++m)
+    if ((shared_segment.flags(m).*counter).load(std::memory_order_acquire) < value) return false;
   return true;
 }
 
@@ -26,16 +27,16 @@ class BlockedCollective : public Collective {
  public:
   BlockedCollective(Task task, const Group& group)
       : task_(std::move(task)),
-        lane_(*group.lane),
-        n_(lane_.size()),
-        rank_(lane_.index()),
+        shared_(*group.shared_segment),
+        n_(shared_.size()),
+        rank_(shared_.index()),
         view_(task_.pieces, size_of(task_.dtype)) {
-    first_ = lane_.block_total;
+    first_ = shared_.block_total;
     algorithm_ = "shm blocks";
   }
 
   Progress start() override {
-    lane_.block_total += blocks_;
+    shared_.block_total += blocks_;
     return Progress::kPending;
   }
 
@@ -45,17 +46,17 @@ class BlockedCollective : public Collective {
       any = false;
       if (drained_ < blocks_ && can_drain()) {
         drain(drained_++);
-        lane_.meet(&LaneFlags::consumed, first_ + drained_);
+        shared_.meet(&SegmentFlags::consumed, first_ + drained_);
         any = true;
       } else if (reduced_ < started_ && is_reduced(reduced_, moved)) {
-        lane_.meet(&LaneFlags::reduced, first_ + ++reduced_);
+        shared_.meet(&SegmentFlags::reduced, first_ + ++reduced_);
         any = true;
       } else if (started_ < blocks_ && can_reduce()) {
         start_reduce(started_++);
         any = true;
       } else if (filled_ < blocks_ && can_fill()) {
         fill(filled_++);
-        lane_.meet(&LaneFlags::filled, first_ + filled_);
+        shared_.meet(&SegmentFlags::filled, first_ + filled_);
         any = true;
       }
       if (!status_.is_ok()) return Progress::kFailed;
@@ -73,12 +74,12 @@ class BlockedCollective : public Collective {
   virtual void drain(uint64_t block) = 0;
 
   size_t item() const { return size_of(task_.dtype); }
-  std::byte* buffer(int member, uint64_t block) const { return lane_.block_buffer(member, first_ + block); }
+  std::byte* buffer(int member, uint64_t block) const { return shared_.block_buffer(member, first_ + block); }
   void set_blocks(size_t blocks) { blocks_ = blocks; }
 
   Task task_;
-  SharedLane& lane_;
-  const int n_;     // members of the lane
+  SharedSegment& shared_;
+  const int n_;     // members of the shared segment
   const int rank_;  // mine among them
   PieceView view_;
 
@@ -86,13 +87,13 @@ class BlockedCollective : public Collective {
   bool can_fill() const {
     const uint64_t block = first_ + filled_;
     return filled_ < drained_ + kBlockBuffers &&
-           (block < kBlockBuffers || all_reached(lane_, &LaneFlags::consumed, block - kBlockBuffers + 1));
+           (block < kBlockBuffers || all_reached(shared_, &SegmentFlags::consumed, block - kBlockBuffers + 1));
   }
   bool can_reduce() const {
-    return started_ < filled_ && all_reached(lane_, &LaneFlags::filled, first_ + started_ + 1);
+    return started_ < filled_ && all_reached(shared_, &SegmentFlags::filled, first_ + started_ + 1);
   }
   bool can_drain() const {
-    return drained_ < reduced_ && all_reached(lane_, &LaneFlags::reduced, first_ + drained_ + 1);
+    return drained_ < reduced_ && all_reached(shared_, &SegmentFlags::reduced, first_ + drained_ + 1);
   }
 
   uint64_t first_ = 0;

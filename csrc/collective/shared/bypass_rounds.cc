@@ -15,7 +15,7 @@ class BypassRound final : public ArrivalCollective {
   BypassRound(Task task, const Group& group, const BypassKey& key, BypassRounds* rounds)
       : payload_(std::move(task), group.rank),
         bytes_(payload_.bytes()),
-        lane_(*group.lane),
+        shared_(*group.shared_segment),
         rank_(group.rank),
         key_(key),
         rounds_(rounds),
@@ -35,7 +35,8 @@ class BypassRound final : public ArrivalCollective {
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
     payload_.contribute(payload_of(rank_));
-    if (lane_.meet(mine.round, round_, [&](int m) { return cell(m).round.load(std::memory_order_seq_cst) == round_; }))
+    if (shared_.meet(mine.round, round_,
+                     [&](int m) { return cell(m).round.load(std::memory_order_seq_cst) == round_; }))
       mine.last.store(round_, std::memory_order_release);
     return Progress::kPending;
   }
@@ -57,7 +58,7 @@ class BypassRound final : public ArrivalCollective {
 
   std::vector<int> late_members() const override {
     std::vector<int> late;
-    for (int m = 0; m < lane_.size(); ++m)
+    for (int m = 0; m < shared_.size(); ++m)
       if (cell(m).round.load(std::memory_order_acquire) != round_) late.push_back(m);
     return late;
   }
@@ -65,13 +66,13 @@ class BypassRound final : public ArrivalCollective {
  private:
   enum class View { kWaiting, kAllHere, kMismatch };
 
-  BypassCell& cell(int member) const { return lane_.bypass_cell(member, place_); }
+  BypassCell& cell(int member) const { return shared_.bypass_cell(member, place_); }
   std::byte* payload_of(int member) const {
-    return bytes_ <= sizeof(BypassCell::few) ? cell(member).few : lane_.bypass_ring(member) + at_;
+    return bytes_ <= sizeof(BypassCell::few) ? cell(member).few : shared_.bypass_ring(member) + at_;
   }
 
   View look() {
-    for (int m = 0; m < lane_.size(); ++m) {
+    for (int m = 0; m < shared_.size(); ++m) {
       if (m == rank_) continue;
       const BypassCell& other = cell(m);
       const bool here = other.round.load(std::memory_order_acquire) == round_;
@@ -90,20 +91,20 @@ class BypassRound final : public ArrivalCollective {
 
   // Who came last; who was missing when this member last looked, before it slept perhaps, where nobody says so.
   int last_one() const {
-    for (int m = 0; m < lane_.size(); ++m)
+    for (int m = 0; m < shared_.size(); ++m)
       if (cell(m).last.load(std::memory_order_acquire) == round_) return m;
     return arrival_.last;
   }
 
   void collect() {
     std::vector<const std::byte*>& payloads = rounds_->payloads();
-    for (int m = 0; m < lane_.size(); ++m) payloads[static_cast<size_t>(m)] = payload_of(m);
+    for (int m = 0; m < shared_.size(); ++m) payloads[static_cast<size_t>(m)] = payload_of(m);
     payload_.collect(payloads);
   }
 
   const FlatPayload payload_;
   const size_t bytes_;
-  SharedLane& lane_;
+  SharedSegment& shared_;
   const int rank_;
   const BypassKey key_;
   BypassRounds* const rounds_;
@@ -113,8 +114,8 @@ class BypassRound final : public ArrivalCollective {
 
 uint64_t BypassRounds::most_closed() const {
   uint64_t most = 0;
-  for (int m = 0; m < lane_->size(); ++m)
-    most = std::max(most, lane_->flags(m).bypass_closed.load(std::memory_order_acquire));
+  for (int m = 0; m < shared_->size(); ++m)
+    most = std::max(most, shared_->flags(m).bypass_closed.load(std::memory_order_acquire));
   return most;
 }
 
@@ -127,7 +128,7 @@ void BypassRounds::open(uint64_t first_round) {
 
 void BypassRounds::close() {
   is_on_ = false;
-  lane_->publish(lane_->mine().bypass_closed, round_ + 1);
+  shared_->publish(shared_->mine().bypass_closed, round_ + 1);
 }
 
 std::unique_ptr<ArrivalCollective> BypassRounds::enter(Task task, const Group& group, const BypassKey& key) {

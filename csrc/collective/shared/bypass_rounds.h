@@ -30,10 +30,10 @@ struct BypassKey {
 
 class BypassRounds {
  public:
-  // The lane holds all members of the set.
-  void attach(SharedLane* lane) {
-    lane_ = lane;
-    payloads_.resize(lane ? static_cast<size_t>(lane->size()) : 0);
+  // The shared segment holds all members of the set.
+  void attach(SharedSegment* shared_segment) {
+    shared_ = shared_segment;
+    payloads_.resize(shared_segment ? static_cast<size_t>(shared_segment->size()) : 0);
   }
   bool is_on() const { return is_on_; }
   // A round of mine is under way.
@@ -63,7 +63,7 @@ class BypassRounds {
   void leave_round(bool succeeded, size_t bytes);
 
  private:
-  SharedLane* lane_ = nullptr;
+  SharedSegment* shared_ = nullptr;
   bool is_on_ = false, is_busy_ = false;
   uint64_t round_ = 1;   // the next to enter, or the one under way
   uint64_t place_ = 0;   // which of my two cells it uses; it changes with every round that succeeds

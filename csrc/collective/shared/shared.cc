@@ -15,15 +15,16 @@
 
 namespace hc {
 
-SharedLane::SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int lane)
+SharedSegment::SharedSegment(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index,
+                             int number)
     : arenas_(std::move(arenas)),
       positions_(std::move(positions)),
       my_index_(my_index),
-      offset_(kLanesOffset + static_cast<size_t>(lane) * kLaneBytes) {
+      offset_(kSharedSegmentsOffset + static_cast<size_t>(number) * kSharedSegmentBytes) {
   for (const auto& arena : arenas_) bases_.push_back(arena->base() + offset_);
 }
 
-Status SharedLane::prepare() {
+Status SharedSegment::prepare() {
   Arena& own = *arenas_[my_index_];
   HC_TRY(own.commit(offset_, kBucketFlagsOffset), "shared memory for a process set");
   std::memset(bases_[my_index_], 0, kPage);
@@ -34,7 +35,7 @@ Status SharedLane::prepare() {
   return Status::ok();
 }
 
-Status SharedLane::prepare_buckets(size_t first, size_t count) {
+Status SharedSegment::prepare_buckets(size_t first, size_t count) {
   const size_t from = kBucketFlagsOffset + first * sizeof(InPlaceFlags), bytes = count * sizeof(InPlaceFlags);
   HC_TRY(arenas_[my_index_]->commit(offset_ + from, bytes), "shared memory for the flags of ", count, " buckets");
   std::memset(bases_[my_index_] + from, 0, bytes);
@@ -50,8 +51,8 @@ constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces b
 class FlatCollective : public Collective {
  public:
   FlatCollective(Task task, const Group& group)
-      : payload_(std::move(task), group.rank), lane_(*group.lane), rank_(group.rank) {
-    turn_ = lane_.flat_total++;
+      : payload_(std::move(task), group.rank), shared_(*group.shared_segment), rank_(group.rank) {
+    turn_ = shared_.flat_total++;
     algorithm_ = "shm flat";
   }
 
@@ -59,18 +60,18 @@ class FlatCollective : public Collective {
 
   Progress step(bool* moved) override {
     if (!published_) {
-      if (!all_reached(lane_, &LaneFlags::flat, turn_)) return Progress::kPending;
-      payload_.contribute(lane_.flat_buffer(rank_, turn_));
+      if (!all_reached(shared_, &SegmentFlags::flat, turn_)) return Progress::kPending;
+      payload_.contribute(shared_.flat_buffer(rank_, turn_));
       if (payload_.comes_from_root() && rank_ == payload_.root())
-        lane_.publish(lane_.mine().flat, turn_ + 1);
+        shared_.publish(shared_.mine().flat, turn_ + 1);
       else
-        lane_.meet(&LaneFlags::flat, turn_ + 1);
+        shared_.meet(&SegmentFlags::flat, turn_ + 1);
       published_ = true;
       *moved = true;
     }
     if (!others_ready()) return Progress::kPending;
-    std::vector<const std::byte*> buffers(static_cast<size_t>(lane_.size()));
-    for (int m = 0; m < lane_.size(); ++m) buffers[static_cast<size_t>(m)] = lane_.flat_buffer(m, turn_);
+    std::vector<const std::byte*> buffers(static_cast<size_t>(shared_.size()));
+    for (int m = 0; m < shared_.size(); ++m) buffers[static_cast<size_t>(m)] = shared_.flat_buffer(m, turn_);
     payload_.collect(buffers);
     *moved = true;
     return Progress::kDone;
@@ -78,13 +79,13 @@ class FlatCollective : public Collective {
 
  private:
   bool others_ready() const {
-    if (payload_.comes_from_root()) return lane_.flags(payload_.root()).flat.load(std::memory_order_acquire) > turn_;
+    if (payload_.comes_from_root()) return shared_.flags(payload_.root()).flat.load(std::memory_order_acquire) > turn_;
     if ((payload_.op() == Op::kReduce || payload_.op() == Op::kGather) && rank_ != payload_.root()) return true;
-    return all_reached(lane_, &LaneFlags::flat, turn_ + 1);
+    return all_reached(shared_, &SegmentFlags::flat, turn_ + 1);
   }
 
   const FlatPayload payload_;
-  SharedLane& lane_;
+  SharedSegment& shared_;
   const int rank_;
   uint64_t turn_;
   bool published_ = false;
@@ -93,11 +94,12 @@ class FlatCollective : public Collective {
 // The members' entering into one operation, of which nothing happens before all have arrived.
 class Meeting {
  public:
-  Meeting(const Group& group, std::vector<InPlaceFlags*> flags) : lane_(*group.lane), flags_(std::move(flags)) {}
+  Meeting(const Group& group, std::vector<InPlaceFlags*> flags)
+      : shared_(*group.shared_segment), flags_(std::move(flags)) {}
   void enter(int rank, uint64_t round) {
     round_ = round;
     InPlaceFlags& mine = *flags_[static_cast<size_t>(rank)];
-    const bool last = lane_.meet(mine.arrived, round_ + 1, [&](int m) {
+    const bool last = shared_.meet(mine.arrived, round_ + 1, [&](int m) {
       return flags_[static_cast<size_t>(m)]->arrived.load(std::memory_order_seq_cst) > round_;
     });
     if (last) mine.last.store(round_ + 1, std::memory_order_release);
@@ -124,12 +126,12 @@ class Meeting {
   // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
   bool must_withdraw() const {
     for (size_t m = 0; m < flags_.size(); ++m)
-      if (lane_.flags(static_cast<int>(m)).thawed.load(std::memory_order_acquire) && !is_here(m)) return true;
+      if (shared_.flags(static_cast<int>(m)).thawed.load(std::memory_order_acquire) && !is_here(m)) return true;
     return false;
   }
 
  private:
-  SharedLane& lane_;
+  SharedSegment& shared_;
   uint64_t round_ = 0;
   const std::vector<InPlaceFlags*> flags_;  // [member]
 };
@@ -164,13 +166,13 @@ class PersistentArrival final : public PersistentCollective {
 };
 
 // Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have
-// arrived. Negotiated operations share the lane's flags; a persistent bucket has flags of its own.
+// arrived. Negotiated operations share the shared segment's flags; a persistent bucket has flags of its own.
 class InPlaceAllreduce final : public PersistentCollective {
  public:
   // round: of a negotiated operation; a persistent bucket gets it from begin().
   InPlaceAllreduce(Task task, const Group& group, std::vector<InPlaceFlags*> flags, std::optional<uint64_t> round)
       : task_(std::move(task)),
-        lane_(*group.lane),
+        shared_(*group.shared_segment),
         n_(group.size),
         rank_(group.rank),
         flags_(flags),
@@ -192,7 +194,7 @@ class InPlaceAllreduce final : public PersistentCollective {
     arrival_ = {};
     buffers_.clear();
     at_ = slices_.begin(rank_);
-    flags_[rank_]->offset.store(lane_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
+    flags_[rank_]->offset.store(shared_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
     meeting_.enter(rank_, round_);
   }
 
@@ -210,8 +212,8 @@ class InPlaceAllreduce final : public PersistentCollective {
     *moved = true;
     if (stage_ == Stage::kReducing) {
       if (!reduce_some()) return Progress::kPending;
-      lane_.meet(flags_[rank_]->finished, round_ + 1,
-                 [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
+      shared_.meet(flags_[rank_]->finished, round_ + 1,
+                   [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
       stage_ = Stage::kFinishing;
     }
     if (all_finished()) return Progress::kDone;
@@ -232,9 +234,9 @@ class InPlaceAllreduce final : public PersistentCollective {
   Status find_buffers() {
     for (int m = 0; m < n_; ++m) {
       const uint64_t offset = flags_[m]->offset.load(std::memory_order_relaxed);
-      if (offset > lane_.arena(m).bytes() || bytes_ > lane_.arena(m).bytes() - offset)
+      if (offset > shared_.arena(m).bytes() || bytes_ > shared_.arena(m).bytes() - offset)
         return error(Code::kInternal, "member ", m, " announced a buffer outside its arena");
-      buffers_.push_back(lane_.arena_base(m) + offset);
+      buffers_.push_back(shared_.arena_base(m) + offset);
     }
     return Status::ok();
   }
@@ -252,7 +254,7 @@ class InPlaceAllreduce final : public PersistentCollective {
   }
 
   Task task_;
-  SharedLane& lane_;
+  SharedSegment& shared_;
   const int n_, rank_;
   const std::vector<InPlaceFlags*> flags_;  // [member]
   Meeting meeting_;
@@ -267,7 +269,7 @@ class InPlaceAllreduce final : public PersistentCollective {
 
 std::vector<InPlaceFlags*> flags_of(const Group& group, size_t bucket) {
   std::vector<InPlaceFlags*> flags;
-  for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->bucket_flags(m, bucket));
+  for (int m = 0; m < group.size; ++m) flags.push_back(&group.shared_segment->bucket_flags(m, bucket));
   return flags;
 }
 
@@ -282,13 +284,13 @@ std::unique_ptr<PersistentCollective> make_persistent_arrival(const Group& group
 }
 
 Result<std::unique_ptr<Collective>> make_shared_collective(Task task, const Group& group) {
-  if (!group.lane || group.lane->size() != group.size)
-    return error(Code::kInternal, "a shared-memory ", name_of(task.op), " needs one lane for the whole group");
+  if (!group.shared_segment || group.shared_segment->size() != group.size)
+    return error(Code::kInternal, "a shared-memory ", name_of(task.op), " needs shared memory of the whole group");
   const Algorithm chosen = choose_in_shared_memory(task);
   if (chosen == Algorithm::kSharedInPlace) {
     std::vector<InPlaceFlags*> flags;
-    for (int m = 0; m < group.size; ++m) flags.push_back(&group.lane->in_place_flags(m));
-    const uint64_t round = group.lane->in_place_total++;
+    for (int m = 0; m < group.size; ++m) flags.push_back(&group.shared_segment->in_place_flags(m));
+    const uint64_t round = group.shared_segment->in_place_total++;
     return std::unique_ptr<Collective>(
         std::make_unique<InPlaceAllreduce>(std::move(task), group, std::move(flags), round));
   }

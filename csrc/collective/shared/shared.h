@@ -1,5 +1,6 @@
-// A group's part of the node's shared memory: per member flags and staging, at the same offset in every member's arena.
-// Every word is written by its owner only and counts up for ever, so no flag is ever reset and none is missed.
+// A shared segment is a group's part of the node's shared memory: per member flags and staging, at the same offset in
+// every member's arena. Every word is written by its owner only and counts up for ever, so no flag is ever reset and
+// none is missed.
 //
 // Thread: the thread that makes progress. Owner: the engine's process set.
 #pragma once
@@ -25,8 +26,8 @@ struct InPlaceFlags {
 
 inline constexpr size_t kTurnsKept = 64;
 
-// First page of a lane. Each counter has its own cache lines, since its readers spin on it.
-struct LaneFlags {
+// First page of a shared segment. Each counter has its own cache lines, since its readers spin on it.
+struct SegmentFlags {
   alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
   alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the buffer
   alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
@@ -40,7 +41,7 @@ struct LaneFlags {
   std::atomic<uint64_t> peers_closed;  // 1: I have forgotten the others' device memory
   alignas(kCacheLine)
       std::atomic<uint64_t> bypass_closed;  // I enter no round of the bypass before this one (bypass_rounds.h)
-  // What starts on GPUs in which order, in the lane of rank 0 of the world; what each member has taken of it.
+  // What starts on GPUs in which order, in the shared segment of rank 0 of the world; what each member has taken of it.
   // engine/gpu/device_turns.h.
   alignas(kCacheLine) std::atomic<uint64_t> turns_given;
   std::atomic<uint64_t> turns[kTurnsKept];
@@ -68,21 +69,22 @@ inline constexpr size_t kBypassOffset = kPage + 2 * kFlatBufferBytes + kBlockBuf
 inline constexpr size_t kBypassRingOffset = kBypassOffset + kPage;
 inline constexpr size_t kBucketFlagsOffset = kBypassRingOffset + kBypassRingBytes;
 inline constexpr size_t kMaxFrozenBuckets = 4096;
-static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kLaneBytes);
-static_assert(sizeof(LaneFlags) <= kPage);
+static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kSharedSegmentBytes);
+static_assert(sizeof(SegmentFlags) <= kPage);
 static_assert(2 * sizeof(BypassCell) <= kPage);
 
-class SharedLane {
+class SharedSegment {
  public:
-  // arenas: one per member, in the order of `positions` (their group ranks); index: which lane of the arena.
-  SharedLane(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int lane);
-  // Owner only, before any member uses the lane: makes its pages usable and zero.
+  // arenas: one per member, in the order of `positions` (their group ranks); number: which of the arena's shared
+  // segments.
+  SharedSegment(std::vector<std::shared_ptr<Arena>> arenas, std::vector<int> positions, int my_index, int number);
+  // Owner only, before any member uses the shared segment: makes its pages usable and zero.
   Status prepare();
 
   int size() const { return static_cast<int>(bases_.size()); }
   int index() const { return my_index_; }
-  LaneFlags& flags(int member) const { return *reinterpret_cast<LaneFlags*>(bases_[member]); }
-  LaneFlags& mine() const { return flags(my_index_); }
+  SegmentFlags& flags(int member) const { return *reinterpret_cast<SegmentFlags*>(bases_[member]); }
+  SegmentFlags& mine() const { return flags(my_index_); }
   InPlaceFlags& in_place_flags(int member) const { return flags(member).in_place; }
   // Flags of their own for each bucket of a frozen plan, so that buckets need no order among themselves.
   InPlaceFlags& bucket_flags(int member, size_t bucket) const {
@@ -121,7 +123,7 @@ class SharedLane {
     return published_ = true;
   }
   // A counter that counts up by one.
-  void meet(std::atomic<uint64_t> LaneFlags::* counter, uint64_t value) {
+  void meet(std::atomic<uint64_t> SegmentFlags::* counter, uint64_t value) {
     meet(mine().*counter, value, [&](int m) { return (flags(m).*counter).load(std::memory_order_seq_cst) >= value; });
   }
   // Whether anything was published since the last call that somebody may sleep for.

@@ -122,7 +122,7 @@ class BlockedGather : public BlockedSlices {
 class BlockedReducescatter : public BlockedSlices {
  public:
   BlockedReducescatter(Task task, const Group& group, size_t block_bytes)
-      : BlockedSlices(std::move(task), group, block_bytes / group.lane->size()) {
+      : BlockedSlices(std::move(task), group, block_bytes / group.shared_segment->size()) {
     sources_.resize(n_);
   }
 
@@ -151,7 +151,7 @@ class BlockedReducescatter : public BlockedSlices {
 class BlockedScatter : public BlockedSlices {
  public:
   BlockedScatter(Task task, const Group& group, size_t block_bytes)
-      : BlockedSlices(std::move(task), group, block_bytes / group.lane->size()) {}
+      : BlockedSlices(std::move(task), group, block_bytes / group.shared_segment->size()) {}
 
  private:
   size_t bytes_of(int m, uint64_t block) const { return count_of(m, block) * item(); }

@@ -23,29 +23,29 @@ void DeviceTurns::give(DeviceTurn turn, uint32_t count, bool is_mine) {
 bool DeviceTurns::pass_on(const std::vector<bool>& gone) {
   if (waiting_.empty()) return true;
   uint64_t slowest = given_;
-  for (int m = 1; m < lane_->size(); ++m)
+  for (int m = 1; m < shared_->size(); ++m)
     if (!gone[static_cast<size_t>(m)])
-      slowest = std::min(slowest, lane_->flags(m).turns_taken.load(std::memory_order_acquire));
-  LaneFlags& mine = lane_->mine();
+      slowest = std::min(slowest, shared_->flags(m).turns_taken.load(std::memory_order_acquire));
+  SegmentFlags& mine = shared_->mine();
   const uint64_t before = given_;
   for (; !waiting_.empty() && given_ - slowest < kTurnsKept; ++given_) {
     mine.turns[given_ % kTurnsKept].store(waiting_.front(), std::memory_order_relaxed);
     waiting_.pop_front();
   }
-  if (given_ != before) lane_->publish(mine.turns_given, given_);
+  if (given_ != before) shared_->publish(mine.turns_given, given_);
   return waiting_.empty();
 }
 
 bool DeviceTurns::take(const std::function<bool(const DeviceTurn&)>& is_mine) {
-  if (!lane_ || lane_->index() == 0) return false;
-  const LaneFlags& leader = lane_->flags(0);
+  if (!shared_ || shared_->index() == 0) return false;
+  const SegmentFlags& leader = shared_->flags(0);
   const uint64_t given = leader.turns_given.load(std::memory_order_acquire);
   if (given == taken_) return false;
   for (; taken_ < given; ++taken_) {
     const DeviceTurn turn = turn_of(leader.turns[taken_ % kTurnsKept].load(std::memory_order_relaxed));
     if (is_mine(turn)) turns_.push_back(turn);
   }
-  lane_->mine().turns_taken.store(taken_, std::memory_order_release);  // rank 0 looks when it lacks room: no bell
+  shared_->mine().turns_taken.store(taken_, std::memory_order_release);  // rank 0 looks when it lacks room: no bell
   return true;
 }
 

@@ -1,8 +1,9 @@
 // The order in which this rank starts work on its GPU: the same on every rank, so that two communicators never wait for
-// each other crosswise. Rank 0 of the world gives it. Where all ranks share memory it travels in rank 0's lane, so that
-// buckets of frozen plans take their turns without a message. Else each turn goes straight to its ranks in a frame, and
-// plans of the world's set, which are turns too, along their tree: each says how much of the other comes before it, so
-// the order is the same whatever arrives first, and no rank on the way is needed, which may have shut down.
+// each other crosswise. Rank 0 of the world gives it. Where all ranks share memory it travels in rank 0's shared
+// segment, so that buckets of frozen plans take their turns without a message. Else each turn goes straight to its
+// ranks in a frame, and plans of the world's set, which are turns too, along their tree: each says how much of the
+// other comes before it, so the order is the same whatever arrives first, and no rank on the way is needed, which may
+// have shut down.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
@@ -27,10 +28,10 @@ DeviceTurn turn_of(uint64_t word);
 
 class DeviceTurns {
  public:
-  // lane: of the world, with every rank in it.
-  void attach(SharedLane* lane) { lane_ = lane; }
+  // shared_segment: of the world, with every rank in it.
+  void attach(SharedSegment* shared_segment) { shared_ = shared_segment; }
   // Turns travel in shared memory, so frozen buckets can have some.
-  bool in_memory() const { return lane_ != nullptr; }
+  bool in_memory() const { return shared_ != nullptr; }
 
   void add(DeviceTurn turn, uint32_t count);  // mine
 
@@ -49,7 +50,7 @@ class DeviceTurns {
   bool pass_on(const std::vector<bool>& gone);
   // The others, in shared memory: whether rank 0 has given something that was not taken yet.
   bool has_news() const {
-    return lane_ && lane_->index() != 0 && lane_->flags(0).turns_given.load(std::memory_order_acquire) != taken_;
+    return shared_ && shared_->index() != 0 && shared_->flags(0).turns_given.load(std::memory_order_acquire) != taken_;
   }
   // The others: takes what rank 0 has given; is_mine: whether this rank takes part. True: something came.
   bool take(const std::function<bool(const DeviceTurn&)>& is_mine);
@@ -75,10 +76,10 @@ class DeviceTurns {
   bool any(const std::function<bool(const DeviceTurn&)>& is_it) const;
   void settle();
 
-  SharedLane* lane_ = nullptr;
+  SharedSegment* shared_ = nullptr;
   std::deque<DeviceTurn> turns_;
   std::deque<uint64_t> waiting_;    // rank 0: not passed on yet
-  uint64_t given_ = 0, taken_ = 0;  // words in rank 0's lane, in all
+  uint64_t given_ = 0, taken_ = 0;  // words in rank 0's shared segment, in all
 
   // In frames. All numbers are of this generation and wrap around.
   std::vector<uint32_t> given_out_;     // rank 0: to each rank since the last plan with batches

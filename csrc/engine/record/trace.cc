@@ -10,7 +10,7 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kMostLanes = 50000;  // tensors shown by name; names without end must not fill the memory
+constexpr size_t kMostTracks = 50000;  // tensors shown by name; names without end must not fill the memory
 
 std::string constant_case(std::string text) {
   for (char& c : text) c = c == ' ' ? '_' : static_cast<char>(std::toupper(c));
@@ -22,7 +22,7 @@ std::string id_of(const TraceKey& key) {
                           : text_of(static_cast<int>(key.op), ':', key.process_set, '=', key.name);
 }
 
-std::string name_of_lane(const TraceKey& key, bool operation_names) {
+std::string name_of_track(const TraceKey& key, bool operation_names) {
   if (!operation_names) return key.name.empty() ? text_of(name_of(key.op), " (unnamed)") : key.name;
   if (key.name.empty()) return text_of(name_of(key.op), ".noname.", key.sequence);
   return text_of(name_of(key.op), ".", key.name);
@@ -70,32 +70,32 @@ void Trace::open(std::string* out) {
   metadata(base, "process_sort_index", text_of("\"sort_index\":", base), out);
 }
 
-Trace::Lane& Trace::lane_of(const TraceKey& key, std::string* out) {
-  std::string name = name_of_lane(key, origin_.operation_names);
+Trace::Track& Trace::track_of(const TraceKey& key, std::string* out) {
+  std::string name = name_of_track(key, origin_.operation_names);
   if (key.process_set) name += text_of(" [process set ", key.process_set, "]");
-  if (lanes_.size() >= kMostLanes && !lanes_.contains(name)) name = "(more tensors)";
-  auto [at, fresh] = lanes_.try_emplace(name);
-  Lane& lane = at->second;
-  if (!fresh) return lane;
-  lane.pid = pid_base() + static_cast<int>(lanes_.size());
+  if (tracks_.size() >= kMostTracks && !tracks_.contains(name)) name = "(more tensors)";
+  auto [at, fresh] = tracks_.try_emplace(name);
+  Track& track = at->second;
+  if (!fresh) return track;
+  track.pid = pid_base() + static_cast<int>(tracks_.size());
   const std::string shown = origin_.all_ranks ? text_of("rank ", origin_.rank, ": ", name) : name;
-  metadata(lane.pid, "process_name", text_of("\"name\":", json_text(shown)), out);
-  metadata(lane.pid, "process_sort_index", text_of("\"sort_index\":", lane.pid), out);
-  return lane;
+  metadata(track.pid, "process_name", text_of("\"name\":", json_text(shown)), out);
+  metadata(track.pid, "process_sort_index", text_of("\"sort_index\":", track.pid), out);
+  return track;
 }
 
 // The lowest row of the kind in which nothing is open.
 Trace::Flight& Trace::take_row(const TraceKey& key, int kind, Flights* flights, const std::string& id,
                                std::string* out) {
-  Lane& lane = lane_of(key, out);
-  std::vector<bool>& busy = lane.busy[kind];
+  Track& track = track_of(key, out);
+  std::vector<bool>& busy = track.busy[kind];
   const auto free = static_cast<size_t>(std::find(busy.begin(), busy.end(), false) - busy.begin());
   const bool fresh = free == busy.size();
   if (fresh) busy.push_back(true);
   busy[free] = true;
   Flight& f = (*flights)[id];
   f = Flight{};
-  f.lane = &lane;
+  f.track = &track;
   f.kind = kind;
   f.row = static_cast<int>(free) * 2 + kind;
   f.op = constant_case(name_of(key.op));
@@ -104,7 +104,7 @@ Trace::Flight& Trace::take_row(const TraceKey& key, int kind, Flights* flights, 
 }
 
 void Trace::name_rows(const Flight& f, std::string* out) {
-  *out += text_of(",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":", f.lane->pid, ",\"tid\":", f.row,
+  *out += text_of(",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":", f.track->pid, ",\"tid\":", f.row,
                   ",\"args\":{\"name\":\"", f.kind ? "operation" : "negotiation", "\"}}");
 }
 
@@ -113,11 +113,11 @@ double Trace::stamp(Flight* f, TimePoint at) { return f->last_us = std::max(f->l
 
 void Trace::begin(Flight* f, const std::string& name, TimePoint at, std::string* out) {
   *out += text_of(",\n{\"ph\":\"B\",\"name\":", json_text(name), ",\"ts\":", number(stamp(f, at)),
-                  ",\"pid\":", f->lane->pid, ",\"tid\":", f->row, "}");
+                  ",\"pid\":", f->track->pid, ",\"tid\":", f->row, "}");
 }
 
 void Trace::end(Flight* f, TimePoint at, std::string_view args, std::string* out) {
-  *out += text_of(",\n{\"ph\":\"E\",\"ts\":", number(stamp(f, at)), ",\"pid\":", f->lane->pid, ",\"tid\":", f->row);
+  *out += text_of(",\n{\"ph\":\"E\",\"ts\":", number(stamp(f, at)), ",\"pid\":", f->track->pid, ",\"tid\":", f->row);
   *out += args.empty() ? std::string("}") : text_of(",\"args\":{", args, "}}");
 }
 
@@ -134,7 +134,7 @@ void Trace::finish(Flights* flights, const std::string& id, TimePoint at, std::s
   Flight& f = found->second;
   if (f.in_phase) end(&f, at, {}, out);
   end(&f, at, args, out);
-  f.lane->busy[f.kind][static_cast<size_t>(f.row / 2)] = false;
+  f.track->busy[f.kind][static_cast<size_t>(f.row / 2)] = false;
   flights->erase(found);
 }
 
@@ -154,7 +154,7 @@ void Trace::add(const TraceEvent& e, std::string* out) {
       Flight& f = at != negotiating_.end() ? at->second : take_row(e.key, 0, &negotiating_, id, out);
       if (at == negotiating_.end()) begin(&f, "NEGOTIATE_" + f.op, e.time, out);
       *out += text_of(",\n{\"ph\":\"X\",\"name\":\"", e.rank, "\",\"ts\":", number(stamp(&f, e.time)),
-                      ",\"dur\":0,\"pid\":", f.lane->pid, ",\"tid\":", f.row, "}");
+                      ",\"dur\":0,\"pid\":", f.track->pid, ",\"tid\":", f.row, "}");
       break;
     }
     case Kind::kAgreed:

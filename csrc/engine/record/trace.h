@@ -60,12 +60,12 @@ class Trace {
   void close(TimePoint now, uint64_t dropped, std::string* out);
 
  private:
-  struct Lane {  // a process
+  struct Track {  // a process
     int pid = 0;
     std::vector<bool> busy[2];  // rows taken, of negotiations and of runs
   };
   struct Flight {  // a row with something open
-    Lane* lane = nullptr;
+    Track* track = nullptr;
     int row = 0, kind = 0;
     bool in_phase = false;
     double last_us = 0;
@@ -73,7 +73,7 @@ class Trace {
   };
   using Flights = std::unordered_map<std::string, Flight>;
 
-  Lane& lane_of(const TraceKey& key, std::string* out);
+  Track& track_of(const TraceKey& key, std::string* out);
   Flight& take_row(const TraceKey& key, int kind, Flights* flights, const std::string& id, std::string* out);
   void begin(Flight* f, const std::string& name, TimePoint at, std::string* out);
   void end(Flight* f, TimePoint at, std::string_view args, std::string* out);
@@ -86,7 +86,7 @@ class Trace {
   void name_rows(const Flight& f, std::string* out);
 
   const Origin origin_;
-  std::unordered_map<std::string, Lane> lanes_;
+  std::unordered_map<std::string, Track> tracks_;
   Flights negotiating_, running_;
 };
 

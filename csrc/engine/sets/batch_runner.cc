@@ -165,7 +165,7 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
   task.dtype = dtype;
   task.algorithm = batch_.algorithm;
   task.tag = tag_;
-  const bool one_node = group_.lane && group_.lane->size() == group_.size;
+  const bool one_node = group_.shared_segment && group_.shared_segment->size() == group_.size;
   task.segment_bytes = one_node ? batch_.tuning.block_bytes : batch_.tuning.segment_bytes;
   task.flat_bytes = batch_.tuning.flat_bytes;
   task.ring_from_bytes = batch_.tuning.ring_from_bytes;

@@ -23,8 +23,8 @@ bool rows_are_alike(const PlanBatch& batch, size_t size) {
 
 }  // namespace
 
-void Bypass::attach(SharedLane* lane, bool allowed, size_t limit_bytes, bool all_share_memory) {
-  rounds_.attach(lane);
+void Bypass::attach(SharedSegment* shared_segment, bool allowed, size_t limit_bytes, bool all_share_memory) {
+  rounds_.attach(shared_segment);
   allowed_ = allowed;
   limit_bytes_ = limit_bytes;
   all_share_memory_ = all_share_memory;

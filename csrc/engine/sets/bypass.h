@@ -17,7 +17,7 @@ namespace hc {
 class Bypass {
  public:
   // Once, before use. limit_bytes: larger operations are agreed on; the same on all members.
-  void attach(SharedLane* lane, bool allowed, size_t limit_bytes, bool all_share_memory);
+  void attach(SharedSegment* shared_segment, bool allowed, size_t limit_bytes, bool all_share_memory);
   void set_limit(size_t bytes) { limit_bytes_ = bytes; }
   void allow(bool allowed) { allowed_ = allowed; }
 

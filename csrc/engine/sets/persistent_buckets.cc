@@ -3,24 +3,24 @@
 namespace hc {
 
 Result<PersistentBuckets::Declared*> PersistentBuckets::add(int id, std::shared_ptr<const BucketSet> set,
-                                                            SharedLane* lane) {
+                                                            SharedSegment* shared_segment) {
   const size_t n = set->buckets.size();
   Declared& d = declared_[id];
   d.runs.resize(n);
   d.set = std::move(set);
-  d.has_flags = lane && next_flag_ + n <= kMaxFrozenBuckets;
+  d.has_flags = shared_segment && next_flag_ + n <= kMaxFrozenBuckets;
   if (!d.has_flags) return &d;
   d.first_flag = next_flag_;
   next_flag_ += n;
-  HC_TRY(lane->prepare_buckets(d.first_flag, n));
-  lane->publish(lane->mine().thawed, 0);
+  HC_TRY(shared_segment->prepare_buckets(d.first_flag, n));
+  shared_segment->publish(shared_segment->mine().thawed, 0);
   return &d;
 }
 
-void PersistentBuckets::invalidate(SharedLane* lane) {
-  if (!lane || declared_.empty()) return;
+void PersistentBuckets::invalidate(SharedSegment* shared_segment) {
+  if (!shared_segment || declared_.empty()) return;
   for (auto& [id, d] : declared_) d.is_persistent = false;
-  lane->publish(lane->mine().thawed, 1);
+  shared_segment->publish(shared_segment->mine().thawed, 1);
 }
 
 }  // namespace hc

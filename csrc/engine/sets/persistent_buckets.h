@@ -19,7 +19,7 @@ class PersistentBuckets {
  public:
   struct Declared {
     std::shared_ptr<const BucketSet> set;
-    size_t first_flag = 0;   // of its buckets' flags in the lane
+    size_t first_flag = 0;   // of its buckets' flags in the shared segment
     bool has_flags = false;  // there was room for them
     bool is_persistent = false;
     struct Run {
@@ -35,17 +35,17 @@ class PersistentBuckets {
     const auto at = declared_.find(id);
     return at == declared_.end() ? nullptr : &at->second;
   }
-  // lane: of the set when all members share memory, else null.
-  Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedLane* lane);
+  // shared_segment: of the set when all members share memory, else null.
+  Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedSegment* shared_segment);
   void remove(int id) { declared_.erase(id); }
   // Begins bucket `id` and gives what then is to be stepped; make(flag) makes it at its first use. Null: its plan is
   // not persistent, or no longer.
   template <class Make>
-  PersistentCollective* enter(BucketId id, const SharedLane* lane, Make&& make) {
+  PersistentCollective* enter(BucketId id, const SharedSegment* shared_segment, Make&& make) {
     Declared* d = find(id.set);
     if (!d || !d->is_persistent) return nullptr;
-    for (int m = 0; m < lane->size(); ++m)
-      if (lane->flags(m).thawed.load(std::memory_order_acquire)) {
+    for (int m = 0; m < shared_segment->size(); ++m)
+      if (shared_segment->flags(m).thawed.load(std::memory_order_acquire)) {
         d->is_persistent = false;
         return nullptr;
       }
@@ -55,7 +55,7 @@ class PersistentBuckets {
     return run.collective.get();
   }
   // This rank enters no persistent plan any more.
-  void invalidate(SharedLane* lane);
+  void invalidate(SharedSegment* shared_segment);
 
  private:
   std::map<int, Declared> declared_;

@@ -40,9 +40,9 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     positions.push_back(position);
   }
   if (!arenas.empty()) {
-    lane_ = std::make_unique<SharedLane>(std::move(arenas), std::move(positions), my_index, m.id);
-    group_.lane = lane_.get();
-    bypass_.attach(lane_.get(), parts.context.config.express, 0, is_on_one_node());
+    shared_ = std::make_unique<SharedSegment>(std::move(arenas), std::move(positions), my_index, m.id);
+    group_.shared_segment = shared_.get();
+    bypass_.attach(shared_.get(), parts.context.config.express, 0, is_on_one_node());
     limit_bypass();
   }
   may_be_two_level_ = parts.context.config.shared_memory && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
@@ -51,7 +51,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
   set_tuning(parts.tuner.agreed());  // not the newest, which ranks may have learnt of at different moments
 }
 
-Status ProcessSet::prepare() { return lane_ ? lane_->prepare() : Status::ok(); }
+Status ProcessSet::prepare() { return shared_ ? shared_->prepare() : Status::ok(); }
 
 void ProcessSet::set_tuning(const Tuning& tuning) {
   tuning_ = tuning;
@@ -119,7 +119,7 @@ Task ProcessSet::task_of(const Operation& op) const {
 }
 
 bool ProcessSet::enter_bucket(Operation* op) {
-  PersistentCollective* run = buckets_.enter(op->bucket, lane_.get(), [&](size_t flag) {
+  PersistentCollective* run = buckets_.enter(op->bucket, shared_.get(), [&](size_t flag) {
     return op->device ? make_persistent_arrival(group_, flag) : make_persistent_allreduce(task_of(*op), group_, flag);
   });
   if (!run) return false;
@@ -328,7 +328,7 @@ void ProcessSet::end_after_close(Iteration* now) {
 }
 
 void ProcessSet::wake_members() {
-  for (int position : lane_->positions()) {
+  for (int position : shared_->positions()) {
     const int r = members().ranks[static_cast<size_t>(position)];
     if (r != parts_.context.rank()) parts_.context.mesh->wake(r, false);
   }
@@ -395,7 +395,7 @@ void ProcessSet::launch_ready(Iteration* now) {
 // ---- declared buckets
 
 Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine) {
-  auto added = buckets_.add(id, buckets, is_on_one_node() ? lane_.get() : nullptr);
+  auto added = buckets_.add(id, buckets, is_on_one_node() ? shared_.get() : nullptr);
   HC_TRY(added.status());
   DeviceGroup* group = device_.group();
   mine->registers = owned && group && group->registers();
@@ -459,7 +459,7 @@ void ProcessSet::peer_left(int rank, const std::string& text) {
 
 void ProcessSet::leave_shared_rounds() {
   bypass_.close();
-  buckets_.invalidate(lane_.get());
+  buckets_.invalidate(shared_.get());
 }
 
 void ProcessSet::close() {

@@ -51,8 +51,8 @@ class ProcessSet {
   const Members& members() const { return intake_->members; }
   const std::shared_ptr<SetIntake>& intake() const { return intake_; }
   const Pending& pending() const { return pending_; }
-  SharedLane* lane() { return lane_.get(); }  // null: this rank shares memory with no other member
-  bool is_on_one_node() const { return lane_ && lane_->size() == members().size(); }
+  SharedSegment* shared_segment() { return shared_.get(); }  // null: this rank shares memory with no other member
+  bool is_on_one_node() const { return shared_ && shared_->size() == members().size(); }
   bool may_be_two_level() const { return may_be_two_level_; }
   DeviceSide& device() { return device_; }
 
@@ -106,7 +106,7 @@ class ProcessSet {
   void end_pending(const Status& reason);
   // Wakes who sleeps and waits for what this rank has just published.
   void wake_readers() {
-    if (lane_ && lane_->take_published()) wake_members();
+    if (shared_ && shared_->take_published()) wake_members();
   }
 
   // process_set_reports.cc
@@ -162,7 +162,7 @@ class ProcessSet {
   const SetParts parts_;
   const std::shared_ptr<SetIntake> intake_;
   Group group_;
-  std::unique_ptr<SharedLane> lane_;
+  std::unique_ptr<SharedSegment> shared_;
   bool may_be_two_level_ = false;  // several nodes: allreduce in shared memory within each, over channels between
   Pending pending_;
   std::unique_ptr<Negotiator> negotiator_;  // null: this rank is no member

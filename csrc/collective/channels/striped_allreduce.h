@@ -1,8 +1,8 @@
-// The inter-node stage of a two-level allreduce. Within a node the members share memory; each of the first `lanes` of
-// them drives its own 1/lanes of the buffer between the nodes, over channels, so that no single core has to feed the
+// The inter-node stage of a two-level allreduce. Within a node the members share memory; each of the first `stripes` of
+// them carries its own 1/stripes of the buffer between the nodes, over channels, so that no single core has to feed the
 // link. How the shared-memory part uses it, for a buffer that every local member can reach:
-//   1. lane_of(group) says which lane is mine and who drives it on the other nodes;
-//   2. make_lane_allreduce on my contiguous range of the node's sum, with a block size; start();
+//   1. stripe_of(group) says which stripe is mine and who carries it on the other nodes;
+//   2. make_striped_allreduce on my contiguous range of the node's sum, with a block size; start();
 //   3. as the node's sum in the range grows from the front (local reduce-scatter), release(elements so far);
 //   4. step() until done; finished() says how much of the front holds the final result, scaled, the same bits on every
 //      node, and may be read by the others (local allgather) while the rest is still moving.
@@ -19,15 +19,15 @@
 
 namespace hc {
 
-struct Lane {
-  int lanes = 0;               // members of the smallest node; the same for everybody
+struct Stripe {
+  int stripes = 0;             // members of the smallest node; the same for everybody
   int index = 0;               // mine: my place among my node's members
-  std::vector<int> positions;  // group positions that drive this lane, one per node; empty where index >= lanes
+  std::vector<int> positions;  // group positions that carry this stripe, one per node; empty where index >= stripes
 };
 // Nodes may have different numbers of members: those beyond the smallest node's take no part between the nodes.
-Lane lane_of(const Group& group);
+Stripe stripe_of(const Group& group);
 
-struct LaneRange {
+struct StripeRange {
   std::byte* data = nullptr;  // the node's sum of my range; becomes the sum over nodes. Must stay until the end
   size_t count = 0;
   DType dtype = DType::kF32;
@@ -36,13 +36,13 @@ struct LaneRange {
   size_t block_count = 0;  // elements after which the next stage may go on; 0 = one block. The same on every node
   size_t segment_bytes = defaults::segment_bytes;
   size_t ring_from_bytes = defaults::ring_threshold_bytes;  // of one block: a ring from here on
-  Tag tag;  // two lanes with the same tag over the same pair of ranks must not be live at once
+  Tag tag;  // two stripes with the same tag over the same pair of ranks must not be live at once
 };
 
-class LaneAllreduce final : public Collective {
+class StripedAllreduce final : public Collective {
  public:
-  LaneAllreduce(Task task, const Group& lane_group, Schedule schedule, std::vector<size_t> block_ends,
-                std::vector<int> block_begins);
+  StripedAllreduce(Task task, const Group& stripe_group, Schedule schedule, std::vector<size_t> block_ends,
+                   std::vector<int> block_begins);
   Progress start() override;
   Progress step(bool* moved) override;
 
@@ -62,8 +62,8 @@ class LaneAllreduce final : public Collective {
   int checked_ = 0;  // every step before this one is complete, as far as results go
 };
 
-// positions: the group positions that drive this lane, in the same order on each of them; mine among them.
-Result<std::unique_ptr<LaneAllreduce>> make_lane_allreduce(const LaneRange& range, const Group& group,
-                                                           std::span<const int> positions);
+// positions: the group positions that carry this stripe, in the same order on each of them; mine among them.
+Result<std::unique_ptr<StripedAllreduce>> make_striped_allreduce(const StripeRange& range, const Group& group,
+                                                                 std::span<const int> positions);
 
 }  // namespace hc

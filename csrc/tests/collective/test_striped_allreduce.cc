@@ -1,11 +1,11 @@
-// The inter-node stage: who drives which lane, and that blocks flow only as far as released, finish in order, are
+// The inter-node stage: who carries which stripe, and that blocks flow only as far as released, finish in order, are
 // scaled once and end with the same bits on every node.
 #include <doctest/doctest.h>
 
-#include "collective/channels/lane_allreduce.h"
+#include "collective/channels/striped_allreduce.h"
 #include "tests/collective/memory_channel.h"
 
-// A LaneRange names only what a test is about.
+// A StripeRange names only what a test is about.
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
 
 namespace {
@@ -21,34 +21,34 @@ Group group_with_nodes(MemoryMesh& mesh, const std::vector<int>& node, int rank)
   return g;
 }
 
-TEST_CASE("lanes: one driver per node, agreed by all, whatever the layout") {
+TEST_CASE("stripes: one owner per node, agreed by all, whatever the layout") {
   for (const std::vector<int>& node :
        {std::vector<int>{0, 0, 1, 1}, {0, 1, 0, 1}, {5, 5, 5, 2, 2, 7, 7, 7}, {0}, {0, 0}, {0, 1, 2}}) {
     MemoryMesh mesh(static_cast<int>(node.size()), 1);
-    std::vector<std::vector<int>> drivers(node.size());
+    std::vector<std::vector<int>> owners(node.size());
     for (int r = 0; r < static_cast<int>(node.size()); ++r) {
-      const Lane lane = lane_of(group_with_nodes(mesh, node, r));
-      if (lane.index >= lane.lanes) {
-        CHECK(lane.positions.empty());
+      const Stripe stripe = stripe_of(group_with_nodes(mesh, node, r));
+      if (stripe.index >= stripe.stripes) {
+        CHECK(stripe.positions.empty());
         continue;
       }
-      CHECK(std::count(lane.positions.begin(), lane.positions.end(), r) == 1);
-      for (size_t i = 0; i < lane.positions.size(); ++i)
-        for (size_t j = 0; j < i; ++j) CHECK(node[lane.positions[i]] != node[lane.positions[j]]);
-      if (drivers[lane.index].empty()) drivers[lane.index] = lane.positions;
-      CHECK(drivers[lane.index] == lane.positions);
+      CHECK(std::count(stripe.positions.begin(), stripe.positions.end(), r) == 1);
+      for (size_t i = 0; i < stripe.positions.size(); ++i)
+        for (size_t j = 0; j < i; ++j) CHECK(node[stripe.positions[i]] != node[stripe.positions[j]]);
+      if (owners[stripe.index].empty()) owners[stripe.index] = stripe.positions;
+      CHECK(owners[stripe.index] == stripe.positions);
     }
   }
   MemoryMesh mesh(8, 1);
-  const Lane last = lane_of(group_with_nodes(mesh, {5, 5, 5, 2, 2, 7, 7, 7}, 7));
-  CHECK(last.lanes == 2);
+  const Stripe last = stripe_of(group_with_nodes(mesh, {5, 5, 5, 2, 2, 7, 7, 7}, 7));
+  CHECK(last.stripes == 2);
   CHECK(last.positions.empty());
-  const Lane second = lane_of(group_with_nodes(mesh, {5, 5, 5, 2, 2, 7, 7, 7}, 4));
+  const Stripe second = stripe_of(group_with_nodes(mesh, {5, 5, 5, 2, 2, 7, 7, 7}, 4));
   CHECK(second.positions == std::vector<int>{1, 4, 6});
 }
 
-// All lanes of nodes x local ranks; every rank's range is released bit by bit at its own pace.
-void check_lanes(int nodes, int local, size_t count, size_t block) {
+// All stripes of nodes x local ranks; every rank's range is released bit by bit at its own pace.
+void check_stripes(int nodes, int local, size_t count, size_t block) {
   CAPTURE(nodes);
   CAPTURE(count);
   CAPTURE(block);
@@ -57,15 +57,15 @@ void check_lanes(int nodes, int local, size_t count, size_t block) {
   for (int r = 0; r < n; ++r) node[r] = r / local;
   MemoryMesh mesh(n, static_cast<unsigned>(n + count), 512);
   std::vector<std::vector<float>> data(n, std::vector<float>(count, -1000.0f));  // not yet the node's sum
-  std::vector<std::unique_ptr<LaneAllreduce>> live;
+  std::vector<std::unique_ptr<StripedAllreduce>> live;
   for (int r = 0; r < n; ++r) {
     const Group group = group_with_nodes(mesh, node, r);
-    LaneRange range{.data = reinterpret_cast<std::byte*>(data[r].data()),
-                    .count = count,
-                    .block_count = block,
-                    .segment_bytes = 256};
+    StripeRange range{.data = reinterpret_cast<std::byte*>(data[r].data()),
+                      .count = count,
+                      .block_count = block,
+                      .segment_bytes = 256};
     range.scale.post = 0.5;
-    auto made = make_lane_allreduce(range, group, lane_of(group).positions);
+    auto made = make_striped_allreduce(range, group, stripe_of(group).positions);
     REQUIRE_MESSAGE(made.is_ok(), made.status().text());
     live.push_back(made.take());
   }
@@ -87,7 +87,7 @@ void check_lanes(int nodes, int local, size_t count, size_t block) {
     REQUIRE(now >= finished[r]);
     for (; finished[r] < now; ++finished[r]) REQUIRE(data[r][finished[r]] == sum);
     size_t least = count;
-    for (int peer : lane_of(group_with_nodes(mesh, node, r)).positions) least = std::min(least, released[peer]);
+    for (int peer : stripe_of(group_with_nodes(mesh, node, r)).positions) least = std::min(least, released[peer]);
     REQUIRE(now <= least);
   }
   for (int r = 0; r < n; ++r) {
@@ -99,62 +99,63 @@ void check_lanes(int nodes, int local, size_t count, size_t block) {
   REQUIRE(mesh.quiet());
 }
 
-TEST_CASE("lane allreduce: blocks follow what is released and finish in order") {
+TEST_CASE("striped allreduce: blocks follow what is released and finish in order") {
   for (int nodes : {1, 2, 3, 4})
     for (int local : {1, 2})
       for (size_t count : {0, 1, 5, 333, 1000})
-        for (size_t block : {0, 1000, 100, 7}) check_lanes(nodes, local, count, block);
-  check_lanes(2, 2, 40000, 17000);  // ring
-  check_lanes(3, 1, 60000, 20000);
+        for (size_t block : {0, 1000, 100, 7}) check_stripes(nodes, local, count, block);
+  check_stripes(2, 2, 40000, 17000);  // ring
+  check_stripes(3, 1, 60000, 20000);
 }
 
-TEST_CASE("lane allreduce: the setting says from which block size on it is a ring") {
+TEST_CASE("striped allreduce: the setting says from which block size on it is a ring") {
   MemoryMesh mesh(2, 1);
   const std::vector<int> node{0, 1};
   const Group group = group_with_nodes(mesh, node, 0);
   std::vector<float> data(1000);
   for (const size_t ring_from : {size_t{0}, size_t{3999}, size_t{4000}, size_t{4001}, defaults::ring_threshold_bytes}) {
-    LaneRange range{.data = reinterpret_cast<std::byte*>(data.data()), .count = data.size()};
+    StripeRange range{.data = reinterpret_cast<std::byte*>(data.data()), .count = data.size()};
     range.ring_from_bytes = ring_from;
-    const auto made = make_lane_allreduce(range, group, lane_of(group).positions).take();
+    const auto made = make_striped_allreduce(range, group, stripe_of(group).positions).take();
     CHECK(std::string(made->schedule_name()) ==
           (ring_from <= 4000 ? "inter-node ring" : "inter-node recursive doubling"));
   }
 }
 
-TEST_CASE("lane allreduce: errors name the stage and the rank") {
+TEST_CASE("striped allreduce: errors name the stage and the rank") {
   MemoryMesh mesh(4, 1);
   const std::vector<int> node{0, 0, 1, 1};
   const Group group = group_with_nodes(mesh, node, 1);
   std::vector<float> data(100000, 1.0f);
-  LaneRange range{.data = reinterpret_cast<std::byte*>(data.data()), .count = data.size()};
-  CHECK(make_lane_allreduce(range, group, std::vector<int>{0, 2}).status().code() == Code::kInternal);
-  CHECK(make_lane_allreduce(range, group, std::vector<int>{1, 9}).status().code() == Code::kInternal);
-  CHECK(make_lane_allreduce(range, group, std::vector<int>{1, 0}).status().culprit() == 0);  // no channel within a node
-  LaneRange scaled = range;
+  StripeRange range{.data = reinterpret_cast<std::byte*>(data.data()), .count = data.size()};
+  CHECK(make_striped_allreduce(range, group, std::vector<int>{0, 2}).status().code() == Code::kInternal);
+  CHECK(make_striped_allreduce(range, group, std::vector<int>{1, 9}).status().code() == Code::kInternal);
+  CHECK(make_striped_allreduce(range, group, std::vector<int>{1, 0}).status().culprit() ==
+        0);  // no channel within a node
+  StripeRange scaled = range;
   scaled.scale.pre = 2;
-  CHECK(make_lane_allreduce(scaled, group, lane_of(group).positions).status().code() == Code::kInvalidArgument);
+  CHECK(make_striped_allreduce(scaled, group, stripe_of(group).positions).status().code() == Code::kInvalidArgument);
 
-  auto lane = make_lane_allreduce(range, group, lane_of(group).positions).take();
+  auto stripe = make_striped_allreduce(range, group, stripe_of(group).positions).take();
   std::vector<float> other(100000, 1.0f);
-  LaneRange far = range;
+  StripeRange far = range;
   far.data = reinterpret_cast<std::byte*>(other.data());
   const Group group3 = group_with_nodes(mesh, node, 3);
-  auto lane3 = make_lane_allreduce(far, group3, lane_of(group3).positions).take();
-  lane->release(data.size());
-  lane3->release(data.size());
+  auto stripe3 = make_striped_allreduce(far, group3, stripe_of(group3).positions).take();
+  stripe->release(data.size());
+  stripe3->release(data.size());
   mesh.link(1, 3)->break_after(100000);
-  Progress p = lane->start();
-  (void)lane3->start();
+  Progress p = stripe->start();
+  (void)stripe3->start();
   for (int i = 0; i < 100000 && p == Progress::kPending; ++i) {
     bool moved = false;
-    p = lane->step(&moved);
-    (void)lane3->step(&moved);
+    p = stripe->step(&moved);
+    (void)stripe3->step(&moved);
   }
   REQUIRE(p == Progress::kFailed);
-  CAPTURE(lane->status().text());
-  CHECK(lane->status().text().find("inter-node ring step 1 of 2: ") == 0);
-  CHECK(lane->status().culprit() == 3);
+  CAPTURE(stripe->status().text());
+  CHECK(stripe->status().text().find("inter-node ring step 1 of 2: ") == 0);
+  CHECK(stripe->status().culprit() == 3);
 }
 
 }  // namespace
