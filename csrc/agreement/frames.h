@@ -18,9 +18,10 @@ enum class FrameKind : uint8_t {
   kMessageTaken = 9,       // receiver: the payload that came along is where it belongs. Body: id
   kMessageRefused = 10,    // receiver: it does not fit. Body: id, code, text
   kMessageWithdrawn = 11,  // sender: asked for too late, its process set was removed. Body: id
-  kDeviceAsk = 12,   // coordinator to rank 0: batches on devices wait for their turn. Body: u16 process set, u32 number
-  kDeviceTurn = 13,  // rank 0 to who takes part, the way that plans of the world go: this comes next on devices. Body:
-                     // i32 to whom, u64 the turn, u32 number
+  kDeviceAsk =
+      12,  // coordinator to rank 0: batches on devices wait for launch tickets. Body: u16 process set, u32 number
+  kLaunchTicket = 13,  // rank 0 to who takes part, as plans of the world go: this comes next on devices. Body:
+                       // i32 to whom, u64 the ticket, u32 number
   kShow = 14,  // coordinator to ranks that have others below them. Body: u16 process set, u8: show what is held (0 hold
                // again, 1 now, 2 from now on)
   kInquiry = 16,      // a stall is being reported. Body: u8, 1 = answer what you do instead
@@ -28,7 +29,7 @@ enum class FrameKind : uint8_t {
   kClockAsk = 18,     // what time is it? Body: i64 my monotonic clock, ns
   kClockAnswer = 19,  // Body: i64 what was asked, i64 my monotonic clock, ns
   kLinkId = 20,       // the lower rank of two: the communicator for messages between our GPUs. Body: NCCL's id
-  kMessageAsk = 21,   // a sender to rank 0: a message between GPUs waits for its turn. Body: i32 receiver, u32 id
+  kMessageAsk = 21,  // a sender to rank 0: a message between GPUs waits for a launch ticket. Body: i32 receiver, u32 id
 };
 
 }  // namespace hc

@@ -337,16 +337,16 @@ void put_tuning(Writer* out, const Tuning& t) {
     put_varint(out, bytes);
 }
 
-void put_turns(Writer* out, const std::vector<TurnsBefore>& turns) {
-  put_varint(out, turns.size());
-  for (const TurnsBefore& run : turns)
-    for (const uint32_t number : {run.first, run.ranks, run.turns}) put_varint(out, number);
+void put_tickets(Writer* out, const std::vector<TicketsBefore>& tickets) {
+  put_varint(out, tickets.size());
+  for (const TicketsBefore& run : tickets)
+    for (const uint32_t number : {run.first, run.ranks, run.tickets}) put_varint(out, number);
 }
 
-void get_turns(Reader* in, std::vector<TurnsBefore>* turns) {
-  turns->resize(get_length(in, 3));
-  for (TurnsBefore& run : *turns)
-    for (uint32_t* number : {&run.first, &run.ranks, &run.turns}) {
+void get_tickets(Reader* in, std::vector<TicketsBefore>* tickets) {
+  tickets->resize(get_length(in, 3));
+  for (TicketsBefore& run : *tickets)
+    for (uint32_t* number : {&run.first, &run.ranks, &run.tickets}) {
       const uint64_t value = get_varint(in);
       if (value > std::numeric_limits<uint32_t>::max()) in->fail();
       *number = static_cast<uint32_t>(value);
@@ -447,10 +447,10 @@ void encode(const Plan& plan, Writer* out) {
   out->put(plan.process_set);
   size_t records = 0;
   for (size_t i = 0; i < plan.batches.size(); i += batches_in_record(plan.batches, i)) records++;
-  put_varint(out, records * 8 + (plan.turns.empty() ? 0 : 4) + (plan.bypass_round ? 2 : 0) + (plan.tuning ? 1 : 0));
+  put_varint(out, records * 8 + (plan.tickets.empty() ? 0 : 4) + (plan.bypass_round ? 2 : 0) + (plan.tuning ? 1 : 0));
   if (plan.tuning) put_tuning(out, *plan.tuning);
   if (plan.bypass_round) put_varint(out, *plan.bypass_round);
-  if (!plan.turns.empty()) put_turns(out, plan.turns);
+  if (!plan.tickets.empty()) put_tickets(out, plan.tickets);
   uint32_t expected_id = 0;
   const std::span<const PlanBatch> all(plan.batches);
   for (size_t i = 0, n = 0; i < all.size(); i += n) {
@@ -466,14 +466,14 @@ Status decode(Reader* in, Plan* plan) {
   size_t bytes = in->remaining();
   plan->generation = in->get<uint32_t>();
   plan->process_set = in->get<uint16_t>();
-  // Eight times the number of records, 1 where settings change, 2 for a round of the bypass, 4 for turns outside of
+  // Eight times the number of records, 1 where settings change, 2 for a round of the bypass, 4 for tickets outside of
   // plans.
   const uint64_t head = get_varint(in);
   const uint64_t records = head / 8;
   if (records > kMaxPlanEntries || records > in->remaining() / kSmallestBatch) in->fail();
   if (in->ok() && (head & 1) != 0) get_tuning(in, &plan->tuning.emplace());
   if (in->ok() && (head & 2) != 0) plan->bypass_round = get_varint(in);
-  if (in->ok() && (head & 4) != 0) get_turns(in, &plan->turns);
+  if (in->ok() && (head & 4) != 0) get_tickets(in, &plan->tickets);
   size_t room = kMaxPlanEntries;
   uint32_t expected_id = 0;
   for (uint64_t i = 0; i < records && in->ok(); i++) {

@@ -135,10 +135,10 @@ struct PlanBatch {
   Tuning tuning{};
 };
 
-// Turns that rank 0 has given outside of plans to each of a run of ranks (device_turns.h).
-struct TurnsBefore {
-  uint32_t first = 0, ranks = 0, turns = 0;
-  bool operator==(const TurnsBefore&) const = default;
+// Tickets that rank 0 has given outside of plans to each of a run of ranks (launch_tickets.h).
+struct TicketsBefore {
+  uint32_t first = 0, ranks = 0, tickets = 0;
+  bool operator==(const TicketsBefore&) const = default;
 };
 
 struct Plan {
@@ -147,7 +147,7 @@ struct Plan {
   std::optional<Tuning> tuning;          // in force for these batches and the later ones
   std::optional<uint64_t> bypass_round;  // a session of the bypass is open from now on, with this round first
   std::vector<PlanBatch> batches;
-  std::vector<TurnsBefore> turns;  // between the last plan with work on GPUs and this one, by rank
+  std::vector<TicketsBefore> tickets;  // between the last plan with work on GPUs and this one, by rank
 };
 
 void encode(const RequestList& request_list, Writer* out);

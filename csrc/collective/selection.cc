@@ -123,7 +123,7 @@ Algorithm algorithm_in_plan(Op op, bool may_be_two_level) {
   return op == Op::kAllreduce && may_be_two_level ? Algorithm::kTwoLevel : Algorithm::kAuto;
 }
 
-// Two ranks read as much of each other's memory in a turn as in blocks, and wait for each other once, not three times.
+// Two ranks read as much of each other's memory in a round as in blocks, and wait for each other once, not three times.
 size_t bypass_limit(int ranks, size_t flat_bytes) { return ranks == 2 ? 4 * flat_bytes : flat_bytes; }
 
 bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit) {

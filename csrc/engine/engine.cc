@@ -75,7 +75,7 @@ Status Engine::connect(const MeshMembers& members) {
   std::vector<int> everybody(static_cast<size_t>(mesh.size()));
   for (int r = 0; r < mesh.size(); ++r) everybody[static_cast<size_t>(r)] = r;
   HC_TRY(sets_.add(0, everybody));
-  if (sets_.world().is_on_one_node()) order_.turns().attach(sets_.world().shared_segment());
+  if (sets_.world().is_on_one_node()) order_.tickets().attach(sets_.world().shared_segment());
   HC_TRY(progress_.start());
   context_.connected.store(true);
   // The coordinator's runs before anybody is let go: it shows what the others announce. They measure its clock for
@@ -154,7 +154,7 @@ Status Engine::shutdown(double timeout_s) {
   loop_.fail_latecomers();
   for (ProcessSet* set : sets_.mine()) set->close();
   messages_.links().leave();
-  order_.turns().clear();
+  order_.tickets().clear();
   gpu_.close();
   progress_.unlock();
   notifier_.stop();

@@ -37,7 +37,7 @@ Status SetChanges::remove(int id) {
   std::unique_ptr<ProcessSet> removed;  // ends after the lock is left
   const ProgressThreads::Hold held(progress_);
   const Status reason = error(Code::kAborted, "its process set was removed");
-  order_.turns().drop(static_cast<uint16_t>(id));
+  order_.tickets().drop(static_cast<uint16_t>(id));
   messages_.set_removed(static_cast<uint16_t>(id), reason);
   removed = sets_.remove(id);
   if (removed) removed->end_pending(reason);

@@ -14,7 +14,7 @@ constexpr double kWorthwhile = 0.9;    // TCP is kept unless MPI takes at most t
 
 constexpr size_t kFlatSizes[] = {8 * kKiB, 16 * kKiB, 32 * kKiB};  // the last is what a flat buffer holds
 constexpr size_t kFlatCandidates[] = {4 * kKiB, 8 * kKiB, 16 * kKiB, 32 * kKiB};
-constexpr int kFlatRuns = 3, kFlatTurns = 8;  // the fastest of so many runs of so many allreduces
+constexpr int kFlatRuns = 3, kFlatRepeats = 8;  // the fastest of so many runs of so many allreduces
 constexpr double kFlatBudgetS = 0.03;
 constexpr double kFlatGain = 0.05;  // the default stays unless another size saves this much on average
 
@@ -125,8 +125,8 @@ Status StartUp::select() {
   return Status::ok();
 }
 
-// kFlatTurns allreduces, one after the other, on every rank; the time is rank 0's.
-Status StartUp::time_turns(const std::string& name, std::vector<float>* values, double* took_s) {
+// kFlatRepeats allreduces, one after the other, on every rank; the time is rank 0's.
+Status StartUp::time_repeats(const std::string& name, std::vector<float>* values, double* took_s) {
   const int64_t shape[] = {static_cast<int64_t>(values->size())};
   const Submission::Tensor tensor{values->data(), values->data(), shape, DType::kF32};
   Submission s;
@@ -136,7 +136,7 @@ Status StartUp::time_turns(const std::string& name, std::vector<float>* values, 
   s.will_wait = true;
   HC_TRY(call(s));
   const TimePoint start = Clock::now();
-  for (int turn = 0; turn < kFlatTurns; ++turn) HC_TRY(call(s));
+  for (int repeat = 0; repeat < kFlatRepeats; ++repeat) HC_TRY(call(s));
   *took_s = std::min(*took_s, seconds_between(start, Clock::now()));
   return Status::ok();
 }
@@ -171,7 +171,7 @@ Status StartUp::probe_flat() {
     for (int run = 0; run < 2 * kFlatRuns; ++run) {
       const bool flat = run % 2 == 0;
       set_flat(flat ? kFlatSizes[i] : 0);
-      HC_TRY(time_turns(text_of("horoclone.probe.flat.", i), &values, flat ? &times.flat_s[i] : &times.blocked_s[i]));
+      HC_TRY(time_repeats(text_of("horoclone.probe.flat.", i), &values, flat ? &times.flat_s[i] : &times.blocked_s[i]));
     }
     const bool last = i + 1 == std::size(kFlatSizes);
     const double spent_s = seconds_between(begun, Clock::now());
@@ -197,7 +197,7 @@ Status StartUp::use_mpi(bool on) {
   return context_.mesh->use_mpi(on);
 }
 
-// One allreduce after the other, the two ways in turn; then the slowest rank's times on every rank.
+// One allreduce after the other, the two ways alternately; then the slowest rank's times on every rank.
 Status StartUp::time_ways(int round, size_t bytes, WayTimes* times) {
   std::vector<float> values(bytes / sizeof(float), 1.0f);
   const int64_t shape[] = {static_cast<int64_t>(values.size())};

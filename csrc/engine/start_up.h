@@ -46,7 +46,7 @@ class StartUp {
   Status call(const Submission& s);
   Status barrier(std::string_view name);
   Status probe_flat();
-  Status time_turns(const std::string& name, std::vector<float>* values, double* took_s);
+  Status time_repeats(const std::string& name, std::vector<float>* values, double* took_s);
   Status use_mpi(bool on);
   Status choose_way_between_nodes();
   Status time_ways(int round, size_t bytes, WayTimes* times);

@@ -19,7 +19,7 @@ namespace {
 
 constexpr int kPollMs = 50;        // `cancelled` is asked this often
 constexpr int kDialPollMs = 10;    // while a dialer has addresses to try
-constexpr int kAcceptBatch = 64;   // accepted in one turn, so that ranks get theirs
+constexpr int kAcceptBatch = 64;   // accepted at once, so that every rank gets its turn
 constexpr size_t kNamedRanks = 8;  // in a report
 constexpr uint64_t kEndsMagic = 0x53444e4548434c4eull;
 constexpr size_t kEndsBytes = 16;

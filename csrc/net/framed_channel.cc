@@ -7,7 +7,7 @@ namespace hc {
 namespace {
 
 constexpr size_t kControlOutBytes = 16u << 10;  // more memory than this is given back once it is empty
-constexpr size_t kTurnBytes = 8u << 20;  // one progress() reads about this much, so that every channel gets its turn
+constexpr size_t kPassBytes = 8u << 20;  // one progress() reads about this much, so that every channel gets its turn
 constexpr size_t kSendBatch = 8;         // transfers in one write
 constexpr double kLonelyEndS = 1.0;      // the data line ended and the control line did not: then it is a loss
 
@@ -154,7 +154,7 @@ void FramedChannel::lose(const std::string& reason) {
 // Returns whether a complete frame or a part of one came in.
 bool FramedChannel::read_control() {
   bool any = false;
-  for (size_t total = 0; total < kTurnBytes && wants_read(Line::kControl);) {
+  for (size_t total = 0; total < kPassBytes && wants_read(Line::kControl);) {
     const iovec part = frames_in_.place();
     IoResult result = read(Line::kControl, {&part, 1});
     if (result.what == Io::kWouldBlock) break;
@@ -186,7 +186,7 @@ bool FramedChannel::read_control() {
 
 bool FramedChannel::read_data() {
   bool any = false;
-  for (size_t total = 0; total < kTurnBytes && wants_read(Line::kData);) {
+  for (size_t total = 0; total < kPassBytes && wants_read(Line::kData);) {
     auto places = inbox_.places();
     size_t wanted = 0;
     for (const iovec& p : places) wanted += p.iov_len;

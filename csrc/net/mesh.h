@@ -107,7 +107,7 @@ class Mesh {
   virtual bool progress_shared() = 0;
   // Control frames have come in that nobody has fetched with receive() yet.
   bool has_frames() const { return traffic_.frames_received.value() != traffic_.frames_taken.value(); }
-  // True when every peer shares memory: then spinning needs no look at sockets at every turn.
+  // True when every peer shares memory: then spinning needs no look at sockets in every iteration.
   bool all_shared() const { return all_shared_; }
   // Readable (poll(2)) whenever poll() would find something. Lets a thread sleep without touching any channel. Any
   // thread.

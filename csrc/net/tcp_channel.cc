@@ -50,7 +50,7 @@ void TcpChannel::close() {
     ::shutdown(fd_[i].get(), SHUT_WR);
     std::byte waste[4096];
     const iovec part{waste, sizeof(waste)};
-    for (int turn = 0; turn < 1024 && receive_parts(fd_[i].get(), {&part, 1}).what == Io::kMoved; ++turn) {
+    for (int attempt = 0; attempt < 1024 && receive_parts(fd_[i].get(), {&part, 1}).what == Io::kMoved; ++attempt) {
     }
     fd_[i].reset();
     registered_[i] = 0;

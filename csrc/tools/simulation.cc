@@ -1,5 +1,5 @@
-// See simulation.h. One thread; events in the order of the virtual clock. A rank works like an engine's turn: it takes
-// all frames that have arrived, then sends up what it has (or decides), then passes plans down.
+// See simulation.h. One thread; events in the order of the virtual clock. A rank works like an engine's iteration: it
+// takes all frames that have arrived, then sends up what it has (or decides), then passes plans down.
 #include "tools/simulation.h"
 
 #include <algorithm>
@@ -164,7 +164,7 @@ class Simulation {
   static double since(TimePoint start) { return seconds_between(start, Clock::now()) * 1e6; }
   TimePoint virtual_now() const { return TimePoint{} + std::chrono::nanoseconds(static_cast<int64_t>(now_ * 1e3)); }
 
-  // One turn of a rank, from now_ on.
+  // One iteration of a rank, from now_ on.
   Status work(int rank) {
     Rank& r = at(rank);
     r.scheduled = false;

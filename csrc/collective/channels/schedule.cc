@@ -299,7 +299,7 @@ Schedule plan_ring_reducescatter(int rank, std::span<const size_t> counts, Load 
   s.scratch_count = copies ? offset.at[n] : static_cast<size_t>(std::min(n - 2, 2)) * longest;
   const int left = wrap(rank - 1, n), right = wrap(rank + 1, n);
   auto source = [&](int c) { return Spot{copies ? Place::kScratch : Place::kInput, offset.at[c]}; };
-  // Partial sums: in the copy itself, else in two areas used in turn.
+  // Partial sums: in the copy itself, else in two areas used alternately.
   auto partial = [&](int c, int k) { return copies ? source(c) : Spot{Place::kScratch, k % 2 * longest}; };
 
   std::vector<int> loaded(n, -1);

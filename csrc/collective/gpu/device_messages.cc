@@ -20,8 +20,8 @@ namespace {
 
 class NcclMessage : public DeviceMessage {
  public:
-  NcclMessage(DeviceLink* link, const MessageEnd& end, int place_of_peer, std::unique_ptr<MessageTurn> turn)
-      : DeviceMessage(link, end), place_of_peer_(place_of_peer), turn_(std::move(turn)) {
+  NcclMessage(DeviceLink* link, const MessageEnd& end, int place_of_peer, std::unique_ptr<MessageTicket> ticket)
+      : DeviceMessage(link, end), place_of_peer_(place_of_peer), ticket_(std::move(ticket)) {
     algorithm_ = "nccl";
   }
 
@@ -34,9 +34,9 @@ class NcclMessage : public DeviceMessage {
     if (!up.value()) return Progress::kPending;
     if (end_.sends && !asked_) {
       asked_ = *moved = true;
-      turn_->ask();
+      ticket_->ask();
     }
-    if (!turn_->is_next()) return Progress::kPending;
+    if (!ticket_->is_next()) return Progress::kPending;
     Status begun = await_ready();
     if (begun.is_ok()) begun = link_.launch(end_.sends, end_.data, end_.bytes, place_of_peer_);
     if (!begun.is_ok()) return fail_on_device(begun);
@@ -45,21 +45,21 @@ class NcclMessage : public DeviceMessage {
   }
 
   bool has_asked() const override { return asked_; }
-  bool may_be_given_up() const override { return !launched_ && !turn_->is_granted(); }
+  bool may_be_given_up() const override { return !launched_ && !ticket_->is_granted(); }
 
  private:
   Progress enqueued(bool* moved) {
     auto enqueued = link_.is_enqueued();
     if (!enqueued.is_ok()) return fail_on_device(enqueued.status());
     if (!enqueued.value()) return Progress::kPending;
-    turn_->over();
+    ticket_->over();
     *moved = true;
     Status recorded = record_done();
     return recorded.is_ok() ? Progress::kDone : fail_on_device(recorded);
   }
 
   const int place_of_peer_;
-  const std::unique_ptr<MessageTurn> turn_;
+  const std::unique_ptr<MessageTicket> ticket_;
   bool asked_ = false, launched_ = false;
 };
 
@@ -129,8 +129,8 @@ class StagedMessage : public DeviceMessage {
 }  // namespace
 
 std::unique_ptr<DeviceMessage> make_nccl_message(DeviceLink* link, const MessageEnd& end, int place_of_peer,
-                                                 std::unique_ptr<MessageTurn> turn) {
-  return std::make_unique<NcclMessage>(link, end, place_of_peer, std::move(turn));
+                                                 std::unique_ptr<MessageTicket> ticket) {
+  return std::make_unique<NcclMessage>(link, end, place_of_peer, std::move(ticket));
 }
 
 std::unique_ptr<DeviceMessage> make_staged_message(DeviceLink* link, const MessageEnd& end, HostTransfer transfer) {

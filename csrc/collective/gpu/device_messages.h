@@ -1,5 +1,5 @@
-// One end of a message between two GPUs, as a state machine like any collective: by NCCL, launched when it is this
-// message's turn among all work on GPUs, or through host memory. The host waits for neither GPU.
+// One end of a message between two GPUs, as a state machine like any collective: by NCCL, launched when this
+// message's launch ticket comes up, or through host memory. The host waits for neither GPU.
 //
 // Thread: the thread that makes progress. Owner: Messages.
 #pragma once
@@ -24,9 +24,9 @@ class DeviceMessage : public Collective {
   const GpuEventPtr& done() const { return done_; }
   // A failure is the GPU's or NCCL's, not a channel's.
   bool device_failed() const { return device_failed_; }
-  // It has not been launched, and has no turn yet.
+  // It has not been launched, and has no ticket yet.
   virtual bool may_be_given_up() const { return false; }
-  virtual bool has_asked() const { return false; }  // for its turn
+  virtual bool has_asked() const { return false; }  // for its ticket
 
  protected:
   DeviceMessage(DeviceLink* link, const MessageEnd& end) : link_(*link), end_(end) {}
@@ -43,10 +43,10 @@ class DeviceMessage : public Collective {
   bool device_failed_ = false;
 };
 
-// Whose turn it is among all work on GPUs (engine/gpu/device_turns.h).
-class MessageTurn {
+// A message's place in the order of all work on GPUs (engine/gpu/launch_tickets.h).
+class MessageTicket {
  public:
-  virtual ~MessageTurn() = default;
+  virtual ~MessageTicket() = default;
   virtual void ask() = 0;  // for both ends; the sender does, when its end of the link is up
   virtual bool is_granted() const = 0;
   virtual bool is_next() const = 0;
@@ -54,7 +54,7 @@ class MessageTurn {
 };
 
 std::unique_ptr<DeviceMessage> make_nccl_message(DeviceLink* link, const MessageEnd& end, int place_of_peer,
-                                                 std::unique_ptr<MessageTurn> turn);
+                                                 std::unique_ptr<MessageTicket> ticket);
 // transfer: moves so many bytes of host memory to the peer, or from there.
 using HostTransfer = std::function<std::unique_ptr<Collective>(std::byte* at, size_t bytes)>;
 std::unique_ptr<DeviceMessage> make_staged_message(DeviceLink* link, const MessageEnd& end, HostTransfer transfer);

@@ -61,7 +61,7 @@ class BlockedCollective : public Collective {
       }
       if (!status_.is_ok()) return Progress::kFailed;
       *moved |= any;
-      if (any && ++turns_ % 4 == 0) break;  // let other process sets have a turn
+      if (any && ++passes_ % 4 == 0) break;  // let other process sets have a turn
     }
     return drained_ == blocks_ ? Progress::kDone : Progress::kPending;
   }
@@ -98,7 +98,7 @@ class BlockedCollective : public Collective {
 
   uint64_t first_ = 0;
   uint64_t blocks_ = 0, filled_ = 0, started_ = 0, reduced_ = 0, drained_ = 0;
-  unsigned turns_ = 0;
+  unsigned passes_ = 0;
 };
 
 // Boundaries of member m's slice of `count` elements: near equal, whole cache lines where there are enough elements.

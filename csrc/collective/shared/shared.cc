@@ -46,13 +46,13 @@ namespace {
 
 constexpr size_t kInPlaceStepBytes = 1u << 20;  // how much one step() reduces before it looks at others again
 
-// What flat operations of every kind share: my payload goes into the buffer of this turn, then I wait for the members
-// whose payload I need. Two buffers are enough: nobody enters turn k before all have entered k - 1, hence left k - 2.
+// What flat operations of every kind share: my payload goes into the buffer of this round, then I wait for the members
+// whose payload I need. Two buffers are enough: nobody enters round k before all have entered k - 1, hence left k - 2.
 class FlatCollective : public Collective {
  public:
   FlatCollective(Task task, const Group& group)
       : payload_(std::move(task), group.rank), shared_(*group.shared_segment), rank_(group.rank) {
-    turn_ = shared_.flat_total++;
+    round_ = shared_.flat_total++;
     algorithm_ = "shm flat";
   }
 
@@ -60,18 +60,18 @@ class FlatCollective : public Collective {
 
   Progress step(bool* moved) override {
     if (!published_) {
-      if (!all_reached(shared_, &SegmentFlags::flat, turn_)) return Progress::kPending;
-      payload_.contribute(shared_.flat_buffer(rank_, turn_));
+      if (!all_reached(shared_, &SegmentFlags::flat, round_)) return Progress::kPending;
+      payload_.contribute(shared_.flat_buffer(rank_, round_));
       if (payload_.comes_from_root() && rank_ == payload_.root())
-        shared_.publish(shared_.mine().flat, turn_ + 1);
+        shared_.publish(shared_.mine().flat, round_ + 1);
       else
-        shared_.meet(&SegmentFlags::flat, turn_ + 1);
+        shared_.meet(&SegmentFlags::flat, round_ + 1);
       published_ = true;
       *moved = true;
     }
     if (!others_ready()) return Progress::kPending;
     std::vector<const std::byte*> buffers(static_cast<size_t>(shared_.size()));
-    for (int m = 0; m < shared_.size(); ++m) buffers[static_cast<size_t>(m)] = shared_.flat_buffer(m, turn_);
+    for (int m = 0; m < shared_.size(); ++m) buffers[static_cast<size_t>(m)] = shared_.flat_buffer(m, round_);
     payload_.collect(buffers);
     *moved = true;
     return Progress::kDone;
@@ -79,15 +79,15 @@ class FlatCollective : public Collective {
 
  private:
   bool others_ready() const {
-    if (payload_.comes_from_root()) return shared_.flags(payload_.root()).flat.load(std::memory_order_acquire) > turn_;
+    if (payload_.comes_from_root()) return shared_.flags(payload_.root()).flat.load(std::memory_order_acquire) > round_;
     if ((payload_.op() == Op::kReduce || payload_.op() == Op::kGather) && rank_ != payload_.root()) return true;
-    return all_reached(shared_, &SegmentFlags::flat, turn_ + 1);
+    return all_reached(shared_, &SegmentFlags::flat, round_ + 1);
   }
 
   const FlatPayload payload_;
   SharedSegment& shared_;
   const int rank_;
-  uint64_t turn_;
+  uint64_t round_;
   bool published_ = false;
 };
 

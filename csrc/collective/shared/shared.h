@@ -24,7 +24,7 @@ struct InPlaceFlags {
   alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations whose slice of mine is written everywhere
 };
 
-inline constexpr size_t kTurnsKept = 64;
+inline constexpr size_t kTicketsKept = 64;
 
 // First page of a shared segment. Each counter has its own cache lines, since its readers spin on it.
 struct SegmentFlags {
@@ -42,10 +42,10 @@ struct SegmentFlags {
   alignas(kCacheLine)
       std::atomic<uint64_t> bypass_closed;  // I enter no round of the bypass before this one (bypass_rounds.h)
   // What starts on GPUs in which order, in the shared segment of rank 0 of the world; what each member has taken of it.
-  // engine/gpu/device_turns.h.
-  alignas(kCacheLine) std::atomic<uint64_t> turns_given;
-  std::atomic<uint64_t> turns[kTurnsKept];
-  alignas(kCacheLine) std::atomic<uint64_t> turns_taken;
+  // engine/gpu/launch_tickets.h.
+  alignas(kCacheLine) std::atomic<uint64_t> tickets_given;
+  std::atomic<uint64_t> tickets[kTicketsKept];
+  alignas(kCacheLine) std::atomic<uint64_t> tickets_taken;
 };
 
 // One member's part of a round of the bypass. Two of them, used alternately.
@@ -62,7 +62,7 @@ static_assert(sizeof(BypassCell) == kCacheLine);
 inline constexpr size_t kBypassBytes = 64u << 10;
 inline constexpr size_t kBypassRingBytes = 20 * kBypassBytes;
 
-inline constexpr size_t kFlatBufferBytes = kMostFlatBytes;  // two of them, used in turn
+inline constexpr size_t kFlatBufferBytes = kMostFlatBytes;  // two of them, used alternately
 inline constexpr int kBlockBuffers = 4;
 inline constexpr size_t kBlockBufferBytes = 512u << 10;
 inline constexpr size_t kBypassOffset = kPage + 2 * kFlatBufferBytes + kBlockBuffers * kBlockBufferBytes;
@@ -92,8 +92,8 @@ class SharedSegment {
   }
   // Owner only: makes the flags of buckets [first, first + count) usable.
   Status prepare_buckets(size_t first, size_t count);
-  std::byte* flat_buffer(int member, uint64_t turn) const {
-    return bases_[member] + kPage + (turn & 1) * kFlatBufferBytes;
+  std::byte* flat_buffer(int member, uint64_t round) const {
+    return bases_[member] + kPage + (round & 1) * kFlatBufferBytes;
   }
   std::byte* block_buffer(int member, uint64_t block) const {
     return bases_[member] + kPage + 2 * kFlatBufferBytes + (block % kBlockBuffers) * kBlockBufferBytes;

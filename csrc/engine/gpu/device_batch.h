@@ -16,7 +16,7 @@ namespace hc {
 
 class DeviceBatch {
  public:
-  // may_launch: whether it is this batch's turn among all process sets (Engine::device_turns_).
+  // may_launch: whether this batch has the next launch ticket (launch_tickets.h).
   DeviceBatch(DeviceGroup* group, Tag tag, std::function<bool()> may_launch)
       : group_(*group), tag_(tag), may_launch_(std::move(may_launch)) {}
 

@@ -6,7 +6,7 @@ namespace hc {
 
 namespace {
 
-constexpr uint32_t kMostTurns = 1u << 16;  // in one frame
+constexpr uint32_t kMostTickets = 1u << 16;  // in one frame
 
 uint32_t device_batches_in(const Plan& plan) {
   return static_cast<uint32_t>(std::count_if(plan.batches.begin(), plan.batches.end(), [](const PlanBatch& batch) {
@@ -17,19 +17,19 @@ uint32_t device_batches_in(const Plan& plan) {
 }  // namespace
 
 void LaunchOrder::note_before(const Members& set, Plan* plan) {
-  if (set.id != 0 || turns_.in_memory()) return;
-  if (const uint32_t count = device_batches_in(*plan)) plan->turns = turns_.plan(count);
+  if (set.id != 0 || tickets_.in_memory()) return;
+  if (const uint32_t count = device_batches_in(*plan)) plan->tickets = tickets_.plan(count);
 }
 
 Status LaunchOrder::order(const Members& set, const Plan& plan) {
   const uint32_t count = device_batches_in(plan);
   if (!count) return Status::ok();
   const int me = context_.rank();
-  if (set.id == 0 && !turns_.in_memory()) {
+  if (set.id == 0 && !tickets_.in_memory()) {
     if (me == 0)
-      turns_.add({0}, count);
+      tickets_.add({0}, count);
     else
-      turns_.take_plan(count, me, plan.turns);
+      tickets_.take_plan(count, me, plan.tickets);
     return Status::ok();
   }
   if (me == 0) return grant(set.id, count);
@@ -44,13 +44,13 @@ Status LaunchOrder::order(const Members& set, const Plan& plan) {
 Status LaunchOrder::grant(uint16_t id, uint32_t count) {
   const auto set = intake_.find(id);
   if (!set) return Status::ok();
-  if (turns_.in_memory()) {
-    turns_.give({id}, count, set->members.has_me());
+  if (tickets_.in_memory()) {
+    tickets_.give({id}, count, set->members.has_me());
     return Status::ok();
   }
   for (const int r : set->members.ranks) {
     if (r == context_.rank())
-      turns_.add({id}, count);
+      tickets_.add({id}, count);
     else if (!link_.has_left(r))
       HC_TRY(send(r, {id}, count));
   }
@@ -67,25 +67,25 @@ Status LaunchOrder::ask_for_message(int receiver, uint32_t id) {
 
 // On rank 0 of the world.
 Status LaunchOrder::grant_message(int sender, int receiver, uint32_t id) {
-  const DeviceTurn turn = turn_of_message(sender, id);
+  const LaunchTicket ticket = ticket_of_message(sender, id);
   const int me = context_.rank();
-  if (turns_.in_memory()) {
-    turns_.give(turn, 1, me == sender || me == receiver);
+  if (tickets_.in_memory()) {
+    tickets_.give(ticket, 1, me == sender || me == receiver);
     return Status::ok();
   }
   for (const int r : {sender, receiver}) {
     if (r == me)
-      turns_.add(turn, 1);
+      tickets_.add(ticket, 1);
     else if (!link_.has_left(r))
-      HC_TRY(send(r, turn, 1));
+      HC_TRY(send(r, ticket, 1));
   }
   return Status::ok();
 }
 
-Status LaunchOrder::send(int rank, const DeviceTurn& turn, uint32_t count) {
-  const uint32_t after = turns_.given_to(rank, count);
-  Writer& frame = link_.begin(FrameKind::kDeviceTurn);
-  frame.put(word_of(turn));
+Status LaunchOrder::send(int rank, const LaunchTicket& ticket, uint32_t count) {
+  const uint32_t after = tickets_.given_to(rank, count);
+  Writer& frame = link_.begin(FrameKind::kLaunchTicket);
+  frame.put(word_of(ticket));
   frame.put(count);
   frame.put(after);
   return link_.send(rank, true);
@@ -101,18 +101,18 @@ Status LaunchOrder::take_request(FrameKind kind, int from, Reader* in) {
   }
   const auto id = in->get<uint16_t>();
   const auto count = in->get<uint32_t>();
-  if (!in->ok() || count > kMostTurns) return error(Code::kInternal, "a broken frame about turns on devices");
+  if (!in->ok() || count > kMostTickets) return error(Code::kInternal, "a broken frame about launch tickets");
   const auto set = intake_.find(id);
   if (context_.rank() == 0 && set && set->members.coordinator_rank() == from) return grant(id, count);
   return Status::ok();
 }
 
-Status LaunchOrder::read_turn(int from, Reader* in, Given* given) const {
-  given->turn = turn_of(in->get<uint64_t>());
+Status LaunchOrder::read_ticket(int from, Reader* in, Given* given) const {
+  given->ticket = ticket_of(in->get<uint64_t>());
   given->count = in->get<uint32_t>();
   given->after = in->get<uint32_t>();
-  if (!in->ok() || given->count > kMostTurns || from != 0)
-    return error(Code::kInternal, "a broken frame about turns on devices");
+  if (!in->ok() || given->count > kMostTickets || from != 0)
+    return error(Code::kInternal, "a broken frame about launch tickets");
   return Status::ok();
 }
 

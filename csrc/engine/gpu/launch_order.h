@@ -1,8 +1,8 @@
 // Who may start work on GPUs next. Batches of different process sets, and messages, must start in the same order on
 // every rank, else two communicators wait for each other. Rank 0 of the world gives that order: plans of the global set
 // come from it anyway; for other sets their coordinator asks, for a message its sender does, and rank 0 tells who takes
-// part. Where all ranks share memory the order is written there (device_turns.h), and persistent buckets of sets with
-// rank 0 have their place in it: when all ranks have arrived at one, rank 0 gives it a turn. Else turns travel in
+// part. Where all ranks share memory the order is written there (launch_tickets.h), and persistent buckets of sets with
+// rank 0 have their place in it: when all ranks have arrived at one, rank 0 gives it a ticket. Else tickets travel in
 // frames straight from rank 0, which wake also who sleeps because it has nothing to do itself. docs/decisions/0025 has
 // the argument.
 //
@@ -12,7 +12,7 @@
 #include <vector>
 
 #include "engine/control/control_link.h"
-#include "engine/gpu/device_turns.h"
+#include "engine/gpu/launch_tickets.h"
 #include "engine/intake/intake.h"
 
 namespace hc {
@@ -23,8 +23,8 @@ class LaunchOrder {
  public:
   LaunchOrder(Context& context, ControlLink& link, const Intake& intake)
       : context_(context), link_(link), intake_(intake) {}
-  DeviceTurns& turns() { return turns_; }
-  const DeviceTurns& turns() const { return turns_; }
+  LaunchTickets& tickets() { return tickets_; }
+  const LaunchTickets& tickets() const { return tickets_; }
 
   // The world's coordinator, before the plan goes out.
   void note_before(const Members& set, Plan* plan);
@@ -32,35 +32,35 @@ class LaunchOrder {
   Status order(const Members& set, const Plan& plan);
   // The sender of a message that both ends are ready for.
   Status ask_for_message(int receiver, uint32_t id);
-  static DeviceTurn turn_of_message(int sender, uint32_t id) {
+  static LaunchTicket ticket_of_message(int sender, uint32_t id) {
     return {kMessageStream, static_cast<int32_t>(id), static_cast<uint16_t>(sender)};
   }
 
-  // Frames about the order. has_part(turn): whether this rank takes part in it.
+  // Frames about the order. has_part(ticket): whether this rank takes part in it.
   template <class HasPart>
   Status take_frame(FrameKind kind, int from, Reader* in, HasPart&& has_part) {
-    if (kind != FrameKind::kDeviceTurn) return take_request(kind, from, in);
+    if (kind != FrameKind::kLaunchTicket) return take_request(kind, from, in);
     Given given;
-    HC_TRY(read_turn(from, in, &given));
-    turns_.take_given(given.turn, given.count, given.after, has_part(given.turn));
+    HC_TRY(read_ticket(from, in, &given));
+    tickets_.take_given(given.ticket, given.count, given.after, has_part(given.ticket));
     return Status::ok();
   }
 
  private:
   struct Given {
-    DeviceTurn turn;
+    LaunchTicket ticket;
     uint32_t count = 0, after = 0;
   };
   Status take_request(FrameKind kind, int from, Reader* in);
-  Status read_turn(int from, Reader* in, Given* given) const;
+  Status read_ticket(int from, Reader* in, Given* given) const;
   Status grant(uint16_t set, uint32_t count);
   Status grant_message(int sender, int receiver, uint32_t id);
-  Status send(int rank, const DeviceTurn& turn, uint32_t count);
+  Status send(int rank, const LaunchTicket& ticket, uint32_t count);
 
   Context& context_;
   ControlLink& link_;
   const Intake& intake_;
-  DeviceTurns turns_;
+  LaunchTickets tickets_;
 };
 
 }  // namespace hc

@@ -51,7 +51,7 @@ class Messages {
   void fail_all(const Status& reason);
 
   // Whether this rank is an end of that message between GPUs.
-  bool expects_turn(int sender, uint32_t id) const;
+  bool expects_ticket(int sender, uint32_t id) const;
   bool waits_on_device() const;
   DeviceLinks& links() { return links_; }
 
@@ -118,7 +118,7 @@ class Messages {
   Result<LinkWay> choose_way_of(const Operation* op, const Announced& message);
   Status want_link(int peer);
   Status take_link_id(int from, Reader* in);
-  std::unique_ptr<MessageTurn> turn_of(bool sends, int peer, uint32_t id);
+  std::unique_ptr<MessageTicket> ticket_of(bool sends, int peer, uint32_t id);
   Status copy_own(Operation* op, Announced* message);
   Status copy_to_self(Operation* op, const Announced& message, Operation* source);
   Progress step_on_device(Moving* moving, bool* moved);

@@ -1,5 +1,5 @@
 // Messages between GPUs. They are announced and matched as all others are; then both ends launch NCCL's send or receive
-// when rank 0 gives this message its turn among all work on GPUs, or the payload goes through host memory.
+// when rank 0 gives this message its ticket among all work on GPUs, or the payload goes through host memory.
 // docs/decisions/0028 has the argument why nobody waits for ever.
 #include <algorithm>
 
@@ -9,27 +9,27 @@ namespace hc {
 namespace {
 
 // The place of one message in the order of all work on GPUs.
-class TicketOfMessage final : public MessageTurn {
+class TicketOfMessage final : public MessageTicket {
  public:
   TicketOfMessage(LaunchOrder& order, GpuDesk& gpu, int sender, int receiver, uint32_t id)
-      : order_(order), gpu_(gpu), receiver_(receiver), id_(id), turn_(LaunchOrder::turn_of_message(sender, id)) {}
+      : order_(order), gpu_(gpu), receiver_(receiver), id_(id), ticket_(LaunchOrder::ticket_of_message(sender, id)) {}
   void ask() override {
     if (Status sent = order_.ask_for_message(receiver_, id_); !sent.is_ok()) gpu_.fail(sent);
   }
-  bool is_granted() const override { return order_.turns().contains(turn_); }
-  bool is_next() const override { return order_.turns().is_next(turn_); }
-  void over() override { order_.turns().over(); }
+  bool is_granted() const override { return order_.tickets().contains(ticket_); }
+  bool is_next() const override { return order_.tickets().is_next(ticket_); }
+  void over() override { order_.tickets().over(); }
 
  private:
   LaunchOrder& order_;
   GpuDesk& gpu_;
   const int receiver_;
   const uint32_t id_;
-  const DeviceTurn turn_;
+  const LaunchTicket ticket_;
 };
 
-// What was sent before somebody's goodbye may still be on its way: turns, when rank 0 has shut down; when the other end
-// has, the turn that rank 0 gives both, on another channel, however busy rank 0 is.
+// What was sent before somebody's goodbye may still be on its way: tickets, when rank 0 has shut down; when the other
+// end has, the ticket that rank 0 gives both, on another channel, however busy rank 0 is.
 constexpr double kGraceOfOrdersS = 1, kGraceOfPeerS = 15;
 
 bool is_sent(const Operation* op) { return op->signature().op == Op::kSend; }
@@ -114,7 +114,7 @@ Status Messages::take_link_id(int from, Reader* in) {
   return Status::ok();
 }
 
-std::unique_ptr<MessageTurn> Messages::turn_of(bool sends, int peer, uint32_t id) {
+std::unique_ptr<MessageTicket> Messages::ticket_of(bool sends, int peer, uint32_t id) {
   return std::make_unique<TicketOfMessage>(order_, gpu_, sends ? context_.rank() : peer, peer, id);
 }
 
@@ -127,7 +127,7 @@ Status Messages::begin_on_device(Operation* op, int peer, uint32_t id, bool by_n
   DeviceLink& link = links_.to(peer);
   std::unique_ptr<DeviceMessage> message;
   if (by_nccl)
-    message = make_nccl_message(&link, end, context_.rank() < peer ? 1 : 0, turn_of(out, peer, id));
+    message = make_nccl_message(&link, end, context_.rank() < peer ? 1 : 0, ticket_of(out, peer, id));
   else
     message = make_staged_message(&link, end, [this, out, peer, id](std::byte* at, size_t bytes) {
       return transfer_of(out, at, bytes, {peer, id});
@@ -153,8 +153,8 @@ Progress Messages::step_on_device(Moving* moving, bool* moved) {
   return Progress::kPending;
 }
 
-// Without rank 0, which can give no more turns, a message goes through host memory, at both ends: the other one may
-// have done so, and have left then. Who leaves has ended its messages, so without its other end this one's turn is
+// Without rank 0, which can give no more tickets, a message goes through host memory, at both ends: the other one may
+// have done so, and have left then. Who leaves has ended its messages, so without its other end this one's ticket is
 // given or will be: it is given up only to wait for no fault for ever. True: `moving` is no more.
 bool Messages::given_up(Moving* moving) {
   if (!moving->on_device || moving->failed || !moving->on_device->may_be_given_up()) return false;
@@ -175,7 +175,7 @@ bool Messages::given_up(Moving* moving) {
   return true;
 }
 
-bool Messages::expects_turn(int sender, uint32_t id) const {
+bool Messages::expects_ticket(int sender, uint32_t id) const {
   return std::any_of(moving_.begin(), moving_.end(), [&](const Moving& m) {
     return m.on_device && m.id == id && (is_sent(m.op) ? sender == context_.rank() : sender == m.peer);
   });

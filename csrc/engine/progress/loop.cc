@@ -44,14 +44,15 @@ Status Loop::advance() {
   }
   if (parts_.intake.has_news()) take_submitted();
   HC_TRY(receive());
-  DeviceTurns& turns = parts_.order.turns();
-  if (turns.has_news() && turns.take([this](const DeviceTurn& turn) { return has_part_in(turn); })) last_.moved = true;
+  LaunchTickets& tickets = parts_.order.tickets();
+  if (tickets.has_news() && tickets.take([this](const LaunchTicket& ticket) { return has_part_in(ticket); }))
+    last_.moved = true;
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->step(&last_));
-  if (turns.kept_back()) pass_turns_on();
+  if (tickets.kept_back()) pass_tickets_on();
   if (parts_.messages.outstanding() == 0) return Status::ok();
   HC_TRY(parts_.messages.step(&last_.moved));
   last_.looks_soon = last_.looks_soon || parts_.messages.waits_on_device();
-  if (turns.kept_back()) pass_turns_on();  // those that messages of rank 0 have asked for
+  if (tickets.kept_back()) pass_tickets_on();  // those that messages of rank 0 have asked for
   return Status::ok();
 }
 
@@ -118,10 +119,10 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kPong:
       return Status::ok();
     case FrameKind::kDeviceAsk:
-    case FrameKind::kDeviceTurn:
+    case FrameKind::kLaunchTicket:
     case FrameKind::kMessageAsk:
       return checked(
-          parts_.order.take_frame(kind, from, &in, [this](const DeviceTurn& turn) { return has_part_in(turn); }));
+          parts_.order.take_frame(kind, from, &in, [this](const LaunchTicket& ticket) { return has_part_in(ticket); }));
     case FrameKind::kInquiry:
       return checked(parts_.stalls.answer(from, in.get<uint8_t>() != 0, pending()));
     case FrameKind::kTestimony:
@@ -188,17 +189,18 @@ void Loop::peer_left(int rank, const std::string& text) {
 
 // ---- the order of work on GPUs
 
-// On rank 0, turns that travel in shared memory. In the same iteration in which they were given: it may be the last one
-// for a while.
-void Loop::pass_turns_on() {
-  DeviceTurns& turns = parts_.order.turns();
-  if (!turns.pass_on(parts_.link.left())) last_.looks_soon = true;
+// On rank 0, tickets that travel in shared memory. In the same iteration in which they were given: it may be the last
+// one for a while.
+void Loop::pass_tickets_on() {
+  LaunchTickets& tickets = parts_.order.tickets();
+  if (!tickets.pass_on(parts_.link.left())) last_.looks_soon = true;
   parts_.sets.world().wake_readers();
 }
 
-bool Loop::has_part_in(const DeviceTurn& turn) const {
-  if (turn.set == kMessageStream) return parts_.messages.expects_turn(turn.sender, static_cast<uint32_t>(turn.bucket));
-  const ProcessSet* set = parts_.sets.find(turn.set);
+bool Loop::has_part_in(const LaunchTicket& ticket) const {
+  if (ticket.set == kMessageStream)
+    return parts_.messages.expects_ticket(ticket.sender, static_cast<uint32_t>(ticket.bucket));
+  const ProcessSet* set = parts_.sets.find(ticket.set);
   return set && set->members().has_me();
 }
 
@@ -279,7 +281,7 @@ void Loop::fail(const Status& first_reason) {
   parts_.link.tell_failure(reason);
   parts_.messages.fail_all(reason);
   parts_.messages.links().abort();
-  parts_.order.turns().clear();
+  parts_.order.tickets().clear();
   for (ProcessSet* set : parts_.sets.mine()) set->fail(reason);
   parts_.records.save(reason.text());
 }

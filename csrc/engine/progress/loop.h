@@ -50,7 +50,7 @@ class Loop {
   // What the last step has found.
   const Iteration& last() const { return last_; }
   size_t outstanding() const {
-    return parts_.sets.pending() + parts_.messages.outstanding() + parts_.order.turns().kept_back();
+    return parts_.sets.pending() + parts_.messages.outstanding() + parts_.order.tickets().kept_back();
   }
   // Something that was launched on a GPU has not ended yet. What is done with it is forgotten.
   bool device_in_flight() { return parts_.gpu.has_gpu() && launched_in_flight(); }
@@ -98,8 +98,8 @@ class Loop {
   Status check_devices();
   Status report_stalls(TimePoint now);
   void peer_left(int rank, const std::string& text);
-  void pass_turns_on();
-  bool has_part_in(const DeviceTurn& turn) const;
+  void pass_tickets_on();
+  bool has_part_in(const LaunchTicket& ticket) const;
   std::vector<const Operation*> pending() const;
   Status with_words_of_device(const Status& reason);
 

@@ -12,11 +12,11 @@ void DeviceSide::put_on_device(BatchRunner& runner) {
   if (const auto gpu = gpu_.gpu()) device_->use(gpu);
   const Tag tag{static_cast<uint16_t>(context_.generation), members_.id, runner.batch().id, 0};
   runner.on_device(std::make_unique<DeviceBatch>(
-      device_.get(), tag, [this, turn = DeviceTurn{members_.id}] { return order_.turns().is_next(turn); }));
+      device_.get(), tag, [this, ticket = LaunchTicket{members_.id}] { return order_.tickets().is_next(ticket); }));
 }
 
 void DeviceSide::batch_over() {
-  if (order_.turns().is_next({members_.id})) order_.turns().over();
+  if (order_.tickets().is_next({members_.id})) order_.tickets().over();
   if (!device_ || device_->reason().empty() || members_.group_rank != 0 || device_->reason() == told_) return;
   told_ = device_->reason();
   const bool on_gpu = device_->way() == DeviceBackend::kNccl || device_->way() == DeviceBackend::kPeers;
@@ -27,10 +27,10 @@ void DeviceSide::batch_over() {
                          ": tensors on GPUs travel through host memory, which is slower: ", told_);
 }
 
-// The turns come from rank 0 of the world, which must see the arrivals. NCCL must be up, for there is no agreement left
-// in which it could be set up, and it must do all of them: the host's collectives have an order of their own.
+// The tickets come from rank 0 of the world, which must see the arrivals. NCCL must be up, for there is no agreement
+// left in which it could be set up, and it must do all of them: the host's collectives have an order of their own.
 bool DeviceSide::may_be_persistent(const BucketSet& buckets) const {
-  if (!order_.turns().in_memory() || members_.coordinator_rank() != 0 || !device_) return false;
+  if (!order_.tickets().in_memory() || members_.coordinator_rank() != 0 || !device_) return false;
   Signature s;
   s.reduce = buckets.reduce;
   s.prescale = buckets.prescale;
@@ -70,7 +70,7 @@ Result<GpuEventPtr> DeviceSide::capture(const Task& task, CuStream from) {
 
 void DeviceSide::make_ready(Operation* op, size_t flag) {
   ready_.push_back({op, flag});
-  if (context_.rank() == 0) order_.turns().give({members_.id, static_cast<int32_t>(flag)}, 1, true);
+  if (context_.rank() == 0) order_.tickets().give({members_.id, static_cast<int32_t>(flag)}, 1, true);
 }
 
 std::unique_ptr<BatchRunner> DeviceSide::runner_of(Operation* op, const Tuning& tuning, Timeline* timeline) {
@@ -89,10 +89,10 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(Operation* op, const Tuning& 
 Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(const Tuning& tuning, Timeline* timeline, Iteration* now) {
   using Launched = std::unique_ptr<BatchRunner>;
   if (!launching_) {
-    const DeviceTurn* turn = order_.turns().next();
-    if (ready_.empty() || !turn || turn->set != members_.id || turn->bucket < 0) return Launched();
+    const LaunchTicket* ticket = order_.tickets().next();
+    if (ready_.empty() || !ticket || ticket->set != members_.id || ticket->bucket < 0) return Launched();
     const auto at = std::find_if(ready_.begin(), ready_.end(),
-                                 [&](const Ready& r) { return r.flag == static_cast<size_t>(turn->bucket); });
+                                 [&](const Ready& r) { return r.flag == static_cast<size_t>(ticket->bucket); });
     if (at == ready_.end()) return Launched();  // this rank has not seen all arrivals yet
     Operation* op = at->op;
     ready_.erase(at);
@@ -104,7 +104,7 @@ Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(const Tuning& tuning, Ti
     now->looks_soon = true;
     return Launched();
   }
-  order_.turns().over();
+  order_.tickets().over();
   now->moved = true;
   return std::move(launching_);
 }

@@ -1,5 +1,5 @@
 // What one process set does on GPUs: the group that moves the data, batches on device memory, and persistent buckets at
-// which all members have arrived, each of which waits for its turn among all work on GPUs.
+// which all members have arrived, each of which waits for its launch ticket to come up.
 //
 // Thread: the thread that makes progress, or who holds the progress lock. Owner: a process set.
 #pragma once
@@ -24,7 +24,7 @@ class DeviceSide {
   DeviceGroup* group() { return device_.get(); }  // null: nothing of the set has been on a GPU
   bool is_used() const { return device_ != nullptr; }
 
-  // The set's turn has come to a batch on device memory.
+  // The set's next batch lies in device memory: it starts when the set's launch ticket comes up.
   void put_on_device(BatchRunner& runner);
   void batch_over();
 
@@ -39,8 +39,9 @@ class DeviceSide {
   // All members have arrived at this bucket.
   void make_ready(Operation* op, size_t flag);
   bool has_ready() const { return !ready_.empty() || launching_; }
-  bool waits_for_turn() const { return !ready_.empty(); }
-  // The next ready bucket whose turn it is: starts it; null: none, or it is not over yet. Not ok: the GPU has failed.
+  bool waits_for_ticket() const { return !ready_.empty(); }
+  // The ready bucket with the next launch ticket: starts it; null: none, or it is not over yet. Not ok: the GPU has
+  // failed.
   Result<std::unique_ptr<BatchRunner>> launch(const Tuning& tuning, Timeline* timeline, Iteration* now);
 
   double oldest_flight_s(TimePoint now) { return device_ ? device_->oldest_flight_s(now) : 0; }

@@ -88,7 +88,7 @@ void ProcessSet::mark_awaited(TimePoint now, std::vector<bool>* waits) {
     for (int r : members().ranks) (*waits)[static_cast<size_t>(r)] = true;
 }
 
-// What NCCL has noticed by itself, and turns that rank 0 can give no more.
+// What NCCL has noticed by itself, and tickets that rank 0 can give no more.
 Status ProcessSet::check_device() {
   if (!device_.is_used()) return Status::ok();
   const uint16_t id = members().id;
@@ -96,8 +96,8 @@ Status ProcessSet::check_device() {
     parts_.gpu.fail(ok.with(text_of("process set ", id)));
     return Status::ok();
   }
-  const bool waits = (id != 0 && batches_.runner() && batches_.runner()->is_on_device()) || device_.waits_for_turn();
-  if (!parts_.link.has_left(0) || !waits || parts_.order.turns().contains(id)) return Status::ok();
+  const bool waits = (id != 0 && batches_.runner() && batches_.runner()->is_on_device()) || device_.waits_for_ticket();
+  if (!parts_.link.has_left(0) || !waits || parts_.order.tickets().contains(id)) return Status::ok();
   return Status(Code::kAborted,
                 text_of(parts_.context.mesh->describe(0), " has shut down, and it orders the work on GPUs"), 0);
 }

@@ -24,14 +24,14 @@ inline void pause_cpu() {
 class Idle {
  public:
   Idle(int pauses, double yield_us) : pauses_(pauses), yield_us_(yield_us) {}
-  void reset() { turns_ = 0; }
+  void reset() { looks_ = 0; }
   // False when it is time to sleep.
   bool pause() {
-    if (turns_++ < pauses_) {
+    if (looks_++ < pauses_) {
       pause_cpu();
       return true;
     }
-    if (turns_ == pauses_ + 1) started_ = Clock::now();
+    if (looks_ == pauses_ + 1) started_ = Clock::now();
     if (seconds_between(started_, Clock::now()) * 1e6 > yield_us_) return false;
     ::sched_yield();
     return true;
@@ -40,7 +40,7 @@ class Idle {
  private:
   const int pauses_;
   const double yield_us_;
-  int turns_ = 0;
+  int looks_ = 0;
   TimePoint started_{};
 };
 

@@ -119,7 +119,7 @@ Plan random_plan(Random& random) {
   p.process_set = static_cast<uint16_t>(random());
   for (int i = pick(random, 6); i > 0; i--) p.batches.push_back(random_batch(random));
   for (int i = pick(random, 3); i > 0; i--)
-    p.turns.push_back({static_cast<uint32_t>(random()), static_cast<uint32_t>(pick(random, 40000)), 1});
+    p.tickets.push_back({static_cast<uint32_t>(random()), static_cast<uint32_t>(pick(random, 40000)), 1});
   for (uint32_t i = static_cast<uint32_t>(pick(random, 3) * pick(random, 20)); i > 0; i--) {  // nearly alike
     PlanBatch& b = p.batches.emplace_back();
     b.id = pick(random, 9) == 0 || p.batches.size() == 1 ? 7 : p.batches[p.batches.size() - 2].id + 1;
@@ -163,7 +163,7 @@ bool same(const PlanBatch& a, const PlanBatch& b) {
 }
 bool same(const Plan& a, const Plan& b) {
   return a.generation == b.generation && a.process_set == b.process_set && same(a.batches, b.batches) &&
-         a.turns == b.turns;
+         a.tickets == b.tickets;
 }
 
 template <class T>

@@ -77,8 +77,8 @@ class World {
   const Script& script() const { return script_; }
 
   void run() {
-    for (int turn = 0; turn < 200000; turn++) {
-      if (turn % 64 == 0 && finished()) break;
+    for (int round = 0; round < 200000; round++) {
+      if (round % 64 == 0 && finished()) break;
       int r = pick(random_, size_);
       switch (pick(random_, tree_ ? 6 : 5)) {
         case 5:

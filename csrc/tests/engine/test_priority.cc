@@ -223,11 +223,11 @@ TEST_CASE("operations with priorities, submitted in any order with delays, end i
       std::vector<std::vector<float>> v;
       for (int i = 0; i < kOperations; ++i)
         v.emplace_back(1000 * (1 + i % 5 * (i % 5) * (i % 5)), static_cast<float>(i));
-      std::vector<int> turn(kOperations);
-      for (int i = 0; i < kOperations; ++i) turn[i] = i;
-      std::shuffle(turn.begin(), turn.end(), random);
+      std::vector<int> shuffled(kOperations);
+      for (int i = 0; i < kOperations; ++i) shuffled[i] = i;
+      std::shuffle(shuffled.begin(), shuffled.end(), random);
       std::vector<int64_t> handles(kOperations);
-      for (int i : turn) {
+      for (int i : shuffled) {
         CHECK_OK(submit(engine, Op::kAllreduce, "t" + std::to_string(i), v[i], &v[i],
                         {static_cast<int64_t>(v[i].size())}, &handles[i], [&](Submission& s) {
                           s.priority = i % 7 - 3;

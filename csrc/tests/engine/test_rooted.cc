@@ -173,7 +173,7 @@ TEST_CASE("rooted: in a process set roots are world ranks, and the same names ru
     int set = 0;
     CHECK_OK(engine.add_process_set({1, 3}, &set));
     if (rank % 2 == 0) return;
-    for (int turn = 0; turn < 5; ++turn) {
+    for (int round = 0; round < 5; ++round) {
       const std::vector<float> in(4, static_cast<float>(rank));
       std::vector<float> out(4);
       int64_t h = 0;

@@ -143,7 +143,7 @@ TEST_CASE("double of CUDA and NCCL: where a plan cannot be frozen, declared buck
   }
 }
 
-TEST_CASE("double of CUDA and NCCL: turns outnumber the places for them while a rank looks the other way") {
+TEST_CASE("double of CUDA and NCCL: launch tickets outnumber the places for them while a rank looks the other way") {
   World world(3, gpu_settings());
   CHECK_OK(world.each([](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);

@@ -227,7 +227,8 @@ TEST_CASE("double of CUDA and NCCL: messages and process sets go on when the ran
 }
 
 TEST_CASE(
-    "double of CUDA and NCCL: a message needs ranks that sleep: the one that orders and those on the way of turns") {
+    "double of CUDA and NCCL: a message needs ranks that sleep: the one that orders and those on the way of launch "
+    "tickets") {
   for (const bool one_machine : {true, false}) {
     CAPTURE(one_machine);
     World world(4, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", "nccl"}, {"HOROCLONE_CONTROL_FANOUT", "1"}}));

@@ -129,7 +129,7 @@ struct Pair {
     }
   }
   bool until(const std::function<bool()>& condition) {
-    for (int turn = 0; turn < 100000 && !condition(); ++turn) {
+    for (int round = 0; round < 100000 && !condition(); ++round) {
       bool moved = false;
       for (int side = 0; side < 2; ++side) status[side] = channel[side]->progress(&moved);
     }
@@ -199,11 +199,11 @@ TEST_CASE("mpi channel: segments of every size arrive, whoever comes first") {
 
 TEST_CASE("mpi channel: the way changes between operations") {
   Pair pair;
-  for (int turn = 0; turn < 6; ++turn) {
-    const bool on = turn % 2 == 0;
+  for (int round = 0; round < 6; ++round) {
+    const bool on = round % 2 == 0;
     for (auto& channel : pair.channel) REQUIRE(channel->use(on).is_ok());
     const uint64_t before = pair.traffic[0].syscalls.value();
-    Segment out(turn, 0, 50000, turn + 1), in(turn, 0, 50000, 0);
+    Segment out(round, 0, 50000, round + 1), in(round, 0, 50000, 0);
     pair.channel[1]->post_receive(&in.transfer);
     pair.channel[0]->post_send(&out.transfer);
     CHECK(pair.channel[1]->under_way() == on);

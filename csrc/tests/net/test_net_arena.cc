@@ -101,7 +101,7 @@ TEST_CASE("random allocation never overlaps, always zero") {
   auto arena = new_arena();
   std::mt19937 random(4);
   std::map<std::byte*, size_t> live;
-  for (int turn = 0; turn < 400; ++turn) {
+  for (int round = 0; round < 400; ++round) {
     if (live.size() > 8 || (!live.empty() && random() % 3 == 0)) {
       auto victim = std::next(live.begin(), random() % live.size());
       arena->free(victim->first);

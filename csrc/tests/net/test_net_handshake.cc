@@ -43,7 +43,7 @@ Handshake acceptor(const Credentials& credentials, Verdict verdict = Verdict::kW
 
 // Steps both until neither is pending.
 void shake(Handshake& connector, Handshake& acceptor, const SocketPair& sockets) {
-  for (int turn = 0; turn < 20; ++turn) {
+  for (int round = 0; round < 20; ++round) {
     connector.step(sockets.a.get());
     if (connector.ready_to_prove()) connector.allow_proof();
     acceptor.step(sockets.b.get());
@@ -183,7 +183,7 @@ TEST_CASE("handshake: recorded bytes are worth nothing the second time") {
     if (record) recorded += bytes;
     REQUIRE(::write(to, bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
   };
-  for (int turn = 0; turn < 6; ++turn) {
+  for (int round = 0; round < 6; ++round) {
     a.step(first.a.get());
     if (a.ready_to_prove()) a.allow_proof(), a.step(first.a.get());
     relay(first.b.get(), second.a.get(), true);
@@ -252,11 +252,11 @@ TEST_CASE("handshake: another build is named on both sides") {
 
 TEST_CASE("handshake: random bytes never get in and never crash") {
   std::mt19937 random(5);
-  for (int turn = 0; turn < 300; ++turn) {
+  for (int round = 0; round < 300; ++round) {
     SocketPair sockets;
     std::string bytes(random() % 200, '\0');
     for (char& c : bytes) c = static_cast<char>(random());
-    if (turn % 2) bytes.insert(0, "HCLN\x01\0\0\0\x02\0\0\0", 12);
+    if (round % 2) bytes.insert(0, "HCLN\x01\0\0\0\x02\0\0\0", 12);
     REQUIRE(::write(sockets.a.get(), bytes.data(), bytes.size()) == static_cast<ssize_t>(bytes.size()));
     Handshake b = acceptor(kCredentials);
     CHECK(b.step(sockets.b.get()) != State::kDone);
@@ -276,7 +276,7 @@ TEST_CASE("endpoint: comes back as it was; damaged ones are refused") {
   CHECK_FALSE(Endpoint::decode(good + "x").is_ok());
   CHECK_FALSE(Endpoint::decode(std::string(5000, 'x')).is_ok());
   std::mt19937 random(3);
-  for (int turn = 0; turn < 2000; ++turn) {
+  for (int round = 0; round < 2000; ++round) {
     std::string bad = good;
     for (int i = 0; i < 3; ++i) bad[random() % bad.size()] = static_cast<char>(random());
     auto read = Endpoint::decode(bad);

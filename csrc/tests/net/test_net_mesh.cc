@@ -172,7 +172,7 @@ TEST_CASE("a rank without shared memory talks TCP with its neighbours, the other
   world.each(exchange);
 }
 
-TEST_CASE("a sleeping rank is woken by a frame, and no wake-up is lost in many turns") {
+TEST_CASE("a sleeping rank is woken by a frame, and no wake-up is lost in many rounds") {
   for (int way : {0, 1, 2}) {
     CAPTURE(way);
     std::vector<MeshOptions> options(2, small_options(way > 0));
@@ -181,11 +181,11 @@ TEST_CASE("a sleeping rank is woken by a frame, and no wake-up is lost in many t
     world.must_connect();
     world.each([&](Mesh& mesh, int rank) {
       std::vector<Loss> losses;
-      for (int turn = 0; turn < 2000; ++turn) {
-        if (rank == turn % 2) {
-          REQUIRE(mesh.channel(1 - rank).send(frame_of(turn % 5, 0, 20)).is_ok());
+      for (int round = 0; round < 2000; ++round) {
+        if (rank == round % 2) {
+          REQUIRE(mesh.channel(1 - rank).send(frame_of(round % 5, 0, 20)).is_ok());
         } else {
-          REQUIRE(next_frame(mesh, 1 - rank, &losses, 10) == frame_of(turn % 5, 0, 20));
+          REQUIRE(next_frame(mesh, 1 - rank, &losses, 10) == frame_of(round % 5, 0, 20));
         }
       }
     });

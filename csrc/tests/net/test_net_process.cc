@@ -199,7 +199,7 @@ TEST_CASE("processes: a forked child lets go of everything and the parent does n
     CHECK(WEXITSTATUS(status) == 0);
     std::vector<Loss> losses;
     const uint8_t byte = 9;
-    for (int turn = 0; turn < 3; ++turn) {
+    for (int round = 0; round < 3; ++round) {
       for (int r : {0, 1}) {
         REQUIRE(world.meshes[r]->channel(1 - r).send({&byte, 1}).is_ok());
         REQUIRE(next_frame(*world.meshes[1 - r], r, &losses, 2) == std::vector<uint8_t>{9});

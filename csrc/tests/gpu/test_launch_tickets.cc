@@ -1,53 +1,53 @@
-// The order of work on GPUs where turns and plans reach a rank on different ways: it must be rank 0's on every rank,
+// The order of work on GPUs where tickets and plans reach a rank on different paths: it must be rank 0's on every rank,
 // whatever is late.
 #include <doctest/doctest.h>
 
 #include <array>
 #include <random>
 
-#include "engine/gpu/device_turns.h"
+#include "engine/gpu/launch_tickets.h"
 
 namespace hc {
 namespace {
 
-struct OnTheWay {  // a plan with batches, or a turn
+struct OnTheWay {  // a plan with batches, or a ticket
   uint32_t batches = 0, after = 0;
-  std::vector<TurnsBefore> before;
-  DeviceTurn turn;
+  std::vector<TicketsBefore> before;
+  LaunchTicket ticket;
   bool is_mine = true;
 };
 
-std::vector<DeviceTurn> order_of(DeviceTurns* turns) {
-  std::vector<DeviceTurn> order;
-  for (; turns->next(); turns->over()) order.push_back(*turns->next());
+std::vector<LaunchTicket> order_of(LaunchTickets* tickets) {
+  std::vector<LaunchTicket> order;
+  for (; tickets->next(); tickets->over()) order.push_back(*tickets->next());
   return order;
 }
 
 }  // namespace
 
-TEST_CASE("device turns: plans and turns that overtake each other end in the order of rank 0") {
+TEST_CASE("launch tickets: plans and tickets that overtake each other end in the order of rank 0") {
   constexpr int kRanks = 5;
   std::mt19937 random(7);
   const auto pick = [&](uint32_t below) { return static_cast<uint32_t>(random()) % below; };
   for (int repeat = 0; repeat < 300; ++repeat) {
-    DeviceTurns leader;
-    std::array<DeviceTurns, kRanks> ranks;
+    LaunchTickets leader;
+    std::array<LaunchTickets, kRanks> ranks;
     std::array<std::deque<OnTheWay>, kRanks> plans, frames;
-    std::array<std::vector<DeviceTurn>, kRanks> expected;
+    std::array<std::vector<LaunchTicket>, kRanks> expected;
     for (int i = 0; i < 60; ++i) {
       if (pick(4) == 0) {
         const uint32_t batches = 1 + pick(3);
         const auto before = leader.plan(batches);
         for (int r = 1; r < kRanks; ++r) {
           plans[r].push_back({batches, 0, before, {}});
-          expected[r].insert(expected[r].end(), batches, DeviceTurn{0});
+          expected[r].insert(expected[r].end(), batches, LaunchTicket{0});
         }
       } else {
         const int r = 1 + static_cast<int>(pick(kRanks - 1));
-        const DeviceTurn turn{static_cast<uint16_t>(1 + pick(3)), i};
+        const LaunchTicket ticket{static_cast<uint16_t>(1 + pick(3)), i};
         const bool is_mine = pick(8) != 0;
-        frames[r].push_back({0, leader.given_to(r, 1), {}, turn, is_mine});
-        if (is_mine) expected[r].push_back(turn);
+        frames[r].push_back({0, leader.given_to(r, 1), {}, ticket, is_mine});
+        if (is_mine) expected[r].push_back(ticket);
       }
     }
     for (int r = 1; r < kRanks; ++r) {
@@ -58,8 +58,8 @@ TEST_CASE("device turns: plans and turns that overtake each other end in the ord
         if (plan)
           ranks[r].take_plan(first.batches, r, first.before);
         else
-          ranks[r].take_given(first.turn, 1, first.after, first.is_mine);
-        if (!plan && first.is_mine) REQUIRE(ranks[r].contains(first.turn));  // wherever it waits
+          ranks[r].take_given(first.ticket, 1, first.after, first.is_mine);
+        if (!plan && first.is_mine) REQUIRE(ranks[r].contains(first.ticket));  // wherever it waits
         from.pop_front();
       }
       REQUIRE(order_of(&ranks[r]) == expected[r]);
@@ -67,28 +67,28 @@ TEST_CASE("device turns: plans and turns that overtake each other end in the ord
   }
 }
 
-TEST_CASE("device turns: what a removed set was given counts and takes no place") {
-  DeviceTurns leader, rank;
+TEST_CASE("launch tickets: what a removed set was given counts and takes no place") {
+  LaunchTickets leader, rank;
   const uint32_t first = leader.given_to(1, 1);
   const auto before = leader.plan(1);
   const uint32_t second = leader.given_to(1, 2);
-  CHECK(before == std::vector<TurnsBefore>{{1, 1, 1}});
+  CHECK(before == std::vector<TicketsBefore>{{1, 1, 1}});
   rank.take_given({4}, 2, second, true);  // cannot be before `first` on the wire, but waits in any case
   CHECK(rank.contains(4));
   rank.drop(4);
   CHECK_FALSE(rank.contains(4));
-  DeviceTurns other;
+  LaunchTickets other;
   other.take_plan(1, 1, before);
-  CHECK(other.next() == nullptr);  // waits for the turn before it
+  CHECK(other.next() == nullptr);  // waits for the ticket before it
   other.take_given({4}, 1, first, false);
-  CHECK(order_of(&other) == std::vector<DeviceTurn>{{0}});
+  CHECK(order_of(&other) == std::vector<LaunchTicket>{{0}});
 }
 
-TEST_CASE("device turns: ranks that were given alike are one run in a plan") {
-  DeviceTurns leader;
+TEST_CASE("launch tickets: ranks that were given alike are one run in a plan") {
+  LaunchTickets leader;
   for (int r = 2; r < 500; ++r) leader.given_to(r, 3);
   leader.given_to(600, 1);
-  CHECK(leader.plan(1) == std::vector<TurnsBefore>{{2, 498, 3}, {600, 1, 1}});
+  CHECK(leader.plan(1) == std::vector<TicketsBefore>{{2, 498, 3}, {600, 1, 1}});
   CHECK(leader.plan(1).empty());
 }
 
