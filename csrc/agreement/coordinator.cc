@@ -108,8 +108,8 @@ void Coordinator::State::arrived(uint32_t index, int rank, TimePoint since, Time
   }
   e.since = std::min(e.since, since);
   if (options.watch && options.watch->on()) options.watch->announced(ledger.subject(e), rank, now);
-  if (options.lateness && e.announced == static_cast<uint32_t>(options.size))
-    options.lateness->last_was(rank, seconds_between(e.since, now));
+  if (options.stragglers && e.announced == static_cast<uint32_t>(options.size))
+    options.stragglers->last_was(rank, seconds_between(e.since, now));
   if (e.state != Entry::State::kWaiting) return;  // already failing; this rank fails with the others
   if (e.announced == static_cast<uint32_t>(options.size))
     make_ready(index);
@@ -124,7 +124,7 @@ void Coordinator::State::arrived_for_all(uint32_t index, int last, TimePoint sin
   pending++;
   if (options.watch && options.watch->on())
     for (int r = 0; r < options.size; r++) options.watch->announced(ledger.subject(e), r, now);
-  if (options.lateness && last < options.size) options.lateness->last_was(last, seconds_between(since, now));
+  if (options.stragglers && last < options.size) options.stragglers->last_was(last, seconds_between(since, now));
   make_ready(index);
   if (e.named != nullptr && e.named->second.count > 1) review_namesakes(e.named->second);
 }

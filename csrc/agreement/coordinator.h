@@ -9,9 +9,9 @@
 #include <vector>
 
 #include "agreement/control_tree.h"
-#include "agreement/lateness.h"
 #include "agreement/mismatch.h"
 #include "agreement/negotiation.h"
+#include "agreement/straggler_statistics.h"
 #include "base/clock.h"
 #include "base/settings_table.h"
 
@@ -42,7 +42,7 @@ struct CoordinatorOptions {
   std::vector<int> world_rank;              // [size] for texts
   std::shared_ptr<const ControlTree> tree;  // along which request lists come; null: from each rank
   AgreementWatch* watch = nullptr;
-  Lateness* lateness = nullptr;  // who was the last to be ready, where all announce
+  StragglerStatistics* stragglers = nullptr;  // who was the last to be ready, where all announce
 };
 
 // An operation that some ranks announced and others did not.

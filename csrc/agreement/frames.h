@@ -24,11 +24,11 @@ enum class FrameKind : uint8_t {
                        // i32 to whom, u64 the ticket, u32 number
   kShow = 14,  // coordinator to ranks that have others below them. Body: u16 process set, u8: show what is held (0 hold
                // again, 1 now, 2 from now on)
-  kInquiry = 16,      // a stall is being reported. Body: u8, 1 = answer what you do instead
-  kTestimony = 17,    // the answer. Body: text
-  kClockAsk = 18,     // what time is it? Body: i64 my monotonic clock, ns
-  kClockAnswer = 19,  // Body: i64 what was asked, i64 my monotonic clock, ns
-  kLinkId = 20,       // the lower rank of two: the communicator for messages between our GPUs. Body: NCCL's id
+  kStackRequest = 16,  // a stall is being reported. Body: u8, 1 = answer what you do instead
+  kStackReply = 17,    // the answer. Body: text
+  kClockAsk = 18,      // what time is it? Body: i64 my monotonic clock, ns
+  kClockAnswer = 19,   // Body: i64 what was asked, i64 my monotonic clock, ns
+  kLinkId = 20,        // the lower rank of two: the communicator for messages between our GPUs. Body: NCCL's id
   kMessageAsk = 21,  // a sender to rank 0: a message between GPUs waits for a launch ticket. Body: i32 receiver, u32 id
 };
 

@@ -227,7 +227,7 @@ std::string joined_text(const Subject& subject, std::span<const Signature* const
                  " has joined and contributes to allreduce and barrier only.");
 }
 
-// The stand-in of a rank that has joined is not scaled. Where a scaled 0 still changes nothing nobody has to do
+// The identity element of a rank that has joined is not scaled. Where a scaled 0 still changes nothing nobody has to do
 // anything about it; elsewhere the others scale their inputs beforehand, in host memory.
 bool cannot_scale_before(const Signature& s) {
   return s.device != 0 && s.prescale != 1.0 && !has_zero_identity(s.reduce);

@@ -96,7 +96,7 @@ struct PlanEntry {
   std::string name;  // set when the cache id is new to the ranks (or there is none) and the entry is named
   bool unnamed = false;
   bool assigned = false;  // the cache id was given in this plan: learn it
-  // A rank that has joined stands in with the neutral element, which is not prescaled (BatchRunner::scales_before).
+  // A rank that has joined gives the identity element, which is not prescaled (BatchRunner::scales_before).
   bool with_joined = false;
   // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.
   bool has_signature = false;

@@ -157,7 +157,7 @@ void RequestAggregator::State::begin(Round* r, TimePoint since) {
   if (r->name != nullptr) r->name->active++;
 }
 
-// This round is over here. Names that no cache id stands for go with it.
+// This round is over here. Names without a cache id go with it.
 void RequestAggregator::State::end(Round* r) {
   if (!r->shown) held--;
   active--;

@@ -1,5 +1,5 @@
 // Chooses the instruction set, and does what is not worth vector code: integers that are scaled or divided,
-// neutral elements. No state but the chosen table. Thread: any; select_simd belongs to start-up.
+// identity elements. No state but the chosen table. Thread: any; select_simd belongs to start-up.
 #include "arithmetic/reduce.h"
 
 #include <algorithm>
@@ -285,7 +285,7 @@ void finish(DType dtype, std::byte* data, size_t count, const Scale& scale) {
   reduce(dtype, Reduce::kSum, {&data, 1}, {&source, 1}, count, Scale{1.0, scale.post, scale.divisor});
 }
 
-void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count) {
+void fill_identity(DType dtype, Reduce op, std::byte* destination, size_t count) {
   const Identity which = identity_of(op);
   switch (dtype) {
     case DType::kBool:

@@ -1,4 +1,4 @@
-// The only place that knows arithmetic: element-wise reduction of N sources, scaling, neutral elements.
+// The only place that knows arithmetic: element-wise reduction of N sources, scaling, identity elements.
 // Untyped on purpose (pointer, dtype, count); templates and SIMD live in reduce.cc and its
 // per-instruction-set twins, chosen once at run time (scalar, AVX2, AVX-512).
 #pragma once
@@ -40,7 +40,7 @@ void scale_copy(DType dtype, std::byte* destination, const std::byte* source, si
 void finish(DType dtype, std::byte* data, size_t count, const Scale& scale);
 
 // The element that changes nothing (Identity in base/reductions.h); the largest / smallest float is inf / -inf.
-void fill_neutral(DType dtype, Reduce op, std::byte* destination, size_t count);
+void fill_identity(DType dtype, Reduce op, std::byte* destination, size_t count);
 
 // "avx512", "avx2" or "scalar"; HOROCLONE_SIMD (read by the caller) may force a lower one with select_simd.
 const char* simd_name();

@@ -123,7 +123,7 @@ std::string Engine::counters_json() const {
       ",\"between_nodes_bytes\":", get(c.between_nodes_bytes), ",\"bytes\":", get(c.bytes_reduced),
       ",\"frozen\":", get(c.frozen), ",\"express\":", get(c.express), ",\"sleeps\":", get(c.sleeps),
       ",\"steps\":", get(c.steps), ",\"pings\":", get(c.pings), ",\"live_handles\":", intake_.handles().live(),
-      ",\"last_ready\":{", intake_.lateness_json(), "},\"autotune\":", tuner_.json(), ",\"between_nodes\":\"",
+      ",\"last_ready\":{", intake_.stragglers_json(), "},\"autotune\":", tuner_.json(), ",\"between_nodes\":\"",
       selected_.by_mpi.load() ? "mpi" : "tcp", "\",\"way_probes\":", selected_.probes.load(), ",\"selection\":\"",
       name_of(selected_.source.load()), "\",\"mesh\":", context_.mesh->counters_json(), "}");
 }

@@ -77,8 +77,8 @@ typedef struct hc_request {
   int32_t reduce;  /* hc_reduce */
   int32_t root;    /* world rank, also within a process set (broadcast, reduce, gather, scatter; the peer of send and
                       receive) */
-  int32_t process_set;  /* 0 = everybody */
-  int32_t device;       /* hc_device: where all tensors of the request lie (join: where stand-ins for them may lie) */
+  int32_t process_set; /* 0 = everybody */
+  int32_t device; /* hc_device: where all tensors of the request lie (join: where identity elements for them may lie) */
   int32_t device_index; /* as CUDA numbers devices in this process; the same in every request */
   int32_t will_wait;    /* not 0: the caller waits for it at once, do not wake the engine thread */
   const char* name;     /* NULL = unnamed: matched by order among the unnamed of this op and process set */
@@ -139,12 +139,12 @@ HC_EXPORT hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc
                              hc_handle* out);
 /* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
  * memory fixed until hc_undeclare. Collective over the process set. Where all its ranks share memory and the buckets
- * lie in hc_blocks, their plan is frozen: a submitted bucket starts without any message. On GPUs: where all ranks of
- * the world share memory, the set has rank 0 in it, and NCCL has been used in it. `common` gives reduce, scales,
+ * lie in hc_blocks, their plan is persistent: a submitted bucket starts without any message. On GPUs: where all ranks
+ * of the world share memory, the set has rank 0 in it, and NCCL has been used in it. `common` gives reduce, scales,
  * process set and device. */
 HC_EXPORT hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* const* names,
                                 const hc_tensor* tensors, int32_t n, int32_t* id);
-/* stream: what fills a bucket on a GPU; host memory: NULL. priority: as in a request; frozen buckets have none. */
+/* stream: what fills a bucket on a GPU; host memory: NULL. priority: as in a request; persistent buckets have none. */
 HC_EXPORT hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, int32_t bucket, void* stream,
                                         int32_t priority, hc_handle* out);
 HC_EXPORT hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id);

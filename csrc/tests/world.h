@@ -31,10 +31,10 @@ class World {
   Status each(const Body& body, uint32_t generation = 1) {
     std::vector<std::string> endpoints(size_);
     std::vector<Status> outcomes(size_);
-    std::barrier<> meet(size_);
+    std::barrier<> barrier(size_);
     std::vector<std::thread> threads;
     for (int rank = 0; rank < size_; ++rank)
-      threads.emplace_back([&, rank] { outcomes[rank] = run(rank, generation, endpoints, meet, body); });
+      threads.emplace_back([&, rank] { outcomes[rank] = run(rank, generation, endpoints, barrier, body); });
     for (auto& t : threads) t.join();
     for (auto& s : outcomes)
       if (!s.is_ok()) return s;
@@ -42,7 +42,7 @@ class World {
   }
 
  private:
-  Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& meet,
+  Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& barrier,
              const Body& body) {
     auto settings = settings_;
     if (!node_.empty()) settings.emplace_back("HOROCLONE_NODE", node_[rank]);
@@ -55,7 +55,7 @@ class World {
       if (made.is_ok()) engine = created.take();
     }
     if (engine) endpoints[rank] = engine->endpoint();
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     HC_TRY(made);
     MeshMembers members;
     members.rank = rank;

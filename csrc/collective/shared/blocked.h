@@ -46,17 +46,17 @@ class BlockedCollective : public Collective {
       any = false;
       if (drained_ < blocks_ && can_drain()) {
         drain(drained_++);
-        shared_.meet(&SegmentFlags::consumed, first_ + drained_);
+        shared_.publish_to_all(&SegmentFlags::consumed, first_ + drained_);
         any = true;
       } else if (reduced_ < started_ && is_reduced(reduced_, moved)) {
-        shared_.meet(&SegmentFlags::reduced, first_ + ++reduced_);
+        shared_.publish_to_all(&SegmentFlags::reduced, first_ + ++reduced_);
         any = true;
       } else if (started_ < blocks_ && can_reduce()) {
         start_reduce(started_++);
         any = true;
       } else if (filled_ < blocks_ && can_fill()) {
         fill(filled_++);
-        shared_.meet(&SegmentFlags::filled, first_ + filled_);
+        shared_.publish_to_all(&SegmentFlags::filled, first_ + filled_);
         any = true;
       }
       if (!status_.is_ok()) return Progress::kFailed;

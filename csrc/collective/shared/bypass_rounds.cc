@@ -35,8 +35,8 @@ class BypassRound final : public ArrivalCollective {
     mine.sequence.store(key_.sequence, std::memory_order_relaxed);
     mine.signature.store(key_.signature, std::memory_order_relaxed);
     payload_.contribute(payload_of(rank_));
-    if (shared_.meet(mine.round, round_,
-                     [&](int m) { return cell(m).round.load(std::memory_order_seq_cst) == round_; }))
+    if (shared_.publish_to_all(mine.round, round_,
+                               [&](int m) { return cell(m).round.load(std::memory_order_seq_cst) == round_; }))
       mine.last.store(round_, std::memory_order_release);
     return Progress::kPending;
   }

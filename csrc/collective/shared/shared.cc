@@ -65,7 +65,7 @@ class FlatCollective : public Collective {
       if (payload_.comes_from_root() && rank_ == payload_.root())
         shared_.publish(shared_.mine().flat, round_ + 1);
       else
-        shared_.meet(&SegmentFlags::flat, round_ + 1);
+        shared_.publish_to_all(&SegmentFlags::flat, round_ + 1);
       published_ = true;
       *moved = true;
     }
@@ -91,15 +91,15 @@ class FlatCollective : public Collective {
   bool published_ = false;
 };
 
-// The members' entering into one operation, of which nothing happens before all have arrived.
-class Meeting {
+// The barrier in front of one operation: nothing happens before all members have arrived.
+class ArrivalBarrier {
  public:
-  Meeting(const Group& group, std::vector<InPlaceFlags*> flags)
+  ArrivalBarrier(const Group& group, std::vector<InPlaceFlags*> flags)
       : shared_(*group.shared_segment), flags_(std::move(flags)) {}
   void enter(int rank, uint64_t round) {
     round_ = round;
     InPlaceFlags& mine = *flags_[static_cast<size_t>(rank)];
-    const bool last = shared_.meet(mine.arrived, round_ + 1, [&](int m) {
+    const bool last = shared_.publish_to_all(mine.arrived, round_ + 1, [&](int m) {
       return flags_[static_cast<size_t>(m)]->arrived.load(std::memory_order_seq_cst) > round_;
     });
     if (last) mine.last.store(round_ + 1, std::memory_order_release);
@@ -122,11 +122,12 @@ class Meeting {
       if (!is_here(m)) late.push_back(static_cast<int>(m));
     return late;
   }
-  // A member that thawed has nothing under way, so if it has not arrived it never will, and nobody can have begun to
-  // change memory: all may step back. (Thawed is read before arrived: arrival comes first on the member.)
+  // A member that has invalidated its plans has nothing under way, so if it has not arrived it never will, and nobody
+  // can have begun to change memory: all may step back. (`invalidated` is read before `arrived`: arrival comes first on
+  // the member.)
   bool must_withdraw() const {
     for (size_t m = 0; m < flags_.size(); ++m)
-      if (shared_.flags(static_cast<int>(m)).thawed.load(std::memory_order_acquire) && !is_here(m)) return true;
+      if (shared_.flags(static_cast<int>(m)).invalidated.load(std::memory_order_acquire) && !is_here(m)) return true;
     return false;
   }
 
@@ -139,30 +140,30 @@ class Meeting {
 class PersistentArrival final : public PersistentCollective {
  public:
   PersistentArrival(const Group& group, std::vector<InPlaceFlags*> flags)
-      : rank_(group.rank), meeting_(group, std::move(flags)) {
+      : rank_(group.rank), barrier_(group, std::move(flags)) {
     algorithm_ = "gpu frozen";
   }
   void begin(uint64_t round) override {
     withdrawn_ = false;
     arrival_ = {};
-    meeting_.enter(rank_, round);
+    barrier_.enter(rank_, round);
   }
   Progress step(bool* moved) override {
-    if (const int late = meeting_.first_late(); late >= 0) {
+    if (const int late = barrier_.first_late(); late >= 0) {
       arrival_.last = late;
-      withdrawn_ = meeting_.must_withdraw();
+      withdrawn_ = barrier_.must_withdraw();
       if (!withdrawn_) return Progress::kPending;
     } else if (arrival_.last >= 0) {
-      arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
+      arrival_ = {barrier_.last_one(arrival_.last), Clock::now()};
     }
     *moved = true;
     return Progress::kDone;
   }
-  std::vector<int> late_members() const override { return meeting_.late(); }
+  std::vector<int> late_members() const override { return barrier_.late(); }
 
  private:
   const int rank_;
-  Meeting meeting_;
+  ArrivalBarrier barrier_;
 };
 
 // Every buffer lies in an arena: read each input once, write each output once. Memory changes only after all have
@@ -176,7 +177,7 @@ class InPlaceAllreduce final : public PersistentCollective {
         n_(group.size),
         rank_(group.rank),
         flags_(flags),
-        meeting_(group, std::move(flags)),
+        barrier_(group, std::move(flags)),
         persistent_(!round),
         round_(round.value_or(0)),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
@@ -195,32 +196,32 @@ class InPlaceAllreduce final : public PersistentCollective {
     buffers_.clear();
     at_ = slices_.begin(rank_);
     flags_[rank_]->offset.store(shared_.arena(rank_).offset_of(task_.pieces[0].in), std::memory_order_relaxed);
-    meeting_.enter(rank_, round_);
+    barrier_.enter(rank_, round_);
   }
 
   Progress step(bool* moved) override {
     if (stage_ == Stage::kArriving) {
-      if (const int late = meeting_.first_late(); late >= 0) {
+      if (const int late = barrier_.first_late(); late >= 0) {
         arrival_.last = late;
-        withdrawn_ = persistent_ && meeting_.must_withdraw();
+        withdrawn_ = persistent_ && barrier_.must_withdraw();
         return withdrawn_ ? Progress::kDone : Progress::kPending;
       }
-      if (arrival_.last >= 0) arrival_ = {meeting_.last_one(arrival_.last), Clock::now()};
+      if (arrival_.last >= 0) arrival_ = {barrier_.last_one(arrival_.last), Clock::now()};
       if (Status found = find_buffers(); !found.is_ok()) return fail(std::move(found));
       stage_ = Stage::kReducing;
     }
     *moved = true;
     if (stage_ == Stage::kReducing) {
       if (!reduce_some()) return Progress::kPending;
-      shared_.meet(flags_[rank_]->finished, round_ + 1,
-                   [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
+      shared_.publish_to_all(flags_[rank_]->finished, round_ + 1,
+                             [&](int m) { return flags_[m]->finished.load(std::memory_order_seq_cst) > round_; });
       stage_ = Stage::kFinishing;
     }
     if (all_finished()) return Progress::kDone;
     *moved = false;
     return Progress::kPending;
   }
-  std::vector<int> late_members() const override { return meeting_.late(); }
+  std::vector<int> late_members() const override { return barrier_.late(); }
 
  private:
   enum class Stage { kArriving, kReducing, kFinishing };
@@ -257,7 +258,7 @@ class InPlaceAllreduce final : public PersistentCollective {
   SharedSegment& shared_;
   const int n_, rank_;
   const std::vector<InPlaceFlags*> flags_;  // [member]
-  Meeting meeting_;
+  ArrivalBarrier barrier_;
   const bool persistent_;
   uint64_t round_;
   const Slices slices_;

@@ -32,8 +32,8 @@ struct SegmentFlags {
   alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the buffer
   alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
   alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
-  // Not 0: this member has no frozen operation under way and enters none any more (it has joined or is leaving).
-  alignas(kCacheLine) std::atomic<uint64_t> thawed;
+  // Not 0: this member has no persistent operation under way and enters none any more (it has joined or is leaving).
+  alignas(kCacheLine) std::atomic<uint64_t> invalidated;
   InPlaceFlags in_place;  // of the negotiated in-place operations
   // Rounds of device memory (peers.cc): whose input lies in my memory; after which I read nobody's memory.
   alignas(kCacheLine) std::atomic<uint64_t> peers_filled;
@@ -68,8 +68,8 @@ inline constexpr size_t kBlockBufferBytes = 512u << 10;
 inline constexpr size_t kBypassOffset = kPage + 2 * kFlatBufferBytes + kBlockBuffers * kBlockBufferBytes;
 inline constexpr size_t kBypassRingOffset = kBypassOffset + kPage;
 inline constexpr size_t kBucketFlagsOffset = kBypassRingOffset + kBypassRingBytes;
-inline constexpr size_t kMaxFrozenBuckets = 4096;
-static_assert(kBucketFlagsOffset + kMaxFrozenBuckets * sizeof(InPlaceFlags) <= kSharedSegmentBytes);
+inline constexpr size_t kMaxPersistentBuckets = 4096;
+static_assert(kBucketFlagsOffset + kMaxPersistentBuckets * sizeof(InPlaceFlags) <= kSharedSegmentBytes);
 static_assert(sizeof(SegmentFlags) <= kPage);
 static_assert(2 * sizeof(BypassCell) <= kPage);
 
@@ -86,7 +86,7 @@ class SharedSegment {
   SegmentFlags& flags(int member) const { return *reinterpret_cast<SegmentFlags*>(bases_[member]); }
   SegmentFlags& mine() const { return flags(my_index_); }
   InPlaceFlags& in_place_flags(int member) const { return flags(member).in_place; }
-  // Flags of their own for each bucket of a frozen plan, so that buckets need no order among themselves.
+  // Flags of their own for each bucket of a persistent plan, so that buckets need no order among themselves.
   InPlaceFlags& bucket_flags(int member, size_t bucket) const {
     return reinterpret_cast<InPlaceFlags*>(bases_[member] + kBucketFlagsOffset)[bucket];
   }
@@ -116,15 +116,16 @@ class SharedSegment {
   // order, so that of several last ones at least one sees all.
   // True when I was the last one.
   template <class There>
-  bool meet(std::atomic<uint64_t>& counter, uint64_t value, There&& there) {
+  bool publish_to_all(std::atomic<uint64_t>& counter, uint64_t value, There&& there) {
     counter.exchange(value, std::memory_order_seq_cst);
     for (int m = 0; m < size(); ++m)
       if (m != my_index_ && !there(m)) return false;
     return published_ = true;
   }
   // A counter that counts up by one.
-  void meet(std::atomic<uint64_t> SegmentFlags::* counter, uint64_t value) {
-    meet(mine().*counter, value, [&](int m) { return (flags(m).*counter).load(std::memory_order_seq_cst) >= value; });
+  void publish_to_all(std::atomic<uint64_t> SegmentFlags::* counter, uint64_t value) {
+    publish_to_all(mine().*counter, value,
+                   [&](int m) { return (flags(m).*counter).load(std::memory_order_seq_cst) >= value; });
   }
   // Whether anything was published since the last call that somebody may sleep for.
   bool take_published() { return std::exchange(published_, false); }

@@ -39,13 +39,13 @@ Result<std::byte*> DeviceBatch::result_memory(Operation* op, size_t tensor, size
   return memory.value()->data();
 }
 
-Result<std::byte*> DeviceBatch::neutral(DType dtype, Reduce reduce, size_t count) {
+Result<std::byte*> DeviceBatch::identity(DType dtype, Reduce reduce, size_t count) {
   const size_t bytes = count * size_of(dtype);
   if (!group_.gpu()) {  // then the data goes through host memory
     auto memory = Memory::make_private(bytes);
     if (!memory) return error(Code::kInternal, "no memory for ", bytes, " bytes");
     held_on_host_.push_back(memory);
-    fill_neutral(dtype, reduce, memory->data(), count);
+    fill_identity(dtype, reduce, memory->data(), count);
     return memory->data();
   }
   auto pinned = group_.gpu()->pinned_memory(bytes);
@@ -54,7 +54,7 @@ Result<std::byte*> DeviceBatch::neutral(DType dtype, Reduce reduce, size_t count
   HC_TRY(memory.status());
   held_.push_back(pinned.value());
   held_.push_back(memory.value());
-  fill_neutral(dtype, reduce, pinned.value()->data(), count);
+  fill_identity(dtype, reduce, pinned.value()->data(), count);
   HC_TRY(group_.gpu()->copy_from_host(memory.value()->at(), pinned.value()->data(), bytes, group_.stream()));
   return memory.value()->data();
 }

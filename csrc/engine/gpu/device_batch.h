@@ -28,8 +28,8 @@ class DeviceBatch {
   Result<std::unique_ptr<Collective>> make_collective(Task task) { return group_.make_collective(std::move(task)); }
   // Memory for a result that the core owns.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, size_t bytes);
-  // What stands in for a tensor that this rank did not submit.
-  Result<std::byte*> neutral(DType dtype, Reduce reduce, size_t count);
+  // The identity element, in place of a tensor that this rank did not submit.
+  Result<std::byte*> identity(DType dtype, Reduce reduce, size_t count);
   // The tasks are enqueued.
   Status finish(const std::vector<Operation*>& operations);
 

@@ -37,7 +37,7 @@ Result<std::shared_ptr<Gpu>> GpuDesk::adopt(int index) {
 Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s) {
   if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return offer(s.device_index);
   auto gpu = adopt(s.device_index);
-  if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its tensors stand in on the host
+  if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its identity elements lie on the host
   HC_TRY(gpu.status());
   auto work = std::make_unique<DeviceWork>();
   work->gpu = gpu.take();

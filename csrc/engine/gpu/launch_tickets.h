@@ -1,9 +1,9 @@
 // The order in which this rank starts work on its GPU: the same on every rank, so that two communicators never wait for
 // each other crosswise. Rank 0 of the world gives it. Where all ranks share memory it travels in rank 0's shared
-// segment, so that buckets of frozen plans take their tickets without a message. Else each ticket goes straight to its
-// ranks in a frame, and plans of the world's set, which are tickets too, along their tree: each says how much of the
-// other comes before it, so the order is the same whatever arrives first, and no rank on the way is needed, which may
-// have shut down.
+// segment, so that buckets of persistent plans take their tickets without a message. Else each ticket goes straight to
+// its ranks in a frame, and plans of the world's set, which are tickets too, along their tree: each says how much of
+// the other comes before it, so the order is the same whatever arrives first, and no rank on the way is needed, which
+// may have shut down.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
@@ -19,7 +19,7 @@ namespace hc {
 
 struct LaunchTicket {
   uint16_t set = 0;
-  int32_t bucket = -1;  // the arrival flag of a frozen bucket; -1: the next planned batch of the set
+  int32_t bucket = -1;  // the arrival flag of a persistent bucket; -1: the next planned batch of the set
   uint16_t sender = 0;  // set is kMessageStream: of the message whose number is `bucket`
   bool operator==(const LaunchTicket&) const = default;
 };
@@ -30,7 +30,7 @@ class LaunchTickets {
  public:
   // shared_segment: of the world, with every rank in it.
   void attach(SharedSegment* shared_segment) { shared_ = shared_segment; }
-  // Tickets travel in shared memory, so frozen buckets can have some.
+  // Tickets travel in shared memory, so persistent buckets can have some.
   bool in_memory() const { return shared_ != nullptr; }
 
   void add(LaunchTicket ticket, uint32_t count);  // mine

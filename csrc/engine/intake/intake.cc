@@ -262,12 +262,12 @@ std::string Intake::last_call() const {
   return recorder_.last_call();
 }
 
-std::string Intake::lateness_json() const {
+std::string Intake::stragglers_json() const {
   std::lock_guard lock(mu_);
   std::string text;
   for (const auto& [id, set] : sets_)
     if (set->members.has_me())
-      text += text_of(text.empty() ? "" : ",", "\"", id, "\":", set->lateness.json(set->members.ranks));
+      text += text_of(text.empty() ? "" : ",", "\"", id, "\":", set->stragglers.json(set->members.ranks));
   return text;
 }
 

@@ -75,7 +75,7 @@ class Intake {
   // This rank's last operations, as JSON.
   std::string flight_record(const std::string& reason) const;
   // Who was the last to be ready, by process set, as the inner part of a JSON object.
-  std::string lateness_json() const;
+  std::string stragglers_json() const;
   // "allreduce 'x', 12.3 s ago"
   std::string last_call() const;
 

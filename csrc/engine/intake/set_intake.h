@@ -11,7 +11,7 @@
 #include <string_view>
 #include <unordered_map>
 
-#include "agreement/lateness.h"
+#include "agreement/straggler_statistics.h"
 #include "engine/operation/members.h"
 #include "engine/operation/operation.h"
 #include "engine/operation/submission.h"
@@ -20,11 +20,11 @@ namespace hc {
 
 class SetIntake {
  public:
-  explicit SetIntake(Members members) : members(std::move(members)), lateness(this->members.size()) {}
+  explicit SetIntake(Members members) : members(std::move(members)), stragglers(this->members.size()) {}
 
   const Members members;
   // The thread that makes progress writes: on group rank 0 about every operation, elsewhere about persistent buckets.
-  Lateness lateness;
+  StragglerStatistics stragglers;
   std::atomic<bool> join_pending{false};  // set under the submit lock, cleared by the thread that makes progress
 
   // The next number of an unnamed operation.

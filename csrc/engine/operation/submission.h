@@ -35,7 +35,7 @@ struct Submission {
   int64_t tag = 0;       // messages
   int32_t priority = 0;  // higher runs before lower, once both are ready
   bool will_wait = false;
-  // Tensors in the memory of a GPU (join: the GPU that stands in for this rank's tensors).
+  // Tensors in the memory of a GPU (join: the GPU on which this rank's identity elements lie).
   bool on_device = false;
   int device_index = 0;
   CuStream stream = nullptr;      // it produces the input,
@@ -56,7 +56,7 @@ struct BucketId {
 struct DeclaredCall {
   DeclaredCall(CuStream stream, int32_t priority = 0) : stream(stream), priority(priority) {}
   CuStream stream;   // it fills a bucket on a GPU
-  int32_t priority;  // as Submission::priority; a frozen plan knows none
+  int32_t priority;  // as Submission::priority; a persistent plan knows none
 };
 
 // Buckets that a binding declares (an optimizer's gradients): same names, sizes and order on every rank, memory fixed.

@@ -123,9 +123,9 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kMessageAsk:
       return checked(
           parts_.order.take_frame(kind, from, &in, [this](const LaunchTicket& ticket) { return has_part_in(ticket); }));
-    case FrameKind::kInquiry:
+    case FrameKind::kStackRequest:
       return checked(parts_.stalls.answer(from, in.get<uint8_t>() != 0, pending()));
-    case FrameKind::kTestimony:
+    case FrameKind::kStackReply:
       parts_.stalls.take_answer(from, in.get_text());
       return Status::ok();
     case FrameKind::kClockAsk:

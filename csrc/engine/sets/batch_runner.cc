@@ -180,7 +180,7 @@ Task BatchRunner::task_for(size_t entry, DType dtype) const {
   return task;
 }
 
-// The neutral element of a rank that has joined must not be scaled: 1 times a factor is not 1. So where a factor would
+// The identity element of a rank that has joined must not be scaled: 1 times a factor is not 1. So where a factor would
 // change it, every rank that has data scales its own before the collective, which then has no prescale. All ranks
 // decide alike: for the whole batch, as its entries share the tasks.
 bool BatchRunner::scales_before(size_t entry) const {
@@ -206,15 +206,15 @@ Status BatchRunner::piece_for(size_t entry, size_t tensor, Piece* piece) {
   }
   const Reduce reduce = signature_of(entry).reduce;
   if (device_) {
-    auto made = device_->neutral(meta.dtype, reduce, count);
-    HC_TRY(made.status(), "the stand-in of a joined rank");
+    auto made = device_->identity(meta.dtype, reduce, count);
+    HC_TRY(made.status(), "the identity element of a joined rank");
     *piece = {made.value(), made.value(), count};
     return Status::ok();
   }
   auto memory = Memory::make_private(count * size_of(meta.dtype));
-  if (!memory) return error(Code::kInternal, "no memory for the stand-in of a joined rank");
-  fill_neutral(meta.dtype, reduce, memory->data(), count);
-  neutral_.push_back(memory);
+  if (!memory) return error(Code::kInternal, "no memory for the identity element of a joined rank");
+  fill_identity(meta.dtype, reduce, memory->data(), count);
+  identity_.push_back(memory);
   *piece = {memory->data(), memory->data(), count};
   return Status::ok();
 }

@@ -77,8 +77,8 @@ class BatchRunner {
   std::vector<Task> tasks_;
   size_t next_task_ = 0;
   std::unique_ptr<Collective> collective_;
-  std::vector<std::shared_ptr<Memory>> neutral_;  // stands in for operations this rank did not submit
-  bool with_joined_ = false;                      // some rank does not have all operations of the batch
+  std::vector<std::shared_ptr<Memory>> identity_;  // in place of operations this rank did not submit
+  bool with_joined_ = false;                       // some rank does not have all operations of the batch
   bool prepared_ = false;
   Status status_, outcome_;
   size_t bytes_ = 0;

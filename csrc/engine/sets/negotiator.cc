@@ -14,7 +14,7 @@ constexpr int kLooksWithoutNews = 48;  // some microseconds: a Python loop submi
 }  // namespace
 
 Negotiator::Negotiator(Context& context, ControlLink& link, Timeline& timeline, const Members& members,
-                       Lateness* lateness, const std::vector<int>& node, bool one_node)
+                       StragglerStatistics* stragglers, const std::vector<int>& node, bool one_node)
     : context_(context),
       link_(link),
       timeline_(timeline),
@@ -39,7 +39,7 @@ Negotiator::Negotiator(Context& context, ControlLink& link, Timeline& timeline, 
   options.tree = tree_;
   watch_ = std::make_unique<TimelineWatch>(&timeline, members.id, members.ranks);
   options.watch = watch_.get();
-  options.lateness = lateness;
+  options.stragglers = stragglers;
   coordinator_ = std::make_unique<Coordinator>(options);
 }
 

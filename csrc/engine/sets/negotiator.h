@@ -24,8 +24,8 @@ namespace hc {
 class Negotiator {
  public:
   // node: [group rank] the machine of each. one_node: all members share memory.
-  Negotiator(Context& context, ControlLink& link, Timeline& timeline, const Members& members, Lateness* lateness,
-             const std::vector<int>& node, bool one_node);
+  Negotiator(Context& context, ControlLink& link, Timeline& timeline, const Members& members,
+             StragglerStatistics* stragglers, const std::vector<int>& node, bool one_node);
 
   PlanCache& cache() { return cache_; }
   bool is_coordinator() const { return coordinator_ != nullptr; }

@@ -8,19 +8,19 @@ Result<PersistentBuckets::Declared*> PersistentBuckets::add(int id, std::shared_
   Declared& d = declared_[id];
   d.runs.resize(n);
   d.set = std::move(set);
-  d.has_flags = shared_segment && next_flag_ + n <= kMaxFrozenBuckets;
+  d.has_flags = shared_segment && next_flag_ + n <= kMaxPersistentBuckets;
   if (!d.has_flags) return &d;
   d.first_flag = next_flag_;
   next_flag_ += n;
   HC_TRY(shared_segment->prepare_buckets(d.first_flag, n));
-  shared_segment->publish(shared_segment->mine().thawed, 0);
+  shared_segment->publish(shared_segment->mine().invalidated, 0);
   return &d;
 }
 
 void PersistentBuckets::invalidate(SharedSegment* shared_segment) {
   if (!shared_segment || declared_.empty()) return;
   for (auto& [id, d] : declared_) d.is_persistent = false;
-  shared_segment->publish(shared_segment->mine().thawed, 1);
+  shared_segment->publish(shared_segment->mine().invalidated, 1);
 }
 
 }  // namespace hc

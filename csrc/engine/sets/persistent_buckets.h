@@ -45,7 +45,7 @@ class PersistentBuckets {
     Declared* d = find(id.set);
     if (!d || !d->is_persistent) return nullptr;
     for (int m = 0; m < shared_segment->size(); ++m)
-      if (shared_segment->flags(m).thawed.load(std::memory_order_acquire)) {
+      if (shared_segment->flags(m).invalidated.load(std::memory_order_acquire)) {
         d->is_persistent = false;
         return nullptr;
       }

@@ -46,7 +46,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     limit_bypass();
   }
   may_be_two_level_ = parts.context.config.shared_memory && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
-  negotiator_ = std::make_unique<Negotiator>(parts.context, parts.link, parts.timeline, m, &intake_->lateness,
+  negotiator_ = std::make_unique<Negotiator>(parts.context, parts.link, parts.timeline, m, &intake_->stragglers,
                                              group_.node, is_on_one_node());
   set_tuning(parts.tuner.agreed());  // not the newest, which ranks may have learnt of at different moments
 }

@@ -147,9 +147,9 @@ class ProcessSet {
   void note_batch(TimePoint planned);
   void note_arrival(TimePoint submitted, const ArrivalCollective::Arrival& arrival) {
     if (arrival.last < 0)
-      intake_->lateness.last_was(members().group_rank, 0);  // nobody was missing when this rank came
+      intake_->stragglers.last_was(members().group_rank, 0);  // nobody was missing when this rank came
     else
-      intake_->lateness.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
+      intake_->stragglers.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
   }
   // What was entered without a plan has run: its ranks' arrival was the agreement.
   void note_persistent(const Operation& op, const ArrivalCollective& run) {

@@ -27,16 +27,16 @@ Status StallWatch::report(TimePoint now, Stalls stalls, const std::vector<const 
   const Config& config = context_.config;
   next_report_ = now + kLookMs;
   if (stalls.lines.empty()) {
-    inquiry_.close();
+    stack_request_.close();
     return Status::ok();
   }
-  if (!inquiry_.is_open()) HC_TRY(ask(stalls.late, now, pending));
-  if (!inquiry_.complete(now)) {
+  if (!stack_request_.is_open()) HC_TRY(ask(stalls.late, now, pending));
+  if (!stack_request_.complete(now)) {
     next_report_ = now + kAnswerMs;
     return Status::ok();
   }
-  stalls.lines += inquiry_.text();
-  inquiry_.close();
+  stalls.lines += stack_request_.text();
+  stack_request_.close();
   const auto in_s = [&](double s) { return now + std::chrono::milliseconds(static_cast<int64_t>(s * 1000)); };
   next_report_ = in_s(config.stall_check_s);
   const bool may_end = config.stall_shutdown_s > config.stall_check_s;
@@ -54,15 +54,16 @@ Status StallWatch::report(TimePoint now, Stalls stalls, const std::vector<const 
 
 // Asks the late ranks what they do, and everybody to save its record where that is wished for.
 Status StallWatch::ask(const std::set<int>& late, TimePoint now, const std::vector<const Operation*>& pending) {
-  inquiry_.open(now);
+  stack_request_.open(now);
   for (int r = 0; r < context_.mesh->size(); ++r) {
     if (link_.has_left(r)) continue;
-    const bool asked = late.contains(r) && context_.config.stall_stacks && inquiry_.asked() < Inquiry::kAsked;
-    if (asked) inquiry_.ask(r);
+    const bool asked =
+        late.contains(r) && context_.config.stall_stacks && stack_request_.asked() < StackRequest::kAsked;
+    if (asked) stack_request_.ask(r);
     if (r == context_.rank()) {
-      if (asked) inquiry_.answer(r, what_this_rank_does(pending));
+      if (asked) stack_request_.answer(r, what_this_rank_does(pending));
     } else if (asked || records_.are_wanted()) {
-      link_.begin(FrameKind::kInquiry).put(static_cast<uint8_t>(asked));
+      link_.begin(FrameKind::kStackRequest).put(static_cast<uint8_t>(asked));
       HC_TRY(link_.send(r, true));
     }
   }
@@ -73,7 +74,7 @@ Status StallWatch::ask(const std::set<int>& late, TimePoint now, const std::vect
 Status StallWatch::answer(int from, bool asked, const std::vector<const Operation*>& pending) {
   records_.save("stall");
   if (!asked) return Status::ok();
-  link_.begin(FrameKind::kTestimony).put_text(what_this_rank_does(pending));
+  link_.begin(FrameKind::kStackReply).put_text(what_this_rank_does(pending));
   return link_.send(from, true);
 }
 

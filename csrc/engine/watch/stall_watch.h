@@ -12,7 +12,7 @@
 #include "engine/control/control_link.h"
 #include "engine/intake/flight_records.h"
 #include "engine/intake/intake.h"
-#include "engine/watch/inquiry.h"
+#include "engine/watch/stack_request.h"
 #include "engine/watch/stack_source.h"
 
 namespace hc {
@@ -39,11 +39,11 @@ class StallWatch {
   // pending: this rank's own operations, which it answers when it is late itself. Not ok: why the job ends.
   Status report(TimePoint now, Stalls stalls, const std::vector<const Operation*>& pending);
   // The report waits for answers: look again in some milliseconds.
-  bool awaits_answers() const { return inquiry_.is_open(); }
+  bool awaits_answers() const { return stack_request_.is_open(); }
 
   // Frames of other ranks' reports, and of their answers to mine.
   Status answer(int from, bool asked, const std::vector<const Operation*>& pending);
-  void take_answer(int from, std::string text) { inquiry_.answer(from, std::move(text)); }
+  void take_answer(int from, std::string text) { stack_request_.answer(from, std::move(text)); }
 
  private:
   Status ask(const std::set<int>& late, TimePoint now, const std::vector<const Operation*>& pending);
@@ -54,7 +54,7 @@ class StallWatch {
   const Intake& intake_;
   FlightRecords& records_;
   StackSource stack_source_;
-  Inquiry inquiry_;
+  StackRequest stack_request_;
   TimePoint next_report_{};
 };
 

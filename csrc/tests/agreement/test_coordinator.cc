@@ -410,7 +410,7 @@ TEST_CASE("coordinator: join: what a rank announced before it joined, it takes p
   CHECK_FALSE(plan.batches[0].entries.at(0).with_joined);
 }
 
-TEST_CASE("coordinator: join: a joined rank's stand-in is not scaled, which nobody can heed on GPUs") {
+TEST_CASE("coordinator: join: a joined rank's identity element is not scaled, which nobody can heed on GPUs") {
   Ranks ranks(options(2));
   ranks.say(1, {}, true);
   for (Reduce reduce : {Reduce::kSum, Reduce::kAverage, Reduce::kAdasum, Reduce::kMin, Reduce::kMax, Reduce::kProduct,

@@ -40,7 +40,7 @@ struct Buffers {
 
 double reduce_rate(Buffers& b, DType dtype, int sources, const Scale& scale) {
   const size_t count = b.bytes / size_of(dtype);
-  for (int i = 0; i <= kMaxSources; ++i) fill_neutral(dtype, Reduce::kProduct, b.each[i], count);
+  for (int i = 0; i <= kMaxSources; ++i) fill_identity(dtype, Reduce::kProduct, b.each[i], count);
   std::byte* to = b.each[kMaxSources];
   std::vector<const std::byte*> from(b.each.begin(), b.each.begin() + sources);
   double seconds = best_seconds(b.bytes, [&] { reduce(dtype, Reduce::kSum, {&to, 1}, from, count, scale); });

@@ -373,7 +373,7 @@ TEST_CASE("a byte that is neither 0 nor 1 is true") {
   select_simd("auto");
 }
 
-TEST_CASE("the neutral element changes nothing") {
+TEST_CASE("the identity element changes nothing") {
   Data data;
   const size_t count = 99;
   for (DType dtype : kDTypes)
@@ -383,11 +383,11 @@ TEST_CASE("the neutral element changes nothing") {
       // zero.
       Bytes values(count * size_of(dtype));
       std::byte* at = values.data();
-      fill_neutral(dtype, Reduce::kProduct, at, count);
+      fill_identity(dtype, Reduce::kProduct, at, count);
       if (dtype != DType::kBool) scale_copy(dtype, at, at, count, 5);
-      Bytes neutral(values.size()), out(values.size());
-      fill_neutral(dtype, op, neutral.data(), count);
-      const std::byte* from[] = {neutral.data(), values.data()};
+      Bytes identity(values.size()), out(values.size());
+      fill_identity(dtype, op, identity.data(), count);
+      const std::byte* from[] = {identity.data(), values.data()};
       std::byte* to = out.data();
       reduce(dtype, op, {&to, 1}, from, count, {});
       CHECK_MESSAGE(out == values, name_of(dtype) << " " << name_of(op));

@@ -121,7 +121,7 @@ struct DeclaredBuckets {
   int id = -1;
 };
 
-// Several machines, so that the plan of declared buckets cannot be frozen: they are negotiated.
+// Several machines, so that the plan of declared buckets cannot be persistent: they are negotiated.
 TEST_CASE("many small declared buckets between machines travel in few batches, with the bits of each alone") {
   for (const std::vector<std::string>& node :
        {std::vector<std::string>{"a", "b"}, {"a", "b", "c"}, {"a", "b", "c", "d"}, {"a", "a", "b", "b"}}) {

@@ -247,7 +247,7 @@ TEST_CASE("buffers in arenas are reduced where they lie, also when only some ran
 }
 
 // Declared buckets in arenas, in another order on each rank; one rank may join early.
-void run_frozen(int size, int steps, bool with_join, bool shared) {
+void run_persistent(int size, int steps, bool with_join, bool shared) {
   World world(size, settings_of(shared));
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     constexpr int kBuckets = 5;
@@ -289,12 +289,12 @@ void run_frozen(int size, int steps, bool with_join, bool shared) {
   }));
 }
 
-TEST_CASE("a frozen plan runs in any order and breaks when a rank joins, also while others wait inside it") {
+TEST_CASE("a persistent plan runs in any order and breaks when a rank joins, also while others wait inside it") {
   for (int size : {1, 2, 4}) {
     CAPTURE(size);
-    run_frozen(size, 50, false, true);
-    run_frozen(size, 5, false, false);
-    for (int round = 0; round < 10; ++round) run_frozen(size, round, true, true);
+    run_persistent(size, 50, false, true);
+    run_persistent(size, 5, false, false);
+    for (int round = 0; round < 10; ++round) run_persistent(size, round, true, true);
   }
 }
 
@@ -355,7 +355,7 @@ TEST_CASE("a duplicate name is refused at once and the first operation completes
   }));
 }
 
-TEST_CASE("join gives neutral elements and the same last rank everywhere") {
+TEST_CASE("join gives identity elements and the same last rank everywhere") {
   for (bool shared : {true, false}) {
     World world(3, settings_of(shared));
     std::atomic<int> last_sum{0};

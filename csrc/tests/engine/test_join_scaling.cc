@@ -1,4 +1,4 @@
-// What a rank that has joined stands in with is not scaled: results are those of the ranks that have data.
+// The identity element that a joined rank gives is not scaled: results are those of the ranks that have data.
 #include <doctest/doctest.h>
 
 #include <cmath>

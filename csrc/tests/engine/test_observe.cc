@@ -12,10 +12,10 @@
 #include <sstream>
 #include <thread>
 
-#include "agreement/lateness.h"
+#include "agreement/straggler_statistics.h"
 #include "engine/record/recorder.h"
 #include "engine/record/timeline.h"
-#include "engine/watch/inquiry.h"
+#include "engine/watch/stack_request.h"
 #include "tests/world.h"
 
 using namespace hc;
@@ -225,20 +225,20 @@ TEST_CASE("recorder: cost of one operation") {
   CHECK(recorder.submissions() == kRounds * kEach);
 }
 
-TEST_CASE("lateness and inquiry: who was last, who has answered") {
-  Lateness lateness(3);
-  lateness.last_was(1, 0.25);
-  lateness.last_was(1, 0.5);
-  CHECK(lateness.json({4, 7, 9}) == R"([{"rank":7,"times":2,"seconds":0.75}])");
-  Inquiry inquiry;
-  inquiry.open(at(0));
-  inquiry.ask(2);
-  inquiry.ask(5);
-  inquiry.answer(2, "sleeps\nFile x");
-  inquiry.answer(3, "was not asked");
-  CHECK_FALSE(inquiry.complete(at(10)));
-  CHECK(inquiry.complete(at(2000000)));
-  CHECK(inquiry.text() == "\n  rank 2 sleeps\n    File x\n  rank 5 has not answered (stopped? very busy?)");
+TEST_CASE("straggler statistics and stack requests: who was last, who has answered") {
+  StragglerStatistics stragglers(3);
+  stragglers.last_was(1, 0.25);
+  stragglers.last_was(1, 0.5);
+  CHECK(stragglers.json({4, 7, 9}) == R"([{"rank":7,"times":2,"seconds":0.75}])");
+  StackRequest stack_request;
+  stack_request.open(at(0));
+  stack_request.ask(2);
+  stack_request.ask(5);
+  stack_request.answer(2, "sleeps\nFile x");
+  stack_request.answer(3, "was not asked");
+  CHECK_FALSE(stack_request.complete(at(10)));
+  CHECK(stack_request.complete(at(2000000)));
+  CHECK(stack_request.text() == "\n  rank 2 sleeps\n    File x\n  rank 5 has not answered (stopped? very busy?)");
 }
 
 TEST_CASE("engine: a timeline, records and metrics are asked for while other threads submit") {

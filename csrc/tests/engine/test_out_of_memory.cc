@@ -36,7 +36,7 @@ class AddressSpaceLimit {
 void lacks_memory(Reduce reduce, const std::string& said) {
   if (kSanitized) return;  // their allocators have all address space mapped
   World world(2);
-  std::barrier<> meet(2);
+  std::barrier<> barrier(2);
   std::optional<AddressSpaceLimit> limit;
   (void)world.on_nodes({"a", "b"}).each([&](Engine& engine, int rank) {
     std::vector<float> a(24u << 20, 1.0f), b(24u << 20, 2.0f);
@@ -53,14 +53,14 @@ void lacks_memory(Reduce reduce, const std::string& said) {
     CHECK_OK(together(&handle));
     CHECK_OK(finish(engine, handle));
     (void)engine.describe();  // with the progress lock held: the memory of the first call is given back
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     if (rank == 0) limit.emplace(100u << 20);
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     CHECK_OK(together(&handle));
     const std::string text = finish(engine, handle, 30).text();
     CHECK_LOCKED(text.find(said) != std::string::npos);
     CHECK_LOCKED(text.find(": rank ") != std::string::npos);
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     if (rank == 0) limit.reset();
     CHECK_LOCKED(submit(engine, Op::kAllreduce, "next", a, &a, shape, &handle).code() == Code::kInternal);
   });

@@ -351,7 +351,7 @@ TEST_CASE("double of CUDA and NCCL: process sets that share ranks start their wo
   CHECK(double_communicators() == 0);
 }
 
-TEST_CASE("double of CUDA and NCCL: a joined rank takes part with neutral elements") {
+TEST_CASE("double of CUDA and NCCL: a joined rank takes part with identity elements") {
   for (const bool used_before : {true, false}) {
     CAPTURE(used_before);
     World world(2, gpu_settings());

@@ -50,7 +50,7 @@ TEST_CASE("double of CUDA and NCCL: buckets are registered as this version of NC
     DoubleEnvironment version(Variables{{"HC_DOUBLE_NCCL_VERSION", row.version}, {"HC_DOUBLE_DELAY_US", "50"}});
     for (const bool undeclared : {true, false}) {
       World world(2, gpu_settings());
-      std::barrier<> meet(2);
+      std::barrier<> barrier(2);
       std::shared_ptr<Memory> kept[2];
       CHECK_OK(world.each([&](Engine& engine, int rank) {
         FrameworkOnGpu gpu(rank);
@@ -64,14 +64,14 @@ TEST_CASE("double of CUDA and NCCL: buckets are registered as this version of NC
         kept[rank] = memory.take();
         learning_step(engine, gpu);
         const int id = declare_and_reduce(engine, gpu, kept[rank]->data());
-        meet.arrive_and_wait();
+        barrier.arrive_and_wait();
         CHECK_LOCKED(double_registered("windows") == row.windows);
         CHECK_LOCKED(double_registered("buffers") == row.buffers);
-        meet.arrive_and_wait();
+        barrier.arrive_and_wait();
         if (undeclared) {
           CHECK_OK(engine.undeclare(0, id));
           kept[rank].reset();
-          meet.arrive_and_wait();
+          barrier.arrive_and_wait();
           CHECK_LOCKED(double_registered("windows") + double_registered("buffers") == 0);
           CHECK_LOCKED(double_registered("blocks") == 0);
         }
@@ -87,13 +87,13 @@ TEST_CASE("double of CUDA and NCCL: buckets are registered as this version of NC
 
 TEST_CASE("double of CUDA and NCCL: buckets of which one rank has other memory are registered by nobody") {
   World world(2, gpu_settings());
-  std::barrier<> meet(2);
+  std::barrier<> barrier(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     learning_step(engine, gpu);
     auto memory = engine.allocate_on_device(rank, kCount * sizeof(float)).take();
     (void)declare_and_reduce(engine, gpu, rank ? memory->data() : gpu.memory(kCount * sizeof(float)));
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     CHECK_LOCKED(double_registered("windows") == 0);
     all_are_here(engine, "end");
   }));
@@ -102,14 +102,14 @@ TEST_CASE("double of CUDA and NCCL: buckets of which one rank has other memory a
 
 TEST_CASE("double of CUDA and NCCL: registered memory outlives an abort, and can be switched off") {
   World world(2, gpu_settings());
-  std::barrier<> meet(2);
+  std::barrier<> barrier(2);
   (void)world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     learning_step(engine, gpu);
     auto memory = engine.allocate_on_device(rank, kCount * sizeof(float)).take();
     (void)declare_and_reduce(engine, gpu, memory->data());
     memory.reset();  // the declaration has it
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     if (rank == 1) engine.abort("rank 1 raised ValueError: bad batch");
   });
   CHECK(double_registered("freed while known") == 0);

@@ -1,4 +1,4 @@
-// The channel whose data goes through MPI, on a stand-in for MPI's five functions: messages between two ranks of one
+// The channel whose data goes through MPI, on a double of MPI's five functions: messages between two ranks of one
 // process, small ones sent at once, large ones when they are received, as every MPI does it. The real libraries are
 // in tests/core/test_mpi_data.py.
 #include <doctest/doctest.h>
@@ -30,7 +30,7 @@ struct Message {
   std::vector<std::byte> copy;  // of a small one
 };
 
-struct StandIn {
+struct MpiDouble {
   std::list<Message> messages;
   int64_t next_id = 1;
   int fail_after = -1;  // calls of Isend until one fails
@@ -72,7 +72,7 @@ struct StandIn {
     }
   }
 };
-StandIn* mpi = nullptr;
+MpiDouble* mpi = nullptr;
 
 int64_t id_of(const MpiRequest& request) {
   int64_t id;
@@ -115,7 +115,7 @@ int fake_text(int, char* text, int* length) {
 
 struct Pair {
   Pair() {
-    mpi = &stand_in;
+    mpi = &mpi_double;
     int control[2], data[2];
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, control) == 0);
     REQUIRE(socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, data) == 0);
@@ -135,7 +135,7 @@ struct Pair {
     }
     return condition();
   }
-  StandIn stand_in;
+  MpiDouble mpi_double;
   Traffic traffic[2];
   std::unique_ptr<TcpChannel> tcp[2];
   std::unique_ptr<MpiChannel> channel[2];
@@ -225,7 +225,7 @@ TEST_CASE("mpi channel: what is withdrawn is not written to, and the channel say
   CHECK(small.data == std::vector<std::byte>(10));
   CHECK(pair.status[1].is_ok());  // nothing of it had moved
 
-  // Announced, and the payload not there: a stand-in for a peer that died in between.
+  // Announced, and the payload not there: like a peer that died in between.
   SegmentHeader header{large.transfer.tag, 100000, SegmentHeader::kGuard};
   MpiRequest request;
   REQUIRE(fake_send(&header, sizeof(header), 0, 1, 5 % 3 * 10000, 0, &request) == 0);
@@ -258,7 +258,7 @@ TEST_CASE("mpi channel: a stream out of step, a damaged announcement and MPI's o
   }
   SUBCASE("MPI's own") {
     Pair pair;
-    pair.stand_in.fail_after = 0;
+    pair.mpi_double.fail_after = 0;
     Segment sent(1, 0, 10, 5);
     pair.channel[0]->post_send(&sent.transfer);
     bool moved = false;
@@ -277,5 +277,5 @@ TEST_CASE("mpi channel: a peer that dies is told by control, and closing leaves 
   CHECK(pair.status[1].code() == Code::kPeerLost);
   pair.channel[1]->forget(&received.transfer);
   pair.channel[1]->close();
-  CHECK(pair.stand_in.receives_of(1) == 0);
+  CHECK(pair.mpi_double.receives_of(1) == 0);
 }

@@ -14,9 +14,9 @@
 
 namespace hc {
 
-class Lateness {
+class StragglerStatistics {
  public:
-  explicit Lateness(int size) : members_(new Member[static_cast<size_t>(size)]), size_(size) {}
+  explicit StragglerStatistics(int size) : members_(new Member[static_cast<size_t>(size)]), size_(size) {}
 
   void last_was(int group_rank, double others_waited_s) {
     Member& m = members_[static_cast<size_t>(group_rank)];

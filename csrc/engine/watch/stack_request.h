@@ -1,5 +1,6 @@
-// What the late ranks say when a stall is reported: each is asked once per report, and who has not answered in time is
-// said so. Values only: the engine sends the frames. Thread: the thread that makes progress.
+// The question to late ranks what they do, when a stall is reported, and their replies: each is asked once per report,
+// and who has not answered in time is said so. Values only: the engine sends the frames. Thread: the thread that makes
+// progress.
 #pragma once
 
 #include <map>
@@ -11,7 +12,7 @@
 
 namespace hc {
 
-class Inquiry {
+class StackRequest {
  public:
   static constexpr size_t kAsked = 8;  // stacks in one report
   static constexpr double kPatienceS = 1.0;

@@ -45,7 +45,7 @@ TEST_CASE("double of CUDA and NCCL: declared buckets start without a message, ea
   CHECK(double_count("memory") == 0);
 }
 
-TEST_CASE("double of CUDA and NCCL: frozen buckets and other work, of other sets too, start in one order") {
+TEST_CASE("double of CUDA and NCCL: persistent buckets and other work, of other sets too, start in one order") {
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "20"}});
   World world(3, gpu_settings());
   CHECK_OK(world.each([](Engine& engine, int rank) {
@@ -89,7 +89,7 @@ TEST_CASE("double of CUDA and NCCL: frozen buckets and other work, of other sets
   }));
 }
 
-TEST_CASE("double of CUDA and NCCL: a rank that joins breaks the frozen plan, and nobody hangs") {
+TEST_CASE("double of CUDA and NCCL: a rank that joins breaks the persistent plan, and nobody hangs") {
   for (int steps = 0; steps < 4; ++steps) {
     World world(2, gpu_settings());
     CHECK_OK(world.each([&](Engine& engine, int rank) {
@@ -111,7 +111,7 @@ TEST_CASE("double of CUDA and NCCL: a rank that joins breaks the frozen plan, an
   }
 }
 
-TEST_CASE("double of CUDA and NCCL: where a plan cannot be frozen, declared buckets are announced") {
+TEST_CASE("double of CUDA and NCCL: where a plan cannot be persistent, declared buckets are announced") {
   struct Row {
     const char* what;
     int process_set_from;  // -1: the world
@@ -161,14 +161,14 @@ TEST_CASE("double of CUDA and NCCL: launch tickets outnumber the places for them
   }));
 }
 
-TEST_CASE("double of CUDA and NCCL: an abort reaches those who wait in a frozen bucket") {
+TEST_CASE("double of CUDA and NCCL: an abort reaches those who wait in a persistent bucket") {
   World world(2, gpu_settings());
-  std::barrier<> meet(2);
+  std::barrier<> barrier(2);
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     Gradients gradients(engine, gpu);
     if (rank == 0) gradients.submit(0, 1.0f);
-    meet.arrive_and_wait();
+    barrier.arrive_and_wait();
     if (rank == 1) return engine.abort("rank 1 raised ValueError: bad batch");
     const Status outcome = gradients.await(0);
     CHECK_LOCKED(outcome.code() == Code::kAborted);
