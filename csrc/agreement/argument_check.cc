@@ -5,7 +5,7 @@ namespace hc {
 Status check_reduction(Op op, Reduce reduce, DType dtype) {
   const auto wrong = [](const auto&... parts) { return error(Code::kInvalidArgument, parts...); };
   if (!reduces(op)) return Status::ok();
-  if (op == Op::kReducescatter && folded_as(reduce) != Reduce::kSum)
+  if (op == Op::kReducescatter && reduced_as(reduce) != Reduce::kSum)
     return wrong(
         "Reducescatter currently only supports AVERAGE and SUM. Pass op=Sum or op=Average, or take this rank's "
         "rows of an allreduce");

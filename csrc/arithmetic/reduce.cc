@@ -156,7 +156,7 @@ void divide(std::byte* data, size_t count, int64_t divisor) {
 }
 
 // Integers with factors or a divisor. Block by block beside the destinations, since these may be sources: each source
-// times pre, folded in the dtype (wrapping, as a reduction of several hops does), then times post, then divided.
+// times pre, reduced in the dtype (wrapping, as a reduction of several hops does), then times post, then divided.
 class IntegerBlocks {
  public:
   IntegerBlocks(DType dtype, Reduce op, const ReduceCall& call, const Scale& scale)
@@ -167,9 +167,9 @@ class IntegerBlocks {
     for (size_t at = 0; at < call_.count; at += step) {
       const size_t count = std::min(step, call_.count - at);
       if (scale_.pre == 1.0)
-        fold_sources(at, count);
+        reduce_sources(at, count);
       else
-        fold_scaled_sources(at, count);
+        reduce_scaled_sources(at, count);
       with_integer(dtype_, [&](auto t) {
         using T = decltype(t);
         if (scale_.post != 1.0) multiply<T>(block_, block_, count, scale_.post);
@@ -180,27 +180,27 @@ class IntegerBlocks {
   }
 
  private:
-  void fold_sources(size_t at, size_t count) {
+  void reduce_sources(size_t at, size_t count) {
     const std::byte* shifted[kMaxSources];
     // More sources than fit: the first block's result is the first source of the next; integers lose nothing by that.
     for (size_t first = 0; first < call_.from_count;) {
       size_t taken = 0;
       if (first > 0) shifted[taken++] = block_;
       while (taken < kMaxSources && first < call_.from_count) shifted[taken++] = call_.from[first++] + at * width_;
-      fold_into_block(shifted, taken, count);
+      reduce_into_block(shifted, taken, count);
     }
   }
 
-  void fold_scaled_sources(size_t at, size_t count) {
+  void reduce_scaled_sources(size_t at, size_t count) {
     const std::byte* const both[] = {block_, next_};
     for (size_t s = 0; s < call_.from_count; ++s) {
       const std::byte* from = call_.from[s] + at * width_;
       with_integer(dtype_, [&](auto t) { multiply<decltype(t)>(s == 0 ? block_ : next_, from, count, scale_.pre); });
-      if (s > 0) fold_into_block(both, 2, count);
+      if (s > 0) reduce_into_block(both, 2, count);
     }
   }
 
-  void fold_into_block(const std::byte* const* from, size_t sources, size_t count) {
+  void reduce_into_block(const std::byte* const* from, size_t sources, size_t count) {
     std::byte* const to = block_;
     if (sources > 1)
       run_kernel(dtype_, op_, {&to, 1, from, sources, count, 1.0, 1.0});

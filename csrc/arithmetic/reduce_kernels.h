@@ -1,7 +1,7 @@
 // The loops of reduce.h, written once over vectors of the compiler and compiled once for each instruction
 // set. Included by reduce.cc, reduce_avx2.cc and reduce_avx512.cc only. Everything lies in an unnamed
 // namespace and calls nothing of the standard library, so that the linker can never pick AVX code for a
-// function that an older CPU runs. Same bits everywhere: sources are folded in order, no multiply-add is
+// function that an older CPU runs. Same bits everywhere: sources are reduced in order, no multiply-add is
 // fused (-ffp-contract=off), every NaN that arithmetic gives is the one canonical quiet NaN.
 #pragma once
 
@@ -39,7 +39,7 @@ const KernelTable* avx512_kernels();
 namespace {
 
 // A lane type says how elements in memory become the vectors that are computed with. Needed: Vec (one step's
-// elements), Scalar (a factor), kKind, kElementBytes, kBytes of one step in memory, load, store, fold, scale,
+// elements), Scalar (a factor), kKind, kElementBytes, kBytes of one step in memory, load, store, reduce, scale,
 // canonical.
 
 // Integers, Work = the unsigned type for sums and products (which wrap), Order = the signed or unsigned one
@@ -56,7 +56,7 @@ struct IntegerLane {
   [[gnu::always_inline]] static Vec load(const std::byte* p) { return load_vector<Vec>(p); }
   [[gnu::always_inline]] static void store(std::byte* p, const Vec& v) { __builtin_memcpy(p, &v, sizeof v); }
   template <Reduce R>
-  [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
+  [[gnu::always_inline]] static Vec reduce(const Vec& acc, const Vec& next) {
     const Ordered a = (Ordered)acc, b = (Ordered)next;
     if constexpr (R == Reduce::kSum)
       return acc + next;
@@ -89,7 +89,7 @@ struct BoolLane : IntegerLane<uint8_t, uint8_t, Width> {
     return v < one ? v : one;
   }
   template <Reduce R>
-  [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
+  [[gnu::always_inline]] static Vec reduce(const Vec& acc, const Vec& next) {
     if constexpr (R == Reduce::kSum || R == Reduce::kMax || R == Reduce::kOr)
       return acc | next;
     else if constexpr (R == Reduce::kProduct || R == Reduce::kMin || R == Reduce::kAnd)
@@ -113,7 +113,7 @@ struct FloatLane {
   [[gnu::always_inline]] static Vec load(const std::byte* p) { return load_vector<Vec>(p); }
   [[gnu::always_inline]] static void store(std::byte* p, const Vec& v) { __builtin_memcpy(p, &v, sizeof v); }
   template <Reduce R>
-  [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
+  [[gnu::always_inline]] static Vec reduce(const Vec& acc, const Vec& next) {
     // With a NaN in either the comparison is false and acc stays: right when the NaN is there, not when it is
     // in next.
     if constexpr (R == Reduce::kSum)
@@ -156,8 +156,8 @@ struct PairLane {
   }
   [[gnu::always_inline]] static void store(std::byte* p, const Vec& v) { Convert::narrow(p, v.a, v.b); }
   template <Reduce R>
-  [[gnu::always_inline]] static Vec fold(const Vec& acc, const Vec& next) {
-    return {Base::template fold<R>(acc.a, next.a), Base::template fold<R>(acc.b, next.b)};
+  [[gnu::always_inline]] static Vec reduce(const Vec& acc, const Vec& next) {
+    return {Base::template reduce<R>(acc.a, next.a), Base::template reduce<R>(acc.b, next.b)};
   }
   [[gnu::always_inline]] static Vec scale(const Vec& v, Scalar f) { return {v.a * f, v.b * f}; }
   [[gnu::always_inline]] static Vec canonical(const Vec& v) { return {Base::canonical(v.a), Base::canonical(v.b)}; }
@@ -210,7 +210,7 @@ struct Loop {
     for (size_t s = 1; s < sources; ++s) {
       const std::byte* p = from[s] + at;
 #pragma GCC unroll 4
-      for (int i = 0; i < Steps; ++i) acc[i] = L::template fold<R>(acc[i], loaded(p + i * L::kBytes, pre));
+      for (int i = 0; i < Steps; ++i) acc[i] = L::template reduce<R>(acc[i], loaded(p + i * L::kBytes, pre));
     }
 #pragma GCC unroll 4
     for (int i = 0; i < Steps; ++i) {
@@ -238,7 +238,7 @@ struct Loop {
     for (size_t s = 0; s < c.from_count; ++s) {
       __builtin_memcpy(buffer, c.from[s] + at, bytes);
       const Vec next = loaded(buffer, pre);
-      acc = s == 0 ? next : L::template fold<R>(acc, next);
+      acc = s == 0 ? next : L::template reduce<R>(acc, next);
     }
     if constexpr (Post) acc = L::scale(acc, post);
     L::store(buffer, L::canonical(acc));
@@ -261,7 +261,7 @@ struct Loop {
 // from a count that is known; more sources, integers and the other operations gain nothing that can be
 // measured.
 template <class L, Reduce R>
-void fold_sources(const ReduceCall& c) {
+void reduce_sources(const ReduceCall& c) {
   constexpr int kPair = L::kScales && R == Reduce::kSum ? 2 : 0;
   const bool pair = c.from_count == 2;
   if constexpr (L::kScales) {
@@ -273,8 +273,8 @@ void fold_sources(const ReduceCall& c) {
 
 template <class L, Reduce R>
 constexpr Kernel kernel_of() {
-  if constexpr (is_fold(R, L::kKind))
-    return fold_sources<L, R>;
+  if constexpr (is_element_reduction(R, L::kKind))
+    return reduce_sources<L, R>;
   else
     return nullptr;
 }
@@ -282,7 +282,7 @@ constexpr Kernel kernel_of() {
 template <class L>
 constexpr void fill_row(Kernel (&row)[kReduceCount]) {
 #define HC_KERNEL(name, identity, kinds) \
-  row[static_cast<int>(Reduce::k##name)] = kernel_of<L, folded_as(Reduce::k##name)>();
+  row[static_cast<int>(Reduce::k##name)] = kernel_of<L, reduced_as(Reduce::k##name)>();
   HC_REDUCTIONS(HC_KERNEL)
 #undef HC_KERNEL
 }

@@ -53,7 +53,7 @@ struct Task {
   Algorithm algorithm = Algorithm::kAuto;
   size_t segment_bytes = defaults::segment_bytes;  // one transfer; tests make it tiny
   size_t flat_bytes =
-      defaults::flat_bytes;  // shared memory, kAuto: up to this many go the flat way, at most kFlatBufferBytes
+      defaults::flat_bytes;  // shared memory, kAuto: up to this many take the flat path, at most kFlatBufferBytes
   size_t ring_from_bytes =
       defaults::ring_threshold_bytes;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
   bool adasum_by_node = false;         // Adasum: of the averages of each node's ranks

@@ -16,7 +16,7 @@ namespace hc {
 enum class Layout : uint8_t { kOneNode, kSeveralNodes, kSeveralNodesOfSeveral };
 
 struct Thresholds {
-  size_t flat_bytes = defaults::flat_bytes;  // shared memory: up to this many bytes per rank go the flat way
+  size_t flat_bytes = defaults::flat_bytes;  // shared memory: up to this many bytes per rank take the flat path
   size_t ring_from_bytes = defaults::ring_threshold_bytes;  // between nodes: a ring from here on
   bool two_level = true;                                    // reduce within each node first
 };

@@ -99,7 +99,7 @@ Status GpuKernels::move(const char* direction, const Packing& how, CuPointer pac
 Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
   if (r.in.empty() || r.in.size() > kMostPeers || r.out.size() > kMostPeers)
     return error(Code::kInternal, "a reduction of ", r.in.size(), " inputs; at most ", kMostPeers);
-  if (!takes(folded_as(r.op), r.dtype) || !is_element_wise(r.op))
+  if (!takes(reduced_as(r.op), r.dtype) || !is_element_wise(r.op))
     return error(Code::kInternal, "no kernel for ", name_of(r.op), " of ", name_of(r.dtype));
   if (!r.count) return Status::ok();
   const bool scaled = r.dtype != DType::kBool && (r.pre != 1 || r.post != 1);
@@ -112,7 +112,7 @@ Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
   arguments.divisor = r.dtype == DType::kBool ? 1 : r.divisor;
   arguments.sources = static_cast<int>(r.in.size());
   arguments.destinations = static_cast<int>(r.out.size());
-  arguments.reduce = folded_as(r.op);
+  arguments.reduce = reduced_as(r.op);
   arguments.scaled = scaled;
   return launch(text_of("hc_reduce_", short_name(r.dtype)), &arguments,
                 {blocks_for(r.count * size_of(r.dtype), kMostBlocks), 1}, stream);

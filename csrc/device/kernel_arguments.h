@@ -35,7 +35,7 @@ struct ReduceArguments {
   double pre, post;
   long long divisor;  // integers only
   int sources, destinations;
-  Reduce reduce;  // folded_as(), not Adasum
+  Reduce reduce;  // reduced_as(), not Adasum
   bool scaled;    // pre or post is not 1
 };
 

@@ -9,7 +9,7 @@ namespace {
 
 constexpr size_t kProbeBytes[] = {64 * kKiB, 256 * kKiB, kMiB};
 constexpr double kProbeLimitS = 0.02;  // no larger size is tried once a round took longer than this
-constexpr int kRuns = 3;               // of each way and size; the fastest counts, as nothing makes a run too fast
+constexpr int kRuns = 3;               // of each backend and size; the fastest counts, as nothing makes a run too fast
 constexpr double kWorthwhile = 0.9;    // TCP is kept unless MPI takes at most this part of its time
 
 constexpr size_t kFlatSizes[] = {8 * kKiB, 16 * kKiB, 32 * kKiB};  // the last is what a flat buffer holds
@@ -22,7 +22,7 @@ struct FlatTimes {
   double flat_s[std::size(kFlatSizes)], blocked_s[std::size(kFlatSizes)];
 };
 
-// How much longer the sizes take with this threshold than each in its faster way, on average.
+// How much longer the sizes take with this threshold than each in its faster backend, on average.
 double loss_of(size_t threshold, const FlatTimes& t) {
   double sum = 0;
   for (size_t i = 0; i < std::size(kFlatSizes); ++i)
@@ -119,7 +119,7 @@ Status StartUp::select() {
   const ProcessSet& world = sets_.world();
   if (world.members().size() > 1 && world.is_on_one_node() && selected_.source.load() == Selected::Source::kProbe)
     HC_TRY(probe_flat());
-  HC_TRY(choose_way_between_nodes());
+  HC_TRY(choose_backend_between_nodes());
   const ProgressThreads::Hold held(progress_);
   tuner_.start({world.is_on_one_node(), world.may_be_two_level()});
   return Status::ok();
@@ -188,7 +188,7 @@ Status StartUp::probe_flat() {
   return Status::ok();
 }
 
-struct StartUp::WayTimes {
+struct StartUp::BackendTimes {
   double tcp_s = 1e9, mpi_s = 1e9;
 };
 
@@ -197,8 +197,8 @@ Status StartUp::use_mpi(bool on) {
   return context_.mesh->use_mpi(on);
 }
 
-// One allreduce after the other, the two ways alternately; then the slowest rank's times on every rank.
-Status StartUp::time_ways(int round, size_t bytes, WayTimes* times) {
+// One allreduce after the other, the two backends alternately; then the slowest rank's times on every rank.
+Status StartUp::time_backends(int round, size_t bytes, BackendTimes* times) {
   std::vector<float> values(bytes / sizeof(float), 1.0f);
   const int64_t shape[] = {static_cast<int64_t>(values.size())};
   const Submission::Tensor tensor{values.data(), values.data(), shape, DType::kF32};
@@ -230,13 +230,13 @@ Status StartUp::time_ways(int round, size_t bytes, WayTimes* times) {
 }
 
 // Every rank takes the same decisions: from what all were given, and from times that all have agreed on.
-Status StartUp::choose_way_between_nodes() {
+Status StartUp::choose_backend_between_nodes() {
   if (!members_.mpi || !context_.mesh->has_mpi()) return Status::ok();
   bool mpi = members_.mpi->forced;
   if (!mpi) {
-    WayTimes times;
+    BackendTimes times;
     for (int round = 0; round < static_cast<int>(std::size(kProbeBytes)); ++round) {
-      HC_TRY(time_ways(round, kProbeBytes[round], &times));
+      HC_TRY(time_backends(round, kProbeBytes[round], &times));
       selected_.probes.fetch_add(1);
       if (2 * kRuns * std::max(times.tcp_s, times.mpi_s) > kProbeLimitS) break;
     }

@@ -1,5 +1,5 @@
 // What all ranks agree on at init, and what init may try out as far as it changes no bit of a result: up to which size
-// shared memory is used the flat way, and whether data between nodes goes over TCP or through an MPI.
+// shared memory is used by the flat path, and whether data between nodes goes over TCP or through an MPI.
 //
 // Thread: the one that calls connect; no operation of the user runs yet. Owner: Engine::connect, for the time of the
 // call.
@@ -18,7 +18,7 @@ struct Selected {
   enum class Source { kFixed, kGiven, kProbe };
   std::atomic<Source> source{Source::kFixed};  // of the thresholds that init may measure
   std::atomic<bool> by_mpi{false};             // data between nodes
-  std::atomic<int> probes{0};  // sizes at which both ways between nodes were tried; 0: the choice was given
+  std::atomic<int> probes{0};  // sizes at which both backends between nodes were tried; 0: the choice was given
 };
 
 class StartUp {
@@ -42,14 +42,14 @@ class StartUp {
   Status select();
 
  private:
-  struct WayTimes;
+  struct BackendTimes;
   Status call(const Submission& s);
   Status barrier(std::string_view name);
   Status probe_flat();
   Status time_repeats(const std::string& name, std::vector<float>* values, double* took_s);
   Status use_mpi(bool on);
-  Status choose_way_between_nodes();
-  Status time_ways(int round, size_t bytes, WayTimes* times);
+  Status choose_backend_between_nodes();
+  Status time_backends(int round, size_t bytes, BackendTimes* times);
 
   Context& context_;
   SetTable& sets_;

@@ -1,4 +1,4 @@
-/* The only door into the core. Conventions:
+/* The C API of the core, and the only way in. Conventions:
  *  1. Objects are opaque pointers; hc_*_create makes, hc_*_destroy unmakes, NULL is accepted by destroy.
  *  2. A call that can fail returns hc_status*: NULL is success; otherwise free it with hc_status_destroy.
  *  3. Structs that a caller fills begin with `version` = HC_VERSION so that they can grow.
@@ -133,7 +133,7 @@ HC_EXPORT int32_t hc_get(const hc_runtime* rt, hc_fact fact);
  * live until the handle is done. */
 HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
                                hc_handle* out);
-/* hc_submit for a caller that waits at once (will_wait): the short way of small calls that repeat. *out is 0 when the
+/* hc_submit for a caller that waits at once (will_wait): the fast path for small calls that repeat. *out is 0 when the
  * call is over, with success, and has left nothing to take or to release; else hc_wait for it. */
 HC_EXPORT hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
                              hc_handle* out);

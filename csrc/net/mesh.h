@@ -53,7 +53,7 @@ struct MeshMembers {
   double report_after_s = defaults::init_report_s;  // then `say` hears who is missing and which address was tried
   std::function<void(const std::string&)> say;      // may be empty
   std::function<bool()> cancelled;                  // polled every 50 ms (Ctrl-C); may be empty
-  std::optional<MpiLink> mpi;                       // a second way for data between nodes
+  std::optional<MpiLink> mpi;                       // a second backend for data between nodes
 };
 
 // What RankBlock::asleep says. A peer that sleeps idle has announced nothing, so nobody can be waiting for it to move

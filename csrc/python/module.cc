@@ -1,4 +1,4 @@
-// The Python door: horoclone._core (its contract is horoclone/_core.pyi). Uses the core as a stranger would, through
+// The Python binding: horoclone._core (its contract is horoclone/_core.pyi). Uses the core as a stranger would, through
 // horoclone.h. The GIL is released wherever the core may wait; no native thread ever calls into Python.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "connect.h"
+#include "fast_path.h"
 #include "horoclone_tools.h"
 #include "interruption.h"
 #include "memory.h"
 #include "quantize.h"
-#include "tensor_door.h"
 #include "tools/python/simulate.h"
 #include "wait_slice.h"
 #include "without_gil.h"
@@ -415,7 +415,7 @@ PYBIND11_MODULE(_core, m) {
   hc_python::add_memory(m);
   hc_python::add_quantize(m);
   hc_python::add_simulate(m);
-  hc_python::add_tensor_door(m);
+  hc_python::add_fast_path(m);
   using namespace py::literals;
   py::class_<Runtime> runtime(m, "Runtime");
   add_facts(&runtime);

@@ -94,7 +94,7 @@ PlainTensors::~PlainTensors() {
 bool PlainTensors::read_exchanged(PyObject* object, hc_tensor* out) const {
   DlTensor t{};
   if (exchange_->read(object, &t) != 0) {
-    PyErr_Clear();  // the long way finds out what it is, and says so
+    PyErr_Clear();  // the slow path finds out what it is, and says so
     return false;
   }
   out->dtype = dtype_of(t);

@@ -186,7 +186,7 @@ class AdasumAllreduce final : public Collective {
     return Progress::kPending;
   }
 
-  // Pairs of one level, as places in live_. Ranks beyond a power of two are folded in first.
+  // Pairs of one level, as places in live_. Ranks beyond a power of two are reduced into others first.
   size_t pairs() const {
     const size_t core = std::bit_floor(live_.size());
     return live_.size() == core ? core / 2 : live_.size() - core;

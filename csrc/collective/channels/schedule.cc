@@ -135,9 +135,9 @@ Schedule plan_ring_allreduce(const AllreduceShape& shape) {
 Schedule plan_recursive_doubling(const AllreduceShape& shape) {
   const int n = shape.size, rank = shape.rank;
   const int core = static_cast<int>(std::bit_floor(static_cast<unsigned>(n)));  // ranks that double
-  const int folded = n - core;                                                  // the first 2*folded ranks act in pairs
+  const int extra = n - core;                                                   // the first 2*extra ranks act in pairs
   const int stages = std::countr_zero(static_cast<unsigned>(core));
-  Schedule s{.name = "recursive doubling", .rounds = stages + (folded ? 2 : 0)};
+  Schedule s{.name = "recursive doubling", .rounds = stages + (extra ? 2 : 0)};
   if (n == 1) return add_lone_copy(s, shape.load, shape.count), s;
   if (shape.pack) s.scratch_count = shape.count;
   const Spot home{shape.pack ? Place::kScratch : Place::kOutput, 0};
@@ -153,23 +153,23 @@ Schedule plan_recursive_doubling(const AllreduceShape& shape) {
   auto add_sum = [&](int peer, int after_send) {
     Step step{.action = Action::kReduce, .peer = peer, .round = round, .count = shape.count, .from = home, .to = home};
     step.incoming_first = peer < rank;
-    step.finish = round == stages + (folded ? 1 : 0);
+    step.finish = round == stages + (extra ? 1 : 0);
     step.after = {made, after_send, -1};
     return s.add(step);
   };
 
-  const bool in_pair = rank < 2 * folded;
-  if (folded) ++round;
+  const bool in_pair = rank < 2 * extra;
+  if (extra) ++round;
   int gave = -1;
   if (in_pair && rank % 2 == 0) gave = add_send(rank + 1);
   if (in_pair && rank % 2 == 1) made = add_sum(rank - 1, -1);
   const bool doubles = !in_pair || rank % 2 == 1;
-  const int mine = in_pair ? rank / 2 : rank - folded;  // number among those that double
+  const int mine = in_pair ? rank / 2 : rank - extra;  // number among those that double
   for (int bit = 1; bit < core; bit *= 2) {
     ++round;
     if (!doubles) continue;
     const int other = mine ^ bit;
-    const int peer = other < folded ? 2 * other + 1 : other + folded;
+    const int peer = other < extra ? 2 * other + 1 : other + extra;
     const int left = add_send(peer);
     made = add_sum(peer, left);
   }

@@ -79,8 +79,8 @@ struct AllreduceShape {
 // Ring: 2(size-1) rounds, 2(size-1)/size of the buffer each way, whatever the size. Chunk c is summed in the order
 // c+1, c+2, .., c; so its result depends on the layout only.
 Schedule plan_ring_allreduce(const AllreduceShape& shape);
-// Recursive doubling: log2(size) rounds of the whole buffer, for few elements. Sizes that are no power of two fold the
-// first ranks in pairs before and after (two rounds more). Sums form a fixed tree in rank order.
+// Recursive doubling: log2(size) rounds of the whole buffer, for few elements. Sizes that are no power of two reduce
+// the first ranks in pairs before and after (two rounds more). Sums form a fixed tree in rank order.
 Schedule plan_recursive_doubling(const AllreduceShape& shape);
 
 // Binomial tree: log2(size) rounds; every segment is forwarded as soon as it is there.

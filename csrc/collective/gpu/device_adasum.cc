@@ -158,7 +158,7 @@ class AdasumTree {
   GpuKernels& kernels() const { return *device_.kernels; }
   CuPointer vector(int v) const { return vectors_ + static_cast<size_t>(v) * layout_.stride() * size_of(work_); }
 
-  // Pairs of one level, as places in live_. Ranks beyond a power of two are folded in first.
+  // Pairs of one level, as places in live_. Ranks beyond a power of two are reduced into others first.
   size_t pairs() const {
     const size_t core = std::bit_floor(live_.size());
     return live_.size() == core ? core / 2 : live_.size() - core;

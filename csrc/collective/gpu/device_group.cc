@@ -27,7 +27,7 @@ DeviceGroup::~DeviceGroup() {
 }
 
 std::unique_ptr<Collective> DeviceGroup::make_setup(Tag tag) {
-  return state_.way == DeviceBackend::kUnknown ? make_device_setup(&state_, options_, group_, tag) : nullptr;
+  return state_.backend == DeviceBackend::kUnknown ? make_device_setup(&state_, options_, group_, tag) : nullptr;
 }
 
 Status DeviceGroup::check() { return state_.nccl.check(); }
@@ -39,7 +39,7 @@ void DeviceGroup::abort() {
 
 // ---- memory that NCCL is told of
 
-bool DeviceGroup::registers() const { return state_.way == DeviceBackend::kNccl && state_.nccl.registers(); }
+bool DeviceGroup::registers() const { return state_.backend == DeviceBackend::kNccl && state_.nccl.registers(); }
 
 Status DeviceGroup::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner) {
   if (!registers()) return error(Code::kUnsupported, "this NCCL registers no memory");
@@ -92,7 +92,7 @@ void DeviceGroup::leave_peers() {
 }
 
 Status DeviceGroup::prepare_to_capture() {
-  if (capture_stream_ || state_.way != DeviceBackend::kNccl) return Status::ok();
+  if (capture_stream_ || state_.backend != DeviceBackend::kNccl) return Status::ok();
   auto made = state_.gpu->make_stream();
   HC_TRY(made.status());
   capture_stream_ = made.value();
@@ -127,7 +127,7 @@ Status DeviceGroup::run_captured(Task task) {
 }
 
 Result<std::unique_ptr<Collective>> DeviceGroup::make_collective(Task task) {
-  switch (select_on_device(task, enqueues(task), state_.way == DeviceBackend::kPeers)) {
+  switch (select_on_device(task, enqueues(task), state_.backend == DeviceBackend::kPeers)) {
     case DeviceAlgorithm::kNcclAdasum:
       return make_device_adasum(std::move(task), &state_, group_);
     case DeviceAlgorithm::kNccl:

@@ -30,7 +30,7 @@ class DeviceGroup {
   // Everything that must have happened before a batch: the agreement on who moves the data, stream and communicator.
   // Stepped by every rank at the same batch. Empty once it is done for good: nothing to do.
   std::unique_ptr<Collective> make_setup(Tag tag);
-  DeviceBackend way() const { return state_.way; }
+  DeviceBackend backend() const { return state_.backend; }
   // Why host memory moves the data, or how NCCL was found.
   const std::string& reason() const { return state_.reason; }
   // Not ok: the setting demands NCCL, which cannot be used. The same on every rank.
@@ -40,7 +40,7 @@ class DeviceGroup {
   Result<std::unique_ptr<Collective>> make_collective(Task task);
   // Whether it is only enqueued, without the host's collectives. The same on every rank.
   bool enqueues(const Task& task) const {
-    return state_.way == DeviceBackend::kNccl && nccl_does(task, state_.kernels_everywhere);
+    return state_.backend == DeviceBackend::kNccl && nccl_does(task, state_.kernels_everywhere);
   }
 
   // Puts a task that NCCL does alone into the graph into which `from` is captured, behind what `from` has been given so

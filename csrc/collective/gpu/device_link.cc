@@ -26,27 +26,28 @@ LinkCard LinkCard::read_from(Reader* frame) {
   return card;
 }
 
-LinkWay choose_way(const LinkCard& sender, const LinkCard& receiver, bool same_node) {
-  LinkWay way;
+LinkBackend choose_link_backend(const LinkCard& sender, const LinkCard& receiver, bool same_node) {
+  LinkBackend backend;
   const auto either = [&](GpuOperations wants) { return sender.operations == wants || receiver.operations == wants; };
   const bool demanded = either(GpuOperations::kNccl);
   if (either(GpuOperations::kHost) || (either(GpuOperations::kPeers) && !demanded)) {
-    way.reason = "HOROCLONE_GPU_OPERATIONS says so";
-    return way;
+    backend.reason = "HOROCLONE_GPU_OPERATIONS says so";
+    return backend;
   }
   if (!sender.nccl_version || !receiver.nccl_version)
-    way.reason = text_of("the ", sender.nccl_version ? "receiver" : "sender", " has no NCCL that can be used");
+    backend.reason = text_of("the ", sender.nccl_version ? "receiver" : "sender", " has no NCCL that can be used");
   else if (sender.nccl_version != receiver.nccl_version)
-    way.reason = text_of("NCCL is ", nccl_version_text(sender.nccl_version), " at the sender and ",
-                         nccl_version_text(receiver.nccl_version), " at the receiver");
+    backend.reason = text_of("NCCL is ", nccl_version_text(sender.nccl_version), " at the sender and ",
+                             nccl_version_text(receiver.nccl_version), " at the receiver");
   else if (same_node && std::memcmp(&sender.uuid, &receiver.uuid, sizeof(CuUuid)) == 0 &&
            !(sender.shares_gpus && receiver.shares_gpus))
-    way.reason = "both ends use the same GPU, which NCCL refuses";
-  way.by_nccl = way.reason.empty();
-  if (demanded && !way.by_nccl)
-    way.refusal = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=nccl, but NCCL cannot be used: ", way.reason,
-                        ". Set it to auto to go through host memory instead");
-  return way;
+    backend.reason = "both ends use the same GPU, which NCCL refuses";
+  backend.by_nccl = backend.reason.empty();
+  if (demanded && !backend.by_nccl)
+    backend.refusal =
+        error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=nccl, but NCCL cannot be used: ", backend.reason,
+              ". Set it to auto to go through host memory instead");
+  return backend;
 }
 
 // ---- one peer

@@ -16,7 +16,7 @@
 
 namespace hc {
 
-// What one end tells the other of its GPU before both choose the way of a message.
+// What one end tells the other of its GPU before both choose the backend of a message.
 struct LinkCard {
   GpuOperations operations = GpuOperations::kAuto;
   bool shares_gpus = false;  // NCCL was told to accept several ranks on one GPU
@@ -26,13 +26,13 @@ struct LinkCard {
   static LinkCard read_from(Reader* frame);
 };
 
-struct LinkWay {
+struct LinkBackend {
   bool by_nccl = false;
   std::string reason;  // why host memory moves the data
   Status refusal;      // not ok: an end demands NCCL, which cannot be used
 };
 // PURE: both ends would come to the same answer.
-LinkWay choose_way(const LinkCard& sender, const LinkCard& receiver, bool same_node);
+LinkBackend choose_link_backend(const LinkCard& sender, const LinkCard& receiver, bool same_node);
 
 class DeviceLink {
  public:

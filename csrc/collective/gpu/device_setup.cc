@@ -74,7 +74,7 @@ std::string why_no_peers(const Table& table, const Group& group) {
 }
 
 struct Answer {
-  DeviceBackend way = DeviceBackend::kHost;
+  DeviceBackend backend = DeviceBackend::kHost;
   std::string reason;
   bool for_good = true;  // false: ask again at the next batch
 };
@@ -100,7 +100,7 @@ Answer decide_nccl(const Table& table, const Group& group) {
                             "torch.cuda.set_device(hvd.local_rank())");
     return answer;
   }
-  answer.way = DeviceBackend::kNccl;
+  answer.backend = DeviceBackend::kNccl;
   answer.reason = "NCCL " + nccl_version_text(table[0].nccl_version);
   return answer;
 }
@@ -124,7 +124,7 @@ Answer decide(const Table& table, const Group& group) {
   if (anybody(table, GpuOperations::kNccl) || (!demanded && !share)) return decide_nccl(table, group);
   const std::string why_not = why_no_peers(table, group);
   if (why_not.empty()) {
-    answer.way = DeviceBackend::kPeers;
+    answer.backend = DeviceBackend::kPeers;
     answer.reason = "kernels between peers";
     return answer;
   }
@@ -236,11 +236,11 @@ class DeviceSetup : public Collective {
     device_.refusal = Status::ok();
     device_.kernels_everywhere =
         std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
-    if (answer.way == DeviceBackend::kHost) {
+    if (answer.backend == DeviceBackend::kHost) {
       go_by_host(answer);
       return Status::ok();
     }
-    if (answer.way == DeviceBackend::kPeers) return show_peers();
+    if (answer.backend == DeviceBackend::kPeers) return show_peers();
     const NcclApi& nccl = device_.nccl.api();
     const NcclResult begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
     comes_up_ = true;
@@ -259,10 +259,10 @@ class DeviceSetup : public Collective {
       device_.refusal = error(Code::kUnsupported, "HOROCLONE_GPU_OPERATIONS=", nccl ? "nccl" : "peers", ", but ",
                               nccl ? "NCCL" : "peers", " cannot be used: ", answer.reason,
                               ". Set it to auto to reduce through host memory instead.");
-    if (answer.for_good) device_.way = answer.way;
+    if (answer.for_good) device_.backend = answer.backend;
   }
 
-  // A rank that has none says why, and all go another way together.
+  // A rank that has none says why, and all take another backend together.
   Status show_peers() {
     device_.peer_bytes = table_[0].peer_bytes;
     for (const Introduction& one : table_) device_.peer_bytes = std::min<size_t>(device_.peer_bytes, one.peer_bytes);
@@ -290,7 +290,7 @@ class DeviceSetup : public Collective {
         return Status::ok();
       }
     if (stage_ == Stage::kMapped) {
-      device_.way = DeviceBackend::kPeers;
+      device_.backend = DeviceBackend::kPeers;
       return Status::ok();
     }
     std::vector<PeerHandle> handles;
@@ -319,7 +319,7 @@ class DeviceSetup : public Collective {
       Status begun = levels->begin(inner, inner ? leader.inner_id : leader.outer_id, &rising_);
       return begun.is_ok() ? Progress::kPending : fail(begun);
     }
-    device_.way = DeviceBackend::kNccl;
+    device_.backend = DeviceBackend::kNccl;
     return Progress::kDone;
   }
 

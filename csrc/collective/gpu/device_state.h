@@ -39,7 +39,7 @@ struct DeviceState {
   bool kernels_everywhere = false;  // every rank has them
   std::unique_ptr<PeerMemory> peers;
   size_t peer_bytes = 0;  // of it that every rank has
-  DeviceBackend way = DeviceBackend::kUnknown;
+  DeviceBackend backend = DeviceBackend::kUnknown;
   std::string reason;  // why host memory moves the data, or how NCCL was found
   Status refusal;      // not ok: the setting demands what cannot be used. The same on every rank
 

@@ -138,7 +138,7 @@ class NcclCollective : public Collective {
   Status enqueue() {
     if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
-    // What NCCL scales by an operator made for one communicator goes the flat way.
+    // What NCCL scales by an operator made for one communicator takes the flat path.
     by_levels_ = device_.nccl.reduces_by_levels() && !made_operator_ && task_.op == Op::kAllreduce;
     busy_ = comm();
     if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());

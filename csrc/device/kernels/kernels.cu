@@ -259,7 +259,7 @@ HC_DEVICE void unpack_bytes(const PackArguments& a, const Place& here) {
 // ---- reduce
 
 template <Reduce R, class T>
-HC_DEVICE T folded_float(T acc, T next) {
+HC_DEVICE T reduced_float(T acc, T next) {
   if constexpr (R == Reduce::kSum)
     return acc + next;
   else if constexpr (R == Reduce::kProduct)
@@ -280,8 +280,8 @@ struct FloatLane {
   using Work = T;
   static HC_DEVICE Work load(T v, double pre) { return v * (T)pre; }
   template <Reduce R>
-  static HC_DEVICE Work fold(Work acc, Work next) {
-    return folded_float<R>(acc, next);
+  static HC_DEVICE Work reduce(Work acc, Work next) {
+    return reduced_float<R>(acc, next);
   }
   static HC_DEVICE T store(Work v, double post, I64) { return canonical(v * (T)post); }
 };
@@ -293,8 +293,8 @@ struct HalfLane {
   using Work = float;
   static HC_DEVICE float load(T v, double pre) { return widened(v) * (float)pre; }
   template <Reduce R>
-  static HC_DEVICE float fold(float acc, float next) {
-    return folded_float<R>(acc, next);
+  static HC_DEVICE float reduce(float acc, float next) {
+    return reduced_float<R>(acc, next);
   }
   static HC_DEVICE T store(float v, double post, I64) {
     T made;
@@ -312,7 +312,7 @@ struct IntegerLane {
   using Work = W;
   static HC_DEVICE W load(T v, double pre) { return kFinishes ? multiplied(v, pre) : v; }
   template <Reduce R>
-  static HC_DEVICE W fold(W acc, W next) {
+  static HC_DEVICE W reduce(W acc, W next) {
     if constexpr (R == Reduce::kSum)
       return (W)((Unsigned)acc + (Unsigned)next);
     else if constexpr (R == Reduce::kProduct)
@@ -337,7 +337,7 @@ struct BoolLane {
   using Work = U32;
   static HC_DEVICE U32 load(Bool v, double) { return v.byte != 0; }
   template <Reduce R>
-  static HC_DEVICE U32 fold(U32 acc, U32 next) {
+  static HC_DEVICE U32 reduce(U32 acc, U32 next) {
     if constexpr (R == Reduce::kSum || R == Reduce::kMax || R == Reduce::kOr)
       return acc | next;
     else if constexpr (R == Reduce::kProduct || R == Reduce::kMin || R == Reduce::kAnd)
@@ -359,7 +359,7 @@ HC_DEVICE void reduce_vector(const ReduceArguments& a, U64 at) {
   HC_ONE_BY_ONE
   for (int s = 1; s < a.sources; ++s) {
     const Vector next = pointer<const Vector>(a.in[s])[at];
-    for (unsigned i = 0; i < N; ++i) acc[i] = Lane::template fold<R>(acc[i], Lane::load(next.v[i], a.pre));
+    for (unsigned i = 0; i < N; ++i) acc[i] = Lane::template reduce<R>(acc[i], Lane::load(next.v[i], a.pre));
   }
   Vector made;
   for (unsigned i = 0; i < N; ++i) made.v[i] = Lane::store(acc[i], a.post, a.divisor);
@@ -389,12 +389,12 @@ HC_DEVICE void reduce_with(const ReduceArguments& a, const Place& here) {
 }
 
 template <Reduce R, Kind K>
-constexpr bool kIsFold = is_fold(R, K);  // evaluated outside of device code
+constexpr bool kIsReduction = is_element_reduction(R, K);  // evaluated outside of device code
 template <class Lane>
 HC_DEVICE void reduce_by(const ReduceArguments& a, const Place& here) {
 #define HC_CASE(name, identity, kinds)                                                                \
   case Reduce::k##name:                                                                               \
-    if constexpr (kIsFold<Reduce::k##name, Lane::kKind>) reduce_with<Lane, Reduce::k##name>(a, here); \
+    if constexpr (kIsReduction<Reduce::k##name, Lane::kKind>) reduce_with<Lane, Reduce::k##name>(a, here); \
     return;
   switch (a.reduce) { HC_REDUCTIONS(HC_CASE) }
 #undef HC_CASE

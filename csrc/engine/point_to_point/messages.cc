@@ -165,12 +165,12 @@ Status Messages::match(Operation* op, Announced message) {
   Status fits = prepare(op, message);
   const size_t bytes = bytes_of(message.meta);
   const bool local = message.from == context_.rank();
-  LinkWay way;
+  LinkBackend backend;
   if (fits.is_ok() && message.on_device && !message.here && !local) {
-    auto chosen = choose_way_of(op, message);
+    auto chosen = choose_backend_of(op, message);
     HC_TRY(chosen.status());
-    way = chosen.take();
-    fits = way.refusal;
+    backend = chosen.take();
+    fits = backend.refusal;
   }
   if (local && message.here) self_bytes_ -= bytes;
   if (!fits.is_ok()) {
@@ -185,8 +185,8 @@ Status Messages::match(Operation* op, Announced message) {
     return local ? Status::ok() : answer(message.from, FrameKind::kMessageTaken, message.id, {});
   } else if (!local) {
     // The answer comes first: a link's first frame means nothing to who does not know what for.
-    HC_TRY(answer(message.from, FrameKind::kMessageWanted, message.id, {}, way.by_nccl));
-    return op->device && message.on_device ? begin_on_device(op, message.from, message.id, way.by_nccl)
+    HC_TRY(answer(message.from, FrameKind::kMessageWanted, message.id, {}, backend.by_nccl));
+    return op->device && message.on_device ? begin_on_device(op, message.from, message.id, backend.by_nccl)
                                            : begin_transfer(op, message.from, message.id);
   }
   auto waiting = sent_.find(message.id);  // sent to oneself and not copied

@@ -115,7 +115,7 @@ class Messages {
   Status prepare_on_device(Operation* op, size_t bytes);
   void put_place(const Operation* op, Writer* frame);
   Status begin_on_device(Operation* op, int peer, uint32_t id, bool by_nccl);
-  Result<LinkWay> choose_way_of(const Operation* op, const Announced& message);
+  Result<LinkBackend> choose_backend_of(const Operation* op, const Announced& message);
   Status want_link(int peer);
   Status take_link_id(int from, Reader* in);
   std::unique_ptr<MessageTicket> ticket_of(bool sends, int peer, uint32_t id);
@@ -141,8 +141,8 @@ class Messages {
   std::unordered_map<uint32_t, Sent> sent_;  // announced, not answered
   std::vector<Moving> moving_;
   DeviceLinks links_;
-  std::set<int> told_way_;  // senders of whom it was said that host memory moves what they send
-  size_t self_bytes_ = 0;   // copied, not received yet
+  std::set<int> told_backend_;  // senders of whom it was said that host memory moves what they send
+  size_t self_bytes_ = 0;       // copied, not received yet
   std::vector<Operation*> operations_;
 };
 

@@ -38,7 +38,7 @@ const char* words_for(bool on_device) { return on_device ? "on a GPU" : "in host
 
 }  // namespace
 
-// ---- which way
+// ---- which backend
 
 void Messages::put_place(const Operation* op, Writer* frame) {
   frame->put(op->device != nullptr);
@@ -57,21 +57,21 @@ Status Messages::check_place(const Operation* op, const Announced& message) cons
                 context_.rank());
 }
 
-Result<LinkWay> Messages::choose_way_of(const Operation* op, const Announced& message) {
-  LinkWay way;
-  if (!op->device) return way;  // it takes what comes, and has no GPU to put it on
+Result<LinkBackend> Messages::choose_backend_of(const Operation* op, const Announced& message) {
+  LinkBackend backend;
+  if (!op->device) return backend;  // it takes what comes, and has no GPU to put it on
   links_.use(op->device->gpu, gpu_.options());
   const LinkCard mine = links_.card();
-  way = choose_way(message.card, mine, same_node(message.from));
-  if (way.by_nccl && link_.has_left(0)) {
-    way.by_nccl = false;
-    way.reason = "rank 0, which orders the work of NCCL, has shut down";
+  backend = choose_link_backend(message.card, mine, same_node(message.from));
+  if (backend.by_nccl && link_.has_left(0)) {
+    backend.by_nccl = false;
+    backend.reason = "rank 0, which orders the work of NCCL, has shut down";
   }
   const bool wished = mine.operations == GpuOperations::kHost || mine.operations == GpuOperations::kPeers;
-  if (!way.by_nccl && way.refusal.is_ok() && !wished && told_way_.insert(message.from).second)
+  if (!backend.by_nccl && backend.refusal.is_ok() && !wished && told_backend_.insert(message.from).second)
     context_.log.warning(text_of("messages from the GPU of rank ", message.from,
-                                 " travel through host memory, which is slower: ", way.reason));
-  return way;
+                                 " travel through host memory, which is slower: ", backend.reason));
+  return backend;
 }
 
 Status Messages::prepare_on_device(Operation* op, size_t bytes) {

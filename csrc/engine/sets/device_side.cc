@@ -19,7 +19,7 @@ void DeviceSide::batch_over() {
   if (order_.tickets().is_next({members_.id})) order_.tickets().over();
   if (!device_ || device_->reason().empty() || members_.group_rank != 0 || device_->reason() == told_) return;
   told_ = device_->reason();
-  const bool on_gpu = device_->way() == DeviceBackend::kNccl || device_->way() == DeviceBackend::kPeers;
+  const bool on_gpu = device_->backend() == DeviceBackend::kNccl || device_->backend() == DeviceBackend::kPeers;
   if (on_gpu || context_.config.gpu_operations == "host")
     context_.log.debug("process set ", members_.id, ": tensors on GPUs are reduced by ", told_);
   else

@@ -431,9 +431,9 @@ void ProcessSet::undeclare(int id) {
 
 Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle) {
   DeviceGroup* group = device_.group();
-  if (!group || group->way() == DeviceBackend::kUnknown)
+  if (!group || group->backend() == DeviceBackend::kUnknown)
     return error(Code::kUnsupported, "NCCL is not up yet. ", kWarmUpBeforeCapture);
-  if (group->way() != DeviceBackend::kNccl)
+  if (group->backend() != DeviceBackend::kNccl)
     return error(Code::kUnsupported,
                  "NCCL does not move its data, and only NCCL's work can be captured: ", group->reason());
   auto made = parts_.intake.make(s, bucket);

@@ -1,5 +1,6 @@
-// Integers with factors, on every way that the core has: each rank's input times the prescale, truncated and wrapped in
-// its own type, then the reduction in that type, then the postscale likewise. Compared with a model of single elements.
+// Integers with factors, on every path that the core has: each rank's input times the prescale, truncated and wrapped
+// in its own type, then the reduction in that type, then the postscale likewise. Compared with a model of single
+// elements.
 #include <doctest/doctest.h>
 
 #include <algorithm>

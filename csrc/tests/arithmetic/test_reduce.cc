@@ -37,7 +37,7 @@ std::vector<const char*> instruction_sets() {
 
 // One element of each kind, by the definition of reduce.h.
 template <class T>
-T folded(Reduce op, T acc, T next) {
+T reduced(Reduce op, T acc, T next) {
   switch (op) {
     case Reduce::kMin:
       return next != next || next < acc ? next : acc;
@@ -64,7 +64,7 @@ T float_element(Reduce op, const std::vector<T>& sources, const Scale& scale) {
   volatile T acc = sources[0] * pre;
   for (size_t s = 1; s < sources.size(); ++s) {
     volatile T next = sources[s] * pre;
-    acc = folded<T>(op, acc, next);
+    acc = reduced<T>(op, acc, next);
   }
   acc = acc * post;
   return std::isnan(acc) ? std::numeric_limits<T>::quiet_NaN() : T(acc);
@@ -84,7 +84,7 @@ T scaled(T value, double factor) {
   return factor == 1 ? value : wrapped<T>(static_cast<double>(value) * factor);
 }
 
-// Every step ends in the dtype: each source scaled, the fold that wraps, the result scaled, then divided.
+// Every step ends in the dtype: each source scaled, the reduction that wraps, the result scaled, then divided.
 template <class T>
 T integer_element(Reduce op, const std::vector<T>& sources, const Scale& scale) {
   T acc = scaled(sources[0], scale.pre);
@@ -92,7 +92,7 @@ T integer_element(Reduce op, const std::vector<T>& sources, const Scale& scale) 
     const T next = scaled(sources[s], scale.pre);
     const auto a = static_cast<uint64_t>(acc), b = static_cast<uint64_t>(next);
     if (op == Reduce::kMin || op == Reduce::kMax)
-      acc = folded<T>(op, acc, next);
+      acc = reduced<T>(op, acc, next);
     else
       acc = static_cast<T>(op == Reduce::kProduct ? a * b
                            : op == Reduce::kAnd   ? a & b
@@ -285,7 +285,7 @@ TEST_CASE("every instruction set gives the bits of the definition") {
   const size_t counts[] = {0, 1, 3, 17, 63, 130, 517};
   for (DType dtype : kDTypes)
     for (Reduce op : kOps)
-      for (const Scale& scale : takes(folded_as(op), dtype) ? std::span(kScales) : std::span<const Scale>())
+      for (const Scale& scale : takes(reduced_as(op), dtype) ? std::span(kScales) : std::span<const Scale>())
         for (size_t sources : {1, 2, 3, 4, 5, 6, 7, 8, 9, 13})
           for (size_t count : counts)
             if (!kSanitized || (sources + count) % 3 == 0) check_case({dtype, op, sources, count, scale}, data, simds);

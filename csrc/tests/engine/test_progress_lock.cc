@@ -13,7 +13,7 @@
 namespace hc {
 namespace {
 
-std::vector<std::pair<std::string, std::string>> way_of(bool shared) {
+std::vector<std::pair<std::string, std::string>> settings_with(bool shared) {
   if (shared) return {};
   return {{"HOROCLONE_SHARED_MEMORY", "0"}};
 }
@@ -29,7 +29,7 @@ TEST_CASE("the engine's state and its end do not wait for a thread that waits in
   constexpr double kAtOnceS = kSanitized ? 10 : 1;
   for (bool shared : {true, false}) {
     CAPTURE(shared);
-    World world(2, way_of(shared));
+    World world(2, settings_with(shared));
     std::atomic<bool> seen{false};  // by rank 0, for which rank 1 stays
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       if (rank == 1) {
@@ -71,7 +71,7 @@ TEST_CASE("a life ends while another thread asks for the engine's state") {
   const int lives = kSanitized ? 10 : 40;
   for (bool shared : {true, false})
     for (int life = 0; life < lives; ++life) {
-      World world(2, way_of(shared));
+      World world(2, settings_with(shared));
       CHECK_OK(world.each(
           [&](Engine& engine, int) {
             std::atomic<bool> over{false};

@@ -111,8 +111,8 @@ TEST_CASE("double of CUDA and NCCL: adasum of the averages of machines") {
 }
 
 TEST_CASE("double of CUDA and NCCL: adasum without kernels, and between peers, goes through host memory") {
-  const std::vector<Settings> ways = {{{"HOROCLONE_GPU_KERNELS", "off"}}, {{"HOROCLONE_GPU_OPERATIONS", "peers"}}};
-  for (Settings settings : ways) {
+  const std::vector<Settings> backends = {{{"HOROCLONE_GPU_KERNELS", "off"}}, {{"HOROCLONE_GPU_OPERATIONS", "peers"}}};
+  for (Settings settings : backends) {
     settings.emplace_back("HOROCLONE_LOG_LEVEL", "error");
     const int pinned = double_count("pinned");
     World world(2, gpu_settings(settings));
@@ -128,7 +128,7 @@ TEST_CASE("double of CUDA and NCCL: adasum without kernels, and between peers, g
   }
 }
 
-// The way that Sum takes is the setting's, not Adasum's.
+// The backend that Sum takes is the setting's, not Adasum's.
 TEST_CASE("double of CUDA and NCCL: adasum of machines leaves other allreduces as they were, beside a joined rank") {
   World world(4, gpu_settings({{"HOROCLONE_ADASUM", "nodes"}}));
   world.on_nodes({"a", "a", "b", "b"});

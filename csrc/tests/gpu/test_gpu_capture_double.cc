@@ -74,21 +74,21 @@ TEST_CASE("double of CUDA and NCCL: other ranks' and threads' work goes on while
 }
 
 TEST_CASE("double of CUDA and NCCL: what cannot be captured says why, and the runtime goes on") {
-  for (const char* way : {"nccl", "host"}) {
-    CAPTURE(way);
-    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+  for (const char* backend : {"nccl", "host"}) {
+    CAPTURE(backend);
+    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       FrameworkOnGpu gpu(rank);
       Gradients gradients(engine, gpu);
       float* data = gpu.tensor(std::vector<float>(4, 1.0f));
       gpu.begin_capture();
       const Status named = reduce_now(engine, gpu, "loss", data, 4);
-      const Status bucket = std::string(way) == "host" ? gradients.try_submit(0) : Status::ok();
+      const Status bucket = std::string(backend) == "host" ? gradients.try_submit(0) : Status::ok();
       gpu.drop(gpu.end_capture());
       CHECK_LOCKED(named.code() == Code::kUnsupported);
       for (const char* part : {"'loss'", "captured into a CUDA graph", "two whole steps"})
         CHECK_LOCKED(named.text().find(part) != std::string::npos);
-      CHECK_LOCKED(bucket.is_ok() == (std::string(way) == "nccl"));
+      CHECK_LOCKED(bucket.is_ok() == (std::string(backend) == "nccl"));
       CHECK_LOCKED((bucket.is_ok() || bucket.text().find("HOROCLONE_GPU_OPERATIONS is host") != std::string::npos));
       gradients.submit(0, 1.0f);
       gradients.expect(0, 2.0f);

@@ -87,9 +87,9 @@ Status ends(Engine& engine, const FrameworkOnGpu& gpu, const std::string& name, 
 TEST_CASE("double of CUDA and NCCL: every reduction and dtype, and nothing is left afterwards") {
   const int contexts = double_count("contexts", 2);
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "300"}});
-  for (const char* way : {"nccl", "peers", "host"}) {
-    CAPTURE(way);
-    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+  for (const char* backend : {"nccl", "peers", "host"}) {
+    CAPTURE(backend);
+    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     CHECK(world
               .each([](Engine& engine, int rank) {
                 FrameworkOnGpu gpu(rank);
@@ -215,9 +215,9 @@ TEST_CASE("double of CUDA and NCCL: many small and some large tensors, one by on
 
 TEST_CASE("double of CUDA and NCCL: operations that move rows, equal and not, and what one rank gets") {
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "200"}});
-  for (const char* way : {"nccl", "peers", "host"}) {
-    CAPTURE(way);
-    World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+  for (const char* backend : {"nccl", "peers", "host"}) {
+    CAPTURE(backend);
+    World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     CHECK(
         world
             .each([](Engine& engine, int rank) {

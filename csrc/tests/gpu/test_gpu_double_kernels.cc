@@ -129,7 +129,7 @@ TEST_CASE(
       for (const Reduce op : {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct,
                               Reduce::kAnd, Reduce::kOr, Reduce::kXor})
         for (const size_t count : {1, 7, 64, 1003}) {
-          if (!takes(folded_as(op), dtype)) continue;
+          if (!takes(reduced_as(op), dtype)) continue;
           reduces_like_the_host(bench, dtype, op, {1, 1, 1}, count, 0);
           reduces_like_the_host(bench, dtype, op, {0.5, 3, 1}, count, 1);
           reduces_like_the_host(bench, dtype, op, {-1.5, -0.3, 1}, count, 0);

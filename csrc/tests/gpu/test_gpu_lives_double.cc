@@ -68,18 +68,18 @@ void live(Engine& engine, FrameworkOnGpu& gpu, int rank) {
 }  // namespace
 
 TEST_CASE("double of CUDA and NCCL: a thousand lives leave nothing behind") {
-  for (const char* way : {"nccl", "peers", "host"}) {
-    CAPTURE(std::string(way));
+  for (const char* backend : {"nccl", "peers", "host"}) {
+    CAPTURE(std::string(backend));
     std::string before;
     size_t resident = 0;
-    const int lives = way[0] == 'n' ? kLives : kLives / 30;
+    const int lives = backend[0] == 'n' ? kLives : kLives / 30;
     for (int n = 0; n < lives + kWarmUp; ++n) {
       if (n == kWarmUp) {
         before = left_behind();
         resident = resident_bytes();
       }
       {
-        World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way},
+        World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend},
                                      {"HOROCLONE_GPU_PEER_BYTES", "2097152"},
                                      {"HOROCLONE_LOG_LEVEL", "error"}}));
         CHECK_OK(world.each([](Engine& engine, int rank) {
@@ -93,7 +93,7 @@ TEST_CASE("double of CUDA and NCCL: a thousand lives leave nothing behind") {
       if (n >= kWarmUp) REQUIRE(left_behind() == before);
     }
     const auto grown = static_cast<int64_t>(resident_bytes()) - static_cast<int64_t>(resident);
-    MESSAGE(std::string(way), ": ", before, "; resident memory grew by ", grown >> 10, " KiB");
+    MESSAGE(std::string(backend), ": ", before, "; resident memory grew by ", grown >> 10, " KiB");
     if (!kSanitized) CHECK(grown < (8 << 20));  // a sanitizer keeps what was freed
   }
 }

@@ -105,13 +105,13 @@ void exchange(Rank& self, int other, int rank) {
 
 TEST_CASE("double of CUDA and NCCL: messages between GPUs, both send first, by NCCL and through host memory") {
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "200"}});
-  for (const char* way : {"nccl", "auto", "peers", "host"}) {
-    CAPTURE(way);
-    const bool one_gpu = std::string(way) == "auto";
-    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+  for (const char* backend : {"nccl", "auto", "peers", "host"}) {
+    CAPTURE(backend);
+    const bool one_gpu = std::string(backend) == "auto";
+    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     const int before = double_count("pinned");
     on_gpus(world, [](Rank& self, int rank) { exchange(self, 1 - rank, rank); }, one_gpu);
-    if (std::string(way) == "nccl") CHECK_MESSAGE(double_count("pinned") == before, "nothing goes by host memory");
+    if (std::string(backend) == "nccl") CHECK_MESSAGE(double_count("pinned") == before, "nothing goes by host memory");
   }
 }
 
@@ -290,9 +290,9 @@ TEST_CASE("double of CUDA and NCCL: messages arrive also after rank 0, which ord
 }
 
 TEST_CASE("double of CUDA and NCCL: a receive without a tensor takes what comes, from anybody and from itself") {
-  for (const char* way : {"nccl", "host"}) {
-    CAPTURE(way);
-    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+  for (const char* backend : {"nccl", "host"}) {
+    CAPTURE(backend);
+    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     on_gpus(world, [](Rank& self, int rank) {
       int32_t* out = self.gpu.tensor(numbers(70, rank));
       const int64_t sent = self.send(out, 70, 1 - rank);
@@ -429,9 +429,9 @@ TEST_CASE("double of CUDA and NCCL: an error that NCCL reports in a message ends
 
 TEST_CASE("double of CUDA and NCCL: scatters from a GPU, equal and not, to ranks that pass nothing") {
   DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", "200"}});
-  for (const char* way : {"nccl", "peers", "host"}) {
-    CAPTURE(way);
-    World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+  for (const char* backend : {"nccl", "peers", "host"}) {
+    CAPTURE(backend);
+    World world(3, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     on_gpus(world, [](Rank& self, int rank) {
       const std::vector<std::vector<int64_t>> all_splits = {{}, {3, 0, 2}, {0, 0, 5}};
       for (size_t i = 0; i < all_splits.size(); ++i)

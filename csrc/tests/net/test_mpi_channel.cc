@@ -197,7 +197,7 @@ TEST_CASE("mpi channel: segments of every size arrive, whoever comes first") {
   }
 }
 
-TEST_CASE("mpi channel: the way changes between operations") {
+TEST_CASE("mpi channel: the backend changes between operations") {
   Pair pair;
   for (int round = 0; round < 6; ++round) {
     const bool on = round % 2 == 0;

@@ -1,4 +1,4 @@
-// Who may connect: the handshake on its own, and strangers of every kind at the door of a mesh that is connecting.
+// Who may connect: the handshake on its own, and strangers of every kind at a mesh that is connecting.
 #include <doctest/doctest.h>
 #include <poll.h>
 #include <signal.h>
@@ -80,9 +80,9 @@ bool is_hung_up(int fd, double timeout_s) {
   return false;
 }
 
-// Rank 0 of two connects on its own thread while the test does things to its door; then rank 1 comes.
-struct Door {
-  explicit Door(double report_after_s = 10, int ranks = 2) : world(ranks, false) {
+// Rank 0 of two connects on its own thread while the test does things to its listener; then rank 1 comes.
+struct ConnectingMesh {
+  explicit ConnectingMesh(double report_after_s = 10, int ranks = 2) : world(ranks, false) {
     MeshMembers members = members_of(world.endpoints, 0);
     members.report_after_s = report_after_s;
     members.say = [this](const std::string& text) {
@@ -94,7 +94,7 @@ struct Door {
     members.timeout_s = timeout_s;
     thread = std::thread([this, members] { outcome = world.meshes[0]->connect(members); });
   }
-  ~Door() {
+  ~ConnectingMesh() {
     cancel = true;
     if (thread.joinable()) thread.join();
   }
@@ -290,30 +290,30 @@ TEST_CASE("endpoint: comes back as it was; damaged ones are refused") {
   CHECK(outcomes[0].culprit() == 1);
 }
 
-TEST_CASE("door: garbage is hung up on at once and the job goes on") {
-  Door door;
+TEST_CASE("connecting: garbage is hung up on at once and the job goes on") {
+  ConnectingMesh connecting;
   const std::string http = "GET / HTTP/1.1\r\nHost: x\r\n\r\n", tls("\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 11),
                     pickle("\x80\x04\x95\x20\x00\x00\x00\x00", 8), length = std::string(8, '\xff'), noise(1024, '\x5a');
   for (const std::string& bytes : {http, tls, pickle, length, noise}) {
-    Fd fd = dial(door.world.endpoints[0]);
+    Fd fd = dial(connecting.world.endpoints[0]);
     REQUIRE(::send(fd.get(), bytes.data(), bytes.size(), MSG_NOSIGNAL) == static_cast<ssize_t>(bytes.size()));
     CHECK(is_hung_up(fd.get(), 1.0));
   }
   for (int i = 0; i < 2000; ++i) {
-    Fd fd = dial(door.world.endpoints[0]);
+    Fd fd = dial(connecting.world.endpoints[0]);
     ::send(fd.get(), http.data(), http.size(), MSG_NOSIGNAL);
   }
-  Status one = door.let_rank_1_in();
+  Status one = connecting.let_rank_1_in();
   CHECK_MESSAGE(one.is_ok(), one.text());
-  door.thread.join();
-  CHECK_MESSAGE(door.outcome.is_ok(), door.outcome.text());
-  CHECK(door.lines < 10);  // counted, not said one by one
-  CHECK(door.heard().find("turned away") != std::string::npos);
+  connecting.thread.join();
+  CHECK_MESSAGE(connecting.outcome.is_ok(), connecting.outcome.text());
+  CHECK(connecting.lines < 10);  // counted, not said one by one
+  CHECK(connecting.heard().find("turned away") != std::string::npos);
 }
 
-TEST_CASE("door: hundreds of silent and slow connections do not keep a rank out; each has five seconds") {
-  Door door;
-  Fd slow = dial(door.world.endpoints[0]);
+TEST_CASE("connecting: hundreds of silent and slow connections do not keep a rank out; each has five seconds") {
+  ConnectingMesh connecting;
+  Fd slow = dial(connecting.world.endpoints[0]);
   const TimePoint began = Clock::now();
   REQUIRE(::send(slow.get(), "H", 1, MSG_NOSIGNAL) == 1);
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
@@ -323,45 +323,46 @@ TEST_CASE("door: hundreds of silent and slow connections do not keep a rank out;
   CHECK(lasted < kHelloDeadlineS + 2);
   std::vector<Fd> crowd;
   for (int i = 0; i < 500; ++i) {
-    crowd.push_back(dial(door.world.endpoints[0]));
+    crowd.push_back(dial(connecting.world.endpoints[0]));
     if (i % 2) ::send(crowd.back().get(), "HC", 2, MSG_NOSIGNAL);
   }
   const TimePoint asked = Clock::now();
-  Status one = door.let_rank_1_in();
+  Status one = connecting.let_rank_1_in();
   CHECK_MESSAGE(one.is_ok(), one.text());
   CHECK(seconds_between(asked, Clock::now()) < 4);
-  door.thread.join();
-  CHECK(door.outcome.is_ok());
+  connecting.thread.join();
+  CHECK(connecting.outcome.is_ok());
 }
 
-TEST_CASE("door: where many ranks are expected, many may be about to say who they are") {
-  Door door(10, 40);
+TEST_CASE("connecting: where many ranks are expected, many may be about to say who they are") {
+  ConnectingMesh connecting(10, 40);
   std::vector<Fd> crowd;
-  for (int i = 0; i < 150; ++i) crowd.push_back(dial(door.world.endpoints[0]));
+  for (int i = 0; i < 150; ++i) crowd.push_back(dial(connecting.world.endpoints[0]));
   std::this_thread::sleep_for(std::chrono::milliseconds(200));
   int turned_away = 0;
   for (const Fd& fd : crowd) turned_away += is_hung_up(fd.get(), 0.003);
   CHECK(turned_away == 0);
 }
 
-TEST_CASE("door: a rank with another secret hears why, soon, and so does the log") {
-  Door door(0.3);
-  Status one = door.let_rank_1_in([](MeshMembers& m) { m.secret = "another secret of the tests"; });
+TEST_CASE("connecting: a rank with another secret hears why, soon, and so does the log") {
+  ConnectingMesh connecting(0.3);
+  Status one = connecting.let_rank_1_in([](MeshMembers& m) { m.secret = "another secret of the tests"; });
   CHECK(one.code() == Code::kPeerLost);
   CHECK(one.culprit() == 0);
   CHECK(one.text().find("refused: the job secret or the job id differs") != std::string::npos);
   std::this_thread::sleep_for(std::chrono::milliseconds(500));
-  CHECK(door.heard().find("the job secret or the job id differs") != std::string::npos);
-  CHECK(door.heard().find("1 of 2 ranks missing: rank 1 (") != std::string::npos);
+  CHECK(connecting.heard().find("the job secret or the job id differs") != std::string::npos);
+  CHECK(connecting.heard().find("1 of 2 ranks missing: rank 1 (") != std::string::npos);
 }
 
-TEST_CASE("door: a stale rank of an earlier generation is refused") {
-  Door door;
-  Status one = door.let_rank_1_in([](MeshMembers& m) { m.generation = 6; });
+TEST_CASE("connecting: a stale rank of an earlier generation is refused") {
+  ConnectingMesh connecting;
+  Status one = connecting.let_rank_1_in([](MeshMembers& m) { m.generation = 6; });
   CHECK(one.text().find("refused: it belongs to another generation") != std::string::npos);
 }
 
-TEST_CASE("door: a second rank 1, a rank nobody expects and a call for another rank are refused; the job goes on") {
+TEST_CASE(
+    "connecting: a second rank 1, a rank nobody expects and a call for another rank are refused; the job goes on") {
   MeshWorld world(3, false);
   std::vector<Status> outcomes(3);
   std::vector<std::thread> threads;
@@ -391,7 +392,7 @@ TEST_CASE("door: a second rank 1, a rank nobody expects and a call for another r
   for (const Status& s : outcomes) CHECK_MESSAGE(s.is_ok(), s.text());
 }
 
-TEST_CASE("door: another user's process is turned away from the unix socket") {
+TEST_CASE("connecting: another user's process is turned away from the unix socket") {
   if (geteuid() != 0) {
     MESSAGE("skipped: needs root to become another user");
     return;

@@ -173,10 +173,10 @@ TEST_CASE("a rank without shared memory talks TCP with its neighbours, the other
 }
 
 TEST_CASE("a sleeping rank is woken by a frame, and no wake-up is lost in many rounds") {
-  for (int way : {0, 1, 2}) {
-    CAPTURE(way);
-    std::vector<MeshOptions> options(2, small_options(way > 0));
-    for (MeshOptions& one : options) one.few_local_ranks = way == 1 ? 8 : 0;
+  for (int setup : {0, 1, 2}) {
+    CAPTURE(setup);
+    std::vector<MeshOptions> options(2, small_options(setup > 0));
+    for (MeshOptions& one : options) one.few_local_ranks = setup == 1 ? 8 : 0;
     MeshWorld world(options);
     world.must_connect();
     world.each([&](Mesh& mesh, int rank) {

@@ -1,5 +1,5 @@
-// Every way in which device memory is reduced gives what host memory gives: engines in threads on the doubles of CUDA,
-// NCCL and NVRTC; no GPU takes part.
+// Every backend by which device memory is reduced gives what host memory gives: engines in threads on the doubles of
+// CUDA, NCCL and NVRTC; no GPU takes part.
 #include <doctest/doctest.h>
 
 #include <atomic>
@@ -111,10 +111,10 @@ void all_agree(Engine& engine, FrameworkOnGpu& gpu, std::span<const Reduce> redu
 
 }  // namespace
 
-TEST_CASE("double of CUDA: every way reduces every dtype as host memory does, and on the device") {
-  for (const char* way : {"nccl", "peers"}) {
-    CAPTURE(way);
-    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", way}}));
+TEST_CASE("double of CUDA: every backend reduces every dtype as host memory does, and on the device") {
+  for (const char* backend : {"nccl", "peers"}) {
+    CAPTURE(backend);
+    World world(2, gpu_settings({{"HOROCLONE_GPU_OPERATIONS", backend}}));
     const int before = double_count("pinned");
     CHECK(world
               .each([](Engine& engine, int rank) {
@@ -130,7 +130,7 @@ TEST_CASE("double of CUDA: every way reduces every dtype as host memory does, an
               })
               .text() == "");
     // NCCL reduces the truth of bools, and no other bits.
-    CHECK((double_count("pinned") == before) == (std::string(way) == "peers"));
+    CHECK((double_count("pinned") == before) == (std::string(backend) == "peers"));
     CHECK(double_count("memory") == 0);
     CHECK(double_count("modules") == 0);
   }

@@ -1,8 +1,8 @@
-// TensorDoor: the short way of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It
-// takes what is right and common; for all else, and for every error, it says None, and the caller goes the long way,
+// The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It
+// takes what is right and common; for all else, and for every error, it says None, and the caller takes the slow path,
 // which says what is wrong. By CPython's own calling convention (METH_FASTCALL): pybind11's takes as long as the core's
 // whole submission.
-#include "tensor_door.h"
+#include "fast_path.h"
 
 #include <algorithm>
 #include <atomic>
@@ -33,7 +33,7 @@ uint64_t this_thread() {
   return number;
 }
 
-struct TensorDoor {
+struct FastPath {
   PyObject_HEAD PyObject* runtime;  // keeps rt
   hc_runtime* rt;
   PyObject* kinds;    // tuple of exact types
@@ -74,12 +74,12 @@ bool read_name(PyObject* name, const char** out) {
   return *out && bytes > 0 && std::strlen(*out) == static_cast<size_t>(bytes);
 }
 
-bool read_request(const TensorDoor* door, PyObject* const* args, hc_request* r) {
+bool read_request(const FastPath* fast_path, PyObject* const* args, hc_request* r) {
   r->version = HC_VERSION;
   r->op = HC_ALLREDUCE;
   r->reduce = HC_AVERAGE;
   r->device_index = -1;
-  if (args[kAverage] != Py_None || args[kProcessSet] != door->everybody) return false;
+  if (args[kAverage] != Py_None || args[kProcessSet] != fast_path->everybody) return false;
   if (args[kReduce] != Py_None && !read_int(args[kReduce], 0, HC_REDUCTIONS - 1, &r->reduce)) return false;
   if (!PyFloat_CheckExact(args[kPrescale]) || !PyFloat_CheckExact(args[kPostscale])) return false;
   r->prescale = PyFloat_AS_DOUBLE(args[kPrescale]);
@@ -87,20 +87,20 @@ bool read_request(const TensorDoor* door, PyObject* const* args, hc_request* r) 
   return read_int(args[kPriority], INT32_MIN, INT32_MAX, &r->priority) && read_name(args[kName], &r->name);
 }
 
-bool read_tensors(const TensorDoor* door, PyObject* source, PyObject* target, PlainTensors* out) {
-  return is_one_of(door->kinds, source) && (source == target || is_one_of(door->kinds, target)) &&
+bool read_tensors(const FastPath* fast_path, PyObject* source, PyObject* target, PlainTensors* out) {
+  return is_one_of(fast_path->kinds, source) && (source == target || is_one_of(fast_path->kinds, target)) &&
          out->add(source, target);
 }
 
 // Writes down what must live until the operation is done, or until its error has been asked for.
-PyObject* remember(const TensorDoor* door, PyObject* const* args, hc_handle number) {
+PyObject* remember(const FastPath* fast_path, PyObject* const* args, hc_handle number) {
   PyObject* handle = PyLong_FromLongLong(number);
   PyObject* kept = args[kTarget];
   if (args[kSource] == args[kTarget] && !PyTuple_CheckExact(kept))  // a tuple of tensors would be read as the triple
     Py_INCREF(kept);
   else
     kept = PyTuple_Pack(3, args[kTarget], args[kSource], Py_None);
-  if (handle && kept && PyDict_SetItem(door->pending, handle, kept) == 0) {
+  if (handle && kept && PyDict_SetItem(fast_path->pending, handle, kept) == 0) {
     Py_DECREF(kept);
     return handle;
   }
@@ -112,35 +112,36 @@ PyObject* remember(const TensorDoor* door, PyObject* const* args, hc_handle numb
   return nullptr;
 }
 
-PyObject* submit(const TensorDoor* door, PyObject* const* args, const hc_request& request,
+PyObject* submit(const FastPath* fast_path, PyObject* const* args, const hc_request& request,
                  const PlainTensors& tensors) {
   hc_handle number = 0;
-  if (hc_status* status = hc_submit(door->rt, &request, tensors.data(), tensors.count(), &number)) {
+  if (hc_status* status = hc_submit(fast_path->rt, &request, tensors.data(), tensors.count(), &number)) {
     hc_status_destroy(status);
     Py_RETURN_NONE;
   }
-  return remember(door, args, number);
+  return remember(fast_path, args, number);
 }
 
 // A signal's exception (Ctrl-C) is set: ends what the core still reads and writes the caller's memory for.
-PyObject* break_off(const TensorDoor* door, PyObject* const* args, hc_handle number) {
-  if (!hc_poll(door->rt, number)) {
+PyObject* break_off(const FastPath* fast_path, PyObject* const* args, hc_handle number) {
+  if (!hc_poll(fast_path->rt, number)) {
     const std::string text = interruption_by_what_is_set();
     WithoutGil released;
-    hc_break_off(door->rt, number, text.c_str());
+    hc_break_off(fast_path->rt, number, text.c_str());
   }
-  if (!hc_poll(door->rt, number)) {  // it would not end: then its tensors are never let go
+  if (!hc_poll(fast_path->rt, number)) {  // it would not end: then its tensors are never let go
     Py_INCREF(args[kSource]);
     Py_INCREF(args[kTarget]);
   }
-  hc_release(door->rt, number);
+  hc_release(fast_path->rt, number);
   return nullptr;
 }
 
 // Submits and waits. The target, or, where it failed, the handle, of which `synchronize` raises the error.
-PyObject* run(const TensorDoor* door, PyObject* const* args, const hc_request& request, const PlainTensors& tensors) {
+PyObject* run(const FastPath* fast_path, PyObject* const* args, const hc_request& request,
+              const PlainTensors& tensors) {
   hc_handle number = 0;
-  if (hc_status* status = hc_call(door->rt, &request, tensors.data(), tensors.count(), &number)) {
+  if (hc_status* status = hc_call(fast_path->rt, &request, tensors.data(), tensors.count(), &number)) {
     hc_status_destroy(status);
     Py_RETURN_NONE;
   }
@@ -149,25 +150,25 @@ PyObject* run(const TensorDoor* door, PyObject* const* args, const hc_request& r
     hc_status* status;
     {
       WithoutGil released;
-      status = hc_wait(door->rt, number, kWaitSliceS, &done);
+      status = hc_wait(fast_path->rt, number, kWaitSliceS, &done);
     }
     const bool failed = done && status;
     hc_status_destroy(status);
-    if (failed) return remember(door, args, number);
-    if (!done && PyErr_CheckSignals() != 0) return break_off(door, args, number);
+    if (failed) return remember(fast_path, args, number);
+    if (!done && PyErr_CheckSignals() != 0) return break_off(fast_path, args, number);
   }
-  if (number != 0) hc_release(door->rt, number);
+  if (number != 0) hc_release(fast_path->rt, number);
   Py_INCREF(args[kTarget]);
   return args[kTarget];
 }
 
 PyObject* start_one(PyObject* self, PyObject* const* args, Py_ssize_t count, bool will_wait) {
-  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  const auto* fast_path = reinterpret_cast<const FastPath*>(self);
   hc_request request{};
-  PlainTensors tensors(door->exchange);
-  if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
-  if (!read_tensors(door, args[kSource], args[kTarget], &tensors)) Py_RETURN_NONE;
-  return (will_wait ? run : submit)(door, args, request, tensors);
+  PlainTensors tensors(fast_path->exchange);
+  if (count != kCount || !read_request(fast_path, args, &request)) Py_RETURN_NONE;
+  if (!read_tensors(fast_path, args[kSource], args[kTarget], &tensors)) Py_RETURN_NONE;
+  return (will_wait ? run : submit)(fast_path, args, request, tensors);
 }
 
 PyObject* start(PyObject* self, PyObject* const* args, Py_ssize_t count) { return start_one(self, args, count, false); }
@@ -176,25 +177,25 @@ PyObject* call(PyObject* self, PyObject* const* args, Py_ssize_t count) { return
 bool is_listing(PyObject* object) { return PyList_CheckExact(object) || PyTuple_CheckExact(object); }
 
 PyObject* start_group(PyObject* self, PyObject* const* args, Py_ssize_t count) {
-  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  const auto* fast_path = reinterpret_cast<const FastPath*>(self);
   hc_request request{};
-  if (count != kCount || !read_request(door, args, &request)) Py_RETURN_NONE;
+  if (count != kCount || !read_request(fast_path, args, &request)) Py_RETURN_NONE;
   PyObject *sources = args[kSource], *targets = args[kTarget];
   if (!is_listing(sources) || !is_listing(targets)) Py_RETURN_NONE;
   const Py_ssize_t n = PySequence_Fast_GET_SIZE(sources);
   if (n == 0 || n > INT32_MAX || PySequence_Fast_GET_SIZE(targets) != n) Py_RETURN_NONE;
-  PlainTensors tensors(door->exchange);
+  PlainTensors tensors(fast_path->exchange);
   tensors.reserve(static_cast<size_t>(n));
   for (Py_ssize_t i = 0; i < n; ++i)
-    if (!read_tensors(door, PySequence_Fast_GET_ITEM(sources, i), PySequence_Fast_GET_ITEM(targets, i), &tensors))
+    if (!read_tensors(fast_path, PySequence_Fast_GET_ITEM(sources, i), PySequence_Fast_GET_ITEM(targets, i), &tensors))
       Py_RETURN_NONE;
-  return submit(door, args, request, tensors);
+  return submit(fast_path, args, request, tensors);
 }
 
-// The output of an operation that has succeeded already; NotImplemented: ask the long way.
+// The output of an operation that has succeeded already; NotImplemented: ask the slow path.
 PyObject* finish(PyObject* self, PyObject* handle) {
-  auto* door = reinterpret_cast<TensorDoor*>(self);
-  PyObject* kept = PyLong_CheckExact(handle) ? PyDict_GetItemWithError(door->pending, handle) : nullptr;
+  auto* fast_path = reinterpret_cast<FastPath*>(self);
+  PyObject* kept = PyLong_CheckExact(handle) ? PyDict_GetItemWithError(fast_path->pending, handle) : nullptr;
   if (!kept) {
     if (PyErr_Occurred()) return nullptr;
     Py_RETURN_NOTIMPLEMENTED;
@@ -205,21 +206,21 @@ PyObject* finish(PyObject* self, PyObject* handle) {
     output = PyTuple_GET_ITEM(kept, 0);
   }
   const hc_handle number = PyLong_AsLongLong(handle);
-  if (!hc_finish(door->rt, number)) Py_RETURN_NOTIMPLEMENTED;
-  door->given[door->given_count++ % kGivenKept] = {number, this_thread()};
+  if (!hc_finish(fast_path->rt, number)) Py_RETURN_NOTIMPLEMENTED;
+  fast_path->given[fast_path->given_count++ % kGivenKept] = {number, this_thread()};
   Py_INCREF(output);
-  if (PyDict_DelItem(door->pending, handle) == 0) return output;
+  if (PyDict_DelItem(fast_path->pending, handle) == 0) return output;
   Py_DECREF(output);
   return nullptr;
 }
 
 // Whether finish() has given this one's output to another thread, as far back as it is remembered.
 PyObject* given_elsewhere(PyObject* self, PyObject* handle) {
-  const auto* door = reinterpret_cast<const TensorDoor*>(self);
+  const auto* fast_path = reinterpret_cast<const FastPath*>(self);
   const hc_handle number = PyLong_CheckExact(handle) ? PyLong_AsLongLong(handle) : 0;
   if (number <= 0) PyErr_Clear();
-  for (size_t i = 0; number > 0 && i < std::min(door->given_count, kGivenKept); ++i)
-    if (door->given[i].handle == number) return PyBool_FromLong(door->given[i].thread != this_thread());
+  for (size_t i = 0; number > 0 && i < std::min(fast_path->given_count, kGivenKept); ++i)
+    if (fast_path->given[i].handle == number) return PyBool_FromLong(fast_path->given[i].thread != this_thread());
   Py_RETURN_FALSE;
 }
 
@@ -241,20 +242,22 @@ PyObject* make(PyTypeObject* type, PyObject* args, PyObject*) {
   void* rt = address ? PyLong_AsVoidPtr(address) : nullptr;
   Py_XDECREF(address);
   if (!rt) return nullptr;
-  auto* door = reinterpret_cast<TensorDoor*>(type->tp_alloc(type, 0));
-  if (!door) return nullptr;
-  door->rt = static_cast<hc_runtime*>(rt);
-  door->exchange = exchange;
-  for (PyObject* kept : {door->runtime = runtime, door->kinds = kinds, door->capsule = capsule,
-                        door->everybody = everybody, door->pending = pending})
+  auto* fast_path = reinterpret_cast<FastPath*>(type->tp_alloc(type, 0));
+  if (!fast_path) return nullptr;
+  fast_path->rt = static_cast<hc_runtime*>(rt);
+  fast_path->exchange = exchange;
+  for (PyObject* kept : {fast_path->runtime = runtime, fast_path->kinds = kinds, fast_path->capsule = capsule,
+                        fast_path->everybody = everybody, fast_path->pending = pending})
     Py_INCREF(kept);
-  return reinterpret_cast<PyObject*>(door);
+  return reinterpret_cast<PyObject*>(fast_path);
 }
 
 void unmake(PyObject* self) {
-  auto* door = reinterpret_cast<TensorDoor*>(self);
+  auto* fast_path = reinterpret_cast<FastPath*>(self);
   PyTypeObject* type = Py_TYPE(self);
-  for (PyObject* kept : {door->runtime, door->kinds, door->capsule, door->everybody, door->pending}) Py_XDECREF(kept);
+  for (PyObject* kept :
+       {fast_path->runtime, fast_path->kinds, fast_path->capsule, fast_path->everybody, fast_path->pending})
+    Py_XDECREF(kept);
   type->tp_free(self);
   Py_DECREF(type);
 }
@@ -266,7 +269,7 @@ PyCFunction fast(Function* function) {
 
 }  // namespace
 
-void add_tensor_door(py::module_& m) {
+void add_fast_path(py::module_& m) {
   static PyMethodDef methods[] = {{"start", fast(start), METH_FASTCALL, nullptr},
                                   {"call", fast(call), METH_FASTCALL, nullptr},
                                   {"start_group", fast(start_group), METH_FASTCALL, nullptr},
@@ -277,7 +280,7 @@ void add_tensor_door(py::module_& m) {
                                 {Py_tp_dealloc, reinterpret_cast<void*>(unmake)},
                                 {Py_tp_methods, methods},
                                 {0, nullptr}};
-  static PyType_Spec spec = {"horoclone._core.TensorDoor", sizeof(TensorDoor), 0, Py_TPFLAGS_DEFAULT, slots};
+  static PyType_Spec spec = {"horoclone._core.TensorDoor", sizeof(FastPath), 0, Py_TPFLAGS_DEFAULT, slots};
   PyObject* type = PyType_FromSpec(&spec);
   if (!type) throw py::error_already_set();
   m.attr("TensorDoor") = py::reinterpret_steal<py::object>(type);
