@@ -30,6 +30,8 @@ enum class FrameKind : uint8_t {
   kClockAnswer = 19,   // Body: i64 what was asked, i64 my monotonic clock, ns
   kLinkId = 20,        // the lower rank of two: the communicator for messages between our GPUs. Body: NCCL's id
   kMessageAsk = 21,  // a sender to rank 0: a message between GPUs waits for a launch ticket. Body: i32 receiver, u32 id
+  kAboveLeft = 22,  // down the tree, behind its last plan: this member above has left. Body: u16 process set, i32 world
+                    // rank, text
 };
 
 }  // namespace hc

@@ -106,8 +106,9 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kLinkId:
       return checked(parts_.messages.handle(from, kind, &in));
     case FrameKind::kGoodbye:
-      peer_left(from, in.get_text());
-      return Status::ok();
+      return peer_left(from, in.get_text());
+    case FrameKind::kAboveLeft:
+      return checked(take_above_left(&in));
     case FrameKind::kAbort: {
       const auto code = in.get<Code>();
       const auto culprit = in.get<int32_t>();
@@ -161,6 +162,14 @@ Status Loop::take_show_frame(int from, Reader* in) {
   return set && set->members().has_me() ? set->take_show_frame(from, how) : Status::ok();
 }
 
+Status Loop::take_above_left(Reader* in) {
+  ProcessSet* set = parts_.sets.find(in->get<uint16_t>());
+  const auto rank = in->get<int32_t>();
+  const std::string text = in->get_text();
+  if (!in->ok()) return error(Code::kInternal, "a frame about who has left is broken");
+  return set && set->members().has_me() ? set->above_left(rank, text) : Status::ok();
+}
+
 // ---- sockets and peers
 
 Status Loop::poll() {
@@ -178,13 +187,14 @@ Status Loop::poll() {
   return polled;
 }
 
-void Loop::peer_left(int rank, const std::string& text) {
+Status Loop::peer_left(int rank, const std::string& text) {
   parts_.link.note_left(rank, text);
   const std::string full = text_of(
       "Horovod has been shut down: ", parts_.context.mesh->describe(rank), " ", text,
       ", so this operation can never complete. Do all ranks run the same number of steps? hvd.join() evens them out.");
   parts_.messages.peer_left(rank, full);
-  for (ProcessSet* set : parts_.sets.mine()) set->peer_left(rank, full);
+  for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->peer_left(rank, full));
+  return Status::ok();
 }
 
 // ---- the order of work on GPUs

@@ -97,7 +97,8 @@ class Loop {
   Status check_late(TimePoint now);
   Status check_devices();
   Status report_stalls(TimePoint now);
-  void peer_left(int rank, const std::string& text);
+  Status peer_left(int rank, const std::string& text);
+  Status take_above_left(Reader* in);
   void pass_tickets_on();
   bool has_part_in(const LaunchTicket& ticket) const;
   std::vector<const Operation*> pending() const;

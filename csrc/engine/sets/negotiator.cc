@@ -186,10 +186,24 @@ Status Negotiator::pass_down(const Plan& plan, std::span<const uint8_t> frame) {
 
 bool Negotiator::leave(int position, const std::string& text) {
   if (aggregator_) aggregator_->leave(Clock::now());
-  if (!coordinator_) return !needs(position);
+  // A member higher up may leave while its last plan is still on the way through the one between: that one tells.
+  if (!coordinator_) return !follows(position);
   coordinator_->leave(position, text);
   news_ = true;
   return true;
+}
+
+Status Negotiator::tell_above_left(int rank, const std::string& text) {
+  if (!tree_ || tree_->children(members_.group_rank).empty()) return Status::ok();
+  Writer& frame = link_.begin(FrameKind::kAboveLeft);
+  frame.put(members_.id);
+  frame.put(static_cast<int32_t>(rank));
+  frame.put_text(text);
+  for (int position : tree_->children(members_.group_rank)) {
+    const int r = members_.ranks[static_cast<size_t>(position)];
+    if (!link_.has_left(r)) HC_TRY(link_.send(r, true));
+  }
+  return Status::ok();
 }
 
 Status Negotiator::tell_to_show(uint8_t how) {

@@ -32,8 +32,10 @@ class Negotiator {
   const Coordinator* coordinator() const { return coordinator_.get(); }  // null: another rank is
   // To whom this rank's requests go and from whom its plans come (world rank); not on group rank 0.
   int above() const;
-  // Without this member no request of this rank arrives.
-  bool needs(int position) const { return tree_ ? tree_->is_below(members_.group_rank, position) : position == 0; }
+  // Whether it is from this member that plans come straight to this rank.
+  bool follows(int position) const { return position == (tree_ ? tree_->parent(members_.group_rank) : 0); }
+  // Plans no longer come, as this world rank has left: says so to those below, behind the plans that they were sent.
+  Status tell_above_left(int rank, const std::string& text);
 
   // Puts `op` into the next requests; sets Operation::cache_id.
   void announce(Operation* op);

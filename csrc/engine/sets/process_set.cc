@@ -451,10 +451,16 @@ Status ProcessSet::capture(const Submission& s, BucketId bucket, std::unique_ptr
 
 // ---- ends
 
-void ProcessSet::peer_left(int rank, const std::string& text) {
+Status ProcessSet::peer_left(int rank, const std::string& text) {
   const int position = members().position_of(rank);
-  if (position < 0 || !members().has_me()) return;
-  if (!negotiator_->leave(position, text)) closed_ = Status(Code::kAborted, text, rank);
+  if (position < 0 || !members().has_me() || negotiator_->leave(position, text)) return Status::ok();
+  return above_left(rank, text);
+}
+
+Status ProcessSet::above_left(int rank, const std::string& text) {
+  if (!closed_.is_ok()) return Status::ok();
+  closed_ = Status(Code::kAborted, text, rank);
+  return negotiator_->tell_above_left(rank, text);
 }
 
 void ProcessSet::leave_shared_rounds() {

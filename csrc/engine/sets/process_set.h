@@ -89,7 +89,9 @@ class ProcessSet {
   void limit_bypass();
 
   // A rank has said goodbye; text: the error of what waits for it.
-  void peer_left(int rank, const std::string& text);
+  Status peer_left(int rank, const std::string& text);
+  // The same of one from which plans come through others.
+  Status above_left(int rank, const std::string& text);
   // This rank enters no persistent plan any more and no round of the bypass: it joins or leaves.
   void leave_shared_rounds();
   // Nothing succeeds any more. The operations end with `reason`.
