@@ -140,6 +140,8 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
                 raise
             if isinstance(error, errors.PeerLost) and error.rank >= 0:
                 current.lost.add(error.rank)
+            if not _kept:  # those that it would have had, as members have who got through
+                _kept.update({number: (one, list(one.ranks or [])) for number, one in enumerate(wanted, 1)})
             say(f"generation {member.number()} could not be connected: {error}")
 
 

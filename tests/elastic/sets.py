@@ -5,11 +5,29 @@ from __future__ import annotations
 import os
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
 import horoclone as hvd
+from horoclone import process_sets
 from horoclone.elastic.generation import generation
+
+exchange = process_sets._exchange
+
+
+def die_at_the_second(call: str, mine: list[int]) -> list[list[int]]:
+    """For a worker that is lost while the sets of the first generation are registered."""
+    calls.append(call)
+    if len(calls) == 2:
+        os.kill(os.getpid(), 9)
+    return exchange(call, mine)
+
+
+calls: list[str] = []
+if sys.argv[2:] and os.environ["HOROVOD_RANK"] == "3" and not os.path.exists(sys.argv[2]):
+    Path(sys.argv[2]).touch()
+    process_sets._exchange = die_at_the_second
 
 low, high = hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])
 hvd.init(process_sets=[low, high] if sys.argv[1] == "both" else None)

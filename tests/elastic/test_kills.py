@@ -243,7 +243,8 @@ def test_a_process_set_lives_as_long_as_all_its_ranks(
     started = launch.start([*RUN, "-np", "4", "--min-np", str(smallest), sys.executable, sets, "both"])
     pattern = re.compile(rf"generation 1 {victim} (\d+) sets \{{1: \[0, 1\], 2: \[1, 2\]\}}")
     job = watch(started)
-    kill(int(job.wait(lambda: pattern.search(started.stdout), "the first generation").group(1)))
+    job.wait(lambda: len(re.findall("generation 1 ", started.stdout)) == 4, "the first generation")
+    kill(int(job.wait(lambda: pattern.search(started.stdout), "the victim").group(1)))
     done = started.finish(60)
     assert done.returncode == 0, done.output
     second = [line for line in done.stdout.splitlines() if "generation 2 " in line]
@@ -251,6 +252,17 @@ def test_a_process_set_lives_as_long_as_all_its_ranks(
     for line in second:
         is_new = smallest == 4 and "generation 2 3 " in line
         assert f"sets {kept} dropped {'()' if is_new else dropped}" in line, done.output
+
+
+def test_sets_that_were_being_registered_when_a_rank_was_lost_are_registered_again(
+    launch: Any, tmp_path: Path
+) -> None:
+    sets = WORKER.with_name("sets.py")
+    flags = ["-np", "4", "--min-np", "4"]
+    done = launch([*RUN, *flags, sys.executable, sets, "both", tmp_path / "dead"], timeout_s=60)
+    second = [line for line in done.stdout.splitlines() if "generation 2 " in line]
+    assert len(second) == 4 and "generation 1 " not in done.stdout, done.output
+    assert all("sets {1: [0, 1], 2: [1, 2]} dropped ()" in line for line in second), done.output
 
 
 def test_control_c_ends_the_job(elastic: Any) -> None:
