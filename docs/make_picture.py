@@ -24,9 +24,9 @@ PICTURE = Path(__file__).with_name("architecture.svg")
 
 Graph = dict[str, set[str]]
 
-# Rooms of csrc/ that are drawn with their folders, and where files lie that are no room of their own.
+# Layers of csrc/ that are drawn with their folders, and where files lie that are no layer of their own.
 OPENED = ("engine", "collective")
-ROOM_OF_FILE = {
+LAYER_OF_FILE = {
     "include": "C API",
     "api.cc": "C API",
     "c_api.h": "C API",
@@ -81,10 +81,10 @@ CIRCLE = " \N{LEFT RIGHT ARROW} "
 
 
 def box_of_source(path: str) -> str:
-    """Of a path below csrc/: room, or room/folder where the room is drawn with its folders."""
-    for beginning, room in ROOM_OF_FILE.items():
+    """Of a path below csrc/: layer, or layer/folder where the layer is drawn with its folders."""
+    for beginning, layer in LAYER_OF_FILE.items():
         if path == beginning or path.startswith(beginning + "/"):
-            return room
+            return layer
     parts = path.split("/")
     if parts[0] in OPENED:
         return "/".join(parts[:2]) if len(parts) > 2 else f"{parts[0]}/."
@@ -371,33 +371,33 @@ def boxes_of(graph: Graph, package: str = "") -> list[Box]:
     return boxes
 
 
-def opened(room: str, graph: Graph) -> Box:
-    """A room with its folders in it."""
+def opened(layer: str, graph: Graph) -> Box:
+    """A layer with its folders in it."""
     inner = {
-        box.split("/")[1]: {other.split("/")[1] for other in found if other.startswith(room + "/")}
+        box.split("/")[1]: {other.split("/")[1] for other in found if other.startswith(layer + "/")}
         for box, found in graph.items()
-        if box.startswith(room + "/")
+        if box.startswith(layer + "/")
     }
     calls = without_circles({name: found & set(inner) for name, found in inner.items()})
-    shown = [Box(name, text_width(own_folder(room, name), 12) + 18, 24) for name in calls]
+    shown = [Box(name, text_width(own_folder(layer, name), 12) + 18, 24) for name in calls]
     layout = place(shown, reduced(calls))
-    return Box(room, layout.width + 28, layout.height + 40, inside=layout)
+    return Box(layer, layout.width + 28, layout.height + 40, inside=layout)
 
 
-def own_folder(room: str, name: str) -> str:
-    """The folder's own files are shown by the room's name."""
-    return CIRCLE.join(f"{room}.*" if part == "." else part for part in name.split(CIRCLE))
+def own_folder(layer: str, name: str) -> str:
+    """The folder's own files are shown by the layer's name."""
+    return CIRCLE.join(f"{layer}.*" if part == "." else part for part in name.split(CIRCLE))
 
 
 def native_layout() -> Layout:
     graph = graph_of_sources()
-    rooms: Graph = {}
+    layers: Graph = {}
     for box, found in graph.items():
-        room = rooms.setdefault(box.split("/")[0], set())
-        room |= {other.split("/")[0] for other in found} - {box.split("/")[0]}
-    rooms = without_circles(rooms)
-    boxes = [opened(box.name, graph) if box.name in OPENED else box for box in boxes_of(rooms)]
-    return place(boxes, reduced(rooms))
+        layer = layers.setdefault(box.split("/")[0], set())
+        layer |= {other.split("/")[0] for other in found} - {box.split("/")[0]}
+    layers = without_circles(layers)
+    boxes = [opened(box.name, graph) if box.name in OPENED else box for box in boxes_of(layers)]
+    return place(boxes, reduced(layers))
 
 
 def arrow(points: list[tuple[float, float]], kind: str) -> str:
@@ -421,16 +421,16 @@ def ports(layout: Layout) -> dict[tuple[str, str, int], float]:
         for name, others in ends.items():
             box = layout.boxes[name]
             others.sort(key=lambda each: layout.boxes[each].x)
-            room = min(box.width * 0.7, 26.0 * (len(others) - 1))
+            layer = min(box.width * 0.7, 26.0 * (len(others) - 1))
             for i, each in enumerate(others):
                 share = i / (len(others) - 1) - 0.5 if len(others) > 1 else 0.0
                 aim = layout.boxes[each].x
                 straight = len(others) == 1 and abs(aim - box.x) < box.width / 2 - 12
-                found[name, each, side] = aim if straight else box.x + share * room
+                found[name, each, side] = aim if straight else box.x + share * layer
     return found
 
 
-def draw(layout: Layout, x: float, y: float, fill: str, room: str = "") -> Iterator[str]:
+def draw(layout: Layout, x: float, y: float, fill: str, layer: str = "") -> Iterator[str]:
     at = ports(layout)
     for way in layout.ways:
         points: list[tuple[float, float]] = []
@@ -438,7 +438,7 @@ def draw(layout: Layout, x: float, y: float, fill: str, room: str = "") -> Itera
             one, other = layout.boxes[a], layout.boxes[b]
             points.append((x + at[a, b, 1], y + one.y + one.height))
             points.append((x + at[b, a, -1], y + other.y - (7 if b == way[-1] else 0)))
-        yield arrow(points, " inner" if room else "")
+        yield arrow(points, " inner" if layer else "")
     for name, box in layout.boxes.items():
         if " > " in name:
             continue
@@ -451,8 +451,8 @@ def draw(layout: Layout, x: float, y: float, fill: str, room: str = "") -> Itera
         if box.inside is not None:
             yield f'<text class="name" x="{middle:.1f}" y="{top + 19:.1f}">{escape(name)}</text>'
             yield from draw(box.inside, left + 14, top + 28, FILLS["inner"], name)
-        elif room:
-            shown = escape(own_folder(room, name))
+        elif layer:
+            shown = escape(own_folder(layer, name))
             yield f'<text class="small" x="{middle:.1f}" y="{top + 16:.1f}">{shown}</text>'
         else:
             down = 18 if box.words else 20.5

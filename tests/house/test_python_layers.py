@@ -1,4 +1,4 @@
-"""The walls inside horoclone/: which room may import which, and no circles of modules. Read from the code, not run.
+"""The walls inside horoclone/: which layer may import which, and no circles of modules. Read from the code, not run.
 
 Counted is what a module needs when any of its functions runs, so imports inside functions count as well; those for
 annotations (TYPE_CHECKING) do not. Importing a module also imports the packages around it: their `__init__` counts,
@@ -15,8 +15,8 @@ from pathlib import Path
 ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "pyproject.toml").exists())
 PACKAGE = ROOT / "horoclone"
 
-# A room is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
-# package horoclone (its version, and nothing else), and the rooms that are named.
+# A layer is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
+# package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
     "arrays": {"handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings"},
@@ -204,8 +204,8 @@ def imports_of(module: str) -> frozenset[str]:
     return frozenset(found - {module})
 
 
-def room_of(module: str) -> str:
-    return max((room for room in (module, *around(module)) if room in MAY_IMPORT), key=len, default=module)
+def layer_of(module: str) -> str:
+    return max((layer for layer in (module, *around(module)) if layer in MAY_IMPORT), key=len, default=module)
 
 
 def circles(graph: dict[str, frozenset[str]]) -> list[set[str]]:
@@ -243,28 +243,28 @@ def test_no_module_needs_itself_through_others() -> None:
 
 
 def test_a_room_imports_only_what_the_table_names() -> None:
-    used: dict[str, set[str]] = {room: set() for room in MAY_IMPORT}
+    used: dict[str, set[str]] = {layer: set() for layer in MAY_IMPORT}
     wrong = []
     for module in modules():
-        room = room_of(module)
-        assert room in MAY_IMPORT, f"{module} is in no room: add it to MAY_IMPORT and to docs/architecture.md"
-        others = {room_of(other): other for other in imports_of(module) if other != "horoclone"}
+        layer = layer_of(module)
+        assert layer in MAY_IMPORT, f"{module} is in no layer: add it to MAY_IMPORT and to docs/architecture.md"
+        others = {layer_of(other): other for other in imports_of(module) if other != "horoclone"}
         for other, name in others.items():
-            if other == room or other in around(room):
+            if other == layer or other in around(layer):
                 continue
-            used[room].add(other)
-            if other not in MAY_IMPORT[room]:
+            used[layer].add(other)
+            if other not in MAY_IMPORT[layer]:
                 wrong.append(f"{module} imports {name}")
     assert not wrong, wrong
     idle = {
-        room: sorted(MAY_IMPORT[room] - used[room]) for room in MAY_IMPORT if MAY_IMPORT[room] - used[room]
+        layer: sorted(MAY_IMPORT[layer] - used[layer]) for layer in MAY_IMPORT if MAY_IMPORT[layer] - used[layer]
     }
     assert not idle, f"the table allows what nobody does: {idle}"
 
 
 def test_no_room_needs_itself_through_others() -> None:
-    found = circles({room: frozenset(others) for room, others in MAY_IMPORT.items()})
-    assert not found, f"rooms that import each other: {found}"
+    found = circles({layer: frozenset(others) for layer, others in MAY_IMPORT.items()})
+    assert not found, f"layers that import each other: {found}"
 
 
 def test_lazy_frameworks_are_imported_inside_functions() -> None:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 PACKAGE = ROOT / "horoclone"
 
-# A room may include itself and the rooms named here; `door` is include/horoclone.h.
+# A layer may include itself and the layers named here; `door` is include/horoclone.h.
 MAY_INCLUDE = {
     "base": {"base"},
     "net": {"net", "base"},
@@ -31,8 +31,8 @@ MAY_INCLUDE = {
     "frameworks": {"frameworks", "door"},
     "include": {"door"},  # horoclone_tools.h adds to horoclone.h
 }
-# Inside a room, the levels from below: a folder may include itself and the folders of lower levels. "." is what lies in
-# the room's own folder, without the files that a level names.
+# Inside a layer, the levels from below: a folder may include itself and the folders of lower levels. "." is what lies in
+# the layer's own folder, without the files that a level names.
 LEVELS = {
     "collective": (".", "shared", "channels", "gpu", "host.cc"),
     "engine": (
@@ -45,7 +45,7 @@ LEVELS = {
         ".",
     ),
 }
-# "file -> folder" of includes that point upwards inside a room, with the reason. None may be added.
+# "file -> folder" of includes that point upwards inside a layer, with the reason. None may be added.
 UPWARDS = {
     "collective/selection.cc -> shared": "limits of shared memory, which belong below",
 }
@@ -84,13 +84,13 @@ def python_sources() -> list[Path]:
     return sorted(PACKAGE.rglob("*.py"))
 
 
-def room_of(path: Path) -> str:
+def layer_of(path: Path) -> str:
     parts = path.relative_to(CSRC).parts
     return "tools/python" if parts[:2] == ("tools", "python") else parts[0]
 
 
-def included_rooms(path: Path) -> Iterator[tuple[str, str]]:
-    """(room, text of the include) for every include of our own."""
+def included_layers(path: Path) -> Iterator[tuple[str, str]]:
+    """(layer, text of the include) for every include of our own."""
     for text in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
         if Path(text).name in ("horoclone.h", "horoclone_tools.h"):
             yield "door", text
@@ -99,14 +99,14 @@ def included_rooms(path: Path) -> Iterator[tuple[str, str]]:
         elif (CSRC / text).is_file():
             yield text, text
         else:
-            yield room_of(path), text
+            yield layer_of(path), text
 
 
 def test_the_core_has_sources_in_every_room_that_the_rules_name() -> None:
-    found = {room_of(path) for path in native_sources()}
+    found = {layer_of(path) for path in native_sources()}
     assert set(MAY_INCLUDE) - {"c_api.h"} <= found | {"include"}
     assert found <= set(MAY_INCLUDE), (
-        "a room that no rule knows: add it to MAY_INCLUDE and to docs/architecture.md"
+        "a layer that no rule knows: add it to MAY_INCLUDE and to docs/architecture.md"
     )
 
 
@@ -114,39 +114,39 @@ def test_includes_point_downwards_only() -> None:
     wrong = [
         f"{path.relative_to(ROOT)} includes {text}"
         for path in native_sources()
-        for room, text in included_rooms(path)
-        if room not in MAY_INCLUDE[room_of(path)]
+        for layer, text in included_layers(path)
+        if layer not in MAY_INCLUDE[layer_of(path)]
     ]
     assert not wrong, wrong
 
 
-def level_of(room: str, parts: tuple[str, ...]) -> tuple[str, int]:
-    """(folder or named file inside the room, its level); `parts` of a path below csrc/."""
-    names = " ".join(LEVELS[room]).split()
+def level_of(layer: str, parts: tuple[str, ...]) -> tuple[str, int]:
+    """(folder or named file inside the layer, its level); `parts` of a path below csrc/."""
+    names = " ".join(LEVELS[layer]).split()
     folder = parts[1] if len(parts) > 2 or parts[1] in names else "."
-    return folder, next(level for level, names in enumerate(LEVELS[room]) if folder in names.split())
+    return folder, next(level for level, names in enumerate(LEVELS[layer]) if folder in names.split())
 
 
 def test_every_folder_inside_a_room_has_a_level() -> None:
-    for room, levels in LEVELS.items():
+    for layer, levels in LEVELS.items():
         names = set(" ".join(levels).split())
-        found = {path.relative_to(CSRC / room).parts[0] for path in (CSRC / room).glob("*/*.h")} | {"."}
+        found = {path.relative_to(CSRC / layer).parts[0] for path in (CSRC / layer).glob("*/*.h")} | {"."}
         assert found == {name for name in names if name == "." or "." not in name}, (
-            f"{room}: keep LEVELS and the folders alike"
+            f"{layer}: keep LEVELS and the folders alike"
         )
-        gone = [name for name in names if not (CSRC / room / name).exists()]
-        assert not gone, f"{room} has no {gone}"
+        gone = [name for name in names if not (CSRC / layer / name).exists()]
+        assert not gone, f"{layer} has no {gone}"
 
 
-def test_includes_point_downwards_inside_a_room() -> None:
+def test_includes_point_downwards_inside_a_layer() -> None:
     upwards = set()
-    for room in LEVELS:
-        for path in (path for path in native_sources() if room_of(path) == room):
+    for layer in LEVELS:
+        for path in (path for path in native_sources() if layer_of(path) == layer):
             parts = path.relative_to(CSRC).parts
-            folder, level = level_of(room, parts)
-            for _, text in included_rooms(path):
-                if text.startswith(f"{room}/"):
-                    other, other_level = level_of(room, Path(text).parts)
+            folder, level = level_of(layer, parts)
+            for _, text in included_layers(path):
+                if text.startswith(f"{layer}/"):
+                    other, other_level = level_of(layer, Path(text).parts)
                     if other != folder and other_level >= level:
                         upwards.add(f"{'/'.join(parts)} -> {other}")
     assert not upwards - set(UPWARDS), f"these includes point upwards: {sorted(upwards - set(UPWARDS))}"
@@ -160,7 +160,7 @@ def test_the_core_includes_no_framework_python_or_mpi() -> None:
     wrong = {
         str(path.relative_to(ROOT)): outside.findall(path.read_text())
         for path in native_sources()
-        if room_of(path) not in ("python", "frameworks", "tools/python") and outside.search(path.read_text())
+        if layer_of(path) not in ("python", "frameworks", "tools/python") and outside.search(path.read_text())
     }
     assert not wrong, wrong
 
@@ -190,10 +190,10 @@ def first_words(names: set[str]) -> set[str]:
 def test_a_framework_is_imported_by_its_own_binding_only() -> None:
     for path in python_sources():
         names, parts = imports_of(path), path.relative_to(PACKAGE).parts
-        room = "keras" if parts[:2] == ("tensorflow", "keras") else parts[0]  # Horovod's second name for it
-        allowed = {room} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if room == "keras" else set())
-        allowed |= {"optax"} if room == "jax" else set()  # the optimizers of JAX's world
-        allowed |= {"torch"} if room == "lightning" else set()
+        layer = "keras" if parts[:2] == ("tensorflow", "keras") else parts[0]  # Horovod's second name for it
+        allowed = {layer} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if layer == "keras" else set())
+        allowed |= {"optax"} if layer == "jax" else set()  # the optimizers of JAX's world
+        allowed |= {"torch"} if layer == "lightning" else set()
         allowed |= LAZY_IMPORTS.get(path.relative_to(PACKAGE).as_posix(), set())
         assert first_words(names) & FRAMEWORKS <= allowed, f"{path}: only a binding knows its framework"
         bindings = {name.split(".")[1] for name in names if name.startswith("horoclone.")} & FRAMEWORKS
