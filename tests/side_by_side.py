@@ -15,6 +15,7 @@ from xdist.scheduler import LoadFileScheduling
 # Folders and files whose tests mostly wait for deadlines, signals, sockets and the end of processes.
 WAITING = (
     "tests/bootstrap/",
+    "tests/elastic/test_",
     "tests/launch/",
     "tests/house/test_world.py",
     "tests/core/test_fault_table.py",
