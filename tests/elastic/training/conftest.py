@@ -1,13 +1,9 @@
-"""Jobs of steps.py under horoclonerun, what their workers have said so far, and doubles of a job in this process."""
+"""Doubles of an elastic job: this process believes that it is a member, and the test says which generation it is in."""
 
 from __future__ import annotations
 
-import re
-import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,120 +11,10 @@ import pytest
 from horoclone.elastic import member, notice, run, state
 from horoclone.elastic.generation import Generation
 
-WORKER = Path(__file__).with_name("steps.py")
-RUN = [sys.executable, "-m", "horoclone.launch"]
-GENERATION = re.compile(
-    r"\[(\d+)\] generation (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) new \[([\d, ]*)\] commit (\d+) skip (\w+)"
-)
-STEP = re.compile(r"\[(\d+)\] step (\d+) of (\d+) ")
-DONE = re.compile(r"\[(\d+)\] done (\d+) (\d+) (\d+) ([\d.]+)")
-
-
-class ElasticRun:
-    """A running job of steps.py; what its workers have said so far."""
-
-    def __init__(self, started: Any) -> None:
-        self.started = started
-
-    def generations(self) -> dict[int, dict[int, int]]:
-        """Number -> rank -> pid of those who have said that they are in."""
-        found: dict[int, dict[int, int]] = {}
-        for _, number, rank, _, pid, *_ in GENERATION.findall(self.started.stdout):
-            found.setdefault(int(number), {})[int(rank)] = int(pid)
-        return found
-
-    def sizes(self) -> dict[int, int]:
-        return {int(number): int(size) for _, number, _, size, *_ in GENERATION.findall(self.started.stdout)}
-
-    def wait(self, what: Callable[[], Any], text: str, timeout_s: float = 40) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (found := what()):
-            if time.monotonic() > deadline or (self.started.process.poll() is not None and not what()):
-                pytest.fail(f"{text}: not seen\n{self.started.stdout}\n{self.started.stderr}")
-            time.sleep(0.005)
-        return found
-
-    def whole(self, number: int) -> dict[int, int]:
-        """Waits until every rank of this generation, or of a later one, has said that it is in: rank -> pid."""
-
-        def look() -> dict[int, int] | None:
-            pids_of, sizes = self.generations(), self.sizes()
-            for found, pids in sorted(pids_of.items()):
-                if found >= number and len(pids) == sizes[found]:
-                    return pids
-            return None
-
-        return dict(self.wait(look, f"generation {number}"))
-
-    def of_size(self, size: int, after: int = 0) -> dict[int, int]:
-        """Waits until every rank of a generation of this size, of a higher number than `after`, has said so."""
-
-        def look() -> dict[int, int] | None:
-            pids_of, sizes = self.generations(), self.sizes()
-            for found, pids in pids_of.items():
-                if found > after and len(pids) == sizes[found] == size:
-                    return pids
-            return None
-
-        return dict(self.wait(look, f"a generation of {size}"))
-
-    def newest(self) -> int:
-        return max(self.generations(), default=0)
-
-    def step(self, number: int) -> None:
-        """Waits until some rank has done this step."""
-        self.wait(
-            lambda: any(int(step) >= number for _, step, _ in STEP.findall(self.started.stdout)),
-            f"step {number}",
-        )
-
-    def finish(self, code: int = 0, timeout_s: float = 60) -> Any:
-        done = self.started.finish(timeout_s)
-        assert done.returncode == code, done.output
-        left = self.started.left_over()
-        assert not left, left
-        if code == 0:
-            self.check_the_sums()
-        return done
-
-    def check_the_sums(self) -> None:
-        """The total is that of the steps as they were done last, each with the size of its generation."""
-        size_at: dict[int, tuple[int, int]] = {}
-        sizes = self.sizes()
-        for _, step, number in STEP.findall(self.started.stdout):
-            size_at[int(step)] = max(size_at.get(int(step), (0, 0)), (int(number), sizes[int(number)]))
-        expected = sum((size + 1) / 2 for _, size in size_at.values())
-        done = DONE.findall(self.started.stdout)
-        assert done, self.started.stdout
-        for _, _, size, steps, total in done:
-            assert int(steps) == len(size_at) and float(total) == pytest.approx(expected, abs=1e-3)
-            assert int(size) == len(done)
-
-
-@pytest.fixture
-def watch() -> Callable[[Any], ElasticRun]:
-    """Of a command that was started."""
-    return ElasticRun
-
-
-@pytest.fixture
-def elastic(launch: Any) -> Callable[..., ElasticRun]:
-    """elastic(flags of horoclonerun, steps, pause_s, VARIABLE=text) starts a job of steps.py."""
-
-    def start(
-        flags: Sequence[object], steps: int = 40, pause_s: float = 0.05, **environment: str
-    ) -> ElasticRun:
-        command = [*RUN, *map(str, flags), sys.executable, WORKER, str(steps), str(pause_s)]
-        return ElasticRun(launch.start(command, env=environment))
-
-    return start
-
 
 @dataclass
 class JobDouble:
-    """This process believes that it is a member, and the test says which generation it is in.
-
-    now: what generation() answers. offers: what this process has offered, in order."""
+    """now: what generation() answers. offers: what this process has offered, in order."""
 
     now: Generation
     offers: list[tuple[int, ...]] = field(default_factory=list)
