@@ -15,7 +15,8 @@ from xdist.scheduler import LoadFileScheduling
 # Folders and files whose tests mostly wait for deadlines, signals, sockets and the end of processes.
 WAITING = (
     "tests/bootstrap/",
-    "tests/elastic/test_",
+    "tests/elastic/test_kills.py",
+    "tests/elastic/test_two_hosts.py",
     "tests/launch/",
     "tests/house/test_world.py",
     "tests/core/test_fault_table.py",
