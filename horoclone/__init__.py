@@ -46,6 +46,8 @@ __all__ = ["__version__", *_HOME_OF]
 
 def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
+    if name == "checkpoint":
+        return importlib.import_module("horoclone.checkpoint")
     if home is None:
         # Once `horovod` was imported it is this module, and `from horovod import spark` ends here.
         alias = sys.modules.get("horoclone.horovod_alias")

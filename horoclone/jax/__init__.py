@@ -11,7 +11,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
-from horoclone.jax import elastic, native
+from horoclone.jax import checkpoint, elastic, native
 from horoclone.jax.compression import Compression
 from horoclone.jax.failures import horovod_error_of
 from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
@@ -43,7 +43,7 @@ __all__ = [
     "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PeerLost", "ProcessSet",
     "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
     "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters",
-    "cross_rank", "cross_size", "elastic", "flight_record", "global_process_set", "horovod_error_of", "init",
-    "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank", "reducescatter",
+    "checkpoint", "cross_rank", "cross_size", "elastic", "flight_record", "global_process_set", "horovod_error_of",
+    "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank", "reducescatter",
     "remove_process_set", "shutdown", "size",
 ]  # fmt: skip

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from horoclone import ops
+from horoclone import checkpoint, ops
 from horoclone.errors import (
     Aborted,
     HorovodInternalError,
@@ -67,8 +67,8 @@ __all__ = [
     "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PartialDistributedOptimizer",
     "PeerLost", "ProcessSet", "Timeout", "Unsupported", "add_process_set", "allgather",
     "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built",
-    "elastic", "flight_record", "global_process_set", "gloo_built", "gloo_enabled", "init",
+    "broadcast_variables", "callbacks", "ccl_built", "checkpoint", "cross_rank", "cross_size", "cuda_built",
+    "ddl_built", "elastic", "flight_record", "global_process_set", "gloo_built", "gloo_enabled", "init",
     "is_homogeneous", "is_initialized", "load_model", "local_rank", "local_size", "metrics", "mpi_built",
     "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set",
     "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "sycl_built",

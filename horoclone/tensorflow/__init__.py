@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from horoclone import checkpoint
 from horoclone.common.util import check_extension, gpu_available, split_list
 from horoclone.errors import (
     Aborted,
@@ -49,8 +50,8 @@ __all__ = [
     "HorovodInternalError", "HostsUpdatedInterrupt", "LocalGradientAggregationHelper", "Mismatch", "NotInitialized",
     "PartialDistributedGradientTape",
     "PeerLost", "Timeout", "Unsupported", "allgather_object", "allreduce", "broadcast_",
-    "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "elastic",
-    "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
+    "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "checkpoint",
+    "elastic", "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
     "flight_record", "metrics", "check_extension", "check_num_rank_power_of_2",
     "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
 ]  # fmt: skip

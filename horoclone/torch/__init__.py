@@ -13,7 +13,7 @@ from horoclone.errors import (
 )
 from horoclone.runtime import life
 from horoclone.runtime.observe import flight_record, metrics
-from horoclone.torch import c10d, elastic, mpi_ops
+from horoclone.torch import c10d, checkpoint, elastic, mpi_ops
 from horoclone.torch.compression import Compression
 from horoclone.torch.functions import (
     allgather_object,
@@ -34,6 +34,6 @@ __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "elastic", "flight_record",
-    "metrics",
+    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint", "elastic",
+    "flight_record", "metrics",
 ]  # fmt: skip

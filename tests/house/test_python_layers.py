@@ -20,6 +20,7 @@ PACKAGE = ROOT / "horoclone"
 MAY_IMPORT: dict[str, set[str]] = {
     "arrays": {"handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "selection", "settings"},
+    "checkpoint": {"errors", "objects", "runtime"},
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.life"},
     "compression": set(),
     "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
@@ -31,6 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "horovod_alias": {"stand_ins"},
     "jax": {
         "arrays",
+        "checkpoint",
         "compression",
         "elastic",
         "errors",
@@ -42,6 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "keras": {
         "arrays",
+        "checkpoint",
         "compression",
         "elastic",
         "errors",
@@ -71,6 +74,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "tensorflow": {
         "arrays",
         "bootstrap",
+        "checkpoint",
         "common",
         "compression",
         "elastic",
@@ -88,6 +92,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime",
         "runtime.life",
         "torch.c10d",
+        "torch.checkpoint",
         "torch.compression",
         "torch.elastic",
         "torch.functions",
@@ -106,6 +111,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "settings",
         "torch.operations",
     },
+    "torch.checkpoint": {"checkpoint"},
     "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
     "torch.compressor": {"compression", "errors"},
     "torch.compressors": {"errors", "torch.compressor"},

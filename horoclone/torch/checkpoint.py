@@ -1,0 +1,52 @@
+"""Checkpoints with PyTorch's tensors in them: `hvd.checkpoint`. See docs/checkpoints.md."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, Pieces, load, save, saves, wait
+from horoclone.checkpoint.leaves import Bytes, Form, register
+
+__all__ = ["CheckpointError", "NothingSaved", "Owned", "Pieces", "load", "save", "saves", "wait"]
+
+_NAMES = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.int32: "I32",
+    torch.int64: "I64", torch.float16: "F16", torch.bfloat16: "BF16", torch.float32: "F32", torch.float64: "F64",
+    torch.complex64: "C64",
+}  # fmt: skip
+for _ours, _theirs in (
+    ("uint16", "U16"), ("uint32", "U32"), ("uint64", "U64"), ("float8_e4m3fn", "F8_E4M3"), ("float8_e5m2", "F8_E5M2"),
+):  # fmt: skip
+    if hasattr(torch, _ours):
+        _NAMES[getattr(torch, _ours)] = _theirs
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+class _Tensors:
+    name = "torch"
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def form(self, value: torch.Tensor) -> Form:
+        if value.layout is not torch.strided or value.dtype not in _NAMES or value.is_meta:
+            raise TypeError(
+                f"tensors of {value.dtype}, {value.layout} on {value.device} cannot be saved; convert it"
+            )
+        return Form(_NAMES[value.dtype], tuple(value.shape))
+
+    def copied(self, value: torch.Tensor) -> Bytes:
+        copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
+        copy.copy_(value.detach())
+        return copy.reshape(-1).view(torch.uint8).numpy()
+
+    def made(self, form: Form, data: Bytes, like: Any | None) -> torch.Tensor:
+        tensor = torch.empty(form.shape, dtype=_DTYPES[form.dtype])
+        if form.nbytes:  # torch views no empty array as another dtype
+            tensor = torch.from_numpy(data).view(tensor.dtype).reshape(form.shape)
+        return tensor if like is None else tensor.to(like.device)
+
+
+register(_Tensors())

@@ -1,0 +1,366 @@
+"""Saves on disk, in one process: what comes back, what is refused, and that a kill at any moment harms no earlier save."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from horoclone import checkpoint
+from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, files, load
+from horoclone.checkpoint.leaves import NUMPY
+from horoclone.checkpoint.saving import Save, shares
+
+spec = importlib.util.spec_from_file_location("checkpoint_doubles", Path(__file__).with_name("doubles.py"))
+doubles: Any = importlib.util.module_from_spec(spec)
+sys.modules["checkpoint_doubles"] = doubles
+spec.loader.exec_module(doubles)
+
+
+class Moments(NamedTuple):
+    mean: Any
+    count: int
+
+
+def a_state(value: float = 1.0) -> dict[str, Any]:
+    return {
+        "model": {"w": np.full((5, 3), value, np.float32), "b": np.arange(7), "a.b": np.ones(2), "a": {"b": np.zeros(2)}},
+        "optimizer": {"state": {0: {"step": np.float32(value)}, 1: Moments(np.zeros((0, 2)), 4)}, "groups": [{"lr": 0.1}]},
+        "epoch": int(value), "name": "run", "best": -math.inf, "done": False, "none": None, "pair": (1, "x"),
+    }  # fmt: skip
+
+
+def save_on(path: Path, states: list[Any], keep: int = 3, timeout_s: float = 20.0) -> list[Save]:
+    """A save of len(states) ranks, as threads of this process; raises what rank 0 failed with."""
+    world = doubles.Ranks(len(states))
+    every = [Save(path, state, keep, timeout_s, world.of(rank)) for rank, state in enumerate(states)]
+    for one in every:
+        one.start()
+    for one in every:
+        one.wait()
+    if every[0].error is not None:
+        raise every[0].error
+    return every
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(same(a[k], b[k]) for k in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, (np.ndarray, np.generic)):
+        return a.dtype == b.dtype and a.shape == b.shape and np.array_equal(a, b)
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_was_saved_comes_back(tmp_path: Path, size: int) -> None:
+    save_on(tmp_path, [a_state()] * size)
+    assert same(load(tmp_path), a_state())
+    again = load(tmp_path, like=a_state(9))
+    assert same(again, a_state()) and isinstance(again["optimizer"]["state"][1], Moments)
+    assert len(list((tmp_path / "save-00000001").glob("*.safetensors"))) == size
+
+
+def test_every_array_is_written_once_and_the_bytes_are_spread() -> None:
+    sizes = [100, 1, 50, 50, 2, 97]
+    owners = shares(sizes, 3)
+    loads = [
+        sum(size for size, owner in zip(sizes, owners, strict=True) if owner == rank) for rank in range(3)
+    ]
+    assert sum(loads) == sum(sizes) and max(loads) - min(loads) <= 3
+
+
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "int16", "uint32", "int64", "float16", "float64", "complex64", ">f4"]
+)
+@pytest.mark.parametrize("shape", [(), (0, 3), (3, 2)])
+def test_every_dtype_and_shape(tmp_path: Path, dtype: str, shape: tuple[int, ...]) -> None:
+    array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
+    save_on(tmp_path, [{"x": array, "t": array.T}])
+    found = load(tmp_path)
+    assert found["x"].dtype == array.dtype.newbyteorder("=") and np.array_equal(found["x"], array)
+    assert found["t"].shape == array.T.shape and np.array_equal(found["t"], array.T)
+
+
+def test_bfloat16_in_numpy(tmp_path: Path) -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    array = np.arange(6).astype(ml_dtypes.bfloat16)
+    save_on(tmp_path, [array])
+    assert same(load(tmp_path), array)
+
+
+def test_the_files_are_those_of_the_library(tmp_path: Path) -> None:
+    library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    save_on(tmp_path, [a_state()])
+    (name,) = (tmp_path / "save-00000001").glob("*.safetensors")
+    found = library.load_file(name)
+    assert same(found["model.w"], a_state()["model"]["w"]) and "model.a.b#2" in found and len(found) == 6
+
+
+def test_owned_values_of_all_ranks_come_back_on_any_number(tmp_path: Path) -> None:
+    states = [
+        {"w": np.ones(3), "mine": Owned({"piece": np.full(rank + 1, rank), "at": rank})} for rank in range(3)
+    ]
+    save_on(tmp_path, states)
+    for found in (load(tmp_path)["mine"], load(tmp_path, like=states[0])["mine"]):
+        assert len(found) == 3 and [one["at"] for one in found] == [0, 1, 2]
+        assert np.array_equal(np.concatenate([one["piece"] for one in found]), [0, 1, 1, 2, 2, 2])
+        assert [one["at"] for one in found[1:]] == [1, 2]
+
+
+def test_the_newest_are_kept(tmp_path: Path) -> None:
+    for value in range(5):
+        save_on(tmp_path, [a_state(value)] * 2, keep=2)
+    assert checkpoint.saves(tmp_path) == [4, 5] and sorted(os.listdir(tmp_path)) == [
+        "save-00000004",
+        "save-00000005",
+    ]
+    assert load(tmp_path)["epoch"] == 4 and load(tmp_path, number=4)["epoch"] == 3
+
+
+def test_incomplete_directories_are_ignored_and_removed_after_a_day(tmp_path: Path) -> None:
+    save_on(tmp_path, [a_state(1)])
+    young, old, bare = (
+        tmp_path / n for n in (".incomplete-00000002-aa", ".incomplete-00000002-bb", "save-00000009")
+    )
+    for place in (young, old, bare):
+        place.mkdir()
+    long_ago = time.time() - files.STALE_S - 60
+    (old / "rank-00000.safetensors").write_bytes(b"x")
+    os.utime(old / "rank-00000.safetensors", (long_ago, long_ago))
+    os.utime(old, (long_ago, long_ago))
+    assert load(tmp_path)["epoch"] == 1 and checkpoint.saves(tmp_path) == [1]
+    save_on(tmp_path, [a_state(2)])
+    assert young.exists() and not old.exists() and load(tmp_path)["epoch"] == 2
+
+
+def test_nothing_saved(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "absent"):
+        with pytest.raises(NothingSaved, match="no complete save in"):
+            load(path)
+        assert checkpoint.saves(path) == []
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    save_on(tmp_path, [{**a_state(), "mine": Owned(np.ones(2))}] * 2)
+    for name in ("rank-00001.safetensors", "rank-00001.own.safetensors"):
+        place = tmp_path / "save-00000001" / name
+        hidden = place.rename(tmp_path / "hidden")
+        with pytest.raises(CheckpointError, match=rf"{name}, which the manifest names, is missing"):
+            load(tmp_path)
+        hidden.rename(place)
+    load(tmp_path)
+
+
+def test_one_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
+    save_on(tmp_path, [a_state()] * 2)
+    for name in ("rank-00000.safetensors", "rank-00001.safetensors", files.MANIFEST):
+        place = tmp_path / "save-00000001" / name
+        whole = place.read_bytes()
+        for at in range(0, len(whole), 3):
+            place.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
+            with pytest.raises(CheckpointError, match=r"damaged|version|not written by"):
+                load(tmp_path)
+        place.write_bytes(whole[:-1])
+        with pytest.raises(CheckpointError, match="damaged"):
+            load(tmp_path)
+        place.write_bytes(whole)
+    assert same(load(tmp_path), a_state())
+
+
+def test_manifests_of_others_are_refused(tmp_path: Path) -> None:
+    save_on(tmp_path, [a_state()])
+    save_on(tmp_path, [a_state()])
+    manifest = tmp_path / "save-00000002" / files.MANIFEST
+    whole = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({**whole, "version": 2}))
+    with pytest.raises(
+        CheckpointError, match=r"has version 2 of the format, and this horoclone reads version 1"
+    ):
+        load(tmp_path)
+    manifest.write_text('{"weight_map": {}}')
+    with pytest.raises(CheckpointError, match=r"was not written by hvd\.checkpoint\.save"):
+        load(tmp_path)
+    manifest.write_text((tmp_path / "save-00000001" / files.MANIFEST).read_text())
+    with pytest.raises(CheckpointError, match=r"has the manifest of another save \(number 1\)"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"model": {"w": np.zeros(2)}}, r"state\['model'\] has the keys .* only in the save"),
+        ({"pair": (1, 2, 3)}, r"state\['pair'\] is a tuple of 2 in the save and tuple of 3"),
+        ({"epoch": np.zeros(2)}, r"state\['epoch'\] is int in the save and ndarray"),
+        ({"more": 1}, r"\['more'\] only in `like`"),
+    ],
+)
+def test_a_save_of_another_job_is_refused(tmp_path: Path, change: dict[str, Any], text: str) -> None:
+    save_on(tmp_path, [a_state()])
+    with pytest.raises(ValueError, match=text):
+        load(tmp_path, like={**a_state(), **change})
+    other = a_state()
+    other["model"]["w"] = np.zeros((5, 4), np.float32)
+    with pytest.raises(
+        ValueError, match=r"state\['model'\]\['w'\] is F32\[5, 3\] in the save and F32\[5, 4\]"
+    ):
+        load(tmp_path, like=other)
+
+
+@pytest.mark.parametrize(
+    ("state", "text"),
+    [
+        ({"f": [print]}, r"state\['f'\]\[0\] is a builtins\.builtin_function_or_method, which cannot be saved"),
+        ({(1, 2): 3}, "keys of a state that is saved are strings or integers"),
+        ({"x": np.array([object()])}, r"state\['x'\]: arrays of object cannot be saved"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_saved_is_named_on_every_rank(tmp_path: Path, state: Any, text: str) -> None:
+    with pytest.raises(CheckpointError, match=f"rank 1 cannot save its state: .*{text}"):
+        save_on(tmp_path, [a_state(), state])
+    assert os.listdir(tmp_path) == []
+
+
+def test_states_that_differ_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"the state of rank 1 differs from that of rank 0"):
+        save_on(tmp_path, [{"w": np.ones(3)}, {"w": np.ones(4)}])
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_full_disk_leaves_the_save_before(tmp_path: Path) -> None:
+    save_on(tmp_path, [a_state(1)] * 2)
+    ignored, limit = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limit[1]))
+        with pytest.raises(
+            CheckpointError, match=r"rank [01] could not write to .*File too large.*Free room there"
+        ):
+            save_on(tmp_path, [{"w": np.zeros(1_000_000), "v": np.zeros(10)}] * 2)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, ignored)
+    assert os.listdir(tmp_path) == ["save-00000001"] and load(tmp_path)["epoch"] == 1
+
+
+def test_a_full_file_system_leaves_the_save_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", tmp_path], capture_output=True
+    )
+    if mounted.returncode != 0:
+        pytest.skip("needs root: it mounts a small tmpfs")
+    try:
+        save_on(tmp_path, [a_state(1)] * 2)
+        with pytest.raises(CheckpointError, match=r"No space left on device.*Free room there"):
+            save_on(tmp_path, [{"w": np.zeros(1_000_000)}] * 2)
+        assert os.listdir(tmp_path) == ["save-00000001"] and load(tmp_path)["epoch"] == 1
+        save_on(tmp_path, [a_state(2)] * 2)
+        assert load(tmp_path)["epoch"] == 2
+    finally:
+        subprocess.run(["umount", tmp_path], check=True)
+
+
+def test_a_directory_that_is_read_only(tmp_path: Path) -> None:
+    place = tmp_path / "mounted"
+    place.mkdir()
+    save_on(place, [a_state(1)])
+    mounted = subprocess.run(["mount", "--bind", "-o", "ro", place, place], capture_output=True)
+    if mounted.returncode != 0:
+        pytest.skip("needs root: it mounts a directory read-only")
+    try:
+        subprocess.run(["mount", "-o", "remount,ro,bind", place], check=True)
+        text = r"rank 0 could not make a directory in .*Read-only file system.*Choose a directory that every rank may write"
+        with pytest.raises(CheckpointError, match=text):
+            save_on(place, [a_state(2)] * 2)
+        assert load(place)["epoch"] == 1
+    finally:
+        subprocess.run(["umount", place], check=True)
+
+
+def test_two_jobs_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = files.write_manifest
+
+    def late(place: Path, content: Any) -> None:
+        real(place, content)
+        monkeypatch.setattr(files, "write_manifest", real)
+        save_on(tmp_path, [a_state(7)])
+
+    monkeypatch.setattr(files, "write_manifest", late)
+    with pytest.raises(CheckpointError, match="two jobs save to"):
+        save_on(tmp_path, [a_state(8)])
+    assert load(tmp_path)["epoch"] == 7
+
+
+@pytest.fixture
+def in_memory() -> Iterator[Path]:
+    """A directory in memory, where there is one: some hundred saves that wait for a disk take minutes."""
+    shared = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
+    with tempfile.TemporaryDirectory(prefix="horoclone-checkpoint-", dir=shared) as name:
+        yield Path(name)
+
+
+def _save_in_a_child(path: Path, kill_at: int, after: bool) -> tuple[int, int]:
+    """A save of two ranks in a forked child, which is killed at that call; how the child ended, and its calls."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        try:
+            files.os = doubles.KillingOs(kill_at, after)
+            save_on(path, [a_state(2)] * 2, keep=1)
+            os.write(writer, files.os.count.to_bytes(4, "little"))
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(writer)
+    limit = threading.Timer(30, os.kill, (pid, signal.SIGKILL))
+    limit.start()
+    try:
+        count = int.from_bytes(os.read(reader, 4), "little")
+        status = os.waitpid(pid, 0)[1]
+    finally:
+        limit.cancel()
+        os.close(reader)
+    return status, count
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+def test_a_kill_at_any_call_leaves_a_whole_save(in_memory: Path, after: bool) -> None:
+    tmp_path = in_memory
+    save_on(tmp_path / "clean", [a_state(1)] * 2)
+    status, count = _save_in_a_child(tmp_path / "clean", 0, after)
+    assert status == 0 and count > 30
+    seen = set()
+    for kill_at in range(1, count + 1):
+        path = tmp_path / str(kill_at)
+        save_on(path, [a_state(1)] * 2)
+        status, _ = _save_in_a_child(path, kill_at, after)
+        if not os.WIFSIGNALED(status):  # the threads of this run made fewer calls
+            assert status == 0 and kill_at > count - 5
+            continue
+        found = load(path)
+        seen.add(found["epoch"])
+        assert found["epoch"] in (1, 2) and same(found, a_state(found["epoch"]))
+        save_on(path, [a_state(3)] * 2)  # and saving goes on
+        assert load(path)["epoch"] == 3
+    assert seen == {1, 2}
+
+
+def test_the_registry_falls_back_on_numpy() -> None:
+    from horoclone.checkpoint.leaves import kind_named
+
+    assert kind_named("a framework that is not here") is NUMPY
