@@ -73,7 +73,7 @@ def wait() -> Path | None:
     last.wait()
     if last.error is None:
         return last.place
-    if last.is_of_a_world_that_is_over():
+    if last.ended_with_its_generation():
         say(f"a checkpoint was given up with the generation that it began in: {last.error}")
         return None
     raise last.error

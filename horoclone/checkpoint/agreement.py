@@ -8,8 +8,9 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from horoclone import runtime
-from horoclone.checkpoint.failures import CheckpointError
+from horoclone.checkpoint.failures import CheckpointError, WorldOver
 from horoclone.objects import allgather_object
+from horoclone.runtime import current
 
 
 class Ranks(Protocol):
@@ -35,23 +36,31 @@ class World:
             World._of, World._count = native, 0
         World._count += 1
         self.rank, self.size = runtime.rank(), runtime.size()
-        self._native, self._number = native, World._count
+        self._native = native
+        generation = current.job.generation if current.job is not None else 0
+        self._name = (
+            f"hvd.checkpoint.{generation}.{World._count}"  # what another generation left meets nothing here
+        )
 
     def gather(self, what: str, mine: Any, deadline: float) -> list[Any]:
         """CheckpointError when the deadline passes; what the runtime raises when a rank is lost."""
         if self.size == 1:
             return [mine]
         if not self.goes_on():
-            raise CheckpointError(
+            raise WorldOver(
                 "the job was shut down while a save was under way. Call hvd.checkpoint.wait() before hvd.shutdown()."
             )
-        name = f"hvd.checkpoint.{self._number}.{what}"
+        name = f"{self._name}.{what}"
         gathered: list[Any] = within(deadline, lambda: allgather_object(mine, name), name)
         return gathered
 
     def goes_on(self) -> bool:
         """Whether this is still the generation in which the save began."""
-        return runtime.is_initialized() and runtime.native() is self._native
+        return current.runtime is self._native
+
+    def has_a_successor(self) -> bool:
+        """Whether another generation has begun."""
+        return current.runtime is not None and not self.goes_on()
 
 
 def within(deadline: float, call: Callable[[], Any], name: str) -> Any:

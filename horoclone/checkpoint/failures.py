@@ -12,6 +12,10 @@ class CheckpointError(RuntimeError):
     """A save or a load has failed. No rank is lost by it, so elastic.run does not catch it."""
 
 
+class WorldOver(CheckpointError):
+    """The generation in which a save began has ended before the save."""
+
+
 class NothingSaved(CheckpointError, LookupError):
     """There is no complete save in the directory, or none with the number that was asked for."""
 

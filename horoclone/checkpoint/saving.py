@@ -13,7 +13,7 @@ from typing import Any
 from horoclone import errors
 from horoclone.checkpoint import files
 from horoclone.checkpoint.agreement import Ranks
-from horoclone.checkpoint.failures import CheckpointError, told
+from horoclone.checkpoint.failures import CheckpointError, WorldOver, told
 from horoclone.checkpoint.leaves import Bytes, Form
 from horoclone.checkpoint.tree import Flat, Leaf
 
@@ -183,10 +183,10 @@ class Save:
             raise CheckpointError(f"nothing was saved to {self.path}: " + " ".join(problems))
         return said
 
-    def is_of_a_world_that_is_over(self) -> bool:
-        """Whether it failed with its generation: what ended that has been told by other means."""
-        goes_on = getattr(self.ranks, "goes_on", lambda: True)
-        return isinstance(self.error, errors.HorovodInternalError) and not goes_on()
+    def ended_with_its_generation(self) -> bool:
+        """Whether another generation has begun: what ended the one before has been told by other means."""
+        has_a_successor = getattr(self.ranks, "has_a_successor", lambda: False)
+        return isinstance(self.error, (errors.HorovodInternalError, WorldOver)) and has_a_successor()
 
 
 def _check_alike(plans: list[dict[str, Any]]) -> None:
