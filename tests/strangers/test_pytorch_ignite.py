@@ -93,7 +93,9 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"{PINNED} cannot be fetched: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     (archive,) = folder.glob("*.tar.gz")
     with tarfile.open(archive) as content:
-        content.extractall(folder, filter="data")
+        if hasattr(tarfile, "data_filter"):  # not before Python 3.11.4
+            content.extraction_filter = tarfile.data_filter
+        content.extractall(folder)
     (found,) = folder.glob("*/pyproject.toml")
     assert (found.parent / "tests/ignite/conftest.py").exists()
     return found.parent
