@@ -307,6 +307,9 @@ hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycl
 hc_status* hc_timeline_stop(hc_runtime* rt) {
   return guarded([&] { return rt->engine->stop_timeline(); });
 }
+void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args) {
+  rt->engine->timeline_span(name, from_s, seconds, args);
+}
 void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread) {
   rt->engine->watch_stack(signal, fd, thread);
 }

@@ -59,6 +59,10 @@ class NotInitialized(HorovodInternalError, ValueError):
     """A call before `init()` or after `shutdown()`. Also a ValueError, as in Horovod."""
 
 
+class StateLost(RuntimeError):
+    """What only one rank of an elastic job had is gone: the rank, and those that kept it for it, ended together."""
+
+
 class HostsUpdatedInterrupt(RuntimeError):
     """Hosts were added or removed. `skip_sync`: nothing was lost, so the state needs no synchronisation."""
 

@@ -16,6 +16,43 @@ def _part(name: str | None, part: str) -> str | None:
     return None if name is None else f"{name}.{part}"
 
 
+ALIGNMENT = 64
+
+
+def packed(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    """An object as one stretch of bytes: a pickle, and behind it the elements of NumPy's arrays, copied once."""
+    import cloudpickle
+
+    buffers: list[Any] = []
+    head = cloudpickle.dumps(obj, protocol=5, buffer_callback=buffers.append)
+    parts = [np.frombuffer(head, np.uint8), *(np.frombuffer(one.raw(), np.uint8) for one in buffers)]
+    table = np.array([len(parts), *(part.size for part in parts)], np.int64).view(np.uint8)
+    places = _places([table.size, *(part.size for part in parts)])
+    data = np.zeros(places[-1], np.uint8)
+    for place, part in zip(places, [table, *parts], strict=False):
+        data[place : place + part.size] = part
+    return data
+
+
+def unpacked(data: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
+    """What packed() was given. Arrays in it are views of `data`."""
+    import cloudpickle
+
+    count = int(data[:8].view(np.int64)[0])
+    sizes = data[8 : 8 + 8 * count].view(np.int64).tolist()
+    places = _places([8 + 8 * count, *sizes])[1:-1]
+    head, *buffers = [data[place : place + size].data for place, size in zip(places, sizes, strict=True)]
+    return cloudpickle.loads(head, buffers=buffers)
+
+
+def _places(sizes: list[int]) -> list[int]:
+    """Where parts of these sizes begin, each aligned, and where the last one ends."""
+    places = [0]
+    for size in sizes:
+        places.append(places[-1] + -(-size // ALIGNMENT) * ALIGNMENT)
+    return places
+
+
 class _Packed:
     """An object's bytes, or why there are none: also that travels, else the other ranks would wait for ever."""
 

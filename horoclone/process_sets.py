@@ -183,7 +183,8 @@ def _different(call: str, by_rank: list[str], advice: str) -> errors.Mismatch:
     )
 
 
-def _register(native: Any, wanted: ProcessSet) -> None:
+def _register(native: Any, wanted: ProcessSet, may_be_all: bool = False) -> None:
+    """may_be_all: those who are left of a larger world may be just the members of a set."""
     kind, mine, foreign = "ranks", list(wanted.ranks or []), None
     if wanted.mpi_comm is not None:
         kind = "communicator"
@@ -196,7 +197,7 @@ def _register(native: Any, wanted: ProcessSet) -> None:
         raise foreign
     lists_to_add = _agreed([_KINDS[number] for number, *_ in theirs], [ranks for _, *ranks in theirs])
     for ranks in lists_to_add:
-        _check(native, ranks)
+        _check(native, ranks, may_be_all)
     for ranks in lists_to_add:
         own = wanted if len(lists_to_add) == 1 or native.rank in ranks else ProcessSet(ranks)
         number = native.add_process_set(ranks)
@@ -232,15 +233,15 @@ def _of_communicators(lists: list[list[int]]) -> list[list[int]]:
     return [list(ranks) for ranks in found]
 
 
-def _check(native: Any, ranks: list[int]) -> None:
+def _check(native: Any, ranks: list[int], may_be_all: bool = False) -> None:
     if not ranks:
         raise ValueError("a process set needs at least one rank; this one is empty.")
     if ranks[-1] >= native.size:
         raise ValueError(
             f"the process set {ranks} has a rank outside the world of {native.size} ranks (0..{native.size - 1})."
         )
-    for other in _registered.values():
-        if other.ranks == ranks:
+    for number, other in _registered.items():
+        if other.ranks == ranks and (number or not may_be_all):
             raise ValueError(f"A process set with ranks {ranks} exists already: {other}.")
 
 
@@ -274,7 +275,7 @@ def on_next_generation(native: Any, wanted: Sequence[tuple[ProcessSet, list[int]
         return False
     for members, ranks in wanted:
         members.ranks = list(ranks)
-        _register(native, members)
+        _register(native, members, may_be_all=True)
     return True
 
 

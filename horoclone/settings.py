@@ -7,6 +7,7 @@ Standard library only.
 from __future__ import annotations
 
 import difflib
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -36,7 +37,7 @@ UNREAD: tuple[Unread, ...] = (
     Unread("HOROVOD_DISABLE_NVTX_RANGES", "0", _GPU),
     Unread(
         "HOROVOD_CONTROLLER",
-        "",
+        "gloo",
         "The launcher decides: --mpi or mpirun for MPI, everything else goes without.",
     ),
     Unread(
@@ -110,6 +111,19 @@ def settings_of(environ: Mapping[str, str]) -> dict[str, str]:
         for name, value in environ.items()
         if name.startswith(("HOROCLONE_", "HOROVOD_")) and name not in _SECRETS
     }
+
+
+def with_own_files(settings: Mapping[str, str], mark: str) -> dict[str, str]:
+    """The settings of a runtime that is not the first of its process: a timeline, and autotune's log, have `mark` in
+    their names, so that the files of the other stay."""
+    own = dict(settings)
+    for name in ("TIMELINE", "AUTOTUNE_LOG"):
+        for variable in (f"HOROCLONE_{name}", f"HOROVOD_{name}"):
+            value = settings.get(variable, "")
+            if value and value.upper() != "DYNAMIC":
+                stem, ending = os.path.splitext(value)
+                own[variable] = f"{stem}.{mark}{ending}"
+    return own
 
 
 def start_timeout_s(environ: Mapping[str, str]) -> float:

@@ -12,11 +12,6 @@ from typing import Any
 
 from horoclone import errors
 
-ELASTIC = (
-    "what drives an elastic job is the launcher itself. Start the job with horoclonerun --min-np N (and "
-    "--host-discovery-script SCRIPT), or with horoclone.run(function, min_num_proc=N)."
-)
-
 
 class StandInType(type):
     """The class of stand-ins: they can be subclassed and named in isinstance, not called or looked into."""

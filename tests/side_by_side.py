@@ -15,7 +15,13 @@ from xdist.scheduler import LoadFileScheduling
 # Folders and files whose tests mostly wait for deadlines, signals, sockets and the end of processes.
 WAITING = (
     "tests/bootstrap/",
+    "tests/elastic/test_faults.py",
     "tests/elastic/test_kills.py",
+    "tests/elastic/test_leaving.py",
+    "tests/elastic/test_recovery.py",
+    "tests/elastic/test_shards.py",
+    "tests/elastic/test_spares.py",
+    "tests/elastic/test_survival.py",
     "tests/elastic/test_two_hosts.py",
     "tests/launch/",
     "tests/house/test_world.py",

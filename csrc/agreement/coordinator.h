@@ -37,7 +37,7 @@ struct CoordinatorOptions {
   // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
   size_t part_bytes = 0;
   size_t cache_capacity = defaults::cache_capacity;  // cache ids; 0 = no cache
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   uint16_t process_set = 0;
   std::vector<int> world_rank;              // [size] for texts
   std::shared_ptr<const ControlTree> tree;  // along which request lists come; null: from each rank

@@ -396,7 +396,7 @@ enum RequestListFlag : uint8_t { kJoined = 1, kOnBypass = 2, kWhole = 4, kHeld =
 }  // namespace
 
 void encode(const RequestList& request_list, Writer* out) {
-  out->put(request_list.generation);
+  put_varint(out, request_list.generation);
   out->put(request_list.process_set);
   put_varint(out, static_cast<uint32_t>(request_list.rank));
   out->put(static_cast<uint8_t>((request_list.joined ? kJoined : 0) | (request_list.on_bypass ? kOnBypass : 0) |
@@ -416,7 +416,7 @@ Status decode(Reader* in, RequestList* request_list) {
   constexpr size_t kSmallestRequest = 8;  // two lengths, a sequence and five bytes of signature
   *request_list = RequestList{};
   size_t bytes = in->remaining();
-  request_list->generation = in->get<uint32_t>();
+  request_list->generation = get_varint(in);
   request_list->process_set = in->get<uint16_t>();
   request_list->rank = get_rank(in);
   const uint8_t flags = in->get<uint8_t>();
@@ -443,7 +443,7 @@ Status decode(Reader* in, RequestList* request_list) {
 }
 
 void encode(const Plan& plan, Writer* out) {
-  out->put(plan.generation);
+  put_varint(out, plan.generation);
   out->put(plan.process_set);
   size_t records = 0;
   for (size_t i = 0; i < plan.batches.size(); i += batches_in_record(plan.batches, i)) records++;
@@ -464,7 +464,7 @@ Status decode(Reader* in, Plan* plan) {
   constexpr size_t kSmallestBatch = 5;  // id, op, algorithm, flags, number of entries
   *plan = Plan{};
   size_t bytes = in->remaining();
-  plan->generation = in->get<uint32_t>();
+  plan->generation = get_varint(in);
   plan->process_set = in->get<uint16_t>();
   // Eight times the number of records, 1 where settings change, 2 for a round of the bypass, 4 for tickets outside of
   // plans.

@@ -76,7 +76,7 @@ struct CachedRequest {
 // One rank's announcements since its last request list; or, in a tree, what a rank and all below it have announced
 // alike.
 struct RequestList {
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   uint16_t process_set = 0;
   int32_t rank = 0;  // group rank
   std::vector<CachedRequest> cached;
@@ -142,7 +142,7 @@ struct TicketsBefore {
 };
 
 struct Plan {
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   uint16_t process_set = 0;
   std::optional<Tuning> tuning;          // in force for these batches and the later ones
   std::optional<uint64_t> bypass_round;  // a session of the bypass is open from now on, with this round first

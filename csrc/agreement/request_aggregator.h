@@ -16,7 +16,7 @@ namespace hc {
 struct RequestAggregatorOptions {
   std::shared_ptr<const ControlTree> tree;
   int rank = 0;  // group rank; has children in the tree
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   uint16_t process_set = 0;
 };
 

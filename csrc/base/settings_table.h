@@ -64,7 +64,7 @@ struct KnobRule {
   X(size_t, flat_bytes, 16 * kKiB, "FLAT_BYTES", "", KnobRule::bytes(0, kMostFlatBytes),                             \
     "In shared memory, up to this size an operation takes one barrier and every rank reads every input; "   \
     "larger ones move in blocks.")                                                         \
-  X(bool, express, true, "EXPRESS", "", KnobRule::flag(),                                                   \
+  X(bool, bypass, true, "BYPASS", "", KnobRule::flag(),                                                   \
     "In shared memory, small operations (of up to FLAT_BYTES, four times that between two ranks) that are "    \
     "called again and again, one at a time and alike on all ranks, are not agreed on anew each time; 0: "       \
     "always.")                                                                                                 \
@@ -216,9 +216,19 @@ struct KnobRule {
   X("ELASTIC", "ELASTIC", "flag", "0", "1: the job goes on when ranks are lost or come; set by the launcher.") \
   X("ELASTIC_TIMEOUT", "ELASTIC_TIMEOUT", "seconds", "600",                                                 \
     "How long an elastic job waits until enough processes are there; then it ends.")                        \
+  X("ELASTIC_QUORUM", "", "text", "",                                                                       \
+    "majority or any: with --survive-launcher, who may go on where members are silent. Not set: any on one " \
+    "host, majority on several.")                                                                           \
+  X("SURVIVE_LAUNCHER", "", "flag", "0",                                                                    \
+    "1: this process goes on without its launcher; set by horoclonerun --survive-launcher.")                \
   X("MEMBER", "", "text", "", "Name of a process of an elastic job, 32 hex digits; set by the launcher.")   \
   X("NOTICE", "", "seconds", "30",                                                                          \
     "How long after SIGTERM a process of an elastic job may go on to its next commit; then it leaves.")     \
+  X("FAILPOINTS", "", "text", "", "Faults that a test asks for, at named points: see docs/failpoints.md.")     \
+  X("NOTICE_SIGNAL", "", "text", "",                                                                        \
+    "Another signal that means what SIGTERM means to a process of an elastic job: USR1 or USR2.")           \
+  X("REPLICA_INTERVAL", "", "seconds", "0",                                                                 \
+    "Spares of an elastic job are given a commit at most so often; that takes half of the time at most.")   \
   X("MPI_THREADS_DISABLE", "MPI_THREADS_DISABLE", "flag", "0",                                              \
     "1: where horoclone itself has to load mpi4py, it asks MPI for one thread only (MPI_THREAD_FUNNELED).") \
   X("NO_HOROVOD_ALIAS", "", "flag", "0",                                                                    \

@@ -16,8 +16,8 @@ namespace hc {
 
 struct Counters {  // the thread that makes progress writes, anyone reads
   using Count = std::atomic<uint64_t>;
-  Count operations{0}, batches{0}, fused{0}, plans_sent{0}, ballots_sent{0}, control_frames_sent{0},
-      control_bytes_sent{0}, bytes_reduced{0}, frozen{0}, express{0}, sleeps{0}, steps{0}, pings{0};
+  Count operations{0}, batches{0}, fused{0}, plans_sent{0}, request_lists_sent{0}, control_frames_sent{0},
+      control_bytes_sent{0}, bytes_reduced{0}, persistent{0}, bypassed{0}, sleeps{0}, steps{0}, pings{0};
   Count between_nodes_frames{0}, between_nodes_bytes{0};  // of control, sent and received
 
   static void add(Count& count, uint64_t n = 1) { count.fetch_add(n, std::memory_order_relaxed); }
@@ -29,7 +29,7 @@ struct Context {
   Config config;
   Logger log;
   std::unique_ptr<Mesh> mesh;
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   Counters counters;
   std::atomic<bool> connected{false};
   std::atomic<bool> failed{false};    // no operation succeeds any more; Intake has the reason

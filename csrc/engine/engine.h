@@ -91,6 +91,9 @@ class Engine {
   // The timeline is written by rank 0, or by every rank into a file of its own.
   Status start_timeline(const std::string& path, bool mark_cycles);
   Status stop_timeline();
+  // Shows `name` in it, from a moment of the monotonic clock on; args: the members of a JSON object. Does nothing when
+  // no timeline is written.
+  void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args);
   // Before connect: see StackSource.
   void watch_stack(int signal, int fd, int thread) { stalls_.watch_stack(signal, fd, thread); }
 

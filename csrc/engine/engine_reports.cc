@@ -8,6 +8,8 @@ namespace hc {
 
 namespace {
 
+constexpr int kBeforeLaterGenerations = 60;  // seconds
+
 // timeline.json of rank 3 -> timeline.rank3.json
 std::string path_of_rank(const std::string& path, int rank) {
   if (rank == 0) return path;
@@ -66,10 +68,12 @@ Status Engine::start_timeline(const std::string& path, bool mark_cycles) {
     origin.clock_ahead_s = clock_.ahead_s();
     origin.clock_error_s = clock_.error_s();
   }
-  origin.start = Clock::now();
-  origin.epoch_micros =
-      std::chrono::duration_cast<std::chrono::microseconds>(std::chrono::system_clock::now().time_since_epoch())
-          .count();
+  // A later generation leaves room for what began it: timeline_span() tells about it when it is over.
+  const std::chrono::seconds before{context_.generation > 1 ? kBeforeLaterGenerations : 0};
+  origin.start = Clock::now() - before;
+  origin.epoch_micros = std::chrono::duration_cast<std::chrono::microseconds>(
+                            std::chrono::system_clock::now().time_since_epoch() - before)
+                            .count();
   return timeline_.start(origin.all_ranks ? path_of_rank(path, mesh.rank()) : path, origin, mark_cycles,
                          [this](const std::string& text) { context_.log.warning(text); });
 }
@@ -84,6 +88,11 @@ void Engine::measure_clock() {
   (void)progress_.until_under_lock(measured, Deadline::in(ClockOffset::kLimitS));
   const ProgressThreads::Hold held(progress_);
   clock_.end();
+}
+
+void Engine::timeline_span(const std::string& name, double from_s, double seconds, const std::string& args) {
+  const TimePoint from{std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(from_s))};
+  if (timeline_.on()) timeline_.span(name, from, seconds, args);
 }
 
 Status Engine::stop_timeline() {
@@ -117,11 +126,11 @@ std::string Engine::counters_json() const {
   const auto get = [](const Counters::Count& count) { return count.load(std::memory_order_relaxed); };
   return text_of(
       "{\"operations\":", get(c.operations), ",\"batches\":", get(c.batches), ",\"fused\":", get(c.fused),
-      ",\"plans_sent\":", get(c.plans_sent), ",\"ballots_sent\":", get(c.ballots_sent),
+      ",\"plans_sent\":", get(c.plans_sent), ",\"request_lists_sent\":", get(c.request_lists_sent),
       ",\"control_frames_sent\":", get(c.control_frames_sent), ",\"control_bytes_sent\":", get(c.control_bytes_sent),
       ",\"between_nodes_frames\":", get(c.between_nodes_frames),
       ",\"between_nodes_bytes\":", get(c.between_nodes_bytes), ",\"bytes\":", get(c.bytes_reduced),
-      ",\"frozen\":", get(c.frozen), ",\"express\":", get(c.express), ",\"sleeps\":", get(c.sleeps),
+      ",\"persistent\":", get(c.persistent), ",\"bypassed\":", get(c.bypassed), ",\"sleeps\":", get(c.sleeps),
       ",\"steps\":", get(c.steps), ",\"pings\":", get(c.pings), ",\"live_handles\":", intake_.handles().live(),
       ",\"last_ready\":{", intake_.stragglers_json(), "},\"autotune\":", tuner_.json(), ",\"between_nodes\":\"",
       selected_.by_mpi.load() ? "mpi" : "tcp", "\",\"way_probes\":", selected_.probes.load(), ",\"selection\":\"",

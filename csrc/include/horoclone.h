@@ -15,7 +15,7 @@
 extern "C" {
 #endif
 
-#define HC_VERSION 1
+#define HC_VERSION 2
 #define HC_EXPORT __attribute__((visibility("default")))
 
 typedef struct hc_runtime hc_runtime;
@@ -114,7 +114,7 @@ typedef struct hc_members {
   const uint8_t* secret;
   size_t secret_bytes; /* >= 16 */
   const char* job;
-  uint32_t generation;
+  uint64_t generation;
   double timeout_s;
   int32_t (*cancelled)(void*); /* polled every 50 ms; not 0 = give up; may be NULL */
   void* cancelled_context;

@@ -13,6 +13,8 @@ extern "C" {
  * unless HOROVOD_TIMELINE was set. */
 HC_EXPORT hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles);
 HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
+/* A span that is over, in the row "recovery": from a moment of CLOCK_MONOTONIC on. args: members of a JSON object. */
+HC_EXPORT void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args);
 /* Before hc_connect: `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` (not
  * blocking, the caller's) reads from. Stall reports show it. */
 HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);

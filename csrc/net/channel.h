@@ -14,7 +14,8 @@
 namespace hc {
 
 // Travels in front of every data segment (16 bytes). A receiver matches on generation, process set and batch, in the
-// order of posting; the offset must then be equal, else the stream is broken and the channel fails.
+// order of posting; the offset must then be equal, else the stream is broken and the channel fails. Of the generation
+// there are the 16 low bits only: they are a filter inside a connection whose handshake has proved all 64.
 struct Tag {
   uint16_t generation = 0;
   uint16_t process_set = 0;

@@ -85,7 +85,7 @@ class ConnectedMesh final : public Mesh {
   Status read_endpoints(const MeshMembers& members, std::vector<Endpoint>* endpoints) const;
   void number_nodes(const std::vector<Endpoint>& endpoints);
   Status prepare_rings();
-  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint32_t generation);
+  Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint64_t generation);
   Status make_shared_channel(int rank, PeerLinks links);
   Status open_listeners();
   void open_arena();

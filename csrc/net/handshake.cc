@@ -48,7 +48,7 @@ Handshake Handshake::connect(const Credentials* credentials, const Claim& claim)
   return one;
 }
 
-Handshake Handshake::accept(const Credentials* credentials, uint32_t generation, Judge judge) {
+Handshake Handshake::accept(const Credentials* credentials, uint64_t generation, Judge judge) {
   Claim claim;
   claim.generation = generation;
   Handshake one(credentials, claim, false);
@@ -148,10 +148,10 @@ void Handshake::take_hello() {
 
 void Handshake::take_proof() {
   Reader proof({in_.data(), kProofBytes});
-  const uint32_t own_generation = claim_.generation;
+  const uint64_t own_generation = claim_.generation;
   claim_.from = proof.get<int32_t>();
   claim_.to = proof.get<int32_t>();
-  claim_.generation = proof.get<uint32_t>();
+  claim_.generation = proof.get<uint64_t>();
   Digest mac{};
   proof.take(mac.data(), mac.size());
   if (!equal_in_constant_time(mac, code(true))) {

@@ -30,7 +30,7 @@ const char* text_of(Verdict verdict);
 struct Claim {
   int32_t from = -1;
   int32_t to = -1;
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   Purpose purpose = Purpose::kControl;
 };
 
@@ -48,7 +48,7 @@ class Handshake {
   // further.
   static Handshake connect(const Credentials* credentials, const Claim& claim);
   // The accepting side: `judge` is asked about a proven claim and by saying kWelcome takes the connection.
-  static Handshake accept(const Credentials* credentials, uint32_t generation, Judge judge);
+  static Handshake accept(const Credentials* credentials, uint64_t generation, Judge judge);
 
   // Goes on as far as possible without waiting.
   State step(int fd);
@@ -67,7 +67,7 @@ class Handshake {
 
  private:
   enum class Stage : uint8_t { kHello, kHeld, kProof, kDone };
-  static constexpr size_t kHelloBytes = 68, kProofBytes = 44, kVerdictBytes = 36;
+  static constexpr size_t kHelloBytes = 68, kProofBytes = 48, kVerdictBytes = 36;
 
   Handshake(const Credentials* credentials, const Claim& claim, bool connecting);
   void queue_hello();

@@ -48,7 +48,7 @@ struct MeshMembers {
   std::vector<std::string> endpoints;  // by rank, as given by listen()
   std::string secret;                  // job secret, >= 16 bytes; authenticates every connection
   std::string job;                     // job id, in every handshake
-  uint32_t generation = 0;             // in every handshake: a stale rank of an older life is refused
+  uint64_t generation = 0;             // in every handshake, whole: a stale rank of an older life is refused
   double timeout_s = defaults::init_timeout_s;
   double report_after_s = defaults::init_report_s;  // then `say` hears who is missing and which address was tried
   std::function<void(const std::string&)> say;      // may be empty

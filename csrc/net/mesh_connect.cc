@@ -143,7 +143,7 @@ Status ConnectedMesh::connect(const MeshMembers& members) {
 }
 
 Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links,
-                                    uint32_t generation) {
+                                    uint64_t generation) {
   peers_.resize(size_);
   if (local_size_ > options_.few_local_ranks && arena_) shared_peers_.heed(arena_->block()->news, local_size_);
   for (int r = 0; r < size_; ++r) {

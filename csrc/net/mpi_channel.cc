@@ -15,12 +15,13 @@ constexpr size_t kSpare = 16;
 }  // namespace
 
 MpiChannel::MpiChannel(int rank, FramedChannel* control, std::shared_ptr<const MpiApi> api, Traffic* traffic,
-                       uint32_t generation)
+                       uint64_t generation)
     : rank_(rank),
       control_(control),
       api_(std::move(api)),
       traffic_(traffic),
-      tag_base_(static_cast<int>(generation % kLives) * kTagsPerLife) {}
+      // The low half counts; the high half is that of whoever counts, and changes the remainder.
+      tag_base_(static_cast<int>(static_cast<uint32_t>(generation) % kLives) * kTagsPerLife) {}
 
 int MpiChannel::data_tag(uint32_t number) const {
   return tag_base_ + 1 + static_cast<int>(number % (kTagsPerLife - 1));

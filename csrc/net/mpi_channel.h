@@ -21,7 +21,7 @@ class MpiChannel final : public Channel {
  public:
   // `rank`: the peer's, also in the communicator. `control` outlives this.
   MpiChannel(int rank, FramedChannel* control, std::shared_ptr<const MpiApi> api, Traffic* traffic,
-             uint32_t generation);
+             uint64_t generation);
   ~MpiChannel() override { close(); }
 
   // Whether data goes through MPI from now on, or through `control`. All ranks change it between the same operations.

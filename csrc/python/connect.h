@@ -21,7 +21,7 @@ struct Members {
   const std::vector<std::string>& endpoints;
   const std::string& secret;
   const std::string& job;
-  uint32_t generation;
+  uint64_t generation;
   double timeout_s;
   const std::optional<MpiHandles>& mpi;
   const pybind11::object& look;  // None, or called every 50 ms: what it raises ends the attempt

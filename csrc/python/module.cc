@@ -124,7 +124,7 @@ class Runtime {
   }
 
   void connect(int rank, const std::vector<std::string>& endpoints, const std::string& secret, const std::string& job,
-               uint32_t generation, double timeout_s, const std::optional<hc_python::MpiHandles>& mpi,
+               uint64_t generation, double timeout_s, const std::optional<hc_python::MpiHandles>& mpi,
                const py::object& look) {
     raise_if(hc_python::connect_interruptibly(rt_, {rank, endpoints, secret, job, generation, timeout_s, mpi, look}));
   }
@@ -320,6 +320,9 @@ class Runtime {
     }
     raise_if(status);
   }
+  void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args) {
+    hc_timeline_span(rt_, name.c_str(), from_s, seconds, args.c_str());
+  }
   void watch_stack(int signal, int fd, int thread) { hc_watch_stack(rt_, signal, fd, thread); }
   std::string flight_record(const std::string& reason) const {
     WithoutGil released;
@@ -452,6 +455,7 @@ PYBIND11_MODULE(_core, m) {
       .def("after_fork_child", &Runtime::after_fork_child)
       .def("start_timeline", &Runtime::start_timeline, "path"_a, "mark_cycles"_a = false)
       .def("stop_timeline", &Runtime::stop_timeline)
+      .def("timeline_span", &Runtime::timeline_span, "name"_a, "from_s"_a, "seconds"_a, "args"_a = "")
       .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a)
       .def("flight_record", &Runtime::flight_record, "reason"_a = "asked for")
       .def("counters", &Runtime::counters)

@@ -28,7 +28,7 @@ class World {
   }
 
   // Runs body on every rank; returns the first status that was not ok (set-up and shutdown included).
-  Status each(const Body& body, uint32_t generation = 1) {
+  Status each(const Body& body, uint64_t generation = 1) {
     std::vector<std::string> endpoints(size_);
     std::vector<Status> outcomes(size_);
     std::barrier<> barrier(size_);
@@ -42,7 +42,7 @@ class World {
   }
 
  private:
-  Status run(int rank, uint32_t generation, std::vector<std::string>& endpoints, std::barrier<>& barrier,
+  Status run(int rank, uint64_t generation, std::vector<std::string>& endpoints, std::barrier<>& barrier,
              const Body& body) {
     auto settings = settings_;
     if (!node_.empty()) settings.emplace_back("HOROCLONE_NODE", node_[rank]);

@@ -23,14 +23,17 @@ INCARNATION_BYTES = 8
 MAX_COMMITS = 2
 MAX_TEXT_BYTES = 512
 MAX_WAIT_MS = 5_000
-KINDS = (wire.JOIN, wire.FORM, wire.NOTICE, wire.DEPART, wire.SUSPECT)
+KINDS = (wire.JOIN, wire.FORM, wire.NOTICE, wire.DEPART, wire.SUSPECT, wire.STANDBY)
 GENERATION_KEY = "g/"  # ranks of a generation gather under this and its number
 
 _HEAD = struct.Struct(f"<QIIQIB{NONCE_BYTES}s")
 
 
-def packed(record: Record, id_: bytes) -> bytes:
-    """What one member is told: [number, size, rank, commit, root, skip_sync, nonce][index, previous] by rank."""
+def packed(record: Record, id_: bytes, rest: bytes = b"") -> bytes:
+    """What one member is told: [number, size, rank, commit, root, skip_sync, nonce][index, previous] by rank, the rest.
+
+    rest: what a member needs to be the roster itself (succession.py); empty where none ever is.
+    """
     size = len(record.members)
     head = _HEAD.pack(
         record.number,
@@ -42,7 +45,7 @@ def packed(record: Record, id_: bytes) -> bytes:
         record.nonce,
     )
     pairs = (number for pair in zip(record.indexes, record.previous, strict=True) for number in pair)
-    return head + struct.pack(f"<{2 * size}i", *pairs)
+    return head + struct.pack(f"<{2 * size}i", *pairs) + rest
 
 
 class Told:
@@ -51,16 +54,17 @@ class Told:
     def __init__(self, body: bytes) -> None:
         try:
             number, size, rank, commit, root, skips, nonce = _HEAD.unpack_from(body)
-            numbers = struct.unpack(f"<{2 * size}i", body[_HEAD.size :])
+            numbers = struct.unpack_from(f"<{2 * size}i", body, _HEAD.size)
         except struct.error as error:
             raise ConnectionError(f"a record of a generation that makes no sense: {error}") from error
         self.number, self.size, self.rank = int(number), int(size), int(rank)
         self.commit, self.commit_root, self.skip_sync = int(commit), int(root), bool(skips)
         self.nonce = bytes(nonce)
+        self.rest = body[_HEAD.size + 8 * self.size :]
         self.indexes, self.previous = numbers[::2], numbers[1::2]
 
 
-class _Place:
+class Place:
     """A connection that has joined, and what it waits for."""
 
     def __init__(self, id_: bytes) -> None:
@@ -80,11 +84,13 @@ class Desk:
             None
         )  # whoever started the members hears that something has changed
         self._state: object = None
-        self._places: dict[Any, _Place] = {}
+        self._places: dict[Any, Place] = {}
         self._is_new = True  # something has changed since everybody was looked at
         self._due = float("inf")  # when somebody has to be looked at again
         self._formed = 0
         self._gone_seen: set[bytes] = set()
+        self.heritage: Callable[[Roster], bytes] | None = None  # see packed()
+        self._rest = (-1, b"")  # of the newest record: its number, what heritage made of it
 
     # --- the server's thread
 
@@ -106,7 +112,7 @@ class Desk:
                     raise wire.FrameError("too many commits")
                 commits = [reader.number("Q") for _ in range(count)]
                 place.kind = wire.FORM
-                self.roster.form(place.id, seen, commits, now)
+                self._form(place.id, seen, commits, now)
                 return None
             if kind == wire.NOTICE:
                 place.deadline = now + min(reader.number("I"), MAX_WAIT_MS) / 1000
@@ -118,6 +124,10 @@ class Desk:
                 at_once = bool(reader.number("B"))
                 reason = reader.rest()[:MAX_TEXT_BYTES].decode(errors="replace")
                 (self.roster.leave if at_once else self.roster.announce)(place.id, reason, now)
+            elif kind == wire.STANDBY:
+                self.roster.members[place.id].addresses = reader.rest()[:MAX_TEXT_BYTES].decode(
+                    errors="replace"
+                )
             elif kind == wire.SUSPECT:
                 self.roster.suspect(reader.number("Q"), reader.number("I"), now)
             return wire.OK, b""
@@ -125,15 +135,25 @@ class Desk:
     def _join(self, connection: Any, reader: wire.Reader, now: float) -> tuple[int, bytes]:
         id_, incarnation = reader.take(ID_BYTES), reader.take(INCARNATION_BYTES)
         slot = reader.number("I")
-        host = reader.rest()[:MAX_TEXT_BYTES].decode(errors="replace")
+        host, _, build = reader.rest()[:MAX_TEXT_BYTES].decode(errors="replace").partition("\0")
         if connection in self._places:
             raise wire.FrameError("a connection joins once")
         try:
-            index = self.roster.join(id_, incarnation, host, slot, now)
+            index = self.roster.join(id_, incarnation, host, slot, now, build)
         except Refusal as refusal:
             return wire.REJECTED, str(refusal).encode()
-        self._places[connection] = _Place(id_)
+        self._places[connection] = Place(id_)
         return wire.OK, struct.pack("<I", index)
+
+    def _form(self, id_: bytes, seen: int, commits: list[int], now: float) -> None:
+        self.roster.form(id_, seen, commits, now)
+
+    def gathered(self, key: str) -> None:
+        """Every rank has come to this gather."""
+        with self.mutex:
+            record = self.roster.record
+            if record is not None and key == f"{GENERATION_KEY}{record.number}":
+                self.roster.established(record.number)
 
     def dropped(self, connection: Any) -> None:
         """The connection is gone; who waited on it waits no more until it asks again."""
@@ -169,7 +189,7 @@ class Desk:
             self._due = min([self.roster.next_s(), *waits])
             return found
 
-    def _answer(self, place: _Place) -> tuple[int, bytes] | None:
+    def _answer(self, place: Place) -> tuple[int, bytes] | None:
         if place.kind == wire.NOTICE:
             if self.roster.stopped is not None:
                 return _end(wire.STOP, self.roster.stopped)
@@ -177,10 +197,15 @@ class Desk:
             return (wire.OK, struct.pack("<QQB", seq, wanted, update)) if seq > place.seq else None
         answer = self.roster.answer(place.id)
         if isinstance(answer, Record):
-            return wire.OK, packed(answer, place.id)
+            return wire.OK, packed(answer, place.id, self._rest_of(answer))
         if isinstance(answer, Stop):
             return _end(wire.STOP, answer)
         return _end(wire.OUT, answer) if isinstance(answer, Out) else None
+
+    def _rest_of(self, record: Record) -> bytes:
+        if self.heritage is not None and self._rest[0] != record.number:
+            self._rest = record.number, self.heritage(self.roster)
+        return self._rest[1]
 
     def next_s(self) -> float:
         """When answers() has something to say, in time.monotonic()."""

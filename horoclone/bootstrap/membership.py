@@ -15,14 +15,26 @@ import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from horoclone import errors
+from horoclone import errors, failpoints
 from horoclone.bootstrap import exchange, launchers, wire
-from horoclone.bootstrap.client import CLOSED_BY_PEER, HELLO_S, SLICE_S, Client
+from horoclone.bootstrap.client import CLOSED_BY_PEER, GONE, HELLO_S, SLICE_S, Client
 from horoclone.bootstrap.desk import GENERATION_KEY, INCARNATION_BYTES, Told
 from horoclone.bootstrap.roster import ID_BYTES, Notice, Out, Stop
 
 Say = Callable[[str], None]
 SAY_EVERY_S = 10.0
+
+# What a member says who could be the roster and is not. HEARS: it hears another one. WAITS: it looks for one, too.
+# ABSENT: nobody listens there any more.
+HEARS, WAITS, DECLINES, ABSENT = range(4)
+
+
+class Elsewhere(errors.HorovodInternalError):
+    """Who was asked is not the roster. state: HEARS, WAITS or DECLINES."""
+
+    def __init__(self, body: bytes) -> None:
+        super().__init__("this process is not the roster of the job now")
+        self.state = body[0] if body else DECLINES
 
 
 class Identity(NamedTuple):
@@ -35,6 +47,8 @@ class Identity(NamedTuple):
     addresses: tuple[str, ...]
     secret: bytes
     job: str
+    build: str = ""  # of horoclone: what all members must have alike
+    own: tuple[str, ...] = ()  # where this process would be the roster
 
 
 def identity(environ: Mapping[str, str]) -> Identity:
@@ -73,20 +87,43 @@ class Membership(Client):
 
     def _introduce(self, connection: socket.socket) -> None:
         who = self._who
-        name = who.id + who.incarnation + struct.pack("<I", who.slot) + who.host.encode()
+        name = who.id + who.incarnation + struct.pack("<I", who.slot) + f"{who.host}\0{who.build}".encode()
         connection.settimeout(HELLO_S)
         connection.sendall(wire.frame(bytes([wire.JOIN]) + name))
         status, body = self._receive(time.monotonic() + HELLO_S)
+        if status == wire.ELSEWHERE:
+            raise Elsewhere(body)
         if status == wire.REJECTED:
             raise errors.Unsupported(f"the roster refuses this process: {body.decode(errors='replace')}")
         if status != wire.OK or len(body) != 4:
             raise ConnectionError(CLOSED_BY_PEER)
+        if who.own:
+            connection.sendall(wire.frame(bytes([wire.STANDBY]) + ",".join(who.own).encode()))
+            if self._receive(time.monotonic() + HELLO_S)[0] != wire.OK:
+                raise ConnectionError(CLOSED_BY_PEER)
         if self._shows:
             self._rank = struct.unpack("<I", body)[0]
             super()._introduce(connection)
 
+    def probe(self, timeout_s: float) -> int | None:
+        """One attempt to join. None: this is the roster, and the connection stays; else what Elsewhere says."""
+        try:
+            self._connection = self._one_round(time.monotonic() + timeout_s)
+            if self._connection is None:
+                return ABSENT if all(text in GONE for text in self.tried.values()) else DECLINES
+            self._introduce(self._connection)
+            self._met = True
+            return None
+        except Elsewhere as error:
+            self.close()
+            return error.state
+        except (OSError, errors.HorovodInternalError):
+            self.close()
+            return DECLINES
+
     def form(self, seen: int, commits: tuple[int, ...], wait_s: float) -> Told | Out | Stop | None:
         """Waits so long for the generation after `seen`; None: not yet. Timeout when the roster cannot be reached."""
+        failpoints.reach("roster.form")
         request = struct.pack("<BIQB", wire.FORM, int(wait_s * 1000), seen, len(commits))
         request += struct.pack(f"<{len(commits)}Q", *commits)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
@@ -94,6 +131,7 @@ class Membership(Client):
 
     def notice(self, seq: int) -> Notice | Stop | None:
         """The next notice after this one; None: there is none yet."""
+        failpoints.reach("roster.notice")
         request = struct.pack("<BIQ", wire.NOTICE, int(SLICE_S * 1000), seq)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, SLICE_S)
         if status == wire.OK:
@@ -103,22 +141,27 @@ class Membership(Client):
 
     def depart(self, reason: str, at_once: bool) -> None:
         """Tells the roster that this process will leave at the next commit, or leaves at once. Best effort."""
+        failpoints.reach("roster.leave")
         self._tell_roster(bytes([wire.DEPART, at_once]) + reason.encode(errors="replace")[:512])
 
-    def suspect(self, number: int, rank: int) -> None:
-        """Tells the roster that this process has lost a rank of this generation. Best effort."""
-        self._tell_roster(struct.pack("<BQI", wire.SUSPECT, number, rank))
+    def suspect(self, number: int, rank: int) -> bool:
+        """Tells the roster that this process has lost a rank of this generation. Whether it could be told."""
+        failpoints.reach("roster.suspect")
+        return self._tell_roster(struct.pack("<BQI", wire.SUSPECT, number, rank))
 
-    def _tell_roster(self, payload: bytes) -> None:
+    def _tell_roster(self, payload: bytes) -> bool:
         try:
             self._ask(payload, time.monotonic() + HELLO_S)
+            return True
         except (OSError, errors.HorovodInternalError):
-            pass  # it hears of our end from the launcher
+            return False  # it hears of our end from the launcher
 
 
 def _end(status: int, body: bytes) -> Out | Stop | None:
     if status == wire.NOT_YET:
         return None
+    if status == wire.ELSEWHERE:
+        raise Elsewhere(body)
     if status not in (wire.OUT, wire.STOP) or len(body) < 4:
         raise errors.HorovodInternalError(f"the roster answered {body.decode(errors='replace')!r}")
     code, text = struct.unpack_from("<i", body)[0], body[4:].decode(errors="replace")
@@ -131,7 +174,7 @@ class GenerationJob(exchange.Job):
 
     def __init__(self, meeting: exchange.Meeting, told: Told) -> None:
         super().__init__(meeting, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes))
-        self.generation = told.number % (1 << 32)
+        self.generation = told.number
         self._number, self._gathered = told.number, 0
         label = b"horoclone generation " + struct.pack("<Q", told.number) + told.nonce
         self._own_secret = hmac.new(meeting.secret, label, hashlib.sha256).digest()

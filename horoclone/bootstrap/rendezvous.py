@@ -384,18 +384,19 @@ class Server:
             text = f"rank {rank} says that the job has {size} ranks, the others say {gather.size}"
             self._reply(connection, wire.REJECTED, text.encode())
             return
-        known = gather.blobs.get(rank)
-        if known is not None and known != blob:
+        if gather.blobs.get(rank, blob) != blob:
             text = f"two processes say that they are rank {rank}; was a process started with a copied environment?"
             self._reply(connection, wire.REJECTED, text.encode())
             return
+        is_complete = rank not in gather.blobs and len(gather.blobs) == size - 1
         gather.blobs[rank] = blob
         connection.waiter = waiter
         with self._mutex:
             self._arrived.add(rank)
-            if known is None and len(gather.blobs) == size:
-                self._pending_takes += 1
-        if known is None and len(gather.blobs) == size:
+            self._pending_takes += is_complete
+        if is_complete:
+            if self._desk is not None:
+                self._desk.gathered(waiter.key)
             self._wake(waiter.key)
         else:
             self._answer(connection)

@@ -16,20 +16,27 @@ NONCE_BYTES = 32
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
 TOGETHER_S = 2.0  # so long does who waits at the door wait for others who are being started
 SILENT_S = 5.0  # a member whom others have lost is dead when the roster has not heard of it for so long
+LOW_BITS = 32  # of a generation's number: these count, those above name who counts (succession.py)
 UNHEARD_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
+UNREADY_S = 0.1  # so long do survivors wait for newcomers that were not synchronised yet
 NO_MEMBER = 75  # EX_TEMPFAIL: exit code of a process that the others go on without
 
 RESET_LIMIT_TEXT = "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
 
 
 class Limits(NamedTuple):
-    """size: of the first generation. largest, resets: None for no limit. timeout_s: bounds every wait."""
+    """size: of the first generation. largest, resets: None for no limit. timeout_s: bounds every wait.
+
+    majority: a generation needs more than half of those members of the last whole one that are not known to be dead, or
+    half of them with the lowest. Another roster may have the rest.
+    """
 
     size: int
     smallest: int = 1
     largest: int | None = None
     timeout_s: float = 600.0
     resets: int | None = None
+    majority: bool = False
 
 
 class Record(NamedTuple):
@@ -89,10 +96,15 @@ class Member:
     heard_s: float
     incarnation: bytes = b""  # of the process that has joined; empty: not yet
     generation: int = 0
+    released: int = (
+        0  # the generation that it was in, and whose others went on before it was synchronised; 0: none
+    )
     waits_after: int | None = None  # it is in form(), and this is the generation that it has seen last
     waiting_s: float = 0.0
     commits: tuple[int, ...] = ()
     connections: int = 0
+    near: bool = False  # on the roster's own host, where no network is between
+    addresses: str = ""  # where it would be the roster itself (succession.py)
     suspected: bool = False  # another member has lost it
     leaving: str = ""  # it has said that it will go
     unwanted: str = ""  # nobody wants it any more
@@ -102,36 +114,54 @@ class Member:
 
 @dataclass(eq=False)
 class Roster:
-    """open_door: whether a process that nobody has announced by start() may join."""
+    """open_door: whether a process that nobody has announced by start() may join. term: the high half of numbers."""
 
     limits: Limits
     draw: Callable[[int], bytes]  # so many random bytes
     open_door: bool = False
+    build: str = ""  # of horoclone, as the first member has it that said so
     record: Record | None = None
     stopped: Stop | None = None
     finishing: bool = False  # a member has ended with success: whoever comes now comes too late
     members: dict[bytes, Member] = field(default_factory=dict)
     newest_commit: int = 0
     given_up: list[bytes] = field(default_factory=list)  # alive perhaps; whoever started them should end them
+    term: int = 0
+    voters: tuple[bytes, ...] = ()  # of the last generation in which everybody came to connect, by rank
+    _lacking_s: float | None = (
+        None  # since when somebody is silent, and the others are too few to go on without
+    )
+    certainly_gone: set[bytes] = field(default_factory=set)  # dead or left for sure, not only silent
     _next_index: int = 0
     _forming_s: float | None = None
     _notice: Notice = NO_NOTICE
+    _commits_before: dict[bytes, int] = field(
+        default_factory=dict
+    )  # of the survivors, when they formed the newest
 
     # --- what is heard of members
 
-    def start(self, id_: bytes, host: str, slot: int, now: float) -> int:
+    def start(self, id_: bytes, host: str, slot: int, now: float, near: bool = False) -> int:
         """Somebody starts this process: it is waited for. Gives the number of the member."""
         if len(id_) != ID_BYTES:
             raise ValueError(f"the name of a member has {ID_BYTES} bytes, not {len(id_)}")
         if id_ in self.members:
             raise ValueError("two members have the same name")
-        member = Member(id_, self._next_index, host, slot, now)
+        member = Member(id_, self._next_index, host, slot, now, near=near)
         self._next_index += 1
         self.members[id_] = member
         return member.index
 
-    def join(self, id_: bytes, incarnation: bytes, host: str, slot: int, now: float) -> int:
+    def join(self, id_: bytes, incarnation: bytes, host: str, slot: int, now: float, build: str = "") -> int:
         """A connection of this member is there. incarnation: drawn by its process. Gives the number of the member."""
+        if (
+            build != self.build and self.build
+        ):  # the ranks would refuse it, and all of them would end with that
+            raise Refusal(
+                f"it is horoclone {build or 'of an unknown version'}, and the job's other processes are horoclone "
+                f"{self.build}; install the same horoclone on every host"
+            )
+        self.build = build
         member = self.members.get(id_)
         if member is None:
             if not self.open_door:
@@ -164,9 +194,10 @@ class Roster:
     def form(self, id_: bytes, seen: int, commits: Iterable[int], now: float) -> None:
         """It waits for a generation after `seen`, the newest that it knows (0: none), and holds these commits."""
         member = self.members[id_]
-        if member.waits_after is None:
+        after = 0 if seen and seen == member.released else seen
+        if member.waits_after != after:
             member.waiting_s = now
-        member.waits_after = seen
+        member.waits_after = after
         member.commits = tuple(sorted(set(commits)))
         member.heard_s = now
         self.newest_commit = max((self.newest_commit, *member.commits))
@@ -185,11 +216,14 @@ class Roster:
         """It leaves now, as planned."""
         member = self.members[id_]
         member.leaving = reason or member.leaving or "it left"
+        self.certainly_gone.add(id_)
         self._lose(member, f"it left: {member.leaving}", 0)
         self.step(now)
 
-    def dead(self, id_: bytes, text: str, now: float) -> None:
-        """From who knows: its process has ended."""
+    def dead(self, id_: bytes, text: str, now: float, is_certain: bool = True) -> None:
+        """From who knows: its process has ended. is_certain: it was seen, and not only its host was lost."""
+        if is_certain:
+            self.certainly_gone.add(id_)
         self._lose(self.members[id_], text, NO_MEMBER)
         self.step(now)
 
@@ -203,6 +237,11 @@ class Roster:
         if member.connections == 0 and member.incarnation:
             self._lose(member, "its connections ended", NO_MEMBER)
         self.step(now)
+
+    def established(self, number: int) -> None:
+        """All members of this generation have come to connect: from now on they are those who may vote."""
+        if self.record is not None and self.record.number == number:
+            self.voters = self.record.members
 
     def unwant(self, id_: bytes, reason: str, now: float) -> None:
         """It shall go: its host is not there any more, or is not to be used."""
@@ -251,7 +290,10 @@ class Roster:
         due = [float("inf")]
         if self._forming_s is not None:
             due.append(self._forming_s + self.limits.timeout_s)
-            due += [self._patience_s(one) for one in self._old() if not self._comes(one)]
+            unready, until_s = self._unready()
+            due += [until_s] if unready else []
+            if self._lacking_s is None:
+                due += [self._patience_s(one) for one in self._old() if not self._comes(one)]
         elif self.record is not None:
             due += [one.waiting_s + TOGETHER_S for one in self._newcomers()]
         return min(due)
@@ -270,7 +312,11 @@ class Roster:
         return (
             []
             if record is None
-            else [one for one in map(self.members.__getitem__, record.members) if not one.gone]
+            else [
+                one
+                for one in map(self.members.__getitem__, record.members)
+                if not one.gone and one.released != record.number
+            ]
         )
 
     # --- the machine
@@ -286,15 +332,64 @@ class Roster:
         if self._forming_s is None:
             self._forming_s = now
         is_late = now >= self._forming_s + self.limits.timeout_s
+        unready, until_s = self._unready()
+        if now >= until_s:
+            for one in unready:  # it comes again, as a newcomer
+                one.released, one.generation, one.waits_after = one.generation, 0, None
         missing = [one for one in self._old() if not self._comes(one)]
+        overdue = [one for one in missing if is_late or now >= self._patience_s(one)]
+        if overdue and not is_late and not self._may_go_on([one for one in self._old() if self._comes(one)]):
+            self._lacking_s = now if self._lacking_s is None else self._lacking_s
+            return  # nobody is given up by those who may be the ones that are cut off
+        if self._lacking_s is not None and now >= self._lacking_s + SILENT_S and not is_late:
+            for one in overdue:
+                one.heard_s = now  # the network is whole again: the others come back one by one
+            overdue = []
+        self._lacking_s = None
         for one in missing:
-            if is_late or now >= self._patience_s(one):
+            if one in overdue:
                 why = "it did not come back" if is_late else "nobody has heard of it any more"
                 self._lose(one, f"{why} (generation {one.generation})", NO_MEMBER)
-                self.given_up.append(one.id)
+                if not self.limits.majority:  # else by _make: it may be we who are cut off
+                    self.given_up.append(one.id)
         if any(not one.gone for one in missing):
             return
-        self._form_or_hold(is_late)
+        if self._is_state_lost():
+            self._give_up_the_state()
+        else:
+            self._form_or_hold(is_late)
+
+    def _unready(self) -> tuple[list[Member], float]:
+        """Newcomers of a generation that was lost before they were synchronised, and until when they are waited for:
+        they may be building their model for seconds yet. A sync ends in a commit of every rank."""
+        record, old = self.record, self._old()
+        survivors = [one for one in old if one.id in self._commits_before]
+        others = [one for one in old if one.id not in self._commits_before and not self._comes(one)]
+        if record is None or self.finishing or not others or not survivors:
+            return [], 0.0
+        for one in survivors:
+            if not self._comes(one) or not one.commits or one.commits[-1] > self._commits_before[one.id]:
+                return [], 0.0
+        return others, max(one.waiting_s for one in survivors) + UNREADY_S
+
+    def _is_state_lost(self) -> bool:
+        """Nobody is left, or there are commits and only those are left who came and were never synchronised."""
+        if self.record is None:
+            return False
+        old = self._old()
+        return not self.live() or bool(old and self.newest_commit and not any(one.commits for one in old))
+
+    def _give_up_the_state(self) -> None:
+        if self.finishing:
+            for one in self._old():
+                one.unwanted = "the job is done"
+            return
+        assert self.record is not None
+        self.stop(
+            1,
+            f"nobody is left of those who had the state of the training (generation {self.record.number}): the "
+            "processes that wait would begin anew. Start the job again, from its last checkpoint.",
+        )
 
     def _form_or_hold(self, is_late: bool) -> None:
         old, new, limits = self._old(), self._newcomers(), self.limits
@@ -302,7 +397,15 @@ class Roster:
         ready = (old + new)[: max(largest, 1)]
         first = self.record is None
         wanted = limits.size if first and not is_late else limits.smallest
-        if ready and (len(ready) >= wanted or (self.finishing and old)):
+        votes, voters = self._votes(ready)
+        if ready and not self._may_go_on(ready):
+            if is_late:
+                self.stop(
+                    NO_MEMBER,
+                    f"{votes} of {voters} ranks are on this side of a cut network after {limits.timeout_s:g} s: the "
+                    "others may be going on, so these end; HOROCLONE_ELASTIC_QUORUM=any lets every side go on",
+                )
+        elif ready and (len(ready) >= wanted or (self.finishing and old)):
             if not first and limits.resets is not None and self._resets() >= limits.resets:
                 self.stop(1, RESET_LIMIT_TEXT.format(limits.resets))
             else:
@@ -314,9 +417,29 @@ class Roster:
                 "--elastic-timeout (seconds) gives them more time, --min-np asks for fewer",
             )
 
+    def _voting(self) -> list[bytes]:
+        return [id_ for id_ in self.voters if id_ not in self.certainly_gone]
+
+    def _votes(self, ready: list[Member]) -> tuple[int, int]:
+        """How many of those who may vote are here, and how many there are."""
+        voting, here = self._voting(), {one.id for one in ready}
+        return sum(id_ in here for id_ in voting), len(voting)
+
+    def _may_go_on(self, ready: list[Member]) -> bool:
+        """Whether nobody else can have a majority. Two rosters cannot both: who is dead votes for neither."""
+        if not self.limits.majority or not (voting := self._voting()):
+            return True
+        votes, voters = self._votes(ready)
+        return 2 * votes > voters or (2 * votes == voters and any(one.id == voting[0] for one in ready))
+
+    def next_number(self) -> int:
+        """Of the generation after the newest."""
+        newest = 0 if self.record is None else self.record.number
+        return (self.term << LOW_BITS) | ((newest + 1) % (1 << LOW_BITS))
+
     def _make(self, ready: list[Member]) -> None:
         before = self.record
-        number = 1 if before is None else before.number + 1
+        number = self.next_number()
         ranks = {} if before is None else {id_: rank for rank, id_ in enumerate(before.members)}
         survivors = [one for one in ready if one.generation]
         held = set.intersection(*(set(one.commits) for one in survivors)) if survivors else set()
@@ -341,8 +464,14 @@ class Roster:
             len(survivors) == len(ready) and len(newest) == 1 and commit > 0 and commit in newest,
             self.draw(NONCE_BYTES),
         )
+        self._commits_before = {one.id: max(one.commits, default=0) for one in survivors}
         for one in ready:
-            one.generation, one.suspected = number, False
+            one.generation, one.released, one.suspected = number, 0, False
+        if self.limits.majority and before is not None:
+            left = [id_ for id_ in before.members if self.members[id_].out_code == NO_MEMBER]
+            self.given_up += [id_ for id_ in left if id_ not in self.certainly_gone]
+        if len(ready) == 1:
+            self.established(number)  # it meets nobody
         self._forming_s = None
 
     def _patience_s(self, member: Member) -> float:
@@ -355,8 +484,7 @@ class Roster:
     def _is_forming(self) -> bool:
         if self.record is None:
             return bool(self._newcomers())
-        live = self._old()
-        return any(self._comes(one) for one in live) or (not live and bool(self._newcomers()))
+        return any(self._comes(one) for one in self._old()) or (not self.live() and bool(self._newcomers()))
 
     def _look_for_news(self, now: float) -> None:
         """While a generation runs: is another one wanted?"""
@@ -374,8 +502,8 @@ class Roster:
             all_there = not self.coming() or now >= min(one.waiting_s for one in new) + TOGETHER_S
             update |= ADDED if all_there else NO_UPDATE
         last = self._notice
-        if update and (last.wanted, last.update) != (record.number + 1, update):
-            self._notice = Notice(last.seq + 1, record.number + 1, update)
+        if update and (last.wanted, last.update) != (self.next_number(), update):
+            self._notice = Notice(last.seq + 1, self.next_number(), update)
 
     def _old(self) -> list[Member]:
         """Members of the newest generation who may be in the next, by rank."""
@@ -399,8 +527,10 @@ class Roster:
         return self.record is not None and member.waits_after == self.record.number
 
     def _resets(self) -> int:
-        return 0 if self.record is None else self.record.number - 1
+        return 0 if self.record is None else self.record.number % (1 << LOW_BITS) - 1
 
     def _lose(self, member: Member, text: str, code: int) -> None:
         if not member.gone:
             member.gone, member.out_code = text, code
+            if member.near and not member.connections and member.incarnation:
+                self.certainly_gone.add(member.id)  # on one host a connection ends with its process only

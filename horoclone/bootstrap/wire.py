@@ -11,8 +11,10 @@ import fcntl
 import hashlib
 import hmac
 import os
+import secrets
 import socket
 import struct
+import time
 from collections.abc import Mapping
 
 GREETING = b"HCR2"  # server -> client, then its nonce
@@ -25,8 +27,8 @@ REFUSED = b"\0" * PROOF_BYTES  # instead of the server's proof: your secret or j
 
 # Requests of a rank and the server's answers: the first byte of a frame.
 (PUT, GET, GATHER, TAKEN, FAIL, HERE, WATCH, CONNECTED, GIVE_UP, WITHDRAW, LEAVE) = range(1, 12)
-(JOIN, FORM, NOTICE, DEPART, SUSPECT) = range(12, 17)  # of members of an elastic job: desk.py
-OK, NOT_YET, FAILED, REJECTED, CLOSED, OUT, STOP = range(7)
+(JOIN, FORM, NOTICE, DEPART, SUSPECT, STANDBY) = range(12, 18)  # of members of an elastic job: desk.py
+OK, NOT_YET, FAILED, REJECTED, CLOSED, OUT, STOP, ELSEWHERE = range(8)
 
 MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 64 * 1024
@@ -42,6 +44,31 @@ def proof(secret: bytes, role: bytes, job: str, server_nonce: bytes, client_nonc
         b"horoclone rendezvous 1 " + role + struct.pack("<I", len(name)) + name + server_nonce + client_nonce
     )
     return hmac.new(secret, message, hashlib.sha256).digest()
+
+
+def admit(peer: socket.socket, secret: bytes, job: str, limit_s: float) -> bool:
+    """The server's side of the mutual proof on a connection of its own: whether the peer knows the secret of this job.
+
+    Blocks for at most limit_s. OSError when the peer goes or is too slow.
+    """
+    deadline = time.monotonic() + limit_s
+    server_nonce = secrets.token_bytes(NONCE_BYTES)
+    peer.settimeout(limit_s)
+    peer.sendall(GREETING + server_nonce)
+    hello = b""
+    while len(hello) < HELLO_BYTES:
+        peer.settimeout(max(0.001, deadline - time.monotonic()))
+        part = peer.recv(HELLO_BYTES - len(hello))
+        if not part:
+            return False
+        hello += part
+    nonce = hello[len(HELLO) : -PROOF_BYTES]
+    expected = proof(secret, b"client", job, server_nonce, nonce)
+    if not (hmac.compare_digest(hello[-PROOF_BYTES:], expected) and hello.startswith(HELLO)):
+        peer.sendall(REFUSED)
+        return False
+    peer.sendall(proof(secret, b"server", job, server_nonce, nonce))
+    return True
 
 
 def same_user(connection: socket.socket) -> bool:

@@ -3,7 +3,7 @@
 PATH/.incomplete-00000007-ab12cd34   while the ranks write
 PATH/save-00000007                   complete: it has its manifest, and everything was on disk before it got this name
 PATH/.removed-00000006-ab12cd34      on its way out
-The arrays lie in the format safetensors: 8 bytes with the length of a JSON header, the header, the elements.
+The arrays lie in files of the library safetensors, which writes them and reads their headers (docs/decisions/0077).
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
 
 from horoclone.checkpoint.failures import CheckpointError
-from horoclone.checkpoint.leaves import ITEM_BYTES, Bytes, Form
+from horoclone.checkpoint.leaves import Bytes, Form, numpy_name
 
 FORMAT, VERSION = "horoclone checkpoint", 1
 MANIFEST = "manifest.json"
@@ -53,6 +54,17 @@ def saves(path: str | os.PathLike[str]) -> list[int]:
     return sorted(number for number in found if (place_of(path, number) / MANIFEST).exists())
 
 
+def check_newest(path: str | os.PathLike[str], newest: int) -> None:
+    """CheckpointError where a newer save than the newest complete one has lost its manifest."""
+    for name in os.listdir(path):
+        match = _COMPLETE.fullmatch(name)
+        if match and int(match[1]) > newest and not (Path(path) / name / MANIFEST).exists():
+            raise CheckpointError(
+                f"{Path(path) / name / MANIFEST} is missing: a directory has this name only when it has its manifest. "
+                f"Copy the file back, or remove {Path(path) / name}, or load an earlier save with load(..., number=N)."
+            )
+
+
 def place_of(path: str | os.PathLike[str], number: int) -> Path:
     """Where a complete save lies."""
     return Path(path) / f"save-{number:08d}"
@@ -60,12 +72,24 @@ def place_of(path: str | os.PathLike[str], number: int) -> Path:
 
 def begin(path: Path) -> tuple[int, str]:
     """Makes a directory for the next save; its number, and the name of the directory."""
-    os.makedirs(path, exist_ok=True)
+    _make_directory(path)
     numbers = [int(m[1]) for name in os.listdir(path) if (m := _COMPLETE.fullmatch(name))]
     number = max(numbers, default=0) + 1
     name = f".incomplete-{number:08d}-{secrets.token_hex(4)}"
     os.mkdir(path / name)
     return number, name
+
+
+def _make_directory(path: Path) -> None:
+    """With its parents; their names are on disk when it returns."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        try:
+            os.mkdir(path)
+        except FileExistsError:
+            if not path.is_dir():
+                raise
+        _sync_directory(path.parent)
 
 
 def publish(path: Path, name: str, number: int) -> Path:
@@ -119,44 +143,54 @@ def _sync_directory(place: Path) -> None:
 # --- writing ---
 
 
-def write_file(place: Path, parts: Sequence[bytes | Bytes]) -> Written:
-    """Writes a new file; when it returns, the file and its name are on disk."""
-    digest, nbytes = hashlib.sha256(), 0
-    fd = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+def write_arrays(place: Path, arrays: Mapping[str, tuple[Form, Bytes]]) -> Written:
+    """Writes a new file of forms and elements by name; when it returns, the file and its name are on disk."""
+    specs = {
+        name: TensorSpec(
+            dtype=numpy_name(form.dtype), shape=form.shape, data_ptr=data.ctypes.data, data_len=data.nbytes
+        )
+        for name, (form, data) in arrays.items()
+    }
+    new = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    mode = os.fstat(new).st_mode & 0o777  # the library replaces the file by one that only its owner may read
+    os.close(new)
     try:
-        for part in parts:
-            whole = memoryview(part if isinstance(part, bytes) else part.data)
-            for start in range(0, len(whole), _CHUNK):
-                rest = whole[start : start + _CHUNK]
-                digest.update(rest)
-                nbytes += len(rest)
-                while rest:
-                    rest = rest[os.write(fd, rest) :]
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        serialize_file(specs, place)
+    except SafetensorError as error:
+        raise _as_os_error(error) from None
+    digest = hashlib.sha256()
+    with open(place, "rb", buffering=0) as file:
+        header, order = _header_of(place, file)
+        digest.update(header)
+        for name in order:  # of what was to be written, not of what a disk has made of it
+            digest.update(arrays[name][1].data)
+        os.fchmod(file.fileno(), mode)
+        os.fsync(file.fileno())
+        nbytes = os.fstat(file.fileno()).st_size
     _sync_directory(place.parent)
     return Written(place.name, nbytes, digest.hexdigest())
 
 
-def write_arrays(place: Path, arrays: Sequence[tuple[str, Form, Bytes]]) -> Written:
-    """arrays: names, forms and elements."""
-    # Large items first: then every array begins at a multiple of its item's size.
-    ordered = sorted(arrays, key=lambda array: -ITEM_BYTES[array[1].dtype])
-    header: dict[str, Any] = {}
-    end = 0
-    for name, form, _ in ordered:
-        header[name] = {"dtype": form.dtype, "shape": form.shape, "data_offsets": [end, end + form.nbytes]}
-        end += form.nbytes
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return write_file(place, [len(text).to_bytes(8, "little"), text, *(data for _, _, data in ordered)])
+def _as_os_error(error: SafetensorError) -> Exception:
+    """The library has the number of a failed system call in its text only."""
+    number = re.search(r"\(os error (\d+)\)", str(error))
+    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
+
+
+def _write_text(place: Path, text: bytes) -> None:
+    """Writes a new file; when it returns, the file and its name are on disk."""
+    with open(place, "xb", buffering=0) as file:
+        rest = memoryview(text)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+    _sync_directory(place.parent)
 
 
 def write_manifest(place: Path, content: Any) -> None:
     """content: what JSON can say. Its digest lies beside it."""
     whole = {"format": FORMAT, "version": VERSION, "sha256": _digest_of(content), "content": content}
-    write_file(place / MANIFEST, [json.dumps(whole, allow_nan=False).encode()])
+    _write_text(place / MANIFEST, json.dumps(whole, allow_nan=False).encode())
 
 
 def _digest_of(content: Any) -> str:
@@ -218,29 +252,31 @@ def read_arrays(place: Path, written: Written) -> dict[str, tuple[Form, Bytes]]:
     digest = hashlib.sha256()
     try:
         with open(name, "rb", buffering=0) as file:
-            start = _read(file, 8, digest)
-            length = int.from_bytes(start.tobytes(), "little")
-            if length > written.nbytes - 8:
-                raise ValueError("its header is longer than the file")
-            header = json.loads(_read(file, length, digest).tobytes())
-            arrays, end = {}, 0
-            for key, entry in header.items():
-                form = Form(entry["dtype"], tuple(entry["shape"]))
-                if entry["data_offsets"] != [end, end + form.nbytes] or form.nbytes < 0:
-                    raise ValueError(f"the place of {key} in it is wrong")
-                end += form.nbytes
-                if end > written.nbytes - 8 - length:
-                    raise ValueError(f"{key} ends behind the end of the file")
-                arrays[key] = (form, _read(file, form.nbytes, digest))
+            header, forms = _header_of(name, file)
+            digest.update(header)
+            arrays = {key: (form, _read(file, form.nbytes, digest)) for key, form in forms.items()}
     except OSError as error:
         raise CheckpointError(
             f"{name} cannot be read: {error}. Look at its permissions and its disk."
         ) from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, SafetensorError) as error:
         raise damaged(name, str(error) or type(error).__name__) from None
-    if digest.hexdigest() != written.sha256 or 8 + length + end != written.nbytes:
+    if digest.hexdigest() != written.sha256:
         raise damaged(name, "its bytes do not have the sha256 that the manifest has")
     return arrays
+
+
+def _header_of(name: Path, file: Any) -> tuple[bytes, dict[str, Form]]:
+    """Reads what lies before the elements; beside it the forms of the arrays, in the order of their elements.
+
+    The library has checked that the elements fill the rest of the file. They are read here, as its reader for NumPy
+    knows fewer dtypes than the format has, and computes no digest.
+    """
+    with safe_open(name, framework="numpy", backend="pread") as reader:
+        slices = {key: reader.get_slice(key) for key in reader.offset_keys()}
+        forms = {key: Form(one.get_dtype(), tuple(one.get_shape())) for key, one in slices.items()}
+    before = os.fstat(file.fileno()).st_size - sum(form.nbytes for form in forms.values())
+    return file.read(before), forms
 
 
 def _read(file: Any, count: int, digest: Any) -> Bytes:
@@ -250,7 +286,7 @@ def _read(file: Any, count: int, digest: Any) -> Bytes:
     while done < count:
         got = file.readinto(view[done : done + _CHUNK])
         if not got:
-            raise ValueError("it is shorter than its header says")
+            raise ValueError("it has become shorter")
         digest.update(view[done : done + got])
         done += got
     return data

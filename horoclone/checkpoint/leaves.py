@@ -49,8 +49,8 @@ class Kind(Protocol):
         """Its dtype and shape. TypeError for what the format cannot hold."""
         ...
 
-    def copied(self, value: Any) -> Bytes:
-        """A copy of its elements in row-major order, which later changes do not reach."""
+    def copy(self, value: Any, into: Bytes) -> None:
+        """Copies its elements there, in row-major order and little-endian. `into` is aligned for every dtype."""
         ...
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> Any:
@@ -72,6 +72,11 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
     return np.dtype(getattr(ml_dtypes, _NUMPY_NAMES[name]))
 
 
+def numpy_name(name: str) -> str:
+    """What NumPy and ml_dtypes call a dtype of the format."""
+    return _NUMPY_NAMES[name]
+
+
 def format_name(dtype: str) -> str:
     """The format's name for a dtype that NumPy calls so. TypeError where it has none."""
     if dtype not in _FORMAT_NAMES:
@@ -88,9 +93,9 @@ class _NumPy:
     def form(self, value: Any) -> Form:
         return Form(format_name(value.dtype.name), tuple(value.shape))
 
-    def copied(self, value: Any) -> Bytes:
+    def copy(self, value: Any, into: Bytes) -> None:
         dtype = value.dtype.newbyteorder("<") if value.dtype.byteorder == ">" else value.dtype
-        return np.array(value, dtype, order="C").reshape(-1).view(np.uint8)
+        into.view(dtype).reshape(value.shape)[...] = value
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> Any:
         return data.view(numpy_dtype(form.dtype)).reshape(form.shape)
@@ -110,6 +115,13 @@ class _Scalar(_NumPy):
 
 NUMPY: Kind = _NumPy()
 _kinds: list[Kind] = [_Scalar(), NUMPY]
+
+
+def copied(kind: Kind, value: Any) -> Bytes:
+    """A copy of its elements, which later changes do not reach."""
+    data = np.empty(kind.form(value).nbytes, np.uint8)
+    kind.copy(value, data)
+    return data
 
 
 def register(kind: Kind) -> None:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, NamedTuple, overload
+
+import numpy as np
 
 from horoclone.checkpoint import files
 from horoclone.checkpoint.failures import CheckpointError, NothingSaved
-from horoclone.checkpoint.leaves import Bytes, Form, kind_named, kind_of
+from horoclone.checkpoint.leaves import ITEM_BYTES, Bytes, Form, kind_named, kind_of
 from horoclone.checkpoint.tree import built
 
 
@@ -38,22 +40,53 @@ class Pieces(Sequence[Any]):
         return (self[rank] for rank in range(len(self)))
 
 
-class _Reader:
-    """Gives the arrays of a manifest."""
+class Piece(NamedTuple):
+    """A part of an array, or all of it: where it lies in the array, and under which name in which file."""
 
-    def __init__(self, place: Path, rows: list[Any], arrays: list[dict[str, tuple[Form, Bytes]]]) -> None:
+    name: str
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: int
+
+
+class _Reader:
+    """Gives the arrays of a manifest. rows: name, kind, dtype, shape and file; pieces: of those that lie in several."""
+
+    def __init__(
+        self,
+        place: Path,
+        rows: list[Any],
+        arrays: Sequence[dict[str, tuple[Form, Bytes]]],
+        pieces: dict[str, list[Any]] | None = None,
+    ) -> None:
         self._place, self._rows, self._arrays, self._all = place, rows, arrays, list[Any]()
+        self._pieces = pieces or {}
 
     def owns(self, owned: list[Any]) -> None:
         self._all = owned
 
+    def pieces(self, number: int) -> list[Piece]:
+        name, _, _, shape, file = self._rows[number]
+        if str(number) not in self._pieces:
+            return [Piece(name, (0,) * len(shape), tuple(shape), file)]
+        return [Piece(n, tuple(o), tuple(s), f) for n, o, s, f in self._pieces[str(number)]]
+
+    def _data(self, number: int) -> tuple[Form, Bytes]:
+        name, _, dtype, shape, _ = self._rows[number]
+        form, found = Form(dtype, tuple(shape)), []
+        for piece in self.pieces(number):
+            its_form, data = self._arrays[piece.file][piece.name]
+            if its_form != Form(dtype, piece.shape):
+                raise files.damaged(self._place, f"the array {name} is not as the manifest says")
+            found.append((piece, data))
+        if len(found) == 1 and found[0][0].shape == form.shape:
+            return form, found[0][1]
+        return form, _assembled(form, found)
+
     def array(self, number: int, like: Any) -> Any:
-        name, kind, dtype, shape, file = self._rows[number]
-        form, data = self._arrays[file][name]
-        if form != Form(dtype, tuple(shape)):
-            raise files.damaged(self._place, f"the array {name} is not as the manifest says")
+        form, data = self._data(number)
         if like is None:
-            return kind_named(kind).made(form, data, None)
+            return kind_named(self._rows[number][1]).made(form, data, None)
         where, template = like
         wanted = kind_of(template)
         assert wanted is not None
@@ -65,6 +98,16 @@ class _Reader:
 
     def owned(self, number: int) -> Pieces:
         return Pieces(self._place, self._all, number)
+
+
+def _assembled(form: Form, found: list[tuple[Piece, Bytes]]) -> Bytes:
+    """The elements of an array out of its pieces."""
+    item = np.dtype(f"V{ITEM_BYTES[form.dtype]}")
+    whole = np.zeros(form.shape, item)
+    for piece, data in found:
+        place = tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.shape, strict=True))
+        whole[place] = data.view(item).reshape(piece.shape)
+    return whole.reshape(-1).view(np.uint8)
 
 
 def _words(form: Form) -> str:
@@ -82,27 +125,69 @@ def load(path: str | os.PathLike[str], like: Any = None, *, number: int | None =
     NothingSaved where there is no such save. ValueError that names the first place in which the save and `like`
     differ: a save of another model. CheckpointError for a file that is missing or damaged, and for another version.
     """
-    numbers = files.saves(path)
-    if not numbers or (number is not None and number not in numbers):
-        what = "no complete save" if number is None else f"no complete save with the number {number}"
-        raise NothingSaved(
-            f"there is {what} in {os.fspath(path)} (there are {numbers or 'none'}). Look at the path; a new job begins "
-            "without load()."
-        )
-    place = files.place_of(path, numbers[-1] if number is None else number)
-    content = files.read_manifest(place)
-    if content.get("number") != int(place.name.removeprefix("save-")):
-        raise CheckpointError(
-            f"{place} has the manifest of another save (number {content.get('number')}): directories were renamed or "
-            "mixed. Copy and move whole directories only."
-        )
-    written = [files.Written(*one) for one in content["files"]]
-    for entry in content["owned"]:
-        if entry is not None:
-            files.check_file(place, files.Written(*entry["file"]))
-    reader = _Reader(place, content["arrays"], [files.read_arrays(place, one) for one in written])
-    reader.owns(content["owned"])
+    reading = Reading(path, number)
+    reader = _Reader(
+        reading.place,
+        reading.content["arrays"],
+        [reading.arrays(file) for file in range(reading.count)],
+        reading.content.get("pieces"),
+    )
+    reader.owns(reading.content["owned"])
     try:
-        return built(content["node"], reader.array, reader.owned, like)
+        return built(reading.content["node"], reader.array, reader.owned, like)
     except ValueError as error:
-        raise ValueError(f"{place} does not fit: {error}. Is it a save of another model or job?") from None
+        raise ValueError(
+            f"{reading.place} does not fit: {error}. Is it a save of another model or job?"
+        ) from None
+
+
+class Reading:
+    """A save that is read part by part: its manifest is there, files are read when they are asked for."""
+
+    def __init__(self, path: str | os.PathLike[str], number: int | None) -> None:
+        numbers = files.saves(path)
+        if not numbers or (number is not None and number not in numbers):
+            what = "no complete save" if number is None else f"no complete save with the number {number}"
+            raise NothingSaved(
+                f"there is {what} in {os.fspath(path)} (there are {numbers or 'none'}). Look at the path; a new job "
+                "begins without load()."
+            )
+        if number is None:
+            files.check_newest(path, numbers[-1])
+        self.place = files.place_of(path, numbers[-1] if number is None else number)
+        self.content = files.read_manifest(self.place)
+        if self.content.get("number") != int(self.place.name.removeprefix("save-")):
+            raise CheckpointError(
+                f"{self.place} has the manifest of another save (number {self.content.get('number')}): directories "
+                "were renamed or mixed. Copy and move whole directories only."
+            )
+        self._written = [files.Written(*one) for one in self.content["files"]]
+        self.count = len(self._written)
+        for entry in self.content["owned"]:
+            if entry is not None:
+                files.check_file(self.place, files.Written(*entry["file"]))
+
+    def arrays(self, file: int) -> dict[str, tuple[Form, Bytes]]:
+        """Those of a file, compared with its sha256."""
+        return files.read_arrays(self.place, self._written[file])
+
+    def row(self, number: int) -> list[Any]:
+        """Of an array: its name, kind, dtype, shape and file."""
+        row: list[Any] = self.content["arrays"][number]
+        return row
+
+    def pieces(self, number: int) -> list[Piece]:
+        """Of an array."""
+        return _Reader(self.place, self.content["arrays"], [], self.content.get("pieces")).pieces(number)
+
+    def array(self, number: int) -> Any:
+        """One array, of the framework that it came from."""
+        needed = {piece.file: self.arrays(piece.file) for piece in self.pieces(number)}
+        found = [needed.get(file, {}) for file in range(self.count)]
+        return _Reader(self.place, self.content["arrays"], found, self.content.get("pieces")).array(
+            number, None
+        )
+
+    def built(self, array: Callable[[int, Any], Any], owned: Callable[[int], Any]) -> Any:
+        """The state, with what array(number, None) and owned(number) give in their places."""
+        return built(self.content["node"], array, owned)

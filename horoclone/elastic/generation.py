@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from horoclone.runtime import facts, member
+from horoclone.runtime import facts, member, newcomer
 
 
 @dataclass(frozen=True)
@@ -26,11 +26,15 @@ class Generation:
     dropped_sets: tuple[int, ...]
 
 
+ALONE = Generation(1, 0, 1, (0,), 0, 0, False, ())
+
+
 def generation() -> Generation:
     """The newest generation that holds this process; in a job that is not elastic number 1, in which everybody is new.
 
     NotInitialized before init().
     """
+    newcomer.allow_collectives()
     told = member.told
     if told is None:
         size = facts.size()

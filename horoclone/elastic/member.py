@@ -12,6 +12,11 @@ def is_elastic() -> bool:
     return member.is_elastic()
 
 
+def host() -> str:
+    """The launcher's name of the host that this process is on; empty outside of an elastic job."""
+    return member.host()
+
+
 def offer_commits(commits: tuple[int, ...]) -> None:
     """This process holds these commits, ascending, at most two; the next generation begins at one that all hold.
 
@@ -39,3 +44,13 @@ def leave_requested() -> str | None:
 def leave(reason: str) -> None:
     """This process leaves the job, as planned: call shutdown() and exit with code 0 after it. Nobody waits for it."""
     member.leave(reason)
+
+
+def told_by_all(words: tuple[int, ...], name: str) -> list[list[int]]:
+    """What each rank says, by rank. The name shows in reports of stalled ranks."""
+    import numpy as np
+
+    from horoclone import arrays
+
+    everybody: list[list[int]] = arrays.allgather(np.array([words], np.int64), name).tolist()
+    return everybody

@@ -7,11 +7,13 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from horoclone import errors
-from horoclone.elastic import member
-from horoclone.elastic.generation import generation
+from horoclone import checkpoint, errors, failpoints, runtime
+from horoclone.elastic import member, replicas
+from horoclone.elastic.generation import ALONE, generation
 from horoclone.elastic.notice import notification_manager
-from horoclone.runtime import life
+from horoclone.elastic.recovery import watch
+from horoclone.elastic.state import root_of_sync
+from horoclone.runtime import life, newcomer
 
 SAME_FAILURES = 3  # in a row and without a commit between them: it would fail for ever
 
@@ -51,15 +53,20 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
 
     @functools.wraps(func)
     def wrapper(state: Any, *args: Any, **kwargs: Any) -> Any:
+        newcomer.allow_collectives()
         notification_manager.init()
         notification_manager.register_listener(state)
         progress, skip_sync = _Progress(), False
+        watch.starts()
         try:
             while True:
                 try:
-                    if not skip_sync:
-                        state.sync()
-                    return func(state, *args, **kwargs)
+                    _synchronise(state, skip_sync)
+                    value = func(state, *args, **kwargs)
+                    state._come_to_an_end()
+                    if getattr(state, "_disk", None) is not None:
+                        checkpoint.wait()
+                    return value
                 except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
                     reason = error
                 skip_sync = _begin_again(state, reset, progress, reason)
@@ -69,17 +76,40 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
     return wrapper
 
 
+def _synchronise(state: Any, skip: bool) -> None:
+    """Gives every rank the same state, and says in the record where this rank's came from."""
+    watch.synchronises()
+    source = "memory" if getattr(state, "_commit_number", 0) else "start"
+    if skip:
+        state._go_on()
+    else:
+        failpoints.reach("elastic.sync.begin")
+        if getattr(state, "_disk", None) is not None and state._disk.begin(state, root_of_sync()):
+            source = "disk"
+        state._look_for_shards()
+        replicas.synchronise(state)
+        failpoints.reach("elastic.sync.done")
+    now = generation() if member.is_elastic() or runtime.is_initialized() else ALONE
+    if source == "start" and now.commit:
+        source = "peers"
+    watch.synchronised(now, source)
+
+
 Reason = errors.HorovodInternalError | errors.HostsUpdatedInterrupt
 
 
 def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reason: Reason) -> bool:
     """Makes the state fit for another generation and begins one, as often as it takes; whether sync can be skipped."""
+    watch.failed()
     while True:
         if isinstance(reason, errors.HorovodInternalError):
             progress.failed(reason, getattr(state, "_commits_made", None))
         try:
             _prepare(state, reason)
+            watch.restored()
             reset()
+            failpoints.reach("elastic.run.reset")
+            watch.connected()
             _agree_on_commit(state)
             state.on_reset()
         except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
@@ -92,15 +122,18 @@ def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reas
 
 def _prepare(state: Any, reason: Reason) -> None:
     if isinstance(reason, errors.HorovodInternalError):
+        failpoints.reach("elastic.run.failed")
+        state._settle()
         state.restore()
+        failpoints.reach("elastic.run.restored")
         return
+    if member.is_elastic() and not getattr(reason, "committed", False):
+        state._keep()  # a rank that fails now goes back to its commit, and must not meet others that are further
     leaving = member.leave_requested()
     if leaving is not None:
         member.leave(leaving)
         life.shutdown()
         raise SystemExit(0)
-    if member.is_elastic() and not getattr(reason, "committed", False):
-        state._keep()  # a rank that fails now goes back to its commit, and must not meet others that are further
 
 
 def _agree_on_commit(state: Any) -> None:
@@ -115,6 +148,7 @@ def _agree_on_commit(state: Any) -> None:
 def reset_world() -> None:
     """Begins another generation: shutdown(), init()."""
     life.shutdown()
+    failpoints.reach("elastic.run.between")
     life.init()
 
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import os
 import queue
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from horoclone import errors
-from horoclone.elastic import member
+from horoclone import errors, failpoints
+from horoclone.elastic import member, replicas
+from horoclone.elastic.disk import Disk
 from horoclone.elastic.generation import generation
 from horoclone.elastic.notice import HostUpdateResult
+from horoclone.elastic.owning import Owning, chosen_root
+from horoclone.elastic.recovery import watch
 from horoclone.elastic.sampler import ElasticSampler
 
 KEPT = 2  # commits: the newest, and the one before for ranks whose newest is not everybody's
@@ -38,6 +42,7 @@ class State:
         self._reset_callbacks: list[Callable[[], None]] = []
         self._commit_number = 0  # of the newest commit; 0: none yet
         self._commits_made = 0  # by commit() in this process
+        self._somebody_leaves = False  # with the notice that check_host_updates() has found last
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Functions without arguments that are called, in their order, whenever another generation has begun."""
@@ -59,17 +64,28 @@ class State:
 
         HostsUpdatedInterrupt, on every rank, when the job shall go on with other ranks.
         """
+        failpoints.reach("elastic.commit.begin")
+        self._commit()
+        failpoints.reach("elastic.commit.done")
+
+    def _commit(self) -> None:
         number = self._commit_number
         self.save()
         self._commits_made += 1
         if self._commit_number == number:  # a save() that keeps one copy and does not count
             self._commit_number += 1
         member.offer_commits(self._held())
+        failpoints.reach("elastic.commit.agree")
+        watch.committed()
         try:
             self.check_host_updates()
         except errors.HostsUpdatedInterrupt as interrupt:
             interrupt.committed = True
             raise
+        if is_ours(
+            self._bcast_object
+        ):  # with one of the user's own rank 0 may be here before others have saved
+            replicas.offer(self)
 
     def check_host_updates(self) -> None:
         """Lets the hosts change here, without saving. A collective: all ranks call it at the same point.
@@ -83,14 +99,17 @@ class State:
         if not is_ours(self._bcast_object):
             before, newest, update = self._bcast_object((before, newest, update))
             self._last_updated_timestamp = newest
+            self._somebody_leaves = bool(update & HostUpdateResult.removed)
             if newest > before:
                 raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
             return
         leaves = member.leave_requested() is not None
-        everybody = _told_by_all((newest if newest > before else 0, update, int(leaves)))
+        mine = (newest if newest > before else 0, update, int(leaves))
+        everybody = member.told_by_all(mine, "hvd.elastic.commit")
         self._last_updated_timestamp = max(before, *(told[0] for told in everybody))
         for _, kind, somebody_leaves in everybody:
             update |= kind | (HostUpdateResult.removed if somebody_leaves else 0)
+        self._somebody_leaves = bool(update & HostUpdateResult.removed)
         if any(told[0] or told[2] for told in everybody):
             raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
@@ -123,6 +142,18 @@ class State:
         self._commit_number = max(self._commit_number, number + 1)
         member.offer_commits(self._held())
 
+    def _settle(self) -> None:
+        """A failure has come, and restore() follows: what is on its way to other ranks counts, or is given up."""
+
+    def _look_for_shards(self) -> None:
+        """Before the sync of a generation: finds what only lost ranks had. A collective where a state has such."""
+
+    def _go_on(self) -> None:
+        """Instead of the sync, where the generation needs none."""
+
+    def _come_to_an_end(self) -> None:
+        """Training is over: nothing stays on its way."""
+
     def _forget_notices(self, number: int | None) -> None:
         """Drops those that asked for a generation up to this one; None: all of them."""
         newer = []
@@ -142,16 +173,6 @@ class State:
                 return
 
 
-def _told_by_all(words: tuple[int, ...]) -> list[list[int]]:
-    """What each rank says at this commit, by rank. The name shows in reports of stalled ranks."""
-    import numpy as np
-
-    from horoclone import arrays
-
-    everybody: list[list[int]] = arrays.allgather(np.array([words], np.int64), "hvd.elastic.commit").tolist()
-    return everybody
-
-
 def is_ours(function: Callable[..., Any]) -> bool:
     """Whether it is the broadcast_object of this package, which takes a root and a name."""
     inner = function.func if isinstance(function, functools.partial) else function
@@ -162,28 +183,38 @@ def is_ours(function: Callable[..., Any]) -> bool:
 
 def root_of_sync() -> int:
     """The rank whose state is the newest."""
-    return generation().commit_root if member.is_elastic() else 0
+    if not member.is_elastic():
+        return 0
+    now = generation()
+    chosen = chosen_root(now.number)
+    return now.commit_root if chosen is None else chosen
 
 
-class ObjectState(State):
+class ObjectState(Owning, State):
     """Attributes of Python that are committed, restored and synchronised: ObjectState(bcast_object, get_rank, batch=0).
 
     Every keyword becomes an attribute. save() copies the values deeply, so that lists and dicts are restored as they
     were; by_reference() names those that are not to be copied. Of an ElasticSampler only its progress is kept, and the
     sampler stays the same object. The values must be picklable for sync().
+
+    A value given as hvd.checkpoint.Owned is this rank's alone: sync() leaves it, and a buddy on another host keeps it
+    as of the last commits. So are RandomStates. pieces() has what the ranks of the commit had.
     """
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         self._uncopied: set[str] = set()
         self._samplers = {name: value for name, value in kwargs.items() if isinstance(value, ElasticSampler)}
-        self._saved_state = {name: value for name, value in kwargs.items() if name not in self._samplers}
+        rest = self._begin_owning(kwargs)
+        self._saved_state = {name: value for name, value in rest.items() if name not in self._samplers}
         self._saved_samplers: dict[str, Any] = {}
+        self._disk: Disk | None = None
         self._slots: dict[int, Any] = {}  # number of a commit -> what it holds, ascending
         for name, value in kwargs.items():
             setattr(self, name, value)
         super().__init__(bcast_object=bcast_object, get_rank=get_rank)
         ObjectState._save(self)
         self._slots = {0: self._content()}  # nobody else has it: it is no commit
+        self._keep_own(0)
 
     def by_reference(self, *names: str) -> None:
         """These attributes are saved as they are: a change inside of the value is not undone by restore().
@@ -195,8 +226,45 @@ class ObjectState(State):
             raise ValueError(f"by_reference: {unknown} are none of this state's {sorted(self._saved_state)}")
         self._uncopied |= set(names)
 
+    def checkpoint(self, path: str | os.PathLike[str], every: int = 100, keep: int = 3) -> None:
+        """Saves each `every`-th commit below `path` while training goes on (hvd.checkpoint), and keeps `keep` of them.
+
+        Call it on every rank, before run: where no rank holds a commit, run goes on from the newest save. commit() then
+        raises what hvd.checkpoint.save raises. What the state holds must be what save() can save. path: on storage that
+        all ranks share. ValueError for numbers below 1.
+        """
+        self._disk = Disk(path, every, keep)
+
+    def _commit(self) -> None:
+        if self._own_parts():
+            self._commit_with_own_parts()
+        else:
+            super()._commit()
+        if self._disk is not None:
+            self._disk.committed(self)
+
+    def _commit_with_own_parts(self) -> None:
+        """The ranks agree first: a save is a collective here, and whoever leaves must still be there for it."""
+        self._finish_exchange()
+        interrupt = None
+        try:
+            self.check_host_updates()
+        except errors.HostsUpdatedInterrupt as error:
+            interrupt = error
+        self._all_have_room = is_ours(
+            self._bcast_object
+        )  # its collective ends on no rank before all have begun
+        self.save()
+        self._commits_made += 1
+        watch.committed()
+        if interrupt is not None:
+            self._spread()
+            interrupt.committed = True
+            raise interrupt
+
     def save(self) -> None:
-        """Keeps a copy in memory, beside the one before."""
+        """Keeps a copy in memory, beside the one before. A collective where a part of the state is one rank's only."""
+        self._make_room()
         self._save_as(self._commit_number + 1)
 
     def restore(self) -> None:
@@ -204,6 +272,7 @@ class ObjectState(State):
         self._set_attrs()
         for name, progress in self._saved_samplers.items():
             self._samplers[name].load_state_dict(progress)
+        self._restore_own()
 
     def reset(self) -> None:
         """Samplers share out what is left over the ranks that there are now."""
@@ -215,7 +284,11 @@ class ObjectState(State):
 
         Rank 0's where nobody has committed. A collective of all ranks.
         """
-        self._save_as(self._synchronised())
+        self._make_room()
+        number = self._synchronised()
+        failpoints.reach("elastic.sync.received")
+        self._hand_out()
+        self._save_as(number)
 
     def _synchronised(self) -> int:
         """Sets the attributes to the root's values; the number under which the result is to be saved."""
@@ -275,6 +348,27 @@ class ObjectState(State):
         """Makes a slot's content the newest copy."""
         self._saved_state, self._saved_samplers = content
 
+    def _on_disk(self) -> dict[str, Any]:
+        """The newest copy, as what hvd.checkpoint saves."""
+        return {"attributes": self._saved_state, "samplers": self._saved_samplers}
+
+    def _from_disk(self, found: dict[str, Any]) -> None:
+        """Makes that the newest copy, and goes back to it. ValueError for the copy of another state."""
+        for kind, mine in self._on_disk().items():
+            theirs = found.get(kind, ())
+            if set(mine) != set(theirs):
+                raise ValueError(f"the save has the {kind} {sorted(theirs)}, and this state {sorted(mine)}")
+        self._take_from_disk(found)
+        self.restore()
+
+    def _take_from_disk(self, found: dict[str, Any]) -> None:
+        self._saved_state, self._saved_samplers = found["attributes"], found["samplers"]
+
+    def _accepts(self, content: Any) -> bool:
+        """Whether another rank's content fits this state."""
+        values, samplers = content
+        return set(values) == set(self._saved_state) and set(samplers) == set(self._samplers)
+
     def _save(self) -> None:
         """Makes the newest copy."""
         self._saved_state = self._copied()
@@ -287,16 +381,24 @@ class ObjectState(State):
         self._slots[number] = self._content()
         while len(self._slots) > KEPT:
             del self._slots[min(self._slots)]
+        failpoints.reach("elastic.commit.saved")
+        self._keep_own(number)
         member.offer_commits(self._held())
 
     def _held(self) -> tuple[int, ...]:
-        return tuple(sorted(number for number in self._slots if number))
+        return tuple(sorted(number for number in self._slots if number and self._peers.is_held(number)))
 
     def _step_back(self, commit: int) -> None:
         if commit not in self._slots:
             return
         self._slots = {number: kept for number, kept in self._slots.items() if number <= commit}
+        self._peers.step_back(commit)
         self._set_content(self._slots[commit])
         self._commit_number = commit
         self.restore()
         member.offer_commits(self._held())
+
+    def _keep(self) -> None:
+        super()._keep()
+        if self._own_parts():
+            self._spread()

@@ -69,8 +69,31 @@ class VariablesState(ObjectState):
         self._save_values()
         super()._save()
 
+    def _on_disk(self) -> dict[str, Any]:
+        values = {str(place): value for place, value in enumerate(self._saved_values)}
+        return {**super()._on_disk(), "variables": values}
+
+    def _take_from_disk(self, found: dict[str, Any]) -> None:
+        super()._take_from_disk(found)
+        values = [found["variables"][str(place)] for place in range(len(found["variables"]))]
+        for place, (mine, theirs) in enumerate(zip(self._saved_values, values, strict=True)):
+            if mine.dtype != theirs.dtype or mine.shape != theirs.shape:
+                raise ValueError(
+                    f"variable {place} is {theirs.dtype}{list(theirs.shape)} in the save and "
+                    f"{mine.dtype}{list(mine.shape)} in this state"
+                )
+        self._saved_values = values
+
     def _content(self) -> Any:
         return super()._content(), getattr(self, "_saved_values", [])
+
+    def _accepts(self, content: Any) -> bool:
+        plain, values = content
+        forms = [
+            [(str(one.dtype), one.shape) for one in some]
+            for some in (values, self._values_of(self._variables()))
+        ]
+        return super()._accepts(plain) and forms[0] == forms[1]
 
     def _set_content(self, content: Any) -> None:
         plain, self._saved_values = content

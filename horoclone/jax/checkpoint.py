@@ -29,9 +29,9 @@ class _Arrays:
             )
         return Form(format_name(value.dtype.name), tuple(value.shape))
 
-    def copied(self, value: jax.Array) -> Bytes:
-        # A copy: the view of an array on a CPU would lose its memory where the array is donated.
-        return NUMPY.copied(np.asarray(value))
+    def copy(self, value: jax.Array, into: Bytes) -> None:
+        # The view of an array on a CPU would lose its memory where the array is donated.
+        NUMPY.copy(np.asarray(value), into)
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> jax.Array:
         values = NUMPY.made(form, data, None)

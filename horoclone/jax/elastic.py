@@ -9,15 +9,20 @@ from typing import Any
 import jax
 import numpy as np
 
+from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.generation import Generation, generation
+from horoclone.elastic.randomness import RandomStates
+from horoclone.elastic.recovery import Recovery, last_recovery
 from horoclone.elastic.run import reset_world, run_fn
 from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
+from horoclone.errors import StateLost
 from horoclone.jax.failures import horovod_error_of
 
 __all__ = [
-    "ElasticSampler", "Generation", "JaxState", "ObjectState", "State", "generation", "run", "run_fn",
+    "ElasticSampler", "Generation", "JaxState", "ObjectState", "Owned", "RandomStates", "Recovery", "State",
+    "StateLost", "generation", "last_recovery", "run", "run_fn",
 ]  # fmt: skip
 
 

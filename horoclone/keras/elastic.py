@@ -10,17 +10,22 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.generation import Generation, generation
+from horoclone.elastic.randomness import RandomStates
+from horoclone.elastic.recovery import Recovery, last_recovery
 from horoclone.elastic.run import reset_world, run_fn
 from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
+from horoclone.errors import StateLost
 from horoclone.keras.callbacks import BroadcastGlobalVariablesCallback, _state_of
 from horoclone.keras.flavor import LEGACY, assign, backend, keras, to_numpy
 
 __all__ = [
-    "CommitStateCallback", "ElasticSampler", "Generation", "KerasState", "ObjectState", "State",
-    "UpdateBatchStateCallback", "UpdateEpochStateCallback", "generation", "run", "run_fn",
+    "CommitStateCallback", "ElasticSampler", "Generation", "KerasState", "ObjectState", "Owned",
+    "RandomStates", "Recovery", "State", "StateLost", "UpdateBatchStateCallback", "UpdateEpochStateCallback",
+    "generation", "last_recovery", "run", "run_fn",
 ]  # fmt: skip
 
 

@@ -26,7 +26,7 @@ _RANK = (
 
 _ELASTIC_FLAGS = (
     "min_np", "max_np", "host_discovery_script", "slots_per_host", "reset_limit", "blacklist_cooldown_range",
-    "elastic_timeout",
+    "elastic_timeout", "host_discovery", "spares", "notice_script", "notice_signal",
 )  # fmt: skip
 _GRACE_S = 30.0
 _HOROVODS_GRACE_S = 5  # safe_shell_exec.GRACEFUL_TERMINATION_TIME_S as it is delivered
@@ -90,6 +90,10 @@ def run(
     env: Mapping[str, str] | None = None,
     grace: float | None = None,
     elastic_timeout: float | None = None,
+    host_discovery: str | None = None,
+    spares: int | None = None,
+    notice_script: str | None = None,
+    notice_signal: str | None = None,
 ) -> list[Any]:
     """Calls func(*args, **kwargs) once in num_proc (or np; default 1) new processes; returns the values by rank.
 
@@ -98,26 +102,25 @@ def run(
     adds variables for them; disable_cache and use_gloo are accepted and change nothing. use_mpi=True (or mpi_args)
     starts the ranks with the mpirun on PATH, on this host. func and its values must be picklable by cloudpickle.
 
-    min_num_proc, max_num_proc or host_discovery_script make the job elastic, as horoclonerun's flags of these names do;
-    slots, reset_limit, cooldown_range (two numbers of seconds) and elastic_timeout belong to it. The values are then
-    those of the first min_num_proc ranks of the last generation.
+    min_num_proc, max_num_proc, host_discovery_script or host_discovery make the job elastic, as horoclonerun's flags of
+    these names do; slots, reset_limit, cooldown_range (two numbers of seconds), elastic_timeout, spares, notice_script
+    and notice_signal belong to it. The values are then those of the first min_num_proc ranks of the last generation.
 
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
     together; Unsupported for an elastic job with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
     smallest, largest = min_num_proc or min_np, max_num_proc or max_np
     elastic = _elastic_flags(
-        smallest, largest, host_discovery_script, slots, reset_limit, cooldown_range, elastic_timeout
-    )
+        smallest, largest, host_discovery_script, slots, reset_limit, cooldown_range, elastic_timeout,
+        host_discovery, spares, notice_script, notice_signal,
+    )  # fmt: skip
     is_elastic = any(value is not None for value in elastic.values())
     _refuse(func, (num_proc, np), bool(use_mpi or mpi_args), bool(use_gloo), is_elastic)
     wishes = _Wishes(
         size=num_proc or np or smallest or 1,
         hosts=hosts,
         hostfile=hostfile,
-        ssh=SshOptions(
-            ssh_port, ssh_identity_file, executable or sys.executable, start_timeout or START_TIMEOUT_S, False
-        ),
+        ssh=_ssh(ssh_port, ssh_identity_file, executable, start_timeout),
         start_timeout_s=start_timeout,
         interfaces=network_interfaces or network_interface,
         output_folder=os.path.abspath(output_filename) if output_filename else None,
@@ -131,6 +134,10 @@ def run(
     return _run(wishes, _pickle(func, args, kwargs))
 
 
+def _ssh(port: int | None, key: str | None, python: str | None, timeout_s: float | None) -> SshOptions:
+    return SshOptions(port, key, python or sys.executable, timeout_s or START_TIMEOUT_S, bind_to_us=False)
+
+
 def _grace_s() -> float:
     """30 s, or what a script has written into Horovod's constant for it: it does so before run()."""
     patched = sys.modules.get("horoclone.runner.common.util.safe_shell_exec")
@@ -139,7 +146,7 @@ def _grace_s() -> float:
 
 
 def _elastic_flags(*values: Any) -> dict[str, Any]:
-    return {**dict(zip(_ELASTIC_FLAGS, values, strict=True)), "spares": None}
+    return dict(zip(_ELASTIC_FLAGS, values, strict=True))
 
 
 def _refuse(
@@ -228,7 +235,7 @@ def _job(wishes: _Wishes, function: bytes) -> Any:
 
 
 def _elastic(wishes: _Wishes) -> Any:
-    from horoclone.launch.elastic_job import elastic_of
+    from horoclone.launch.elastic_options import elastic_of
 
     where = {"num_proc": wishes.size, "hosts": wishes.hosts, "hostfile": wishes.hostfile}
     return elastic_of(argparse.Namespace(**where, **wishes.elastic), "horoclonerun")

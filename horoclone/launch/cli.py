@@ -126,7 +126,8 @@ def _print_config(
 
 def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: str) -> int:
     from horoclone.launch import hosts as host_lists
-    from horoclone.launch.elastic_job import ElasticJob, elastic_of
+    from horoclone.launch.elastic_job import ElasticJob
+    from horoclone.launch.elastic_options import elastic_of
     from horoclone.launch.environment import job_environment
     from horoclone.launch.job import Job, JobRequest
     from horoclone.launch.link import SshOptions

@@ -38,12 +38,16 @@ ELASTIC_KEYS: dict[str, tuple[str, tuple[type, ...]]] = {
     "max_np": ("max_np", (int,)),
     "max_num_proc": ("max_np", (int,)),
     "host_discovery_script": ("host_discovery_script", (str,)),
+    "host_discovery": ("host_discovery", (str,)),
     "slots": ("slots_per_host", (int,)),
     "slots_per_host": ("slots_per_host", (int,)),
     "elastic_timeout": ("elastic_timeout", (int, float)),
     "reset_limit": ("reset_limit", (int,)),
     "blacklist_cooldown_range": ("blacklist_cooldown_range", (list,)),
     "spares": ("spares", (int,)),
+    "notice_script": ("notice_script", (str,)),
+    "notice_signal": ("notice_signal", (str,)),
+    "survive_launcher": ("survive_launcher", (bool,)),
 }
 _OLD_PLACES = {"logging.hide_timestamp": "logging.with_timestamp"}
 

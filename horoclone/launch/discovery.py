@@ -7,14 +7,17 @@ from __future__ import annotations
 
 import os
 import queue
+import selectors
 import shlex
 import signal
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from horoclone.launch.hosts import Host, parse_host, parse_hostfile
+from horoclone import failpoints
+from horoclone.launch.hosts import MOST_SLOTS, Host, parse_host, parse_hostfile
 from horoclone.launch.usage import LaunchError
 
 LOOK_EVERY_S = 1.0  # Horovod's DISCOVER_HOSTS_FREQUENCY_SECS
@@ -76,6 +79,7 @@ class Script:
         self._process: subprocess.Popen[bytes] | None = None
 
     def find(self) -> list[Host]:
+        failpoints.reach("discovery.look")
         return parse_lines(self._run(), self._slots, self._command)
 
     def _run(self) -> str:
@@ -91,11 +95,9 @@ class Script:
             why = getattr(error, "strerror", None) or str(error)
             raise LaunchError(f"--host-discovery-script {self._command}: {why}", 1) from None
         try:
-            out, said = process.communicate(timeout=self._limit_s)
-        except subprocess.TimeoutExpired:
-            raise LaunchError(
-                f"--host-discovery-script {self._command}: it ran for more than {self._limit_s:g} s", 1
-            ) from None
+            out, said = _printed(process, self._limit_s)
+        except _Endless as error:
+            raise LaunchError(f"--host-discovery-script {self._command}: {error}", 1) from None
         finally:
             self.stop()
             process.wait()
@@ -108,7 +110,7 @@ class Script:
             raise LaunchError(
                 f"--host-discovery-script {self._command}: exit code {process.returncode}{text}", 1
             )
-        return out[:MOST_BYTES].decode(errors="replace")
+        return out.decode(errors="replace")
 
     def stop(self) -> None:
         """Ends the script, with what it has started."""
@@ -117,6 +119,36 @@ class Script:
                 os.killpg(self._process.pid, signal.SIGKILL)
             except (ProcessLookupError, PermissionError):
                 pass
+
+
+class _Endless(Exception):
+    """A script that does not come to its end; the text says in what."""
+
+
+def _printed(process: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
+    """Its output and errors, when it has ended. _Endless when that takes too long, or too much memory."""
+    assert process.stdout is not None and process.stderr is not None
+    deadline = time.monotonic() + limit_s
+    parts = {process.stdout: bytearray(), process.stderr: bytearray()}
+    with selectors.DefaultSelector() as selector:
+        for stream in parts:
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select(max(0.0, deadline - time.monotonic())):
+                stream = process.stdout if key.fileobj is process.stdout else process.stderr
+                part = os.read(stream.fileno(), 1 << 16)
+                parts[stream] += part
+                if not part:
+                    selector.unregister(stream)
+                elif len(parts[stream]) > MOST_BYTES:
+                    raise _Endless(f"it printed more than {MOST_BYTES >> 20} MiB")
+            if time.monotonic() >= deadline:
+                raise _Endless(f"it ran for more than {limit_s:g} s")
+    try:
+        process.wait(max(0.0, deadline - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        raise _Endless(f"it ran for more than {limit_s:g} s") from None
+    return bytes(parts[process.stdout]), bytes(parts[process.stderr])
 
 
 def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
@@ -135,6 +167,8 @@ def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
                     )
                 host = Host(host.name, slots)
             found.setdefault(host.name, host)
+    if sum(host.slots for host in found.values()) > MOST_SLOTS:
+        raise LaunchError(f"--host-discovery-script {source}: it named more than {MOST_SLOTS} slots", 1)
     return list(found.values())
 
 
@@ -192,4 +226,6 @@ class Lookout:
                 self._found.put(self._source.find())
             except LaunchError as error:
                 self._found.put(error)
+            except Exception as error:  # the next look may succeed; without this thread nobody would look
+                self._found.put(LaunchError(f"the hosts cannot be found: {type(error).__name__}: {error}", 1))
             self._wake()

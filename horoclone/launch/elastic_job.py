@@ -6,36 +6,32 @@ elastic_policy.py; here processes are started and ended, and each tells the othe
 
 from __future__ import annotations
 
-import argparse
 import math
 import secrets
 import signal
 import socket
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
-from horoclone.bootstrap import roster
+from horoclone import failpoints
+from horoclone.bootstrap import heritage, roster
 from horoclone.bootstrap.desk import Desk
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import ending, report
-from horoclone.launch.discovery import File, Fixed, Lookout, Script, Settled, Source
-from horoclone.launch.elastic_policy import Cooldown, Place, Plan, Policy
+from horoclone.launch.discovery import LOOK_EVERY_S, Lookout, Settled
+from horoclone.launch.elastic_options import Elastic, needs_majority, patched
+from horoclone.launch.elastic_policy import Place, Policy
 from horoclone.launch.environment import rank_variables, thread_variables
-from horoclone.launch.hosts import (
-    Host,
-    Placement,
-    automatic_size,
-    is_local,
-    parse_hostfile,
-    parse_hosts,
-    usable_cores,
-)
+from horoclone.launch.hosts import Host, Placement, is_local, usable_cores
+from horoclone.launch.incarnation import MACHINE, Incarnations
 from horoclone.launch.job import Job, JobRequest, JobResult, Member
 from horoclone.launch.link import REFUSED, HostLink
+from horoclone.launch.notice_script import NoticeScript
 from horoclone.launch.process import LocalRanks
 from horoclone.launch.usage import LaunchError, say
+from horoclone.settings import seconds
 
+LAST_S = 2.0  # a host that goes is not used to the last moment
 PROGRESS_S = 10.0  # a worker that was in the job for so long has not failed at once
 REPEAT_S = 30.0  # between two lines about the same trouble with the discovery of hosts
 MOST_RANKS = 1 << 15
@@ -45,17 +41,6 @@ HOROVODS_FAILURE = (
 )
 
 
-class Elastic(NamedTuple):
-    """What --min-np and its companions say. size: of the first generation."""
-
-    source: Source
-    size: int
-    plan: Plan
-    cooldown: Cooldown
-    timeout_s: float = 600.0
-    resets: int | None = None
-
-
 class ElasticJob(Job):
     """Use once: ElasticJob(request, elastic).run(). The placements of the request are not read."""
 
@@ -63,8 +48,11 @@ class ElasticJob(Job):
         super().__init__(request)
         self._elastic = elastic
         self._policy = Policy(elastic.plan, elastic.cooldown)
+        largest, self._outlives = elastic.plan.largest, elastic.outlives
+        if elastic.outlives:
+            largest = min(largest or heritage.MOST_MEMBERS, heritage.MOST_MEMBERS)
         limits = roster.Limits(
-            elastic.size, elastic.plan.smallest, elastic.plan.largest, elastic.timeout_s, elastic.resets
+            elastic.size, elastic.plan.smallest, largest, elastic.timeout_s, elastic.resets
         )
         self._desk = Desk(limits, secrets.token_bytes)
         self._desk.tell = self._wake
@@ -84,10 +72,14 @@ class ElasticJob(Job):
         self._last: list[int] = []  # workers whose end is the end of the job
         self._closed_host: int | None = None  # the worker whose failure made those beside it leave
         self._finishing = False
+        self._is_minority = False  # of a cut network
         self._job = secrets.token_hex(8)
         self._secret = secrets.token_bytes(32)
         self._generation = 0
         self._nobody_since = math.inf  # since when no worker runs
+        self._notices: NoticeScript | None = None
+        self._incarnations = Incarnations(request.ssh, self._wake)
+        self._due: dict[int, float] = {}  # workers of hosts that are about to go: when they are ended
 
     # --- start
 
@@ -96,11 +88,24 @@ class ElasticJob(Job):
         self._policy.found(hosts)
         all_local = not self._elastic.source.changes and all(is_local(host.name) for host in hosts)
         self._server = self._open_server(self._secret, self._job, all_local)
-        self._owner = LocalRanks(self._secret, self._request.function, self._request.ssh.bind_to_us)
+        if self._outlives:
+            majority = needs_majority(
+                self._request.environment.get("HOROCLONE_ELASTIC_QUORUM", ""), all_local
+            )
+            with self._desk.mutex:
+                self._desk.heritage = heritage.packed
+                self._desk.roster.limits = self._desk.roster.limits._replace(majority=majority)
+        self._owner = LocalRanks(
+            self._secret, self._request.function, self._request.ssh.bind_to_us, self._outlives
+        )
         self._selector.register(self._bell, 1, self._hear)
         if self._elastic.source.changes:
-            self._lookout = Lookout(self._elastic.source, self._wake)
+            every_s = patched("DISCOVER_HOSTS_FREQUENCY_SECS", LOOK_EVERY_S)
+            self._lookout = Lookout(self._elastic.source, self._wake, every_s)
             self._lookout.start()
+        command, ssh = self._elastic.notice_script, self._request.ssh
+        if command is not None:
+            self._notices = NoticeScript(command, self._host_goes, self._selector, ssh, self._owner.guardian)
         self._start_workers(time.monotonic())
 
     def _serve(self, secret: bytes, job: str, addresses: list[str]) -> Server:
@@ -114,9 +119,10 @@ class ElasticJob(Job):
 
     def _start_worker(self, place: Place, now: float) -> None:
         assert self._server is not None and self._owner is not None
+        failpoints.reach("launcher.start")
         id_ = secrets.token_bytes(roster.ID_BYTES)
         with self._desk.mutex:
-            key = self._desk.roster.start(id_, place.host, place.local, now)
+            key = self._desk.roster.start(id_, place.host, place.local, now, is_local(place.host))
             self._commits[key] = self._desk.roster.newest_commit
         local_size, cross_rank, cross_size = self._policy.sharing(place)
         placement = Placement(
@@ -132,6 +138,7 @@ class ElasticJob(Job):
         self._places[key], self._ids[key], self._born_s[key] = place, id_, now
         self._used.add(place.number)
         self._policy.started(key, place)
+        address, _, port = self._server.addresses[0].rpartition(":")
         own = rank_variables(placement, ",".join(self._server.addresses), self._job)
         own |= {
             "HOROCLONE_MEMBER": id_.hex(),
@@ -139,7 +146,17 @@ class ElasticJob(Job):
             "HOROVOD_ELASTIC": "1",
             "HOROCLONE_ELASTIC_TIMEOUT": f"{self._elastic.timeout_s:g}",
             "HOROVOD_ELASTIC_TIMEOUT": f"{self._elastic.timeout_s:g}",
+            "HOROVOD_CONTROLLER": "gloo",  # this and the next two for scripts that look, nothing here reads them
+            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
         }
+        if self._elastic.plan.spares:
+            interval = self._request.environment.get("HOROCLONE_REPLICA_INTERVAL") or "0"
+            own["HOROCLONE_REPLICA_INTERVAL"] = interval
+        if self._elastic.notice_signal:
+            own["HOROCLONE_NOTICE_SIGNAL"] = self._elastic.notice_signal
+        if self._outlives:
+            own["HOROCLONE_SURVIVE_LAUNCHER"] = "1"
         if is_local(place.host):
             request = self._request
             threads = thread_variables(request.environment, request.threads, local_size, usable_cores())
@@ -166,6 +183,19 @@ class ElasticJob(Job):
             else:
                 self._take_hosts(found, time.monotonic())
 
+        for mark in self._incarnations.take():
+            self._seen_as(*mark)
+
+    def _seen_as(self, host: str, kind: str, mark: str) -> None:
+        if self._policy.seen_as(host, kind, mark):
+            say(f"host {host} is another machine now, or was booted anew: its slots are used again")
+
+    def started(self, rank: int, pid: int) -> None:
+        super().started(rank, pid)
+        link = self._members[rank].link
+        if link is not None and link.machine:
+            self._seen_as(link.host, MACHINE, link.machine)
+
     def _say_trouble(self, text: str) -> None:
         now = time.monotonic()
         if text != self._trouble[0] or now >= self._trouble[1] + REPEAT_S:
@@ -175,6 +205,29 @@ class ElasticJob(Job):
     def _take_hosts(self, hosts: list[Host], now: float) -> None:
         for worker, reason in self._policy.found(self._settled.take(hosts, now)).items():
             self._unwant(worker, reason, now)
+
+    def _host_goes(self, host: str, left_s: float | None) -> None:
+        """Its notice script says so: its workers leave at their next commit, or when there is no time left."""
+        now = time.monotonic()
+        left_s = seconds(self._request.environment, "NOTICE", 30.0) if left_s is None else left_s
+        for worker in self._policy.going(host, now):
+            if worker not in self._due:
+                self._due[worker] = now + max(0.0, left_s - LAST_S)
+                self._unwant(worker, f"host {host} is about to go ({left_s:g} s)", now)
+
+    def _end_overdue(self, now: float) -> None:
+        """Workers whose host is about to go, and who have come to no commit."""
+        for worker in [one for one, due_s in self._due.items() if now >= due_s]:
+            del self._due[worker]
+            if self._members[worker].code is None:
+                say(
+                    f"the worker in slot {self._where(self._members[worker])} came to no commit in time; it is ended"
+                )
+                with self._desk.mutex:
+                    self._desk.roster.leave(self._ids[worker], "its host is about to go", now)
+                self._ring()
+                self._dismissed.add(worker)
+                self._members[worker].signal(signal.SIGKILL, True)
 
     def _unwant(self, worker: int, reason: str, now: float) -> None:
         with self._desk.mutex:
@@ -186,6 +239,7 @@ class ElasticJob(Job):
             self._server.ring()
 
     def _after_exit(self, member: Member, now: float) -> None:
+        failpoints.reach("launcher.ended")
         key, code = member.key, member.code or 0
         text = report.end_of_process(code)
         with self._desk.mutex:
@@ -200,7 +254,7 @@ class ElasticJob(Job):
             )
             if code == 0 and not is_planned:
                 roster_.finish(now)
-            roster_.dead(mine.id, f"it {text}", now)
+            roster_.dead(mine.id, f"it {text}", now, is_certain=not member.note)  # a note: its host was lost
             left = len(roster_.live())
         self._ring()
         if self._ending.begun or key in self._dismissed:
@@ -286,11 +340,26 @@ class ElasticJob(Job):
         if stopped is not None and not self._ending.begun:  # by the roster itself
             self._reason = stopped.text
             self._ending.fail(now)
+        if stopped is not None and stopped.code == roster.NO_MEMBER and not self._is_minority:
+            self._is_minority, self._reason = True, stopped.text
+            self._leave_the_others_alone()
         if record is not None and record.number != self._generation:
             self._formed(record)
         self._let_go()
+        if self._notices is not None:
+            self._notices.watch([] if self._ending.begun else self._policy.hosts(), now)
+        self._end_overdue(now)
+        self._incarnations.watch(self._policy.hosts(), self._policy.closed_hosts(now))
         self._start_workers(now)
         self._look_whether_anybody_is_left(now)
+
+    def _leave_the_others_alone(self) -> None:
+        """The others may be the job: what is told to their hosts once the network is whole again must not end them."""
+        with self._desk.mutex:
+            here = {one.index for one in self._desk.roster.members.values() if not one.gone}
+        for link in self._links:
+            if not link.over and not link.ranks & here:
+                link.abandon("is on the other side of a cut network")
 
     def _look_whether_anybody_is_left(self, now: float) -> None:
         """Nobody to wait in the roster, whose limit would end the job: then it is ours."""
@@ -336,11 +405,16 @@ class ElasticJob(Job):
     def _timeout_s(self) -> float:
         now = time.monotonic()
         limit_s = self._nobody_since + self._elastic.timeout_s
-        return max(0.0, min(super()._timeout_s(), self._policy.next_s(now) - now, limit_s - now))
+        notices_s = math.inf if self._notices is None else self._notices.next_s()
+        due_s = min([limit_s, notices_s, self._policy.next_s(now), *self._due.values()])
+        return max(0.0, min(super()._timeout_s(), due_s - now))
 
     def _close(self) -> None:
         if self._lookout is not None:
             self._lookout.close()
+        self._incarnations.close()
+        if self._notices is not None:
+            self._notices.close()
         super()._close()
         self._bell.close()
         self._rope.close()
@@ -367,57 +441,7 @@ class ElasticJob(Job):
                 text = f"{self._reason}\n{text}"
             return JobResult(code, text, result.ends, results)
         if self._ending.reason == ending.FAILURE or self._reason:
-            left = self._ending.reason != ending.FAILURE
-            return JobResult(roster.NO_MEMBER if left else 1, self._reason, result.ends, results)
+            stopped = self._desk.roster.stopped
+            code = roster.NO_MEMBER if stopped is None else stopped.code
+            return JobResult(code, self._reason, result.ends, results)
         return JobResult(0, None, result.ends, results)
-
-
-def elastic_of(arguments: argparse.Namespace, program: str) -> Elastic | None:
-    """What the flags ask for; None: a job that is not elastic. LaunchError when they do not fit together."""
-    script = arguments.host_discovery_script
-    if not (arguments.min_np or arguments.max_np or script):
-        for flag in (
-            "slots_per_host",
-            "elastic_timeout",
-            "reset_limit",
-            "blacklist_cooldown_range",
-            "spares",
-        ):
-            if getattr(arguments, flag):
-                raise LaunchError(
-                    f"--{flag.replace('_', '-')} is for elastic jobs; --min-np N makes the job elastic"
-                )
-        return None
-    source, slots = _source_of(arguments)
-    size = slots if arguments.num_proc == "auto" else arguments.num_proc or arguments.min_np
-    if not size:
-        raise LaunchError("how many ranks at first? -np N, or -np auto where the hosts are given")
-    smallest, largest = arguments.min_np or size, arguments.max_np
-    if smallest > size or (largest is not None and largest < size):
-        raise LaunchError(f"--min-np {smallest} <= -np {size} <= --max-np {largest or 'N'} does not hold")
-    if isinstance(source, Fixed) and slots < smallest:
-        raise LaunchError(f"--min-np {smallest} needs {smallest} slots, but the hosts have {slots}")
-    bounds = arguments.blacklist_cooldown_range
-    try:
-        cooldown = Cooldown((bounds[0], bounds[1]) if bounds else None)
-    except ValueError as error:
-        raise LaunchError(f"--blacklist-cooldown-range: {error}") from None
-    timeout_s = 600.0 if arguments.elastic_timeout is None else arguments.elastic_timeout
-    plan = Plan(smallest, largest, arguments.spares or 0, program == "horovodrun")
-    return Elastic(source, size, plan, cooldown, timeout_s, arguments.reset_limit)
-
-
-def _source_of(arguments: argparse.Namespace) -> tuple[Source, int]:
-    """Where hosts come from, and the slots that are known before anybody has looked."""
-    if sum(map(bool, (arguments.host_discovery_script, arguments.hosts, arguments.hostfile))) > 1:
-        raise LaunchError("-H, --hostfile and --host-discovery-script all name the hosts; give one of them")
-    if arguments.host_discovery_script:
-        return Script(arguments.host_discovery_script, arguments.slots_per_host), 0
-    if arguments.hostfile:
-        return File(arguments.hostfile), sum(host.slots for host in parse_hostfile(arguments.hostfile))
-    if arguments.hosts:
-        hosts = parse_hosts(arguments.hosts)
-    else:
-        size = arguments.num_proc if isinstance(arguments.num_proc, int) else automatic_size(None)
-        hosts = [Host("localhost", max(size, arguments.max_np or 0) + (arguments.spares or 0))]
-    return Fixed(hosts), sum(host.slots for host in hosts)

@@ -83,6 +83,7 @@ class Policy:
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._of: dict[int, _Slot] = {}
         self._hosts: list[Host] = []
+        self._marks: dict[tuple[str, str], str] = {}  # host, kind of mark -> mark
 
     # --- what happens
 
@@ -107,6 +108,26 @@ class Policy:
                     else (f"host {host_name} is not there any more")
                 )
         return lost
+
+    def seen_as(self, host: str, kind: str, mark: str) -> bool:
+        """What tells the machine behind this name from another. Where it differs from the one before, the host is a new
+        incarnation, and nothing that failed counts. Gives whether that opened a slot or forgave a failure."""
+        before = self._marks.get((host, kind))
+        self._marks[host, kind] = mark
+        if before in (None, mark):
+            return False
+        for other in [key for key in self._marks if key[0] == host and key[1] != kind]:
+            del self._marks[other]  # they were the other machine's
+        slots = [slot for slot in self._slots.values() if slot.place.host == host]
+        matters = any(slot.strikes or slot.closures or slot.closed_until > -math.inf for slot in slots)
+        for slot in slots:
+            slot.strikes = slot.closures = 0
+            slot.closed_until = -math.inf
+        return matters
+
+    def closed_hosts(self, now: float) -> list[str]:
+        """Hosts with a slot that is not used for a time or for ever."""
+        return list(dict.fromkeys(slot.place.host for slot in self._present() if slot.closed_until > now))
 
     def started(self, worker: int, place: Place) -> None:
         slot = self._slots[place.host, place.local]
@@ -147,6 +168,13 @@ class Policy:
         slot = self._ended(worker)
         slot.closed_until = max(slot.closed_until, now + LEFT_S)
 
+    def going(self, host: str, now: float) -> list[int]:
+        """The host says that it is about to go: nobody is started there for a while. Gives its workers."""
+        slots = [slot for slot in self._slots.values() if slot.place.host == host]
+        for slot in slots:
+            slot.closed_until = max(slot.closed_until, now + LEFT_S)
+        return [slot.worker for slot in slots if slot.worker is not None]
+
     def done(self, worker: int) -> None:
         """The worker has ended, and nothing follows from it."""
         self._ended(worker)
@@ -157,6 +185,9 @@ class Policy:
         return slot
 
     # --- what follows
+
+    def hosts(self) -> list[str]:
+        return [host.name for host in self._hosts]
 
     def to_start(self, now: float) -> list[Place]:
         """The places where a worker shall be started now, in the order of hosts."""

@@ -21,7 +21,7 @@ from horoclone.launch import ending, frames, report
 from horoclone.launch.environment import exported, rank_variables, thread_variables
 from horoclone.launch.hosts import Placement, is_local, usable_cores
 from horoclone.launch.link import LOST, REFUSED, HostLink, SshOptions
-from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files
+from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
 from horoclone.launch.usage import (
@@ -99,6 +99,8 @@ class Member:
 
 class Job:
     """Use once: Job(request).run()."""
+
+    _outlives = False  # whether the ranks go on when we die
 
     def __init__(self, request: JobRequest) -> None:
         self._request = request
@@ -210,7 +212,8 @@ class Job:
         assert self._owner is not None
         member, request = self._members[rank], self._request
         stdin = 0 if rank == 0 and request.give_stdin and _is_open(0) else None
-        local = self._owner.start(rank, request.command, environment, request.cwd, stdin)
+        folder = self._folder_of(member)
+        local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder)
         member.local = local
         self.started(rank, local.pid)
         for stream, pipe in ((STDOUT, local.stdout), (STDERR, local.stderr)):
@@ -221,6 +224,11 @@ class Job:
             self._selector.register(
                 local.pidfd, selectors.EVENT_READ, lambda: None
             )  # _attend looks at every rank
+
+    def _folder_of(self, member: Member) -> str:
+        """Of its files of output; empty: it has none."""
+        folder, placement = self._request.output_folder, member.placement
+        return os.path.abspath(rank_folder(folder, placement.rank, placement.size)) if folder else ""
 
     def _open_link(
         self, host: str, variables: Mapping[int, Mapping[str, str]], secret: bytes, share: int
@@ -237,6 +245,8 @@ class Job:
             "threads": request.threads,
             "share": share,
             "ranks": {str(key): own for key, own in variables.items()},
+            "outlive_us": self._outlives,
+            "folders": {str(key): self._folder_of(self._members[key]) for key in variables},
         }
         for key in variables:
             link.ranks.add(key)

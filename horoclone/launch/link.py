@@ -82,6 +82,7 @@ class HostLink:
         self.host = host
         self.ranks: set[int] = set()
         self.over = False
+        self.machine = ""  # what tells it from another one of this name; of its first rank's start
         self._events, self._options, self._guardian = events, options, guardian
         self._reader = frames.FrameReader(frames.GREETING)
         self._deadline_s = time.monotonic() + options.start_timeout_s
@@ -128,6 +129,12 @@ class HostLink:
             )
         else:
             self._send(frames.frame(frames.KILL, rank, frames.KILL_PAYLOAD.pack(number, group)))
+
+    def abandon(self, what: str) -> None:
+        """Nothing more is said to this host, and it counts as lost."""
+        self._unsent.clear()
+        self.hang_up()
+        self._lose(what)
 
     def check_deadline(self, now: float) -> None:
         if not self._reader.greeted and not self.over and now > self._deadline_s:
@@ -218,7 +225,9 @@ class HostLink:
         elif kind == frames.ENDED_STREAM:
             self._events.output(rank, 1 if payload == frames.OUT else 2, b"")
         elif kind == frames.STARTED:
-            self._events.started(rank, int(json.loads(payload)["pid"]))
+            start: dict[str, Any] = json.loads(payload)
+            self.machine = str(start.get("machine", ""))
+            self._events.started(rank, int(start["pid"]))
         elif kind == frames.RESULT:
             self._events.result(rank, payload)
         elif kind == frames.EXITED:

@@ -220,7 +220,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_elastic(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("elastic jobs (one of the first three makes the job elastic)")
+    group = parser.add_argument_group("elastic jobs (one of the first four makes the job elastic)")
     add = group.add_argument
     add("--min-np", "--min-num-proc", type=_positive, metavar="N", dest="min_np",
         help="go on while this many ranks are left (default: -np)")  # fmt: skip
@@ -228,16 +228,24 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
         help="never more ranks than this (default: every slot)")  # fmt: skip
     add("--host-discovery-script", metavar="COMMAND",
         help="prints host:slots lines; runs every second")  # fmt: skip
+    add("--host-discovery", metavar="SOURCE",
+        help="file:PATH (a hostfile), slurm (the allocation), dns:NAME[:slots] (each address a host)")  # fmt: skip
     add("--slots-per-host", "--slots", type=_positive, metavar="N",
-        help="slots of a host that the script prints without a number")  # fmt: skip
+        help="slots of a host that comes without a number")  # fmt: skip
     add("--elastic-timeout", type=_seconds, metavar="S",
         help="limit for enough ranks to be there, in seconds (default 600)")  # fmt: skip
     add("--reset-limit", type=_positive, metavar="N", help="end the job after so many new beginnings")
     add("--blacklist-cooldown-range", type=int, nargs=2, metavar=("MIN", "MAX"),
         help="how long a slot is not used after failures, in seconds (default: for ever)")  # fmt: skip
+    add("--notice-script", metavar="COMMAND",
+        help="runs every 5 s on each host; exit code 0: the host goes (printed: in how many seconds)")  # fmt: skip
+    add("--notice-signal", metavar="USR1|USR2",
+        help="a signal to a worker that means, as SIGTERM does: leave at the next commit")  # fmt: skip
     add(
         "--spares", type=_count, metavar="N", help="workers beyond --max-np that wait for a place (default 0)"
     )
+    add("--survive-launcher", action="store_true",
+        help="the ranks go on when this launcher dies, without new workers")  # fmt: skip
 
 
 def _add_mpi(parser: argparse.ArgumentParser) -> None:

@@ -10,6 +10,7 @@ import errno
 import fcntl
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -113,6 +114,43 @@ class Guardian:
             self._process.wait()
 
 
+class Keeper:
+    """Our end of keeper.py; in the place of a Guardian for ranks that shall outlive us."""
+
+    def __init__(self) -> None:
+        path = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keeper.py")
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", path, str(os.getpid())],
+                stdin=theirs.fileno(),
+                start_new_session=True,
+                cwd="/",
+            )
+
+    def hold(self, pid: int, rank: str, pipes: Sequence[int], folder: str) -> None:
+        """rank: as its lines begin. folder: of the rank's files of output, or empty."""
+        self._tell(f"+{pid} {rank} {folder}", pipes)
+
+    def forget(self, pid: int) -> None:
+        self._tell(f"-{pid}")
+
+    def _tell(self, message: str, descriptors: Sequence[int] = ()) -> None:
+        try:
+            socket.send_fds(self._channel, [message.encode()], list(descriptors))
+        except OSError:  # somebody killed it: the ranks end when they write after our death
+            pass
+
+    def close(self) -> None:
+        self._tell(".")
+        self._channel.close()
+        try:
+            self._process.wait(3.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
 class LocalRank:
     """One process and its group. `code` is None while it runs, then as subprocess has it: -N for signal N."""
 
@@ -120,7 +158,7 @@ class LocalRank:
         self,
         rank: int,
         process: subprocess.Popen[bytes],
-        guardian: Guardian,
+        guardian: Guardian | Keeper,
         result: int | None,
     ) -> None:
         assert process.stdout is not None and process.stderr is not None
@@ -197,13 +235,17 @@ class LocalRank:
 class LocalRanks:
     """Starts processes and owns what they inherit: the job secret and, for horoclone.run, the function."""
 
-    def __init__(self, secret: bytes, payload: bytes | None, bind_to_us: bool = True) -> None:
+    def __init__(
+        self, secret: bytes, payload: bytes | None, bind_to_us: bool = True, outlive_us: bool = False
+    ) -> None:
         """bind_to_us: also ask the kernel to kill them with us (not for horoclone.run: a caller's thread may end, and
-        its process has threads that make code between fork and exec risky; the guardian is enough there)."""
+        its process has threads that make code between fork and exec risky; the guardian is enough there).
+        outlive_us: they go on when we die; close() ends them all the same."""
         self.guardian = Guardian()
+        self._keeper = Keeper() if outlive_us else None
         self._secret = sealed_memory("horoclone-secret", secret)
         self._payload = sealed_memory("horoclone-function", payload) if payload is not None else None
-        self._arm = dies_with_parent() if bind_to_us else None
+        self._arm = dies_with_parent() if bind_to_us and not outlive_us else None
         self._started: list[LocalRank] = []
 
     def start(
@@ -213,8 +255,10 @@ class LocalRanks:
         environment: Mapping[str, str],
         cwd: str,
         stdin: int | None = None,
+        folder: str = "",
     ) -> LocalRank:
-        """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null."""
+        """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null. folder: where
+        its output goes, too; only a keeper asks."""
         inherited = [self._secret]
         environment = {**environment, "HOROCLONE_SECRET_FD": str(self._secret)}
         result = None
@@ -241,8 +285,13 @@ class LocalRanks:
             if is_out_of_descriptors(error):
                 raise
             raise _cannot_run(command[0], cwd, error) from None
-        self.guardian.watch(process.pid)
-        self._started.append(LocalRank(rank, process, self.guardian, result))
+        if self._keeper is None:
+            self.guardian.watch(process.pid)
+        else:
+            assert process.stdout is not None and process.stderr is not None
+            pipes = (process.stdout.fileno(), process.stderr.fileno())
+            self._keeper.hold(process.pid, environment.get("HOROVOD_RANK", str(rank)), pipes, folder)
+        self._started.append(LocalRank(rank, process, self._keeper or self.guardian, result))
         return self._started[-1]
 
     def forget(self, local: LocalRank) -> None:
@@ -264,6 +313,8 @@ class LocalRanks:
             local.group_alive()
             local.close()
         self.guardian.close()
+        if self._keeper is not None:
+            self._keeper.close()
         for descriptor in (self._secret, self._payload):
             if descriptor is not None:
                 os.close(descriptor)

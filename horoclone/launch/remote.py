@@ -1,13 +1,15 @@
 """The launcher's hand on another host: `python -m horoclone.launch.remote`, started by ssh, one process per host.
 
 Reads what to run and the job secret from stdin, starts the ranks, sends their output and exits up as frames.
-When stdin ends (ssh is gone) its ranks are ended within 2 s. One thread.
+When stdin ends (ssh is gone) its ranks are ended within 2 s; with --survive-launcher they go on, and their output goes
+to the files of --output-filename on this host, if anywhere. One thread.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import select
 import selectors
 import signal
 import sys
@@ -17,12 +19,15 @@ from typing import Any
 from horoclone.launch import frames
 from horoclone.launch.environment import thread_variables
 from horoclone.launch.hosts import usable_cores
+from horoclone.launch.machine import own_mark
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.usage import LaunchError
 
 _GENTLE_S = 1.0
 _POLL_S = 0.05
 _SPEC_DEADLINE_S = 60.0
+_STUCK_S = 20.0  # so long may the launcher read nothing before ranks that survive it go on without
+_FILES = {frames.OUT: "stdout", frames.ERR: "stderr"}
 
 
 class _LauncherGone(Exception):
@@ -43,6 +48,8 @@ class Remote:
         self._told_exit: set[int] = set()
         self._told_gone: set[int] = set()
         self._kills_before = memory_kills()
+        self._outlives = False  # whether the ranks go on without the launcher
+        self._alone = False  # and it is gone
 
     def serve(self) -> int:
         self._send_raw(frames.GREETING)
@@ -73,8 +80,12 @@ class Remote:
 
     def _from_launcher(self) -> None:
         data = os.read(0, 1 << 16)
-        if not data:
+        if not data and not self._outlives:
             raise _LauncherGone
+        if not data:
+            self._alone = True
+            self._selector.unregister(0)
+            return
         for kind, rank, payload in self._reader.feed(data):
             if kind == frames.SPEC:
                 self._spec = json.loads(payload)
@@ -96,12 +107,16 @@ class Remote:
             environment["PYTHONPATH"] = self._spec["environment"]["PYTHONPATH"]
         share = int(self._spec["share"])
         environment.update(thread_variables(environment, self._spec["threads"], share, usable_cores()))
+        self._outlives = bool(self._spec["outlive_us"])
+        if self._outlives:
+            os.set_blocking(1, False)
         self._owner = LocalRanks(self._secret, self._function)
         for rank_text, own in self._spec["ranks"].items():
             rank = int(rank_text)
             local = self._owner.start(rank, self._spec["command"], {**environment, **own}, self._spec["cwd"])
             self._ranks[rank] = local
-            self._send(frames.STARTED, rank, json.dumps({"pid": local.pid}).encode())
+            start = {"pid": local.pid, "machine": own_mark()}
+            self._send(frames.STARTED, rank, json.dumps(start).encode())
             for kind, stream in ((frames.OUT, local.stdout), (frames.ERR, local.stderr)):
                 self._selector.register(
                     stream, selectors.EVENT_READ, lambda k=kind, r=rank, s=stream: self._carry(k, r, s)
@@ -115,9 +130,22 @@ class Remote:
         data = os.read(stream.fileno(), 1 << 16)
         if data:
             self._send(kind, rank, data)
+            if self._alone:
+                self._keep(kind, rank, data)
         else:
             self._selector.unregister(stream)
             self._send(frames.ENDED_STREAM, rank, kind)
+
+    def _keep(self, kind: bytes, rank: int, data: bytes) -> None:
+        assert self._spec is not None
+        folder = self._spec["folders"][str(rank)]
+        if folder:
+            try:
+                os.makedirs(folder, exist_ok=True)
+                with open(os.path.join(folder, _FILES[kind]), "ab", buffering=0) as file:
+                    file.write(data)
+            except OSError:
+                pass  # the rank shall not fail for it
 
     def _streams_open(self) -> bool:
         return any(
@@ -151,10 +179,15 @@ class Remote:
     def _send_raw(self, data: bytes) -> None:
         view = memoryview(data)
         try:
-            while view:
-                view = view[os.write(1, view) :]
+            while view and not self._alone:
+                try:
+                    view = view[os.write(1, view) :]
+                except BlockingIOError:
+                    self._alone = not _takes(1, _STUCK_S)
         except OSError:
-            raise _LauncherGone from None
+            if not self._outlives:
+                raise _LauncherGone from None
+            self._alone = True
 
     # --- the end
 
@@ -166,6 +199,13 @@ class Remote:
         deadline = time.monotonic() + _GENTLE_S
         while time.monotonic() < deadline and any(local.group_alive() for local in self._ranks.values()):
             time.sleep(_POLL_S)
+
+
+def _takes(descriptor: int, wait_s: float) -> bool:
+    """Whether it can be written to within this time."""
+    poller = select.poll()
+    poller.register(descriptor, select.POLLOUT)
+    return bool(poller.poll(wait_s * 1000))
 
 
 def main() -> int:

@@ -1,4 +1,4 @@
-"""The `horoclone` command: run, doctor, debug, timeline, simulate."""
+"""The `horoclone` command: run, leave, doctor, debug, timeline, simulate."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from horoclone.launch.usage import say
 
 _USAGE = """usage: horoclone run -np N [flags] python train.py ...   start a job (the same as horoclonerun)
+       horoclone leave [--pid PID] [--wait S]           workers of an elastic job here leave it
        horoclone doctor [--json]                        examine this host
        horoclone debug DIR|FILE ...                     compare the ranks' flight records
        horoclone timeline OUT FILE FILE ...             merge the ranks' timelines into one
@@ -30,6 +31,10 @@ def main(argv: list[str] | None = None) -> int:
             return doctor.main("--json" in rest)
         except KeyboardInterrupt:
             return 130
+    if verb == "leave":
+        from horoclone.launch import leaving
+
+        return leaving.main(rest)
     if verb == "simulate":
         from horoclone import simulate
 

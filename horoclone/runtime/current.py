@@ -22,6 +22,8 @@ job: Job | None = None  # kept between init calls: its server, secret and MPI su
 forked_from: int | None = None  # pid of the parent that had called init
 dynamic = False  # whether add_process_set and remove_process_set are allowed in this life
 lock = threading.RLock()
+formed_s = 0.0  # until the members of this life's generation were known, in an elastic job
+connected_s = 0.0  # until they were connected
 lost: set[int] = set()  # ranks whose loss an error of this life has told; only an elastic job asks
 
 

@@ -8,11 +8,11 @@ import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from horoclone import errors, selection
+from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import current, ending, member, stacks
+from horoclone.runtime import current, ending, member, newcomer, stacks
 from horoclone.runtime.attached import publish
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
@@ -69,6 +69,7 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
     _remark()
     try:
         try:
+            failpoints.reach("init.connected")
             _register_sets(runtime, wanted)
         finally:
             publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
@@ -110,7 +111,12 @@ def _keep_sets() -> None:
 
 def _renumber_sets() -> None:
     """A generation was formed: the sets have new ranks, or none where a member is gone."""
-    previous = member.told.previous if member.told is not None else ()
+    told = member.told
+    previous = told.previous if told is not None else ()
+    if (
+        told is not None and previous[told.rank] < 0
+    ):  # it comes, perhaps again: the numbers of its sets mean nothing
+        _kept.clear()
     for number, (one, ranks) in list(_kept.items()):
         if one.mpi_comm is None and set(ranks) <= set(previous):
             _kept[number] = (one, sorted(previous.index(rank) for rank in ranks))
@@ -127,11 +133,20 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
         )
     attempt = 0
     while True:
+        failpoints.reach("init.wait")
+        began = time.monotonic()
         job = current.job = member.next_job()
+        current.formed_s = time.monotonic() - began
+        failpoints.reach("init.told")
         _renumber_sets()
         attempt += 1
         try:
-            _begin(_connect(job, time.monotonic() + _FORMING_S), wanted)
+            runtime = _connect(job, time.monotonic() + _FORMING_S)
+            member.connected()
+            _begin(runtime, wanted)
+            told = member.told
+            if told is not None and told.number > 1 and told.previous[told.rank] < 0:
+                newcomer.refuse_collectives(told.number)
             return
         except (errors.Mismatch, errors.Unsupported):
             raise
@@ -147,7 +162,9 @@ def _join_generation(comm: Any, wanted: list[ProcessSet]) -> None:
 
 def _connect(job: Job, deadline: float) -> Runtime:
     """Opens a runtime and connects it with everybody's; on failure nothing of it stays open."""
-    settings, known = with_libraries({**preferred, **settings_of(os.environ)}), {}
+    began = time.monotonic()
+    settings = with_libraries(member.settings_of_generation({**preferred, **settings_of(os.environ)}))
+    known: dict[str, str] = {}
     if job.rank == 0:  # its choice holds for all
         known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
@@ -163,6 +180,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
         mpi = mpi_link.agree(offers, job.name, deadline)
         remaining_s = max(0.1, deadline - time.monotonic())
         with job.connecting() as look:
+            failpoints.reach("init.gathered")
             runtime.connect(job.rank, endpoints, job.secret, job.name, job.generation, remaining_s, mpi, look)
         if job.rank == 0 and job.size > 1:
             key = mpi_link.key_of(offers) if runtime.local_size < job.size else ""
@@ -173,6 +191,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
         except errors.HorovodInternalError:
             pass  # the first error is the one to report
         raise
+    current.connected_s = time.monotonic() - began
     return runtime
 
 

@@ -6,6 +6,7 @@ Thread: init() and shutdown() with current.lock held; the rest any.
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -15,14 +16,16 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from horoclone import errors
-from horoclone.bootstrap import membership
-from horoclone.bootstrap.client import HELLO_S, SLICE_S
+from horoclone.bootstrap import heritage, membership, replica, wire
+from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.bootstrap.desk import Told
 from horoclone.bootstrap.membership import SAY_EVERY_S, GenerationJob, Identity, Membership
 from horoclone.bootstrap.roster import NO_MEMBER, Out, Stop
+from horoclone.bootstrap.succession import SILENT_S, Succession
 from horoclone.runtime import current
 from horoclone.runtime.current import say
-from horoclone.settings import flag, seconds
+from horoclone.runtime.native_module import core
+from horoclone.settings import flag, seconds, setting, with_own_files
 
 Listener = Callable[[int, int], None]
 RETRY_S = 0.2
@@ -33,8 +36,12 @@ dropped: tuple[int, ...] = ()  # process sets of the generation before that do n
 _listeners: list[Listener] = []
 _mutex = threading.Lock()  # guards the listeners
 _who: Identity | None = None
+_succession: Succession | None = None  # where members go on without their launcher
+_moves = 0  # of the succession, when _link was made
 _link: Membership | None = None
 _thread: _RosterThread | None = None
+_feeder: replica.Feeder | None = None  # while this process is rank 0 and spares may wait
+_feed: replica.Feed | None = None  # since this process waits to be one of the ranks
 
 
 def is_elastic() -> bool:
@@ -42,49 +49,142 @@ def is_elastic() -> bool:
     return flag(os.environ, "ELASTIC") and "HOROCLONE_MEMBER" in os.environ
 
 
+def host() -> str:
+    """The launcher's name of the host that this process is on; empty where it is no member of an elastic job."""
+    return _who.host if _who is not None else ""
+
+
 def next_job() -> GenerationJob:
     """Waits for a generation that holds this process. SystemExit when the others go on without it, when the job
     ends, or when the roster cannot be reached; Unsupported when this process was not started for an elastic job."""
     global told, _who, _link, _thread
     if _who is None:
-        _who = membership.identity(os.environ)
-        _link = Membership(_who, _timeout_s(), shows=True)
-        _thread = _RosterThread(_who)
-        _thread.begin()
-    assert _link is not None and _thread is not None
-    if told is not None:
-        for rank in current.lost:
-            _link.suspect(told.number, rank)
-    current.lost.clear()
-    answer = _wait(_link, _thread)
+        _begin()
+    assert _who is not None and _link is not None and _thread is not None
+    answer = _wait(_thread)
     if not isinstance(answer, Told):
         _end(answer)
     told = answer
+    if _succession is not None:
+        _succession.learn(told)
+    if _feed is not None and told.commit:
+        _feed.finish(told.commit)
+    elif _feed is not None:
+        take_replica()  # nobody has trained yet: this is no spare
     one_host = all(address.startswith(("127.", "unix:")) for address in _who.addresses)
+    if told.rank == 0 and feeds_spares():
+        _start_feeding(_who, told.number, one_host)
     return GenerationJob(membership.meeting(_who, _link, one_host), told)
+
+
+def settings_of_generation(settings: dict[str, str]) -> dict[str, str]:
+    """From the second generation on there are other files: those of the one before tell what happened at its end."""
+    return settings if number() < 2 else with_own_files(settings, f"generation{number()}")
+
+
+def _begin() -> None:
+    global _who, _link, _thread, _succession
+    _who = membership.identity(os.environ)._replace(build=json.loads(core().build_info())["build"])
+    if flag(os.environ, "SURVIVE_LAUNCHER"):
+        is_one_host = all(address.startswith("127.") for address in _who.addresses)
+        bindings = ["127.0.0.1"] if is_one_host else wire.bindings(os.environ)
+        _succession = Succession(_who, bindings, heritage.MOST_MEMBERS, say)
+        os.register_at_fork(after_in_child=_succession.after_fork_in_child)
+        _who = _succession.who
+    _link = Membership(_who, _timeout_s() if _succession is None else HELLO_S, shows=True)
+    _thread = _RosterThread(_who)
+    _thread.begin()
+
+
+def connected() -> None:
+    """The ranks of the newest generation are connected."""
+    if _succession is not None:
+        _succession.connected()
 
 
 def _timeout_s() -> float:
     return seconds(os.environ, "ELASTIC_TIMEOUT", 600.0)
 
 
-def _wait(link: Membership, thread: _RosterThread) -> Told | Out | Stop:
+def _wait(thread: _RosterThread) -> Told | Out | Stop:
+    global _feed
     seen = told.number if told is not None else 0
-    began = time.monotonic()
+    if told is None and _feed is None and feeds_spares() and _who is not None:
+        _feed = replica.Feed(_who.addresses, _who.secret, _who.job)
+        _feed.start()
+    began = reached = time.monotonic()
     say_at = began + SAY_EVERY_S
     while True:
         if thread.leaving:
             leave(thread.leaving)
             return Out(0, thread.leaving)
+        link, answer, trouble = _follow(), None, ""
         try:
+            tells = told is None or all(link.suspect(told.number, rank) for rank in current.lost)
+            if _succession is not None and not tells:
+                raise errors.Timeout(link.where())
             answer = link.form(seen, offered[-2:], SLICE_S)
+            reached = time.monotonic()
+            current.lost.clear()
         except errors.Timeout as error:
-            return Stop(NO_MEMBER, f"the roster of this job cannot be reached: {error}")
+            if _succession is None:
+                return Stop(NO_MEMBER, f"the roster of this job cannot be reached: {error}")
+            trouble = str(error)
+        except (errors.PeerLost, membership.Elsewhere) as error:
+            if _succession is None:
+                raise
+            trouble = str(error)
         if answer is not None:
             return answer
+        if trouble and _succession is not None:
+            if told is None:
+                return Stop(NO_MEMBER, f"the launcher was gone before this process was in the job: {trouble}")
+            if time.monotonic() - reached >= _timeout_s():
+                return Stop(NO_MEMBER, f"for {_timeout_s():g} s there was no roster of this job: {trouble}")
+            if _succession.find(_moves, SLICE_S):
+                reached = time.monotonic()
         if time.monotonic() >= say_at:
             say(f"waiting for generation {seen + 1} of the job for {time.monotonic() - began:.0f} s")
             say_at += SAY_EVERY_S
+
+
+def feeds_spares() -> bool:
+    """Whether spares are given commits while they wait: the launcher says so where there are any."""
+    return is_elastic() and "HOROCLONE_REPLICA_INTERVAL" in os.environ
+
+
+def _start_feeding(who: Identity, number: int, one_host: bool) -> None:
+    """This process is rank 0: spares find it under a key of the rendezvous. Without it they take part in a sync."""
+    global _feeder
+    if _feeder is not None:
+        return
+    try:
+        bindings = ["127.0.0.1"] if one_host else wire.bindings(os.environ)
+        feeder = replica.Feeder(who.secret, who.job, bindings, seconds(os.environ, "REPLICA_INTERVAL", 0.0))
+        client = Client(list(who.addresses), who.secret, who.job, HELLO_S)
+        client.put(replica.KEY, number.to_bytes(8, "little") + ",".join(feeder.addresses).encode())
+        client.close()
+        _feeder = feeder
+    except (OSError, errors.HorovodInternalError) as error:
+        say(f"spares are not given commits: {error}")
+
+
+def offer_replica(commit: int, pack: replica.Pack) -> None:
+    """All ranks hold this commit: rank 0 gives it to the spares. pack is called on another thread, later or never."""
+    if _feeder is not None and told is not None and told.rank == 0:
+        _feeder.offer(commit, pack)
+
+
+def digest_of_replica(commit: int) -> int:
+    """Of a commit that this process has given to a spare; 0: it has not."""
+    return _feeder.digest(commit) if _feeder is not None else 0
+
+
+def take_replica() -> replica.Replica | None:
+    """The newest commit that this process was given while it waited; once."""
+    global _feed
+    feed, _feed = _feed, None
+    return feed.take() if feed is not None else None
 
 
 def _end(answer: Out | Stop) -> NoReturn:
@@ -93,12 +193,28 @@ def _end(answer: Out | Stop) -> NoReturn:
     raise SystemExit(answer.code)
 
 
+def _follow() -> Membership:
+    """The connection of init() to the roster of now."""
+    global _who, _link, _moves
+    assert _link is not None
+    if _succession is not None and _succession.moves != _moves:
+        _link.close()
+        _moves, _who = _succession.moves, _succession.who
+        _link = Membership(_who, HELLO_S, shows=True)
+    return _link
+
+
 def leave(reason: str) -> None:
     """Tells the roster that this process leaves now, as planned: its end is no failure, and nobody waits for it."""
     if _who is not None:
-        link = Membership(_who, HELLO_S, shows=False)
+        link = Membership(_now(_who), HELLO_S, shows=False)
         link.depart(reason, at_once=True)
         link.close()
+
+
+def _now(who: Identity) -> Identity:
+    """With the addresses of the roster of now."""
+    return _succession.who if _succession is not None else who
 
 
 def leave_requested() -> str | None:
@@ -123,34 +239,40 @@ class _RosterThread(threading.Thread):
         self.leaving = ""  # why this process is to leave
         self._who, self._pid = who, os.getpid()
         self._link = Membership(who, HELLO_S, shows=False)
+        self._moves = 0  # of the succession, when the link was made
         self.standing = (0, 0)  # the newest notice: generation wanted, update
         self._asked_s = 0.0  # when SIGTERM came
         self._ends = False  # the job does
         self._bell = threading.Event()
 
     def begin(self) -> None:
-        if (
-            threading.current_thread() is threading.main_thread()
-            and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-        ):
-            signal.signal(signal.SIGTERM, self._asked_to_leave)
-            threading.Thread(target=self._announce, name="hc-notice", daemon=True).start()
-        os.register_at_fork(after_in_child=self._link.close)
+        if threading.current_thread() is threading.main_thread():
+            numbers = [signal.SIGTERM] if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else []
+            other = setting(os.environ, "NOTICE_SIGNAL", "").removeprefix("sig")
+            numbers += [getattr(signal, f"SIG{other.upper()}")] if other in ("usr1", "usr2") else []
+            for number in numbers:
+                signal.signal(number, self._asked_to_leave)
+            if numbers:
+                threading.Thread(target=self._announce, name="hc-notice", daemon=True).start()
+        os.register_at_fork(after_in_child=lambda: self._link.close())
         self.start()
 
     def _asked_to_leave(self, number: int, _frame: object) -> None:
-        """SIGTERM: a notice, unless the whole job ends, it is the second, or this is a fork's child."""
-        if self._ends or self.leaving or os.getpid() != self._pid:
+        """SIGTERM: a notice, unless the whole job ends, it is the second, or this is a fork's child. The other signal
+        that may be one ends nobody: it comes to a whole process group, and more than once."""
+        is_second = bool(self._ends or self.leaving or os.getpid() != self._pid)
+        if is_second and number == signal.SIGTERM:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
+        if is_second:
             return
-        self._asked_s, self.leaving = time.monotonic(), "SIGTERM"
+        self._asked_s, self.leaving = time.monotonic(), signal.Signals(number).name
         self._bell.set()
 
     def _announce(self) -> None:
         """Thread hc-notice: tells the roster of the wish to leave, and leaves when no commit comes."""
         self._bell.wait()
-        link = Membership(self._who, HELLO_S, shows=False)
+        link = Membership(_now(self._who), HELLO_S, shows=False)
         link.depart(self.leaving, at_once=False)
         link.close()
         limit_s = seconds(os.environ, "NOTICE", 30.0)
@@ -164,16 +286,35 @@ class _RosterThread(threading.Thread):
                 pass
         os._exit(0)
 
+    def _follow(self) -> bool:
+        """Whether there is another roster; then it has been turned to."""
+        if _succession is None or _succession.moves == self._moves:
+            return False
+        self._link.close()
+        self._moves = _succession.moves
+        self._link = Membership(_succession.who, HELLO_S, shows=False)
+        return True
+
     def run(self) -> None:
-        seq = 0
+        seq, heard_s = 0, time.monotonic()
         while True:
+            if self._follow():
+                seq = 0
             try:
                 answer = self._link.notice(seq)
-            except errors.PeerLost:
-                return  # the launcher is gone, and soon we are
+            except (errors.PeerLost, membership.Elsewhere):
+                if _succession is None or told is None:
+                    return  # the launcher is gone, and soon we are
+                _succession.find(self._moves, SLICE_S)
+                continue
             except (errors.HorovodInternalError, OSError):
+                if _succession is not None and time.monotonic() - heard_s >= SILENT_S:
+                    _succession.find(self._moves, SLICE_S)
                 time.sleep(RETRY_S)
                 continue
+            heard_s = time.monotonic()
+            if _succession is not None:
+                _succession.heard()
             if isinstance(answer, Stop):
                 self._ends = True
                 if self.leaving:  # it was the end of the job, not of this process only

@@ -9,16 +9,19 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.checkpoint.tree import Owned
 from horoclone.elastic.generation import Generation, generation
+from horoclone.elastic.randomness import RandomStates
+from horoclone.elastic.recovery import Recovery, last_recovery
 from horoclone.elastic.run import reset_world, run_fn
 from horoclone.elastic.sampler import ElasticSampler
 from horoclone.elastic.state import ObjectState, State
 from horoclone.elastic.variables import VariablesState, converting
-from horoclone.errors import HorovodInternalError
+from horoclone.errors import HorovodInternalError, StateLost
 
 __all__ = [
-    "ElasticSampler", "Generation", "ObjectState", "State", "TensorFlowKerasState", "TensorFlowState", "generation",
-    "run", "run_fn",
+    "ElasticSampler", "Generation", "ObjectState", "Owned", "RandomStates", "Recovery", "State", "StateLost",
+    "TensorFlowKerasState", "TensorFlowState", "generation", "last_recovery", "run", "run_fn",
 ]  # fmt: skip
 
 _OUR_OPS = re.compile(

@@ -53,6 +53,7 @@ from horoclone.runtime.built import (
     sycl_built,
 )
 from horoclone.runtime.life import init, shutdown
+from horoclone.runtime.newcomer import check as check_newcomer
 from horoclone.tensorflow.library import functions
 
 __all__ = [
@@ -118,6 +119,8 @@ def _common(
     kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
 ) -> dict[str, Any]:
     """The arguments that all ops share: node name, key, process set, guard."""
+    if tf.executing_eagerly():
+        check_newcomer(name or kind)
     arguments = {
         "guard": _guard(),
         "ignore_name_scope": ignore_name_scope,

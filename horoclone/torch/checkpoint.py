@@ -37,10 +37,9 @@ class _Tensors:
             )
         return Form(_NAMES[value.dtype], tuple(value.shape))
 
-    def copied(self, value: torch.Tensor) -> Bytes:
-        copy = torch.empty(value.shape, dtype=value.dtype, device="cpu")
-        copy.copy_(value.detach())
-        return copy.reshape(-1).view(torch.uint8).numpy()
+    def copy(self, value: torch.Tensor, into: Bytes) -> None:
+        if into.nbytes:  # torch views no empty array as another dtype
+            torch.from_numpy(into).view(value.dtype).reshape(value.shape).copy_(value.detach())
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> torch.Tensor:
         tensor = torch.empty(form.shape, dtype=_DTYPES[form.dtype])

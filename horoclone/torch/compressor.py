@@ -7,7 +7,7 @@ Thread: the one that runs backward (first part of `reduce`) and the one that syn
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,6 +32,16 @@ class GradientCompressor:
     def reduce(self, bucket: GradientBucket) -> Generator[Any, Any, None]:
         """Reduces `bucket.flat` in place."""
         raise NotImplementedError
+
+    def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
+        """What this rank has kept back of its gradients, by their names and in their shapes; {}: nothing.
+
+        It goes with the parameters into other buckets, and in an elastic job to who goes on for a lost rank.
+        """
+        return {}
+
+    def resume(self, bucket: GradientBucket, residuals: Mapping[str, torch.Tensor]) -> None:
+        """Takes these for what residuals() gives; of gradients without one nothing has been kept back."""
 
     def compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
         raise Unsupported(

@@ -221,6 +221,33 @@ def test_a_tiny_run_from_cpp(open_mpi, tmp_path):
     assert "holds" in done.stdout or "missed" in done.stdout
 
 
+@pytest.mark.mpi
+@pytest.mark.slow
+@RUNS_A_BENCHMARK
+@pytest.mark.skipif(not shutil.which("g++"), reason="the calls are timed in C++: needs g++")
+def test_a_tiny_run_of_two_builds(tmp_path):
+    root = FOLDER.parent
+    if not (root / ".venv" / "bin" / "mpirun").exists():
+        pytest.skip("this checkout has no .venv with Open MPI in it")
+    command = [
+        sys.executable, FOLDER / "two_builds.py", root, root, "--sizes", "4", "--rounds", "2", "--only", "4]",
+        "--force", "--settle", "0", "--json", tmp_path / "result.json",
+    ]  # fmt: skip
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "result.json").read_text())["rows"]
+    assert ["core", "bucket", 4] in [row["case"] for row in rows] and len(rows) == 7
+    for row in rows:
+        assert len(row["before"]["rounds_us"]) == len(row["after"]["rounds_us"]) == 2
+        assert row["ratio"]["low"] <= row["ratio"]["ratio"] <= row["ratio"]["high"]
+    assert "before / after" in done.stdout
+
+
+def test_two_builds_need_an_environment_each(load, tmp_path, capsys):
+    assert load("two_builds").main([str(tmp_path), str(tmp_path), "--force", "--settle", "0"]) == 1
+    assert ".venv" in capsys.readouterr().err
+
+
 def test_an_aim_is_undecided_where_its_interval_holds_it(load):
     judge = load("core").judge
     ratios = [{"ratio": 2.4, "low": low, "high": high} for low, high in ((2.3, 2.5), (2.1, 2.6))]
@@ -326,7 +353,9 @@ def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
         results[program] = json.loads(path.read_text())
     rows = {(row["way"], row["form"]): row for row in results["control.py"]["rows"]}
     assert len(rows) == 5 and not any(row["broken"] for row in rows.values())
-    assert rows["shared memory", "declared"]["mean messages of all"] == 0  # a frozen plan needs no message
+    assert (
+        rows["shared memory", "declared"]["mean messages of all"] == 0
+    )  # a persistent plan needs no message
     assert set(rows["TCP", "grouped"]["messages by role"]) == {"root", "leaf"}
     assert rows["TCP", "grouped"]["others messages"] > 0
     assert set(results["dtypes.py"]["dtypes"]["4096"]) == {"float32", "float16", "bfloat16"}

@@ -253,6 +253,128 @@ def test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begin
     assert formed(one, [1, 2], 1, 2).members == (name(1), name(2))
 
 
+def test_a_process_of_another_build_is_refused_with_both_names() -> None:
+    one = job(0, size=2)
+    for number, build in enumerate(["0.1.0+aa", "0.1.0+bb", "", "0.1.0+aa"]):
+        one.start(name(number), "host", number, 0)
+        if build == "0.1.0+aa":
+            one.join(name(number), b"x", "host", number, 0, build)
+        else:
+            with pytest.raises(
+                Refusal, match=r"it is horoclone (0.1.0\+bb|of an unk.*n), and .* horoclone 0.1.0\+aa"
+            ):
+                one.join(name(number), b"x", "host", number, 0, build)
+    assert [one.members[name(number)].connections for number in range(4)] == [1, 0, 0, 1]
+
+
+@pytest.mark.parametrize("end", ["dead", "leave", "silent"])
+def test_newcomers_do_not_begin_anew_when_nobody_is_left_of_those_who_had_the_state(end: str) -> None:
+    one = job(2, largest=2)
+    formed(one, [0, 1], 0, commits=())
+    come(one, 2)
+    one.form(name(2), 0, (), 1)
+    one.dead(name(0), "killed", 2)
+    one.suspect(1, 1, 2)
+    if end == "silent":
+        one.form(name(1), 1, (3,), 2.0)  # it asks for the next one, which is formed, and is heard of no more
+        assert isinstance(record := one.answer(name(1)), Record) and record.members == (name(1), name(2))
+        one.dead(name(2), "killed", 3)
+        come(one, 3, 3)
+        one.form(name(3), 0, (), 3)
+        one.dead(name(1), "killed", 4)
+        asks = 3
+    else:
+        getattr(one, end)(name(1), "it goes", 3)
+        asks = 2
+    answer = one.answer(name(asks))
+    assert (
+        isinstance(answer, Stop) and answer.code == 1 and "who had the state of the training" in answer.text
+    )
+
+
+@pytest.mark.parametrize("finishing", [False, True])
+def test_who_came_and_was_never_synchronised_does_not_begin_anew_alone(finishing: bool) -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.dead(name(1), "killed", 1)
+    come(one, 2)
+    one.form(name(2), 0, (), 1)
+    one.form(name(0), 1, (17, 18), 1)
+    assert isinstance(record := one.answer(name(2)), Record) and record.members == (name(0), name(2))
+    if finishing:
+        one.finish(2)
+    one.dead(name(0), "exit code", 2)
+    one.form(name(2), 2, (), 2)
+    answer = one.answer(name(2))
+    if finishing:
+        assert answer == Out(0, "the job is done")
+    else:
+        assert isinstance(answer, Stop) and "who had the state of the training" in answer.text
+
+
+def test_survivors_do_not_wait_for_a_newcomer_that_was_not_synchronised_and_it_comes_again() -> None:
+    one = job(3)
+    formed(one, [0, 1, 2], 0)
+    one.dead(name(2), "killed", 1)
+    come(one, 3)
+    one.form(name(3), 0, (), 1)
+    one.form(name(0), 1, (7, 8), 1)
+    one.form(name(1), 1, (7, 8), 1)
+    record = one.answer(name(3))
+    assert isinstance(record, Record) and record.newcomers == (2,)
+    one.dead(name(1), "killed in sync", 2)
+    one.form(name(0), 2, (7, 8), 2)
+    assert one.answer(name(0)) is None and one.next_s() == pytest.approx(2 + roster.UNREADY_S)
+    one.step(one.next_s())
+    third = one.answer(name(0))
+    assert isinstance(third, Record) and third.members == (name(0),) and third.skip_sync and third.commit == 8
+    one.form(name(3), 2, (), 5)  # it has built its model, and found its peers gone
+    assert one.answer(name(3)) is None and one.notice().wanted == 4
+    fourth = formed(one, [0], 3, 6, (9, 10))
+    assert (
+        fourth.members == (name(0), name(3)) and one.answer(name(3)) is fourth and fourth.previous == (0, -1)
+    )
+
+
+@pytest.mark.parametrize("commits", [(8, 9), ()])
+def test_survivors_wait_for_a_newcomer_that_was_synchronised(commits: tuple[int, ...]) -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.dead(name(1), "killed", 1)
+    come(one, 3)
+    one.form(name(3), 0, (), 1)
+    one.form(name(0), 1, (7, 8), 1)
+    assert isinstance(one.answer(name(3)), Record)
+    one.form(name(0), 2, commits, 2)
+    one.step(4)
+    assert one.answer(name(0)) is None
+    one.form(name(3), 2, commits, 5)
+    third = one.answer(name(0))
+    assert isinstance(third, Record) == bool(commits)
+
+
+def test_without_any_commit_whoever_is_left_goes_on() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    come(one, 2)
+    one.form(name(2), 0, (), 1)
+    one.form(name(0), 1, (), 1)
+    one.form(name(1), 1, (), 1)
+    one.dead(name(0), "killed", 2)
+    one.dead(name(1), "killed", 2)
+    assert formed(one, [2], 2, 3).members == (name(2),)
+
+
+def test_who_is_to_leave_keeps_its_generation_until_it_has_left() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.unwant(name(0), "host a is not there any more", 1)
+    one.unwant(name(1), "host a is not there any more", 1)
+    come(one, 2)
+    one.form(name(2), 0, (), 2)
+    assert one.answer(name(2)) is None and one.record is not None and one.record.number == 1
+
+
 class Life:
     """A random life: processes as the roster would meet them, each in one of the states out, running, waiting, ended."""
 
@@ -339,6 +461,8 @@ class Life:
             elif answer is not None:  # the process ends, and who has started it sees that
                 self.end(number)
                 self.roster.dead(name(number), "exit code 0", self.now)
+            elif self.roster.members[name(number)].waits_after is None:
+                self.form(number)  # it asks again every second
 
     def check(self, number: int, record: Record) -> None:
         assert self.records.setdefault(record.number, record) == record
@@ -385,7 +509,11 @@ class Life:
                 self.roster.step(self.now)
             if not self.waiting and not self.is_wanted():
                 break
-        at_the_door = [number for number in self.waiting if self.seen[number] == 0]
+        at_the_door = [
+            number
+            for number in self.waiting
+            if self.seen[number] == 0 or self.roster.members[name(number)].released == self.seen[number]
+        ]
         largest = self.roster.limits.largest
         full = largest is not None and len(self.roster.live()) >= largest
         assert self.roster.stopped or (self.waiting == set(at_the_door) and (full or not at_the_door)), (

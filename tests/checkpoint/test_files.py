@@ -6,6 +6,8 @@ import importlib.util
 import json
 import math
 import os
+import platform
+import random
 import resource
 import signal
 import subprocess
@@ -103,7 +105,7 @@ def test_bfloat16_in_numpy(tmp_path: Path) -> None:
 
 
 def test_the_files_are_those_of_the_library(tmp_path: Path) -> None:
-    library = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
+    library = importlib.import_module("safetensors.numpy")
     save_on(tmp_path, [a_state()])
     (name,) = (tmp_path / "save-00000001").glob("*.safetensors")
     found = library.load_file(name)
@@ -133,10 +135,8 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 
 def test_incomplete_directories_are_ignored_and_removed_after_a_day(tmp_path: Path) -> None:
     save_on(tmp_path, [a_state(1)])
-    young, old, bare = (
-        tmp_path / n for n in (".incomplete-00000002-aa", ".incomplete-00000002-bb", "save-00000009")
-    )
-    for place in (young, old, bare):
+    young, old = (tmp_path / name for name in (".incomplete-00000002-aa", ".incomplete-00000002-bb"))
+    for place in (young, old):
         place.mkdir()
     long_ago = time.time() - files.STALE_S - 60
     (old / "rank-00000.safetensors").write_bytes(b"x")
@@ -165,20 +165,61 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
     load(tmp_path)
 
 
-def test_one_flipped_bit_anywhere_is_found(tmp_path: Path) -> None:
-    save_on(tmp_path, [a_state()] * 2)
-    for name in ("rank-00000.safetensors", "rank-00001.safetensors", files.MANIFEST):
-        place = tmp_path / "save-00000001" / name
-        whole = place.read_bytes()
-        for at in range(0, len(whole), 3):
-            place.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << at % 8)]) + whole[at + 1 :])
-            with pytest.raises(CheckpointError, match=r"damaged|version|not written by"):
-                load(tmp_path)
-        place.write_bytes(whole[:-1])
-        with pytest.raises(CheckpointError, match="damaged"):
-            load(tmp_path)
-        place.write_bytes(whole)
-    assert same(load(tmp_path), a_state())
+def test_a_newest_save_without_its_manifest_is_not_passed_over(tmp_path: Path) -> None:
+    save_on(tmp_path, [a_state(1)])
+    save_on(tmp_path, [a_state(2)])
+    (tmp_path / "save-00000002" / files.MANIFEST).unlink()
+    with pytest.raises(CheckpointError, match=r"save-00000002/manifest\.json is missing.*number=N"):
+        load(tmp_path)
+    assert checkpoint.saves(tmp_path) == [1] and load(tmp_path, number=1)["epoch"] == 1
+    save_on(tmp_path, [a_state(3)])
+    assert load(tmp_path)["epoch"] == 3
+
+
+def everything(path: Path) -> Any:
+    """What is Owned is read when it is asked for."""
+    found = load(path)
+    return {**found, "mine": list(found["mine"])}
+
+
+@pytest.mark.parametrize("name", ["rank-00000.safetensors", "rank-00001.safetensors", "rank-00001.own.safetensors", files.MANIFEST])  # fmt: skip
+def test_one_flipped_bit_anywhere_is_found(tmp_path: Path, name: str) -> None:
+    states = [{**a_state(), "mine": Owned({"piece": np.full(3, rank)})} for rank in range(2)]
+    save_on(tmp_path, states)
+    expected = everything(tmp_path)
+    place = tmp_path / "save-00000001" / name
+    whole = place.read_bytes()
+    chosen = random.Random(name)
+    bits = {8 * at + chosen.randrange(8) for at in range(0, len(whole), 3)}
+    for bit in sorted(bits | {chosen.randrange(8 * len(whole)) for _ in range(300)}):
+        at = bit // 8
+        place.write_bytes(whole[:at] + bytes([whole[at] ^ (1 << bit % 8)]) + whole[at + 1 :])
+        with pytest.raises(CheckpointError, match=r"damaged|version|not written by"):
+            everything(tmp_path)
+    for other in (whole[:-1], whole + b"\0", b"", whole[:8], bytes(len(whole))):
+        place.write_bytes(other)
+        with pytest.raises(CheckpointError, match="damaged|not written by"):
+            everything(tmp_path)
+    place.write_bytes(whole)
+    assert same(everything(tmp_path), expected)
+
+
+def test_a_disk_that_does_not_answer_ends_the_save_at_its_deadline(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_on(tmp_path, [a_state(1)])
+    answers = threading.Event()
+    real = files.serialize_file
+    monkeypatch.setattr(files, "serialize_file", lambda *args: (answers.wait(20), real(*args)))
+    try:
+        began = time.monotonic()
+        with pytest.raises(
+            CheckpointError, match=r"rank 0 still writes to .* after 0\.2 s.*file system answers"
+        ):
+            save_on(tmp_path, [a_state(2)], timeout_s=0.2)
+        assert time.monotonic() - began < 10 and load(tmp_path)["epoch"] == 1
+    finally:
+        answers.set()
 
 
 def test_manifests_of_others_are_refused(tmp_path: Path) -> None:
@@ -303,54 +344,29 @@ def test_two_jobs_in_one_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert load(tmp_path)["epoch"] == 7
 
 
-def _save_in_a_child(path: Path, kill_at: int, after: bool) -> tuple[int, int]:
-    """A save of two ranks in a forked child, which is killed at that call; how the child ended, and its calls."""
-    reader, writer = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            files.os = doubles.KillingOs(kill_at, after)
-            save_on(path, [a_state(2)] * 2, keep=1)
-            os.write(writer, files.os.count.to_bytes(4, "little"))
-            code = 0
-        finally:
-            os._exit(code)
-    os.close(writer)
-    limit = threading.Timer(30, os.kill, (pid, signal.SIGKILL))
-    limit.start()
-    try:
-        count = int.from_bytes(os.read(reader, 4), "little")
-        status = os.waitpid(pid, 0)[1]
-    finally:
-        limit.cancel()
-        os.close(reader)
-    return status, count
-
-
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-def test_a_kill_at_any_call_leaves_a_whole_save(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, after: bool
+def test_a_kill_at_any_system_call_leaves_a_whole_save_and_everything_is_on_disk_before_it_has_its_name(
+    tmp_path: Path,
 ) -> None:
-    # Processes are killed here, not machines: some hundred saves need not wait for a disk.
-    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
-    save_on(tmp_path / "clean", [a_state(1)] * 2)
-    status, count = _save_in_a_child(tmp_path / "clean", 0, after)
-    assert status == 0 and count > 30
-    seen = set()
-    for kill_at in range(1, count + 1):
-        path = tmp_path / str(kill_at)
-        save_on(path, [a_state(1)] * 2)
-        status, _ = _save_in_a_child(path, kill_at, after)
-        if not os.WIFSIGNALED(status):  # the threads of this run made fewer calls
-            assert status == 0 and kill_at > count - 5
-            continue
-        found = load(path)
-        seen.add(found["epoch"])
-        assert found["epoch"] in (1, 2) and same(found, a_state(found["epoch"]))
-        save_on(path, [a_state(3)] * 2)  # and saving goes on
-        assert load(path)["epoch"] == 3
-    assert seen == {1, 2}
+    if platform.machine() != "x86_64":
+        pytest.skip("traced.py knows the numbers of the system calls of x86-64 only")
+    command = [sys.executable, Path(__file__).with_name("traced.py"), tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=150)
+    if "ptrace(" in done.stderr:
+        pytest.skip(f"this process may not trace its children: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    traced = json.loads(done.stdout)
+    calls = [(name, Path(path).name.partition("-0000")[0]) for name, path in traced["calls"]]
+    assert all(found in (1, 2) for _, found in traced["after"])
+    assert {found for killed, found in traced["after"] if killed} == {1, 2}
+    assert sum(killed for killed, _ in traced["after"]) > 25
+
+    # A machine that loses its power forgets what no fsync has reached.
+    files_at = [place for place, call in enumerate(calls) if call == ("fsync", "rank")]
+    manifest = calls.index(("fsync", "manifest.json"))
+    before, shown = calls.index(("fsync", ".incomplete"), manifest), calls.index(("rename", ""), manifest)
+    assert len(files_at) == 2 and max(files_at) < calls.index(("write", "manifest.json")) < manifest
+    assert manifest < before < shown < calls.index(("fsync", "clean"))
+    assert not [call for call in calls[before:] if call[0] in ("write", "ftruncate", "fchmod")]
 
 
 def test_the_registry_falls_back_on_numpy() -> None:

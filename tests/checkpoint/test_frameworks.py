@@ -51,6 +51,80 @@ def test_a_model_and_its_optimizer_come_back(place):
         )
 
 
+@ranks(2)
+def test_an_elastic_state_of_torch_goes_to_the_disk_and_comes_back(place):
+    import torch
+
+    import horoclone.torch as hvd
+
+    def a_state(seed):
+        torch.manual_seed(seed + hvd.rank())
+        model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 3))
+        optimizer = hvd.DistributedOptimizer(torch.optim.Adam(model.parameters()), model.named_parameters())
+        sampler = hvd.elastic.ElasticSampler(range(100))
+        state = hvd.elastic.TorchState(model, optimizer, sampler=sampler, epoch=0, seen=[])
+        state.checkpoint(place, every=3)
+        return state
+
+    @hvd.elastic.run
+    def train(state):
+        for _ in range(5):  # sync has made commit 1, so commit 3 goes to the disk and commit 6 as well
+            state.optimizer.zero_grad()
+            state.model(torch.randn(8, 4)).square().mean().backward()
+            state.optimizer.step()
+            state.sampler.record_batch(0, 4)
+            state.epoch += 1
+            state.seen.append(state.epoch)
+            state.commit()
+        return {name: value.clone() for name, value in state.model.state_dict().items()}
+
+    @hvd.elastic.run
+    def look(state):
+        return state.model.state_dict()
+
+    expected = train(a_state(1))
+    assert hvd.elastic.last_recovery().source == "start" and hvd.checkpoint.saves(place) == [1, 2]
+    state = a_state(7)
+    found = look(state)
+    assert hvd.elastic.last_recovery().source == "disk"
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert (state.epoch, state.seen, state.sampler.processed_num) == (5, [1, 2, 3, 4, 5], 5 * 4 * hvd.size())
+    assert state.optimizer.state_dict()["state"][0]["step"] == 5
+
+    other = hvd.elastic.TorchState(torch.nn.Linear(2, 2), epoch=0, more=1)
+    other.checkpoint(place)
+    try:
+        look(other)
+    except hvd.checkpoint.CheckpointError as error:
+        assert "rank 0 could not go on from the disk: the save has the attributes ['epoch', 'seen'" in str(
+            error
+        ), error
+    else:
+        raise AssertionError("the save of another state was taken")
+
+
+def test_an_elastic_state_of_jax_goes_to_the_disk_and_comes_back(tmp_path: Path) -> None:
+    jax = pytest.importorskip("jax", reason="JAX is not installed")
+    from horoclone.checkpoint import load
+    from horoclone.checkpoint.saving import save_alone
+    from horoclone.jax.elastic import JaxState
+
+    def a_state(value: float) -> Any:
+        params = {"w": jax.numpy.full((2, 3), value, jax.numpy.bfloat16), "key": jax.random.key(int(value))}
+        return JaxState(params=params, epoch=int(value))
+
+    save_alone(tmp_path, a_state(3)._on_disk(), 1)
+    state = a_state(1)
+    state._from_disk(load(tmp_path))
+    assert (
+        (state.params["w"] == 3).all() and state.params["w"].dtype == jax.numpy.bfloat16 and state.epoch == 3
+    )
+    assert (jax.random.key_data(state.params["key"]) == jax.random.key_data(jax.random.key(3))).all()
+    other = JaxState(params={"w": jax.numpy.ones((2, 2)), "key": jax.random.key(1)}, epoch=1)
+    with pytest.raises(ValueError, match=r"variable 1 is bfloat16\[2, 3\] in the save and float32\[2, 2\]"):
+        other._from_disk(load(tmp_path))
+
+
 @ranks(1)
 def test_every_form_of_tensor(place):
     import torch
@@ -80,12 +154,12 @@ def test_every_form_of_tensor(place):
 
 def test_arrays_of_jax(tmp_path: Path) -> None:
     jax = pytest.importorskip("jax", reason="JAX is not installed")
-    from horoclone.checkpoint.leaves import kind_named
+    from horoclone.checkpoint.leaves import copied, kind_named
     from horoclone.jax import checkpoint
 
     kind, array = kind_named("jax"), jax.numpy.arange(6, dtype=jax.numpy.bfloat16).reshape(2, 3)
     assert kind.name == "jax" and kind.owns(array) and callable(checkpoint.load)
-    data = kind.copied(array)
+    data = copied(kind, array)
     for like in (None, array):
         made = kind.made(kind.form(array), data, like)
         assert isinstance(made, jax.Array) and made.dtype == array.dtype and (made == array).all()

@@ -84,7 +84,7 @@ def test_a_save_that_failed_raises_at_the_next_save_and_at_wait_on_every_rank(pl
             raise OSError(28, "No space left on device")
 
         files.os = type(
-            "Os", (), {"__getattr__": lambda _, name: full if name == "write" else getattr(os, name)}
+            "Os", (), {"__getattr__": lambda _, name: full if name == "fsync" else getattr(os, name)}
         )()
     try:
         hvd.checkpoint.save(place, a_state(1))
@@ -178,7 +178,7 @@ def killed_while_saving(place: str, call: str, victim: int) -> str:
     return text
 
 
-@pytest.mark.parametrize(("call", "victim"), [("write", 1), ("fsync", 0), ("rename", 0)])
+@pytest.mark.parametrize(("call", "victim"), [("fstat", 1), ("fsync", 0), ("rename", 0)])
 def test_a_rank_that_is_killed_while_saving_hangs_nobody(
     worlds: Worlds, place: str, call: str, victim: int
 ) -> None:

@@ -210,10 +210,10 @@ def train(steps=150):
     flat = torch.cat([p.detach().flatten() for p in model.parameters()]).numpy().tobytes()
     optimizer = None
     hvd_torch.shutdown()
-    return flat, counters["frozen"], counters["autotune"]
+    return flat, counters["persistent"], counters["autotune"]
 
 
-def test_a_torch_optimizer_gives_the_same_bits_and_keeps_its_frozen_plan(worlds, tmp_path):
+def test_a_torch_optimizer_gives_the_same_bits_and_keeps_its_persistent_plan(worlds, tmp_path):
     pytest.importorskip("torch")
     log = tmp_path / "log.csv"
     plain = worlds.run(2, train, init=False)

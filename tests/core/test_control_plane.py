@@ -33,7 +33,7 @@ def test_a_step_of_many_tensors_by_name_takes_few_bytes(worlds, shared_memory):
 
 
 def count_a_step():
-    """(frames, bytes) that this rank sends in the best of some steps: a busy machine cuts ballots into pieces."""
+    """(frames, bytes) that this rank sends in the best of some steps: a busy machine cuts request lists into pieces."""
     tensors = [np.ones(16, np.float32) for _ in range(TENSORS)]
     step(tensors)
     frames, sizes = [], []
@@ -114,7 +114,7 @@ def two_come_late():
     if hvd.rank() in (1, 3):
         time.sleep(2.0)
     hvd.allreduce(np.ones(2, np.float32), name="known")
-    crew.say(sent=hvd.metrics()["ballots_sent"])
+    crew.say(sent=hvd.metrics()["request_lists_sent"])
 
 
 def test_a_stall_report_names_who_is_missing_below_others(crew):

@@ -26,7 +26,7 @@ MAY_DIFFER = {
     "ARENA_BYTES": ("68719476736", "1073741824"),
     "SEGMENT_BYTES": ("262144", "4096"),
     "FLAT_BYTES": ("16384", "0"),
-    "EXPRESS": ("1", "0"),
+    "BYPASS": ("1", "0"),
     "BLOCK_BYTES": ("262144", "4096"),
     "RING_THRESHOLD_BYTES": ("65536", "0"),
     "HIERARCHICAL_ALLREDUCE": ("0", "1"),

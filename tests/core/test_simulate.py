@@ -1,4 +1,4 @@
-"""`horoclone simulate`: what a tree of ballots costs at any size, counted, and the formulas of a step."""
+"""`horoclone simulate`: what a tree of request lists costs at any size, counted, and the formulas of a step."""
 
 from __future__ import annotations
 

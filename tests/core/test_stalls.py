@@ -182,5 +182,5 @@ def test_metrics_name_the_slowest_rank_of_declared_buckets():
         optimizer.step()
     facts = hvd.metrics()
     if hvd.rank() == 0:
-        assert facts["frozen"] > 0 and facts["slowest"][0] == 1, facts
+        assert facts["persistent"] > 0 and facts["slowest"][0] == 1, facts
         assert {one["rank"]: one for one in facts["last_ready"][0]}[1]["seconds"] > 0.2, facts

@@ -195,20 +195,20 @@ def reduce_buckets(path):
         optimizer.zero_grad()
         model(torch.ones(2, 64)).sum().backward()
         optimizer.step()
-    frozen = hvd.metrics()["frozen"]
+    persistent = hvd.metrics()["persistent"]
     optimizer = None
     hvd_torch.shutdown()
-    return frozen
+    return persistent
 
 
-def test_frozen_buckets_have_their_own_phase(worlds, tmp_path):
+def test_persistent_buckets_have_their_own_phase(worlds, tmp_path):
     pytest.importorskip("torch")
     path = tmp_path / "t.json"
-    frozen = worlds.run(
+    persistent = worlds.run(
         2, reduce_buckets, init=False, env={**PLAIN_NAMES, "HOROVOD_TIMELINE": str(path)}, path=str(path)
     )
-    shown = [e for e in events_of(path) if e["name"] == "SHM_FROZEN_ALLREDUCE"]
-    assert frozen[0] == len(shown) > 0
+    shown = [e for e in events_of(path) if e["name"] == "SHM_PERSISTENT_ALLREDUCE"]
+    assert persistent[0] == len(shown) > 0
 
 
 @pytest.mark.parametrize("shared", ["1", "0"], ids=["one clock", "measured clock"])

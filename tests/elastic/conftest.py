@@ -25,6 +25,7 @@ class ElasticRun:
 
     def __init__(self, started: Any) -> None:
         self.started = started
+        self.is_alone = False  # the launcher was killed, and the ranks go on
 
     def generations(self) -> dict[int, dict[int, int]]:
         """Number -> rank -> pid of those who have said that they are in."""
@@ -39,7 +40,8 @@ class ElasticRun:
     def wait(self, what: Callable[[], Any], text: str, timeout_s: float = 40) -> Any:
         deadline = time.monotonic() + timeout_s
         while not (found := what()):
-            if time.monotonic() > deadline or (self.started.process.poll() is not None and not what()):
+            ended = not self.is_alone and self.started.process.poll() is not None
+            if time.monotonic() > deadline or (ended and not what()):
                 pytest.fail(f"{text}: not seen\n{self.started.stdout}\n{self.started.stderr}")
             time.sleep(0.005)
         return found

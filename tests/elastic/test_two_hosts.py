@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,14 +21,34 @@ pytest.importorskip("horoclone._core", reason="the native module is not built: p
 WORKER = Path(__file__).with_name("steps.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 
-# ssh to the second host: its words after the host, by a shell in its namespace.
+# ssh to the second host: its words after the host, by a shell in its namespace. Like sshd's, that shell outlives it; and
+# nothing passes while the file `cut` is there.
 SSH = """#!{python}
-import os, sys
+import os, subprocess, sys, threading, time
 words = sys.argv[1:]
 while words and words[0].startswith("-"):
     words = words[1 if words[0] == "-T" else 2:]
-os.execvp("ip", ["ip", "netns", "exec", {name!r}, "sh", "-c", " ".join(words[1:])])
+command = ["ip", "netns", "exec", {name!r}, "sh", "-c", " ".join(words[1:])]
+shell = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True)
+def carry(source, to):
+    while data := os.read(source, 65536):
+        while os.path.exists({cut!r}):
+            time.sleep(0.02)
+        while data:
+            data = data[os.write(to, data):]
+    if to != 1:
+        shell.stdin.close()
+threading.Thread(target=carry, args=(0, shell.stdin.fileno()), daemon=True).start()
+carry(shell.stdout.fileno(), 1)
+sys.exit(shell.wait())
 """
+
+
+# Runs a worker whose stderr and exit code can be read where its launcher cannot be reached.
+RECORDED = 'f=$0/rank.$HOROVOD_RANK; "$@" 2>>$f.err; code=$?; echo $code >>$f.code; exit $code'
+QUICK = {
+    "HOROCLONE_LIVENESS_ERROR_S": "2", "HOROCLONE_LIVENESS_WARN_S": "1", "HOROCLONE_LIVENESS_PROBE_S": "0.5",
+}  # fmt: skip
 
 
 def ip(*words: str) -> None:
@@ -38,9 +59,15 @@ class Hosts(NamedTuple):
     names: list[str]
     addresses: list[str]
     path: str  # PATH with the ssh of the first host
+    cut_file: Path
 
     def cut(self) -> None:
+        self.cut_file.touch()
         ip("-n", self.names[0], "link", "set", "cable", "down")
+
+    def heal(self) -> None:
+        ip("-n", self.names[0], "link", "set", "cable", "up")
+        self.cut_file.unlink()
 
 
 @pytest.fixture
@@ -59,19 +86,24 @@ def hosts(tmp_path: Path, needs_root: None) -> Iterator[Hosts]:
             ip("-n", name, "link", "set", "lo", "up")
     except (subprocess.CalledProcessError, OSError) as error:
         pytest.skip(f"no network namespaces here: {getattr(error, 'stderr', error)}")
-    script = tmp_path / "ssh"
-    script.write_text(SSH.format(python=sys.executable, name=names[1]))
+    script, cut_file = tmp_path / "ssh", tmp_path / "cut"
+    script.write_text(SSH.format(python=sys.executable, name=names[1], cut=str(cut_file)))
     script.chmod(0o755)
-    yield Hosts(names, addresses, f"{tmp_path}:{os.environ['PATH']}")
+    yield Hosts(names, addresses, f"{tmp_path}:{os.environ['PATH']}", cut_file)
     for name in names:
         subprocess.run(["ip", "netns", "del", name], capture_output=True, timeout=20)
 
 
 @pytest.fixture
-def job(launch: Any, watch: Any, hosts: Hosts) -> Any:
-    def start(*flags: object, steps: int = 60, **environment: str) -> Any:
+def job(launch: Any, watch: Any, hosts: Hosts, tmp_path: Path) -> Any:
+    """recorded: stderr and exit codes of the workers are in rank.N.err and rank.N.code, N by their slots."""
+
+    def start(*flags: object, steps: int = 60, recorded: bool = False, **environment: str) -> Any:
         inside = ["ip", "netns", "exec", hosts.names[0]]
-        words = [*inside, *RUN, *map(str, flags), sys.executable, WORKER, str(steps), "0.05"]
+        worker = [sys.executable, str(WORKER), str(steps), "0.05"]
+        if recorded:
+            worker = ["sh", "-c", RECORDED, str(tmp_path), *worker]
+        words = [*inside, *RUN, *map(str, flags), *worker]
         return watch(launch.start(words, env={**environment, "PATH": hosts.path}))
 
     return start
@@ -92,15 +124,91 @@ def test_a_rank_of_another_host_is_lost_and_comes_back(job: Any, hosts: Hosts) -
 @pytest.mark.netns
 def test_the_side_with_the_launcher_goes_on_when_the_other_is_cut_off(job: Any, hosts: Hosts) -> None:
     run = job(
-        "-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=300,
-        HOROCLONE_LIVENESS_ERROR_S="2", HOROCLONE_LIVENESS_WARN_S="1", HOROCLONE_LIVENESS_PROBE_S="0.5",
+        "-np", 4, "--min-np", 2, "-H", ",".join(f"{one}:2" for one in hosts.addresses), steps=300, **QUICK
     )  # fmt: skip
     first = run.whole(1)
     run.step(5)
     hosts.cut()
     assert run.of_size(2, after=1) == {0: first[0], 1: first[1]}
+    hosts.heal()  # else the launcher waits for ssh to give its host up
     run.started.process.send_signal(signal.SIGTERM)
     assert run.started.finish(60).returncode == 143
+
+
+def wait_for(path: Path, text: str, timeout_s: float = 60) -> str:
+    """The file, once the text is in it."""
+    deadline = time.monotonic() + timeout_s
+    while not path.exists() or text not in path.read_text():
+        assert time.monotonic() < deadline, f"{text!r} is not in {path}: {path.exists() and path.read_text()}"
+        time.sleep(0.05)
+    return path.read_text()
+
+
+@pytest.mark.netns
+def test_the_cut_off_side_ends_with_75_and_new_workers_come_when_the_network_is_whole(
+    job: Any, hosts: Hosts, tmp_path: Path
+) -> None:
+    run = job(
+        "-np", 4, "--min-np", 2, "--elastic-timeout", 6, "-H", ",".join(f"{one}:2" for one in hosts.addresses),
+        steps=600, recorded=True, **QUICK,
+    )  # fmt: skip
+    first = run.whole(1)
+    run.step(5)
+    hosts.cut()
+    assert run.of_size(2, after=1) == {0: first[0], 1: first[1]}
+    for rank in (2, 3):
+        assert wait_for(tmp_path / f"rank.{rank}.code", "\n") == "75\n"
+        assert "the roster of this job cannot be reached" in (tmp_path / f"rank.{rank}.err").read_text()
+    assert run.newest() == 2
+    hosts.heal()
+    back = run.of_size(4, after=2)
+    assert [back[0], back[1]] == [first[0], first[1]] and not {back[2], back[3]} & set(first.values())
+
+
+@pytest.mark.netns
+def test_ranks_on_two_hosts_go_on_when_their_launcher_dies(job: Any, hosts: Hosts, tmp_path: Path) -> None:
+    where, lines = ",".join(f"{one}:2" for one in hosts.addresses), tmp_path / "lines"
+    run = job(
+        "-np", 4, "--min-np", 2, "-H", where, "--survive-launcher", "--output-filename", lines, steps=150
+    )
+    first = run.whole(1)
+    run.step(5)
+    run.is_alone = True
+    run.started.process.kill()
+    far = lines / "rank.2"
+    wait_for(far / "stderr", "this process is the roster now (generation 1)")  # the lowest of the other host
+    assert "generation" not in (far / "stdout").read_text().split("\n", 1)[1], "nobody was interrupted"
+    os.kill(first[1], signal.SIGKILL)
+    text = wait_for(far / "stdout", "of 3 pid")
+    run.wait(lambda: run.newest() > 1, "the next generation on the first host")
+    assert run.newest() == (1 << 48) + (2 << 32) + 2, "its number says who has counted it"
+    wait_for(far / "stdout", "done ")
+    assert not run.started.left_over(30)
+    assert f"rank 1 of 3 pid {first[2]} " in text and "done 0 3 150" in run.started.stdout
+
+
+@pytest.mark.netns
+def test_of_a_cut_network_the_majority_goes_on_without_the_launcher(
+    job: Any, hosts: Hosts, tmp_path: Path
+) -> None:
+    where, lines = f"{hosts.addresses[0]}:1,{hosts.addresses[1]}:2", tmp_path / "lines"
+    run = job(
+        "-np", 3, "--min-np", 1, "-H", where, "--survive-launcher", "--elastic-timeout", 15,
+        "--output-filename", lines, steps=300, recorded=True, **QUICK,
+    )  # fmt: skip
+    run.whole(1)
+    run.step(5)
+    hosts.cut()
+    done = run.started.finish(60)
+    assert done.returncode == 75 and "1 of 3 ranks are on this side of a cut network" in done.stderr, (
+        done.output
+    )
+    assert (tmp_path / "rank.0.code").read_text() == "75\n"
+    hosts.heal()
+    text = wait_for(lines / "rank.1" / "stdout", "done ")
+    assert "done 0 2 300" in text
+    assert not run.started.left_over(30)
+    assert [(tmp_path / f"rank.{rank}.code").read_text() for rank in (1, 2)] == ["0\n", "0\n"]
 
 
 @pytest.mark.netns
@@ -129,3 +237,28 @@ def test_a_process_that_cannot_reach_its_roster_ends_with_75(launch: Any) -> Non
         code = "import horoclone; horoclone.init()"
         done = launch([sys.executable, "-c", code], env=environment, check=False, timeout_s=40)
     assert done.returncode == 75 and "the roster of this job cannot be reached" in done.stderr, done.output
+
+
+@pytest.mark.netns
+def test_a_whole_host_is_killed_and_nothing_that_only_its_ranks_had_is_lost(
+    launch: Any, watch: Any, hosts: Hosts, tmp_path: Path
+) -> None:
+    """Sharded Adam, loaders and random numbers of two ranks; the weights are those of a job that lost nothing."""
+    pytest.importorskip("torch")
+    flags = ["-np", "4", "--min-np", "2", "-H", ",".join(f"{one}:2" for one in hosts.addresses)]
+    shards = [sys.executable, WORKER.with_name("shards.py"), "24", "2", "0.05"]
+    environment = {"PATH": hosts.path, "OMP_NUM_THREADS": "1", "SHARDS_ONCE": str(tmp_path)}
+    run = watch(launch.start(["ip", "netns", "exec", hosts.names[0], *RUN, *flags, *shards], env=environment))
+    first = run.whole(1)
+    run.step(7)
+    for rank in (2, 3):
+        os.kill(first[rank], signal.SIGKILL)
+    second = run.of_size(2, after=1)
+    assert second == {0: first[0], 1: first[1]}
+    done = run.started.finish(60)
+    assert done.returncode == 0 and not run.started.left_over(), done.output
+    for rank, size in ((0, 2), (1, 2)):
+        own = {"stream": 100 + rank, "at": 24}
+        assert f"finished {rank} of {size} loader {own} equal True near True" in done.stdout, done.output
+    pieces = next(line for line in done.stdout.splitlines() if "pieces of" in line and "[]" not in line)
+    assert pieces.endswith("[100, 101, 102, 103]")

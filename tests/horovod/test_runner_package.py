@@ -45,7 +45,8 @@ PYTHON = shlex.quote(sys.executable)
 IN_USE = {
     "runner": "run _HorovodArgs launch gloo_run mpi_run",
     "runner.launch": "run_commandline _run parse_args check_build gloo_built mpi_built",
-    "runner.gloo_run": "gloo_run gloo_run_elastic launch_gloo launch_gloo_elastic create_slot_env_vars",
+    "runner.gloo_run": "gloo_run gloo_run_elastic launch_gloo launch_gloo_elastic create_slot_env_vars "
+    "create_run_env_vars create_run_envs get_run_command register_shutdown_event _get_min_start_hosts",
     "runner.mpi_run": "mpi_run mpi_available is_open_mpi is_mpich is_intel_mpi is_spectrum_mpi",
     "runner.js_run": "js_run is_jsrun_installed",
     "runner.common.util": "codec config_parser env host_hash hosts network safe_shell_exec secret settings timeout "
@@ -63,8 +64,12 @@ IN_USE = {
     "runner.common.util.safe_shell_exec": "execute GRACEFUL_TERMINATION_TIME_S",
     "runner.common.util.tiny_shell_exec": "execute",
     "runner.common.util.network": "BasicService BasicClient Wire PingRequest PingResponse AckResponse NoValidAddressesFound",
-    "runner.common.service.driver_service": "BasicDriverService",
-    "runner.common.service.task_service": "BasicTaskService BasicTaskClient",
+    "runner.common.service.driver_service": "BasicDriverService BasicDriverClient RegisterTaskRequest "
+    "AllTaskAddressesRequest AllTaskAddressesResponse RegisterTaskToTaskAddressesRequest",
+    "runner.common.service.task_service": "BasicTaskService BasicTaskClient RunCommandRequest AbortCommandRequest "
+    "CommandExitCodeRequest CommandExitCodeResponse WaitForCommandExitCodeRequest WaitForCommandExitCodeResponse "
+    "NotifyInitialRegistrationCompleteRequest RegisterCodeResultRequest CommandOutputNotCaptured",
+    "runner.task.task_service": "HorovodRunTaskService HorovodRunTaskClient",
     "runner.common.service.compute_service": "ComputeService ComputeClient",
     "runner.util.threads": "in_thread on_event execute_function_multithreaded",
     "runner.util.network": "find_port get_driver_ip get_local_host_addresses filter_local_addresses resolve_host_address "
@@ -73,15 +78,22 @@ IN_USE = {
     "runner.util.streams": "Pipe",
     "runner.util.cache": "Cache use_cache",
     "runner.util.lsf": "LSFUtils",
-    "runner.http.http_server": "RendezvousServer KVStoreServer",
+    "runner.http.http_server": "RendezvousServer KVStoreServer RendezvousHandler KVStoreHandler "
+    "RendezvousHTTPServer KVStoreHTTPServer OK BAD_REQUEST TIMEOUT SINGLE_REQUEST_TIMEOUT",
     "runner.http.http_client": "read_data_from_kvstore put_data_into_kvstore",
-    "runner.driver.driver_service": "HorovodRunDriverService",
-    "runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts HostManager",
-    "runner.elastic.driver": "ElasticDriver",
+    "runner.driver.driver_service": "HorovodRunDriverService HorovodRunDriverClient get_common_interfaces "
+    "get_local_interfaces",
+    "runner.elastic.discovery": "HostDiscovery HostDiscoveryScript FixedHosts HostManager HostState DiscoveredHosts",
+    "runner.elastic.driver": "ElasticDriver Results ResultsRecorder DISCOVER_HOSTS_FREQUENCY_SECS ELASTIC_TIMEOUT_SECS",
+    "runner.elastic.registration": "WorkerStateRegistry READY SUCCESS FAILURE",
+    "runner.elastic.constants": "RESET_LIMIT_EXCEEDED_MESSAGE",
     "runner.elastic.settings": "ElasticSettings",
-    "runner.elastic.rendezvous": "create_rendezvous_handler",
-    "runner.elastic.worker": "WorkerNotificationManager",
+    "runner.elastic.rendezvous": "create_rendezvous_handler GET_RANK_AND_SIZE PUT_WORKER_ADDRESSES",
+    "runner.elastic.worker": "WorkerNotificationManager WorkerNotificationService WorkerNotificationClient "
+    "HostUpdateResult HostsUpdatedRequest",
+    "common.exceptions": "HorovodInternalError HostsUpdatedInterrupt",
 }
+NEEDS_NUMPY = {"common.elastic": "State ObjectState run_fn notification_manager"}
 
 
 def test_every_path_in_use_is_the_same_module_under_both_names() -> None:
@@ -89,11 +101,13 @@ def test_every_path_in_use_is_the_same_module_under_both_names() -> None:
 import importlib, sys
 from horoclone import horovod_alias
 horovod_alias.install()
-for path, names in {IN_USE!r}.items():
-    theirs = importlib.import_module("horovod." + path)
-    assert theirs is importlib.import_module("horoclone." + path), path
-    for name in names.split():
-        exec(f"from horovod.{{path}} import {{name}}")
+def look(paths):
+    for path, names in paths.items():
+        theirs = importlib.import_module("horovod." + path)
+        assert theirs is importlib.import_module("horoclone." + path), path
+        for name in names.split():
+            exec(f"from horovod.{{path}} import {{name}}")
+look({IN_USE!r})
 import horovod.runner.common.util.safe_shell_exec as patched
 patched.GRACEFUL_TERMINATION_TIME_S = 77
 from horoclone.runner.common.util import safe_shell_exec
@@ -106,6 +120,7 @@ try:
     from horovod.run.runner import run  # the older path: pytorch-ignite tries it first
 except ImportError:
     print(sorted({{"numpy", "torch", "tensorflow", "horoclone._core"}} & set(sys.modules)))
+look({NEEDS_NUMPY!r})
 """
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120
@@ -125,10 +140,8 @@ def test_every_module_of_the_package_can_be_imported() -> None:
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("http.http_server", "RendezvousServer"),
-        ("elastic.driver", "ElasticDriver"),
-        ("common.service.task_service", "BasicTaskService"),
-        ("gloo_run", "launch_gloo_elastic"),
+        ("run_task", "main"),
+        ("task_fn", "main"),
         ("js_run", "js_run"),
     ],
 )
@@ -399,6 +412,111 @@ def test_a_message_of_a_stranger_is_not_unpickled() -> None:
         network.Wire(key).read(io.BytesIO(forged.getvalue()[:-1]))
 
 
+# --- runner.common.service
+
+
+def test_tasks_say_where_they_answer_and_on_which_host_they_are() -> None:
+    from horoclone.runner.driver.driver_service import HorovodRunDriverClient, HorovodRunDriverService
+
+    key = secret.make_secret_key()
+    service = HorovodRunDriverService(2, key, ["lo"])
+    try:
+        client = HorovodRunDriverClient(service.addresses(), key)
+        where = {"lo": [("127.0.0.1", 7)], "other": [("10.9.9.9", 7)]}
+        client.register_task(1, where, "before")
+        with pytest.raises(timeout.TimeoutException, match="for tasks to start"):
+            service.wait_for_initial_registration(timeout.Timeout(0.05, "waiting for {activity}"))
+        client.register_task(1, where, "a")
+        client.register_task(0, where, "a")
+        service.wait_for_initial_registration(timeout.Timeout(30, "{activity}"))
+        assert service.task_addresses_for_driver(0) == {"lo": [("127.0.0.1", 7)]}
+        assert client.all_task_addresses(1) == where and service.task_indices() == [1, 0]
+        assert service.task_host_hash_indices() == {"a": [0, 1]} and service.task_index_host_hash(0) == "a"
+        for index in (0, 1):
+            client.register_task_to_task_addresses(index, {"lo": []})
+        service.wait_for_task_to_task_address_updates(timeout.Timeout(30, "{activity}"))
+        assert service.task_addresses_for_tasks(1) == {"lo": []}
+        with pytest.raises(ValueError, match="no task 2"):
+            service.register_task_to_task_addresses(2, {})
+    finally:
+        service.shutdown()
+
+
+def test_a_task_runs_one_command_for_who_holds_the_key() -> None:
+    from horoclone.runner.common.service.task_service import CommandOutputNotCaptured
+    from horoclone.runner.task.task_service import HorovodRunTaskClient, HorovodRunTaskService
+
+    key, out = secret.make_secret_key(), io.StringIO()
+    service = HorovodRunTaskService(3, key, ["lo"])
+    try:
+        client = HorovodRunTaskClient(3, service.addresses(), key)
+        assert not service.check_for_command_start(0.01) and client.command_result() == (False, None)
+        with pytest.raises(timeout.TimeoutException, match="command to run"):
+            service.wait_for_command_start(timeout.Timeout(0.02, "{activity}"))
+        client.run_command("echo $GREETING; exit 4", {"GREETING": "hello"}, capture_stdout=True)
+        client.run_command("echo never", {})  # once
+        assert service.check_for_command_start(30)
+        reader, nobody = client.stream_command_output(stdout=out)
+        assert client.wait_for_command_exit_code(0.1) == 4 and client.command_result() == (True, 4)
+        assert nobody is None and reader is not None
+        reader.join(30)
+        assert out.getvalue() == "[3]<stdout>:hello\n"
+        assert isinstance(service.stream_output(None), CommandOutputNotCaptured)
+        client.notify_initial_registration_complete()
+        service.wait_for_initial_registration(timeout.Timeout(30, "{activity}"))
+        client.register_code_result({"loss": 1})
+        assert service.fn_result() == {"loss": 1}
+        other = HorovodRunTaskService(4, key, ["lo"])
+        sleeper = HorovodRunTaskClient(4, other.addresses(), key)
+        sleeper.run_command("sleep 60", {"PATH": os.environ["PATH"]})
+        sleeper.abort_command()
+        assert sleeper.wait_for_command_exit_code(0.1) == 128 + signal.SIGTERM
+        other.shutdown()
+    finally:
+        service.shutdown()
+
+
+def test_dispatchers_and_workers_of_a_data_service_find_each_other() -> None:
+    from horoclone.runner.common.service.compute_service import ComputeClient, ComputeService
+
+    key = secret.make_secret_key()
+    service = ComputeService(2, 1, key, ["lo"])
+    client = ComputeClient(service.addresses(), key)
+    client.register_dispatcher(1, "grpc://a")
+    assert client.wait_for_dispatcher_registration(1, 30) == "grpc://a"
+    with pytest.raises(
+        ValueError, match="already been registered under different address grpc://a: grpc://b"
+    ):
+        client.register_dispatcher(1, "grpc://b")
+    with pytest.raises(IndexError, match=r"within \[0\.\.1\]: 2"):
+        client.register_worker_for_dispatcher(2, 0)
+    with pytest.raises(timeout.TimeoutException, match="workers for dispatcher 0 to register"):
+        client.wait_for_dispatcher_worker_registration(0, 0.05)
+    client.register_worker_for_dispatcher(0, 0)
+    client.wait_for_dispatcher_worker_registration(0, 30)
+    over = threading.Event()
+    threads.in_thread(lambda: (client.wait_for_shutdown(), over.set()))
+    client.shutdown()
+    assert over.wait(30)
+    with pytest.raises(ValueError, match="must be larger than 0"):
+        ComputeService(0, 1, key)
+
+
+def test_interfaces_for_the_ranks_of_some_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from horoclone.runner.driver import driver_service
+
+    wishes = settings.Settings(hosts="localhost:2")
+    monkeypatch.delenv("LSB_JOBID", raising=False)
+    assert driver_service.get_common_interfaces(wishes, ["localhost"]) == {"lo"}
+    wishes.nics = {"mine0"}
+    assert driver_service.get_common_interfaces(wishes, ["x"], ["x"]) == {"mine0"}
+    with pytest.raises(ValueError, match=r"No interface is found for address 127\.0\.0\.1"):
+        driver_service.get_local_interfaces(wishes)
+    wishes.nics = None
+    monkeypatch.setattr(driver_service, "local_addresses", lambda: {"lo": ["127.0.0.1"], "e0": ["10.0.0.7"]})
+    assert driver_service.get_common_interfaces(wishes, ["x"], ["x"]) == {"e0"}
+
+
 # --- runner.util
 
 
@@ -589,6 +707,9 @@ def test_a_notice_goes_from_a_client_to_a_manager() -> None:
         service.shutdown()
     assert heard == [(7, 3)]
     made = ElasticSettings(discovery.FixedHosts({}), 1, max_num_proc=4, num_proc=2)
+    assert codec.loads_base64(codec.dumps_base64(made)).discovery is None
+    with pytest.warns(DeprecationWarning, match="use min_num_proc instead"):
+        assert ElasticSettings(None, min_np=3).min_num_proc == 3
     assert (made.elastic, made.min_num_proc, made.max_num_proc, made.num_proc) == (True, 1, 4, 2)
     assert constants.RESET_LIMIT_EXCEEDED_MESSAGE.format(3).endswith("exceeded limit: 3")
 

@@ -19,14 +19,15 @@ PACKAGE = ROOT / "horoclone"
 # package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
     "arrays": {"handles", "ops", "process_sets", "runtime"},
-    "bootstrap": {"errors", "selection", "settings"},
-    "checkpoint": {"errors", "objects", "runtime"},
+    "bootstrap": {"errors", "failpoints", "selection", "settings"},
+    "checkpoint": {"errors", "failpoints", "objects", "runtime"},
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.life"},
     "compression": set(),
     "cupy": {"arrays", "errors", "objects", "ops", "process_sets", "runtime", "runtime.life"},
     "data": set(),
-    "elastic": {"arrays", "errors", "objects", "runtime", "runtime.life"},
+    "elastic": {"arrays", "checkpoint", "errors", "failpoints", "objects", "runtime", "runtime.life"},
     "errors": set(),
+    "failpoints": {"errors"},
     "handles": set(),
     "horoclone": set(),
     "horovod_alias": {"stand_ins"},
@@ -58,7 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch",
         "torch.operations",
     },
-    "launch": {"bootstrap", "errors", "selection", "settings", "simulate"},
+    "launch": {"bootstrap", "errors", "failpoints", "selection", "settings", "simulate"},
     "lightning": {"errors", "objects", "runtime", "runtime.life", "torch"},
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"errors"},
@@ -66,7 +67,15 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
     "runtime": {"bootstrap", "errors", "settings"},
     "runtime.ending": {"bootstrap", "errors"},
-    "runtime.life": {"bootstrap", "errors", "process_sets", "runtime.ending", "selection", "settings"},
+    "runtime.life": {
+        "bootstrap",
+        "errors",
+        "failpoints",
+        "process_sets",
+        "runtime.ending",
+        "selection",
+        "settings",
+    },
     "selection": set(),
     "settings": set(),
     "simulate": set(),
@@ -112,10 +121,19 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
     },
     "torch.checkpoint": {"checkpoint"},
+    "torch.dcp": {"checkpoint", "torch.checkpoint"},
     "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
     "torch.compressor": {"compression", "errors"},
     "torch.compressors": {"errors", "torch.compressor"},
-    "torch.elastic": {"elastic", "objects", "runtime", "torch.functions"},
+    "torch.elastic": {
+        "checkpoint",
+        "elastic",
+        "errors",
+        "objects",
+        "runtime",
+        "torch.functions",
+        "torch.optimizer",
+    },
     "torch.functions": {"objects", "process_sets", "runtime", "torch.operations"},
     "torch.mpi_ops": {
         "common",
@@ -128,6 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "torch.operations": {"errors", "handles", "ops", "process_sets", "runtime", "torch.compression"},
     "torch.optimizer": {
+        "arrays",
         "errors",
         "objects",
         "ops",
@@ -151,6 +170,8 @@ WHO_BUILDS_REQUESTS: dict[str, set[str]] = {
     "torch.operations.requests": {"submit", "submit_group", "run"},
     "process_sets": {"run"},  # the ranks agree on a set below everything that knows arrays
     "torch.optimizer.reducer": {"declare", "submit_declared"},  # an optimizer's buckets
+    # passes on what others have built, or refuses it
+    "runtime.newcomer": {"declare", "submit", "submit_declared", "submit_group"},
 }
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from horoclone import failpoints
 from horoclone.launch.discovery import FLAP_S, File, Fixed, Lookout, Script, Settled, parse_lines
 from horoclone.launch.hosts import Host
 from horoclone.launch.usage import LaunchError
+
+
+@contextlib.contextmanager
+def failpoints_of(text: str) -> Iterator[None]:
+    failpoints.arm(text)
+    yield
+    failpoints.disarm()
 
 
 def script(folder: Path, body: str) -> str:
@@ -26,7 +36,17 @@ def test_lines_keep_their_order_and_each_host_counts_once() -> None:
 
 
 @pytest.mark.parametrize(
-    "text, said", [("a:x", "slots of a"), ("-oProxy:1", "is not a host name"), ("a", "--slots")]
+    "text, said",
+    [
+        ("a:x", "slots of a"),
+        ("a:\u00b2", "slots of a"),  # a digit to str.isdigit(), and none to int()
+        ("a:32769", "from 1 to 32768"),
+        ("a:99999999999999999999", "from 1 to 32768"),
+        ("a:20000\nb:20000", "more than 32768 slots"),
+        ("-oProxy:1", "is not a host name"),
+        ("<html><body>502 Bad Gateway</body></html>", "is not a host name"),
+        ("a", "--slots"),
+    ],
 )
 def test_what_is_no_host_is_refused_with_the_line(text: str, said: str) -> None:
     with pytest.raises(LaunchError, match=said):
@@ -50,6 +70,19 @@ def test_a_script_that_fails_says_what_it_said(tmp_path: Path, body: str, said: 
         Script(script(tmp_path, body), None).find()
 
 
+@pytest.mark.parametrize("stream", ["1", "2"])
+def test_a_script_that_prints_without_end_is_ended_before_it_takes_the_memory(
+    tmp_path: Path, stream: str
+) -> None:
+    with pytest.raises(LaunchError, match="more than 1 MiB"):
+        Script(script(tmp_path, f"yes >&{stream}"), None, limit_s=30).find()
+
+
+def test_a_script_that_closes_its_output_and_goes_on_is_ended(tmp_path: Path) -> None:
+    with pytest.raises(LaunchError, match=r"more than 0\.3 s"):
+        Script(script(tmp_path, "exec >&- 2>&-; sleep 60"), None, limit_s=0.3).find()
+
+
 def test_a_file_is_read_anew(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     source = File(str(path))
@@ -67,6 +100,27 @@ def test_what_comes_counts_at_once_and_what_goes_when_it_stays_away() -> None:
     assert one.take([Host("a", 1), Host("c", 1)], 1.6)[0] == Host("a", 2)
     assert one.take([Host("a", 1), Host("c", 1)], 1.6 + FLAP_S) == [Host("a", 1), Host("c", 1)]
     assert one.take([Host("a", 3)], 9.0) == [Host("a", 3), Host("c", 1)]
+
+
+def test_hosts_that_flap_every_second_never_count_as_gone() -> None:
+    one = Settled()
+    both = [Host("a", 2), Host("b", 2)]
+    one.take(both, 0.0)
+    for second in range(1, 100):
+        assert one.take(both if second % 2 else both[second % 4 == 0 :][:1], float(second)) == both
+
+
+def test_a_look_that_fails_in_an_unforeseen_way_is_told_and_not_the_last() -> None:
+    with failpoints_of("discovery.look=raise:ValueError@1"):
+        lookout = Lookout(Script("echo a:1", None), lambda: None, every_s=0.02)
+        lookout.start()
+        found: list[object] = []
+        deadline = time.monotonic() + 20
+        while not any(isinstance(one, list) for one in found) and time.monotonic() < deadline:
+            found += lookout.take()
+            time.sleep(0.01)
+        lookout.close()
+    assert "the hosts cannot be found: ValueError: failpoint" in str(found[0]) and [Host("a", 1)] in found
 
 
 def test_the_lookout_tells_what_it_finds_and_what_goes_wrong(tmp_path: Path) -> None:

@@ -111,3 +111,34 @@ def test_numbers_of_a_place_on_its_host_and_across() -> None:
     one = policy(("a", 2), ("b", 1))
     places = begin(one)
     assert [one.sharing(place) for place in places] == [(2, 0, 2), (2, 0, 1), (1, 1, 2)]
+
+
+def test_a_host_that_is_about_to_go_gives_its_workers_and_gets_no_other() -> None:
+    one = policy(("a", 2), ("b", 1))
+    begin(one)
+    assert one.going("a", 5.0) == [0, 1]
+    one.left(0, 6.0)
+    assert one.to_start(6.0) == [] and one.going("a", 30.0) == [1]
+    assert one.to_start(30 + LEFT_S - 1) == [] and one.to_start(30 + LEFT_S) == [Place("a", 0, 0)]
+    one.left(1, 31.0)
+    assert one.can_reach_smallest() and not one.all_have_failed(), "no strike"
+    assert one.going("nobody", 0.0) == []
+
+
+def test_another_machine_of_the_same_name_starts_with_nothing_against_it() -> None:
+    one = policy(("a", 1), ("b", 1), whole_host=True)
+    begin(one)
+    for kind, mark in (("address", "10.0.0.1"), ("machine", "boot 1"), ("address", "10.0.0.1")):
+        assert not one.seen_as("a", kind, mark)
+    assert not one.seen_as("b", "address", "10.0.0.2")
+    one.failed(0, False, 1.0)
+    one.found([Host("b", 1)])
+    one.found([Host("b", 1), Host("a", 1)])
+    assert one.to_start(1e9) == [] and one.closed_hosts(1e9) == ["a"], "the same one stays closed for ever"
+    assert not one.seen_as("a", "machine", "boot 1") and one.to_start(1e9) == []
+    assert one.seen_as("a", "machine", "boot 2") and one.closed_hosts(2.0) == []
+    assert begin(one, 10, 2.0) == [Place("a", 0, 0)]
+    one.failed(10, False, 3.0)
+    assert not one.seen_as("a", "address", "10.0.0.9"), "the first address of this incarnation"
+    assert one.to_start(1e9) == [] and one.seen_as("a", "address", "10.0.0.10")
+    assert one.to_start(4.0) == [Place("a", 0, 0)]

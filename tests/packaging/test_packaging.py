@@ -115,6 +115,7 @@ def test_the_console_scripts_answer() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.guards("csrc", "horoclone", "CMakeLists.txt", "setup.py", "pyproject.toml", "MANIFEST.in")
 @pytest.mark.timeout(600)
 def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path) -> None:
     source = tmp_path / "source"

@@ -268,3 +268,34 @@ def survives() -> str:
 
 def test_a_survivor_trains_on_in_the_same_process_with_the_same_optimizer(worlds: Any) -> None:
     assert worlds.run(2, survives, dies=[1])[0] == "done"
+
+
+@ranks(1)
+def test_a_commit_that_was_sent_to_a_spare_is_the_same_there() -> None:
+    """Weights of all kinds, moments, options and attributes; the tensors are the spare's own."""
+    from horoclone.elastic.replicas import packed, unpacked
+
+    model, optimizer = parts()
+    state = hvd.elastic.TorchState(
+        model, optimizer, half=torch.ones(3).bfloat16(), none=torch.empty(0), log=[1]
+    )
+    for _ in range(2):
+        step(model, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.05
+    state.commit()
+    content = unpacked([bytearray(part) for part in packed(state._slots[1])])
+    others = parts(seed=1)
+    other = hvd.elastic.TorchState(*others, half=None, none=None, log=None)
+    assert other._accepts(content) and not hvd.elastic.TorchState(model)._accepts(content)
+    other._set_content(content)
+    other.restore()
+    assert alike(everything(*others), everything(model, optimizer)) and other.log == [1]
+    assert others[1].param_groups[0]["lr"] == 0.05
+    assert (
+        other.half.dtype == torch.bfloat16 and other.half.tolist() == [1, 1, 1] and other.none.shape == (0,)
+    )
+    for one in ((model, optimizer), others):
+        step(*one)
+    assert alike(everything(*others), everything(model, optimizer))
+    other.restore()
+    assert other.half.tolist() == [1, 1, 1]

@@ -407,11 +407,11 @@ def trained(double: Double | None, steps: int = 4, **options) -> list[torch.Tens
 
 def optimizes() -> None:
     double = begin()
-    frozen = lambda: json.loads(native().counters())["frozen"]  # noqa: E731
+    persistent = lambda: json.loads(native().counters())["persistent"]  # noqa: E731
     for options in ({}, {"compression": hvd.Compression.fp16}, {"gradient_predivide_factor": 2.0}):
-        before = frozen()
+        before = persistent()
         on_gpu = trained(double, **options)
-        assert frozen() == before + 3, "one bucket, four steps, the first of which learns"
+        assert persistent() == before + 3, "one bucket, four steps, the first of which learns"
         on_host = trained(None, **options)
         for a, b in zip(on_gpu, on_host, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)

@@ -22,7 +22,7 @@ class BypassRound final : public ArrivalCollective {
         round_(rounds->round()),
         place_(rounds->place()),
         at_(rounds->place_for(bytes_)) {
-    algorithm_ = "shm express";
+    algorithm_ = "shm bypass";
   }
 
   Progress start() override {

@@ -141,7 +141,7 @@ class PersistentArrival final : public PersistentCollective {
  public:
   PersistentArrival(const Group& group, std::vector<InPlaceFlags*> flags)
       : rank_(group.rank), barrier_(group, std::move(flags)) {
-    algorithm_ = "gpu frozen";
+    algorithm_ = "gpu persistent";
   }
   void begin(uint64_t round) override {
     withdrawn_ = false;
@@ -181,7 +181,7 @@ class InPlaceAllreduce final : public PersistentCollective {
         persistent_(!round),
         round_(round.value_or(0)),
         slices_(task_.pieces[0].count, group.size, size_of(task_.dtype)) {
-    algorithm_ = persistent_ ? "shm frozen" : "shm in place";
+    algorithm_ = persistent_ ? "shm persistent" : "shm in place";
     bytes_ = task_.bytes();
   }
   Progress start() override {

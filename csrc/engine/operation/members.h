@@ -10,12 +10,12 @@ namespace hc {
 
 struct Members {
   uint16_t id = 0;
-  uint32_t generation = 0;
+  uint64_t generation = 0;
   std::vector<int> ranks;  // world ranks, ascending; the position of one is its group rank
   int group_rank = -1;     // this rank's; -1: it is no member
 
   // `ranks` in any order; me: this rank's world rank.
-  static Members of(uint16_t id, uint32_t generation, std::vector<int> ranks, int me) {
+  static Members of(uint16_t id, uint64_t generation, std::vector<int> ranks, int me) {
     std::sort(ranks.begin(), ranks.end());
     Members members{id, generation, std::move(ranks), -1};
     members.group_rank = members.position_of(me);

@@ -43,6 +43,9 @@ class Timeline {
   // What runs these operations now; null entries are skipped.
   void phase(const std::vector<Operation*>& operations, const char* algorithm);
   void done(const Operation& op, const Status& status);
+  void span(const std::string& name, TimePoint from, double seconds, const std::string& args) {
+    push({TraceEvent::Kind::kSpan, {Op::kAllreduce, 0, name, 0}, -1, "", false, args, from, seconds});
+  }
   void cycle() { push({TraceEvent::Kind::kCycle, {}, -1, "", false, {}, Clock::now()}); }
 
   static TraceKey key_of(const Operation& op);

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cctype>
 #include <cstdio>
+#include <utility>
 
 #include "base/status.h"
 
@@ -138,6 +139,16 @@ void Trace::finish(Flights* flights, const std::string& id, TimePoint at, std::s
   flights->erase(found);
 }
 
+// Beside the marks of the steps, in a row of its own. What began before the file is cut: viewers drop negative times.
+void Trace::add_span(const TraceEvent& e, std::string* out) {
+  if (!std::exchange(has_spans_, true))
+    *out += text_of(",\n{\"name\":\"thread_name\",\"ph\":\"M\",\"pid\":", pid_base(),
+                    ",\"tid\":1,\"args\":{\"name\":\"recovery\"}}");
+  const double from = micros(e.time), to = std::max(0.0, from + e.seconds * 1e6), shown = std::max(0.0, from);
+  *out += text_of(",\n{\"ph\":\"X\",\"name\":", json_text(e.key.name), ",\"ts\":", number(shown),
+                  ",\"dur\":", number(to - shown), ",\"pid\":", pid_base(), ",\"tid\":1,\"args\":{", e.args, "}}");
+}
+
 // Tracing may begin in the middle of an operation, and events may have been dropped: an end without a beginning is
 // ignored, a second beginning ends the first.
 void Trace::add(const TraceEvent& e, std::string* out) {
@@ -145,6 +156,10 @@ void Trace::add(const TraceEvent& e, std::string* out) {
   if (e.kind == Kind::kCycle) {
     *out += text_of(",\n{\"ph\":\"i\",\"name\":\"CYCLE_START\",\"ts\":", number(micros(e.time)),
                     ",\"pid\":", pid_base(), ",\"tid\":0,\"s\":\"g\"}");
+    return;
+  }
+  if (e.kind == Kind::kSpan) {
+    add_span(e, out);
     return;
   }
   const std::string id = id_of(e.key);
@@ -175,6 +190,7 @@ void Trace::add(const TraceEvent& e, std::string* out) {
       finish(running_.contains(id) ? &running_ : &negotiating_, id, e.time, e.args, out);
       break;
     case Kind::kCycle:
+    case Kind::kSpan:
       break;
   }
 }

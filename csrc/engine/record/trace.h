@@ -30,6 +30,7 @@ struct TraceEvent {
     kPhase,      // the next phase of it
     kDone,       // ends it; `args` are the members of a JSON object
     kCycle,      // one coordinated step
+    kSpan,       // key.name from `time` on for `seconds`, which this file is told about afterwards
   };
   Kind kind = Kind::kCycle;
   TraceKey key;
@@ -38,6 +39,7 @@ struct TraceEvent {
   bool of_operation = false;  // the phase's name is <phase>_<OP>
   std::string args;
   TimePoint time{};
+  double seconds = 0;
 };
 
 std::string json_text(std::string_view text);  // quoted and escaped
@@ -77,6 +79,7 @@ class Trace {
   Flight& take_row(const TraceKey& key, int kind, Flights* flights, const std::string& id, std::string* out);
   void begin(Flight* f, const std::string& name, TimePoint at, std::string* out);
   void end(Flight* f, TimePoint at, std::string_view args, std::string* out);
+  void add_span(const TraceEvent& event, std::string* out);
   void begin_phase(Flight* f, const TraceEvent& event, std::string* out);
   void finish(Flights* flights, const std::string& id, TimePoint at, std::string_view args, std::string* out);
   double stamp(Flight* f, TimePoint at);
@@ -86,6 +89,7 @@ class Trace {
   void name_rows(const Flight& f, std::string* out);
 
   const Origin origin_;
+  bool has_spans_ = false;  // their row has its name
   std::unordered_map<std::string, Track> tracks_;
   Flights negotiating_, running_;
 };

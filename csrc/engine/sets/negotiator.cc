@@ -117,7 +117,7 @@ Status Negotiator::pass_up(bool reachable) {
 Status Negotiator::send(std::span<RequestList> requests) {
   size_t in_frame = 0;
   const auto flush = [&] {
-    Counters::add(context_.counters.ballots_sent);
+    Counters::add(context_.counters.request_lists_sent);
     return link_.send(above(), link_.anybody_left());
   };
   Writer* frame = &link_.begin(FrameKind::kRequests);

@@ -42,7 +42,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
   if (!arenas.empty()) {
     shared_ = std::make_unique<SharedSegment>(std::move(arenas), std::move(positions), my_index, m.id);
     group_.shared_segment = shared_.get();
-    bypass_.attach(shared_.get(), parts.context.config.express, 0, is_on_one_node());
+    bypass_.attach(shared_.get(), parts.context.config.bypass, 0, is_on_one_node());
     limit_bypass();
   }
   may_be_two_level_ = parts.context.config.shared_memory && layout_of(group_.node) == Layout::kSeveralNodesOfSeveral;
@@ -365,7 +365,7 @@ void ProcessSet::run_arrivals(Iteration* now) {
     // A round is over: what was announced while it was under way others may wait for, instead of entering the next.
     if (bucket.set < 0 && pending_.size() > 1) bypass_.close();
     Counters& counters = parts_.context.counters;
-    Counters::add(bucket.set >= 0 ? counters.frozen : counters.express);
+    Counters::add(bucket.set >= 0 ? counters.persistent : counters.bypassed);
     note_persistent(*run.op, *run.collective);
     if (run.op->device) {
       device_.make_ready(run.op, buckets_.find(bucket.set)->flag_of(bucket.index));

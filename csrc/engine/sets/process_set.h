@@ -85,7 +85,7 @@ class ProcessSet {
 
   // Settings in force; the same on every rank after the same plan.
   void set_tuning(const Tuning& tuning);
-  void allow_bypass(bool allowed) { bypass_.allow(allowed && parts_.context.config.express); }
+  void allow_bypass(bool allowed) { bypass_.allow(allowed && parts_.context.config.bypass); }
   void limit_bypass();
 
   // A rank has said goodbye; text: the error of what waits for it.

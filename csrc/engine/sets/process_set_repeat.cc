@@ -84,7 +84,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
       pending_.pass_over(s.op, use);
     else
       record->pending.store(nullptr, std::memory_order_release);
-    Counters::add(counters.express);
+    Counters::add(counters.bypassed);
     Counters::add(counters.bytes_reduced, bytes_of(known.signature));
     note_arrival(submitted, round->arrival());
     recorder.done(number, Code::kOk, Recorder::now());

@@ -58,7 +58,7 @@ std::string random_name(Random& random) {
 
 RequestList random_request_list(Random& random) {
   RequestList b;
-  b.generation = static_cast<uint32_t>(random());
+  b.generation = static_cast<uint64_t>(random()) << 32 | pick(random, 1 << 30);
   b.process_set = static_cast<uint16_t>(random());
   b.rank = pick(random, 40000);
   b.joined = pick(random, 2) == 1;
@@ -115,7 +115,7 @@ PlanBatch random_batch(Random& random) {
 
 Plan random_plan(Random& random) {
   Plan p;
-  p.generation = static_cast<uint32_t>(random());
+  p.generation = static_cast<uint64_t>(random()) << 32 | pick(random, 1 << 30);
   p.process_set = static_cast<uint16_t>(random());
   for (int i = pick(random, 6); i > 0; i--) p.batches.push_back(random_batch(random));
   for (int i = pick(random, 3); i > 0; i--)

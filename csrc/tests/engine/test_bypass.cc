@@ -57,14 +57,14 @@ TEST_CASE("bypass: a loop of blocking allreduces needs no messages, named or not
       World world(size);
       CHECK_OK(world.each([&](Engine& engine, int rank) {
         for (int step = 0; step < 20; ++step) blocking(engine, name, rank, size, step);
-        const uint64_t sent = counter(engine, "ballots_sent") + counter(engine, "plans_sent");
+        const uint64_t sent = counter(engine, "request_lists_sent") + counter(engine, "plans_sent");
         for (int step = 0; step < 200; ++step) blocking(engine, name, rank, size, step);
-        CHECK_LOCKED(counter(engine, "express") >= 200);
-        CHECK_LOCKED(counter(engine, "ballots_sent") + counter(engine, "plans_sent") == sent);
+        CHECK_LOCKED(counter(engine, "bypassed") >= 200);
+        CHECK_LOCKED(counter(engine, "request_lists_sent") + counter(engine, "plans_sent") == sent);
         // Another operation, then back again.
         blocking(engine, "other", rank, size, 1, 50000);
         for (int step = 0; step < 100; ++step) blocking(engine, name, rank, size, step);
-        CHECK_LOCKED(counter(engine, "express") >= 250);
+        CHECK_LOCKED(counter(engine, "bypassed") >= 250);
       }));
     }
   }
@@ -80,7 +80,7 @@ TEST_CASE("bypass: payloads of all sizes go round their ring, and none is writte
       if (random() % 16 == 0) std::this_thread::sleep_for(std::chrono::microseconds(random() % 200));
       blocking(engine, text_of("of ", n), rank, 2, step, n);
     }
-    CHECK_LOCKED(counter(engine, "express") >= 200);
+    CHECK_LOCKED(counter(engine, "bypassed") >= 200);
   }));
 }
 
@@ -107,13 +107,13 @@ TEST_CASE("bypass: who came last is known also to those who slept by then") {
 
 TEST_CASE("bypass: bytes are counted as on the agreed path") {
   for (const bool bypass : {true, false}) {
-    World world(2, {{"HOROCLONE_EXPRESS", bypass ? "1" : "0"}});
+    World world(2, {{"HOROCLONE_BYPASS", bypass ? "1" : "0"}});
     CHECK_OK(world.each([&](Engine& engine, int rank) {
       for (int step = 0; step < 20; ++step) blocking(engine, "x", rank, 2, step, 7);
-      const uint64_t before = counter(engine, "bytes"), rounds = counter(engine, "express");
+      const uint64_t before = counter(engine, "bytes"), rounds = counter(engine, "bypassed");
       for (int step = 0; step < 100; ++step) blocking(engine, "x", rank, 2, step, 7);
       CHECK_LOCKED(counter(engine, "bytes") - before == 100 * 7 * sizeof(float));
-      CHECK_LOCKED((counter(engine, "express") - rounds > 0) == bypass);
+      CHECK_LOCKED((counter(engine, "bypassed") - rounds > 0) == bypass);
       std::vector<float> mine(3, 1.0f);  // rounds whose results the core owns
       const uint64_t rows_before = counter(engine, "bytes");
       for (int step = 0; step < 50; ++step) {
@@ -129,12 +129,12 @@ TEST_CASE("bypass: bytes are counted as on the agreed path") {
 
 TEST_CASE("bypass: it is not taken when it is switched off, over TCP, or by what is large") {
   World tcp(2, {{"HOROCLONE_SHARED_MEMORY", "0"}});
-  World off(2, {{"HOROCLONE_EXPRESS", "0"}});
+  World off(2, {{"HOROCLONE_BYPASS", "0"}});
   World large(2);
   for (World* world : {&tcp, &off, &large})
     CHECK_OK(world->each([&](Engine& engine, int rank) {
       for (int step = 0; step < 40; ++step) blocking(engine, "x", rank, 2, step, world == &large ? 17000 : 3);
-      CHECK_LOCKED(counter(engine, "express") == 0);
+      CHECK_LOCKED(counter(engine, "bypassed") == 0);
     }));
 }
 
@@ -162,7 +162,7 @@ TEST_CASE("bypass: dtypes, averages and scales are those of the agreed path") {
       CHECK_LOCKED(whole[4] == 1 + step);
       CHECK_LOCKED(out[4] == doctest::Approx(2 * (1 + 0.5 * step)));
     }
-    CHECK_LOCKED(counter(engine, "express") > 50);
+    CHECK_LOCKED(counter(engine, "bypassed") > 50);
   }));
 }
 
@@ -236,7 +236,7 @@ TEST_CASE("bypass: two threads of each rank, one of which leaves rounds open whi
       work("b", 50);
       other.join();
     }
-    CHECK_LOCKED(counter(engine, "express") > 0);
+    CHECK_LOCKED(counter(engine, "bypassed") > 0);
   }));
 }
 

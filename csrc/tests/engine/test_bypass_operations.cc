@@ -13,7 +13,7 @@ namespace hc {
 namespace {
 
 uint64_t bypass_rounds(const Engine& engine) {
-  const std::string json = engine.counters_json(), key = "\"express\":";
+  const std::string json = engine.counters_json(), key = "\"bypassed\":";
   return std::stoull(json.substr(json.find(key) + key.size()));
 }
 

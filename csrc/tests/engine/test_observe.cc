@@ -129,6 +129,20 @@ TEST_CASE("trace: with the names of operations a tensor has a process for each o
   CHECK(times(out, "\"process_name\"") == 4);
 }
 
+TEST_CASE("trace: spans that are over have a row of their own, and none begins before the file does") {
+  Trace trace(origin());
+  std::string out;
+  for (const int begin : {-50, 100}) {
+    TraceEvent span = event(TraceEvent::Kind::kSpan, "FORMED", begin);
+    span.seconds = 80e-6;
+    span.args = "\"source\":\"memory\"";
+    trace.add(span, &out);
+  }
+  CHECK(out.find(R"({"ph":"X","name":"FORMED","ts":0.000,"dur":30.000,"pid":0,"tid":1,)") != std::string::npos);
+  CHECK(out.find(R"("ts":100.000,"dur":80.000,"pid":0,"tid":1,"args":{"source":"memory"}})") != std::string::npos);
+  CHECK(times(out, "thread_name") == 1);
+}
+
 TEST_CASE("trace: names are escaped") { CHECK(json_text("a\"b\\c\n") == "\"a\\\"b\\\\c\\u000a\""); }
 
 TEST_CASE("timeline: events of several threads, started and stopped in between, give complete files") {

@@ -31,14 +31,14 @@ TEST_CASE("double of CUDA and NCCL: declared buckets start without a message, ea
     Gradients gradients(engine, gpu);
     std::mt19937 random(static_cast<unsigned>(rank));
     all_are_here(engine, "begin");
-    const uint64_t request_lists = counted(engine, "ballots_sent"), plans = counted(engine, "plans_sent");
+    const uint64_t request_lists = counted(engine, "request_lists_sent"), plans = counted(engine, "plans_sent");
     for (int step = 0; step < kSteps; ++step) {
       const auto order = shuffled(random);
       for (const int b : order) gradients.submit(b, static_cast<float>(step + b + rank));
       for (const int b : order) gradients.expect(b, static_cast<float>(3 * (step + b) + 3));
     }
-    CHECK_LOCKED(counted(engine, "frozen") == kSteps * kBuckets);
-    CHECK_LOCKED(counted(engine, "ballots_sent") == request_lists);
+    CHECK_LOCKED(counted(engine, "persistent") == kSteps * kBuckets);
+    CHECK_LOCKED(counted(engine, "request_lists_sent") == request_lists);
     CHECK_LOCKED(counted(engine, "plans_sent") == plans);
     all_are_here(engine, "end");
   }));
@@ -84,7 +84,7 @@ TEST_CASE("double of CUDA and NCCL: persistent buckets and other work, of other 
         CHECK_LOCKED(gpu.read(data[s], 64)[63] == static_cast<float>(members[s].size()));
       }
     }
-    CHECK_LOCKED(counted(engine, "frozen") == 25 * kBuckets);
+    CHECK_LOCKED(counted(engine, "persistent") == 25 * kBuckets);
     all_are_here(engine, "end");  // rank 0 orders the others' work
   }));
 }
@@ -106,7 +106,7 @@ TEST_CASE("double of CUDA and NCCL: a rank that joins breaks the persistent plan
       }));
       CHECK_OK(finish(engine, join));
       engine.release(join);
-      CHECK_LOCKED(counted(engine, "frozen") == static_cast<uint64_t>(steps * kBuckets));
+      CHECK_LOCKED(counted(engine, "persistent") == static_cast<uint64_t>(steps * kBuckets));
     }));
   }
 }
@@ -137,7 +137,7 @@ TEST_CASE("double of CUDA and NCCL: where a plan cannot be persistent, declared 
           for (int b = 0; b < kBuckets; ++b) gradients.expect(b, size);
         }
       }
-      CHECK_LOCKED(counted(engine, "frozen") == 0);
+      CHECK_LOCKED(counted(engine, "persistent") == 0);
       all_are_here(engine, "end");
     }));
   }

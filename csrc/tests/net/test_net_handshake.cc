@@ -155,6 +155,10 @@ TEST_CASE("handshake: another secret, job or generation is refused on both sides
     claim.generation = 6;
     expected = "it belongs to another generation of the job";
   }
+  SUBCASE("generation, in the high half of its 64 bits") {
+    claim.generation = (uint64_t{1} << 32) + 7;
+    expected = "it belongs to another generation of the job";
+  }
   SocketPair sockets;
   Handshake a = Handshake::connect(&other, claim), b = acceptor(kCredentials);
   shake(a, b, sockets);
@@ -191,10 +195,10 @@ TEST_CASE("handshake: recorded bytes are worth nothing the second time") {
     relay(second.a.get(), first.b.get(), false);
   }
   REQUIRE(b.step(second.b.get()) == State::kDone);
-  REQUIRE(recorded.size() == 112);
+  REQUIRE(recorded.size() == 116);
   SocketPair again;
   Handshake late = acceptor(kCredentials);
-  REQUIRE(::write(again.a.get(), recorded.data(), recorded.size()) == 112);
+  REQUIRE(::write(again.a.get(), recorded.data(), recorded.size()) == 116);
   CHECK(late.step(again.b.get()) == State::kFailed);
   CHECK(late.status().text() == "refused a peer: the job secret or the job id differs");
 }
@@ -218,8 +222,8 @@ TEST_CASE("handshake: own bytes sent back prove nothing") {
   c.allow_proof();
   c.step(other.a.get());
   std::string proof = read_all(other.b.get());
-  REQUIRE(proof.size() == 44);
-  std::string verdict = std::string(4, '\0') + proof.substr(12);
+  REQUIRE(proof.size() == 48);
+  std::string verdict = std::string(4, '\0') + proof.substr(16);
   REQUIRE(::write(other.b.get(), verdict.data(), verdict.size()) == 36);
   CHECK(c.step(other.a.get()) == State::kFailed);
   CHECK(c.status().text() == "the other side could not prove that it knows the job secret");
@@ -357,7 +361,10 @@ TEST_CASE("connecting: a rank with another secret hears why, soon, and so does t
 
 TEST_CASE("connecting: a stale rank of an earlier generation is refused") {
   ConnectingMesh connecting;
-  Status one = connecting.let_rank_1_in([](MeshMembers& m) { m.generation = 6; });
+  uint64_t stale = 0;
+  SUBCASE("in the low half of the number") { stale = 6; }
+  SUBCASE("in its high half") { stale = (uint64_t{1} << 32) + 7; }
+  Status one = connecting.let_rank_1_in([stale](MeshMembers& m) { m.generation = stale; });
   CHECK(one.text().find("refused: it belongs to another generation") != std::string::npos);
 }
 

@@ -1,5 +1,5 @@
 """Under Horovod's name: the text with which an elastic job ends that has begun too many generations."""
 
-RESET_LIMIT_EXCEEDED_MESSAGE = (
-    "Horovod was shutdown because number of resets during elastic job exceeded limit: {}"
-)
+from horoclone.bootstrap.roster import RESET_LIMIT_TEXT
+
+RESET_LIMIT_EXCEEDED_MESSAGE = RESET_LIMIT_TEXT

@@ -5,15 +5,18 @@ Thread: any; a HostManager is asked by one thread and told of failures by others
 
 from __future__ import annotations
 
+import math
 import random
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from horoclone.elastic.notice import HostUpdateResult
-
-SHORTEST_COOLDOWN_S, LONGEST_COOLDOWN_S = 1, 3600
+from horoclone.launch.discovery import Source
+from horoclone.launch.elastic_policy import Cooldown
+from horoclone.launch.hosts import Host
+from horoclone.launch.usage import LaunchError
 
 
 class HostDiscovery:
@@ -75,18 +78,16 @@ class HostState:
     """
 
     def __init__(self, cooldown_range: Sequence[int] | None = None) -> None:
-        if cooldown_range:
-            lower, upper = cooldown_range
-            if not SHORTEST_COOLDOWN_S <= lower <= upper <= LONGEST_COOLDOWN_S:
-                raise ValueError(
-                    f"cooldown range {lower} to {upper}: the bounds must rise and lie within "
-                    f"{SHORTEST_COOLDOWN_S} and {LONGEST_COOLDOWN_S} seconds"
-                )
-        self._range = tuple(cooldown_range) if cooldown_range else None
+        try:
+            self._cooldown = Cooldown(
+                (cooldown_range[0], cooldown_range[1]) if cooldown_range else None, lambda: random.random()
+            )
+        except ValueError as error:
+            raise ValueError(f"cooldown range {cooldown_range}: {error}") from None
         self._event = threading.Event()
         self._blacklisted = False
         self._count = 0
-        self._until_s: float | None = None
+        self._until_s = -math.inf
 
     def get_event(self) -> threading.Event:
         """Set when the host is not to be used any more; after a cooldown there is a new one."""
@@ -103,19 +104,16 @@ class HostState:
         if not self.is_blacklisted():
             self._blacklisted = True
             self._count += 1
-            if self._range is not None:
-                lower, upper = self._range
-                delay_s = min(max(lower * 2**self._count + random.random() * lower, lower), upper)
-                self._until_s = time.monotonic() + delay_s
+            self._until_s = time.monotonic() + self._cooldown.delay_s(self._count)
         self.set_event()
 
     def whitelist(self) -> None:
         """The host may be used again."""
-        self._blacklisted, self._until_s = False, None
+        self._blacklisted = False
 
     def is_blacklisted(self) -> bool:
         """Whether it has failed and has not cooled down."""
-        if self._blacklisted and self._until_s is not None and time.monotonic() >= self._until_s:
+        if self._blacklisted and time.monotonic() >= self._until_s:
             self.whitelist()
         return self._blacklisted
 
@@ -173,6 +171,20 @@ class HostManager:
             order = [host for host in self._current.host_assignment_order if not self._is_out(host)]
             return DiscoveredHosts(self._current.host_slots, order)
 
+    @current_hosts.setter
+    def current_hosts(self, hosts: DiscoveredHosts) -> None:
+        with self._mutex:
+            self._current = hosts
+
+    @staticmethod
+    def order_available_hosts(
+        available_hosts: Iterable[str], prev_host_assignment_order: Sequence[str]
+    ) -> list[str]:
+        """Those known before come first and keep their order; new ones follow in theirs."""
+        available = list(available_hosts)
+        old = [host for host in prev_host_assignment_order if host in available]
+        return old + [host for host in available if host not in old]
+
     def update_available_hosts(self) -> int:
         """Looks which hosts there are now. Returns a HostUpdateResult; raises what the discovery raises."""
         found = dict(self._discovery.find_available_hosts_and_slots())
@@ -188,11 +200,12 @@ class HostManager:
                 state = self._states.setdefault(host, HostState(self._range))
                 if slots > before.get_slots(host) and not state.is_blacklisted():
                     change |= HostUpdateResult.added
-            old = [host for host in before.host_assignment_order if host in found and not self._is_out(host)]
-            new = [host for host in found if host not in old and not self._is_out(host)]
-            if new:  # also one that has cooled down
+            old = before.host_assignment_order
+            usable = [host for host in found if not self._is_out(host)]
+            order = self.order_available_hosts(usable, old)
+            if set(order) - set(old):  # also one that has cooled down
                 change |= HostUpdateResult.added
-            self._current = DiscoveredHosts(found, old + new)
+            self._current = DiscoveredHosts(found, order)
             return change
 
     def blacklist(self, host: str) -> None:
@@ -214,3 +227,28 @@ class HostManager:
 
     def _is_out(self, host: str) -> bool:
         return host in self._states and self._states[host].is_blacklisted()
+
+
+class _Asked:
+    """A HostDiscovery as a source of the launcher."""
+
+    changes = True
+
+    def __init__(self, discovery: HostDiscovery) -> None:
+        self._discovery = discovery
+
+    def find(self) -> list[Host]:
+        """LaunchError when the discovery fails."""
+        try:
+            found = self._discovery.find_available_hosts_and_slots()
+        except RuntimeError as error:
+            raise LaunchError(str(error), 1) from error
+        return [Host(name, slots) for name, slots in found.items() if slots > 0]
+
+    def stop(self) -> None:
+        """Nothing of it can be ended from here."""
+
+
+def source_of(discovery: HostDiscovery) -> Source:
+    """For an elastic job of horoclone.launch, which asks it every second."""
+    return _Asked(discovery)

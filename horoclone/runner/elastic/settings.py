@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,12 +23,22 @@ class ElasticSettings(BaseSettings):
         elastic_timeout: float = 600,
         reset_limit: int | None = None,
         cooldown_range: Sequence[int] | None = None,
+        min_np: int | None = None,
+        max_np: int | None = None,
         **kwargs: Any,
     ) -> None:
         super().__init__(**{"elastic": True, **kwargs})
         self.discovery = discovery
-        self.min_num_proc = min_num_proc
-        self.max_num_proc = max_num_proc
+        for name, value in (("min_np", min_np), ("max_np", max_np)):
+            if value is not None:
+                new = name.replace("np", "num_proc")
+                warnings.warn(f"{name} is deprecated, use {new} instead", DeprecationWarning, stacklevel=2)
+        self.min_num_proc = min_num_proc if min_np is None else min_np
+        self.max_num_proc = max_num_proc if max_np is None else max_np
         self.elastic_timeout = elastic_timeout
         self.reset_limit = reset_limit
         self.cooldown_range = cooldown_range
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a worker is sent: without the discovery, which belongs to the driver."""
+        return {**vars(self), "discovery": None}

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from horoclone import errors, objects
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.runtime import current, life, native_module
-from horoclone.settings import settings_of
+from horoclone.settings import settings_of, with_own_files
 from horoclone.torch.c10d.lost import Look
 from horoclone.torch.c10d.signed import SignedStore
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from horoclone._core import Runtime
 
 _memory: dict[tuple[int, int, int], Any] = {}  # rank 0's process, descriptor and inode -> the store there
+_groups = itertools.count(1)  # process groups beside hvd.init() in this process
 _lives = itertools.count()  # of what rank 0 has handed out: a store is used again
 TORCHS_VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -45,6 +46,9 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     """
     deadline = time.monotonic() + timeout_s
     settings = settings_of(os.environ)
+    if current.runtime is not None:  # its files are its own
+        of_rank = "" if current.runtime.rank == 0 else f".rank{current.runtime.rank}"
+        settings = with_own_files(settings, f"group{next(_groups)}{of_rank}")
     secret, host = _own_secret(), _host().encode()
     board = SignedStore(of_this_life(store), rank, size, secret, deadline, look)
 

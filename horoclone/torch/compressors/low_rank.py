@@ -7,7 +7,7 @@ Vogels, Karimireddy and Jaggi, "PowerSGD: Practical Low-Rank Gradient Compressio
 from __future__ import annotations
 
 import zlib
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,6 +60,20 @@ class PowerSGDCompressor(GradientCompressor):
         for i, matrix, p, q_own, q in zip(chosen, matrices, left, own, right, strict=True):
             bucket.gradients[i].copy_((p @ q.t()).view(bucket.gradients[i].shape))
             self._remember(bucket, i, matrix - p @ q_own.t(), q.clone())
+
+    def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
+        found = {}
+        for i, (name, gradient) in enumerate(zip(bucket.names, bucket.gradients, strict=True)):
+            if ("residual", i) in bucket.state:
+                found[name] = bucket.state["residual", i].view(gradient.shape)
+        return found
+
+    def resume(self, bucket: GradientBucket, residuals: Mapping[str, torch.Tensor]) -> None:
+        for i, (name, gradient) in enumerate(zip(bucket.names, bucket.gradients, strict=True)):
+            bucket.state.pop(("residual", i), None)
+            if name in residuals and self.error_feedback:
+                residual = residuals[name].to(gradient.device, torch.float32)
+                bucket.state["residual", i] = residual.reshape(gradient.shape[0], -1)
 
     def _shrinks(self, gradient: torch.Tensor) -> bool:
         if gradient.dim() < 2 or gradient.numel() == 0:

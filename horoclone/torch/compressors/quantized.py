@@ -8,7 +8,7 @@ Training of Speech DNNs" (Interspeech 2014), and Karimireddy et al., "Error Feed
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +89,35 @@ class Int8Compressor(GradientCompressor):
                 self._decode(row, values[part.of_rank(rank)], part.share)
         if values is not flat:
             flat.copy_(values)
+
+    def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
+        """What was lost on the way to the sums, and, of this rank's share, on the way back."""
+        if not any(isinstance(key, tuple) and key[0] in ("sent", "returned") for key in bucket.state):
+            return {}
+        flat = torch.zeros(bucket.flat.numel())
+        for part in self._parts(flat.numel(), bucket.size):
+            sent, returned = (bucket.state.get((which, part.number)) for which in ("sent", "returned"))
+            if sent is not None:
+                for rank, row in enumerate(sent):
+                    piece = flat[part.of_rank(rank)]
+                    piece.copy_(row[: piece.numel()])
+            if returned is not None:
+                piece = flat[part.of_rank(bucket.rank)]
+                piece.add_(returned[0, : piece.numel()], alpha=bucket.divisor)
+        return dict(zip(bucket.names, bucket.views_of(flat), strict=True))
+
+    def resume(self, bucket: GradientBucket, residuals: Mapping[str, torch.Tensor]) -> None:
+        """All of it as lost on the way to the sums: there it counts as much."""
+        for key in [key for key in bucket.state if isinstance(key, tuple) and key[0] in ("sent", "returned")]:
+            del bucket.state[key]
+        if not residuals or not self.error_feedback:
+            return
+        flat = bucket.joined(residuals)
+        for part in self._parts(flat.numel(), bucket.size):
+            rows = bucket.state["sent", part.number] = torch.zeros((bucket.size, part.share))
+            for rank, row in enumerate(rows):
+                piece = flat[part.of_rank(rank)]
+                row[: piece.numel()] = piece
 
     def _parts(self, elements: int, size: int) -> list[Part]:
         unit = size * self.block

@@ -6,7 +6,7 @@ Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,3 +53,12 @@ class TopKCompressor(GradientCompressor):
                 theirs[1].view(torch.float32) / bucket.divisor
             )  # no index twice in a row
         flat.copy_(summed)
+
+    def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
+        residual = bucket.state.get("residual")
+        return {} if residual is None else dict(zip(bucket.names, bucket.views_of(residual), strict=True))
+
+    def resume(self, bucket: GradientBucket, residuals: Mapping[str, torch.Tensor]) -> None:
+        bucket.state.pop("residual", None)
+        if residuals and self.error_feedback:
+            bucket.state["residual"] = bucket.joined(residuals)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from horoclone.elastic.member import is_elastic
+from horoclone.elastic.peers import OwnPart
+from horoclone.elastic.replicas import reduce_with
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
 from horoclone.runtime import rank
@@ -18,6 +21,8 @@ from horoclone.torch.functions import (
     broadcast_optimizer_state,
     broadcast_parameters,
 )
+from horoclone.torch.optimizer.own_state import OwnState
+from horoclone.torch.optimizer.resharding import boxed, unboxed
 
 __all__ = [
     "ModelStateHandler", "OptimizerStateHandler", "SamplerStateHandler", "StateHandler", "TorchState",
@@ -45,6 +50,18 @@ class StateHandler:
 
     def sync(self) -> None:
         """Gives every rank's value the same state. A collective."""
+        raise NotImplementedError
+
+    def has_own(self) -> bool:
+        """Whether a part of the value is this rank's only, so that sync() must not replace it; alike on all ranks."""
+        return False
+
+    def own(self) -> Any:
+        """That part, now. NumPy's arrays in it are copied at once."""
+        raise NotImplementedError
+
+    def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
+        """Gives it what own() gave on ranks of a commit, behind restore() or sync(). See OwnPart."""
         raise NotImplementedError
 
     def set_value(self, value: Any) -> None:
@@ -81,20 +98,32 @@ class ModelStateHandler(StateHandler):
 
 
 class OptimizerStateHandler(StateHandler):
-    """For a torch.optim.Optimizer, wrapped by DistributedOptimizer or not: its state_dict()."""
+    """For a torch.optim.Optimizer, wrapped by DistributedOptimizer or not: its state_dict().
+
+    In an elastic job state that is sharded over all ranks stays where it is: each rank commits its pieces, and a buddy
+    keeps them too. Elsewhere nobody would, and the state is collected.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(optimizer)
         self.save()
 
     def save(self) -> None:
-        """Copies the state and the options of the parameter groups; collects what is sharded, which is a collective."""
+        """Copies the state and the options of the parameter groups; collects what is sharded and stays with nobody."""
+        own = OwnState(self.value)
+        self._saved_layout = own.layout() if self._stays_cut() else None
+        if self._saved_layout is not None:
+            self._saved_optimizer_state = {"param_groups": own.options()}
+            return
         if self._is_sharded():
             self.value.consolidate_state_dict()
         self._saved_optimizer_state = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
         """Gives them back; an optimizer that had no state then has none again. Reductions in flight are given up."""
+        if self._saved_layout is not None:
+            OwnState(self.value).set_options(self._saved_optimizer_state["param_groups"])
+            return
         state = copy.deepcopy(self._saved_optimizer_state)
         self.value.load_state_dict(state)
         if not self._is_sharded():
@@ -103,12 +132,62 @@ class OptimizerStateHandler(StateHandler):
     def _is_sharded(self) -> bool:
         return getattr(self.value, "_sharding", None) is not None
 
+    def _stays_cut(self) -> bool:
+        return is_elastic() and OwnState(self.value).is_sharded
+
     def sync(self) -> None:
-        """Broadcasts them."""
-        if self._is_sharded():  # the pieces belong to a world that is over; the copy is whole
+        """Broadcasts them; of sharded state the cut and the options only."""
+        root, own = root_of_sync(), OwnState(self.value)
+        if self._stays_cut():
+            cut = own.layout(), own.options()
+            self._saved_layout, options = broadcast_object(cut, root, "hvd.elastic.optimizer")
+            if self._saved_layout is not None:
+                own.set_options(options)
+                self._saved_optimizer_state = {"param_groups": own.options()}
+                return
+        elif self._is_sharded():  # the pieces belong to a world that is over; the copy is whole
             self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
-        broadcast_optimizer_state(self.value, root_of_sync())
+        broadcast_optimizer_state(self.value, root)
         self._saved_optimizer_state = copy.deepcopy(self.value.state_dict())
+
+    def has_own(self) -> bool:
+        """Pieces of sharded state, local parameters' state, what a compressor has kept back."""
+        own = OwnState(self.value)
+        return own.exists() and (is_elastic() or not own.is_sharded)
+
+    def own(self) -> Any:
+        """This rank's pieces, and the rest of what it has alone."""
+        return OwnState(self.value).read()
+
+    def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
+        """Goes on with them; the next step cuts them anew."""
+        OwnState(self.value).write(values, mine, holders, self._saved_layout)
+
+    def lose(self) -> None:
+        """What is left of sharded state is of no use without the rest: it begins anew, or with load_state_dict()."""
+        OwnState(self.value).forget()
+        self.save()
+
+    def local_parameters(self) -> list[torch.Tensor]:
+        """The parameters that are this rank's own."""
+        return OwnState(self.value).local_parameters
+
+
+class LocalParameters:
+    """Those parameters of a model that an optimizer of the same state leaves to each rank."""
+
+    def __init__(self, model: torch.nn.Module, names: Sequence[str]) -> None:
+        self._model, self._names = model, names
+
+    def own(self) -> dict[str, Any]:
+        found = dict(self._model.named_parameters())
+        return {name: boxed(found[name]) for name in self._names}
+
+    @torch.no_grad()
+    def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
+        found = dict(self._model.named_parameters())
+        for name, box in values[mine].items() if mine is not None else ():
+            found[name].copy_(unboxed(box, found[name]))
 
 
 class SamplerStateHandler(StateHandler):
@@ -133,6 +212,20 @@ class SamplerStateHandler(StateHandler):
         )
         self.save()
 
+
+def _reduce(tensor: torch.Tensor) -> Any:
+    """For spares: a tensor as its bytes in host memory, which are sent as they are."""
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_quantized:
+        return NotImplemented
+    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return _from_bytes, (data, tensor.dtype, tuple(tensor.shape))
+
+
+def _from_bytes(data: Any, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    return torch.from_numpy(data).view(dtype).reshape(shape)
+
+
+reduce_with(torch.Tensor, _reduce)
 
 _registry: list[tuple[type, type[StateHandler]]] = [
     (torch.nn.Module, ModelStateHandler),
@@ -212,17 +305,49 @@ class TorchState(ObjectState):
                 give_up()
         super().reset()
 
+    def _own_parts(self) -> dict[str, OwnPart]:
+        parts = super()._own_parts()
+        handlers = self._handlers.items()
+        parts.update({name: handler for name, handler in handlers if handler.has_own()})
+        local = {
+            parameter
+            for _, handler in handlers
+            if isinstance(handler, OptimizerStateHandler)
+            for parameter in handler.local_parameters()
+        }
+        for name, handler in handlers if local else ():
+            if isinstance(handler.value, torch.nn.Module) and name not in parts:
+                named = [key for key, one in handler.value.named_parameters() if one in local]
+                if named:
+                    parts[name] = LocalParameters(handler.value, named)
+        return parts
+
     def _save(self) -> None:
         for handler in self._handlers.values():
             handler.save()
         super()._save()
 
-    def _content(self) -> Any:
-        kept = {
+    def _kept(self) -> dict[str, dict[str, Any]]:
+        """What the handlers keep for restore()."""
+        return {
             name: {key: value for key, value in vars(handler).items() if key != "value"}
             for name, handler in self._handlers.items()
         }
-        return super()._content(), kept
+
+    def _on_disk(self) -> dict[str, Any]:
+        return {**super()._on_disk(), "handlers": self._kept()}
+
+    def _take_from_disk(self, found: dict[str, Any]) -> None:
+        super()._take_from_disk(found)
+        for name, handler in self._handlers.items():
+            vars(handler).update(found["handlers"][name])
+
+    def _content(self) -> Any:
+        return super()._content(), self._kept()
+
+    def _accepts(self, content: Any) -> bool:
+        plain, kept = content
+        return super()._accepts(plain) and set(kept) == set(self._handlers)
 
     def _set_content(self, content: Any) -> None:
         plain, kept = content

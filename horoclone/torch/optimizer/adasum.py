@@ -25,7 +25,7 @@ from horoclone.torch import operations
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
 from horoclone.torch.optimizer.backward_calls import outermost_backward
-from horoclone.torch.optimizer.buckets import BUCKET_BYTES, Slot, flat_of, is_dense
+from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, is_dense
 from horoclone.torch.optimizer.reducer import TOO_MANY
 from horoclone.torch.optimizer.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
 
@@ -56,18 +56,18 @@ class Deltas:
             torch._foreach_copy_([self._starts[p] for p in parameters], parameters)
 
     def _lay_out(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
-        slots = [Slot(parameter, name) for name, parameter in named]
-        agree_on_parameters(slots, self._set)
-        self._layout, used, unused = agree_on_order(slots, self._set)
+        states = [GradState(parameter, name) for name, parameter in named]
+        agree_on_parameters(states, self._set)
+        self._layout, used, unused = agree_on_order(states, self._set)
         self._parts, filled = [[]], 0
-        for slot in (*used, *unused):
+        for state in (*used, *unused):
             if filled > BUCKET_BYTES:
                 self._parts.append([])
                 filled = 0
-            self._parts[-1].append(slot.parameter)
-            filled += slot.parameter.nbytes
+            self._parts[-1].append(state.parameter)
+            filled += state.parameter.nbytes
         self._starts = {
-            p: torch.empty_like(p, requires_grad=False) for p in (slot.parameter for slot in slots)
+            p: torch.empty_like(p, requires_grad=False) for p in (state.parameter for state in states)
         }
 
     @torch.no_grad()

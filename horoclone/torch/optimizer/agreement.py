@@ -14,20 +14,20 @@ import torch
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
-from horoclone.torch.optimizer.buckets import Slot
+from horoclone.torch.optimizer.buckets import GradState
 
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
 
 
-def by_name(slots: Sequence[Slot]) -> list[Slot]:
-    """The order in which ranks speak of slots before they have agreed on any other."""
-    return sorted(slots, key=lambda slot: slot.name)
+def by_name(states: Sequence[GradState]) -> list[GradState]:
+    """The order in which ranks speak of gradients before they have agreed on any other."""
+    return sorted(states, key=lambda state: state.name)
 
 
-def agree_on_parameters(slots: Sequence[Slot], process_set: ProcessSet) -> list[int]:
+def agree_on_parameters(states: Sequence[GradState], process_set: ProcessSet) -> list[int]:
     """Checks that the ranks mean the same parameters. Returns, by name, 0 for a gradient that no rank has, 1 for a
     dense one, 1 + d for one with d sparse dimensions on some rank. ValueError names the first difference."""
-    ordered = by_name(slots)
+    ordered = by_name(states)
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
     digest = int.from_bytes(hashlib.sha256(repr(form).encode()).digest()[:7], "big")
     both = torch.tensor([digest, -digest])
@@ -37,22 +37,24 @@ def agree_on_parameters(slots: Sequence[Slot], process_set: ProcessSet) -> list[
 
         forms = allgather_object(form, "horoclone.optimizer.differences", process_set)
         raise ValueError(_difference(forms, process_set.ranks or []))
-    flags = torch.tensor([_flag(slot) for slot in ordered], dtype=torch.uint8)
+    flags = torch.tensor([_flag(state) for state in ordered], dtype=torch.uint8)
     operations.allreduce_(flags, name="horoclone.optimizer.sparse", op=Max, process_set=process_set)
     return flags.tolist()
 
 
-def agree_on_order(observed: Sequence[Slot], process_set: ProcessSet) -> tuple[int, list[Slot], list[Slot]]:
-    """The order of the set's first rank: number of the layout, slots in use, slots that no rank has used yet.
+def agree_on_order(
+    observed: Sequence[GradState], process_set: ProcessSet
+) -> tuple[int, list[GradState], list[GradState]]:
+    """The order of the set's first rank: number of the layout, gradients in use, gradients that no rank has used yet.
 
-    observed: all slots in the order in which their gradients became complete here.
+    observed: all gradients in the order in which they became complete here.
     """
     global _formed
     ordered = by_name(observed)
-    index = {slot: i for i, slot in enumerate(ordered)}
-    own = sorted(observed, key=lambda slot: slot.fires == 0)  # stable: never used on any rank goes last
+    index = {state: i for i, state in enumerate(ordered)}
+    own = sorted(observed, key=lambda state: state.fires == 0)  # stable: never used on any rank goes last
     _formed += 1
-    message = torch.tensor([_formed, sum(slot.fires > 0 for slot in own), *(index[slot] for slot in own)])
+    message = torch.tensor([_formed, sum(state.fires > 0 for state in own), *(index[state] for state in own)])
     root = (process_set.ranks or [0])[0]
     operations.broadcast_(message, root, "horoclone.optimizer.order", process_set)
     layout, used, *places = message.tolist()
@@ -60,8 +62,8 @@ def agree_on_order(observed: Sequence[Slot], process_set: ProcessSet) -> tuple[i
     return layout, agreed[:used], agreed[used:]
 
 
-def _flag(slot: Slot) -> int:
-    grad = slot.parameter.grad
+def _flag(state: GradState) -> int:
+    grad = state.parameter.grad
     if grad is None:
         return 0
     return 1 + (grad.sparse_dim() if grad.is_sparse else 0)

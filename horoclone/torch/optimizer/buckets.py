@@ -1,4 +1,4 @@
-"""Gradient memory: buckets in the rank's shared-memory arena, a slot in them per parameter, and the plan of the cut.
+"""Gradient memory: buckets in the rank's shared-memory arena, a place in them per parameter, and the plan of the cut.
 
 A bucket is one allreduce. The plan is a pure function of what the ranks have agreed on, so every rank cuts alike.
 Owner: reducer.py; thread: whichever runs backward or step.
@@ -35,7 +35,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
-class Slot:
+class GradState:
     """One parameter's gradient: where it lies and how far it is in the current step."""
 
     __slots__ = (
@@ -113,25 +113,30 @@ class Bucket:
     """Contiguous memory of several gradients of one dtype, reduced in place by one operation."""
 
     def __init__(
-        self, runtime: Runtime, index: int, dtype: torch.dtype, slots: Sequence[Slot], shards: int = 1
+        self,
+        runtime: Runtime,
+        index: int,
+        dtype: torch.dtype,
+        states: Sequence[GradState],
+        shards: int = 1,
     ) -> None:
         """shards: the size is a multiple of so many aligned parts."""
         self.index = index
-        self.slots = list(slots)
+        self.states = list(states)
         align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         offsets, count = [], 0
-        for slot in self.slots:
+        for state in self.states:
             offsets.append(count)
-            count += -(-slot.parameter.numel() // align) * align
+            count += -(-state.parameter.numel() // align) * align
         count = -(-max(count, 1) // (align * shards)) * align * shards
-        self.flat = _allocate(runtime, count, dtype, self.slots[0].parameter)
+        self.flat = _allocate(runtime, count, dtype, self.states[0].parameter)
         self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
-        for slot, offset in zip(self.slots, offsets, strict=True):
-            slot.bucket = self
-            slot.view = self.flat.as_strided(slot.parameter.size(), slot.strides(), offset)
+        for state, offset in zip(self.states, offsets, strict=True):
+            state.bucket = self
+            state.view = self.flat.as_strided(state.parameter.size(), state.strides(), offset)
         self.address = self.flat.data_ptr()
         self.number = NUMBER_OF[dtype]
-        self.waiting = 0  # counted slots that have not arrived
+        self.waiting = 0  # counted gradients that have not arrived
         self.sent = False
         self.priority = 0  # the higher, the sooner it is needed
         self.handle: Any = None  # of the operation under way
@@ -151,52 +156,54 @@ def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tens
     return torch.frombuffer(block, dtype=dtype, count=count)
 
 
-def groups_of(groups: int | Sequence[Sequence[torch.Tensor]], dense: Sequence[Slot]) -> list[list[Slot]]:
-    """The user's `groups` argument as slots: so many groups of `dense`, or lists of parameters that are in it."""
+def groups_of(
+    groups: int | Sequence[Sequence[torch.Tensor]], dense: Sequence[GradState]
+) -> list[list[GradState]]:
+    """The user's `groups` argument as gradients: so many groups of `dense`, or lists of parameters that are in it."""
     if isinstance(groups, int):
         if groups <= 0:
             return []
         size, extra = divmod(len(dense), groups)
         bounds = [k * size + min(k, extra) for k in range(groups + 1)]
         return [list(dense[a:b]) for a, b in pairwise(bounds) if b > a]
-    slot_of = {slot.parameter: slot for slot in dense}
-    return [[slot_of[p] for p in group if p in slot_of] for group in groups]
+    state_of = {state.parameter: state for state in dense}
+    return [[state_of[p] for p in group if p in state_of] for group in groups]
 
 
 def plan_buckets(
-    runs: Sequence[Sequence[Slot]],
-    groups: Sequence[Sequence[Slot]],
-    wire_dtype_of: Callable[[Slot], torch.dtype],
+    runs: Sequence[Sequence[GradState]],
+    groups: Sequence[Sequence[GradState]],
+    wire_dtype_of: Callable[[GradState], torch.dtype],
     bucket_bytes: int = BUCKET_BYTES,
-) -> list[tuple[torch.dtype, list[Slot]]]:
-    """Cuts slots into buckets of one dtype each, in the order in which their gradients become complete.
+) -> list[tuple[torch.dtype, list[GradState]]]:
+    """Cuts gradients into buckets of one dtype each, in the order in which they become complete.
 
     A bucket does not cross from one run into the next. Groups are kept whole, one bucket for each dtype in them; the
-    other slots fill buckets up to `bucket_bytes`, the first one of each dtype up to 1 MiB.
+    other gradients fill buckets up to `bucket_bytes`, the first one of each dtype up to 1 MiB.
     """
-    grouped: set[Slot] = {slot for group in groups for slot in group}
-    plan: list[tuple[torch.dtype, list[Slot]]] = []
+    grouped: set[GradState] = {state for group in groups for state in group}
+    plan: list[tuple[torch.dtype, list[GradState]]] = []
     for group in groups:
-        by_dtype: dict[torch.dtype, list[Slot]] = {}
-        for slot in group:
-            by_dtype.setdefault(wire_dtype_of(slot), []).append(slot)
+        by_dtype: dict[torch.dtype, list[GradState]] = {}
+        for state in group:
+            by_dtype.setdefault(wire_dtype_of(state), []).append(state)
         plan.extend(by_dtype.items())
     limits: dict[torch.dtype, int] = {}
     for run in runs:
-        filling: dict[torch.dtype, list[Slot]] = {}
-        for slot in run:
-            if slot in grouped:
+        filling: dict[torch.dtype, list[GradState]] = {}
+        for state in run:
+            if state in grouped:
                 continue
-            dtype = wire_dtype_of(slot)
+            dtype = wire_dtype_of(state)
             bucket = filling.setdefault(dtype, [])
-            if bucket and _bytes_of([*bucket, slot], dtype) > limits.get(dtype, FIRST_BUCKET_BYTES):
+            if bucket and _bytes_of([*bucket, state], dtype) > limits.get(dtype, FIRST_BUCKET_BYTES):
                 plan.append((dtype, bucket))
                 limits[dtype] = bucket_bytes
                 bucket = filling[dtype] = []
-            bucket.append(slot)
+            bucket.append(state)
         plan.extend(filling.items())
     return plan
 
 
-def _bytes_of(slots: Iterable[Slot], dtype: torch.dtype) -> int:
-    return sum(slot.parameter.numel() for slot in slots) * dtype.itemsize
+def _bytes_of(states: Iterable[GradState], dtype: torch.dtype) -> int:
+    return sum(state.parameter.numel() for state in states) * dtype.itemsize

@@ -129,12 +129,12 @@ class CrossBarrier:
         self._places = {p: i for i, group in enumerate(groups) for p in group["params"]}
         for bucket in reducer.buckets:
             self._handles[bucket] = bucket.handle
-            self._owed.update((slot.parameter, bucket) for slot in bucket.slots)
+            self._owed.update((state.parameter, bucket) for state in bucket.states)
         reducer._end()
         for bucket in self._handles:
             bucket.sent = True  # until its update is made
-        for slot in reducer.slots:
-            slot.parameter.grad = None
+        for state in reducer.states:
+            state.parameter.grad = None
         return None
 
     def finish(self) -> None:
@@ -181,7 +181,7 @@ class CrossBarrier:
             for parameter in parameters:
                 first[parameter] = min(first.get(parameter, 1 << 30), self._called.get(reader, 1 << 30))
         for bucket in self._reducer.buckets:
-            bucket.priority = -min(first[slot.parameter] for slot in bucket.slots)
+            bucket.priority = -min(first[state.parameter] for state in bucket.states)
 
     # --- the updates -----------------------------------------------------------------------------------------------
 
@@ -190,8 +190,8 @@ class CrossBarrier:
         """Waits for these buckets and updates their parameters; after an error nothing is owed any more."""
         for bucket in buckets:
             handle = self._handles.pop(bucket)
-            for slot in bucket.slots:
-                self._owed.pop(slot.parameter, None)
+            for state in bucket.states:
+                self._owed.pop(state.parameter, None)
             error = _ended(self._reducer, bucket, handle)
             if error is not None:
                 self.forget()
@@ -203,8 +203,8 @@ class CrossBarrier:
         if optimizer is None:
             return
         parts: list[dict[str, Any]] = [{**group, "params": []} for group in self._groups]
-        for slot in bucket.slots:
-            parameter, view = slot.parameter, slot.view
+        for state in bucket.states:
+            parameter, view = state.parameter, state.view
             if not parameter.requires_grad or parameter not in self._places:
                 continue
             if view.dtype == parameter.dtype:  # type: ignore[union-attr]
@@ -219,14 +219,14 @@ class CrossBarrier:
                 type(optimizer)._wrapped_class.step(optimizer)
         finally:
             optimizer.__dict__["param_groups"] = own
-            for slot in bucket.slots:
-                slot.parameter.grad = None
+            for state in bucket.states:
+                state.parameter.grad = None
 
 
 @torch.no_grad()
 def _send_rest(reducer: Reducer) -> bool:
     """Sends the buckets that are not full, zeros for what is missing. False, nothing done: not all is in buckets."""
-    alone = reducer._local or any(slot.bucket is None for slot in reducer.slots)
+    alone = reducer.local or any(state.bucket is None for state in reducer.states)
     if alone or not reducer._learned or reducer.reduced:
         return False
     if not reducer.outstanding:

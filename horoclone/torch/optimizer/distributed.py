@@ -73,6 +73,8 @@ class DistributedMixin(WrappedOptimizer):
         """whole: False where sharded gradients need not be whole, because this rank's step reads its shard only."""
         reducer = self._reducer
         if self._included and not reducer.reduced:
+            if self._sharding is not None:  # buckets that are formed now are cut for the ranks there are now
+                reducer.shards = self._sharding.parts
             reducer.synchronize(self._find_new)
         if whole and reducer.partial:
             reducer.gather()
@@ -183,9 +185,12 @@ class DistributedMixin(WrappedOptimizer):
             with torch.enable_grad():
                 loss = closure()
         if sharding.layout != reducer.layout:
-            self._gather_state(None)
-            self._become_whole()
-            sharding.lay_out(reducer)
+            if sharding.pieces and sharding.covers(reducer):
+                sharding.move_to(reducer, self.__dict__["state"])
+            else:
+                self._gather_state(None)
+                self._become_whole()
+                sharding.lay_out(reducer)
         self._whole_state = None
         with sharding.only_mine(self.__dict__):
             result = super().step(*args, **kwargs)  # type: ignore[misc]
@@ -373,7 +378,7 @@ def DistributedOptimizer(
         mode = checked_mode(shard_optimizer_state, type(optimizer))
         if included:
             wrapped._sharding = Sharding(mode, process_set)
-            reducer.shards = (process_set.size() or 1) if mode == "elements" else 1
+            reducer.shards = wrapped._sharding.parts
     if included:
         wrapped._find_new()
         wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None

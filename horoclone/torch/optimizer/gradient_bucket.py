@@ -3,7 +3,7 @@
 # mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,30 @@ class GradientBucket:
 
     def __init__(self, bucket: Bucket, name: str, op: int, process_set: ProcessSet) -> None:
         self.flat = bucket.flat  # 1-d, all gradients; where there are gaps between them, zeros
-        self.gradients: list[torch.Tensor] = [slot.view for slot in bucket.slots]  # type: ignore[misc]
-        self.names = [slot.name for slot in bucket.slots]
+        self.gradients: list[torch.Tensor] = [state.view for state in bucket.states]  # type: ignore[misc]
+        self.names = [state.name for state in bucket.states]
         self.index = bucket.index
         self.state: dict[Any, Any] = {}  # the compressor's; kept from step to step
         self.size = process_set.size() or 1
         self.rank = process_set.rank() or 0  # within the process set
         self.divisor = self.size if op == Average else 1
         self._name, self._op, self._set = name, op, process_set
+
+    def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        """The gradients' parts of a tensor that is laid out as `flat`."""
+        first = int(self.flat.storage_offset())
+        return [
+            flat.as_strided(one.size(), one.stride(), int(one.storage_offset()) - first)
+            for one in self.gradients
+        ]
+
+    def joined(self, values: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """Values in the gradients' shapes, by name, laid out as `flat`, in float32; zeros for what is not there."""
+        flat = torch.zeros(self.flat.numel(), device=self.flat.device)
+        for name, view in zip(self.names, self.views_of(flat), strict=True):
+            if name in values:
+                view.copy_(values[name])
+        return flat
 
     def allreduce(self, tensor: torch.Tensor, label: str) -> int:
         """Starts the optimizer's reduction (Average or Sum) of a contiguous tensor, in place. Returns a handle.

@@ -26,8 +26,16 @@ from horoclone.torch.operations.gpu import HOST, follow, is_capturing, place_of
 from horoclone.torch.operations.tensors import from_result
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.optimizer.backward_calls import outermost_backward
-from horoclone.torch.optimizer.buckets import BUCKET_BYTES, Bucket, Slot, groups_of, is_dense, plan_buckets
+from horoclone.torch.optimizer.buckets import (
+    BUCKET_BYTES,
+    Bucket,
+    GradState,
+    groups_of,
+    is_dense,
+    plan_buckets,
+)
 from horoclone.torch.optimizer.gradient_bucket import GradientBucket, run_compressors
+from horoclone.torch.optimizer.residuals import Residuals
 from horoclone.torch.optimizer.single import Terms, finish_alone, reduces_buckets, submit_alone
 
 if TYPE_CHECKING:
@@ -47,23 +55,24 @@ class Reducer:
         self.outstanding = False  # a hook has fired since the last synchronize()
         self.reduced = False  # synchronize() has run and no hook has fired since
         self.partial = False  # and what it left here is right only in this rank's shards of the buckets
-        self.slots: list[Slot] = []
+        self.states: list[GradState] = []
         self.groups: int | list[list[torch.Tensor]] = 0
         self.buckets: list[Bucket] = []
-        self.bucket_bytes = BUCKET_BYTES  # that slots outside of groups are gathered up to
+        self.bucket_bytes = BUCKET_BYTES  # that gradients outside of groups are gathered up to
         self.shards = 1  # parts that a bucket is cut into: the set's size where state is sharded by elements
         self.layout = 0  # number of the bucket layout, the same on every rank; 0: not formed yet
         self._terms = terms
-        self._slot_of: dict[torch.Tensor, Slot] = {}
-        self._local: dict[torch.Tensor, None] = {}  # parameters whose gradients stay here
+        self.residuals = Residuals(terms.compression)
+        self._state_of: dict[torch.Tensor, GradState] = {}
+        self.local: dict[torch.Tensor, None] = {}  # parameters whose gradients stay here
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
         self._scatter = False  # a bucket is reduced to shards: between machines that is half of an allreduce
         self._declared: int | None = None  # the core's number for the buckets
         self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
-        self._order: dict[Slot, None] = {}  # in a learning step: by the last time that each hook fired
-        self._incomplete = 0  # counted slots that have not arrived in this step
+        self._order: dict[GradState, None] = {}  # in a learning step: by the last time that each hook fired
+        self._incomplete = 0  # counted gradients that have not arrived in this step
         # Guards the counts of one step (left, waiting, _incomplete, outstanding) when several threads run backward.
         self._lock = threading.Lock()
 
@@ -71,10 +80,10 @@ class Reducer:
 
     def add(self, parameter: torch.Tensor, name: str) -> None:
         """Takes a parameter that requires a gradient under this name; the next step is a learning step."""
-        slot = Slot(parameter, name)
-        slot.expected = slot.left = self.passes
-        self.slots.append(slot)
-        self._slot_of[parameter] = slot
+        state = GradState(parameter, name)
+        state.expected = state.left = self.passes
+        self.states.append(state)
+        self._state_of[parameter] = state
         self._learned = False
         self._watch(parameter)
 
@@ -85,13 +94,13 @@ class Reducer:
                 "register_local() between backward and optimizer.step(): call it before backward"
             )
         for parameter in parameters:
-            slot = self._slot_of.pop(parameter, None)
-            if slot is not None:
-                self.slots.remove(slot)
+            state = self._state_of.pop(parameter, None)
+            if state is not None:
+                self.states.remove(state)
                 self._forget_layout()
-            elif parameter not in self._local and parameter.requires_grad:
+            elif parameter not in self.local and parameter.requires_grad:
                 self._watch(parameter)
-            self._local[parameter] = None
+            self.local[parameter] = None
 
     def _watch(self, parameter: torch.Tensor) -> None:
         # A dropped optimizer must not go on reducing its old model's gradients.
@@ -106,13 +115,13 @@ class Reducer:
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Whether `add` or `add_local` has been called for it."""
-        return parameter in self._slot_of or parameter in self._local
+        return parameter in self._state_of or parameter in self.local
 
     def set_passes(self, passes: int) -> None:
         """Backward passes per step from now on."""
         self.passes = passes
-        for slot in self.slots:
-            slot.expected = slot.left = passes * max(1, slot.fires)
+        for state in self.states:
+            state.expected = state.left = passes * max(1, state.fires)
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 
@@ -120,24 +129,24 @@ class Reducer:
         with self._lock:
             if not self.outstanding:
                 self._begin()
-            slot = self._slot_of.get(parameter)
-            if slot is None:  # local
+            state = self._state_of.get(parameter)
+            if state is None:  # local
                 return
             if not self._learned:
-                self._observe(slot)
+                self._observe(state)
                 return
-            slot.left -= 1
-            if slot.left > 0:
+            state.left -= 1
+            if state.left > 0:
                 return
-        if slot.left < 0:
-            raise AssertionError(f"{TOO_MANY} (parameter {slot.name!r})")
+        if state.left < 0:
+            raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
         grad = parameter.grad
         if grad is None or grad.requires_grad:
             raise AssertionError(
-                f"the gradient of {slot.name!r} is {'missing' if grad is None else 'part of a graph'}: backward with "
+                f"the gradient of {state.name!r} is {'missing' if grad is None else 'part of a graph'}: backward with "
                 "create_graph=True cannot be reduced; use torch.autograd.grad for the inner gradients"
             )
-        self._arrive(slot, grad)
+        self._arrive(state, grad)
 
     def _begin(self) -> None:
         """First hook, or synchronize without one, since the last synchronize()."""
@@ -152,48 +161,48 @@ class Reducer:
         self._incomplete = 0
         for bucket in self.buckets:
             bucket.waiting = 0
-        for slot in self.slots:
-            slot.counted = slot.parameter.requires_grad
-            if slot.counted:
+        for state in self.states:
+            state.counted = state.parameter.requires_grad
+            if state.counted:
                 self._incomplete += 1
-                if slot.bucket is not None:
-                    slot.bucket.waiting += 1
+                if state.bucket is not None:
+                    state.bucket.waiting += 1
 
-    def _observe(self, slot: Slot) -> None:
+    def _observe(self, state: GradState) -> None:
         """Learning step: several calls within one backward are one pass, whose last call completes the gradient."""
         backward = outermost_backward()
-        if backward is None or backward is not slot.backward:
-            slot.backward, slot.fires_in_pass = backward, 0
-            slot.passes += 1
-            if slot.passes > self.passes:
-                raise AssertionError(f"{TOO_MANY} (parameter {slot.name!r})")
-            if slot.passes == self.passes and slot.counted:
+        if backward is None or backward is not state.backward:
+            state.backward, state.fires_in_pass = backward, 0
+            state.passes += 1
+            if state.passes > self.passes:
+                raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
+            if state.passes == self.passes and state.counted:
                 self._incomplete -= 1
-        slot.fires_in_pass += 1
-        slot.fires = max(slot.fires, slot.fires_in_pass)
-        self._order.pop(slot, None)
-        self._order[slot] = None
+        state.fires_in_pass += 1
+        state.fires = max(state.fires, state.fires_in_pass)
+        self._order.pop(state, None)
+        self._order[state] = None
 
-    def _arrive(self, slot: Slot, grad: torch.Tensor) -> None:
-        slot.arrived = slot.used = True
-        bucket = slot.bucket
+    def _arrive(self, state: GradState, grad: torch.Tensor) -> None:
+        state.arrived = state.used = True
+        bucket = state.bucket
         if bucket is None:
-            submit_alone(slot, self._terms)
+            submit_alone(state, self._terms)
             with self._lock:
-                self._incomplete -= slot.counted
+                self._incomplete -= state.counted
             return
         if bucket.sent:
             raise RuntimeError(
-                f"the gradient of {slot.name!r} came after its bucket had been sent off: requires_grad must not "
+                f"the gradient of {state.name!r} came after its bucket had been sent off: requires_grad must not "
                 "change between the first backward of a step and optimizer.step(); cross_barrier: or a parameter "
                 "is read by no module's forward"
             )
-        if grad is not slot.view:
-            slot.place(grad)
+        if grad is not state.view:
+            state.place(grad)
         with self._lock:
-            bucket.waiting -= slot.counted
-            self._incomplete -= slot.counted
-            full = bucket.waiting == 0 and slot.counted
+            bucket.waiting -= state.counted
+            self._incomplete -= state.counted
+            full = bucket.waiting == 0 and state.counted
         if full:
             self._submit(bucket)
 
@@ -201,9 +210,9 @@ class Reducer:
 
     def _submit(self, bucket: Bucket) -> None:
         assert self._runtime is not None
-        for slot in bucket.slots:
-            if not slot.arrived:  # frozen, or unused in this step
-                self._fill(slot)
+        for state in bucket.states:
+            if not state.arrived:  # frozen, or unused in this step
+                self._fill(state)
         bucket.sent = True
         if bucket.exposed is not None:
             with torch.no_grad():
@@ -221,17 +230,17 @@ class Reducer:
                 self._set_id, self._declared, bucket.index, bucket.place[1], bucket.priority
             )
 
-    def _fill(self, slot: Slot) -> None:
-        """A slot whose hooks did not complete it: what is in parameter.grad, else zeros."""
-        assert slot.view is not None
-        grad = slot.parameter.grad
-        slot.used = grad is not None
+    def _fill(self, state: GradState) -> None:
+        """A gradient whose hooks did not complete it: what is in parameter.grad, else zeros."""
+        assert state.view is not None
+        grad = state.parameter.grad
+        state.used = grad is not None
         if grad is None:
-            slot.view.zero_()
-            slot.apart = slot.view.dtype != slot.parameter.dtype or slot.becomes_sparse
-        elif grad is not slot.view:
-            slot.place(grad)
-        slot.arrived = True
+            state.view.zero_()
+            state.apart = state.view.dtype != state.parameter.dtype or state.becomes_sparse
+        elif grad is not state.view:
+            state.place(grad)
+        state.arrived = True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
 
@@ -260,13 +269,13 @@ class Reducer:
                     "this step is being captured into a CUDA graph, but its gradients have no buckets yet. Run at "
                     "least two whole steps (forward, backward, optimizer.step()) on every rank before the capture"
                 )
-            before = len(self.slots)
+            before = len(self.states)
             find_new()
-            if learning or len(self.slots) > before:
-                self._agree_on(self.slots if learning else self.slots[before:])
-            for slot in self.slots:
-                if not slot.arrived and slot.bucket is None:
-                    submit_alone(slot, self._terms)
+            if learning or len(self.states) > before:
+                self._agree_on(self.states if learning else self.states[before:])
+            for state in self.states:
+                if not state.arrived and state.bucket is None:
+                    submit_alone(state, self._terms)
             for bucket in self.buckets:
                 if not bucket.sent:
                     self._submit(bucket)
@@ -290,10 +299,10 @@ class Reducer:
                 self._finish(bucket)
             except (HorovodInternalError, ValueError) as error:
                 errors.append(error)
-        for slot in self.slots:
-            if slot.pending is not None:
+        for state in self.states:
+            if state.pending is not None:
                 try:
-                    finish_alone(slot, self._terms)
+                    finish_alone(state, self._terms)
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
         if errors:
@@ -334,49 +343,49 @@ class Reducer:
         for handle in handles:
             runtime.wait(handle)
             runtime.release(handle)
-        for slot in self.slots:
-            grad = slot.parameter.grad
-            if slot.view is not None and grad is not None and grad is not slot.view:
-                grad.copy_(slot.view)
+        for state in self.states:
+            grad = state.parameter.grad
+            if state.view is not None and grad is not None and grad is not state.view:
+                grad.copy_(state.view)
         self.partial = False
 
     def _hand_out(self, bucket: Bucket) -> None:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
-        for slot in bucket.slots:
-            parameter = slot.parameter
+        for state in bucket.states:
+            parameter = state.parameter
             grad = parameter.grad
             if grad is None and not parameter.requires_grad:
                 continue  # frozen: must not be updated
-            if not slot.apart:
-                if grad is not slot.view:
-                    parameter.grad = slot.view
+            if not state.apart:
+                if grad is not state.view:
+                    parameter.grad = state.view
                 continue
-            if slot.becomes_sparse:
-                slot.hand_out_sparse(slot.view)  # type: ignore[arg-type]
+            if state.becomes_sparse:
+                state.hand_out_sparse(state.view)  # type: ignore[arg-type]
                 continue
             if grad is None:
                 grad = parameter.grad = torch.empty_like(parameter, requires_grad=False)
             targets.append(grad)
-            sources.append(slot.view)  # type: ignore[arg-type]
+            sources.append(state.view)  # type: ignore[arg-type]
         if targets:
             torch._foreach_copy_(targets, sources)
 
     def _clear_unused(self) -> None:
         """Gradients that no rank has computed go back to None."""
-        ordered = by_name(self.slots)
-        used = torch.tensor([slot.used for slot in ordered], dtype=torch.uint8)
+        ordered = by_name(self.states)
+        used = torch.tensor([state.used for state in ordered], dtype=torch.uint8)
         operations.allreduce_(
             used, name="horoclone.optimizer.used", op=Max, process_set=self._terms.process_set
         )
-        for slot, flag in zip(ordered, used.tolist(), strict=True):
+        for state, flag in zip(ordered, used.tolist(), strict=True):
             if not flag:
-                slot.parameter.grad = None
+                state.parameter.grad = None
 
     def _scale_local(self) -> None:
         size = self._terms.process_set.size() or 1
         if self._terms.scale_local_gradients and self._terms.op == Average and size > 1:
-            for parameter in self._local:
+            for parameter in self.local:
                 if parameter.grad is not None:
                     parameter.grad.div_(size)
 
@@ -386,17 +395,17 @@ class Reducer:
         for bucket in self.buckets:
             bucket.handle = bucket.work = None
             bucket.sent = False
-        for slot in self.slots:
-            slot.left = slot.expected
-            slot.arrived = slot.apart = slot.used = False
-            slot.passes = slot.fires_in_pass = 0
-            slot.pending = slot.backward = None
+        for state in self.states:
+            state.left = state.expected
+            state.arrived = state.apart = state.used = False
+            state.passes = state.fires_in_pass = 0
+            state.pending = state.backward = None
 
     def discard(self) -> None:
         """Gives up reductions in flight (a state is being restored); their memory is kept, not reused."""
         if not self.outstanding:
             return
-        self._abandoned.append(([b.flat for b in self.buckets if b.sent], [s.pending for s in self.slots]))
+        self._abandoned.append(([b.flat for b in self.buckets if b.sent], [s.pending for s in self.states]))
         self._forget_layout()
         self._end()
         self.reduced = False
@@ -406,10 +415,10 @@ class Reducer:
     def _forget_layout(self) -> None:
         self._learned = False
         self._undeclare()
-        for slot in self._slot_of.values():
-            slot.bucket = slot.view = None
-            slot.fires = 0
-            slot.expected = slot.left = self.passes
+        for state in self._state_of.values():
+            state.bucket = state.view = None
+            state.fires = 0
+            state.expected = state.left = self.passes
 
     def _declare(self) -> None:
         """Collective. From here on a bucket starts without any message where all ranks share memory."""
@@ -422,47 +431,45 @@ class Reducer:
             )  # fmt: skip
 
     def _undeclare(self) -> None:
-        declared, self._declared = self._declared, None
-        if (
-            declared is not None
-            and self._runtime is not None
-            and is_initialized()
-            and native() is self._runtime
-        ):
-            self._runtime.undeclare(self._set_id, declared)
+        self._withdraw()
+        self.residuals.leave(self.buckets)
         self.buckets = []
+
+    def _withdraw(self) -> None:
+        """Tells the core that the buckets end. Touches no tensor: the interpreter may be collecting them."""
+        runtime, declared, self._declared = self._runtime, self._declared, None
+        if declared is not None and runtime is not None and is_initialized() and native() is runtime:
+            runtime.undeclare(self._set_id, declared)
 
     def __del__(self) -> None:
         try:
-            self._undeclare()
+            self._withdraw()
         except (AttributeError, TypeError, HorovodInternalError):
             pass  # the interpreter, or the runtime, is going
 
-    def _agree_on(self, slots: Sequence[Slot]) -> None:
+    def _agree_on(self, states: Sequence[GradState]) -> None:
         """Checks that the ranks mean the same parameters, and learns which gradients are sparse on any rank."""
-        flags = agree_on_parameters(slots, self._terms.process_set)
-        for slot, flag in zip(by_name(slots), flags, strict=True):
+        flags = agree_on_parameters(states, self._terms.process_set)
+        for state, flag in zip(by_name(states), flags, strict=True):
             if not self._terms.sparse_as_dense:
-                slot.sparse_dim = max(0, flag - 1)
-            elif (
-                flag > 1 and self.shards == 1
-            ):  # state that is sharded by elements is updated in dense pieces
-                slot.becomes_sparse = True
-            if flag and slot.fires == 0:
-                slot.fires = 1  # used on another rank
+                state.sparse_dim = max(0, flag - 1)
+            elif flag > 1 and self.shards == 1:  # sharded by elements it is updated in dense pieces
+                state.becomes_sparse = True
+            if flag and state.fires == 0:
+                state.fires = 1  # used on another rank
 
     def _form_buckets(self) -> None:
         """The order of rank 0 of the set, agreed by broadcast, cut into buckets."""
         assert self._runtime is not None
-        observed = list(self._order) + [slot for slot in by_name(self.slots) if slot not in self._order]
+        observed = list(self._order) + [state for state in by_name(self.states) if state not in self._order]
         self.layout, used, unused = agree_on_order(observed, self._terms.process_set)
         if self._buckets_allowed():
-            runs = [[slot for slot in part if self._fits_bucket(slot)] for part in (used, unused)]
+            runs = [[state for state in part if self._fits_bucket(state)] for part in (used, unused)]
             groups = groups_of(self.groups, runs[0] + runs[1])
             plan = plan_buckets(runs, groups, self._wire_dtype_of, self.bucket_bytes)
             self._undeclare()
             self.buckets = [
-                Bucket(self._runtime, k, dtype, slots, self.shards) for k, (dtype, slots) in enumerate(plan)
+                Bucket(self._runtime, k, dtype, states, self.shards) for k, (dtype, states) in enumerate(plan)
             ]
             on_host = all(bucket.place is HOST for bucket in self.buckets)
             self._scatter = self.shards > 1 and on_host and not self._runtime.shares_memory()
@@ -471,13 +478,13 @@ class Reducer:
                 self._expose()
             elif not self._scatter:
                 self._declare()
-        for slot in self.slots:
-            slot.expected = self.passes * max(1, slot.fires)
+        for state in self.states:
+            state.expected = self.passes * max(1, state.fires)
         self._learned = True
 
-    def _fits_bucket(self, slot: Slot) -> bool:
-        together = slot.parameter.device == self.slots[0].parameter.device
-        return together and not slot.sparse_dim and (self.shards == 1 or is_dense(slot.parameter))
+    def _fits_bucket(self, state: GradState) -> bool:
+        together = state.parameter.device == self.states[0].parameter.device
+        return together and not state.sparse_dim and (self.shards == 1 or is_dense(state.parameter))
 
     def _name_of(self, bucket: Bucket) -> str:
         return f"gradients.{self.layout}.{bucket.index}"
@@ -487,12 +494,13 @@ class Reducer:
             bucket.exposed = GradientBucket(
                 bucket, self._name_of(bucket), self._terms.op, self._terms.process_set
             )
+            self.residuals.enter(bucket)
 
     def _buckets_allowed(self) -> bool:
         """A stateless compressor of the user's own sees one gradient at a time, as it would in Horovod."""
         chosen = self._terms.compression
         return chosen is Compression.none or hasattr(chosen, "wire_dtype") or reduces_buckets(chosen)
 
-    def _wire_dtype_of(self, slot: Slot) -> torch.dtype:
-        dtype = slot.parameter.dtype
+    def _wire_dtype_of(self, state: GradState) -> torch.dtype:
+        dtype = state.parameter.dtype
         return getattr(self._terms.compression, "wire_dtype", dtype) if dtype.is_floating_point else dtype

@@ -23,6 +23,7 @@ from horoclone.torch.operations.tensors import NUMBER_OF
 from horoclone.torch.optimizer.agreement import by_name
 from horoclone.torch.optimizer.buckets import Bucket, flat_of, is_dense
 from horoclone.torch.optimizer.reducer import Reducer
+from horoclone.torch.optimizer.resharding import reshard
 from horoclone.torch.optimizer.sharded_state import scatter_state
 
 # Optimizers that treat every element of a parameter alike, whatever its neighbours: a parameter may be cut anywhere.
@@ -33,6 +34,7 @@ _ELEMENT_WISE = frozenset(
     )
     if hasattr(torch.optim, name)
 )  # fmt: skip
+ADOPTED = -1  # number of a layout that no reducer has formed
 _NOT_ELEMENT_WISE = ("Adafactor", "Muon", "SparseAdam")
 
 
@@ -85,6 +87,11 @@ class Sharding:
         self.layout = 0  # the reducer's number of the layout that the pieces belong to; 0: none
         self._mine: dict[torch.Tensor, list[Piece]] = {}
 
+    @property
+    def parts(self) -> int:
+        """Equal parts that a bucket is cut into, with the ranks there are now."""
+        return (self.process_set.size() or 1) if self.mode == "elements" else 1
+
     def lay_out(self, reducer: Reducer) -> None:
         """Cuts the reducer's parameters, the same way on every rank."""
         self.size, self.rank = self.process_set.size() or 1, self.process_set.rank() or 0
@@ -92,17 +99,37 @@ class Sharding:
         if self.mode == "elements":
             for bucket in reducer.buckets:
                 pieces += self._cut(bucket)
-        alone = [slot for slot in by_name(reducer.slots) if self.mode == "parameters" or slot.bucket is None]
+        alone = [
+            state for state in by_name(reducer.states) if self.mode == "parameters" or state.bucket is None
+        ]
         loads = [0] * self.size
-        for slot in sorted(alone, key=lambda slot: -slot.parameter.nbytes):  # stable: by name among equals
+        for state in sorted(alone, key=lambda state: -state.parameter.nbytes):  # stable: by name among equals
             owner = loads.index(min(loads))
-            loads[owner] += slot.parameter.nbytes
-            pieces.append(Piece(slot.parameter, 0, slot.parameter.numel(), owner))
+            loads[owner] += state.parameter.nbytes
+            pieces.append(Piece(state.parameter, 0, state.parameter.numel(), owner))
         self.pieces, self.layout = pieces, reducer.layout
-        self._mine = {slot.parameter: [] for slot in reducer.slots}
+        self._mine = {state.parameter: [] for state in reducer.states}
         for piece in pieces:
             if piece.owner == self.rank:
                 self._mine[piece.parameter].append(piece)
+
+    def move_to(self, reducer: Reducer, state: dict[Any, Any]) -> None:
+        """Cuts the reducer's parameters, and gives what is in `state` to the new owners of it. Collective.
+
+        Every parameter of the cut that there was is in the new one: see covers().
+        """
+        old = self.pieces
+        self.lay_out(reducer)
+        reshard(old, self.pieces, state, self.rank, self.process_set, self.layout)
+
+    def covers(self, reducer: Reducer) -> bool:
+        """Whether the reducer has all the parameters that were cut."""
+        return {piece.parameter for piece in self.pieces} <= {state.parameter for state in reducer.states}
+
+    def adopt(self, pieces: list[Piece]) -> None:
+        """A cut of another generation, with owners of this one. The next step makes a cut of its own."""
+        self.pieces, self.layout, self._mine = pieces, ADOPTED, {}
+        self.size, self.rank = self.process_set.size() or 1, self.process_set.rank() or 0
 
     def forget(self) -> None:
         """No rank owns anything: the state is, or is about to be, that of whole parameters."""
@@ -112,15 +139,15 @@ class Sharding:
         """Rank r owns the r-th of equal parts of the bucket."""
         shard = bucket.flat.numel() // self.size
         pieces = []
-        for slot in bucket.slots:
-            assert slot.view is not None
-            first, count = int(slot.view.storage_offset()), slot.parameter.numel()
+        for state in bucket.states:
+            assert state.view is not None
+            first, count = int(state.view.storage_offset()), state.parameter.numel()
             if count == 0:
-                pieces.append(Piece(slot.parameter, 0, 0, 0))
+                pieces.append(Piece(state.parameter, 0, 0, 0))
             for owner in range(first // shard, self.size):
                 begin, end = max(0, owner * shard - first), min(count, (owner + 1) * shard - first)
                 if begin < end:
-                    pieces.append(Piece(slot.parameter, begin, end, owner))
+                    pieces.append(Piece(state.parameter, begin, end, owner))
         return pieces
 
     # --- one step --------------------------------------------------------------------------------------------------

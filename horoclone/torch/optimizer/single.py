@@ -13,7 +13,7 @@ from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression
 from horoclone.torch.compressor import GradientCompressor
-from horoclone.torch.optimizer.buckets import Slot
+from horoclone.torch.optimizer.buckets import GradState
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,29 @@ def reduces_buckets(compression: Any) -> bool:
     return isinstance(compression, GradientCompressor)
 
 
-def submit_alone(slot: Slot, terms: Terms) -> None:
+def submit_alone(state: GradState, terms: Terms) -> None:
     """Starts the reduction of a gradient that lies in no bucket (zeros where this rank has none)."""
-    slot.arrived = True
-    grad = slot.parameter.grad
-    slot.used = grad is not None
+    state.arrived = True
+    grad = state.parameter.grad
+    state.used = grad is not None
     if grad is None:
         grad = (
-            slot.empty_sparse() if slot.sparse_dim else torch.zeros_like(slot.parameter, requires_grad=False)
+            state.empty_sparse()
+            if state.sparse_dim
+            else torch.zeros_like(state.parameter, requires_grad=False)
         )
-        if slot.parameter.requires_grad:
-            slot.parameter.grad = grad
+        if state.parameter.requires_grad:
+            state.parameter.grad = grad
     if grad.is_sparse and terms.sparse_as_dense:
         grad = grad.to_dense()
     if grad.is_sparse:
-        handle: Any = operations.sparse_allreduce_async(grad, slot.name, terms.op, terms.process_set)
-        slot.pending = (handle, None, None)
+        handle: Any = operations.sparse_allreduce_async(grad, state.name, terms.op, terms.process_set)
+        state.pending = (handle, None, None)
         return
     wire, ctx = _single_compression(terms).compress(grad.detach())
     wire = wire.contiguous()
-    handle = operations.allreduce_async_(wire, None, slot.name, terms.op, *terms.scales(), terms.process_set)
-    slot.pending = (handle, wire, ctx)
+    handle = operations.allreduce_async_(wire, None, state.name, terms.op, *terms.scales(), terms.process_set)
+    state.pending = (handle, wire, ctx)
 
 
 def _single_compression(terms: Terms) -> Any:
@@ -69,11 +71,11 @@ def _single_compression(terms: Terms) -> Any:
     return Compression.none if reduces_buckets(chosen) else chosen
 
 
-def finish_alone(slot: Slot, terms: Terms) -> None:
+def finish_alone(state: GradState, terms: Terms) -> None:
     """Waits for it and puts the result into parameter.grad."""
-    (handle, wire, ctx), slot.pending = slot.pending, None
+    (handle, wire, ctx), state.pending = state.pending, None
     output = operations.synchronize(handle)
-    parameter = slot.parameter
+    parameter = state.parameter
     grad = parameter.grad
     if wire is None:  # sparse
         parameter.grad = output
@@ -81,8 +83,8 @@ def finish_alone(slot: Slot, terms: Terms) -> None:
     if grad is None and not parameter.requires_grad:
         return
     output = _single_compression(terms).decompress(output, ctx)
-    if slot.becomes_sparse:
-        slot.hand_out_sparse(output)
+    if state.becomes_sparse:
+        state.hand_out_sparse(output)
     elif grad is None or grad.is_sparse:
         parameter.grad = output.clone()
     elif output.data_ptr() != grad.data_ptr():

@@ -1,29 +1,60 @@
-"""The elastic examples in a job of a fixed size: one generation, from the first epoch to the last."""
+"""The elastic examples, each with a rank that is killed in the middle: the other goes on and learns the circle."""
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
+import signal
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
+JOB = [
+    sys.executable,
+    "-m",
+    "horoclone.launch",
+    "-np",
+    "2",
+    "--min-np",
+    "1",
+    "-H",
+    "localhost:2",
+    sys.executable,
+]
+
+
+def process_of_rank(started: Any, rank: int) -> int:
+    """The worker that started as this rank."""
+    needle = f"HOROVOD_RANK={rank}".encode()
+    found = [
+        pid for pid in started.processes() if needle in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    ]
+    assert len(found) == 1, started.describe(found)
+    return found[0]
 
 
 @pytest.mark.parametrize(
-    ("name", "needs"), [("torch", "torch"), ("jax", "optax"), ("keras", "keras")], ids=lambda value: value
-)
-def test_an_elastic_example_learns_its_circle(launch: Any, name: str, needs: str) -> None:
+    ("name", "needs", "epochs"), [("torch", "torch", 30), ("jax", "optax", 20), ("keras", "keras", 12)], ids=["torch", "jax", "keras"]
+)  # fmt: skip
+def test_an_elastic_example_learns_its_circle_though_a_rank_is_killed(
+    launch: Any, examples: Path, name: str, needs: str, epochs: int
+) -> None:
     for package in (needs, *(["torch"] if name == "keras" else [])):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    command = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable]
     env = {"KERAS_BACKEND": "torch", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = launch([*command, EXAMPLES / f"{name}_elastic.py"], env=env)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert len(re.findall(r"epoch \d+: loss [\d.]+, 2 ranks", done.stdout)) == 6, done.stdout
+    started = launch.start([*JOB, examples / f"{name}_elastic.py", "--epochs", str(epochs)], env=env)
+    started.wait_for("epoch 2: ", timeout_s=90)
+    os.kill(process_of_rank(started, 1), signal.SIGKILL)
+    done = started.finish(timeout_s=120)
+    assert done.returncode == 0, done.output
+    said = re.findall(r"epoch (\d+): loss [\d.]+, (\d) ranks", done.stdout)
+    assert [int(epoch) for epoch, _ in said] == list(range(1, epochs + 1)), done.output
+    assert ("2", "2") in said and re.search(r"generation [23]: ", done.stdout), done.output
+    assert "was killed by SIGKILL; 1 of the job's ranks are left" in done.stderr, done.output
     accuracy = re.search(r"accuracy ([\d.]+)%", done.stdout)
-    assert accuracy is not None and float(accuracy.group(1)) > 90, done.stdout
+    assert accuracy is not None and float(accuracy.group(1)) > 90, done.output
+    assert not started.left_over()

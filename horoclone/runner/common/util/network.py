@@ -6,6 +6,7 @@ process. horoclone's own ranks and launcher never speak this.
 
 from __future__ import annotations
 
+import json
 import queue
 import shutil
 import socket
@@ -56,7 +57,9 @@ class Wire:
         """Sends an object. ValueError when it is too large."""
         import cloudpickle
 
-        message = cloudpickle.dumps(obj)
+        self._send(cloudpickle.dumps(obj), wfile)
+
+    def _send(self, message: bytes, wfile: Any) -> None:
         if len(message) > LARGEST_BYTES:
             raise ValueError(
                 f"an object of {len(message)} bytes is too large; at most {LARGEST_BYTES} can be sent"
@@ -73,6 +76,9 @@ class Wire:
         """The next object. EOFError when the other side has gone, PermissionError when it does not hold the key."""
         import cloudpickle
 
+        return cloudpickle.loads(self._receive(rfile))
+
+    def _receive(self, rfile: Any) -> bytes:
         digest = _exactly(rfile, secret.DIGEST_LENGTH)
         (length,) = _LENGTH.unpack(_exactly(rfile, _LENGTH.size))
         if not 0 <= length <= LARGEST_BYTES:
@@ -80,7 +86,35 @@ class Wire:
         message = _exactly(rfile, length)
         if not secret.check_digest(self._key, message, digest):
             raise PermissionError("Security error: digest did not match the message.")
-        return cloudpickle.loads(message)
+        return message
+
+
+class PlainWire(Wire):
+    """The same for objects of a few known classes, as JSON: who holds the key can send nothing else.
+
+    kinds: the classes, by their names; their attributes are numbers, texts or booleans.
+    """
+
+    def __init__(self, key: bytes, kinds: Sequence[type]) -> None:
+        super().__init__(key)
+        self._kinds = {kind.__name__: kind for kind in (PingRequest, PingResponse, AckResponse, *kinds)}
+
+    def write(self, obj: Any, wfile: Any) -> None:
+        """Sends an object. TypeError for one of another class."""
+        if self._kinds.get(type(obj).__name__) is not type(obj):
+            raise TypeError(f"{type(obj).__name__} cannot be sent here; {sorted(self._kinds)} can")
+        self._send(json.dumps([type(obj).__name__, vars(obj)]).encode(), wfile)
+
+    def read(self, rfile: Any) -> Any:
+        """The next object. EOFError when the other side has gone, PermissionError for what is no message of ours."""
+        message = self._receive(rfile)
+        try:
+            name, attributes = json.loads(message)
+            found: Any = object.__new__(self._kinds[name])
+            vars(found).update(attributes)
+        except (ValueError, TypeError, KeyError):
+            raise PermissionError("Security error: this is no message of ours.") from None
+        return found
 
 
 def _exactly(rfile: Any, count: int) -> bytes:
@@ -100,7 +134,7 @@ class BasicService:
     def __init__(self, service_name: str, key: bytes, nics: Sequence[str] | None) -> None:
         """nics: interfaces whose addresses are told; it listens on all. NoValidAddressesFound when they have none."""
         self._service_name = service_name
-        self._wire = Wire(key)
+        self._wire = self._make_wire(key)
         self._server, self._port = find_port(lambda address: _Server(address, self._make_handler()))
         try:
             self._addresses: Any = local_addresses(nics, self._port)
@@ -108,6 +142,9 @@ class BasicService:
             self._server.server_close()
             raise
         self._thread = in_thread(self._server.serve_forever)
+
+    def _make_wire(self, key: bytes) -> Wire:
+        return Wire(key)
 
     def _make_handler(self) -> type[socketserver.StreamRequestHandler]:
         service = self
@@ -166,7 +203,7 @@ class BasicClient:
         """match_intf: only addresses that are reached over an interface of the same name here. probe_timeout: seconds
         for one attempt to reach an address. NoValidAddressesFound when the service answers nowhere."""
         self._service_name = service_name
-        self._wire = Wire(key)
+        self._wire = self._make_wire(key)
         self._match_intf = match_intf
         self._probe_timeout_s = probe_timeout
         self._attempts = attempts
@@ -176,6 +213,9 @@ class BasicClient:
                 f"{service_name} answers at none of these addresses: {dict(addresses)}. Either it is gone, or a "
                 "firewall is between, or its key is another one."
             )
+
+    def _make_wire(self, key: bytes) -> Wire:
+        return Wire(key)
 
     def _probe(self, addresses: Mapping[str, Sequence[Address]]) -> dict[str, list[Address]]:
         answers: queue.SimpleQueue[tuple[str, Address]] = queue.SimpleQueue()

@@ -211,7 +211,7 @@ void body(int rank, Pipe* to_peer, Pipe* from_peer, int steps) {
     step.submit();
     step.finish();
   }
-  const uint64_t frozen = counter(rt, "frozen");
+  const uint64_t persistent = counter(rt, "persistent");
   for (int i = 0; i < steps; ++i) {
     // Rank 1 has submitted its buckets and waits for them when rank 0 begins.
     if (rank == 0) {
@@ -232,7 +232,7 @@ void body(int rank, Pipe* to_peer, Pipe* from_peer, int steps) {
       from_peer->take(1);
     }
   }
-  if (counter(rt, "frozen") != frozen + static_cast<uint64_t>(steps) * kBuckets) {
+  if (counter(rt, "persistent") != persistent + static_cast<uint64_t>(steps) * kBuckets) {
     std::fprintf(stderr, "the plan of the buckets was not persistent: %s\n", hc_counters(rt));
     std::exit(1);
   }

@@ -1,0 +1,151 @@
+"""Named points of the code at which a test makes something go wrong: reach(NAME) does nothing unless it is armed.
+
+HOROCLONE_FAILPOINTS is read once, when this module is imported: entries NAME=ACTION, separated by semicolons.
+ACTION is one of
+    kill         SIGKILL to this process
+    stop         SIGSTOP to this process
+    exit:CODE    the process ends at once with this code, without any cleaning up
+    raise:CLASS  an exception of horoclone.errors or a builtin one, as HorovodInternalError or OSError
+    delay:S      S seconds pass
+and may be followed by @N (only the N-th time that the point is reached in a process), or @N+ (from the N-th time on),
+and by #R (only in the process that was started as rank R). Points are reached on whatever thread runs the code there.
+"""
+
+from __future__ import annotations
+
+import builtins
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from horoclone import errors
+
+VARIABLE = "HOROCLONE_FAILPOINTS"
+
+POINTS: dict[str, str] = {
+    "elastic.run.failed": "`run` has caught an error, and the state is not restored yet",
+    "elastic.run.restored": "the state is back at the last commit; the old generation is still connected",
+    "elastic.run.reset": "the next generation is connected, and the reset callbacks have not run",
+    "elastic.run.between": "the old generation is shut down, and `init()` has not begun",
+    "elastic.commit.begin": "`commit()` begins",
+    "elastic.commit.saved": "the new copy is saved, and the roster does not know of it yet",
+    "elastic.commit.agree": "the copy counts on this rank; the ranks have not agreed yet",
+    "elastic.commit.done": "the ranks have agreed, and `commit()` returns",
+    "elastic.sync.begin": "attributes are about to be broadcast",
+    "elastic.sync.received": "attributes are received, and not saved",
+    "elastic.sync.done": "the synchronised state is saved as a commit",
+    "init.wait": "`init()` is about to wait for a generation",
+    "init.told": "the record of the generation is there; nothing is connected",
+    "init.gathered": "the addresses of all ranks are there; nothing is connected",
+    "init.connected": "the ranks are connected; process sets are not registered",
+    "roster.form": "a process asks the roster for the next generation; each try counts",
+    "roster.notice": "the thread hc-roster asks for news; each try counts",
+    "roster.suspect": "a process tells the roster which rank it has lost",
+    "roster.leave": "a process tells the roster that it leaves now",
+    "discovery.look": "the launcher looks for hosts",
+    "launcher.start": "the launcher starts a worker",
+    "launcher.ended": "the launcher has seen the end of a worker, and the roster does not know of it",
+    "checkpoint.begun": "the directory of a save is there; nothing is written",
+    "checkpoint.written": "this rank's file of a save is on disk, and the others do not know",
+    "checkpoint.publish": "rank 0 has seen all files; there is no manifest yet",
+    "checkpoint.complete": "the save has its name on rank 0, and the others do not know",
+}
+
+_ENTRY = re.compile(r"([\w.]+)=(\w+)(?::([^@#;]*))?(?:@(\d+)(\+?))?(?:#(\d+))?")
+_USAGE = "an entry is NAME=ACTION[:ARGUMENT][@N[+]][#RANK]"
+
+
+class _Armed(NamedTuple):
+    act: Callable[[], None]
+    first: int  # the first and the last time that it acts, from 1
+    last: float
+
+
+_mutex = threading.Lock()  # guards both
+_armed: dict[str, list[_Armed]] = {}
+_reached: dict[str, int] = {}  # how often, since something was armed
+
+
+def _nothing(name: str) -> None:
+    pass
+
+
+def _reach(name: str) -> None:
+    with _mutex:
+        count = _reached[name] = _reached.get(name, 0) + 1
+        acts = [one.act for one in _armed.get(name, ()) if one.first <= count <= one.last]
+    for act in acts:
+        act()
+
+
+reach: Callable[[str], None] = _nothing
+
+
+def on(name: str, act: Callable[[], None], first: int = 1, last: float = float("inf")) -> None:
+    """act() is called when the point is reached for the first-th to the last-th time from now on."""
+    global reach
+    if name not in POINTS:
+        raise ValueError(f"there is no failpoint {name!r}; docs/failpoints.md has the list.")
+    with _mutex:
+        _armed.setdefault(name, []).append(_Armed(act, first, last))
+    reach = _reach
+
+
+def arm(text: str, rank: str = "") -> None:
+    """What HOROCLONE_FAILPOINTS says. rank: as which this process was started. ValueError for what makes no sense."""
+    for entry in filter(None, (part.strip() for part in text.split(";"))):
+        match = _ENTRY.fullmatch(entry)
+        if match is None:
+            raise ValueError(f"{VARIABLE}: {entry!r} is not understood; {_USAGE}.")
+        name, action, argument, count, onwards, only = match.groups()
+        act = _action(entry, action, argument)
+        if name not in POINTS:
+            raise ValueError(f"{VARIABLE}: there is no failpoint {name!r}; docs/failpoints.md has the list.")
+        if only is None or only == rank:
+            last = int(count) if count and not onwards else float("inf")
+            on(name, act, int(count or 1), last)
+
+
+def disarm() -> None:
+    """No point does anything any more, and all are counted anew."""
+    global reach
+    reach = _nothing
+    with _mutex:
+        _armed.clear()
+        _reached.clear()
+
+
+def _action(entry: str, action: str, argument: str | None) -> Callable[[], None]:
+    try:
+        if action in ("kill", "stop") and argument is None:
+            number = signal.SIGKILL if action == "kill" else signal.SIGSTOP
+            return lambda: os.kill(os.getpid(), number)
+        if action == "exit" and argument is not None and 0 <= (code := int(argument)) < 256:
+            return lambda: os._exit(code)
+        if action == "delay" and argument is not None and 0 <= (delay_s := float(argument)) < 1e6:
+            return lambda: time.sleep(delay_s)
+        if action == "raise" and argument is not None:
+            return _raising(argument, entry)
+    except ValueError:
+        pass
+    raise ValueError(
+        f"{VARIABLE}: {entry!r} has no such action: kill, stop, exit:CODE, raise:CLASS, delay:SECONDS."
+    )
+
+
+def _raising(name: str, entry: str) -> Callable[[], None]:
+    kind = getattr(errors, name, None) or getattr(builtins, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, Exception)):
+        raise ValueError
+
+    def act() -> None:
+        raise kind(f"failpoint {entry}")
+
+    return act
+
+
+arm(os.environ.get(VARIABLE, ""), os.environ.get("HOROVOD_RANK", ""))

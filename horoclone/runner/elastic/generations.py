@@ -1,0 +1,148 @@
+"""The roster of the workers that a driver starts: in which generation of the job each is, and what it needs for that.
+
+Who is in is decided here as in a job of horoclonerun: by bootstrap/roster.py, and nowhere else. Thread: any.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Iterable
+
+from horoclone.bootstrap import roster
+from horoclone.bootstrap.desk import Desk
+from horoclone.bootstrap.rendezvous import Server
+from horoclone.bootstrap.wire import routable_addresses
+from horoclone.launch.environment import rank_variables
+from horoclone.launch.hosts import Placement
+from horoclone.runner.common.util.hosts import SlotInfo
+
+MOST_RANKS = 1 << 15
+_HERE_ONLY = {"localhost", "127.0.0.1"}
+
+Key = tuple[str, int]  # host, local rank
+
+
+def rendezvous_addresses(hosts: Iterable[str]) -> list[str]:
+    """Where a server for workers of these hosts listens."""
+    if set(hosts) <= _HERE_ONLY:
+        return ["127.0.0.1"]
+    found = routable_addresses("")
+    return [one for one in found if not one.startswith("127.")] or found
+
+
+class Generations:
+    """stopped(text): called once, on a thread of the server, when the roster ends the job."""
+
+    def __init__(self, limits: roster.Limits, hosts: Iterable[str], stopped: Callable[[str], None]) -> None:
+        self._timeout_s = limits.timeout_s
+        self._stopped: Callable[[str], None] | None = stopped
+        self._desk = Desk(limits, secrets.token_bytes)
+        self._desk.tell = self._look
+        self._job, self._secret = secrets.token_hex(8), secrets.token_hex(32)
+        self._server = Server(
+            self._secret.encode(), self._job, MOST_RANKS, rendezvous_addresses(hosts), self._desk
+        )
+        self._ids: dict[Key, bytes] = {}  # guarded by the desk's mutex: whose process runs there
+
+    def variables(self, slot: SlotInfo) -> dict[str, str]:
+        """What hvd.init() of a worker that is started there needs, once for each worker; the secret is among it."""
+        id_ = secrets.token_bytes(roster.ID_BYTES)
+        with self._desk.mutex:
+            self._desk.roster.start(id_, slot.hostname, slot.local_rank, time.monotonic())
+            self._ids[slot.hostname, slot.local_rank] = id_
+        place = Placement(
+            slot.rank,
+            slot.size,
+            slot.local_rank,
+            slot.local_size,
+            slot.cross_rank,
+            slot.cross_size,
+            slot.hostname,
+        )
+        timeout = f"{self._timeout_s:g}"
+        return rank_variables(place, ",".join(self._server.addresses), self._job) | {
+            "HOROCLONE_SECRET": self._secret,
+            "HOROCLONE_SECRET_FD": "",  # of a job in which this driver itself may be a rank
+            "HOROCLONE_MEMBER": id_.hex(),
+            "HOROCLONE_ELASTIC": "1",
+            "HOROVOD_ELASTIC": "1",
+            "HOROCLONE_ELASTIC_TIMEOUT": timeout,
+            "HOROVOD_ELASTIC_TIMEOUT": timeout,
+        }
+
+    def knows(self, key: Key) -> bool:
+        """Whether the worker there has been given its variables, and has not ended."""
+        with self._desk.mutex:
+            return key in self._ids
+
+    def ended(self, key: Key, code: int, without: Iterable[Key] = ()) -> tuple[bool, int]:
+        """The worker there has ended. without: whom the others go on without because of it.
+
+        Gives whether it left as planned, and how many of the newest generation are left, -1 before the first one.
+        """
+        now = time.monotonic()
+        with self._desk.mutex:
+            table = self._desk.roster
+            member = table.members[self._ids.pop(key)]
+            came_too_late = member.waits_after == 0 and not member.generation
+            is_planned = code == 0 and bool(member.leaving or member.unwanted or came_too_late)
+            if code == 0 and not is_planned:
+                table.finish(now)
+            self.unwant(without, f"a worker of its host failed (exit code {code})")
+            table.dead(member.id, f"it ended with exit code {code}", now)
+            left = len(table.live()) if table.record is not None else -1
+        self._server.ring()
+        return is_planned, left
+
+    def unwant(self, keys: Iterable[Key], reason: str) -> None:
+        """The workers there leave at their next commit."""
+        with self._desk.mutex:
+            for key in keys:
+                if key in self._ids:
+                    self._desk.roster.unwant(self._ids[key], reason, time.monotonic())
+        self._server.ring()
+
+    def expect(self, size: int) -> None:
+        """So many are waited for at most before the first generation."""
+        with self._desk.mutex:
+            limits = self._desk.roster.limits
+            size = max(limits.smallest, min(size, limits.size))
+            self._desk.roster.limits = limits._replace(size=size)
+        self._server.ring()
+
+    def is_finishing(self) -> bool:
+        """Whether a worker has done its work."""
+        with self._desk.mutex:
+            return self._desk.roster.finishing
+
+    def slots(self) -> list[SlotInfo]:
+        """The places of the newest generation by rank; empty before the first one."""
+        with self._desk.mutex:
+            record = self._desk.roster.record
+            members = [] if record is None else [self._desk.roster.members[id_] for id_ in record.members]
+            keys = [(one.host, one.slot) for one in members]
+        found = []
+        for rank, (host, local_rank) in enumerate(keys):
+            beside = [one for _, one in sorted(key for key in keys if key[0] == host)]
+            across = list(dict.fromkeys(name for name, one in keys if one == local_rank))
+            found.append(
+                SlotInfo(host, rank, local_rank, across.index(host), len(keys), len(beside), len(across))
+            )
+        return found
+
+    def close(self, reason: str) -> None:
+        """Whoever still waits for a generation is told that the job has ended."""
+        with self._desk.mutex:
+            self._stopped = None
+            self._desk.roster.stop(1, reason)
+        self._server.ring()
+        time.sleep(0.05)  # the answers are on their way
+        self._server.close()
+
+    def _look(self) -> None:
+        """On the server's thread, with the desk's mutex held."""
+        stopped, tell = self._desk.roster.stopped, self._stopped
+        if stopped is not None and tell is not None:
+            self._stopped = None
+            tell(stopped.text)

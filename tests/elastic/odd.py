@@ -1,0 +1,86 @@
+"""A worker of the elastic tests whose replacements are odd: another build, secret or model, or slow.
+
+python odd.py FOLDER KIND STEPS: who finds `first-RANK` in the folder takes the place of a lost one. It trains with
+hvd.elastic.run: each step adds the average of (rank + 1), and says where it is.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import horoclone as hvd
+from horoclone.elastic.generation import generation
+from horoclone.elastic.run import run
+from horoclone.elastic.variables import VariablesState
+from horoclone.runtime import member
+
+FOLDER, KIND = Path(sys.argv[1]), sys.argv[2]
+STEPS = int(sys.argv[3])
+is_odd = (FOLDER / f"first-{os.environ['HOROVOD_RANK']}").exists()
+(FOLDER / f"first-{os.environ['HOROVOD_RANK']}").touch()
+
+
+class Weights(VariablesState):
+    """One array."""
+
+    def __init__(self, size: int) -> None:
+        self.weights = [np.zeros(size)]
+        super().__init__(step=0)
+
+    def _variables(self) -> Any:
+        return self.weights
+
+    def _read(self, variables: Any) -> list[Any]:
+        return [one.copy() for one in variables]
+
+    def _write(self, variables: Any, values: Any) -> None:
+        for one, value in zip(variables, values, strict=True):
+            one[:] = value
+
+
+class AnotherBuild:
+    """Of which the roster is told."""
+
+    @staticmethod
+    def build_info() -> str:
+        return '{"build": "9.9.9+0123456789ab"}'
+
+
+def train(state: Weights) -> None:
+    now = generation()
+    print("generation", now.number, "rank", now.rank, "of", now.size, "pid", os.getpid(), "step", state.step,
+          "new", list(now.newcomers), "commit", now.commit, "skip", now.skip_sync, flush=True)  # fmt: skip
+    while state.step < STEPS:
+        average = hvd.allreduce(np.full(3, now.rank + 1.0), op=hvd.Average, name="step")
+        assert np.all(average == (now.size + 1) / 2), average
+        state.weights[0][:3] += average
+        state.step += 1
+        print("step", state.step, "of", now.number, "", flush=True)
+        state.commit()
+        time.sleep(0.05)
+
+
+def main() -> None:
+    size = 4
+    if is_odd and KIND == "build":
+        member.core = lambda: AnotherBuild
+    elif is_odd and KIND == "secret":
+        os.environ["HOROCLONE_SECRET"] = "another secret of at least 16 bytes"
+        os.environ.pop("HOROCLONE_SECRET_FD", None)
+    elif is_odd and KIND == "model":
+        size = 5
+    hvd.init()
+    if is_odd and KIND == "slow":
+        time.sleep(4.0)  # it makes its model; the others wait in sync
+    state = Weights(size)
+    run(train)(state)
+    print("done", hvd.rank(), hvd.size(), state.step, f"{state.weights[0][0]:.3f}", flush=True)
+
+
+main()

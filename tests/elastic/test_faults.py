@@ -1,0 +1,173 @@
+"""Elastic jobs with bad input and faults at named points: each ends with a text, or goes on; none hangs or begins anew."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+HERE = Path(__file__).parent
+RUN = [sys.executable, "-m", "horoclone.launch"]
+STEP = re.compile(r"step (\d+) of (\d+) ")
+
+
+@pytest.fixture
+def odd(launch: Any, watch: Any, tmp_path: Path) -> Any:
+    """odd(kind): a job of two ranks, of which the second was killed; what takes its place is odd."""
+
+    def start(kind: str, steps: int = 80) -> Any:
+        words = [sys.executable, HERE / "odd.py", tmp_path, kind, str(steps)]
+        job = watch(launch.start([*RUN, "-np", "2", "--min-np", "1", *words]))
+        pids = job.whole(1)
+        job.step(5)
+        os.kill(pids[1], signal.SIGKILL)
+        return job.started
+
+    return start
+
+
+def steps_of(text: str) -> list[int]:
+    return [int(step) for step, _ in STEP.findall(text)]
+
+
+@pytest.mark.parametrize(
+    "kind, steps, said",
+    [
+        ("build", 80, "it is horoclone 9.9.9+0123456789ab, and the job's other processes are horoclone 0"),
+        ("secret", 160, "Is the secret of this job right"),
+    ],
+)
+def test_an_odd_newcomer_is_refused_and_the_others_go_on(odd: Any, kind: str, steps: int, said: str) -> None:
+    started = odd(kind, steps)
+    done = started.finish(60)
+    assert done.returncode == 0 and f"done 0 1 {steps}" in done.stdout, done.output
+    assert said in done.stderr, done.output
+    if kind == "build":  # at once; a wrong secret is tried for a while, in which the job may end
+        assert "slot 1 of host localhost is not used any more" in done.stderr
+    assert steps_of(done.stdout).count(1) == 2, "nobody began anew"
+    assert not started.left_over()
+
+
+def test_a_newcomer_with_another_model_ends_the_job_with_both_shapes_and_nobody_begins_anew(odd: Any) -> None:
+    started = odd("model")
+    done = started.finish(60)
+    assert done.returncode == 1, done.output
+    assert "is ('float64', (5,)) here and ('float64', (4,)) there" in done.stderr
+    assert "Build the same model" in done.stderr and steps_of(done.stdout).count(1) == 2, done.output
+    assert not started.left_over()
+
+
+@pytest.mark.parametrize("victims", [[1], [0, 1]])
+def test_nobody_waits_for_a_newcomer_that_makes_its_model_while_ranks_are_lost(
+    launch: Any, watch: Any, tmp_path: Path, victims: list[int]
+) -> None:
+    words = [sys.executable, HERE / "odd.py", tmp_path, "slow", "80"]
+    job = watch(launch.start([*RUN, "-np", "3", "--min-np", "1", *words]))
+    pids = job.whole(1)
+    job.step(5)
+    os.kill(pids[2], signal.SIGKILL)
+    job.started.wait_for("generation 3: 3 ranks")
+    time.sleep(0.5)  # the survivors are in sync
+    for rank in victims:
+        os.kill(pids[rank], signal.SIGKILL)
+    done = job.started.finish(60)
+    assert steps_of(done.stdout).count(1) == 3 and not job.started.left_over(), done.output
+    if len(victims) == 2:
+        assert done.returncode == 1 and "who had the state of the training" in done.stderr, done.output
+        return
+    assert done.returncode == 0, done.output
+    assert job.generations()[4] == {0: pids[0]}, done.output
+    assert len(re.findall(r"\[\d\] done ", done.stdout)) >= 2, "those who came again have trained as well"
+
+
+def test_what_torch_loads_with_an_optimizer_is_there_before_others_wait_for_it(launch: Any) -> None:
+    pytest.importorskip("torch")
+    code = "import sys, horoclone.torch; print('torch._dynamo' in sys.modules)"
+    environment = {"HOROCLONE_ELASTIC": "1", "HOROCLONE_MEMBER": "ab" * 16}
+    done = launch([sys.executable, "-c", code], env=environment, timeout_s=100)
+    assert done.stdout.strip() == "True", done.output
+
+
+@pytest.mark.parametrize(
+    "body, code, said",
+    [
+        ("echo no cluster >&2; exit 3", 1, "exit code 3: no cluster"),
+        ("echo '<html>502 Bad Gateway</html>'", 2, "'<html>502' is not a host name"),
+    ],
+)
+def test_hosts_that_cannot_be_found_at_the_start_end_the_job(
+    launch: Any, tmp_path: Path, body: str, code: int, said: str
+) -> None:
+    script = tmp_path / "find.sh"
+    script.write_text(f"#!/bin/sh\n{body}\n")
+    script.chmod(0o755)
+    flags = ["-np", "2", "--min-np", "1", "--host-discovery-script", script]
+    done = launch([*RUN, *flags, "true"], check=False, timeout_s=30)
+    assert done.returncode == code and said in done.stderr and "Traceback" not in done.stderr, done.output
+
+
+def test_discovery_that_prints_nonsense_flaps_and_hangs_in_turn_changes_nothing(
+    elastic: Any, tmp_path: Path
+) -> None:
+    """The last look hangs for longer than the job lives: the launcher does not wait for it."""
+    count, script = tmp_path / "count", tmp_path / "find.sh"
+    script.write_text(
+        f"#!/bin/sh\necho x >>{count}\n"
+        f"case $(wc -l <{count}) in 1|4) echo localhost:2;; 2) echo '%% no';; 3) ;; 5) yes;; *) sleep 600;; esac\n"
+    )
+    script.chmod(0o755)
+    job = elastic(["-np", 2, "--min-np", 1, "--host-discovery-script", script], steps=150)
+    done = job.finish(timeout_s=60)
+    assert job.newest() == 1 and "lost" not in done.stdout, done.output
+    assert "'%%' is not a host name; the hosts stay as they were" in done.stderr
+    assert "it printed more than 1 MiB; the hosts stay as they were" in done.stderr
+    assert count.read_text().count("x") == 6
+
+
+def test_a_look_that_hangs_does_not_keep_the_launcher(elastic: Any, tmp_path: Path) -> None:
+    flags = ["-np", 2, "--min-np", 1, "--host-discovery-script", "echo localhost:2"]
+    began = time.monotonic()
+    elastic(flags, steps=60, HOROCLONE_FAILPOINTS="discovery.look=delay:600@2").finish(timeout_s=60)
+    assert time.monotonic() - began < 60
+
+
+@pytest.mark.parametrize(
+    "faults",
+    [
+        "elastic.run.failed=kill#2; elastic.run.between=kill#3",  # while others recover; the new ones as well
+        "init.told=exit:9@2#1; init.gathered=raise:Timeout@3#0",
+        "roster.suspect=delay:0.3; roster.form=delay:0.1@3+; launcher.ended=delay:0.2",
+        "elastic.commit.saved=exit:9@7#1",  # each worker of this slot, between its copy and the word to the roster
+    ],
+)
+def test_faults_at_named_points_change_no_sum(launch: Any, watch: Any, tmp_path: Path, faults: str) -> None:
+    job = watch(
+        launch.start(
+            [*RUN, "-np", "4", "--min-np", "1", sys.executable, HERE / "odd.py", tmp_path, "none", "80"],
+            env={"HOROCLONE_FAILPOINTS": faults},
+        )
+    )
+    pids = job.whole(1)
+    job.step(5)
+    os.kill(pids[0], signal.SIGKILL)
+    done = job.started.finish(90)
+    assert done.returncode == 0 and not job.started.left_over(), done.output
+    size_at: dict[int, tuple[int, int]] = {}
+    for step, number in STEP.findall(done.stdout):
+        size_at[int(step)] = max(size_at.get(int(step), (0, 0)), (int(number), job.sizes()[int(number)]))
+    assert sorted(size_at) == list(range(1, 81)), done.output
+    total = sum((size + 1) / 2 for _, size in size_at.values())
+    finals = re.findall(r"done \d+ \d+ 80 ([\d.]+)", done.stdout)
+    assert finals and all(float(one) == pytest.approx(total, abs=2e-3) for one in finals), (
+        total,
+        done.output,
+    )

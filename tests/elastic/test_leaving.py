@@ -1,0 +1,163 @@
+"""Leaving on notice: a signal, a command, a host's notice script. Nobody fails, no step is lost, no shard either."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+HERE = Path(__file__).parent
+RUN = [sys.executable, "-m", "horoclone.launch"]
+LEAVE = [
+    sys.executable,
+    "-c",
+    "import sys; from horoclone.launch.tool import main; sys.exit(main())",
+    "leave",
+]
+
+
+def steps_are_done_once(job: Any) -> None:
+    """No rank did a step twice, or missed one: whoever leaves, leaves behind a commit."""
+    done: dict[int, list[int]] = {}
+    for who, step in re.findall(r"\[(\d+)\] step (\d+) of ", job.started.stdout):
+        done.setdefault(int(who), []).append(int(step))
+    assert all(steps == list(range(1, len(steps) + 1)) for steps in done.values()), done
+
+
+def test_the_shard_of_a_rank_that_leaves_goes_on_with_the_others(launch: Any) -> None:
+    torch = pytest.importorskip("torch")
+    sys.path.insert(0, str(HERE))
+    try:
+        import zero
+    finally:
+        sys.path.remove(str(HERE))
+    steps = 30
+    started = launch.start(
+        [*RUN, "-np", "3", "--min-np", "1", sys.executable, HERE / "zero.py", str(steps), "0.05"]
+    )
+    line = re.compile(r"\[1\] step 8 of 3 \S+ pid (\d+)")
+    deadline = time.monotonic() + 60
+    while (found := line.search(started.stdout)) is None:
+        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
+        time.sleep(0.01)
+    os.kill(int(found.group(1)), signal.SIGTERM)
+    done = started.finish(60)
+    assert done.returncode == 0 and "has left: SIGTERM" in done.stderr, done.output
+    assert f"step {steps} of 2 " in done.stdout, done.output
+    losses = {int(step): float(loss) for step, loss in re.findall(r"step (\d+) of \d (\S+) pid", done.stdout)}
+    net, (inputs, targets) = zero.model(), zero.data()
+    optimizer = torch.optim.Adam(net.parameters(), lr=0.05)
+    for step in range(1, steps + 1):
+        optimizer.zero_grad()
+        loss = (net(inputs) - targets).square().sum() / zero.ROWS
+        loss.backward()
+        optimizer.step()
+        assert losses[step] == pytest.approx(loss.item(), rel=1e-3, abs=1e-5), step
+    whole = re.findall(r"weights (\[.*\])", done.stdout)
+    assert len(whole) == 2, done.output
+    for text in whole:
+        for values, expected in zip(json.loads(text), net.state_dict().values(), strict=True):
+            torch.testing.assert_close(torch.tensor(values), expected, rtol=1e-3, atol=1e-4)
+
+
+def test_the_signal_of_the_scheduler_means_leave_where_the_user_says_so(elastic: Any) -> None:
+    job = elastic(["-np", 3, "--min-np", 1, "--notice-signal", "USR1"], steps=40)
+    first = job.whole(1)
+    job.step(5)
+    for _ in range(3):  # Slurm's comes to every process of a step, and may come again
+        os.kill(first[1], signal.SIGUSR1)
+    assert job.whole(2) == {0: first[0], 1: first[2]}
+    done = job.finish()
+    assert "has left: SIGUSR1" in done.stderr and "lost" not in done.stdout
+    steps_are_done_once(job)
+
+
+def test_the_signal_to_the_launcher_lets_all_leave_with_75(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1, "--notice-signal", "USR1"], steps=1000)
+    job.whole(1)
+    job.step(3)
+    job.started.process.send_signal(signal.SIGUSR1)
+    done = job.finish(code=75)
+    assert "every worker has left" in done.stderr and "lost" not in done.stdout, done.output
+
+
+def test_the_command_asks_one_worker_and_waits_for_its_end(elastic: Any) -> None:
+    job = elastic(["-np", 2, "--min-np", 1], steps=60)
+    first = job.whole(1)
+    job.step(5)
+    asked = [*LEAVE, "--pid", str(first[1]), "--wait", "20"]
+    done = subprocess.run(asked, capture_output=True, text=True, timeout=40, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not Path(f"/proc/{first[1]}").exists() or "Z" in Path(f"/proc/{first[1]}/stat").read_text()
+    ended = job.finish()
+    assert "has left: SIGTERM" in ended.stderr and "lost" not in ended.stdout, ended.output
+    steps_are_done_once(job)
+
+
+def test_the_command_refuses_a_process_that_is_no_worker() -> None:
+    done = subprocess.run(
+        [*LEAVE, "--pid", str(os.getpid())], capture_output=True, text=True, timeout=40, check=False
+    )
+    assert done.returncode == 2 and "is no worker of an elastic job" in done.stderr
+
+
+def hosts_of_one_machine(folder: Path) -> Path:
+    """Two names of this machine, as a discovery script prints them."""
+    script = folder / "find.sh"
+    script.write_text("#!/bin/sh\necho localhost:2\necho 127.0.0.1:1\n")
+    script.chmod(0o755)
+    return script
+
+
+# On a cloud each host asks its own metadata; here both hosts are one machine, and a file says which loop is the first.
+NOTICE = """#!/bin/sh
+test -e {folder}/going || exit 1
+mkdir {folder}/told 2>/dev/null || exit 1
+echo 30
+"""
+
+
+def test_a_host_whose_notice_script_says_so_is_left_and_not_used_again(elastic: Any, tmp_path: Path) -> None:
+    notice = tmp_path / "notice.sh"
+    notice.write_text(NOTICE.format(folder=tmp_path))
+    notice.chmod(0o755)
+    flags = ["-np", 3, "--min-np", 1, "--host-discovery-script", hosts_of_one_machine(tmp_path)]
+    job = elastic([*flags, "--notice-script", notice], steps=200)
+    first = job.whole(1)
+    job.step(3)
+    (tmp_path / "going").touch()
+    job.wait(lambda: "has left: host " in job.started.stderr, "the leaving")
+    number = min(found for found, size in job.sizes().items() if size < 3)
+    left = job.whole(number)
+    assert set(left.values()) < set(first.values())
+    done = job.finish()
+    host = re.search(r"has left: host (\S+) is about to go \(30 s\)", done.stderr)
+    assert host is not None and "lost" not in done.stdout, done.output
+    gone = {"localhost": 2, "127.0.0.1": 1}[host.group(1)]
+    assert len(left) == 3 - gone and job.sizes()[job.newest()] == 3 - gone
+    steps_are_done_once(job)
+
+
+def test_a_worker_that_comes_to_no_commit_is_ended_before_its_host_goes(elastic: Any, tmp_path: Path) -> None:
+    notice = tmp_path / "notice.sh"
+    notice.write_text(NOTICE.format(folder=tmp_path).replace("echo 30", "echo 3"))
+    notice.chmod(0o755)
+    flags = ["-np", 3, "--min-np", 1, "--host-discovery-script", hosts_of_one_machine(tmp_path)]
+    job = elastic([*flags, "--notice-script", notice], steps=3, pause_s=4)
+    job.whole(1)
+    job.step(1)
+    (tmp_path / "going").touch()
+    done = job.finish(timeout_s=90)
+    assert "came to no commit in time; it is ended" in done.stderr, done.output
+    assert "not used any more" not in done.stderr

@@ -1,0 +1,177 @@
+"""Spares that are given commits while they wait: where one holds the newest, nothing is sent when it is promoted."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("numpy")
+pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+import numpy as np
+
+from horoclone.bootstrap.replica import Replica
+from horoclone.elastic import member, replicas
+from horoclone.elastic.generation import Generation
+from horoclone.elastic.state import ObjectState
+from horoclone.runtime import facts
+from horoclone.runtime import member as process
+
+WORKER = Path(__file__).with_name("promoted.py")
+RUN = [sys.executable, "-m", "horoclone.launch"]
+FLAGS = ["-np", "2", "--min-np", "2", "--max-np", "2", "--spares", "1"]
+IN = re.compile(r"in (\d+) rank (\d+) of (\d+) pid (\d+) step (\d+) how (\w+)")
+
+
+def wait(started: Any, what: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 60
+    while not (found := what()):
+        assert time.monotonic() < deadline and started.process.poll() is None, started.stdout + started.stderr
+        time.sleep(0.01)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 1])  # rank 0 is the one that feeds
+@pytest.mark.parametrize("interval", ["0", "1000"])
+def test_a_promoted_spare_goes_on_from_what_it_was_given(launch: Any, victim: int, interval: str) -> None:
+    environment = {"HOROCLONE_REPLICA_INTERVAL": interval}
+    started = launch.start([*RUN, *FLAGS, "--verbose", sys.executable, WORKER, "4", "2"], env=environment)
+    wait(started, lambda: len(IN.findall(started.stdout)) == 2)
+    wait(started, lambda: len(re.findall(r"rank \d started", started.stderr)) == 3)
+    pid = next(int(one[3]) for one in IN.findall(started.stdout) if one[1] == str(victim))
+    wait(started, lambda: started.stdout.count("committed 2") == 2)
+    time.sleep(1.0)  # a spare that was still importing has come, and has the newest commit
+    os.kill(pid, signal.SIGKILL)
+    done = started.finish(60)
+    assert done.returncode == 0, done.output
+    second = [one for one in IN.findall(done.stdout) if one[0] == "2"]
+    how = "replica" if interval == "0" else "sync"
+    assert [one[5] for one in second] == [how, how], done.output
+    assert {int(one[4]) for one in second} == {2}
+    assert done.stdout.count("done 4 8.0 True [2]") == 2 or how == "sync", done.output
+    assert done.stdout.count("done 4 8.0 True") == 2, done.output
+
+
+class Ranks:
+    """Two ranks as synchronise() sees them, one after the other; what each says is kept."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rank, self.commit, self.said = 0, 5, {}
+        self.others: dict[int, list[int]] = {}
+        self.replica: Replica | None = None
+        patch = monkeypatch.setattr
+        patch(process, "feeds_spares", lambda: True)
+        patch(process, "take_replica", lambda: self.replica)
+        patch(process, "digest_of_replica", lambda commit: 99 if commit == 5 else 0)
+        patch(facts, "rank", lambda: self.rank)
+        patch(facts, "size", lambda: 2)
+        patch(replicas, "generation", self.generation)
+        patch(member, "told_by_all", self.tell)
+
+    def generation(self) -> Generation:
+        return Generation(2, self.rank, 2, (1,), 0, self.commit, False, ())
+
+    def tell(self, words: tuple[int, ...], name: str) -> list[list[int]]:
+        assert name == "hvd.elastic.replica"
+        self.said[self.rank] = list(words)
+        return [list(words) if rank == self.rank else self.others[rank] for rank in (0, 1)]
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Iterator[Ranks]:
+    yield Ranks(monkeypatch)
+
+
+def state_of(number: int, monkeypatch: pytest.MonkeyPatch, **values: Any) -> tuple[ObjectState, list[int]]:
+    one, calls = ObjectState(lambda value: value, lambda: 0, **values), []
+    one._commit_number = number
+
+    def sync(self: ObjectState) -> None:
+        calls.append(1)
+
+    sync.__module__ = "horoclone.told"
+    monkeypatch.setattr(ObjectState, "sync", sync)
+    return one, calls
+
+
+def given(commit: int, **values: Any) -> Replica:
+    return Replica(commit, [bytes(part) for part in replicas.packed((values, {}))], 99)
+
+
+def test_who_is_new_takes_the_commit_and_acts_as_the_others_have(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state, calls = state_of(0, monkeypatch, step=0, model=np.zeros(3))
+    state.register_reset_callbacks([lambda: setattr(state, "step", state.step + 100)])
+    two.rank, two.replica, two.others = 1, given(5, step=7, model=np.arange(3.0)), {0: [5, 99]}
+    replicas.synchronise(state)
+    assert two.said[1] == [5, 99] and not calls
+    assert state.step == 107 and state.model.tolist() == [0, 1, 2] and state._held() == (5,)
+    state.model += 1
+    state.restore()
+    assert state.step == 7 and state.model.tolist() == [0, 1, 2], "the commit is its own copy"
+
+
+@pytest.mark.parametrize(
+    "replica, others",
+    [
+        (None, [5, 99]),
+        (given(4, step=7), [5, 99]),  # an older commit
+        (given(5, epoch=7), [5, 99]),  # of another state
+        (given(5, step=7), [5, 77]),  # somebody else's commit of that number
+        (given(5, step=7), [0, 0]),  # another rank has none
+        (Replica(5, [b"no pickle"], 99), [5, 99]),
+    ],
+)
+def test_where_anything_differs_everything_is_sent(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch, replica: Replica | None, others: list[int]
+) -> None:
+    state, calls = state_of(0, monkeypatch, step=0)
+    two.rank, two.replica, two.others = 1, replica, {0: others}
+    replicas.synchronise(state)
+    assert calls == [1]
+
+
+def test_who_was_there_says_what_it_has(two: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, calls = state_of(5, monkeypatch, step=3)
+    two.others = {1: [5, 99]}
+    replicas.synchronise(state)
+    assert two.said[0] == [5, 99] and not calls and state.step == 3
+    state._commit_number = 6
+    replicas.synchronise(state)
+    assert two.said[0] == [0, 0] and calls == [1]
+
+
+def test_a_state_that_keeps_more_than_is_known_here_is_always_sent(
+    two: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Mine(ObjectState):
+        def save(self) -> None:
+            super().save()
+
+    mine = Mine(lambda value: value, lambda: 0, step=1)
+    mine._commit_number, two.others = 5, {1: [5, 99]}
+    offered: list[int] = []
+    monkeypatch.setattr(process, "offer_replica", lambda commit, pack: offered.append(commit))
+    calls = []
+    mine.sync = lambda: calls.append(1)  # type: ignore[method-assign]
+    replicas.offer(mine)
+    replicas.synchronise(mine)
+    assert two.said[0] == [0, 0] and calls == [1] and not offered
+
+
+def test_arrays_travel_as_their_own_memory() -> None:
+    values = {"a": np.arange(6.0).reshape(2, 3), "b": [np.ones(4, np.int8)], "c": "text"}
+    parts = replicas.packed(values)
+    assert len(parts) == 3 and np.shares_memory(np.frombuffer(parts[1]), values["a"])
+    back = replicas.unpacked([bytearray(part) for part in parts])
+    assert back["a"].tolist() == values["a"].tolist() and back["c"] == "text"
+    back["a"] += 1

@@ -1,0 +1,119 @@
+"""What an elastic job is asked for with, under both names: flags, a file's section, run()'s arguments; and what its
+workers find in their environment."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from horoclone.launch import api, config_file
+from horoclone.launch.discovery import File, Fixed, Script
+from horoclone.launch.elastic_options import Elastic, elastic_of
+from horoclone.launch.hosts import Host
+from horoclone.launch.options import build_parser
+from horoclone.launch.usage import LaunchError
+
+RUN = [sys.executable, "-m", "horoclone.launch"]
+
+
+def asked(words: str, program: str = "horovodrun") -> Elastic | None:
+    return elastic_of(build_parser(program).parse_args([*words.split(), "python", "train.py"]), program)
+
+
+@pytest.mark.parametrize("program", ["horoclonerun", "horovodrun"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        "-np 4 --min-np 2 --max-np 8 --slots-per-host 3 --host-discovery-script ./find.sh",
+        "--num-proc 4 --min-num-proc 2 --max-num-proc 8 --slots 3 --host-discovery-script ./find.sh",
+    ],
+)
+def test_horovodruns_flags_and_their_twins(program: str, words: str) -> None:
+    more = "--elastic-timeout 30 --reset-limit 7 --blacklist-cooldown-range 10 100 --network-interfaces lo"
+    found = asked(f"{words} {more}", program)
+    assert found is not None and isinstance(found.source, Script)
+    assert (found.size, found.plan.smallest, found.plan.largest) == (4, 2, 8)
+    assert (found.timeout_s, found.resets, found.cooldown.bounds) == (30.0, 7, (10, 100))
+    assert found.plan.whole_host == (program == "horovodrun"), "Horovod's rule under Horovod's name"
+
+
+def test_what_is_not_said_is_as_in_horovod(tmp_path: Path) -> None:
+    found = asked("--min-np 2 -H a:2,b:2")  # hosts that are named, without a script
+    assert found is not None and isinstance(found.source, Fixed) and found.size == 2
+    assert found.source.find() == [Host("a", 2), Host("b", 2)]
+    assert (found.plan.largest, found.timeout_s, found.resets, found.cooldown.bounds) == (
+        None,
+        600.0,
+        None,
+        None,
+    )
+    file = tmp_path / "hosts"
+    file.write_text("a slots=2\n")
+    found = asked(f"-np 2 --max-np 4 --hostfile {file}")
+    assert found is not None and isinstance(found.source, File) and found.plan.smallest == 2
+    assert asked("-np 2 -H a:2") is None
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("-np 2 --min-np 3", "--min-np 3 <= -np 2"),
+        ("-np 3 --max-np 2", "--max-np 2 does not hold"),
+        ("--min-np 3 -H a:2", "needs 3 slots"),
+        ("-np 2 --min-np 1 --blacklist-cooldown-range 0 5", "at least 1"),
+        ("-np 2 --min-np 1 --blacklist-cooldown-range 5 4000", "at most 3600"),
+        ("-np 2 --min-np 1 -H a:2 --host-discovery-script x", "give one of them"),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(words: str, said: str) -> None:
+    with pytest.raises(LaunchError, match=re.escape(said)):
+        asked(words)
+
+
+def test_the_section_of_a_file_has_the_names_of_the_flags(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(
+        "elastic:\n  min_num_proc: 2\n  max-np: 8\n  slots: 3\n  elastic_timeout: 30\n  reset-limit: 7\n"
+        "  blacklist-cooldown-range: [10, 100]\n  host-discovery-script: ./find.sh\n"
+    )
+    pytest.importorskip("yaml")
+    flags, _ = config_file.load(str(path))
+    assert flags == {
+        "min_np": 2, "max_np": 8, "slots_per_host": 3, "elastic_timeout": 30, "reset_limit": 7,
+        "blacklist_cooldown_range": [10, 100], "host_discovery_script": "./find.sh",
+    }  # fmt: skip
+
+
+def test_run_takes_both_names_of_each_argument() -> None:
+    names = set(inspect.signature(api.run).parameters)
+    horovods = (
+        "num_proc np min_num_proc min_np max_num_proc max_np slots reset_limit cooldown_range elastic_timeout"
+    )
+    assert {*horovods.split(), "host_discovery_script"} <= names
+
+
+def test_a_script_that_fails_at_the_start_ends_the_job(launch: Any, tmp_path: Path) -> None:
+    script = tmp_path / "find.sh"
+    script.write_text("#!/bin/sh\necho no such cluster >&2\nexit 3\n")
+    script.chmod(0o755)
+    done = launch(
+        [*RUN, "-np", "2", "--min-np", "1", "--host-discovery-script", str(script), "true"], check=False
+    )
+    assert done.returncode == 1 and "exit code 3: no such cluster" in done.stderr, done.output
+
+
+def test_workers_find_horovods_variables(launch: Any) -> None:
+    program = "import os; print({n: v for n, v in os.environ.items() if n.startswith('HOROVOD_')})"
+    flags = ["-np", "1", "--min-np", "1", "--elastic-timeout", "50", "--network-interfaces", "lo"]
+    said = launch([*RUN, *flags, sys.executable, "-c", program], timeout_s=60).stdout
+    names = "RANK SIZE LOCAL_RANK LOCAL_SIZE CROSS_RANK CROSS_SIZE HOSTNAME ELASTIC GLOO_RENDEZVOUS_PORT"
+    for name in names.split():
+        assert f"'HOROVOD_{name}': '" in said, said
+    for text in ("ELASTIC': '1", "ELASTIC_TIMEOUT': '50", "GLOO_IFACE': 'lo", "CONTROLLER': 'gloo"):
+        assert f"HOROVOD_{text}'" in said, said
+    assert "'HOROVOD_GLOO_RENDEZVOUS_ADDR': '127.0.0.1'" in said

@@ -1,0 +1,122 @@
+"""Which machine is behind a host's name: when it is looked at, what is told, and what a machine says of itself."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from horoclone.launch import incarnation
+from horoclone.launch.incarnation import ADDRESS, MACHINE, Incarnations, Mark
+from horoclone.launch.link import SshOptions
+from horoclone.launch.machine import ASK, own_mark
+
+
+class Network:
+    """Names and what is behind them now; who was asked."""
+
+    def __init__(self) -> None:
+        self.addresses = {"node": ["10.9.9.2", "10.9.9.1"], "other": ["10.9.9.7"]}
+        self.machines = {"node": "boot-1 77", "other": "boot-2 77"}
+        self.asked: list[str] = []
+        self.resolved: list[str] = []
+
+    def resolve(self, name: str) -> list[str]:
+        self.resolved.append(name)
+        if name not in self.addresses:
+            raise OSError("no such name")
+        return self.addresses[name]
+
+    def ask(self, host: str) -> str:
+        self.asked.append(host)
+        return self.machines.get(host, "")
+
+
+@pytest.fixture
+def one(monkeypatch: pytest.MonkeyPatch) -> tuple[Incarnations, Network]:
+    monkeypatch.setattr(incarnation, "is_local", lambda name: name == "localhost")
+    network = Network()
+    watched = Incarnations(SshOptions(), lambda: None, network.resolve, network.ask)
+    monkeypatch.setattr(watched, "_run", lambda: None)  # the test looks itself
+    return watched, network
+
+
+def test_a_host_is_known_by_its_address_and_only_a_closed_one_is_asked(
+    one: tuple[Incarnations, Network],
+) -> None:
+    watched, network = one
+    watched.watch(["node", "other", "localhost"], [])
+    assert watched.look(0.0) is None
+    assert watched.take() == [Mark("node", ADDRESS, "10.9.9.1 10.9.9.2"), Mark("other", ADDRESS, "10.9.9.7")]
+    watched.look(1000.0)
+    assert watched.take() == [] and len(network.resolved) == 2 and not network.asked
+    watched.watch(["node", "other", "localhost"], ["node", "localhost"])
+    watched.look(1001.0)
+    assert watched.take() == [Mark("node", MACHINE, "boot-1 77")] and network.asked == ["node"]
+    watched.look(1002.0)
+    assert network.asked == ["node"]
+    network.addresses["node"], network.machines["node"] = ["10.9.9.3"], "boot-5 77"
+    watched.look(1001.0 + incarnation.LOOK_EVERY_S)
+    assert watched.take() == [Mark("node", ADDRESS, "10.9.9.3")]
+    watched.look(1001.0 + incarnation.ASK_EVERY_S)
+    assert watched.take() == [Mark("node", MACHINE, "boot-5 77")]
+
+
+def test_a_host_that_comes_back_is_looked_at_at_once(one: tuple[Incarnations, Network]) -> None:
+    watched, network = one
+    watched.watch(["node"], ["node"])
+    watched.look(0.0)
+    watched.watch([], [])
+    watched.look(0.1)
+    network.addresses["node"], network.machines["node"] = ["10.9.9.8"], "boot-9 1"
+    watched.watch(["node"], ["node"])
+    watched.look(0.2)
+    assert watched.take()[-2:] == [Mark("node", ADDRESS, "10.9.9.8"), Mark("node", MACHINE, "boot-9 1")]
+
+
+def test_what_cannot_be_found_out_is_not_told(one: tuple[Incarnations, Network]) -> None:
+    watched, _ = one
+    watched.watch(["alias"], ["alias"])
+    watched.look(0.0)
+    assert watched.take() == []
+
+
+def test_the_thread_looks_and_wakes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(incarnation, "is_local", lambda name: False)
+    network, woken = Network(), []
+    watched = Incarnations(SshOptions(), lambda: woken.append(1), network.resolve, network.ask)
+    watched.watch(["node"], [])
+    deadline = time.monotonic() + 20
+    while not woken and time.monotonic() < deadline:
+        time.sleep(0.01)
+    watched.close()
+    assert watched.take() == [Mark("node", ADDRESS, "10.9.9.1 10.9.9.2")]
+
+
+def test_a_machine_says_the_same_in_both_ways() -> None:
+    said = subprocess.run(
+        ["sh", "-c", ASK], capture_output=True, text=True, timeout=20, check=True
+    ).stdout.strip()
+    assert said == own_mark() and Path("/proc/sys/kernel/random/boot_id").read_text().strip() in said
+
+
+def test_what_the_machine_says_comes_over_ssh_and_silence_ends_with_the_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(
+        '#!/bin/sh\nwhile [ $# -gt 2 ]; do shift; done\ntest $1 = slow && exec sleep 60\nexec sh -c "$2"\n'
+    )
+    ssh.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(incarnation, "is_local", lambda name: False)
+    watched = Incarnations(SshOptions(), lambda: None, lambda name: [])
+    watched.watch(["fast", "slow"], ["fast", "slow"])
+    deadline = time.monotonic() + 30
+    while (watched._asking is None or "slow" not in watched._asking.args) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert watched.take() == [Mark("fast", MACHINE, own_mark())]
+    watched.close()
+    assert watched._asking is not None and watched._asking.poll() is not None
