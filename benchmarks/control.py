@@ -1,9 +1,10 @@
 """What agreement costs: `python benchmarks/control.py`. Messages, bytes and processor time of a step, 2 to 64 ranks.
 
 A step is 161 small arrays by name, as an optimizer without buckets would submit them, after the names are known; the
-same as a group; and, on one node, as declared buckets, whose plan is frozen there. On one node through shared memory,
-through TCP with each rank a node of its own, and mixed: nodes of --per-node ranks. Messages and bytes are counters,
-which hold on a busy machine, and are checked against limits. Exit codes: see session.py; 1 also when one is broken.
+same as a group; and, on one node, as declared buckets, whose plan is persistent there. On one node through shared
+memory, through TCP with each rank a node of its own, and mixed: nodes of --per-node ranks. Messages and bytes are
+counters, which hold on a busy machine, and are checked against limits. Exit codes: see session.py; 1 also when one is
+broken.
 """
 
 from __future__ import annotations
@@ -101,7 +102,7 @@ def measure(arguments: argparse.Namespace, rows: list[dict[str, Any]]) -> dict[s
 
 
 def broken_limits(row: dict[str, Any]) -> list[str]:
-    """Of the node whose traffic with others is largest; and that a frozen plan needs no message on one node.
+    """Of the node whose traffic with others is largest; and that a persistent plan needs no message on one node.
 
     In the best step: a rank that loses its core while it submits sends what it has, so with more ranks than cores there
     are steps with more messages.
@@ -110,7 +111,7 @@ def broken_limits(row: dict[str, Any]) -> list[str]:
     most = 2 * (row["fanout"] + 1)
     if row["form"] == "declared" and row["way"] == "shared memory":
         if row["mean messages of all"] > 0:
-            broken.append(f"{row['mean messages of all']:.2f} messages with a frozen plan")
+            broken.append(f"{row['mean messages of all']:.2f} messages with a persistent plan")
     elif row["way"] != "shared memory":
         for key, limit in (("messages", most), ("bytes", MAX_BYTES)):
             least = row[f"least {key} of a node"]
@@ -122,9 +123,9 @@ def broken_limits(row: dict[str, Any]) -> list[str]:
 def costs_of_messages() -> dict[str, dict[str, float]]:
     """Microseconds to send, to travel and to receive a control frame between two processes of this machine.
 
-    There and back is a blocking barrier of two ranks: a ballot and a plan. TCP: what a call of send and of recv takes
-    is measured on a socket of its own, the rest is latency. Shared memory: a quarter, a half and a quarter, by
-    convention.
+    There and back is a blocking barrier of two ranks: a request list and a plan. TCP: what a call of send and of
+    recv takes is measured on a socket of its own, the rest is latency. Shared memory: a quarter, a half and a quarter,
+    by convention.
     """
     import horoclone
 
@@ -242,7 +243,7 @@ def show(result: dict[str, Any]) -> None:
     )
     broken = [f"{row['ranks']} ranks, {row['way']}, {row['form']}: {why}" for row in result["rows"]
               for why in row["broken"]]  # fmt: skip
-    limits = f"at most 2 (fan-out + 1) messages and {MAX_BYTES} bytes of a node, none with a frozen plan on one node"
+    limits = f"at most 2 (fan-out + 1) messages and {MAX_BYTES} bytes of a node, none with a persistent plan"
     print(f"Limits, of the best step ({limits}): {'; '.join(broken) or 'all hold'}.")
 
 

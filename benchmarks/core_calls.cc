@@ -93,7 +93,7 @@ bool reduce_own(float* values, size_t count, const char* name) {
   return !failed(hc_call(runtime, &request, &tensor, 1, &handle)) && (handle == 0 || wait_for(handle));
 }
 
-// One bucket for each slot, as an optimizer declares them: agreed once, then frozen.
+// One bucket for each slot, as an optimizer declares them: agreed once, then persistent.
 bool declare(size_t count, int32_t* id) {
   const int64_t shape[] = {static_cast<int64_t>(count)};
   std::vector<std::string> names;

@@ -5,7 +5,7 @@
 What is counted: functions of the optimised libhoroclone.so, as it is installed, that any thread of rank 0 enters
 between hc_submit_declared of the first of four buckets and hc_release of the last. What the compiler has inlined is
 no function any more; functions of the standard library do not count. Two processes on one machine take part; there
-are no GPU and no messages. A breakpoint at the beginning of each function tells (csrc/tests/engine/frozen_step.cc).
+are no GPU and no messages. A breakpoint at the beginning of each function tells (csrc/tests/engine/persistent_step.cc).
 Steps differ by some functions, as hc-engine may take part of the work; the table shows the step with the middle count
 of 51.
 
@@ -28,7 +28,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-SOURCE = ROOT / "csrc" / "tests" / "engine" / "frozen_step.cc"
+SOURCE = ROOT / "csrc" / "tests" / "engine" / "persistent_step.cc"
 PAGE = ROOT / "docs" / "architecture.md"
 STEPS = 51
 
@@ -111,7 +111,7 @@ class Sources:
 
 
 def build(library: Path) -> Path:
-    program = ROOT / "build" / "functions" / "frozen_step"
+    program = ROOT / "build" / "functions" / "persistent_step"
     program.parent.mkdir(parents=True, exist_ok=True)
     compiler = os.environ.get("CXX", "c++")
     places = [f"-L{library.parent}", f"-Wl,-rpath,{library.parent}"]

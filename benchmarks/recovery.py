@@ -1,152 +1,195 @@
-"""How long an elastic job stands still when a rank is killed: from kill -9 to the next step that all survivors did.
+"""How long a job stands still when a rank is killed: from kill -9 to the next step that all survivors did.
 
-    python benchmarks/recovery.py [--ranks 4] [--kills 50] [--step-ms 5] [--elements 25000] [--json FILE]
+    python benchmarks/recovery.py [--ranks 4] [--hosts 2] [--kills 50] [--phase random] [--elements 25000] [--json FILE]
+    python benchmarks/recovery.py --contestants horoclone torchrun torchft [--torchft-python PYTHON]
 
-horoclonerun starts the ranks on this machine. A rank chosen at random is killed when the job is whole; its slot gets a
-new worker, and the next kill comes when that one has joined. The clock is CLOCK_MONOTONIC, which all processes of a
-machine share. Printed are the distribution, and where the time of the median kill goes: until the first survivor knows,
-until the next generation is formed and connected, and the step itself. "Growing" is the pause when the new worker
-joins: from the last step of the smaller generation to the first of the larger one.
+The ranks run recovery_worker.py (--framework torch or numpy), which compares every gradient and every weight of every
+step with a NumPy model of the ranks that are there; a wrong sum ends the benchmark with code 1. A rank is killed, or
+kills itself at a point that was chosen, when the job is whole; what is lost is started anew, and the next kill comes
+when all are there again.
+Kinds of kills: in forward, backward, collective, step and commit; at any moment (moment); in init and sync, while the
+job grows; and in the recovery from a loss a moment before (recovery). --phase random takes all of them in turn. The
+phase in which the process really was is read from its file, and recorded with each kill.
 
-Exit codes: 0, 1 the job failed.
+--hosts 2: horoclonerun runs in a network namespace, and half of its workers in another one (root and iproute2).
+The clock is CLOCK_MONOTONIC, which all processes of a machine share. "known": until the first survivor knows;
+"formed": until the next generation of the survivors is up; "step": until all of its ranks did a step.
+"growing" is the pause of the others when the new worker joins.
+
+torchrun restarts all ranks from a file (--max-restarts, gloo); torchft 0.2.0 leaves a replica out of the next quorum
+(gloo, one replica a rank, its lighthouse with --torchft-heartbeat-ms; it needs a Python that has it).
+
+Exit codes: 0, 1 the job failed, a sum was wrong, or something was left behind.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import itertools
 import json
 import os
 import random
-import signal
-import subprocess
+import statistics
 import sys
+import tempfile
 import time
-from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
-SELF = Path(__file__).resolve()
-LIMIT_S = 60.0  # for anything that is waited for
+import machine
+from recovery_jobs import LIMIT_S, Failed, Horoclone, Job, Torchft, Torchrun
+from recovery_worker import Page
 
-
-def worker(step_s: float, elements: int) -> None:
-    """Steps until killed; prints `generation number rank size pid t`, `step number t`, `lost t`."""
-    import numpy as np
-
-    import horoclone as hvd
-    from horoclone.elastic.generation import generation
-    from horoclone.elastic.member import offer_commits, start_notices
-
-    wanted = [0]
-    start_notices(lambda number, update: wanted.__setitem__(0, number))
-    model = np.ones(elements, dtype=np.float32)
-
-    def say(*words: object) -> None:
-        print(*words, f"{time.monotonic():.6f}", flush=True)
-
-    hvd.init()
-    step = 0
-    while True:
-        now = generation()
-        say("generation", now.number, now.rank, now.size, os.getpid())
-        try:
-            if not now.skip_sync:
-                hvd.broadcast(model, root_rank=now.commit_root, name="model")
-                step = int(hvd.broadcast(np.array([step]), root_rank=now.commit_root, name="step")[0])
-            first = True
-            while True:
-                hvd.allreduce(model, name="gradients")
-                step += 1
-                if first:
-                    say("step", now.number)
-                    first = False
-                offer_commits((step,))
-                newest = hvd.allreduce(np.array([wanted[0]]), op=hvd.Max, name="commit")[0]
-                if newest > now.number:
-                    say("updated", now.number)
-                    break
-                time.sleep(step_s)
-        except hvd.HorovodInternalError:
-            say("lost", now.number)
-        hvd.shutdown()
-        hvd.init()
+# kind -> phases of the worker in which it is done; "" for a kill from outside
+KINDS: dict[str, list[str]] = {
+    "forward": ["forward"],
+    "backward": ["backward"],
+    "collective": ["collective"],
+    "step": ["step"],
+    "commit": ["elastic.commit.begin", "elastic.commit.saved", "elastic.commit.agree", "elastic.commit.done"],
+    "moment": [""],
+    "init": ["init.wait", "init.told", "init.gathered", "init.connected"],
+    "sync": ["elastic.sync.begin", "elastic.sync.received", "elastic.sync.done"],
+    "recovery": [
+        "elastic.run.failed",
+        "elastic.run.restored",
+        "elastic.run.between",
+        "roster.suspect",
+        "init.wait",
+        "roster.form",
+        "init.told",
+        "init.gathered",
+        "init.connected",
+        "elastic.run.reset",
+    ],
+}
+OTHERS = {
+    "forward": ["forward"],
+    "backward": ["backward"],
+    "step": ["step"],
+    "commit": ["commit"],
+    "moment": [""],
+}
+LATE = ("forward", "backward", "collective")  # death comes up to 1 ms after the phase has begun
 
 
-class Watched:
-    """What the workers of a running job have said, by generation."""
+class Kill:
+    """One that was done: who, when, and in which phase."""
 
-    def __init__(self, process: subprocess.Popen[str]) -> None:
-        self._process = process
-        self.pids: dict[int, dict[int, int]] = defaultdict(dict)  # generation -> rank -> pid
-        self.sizes: dict[int, int] = {}
-        self.times: dict[tuple[str, int], list[float]] = defaultdict(list)  # (what, generation) -> when
+    def __init__(self, kind: str, pid: int, killed_s: float, phase: str) -> None:
+        self.kind, self.pid, self.killed_s, self.phase = kind, pid, killed_s, phase
 
-    def read_until_whole(self, size: int, after: int) -> int:
-        """Reads until all ranks of a generation of this size, newer than `after`, have done a step; its number."""
+
+class Killer:
+    """Kills ranks of a job, one after the other, and waits until it is whole again."""
+
+    def __init__(self, job: Job, kinds: list[str], arguments: argparse.Namespace) -> None:
+        self._job, self._kinds = job, kinds
+        self._table = KINDS if isinstance(job, Horoclone) else OTHERS
+        self._chance = random.Random(arguments.seed)
+        self._ranks, self._count = arguments.ranks, arguments.kills
+        self._number = 0  # of the generation that is known to be complete
+        self.kills: list[Kill] = []
+
+    def run(self) -> None:
+        self._number = self._job.wait_for(
+            lambda number: self._job.size(number) == self._ranks, "the first steps"
+        )
+        kinds = itertools.cycle(self._kinds)
+        while len(self.kills) < self._count:
+            time.sleep(self._chance.uniform(0.05, 0.15))
+            kind = next(kinds)
+            if kind in ("init", "sync"):
+                self._while_growing(kind)
+            elif kind == "recovery":
+                self._twice()
+            else:
+                self._once(kind, self._chance.choice(self._members()))
+            self._number = self._job.wait_for(self._is_whole, "a whole job")
+
+    def _members(self) -> list[int]:
+        return list(self._job.members(self._number).values())
+
+    def _is_whole(self, number: int) -> bool:
+        gone = {kill.pid for kill in self.kills}
+        return self._job.size(number) == self._ranks and not gone & set(self._job.members(number).values())
+
+    def _once(self, kind: str, victim: int) -> None:
+        phase = self._chance.choice(self._table[kind])
+        page = Page(self._job.folder, victim)
+        if phase:
+            page.aim(phase, self._chance.uniform(1e-6, 1e-3) if kind in LATE else 0.0)
+            self._job.wait_for_the_end(victim)
+            killed_s = page.died_s()
+        else:
+            time.sleep(self._chance.uniform(0.0, 0.02))
+            killed_s = self._job.kill(victim)
+        self.kills.append(Kill(kind, victim, killed_s, page.phase()))
+
+    def _while_growing(self, kind: str) -> None:
+        """One is killed first, so that the job grows; the second dies in it."""
+        first, second, third = self._chance.sample(self._members(), 3)
+        self._once("moment", first)
+        self._job.wait_for(lambda number: number > self._number, "a step of those who are left")
+        page = Page(self._job.folder, second)
+        page.aim(self._chance.choice(self._table[kind]), 0.0)
         deadline = time.monotonic() + LIMIT_S
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._take(line.split())
-            for number, pids in self.pids.items():
-                if number > after and len(pids) == size and len(self.times["step", number]) == size:
-                    return number
+        while not self._job.wait_for_the_end(second, 0.5):
+            newest = self._job.newest()
+            if (
+                third
+                and self._job.size(newest) == self._ranks
+                and time.monotonic() > deadline - LIMIT_S + 1.0
+            ):
+                self._once("moment", third)  # the job had grown before the aim was taken
+                kind, third = "recovery", 0
             if time.monotonic() > deadline:
-                break
-        raise RuntimeError(f"no generation of {size} ranks came after {after}")
+                raise Failed(f"process {second} should have died in {kind}")
+        self.kills.append(Kill(kind, second, page.died_s(), page.phase()))
 
-    def _take(self, words: list[str]) -> None:
-        match words:
-            case [_, "generation", number, rank, size, pid, at]:
-                self.pids[int(number)][int(rank)] = int(pid)
-                self.sizes[int(number)] = int(size)
-                self.times["generation", int(number)].append(float(at))
-            case [_, ("step" | "lost" | "updated") as what, number, at]:
-                self.times[what, int(number)].append(float(at))
+    def _twice(self) -> None:
+        first, second = self._chance.sample(self._members(), 2)
+        phase = self._chance.choice(self._table["recovery"])
+        page = Page(self._job.folder, second)
+        page.aim(phase, 0.0)
+        self._once("moment", first)
+        self._job.wait_for_the_end(second)
+        self.kills.append(Kill("recovery", second, page.died_s(), page.phase()))
 
 
-def measure(arguments: argparse.Namespace) -> list[dict[str, float]]:
-    ranks, found = arguments.ranks, []
-    command = [sys.executable, "-m", "horoclone.launch", "-np", str(ranks), "--min-np", "1"]
-    command += [sys.executable, str(SELF), "--worker", "--step-ms", str(arguments.step_ms)]
-    command += ["--elements", str(arguments.elements)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HOROCLONE_SELECTION": "fixed"}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=sys.stderr if arguments.verbose else subprocess.DEVNULL,
-        text=True, env=environment,
-    ) as process:  # fmt: skip
-        try:
-            seen = Watched(process)
-            whole = seen.read_until_whole(ranks, 0)
-            chance = random.Random(arguments.seed)
-            for _ in range(arguments.kills):
-                time.sleep(chance.uniform(0.05, 0.15))
-                victim = seen.pids[whole][chance.randrange(ranks)]
-                killed = time.monotonic()
-                os.kill(victim, signal.SIGKILL)
-                before, whole = whole, seen.read_until_whole(ranks, whole)
-                found.append(times_of(seen, before, killed, whole))
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGINT)
-            process.wait(LIMIT_S)
+def row_of(job: Job, kill: Kill) -> dict[str, Any]:
+    """What happened after a kill, in ms: in the first generation without it that did a step."""
+    for number in job.complete():
+        done_s = job.times("step", number)
+        members = set(job.members(number).values())
+        if min(done_s) > kill.killed_s and kill.pid not in members:
+            break
+    else:
+        raise Failed(f"nothing came after the kill of {kill.pid} in {kill.phase}")
+    before = [one for one in job.all_numbers() if one < number and kill.pid in job.members(one).values()]
+    lost_s = [when for one in before for when in job.times("lost", one) if when >= kill.killed_s]
+    formed_s = max(job.times("generation", number))
+    row: dict[str, Any] = {
+        "kind": kill.kind,
+        "phase": kill.phase,
+        "generation": number,
+        "left": job.size(number),
+        "formed": (formed_s - kill.killed_s) * 1000,
+        "step": (max(done_s) - kill.killed_s) * 1000,
+    }
+    if lost_s:
+        row["known"] = (min(lost_s) - kill.killed_s) * 1000
+    return row
+
+
+def pauses_of(job: Job) -> list[float]:
+    """In ms, where somebody came and nobody was lost: from the interrupt to the step of all."""
+    found = []
+    for number in job.complete():
+        asked_s = job.times("updated", number - 1)
+        if asked_s and not job.times("lost", number - 1):
+            found.append((max(job.times("step", number)) - min(asked_s)) * 1000)
     return found
-
-
-def times_of(seen: Watched, before: int, killed: float, whole: int) -> dict[str, float]:
-    """In ms after the kill."""
-    number = before + 1
-    while len(seen.times["step", number]) < seen.sizes.get(number, 1):  # one that was lost while it began
-        number += 1
-    lost, formed, done = (
-        seen.times["lost", before],
-        seen.times["generation", number],
-        seen.times["step", number],
-    )
-    row = {"known": min(lost) - killed, "formed": max(formed) - killed, "step": max(done) - killed}
-    if number < whole:
-        ended = seen.times["updated", whole - 1]
-        row["growing"] = max(seen.times["step", whole]) - min(ended) if ended else float("nan")
-    return {name: value * 1000 for name, value in row.items()}
 
 
 def percentile(values: list[float], part: float) -> float:
@@ -154,42 +197,123 @@ def percentile(values: list[float], part: float) -> float:
     return ordered[min(len(ordered) - 1, int(part * len(ordered)))]
 
 
-def main() -> int:
+def figures(values: list[float]) -> str:
+    shown = [percentile(values, part) for part in (0.5, 0.9, 0.99)] + [max(values)]
+    return f"{len(values):>7}" + "".join(f"{one:10.1f}" for one in shown)
+
+
+HEADER = f"{'':<34}{'kills':>7}{'p50':>10}{'p90':>10}{'p99':>10}{'max':>10}"
+
+
+def measure(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """One contestant: its rows, and what else was seen."""
+    with tempfile.TemporaryDirectory(prefix="recovery-") as folder:
+        job = {"horoclone": Horoclone, "torchrun": Torchrun, "torchft": Torchft}[name](
+            Path(folder), arguments
+        )
+        table = KINDS if name == "horoclone" else OTHERS
+        kinds = list(table) if arguments.phase == "random" else [arguments.phase]
+        if arguments.phase not in ("random", *table):
+            raise Failed(f"{name} has no kills of the kind {arguments.phase}")
+        load = machine.Load()
+        with job:
+            killer = Killer(job, kinds, arguments)
+            killer.run()
+            time.sleep(0.2)
+        job.check_nothing_is_left()
+        job.check_the_sums()
+        rows = [row_of(job, kill) for kill in killer.kills]
+        return {
+            "contestant": name,
+            "framework": arguments.framework if name == "horoclone" else "torch",
+            "hosts": arguments.hosts,
+            "elements": arguments.elements,
+            "others_load": load.others(),
+            "steps_checked": job.steps(),
+            "generations": len(job.all_numbers()),
+            "rows": rows,
+            "growing": pauses_of(job),
+        }
+
+
+def print_one(found: dict[str, Any], arguments: argparse.Namespace) -> None:
+    rows, where = found["rows"], f"{found['hosts']} host{'s' if found['hosts'] > 1 else ''}"
+    print(
+        f"\n{found['contestant']} ({found['framework']}): {arguments.ranks} ranks on {where}, "
+        f"{found['elements']} elements, {len(rows)} kills, {found['generations']} generations; "
+        "every sum right. ms after kill -9"
+    )
+    if found["others_load"] is not None:
+        print(f"other processes used {found['others_load']:.2f} of {os.cpu_count()} cores meanwhile")
+    print(HEADER)
+    names = {"known": "the first survivor knows", "formed": "the next generation is up"}
+    for key, text in {**names, "step": "all survivors did a step"}.items():
+        values = [row[key] for row in rows if key in row]
+        if values:
+            print(f"{text:<34}{figures(values)}")
+    if found["growing"]:
+        print(f"{'growing: the pause':<34}{figures(found['growing'])}")
+    for kind in dict.fromkeys(row["kind"] for row in rows):
+        values = [row["step"] for row in rows if row["kind"] == kind]
+        print(f"{'  step, killed in ' + kind:<34}{figures(values)}")
+
+
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument(
+        "--contestants", nargs="+", default=["horoclone"], choices=("horoclone", "torchrun", "torchft")
+    )
+    parser.add_argument(
+        "--framework", default="torch", choices=("torch", "numpy"),
+        help="of horoclone's ranks; the replacements of numpy are there much sooner",
+    )  # fmt: skip
     parser.add_argument("--ranks", type=int, default=4)
+    parser.add_argument("--hosts", type=int, default=1, choices=(1, 2))
     parser.add_argument("--kills", type=int, default=50)
-    parser.add_argument("--step-ms", type=float, default=5.0)
-    parser.add_argument("--elements", type=int, default=25_000)
+    parser.add_argument("--phase", default="random", choices=("random", *KINDS))
+    parser.add_argument("--step-ms", type=float, default=5.0, help="pause after each step")
+    parser.add_argument(
+        "--elements", type=int, default=25_000, help="of the model, 4 bytes each: up to 25 million"
+    )
+    parser.add_argument(
+        "--save-every", type=int, default=1, help="steps between the files of torchrun's rank 0"
+    )
+    parser.add_argument("--torchft-python", default=sys.executable, help="an interpreter that has torchft")
+    parser.add_argument(
+        "--torchft-heartbeat-ms", type=int, default=5000, help="of its lighthouse, whose default it is"
+    )
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--verbose", action="store_true", help="show what the launcher says")
-    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments.step_ms / 1000, arguments.elements)
-        return 0
-    try:
-        rows = measure(arguments)
-    except RuntimeError as error:
-        print(f"recovery: {error}", file=sys.stderr)
-        return 1
-    print(f"{arguments.ranks} ranks on one machine, {len(rows)} kills; ms after kill -9")
-    print(f"{'':<28}{'p50':>8}{'p90':>8}{'p99':>8}{'max':>8}")
-    names = {
-        "known": "the first survivor knows",
-        "formed": "the next generation is up",
-        "step": "all survivors did a step",
-        "growing": "growing: the pause",
-    }
-    for name, text in names.items():
-        values = [row[name] for row in rows if row.get(name, float("nan")) == row.get(name)]
-        if values:
-            figures = [percentile(values, part) for part in (0.5, 0.9, 0.99)] + [max(values)]
-            print(f"{text:<28}" + "".join(f"{figure:8.1f}" for figure in figures))
+    parser.add_argument("--verbose", action="store_true", help="show what launcher and workers say")
+    arguments = parser.parse_args(argv)
+    if arguments.hosts == 2 and arguments.contestants != ["horoclone"]:
+        parser.error("--hosts 2 is for horoclone alone")
+    return arguments
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parse(argv)
+    found = []
+    for name in arguments.contestants:
+        try:
+            found.append(measure(name, arguments))
+        except Failed as error:
+            print(f"recovery of {name}: {error}", file=sys.stderr)
+            return 1
+        print_one(found[-1], arguments)
+    if len(found) > 1:
+        print(f"\nuntil all survivors did a step, ms\n{HEADER}")
+        for one in found:
+            print(f"{one['contestant']:<34}{figures([row['step'] for row in one['rows']])}")
+        medians = {one["contestant"]: statistics.median(row["step"] for row in one["rows"]) for one in found}
+        first = found[0]["contestant"]
+        for name in list(medians)[1:]:
+            print(f"the median of {name} is {medians[name] / medians[first]:.1f} times that of {first}")
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        whole = {"machine": machine.facts(), "ranks": arguments.ranks, "limit_s": LIMIT_S, "found": found}
+        arguments.json.write_text(json.dumps(whole, indent=1) + "\n")
     return 0
 
 
