@@ -87,7 +87,7 @@ class Refusal(Exception):
 
 @dataclass(eq=False)
 class Member:
-    """One process. generation: the newest that holds it; 0: none yet."""
+    """One process. generation: the newest that holds it; 0: none yet. planned: the rank it has among newcomers."""
 
     id: bytes
     index: int
@@ -104,6 +104,7 @@ class Member:
     commits: tuple[int, ...] = ()
     connections: int = 0
     near: bool = False  # on the roster's own host, where no network is between
+    planned: int = 0
     addresses: str = ""  # where it would be the roster itself (succession.py)
     suspected: bool = False  # another member has lost it
     leaving: str = ""  # it has said that it will go
@@ -141,13 +142,18 @@ class Roster:
 
     # --- what is heard of members
 
-    def start(self, id_: bytes, host: str, slot: int, now: float, near: bool = False) -> int:
-        """Somebody starts this process: it is waited for. Gives the number of the member."""
+    def start(
+        self, id_: bytes, host: str, slot: int, now: float, near: bool = False, planned: int = 0
+    ) -> int:
+        """Somebody starts this process: it is waited for. Gives the number of the member.
+
+        planned: newcomers get their ranks in this order; those of the same plan in that of these calls.
+        """
         if len(id_) != ID_BYTES:
             raise ValueError(f"the name of a member has {ID_BYTES} bytes, not {len(id_)}")
         if id_ in self.members:
             raise ValueError("two members have the same name")
-        member = Member(id_, self._next_index, host, slot, now, near=near)
+        member = Member(id_, self._next_index, host, slot, now, near=near, planned=planned)
         self._next_index += 1
         self.members[id_] = member
         return member.index
@@ -510,7 +516,7 @@ class Roster:
         return [one for one in self.live() if not (one.leaving or one.unwanted)]
 
     def _newcomers(self) -> list[Member]:
-        """Those who wait for their first generation, the oldest first."""
+        """Those who wait for their first generation, as planned, the oldest first."""
         if self.finishing:
             return []
         return sorted(
@@ -519,7 +525,7 @@ class Roster:
                 for one in self.members.values()
                 if one.waits_after == 0 and not (one.generation or one.gone or one.leaving or one.unwanted)
             ),
-            key=lambda one: one.index,
+            key=lambda one: (one.planned, one.index),
         )
 
     def _comes(self, member: Member) -> bool:

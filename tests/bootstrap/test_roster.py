@@ -49,6 +49,15 @@ def test_the_first_generation_has_everybody_and_waits_for_the_last() -> None:
     assert one.answer(name(0)) is record
 
 
+def test_a_plan_says_which_rank_is_whose_whoever_starts_them_first() -> None:
+    """Workers of one host have neighbouring ranks, in the order of their slots, as Horovod's driver plans them."""
+    one = Roster(Limits(3), lambda size: bytes(size))
+    for number, rank in ((0, 2), (1, 0), (2, 1)):
+        one.start(name(number), "host", number, 0, planned=rank)
+        one.join(name(number), b"i%d" % number, "host", number, 0)
+    assert formed(one, [0, 1, 2], 0).members == (name(1), name(2), name(0))
+
+
 def test_survivors_keep_their_order_without_a_wait_when_all_have_come() -> None:
     one = job(4)
     formed(one, [0, 1, 2, 3], 0)

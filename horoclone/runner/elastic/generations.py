@@ -49,7 +49,8 @@ class Generations:
         """What hvd.init() of a worker that is started there needs, once for each worker; the secret is among it."""
         id_ = secrets.token_bytes(roster.ID_BYTES)
         with self._desk.mutex:
-            self._desk.roster.start(id_, slot.hostname, slot.local_rank, time.monotonic())
+            # Each worker's own thread calls this, in any order: the plan says which rank is whose.
+            self._desk.roster.start(id_, slot.hostname, slot.local_rank, time.monotonic(), planned=slot.rank)
             self._ids[slot.hostname, slot.local_rank] = id_
         place = Placement(
             slot.rank,
