@@ -288,13 +288,19 @@ Status BatchRunner::prepare_allgather(size_t entry, size_t tensor, size_t flat) 
   if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
   Task task = task_for(entry, meta.dtype);
   int64_t rows = 0;
+  bool alike = true;
   for (size_t r = 0; r < n; ++r) {
-    rows += batch_.rows[flat * n + r];
-    task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
+    const int64_t of_rank = batch_.rows[flat * n + r];
+    rows += of_rank;
+    alike = alike && of_rank == batch_.rows[flat * n + group_.rank];
+    task.counts.push_back(static_cast<size_t>(of_rank) * per_row);
   }
-  auto out = result_memory(operations_[entry], tensor, rows, per_row * size_of(meta.dtype));
+  // The caller's memory has room for this rank's rows times the ranks; only the agreement knows what the others have.
+  Operation* op = operations_[entry];
+  if (!alike && tensor < op->out.size()) op->out[tensor] = nullptr;
+  auto out = result_memory(op, tensor, rows, per_row * size_of(meta.dtype));
   if (!out.is_ok()) return out.status();
-  task.pieces = {{operations_[entry]->in[tensor], out.value(), task.counts[group_.rank]}};
+  task.pieces = {{op->in[tensor], out.value(), task.counts[group_.rank]}};
   if (rows * static_cast<int64_t>(per_row) > 0) tasks_.push_back(std::move(task));
   return Status::ok();
 }

@@ -27,10 +27,12 @@ from horoclone.torch.c10d.monitored import monitored_barrier
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (
     as_bytes,
+    check_filled,
     copy_apart,
     listed,
     number_at,
     ops_name,
+    overlap,
     reducible,
     reduction,
 )
@@ -203,12 +205,15 @@ class HorocloneGroup(GroupFacts):
             work._outputs, work._finish = list(outputs), cut
             return work
 
+        direct = len(outputs) == 1 and outputs[0].dtype is flat.dtype and not overlap(flat, outputs[0])
+
         def finish(runtime: Runtime, handle: int) -> None:
-            copy_apart(rows_of(runtime, handle, 0, flat, place_of(flat)), outputs)
+            if not direct:
+                copy_apart(rows_of(runtime, handle, 0, flat, place_of(flat)), outputs)
 
         return self._submit(
-            ops.REDUCESCATTER, flat, None, reduce=reduce, prescale=factor, outputs=outputs, kept=sources,
-            finish=finish,
+            ops.REDUCESCATTER, flat, outputs[0] if direct else None, reduce=reduce, prescale=factor, outputs=outputs,
+            kept=sources, finish=finish,
         )  # fmt: skip
 
     def reduce_scatter(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
@@ -265,13 +270,21 @@ class HorocloneGroup(GroupFacts):
         return self._submit(ops.ALLGATHER, data, None, outputs=outputs, kept=kept, finish=finish)
 
     def _allgather_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
-        """output gets everybody's source, one after the other."""
+        """output gets everybody's source, one after the other; the core writes there."""
         if output.numel() != self._size * source.numel():
             raise ValueError(
                 f"all_gather_into_tensor: the output has {output.numel()} elements, not {self._size} times the input's "
                 f"{source.numel()}"
             )
-        return self._gather_bytes(as_bytes(source), [output], source)
+        data, target = as_bytes(source), as_bytes(output)
+        own = target.chunk(self._size)[self._rank] if target.numel() else target
+        if overlap(data, target) and data.data_ptr() != own.data_ptr():
+            return self._gather_bytes(data, [output], source)
+
+        def finish(runtime: Runtime, handle: int) -> None:
+            check_filled(runtime.result(handle), data, target)
+
+        return self._submit(ops.ALLGATHER, data, target, outputs=[output], kept=source, finish=finish)
 
     all_gather_single = _allgather_base
 
@@ -339,13 +352,8 @@ class HorocloneGroup(GroupFacts):
         )  # fmt: skip
 
     def alltoall_base(
-        self,
-        output: torch.Tensor,
-        source: torch.Tensor,
-        output_splits: Any,
-        input_splits: Any,
-        opts: Any = None,
-    ) -> Work:
+        self, output: torch.Tensor, source: torch.Tensor, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Work:  # fmt: skip
         """Cuts source along its first dimension (input_splits rows for each rank, or equal parts)."""
         sizes = []
         for tensor, splits, what in ((source, input_splits, "input"), (output, output_splits, "output")):

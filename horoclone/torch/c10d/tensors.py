@@ -75,6 +75,13 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().view(-1).view(torch.uint8)
 
 
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors have memory in common."""
+    return (
+        one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
+    )
+
+
 def check_place(tensor: torch.Tensor) -> None:
     """Refuses what is not dense, contiguous and in host memory or a GPU's, whatever its dtype."""
     number_of(tensor.detach().view(torch.uint8) if tensor.is_contiguous() else tensor, None, True)
@@ -95,3 +102,12 @@ def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
         )
     for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
         target.copy_(part)
+
+
+def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor) -> None:
+    """After an allgather of bytes into `target`: the core leaves it alone where a rank gave another number of them."""
+    if result.nbytes or result.device >= 0 or result.first_dimension != target.numel():
+        raise ValueError(
+            f"all_gather_into_tensor: the ranks' inputs have different sizes, {result.first_dimension} bytes together; "
+            f"this rank's has {source.numel()}. Use all_gather where sizes differ."
+        )
