@@ -21,6 +21,9 @@ FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes p
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* libclang
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
+# In .venv/ecosystem, which sees the packages of .venv. TorchRec asks for the package `fbgemm-gpu`, which is the one for GPUs.
+FOR_ECOSYSTEM := accelerate==1.15.0 deepspeed==0.19.8 torchft==0.2.0 iopath pyre-extensions typing_inspect orjson pyvers cloudpickle
+FOR_ECOSYSTEM_ALONE := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
 # Where CUDA's toolkit is not installed: the kernels must compile, which needs no GPU.
 NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cuda-runtime==13.*
 MPICH := mpich==5.0.2
@@ -66,6 +69,9 @@ gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is inst
 	python -m pytest -rs tests/torch/test_gpu.py tests/keras/test_torch_on_gpus.py tests/cupy/test_cupy_double.py \
 	  tests/torch/test_gpu_double.py tests/core/test_gpu_double_loading.py $(ARGS)
 
+ecosystem: $(VENV)/.ready-package $(VENV)/.ready-ecosystem ## packages that are built on torch, in an environment of their own, and their tests
+	python -m pytest -rs tests/torch/test_ecosystem.py tests/torch/test_torchft.py $(ARGS)
+
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
 
@@ -94,6 +100,7 @@ docs: $(VENV)/.ready-package ## write what is generated in docs/ anew: environme
 	python docs/make_environment.py
 	python docs/make_differences.py
 	python docs/make_picture.py
+	python docs/make_ecosystem.py
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json
@@ -126,6 +133,15 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 	@$(PIP) --no-deps $(FOR_TEST_ALONE)
 	@command -v nvcc >/dev/null || $(PIP) --no-deps $(NVCC) || echo "SKIPPED nvcc: it cannot be installed"
 	@$(PIP) --ignore-installed --no-deps --prefix $(VENV)/mpich $(MPICH)
+	@touch $@
+
+$(VENV)/.ready-ecosystem: $(VENV)/.ready-test
+	@echo "== installing $(FOR_ECOSYSTEM) $(FOR_ECOSYSTEM_ALONE) into $(VENV)/ecosystem"
+	@$(PYTHON) -m venv $(VENV)/ecosystem
+	@for at in $(VENV)/ecosystem/lib/python*/site-packages; do \
+	  echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$at/packages_of_venv.pth; done
+	@$(VENV)/ecosystem/bin/python -m pip install -qq --disable-pip-version-check $(FOR_ECOSYSTEM)
+	@$(VENV)/ecosystem/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(FOR_ECOSYSTEM_ALONE)
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready-package

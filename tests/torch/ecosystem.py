@@ -8,6 +8,10 @@ from __future__ import annotations
 
 import copy
 import itertools
+import json
+import os
+import socket
+import sys
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -33,23 +37,27 @@ class Row:
     ranks: tuple[int, ...]
     at_most: float
     run: Callable[[], float]
+    package: str = ""  # what it needs beside torch, in an environment of its own
 
 
 ROWS: dict[str, Row] = {}
 
 
 def row(
-    tool: str, what: str, ranks: tuple[int, ...] = (2, 4), at_most: float = 1e-5
+    tool: str, what: str, ranks: tuple[int, ...] = (2, 4), at_most: float = 1e-5, package: str = ""
 ) -> Callable[[Callable[[], float]], Callable[[], float]]:
     def add(run: Callable[[], float]) -> Callable[[], float]:
-        ROWS[run.__name__] = Row(tool, what, ranks, at_most, run)
+        ROWS[run.__name__] = Row(tool, what, ranks, at_most, run, package)
         return run
 
     return add
 
 
 def table() -> str:
-    lines = ["| tool of torch | what is compared with one process | ranks | at most apart |", "|---|---|---|---|"]
+    lines = [
+        "| tool of torch | what is compared with one process | ranks | at most apart |",
+        "|---|---|---|---|",
+    ]
     for one in ROWS.values():
         apart = f"{one.at_most:.0e}".replace("e-0", "e-") if one.at_most else "0"
         lines.append(f"| {one.tool} | {one.what} | {', '.join(map(str, one.ranks))} | {apart} |")
@@ -61,12 +69,29 @@ def run_row(name: str) -> float:
     torch.set_num_threads(1)
     dist.init_process_group("horoclone")
     try:
-        torch.manual_seed(0)
-        apart = torch.tensor([ROWS[name].run()], dtype=torch.float64)
-        dist.all_reduce(apart, op=dist.ReduceOp.MAX)
-        return apart.item()
+        return seen_by_any(ROWS[name].run)
     finally:
         dist.destroy_process_group()
+
+
+def seen_by_any(run: Callable[[], float]) -> float:
+    torch.manual_seed(0)
+    apart = torch.tensor([run()], dtype=torch.float64)
+    dist.all_reduce(apart, op=dist.ReduceOp.MAX)
+    return apart.item()
+
+
+def spawned(rank: int, size: int, port: int, names: Sequence[str]) -> None:
+    """A rank that torch.multiprocessing.spawn has started: all rows in one process group. Rank 0 prints JSON."""
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(size))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("horoclone", f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
+    for name in names:
+        apart = seen_by_any(ROWS[name].run)
+        if rank == 0:
+            print(json.dumps([name, apart]), flush=True)
+    dist.destroy_process_group()
 
 
 # --- what the rows share -----------------------------------------------------------------------------------
@@ -142,7 +167,10 @@ def pipeline(schedule: str, per_rank: int = 1, is_v: bool = False) -> float:
         made.step(*([data] if 0 in mine else []), **what)
     loss = nn.MSELoss()(plain(data), target)
     loss.backward()
-    found = [difference((p.grad for p in layers[i].parameters()), (p.grad for p in plain[i].parameters())) for i in mine]
+    found = [
+        difference((p.grad for p in layers[i].parameters()), (p.grad for p in plain[i].parameters()))
+        for i in mine
+    ]
     if losses:
         found.append(abs(torch.stack(losses).mean().item() - loss.item()))
     return max(found)
@@ -375,7 +403,9 @@ def checkpoint() -> float:
         train(second, other, mine)
         found.append(apart(second, alone(data, 2 * STEPS)))
     full = states.get_model_state_dict(second, options=states.StateDictOptions(full_state_dict=True))
-    found.append(difference(full.values(), alone(data, 2 * STEPS).state_dict().values()) if rank == 0 else 0.0)
+    found.append(
+        difference(full.values(), alone(data, 2 * STEPS).state_dict().values()) if rank == 0 else 0.0
+    )
     dist.barrier()
     if rank == 0:
         folder[0].cleanup()
@@ -536,7 +566,9 @@ def experts() -> float:
     plain = [nn.Linear(width, width) for _ in range(size)]
     mine = copy.deepcopy(plain[rank])
     data = [torch.randn(12, width, generator=torch.Generator().manual_seed(r)) for r in range(size)]
-    chosen = [torch.randint(0, size, (12,), generator=torch.Generator().manual_seed(50 + r)) for r in range(size)]
+    chosen = [
+        torch.randint(0, size, (12,), generator=torch.Generator().manual_seed(50 + r)) for r in range(size)
+    ]
     order = chosen[rank].argsort(stable=True)
     sent = [int((chosen[rank] == e).sum()) for e in range(size)]
     got = [int((chosen[r] == rank).sum()) for r in range(size)]
@@ -546,7 +578,205 @@ def experts() -> float:
     ours = torch.empty_like(back).index_copy(0, order, back)
     ours.pow(2).sum().backward()
     inputs = [d.clone().requires_grad_() for d in data]
-    outputs = [torch.stack([plain[int(e)](x) for x, e in zip(inputs[r], chosen[r], strict=True)]) for r in range(size)]
+    outputs = [
+        torch.stack([plain[int(e)](x) for x, e in zip(inputs[r], chosen[r], strict=True)])
+        for r in range(size)
+    ]
     sum(o.pow(2).sum() for o in outputs).backward()  # type: ignore[union-attr]
     theirs = [outputs[rank], inputs[rank].grad, *(p.grad for p in plain[rank].parameters())]
     return difference([ours, source.grad, *(p.grad for p in mine.parameters())], theirs)
+
+
+# --- packages in an environment of their own ----------------------------------------------------------------
+
+
+@row(
+    "Accelerate",
+    "`prepare`, `backward`, `gather_for_metrics`: parameters, what is gathered",
+    package="accelerate",
+)
+def accelerated() -> float:
+    import accelerate
+
+    size = dist.get_world_size()
+    run = accelerate.Accelerator(cpu=True)
+    data = rows_for(size)
+    model = blocks()
+    model, optimizer, loader = run.prepare(
+        model, adam(model), torch.utils.data.DataLoader(data, batch_size=8)
+    )
+    gathered = []
+    for _ in range(STEPS):
+        for mine in loader:
+            optimizer.zero_grad()
+            run.backward(model(mine).pow(2).mean())
+            optimizer.step()
+            gathered.append(run.gather_for_metrics(mine))
+    return max(apart(model, alone(data)), difference(gathered, [data] * STEPS))
+
+
+def deepspeed_training(stage: int) -> float:
+    import deepspeed
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    data, model = rows_for(size), blocks()
+    engine, *_ = deepspeed.initialize(model=model, optimizer=adam(model), config={
+        "train_micro_batch_size_per_gpu": 8, "zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False,
+        "zero_optimization": {"stage": stage},
+    })  # fmt: skip
+    for _ in range(STEPS):
+        engine.backward(engine(data.chunk(size)[rank]).pow(2).mean())
+        engine.step()
+    found = []
+    for ours, theirs in zip(model.parameters(), alone(data).parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters([ours], enabled=stage == 3):
+            found.append(difference([ours], [theirs]))
+    return max(found)
+
+
+@row("DeepSpeed, on CPUs", "data parallel: parameters after training", package="deepspeed")
+def deepspeed_plain() -> float:
+    return deepspeed_training(0)
+
+
+@row("DeepSpeed, on CPUs", "ZeRO stage 1", package="deepspeed")
+def deepspeed_zero_1() -> float:
+    return deepspeed_training(1)
+
+
+@row("DeepSpeed, on CPUs", "ZeRO stage 2", package="deepspeed")
+def deepspeed_zero_2() -> float:
+    return deepspeed_training(2)
+
+
+@row("DeepSpeed, on CPUs", "ZeRO stage 3", package="deepspeed")
+def deepspeed_zero_3() -> float:
+    return deepspeed_training(3)
+
+
+TABLE_ROWS, EMBEDDING = 100, 16
+
+
+class Recommender(nn.Module):
+    def __init__(self) -> None:
+        import torchrec
+
+        super().__init__()
+        tables = [
+            torchrec.EmbeddingBagConfig(
+                name=f"t{i}", embedding_dim=EMBEDDING, num_embeddings=TABLE_ROWS, feature_names=[f"f{i}"]
+            )
+            for i in range(2)
+        ]
+        self.bags = torchrec.EmbeddingBagCollection(device=torch.device("cpu"), tables=tables)
+        self.over = nn.Linear(2 * EMBEDDING, 1)
+
+    def forward(self, features: Any) -> torch.Tensor:
+        return self.over(self.bags(features).values())  # type: ignore[no-any-return]
+
+
+def features_of(seed: int, count: int = 32) -> Any:
+    import torchrec
+
+    chance = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(0, 4, (2 * count,), generator=chance)
+    values = torch.randint(0, TABLE_ROWS, (int(lengths.sum()),), generator=chance)
+    return torchrec.KeyedJaggedTensor.from_lengths_sync(keys=["f0", "f1"], values=values, lengths=lengths)
+
+
+def row_wise_adagrad(
+    weight: torch.Tensor, grad: torch.Tensor, state: torch.Tensor, rate: float, eps: float
+) -> None:
+    """In one process what the tables do: one number of state for each row that a batch has touched."""
+    touched = grad.abs().sum(1) > 0
+    state[touched] += grad[touched].pow(2).mean(1)
+    weight[touched] -= rate * grad[touched] / (state[touched].sqrt() + eps)[:, None]
+
+
+def embeddings_by(way: str) -> float:
+    """The tables cut in this way and fused with row-wise Adagrad; compares all shards with one process."""
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torch.distributed._shard.sharded_tensor import ShardedTensor
+    from torchrec.distributed import sharding_plan as plans
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.types import ShardingEnv, ShardingPlan
+
+    rank, size, rate, eps = dist.get_rank(), dist.get_world_size(), 0.1, 1e-8
+    ways = {
+        "row": lambda: plans.row_wise(compute_kernel="fused"),
+        "table": lambda: plans.table_wise(rank=1, compute_kernel="fused"),
+        "column": lambda: plans.column_wise(ranks=[0, size - 1], compute_kernel="fused"),
+    }
+    model = Recommender()
+    plain = copy.deepcopy(model)
+    fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": rate, "eps": eps}
+    sharder = EmbeddingBagCollectionSharder(fused_params=fused)
+    plan = plans.construct_module_sharding_plan(
+        model.bags, {f"t{i}": ways[way]() for i in range(2)}, sharder=sharder, world_size=size, local_size=size,
+        device_type="cpu",
+    )  # fmt: skip
+    sharded = DistributedModelParallel(
+        model, device=torch.device("cpu"), plan=ShardingPlan({"bags": plan}), sharders=[sharder],
+        env=ShardingEnv.from_process_group(dist.group.WORLD),
+    )  # fmt: skip
+
+    def parts() -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """This rank's parts of the sharded model, each beside the same part of the plain one."""
+        found = []
+        for name, value in sharded.state_dict().items():
+            beside = plain.state_dict()[name]
+            if not isinstance(value, ShardedTensor):
+                found.append((value, beside))
+                continue
+            for shard in value.local_shards():
+                (row, column), (rows, columns) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
+                found.append((shard.tensor, beside[row : row + rows, column : column + columns]))
+        return found
+
+    with torch.no_grad():
+        for mine, beside in parts():
+            mine.copy_(beside)
+    halves = 2 if way == "column" else 1  # each with a state of its own
+    states = [torch.zeros(halves, TABLE_ROWS) for _ in plain.bags.parameters()]
+    ours = torch.optim.SGD([p for name, p in sharded.named_parameters() if "over" in name], lr=rate)
+    theirs = torch.optim.SGD(plain.over.parameters(), lr=rate)
+    for step in range(STEPS):
+        batches = [features_of(1000 * step + r) for r in range(size)]
+        ours.zero_grad()
+        sharded(batches[rank]).pow(2).mean().backward()
+        ours.step()
+        plain.zero_grad()
+        for batch in batches:
+            (plain(batch).pow(2).mean() / size).backward()
+        theirs.step()
+        with torch.no_grad():
+            for weight, state in zip(plain.bags.parameters(), states, strict=True):
+                assert weight.grad is not None
+                for half in zip(weight.chunk(halves, 1), weight.grad.chunk(halves, 1), state, strict=True):
+                    row_wise_adagrad(*half, rate, eps)
+    return max((difference([a], [b]) for a, b in parts() if a.numel()), default=0.0)
+
+
+@row("TorchRec", "tables cut by rows, fused row-wise Adagrad: all shards", at_most=1e-4, package="torchrec")
+def torchrec_by_rows() -> float:
+    return embeddings_by("row")
+
+
+@row("TorchRec", "whole tables on a rank", at_most=1e-4, package="torchrec")
+def torchrec_by_tables() -> float:
+    return embeddings_by("table")
+
+
+@row("TorchRec", "tables cut by columns", at_most=1e-4, package="torchrec")
+def torchrec_by_columns() -> float:
+    return embeddings_by("column")
+
+
+if __name__ == "__main__":  # ecosystem.py SIZE NAME...: started by mp.spawn
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        chosen_port = free.getsockname()[1]
+    torch.multiprocessing.spawn(
+        spawned, args=(int(sys.argv[1]), chosen_port, sys.argv[2:]), nprocs=int(sys.argv[1])
+    )

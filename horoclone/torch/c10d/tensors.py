@@ -77,9 +77,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors have memory in common."""
-    return (
-        one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
-    )
+    return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
 
 
 def check_place(tensor: torch.Tensor) -> None:
