@@ -14,7 +14,7 @@ import socket
 import sys
 import tempfile
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -97,9 +97,15 @@ def spawned(rank: int, size: int, port: int, names: Sequence[str]) -> None:
 # --- what the rows share -----------------------------------------------------------------------------------
 
 
+def largest(values: Iterable[float]) -> float:
+    """Unlike max(): where one is not a number, neither is the result."""
+    found = torch.tensor(list(values), dtype=torch.float64)
+    return float("inf") if found.isnan().any() else found.max().item()
+
+
 def difference(ours: Any, theirs: Any) -> float:
     pairs = zip(ours, theirs, strict=True)
-    return max((whole(a).detach().double() - b.detach().double()).abs().max().item() for a, b in pairs)
+    return largest((whole(a).detach().double() - b.detach().double()).abs().max().item() for a, b in pairs)
 
 
 def whole(tensor: Any) -> torch.Tensor:
@@ -173,7 +179,7 @@ def pipeline(schedule: str, per_rank: int = 1, is_v: bool = False) -> float:
     ]
     if losses:
         found.append(abs(torch.stack(losses).mean().item() - loss.item()))
-    return max(found)
+    return largest(found)
 
 
 @row("pipelining", "GPipe: gradients, losses")
@@ -251,7 +257,7 @@ def sequence_parallel() -> float:
     whole_output.to_local().pow(2).mean().backward()
     theirs.pow(2).mean().backward()
     grads = [[p.grad for p in m.parameters()] for m in (cut, plain)]
-    return max(difference([whole_output], [theirs]), difference(*grads))
+    return largest([difference([whole_output], [theirs]), difference(*grads)])
 
 
 @row("DTensor, tensor parallel", "`loss_parallel`, a classifier cut by classes: loss, gradient")
@@ -409,7 +415,7 @@ def checkpoint() -> float:
     dist.barrier()
     if rank == 0:
         folder[0].cleanup()
-    return max(found)
+    return largest(found)
 
 
 # --- DDP: one process simulates all copies of the model -----------------------------------------------------
@@ -612,7 +618,7 @@ def accelerated() -> float:
             run.backward(model(mine).pow(2).mean())
             optimizer.step()
             gathered.append(run.gather_for_metrics(mine))
-    return max(apart(model, alone(data)), difference(gathered, [data] * STEPS))
+    return largest([apart(model, alone(data)), difference(gathered, [data] * STEPS)])
 
 
 def deepspeed_training(stage: int) -> float:
@@ -631,7 +637,7 @@ def deepspeed_training(stage: int) -> float:
     for ours, theirs in zip(model.parameters(), alone(data).parameters(), strict=True):
         with deepspeed.zero.GatheredParameters([ours], enabled=stage == 3):
             found.append(difference([ours], [theirs]))
-    return max(found)
+    return largest(found)
 
 
 @row("DeepSpeed, on CPUs", "data parallel: parameters after training", package="deepspeed")
@@ -755,7 +761,7 @@ def embeddings_by(way: str) -> float:
                 assert weight.grad is not None
                 for half in zip(weight.chunk(halves, 1), weight.grad.chunk(halves, 1), state, strict=True):
                     row_wise_adagrad(*half, rate, eps)
-    return max((difference([a], [b]) for a, b in parts() if a.numel()), default=0.0)
+    return largest(difference([a], [b]) for a, b in parts() if a.numel()) if parts() else 0.0
 
 
 @row("TorchRec", "tables cut by rows, fused row-wise Adagrad: all shards", at_most=1e-4, package="torchrec")

@@ -608,3 +608,72 @@ def test_under_every_launcher(how: str, launch: Any, tmp_path: Path, request: An
         command = [sys.executable, script]
     done = launch(command, env=env, timeout_s=120)
     assert done.stdout.count("is content") == (1 if how == "alone" else 2), done.output
+
+
+@ranks(2, 3)
+def test_results_of_one_size_are_written_where_the_caller_wants_them() -> None:
+    from horoclone.torch.c10d import group as module
+
+    def copied(*_: Any) -> torch.Tensor:
+        raise AssertionError("the core owned the result")
+
+    with distributed() as (rank, size):
+        before, module.rows_of = module.rows_of, copied
+        try:
+            for count in (3, 100_000):
+                whole, mine = torch.empty(size * count), torch.full((count,), rank + 1.0)
+                dist.all_gather_into_tensor(whole, mine)
+                assert torch.equal(whole.view(size, count)[:, 0], torch.arange(1.0, size + 1))
+                whole.chunk(size)[rank].fill_(rank + 5.0)
+                dist.all_gather_into_tensor(whole, whole.chunk(size)[rank])  # in place
+                assert torch.equal(whole.view(size, count)[:, -1], torch.arange(5.0, size + 5))
+                dist.reduce_scatter_tensor(mine, whole)
+                assert mine.eq(size * (rank + 5.0)).all()
+        finally:
+            module.rows_of = before
+        dist.reduce_scatter_tensor(whole[: whole.numel() // size], whole)  # in the input's own memory
+        assert whole[: whole.numel() // size].eq(size * (rank + 5.0)).all()
+        error = raised(
+            lambda: dist.all_gather_into_tensor(torch.empty(size * (3 + rank)), torch.ones(3 + rank))
+        )
+        assert isinstance(error, ValueError) and "different sizes" in str(error), error
+
+
+@ranks(2)
+def test_what_a_functional_collective_has_promised_is_waited_for() -> None:
+    from torch.distributed import _functional_collectives as functional
+
+    with distributed() as (rank, size):
+
+        def promised() -> torch.Tensor:
+            found = functional.all_reduce(torch.full((40_000,), rank + 1.0), "sum", dist.group.WORLD)
+            assert isinstance(found, functional.AsyncCollectiveTensor)
+            return found
+
+        target = torch.empty(40_000)
+        sent = promised()
+        (dist.isend(sent, 1) if rank == 0 else dist.irecv(target, 0)).wait()  # type: ignore[union-attr]
+        assert rank == 0 or target.eq(3).all()
+        whole, half = torch.empty(size, 40_000), torch.empty(20_000)
+        dist.all_gather_into_tensor(whole, promised())
+        dist.reduce_scatter_tensor(half, promised())
+        assert whole.eq(3).all() and half.eq(6).all()
+        dist.all_reduce(again := promised())
+        assert (again + 0).eq(6).all()
+        dist.all_to_all_single(target, promised())
+        assert target.eq(3).all()
+
+
+@ranks(2)
+def test_a_tensor_without_memory_of_its_own_is_refused() -> None:
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    with distributed() as (_, size):
+        tensor = distribute_tensor(torch.ones(8, 8), dist.init_device_mesh("cpu", (size,)), [Shard(0)])
+        for call in (
+            lambda: dist.all_reduce(tensor),
+            lambda: hvd.allreduce(tensor),
+            lambda: hvd.broadcast_(tensor, 0),
+        ):
+            error = raised(call)
+            assert "DTensor" in str(error) and "to_local" in str(error), error

@@ -35,6 +35,7 @@ from horoclone.torch.c10d.tensors import (
     overlap,
     reducible,
     reduction,
+    there,
 )
 from horoclone.torch.c10d.work import Finish, Finished, InFlight, Work
 from horoclone.torch.operations import requests
@@ -181,7 +182,7 @@ class HorocloneGroup(GroupFacts):
                 f"reduce_scatter: the input has {source.numel()} elements, not {self._size} times the output's "
                 f"{output.numel()}"
             )
-        return self._reduce_parts([output], [source], opts)
+        return self._reduce_parts([there(output)], [there(source)], opts)
 
     reduce_scatter_single = _reduce_scatter_base
 

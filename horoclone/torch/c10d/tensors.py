@@ -39,7 +39,14 @@ def ops_name(op: int) -> str:
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
-    return [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
+    return [there(t) for t in ([tensors] if isinstance(tensors, torch.Tensor) else tensors)]
+
+
+def there(tensor: torch.Tensor) -> torch.Tensor:
+    """Waits for what a functional collective has promised. Backends in C++ get it from torch's dispatcher."""
+    if type(tensor) is torch.Tensor or not hasattr(tensor, "trigger_wait"):
+        return tensor
+    return tensor.trigger_wait()  # type: ignore[no-any-return]
 
 
 def reduction(opts: Any) -> tuple[Any, int, float]:
@@ -70,6 +77,7 @@ def reducible(tensor: torch.Tensor, reduce: int) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as uint8[bytes]. Refuses what is not dense, contiguous and in host memory or a GPU's."""
+    tensor = there(tensor)
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         check_place(tensor)
     return tensor.detach().view(-1).view(torch.uint8)

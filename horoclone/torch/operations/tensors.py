@@ -106,8 +106,17 @@ def refuse_scalar(tensors: Iterable[torch.Tensor]) -> None:
 
 
 def address_of(tensor: torch.Tensor) -> int:
-    """Where its elements begin; never 0."""
-    return tensor.data_ptr() or NOWHERE
+    """Where its elements begin; never 0. Unsupported for a tensor that only stands for others, as a DTensor does."""
+    return tensor.data_ptr() or _address_of_nothing(tensor)
+
+
+def _address_of_nothing(tensor: torch.Tensor) -> int:
+    if tensor.numel():
+        raise Unsupported(
+            f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory of its own: pass the tensor "
+            "that it stands for (to_local() or full_tensor() of a DTensor, wait() of what a functional collective returned)."
+        )
+    return NOWHERE
 
 
 def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
