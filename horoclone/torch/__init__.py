@@ -1,5 +1,7 @@
 """horoclone for PyTorch: `import horoclone.torch as hvd`. What `horovod.torch` offers, under the same names."""
 
+from typing import TYPE_CHECKING, Any
+
 from horoclone.common.util import check_extension
 from horoclone.errors import (
     Aborted,
@@ -28,12 +30,24 @@ from horoclone.torch.operations.rooted import *  # noqa: F403
 from horoclone.torch.optimizer import DistributedOptimizer
 from horoclone.torch.sync_batch_norm import SyncBatchNorm
 
+if TYPE_CHECKING:
+    from horoclone.torch.local_sgd import DiLoCo, LocalSGD
+
 life.preferred["HOROCLONE_TIMELINE_OPERATION_NAMES"] = "1"
 
 __all__ = [
     *messages.__all__, *mpi_ops.__all__, *rooted.__all__,
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
-    "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint", "elastic",
-    "flight_record", "metrics",
+    "DiLoCo", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint",
+    "elastic", "flight_record", "metrics",
 ]  # fmt: skip
+
+
+def __getattr__(name: str) -> Any:
+    """What is loaded only where it is used."""
+    if name in ("DiLoCo", "LocalSGD"):
+        from horoclone.torch import local_sgd
+
+        return getattr(local_sgd, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

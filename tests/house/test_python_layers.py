@@ -105,6 +105,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.compression",
         "torch.elastic",
         "torch.functions",
+        "torch.local_sgd",
         "torch.mpi_ops",
         "torch.operations",
         "torch.optimizer",
@@ -135,6 +136,14 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.optimizer",
     },
     "torch.functions": {"objects", "process_sets", "runtime", "torch.operations"},
+    "torch.local_sgd": {
+        "ops",
+        "process_sets",
+        "torch.compression",
+        "torch.compressor",
+        "torch.operations",
+        "torch.optimizer",
+    },
     "torch.mpi_ops": {
         "common",
         "errors",

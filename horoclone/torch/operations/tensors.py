@@ -114,7 +114,7 @@ def _address_of_nothing(tensor: torch.Tensor) -> int:
     if tensor.numel():
         raise Unsupported(
             f"a {type(tensor).__name__} of shape {list(tensor.shape)} has no memory of its own: pass the tensor "
-            "that it stands for (to_local() or full_tensor() of a DTensor, wait() of what a functional collective returned)."
+            "that it stands for: to_local() or full_tensor() of a DTensor, wait() of a functional collective's."
         )
     return NOWHERE
 
