@@ -79,6 +79,25 @@ def contestant(layers: list[tuple[int, float]], across: bool) -> Callable[[int],
     return steps
 
 
+def rarely(layers: list[tuple[int, float]], sync_every: int, delay: int) -> Callable[[int], list[float]]:
+    """DiLoCo over the same layers: one fragment, which is under way for `delay` steps."""
+    model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
+    inner = torch.optim.SGD(model.parameters(), lr=1e-3)
+    outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    hvd.DiLoCo([model], inner, outer, sync_every, fragment_sync_delay=delay).__enter__()
+
+    def steps(count: int) -> list[float]:
+        hvd.barrier()
+        start = time.perf_counter()
+        for _ in range(count):
+            inner.zero_grad()
+            model(torch.ones(1, requires_grad=True)).sum().backward()
+            inner.step()
+        return [(time.perf_counter() - start) / count * 1e6]
+
+    return steps
+
+
 def alone(layers: list[tuple[int, float]]) -> Callable[[int], list[float]]:
     """The same forward and backward without an optimizer: what computing takes."""
     model = torch.nn.Sequential(*[Layer(elements, ms) for elements, ms in layers])
@@ -104,6 +123,7 @@ def main(plan: dict[str, Any], out: str) -> None:
         "communication alone": lambda: contestant(silent, False),
         "fifo": lambda: contestant(plan["layers"], False),
         "priority": lambda: contestant(plan["layers"], True),
+        "diloco": lambda: rarely(plan["layers"], plan["steps"], plan["steps"] // 2),
     }
     times = {}
     for name in plan["contestants"]:

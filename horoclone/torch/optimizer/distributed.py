@@ -324,6 +324,9 @@ def DistributedOptimizer(
     unused_as_none: bool = False,
     shard_optimizer_state: bool | str = False,
     cross_barrier: Any = None,
+    quorum: float | str | None = None,
+    late: str = "drop",
+    max_lag: int = 8,
 ) -> Any:
     """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
 
@@ -336,7 +339,9 @@ def DistributedOptimizer(
     by the set's size under Average unless scale_local_gradients is False. unused_as_none: a gradient that no rank has
     computed in a step is None, not zeros. shard_optimizer_state: ZeRO-1, each rank keeps the state of its shard of the
     parameters ("elements" or "parameters" say how they are cut). cross_barrier: the model; step() then returns at once,
-    and each module waits before its next forward for its own parameters. docs/optimizer.md has the rest.
+    and each module waits before its next forward for its own parameters. quorum: a share of the ranks ("majority",
+    "solo"): a round goes ahead when so many have gradients; those that come late are dropped or carried into the next
+    round (late), and nobody is more than max_lag rounds behind (docs/quorum.md). docs/optimizer.md has the rest.
 
     Returns an instance of a class with the wrapped class's name, derived from it, which shares state and parameter
     groups with `optimizer`. Raises ValueError for wrong arguments, NotInitialized before init().
@@ -348,6 +353,18 @@ def DistributedOptimizer(
     groups = _checked_groups(num_groups, groups)
     local = parameters_of(local_parameters)
     apart = (op == Adasum, local, unused_as_none, shard_optimizer_state)
+    if quorum is not None:
+        from horoclone.torch.optimizer import quorum as rounds
+
+        rounds.refuse_beside_quorum({
+            "op other than Average": op != Average, "cross_barrier": cross_barrier is not None,
+            "shard_optimizer_state": bool(shard_optimizer_state), "compression": compression is not Compression.none,
+            "backward_passes_per_step": passes > 1, "local_parameters": bool(local), "groups": bool(groups),
+            "unused_as_none": unused_as_none, "sparse_as_dense": sparse_as_dense,
+            "gradient_predivide_factor": gradient_predivide_factor != 1.0,
+            "process_set": process_set is not global_process_set,
+        })  # fmt: skip
+        return wrap(optimizer, rounds.QuorumMixin, named_parameters, passes)._begin(quorum, late, max_lag)
     modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:

@@ -1,0 +1,266 @@
+"""DistributedOptimizer(quorum=...): a round of averaging goes ahead when enough ranks have gradients, and nobody waits
+for the late ones unless they are `max_lag` rounds behind.
+
+Every rank has a thread, the agent, that takes part in every round with what its rank has contributed until then, which
+may be nothing. The agent of rank 0 also decides when a round begins. All ranks apply the same results in one order, so
+that parameters are equal at equal rounds. Threads: the trainer calls the optimizer; `_lock` guards what both use.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import warnings
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from horoclone.errors import HorovodInternalError
+from horoclone.ops import Sum
+from horoclone.process_sets import global_process_set
+from horoclone.torch import operations
+from horoclone.torch.operations import messages
+from horoclone.torch.optimizer.wrapping import WrappedOptimizer
+
+# Tags of messages: a rank to rank 0, and rank 0 to a rank.
+ARRIVALS, BEGINNINGS = 0x71_0001, 0x71_0002
+READY, LATE, ENDED = range(3)  # has contributed; has come without a contribution; has no more data
+OVER = -1  # instead of a round's number
+LATE_ROUNDS = 100  # so many rounds in a row without a contribution, and rank 0 warns of the rank
+WAIT_S = 1.0  # between two looks at whether the agent lives
+
+log = logging.getLogger("horoclone")
+
+
+def checked_quorum(quorum: float | str, size: int) -> int:
+    """How many ranks begin a round. ValueError for what is neither a share nor "majority" or "solo"."""
+    if quorum == "majority":
+        count = size // 2 + 1
+    elif quorum == "solo":
+        count = 1
+    elif not isinstance(quorum, str) and 0 < quorum <= 1:
+        count = max(1, math.ceil(round(quorum * size, 6)))
+    else:
+        raise ValueError(
+            f'quorum={quorum!r} must be a share of the ranks (0 < quorum <= 1), "majority" or "solo"'
+        )
+    if 3 * count < 2 * size:
+        warnings.warn(
+            f"quorum={quorum!r}: rounds of {count} of {size} ranks, less than two thirds, average few gradients and "
+            "may not converge as averages of all do",
+            stacklevel=4,
+        )
+    return count
+
+
+class _Tally:
+    """Rank 0's: who has come, and whether a round begins. Thread: the agent of rank 0."""
+
+    def __init__(self, size: int, quorum: int, max_lag: int) -> None:
+        self.size, self.quorum, self.max_lag = size, quorum, max_lag
+        self.rounds = 0
+        self.ended: set[int] = set()
+        self.given = [0] * size  # contributions that a rank has told of,
+        self.used = [0] * size  # and those that rounds have had; a round may have one before it is told of
+        self.came = [0] * size  # the round in which a rank was last heard of
+        self.contributed = [0] * size  # the last round that had something of it
+
+    def note(self, rank: int, what: int) -> None:
+        self.came[rank] = self.rounds
+        if what == ENDED:
+            self.ended.add(rank)
+        elif what == READY:
+            self.given[rank] += 1
+
+    def is_over(self) -> bool:
+        return len(self.ended) == self.size
+
+    def may_begin(self) -> bool:
+        live = [rank for rank in range(self.size) if rank not in self.ended]
+        ready = [rank for rank in live if self.given[rank] > self.used[rank]]
+        fresh = all(rank in ready or self.rounds - self.came[rank] < self.max_lag for rank in live)
+        return bool(ready) and len(ready) >= min(self.quorum, len(live)) and fresh
+
+    def finish(self, counts: list[float]) -> None:
+        """counts: of contributions that the round has had, by rank."""
+        self.rounds += 1
+        for rank, count in enumerate(counts):
+            self.used[rank] += int(count)
+            if count or rank in self.ended:
+                self.contributed[rank] = self.rounds
+            elif (self.rounds - self.contributed[rank]) % LATE_ROUNDS == 0:
+                log.warning("rank %d was too late in each of the last %d rounds (quorum=)", rank, LATE_ROUNDS)
+
+
+class _Agent:
+    """One rank's side of all rounds."""
+
+    def __init__(self, like: list[torch.Tensor], quorum: int, max_lag: int) -> None:
+        size, self._rank = global_process_set.size() or 1, global_process_set.rank() or 0
+        self._size = size
+        self._tally = _Tally(size, quorum, max_lag) if self._rank == 0 else None
+        self._new: Callable[[], list[torch.Tensor]] = lambda: [torch.zeros_like(t) for t in like]
+        self._lock = threading.Condition()
+        self._given, self._count = self._new(), 0  # what the next round takes from here
+        self._results: deque[list[torch.Tensor]] = deque()
+        self.rounds = 0  # finished, of which the trainer may not have applied all
+        self._error: BaseException | None = None
+        self._is_over = False
+        self._sent: deque[int] = deque()  # handles
+        self._thread = threading.Thread(target=self._run, name="hc-quorum", daemon=True)
+        self._thread.start()
+
+    # --- the trainer's thread ---
+
+    def give(self, gradients: list[torch.Tensor]) -> None:
+        with self._lock:
+            for mine, more in zip(self._given, gradients, strict=True):
+                mine.add_(more)
+            self._count += 1
+
+    def say(self, what: int) -> None:
+        """To rank 0, in order."""
+        while self._sent and operations.poll(self._sent[0]):
+            operations.synchronize(self._sent.popleft())
+        self._sent.append(messages.isend(torch.tensor([self._rank, what]), 0, ARRIVALS))
+
+    def take(self, wanted: int) -> list[list[torch.Tensor]]:
+        """The results that there are, once round `wanted` is finished or all is over."""
+        with self._lock:
+            while self.rounds < wanted and not self._is_over:
+                if self._error is not None:
+                    raise self._error
+                self._lock.wait(WAIT_S)
+            found = list(self._results)
+            self._results.clear()
+            return found
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over and not self._results
+
+    # --- the agent's thread ---
+
+    def _run(self) -> None:
+        try:
+            while (number := self._next()) != OVER:
+                self._round(number)
+        except (HorovodInternalError, ValueError) as error:
+            self._error = error
+        with self._lock:
+            self._is_over = self._error is None
+            self._lock.notify_all()
+
+    def _next(self) -> int:
+        if self._tally is None:
+            return int(messages.recv(src=0, tag=BEGINNINGS)[0])
+        while not (self._tally.is_over() or self._tally.may_begin()):
+            rank, what = messages.recv(tag=ARRIVALS).tolist()
+            self._tally.note(rank, what)
+        number = OVER if self._tally.is_over() else self._tally.rounds
+        word = torch.tensor([number])
+        for handle in [messages.isend(word, rank, BEGINNINGS) for rank in range(1, self._size)]:
+            operations.synchronize(handle)
+        return number
+
+    def _round(self, number: int) -> None:
+        with self._lock:
+            given, counts = self._given, torch.zeros(self._size)
+            counts[self._rank] = self._count
+            self._given, self._count = self._new(), 0
+        handles = [
+            operations.allreduce_async_(tensor, None, f"quorum.{i}", Sum)
+            for i, tensor in enumerate((*given, counts))
+        ]
+        for handle in handles:
+            operations.synchronize(handle)
+        for tensor in given:
+            tensor.div_(max(counts.sum().item(), 1.0))
+        if self._tally is not None:
+            self._tally.finish(counts.tolist())
+        with self._lock:
+            self._results.append(given)
+            self.rounds = number + 1
+            self._lock.notify_all()
+
+
+class QuorumMixin(WrappedOptimizer):
+    """See DistributedOptimizer."""
+
+    _own_attributes = frozenset(
+        {"_agent", "_applied", "_late", "_parameter_names", "backward_passes_per_step"}
+    )
+    _agent: _Agent
+    _applied: int
+    _late: str
+
+    def _begin(self, quorum: float | str, late: str, max_lag: int) -> Any:
+        if late not in ("drop", "carry"):
+            raise ValueError(f'late={late!r} must be "drop" or "carry"')
+        if max_lag < 1:
+            raise ValueError(f"max_lag={max_lag} must be at least 1")
+        count = checked_quorum(quorum, global_process_set.size() or 1)
+        self._late, self._applied = late, 0
+        self._agent = _Agent([p.detach() for p in self._trained()], count, max_lag)
+        return self
+
+    def _trained(self) -> list[torch.Tensor]:
+        return [p for group in self.__dict__["param_groups"] for p in group["params"] if p.requires_grad]
+
+    @property
+    def rounds(self) -> int:
+        """How many rounds this rank's parameters have in them: at equal rounds they are equal on all ranks."""
+        return self._applied
+
+    def step(self, closure: Any = None) -> Any:
+        """Contributes the gradients, then applies every round that this rank has not applied yet.
+
+        A rank that is not late waits for the round that it contributes to. Hooks of the step run for each round, with
+        the averaged gradients: clip there.
+        """
+        if closure is not None:
+            raise ValueError("quorum= and step(closure) do not go together: call step() after backward()")
+        agent = self._agent
+        late = agent.rounds > self._applied
+        if late and self._late == "drop":
+            agent.say(LATE)
+            self._apply(agent.take(self._applied))
+            return None
+        agent.give([self._gradient_of(p) for p in self._trained()])
+        agent.say(READY)
+        self._apply(agent.take(agent.rounds if late else self._applied + 1))
+        return None
+
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def join(self) -> None:
+        """This rank has no more data: rounds of the others go on, and are applied here, until all have called it."""
+        self._agent.say(ENDED)
+        while not self._agent.is_over:
+            self._apply(self._agent.take(self._applied + 1))
+
+    def _gradient_of(self, parameter: torch.Tensor) -> torch.Tensor:
+        if parameter.grad is None:
+            return torch.zeros_like(parameter)
+        if parameter.grad.is_sparse:
+            raise ValueError("quorum= and sparse gradients do not go together; use dense embeddings")
+        return parameter.grad.detach()
+
+    def _apply(self, results: list[list[torch.Tensor]]) -> None:
+        for averages in results:
+            for parameter, average in zip(self._trained(), averages, strict=True):
+                parameter.grad = average
+            super().step()  # type: ignore[misc]
+            self._applied += 1
+
+
+def refuse_beside_quorum(others: dict[str, bool]) -> None:
+    """ValueError for the first of the other arguments that is set."""
+    for name, is_set in others.items():
+        if is_set:
+            raise ValueError(
+                f"quorum= and {name} do not go together in DistributedOptimizer: leave one of them out"
+            )
