@@ -144,6 +144,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
         "torch.optimizer",
     },
+    "torch.torchft": {"torch.c10d"},
     "torch.mpi_ops": {
         "common",
         "errors",
