@@ -1,4 +1,4 @@
-"""Training that communicates once in twenty steps: DiLoCo in two fragments that are under way while training goes on."""
+"""Training that communicates once in twenty steps: DiLoCo, two fragments, sent while training goes on."""
 
 from __future__ import annotations
 

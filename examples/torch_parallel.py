@@ -1,7 +1,7 @@
 """A model cut in three ways with torch's own tools: stages of a pipeline, shards of parameters, parts of matrices.
 
-horoclonerun -np 8 python examples/torch_parallel.py: 2 stages x 2 shards (FSDP2) x 2 parts (tensor parallel). With fewer
-ranks some of the ways have one part. The loss is that of one process.
+horoclonerun -np 8 python examples/torch_parallel.py: 2 stages x 2 shards (FSDP2) x 2 parts (tensor parallel). With
+fewer ranks some of the ways have one part. The loss is that of one process.
 """
 
 from __future__ import annotations
@@ -60,14 +60,12 @@ def main() -> None:
             *([data] if stage == 0 else []), **({"target": target, "losses": losses} if is_last else {})
         )
         optimizer.step()
-        if is_last:
-            loss = torch.stack(losses).mean().detach()
+        if step in (0, wish.steps - 1):
+            loss = torch.stack(losses).mean().detach() if is_last else torch.zeros(())
             dist.all_reduce(loss, op=dist.ReduceOp.AVG, group=mesh["data"].get_group())
-            if part == 0 and mesh["tensor"].get_local_rank() == 0 and step in (0, wish.steps - 1):
-                print(
-                    f"step {step + 1}: loss {loss.item():.4f} on {' x '.join(map(str, shape))} ranks",
-                    flush=True,
-                )
+            dist.all_reduce(loss, op=dist.ReduceOp.MAX)  # the last stage has it
+            if dist.get_rank() == 0:
+                print(f"step {step + 1}: loss {loss.item():.4f} on {' x '.join(map(str, shape))} ranks")
     dist.destroy_process_group()
 
 

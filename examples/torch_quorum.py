@@ -44,7 +44,7 @@ def main() -> None:
     optimizer.join()
     with torch.no_grad():
         accuracy = (model(x[1500:]).argmax(1) == y[1500:]).float().mean()
-    print(f"{batches} batches, {optimizer.rounds} rounds, test accuracy {accuracy:.2%}")
+    print(f"rank {hvd.rank()}: {batches} batches, {optimizer.rounds} rounds, test accuracy {accuracy:.2%}")
     hvd.shutdown()
 
 

@@ -57,9 +57,9 @@ HC_EXPORT void hc_status_destroy(hc_status* status);
 
 /* One tensor of a request. `out` NULL: the core owns the result (sizes unknown before the agreement), see hc_result.
  * allgather into `out`: it has room for this rank's rows times the ranks; where a rank gave another number of rows it
- * stays as it is, and the core owns the result. reduce and gather have a result on the root only. scatter: only the root gives a tensor, the others none. receive: a
- * tensor to receive into (`out`), or none. Who gives none and says HC_CUDA can take what comes on that GPU; what comes
- * from host memory is in host memory all the same. */
+ * stays as it is, and the core owns the result. reduce and gather have a result on the root only. scatter: only the
+ * root gives a tensor, the others none. receive: a tensor to receive into (`out`), or none. Who gives none and says
+ * HC_CUDA can take what comes on that GPU; what comes from host memory is in host memory all the same. */
 typedef struct hc_tensor {
   const void* in;
   void* out;

@@ -1,7 +1,7 @@
 """A process group for torchft, whose replicas come and go: ProcessGroupHoroclone. Needs the package torchft.
 
-torchft's Manager calls configure() whenever the replicas change: a new group of the backend `horoclone` is made, and the
-old one, whose members may be dead, is aborted. Thread: torchft's.
+torchft's Manager calls configure() whenever the replicas change: a new group of the backend `horoclone` is made, and
+the old one, whose members may be dead, is aborted. Thread: torchft's.
 """
 
 # mypy: disable-error-code="misc, import-not-found"
@@ -18,6 +18,8 @@ __all__ = ["ProcessGroupHoroclone"]
 
 class ProcessGroupHoroclone(ProcessGroupWrapper):
     """As torchft.ProcessGroupGloo, for its Manager, LocalSGD, DiLoCo and managed meshes."""
+
+    _pg: HorocloneGroup | None
 
     def _create_pg(self, store: Any, rank: int, world_size: int) -> Any:
         return HorocloneGroup(store, rank, world_size, self._timeout)

@@ -121,7 +121,27 @@ def in_a_graph(text: str) -> None:
     assert steps == 300 and accuracy > 95
 
 
+def three_ways(text: str) -> None:
+    first, last = (float(loss) for loss in re.findall(r"loss ([\d.]+) on 2 x 1 x 1 ranks", text))
+    assert last < first
+
+
+def rarely(text: str) -> None:
+    (accuracy,) = last_line(r"2 ranks, 400 steps, test accuracy ([\d.]+)%", text)
+    assert accuracy > 93
+
+
+def by_quorum(text: str) -> None:
+    batches, rounds, accuracy = last_line(
+        r"rank 0: (\d+) batches, (\d+) rounds, test accuracy ([\d.]+)%", text
+    )
+    assert rounds >= 200 and batches > 100 and accuracy > 85
+
+
 CLAIMS = {
+    "torch_parallel.py": three_ways,
+    "torch_diloco.py": rarely,
+    "torch_quorum.py": by_quorum,
     "torch_synthetic_benchmark.py": synthetic,
     "torch_process_sets.py": process_sets,
     "torch_join.py": join,

@@ -349,22 +349,19 @@ def DistributedOptimizer(
     _check_arguments(optimizer, op, gradient_predivide_factor, process_set)
     compression = checked_compression(compression, op, gradient_predivide_factor)
     passes = checked_passes(backward_passes_per_step)
-    included = bool(process_set.included())
     groups = _checked_groups(num_groups, groups)
     local = parameters_of(local_parameters)
     apart = (op == Adasum, local, unused_as_none, shard_optimizer_state)
     if quorum is not None:
-        from horoclone.torch.optimizer import quorum as rounds
-
-        rounds.refuse_beside_quorum({
+        others = {
             "op other than Average": op != Average, "cross_barrier": cross_barrier is not None,
-            "shard_optimizer_state": bool(shard_optimizer_state), "compression": compression is not Compression.none,
-            "backward_passes_per_step": passes > 1, "local_parameters": bool(local), "groups": bool(groups),
+            "shard_optimizer_state": shard_optimizer_state, "compression": compression is not Compression.none,
+            "backward_passes_per_step": passes > 1, "local_parameters": local, "groups": groups,
             "unused_as_none": unused_as_none, "sparse_as_dense": sparse_as_dense,
             "gradient_predivide_factor": gradient_predivide_factor != 1.0,
             "process_set": process_set is not global_process_set,
-        })  # fmt: skip
-        return wrap(optimizer, rounds.QuorumMixin, named_parameters, passes)._begin(quorum, late, max_lag)
+        }  # fmt: skip
+        return _by_quorum(optimizer, named_parameters, others, (quorum, late, max_lag))
     modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:
@@ -375,31 +372,39 @@ def DistributedOptimizer(
         return wrapped._begin(Deltas(compression, process_set), local, sparse_as_dense)
     wrapped = wrap(optimizer, DistributedMixin, named_parameters, passes)
     wrapped._process_set = process_set
-    wrapped._included = included
     wrapped._announced, wrapped._should_synchronize = False, True
     terms = Terms(
-        op,
-        gradient_predivide_factor,
-        compression,
-        sparse_as_dense,
-        unused_as_none,
-        scale_local_gradients,
-        process_set,
-    )
-    reducer = Reducer(passes, terms)
-    reducer.add_local(local)
-    reducer.groups = groups
-    wrapped._reducer = reducer
+        op, gradient_predivide_factor, compression, sparse_as_dense, unused_as_none, scale_local_gradients, process_set
+    )  # fmt: skip
+    wrapped._reducer = Reducer(passes, terms)
+    wrapped._reducer.add_local(local)
+    wrapped._reducer.groups = groups
+    return _begun(wrapped, shard_optimizer_state, modules)
+
+
+def _begun(wrapped: Any, shard_optimizer_state: bool | str, modules: Any) -> Any:
+    """Once its reducer knows the terms: forms the buckets, where this rank takes part."""
+    process_set, reducer = wrapped._process_set, wrapped._reducer
+    wrapped._included = bool(process_set.included())
     wrapped._sharding = wrapped._whole_state = wrapped._barrier = None
     if shard_optimizer_state:
-        mode = checked_mode(shard_optimizer_state, type(optimizer))
-        if included:
+        mode = checked_mode(shard_optimizer_state, type(wrapped)._wrapped_class)
+        if wrapped._included:
             wrapped._sharding = Sharding(mode, process_set)
             reducer.shards = wrapped._sharding.parts
-    if included:
+    if wrapped._included:
         wrapped._find_new()
         wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None
     return wrapped
+
+
+def _by_quorum(
+    optimizer: Any, names: Any, others: dict[str, Any], terms: tuple[float | str, str, int]
+) -> Any:
+    from horoclone.torch.optimizer import quorum  # loaded only where it is used
+
+    quorum.refuse_beside_quorum(others)
+    return wrap(optimizer, quorum.QuorumMixin, names, 1)._begin(*terms)
 
 
 def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: ProcessSet) -> None:

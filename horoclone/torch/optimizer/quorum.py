@@ -257,7 +257,7 @@ class QuorumMixin(WrappedOptimizer):
             self._applied += 1
 
 
-def refuse_beside_quorum(others: dict[str, bool]) -> None:
+def refuse_beside_quorum(others: dict[str, Any]) -> None:
     """ValueError for the first of the other arguments that is set."""
     for name, is_set in others.items():
         if is_set:
