@@ -170,4 +170,8 @@ def test_what_cannot_be_is_refused() -> None:
     refused("quorum", "backward_passes_per_step", quorum=1.0, backward_passes_per_step=2)
     with pytest.warns(UserWarning, match="two thirds"):
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), quorum="solo")
+    with pytest.raises(ValueError, match=r"elastic.*quorum"):
+        hvd.elastic.TorchState(model=model, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"DiLoCo.*DistributedOptimizer"):
+        hvd.DiLoCo([model], optimizer, torch.optim.SGD(model.parameters(), lr=1.0), 4)
     optimizer.join()

@@ -105,6 +105,11 @@ class OptimizerStateHandler(StateHandler):
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        if hasattr(optimizer, "_agent"):
+            raise ValueError(
+                "hvd.elastic and DistributedOptimizer(quorum=...) do not go together: its rounds belong to one world. "
+                "Leave quorum out of an elastic job."
+            )
         super().__init__(optimizer)
         self.save()
 
