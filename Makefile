@@ -38,7 +38,7 @@ demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two
 	horoclonerun -np 2 python examples/torch_digits.py
 
 # What compiles goes on beside what is downloaded, and the C++ tests of one build, which often wait, beside those of another.
-# Costly Python tests run where something that they guard has changed (tests/guarded.py); test-all runs them all.
+# Sanitizers and costly Python tests run where something that they guard has changed (tests/guarded.py); test-all runs all.
 test: GUARDED := changed
 test: builds-and-cpp ## C++, sanitizers, Python (every example is one of its tests)
 test-all: GUARDED := renew
@@ -47,8 +47,8 @@ test test-all:
 	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
 
 builds-and-cpp: $(VENV)/.ready-tools
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
-	@$(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package cpp tsan asan
+	@HC_GUARDED=$(GUARDED) $(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
+	@HC_GUARDED=$(GUARDED) $(MAKE) --no-print-directory -j2 --output-sync=target $(VENV)/.ready-package cpp tsan asan
 
 cpp-builds: $(VENV)/.ready-tools
 	@.ci/cpp release "" $(JOBS) build

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
@@ -97,3 +98,21 @@ def test_every_name_that_a_test_guards_exists() -> None:
             files = re.findall(r'"([^"]+)"', names.partition("packages=")[0])
             missing += [f"{path.name}: {name}" for name in files if not (guarded.ROOT / name).exists()]
     assert not missing, f"these tests would run always: {missing}"
+
+
+def test_a_sanitizer_is_left_out_only_with_the_same_files_and_the_same_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record, key = tmp_path / "guarded.json", ".ci/cpp::thread"
+    monkeypatch.setattr(guarded, "RECORD", record)
+    monkeypatch.setattr(
+        guarded, "recorded", lambda of=record: json.loads(of.read_text()) if of.exists() else {}
+    )
+    assert guarded.main(["unchanged", key, "g++ 12", ".ci/cpp"]) == 1
+    assert guarded.main(["passed", key, "g++ 12", ".ci/cpp"]) == 0
+    assert guarded.main(["unchanged", key, "g++ 12", ".ci/cpp"]) == 0
+    assert guarded.main(["unchanged", key, "g++ 13", ".ci/cpp"]) == 1
+    assert guarded.main(["unchanged", key, "g++ 12", ".ci/cpp", ".ci/run"]) == 1
+    assert guarded.main(["unchanged", ".ci/cpp::address", "g++ 12", ".ci/cpp"]) == 1
+    assert guarded.main(["passed", key, "g++ 12", "no/such/file"]) == 2
+    assert guarded.main(["unchanged", key, "g++ 12", "no/such/file"]) == 1
