@@ -24,12 +24,16 @@ FOR_TEST_ALONE := tf_keras==2.21.0
 # In .venv/ecosystem, which sees the packages of .venv. TorchRec asks for the package `fbgemm-gpu`, which is the one for GPUs.
 FOR_ECOSYSTEM := accelerate==1.15.0 deepspeed==0.19.8 torchft==0.2.0 iopath pyre-extensions typing_inspect orjson pyvers cloudpickle
 FOR_ECOSYSTEM_ALONE := torchrec==1.8.0 fbgemm-gpu-cpu==1.8.0 tensordict
+# In .venv/engines, which sees the packages of .venv: Ray, Spark, schemas of Kubernetes. A version that is pinned
+# here counts as installed where a test guards the package (tests/guarded.py).
+FOR_ENGINES := ray[default]==2.60.0 pyspark==4.3.0 pyarrow pandas fsspec kubernetes-validate==1.37.0 kubeflow-trainer-api==2.3.0 jsonschema
+ENGINE_TESTS := $(wildcard tests/ray tests/spark tests/kubernetes)
 # Where CUDA's toolkit is not installed: the kernels must compile, which needs no GPU.
 NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cuda-runtime==13.*
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu examples bench lint format docs clean install
+.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu ecosystem engines engines-where-needed examples bench lint format docs clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -44,7 +48,14 @@ test: builds-and-cpp ## C++, sanitizers, Python (every example is one of its tes
 test-all: GUARDED := renew
 test-all: builds-and-cpp ## as `test`, with every costly test whose files have not changed; writes tests/guarded.json
 test test-all:
+	@$(MAKE) --no-print-directory engines-where-needed GUARDED=$(GUARDED)
 	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
+
+# Ray and Spark are 900 MB: they are installed only where a test that needs them is going to run.
+engines-where-needed: $(VENV)/.ready-test $(VENV)/.ready-package
+	@if [ "$(GUARDED)" = changed ] && ! python tests/guarded.py wanted $(ENGINE_TESTS); then \
+	  echo "SKIPPED tests of Ray and Spark: unchanged since they passed: \`make test-all\` runs them"; \
+	else $(MAKE) --no-print-directory $(VENV)/.ready-engines || echo "SKIPPED Ray and Spark: they cannot be installed"; fi
 
 builds-and-cpp: $(VENV)/.ready-tools
 	@HC_GUARDED=$(GUARDED) $(MAKE) --no-print-directory -j2 $(VENV)/.ready-test cpp-builds
@@ -71,6 +82,9 @@ gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is inst
 
 ecosystem: $(VENV)/.ready-package $(VENV)/.ready-ecosystem ## packages that are built on torch, in an environment of their own, and their tests
 	python -m pytest -rs tests/torch/test_ecosystem.py tests/torch/test_torchft.py $(ARGS)
+
+engines: $(VENV)/.ready-package $(VENV)/.ready-engines ## Ray, Spark and Kubernetes: their tests, with Ray and Spark in an environment of their own
+	python -m pytest -rs $(ENGINE_TESTS) $(ARGS)
 
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
 	@for example in examples/*.py; do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
@@ -135,13 +149,24 @@ $(VENV)/.ready-test: $(VENV)/.ready-demo
 	@$(PIP) --ignore-installed --no-deps --prefix $(VENV)/mpich $(MPICH)
 	@touch $@
 
+# $(call beside-venv,NAME): an environment that sees the packages of .venv and has its own before them.
+define beside-venv
+@$(PYTHON) -m venv $(VENV)/$(1)
+@for at in $(VENV)/$(1)/lib/python*/site-packages; do \
+  echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$at/packages_of_venv.pth; done
+endef
+
 $(VENV)/.ready-ecosystem: $(VENV)/.ready-test
 	@echo "== installing $(FOR_ECOSYSTEM) $(FOR_ECOSYSTEM_ALONE) into $(VENV)/ecosystem"
-	@$(PYTHON) -m venv $(VENV)/ecosystem
-	@for at in $(VENV)/ecosystem/lib/python*/site-packages; do \
-	  echo "import site; site.addsitedir('$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')')" > $$at/packages_of_venv.pth; done
+	$(call beside-venv,ecosystem)
 	@$(VENV)/ecosystem/bin/python -m pip install -qq --disable-pip-version-check $(FOR_ECOSYSTEM)
 	@$(VENV)/ecosystem/bin/python -m pip install -qq --disable-pip-version-check --no-deps $(FOR_ECOSYSTEM_ALONE)
+	@touch $@
+
+$(VENV)/.ready-engines: $(VENV)/.ready-test
+	@echo "== installing $(FOR_ENGINES) into $(VENV)/engines"
+	$(call beside-venv,engines)
+	@$(VENV)/engines/bin/python -m pip install -qq --disable-pip-version-check $(FOR_ENGINES)
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready-package

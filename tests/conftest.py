@@ -422,3 +422,12 @@ def needs_root() -> None:
 def examples() -> Path:
     """The folder of the examples."""
     return ROOT / "examples"
+
+
+@pytest.fixture(scope="session")
+def engines() -> Path:
+    """Python of .venv/engines, where Ray and Spark are installed and the packages of .venv are seen; skips without it."""
+    python = ROOT / ".venv" / "engines" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("Ray and Spark are not installed: `make engines`")
+    return python

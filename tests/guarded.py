@@ -6,15 +6,19 @@ the test passed. A clone without history knows it as well, and what has changed 
 
 .ci/cpp asks here, too, whether a sanitizer has to run: `python tests/guarded.py unchanged KEY WITH NAME...` succeeds if the
 files and folders NAME... are what they were when KEY passed with the compiler WITH; `passed` in its place notes that.
+The Makefile asks whether an environment has to be made: `wanted FOLDER...` succeeds if a marked test there would run.
 """
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
 import json
+import os
 import platform
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -26,6 +30,17 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "guarded.json"
 NOT_SOURCES = {".pyc", ".so"}
+UNCHANGED = "unchanged since it passed: `make test-all` runs it"
+
+
+def version_of(package: str, makefile: Path = ROOT / "Makefile") -> str:
+    """Of what is installed here, or what FOR_ENGINES in the Makefile pins for an environment of its own; else "absent"."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        listed = re.search(r"^FOR_ENGINES :=(.*)$", makefile.read_text(), re.MULTILINE)
+        pinned = re.search(rf"(?:^|\s){re.escape(package)}(?:\[\w+\])?==(\S+)", listed[1]) if listed else None
+        return pinned[1] if pinned else "absent"
 
 
 @cache
@@ -48,11 +63,7 @@ def digest_of(
                 content = path.read_bytes()
                 whole.update(f"{path.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
     for package in packages:
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            version = "absent"
-        whole.update(f"{package} {version}\n".encode())
+        whole.update(f"{package} {version_of(package)}\n".encode())
     whole.update(f"{compiler or '.'.join(platform.python_version_tuple()[:2])} {platform.machine()}".encode())
     return whole.hexdigest()[:32]
 
@@ -80,7 +91,7 @@ def skip_unchanged(items: list[pytest.Item], how: str) -> None:
             continue
         item.user_properties.append(("guarded", digest))
         if how == "changed" and known.get(item.nodeid) == digest:
-            item.add_marker(pytest.mark.skip(reason="unchanged since it passed: `make test-all` runs it"))
+            item.add_marker(pytest.mark.skip(reason=UNCHANGED))
 
 
 class Renewal:
@@ -116,8 +127,46 @@ def write(record: Path, passed: dict[str, str], failed: set[str]) -> None:
         record.write_text(text + "\n")
 
 
+class _Collected:
+    """Hears which marked tests pytest has found, and which of them nothing would skip."""
+
+    def __init__(self) -> None:
+        self.wanted: list[str] = []
+        self.is_whole = True  # no file failed while it was read
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        self.wanted = [
+            item.nodeid
+            for item in session.items
+            if item.get_closest_marker("guards")
+            and not any(mark.kwargs.get("reason") == UNCHANGED for mark in item.iter_markers("skip"))
+        ]
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        self.is_whole = self.is_whole and not report.failed
+
+
+def wanted(folders: list[str]) -> bool:
+    """Whether a marked test in these folders would run with --guarded=changed. Those that are absent have none; of a file
+    that cannot be read the tests run, and fail."""
+    import pytest
+
+    there = [folder for folder in folders if (ROOT / folder).is_dir()]
+    if not there:
+        return False
+    collected = _Collected()
+    sys.path.insert(0, str(ROOT))  # horoclone is there before it is installed
+    how = ["--collect-only", "-q", "-p", "no:cacheprovider", "--guarded=changed", f"--rootdir={ROOT}"]
+    with Path(os.devnull).open("w") as nowhere:
+        with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+            pytest.main([*how, *(str(ROOT / folder) for folder in there)], [collected])
+    return bool(collected.wanted) or not collected.is_whole
+
+
 def main(arguments: list[str]) -> int:
-    """For .ci/cpp, see above."""
+    """For .ci/cpp and the Makefile, see above."""
+    if arguments[:1] == ["wanted"]:
+        return 0 if wanted(arguments[1:]) else 1
     verb, key, compiler, *names = arguments
     digest = digest_of(ROOT, tuple(names), (), compiler)
     if verb == "unchanged":

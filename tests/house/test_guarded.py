@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -116,3 +119,39 @@ def test_a_sanitizer_is_left_out_only_with_the_same_files_and_the_same_compiler(
     assert guarded.main(["unchanged", ".ci/cpp::address", "g++ 12", ".ci/cpp"]) == 1
     assert guarded.main(["passed", key, "g++ 12", "no/such/file"]) == 2
     assert guarded.main(["unchanged", key, "g++ 12", "no/such/file"]) == 1
+
+
+def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(tmp_path: Path) -> None:
+    (tmp_path / "tests" / "here").mkdir(parents=True)
+    for name in ("pyproject.toml", *(f"tests/{one}.py" for one in ("conftest", "guarded", "world", "crew"))):
+        shutil.copy(guarded.ROOT / name, tmp_path / name)
+    (tmp_path / "Makefile").write_text("FOR_ENGINES := first other[all]==1.0 last\n")
+    (tmp_path / "guarded_file").write_text("1")
+    test = tmp_path / "tests" / "here" / "test_it.py"
+    test.write_text(
+        "import pytest\n\ndef test_cheap(): pass\n\n"
+        "@pytest.mark.guards('guarded_file', packages=('other',))\ndef test_costly(): pass\n"
+    )
+
+    def is_wanted(*folders: str) -> bool:
+        command = [sys.executable, "tests/guarded.py", "wanted", *folders]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        assert done.returncode in (0, 1) and not done.stdout + done.stderr, done
+        return done.returncode == 0
+
+    def run() -> None:
+        command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--guarded=renew", "tests/here"]
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    assert is_wanted("tests/here", "tests/absent") and not is_wanted("tests/absent")
+    run()
+    assert not is_wanted("tests/here", "tests/absent")
+    (tmp_path / "guarded_file").write_text("2")
+    assert is_wanted("tests/here")
+    run()
+    assert not is_wanted("tests/here")
+    (tmp_path / "Makefile").write_text("FOR_ENGINES := first other[all]==1.1 last\n")
+    assert is_wanted("tests/here")
+    run()
+    test.write_text(test.read_text().replace("import pytest", "import pytest, no_such_module"))
+    assert is_wanted("tests/here"), "what cannot be read runs, and fails"
