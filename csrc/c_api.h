@@ -1,4 +1,4 @@
-// What every file of the C API shares: the objects behind the opaque pointers, and how a C++ result crosses into C.
+// Shared by the files of the C API: the objects behind the opaque pointers, and how a C++ result becomes a C one.
 // Thread: any.
 #pragma once
 
@@ -38,7 +38,7 @@ inline std::vector<std::pair<std::string, std::string>> settings_of(const char* 
   return settings;
 }
 
-// A text that the caller reads before the same thread asks for the next one.
+// A text that the caller must read before the same thread asks for another one.
 inline const char* keep(std::string text) {
   thread_local std::string kept;
   kept = std::move(text);

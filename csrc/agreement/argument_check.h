@@ -1,5 +1,5 @@
-// What is wrong with arguments by themselves. The rank that submits asks before it queues anything; the coordinator
-// asks again, because it believes no rank. Both give the user the same words. PURE.
+// Checks of an operation's arguments that need to know no other rank. The submitting rank runs them before it queues
+// anything; the coordinator runs them again, because it trusts no rank. Both give the user the same text. PURE.
 #pragma once
 
 #include <span>
@@ -11,7 +11,8 @@ namespace hc {
 
 // InvalidArgument with the reason and the next move; the caller says which operation it is about.
 Status check_reduction(Op op, Reduce reduce, DType dtype);
-// alltoall, and scatter on its root: how many of `rows` each of `size` ranks gets. No splits: equal parts.
+// For alltoall, and for scatter on its root: `splits` says how many of the `rows` each of `size` ranks gets; empty
+// means equal parts.
 Status check_splits(Op op, std::span<const int64_t> splits, int64_t rows, int size);
 
 }  // namespace hc

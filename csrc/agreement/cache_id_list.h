@@ -1,5 +1,5 @@
-// Bytes of a list of cache ids (and sequence numbers), in the smallest of four forms; a steady step is a few bytes.
-// PURE.
+// Encodes a list of cache ids (and sequence numbers) in the smallest of four forms; a step that repeats takes a few
+// bytes. PURE.
 #pragma once
 
 #include <vector>
@@ -11,7 +11,8 @@
 namespace hc {
 
 void put_cache_ids(Writer* out, const std::vector<CachedRequest>& list);
-// At most kMaxPlanEntries from a frame that repeats itself; a broken list makes the reader fail.
+// Reads at most kMaxPlanEntries when the list is coded as runs, so that a few bytes cannot expand without bound. A
+// malformed list makes the reader fail.
 void get_cache_ids(Reader* in, std::vector<CachedRequest>* list);
 
 }  // namespace hc

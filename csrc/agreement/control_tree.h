@@ -1,6 +1,6 @@
-// Along which ranks the request lists of a process set travel to its coordinator and the plans back: every rank of a
-// node to the lowest one there, the node's leader; the leaders in a tree of bounded fan-out, whose root is group rank
-// 0. PURE and constant: shared by whoever needs it.
+// The tree along which the request lists of a process set travel to its coordinator, and plans travel back. Every rank
+// of a node talks to the lowest rank there, the node's leader; the leaders form a tree of bounded fan-out whose root is
+// group rank 0. PURE and constant, so it may be shared.
 #pragma once
 
 #include <memory>
@@ -13,13 +13,13 @@ class ControlTree {
  public:
   // node[r]: the node of group rank r. Null: every rank would talk to rank 0 directly (one node, few ranks, fan-out 0).
   static std::shared_ptr<const ControlTree> make(std::span<const int> node, int fanout);
-  // As above, also where it is a star of one level.
+  // The same, but also for a star of one level.
   ControlTree(std::span<const int> node, int fanout);
 
   int size() const { return static_cast<int>(parent_.size()); }
   int parent(int rank) const { return parent_[static_cast<size_t>(rank)]; }  // -1 of the root
   std::span<const int> children(int rank) const;
-  // The rank itself first, and all below it.
+  // The rank itself, followed by all ranks below it.
   std::span<const int> subtree(int rank) const;
   bool is_below(int rank, int ancestor) const;  // or the same
   // The child of `from` that has `rank` in its subtree; -1: it is not below.

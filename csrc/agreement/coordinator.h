@@ -1,6 +1,7 @@
-// Decides, for one process set, what runs next and in which order. PURE: no I/O, no clock, no lock, no global; the same
+// Decides, for one process set, what runs next and in which order. PURE: no I/O, clock, lock or global. The same
 // request lists in the same order give the same plans, so it is tested over thousands of random schedules and runs
-// unchanged in a simulator. Lives on group rank 0 of each process set.
+// unchanged in a simulator. It lives on group rank 0 of each process set. A grouped operation is one request with
+// several tensors (negotiation.h), so its tensors become ready together.
 #pragma once
 
 #include <deque>
@@ -17,7 +18,7 @@
 
 namespace hc {
 
-// Told what a coordinator sees, while it is on: a timeline listens.
+// Observes a coordinator while it is on. The timeline implements it.
 class AgreementWatch {
  public:
   virtual ~AgreementWatch() = default;
@@ -29,12 +30,12 @@ class AgreementWatch {
 struct CoordinatorOptions {
   int size = 1;                                  // ranks in the process set
   size_t fusion_bytes = defaults::fusion_bytes;  // 0 = no fusion
-  // The same for what lies in arenas, where fusion may change no bit: below this, channels reduce by recursive
-  // doubling, in which no element's order of sums depends on what is beside it. 0 within a node: there each is reduced
-  // where it lies.
+  // As fusion_bytes, for tensors in arenas, whose bits fusion must not change. Batches up to this size are reduced
+  // between nodes by recursive doubling, where the order of an element's sum does not depend on its neighbours. 0
+  // within one node, where each tensor is reduced in place.
   size_t arena_fusion_bytes = 0;
   bool fuse_groups = true;  // a group may share a batch with operations that are not of it
-  // Once something has a priority, larger allreduces in host memory run in parts of about so many bytes. 0: never.
+  // Once an operation has a priority, larger allreduces in host memory run in parts of about this many bytes. 0: never.
   size_t part_bytes = 0;
   size_t cache_capacity = defaults::cache_capacity;  // cache ids; 0 = no cache
   uint64_t generation = 0;
@@ -72,7 +73,7 @@ class Coordinator {
   // A rank has left for good (shutdown): operations that wait for it fail with `text`, now and later.
   void leave(int rank, const std::string& text);
   size_t pending() const;
-  // Hold for the plans to come.
+  // These take effect from the next plan on.
   void set_fusion_bytes(size_t bytes);
   void set_arena_fusion_bytes(size_t bytes);
 

@@ -13,10 +13,10 @@ enum class FrameKind : uint8_t {
   kPing = 5,      // are you there?
   kPong = 6,
   // Between the two ranks of a message (messages.h):
-  kMessage = 7,            // sender: what it is. Body: process set, tag, id, dtype, shape, the payload if it is small
+  kMessage = 7,            // sender: announces it. Body: process set, tag, id, dtype, shape, the payload if it is small
   kMessageWanted = 8,      // receiver: send the payload on the stream of this id. Body: id, bool: by NCCL, GPU to GPU
-  kMessageTaken = 9,       // receiver: the payload that came along is where it belongs. Body: id
-  kMessageRefused = 10,    // receiver: it does not fit. Body: id, code, text
+  kMessageTaken = 9,       // receiver: the payload that came with the announcement is stored. Body: id
+  kMessageRefused = 10,    // receiver: it does not fit its buffer. Body: id, code, text
   kMessageWithdrawn = 11,  // sender: asked for too late, its process set was removed. Body: id
   kDeviceAsk =
       12,  // coordinator to rank 0: batches on devices wait for launch tickets. Body: u16 process set, u32 number

@@ -1,5 +1,5 @@
-// Who has announced what: one entry per operation in flight or remembered, the cache ids, and each rank's last
-// signature. The coordinator's memory; it knows nothing of readiness, joining or batches. PURE. Owner: one Coordinator.
+// The coordinator's memory: who has announced what. It has one entry per operation in flight or remembered, the cache
+// ids, and each rank's last signature. It knows nothing of readiness, joining or batches. PURE. Owner: one Coordinator.
 #pragma once
 
 #include <array>
@@ -58,7 +58,8 @@ struct Entry {
   uint64_t order = 0;  // counts first announcements
   TimePoint since{};   // of the first announcement; the coordinator's
   std::pair<const std::string, Namesakes>* named = nullptr;
-  // What each rank announced last; null: never. Empty: every rank the same, `recent` (null: nobody anything).
+  // What each rank announced last; null: nothing yet. Empty: every rank announced `recent` (null: no rank announced
+  // anything).
   std::vector<std::shared_ptr<const Signature>> by_rank;
   std::shared_ptr<const Signature> recent;  // the last one stored, shared by ranks that announce the same
   const Signature* said_by(int rank) const {
@@ -74,24 +75,24 @@ class Ledger {
   // One rank's announcement; *entry is what it belongs to. An error: unknown cache id, announced twice, ...
   Status announce(int rank, const CachedRequest& request, uint32_t* entry);
   Status announce(int rank, const Request& request, uint32_t* entry);
-  // All ranks at once: they announced the same.
+  // All ranks at once, which announced the same.
   Status announce_for_all(const CachedRequest& request, uint32_t* entry);
   Status announce_for_all(const Request& request, uint32_t* entry);
 
   Entry& at(uint32_t entry) { return entries_[entry]; }
   const Entry& at(uint32_t entry) const { return entries_[entry]; }
   Subject subject(const Entry& entry) const;
-  // Compares what the ranks announced, if anything changed. Ranks without a mark count as joined.
+  // Compares what the ranks announced, if anything has changed. Ranks without a mark count as joined.
   void settle(Entry* entry, const RankNames& names);
   const Agreement& agreement(const Entry& entry) const;
   // What this rank announced; null when it has not.
   const Signature* announced_by(const Entry& entry, int rank) const;
-  // What the lowest rank that announced it said.
+  // The signature that the lowest announcing rank gave.
   const Signature& reference(const Entry& entry) const;
   // Finds the cache id that goes into the plan (Entry::plan_cache_id); gives one to an entry that has none, if the
   // capacity allows.
   void choose_cache_id(uint32_t entry);
-  // The round is over: forgets the announcements, and the entry too if it has no cache id.
+  // The operation is over: forgets the announcements, and the entry as well if it has no cache id.
   void close(uint32_t entry);
 
   std::vector<uint32_t> waiting() const;  // entries in state kWaiting, in the order of their first announcement

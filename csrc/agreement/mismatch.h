@@ -1,5 +1,6 @@
-// Compares what the ranks announced for one operation: either they agree, and this says on what (fusion key, bytes,
-// rows), or they do not, and this writes the text that every rank raises. PURE.
+// Compares what the ranks announced for one operation. When they agree, the result says on what: the fusion key, the
+// bytes, and the table of rows for operations whose ranks contribute different numbers of rows (allgather, alltoall
+// ...). When they do not, it holds the text that every rank raises. PURE.
 #pragma once
 
 #include <span>
@@ -47,7 +48,7 @@ struct Subject {
 std::string label_of(const Subject& subject);  // for errors
 std::string key_of(const Subject& subject);    // for lists: allreduce.layer3.weight, allreduce.noname.17
 
-// Group ranks to the numbers users know; an empty table means that they are the same.
+// Translates group ranks into the world ranks that users know; an empty table means that they are equal.
 struct RankNames {
   std::span<const int> world_rank;
   int operator()(int rank) const {
@@ -58,11 +59,11 @@ struct RankNames {
 // `by_rank`: the announced signatures, null for a rank that has joined instead (at least one is not null).
 Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names);
 
-// One name, two operations: `first` on rank a, `second` on rank b, and no rank left that could complete either.
+// For one name with two operations: `first` on rank a, `second` on rank b, and no rank left that could complete either.
 std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
                                   const RankNames& names);
 
-// True when the names are different, but equal once their numbers are taken out ("grad_7", "grad_8").
+// True when the names differ only in the numbers that they contain ("grad_7", "grad_8").
 bool differ_by_counter(std::string_view a, std::string_view b);
 
 }  // namespace hc

@@ -1,6 +1,6 @@
-// The words of the agreement: what one rank announces (request, request list) and what the coordinator answers (plan).
-// Values only; encoding in negotiation.cc. A grouped operation is ONE request with several tensors, so all-or-nothing
-// needs no further rule. Process set and generation ride in front of every request list and plan.
+// The data types of the agreement: what one rank announces (a request, a request list) and what the coordinator answers
+// (a plan). Values only; negotiation.cc encodes them. A grouped operation is ONE request with several tensors, so
+// all-or-nothing needs no further rule. Process set and generation precede every request list and plan on the wire.
 #pragma once
 
 #include <cstdint>
@@ -36,8 +36,8 @@ struct TensorMeta {
   }
 };
 
-// Everything about an operation that ranks must agree on (or tell each other). Equal signatures = nothing to send but a
-// cache id.
+// Everything about an operation that ranks must agree on or tell each other. When a signature repeats, its cache id is
+// sent instead.
 struct Signature {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
@@ -54,7 +54,7 @@ struct Signature {
 
 // "float32[2,3]"
 std::string text_of_tensor(const TensorMeta& meta);
-// Bytes of all tensors, held at the largest number where they would not fit.
+// Bytes of all tensors; saturates instead of overflowing.
 size_t bytes_of(const Signature& signature);
 
 // One operation as one rank submitted it. The name is the key (with the op kind: "allreduce.NAME"); an unnamed one has
@@ -73,7 +73,7 @@ struct CachedRequest {
   bool operator==(const CachedRequest&) const = default;
 };
 
-// One rank's announcements since its last request list; or, in a tree, what a rank and all below it have announced
+// One rank's announcements since its last request list. In a tree: what a rank and all ranks below it have announced
 // alike.
 struct RequestList {
   uint64_t generation = 0;
@@ -81,13 +81,14 @@ struct RequestList {
   int32_t rank = 0;  // group rank
   std::vector<CachedRequest> cached;
   std::vector<Request> fresh;
-  // This rank has no more data: it counts as ready for every allreduce and barrier until all have joined. Said once per
-  // join; it may ride with this rank's last announcements, and announces nothing more until the join is over.
+  // This rank has no more data: it counts as ready for every allreduce and barrier until all ranks have joined. It is
+  // sent once per join, possibly together with this rank's last announcements; the rank announces nothing more until
+  // the join is over.
   bool joined = false;
   bool whole = false;      // for all of the subtree of `rank` (control_tree.h)
   int32_t last = 0;        // whole: who of them was the last to announce it
-  uint32_t held_us = 0;    // on its way: for how long the first of these announcements is known already
-  bool on_bypass = false;  // this rank has a session of the bypass open, and a round of its own is under way
+  uint32_t held_us = 0;    // how long relays have held the first of these announcements
+  bool on_bypass = false;  // this rank has an open session of the bypass and has entered a round
 };
 
 struct PlanEntry {
@@ -101,13 +102,13 @@ struct PlanEntry {
   // With `assigned`, or while a rank is joined: what a rank that did not submit this entry needs in order to take part.
   bool has_signature = false;
   Signature signature;
-  // Only in an error that strikes before everybody announced the entry (a rank left; one name, two operations): the
-  // group ranks whose announcement fails. A rank that is not listed keeps its own. Empty: every rank that submitted it.
+  // Only in an error that is decided before everybody has announced the entry (a rank left; one name, two operations):
+  // the group ranks whose announcement fails. Other ranks keep theirs. Empty: every rank that submitted it.
   std::vector<int32_t> failed_on;
 };
 
-// A large batch runs in parts, each a batch of the plan, so that something urgent may go in between. The first names
-// the entries; the later ones only say whose next part they are. The operations are done behind the last.
+// A large batch runs in parts, each a batch of the plan, so that something urgent can run between them. The first part
+// names the entries; the later ones only refer to it. The operations are done when the last part is.
 struct Part {
   uint32_t index = 0;
   uint32_t count = 1;  // 1: the batch is not cut
@@ -130,7 +131,8 @@ struct PlanBatch {
   Part part;
   Code error = Code::kOk;  // not ok: no data moves, every entry fails with `error_text`
   std::string error_text;
-  // These stay on this rank: when the plan came, while a timeline is written; what was in force then.
+  // Not encoded, used on this rank only: when the plan arrived, while a timeline is written, and the settings then in
+  // force.
   TimePoint planned{};
   Tuning tuning{};
 };

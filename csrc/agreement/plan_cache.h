@@ -1,6 +1,6 @@
 // One rank's memory of past agreements: which cache id stands for which name (or, unnamed, which signature), so that a
-// repeated announcement is a number instead of a name, shapes and scales. PURE. Mirrors Coordinator's cache ids: a
-// cache id is never given to another name; when the coordinator's capacity is used up, new names simply stay uncached.
+// repeated announcement is a number instead of a name, shapes and scales. PURE. It mirrors the coordinator's cache ids:
+// a cache id is never given to another name, and when the coordinator's capacity is used up, new names stay uncached.
 #pragma once
 
 #include <memory>
@@ -13,10 +13,10 @@ class PlanCache {
  public:
   PlanCache();
   ~PlanCache();
-  // Puts the request into the request list: as a cache id if this rank announced the same signature for it before,
-  // else whole (and remembers that signature as the last announced one). Returns the cache id or kNoCacheId.
+  // Adds the request to the request list: as a cache id if this rank announced the same signature for it before, else
+  // in full, and remembers that signature as the last announced one. Returns the cache id or kNoCacheId.
   uint32_t announce(const Request& request, RequestList* request_list);
-  // The cache id as which the request would be announced; kNoCacheId: it would go whole.
+  // The cache id that would announce the request; kNoCacheId: it would be announced in full.
   uint32_t find(const Request& request);
   // A plan entry with `assigned`: the cache id stands for this request from now on.
   void learn(const Request& request, uint32_t cache_id);

@@ -1,5 +1,5 @@
-// A set of group ranks, one bit each. A value; a process set of up to 64 ranks is one word. That everybody is in it is
-// one flag, so that the coordinator of a tree pays the same at any size.
+// A set of group ranks, one bit each. A value; a process set of up to 64 ranks takes one word. A full set is a single
+// flag, so that the coordinator of a tree pays the same at any size.
 #pragma once
 
 #include <bit>

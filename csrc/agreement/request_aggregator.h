@@ -1,7 +1,8 @@
-// One rank's part in a tree of request lists (control_tree.h): what all of its subtree has announced goes up as one
-// announcement, what ranks announce differently goes up as each of them said it. What only some have announced stays
-// here, for nothing can come of it yet, until the rest comes or somebody must know: a rank has joined or left, or a
-// stall is looked into. PURE like the coordinator: request lists, plans and times go in, request lists come out.
+// Combines the request lists of one rank's subtree (control_tree.h). What the whole subtree has announced alike goes up
+// as one announcement; announcements that differ go up as each rank made them. An announcement that is still missing on
+// some ranks cannot run yet, so it is held here until they make it, or until the coordinator must know: a rank has
+// joined or left, or a stall is investigated. PURE like the coordinator: request lists, plans and times go in, request
+// lists come out.
 #pragma once
 
 #include <memory>
@@ -25,19 +26,20 @@ class RequestAggregator {
   explicit RequestAggregator(RequestAggregatorOptions options);
   ~RequestAggregator();
 
-  // A request list of this rank itself or one that a child sent up. An error: a broken request list, as in
+  // A request list of this rank itself or one that a child sent up. An error means a malformed request list, as in
   // Coordinator::take.
   Status take(const RequestList& request_list, TimePoint now);
   bool has_news() const;
   // What goes up now, to be taken in this order. On the root: to the coordinator.
   std::vector<RequestList> collect();
-  // Before the plan goes down, and before this rank acts on it.
+  // Call this before the plan is sent down and before this rank executes it.
   void pass(const Plan& plan);
-  // What is held goes up; whoever announces the same later follows at once.
+  // Sends up what is held; later announcements of the same operations follow at once.
   void reveal(TimePoint now);
-  // A rank of the process set has left: operations may fail that some have not announced. Nothing is held any more.
+  // A rank of the process set has left. Operations may now fail before all ranks have announced them, so nothing is
+  // held any more.
   void leave(TimePoint now);
-  // A timeline wants to see who announces when: nothing is held while `on`.
+  // While `on`, nothing is held: a timeline shows when each rank announces.
   void show_all(bool on, TimePoint now);
   size_t held() const;  // operations that only a part of the subtree has announced, and that are not shown
 

@@ -1,5 +1,5 @@
-// Finds the cache id of a signature by its content: the cache key of unnamed operations, on the ranks and on the
-// coordinator. PURE; the hash is our own, so that every process computes the same.
+// Finds the cache id of a signature by its content. It is the cache key of unnamed operations, on the ranks and on the
+// coordinator. PURE; it uses hash.h rather than std::hash, so that every process computes the same.
 #pragma once
 
 #include <unordered_map>

@@ -1,4 +1,4 @@
-// Guesses why an operation waits: does a missing rank wait in something that looks like it? PURE.
+// Guesses why an operation waits: it looks for a missing rank that waits in a similar operation. PURE.
 #pragma once
 
 #include <string>

@@ -1,7 +1,7 @@
-// Who keeps the others waiting: for each member of a process set, how often it was the last to be ready and how long
+// Which members of a process set keep the others waiting: for each, how often it was the last to be ready and how long
 // the others had waited by then. Counts never reset, so that a monitor can take differences.
 //
-// Thread: the thread that makes progress writes, anyone reads.
+// Thread: the thread that makes progress writes, any thread reads.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
 // The settings that autotune may change. Every batch of a process set runs with the same values on all of its ranks: a
-// change rides in a plan of the set and holds from that plan on. PURE values; who searches for good ones is Autotuner.
+// change travels in a plan of the set and applies from that plan on. PURE values; Autotuner searches for good ones.
 #pragma once
 
 #include <cstddef>
@@ -32,7 +32,7 @@ struct Tuning {
 enum class Knob : uint8_t { kFusion, kWindow, kTwoLevel, kRingFrom, kFlat, kBlock, kSegment };
 inline constexpr int kKnobCount = 7;
 
-// The name of the setting, as in the table without its prefix; the word of metrics and of the log.
+// The name of the setting as in the table, without its prefix; metrics and the log use it.
 const char* setting_of(Knob knob);
 const char* word_of(Knob knob);
 double value_of(const Tuning& tuning, Knob knob);
@@ -53,7 +53,8 @@ struct TuneLayout {
   bool may_be_two_level = false;  // several nodes, of which one has several ranks that share memory
 };
 
-// In the order in which they are searched, without what means nothing in this layout and what `is_fixed` (by the user).
+// The settings to search, in that order, without those that have no effect in this layout and those that the user has
+// fixed (`is_fixed`).
 std::vector<Ladder> ladders_for(const TuneLayout& layout, const Tuning& start,
                                 const std::function<bool(std::string_view setting)>& is_fixed);
 

@@ -1,4 +1,4 @@
-// LEB128 varints (signed numbers zigzagged) of the agreement's frames. The reader trusts nothing.
+// LEB128 varints (signed numbers zigzagged) for the agreement's frames. The reader checks every length.
 #pragma once
 
 #include <bit>

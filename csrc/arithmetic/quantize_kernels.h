@@ -1,5 +1,5 @@
-// The loops of quantize.h over vectors of the compiler; included by reduce_kernels.h and so compiled once for each
-// instruction set, by the same rules: an unnamed namespace, nothing of the standard library, no fused multiply-add.
+// The loops of quantize.h over the compiler's vector types. reduce_kernels.h includes them, so they are compiled once
+// for each instruction set and follow the same rules: an unnamed namespace, no standard library, no fused multiply-add.
 #pragma once
 
 #include <cstddef>

@@ -1,8 +1,8 @@
-// The loops of reduce.h, written once over vectors of the compiler and compiled once for each instruction
-// set. Included by reduce.cc, reduce_avx2.cc and reduce_avx512.cc only. Everything lies in an unnamed
-// namespace and calls nothing of the standard library, so that the linker can never pick AVX code for a
-// function that an older CPU runs. Same bits everywhere: sources are reduced in order, no multiply-add is
-// fused (-ffp-contract=off), every NaN that arithmetic gives is the one canonical quiet NaN.
+// The loops of reduce.h, written once over the compiler's vector types and compiled once for each instruction set.
+// Included by reduce.cc, reduce_avx2.cc and reduce_avx512.cc only. Everything is in an unnamed namespace and calls
+// nothing of the standard library, so that the linker cannot pick AVX code for a function that an older CPU runs. All
+// give the same bits: sources are reduced in order, no multiply-add is fused (-ffp-contract=off), and every NaN that
+// arithmetic produces is the one canonical quiet NaN.
 #pragma once
 
 #include <cstddef>
@@ -38,9 +38,8 @@ const KernelTable* avx512_kernels();
 
 namespace {
 
-// A lane type says how elements in memory become the vectors that are computed with. Needed: Vec (one step's
-// elements), Scalar (a factor), kKind, kElementBytes, kBytes of one step in memory, load, store, reduce, scale,
-// canonical.
+// A lane type describes how elements in memory become vectors to compute with. It provides Vec (the elements of one
+// step), Scalar (a factor), kKind, kElementBytes, kBytes of one step in memory, load, store, reduce, scale, canonical.
 
 // Integers, Work = the unsigned type for sums and products (which wrap), Order = the signed or unsigned one
 // that is compared.

@@ -1,5 +1,5 @@
-// Vectors of the compiler, for the loops that are compiled once for each instruction set (reduce_kernels.h,
-// quantize_kernels.h); by their rules in an unnamed namespace.
+// The compiler's vector types, for the loops that are compiled once per instruction set (reduce_kernels.h,
+// quantize_kernels.h). In an unnamed namespace, as those files demand.
 #pragma once
 
 #include <cstddef>

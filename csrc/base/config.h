@@ -1,6 +1,6 @@
-// The settings of one runtime: a plain value, read once, by hc_runtime_create. HOROCLONE_<name> is looked up first,
-// then HOROVOD_<name> where the meaning is the same; an empty value counts as unset. The settings themselves stand in
-// settings_table.h. Thread: any.
+// The settings of one runtime: a plain value that hc_runtime_create reads once. It looks up HOROCLONE_<name> first,
+// then HOROVOD_<name> where the meaning is the same; an empty value counts as unset. settings_table.h lists the
+// settings. Thread: any.
 #pragma once
 
 #include <functional>
@@ -19,7 +19,7 @@ struct Config {
   HC_KNOBS(HC_FIELD)
 #undef HC_FIELD
 
-  // The HOROCLONE_ names, without the prefix, of what was set by whoever started the job.
+  // The HOROCLONE_ names, without the prefix, of the settings that the environment or the caller has set.
   std::set<std::string, std::less<>> given;
 
   // Gives the value of a variable, or null when it is not set.

@@ -48,15 +48,15 @@ constexpr const char* name_of(Op op) {
                                            "barrier",   "reduce",    "gather",    "scatter",  "send",          "recv"};
   return names[static_cast<int>(op)];
 }
-// One rank has a part of its own, and all must name the same one.
+// Operations with a root, on which all ranks must agree.
 constexpr bool has_root(Op op) {
   return op == Op::kBroadcast || op == Op::kReduce || op == Op::kGather || op == Op::kScatter;
 }
 constexpr bool reduces(Op op) { return op == Op::kAllreduce || op == Op::kReducescatter || op == Op::kReduce; }
-// Between two ranks, without an agreement of all.
+// Operations between two ranks, which the coordinator does not see.
 constexpr bool is_message(Op op) { return op == Op::kSend || op == Op::kReceive; }
 
-// How a group performs an operation; collective/selection.h chooses.
+// How a group performs an operation. collective/selection.h chooses one.
 enum class Algorithm : uint8_t {
   kAuto = 0,
   kSharedFlat = 1,         // small: payload beside the flag, one barrier

@@ -1,5 +1,5 @@
-// A shared library that may be absent. Absence is an ordinary answer that carries its reason. Thread: any. A library
-// that was loaded stays so: CUDA and NCCL have threads of their own, which unloading would pull the ground from under.
+// A shared library that may be absent. Absence is an ordinary result that carries its reason. A loaded library stays
+// loaded, because CUDA and NCCL have threads of their own, which unloading would crash. Thread: any.
 #pragma once
 
 #include <memory>

@@ -64,16 +64,17 @@ constexpr bool takes(Reduce r, Kind kind) {
 // Whether 0 times any finite factor is still the element that changes nothing.
 constexpr bool has_zero_identity(Reduce r) { return identity_of(r) == Identity::kZero; }
 
-// What is done to the elements: an average is a sum that is divided afterwards.
+// How elements are combined: an average is a sum that is divided afterwards.
 constexpr Reduce reduced_as(Reduce r) { return r == Reduce::kAverage ? Reduce::kSum : r; }
-// Adasum is not: its coefficients belong to whole tensors.
+// False for Adasum, whose coefficients belong to whole tensors.
 constexpr bool is_element_wise(Reduce r) { return r != Reduce::kAdasum; }
-// Whether there are loops for it, over elements of this kind.
+// Whether there are loops for this reduction over elements of this kind.
 constexpr bool is_element_reduction(Reduce r, Kind kind) {
   return takes(r, kind) && is_element_wise(r) && reduced_as(r) == r;
 }
 
-// What ends such a loop's choice: static_assert(kKnown<R>) fails for the reduction that the loop does not know yet.
+// Ends a loop's `if constexpr` chain over reductions: static_assert(kKnown<R>) fails for a reduction that the loop does
+// not handle yet.
 template <Reduce>
 constexpr bool kKnown = false;
 

@@ -11,7 +11,7 @@
 namespace hc {
 
 inline constexpr size_t kKiB = size_t{1} << 10, kMiB = size_t{1} << 20, kGiB = size_t{1} << 30;
-inline constexpr size_t kMostFlatBytes = 32 * kKiB;  // what shared memory has room for, per rank (SharedSegment)
+inline constexpr size_t kMostFlatBytes = 32 * kKiB;  // a rank's flat buffer in shared memory (SharedSegment)
 
 // What a value may look like. Numbers lie in [low, high]; a word is one of `words` ("a|b|c"), case does not
 // matter.

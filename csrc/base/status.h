@@ -38,7 +38,7 @@ class [[nodiscard]] Status {
     return state_ ? state_->text : none;
   }
 
-  // What the layer above knows and this one did not, put in front: "ring step 3 of 6: connection closed".
+  // Puts what only the layer above knows in front of the text: "ring step 3 of 6: connection closed".
   Status with(const std::string& context) const {
     return is_ok() ? *this : Status(state_->code, context + ": " + state_->text, state_->culprit);
   }

@@ -1,6 +1,6 @@
-// A thread with a name, an owner and an end; and which CPUs a thread may use. Whoever owns a NamedThread
-// makes its body return (a flag, a closed descriptor) before join() or the destructor waits for it. Thread:
-// start and join belong to the owner.
+// A named thread with an owner, and the CPUs that a thread may use. The owner of a NamedThread makes its body return
+// (by a flag or a closed descriptor) before join() or the destructor waits for it. Thread: the owner calls start and
+// join.
 #pragma once
 
 #include <functional>

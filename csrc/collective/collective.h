@@ -1,6 +1,6 @@
 // A collective performs one operation over a group. It is a small state machine: start() once, then step() until it
-// says done or failed. It never blocks, sleeps or locks; the thread that makes progress steps every live one, so a
-// slow peer in one process set holds up nothing else. Knows bytes and reductions, never a tensor's name.
+// says done or failed. It never blocks, sleeps or locks; the thread that makes progress steps every live one, so a slow
+// peer in one process set holds up nothing else. It knows bytes and reductions, never a tensor's name.
 #pragma once
 
 #include <cstdint>
@@ -36,7 +36,7 @@ struct Piece {
   size_t count = 0;
 };
 
-// Operations are data. Several pieces = a fused allreduce; the other operations have one piece.
+// What a collective has to do. Several pieces make a fused allreduce; all other operations have one piece.
 struct Task {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
@@ -58,8 +58,8 @@ struct Task {
       defaults::ring_threshold_bytes;  // channels, kAuto: an allreduce of fewer is done by recursive doubling
   bool adasum_by_node = false;         // Adasum: of the averages of each node's ranks
   Tag tag;                             // generation, process set, batch
-  // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts, one after the other and in
-  // whatever company, give the same bits as the whole.
+  // Allreduce between nodes: only part `part` of `parts` of the work is done. All parts together, in order and whatever
+  // runs in between, give the same bits as the whole.
   uint32_t part = 0, parts = 1;
 
   size_t count() const {
@@ -106,8 +106,8 @@ Result<std::unique_ptr<Collective>> make_two_level_allreduce(Task task, const Gr
 // Allreduce with Reduce::kAdasum: each piece is a tensor with coefficients of its own. adasum.cc.
 Result<std::unique_ptr<Collective>> make_adasum_allreduce(Task task, const Group& group);
 
-// A collective that nobody negotiates: the ranks' arrival is the agreement. While it waits for arrivals it steps back
-// (done, withdrawn() is true, memory unchanged) when a member has left.
+// A collective that is not negotiated: the ranks' arrival is the agreement. If a member has left while it waits for
+// arrivals, it withdraws: it is done, withdrawn() is true and memory is unchanged.
 class ArrivalCollective : public Collective {
  public:
   bool withdrawn() const { return withdrawn_; }
@@ -123,7 +123,7 @@ class ArrivalCollective : public Collective {
   Arrival arrival_;
 };
 
-// One bucket whose plan is persistent. It is made once and runs again and again: begin(), then step() as for any
+// A bucket whose plan is persistent. It is made once and used again and again: begin(), then step() as for any
 // collective.
 class PersistentCollective : public ArrivalCollective {
  public:

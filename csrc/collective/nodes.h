@@ -1,4 +1,4 @@
-// Which members of a group are on one machine. PURE.
+// Groups the members of a group by machine. PURE.
 #pragma once
 
 #include <algorithm>

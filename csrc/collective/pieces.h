@@ -1,5 +1,5 @@
-// Several tensors seen as one row of elements: gather a range into a buffer, scatter it back, or walk it piece by
-// piece.
+// Several tensors seen as one sequence of elements: copies a range into a buffer (as into the fusion buffer), copies it
+// back, or visits it piece by piece.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Which algorithm runs, by operation, size and layout: the one place that says so, for host memory and GPUs, from the
-// rank that submits to the schedule of one block. The choice depends only on what every rank knows, so all ranks make
-// the same one; what a single rank decides (in_place_pays, for its own tensors) the agreement evens out. PURE values.
+// Chooses the algorithm by operation, size and layout, for host memory and GPUs, from submission to the schedule of one
+// block. This is the only place that does. The choice depends only on what every rank knows, so all ranks choose alike;
+// where one rank chooses for its own tensors (in_place_pays), the agreement reconciles the answers. PURE values.
 #pragma once
 
 #include <cstddef>
@@ -21,14 +21,15 @@ struct Thresholds {
   bool two_level = true;                                    // reduce within each node first
 };
 
-// `bytes`: the task's; in shared memory the most that any member puts into its buffer.
+// `bytes`: the task's; in shared memory the largest contribution of any member.
 Algorithm select_algorithm(Op op, Reduce reduce, size_t bytes, Layout layout, const Thresholds& thresholds);
 
 // ---- a task on host memory
 
 // All members share memory: one of the kShared algorithms. The task may demand kSharedInPlace or kSharedBlocked.
 Algorithm choose_in_shared_memory(const Task& task);
-// Several nodes. The task may demand a ring or recursive doubling; kTwoLevel is a permission, which small ones leave.
+// Several nodes. The task may demand a ring or recursive doubling; kTwoLevel permits two levels, which small tasks do
+// not use.
 Algorithm choose_between_nodes(const Task& task);
 // An allreduce over channels alone, whatever the layout: what the task demands, else by size.
 Algorithm choose_over_channels(const Task& task);
@@ -40,21 +41,21 @@ bool reduces_in_place(bool in_arena, Reduce reduce);
 // ---- a task on a GPU
 
 enum class DeviceAlgorithm : uint8_t { kNccl, kNcclAdasum, kPeers, kThroughHost };
-// nccl: NCCL is up and does this task with our meaning. peers: the ranks map each other's device memory.
+// nccl: NCCL is initialised and can do this task with our semantics. peers: the ranks map each other's device memory.
 DeviceAlgorithm select_on_device(const Task& task, bool nccl, bool peers);
 
 // ---- before there is a task
 
-// `node`: of each member. Shared memory that is off makes every rank a node of its own.
+// `node`: the node of each member. Without shared memory every rank counts as a node of its own.
 Layout layout_of(std::span<const int> node);
 // Whether an allreduce whose tensors lie in this rank's arena should be announced as reducible in place.
 bool in_place_pays(size_t bytes, size_t tensors, bool caller_waits);
-// What a plan says of a batch that nothing else was decided for.
+// The algorithm that a plan names for a batch when nothing else was decided.
 Algorithm algorithm_in_plan(Op op, bool may_be_two_level);
-// Up to this size small repeated operations of a set of so many ranks go without an agreement (shared/bypass_rounds.h).
+// Up to this size, small repeated operations of a set of `ranks` members are not negotiated (shared/bypass_rounds.h).
 size_t bypass_limit(int ranks, size_t flat_bytes);
 bool may_bypass(Op op, Reduce reduce, size_t bytes, size_t limit);
-// Buffers in arenas may be fused into batches of at most so many bytes without a change of any bit (decision 0044).
+// The largest batch into which buffers in arenas may be fused without changing any bit of the result (decision 0044).
 size_t most_fused_in_arenas(bool one_node, size_t ring_from_bytes);
 
 const char* name_of(Algorithm algorithm);  // as in a timeline: "ring", "shm flat"; kAuto is "direct"

@@ -1,4 +1,4 @@
-// How operations are called: submitted, waited for, called in one go. Any thread. Owner: the engine.
+// The calls on operations: submit, poll and wait, or all in one. Thread: any. Owner: the engine.
 #pragma once
 
 #include <string>
@@ -23,19 +23,21 @@ class Calls {
         progress_lock_(progress_lock) {}
 
   Status submit(const Submission& s, int64_t* handle);
-  // Submits for a caller that waits at once. *handle: 0 when the call is over already, with success; then it has left
-  // nothing to take or to release.
+  // Submits for a caller that waits immediately. *handle is 0 when the operation has already succeeded; then there is
+  // nothing to wait for or to release.
   Status call(const Submission& s, int64_t* handle);
   Status submit_declared(int process_set, BucketId bucket, const DeclaredCall& call, int64_t* handle);
 
   // True when done, failed or unknown.
   bool poll(int64_t handle);
-  // Makes progress until done or until timeout_s has passed (< 0: no limit). The status is the operation's own.
+  // Makes progress until the operation is done or timeout_s has passed (< 0: no limit). Returns the operation's own
+  // status.
   Status wait(int64_t handle, double timeout_s, bool* done);
   // The operation behind a handle that is done; null when it is not, or unknown.
   Operation* finished(int64_t handle);
 
-  // Submits, waits and releases. end: asked now and then while it waits; not ok gives up, with that status.
+  // Submits, waits and releases. `end` is called now and then during the wait; when it returns an error, the wait ends
+  // with that error.
   Status run(const Submission& s, const std::function<Status()>& end = nullptr);
   Status barrier(int process_set, const std::string& name);
 
@@ -53,7 +55,7 @@ class Calls {
   Loop& loop_;
   ProgressThreads& progress_;
   ProgressLock& progress_lock_;
-  int calls_without_a_look_ = 0;  // that repeat() may have served since the engine last had one; progress lock
+  int calls_without_a_look_ = 0;  // in a row, without an iteration of the engine; progress lock
 };
 
 }  // namespace hc

@@ -1,4 +1,4 @@
-// What every part of one engine knows: the settings, the log, the channels to the other ranks, and what is counted.
+// What every part of one engine knows: the settings, the log, the channels to the other ranks, and the counters.
 //
 // Owner: the engine. Thread: any; `config`, `mesh` and `generation` are constant once connect() has returned.
 #pragma once

@@ -1,5 +1,5 @@
-// The engine: takes operations in any order, has them agreed on, runs them, completes their handles. It owns its parts
-// and wires them; what it does is in them. An object: four ranks can be four engines in one process.
+// The engine takes operations in any order, has them agreed on, runs them and completes their handles. This class only
+// owns and connects the parts that do so. It is an object: four ranks can be four engines in one process.
 //
 // Threads: any. One at a time makes progress (ProgressThreads): one that waits for a handle, else hc-engine. Completion
 // callbacks run on hc-notify.
@@ -78,9 +78,9 @@ class Engine {
   bool shares_memory() const;  // all ranks of the world do
 
   void abort(const std::string& text);
-  // abort() by who waits for `handle` and cannot go on: "<this rank> <text> during <the operation>".
+  // abort() by a thread that waits for `handle` and cannot go on: "<this rank> <text> during <the operation>".
   void break_off(int64_t handle, const std::string& text);
-  // Collective: finishes what every rank has announced, says goodbye, stops the threads.
+  // Collective: finishes what every rank has announced, says goodbye and stops the threads.
   Status shutdown(double timeout_s);
   void after_fork_child();
 
@@ -88,11 +88,11 @@ class Engine {
   std::string counters_json() const;
   std::string describe();
   std::string flight_record(const std::string& reason) { return intake_.flight_record(reason); }
-  // The timeline is written by rank 0, or by every rank into a file of its own.
+  // Rank 0 writes the timeline, or every rank writes a file of its own.
   Status start_timeline(const std::string& path, bool mark_cycles);
   Status stop_timeline();
-  // Shows `name` in it, from a moment of the monotonic clock on; args: the members of a JSON object. Does nothing when
-  // no timeline is written.
+  // Adds a span `name` to the timeline, from a moment of the monotonic clock on; args: the members of a JSON object.
+  // Does nothing when no timeline is written.
   void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args);
   // Before connect: see StackSource.
   void watch_stack(int signal, int fd, int thread) { stalls_.watch_stack(signal, fd, thread); }
@@ -102,7 +102,7 @@ class Engine {
   void start_configured_timeline();
   void measure_clock();
 
-  // In the order in which they need each other.
+  // In order of construction: each part may use those above it.
   Context context_;
   ProgressLock progress_lock_;
   Notifier notifier_;

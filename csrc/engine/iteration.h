@@ -1,4 +1,4 @@
-// What one iteration of the engine's loop has found, for who decides whether to go on, to wait or to sleep.
+// What one iteration of the engine's loop found. It decides whether the thread goes on, waits or sleeps.
 #pragma once
 
 #include "base/clock.h"
@@ -6,9 +6,9 @@
 namespace hc {
 
 struct Iteration {
-  bool moved = false;                          // something was done: look again at once
-  bool may_fill = false;                       // in: nobody waits, so requests may wait for company
-  bool fills = false;                          // some do
+  bool moved = false;                          // something was done: iterate again at once
+  bool may_fill = false;                       // input: no thread waits, so requests may be held back
+  bool fills = false;                          // some requests are held back
   bool looks_soon = false;                     // something waits for a device, which rings no doorbell
   TimePoint next_gathered = TimePoint::max();  // when the first gathering window closes
 };

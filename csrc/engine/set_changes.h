@@ -1,5 +1,5 @@
-// Process sets and declared buckets come and go, on every rank alike: each change is made here, then agreed on. Any
-// thread. Owner: the engine.
+// Adds and removes process sets and declared buckets, on every rank alike: each change is made on this rank, then
+// agreed on. Thread: any. Owner: the engine.
 #pragma once
 
 #include <string>

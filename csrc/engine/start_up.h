@@ -1,8 +1,8 @@
-// What all ranks agree on at init, and what init may try out as far as it changes no bit of a result: up to which size
-// shared memory is used by the flat path, and whether data between nodes goes over TCP or through an MPI.
+// The settings on which all ranks agree at init, and the measurements by which init chooses between settings that give
+// the same bits: up to which size shared memory uses the flat path, and whether data between nodes travels over TCP or
+// MPI.
 //
-// Thread: the one that calls connect; no operation of the user runs yet. Owner: Engine::connect, for the time of the
-// call.
+// Thread: the one that calls connect; no operation of the user runs yet. Owner: Engine::connect, during the call.
 #pragma once
 
 #include <atomic>
@@ -33,10 +33,11 @@ class StartUp {
         members_(members),
         selected_(*selected) {}
 
-  // init may measure some thresholds; where they come from on this rank. InvalidArgument for a setting that is none.
+  // Reads the thresholds that init may measure, and where their values come from on this rank. InvalidArgument for a
+  // malformed setting.
   static Status read(const Config& config, Tuning* start, Selected::Source* source);
-  // Rank 0's settings win: algorithms and sizes are part of the layout. Also the first operation: nobody uses the
-  // shared memory before everybody has prepared its own.
+  // Rank 0's settings win: algorithms and sizes are part of the protocol. This is also the first operation: no rank
+  // uses the shared memory before every rank has prepared its own.
   Status agree_on_settings();
   // Measures; then autotune may start.
   Status select();

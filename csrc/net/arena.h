@@ -43,18 +43,19 @@ struct RankBlock {
   int32_t pid;
   alignas(kCacheLine) std::atomic<uint32_t> asleep;      // a Sleep of mesh.h
   alignas(kCacheLine) std::atomic<uint64_t> heartbeats;  // counts answers to liveness probes
-  // A bit for each local rank that has moved one of our two rings; set by it, cleared by the owner before it looks.
+  // A bit for each local rank that has moved one of our two rings. Peers set it; the owner clears it before it looks at
+  // the ring.
   alignas(kCacheLine) std::atomic<uint64_t> news[kMaxLocalRanks / 64];
 };
 static_assert(sizeof(RankBlock) <= kPage);
 
 class Arena {
  public:
-  // A new one, owned by this rank. bytes >= kMinArenaBytes; only address space is taken until commit(). Smaller than
-  // asked for (see bytes()) where the process's address space is limited.
+  // Creates an arena that this rank owns. bytes >= kMinArenaBytes; only address space is taken until commit(). It is
+  // smaller than requested (see bytes()) where the process's address space is limited.
   static Result<std::shared_ptr<Arena>> create(size_t bytes);
-  // A peer's, from the descriptor it sent (taken over). Two ranks in one process share ONE mapping, so that
-  // ThreadSanitizer sees the truth.
+  // Maps a peer's arena from the descriptor that it sent, which this takes over. Two ranks in one process share ONE
+  // mapping, so that ThreadSanitizer sees that they share memory.
   static Result<std::shared_ptr<Arena>> attach(int fd, size_t bytes);
   ~Arena();
   Arena(const Arena&) = delete;

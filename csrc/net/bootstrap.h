@@ -17,8 +17,8 @@
 
 namespace hc {
 
-// Unauthenticated connections at one time; the oldest goes. For each rank that is expected some more: it tries several
-// addresses of this host at once.
+// Limits of unauthenticated connections at one time; beyond them the oldest is closed. There are more for each expected
+// rank, because it tries several addresses of this host at once.
 inline constexpr size_t kMaxHalfOpen = 64, kMaxHalfOpenPerRank = 4;
 inline constexpr double kHelloDeadlineS = 5;  // for a stranger to become a rank
 
@@ -27,7 +27,7 @@ struct Listeners {
   std::vector<Fd> tcp;
 };
 
-// What a local pair swaps: descriptors of its arena and its doorbell.
+// What two local ranks exchange: descriptors of arena and doorbell.
 struct SharedEnds {
   Fd arena, doorbell;
   uint64_t arena_bytes = 0;

@@ -1,7 +1,8 @@
 // A channel moves bytes between two ranks: small control frames in order, and large data transfers that are matched by
-// tag. Two implementations (TCP, shared-memory ring); every algorithm and every control message uses this interface.
+// tag. There are three implementations (TCP, rings in shared memory, MPI); every algorithm and every control message
+// uses this interface.
 //
-// Thread: every call is made by the thread that makes progress, never two at once. Nothing here blocks.
+// Thread: the thread that makes progress makes every call. Nothing here blocks.
 #pragma once
 
 #include <cstddef>
@@ -13,9 +14,9 @@
 
 namespace hc {
 
-// Travels in front of every data segment (16 bytes). A receiver matches on generation, process set and batch, in the
-// order of posting; the offset must then be equal, else the stream is broken and the channel fails. Of the generation
-// there are the 16 low bits only: they are a filter inside a connection whose handshake has proved all 64.
+// Precedes every data segment (16 bytes). A receiver matches generation, process set and batch, in the order of
+// posting; the offset must then be equal, else the stream is broken and the channel fails. Only the low 16 bits of the
+// generation are sent: they are a filter inside a connection whose handshake has proved all 64.
 struct Tag {
   uint16_t generation = 0;
   uint16_t process_set = 0;
@@ -54,7 +55,8 @@ class Channel {
   // kMaxUnexpectedBytes.
   virtual void post_send(Transfer* transfer) = 0;
   virtual void post_receive(Transfer* transfer) = 0;
-  // Withdraws a transfer that is not done (the operation was aborted). A half-moved one breaks the channel on purpose.
+  // Withdraws a transfer that is not done because the operation was aborted. If it is half moved, the channel breaks on
+  // purpose.
   virtual void forget(Transfer* transfer) = 0;
 
   // Moves what can be moved now. Sets *moved when anything did. An error is final: the peer is lost.

@@ -1,5 +1,5 @@
-// Dials one connection to one peer: all its addresses in quick succession, each again until one answers with a proof.
-// Of several that answer at once one only goes on, so that the peer never sees this rank twice.
+// Dials one connection to one peer: all its addresses in quick succession, repeatedly, until one authenticates. If
+// several answer at once only one goes on, so that the peer never sees this rank twice.
 //
 // Thread and owner: the bootstrap's.
 #pragma once
@@ -25,7 +25,7 @@ class Dialer {
   };
   Dialer(const Credentials* credentials, const Claim& claim, Target target);
 
-  // Starts what is due, moves what can be moved. An error is final: nobody will answer there.
+  // Starts attempts that are due and advances the others. An error is final: no rank will answer there.
   Status step(TimePoint now);
   void add_to(std::vector<pollfd>* set) const;
   // The connection, once it is authenticated.

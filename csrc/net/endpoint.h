@@ -1,5 +1,6 @@
-// What a rank tells the others about itself before they connect: which host it is on and where it listens. Travels
-// through a launcher's store, so it is parsed as if it came from anybody. Values only. Thread: any.
+// What a rank tells the others about itself before they connect: which host it is on and where it listens. (mesh.cc
+// chooses the network interfaces, socket.cc lists them.) It travels through a launcher's store, so it is parsed as
+// untrusted input. Values only. Thread: any.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ inline constexpr size_t kMaxEndpointBytes = 4096;
 inline constexpr size_t kMaxAddresses = 64;
 inline constexpr size_t kMaxSettings = 16;
 
-// Two processes with equal values can meet over an abstract unix socket and share memory.
+// Two processes with equal values can connect over an abstract unix socket and share memory.
 struct HostIdentity {
   std::string boot_id;
   uint64_t network_namespace = 0;

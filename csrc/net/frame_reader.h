@@ -1,8 +1,8 @@
-// Cuts the bytes of the control line into frames and keeps these until the engine fetches them. Small frames arrive
-// many at once in one buffer; the rest of a large one is read straight into its own memory. Knows memory, not sockets:
-// the channel reads into the place that it names.
+// Splits the bytes of the control stream into frames and keeps these until the engine fetches them. Many small frames
+// arrive in one buffer; the rest of a large one is read straight into its own memory. It knows memory, not sockets: the
+// channel reads into the place that it names.
 //
-// Thread: the one that makes progress. Owner: the channel.
+// Thread: the thread that makes progress. Owner: the channel.
 #pragma once
 
 #include <sys/uio.h>
@@ -21,13 +21,13 @@ class FrameReader {
 
   // Where the next bytes go.
   iovec place();
-  // `bytes` arrived there. Fails at a length that cannot be, before anything is allocated for it.
+  // `bytes` have arrived there. Fails at an impossible length, before anything is allocated for it.
   Status took(size_t bytes);
 
   // The next complete frame, if one is there.
   bool take(std::vector<uint8_t>* frame);
   bool has_frames() const { return !ready_.empty(); }
-  // So much waits to be fetched that nothing may be read.
+  // So many bytes wait to be fetched that no more may be read.
   bool full() const;
   bool between_frames() const { return frame_bytes_ == 0 && length_have_ == 0; }
   // Complete frames so far.

@@ -1,8 +1,8 @@
-// A channel over two byte lines to one peer, one for control frames and one for data, so that data nobody takes yet
-// never holds up an abort. Queues and the order of "what it said" and "it is gone" live here, once, over a FrameReader
-// and an Inbox; how bytes move is the derived class's business (TcpChannel, ShmChannel).
+// A channel over two byte streams to one peer, one for control frames and one for data, so that data that waits for a
+// receive never holds up an abort. The queues are here, on top of a FrameReader and an Inbox, and so is the rule that a
+// peer's last frames are delivered before its loss; the derived classes (TcpChannel, ShmChannel) move the bytes.
 //
-// Thread: the one that makes progress. Owner: the mesh.
+// Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
 #include <deque>
@@ -32,20 +32,21 @@ class FramedChannel : public Channel {
   Status progress(bool* moved) final;
   bool flushed() const final { return control_out_.empty() && sends_.empty(); }
 
-  // The peer has said goodbye: that it closes is no error, unless something is still posted.
+  // The peer has said goodbye: its closing is no error, unless something is still posted.
   void expect_close() { goodbye_ = true; }
   bool close_expected() const { return goodbye_; }
-  // The peer is gone, as somebody else noticed: takes in what it has left behind, then fails with this reason.
+  // Another connection has noticed that the peer is gone: delivers what it has left behind, then fails with this
+  // reason.
   void lose(const std::string& reason);
   // The first failure, also while progress() still holds it back because received frames wait.
   const Status& failure() const { return failed_; }
   const std::string& reason() const { return reason_; }
-  // It has failed, but the peer's last words may still come: for that long nobody is told.
+  // It has failed, but the peer's last frames may still arrive; until then the failure is not reported.
   bool held_back() const;
   bool has_frames() const { return frames_in_.has_frames(); }
-  // One line has ended in order and the other has not yet: look again soon.
+  // One stream has ended in order and the other has not yet: look again soon.
   bool closing() const { return (data_ended_ || control_over_) && failed_.is_ok(); }
-  // Nothing waits to be written, and both lines are open: only what arrives can move.
+  // Nothing waits to be written and both streams are open, so only arriving bytes can move anything.
   bool only_listens() const {
     return control_out_.empty() && sends_.empty() && !control_over_ && !data_ended_ && failed_.is_ok();
   }
@@ -54,9 +55,9 @@ class FramedChannel : public Channel {
   // Move what fits now. kEnded: nothing will follow.
   virtual IoResult write(Line line, std::span<const iovec> parts) = 0;
   virtual IoResult read(Line line, std::span<const iovec> parts) = 0;
-  // Called after every batch of moves.
+  // Called after each series of moves.
   virtual void settle() {}
-  // What has arrived long ago may move now: progress() is due although the peer does nothing.
+  // Bytes that arrived earlier may be taken now: progress() must be called although the peer does nothing.
   virtual void look_again() {}
 
   bool wants_read(Line line) const;

@@ -1,6 +1,7 @@
 // Mutual authentication of one connection, before anything else is read from it: both sides prove that they know the
-// job secret, over fresh nonces, the job id, the generation, both ranks and the connection's purpose. Non-blocking;
-// fixed-size frames only, so that a stranger costs this object and nothing more. docs: hello, hello, proof, verdict.
+// job secret, over fresh nonces, the job id, the generation, both ranks and the connection's purpose. Non-blocking,
+// with fixed-size frames only, so that a stranger costs no more memory than this object. The frames are hello, hello,
+// proof, verdict.
 //
 // Thread: the one that connects the mesh. Owner: the bootstrap.
 #pragma once
@@ -21,8 +22,8 @@ constexpr const char* name_of(Purpose p) {
   return p == Purpose::kLocal ? "local" : p == Purpose::kControl ? "control" : "data";
 }
 
-// Why the accepting side turns a connection down. Told to the other side only after its proof was right, but for
-// kBadProof.
+// Why the accepting side turns a connection down. Except for kBadProof, the other side is told only after its proof was
+// right.
 enum class Verdict : uint8_t { kWelcome, kBadProof, kWrongGeneration, kNotThisRank, kUnexpectedRank, kDuplicate };
 const char* text_of(Verdict verdict);
 
@@ -44,10 +45,10 @@ class Handshake {
   enum class State : uint8_t { kPending, kDone, kFailed };
   using Judge = std::function<Verdict(const Claim&)>;
 
-  // The connecting side. It sends its proof only after allow_proof(): of several addresses tried at once, one goes
-  // further.
+  // The connecting side. It sends its proof only after allow_proof(), so that of several addresses tried at once only
+  // one goes on.
   static Handshake connect(const Credentials* credentials, const Claim& claim);
-  // The accepting side: `judge` is asked about a proven claim and by saying kWelcome takes the connection.
+  // The accepting side: `judge` is asked about a proven claim and accepts the connection with kWelcome.
   static Handshake accept(const Credentials* credentials, uint64_t generation, Judge judge);
 
   // Goes on as far as possible without waiting.
@@ -60,8 +61,8 @@ class Handshake {
 
   bool said_hello() const { return stage_ != Stage::kHello; }
 
-  // kFailed: why, in words for the log. `refused` when the other side said so or speaks another protocol: another try
-  // is unlikely to help.
+  // kFailed: the reason, as text for the log. `refused` when the other side said so or speaks another protocol, so that
+  // another attempt is unlikely to help.
   const Status& status() const { return status_; }
   bool refused() const { return refused_; }
 

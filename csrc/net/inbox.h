@@ -1,8 +1,8 @@
-// Matches arriving data segments with posted receives. Segments for which nothing is posted yet are kept aside, up to
-// kMaxUnexpectedBytes; then it asks for no more bytes until a receive takes some. Knows memory, not sockets: the
-// channel reads into the places that it names.
+// Matches arriving data segments with posted receives. Unexpected segments, for which nothing is posted yet, are kept
+// here, up to kMaxUnexpectedBytes; then no more bytes are read until a receive takes some. It knows memory, not
+// sockets: the channel reads into the places that it names.
 //
-// Thread: the one that makes progress. Owner: the channel.
+// Thread: the thread that makes progress. Owner: the channel.
 #pragma once
 
 #include <sys/uio.h>
@@ -26,7 +26,7 @@ struct SegmentHeader {
 };
 static_assert(sizeof(SegmentHeader) == 24 && sizeof(Tag) == 16);
 
-// What arrived is a header at all; and it is the segment that this receive is for.
+// check_header: what arrived is a header at all. check_match: it is the segment that `transfer` expects.
 Status check_header(const SegmentHeader& header);
 Status check_match(const SegmentHeader& header, const Transfer& transfer);
 

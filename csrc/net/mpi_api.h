@@ -1,6 +1,7 @@
-// What is used of MPI, taken at run time from the library that mpi4py has loaded: nothing is compiled against one MPI.
-// Handles are pointers in Open MPI and in the standard's ABI, ints in MPICH and Intel MPI; both are passed as intptr_t,
-// of which a callee that wants an int reads the lower half (System V x86-64, AArch64). A request is at most 8 bytes.
+// The MPI functions that the core uses, taken at run time from the library that mpi4py has loaded, so nothing is
+// compiled against one MPI. Handles are pointers in Open MPI and in the standard's ABI, ints in MPICH and Intel MPI;
+// both are passed as intptr_t, of which a callee that wants an int reads the lower half (System V x86-64, AArch64). A
+// request takes at most 8 bytes.
 //
 // Thread: any; MPI itself must have been initialised with MPI_THREAD_MULTIPLE. Owner: the mesh.
 #pragma once
@@ -15,7 +16,7 @@
 
 namespace hc {
 
-// How the ranks reach each other through MPI; made by mpi4py, the same on every rank but for the handles.
+// How the ranks reach each other through MPI. mpi4py makes it; only the handles differ between ranks.
 struct MpiLink {
   std::string library;        // a loaded library whose symbols are MPI's, or that depends on it
   intptr_t communicator = 0;  // of exactly this world's ranks in this order, errors returned, used by nobody else
@@ -52,7 +53,7 @@ class MpiApi {
   Status send(const void* data, size_t bytes, int rank, int tag, MpiRequest* request) const;
   Status receive(void* data, size_t bytes, int rank, int tag, MpiRequest* request) const;
   Status test(MpiRequest* request, bool* done) const;
-  // Withdraws a receive; waits until MPI has let go of its memory, at most limit_s. False: it has not.
+  // Withdraws a receive and waits, at most limit_s, until MPI has released its memory. False: it has not.
   bool cancel(MpiRequest* request, double limit_s) const;
 
  private:

@@ -1,9 +1,9 @@
-// A channel whose data moves through MPI and whose control frames go over another channel, which also knows when the
-// peer has died. Each segment is announced by a message of its own on one tag, so that announcements keep their order;
-// small segments ride in it, larger ones follow on a tag that the count of segments gives, straight into the memory
-// of the receive that waits for them. MPI's own matching keeps back what nobody takes yet.
+// A channel whose data moves through MPI, while control frames go over another channel, which also notices when the
+// peer dies. Each segment is announced by a message on one tag, so that announcements keep their order; small segments
+// are part of it, larger ones follow on a tag derived from the count of segments, straight into the memory of the
+// receive that waits for them. MPI's own matching keeps what no receive has asked for yet.
 //
-// Thread: the one that makes progress. Owner: the mesh.
+// Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
 #include <array>
@@ -26,9 +26,9 @@ class MpiChannel final : public Channel {
 
   // Whether data goes through MPI from now on, or through `control`. All ranks change it between the same operations.
   Status use(bool on);
-  // Data is under way. MPI rings no doorbell: progress() must be called again and again.
+  // Data is in flight. MPI rings no doorbell, so progress() must be called repeatedly.
   bool under_way() const { return !posted_.empty() || !arriving_.empty() || !leaving_.empty(); }
-  // Withdraws everything; returns when MPI uses none of our memory any more (or after a second).
+  // Withdraws everything; returns when MPI uses none of our memory any more, or after a second.
   void close();
   // In a forked child: MPI and what is under way stay the parent's.
   void abandon() { listening_ = on_ = false; }

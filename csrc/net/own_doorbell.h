@@ -1,8 +1,8 @@
 // How this rank sleeps and is woken: the word that tells others whether it sleeps, and the eventfd that ends its sleep.
-// A Doorbell (shm_channel.h) is the same seen from a peer: who stores news looks at the word, and who sleeps stores the
-// word and looks for news, so that at least one of the two sees the other.
+// A Doorbell (shm_channel.h) is a peer's view of it. A rank that stores news looks at the word; a rank that goes to
+// sleep stores the word and looks for news; so at least one of the two sees the other.
 //
-// Thread: the one that makes progress; is_awake and ring from any. Owner: the mesh.
+// Thread: the thread that makes progress; is_awake and ring from any. Owner: the mesh.
 #pragma once
 
 #include <unistd.h>
@@ -55,7 +55,8 @@ class OwnDoorbell {
   // The sleep that ring() was to end has ended.
   void forget_ring() { ring_pending_.store(0, std::memory_order_seq_cst); }
 
-  // The eventfd was readable: it is not any more. And it shall be, so that whoever sleeps on it comes back.
+  // clear() empties the eventfd after a sleep; stay_readable() rings it, so that every thread that sleeps on it
+  // returns.
   void clear();
   void stay_readable();
 

@@ -1,8 +1,8 @@
-// Which of the node's rings a rank looks at. With few ranks it looks at all of them. With many each look may miss the
-// caches and the page tables, so it looks where a peer has set a bit in its arena's first page (Knocker), and goes on
-// looking there until nothing moves.
+// Decides which of the node's rings a rank looks at. With few ranks it looks at all of them. With many, each look may
+// miss the caches and the page tables, so it looks only where a peer has set a bit in its arena's first page (Knocker),
+// and goes on looking there until nothing moves.
 //
-// Thread: the one that makes progress. Owner: the mesh.
+// Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
 #include <atomic>
@@ -14,19 +14,20 @@ namespace hc {
 
 class RingNews {
  public:
-  // From now on look only where there is news: a bit for each local rank, set by the peers. Outlives this.
+  // From now on look only at rings with news: peers set a bit for each local rank. `news` outlives this object.
   void heed(std::atomic<uint64_t>* news, int local_size) {
     news_ = news;
     to_look_at_.assign(static_cast<size_t>(local_size) / 64 + 1, 0);
   }
-  // There is a ring from this rank.
+  // Adds the ring from this rank.
   void add(int rank, int local_rank) {
     ranks_.push_back(rank);
     if (rank_of_local_.size() <= static_cast<size_t>(local_rank))
       rank_of_local_.resize(static_cast<size_t>(local_rank) + 1, -1);
     rank_of_local_[static_cast<size_t>(local_rank)] = rank;
   }
-  // Where a channel notes by itself that it is to be looked at, a bit for each local rank; null: every one always is.
+  // Bits, one for each local rank, in which a channel notes that it must be looked at; null: every channel is always
+  // looked at.
   uint64_t* to_look_at() { return to_look_at_.empty() ? nullptr : to_look_at_.data(); }
 
   // Calls `progress(rank)`, which says whether anything moved, for all rings or those with news. Returns whether

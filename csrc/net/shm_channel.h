@@ -1,8 +1,8 @@
-// A channel to a rank of the same node over byte rings in shared memory: each rank writes into its own arena and reads
-// from the peer's. One ring pair (kRingBytes) holds a ring for control and one for data. No system call but the
+// A channel to a rank of the same node, over byte rings in shared memory: each rank writes into its own arena and reads
+// from the peer's. One ring pair (kRingBytes) holds a ring for control and one for data. The only system call is the
 // doorbell of a peer that sleeps while it waits.
 //
-// Thread: the one that makes progress. Owner: the mesh.
+// Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
 #include <atomic>
@@ -26,7 +26,7 @@ inline constexpr size_t kDataRingBytes = 192u << 10;
 static_assert(sizeof(RingHeader) <= kRingHeaderBytes);
 static_assert(kRingHeaderBytes + kControlRingBytes + kDataRingBytes == kRingBytes);
 
-// How a sleeping local peer is woken: its asleep word and its eventfd. fd -1: never.
+// Wakes a sleeping local peer by its asleep word and its eventfd. fd -1: does nothing.
 class Doorbell {
  public:
   Doorbell() = default;
@@ -56,8 +56,7 @@ class Doorbell {
   Traffic* traffic_ = nullptr;
 };
 
-// How a peer learns that one of its rings has moved: a bit in its news, where it looks for them there, and its
-// doorbell.
+// Tells a peer that one of its rings has moved: sets a bit in its news, where it uses them, and rings its doorbell.
 class Knocker {
  public:
   Knocker() = default;
@@ -111,8 +110,7 @@ class ShmChannel final : public FramedChannel {
     std::shared_ptr<Arena> own, peer;
     int own_local_rank = 0, peer_local_rank = 0;
     const Doorbell* doorbell = nullptr;  // the peer's; outlives the channel
-    // The words of ranks to look at, a bit for each local one: in the mesh, where it keeps them. Else every look at the
-    // node's channels is a look at this one, too.
+    // RingNews::to_look_at() of the mesh. Null: every look at the node's channels includes this one.
     uint64_t* to_look_at = nullptr;
   };
   // The pair for the peer in the own arena must have been committed.

@@ -75,7 +75,7 @@ struct TcpTuning {
 // Accepted sockets inherit the tuning. Port 0: the kernel chooses.
 Result<Fd> listen_tcp(const Address& at, const TcpTuning& tuning);
 Result<Address> local_address(int fd);
-// May still be in progress: writable when settled, then take_socket_error() says how it ended.
+// The connection may still be in progress. Once the socket is writable, take_socket_error() says how it ended.
 Result<Fd> start_connect(const Address& to, const TcpTuning& tuning);
 int take_socket_error(int fd);
 
@@ -83,7 +83,7 @@ int take_socket_error(int fd);
 Result<Fd> listen_unix(std::string_view name);
 Result<Fd> connect_unix(std::string_view name);
 
-// An empty Fd and 0 in *error_number: nobody waits. `from` may be null.
+// An empty Fd with *error_number 0 means that no connection waits. `from` may be null.
 Fd accept_one(int listener, Address* from, int* error_number);
 
 struct PeerCredentials {

@@ -1,7 +1,7 @@
-// A channel over two TCP connections (any stream sockets): one for control, one for data. It keeps its own registration
-// with the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
+// A channel over two TCP connections (or other stream sockets): one for control, one for data. It keeps its own
+// registration with the mesh's epoll up to date, so that a sleeper is woken exactly by what this channel waits for.
 //
-// Thread: the one that makes progress. Owner: the mesh.
+// Thread: the thread that makes progress. Owner: the mesh.
 #pragma once
 
 #include "net/framed_channel.h"

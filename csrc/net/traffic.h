@@ -1,4 +1,4 @@
-// What a mesh has moved, all of its channels together.
+// Counts what all channels of a mesh have moved.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// hc_connect for Python: without Python's lock, but with an ear for Ctrl-C and for news of the other ranks. Thread: the
-// one that calls init.
+// hc_connect for Python: it waits without Python's lock, and looks now and then for Ctrl-C and for news of the other
+// ranks. Thread: the one that calls init.
 #pragma once
 
 #include <pybind11/pybind11.h>

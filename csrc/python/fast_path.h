@@ -1,4 +1,5 @@
-// Allreduces straight from tensors, the case that loops make: one crossing, no tuples, no keywords (fast_path.cc).
+// The fast path for allreduces of plain tensors, which training loops make most: one call into the core, no tuples, no
+// keywords.
 #pragma once
 
 #include <pybind11/pybind11.h>

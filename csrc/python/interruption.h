@@ -1,5 +1,6 @@
-// What the other ranks are told of an exception that a signal handler raised in a thread that waits in the core.
-// Thread: one that has Python's lock.
+// Words the text that the other ranks get when a signal handler has raised an exception (Ctrl-C, for instance) in a
+// thread that waits in the core. wait_slice.h says where such a wait looks for signals. Thread: one that holds Python's
+// lock.
 #pragma once
 
 #include <Python.h>
@@ -10,7 +11,7 @@ namespace hc_python {
 
 // "raised TimeoutError: too slow (in a signal handler)", "was interrupted (Ctrl-C)". One line. Leaves no exception set.
 std::string interruption_by(PyObject* type, PyObject* value);
-// Of the exception that is set, which stays set.
+// The same for the exception that is set; it stays set.
 std::string interruption_by_what_is_set();
 
 }  // namespace hc_python

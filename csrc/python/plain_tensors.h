@@ -1,6 +1,6 @@
-// Tensors as Python objects, read without a call back into Python: DLPack's table of C functions where a framework's
-// tensors have one (torch from 2.10 on), the buffer protocol for NumPy's arrays. Only what is plain is read: dense, in
-// host memory, one after the other. Thread: with Python's lock.
+// Reads tensors from Python objects without calling back into Python: by DLPack's table of C functions where a
+// framework's tensors have one (torch from 2.10 on), by the buffer protocol for NumPy's arrays. Only plain ones are
+// read: dense and in host memory. Thread: with Python's lock.
 #pragma once
 
 #include <Python.h>
@@ -31,7 +31,7 @@ struct DlExchange {
 };
 constexpr const char* kDlExchangeName = "dlpack_exchange_api";
 
-// What describes tensors of one call to the core. Buffers that were opened for it are held until it goes.
+// Describes the tensors of one call to the core. Buffers that it opens are held until it is destroyed.
 class PlainTensors {
  public:
   // exchange: of the tensors' framework; null: they have the buffer protocol.

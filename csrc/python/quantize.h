@@ -1,4 +1,4 @@
-// The part of the Python binding that quantises; module.cc calls it once. Thread: any.
+// Binds quantisation to Python; module.cc calls it once. Thread: any.
 #pragma once
 
 #include <pybind11/pybind11.h>

@@ -1,4 +1,6 @@
-// How long a wait without Python's lock lasts between two looks at Python's signals.
+// How long a wait without Python's lock lasts before it takes the lock and runs Python's signal handlers
+// (PyErr_CheckSignals). Such waits are in module.cc (hc_wait), fast_path.cc and connect.cc. When a handler raises, as
+// Ctrl-C does, the wait ends and the other ranks are told (interruption.h).
 #pragma once
 
 namespace hc_python {

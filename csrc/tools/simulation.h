@@ -1,6 +1,7 @@
-// A step's agreement at any number of ranks, in one process: the real coordinator, request aggregators, plan cache and
-// bytes on a virtual clock. Messages cost what the caller says; what the objects cost is measured while they run. What
-// is equal is shared: ranks with nobody below them are one cache and one request list.
+// Simulates the agreement of a training step at any number of ranks, in one process: the real coordinator, request
+// aggregators, plan caches and encoded frames run on a virtual clock. The caller says what messages cost; what the
+// objects cost is measured while they run. Equal objects are shared: all ranks with nobody below them use one cache and
+// one request list.
 #pragma once
 
 #include <cstdint>

@@ -60,7 +60,7 @@ struct Schedule {
 
 std::string to_text(const Schedule& schedule);  // one line per step
 
-// What has to happen before the input can take part.
+// What must be done before the input can be used.
 enum class Load : uint8_t {
   kNone,  // usable where it lies
   kCopy,  // first copied (and prescaled) to where the work is done
@@ -104,8 +104,8 @@ struct ReduceShape {
 };
 Schedule plan_reduce(const ReduceShape& shape);
 
-// Everybody's part goes straight to, or comes straight from, the root: each byte crosses the wire once.
-// in_place: the root's own part lies where it belongs.
+// Every rank's part travels directly to or from the root, so each byte crosses the wire once. in_place: the root's own
+// part is already in its place.
 Schedule plan_gather(int rank, int root, std::span<const size_t> counts, bool in_place);
 Schedule plan_scatter(int rank, int root, std::span<const size_t> counts);
 
@@ -136,7 +136,8 @@ struct PlacedSchedule {
 };
 Schedule concatenate(std::span<const PlacedSchedule> parts, std::vector<int>* begin);
 
-// Part `part` of `parts`: of every step the same share of its elements, so that each element takes the same way.
+// Part `part` of `parts`: the same fraction of every step's elements, so that each element takes the same path as in
+// the whole schedule.
 Schedule part_of(const Schedule& schedule, int part, int parts);
 
 // First element of chunk c of `chunks` nearly equal ones; c = chunks gives count.

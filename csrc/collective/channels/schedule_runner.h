@@ -16,8 +16,8 @@ namespace hc {
 
 class ScheduleRunner final : public Collective {
  public:
-  // The group may go once this returns; its channels must outlive the runner, and the pieces' memory must stay until
-  // the runner is gone. Task fields used: dtype, reduce, scale, pieces, segment_bytes, tag.
+  // `group` is not needed after this returns, but its channels must outlive the runner, and so must the pieces' memory.
+  // Task fields used: dtype, reduce, scale, pieces, segment_bytes, tag.
   ScheduleRunner(Task task, const Group& group, Schedule schedule);
   ~ScheduleRunner() override;
   ScheduleRunner(const ScheduleRunner&) = delete;
@@ -26,7 +26,7 @@ class ScheduleRunner final : public Collective {
   Progress start() override;
   Progress step(bool* moved) override;
 
-  // Gates: the first `count` elements of the input may be used. Only ever grows.
+  // For kGate: the first `count` elements of the input may be used. `count` never shrinks.
   void release(size_t count) { released_ = count > released_ ? count : released_; }
   bool is_complete(int step) const { return state_[step].done == state_[step].segments; }
   const Schedule& schedule() const { return schedule_; }

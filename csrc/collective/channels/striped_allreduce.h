@@ -24,7 +24,7 @@ struct Stripe {
   int index = 0;               // mine: my place among my node's members
   std::vector<int> positions;  // group positions that carry this stripe, one per node; empty where index >= stripes
 };
-// Nodes may have different numbers of members: those beyond the smallest node's take no part between the nodes.
+// When nodes have different numbers of members, those beyond the size of the smallest node carry no stripe.
 Stripe stripe_of(const Group& group);
 
 struct StripeRange {
@@ -46,9 +46,10 @@ class StripedAllreduce final : public Collective {
   Progress start() override;
   Progress step(bool* moved) override;
 
-  // The first `count` elements of the range hold the node's sum. Only ever grows; may be called before start().
+  // The first `count` elements of the range hold the node's sum. `count` never shrinks; may be called before start().
   void release(size_t count) { runner_.release(count); }
-  // The first so many elements are final. They may be read, not changed: sends to other nodes may still read them.
+  // How many elements at the front are final. They may be read but not changed: sends to other nodes may still read
+  // them.
   size_t finished();
   const char* schedule_name() const { return runner_.schedule().name; }  // "inter-node ring", ...
 

@@ -1,5 +1,5 @@
-// What the blocked forms in shared memory have in common: private tensors travel through buffers of the shared segment
-// in blocks, in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several). Thread:
+// The base of the blocked algorithms in shared memory: private tensors travel through buffers of the shared segment in
+// blocks, in a pipeline of three stages. Used by shared_blocked.cc (one node) and two_level.cc (several nodes). Thread:
 // the thread that makes progress.
 #pragma once
 
@@ -61,14 +61,14 @@ class BlockedCollective : public Collective {
       }
       if (!status_.is_ok()) return Progress::kFailed;
       *moved |= any;
-      if (any && ++passes_ % 4 == 0) break;  // let other process sets have a turn
+      if (any && ++passes_ % 4 == 0) break;  // let other process sets proceed
     }
     return drained_ == blocks_ ? Progress::kDone : Progress::kPending;
   }
 
  protected:
   virtual void fill(uint64_t block) = 0;
-  // May leave work behind that is_reduced() moves on; then everybody's drain of the block waits for it.
+  // May leave work for is_reduced() to finish; then every member's drain of the block waits for it.
   virtual void start_reduce(uint64_t) {}
   virtual bool is_reduced(uint64_t, bool*) { return true; }
   virtual void drain(uint64_t block) = 0;

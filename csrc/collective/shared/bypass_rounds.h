@@ -1,11 +1,12 @@
-// The bypass for a small operation in shared memory: no agreement goes before it. Every member publishes what it
-// calls the operation and its payload in one place; once all have published the same, all have the result. When they
-// have not, the operation steps back with its memory unchanged and is agreed on like any other.
+// Runs a small operation in shared memory without negotiating it first. Every member publishes the key of its operation
+// together with its payload; once all have published equal keys, all have the result. If the keys differ, the operation
+// is withdrawn with its memory unchanged and is negotiated like any other.
 //
-// A session is a row of rounds. Every member opens it at the same round (the coordinator says which, in a plan) and
-// each round takes one operation of every member. The rule that keeps the members of one mind:
-//   a member that has not published in a round may close it; whoever has published waits until all have, or until it
-//   sees the round closed by one that has not. So a round succeeds on every member or on none.
+// A session is a sequence of rounds. Every member opens it at the same round, which the coordinator names in a plan,
+// and each round takes one operation of every member. One rule keeps the members consistent: a member that has not
+// published in a round may close it; a member that has published waits until all have, or until it sees that a member
+// which has not published has closed the round. So a round succeeds on every member or on none.
+//
 // Closing a round ends the session. A member closes before it announces anything to the coordinator, so nobody waits in
 // a round for a member that is busy elsewhere. docs/decisions/0023 has the argument in full.
 //
@@ -20,7 +21,7 @@
 
 namespace hc {
 
-// What must be equal on all members for an operation to be one and the same.
+// What must be equal on all members of a round for their operations to be the same one.
 struct BypassKey {
   uint64_t cache_id = 0;   // of the cache of agreements
   uint64_t sequence = 0;   // unnamed operations
@@ -38,7 +39,7 @@ class BypassRounds {
   bool is_on() const { return is_on_; }
   // A round of mine is under way.
   bool is_busy() const { return is_busy_; }
-  // Rounds in which all members met, since the beginning.
+  // How many rounds have succeeded since the beginning.
   uint64_t successes() const { return successes_; }
 
   // A round that no member has used or closed, for a new session. Only while no member has one open.
@@ -46,16 +47,17 @@ class BypassRounds {
   void open(uint64_t first_round);
   // Only between rounds of mine.
   void close();
-  // Enters the next round with a task that puts at most kBypassBytes into a cell; null: no session is open (any more).
-  // The task holds if every member calls the same: that they do is what the round finds out.
+  // Enters the next round with a task that puts at most kBypassBytes into a cell. Null: no session is open (any more).
+  // The task is valid only if every member calls the same operation; the round finds that out.
   std::unique_ptr<ArrivalCollective> enter(Task task, const Group& group, const BypassKey& key);
 
-  // For a round under way. Its number, which of the two cells it uses, and where in the ring a payload goes: clear of
-  // that of the round before, and the same place on all members, as it depends only on the rounds that succeeded.
+  // For a round under way: its number, which of the two cells it uses, and the payload's offset in the ring. The offset
+  // is clear of the payload of the round before and equal on all members, because it depends only on the rounds that
+  // succeeded.
   uint64_t round() const { return round_; }
   uint64_t place() const { return place_; }
   size_t place_for(size_t bytes) const;
-  // No member enters a round before this one any more.
+  // The first round that a member may still enter: all before it are closed by some member.
   uint64_t most_closed() const;
   // The payloads of all members.
   std::vector<const std::byte*>& payloads() { return payloads_; }

@@ -1,5 +1,6 @@
-// What a member of a small operation puts into its buffer, and what it makes of everybody's buffers: the same on the
-// agreed path (shared.cc) and by the bypass (bypass_rounds.h). Sums run in rank order. Thread: the engine's.
+// What a member of a small operation writes into its buffer, and how it computes the result from all buffers. The
+// negotiated path (shared.cc) and the bypass (bypass_rounds.h) share it. Sums run in rank order. Thread: the thread
+// that makes progress.
 #pragma once
 
 #include <cstddef>
@@ -19,7 +20,7 @@ class FlatPayload {
   int root() const { return task_.root; }
   // Only the root's buffer is read.
   bool comes_from_root() const { return task_.op == Op::kBroadcast || task_.op == Op::kScatter; }
-  // Of a buffer that holds something; where all members call alike it is the same for all.
+  // The size of a buffer that holds something; the same for all members that call the same operation.
   size_t bytes() const;
   void contribute(std::byte* to) const;
   // buffers: of every member, by group rank.

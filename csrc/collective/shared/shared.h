@@ -21,7 +21,7 @@ struct InPlaceFlags {
   alignas(kCacheLine) std::atomic<uint64_t> arrived;   // operations entered; `offset` is valid
   std::atomic<uint64_t> offset;                        // my buffer's offset in my arena, for the operation just entered
   std::atomic<uint64_t> last;                          // what `arrived` was when I found that I was the last
-  alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations whose slice of mine is written everywhere
+  alignas(kCacheLine) std::atomic<uint64_t> finished;  // operations of which my slice is written everywhere
 };
 
 inline constexpr size_t kTicketsKept = 64;
@@ -30,9 +30,9 @@ inline constexpr size_t kTicketsKept = 64;
 struct SegmentFlags {
   alignas(kCacheLine) std::atomic<uint64_t> flat;      // flat operations whose payload is published
   alignas(kCacheLine) std::atomic<uint64_t> filled;    // blocks whose contribution is in the buffer
-  alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks whose slice of mine is reduced
+  alignas(kCacheLine) std::atomic<uint64_t> reduced;   // blocks of which my slice is reduced
   alignas(kCacheLine) std::atomic<uint64_t> consumed;  // blocks that I shall not read again
-  // Not 0: this member has no persistent operation under way and enters none any more (it has joined or is leaving).
+  // Not 0: this member has no persistent operation under way and will enter no other (it has joined or is leaving).
   alignas(kCacheLine) std::atomic<uint64_t> invalidated;
   InPlaceFlags in_place;  // of the negotiated in-place operations
   // Rounds of device memory (peers.cc): whose input lies in my memory; after which I read nobody's memory.
@@ -41,8 +41,8 @@ struct SegmentFlags {
   std::atomic<uint64_t> peers_closed;  // 1: I have forgotten the others' device memory
   alignas(kCacheLine)
       std::atomic<uint64_t> bypass_closed;  // I enter no round of the bypass before this one (bypass_rounds.h)
-  // What starts on GPUs in which order, in the shared segment of rank 0 of the world; what each member has taken of it.
-  // engine/gpu/launch_tickets.h.
+  // Launch tickets (engine/gpu/launch_tickets.h): given by rank 0 of the world, in its shared segment; taken by each
+  // member.
   alignas(kCacheLine) std::atomic<uint64_t> tickets_given;
   std::atomic<uint64_t> tickets[kTicketsKept];
   alignas(kCacheLine) std::atomic<uint64_t> tickets_taken;
@@ -111,10 +111,9 @@ class SharedSegment {
     counter.store(value, std::memory_order_release);
     published_ = true;
   }
-  // Publishes what everybody waits to see of every member: the one who finds all others there rings, so that nobody is
-  // woken to find that somebody else is late. there(m): member m has published it, read in sequentially consistent
-  // order, so that of several last ones at least one sees all.
-  // True when I was the last one.
+  // Publishes what all members wait for, and rings the others only if this member is the last, so that nobody is woken
+  // to find that another member is late. there(m): member m has published, read in sequentially consistent order, so
+  // that of several last members at least one sees all. True when this member was the last.
   template <class There>
   bool publish_to_all(std::atomic<uint64_t>& counter, uint64_t value, There&& there) {
     counter.exchange(value, std::memory_order_seq_cst);
@@ -127,7 +126,7 @@ class SharedSegment {
     publish_to_all(mine().*counter, value,
                    [&](int m) { return (flags(m).*counter).load(std::memory_order_seq_cst) >= value; });
   }
-  // Whether anything was published since the last call that somebody may sleep for.
+  // Whether anything that a sleeping member may wait for was published since the last call.
   bool take_published() { return std::exchange(published_, false); }
 
   // Totals of what this member has entered so far; equal on all members between operations.

@@ -1,5 +1,5 @@
-// Frames of control to the other ranks, and which of them have left. The frame under construction is reused, so it is
-// sent before the next one begins.
+// Sends control frames to the other ranks and knows which of them have left. The frame under construction is reused, so
+// it must be sent before the next one begins.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
@@ -26,8 +26,8 @@ class ControlLink {
     return frame_;
   }
   size_t size() const { return frame_.size(); }
-  // Sends the frame that was begun, as often as it is called. urgent: wakes a rank that sleeps though it waits for
-  // nothing.
+  // Sends the frame that was begun; may be called again for other ranks. urgent: also wakes a rank that sleeps without
+  // waiting for anything.
   Status send(int to, bool urgent) { return send(to, frame_.bytes(), urgent); }
   Status send(int to, std::span<const uint8_t> frame, bool urgent);
   // A frame has come in.
@@ -39,10 +39,10 @@ class ControlLink {
   bool anybody_left() const { return !departure_.empty(); }
   void note_left(int rank, const std::string& text);
 
-  // Tells every rank that is there why nothing succeeds any more. Best effort: they may be gone, too. The culprit may
-  // live: one that was only stopped learns why it was given up.
+  // Tells every rank that is left why nothing succeeds any more. Best effort, as some may be gone. The culprit may be
+  // alive: a rank that was only stopped learns why it was given up.
   void tell_failure(const Status& reason);
-  // Tells every rank that this one ends, and waits until that is on its way, at most `timeout_s`.
+  // Says goodbye to every rank, and waits at most `timeout_s` until the frames have left.
   void say_goodbye(double timeout_s);
 
  private:

@@ -1,4 +1,4 @@
-// What can be said about a submission on this rank alone, before anything is queued. Any thread.
+// Checks that one rank can make of a submission before anything is queued. Thread: any.
 #pragma once
 
 #include "base/status.h"

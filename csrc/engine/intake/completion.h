@@ -1,4 +1,4 @@
-// How an operation ends: its status is set, whoever watches is told, then whoever waits for it.
+// Ends an operation: sets its status, notifies observers, then its waiters.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once

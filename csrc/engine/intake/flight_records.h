@@ -1,5 +1,5 @@
 // Writes this rank's flight record into HOROCLONE_RECORDER_DIR when something goes wrong. Thread: the thread that makes
-// progress asks; hc-notify writes, so that neither a slow disk nor the formatting holds up the engine.
+// progress asks for it; hc-notify writes, so that neither a slow disk nor the formatting holds up the engine.
 #pragma once
 
 #include <string>
@@ -17,7 +17,7 @@ class FlightRecords {
       : context_(context), intake_(intake), notifier_(notifier) {}
   bool are_wanted() const { return !context_.config.recorder_dir.empty(); }
   void save(const std::string& reason);
-  // A mismatch has happened: saved at most once a second, as a program that catches mismatches may make many.
+  // Saves a record after a mismatch, at most once a second, because a program that catches mismatches may cause many.
   void save_mismatch(const Status& status);
 
  private:

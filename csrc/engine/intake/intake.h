@@ -1,5 +1,5 @@
-// The engine's front: operations are checked, filled in and queued here, and refused once the job has failed. Owns the
-// submit lock, the handles, the queue of what was submitted, and the reason of the failure.
+// Where operations enter the engine: they are checked, filled in and queued here, and refused once the job has failed.
+// Owns the submit lock, the handles, the queue of submitted operations, and the reason of a failure.
 //
 // Thread: any, except for take(), next(), look_again() and take_all(), which belong to the thread that makes progress.
 #pragma once
@@ -25,12 +25,12 @@ class Intake {
   const Handles& handles() const { return handles_; }
   Recorder& recorder() { return recorder_; }
 
-  // Checks and queues an operation. device: what it carries besides, when its tensors are on a GPU.
+  // Checks and queues an operation. device: the GPU part of the operation, when its tensors are on a GPU.
   Status queue(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> device, int64_t* handle);
   // Checks and makes an operation that is not queued, because its caller runs it itself.
   Result<Operation*> make(const Submission& s, BucketId bucket);
-  // Queues a declared bucket, which was checked when it was declared. A bucket on a GPU is not queued: *on_device then
-  // is the set that it is of, and the handle 0.
+  // Queues a declared bucket, which was checked when it was declared. A bucket on a GPU is not queued: *on_device is
+  // then its process set, and the handle is 0.
   Status queue_declared(int process_set, BucketId bucket, int32_t priority, int64_t* handle,
                         std::shared_ptr<const BucketSet>* on_device);
   // Whether `s` is to be reduced where it lies, in this rank's arena.
@@ -39,9 +39,9 @@ class Intake {
 
   // Something waits to be taken.
   bool has_news() const { return has_news_.load(std::memory_order_seq_cst); }
-  // Takes what was submitted up to now; next() gives it, one after the other, then null.
+  // Takes what has been submitted so far; next() returns one operation after the other, then null.
   void take() {
-    if (!taken_.empty()) return;  // an exception has left some
+    if (!taken_.empty()) return;  // some are left after an exception
     std::lock_guard lock(mu_);
     taken_.swap(incoming_);
     has_news_.store(false, std::memory_order_release);
@@ -52,14 +52,14 @@ class Intake {
     next_taken_ = 0;
     return nullptr;
   }
-  // An exception has come in between: what next() has not given yet is looked at again.
+  // After an exception: makes has_news() true again for what next() has not returned yet.
   void look_again() {
     if (!taken_.empty()) has_news_.store(true, std::memory_order_seq_cst);
   }
-  // Every operation that next() has not given.
+  // Every operation that next() has not returned.
   std::vector<Operation*> take_all();
 
-  // From now on nothing is taken any more, for this reason; the first one stays.
+  // From now on every submission is refused for this reason; later reasons are ignored.
   void refuse(const Status& reason);
   Status failure() const;
 
@@ -74,12 +74,12 @@ class Intake {
 
   // This rank's last operations, as JSON.
   std::string flight_record(const std::string& reason) const;
-  // Who was the last to be ready, by process set, as the inner part of a JSON object.
+  // Straggler statistics by process set, as the inner part of a JSON object.
   std::string stragglers_json() const;
   // "allreduce 'x', 12.3 s ago"
   std::string last_call() const;
 
-  // The submit lock, for who reads or writes several things of SetIntake at once.
+  // Takes the submit lock, for callers that read or write several members of SetIntake together.
   std::unique_lock<std::mutex> lock() const { return std::unique_lock(mu_); }
 
  private:

@@ -1,5 +1,5 @@
-// What submission knows of one process set: its members, the names in use, the numbers of unnamed operations, the
-// buckets that were declared. Guarded by the submit lock of Intake, except where a line says otherwise.
+// What submission knows of one process set: its members, the names in use, the sequence numbers of unnamed operations,
+// and the declared buckets. Guarded by the submit lock of Intake, except where a line says otherwise.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,8 @@ class SetIntake {
   // The next number of an unnamed operation.
   uint64_t next_sequence(Op op) { return sequences_[static_cast<size_t>(op)]++; }
   uint64_t upcoming_sequence(Op op) const { return sequences_[static_cast<size_t>(op)]; }
-  // Unnamed operation `sequence` ran without this rank, which had joined: number behind it, as the other ranks do.
+  // Unnamed operation `sequence` ran without this rank, which had joined: continue the numbering after it, as the other
+  // ranks do.
   void skip_sequence(Op op, uint64_t sequence) {
     uint64_t& next = sequences_[static_cast<size_t>(op)];
     next = std::max(next, sequence + 1);
@@ -47,7 +48,7 @@ class SetIntake {
   // Null when nobody has this name pending.
   Operation* find_named(Op op, std::string_view name);
 
-  // A set of buckets, and all that submitting one of them again and again can find ready.
+  // A declared set of buckets, with everything prepared that submitting one of them needs.
   struct Declared {
     struct Bucket {
       Request request;

@@ -1,5 +1,5 @@
-// What an operation on tensors in device memory carries besides: where its input is ready, where its result will be,
-// and results that the core owns. Written by submit and by the thread that makes progress before the operation is done.
+// The GPU part of an operation: when its input is ready, when its result will be, and results that the core owns.
+// Written by submit, and by the thread that makes progress before the operation is done.
 #pragma once
 
 #include <memory>

@@ -1,4 +1,4 @@
-// Who belongs to a process set. A value, constant for the life of the set.
+// The members of a process set. A value, constant for the life of the set.
 #pragma once
 
 #include <algorithm>

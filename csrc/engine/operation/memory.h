@@ -1,4 +1,5 @@
-// Memory that the core hands out: results of unknown size, and shared blocks. Shared ownership; outlives the engine.
+// Memory that the core hands out: results of unknown size, and shared blocks. Ownership is shared; it may outlive the
+// engine.
 #pragma once
 
 #include <cstdlib>
@@ -22,7 +23,7 @@ class Memory {
     if (!block.is_ok()) return block.status();
     return std::shared_ptr<Memory>(new Memory(block.value(), bytes, std::move(arena)));
   }
-  // What `free` gives back in its own way; not host memory, perhaps.
+  // Memory that `free` releases; it may lie on a GPU.
   static std::shared_ptr<Memory> make_foreign(std::byte* data, size_t bytes, std::function<void()> free) {
     std::shared_ptr<Memory> made(new Memory(data, bytes, nullptr));
     made->free_ = std::move(free);

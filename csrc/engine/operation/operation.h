@@ -22,14 +22,14 @@ namespace hc {
 
 struct Operation;
 
-// A call that has taken the bypass: all that another one like it needs to enter the next round.
+// What a call that took the bypass leaves for its next repetition: all that is needed to enter another round.
 struct Repeat {
   Signature signature;
   BypassKey key;
   Task task;  // with the tensor of that call
 };
 
-// Who has this name pending, in one process set. Nodes of an unordered_map: the address is stable.
+// The pending operation with this name, in one process set. A node of an unordered_map, so its address is stable.
 struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
   uint64_t uses = 0;               // submit lock
@@ -73,7 +73,7 @@ struct Operation {
   bool released = false;  // guarded by Handles' mutex
 
   const Signature& signature() const { return request.signature; }
-  // Of its tensors or, where the core owns the results and they are there, of those.
+  // Bytes of its tensors, or of its results where the core owns them and they exist.
   uint64_t bytes() const;
   // "allreduce 'layer1.weight'", "allgather no. 17 (unnamed)", "send to rank 3 (tag 0)"
   std::string describe() const;

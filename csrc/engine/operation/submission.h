@@ -1,4 +1,4 @@
-// What a caller hands to the engine: one operation, or the buckets of an optimizer. Values.
+// What a caller submits: one operation, or the buckets of an optimizer. Values.
 #pragma once
 
 #include <cstddef>
@@ -16,7 +16,8 @@
 
 namespace hc {
 
-// What submit takes. Pointers are read during the call only; the tensors' memory must live until the handle is done.
+// The arguments of submit. Pointers are read during the call only; the tensors' memory must live until the handle is
+// done.
 struct Submission {
   Op op = Op::kAllreduce;
   Reduce reduce = Reduce::kSum;
@@ -77,7 +78,7 @@ struct BucketSet {
 
   // An allreduce of bucket `index`; it points into this set and to *tensor.
   Submission submission_of(int process_set, int index, const DeclaredCall& call, Submission::Tensor* tensor) const;
-  // What all ranks must declare alike, as a number: the same text gives the same number on every machine.
+  // A number for what all ranks must declare alike. It is computed from a text, so it is the same on every machine.
   uint64_t fingerprint() const;
 };
 

@@ -1,8 +1,8 @@
-// Send and receive between two ranks; no coordinator and no other rank is involved. A send is announced (what it is,
-// small payloads included); the receiver matches announcements with its receives, in order, by process set, source and
-// tag, and asks for the payload, which then goes straight into its place. So unexpected messages take no memory but
-// their announcements, and both sides learn when a message does not fit. Payloads on GPUs: messages_device.cc.
-// Thread: the thread that makes progress. Owner: the engine.
+// Send and receive between two ranks; no coordinator and no other rank is involved. The sender announces a message
+// (what it is, with the payload if that is small). The receiver matches announcements with its receives, in order, by
+// process set, source and tag, and asks for the payload, which then goes straight to its destination. So an unexpected
+// message takes no memory but its announcement, and both sides learn when a message does not fit. Payloads on GPUs:
+// messages_device.cc. Thread: the thread that makes progress. Owner: the engine.
 #pragma once
 
 #include <cstdint>
@@ -42,15 +42,15 @@ class Messages {
   // A kSend or kReceive: Signature::root is the other's world rank (receive: -1 = any), Request::sequence the tag.
   Status submit(Operation* op);
   Status handle(int from, FrameKind kind, Reader* in);
-  // Moves payloads. An error is a transport's: the whole engine must stop.
+  // Moves payloads. An error comes from a transport and ends the whole engine.
   Status step(bool* moved);
 
   void peer_left(int rank, const std::string& text);
-  // Ends what waits in a process set that is removed; payloads under way go on.
+  // Ends the operations that wait in a process set that is removed; payloads under way go on.
   void set_removed(uint16_t process_set, const Status& reason);
   void fail_all(const Status& reason);
 
-  // Whether this rank is an end of that message between GPUs.
+  // Whether this rank is the sender or the receiver of that message between GPUs.
   bool expects_ticket(int sender, uint32_t id) const;
   bool waits_on_device() const;
   DeviceLinks& links() { return links_; }
@@ -59,7 +59,7 @@ class Messages {
   const std::vector<Operation*>& operations() const { return operations_; }  // in no order
   // Marks the ranks that an operation has waited for longer than `older_than_s`.
   void mark_awaited(TimePoint now, double older_than_s, std::vector<bool>* waits) const;
-  // One line for each that nobody has matched for so long.
+  // One line for each operation that has been unmatched for longer than `older_than_s`.
   std::string stalled(TimePoint now, double older_than_s, double* longest_s, std::set<int>* late) const;
 
  private:

@@ -1,9 +1,9 @@
 // One iteration of the engine, and its end: takes what was submitted, exchanges frames with the other ranks, lets every
-// part that has work go on, looks at timers. A part that cannot go on says so with a status; here the whole engine
-// fails with it, once.
+// part that has work go on, and checks timers. A part that cannot go on returns an error, with which the whole engine
+// fails here, once. A lost connection is noticed here, too.
 //
-// Thread: the thread that makes progress (step() catches exceptions), or who holds the progress lock; abort() from any.
-// Owner: the engine.
+// Thread: the thread that makes progress (step() catches exceptions), or one that holds the progress lock; abort() from
+// any. Owner: the engine.
 #pragma once
 
 #include <mutex>
@@ -45,14 +45,14 @@ class Loop {
   // The mesh is connected and the world's set is made.
   void start();
 
-  // True: something has moved. may_fill: nobody waits, and nobody is about to sleep.
+  // True when something has moved. may_fill: no thread waits and none is about to sleep, so requests may be held back.
   bool step(bool may_fill = false);
   // What the last step has found.
   const Iteration& last() const { return last_; }
   size_t outstanding() const {
     return parts_.sets.pending() + parts_.messages.outstanding() + parts_.order.tickets().kept_back();
   }
-  // Something that was launched on a GPU has not ended yet. What is done with it is forgotten.
+  // Something that was launched on a GPU has not ended yet. Also forgets what has ended.
   bool device_in_flight() { return parts_.gpu.has_gpu() && launched_in_flight(); }
   // Something waits to be taken from submission.
   bool has_news() const { return parts_.intake.has_news(); }
@@ -71,11 +71,13 @@ class Loop {
   void abort(const std::string& text);
   bool has_abort() const { return has_abort_.load(std::memory_order_relaxed); }
 
-  // Every operation ends with `reason`, here and, as far as they can be told, on all ranks. Only the first one counts.
+  // Ends every operation with `reason`, here and, as far as they can be reached, on all ranks. Only the first call
+  // counts.
   void fail(const Status& reason);
-  // An exception, out of memory most likely: nobody may wait for what this rank cannot finish any more.
+  // Fails after an exception, most likely out of memory, so that no rank waits for what this rank cannot finish any
+  // more.
   void fail_after(const std::exception& thrown);
-  // Operations that were submitted in the last moment.
+  // Ends operations that were submitted while the engine failed.
   void fail_latecomers();
 
  private:

@@ -27,7 +27,7 @@ class ProgressThreads {
   Status start();
   int spin_pauses() const { return spin_pauses_; }
 
-  // What a thread waits for: a flag, or whatever a function says. Refers to it.
+  // What a thread waits for: a flag, or whatever a function returns. Keeps a reference to it.
   class Over {
    public:
     Over(const std::atomic<bool>& done) : done_(&done) {}
@@ -38,22 +38,22 @@ class ProgressThreads {
     const std::atomic<bool>* done_ = nullptr;
     const std::function<bool()>* is_over_ = nullptr;
   };
-  // Makes progress, or lets another thread make it, until over() or the deadline. Whether it is over. `over` is called
-  // from any thread.
+  // Makes progress, or lets another thread make it, until over() is true or the deadline passes. Returns over(), which
+  // may be called from any thread.
   bool until(const Over& over, const Deadline& deadline);
-  // The same, where `over` is only called while this thread has the progress lock; it then comes before those that
-  // wait.
+  // The same, but `over` is called only while this thread holds the progress lock. It goes before the threads that wait
+  // for operations.
   bool until_under_lock(const Over& over, const Deadline& deadline);
   // Wakes whoever sleeps on the mesh: something was submitted, and nobody waits for it at once.
   void wake_sleepers() {
     if (sleepers_.load(std::memory_order_seq_cst) > 0) context_.mesh->wake_self();
   }
 
-  // The progress lock, for who needs the engine's state for something else than to make progress; it comes before those
-  // that wait.
+  // Takes the progress lock, for a caller that needs the engine's state without making progress. It goes before the
+  // threads that wait for operations.
   void lock();
   void unlock() { progress_lock_.release(loop_.outstanding() > 0 || loop_.has_news()); }
-  // The same for a waiter's short call. False: another thread has it, or somebody needs it.
+  // The same for a short call of a waiting thread. False: another thread holds the lock or needs it.
   bool try_lock() { return progress_lock_.try_acquire(); }
   // After progress was made under the lock: hc-engine, if it sleeps, takes over the watch.
   void rest();
@@ -68,8 +68,8 @@ class ProgressThreads {
     ProgressThreads& progress_;
   };
 
-  // Ends hc-engine. With the progress lock held, so that nobody steps the engine from here on: a step would answer the
-  // doorbell that is to end hc-engine's sleep, or be under way while the mesh is closed.
+  // Ends hc-engine. Call it with the progress lock held, so that no thread makes progress from here on: it would
+  // consume the ring of the doorbell that ends hc-engine's sleep, or still run while the mesh is closed.
   void end_thread();
   void forget();  // in a forked child
 

@@ -1,8 +1,8 @@
-// The flight recorder: the last operations of this rank in fixed memory, always on, for the question that comes after a
-// hang or a failure: what did each rank submit? `horoclone debug` compares the ranks' records.
+// The flight recorder keeps the last operations of this rank in fixed memory. It is always on, for the question that
+// follows a hang or a failure: what did each rank submit? `horoclone debug` compares the ranks' records.
 //
 // Thread: submitted() and json() with the submit lock held; agreed() and done() from the thread that makes progress. An
-// operation that is pushed out of the ring while it is still pending simply is no longer updated.
+// operation that drops out of the ring while it is still pending is no longer updated.
 #pragma once
 
 #include <atomic>
@@ -38,10 +38,10 @@ class Recorder {
     uint64_t call;  // its number among this rank's submissions to the process set, from 1
     uint64_t use;   // among those with its name (or its number among the unnamed ones)
   };
-  // Returns its number, from 1, by which it is known from then on.
+  // Returns the number of the record, from 1, which agreed() and done() take.
   uint64_t submitted(const Entry& entry);
-  // For agreed() and done(): one look at the clock serves a whole batch. Half the price of Clock::now(), of which each
-  // operation would need two.
+  // The time for agreed() and done(): one reading serves a whole batch. It costs half as much as Clock::now(), of which
+  // each operation would need two.
   static uint64_t now() {
 #if defined(__x86_64__)
     return __rdtsc();

@@ -72,7 +72,7 @@ class Timeline {
   bool stopping_ = false;
 };
 
-// Shows in a timeline what the coordinator of one process set sees.
+// Records what the coordinator of one process set sees.
 class TimelineWatch final : public AgreementWatch {
  public:
   TimelineWatch(Timeline* timeline, uint16_t process_set, std::vector<int> world_rank)

@@ -1,6 +1,6 @@
-// What happens to operations, written as Chrome's trace event format (a JSON array, one event per line), which Perfetto
-// and chrome://tracing open. A tensor is a "process"; its even rows show agreeing on it, its odd ones running it. PURE:
-// events and times go in, text comes out. Thread: one at a time (Timeline's writer). Owner: Timeline.
+// Writes what happens to operations in Chrome's trace event format (a JSON array, one event per line), which Perfetto
+// and chrome://tracing open. Each tensor is a "process"; its even rows show its negotiation, its odd rows its
+// execution. PURE: events and times go in, text comes out. Thread: one at a time (Timeline's writer). Owner: Timeline.
 #pragma once
 
 #include <cstdint>
@@ -58,7 +58,7 @@ class Trace {
   explicit Trace(const Origin& origin) : origin_(origin) {}
   void open(std::string* out);
   void add(const TraceEvent& event, std::string* out);
-  // Ends what is still open, so that every begin has its end, and the array.
+  // Ends the array and everything that is still open, so that every begin has its end.
   void close(TimePoint now, uint64_t dropped, std::string* out);
 
  private:

@@ -1,5 +1,5 @@
-// The batches of one process set: planned ones in their order, the one under way, and those that are between two of
-// their parts. Thread: the thread that makes progress. Owner: a process set.
+// The batches of one process set: those planned, in order, the one that runs, and those that wait between two of their
+// parts. Thread: the thread that makes progress. Owner: a process set.
 #pragma once
 
 #include <deque>
@@ -28,7 +28,7 @@ class BatchQueue {
     return batch;
   }
   void begin(std::unique_ptr<BatchRunner> runner) { runner_ = std::move(runner); }
-  // Takes up the batch that `batch` is a later part of; false: this rank does not have it in parts.
+  // Resumes the batch of which `batch` is a later part. False: this rank does not run that batch in parts.
   bool resume(const PlanBatch& batch) {
     const auto at = cut_.find(batch.part.first);
     if (at == cut_.end() || at->second->batch().part.index + 1 != batch.part.index) return false;
@@ -37,7 +37,7 @@ class BatchQueue {
     runner_->next_part(batch.id);
     return true;
   }
-  // A part is over; something urgent may go in between.
+  // Puts the batch aside after a part, so that something urgent can run in between.
   void put_aside() {
     const uint32_t first = runner_->batch().part.first;
     cut_[first] = std::move(runner_);

@@ -14,7 +14,8 @@
 
 namespace hc {
 
-// The one place where Average becomes arithmetic: floats are scaled by 1/N, integers with unit scales divided by N.
+// Turns Average into arithmetic, and nothing else does: floats are scaled by 1/N, integers with unit scales divided by
+// N.
 Scale scale_of(const Signature& signature, DType dtype, int size);
 
 class BatchRunner {
@@ -24,17 +25,17 @@ class BatchRunner {
   BatchRunner(PlanBatch batch, std::vector<Operation*> operations, const Group& group, const std::vector<int>& ranks,
               Tag tag);
 
-  // What `op`, of one tensor in host memory, has to do if every rank submitted the same; `rows` as in PlanBatch. Gives
-  // it memory for its result.
+  // The task of `op`, which has one tensor in host memory, if every rank submitted the same; `rows` as in PlanBatch.
+  // Allocates memory for its result.
   static Result<Task> task_if_alike(Operation* op, std::vector<int64_t> rows, const Group& group,
                                     const std::vector<int>& ranks);
 
-  // kFailed: a transport failed, the whole engine must stop; status() says why. A batch that carries an error, or whose
-  // results do not fit into memory, is kDone with outcome() not ok: only its operations fail.
+  // kFailed: a transport failed and the whole engine must stop; status() has the reason. A batch that carries an error,
+  // or whose results do not fit into memory, is kDone with an outcome() that is not ok: only its operations fail.
   Progress step(bool* moved);
   const Status& status() const { return status_; }
   const Status& outcome() const { return outcome_; }
-  // A batch in parts: kDone means the part. When there are more, the next one runs as batch `id` of the plan.
+  // For a batch in parts, kDone refers to the part. If there are more, the next one runs as batch `id` of the plan.
   bool has_more() const { return batch_.part.index + 1 < batch_.part.count && outcome_.is_ok(); }
   void next_part(uint32_t id);
   const std::vector<Operation*>& operations() const { return operations_; }

@@ -1,8 +1,8 @@
-// The bypass of the negotiation, for small blocking calls that repeat: while a session is open, ranks enter operations
-// in rounds through shared memory, without a message. Here is when one opens on the coordinator's wish, and which
-// operations may enter. The rounds themselves are in collective/shared/bypass_rounds.h.
+// Lets small blocking calls that repeat bypass the negotiation: while a session is open, ranks enter operations in
+// rounds through shared memory, without a message. This class decides when the coordinator opens a session and which
+// operations may enter; collective/shared/bypass_rounds.h runs the rounds.
 //
-// Thread: the thread that makes progress, or who holds the progress lock. Owner: a process set.
+// Thread: the thread that makes progress, or one that holds the progress lock. Owner: a process set.
 #pragma once
 
 #include <memory>
@@ -16,7 +16,7 @@ namespace hc {
 
 class Bypass {
  public:
-  // Once, before use. limit_bytes: larger operations are agreed on; the same on all members.
+  // Called once, before use. limit_bytes: larger operations are negotiated; equal on all members.
   void attach(SharedSegment* shared_segment, bool allowed, size_t limit_bytes, bool all_share_memory);
   void set_limit(size_t bytes) { limit_bytes_ = bytes; }
   void allow(bool allowed) { allowed_ = allowed; }
@@ -29,13 +29,14 @@ class Bypass {
   std::unique_ptr<ArrivalCollective> enter(Task task, const Group& group, const BypassKey& key) {
     return rounds_.enter(std::move(task), group, key);
   }
-  // A plan opens a session; what else this rank has announced, others may wait for.
+  // Opens a session because a plan says so, and closes it at once if other ranks may wait for something else that this
+  // rank has announced.
   void open(uint64_t first_round, const Pending& pending);
   void close() {
     if (is_on() && !is_busy()) rounds_.close();
   }
 
-  // Group rank 0: whether the plans so far look like a loop of blocking calls.
+  // Group rank 0: whether the plans so far look like a loop of blocking calls, so that a session pays.
   bool suits(const Plan& plan, const Pending& pending, size_t coordinator_pending, size_t size);
   void reset_trial() { trial_.alike = 0; }
   uint64_t fresh_round() const { return rounds_.fresh_round(); }

@@ -1,7 +1,7 @@
-// What one process set does on GPUs: the group that moves the data, batches on device memory, and persistent buckets at
-// which all members have arrived, each of which waits for its launch ticket to come up.
+// The GPU work of one process set: the group that moves the data, batches in device memory, and persistent buckets at
+// which all members have arrived and which wait for their launch ticket.
 //
-// Thread: the thread that makes progress, or who holds the progress lock. Owner: a process set.
+// Thread: the thread that makes progress, or one that holds the progress lock. Owner: a process set.
 #pragma once
 
 #include <memory>
@@ -30,7 +30,7 @@ class DeviceSide {
 
   // Whether declared buckets can be persistent as far as this rank knows.
   bool may_be_persistent(const BucketSet& buckets) const;
-  // Tells NCCL of the buckets' memory, on every rank of the set at the same place.
+  // Registers the buckets' memory with NCCL. Every rank of the set must call it at the same point.
   void register_buckets(const BucketSet& buckets);
   void forget_buckets(const BucketSet& buckets);
   // Puts a bucket into the CUDA graph into which `from` is captured.
@@ -40,8 +40,8 @@ class DeviceSide {
   void make_ready(Operation* op, size_t flag);
   bool has_ready() const { return !ready_.empty() || launching_; }
   bool waits_for_ticket() const { return !ready_.empty(); }
-  // The ready bucket with the next launch ticket: starts it; null: none, or it is not over yet. Not ok: the GPU has
-  // failed.
+  // Starts the ready bucket that has the next launch ticket. Null: there is none, or it has not finished. An error: the
+  // GPU has failed.
   Result<std::unique_ptr<BatchRunner>> launch(const Tuning& tuning, Timeline* timeline, Iteration* now);
 
   double oldest_flight_s(TimePoint now) { return device_ ? device_->oldest_flight_s(now) : 0; }

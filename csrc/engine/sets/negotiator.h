@@ -1,5 +1,5 @@
-// The agreement of one process set on this rank: requests go up to group rank 0, straight or along a tree of ranks that
-// combine them; plans come down the same way. Group rank 0 has the coordinator.
+// One rank's side of the agreement of a process set: sends its requests to group rank 0, directly or along a tree of
+// ranks that combine them, and passes plans down the same tree. On group rank 0 it owns the coordinator.
 //
 // Thread: the thread that makes progress. Owner: a process set.
 #pragma once
@@ -30,11 +30,12 @@ class Negotiator {
   PlanCache& cache() { return cache_; }
   bool is_coordinator() const { return coordinator_ != nullptr; }
   const Coordinator* coordinator() const { return coordinator_.get(); }  // null: another rank is
-  // To whom this rank's requests go and from whom its plans come (world rank); not on group rank 0.
+  // The rank (world rank) to which this rank sends its requests and from which it receives plans; not on group rank 0.
   int above() const;
-  // Whether it is from this member that plans come straight to this rank.
+  // Whether plans come to this rank directly from this member.
   bool follows(int position) const { return position == (tree_ ? tree_->parent(members_.group_rank) : 0); }
-  // Plans no longer come, as this world rank has left: says so to those below, behind the plans that they were sent.
+  // Plans no longer arrive, because this world rank has left: tells the ranks below, behind the plans that were sent to
+  // them.
   Status tell_above_left(int rank, const std::string& text);
 
   // Puts `op` into the next requests; sets Operation::cache_id.
@@ -42,13 +43,13 @@ class Negotiator {
   void announce_join() { requests_.joined = true; }
   void announce_bypass() { requests_.on_bypass = true; }  // a session of it is open on this rank
   bool has_requests() const { return !requests_.cached.empty() || !requests_.fresh.empty() || requests_.joined; }
-  // Whether the requests had better wait for more: small operations come in quick succession. For as long as something
-  // new is there nearly every time this is asked; it counts looks, so it ends without a clock.
+  // Whether sending should wait because small operations still come in quick succession: something new was there at
+  // nearly every call. It counts calls, so it ends without a clock.
   bool fills();
-  // reachable: somebody is there to take them; else they are dropped.
+  // reachable: false drops the requests, as no rank is left to take them.
   Status send_requests(bool reachable);
 
-  // Requests of another rank: one that talks to this one, or is below it in the tree.
+  // Takes the requests of another rank: one that sends directly to this rank, or is below it in the tree.
   Status take(int from, const RequestList& requests);
   bool has_news_from_below() const { return aggregator_ && aggregator_->has_news(); }
   Status pass_up(bool reachable);
@@ -56,23 +57,25 @@ class Negotiator {
   // Group rank 0: something has changed since may_decide() was last found false.
   bool has_news() const { return news_; }
   bool may_decide();
-  // Whether what is ready waits for company. The window opens with the first operation that is ready.
+  // Whether ready operations wait for others to join their batch. The window opens with the first operation that is
+  // ready.
   bool gathers(double window_ms, TimePoint* next_gathered);
   Plan decide(size_t room);
   void set_sizes(const Tuning& tuning);
-  // Whether a session of the bypass is asked for by a member that has one open.
+  // Whether a member that has an open session asked for one.
   bool take_bypass_news() { return std::exchange(bypass_news_, false); }
 
-  // A plan goes to the ranks below this one; `frame` is the plan as it travels.
+  // Sends a plan to the ranks below this one; `frame` is its encoding.
   Status pass_down(const Plan& plan, std::span<const uint8_t> frame);
 
   // A member has left for good. False: no request of this rank arrives any more.
   bool leave(int position, const std::string& text);
 
-  // What request aggregators hold, shown where somebody must know who is missing. how: 0 hold again, 1 now, 2 from now
-  // on.
+  // Makes the request aggregators show what they hold, when somebody must know who is missing. how: 0 hold again, 1
+  // now, 2 from now on.
   Status take_show_frame(int from, uint8_t how);
-  // Half-way to a stall report everybody shows what it holds, so that the report knows who is missing and since when.
+  // Half-way to a stall report all aggregators show what they hold, so that the report knows who is missing and since
+  // when.
   bool may_reveal(TimePoint now) const { return aggregator_ && coordinator_ && now >= next_reveal_; }
   Status reveal(TimePoint now, double patience_s);
 

@@ -1,5 +1,5 @@
-// The operations of one process set that were taken from submission and are not done, and how an entry of a plan finds
-// the one that it means: by the number of an unnamed operation, or by its cache id.
+// The operations of one process set that were taken from submission and are not done. Finds the operation that an entry
+// of a plan refers to, by the number of an unnamed operation or by its cache id.
 //
 // Thread: the thread that makes progress. Owner: a process set.
 #pragma once
@@ -28,7 +28,7 @@ class Pending {
     ++total_;
   }
   void remove(Operation* op);
-  // It is about to be announced, with the cache id that it has (Operation::cache_id).
+  // `op` is about to be announced with the cache id that it has (Operation::cache_id).
   void expect(Operation* op);
   void expect_join(Operation* op) { join_ = op; }
 
@@ -37,7 +37,7 @@ class Pending {
   Operation* by_cache_id(uint32_t cache_id) const {
     return cache_id < by_cache_id_.size() ? by_cache_id_[cache_id] : nullptr;
   }
-  // An unnamed operation with this number was never announced: the next that is need not count from before it.
+  // The unnamed operation with this number will never be announced: the window need not start before the next one.
   void pass_over(Op op, uint64_t sequence);
 
  private:

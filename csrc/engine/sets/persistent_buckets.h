@@ -38,7 +38,7 @@ class PersistentBuckets {
   // shared_segment: of the set when all members share memory, else null.
   Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedSegment* shared_segment);
   void remove(int id) { declared_.erase(id); }
-  // Begins bucket `id` and gives what then is to be stepped; make(flag) makes it at its first use. Null: its plan is
+  // Begins bucket `id` and returns the collective to step; make(flag) creates it at its first use. Null: its plan is
   // not persistent, or no longer.
   template <class Make>
   PersistentCollective* enter(BucketId id, const SharedSegment* shared_segment, Make&& make) {
@@ -54,7 +54,7 @@ class PersistentBuckets {
     run.collective->begin(run.rounds++);
     return run.collective.get();
   }
-  // This rank enters no persistent plan any more.
+  // From now on this rank enters no persistent plan.
   void invalidate(SharedSegment* shared_segment);
 
  private:

@@ -1,8 +1,8 @@
-// One process set on one rank. It leads its operations through the parts it is made of: the negotiator agrees on a
-// plan, the batch queue runs it; persistent buckets and the bypass need no plan; the device side does what is on GPUs.
-// Sets share nothing, so none delays another.
+// One process set on one rank. It leads operations through its parts: the negotiator agrees on a plan and the batch
+// queue runs it; persistent buckets and the bypass need no plan; the device side handles GPUs. Process sets share
+// nothing, so none delays another.
 //
-// Thread: the thread that makes progress, or who holds the progress lock. Owner: SetTable.
+// Thread: the thread that makes progress, or one that holds the progress lock. Owner: SetTable.
 #pragma once
 
 #include <algorithm>
@@ -56,47 +56,47 @@ class ProcessSet {
   bool may_be_two_level() const { return may_be_two_level_; }
   DeviceSide& device() { return device_; }
 
-  // An operation that was submitted. It is entered where no message is needed, else announced.
+  // Takes an operation that was submitted. It is started if it needs no message, else announced.
   void take(Operation* op);
-  // One that was submitted too late: it ends with `reason`.
+  // Ends an operation that was submitted too late with `reason`.
   void refuse(Operation* op, const Status& reason);
   // Frames of other ranks: requests, a plan as it travels, what to show.
   Status take_requests(int from, const RequestList& requests) { return negotiator_->take(from, requests); }
   Status take_plan(int from, Plan plan, std::span<const uint8_t> frame);
   Status take_show_frame(int from, uint8_t how) { return negotiator_->take_show_frame(from, how); }
-  // Does what can be done now. Not ok: the whole engine must stop.
+  // Does what can be done now. An error ends the whole engine.
   Status step(Iteration* now);
 
-  // A small blocking call that repeats one before: published and taken by the calling thread, which holds the progress
-  // lock, without an operation, a handle or an iteration of the engine. False: it is a call like any other. True with a
-  // handle: the others are late, it is an operation now.
+  // Runs a small blocking call that repeats an earlier one: the calling thread, which holds the progress lock,
+  // publishes it and takes the result, without an operation, a handle or an iteration of the engine. False: treat the
+  // call like any other. True with a handle: other members are late, and the call has become an operation.
   bool repeat(const Submission& s, ProgressLock& progress_lock, int spin_pauses, int64_t* handle);
   // Puts a declared bucket into the CUDA graph into which its stream is captured.
   Status capture(const Submission& s, BucketId bucket, std::unique_ptr<DeviceWork> work, int64_t* handle);
 
-  // Declared buckets. shared: they lie where a persistent plan can take them, as far as this rank knows.
+  // For declared buckets. shared: as far as this rank knows, they lie where a persistent plan can use them.
   struct Capabilities {
     bool persistent = false, registers = false;
   };
   Status declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine);
-  // Every rank has declared the same; what all are capable of.
+  // Called when every rank has declared the same; `all` is what all of them are capable of.
   void confirm(int id, Capabilities all);
   void undeclare(int id);
 
-  // Settings in force; the same on every rank after the same plan.
+  // The settings in force; they change on every rank at the same plan.
   void set_tuning(const Tuning& tuning);
   void allow_bypass(bool allowed) { bypass_.allow(allowed && parts_.context.config.bypass); }
   void limit_bypass();
 
   // A rank has said goodbye; text: the error of what waits for it.
   Status peer_left(int rank, const std::string& text);
-  // The same of one from which plans come through others.
+  // The same for a rank that sent plans indirectly, through others.
   Status above_left(int rank, const std::string& text);
-  // This rank enters no persistent plan any more and no round of the bypass: it joins or leaves.
+  // From now on this rank enters no persistent plan and no round of the bypass, because it joins or leaves.
   void leave_shared_rounds();
-  // Nothing succeeds any more. The operations end with `reason`.
+  // Ends all operations with `reason`; none succeeds any more.
   void fail(const Status& reason);
-  // The engine ends: what is on GPUs is let go, the peers willing.
+  // Releases what is on GPUs when the engine shuts down; needs the other members.
   void close();
   void complete(Operation* op, Status status) {
     if (op == pending_.join()) intake_->join_pending.store(false, std::memory_order_release);
@@ -104,9 +104,9 @@ class ProcessSet {
     if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
     parts_.completion.finish(op, std::move(status));
   }
-  // The set is removed: what is pending ends with `reason`.
+  // Ends pending operations with `reason`, because the set is removed.
   void end_pending(const Status& reason);
-  // Wakes who sleeps and waits for what this rank has just published.
+  // Wakes members that sleep and wait for what this rank has just published.
   void wake_readers() {
     if (shared_ && shared_->take_published()) wake_members();
   }
@@ -153,7 +153,7 @@ class ProcessSet {
     else
       intake_->stragglers.last_was(arrival.last, std::max(0.0, seconds_between(submitted, arrival.at)));
   }
-  // What was entered without a plan has run: its ranks' arrival was the agreement.
+  // Bookkeeping for an operation that ran without a plan, because the ranks' arrival was the agreement.
   void note_persistent(const Operation& op, const ArrivalCollective& run) {
     note_arrival(op.submitted, run.arrival());
     if (parts_.timeline.on()) show_persistent(op, run);

@@ -1,5 +1,5 @@
-// The process sets of one rank, by id; 0 is the world. The map changes, and is read, by the thread that makes progress
-// or by who holds the progress lock.
+// The process sets of one rank, by id; 0 is the world. The thread that makes progress, or one that holds the progress
+// lock, reads and changes the map.
 #pragma once
 
 #include <map>

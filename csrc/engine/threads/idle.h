@@ -1,6 +1,6 @@
-// The wait between "just now" and "asleep": a few pauses, then give the core to whoever is runnable, then sleep. Never
-// spins without limit: with more ranks than cores that costs whole scheduler slices. Thread: the one that makes
-// progress.
+// How a thread waits before it sleeps: a few pauses, then it yields the core to whatever is runnable, then it should
+// sleep. It never spins without limit: with more ranks than cores that would cost whole scheduler slices. Thread: the
+// thread that makes progress.
 #pragma once
 
 #include <sched.h>

@@ -33,11 +33,11 @@ class Autotuner {
   Autotuner(Options options, std::vector<Ladder> ladders, Tuning start);
 
   bool searching() const { return !search_.done(); }
-  // Those to be in force from now on.
+  // The settings that should be in force from now on.
   const Tuning& settings() const { return settings_; }
   // An operation has completed; `key` tells which one it is within a step. True: settings() have changed.
   bool completed(uint64_t key, size_t bytes, TimePoint now);
-  // What was measured since the last call; behind the last sample of the search comes one with purpose "final".
+  // The samples since the last call; the last sample of the search is followed by one with purpose "final".
   std::vector<TuneSample> take_samples();
 
  private:

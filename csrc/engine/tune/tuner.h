@@ -1,5 +1,5 @@
-// The settings that may change while the job runs: what rank 0 said at init, what is in force, and on rank 0 the search
-// for better ones. Every rank uses what rank 0 decides, from the same plan on.
+// The settings that may change while the job runs: what rank 0 chose at init, what is in force, and on rank 0 the
+// search for better ones. Every rank uses what rank 0 decides, from the same plan on.
 //
 // Thread: the thread that makes progress, except for json(). Owner: the engine.
 #pragma once
@@ -39,7 +39,7 @@ class Tuner {
   void note_plan() { has_plan_ = true; }
   bool has_plan() const { return has_plan_; }
 
-  // Rank 0 begins to search, if that is wished for and there is something to be found.
+  // Starts the search on rank 0, if it is enabled and there is something to tune.
   void start(const TuneLayout& layout);
   bool is_searching() const { return search_ != nullptr; }
   // Only while searching: `op` has completed without an error.

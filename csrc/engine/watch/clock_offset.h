@@ -1,5 +1,5 @@
-// How far rank 0's monotonic clock is ahead of this rank's, for timelines that are laid beside each other: rank 0
-// answers with its time, and half a round trip is the error. The fastest of several round trips counts.
+// Measures how far rank 0's monotonic clock is ahead of this rank's, so that timelines can be merged. Rank 0 answers
+// with its time; half a round trip is the error. The fastest of several round trips counts.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
@@ -14,11 +14,11 @@ namespace hc {
 class ClockOffset {
  public:
   explicit ClockOffset(ControlLink& link) : link_(link) {}
-  static constexpr double kLimitS = 2.0;  // then what was measured has to do
+  static constexpr double kLimitS = 2.0;  // after this the best answer so far is used
 
   Status begin();
   bool is_over() const { return rounds_left_ == 0; }
-  // Answers that still come are not looked at.
+  // Ignores answers that still arrive.
   void end() { rounds_left_ = 0; }
   double ahead_s() const { return ahead_s_; }
   double error_s() const { return error_s_; }

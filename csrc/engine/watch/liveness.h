@@ -1,6 +1,6 @@
-// Which peers to ask for a sign of life, to warn about and to give up. PURE: times come in. Nothing happens while
-// nothing is outstanding. A stopped process (SIGSTOP) gives no sign through any kernel mechanism; this is how it is
-// noticed.
+// Decides when a peer is asked for a sign of life, when it is warned about, and when it is declared lost. A stopped
+// process (SIGSTOP) or a cut link gives no sign through any kernel mechanism; this is how it is noticed. (A process
+// that dies is noticed at once by mesh_poll.cc.) PURE: times come in. Does nothing while nothing is outstanding.
 //
 // Thread: the thread that makes progress.
 #pragma once

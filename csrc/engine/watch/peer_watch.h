@@ -1,5 +1,6 @@
-// Whether the ranks that this one waits for still live: asks those that are late for a sign of life, warns about those
-// that give none, and says when one counts as lost. Thread: the thread that makes progress. Owner: the engine.
+// Watches whether the ranks that this one waits for are alive: pings those that are late, warns about those that do not
+// answer, and returns an error when one counts as lost (liveness.h decides). Thread: the thread that makes progress.
+// Owner: the engine.
 #pragma once
 
 #include <vector>

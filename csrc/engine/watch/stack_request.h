@@ -1,6 +1,6 @@
-// The question to late ranks what they do, when a stall is reported, and their replies: each is asked once per report,
-// and who has not answered in time is said so. Values only: the engine sends the frames. Thread: the thread that makes
-// progress.
+// Asks late ranks what they are doing when a stall is reported, and collects their answers. Each is asked once per
+// report, and the report says who has not answered in time. Values only: the engine sends the frames. Thread: the
+// thread that makes progress.
 #pragma once
 
 #include <map>

@@ -1,9 +1,9 @@
-// The Python stack of this process's main thread, without calling Python: the binding has faulthandler write it into a
-// pipe when a private signal arrives (a handler in C that needs no lock), and this raises the signal and reads the
-// pipe.
+// Gets the Python stack of this process's main thread without calling Python. The binding has faulthandler write it
+// into a pipe when a private signal arrives (a C handler that needs no lock); this class raises the signal and reads
+// the pipe.
 //
-// Thread: watch() before the engine connects; take() from the thread that makes progress. The descriptor stays the
-// binding's.
+// Thread: watch() before the engine connects; take() from the thread that makes progress. The binding keeps the
+// descriptor.
 #pragma once
 
 #include <string>
@@ -12,9 +12,10 @@ namespace hc {
 
 class StackSource {
  public:
-  // signal: who writes the stack; fd: the pipe's end to read from, non-blocking; thread: the kernel's id of the thread.
+  // signal: the one whose handler writes the stack. fd: the reading end of the pipe, non-blocking. thread: the kernel's
+  // id of the thread.
   void watch(int signal, int fd, int thread);
-  // The stack, or in parentheses why there is none. Takes a millisecond as a rule, 0.15 s at most.
+  // The stack, or in parentheses the reason why there is none. Usually takes a millisecond, at most 0.15 s.
   std::string take();
 
  private:

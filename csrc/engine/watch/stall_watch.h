@@ -1,5 +1,6 @@
-// The stall report: which operations wait, for whom, how long, and what the late ranks are doing instead. Each late
-// rank is asked once per report; what it answers, or that it has not, is in the report.
+// Reports stalls: which operations wait, for whom, for how long, and what the late ranks are doing instead. After
+// HOROVOD_STALL_SHUTDOWN_TIME_SECONDS it ends the job. Each late rank is asked once per report; the report has its
+// answer, or says that there was none.
 //
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
@@ -36,7 +37,7 @@ class StallWatch {
   void watch_stack(int signal, int fd, int thread) { stack_source_.watch(signal, fd, thread); }
 
   bool is_due(TimePoint now) const { return !context_.config.stall_check_disable && now >= next_report_; }
-  // pending: this rank's own operations, which it answers when it is late itself. Not ok: why the job ends.
+  // pending: this rank's own operations, for its answer when it is late itself. An error: why the job ends.
   Status report(TimePoint now, Stalls stalls, const std::vector<const Operation*>& pending);
   // The report waits for answers: look again in some milliseconds.
   bool awaits_answers() const { return stack_request_.is_open(); }

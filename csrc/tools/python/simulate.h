@@ -1,4 +1,4 @@
-// The part of the Python binding that simulates an agreement; module.cc calls it once. Thread: any.
+// Binds the simulation of an agreement to Python; module.cc calls it once. Thread: any.
 #pragma once
 
 #include <pybind11/pybind11.h>
