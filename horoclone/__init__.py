@@ -1,7 +1,7 @@
 """horoclone: Horovod's programming model on a core of its own. `import horoclone as hvd` gives the NumPy API.
 
-Everything is found on first use (PEP 562): importing the package loads neither NumPy nor the native module, so that the
-launcher starts fast and works where nothing else does.
+Every name is loaded on first use (PEP 562): importing the package loads neither NumPy nor the native module, so that
+the launcher starts fast and works where those are missing.
 """
 
 from __future__ import annotations

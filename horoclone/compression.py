@@ -1,6 +1,7 @@
-"""Gradient compression on the wire, for every binding: fewer bytes per element.
+"""Gradient compression by casting, for every binding: fewer bytes per element on the wire.
 
-Applied before a reduction, undone after it. What differs between frameworks is how a dtype is asked and a tensor cast.
+It is applied before a reduction and undone after it. Only how to read a dtype and cast a tensor differs between
+frameworks.
 """
 
 from __future__ import annotations

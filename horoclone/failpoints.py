@@ -1,14 +1,16 @@
-"""Named points of the code at which a test makes something go wrong: reach(NAME) does nothing unless it is armed.
+"""Failpoints: named points of the code where a test can inject a failure. reach(NAME) does nothing unless it is set.
 
-HOROCLONE_FAILPOINTS is read once, when this module is imported: entries NAME=ACTION, separated by semicolons.
-ACTION is one of
+HOROCLONE_FAILPOINTS is read once, when this module is imported: entries NAME=ACTION, separated by semicolons. ACTION is
+one of
+
     kill         SIGKILL to this process
     stop         SIGSTOP to this process
     exit:CODE    the process ends at once with this code, without any cleaning up
     raise:CLASS  an exception of horoclone.errors or a builtin one, as HorovodInternalError or OSError
     delay:S      S seconds pass
+
 and may be followed by @N (only the N-th time that the point is reached in a process), or @N+ (from the N-th time on),
-and by #R (only in the process that was started as rank R). Points are reached on whatever thread runs the code there.
+and by #R (only in the process that was started as rank R). The failure happens on the thread that reaches the point.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What the tables of handles have in common: threads that synchronize one handle, and the fast path while it is closed.
+"""The base of the bindings' tables of handles: what happens when several threads synchronize one handle.
 
-Of several threads one waits in the core, and each gets what it got.
-A result is given away once, as in Horovod: whoever asks again in the same thread gets None. A thread that comes after
-another one has been given it gets an error, for None would be taken for a result. Thread: any, under Python's lock.
+One of the threads waits in the core, and all get its result. A result is given away once, as in Horovod: a second call
+in the same thread returns None. In another thread it raises an error, because None would be mistaken for a result. At
+the end are the functions that take the place of the fast path (csrc/python/fast_path.cc) while it is closed. Thread:
+any, under Python's lock.
 """
 
 from __future__ import annotations

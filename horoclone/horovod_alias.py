@@ -1,7 +1,7 @@
 """`import horovod.torch` gives the module horoclone.torch: the finder behind horovod.py, the file beside the package.
 
-Nothing happens before `horovod` is imported; that executes horovod.py, which calls stand_for_horovod(). A real Horovod,
-wherever it is on the path, or HOROCLONE_NO_HOROVOD_ALIAS=1, makes it step aside.
+Nothing happens before `horovod` is imported, which executes horovod.py, which calls stand_for_horovod(). A real Horovod
+anywhere on the path, or HOROCLONE_NO_HOROVOD_ALIAS=1, takes precedence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The numbers of operations, reductions and dtypes: the same as in csrc/include/horoclone.h. Standard library only."""
+"""The numbers of operations, reductions and dtypes: those of csrc/include/horoclone.h. Standard library only."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What an earlier init measured (the core's probes, HOROCLONE_SELECTION), so that the next one need not.
+"""Keeps what an earlier init measured (the core's probes, HOROCLONE_SELECTION), so that the next one need not.
 
-A file in the user's cache folder and a copy in this process; what cannot be read or written is measured again. Only
-rank 0's counts. Standard library only.
+It is kept in a file in the user's cache folder and in this process; what cannot be read or written is measured again.
+Only rank 0's counts. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The environment variables as the Python side sees them: what goes to the core, and what is said about the rest.
+"""The environment variables on the Python side: which go to the core, and what is said about the others.
 
-A variable that nothing reads is never passed over in silence: init says so once, on rank 0, with what to do instead.
-Standard library only.
+init names every variable that nothing reads, once, on rank 0, with what to do instead. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`horoclone simulate`: what agreement costs, and what a step takes, at any number of ranks, in one process.
+"""`horoclone simulate`: what agreement costs, and how long a step takes, at any number of ranks, in one process.
 
 The agreement is not modelled: the real coordinator, request aggregators, plan cache and bytes run on a virtual clock
 (csrc/tools/simulation.h), from the announcement of a step's tensors on all ranks to the plan on the last one. What a

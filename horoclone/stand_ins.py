@@ -1,6 +1,6 @@
-"""Stand-ins for what Horovod has and horoclone does not have yet: importable names that raise Unsupported on use.
+"""Placeholders for what Horovod has and horoclone does not: importable names that raise Unsupported when they are used.
 
-A script that imports such a name and never calls it runs; one that calls it hears what to do instead.
+A script that imports such a name and never calls it runs; one that calls it is told what to do instead.
 """
 
 from __future__ import annotations

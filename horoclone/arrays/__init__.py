@@ -1,7 +1,7 @@
 """The operations on NumPy arrays: `import horoclone as hvd`, no framework needed.
 
 They take anything that np.asarray takes; arrays that are not in native byte order are copied, and in-place functions
-refuse them. All other rules are in collectives.py, rooted.py and messages.py; functions.py collects their names.
+refuse them. collectives.py, rooted.py and messages.py document all other rules; functions.py collects their names.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""What the operations on arrays need to know of a kind of array: where it lies, its form, and how results are made.
+"""What an adapter is: the functions through which the operations on arrays handle one kind of array.
 
-A module with these functions is an adapter: host_memory.py for NumPy, horoclone/cupy/memory.py for CuPy.
+They tell where an array lies and what form it has, and make arrays for results. A module with these functions is an
+adapter: host_memory.py for NumPy, horoclone/cupy/memory.py for CuPy.
 """
 
 from __future__ import annotations

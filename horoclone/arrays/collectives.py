@@ -1,4 +1,4 @@
-"""Collectives on arrays of one kind, over its adapter: `import horoclone as hvd` has those of NumPy.
+"""Collectives on arrays, written once over an adapter; `import horoclone as hvd` gives those of NumPy.
 
 Every function works for bool, 8- to 64-bit integers, float16, bfloat16 (with ml_dtypes), float32 and float64; 0-d and
 empty arrays are fine. Arrays that are not contiguous are copied; in-place functions refuse them with ValueError. `name`

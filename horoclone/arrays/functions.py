@@ -1,4 +1,4 @@
-"""The operations on arrays of one kind, by the names that users call, for the bindings of NumPy and of CuPy."""
+"""The names under which users call the operations on arrays, for one adapter. NumPy's and CuPy's bindings use it."""
 
 from __future__ import annotations
 

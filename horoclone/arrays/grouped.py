@@ -1,4 +1,4 @@
-"""Several arrays as one operation: all or nothing, one agreement, one handle. All else as in collectives.py."""
+"""Operations on several arrays at once: all or nothing, one agreement, one handle. Otherwise as in collectives.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Handles of operations on arrays in flight: what they will return, and the arrays that must live until they are done.
+"""Handles of operations in flight: what they will return, and which arrays must stay alive until they are done.
 
 Thread: any, under Python's lock.
 """

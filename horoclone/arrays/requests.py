@@ -1,4 +1,4 @@
-"""The one place where requests to the core are built for arrays: by keyword, over an adapter.
+"""Builds the requests to the core for arrays, by keyword, over an adapter. No other module of the binding does.
 
 `process_set` is the number of the set, `place` says where the work runs. The caller keeps the arrays alive until the
 operation is done. Thread: the caller's.

@@ -1,4 +1,4 @@
-"""Collectives on arrays in which one rank has a part of its own: reduce and gather to it, scatter from it.
+"""Collectives on arrays with a root: reduce and gather to one rank, scatter from one rank.
 
 Arguments, dtypes, handles and errors as in collectives.py. root_rank is a world rank, also within a process set. None
 of them can run while a rank of the process set has joined (Unsupported).

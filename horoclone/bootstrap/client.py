@@ -1,7 +1,7 @@
-"""One rank's side of the rendezvous (rendezvous.py): connect to whichever address answers and proves the secret.
+"""One rank's side of the rendezvous (rendezvous.py): connects to whichever address answers and proves the secret.
 
-Every call has a deadline; a lost connection is made again, as every request may be repeated without harm.
-Thread: one at a time, except report_failure, which uses a connection of its own.
+Every call has a deadline. A lost connection is made again, because every request may be repeated without harm. Thread:
+one at a time, except report_failure, which uses a connection of its own.
 """
 
 from __future__ import annotations

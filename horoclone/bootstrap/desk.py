@@ -1,7 +1,7 @@
-"""The roster's place in the rendezvous server: frames of members in, answers to their long polls out.
+"""The roster's part of the rendezvous server: takes frames from members and answers their long polls.
 
-A connection says first whose it is (JOIN). FORM waits for the next generation, NOTICE for news about it; both are asked
-again and again, a second or so each, so that a member that lives is heard of. Thread: the server's, and whoever
+A connection first says which member it belongs to (JOIN). FORM waits for the next generation, NOTICE for news about it;
+members repeat both about once a second, which also shows that they are alive. Thread: the server's, and the one that
 started the members; one lock.
 """
 

@@ -1,4 +1,4 @@
-"""Which launcher started this process, and as which rank: decided from the environment variables alone.
+"""Finds out which launcher started this process, and as which rank, from the environment variables alone.
 
 The first that applies wins: own launcher, torchrun (or its env:// variables), Open MPI, Hydra (MPICH, Intel MPI), a
 Slurm step, other MPI launchers, Horovod's variables, a process alone. A launcher of N processes is never ignored.

@@ -1,8 +1,8 @@
-"""From a placement (detect.py) to a job: rank, size, secret, and a way to exchange one blob with every rank.
+"""Turns a placement (detect.py) into a job: rank, size, secret, and an exchange of one blob with every rank.
 
-Whatever the launcher, the ranks end up at one rendezvous server: the launcher's own, or one in rank 0 that the
-launcher's key-value store (PMI-1, PMIx), MPI, or a name that all processes can derive leads to. It stays up between
-init calls, so that init after shutdown costs one round trip under every launcher.
+Under every launcher the ranks end up at one rendezvous server. It is the launcher's own, or one in rank 0, whose
+address the others get through the launcher's key-value store (PMI-1, PMIx), through MPI, or from a name that all
+processes can derive. The server stays up between init calls, so that init after shutdown costs one round trip.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""What a record of a generation tells its members so that one of them can be the roster when the launcher is gone.
+"""What members learn from the record of a generation so that one of them can become the roster if the launcher dies.
 
-Pure: from a roster to bytes, and from the last record and these bytes to a roster that goes on where the other ended.
+Pure: encodes a roster as bytes, and restores a roster that continues from the last record and these bytes.
 """
 
 from __future__ import annotations

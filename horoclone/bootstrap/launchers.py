@@ -1,5 +1,7 @@
-"""What a launcher offers for the first contact: one blob from rank 0 to everybody (PMI-1, MPI, torch's store), and the
-job secret. Nothing here stays open; after the first contact the ranks meet at the rendezvous (rendezvous.py).
+"""What each launcher offers for the first contact: one blob from rank 0 to all ranks, and the job secret.
+
+It goes through PMI-1, MPI or torch's store. Nothing here stays open; after the first contact the ranks use the
+rendezvous server (rendezvous.py).
 """
 
 from __future__ import annotations

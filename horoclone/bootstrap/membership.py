@@ -1,4 +1,4 @@
-"""A member's side of the roster (desk.py): join, wait for a generation, hear notices; and the job of one generation.
+"""A member's side of the roster (desk.py): joins, waits for a generation, hears notices; and the job of one generation.
 
 Thread: one at a time for each Membership; a process has one for init() and one for notices.
 """

@@ -1,7 +1,7 @@
-"""MPI as a second way for data between nodes: which ranks can, and one communicator of theirs for the core.
+"""MPI as a second backend for data between nodes: which ranks can use it, and a communicator of these for the core.
 
-Every rank offers what it has together with its endpoint; from all offers every rank draws the same conclusion. mpi4py
-makes the communicator and knows the handles; the core calls the MPI library itself. Thread: the one that calls init.
+Every rank publishes what it has together with its endpoint, and all draw the same conclusion from that. mpi4py makes
+the communicator and knows the handles; the core calls the MPI library itself. Thread: the one that calls init.
 """
 
 from __future__ import annotations

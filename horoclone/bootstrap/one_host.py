@@ -1,7 +1,7 @@
-"""Where ranks of one host meet: an abstract unix socket under a name that each of them can derive.
+"""The rendezvous of ranks on one host: an abstract unix socket under a name that each of them can derive.
 
-Names are anybody's who is first, so with a secret they follow from it, and without one there are several of them: a
-stranger may hold some, the kernel says so, and rank 0 takes the next. The ranks try all of them.
+Any process may take a name first. With a secret, the name is derived from it. Without one there are several names: a
+stranger may hold some, which the kernel reveals, and rank 0 takes the next. The ranks try all of them.
 """
 
 from __future__ import annotations

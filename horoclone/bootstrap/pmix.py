@@ -1,7 +1,7 @@
-"""The first contact under Open MPI 5's mpirun across hosts: its PMIx server, without mpi4py and without MPI_Init.
+"""The first contact under Open MPI 5's mpirun across hosts: through its PMIx server, without mpi4py and MPI_Init.
 
-Finds the library that the launcher itself uses and lets a child process (pmix_client.py, which says why) speak to the
-server. What travels is one blob of rank 0; the server is the launcher's, and takes this job's processes only.
+Finds the library that the launcher itself uses and lets a child process speak to the server (pmix_client.py says why).
+Only one blob of rank 0 travels; the server belongs to the launcher and accepts this job's processes only.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""What the rendezvous knows about ranks that will not come: their own reports, processes that the launcher saw end,
-connections that broke and were not made again, and ranks that gave up while they connected.
+"""What the rendezvous server knows about ranks that will not come.
 
-The earliest of these is the cause, what came later its consequence. Thread: any, by one lock.
+Sources are the ranks' own reports, processes that the launcher saw end, connections that broke and were not made again,
+and ranks that gave up while they connected. The earliest of these is the cause, later ones are consequences. Thread:
+any, by one lock.
 """
 
 from __future__ import annotations

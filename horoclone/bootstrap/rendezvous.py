@@ -1,9 +1,9 @@
-"""The job's meeting point: a small key-value server (one thread, hc-store) that every rank can reach.
+"""The job's rendezvous server: a small key-value server (one thread, hc-store) that every rank can reach.
 
-Every connection proves the job secret both ways before a byte of it is interpreted; on a unix socket the kernel
-must also say that it is the same user, and with an empty secret (one host only) that is the proof. Limits bound what
-a stranger can cost: 64 connections that have proved nothing yet, 5 seconds each, no allocation from a length they sent.
-The other side is client.py.
+Both sides of every connection prove that they know the job secret before a byte is interpreted; on a unix socket the
+kernel must also confirm that it is the same user, and with an empty secret (one host only) that is the proof. Limits
+bound what a stranger can cost: 64 connections that have proved nothing yet, 5 seconds each, no allocation from a length
+that they sent. The other side is client.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Commits on their way to spares: rank 0 of a generation feeds them, through a connection that each spare opens.
+"""Sends commits to spares: rank 0 of a generation feeds them through a connection that each spare opens.
 
-Rank 0 writes its addresses into the rendezvous; a spare reads them there, proves the job's secret (wire.py), and is
-sent the newest commit again and again: [commit u64][parts u32][bytes u64 of each part][parts][digest]. What is in it is
-not looked at here. A spare keeps the newest one that came whole.
+Rank 0 writes its addresses into the rendezvous; a spare reads them there, proves the job's secret (wire.py), and
+receives each newest commit: [commit u64][parts u32][bytes u64 of each part][parts][digest]. The content is not
+interpreted here. A spare keeps the newest commit that arrived completely.
 """
 
 from __future__ import annotations

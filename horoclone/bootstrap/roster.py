@@ -1,8 +1,8 @@
-"""Who is in an elastic job: members, and the generations that they form. Pure: time comes in, answers go out.
+"""Decides who is in an elastic job: its members, and the generations that they form. Pure: time in, answers out.
 
-A member is a process with 16 random bytes for a name. It joins, waits inside init() for a generation that holds it
-(form), and comes back for the next one when that is lost or when somebody comes or leaves. One record describes a
-generation for everybody; a number is never given to two of them. Thread: one at a time (desk.py holds a lock).
+A member is a process named by 16 random bytes. It joins, waits inside init() for a generation that includes it (form),
+and comes back for the next one when that generation is lost or when members come or leave. One record describes a
+generation to everybody; no number is given to two of them. Thread: one at a time (desk.py holds a lock).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Who is the roster when the launcher is gone, with horoclonerun --survive-launcher.
+"""Chooses the roster when the launcher is gone, with horoclonerun --survive-launcher.
 
-Every member listens with a seat: a rendezvous server whose roster does not answer yet. When a member has lost its
-roster it asks all heirs of its last record (heritage.py). One of them may be the roster already; else the first who can
-be reached takes its seat, once nobody says any more that it hears another roster. Two rosters may exist on the sides of
-a cut network; that only one of them forms generations is a matter of votes (Roster.majority).
+Every member listens with a seat: a rendezvous server whose roster does not answer yet. A member that has lost its
+roster asks all heirs of its last record (heritage.py). One of them may be the roster already; else the first heir that
+can be reached takes over in its seat, once no member says any more that it hears another roster. Two rosters may exist
+on the two sides of a cut network; votes (Roster.majority) ensure that only one of them forms generations.
 """
 
 from __future__ import annotations

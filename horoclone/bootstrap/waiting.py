@@ -1,4 +1,4 @@
-"""What the rendezvous server keeps of a connection, of a rank that waits, and of a gather."""
+"""What the rendezvous server keeps for a connection, for a rank that waits, and for a gather."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Addresses, the mutual proof of the job secret, and length-checked frames of the rendezvous.
 
-Nothing that a peer sends is interpreted before it has proved the secret: until then only fixed-size blocks are read.
+Nothing that a peer sends is interpreted before it has proved the secret; until then only fixed-size blocks are read.
 Frames are [length u32 little-endian][payload]; payloads are made with struct, never with pickle.
 """
 

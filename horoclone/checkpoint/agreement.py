@@ -1,4 +1,4 @@
-"""How the ranks of a save hear of each other: collectives with names of their own, each of which has a deadline."""
+"""How the ranks of a save agree: collectives with names of their own, each with a deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can go wrong with a checkpoint, in words. No imports of ours."""
+"""The error texts of checkpoints. Imports nothing of ours."""
 
 from __future__ import annotations
 

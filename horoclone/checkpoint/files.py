@@ -1,9 +1,10 @@
-"""The files of a save: written in a directory of their own, made durable, and shown by one rename.
+"""The files of a save: written in a directory of their own, made durable, and published by one rename.
 
 PATH/.incomplete-00000007-ab12cd34   while the ranks write
-PATH/save-00000007                   complete: it has its manifest, and everything was on disk before it got this name
-PATH/.removed-00000006-ab12cd34      on its way out
-The arrays lie in files of the library safetensors, which writes them and reads their headers (docs/decisions/0077).
+PATH/save-00000007                   complete: it has its manifest, and all files were on disk before it got this name
+PATH/.removed-00000006-ab12cd34      being removed
+
+The library safetensors writes the arrays' files and reads their headers (docs/decisions/0077).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Arrays of every framework as bytes and back. NumPy's are known here; a binding registers those of its framework."""
+"""Converts arrays of every framework to bytes and back. NumPy's are built in; each binding registers its own."""
 
 from __future__ import annotations
 

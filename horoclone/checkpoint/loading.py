@@ -1,4 +1,4 @@
-"""Reads a save, on any number of ranks: each reads for itself, and no rank waits for another."""
+"""Reads a save on any number of ranks: each reads for itself, and no rank waits for another."""
 
 from __future__ import annotations
 

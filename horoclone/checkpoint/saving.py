@@ -1,4 +1,4 @@
-"""One save: what it copies while the caller waits, and what its thread does afterwards."""
+"""One save: what is copied while the caller waits, and what a thread does afterwards."""
 
 from __future__ import annotations
 

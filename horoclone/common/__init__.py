@@ -1,1 +1,1 @@
-"""Modules under the names at which Horovod's users expect them; what they offer lives elsewhere in the package."""
+"""Modules at the names where Horovod's users expect them; the code is elsewhere in the package."""

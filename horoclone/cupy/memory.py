@@ -1,7 +1,7 @@
-"""The adapter for CuPy arrays, and everything else on a GPU that speaks DLPack, read without a copy where it can be.
+"""The adapter for CuPy arrays, and for everything else on a GPU that speaks DLPack; read without a copy where possible.
 
-Results are CuPy arrays on the same GPU. Work begins behind what CuPy's current stream has been given; what that stream
-is given after a blocking function or synchronize() comes behind the result. The host does not wait for the GPU.
+Results are CuPy arrays on the same GPU. Work begins after what was enqueued on CuPy's current stream; what is enqueued
+there after a blocking function or synchronize() runs after the result is ready. The host does not wait for the GPU.
 Thread: the caller's; its current stream counts.
 """
 

@@ -1,4 +1,4 @@
-"""Loaders that prepare the next batches while the present one trains. Needs no framework and no runtime."""
+"""Loaders that prepare the next batches while the current one trains. Needs no framework and no runtime."""
 
 from horoclone.data.data_loader_base import AsyncDataLoaderMixin, BaseDataLoader
 

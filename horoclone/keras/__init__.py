@@ -1,4 +1,4 @@
-"""horoclone for Keras: `import horoclone.keras as hvd`. What `horovod.keras` offers, under the same names.
+"""horoclone for Keras: `import horoclone.keras as hvd`. It offers what `horovod.keras` does, under the same names.
 
 Keras 3 on TensorFlow, JAX or torch; with TF_USE_LEGACY_KERAS=1, tf_keras. Only the backend that Keras runs is loaded.
 """

@@ -1,7 +1,7 @@
 """backward_passes_per_step: gradients are added up on this rank for several batches, then reduced and applied once.
 
-The sums are variables of the optimizer (JAX carries an optimizer's state by its variables), but not of the saved model:
-optimizer.py leaves them out of what is saved. The optimizer's `iterations` counts updates, not batches.
+The sums are variables of the optimizer, because on JAX an optimizer's state is its variables, but they are not part of
+the saved model: optimizer.py leaves them out. The optimizer's `iterations` counts updates, not batches.
 """
 
 from __future__ import annotations

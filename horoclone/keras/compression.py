@@ -1,6 +1,6 @@
-"""The compressors for Keras 3, on the tensors of whatever backend it runs; horoclone/compression.py casts.
+"""The compressors for Keras 3, on the tensors of any backend; horoclone/compression.py does the casting.
 
-Those of horoclone.tensorflow and horoclone.torch work as well with their own backend.
+With their own backend, the compressors of horoclone.tensorflow and horoclone.torch work as well.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From the arguments of DistributedOptimizer, in whichever order an API has them, to a distributed optimizer."""
+"""Makes a distributed optimizer from the arguments of DistributedOptimizer, in whichever order an API has them."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Which Keras this process trains with: Keras 3, or tf_keras where TF_USE_LEGACY_KERAS=1 makes tf.keras be that one.
+"""Which Keras this process trains with: Keras 3, or tf_keras where TF_USE_LEGACY_KERAS=1 makes it tf.keras.
 
-Fixed at import, as it is in TensorFlow. Everything else in this folder asks here.
+It is fixed at import, as in TensorFlow. Everything else in this folder asks here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An optimizer's learning rate and momentum, read and set between two steps: Keras 3, tf_keras, tf_keras.legacy."""
+"""Reads and sets an optimizer's learning rate and momentum between steps: Keras 3, tf_keras, tf_keras.legacy."""
 
 from __future__ import annotations
 

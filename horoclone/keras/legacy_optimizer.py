@@ -1,9 +1,9 @@
 """DistributedOptimizer for tf_keras: its optimizers of 2.11 and later, and those in tf_keras.optimizers.legacy.
 
-Both reduce where gradients are computed (minimize and what is under it). Gradients that come from elsewhere are reduced
-in the step in which those of replicas are added up: before clipping, and before a LossScaleOptimizer decides whether
-they are finite. Whoever skips that step (skip_gradients_aggregation, experimental_aggregate_gradients=False) has
-reduced by himself.
+Both reduce where gradients are computed (minimize and what it calls). Gradients from elsewhere are reduced in the step
+that adds up those of replicas: before clipping, and before a LossScaleOptimizer checks whether they are finite. A
+caller that skips that step (skip_gradients_aggregation, experimental_aggregate_gradients=False) is assumed to have
+reduced them itself.
 """
 
 # mypy: disable-error-code="no-any-return, misc"

@@ -1,7 +1,7 @@
 """Gradients of Keras on JAX, under jit and outside: one call for all of them.
 
-Groups are not kept apart here: XLA runs independent calls in an order of its own, and may hold one back until another
-is done, so ranks could wait for each other. What needs a second call is made to wait for the first.
+Groups are not kept apart here: XLA runs independent calls in an order of its own, and may delay one until another is
+done, so ranks could wait for each other. A second call, where it is needed, is made to depend on the first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Gradients of Keras on TensorFlow: one grouped operation for each group, in functions several of about 8 MiB.
+"""Gradients of Keras on TensorFlow: one grouped operation per group; inside functions several of about 8 MiB each.
 
-Sparse gradients (tf.IndexedSlices) are gathered, and then have a row twice where two ranks touched it.
+Sparse gradients (tf.IndexedSlices) are gathered; a row that two ranks touched is then in the result twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Gradients of Keras on the torch backend: all groups are submitted, then waited for.
 
 Which gradients exist may differ between ranks and steps (a branch that a batch did not take). So every rank sends all
-of them, zeros for those it lacks, and beside them flags that say who had one.
+of them, with zeros for those it lacks, and flags that say which ranks had one.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"

@@ -1,7 +1,7 @@
 """DistributedOptimizer for Keras 3: the optimizer's class is replaced by a derived one that reduces before it applies.
 
-The derived class has the name and module of the wrapped one, so a saved model names a class that Keras knows, and
-loads without horoclone. `apply` is what every way of training ends in: fit, train_on_batch and custom loops call it or
+The derived class has the name and module of the wrapped one, so a saved model names a class that Keras knows, and loads
+without horoclone. All ways of training end in `apply`: fit, train_on_batch and custom loops call it or
 `apply_gradients`, which calls it; the JAX trainer calls `stateless_apply`, which calls it.
 """
 

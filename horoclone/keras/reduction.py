@@ -1,7 +1,7 @@
-"""One optimizer's gradients over the ranks: which are reduced, in which groups, and what happens to the others.
+"""Reduces one optimizer's gradients over the ranks: which are reduced, in which groups, and what happens to the others.
 
-The rules are here, once; on_tensorflow.py, on_jax.py and on_torch.py move the tensors of their backend. Thread: the
-one that trains (on TensorFlow and JAX, that traces).
+The rules are here, once; on_tensorflow.py, on_jax.py and on_torch.py move the tensors of their backend. Thread: the one
+that trains (on TensorFlow and JAX, the one that traces).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""load_model: a model saved with Keras, whose optimizer goes on as a distributed one."""
+"""load_model: loads a model saved with Keras and makes its optimizer a distributed one."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Collectives on values (numbers, arrays, tensors of any backend) outside of the training step.
 
-On TensorFlow they are those of horoclone.tensorflow, and results are its tensors; on JAX and torch results are NumPy's.
+On TensorFlow they are those of horoclone.tensorflow, and results are its tensors; on JAX and torch results are NumPy
+arrays.
 """
 
 from __future__ import annotations

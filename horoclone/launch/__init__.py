@@ -1,4 +1,4 @@
 """Starts ranks, carries their output and ends them: horoclonerun, `horoclone`, horoclone.run.
 
-This room imports no framework and no native code; rich, yaml and cloudpickle only where they are needed.
+This package imports no framework and no native code; rich, yaml and cloudpickle only where they are needed.
 """

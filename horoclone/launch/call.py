@@ -1,7 +1,7 @@
-"""A rank of horoclone.run: takes the function from inherited memory, calls it, leaves its value in inherited memory.
+"""Runs in a rank of horoclone.run: takes the function from inherited memory, calls it, leaves its value there.
 
-Both descriptors come from our own parent, so what is unpickled here is what the caller of run() passed. Under mpirun,
-which hands down no descriptors, they are files in a folder that only this user can read.
+Both descriptors come from the process that called run(), so what is unpickled here is what that caller passed. mpirun
+hands down no descriptors; there they are files in a folder that only this user can read.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""horoclonerun: from the command line to a job. main() never lets a traceback out for what a user can cause."""
+"""horoclonerun: turns a command line into a job. No user error makes main() end with a traceback."""
 
 from __future__ import annotations
 

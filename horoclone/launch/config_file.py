@@ -1,5 +1,7 @@
-"""--config-file: YAML in horovodrun's sections (params, autotune, timeline, stall_check, library_options, logging,
-elastic), and the launcher's own flags by name at the top level."""
+"""--config-file: YAML with horovodrun's sections, and the launcher's own flags by name at the top level.
+
+The sections are params, autotune, timeline, stall_check, library_options, logging and elastic.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """`horoclone debug`: merges the ranks' flight records and names the first call on which they disagree.
 
-A call is known by operation, process set and name with its use, or its number among the unnamed ones. One that ended
-well was made by every rank, so only calls that did not are compared. Messages between two ranks have call number 0 and
-are not compared. Reads files only; needs nothing native.
+A call is identified by operation, process set and name with its use, or by its number among the unnamed ones. A call
+that succeeded was made by every rank, so only the others are compared. Messages between two ranks have call number 0
+and are not compared. Reads files only; needs nothing native.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Which hosts an elastic job may use: a fixed list, a file, or what a script prints, looked at again every second.
+"""Which hosts an elastic job may use: a fixed list, a file, or the output of a script, checked every second.
 
-Thread: hc-discovery looks; the job's loop is woken and takes what was found.
+Thread: hc-discovery checks; it wakes the job's loop, which takes the result.
 """
 
 from __future__ import annotations

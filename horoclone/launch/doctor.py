@@ -1,4 +1,4 @@
-"""`horoclone doctor`: what a job would find on this host, what is wrong with it, and what to do."""
+"""`horoclone doctor`: shows what a job would find on this host, what is wrong with it, and what to do."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""An elastic job: a worker that ends is taken out of the roster, the others go on, and its slot gets a new one.
+"""An elastic job: a worker that ends leaves the roster, the others go on, and its slot gets a new worker.
 
-The loop is that of job.py. Who is in is the roster's matter (bootstrap/roster.py), who should be in that of
-elastic_policy.py; here processes are started and ended, and each tells the other.
+The loop is that of job.py. The roster (bootstrap/roster.py) decides who is in, elastic_policy.py who should be; this
+module starts and ends processes and keeps the two informed.
 """
 
 from __future__ import annotations

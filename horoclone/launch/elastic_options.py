@@ -1,4 +1,4 @@
-"""What --min-np and its companions ask for: where hosts come from, how many ranks, what is done about failures."""
+"""Parses --min-np and its companions: where hosts come from, how many ranks, what is done about failures."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Who should run where in an elastic job. Pure: hosts, exits and time come in, what to start and to end comes out.
+"""Decides who should run where in an elastic job, and which hosts and slots are closed (blacklisted) after failures.
 
-A slot is a place on a host for one worker. A worker that fails costs its slot a strike; too many in a row without
-progress close the slot, and for a time, or for ever, what is closed is not used again.
+Pure: hosts, exits and time come in, what to start and to end comes out. A slot is a place on a host for one worker. A
+worker that fails costs its slot a strike; too many in a row without progress close the slot, for some time or for ever,
+and a closed slot gets no worker.
 """
 
 from __future__ import annotations

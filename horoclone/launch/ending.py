@@ -1,4 +1,4 @@
-"""How a job ends: which signal goes to whom, and when. Pure: time comes in, instructions come out."""
+"""How a job ends: which process gets which signal, and when. Pure: time comes in, instructions come out."""
 
 from __future__ import annotations
 

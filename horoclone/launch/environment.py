@@ -1,4 +1,4 @@
-"""What a rank finds in its environment, and which of our variables travel to other hosts. Pure functions."""
+"""Makes the environment of a rank, and says which of our variables travel to other hosts. Pure functions."""
 
 from __future__ import annotations
 

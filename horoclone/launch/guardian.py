@@ -1,4 +1,4 @@
-"""A tiny process of its own that outlives its parent: when that is gone, it ends the process groups it was told of.
+"""A tiny process of its own that outlives its parent: when the parent is gone, it ends the registered process groups.
 
 Run as a file (python -I -S guardian.py PARENT_PID), so it imports nothing of ours. stdin: lines "+pgid" or "-pgid".
 """

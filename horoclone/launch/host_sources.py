@@ -1,6 +1,6 @@
 """Hosts of an elastic job from the scheduler or the network: --host-discovery file:PATH, slurm, dns:NAME[:slots].
 
-Each is a Source (discovery.py). Thread: hc-discovery, the first look the job's own.
+Each is a Source (discovery.py). Thread: hc-discovery; the job's own thread makes the first query.
 """
 
 from __future__ import annotations

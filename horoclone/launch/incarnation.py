@@ -1,7 +1,8 @@
-"""Whether a host of an elastic job is still the machine that it was: its address, and what the machine says of itself.
+"""Whether a host of an elastic job is still the same machine, by its address and by what the machine reports.
 
-Slots that are closed for failures belong to one machine. A name that leads to another one, or a machine that was booted
-anew, is another incarnation. Thread: hc-incarnation looks at hosts that are closed; the job's loop takes what it finds.
+Slots that are closed for failures belong to one machine. A name that leads to another machine, or to one that was
+booted again, is another incarnation. Thread: hc-incarnation checks hosts that are closed; the job's loop takes the
+result.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The launcher's end of one host: an ssh process that runs remote.py there. Thread: the job's loop."""
+"""The launcher's connection to one other host: an ssh process that runs remote.py there. Thread: the job's loop.
+
+ssh_command() makes every ssh command line of the launcher.
+"""
 
 from __future__ import annotations
 

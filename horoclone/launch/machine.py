@@ -1,4 +1,4 @@
-"""What a machine says of itself that tells it from another of the same name, or from itself before it was booted."""
+"""An identity of a machine that tells it from another of the same name, and from itself before it was booted."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""--mpi: the same job under the user's own mpirun (Open MPI, MPICH, Intel MPI), as horovodrun --mpi starts it.
+"""--mpi: runs the same job under the user's own mpirun (Open MPI, MPICH, Intel MPI), as horovodrun --mpi does.
 
-What is not MPI's business stays as it is: the host list, the settings of flags and file, threads per rank.
+Everything that is not up to MPI stays as it is: the host list, the settings of flags and file, threads per rank.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""--notice-script: a command that runs again and again on each host and says when that host is about to go.
+"""--notice-script: a command that runs repeatedly on each host and tells when that host is about to be taken away.
 
-Exit code 0 says so, as of `grep -q` or of `curl -f` on a cloud's notice; a number of seconds that it prints is the time
-that is left. A loop of the host's shell runs it, here or through one ssh connection to each host, which tells after
+Exit code 0 means so, as from `grep -q` or from `curl -f` on a cloud's notice; a number that the command prints is the
+time left in seconds. A loop of the host's shell runs it, here or through one ssh connection to each host, and reports
 each run. Thread: the job's loop.
 """
 

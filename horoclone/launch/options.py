@@ -1,5 +1,7 @@
-"""The command line of horoclonerun: horovodrun's flags and ours, each tunable tied to its variable and its place in the
-YAML file. Flag beats environment beats file."""
+"""The command line of horoclonerun: horovodrun's flags and ours. A flag beats the environment, which beats the file.
+
+Each setting is tied to its variable and its place in the YAML file.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Local ranks: started without a shell, each the leader of its own session, none left behind whatever happens to us.
 
-Used by the launcher and, on other hosts, by remote.py. Thread: the one that started them.
+The launcher uses it, and remote.py on other hosts. Thread: the one that started them.
 """
 
 from __future__ import annotations

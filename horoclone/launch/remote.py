@@ -1,8 +1,9 @@
-"""The launcher's hand on another host: `python -m horoclone.launch.remote`, started by ssh, one process per host.
+"""Starts and watches the ranks of another host: `python -m horoclone.launch.remote`, one process per host.
 
-Reads what to run and the job secret from stdin, starts the ranks, sends their output and exits up as frames.
-When stdin ends (ssh is gone) its ranks are ended within 2 s; with --survive-launcher they go on, and their output goes
-to the files of --output-filename on this host, if anywhere. One thread.
+The launcher starts it through ssh (link.py). It reads from stdin what to run and the job secret, starts the ranks, and
+sends their output and exits back as frames (frames.py). When stdin ends because ssh is gone, its ranks are ended within
+2 s; with --survive-launcher they go on, and their output goes to the files of --output-filename on this host, if any.
+One thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The error a user of the launcher can make, and the words the launcher speaks in."""
+"""The error that a user of the launcher can cause, and the wording that all its messages share."""
 
 from __future__ import annotations
 

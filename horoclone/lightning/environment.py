@@ -1,6 +1,6 @@
 """Tells Lightning who this process is: rank and sizes from horoclone.init(), under whatever launcher started it.
 
-Works with other strategies of Lightning too: it finds an address and a port for them. Thread: the one that trains.
+It also works with other strategies of Lightning, for which it finds an address and a port. Thread: the one that trains.
 """
 
 from __future__ import annotations

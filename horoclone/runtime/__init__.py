@@ -1,4 +1,4 @@
-"""The runtime of this process: its pointer and the facts that it knows. What starts and ends it is in life.py.
+"""The runtime of this process: the pointer to it and the facts that it knows. life.py starts and ends it.
 
 Nothing here imports life.py, so that process sets and bindings can use the pointer without what init() needs.
 """

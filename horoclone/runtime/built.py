@@ -1,4 +1,4 @@
-"""What this build can do here, under the names at which Horovod's scripts ask for it. No state; no GPU is started."""
+"""What this build can do here, under the names by which Horovod's scripts ask. No state; no GPU is started."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
-"""How a process ends or forks: the hooks that tell the peers and the launcher, each within a deadline.
+"""What happens when a process exits, raises or forks: hooks that tell the peers and the launcher, within deadlines.
 
-Thread: the interpreter's main one, at exit and in its excepthook; the only thread of a forked child.
+After fork() the child forgets the runtime without disturbing the parent. Thread: the interpreter's main one, at exit
+and in its excepthook; the only thread of a forked child.
 """
 
 from __future__ import annotations

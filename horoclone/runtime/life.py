@@ -1,4 +1,7 @@
-"""The life of this process's runtime: init() and shutdown(). Thread: any, one at a time (current.lock)."""
+"""Starts and ends this process's runtime: init() and shutdown(). ending.py handles exit, exceptions and fork().
+
+Thread: any, one at a time (current.lock).
+"""
 
 from __future__ import annotations
 

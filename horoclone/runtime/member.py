@@ -1,6 +1,6 @@
-"""This process as a member of an elastic job: which generation it is in, what it holds, and whether it has to go.
+"""This process as a member of an elastic job: its generation, what it holds, and whether it has to leave.
 
-The thread hc-roster hears from the roster that another generation is wanted, and shows it that this process lives.
+The thread hc-roster hears from the roster that another generation is wanted, and shows it that this process is alive.
 Thread: init() and shutdown() with current.lock held; the rest any.
 """
 

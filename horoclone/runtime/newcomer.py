@@ -1,7 +1,7 @@
-"""A rank that comes to a running job: until it is in elastic.run, its collectives would find no partner.
+"""Keeps a rank that comes to a running job from calling collectives before elastic.run: no other rank would match them.
 
-The others are in elastic.run already, and synchronise. What this rank runs before (a broadcast of the model, a process
-set) belongs to no call of theirs, and all would wait. Thread: the caller's.
+The others are in elastic.run already, and synchronise. What this rank calls before (a broadcast of the model, a process
+set) matches no call of theirs, and all would wait. Thread: the caller's.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The stack that stall reports show: what the thread that called init() is doing, told by a signal and a pipe."""
+"""Lets stall reports show the stack of the thread that called init(), by a signal and a pipe."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""horoclone for TensorFlow: `import horoclone.tensorflow as hvd`. What `horovod.tensorflow` offers, same names."""
+"""horoclone for TensorFlow: `import horoclone.tensorflow as hvd`. It offers what `horovod.tensorflow` does."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Horovod's name for the compressors of TensorFlow's tensors; horoclone/compression.py casts."""
+"""The compressors of TensorFlow's tensors, under Horovod's name; horoclone/compression.py does the casting."""
 
 from __future__ import annotations
 

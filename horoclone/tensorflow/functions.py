@@ -1,4 +1,5 @@
-"""Making ranks start alike: variables and Python objects, from one rank to all. Eager, in functions, in TF1 graphs."""
+"""Makes ranks start alike: copies variables and Python objects from one rank to all. Also in functions and TF1 graphs.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""backward_passes_per_step: gradients are added up on this rank; with every last pass they are reduced and applied.
+"""backward_passes_per_step: gradients are added up on this rank; the last pass of a step reduces and applies them.
 
 Used by the optimizers of TensorFlow 1 and of tf_keras, under the names that Horovod has for it.
 """

@@ -1,4 +1,4 @@
-"""The class for which scripts look in horovod.tensorflow.gradient_aggregation_eager."""
+"""A class that scripts import from horovod.tensorflow.gradient_aggregation_eager."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One list of gradients over the ranks: which are reduced, in which groups, and what happens to the others.
+"""Reduces one list of gradients over the ranks: which are reduced, in which groups, and what happens to the others.
 
 Dense gradients go out as few grouped operations. In a graph these are cut so that the last layers' gradients, which are
 ready first, travel while the others are computed. Sparse ones (tf.IndexedSlices) are gathered, all in one operation.

@@ -1,6 +1,6 @@
 """Loads libhoroclone_tensorflow.so, which registers our ops with TensorFlow, and tells it where the runtime is.
 
-The library is built without TensorFlow: it finds TensorFlow's C API in the process and tests it when it is loaded.
+The library is built without TensorFlow: when it is loaded it finds TensorFlow's C API in the process and tests it.
 """
 
 from __future__ import annotations

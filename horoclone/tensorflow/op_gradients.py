@@ -1,6 +1,6 @@
 """The gradients of our ops, registered with TensorFlow when this module is imported.
 
-The same rules as Horovod's: those of allgather and broadcast are averages over the ranks, those of a sum are sums.
+The rules are Horovod's: those of allgather and broadcast are averages over the ranks, those of a sum are sums.
 """
 
 from __future__ import annotations

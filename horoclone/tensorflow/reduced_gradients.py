@@ -1,10 +1,11 @@
-"""Which gradients a DistributedGradientTape has reduced already, so that a wrapped optimizer does not do it again.
+"""Which gradients a DistributedGradientTape has reduced already, so that an optimizer does not do it again.
 
-A tape marks what it gives. Recognised are those objects themselves (for tf.IndexedSlices also their values), whether a
-function made, captured or returned them, and in a graph everything that is computed from them, from constants and from
-variables alone: clipped, scaled, summed, made dense. What data flows into is not: it may differ between ranks. Run
-eagerly, a changed gradient is a new object without a mark; there the variable remembers, until its next update, that a
-tape has reduced its gradient. Nothing is looked at in a process that has marked none.
+A tape marks the gradients that it returns. A marked gradient is recognised by identity (for tf.IndexedSlices also by
+its values), whether a function made, captured or returned it. In a graph so is everything computed from marked
+gradients, constants and variables alone: clipped, scaled, summed, made dense. Values into which data flows are not
+recognised, because they may differ between ranks. In eager mode a changed gradient is a new object without a mark;
+there the variable remembers, until its next update, that a tape has reduced its gradient. Nothing is checked in a
+process that has marked none.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What users call to reduce: mpi_ops with compression, averages, tf.IndexedSlices and Horovod's older arguments.
+"""The reductions that users call: mpi_ops with compression, averages, tf.IndexedSlices and Horovod's older arguments.
 
 An IndexedSlices is reduced by two allgathers, of its values and of its indices; rows may then appear several times.
 """

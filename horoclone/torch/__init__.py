@@ -1,4 +1,4 @@
-"""horoclone for PyTorch: `import horoclone.torch as hvd`. What `horovod.torch` offers, under the same names."""
+"""horoclone for PyTorch: `import horoclone.torch as hvd`. It offers what `horovod.torch` does, under the same names."""
 
 from typing import TYPE_CHECKING, Any
 

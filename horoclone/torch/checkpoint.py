@@ -1,4 +1,4 @@
-"""Checkpoints with PyTorch's tensors in them: `hvd.checkpoint`. See docs/checkpoints.md."""
+"""Registers PyTorch's tensors with `hvd.checkpoint`. See docs/checkpoints.md."""
 
 from __future__ import annotations
 

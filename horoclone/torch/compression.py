@@ -1,4 +1,4 @@
-"""Horovod's name for the compressors of torch tensors; those with state are in compressors/."""
+"""The compressors of torch tensors, under Horovod's name; those with state are in compressors/."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""What a gradient compressor is: the two interfaces that DistributedOptimizer knows.
+"""The two interfaces of gradient compressors that DistributedOptimizer accepts.
 
 `Compressor` (Horovod's): stateless, one tensor in, one tensor out, the reduction between them is an allreduce.
-`GradientCompressor`: one object per optimizer, keeps state, reduces a whole bucket by whatever operations it likes.
+`GradientCompressor`: one object per optimizer, keeps state, reduces a whole bucket with whatever operations it likes.
 Thread: the one that runs backward (first part of `reduce`) and the one that synchronises (the rest).
 """
 

@@ -2,8 +2,8 @@
 
     dcp.save(state, storage_writer=Writer(path))       dcp.load(state, storage_reader=Reader(path))
 
-Ranks meet in torch's process group, whatever its backend is. Sharded tensors (DTensor, FSDP2) are written as the pieces
-that the ranks have, and read into any sharding. Thread: the one that calls torch.
+Ranks communicate in torch's process group, whatever its backend is. Sharded tensors (DTensor, FSDP2) are written as the
+pieces that the ranks have, and read into any sharding. Thread: the one that calls torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Making ranks start alike: parameters, optimizer state and Python objects, from one rank to all.
+"""Makes ranks start alike: copies parameters, optimizer state and Python objects from one rank to all.
 
-Optimizer state travels as what it is (nested containers with tensors in them), so any optimizer works, and no step is
-made to create it. Thread: the caller's.
+Optimizer state travels as nested containers with tensors in them, so any optimizer works, and no step is made to create
+it. Thread: the caller's.
 """
 
 from __future__ import annotations

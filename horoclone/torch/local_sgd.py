@@ -1,8 +1,7 @@
 """Training that communicates rarely: LocalSGD averages parameters, DiLoCo gives their movement to an outer optimizer.
 
-Names and arguments are torchft's, so that scripts move over; the world is fixed, and there is no manager. What is sent
-goes out as ordinary operations of low priority, which the core moves while the next steps compute. Thread: the one that
-trains.
+Names and arguments are torchft's, so that scripts can move over; the world is fixed, and there is no manager. Transfers
+are ordinary operations of low priority, which the core moves while the next steps compute. Thread: the one that trains.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Horovod's name for the operations on torch tensors and the facts about this process; scripts import it.
+"""The operations on torch tensors and the facts about this process, under Horovod's name; scripts import it.
 
 The operations themselves are in horoclone/torch/operations.
 """

@@ -1,8 +1,8 @@
-"""Batch normalisation with the statistics of all ranks' batches. On any device that the collectives take; also 16 bit.
+"""Batch normalisation with the statistics of all ranks' batches, on every device, also 16-bit.
 
-Each rank sends count, mean and sum of squared deviations per channel; everybody combines them in rank order (Chan et
-al.), so all ranks get the same bits, and unequal batches, also empty ones, weigh as they should. Thread: the one that
-runs forward, and autograd's.
+Each rank sends count, mean and sum of squared deviations per channel; all ranks combine them in rank order (Chan et
+al.), so they get the same bits, and unequal batches, also empty ones, have the right weight. Thread: the one that runs
+forward, and autograd's.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"

@@ -1,7 +1,7 @@
-"""A process group for torchft, whose replicas come and go: ProcessGroupHoroclone. Needs the package torchft.
+"""ProcessGroupHoroclone: a process group for torchft, whose replicas come and go. Needs the package torchft.
 
-torchft's Manager calls configure() whenever the replicas change: a new group of the backend `horoclone` is made, and
-the old one, whose members may be dead, is aborted. Thread: torchft's.
+torchft's Manager calls configure() whenever the replicas change: it makes a new group of the backend `horoclone` and
+aborts the old one, whose members may be dead. Thread: torchft's.
 """
 
 # mypy: disable-error-code="misc, import-not-found"

@@ -1,8 +1,8 @@
 """Data pipelines of training ranks, run by other processes: tf.data's service, started and found through one file.
 
-The compute job's rank 0 serves as the meeting point (the runtime's own key-value server: every connection proves the
-key that the file holds). Dispatchers, workers and training ranks leave and find addresses there. The data itself
-travels over TensorFlow's gRPC, which authenticates nobody: run it in a network that you trust.
+Rank 0 of the compute job runs a rendezvous server (the runtime's own key-value server: every connection proves the key
+that the file holds). Dispatchers, workers and training ranks exchange addresses there. The data itself travels over
+TensorFlow's gRPC, which authenticates nobody: run it in a network that you trust.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Which members of a process group are dead, and which have not called: for errors, and for waits in torch's store.
 
-A store says nothing when the rank that was to write has died. The groups that are open know it, and are asked.
+A store does not notice that the rank which was to write has died. The open process groups know, so they are asked.
 """
 
 # mypy: disable-error-code="no-untyped-call"

@@ -1,8 +1,8 @@
-"""How the members of a torch process group connect: from torch's store to a runtime of their own.
+"""Connects the members of a torch process group: they exchange endpoints in torch's store and start a runtime.
 
 Nothing that is read from the store is trusted with more than a name: on one host the kernel vouches for the members, on
-several they must share a secret (signed.py). Also the rendezvous for launchers that set none of torch's variables,
-and a barrier in the store.
+several they must share a secret (signed.py). Also holds the rendezvous for launchers that set none of torch's
+variables, and a barrier in the store.
 """
 
 # mypy: disable-error-code="no-untyped-call"

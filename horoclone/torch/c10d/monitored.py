@@ -1,5 +1,7 @@
-"""The monitored barrier of a process group: rank 0 names the ranks that did not come. It is made of the store alone, so
-it also answers when the transports do not. The texts are those of torch's gloo backend, for which programs look.
+"""The monitored barrier of a process group: rank 0 names the ranks that did not come.
+
+It uses the store alone, so it also works when the transports do not. Its texts are those of torch's gloo backend,
+because programs look for them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What the members of a process group tell each other through torch's store, which everybody on the network may write.
+"""Signed values through torch's store, to which everybody on the network may write.
 
-Every value carries a signature made with the job's secret, and everybody says what it has read before anybody goes on:
-where a stranger has written, all members raise, and none waits for one that has given up.
+Every value carries a signature made with the job's secret, and all members confirm what they have read before any of
+them goes on: if a stranger has written, all members raise, and none waits for one that has given up.
 """
 
 # mypy: disable-error-code="no-untyped-call"

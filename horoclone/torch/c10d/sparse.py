@@ -1,7 +1,7 @@
-"""Sparse tensors in a process group: an allreduce gathers everybody's entries and adds up those of one place.
+"""Sparse tensors in a process group: an allreduce gathers all ranks' entries and adds up those at the same index.
 
-What each rank has to say travels in one group of allgathers, rank after rank: the indices, the values, and the size
-of the whole tensor, on which the ranks must agree. The entries are added in the order of the ranks, alike on each.
+Each rank's indices, values and the size of the whole tensor, on which the ranks must agree, travel in one group of
+allgathers. The entries are added in the order of the ranks, so all ranks get the same bits.
 """
 
 # mypy: disable-error-code="misc, no-untyped-call"

@@ -1,4 +1,4 @@
-"""What torch.distributed passes and what the core takes: reductions, and tensors as bytes. Used by group.py."""
+"""Translates what torch.distributed passes for the core: reductions, and tensors as bytes. Used by group.py."""
 
 # mypy: disable-error-code="misc, no-untyped-call"
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 wait() makes progress on the caller's thread. Only where torch asks for a future (DDP does) or sets a deadline, the
 threads `hc-c10d` of the group wait instead, in the order of submission. On a GPU an operation is complete when it has
-been enqueued: results are moved on a stream of the group's, behind which wait() puts the caller's current stream.
+been enqueued: results arrive on a stream of the group, and wait() makes the caller's current stream wait for it.
 """
 
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"

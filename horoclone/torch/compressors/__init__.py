@@ -1,1 +1,1 @@
-"""The compressors that reduce an optimizer's buckets in ways of their own (GradientCompressor)."""
+"""The compressors that reduce an optimizer's buckets with their own sequence of operations (GradientCompressor)."""

@@ -1,7 +1,7 @@
-"""Only the largest gradients travel, as pairs of index and value; the rest waits in a residual.
+"""Sends only the largest gradients, as pairs of index and value; the rest stays in a residual.
 
-Top-k sparsification with error feedback: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018);
-Aji and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017).
+Top-k sparsification with error feedback: Stich, Cordonnier and Jaggi, "Sparsified SGD with Memory" (NeurIPS 2018); Aji
+and Heafield, "Sparse Communication for Distributed Gradient Descent" (EMNLP 2017).
 """
 
 from __future__ import annotations

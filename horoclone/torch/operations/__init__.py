@@ -1,4 +1,4 @@
-"""The operations on torch tensors, each with its gradient; what they share is in handles.py and requests.py."""
+"""The operations on torch tensors, each with its gradient. handles.py and requests.py serve all of them."""
 
 from horoclone.torch.operations.all_gather import allgather, allgather_async, sparse_allreduce_async
 from horoclone.torch.operations.all_reduce import allreduce, allreduce_, allreduce_async, allreduce_async_

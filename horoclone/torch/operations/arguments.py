@@ -1,4 +1,4 @@
-"""Arguments of single operations that Horovod refuses with its own error, HorovodInternalError. Thread: any."""
+"""Checks for arguments of single operations, which fail with HorovodInternalError as in Horovod. Thread: any."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """The operations as torch.library ops, `torch.ops.horoclone.*`: what hvd.allreduce becomes under torch.compile.
 
-Each operation is a pair: `<kind>_start` submits and gives a ticket, `<kind>_wait` gives the results. Both are marked as
-effects, so that a compiler keeps them, in the program's order: the same on every rank. `wait` takes the inputs as well:
-their memory is in use until then. Thread: the caller's.
+Each operation is a pair: `<kind>_start` submits and returns a ticket, `<kind>_wait` returns the results. Both are
+marked as effects, so that a compiler keeps them, in the program's order: the same on every rank. `wait` takes the
+inputs as well, because their memory is in use until then. Thread: the caller's.
 """
 
 # mypy: disable-error-code="no-untyped-call, no-any-return"

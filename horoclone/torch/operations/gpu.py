@@ -1,6 +1,6 @@
-"""Torch tensors on a GPU: where one lies, whose stream fills it, and results that streams wait for, not the host.
+"""Torch tensors on a GPU: where a tensor lies, whose stream fills it, and results that streams wait for, not the host.
 
-Everything else about them is as for tensors in host memory. Thread: the caller's; its current stream counts.
+Otherwise they are treated as tensors in host memory. Thread: the caller's; its current stream counts.
 """
 
 from __future__ import annotations

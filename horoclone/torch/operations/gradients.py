@@ -1,4 +1,4 @@
-"""What the gradients of all operations have in common: the names of their transfers, and which reductions have one.
+"""What the gradients of all operations share: the names of their transfers, and which reductions have one.
 
 A named operation names the transfer of its gradient NAME.grad, so that ranks agree whatever the order of backward.
 """

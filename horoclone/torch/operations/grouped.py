@@ -1,7 +1,7 @@
-"""Several tensors as one operation: all or nothing, one agreement, one handle.
+"""Operations on several tensors at once: all or nothing, one agreement, one handle.
 
-Same rules for arguments, handles and errors as in all_reduce.py. As in Horovod, what is asynchronous, in place or an
-allgather gives a tuple, and the others a list. Thread: the caller's.
+Same rules for arguments, handles and errors as in all_reduce.py. As in Horovod, asynchronous and in-place functions and
+allgather return a tuple, the others a list. Thread: the caller's.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"

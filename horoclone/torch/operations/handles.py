@@ -1,4 +1,4 @@
-"""Handles of operations in flight: what they will return, and the tensors that must live until they are done.
+"""Handles of operations in flight: what they will return, and which tensors must stay alive until they are done.
 
 Blocking calls have no handle: `run` and `call_plain` cross into the core once. Thread: any, under Python's lock.
 """

@@ -1,7 +1,7 @@
-"""The one place of this binding where requests to the core are built: by keyword, from tensors.
+"""Builds this binding's requests to the core, by keyword, from tensors. No other module of the binding does.
 
-What every function takes: `runtime`, `op` and `name`; `reduce`, the scales, `root` and `process_set` (its number); and
-`place`, where the work runs (gpu.HOST, or a GPU and its stream). `dtype` is what tensors.number_of() gives, also with
+Every function takes `runtime`, `op` and `name`; `reduce`, the scales, `root` and `process_set` (its number); and
+`place`, where the work runs (gpu.HOST, or a GPU and its stream). `dtype` is what tensors.number_of() returns, also with
 ON_GPU in it. The caller keeps tensors alive until the operation is done. Thread: the caller's.
 """
 

@@ -1,8 +1,8 @@
-"""Collectives on torch tensors in which one rank has a part of its own: reduce and gather to it, scatter from it.
+"""Collectives on torch tensors with a root: reduce and gather to one rank, scatter from one rank.
 
 Arguments, dtypes, handles and errors as in all_reduce.py. root_rank is a world rank, also within a process set. None of
-them can run while a rank of the process set has joined (Unsupported). Gradients are exact and go the
-operation's way backwards. Thread: the caller's; gradients: autograd's.
+them can run while a rank of the process set has joined (Unsupported). Gradients are exact and travel in the opposite
+direction. Thread: the caller's; gradients: autograd's.
 """
 
 # mypy: disable-error-code="no-any-return, no-untyped-call"

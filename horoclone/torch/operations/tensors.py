@@ -1,6 +1,6 @@
 """Torch tensors as the core sees them: an address, a shape, a number for the dtype; and core-owned results as tensors.
 
-Says no, with the reason, to what the core cannot take. Knows nothing of operations or handles. Thread: any.
+Refuses what the core cannot take, with the reason. Knows nothing of operations or handles. Thread: any.
 """
 
 from __future__ import annotations

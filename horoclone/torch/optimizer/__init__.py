@@ -1,4 +1,4 @@
-"""The optimizer of horoclone.torch, and all that it is made of: buckets, their reduction, sharded state, barriers."""
+"""The optimizer of horoclone.torch and its parts: buckets, their reduction, sharded state, barriers."""
 
 from horoclone.torch.optimizer.distributed import DistributedOptimizer
 

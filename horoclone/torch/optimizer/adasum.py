@@ -1,4 +1,4 @@
-"""DistributedOptimizer(op=Adasum): every rank makes its own step, and what the steps have changed is reduced.
+"""DistributedOptimizer(op=Adasum): every rank makes its own step, and the changes that the steps made are reduced.
 
 Maleki et al., "Scaling Distributed Training with Adaptive Summation" (MLSys 2021), in the form that takes any
 optimizer: parameters = start + adasum over the ranks of (parameters after the local step - start). Gradients and the

@@ -1,4 +1,4 @@
-"""What the ranks agree on about an optimizer's gradients: the parameters, which are sparse or used, and their order.
+"""How the ranks agree on an optimizer's gradients: the parameters, which of them are sparse or used, and their order.
 
 Every function here is collective over the process set. Thread: the one that calls synchronize.
 """

@@ -1,7 +1,7 @@
-"""Gradient memory: buckets in the rank's shared-memory arena, a place in them per parameter, and the plan of the cut.
+"""Gradient memory: buckets in the rank's shared-memory arena, each parameter's position in them, and their layout.
 
-A bucket is one allreduce. The plan is a pure function of what the ranks have agreed on, so every rank cuts alike.
-Owner: reducer.py; thread: whichever runs backward or step.
+A bucket is one allreduce. The layout is a pure function of what the ranks have agreed on, so it is equal on all of
+them. Owner: reducer.py; thread: whichever runs backward or step.
 """
 
 from __future__ import annotations

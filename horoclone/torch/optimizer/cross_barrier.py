@@ -1,4 +1,4 @@
-"""The step without a barrier: every bucket's update is made when the next forward pass is about to read its parameters.
+"""A step without a barrier: each bucket's update is made when the next forward pass is about to read its parameters.
 
 step() returns at once; a module waits, before its forward, for the reductions of its own parameters only, which run in
 the order of their first use (priorities). Peng et al., "A Generic Communication Scheduler for Distributed DNN Training

@@ -1,7 +1,7 @@
 """DistributedOptimizer: an optimizer of the user's class whose gradients are reduced over the ranks before each step.
 
-The class is made at run time (wrapping.py), with DistributedMixin in front, or AdasumMixin (adasum.py). Everything
-about gradients is in reducer.py. Thread: the one that trains.
+The class is made at run time (wrapping.py), with DistributedMixin in front, or AdasumMixin (adasum.py). reducer.py
+handles the gradients, from the hooks of backward on. Thread: the one that trains.
 """
 
 # mypy: disable-error-code="no-any-return"

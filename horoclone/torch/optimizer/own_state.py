@@ -1,6 +1,6 @@
-"""What only one rank has of a distributed optimizer: pieces of sharded state, local parameters' state, residuals.
+"""State of a distributed optimizer that only one rank has: pieces of sharded state, local parameters' state, residuals.
 
-Elastic training commits it apart from what all ranks have alike. Thread: the one that trains.
+Elastic training commits it separately from the state that is equal on all ranks. Thread: the one that trains.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Reduces a set of gradients over the ranks while backward still runs.
 
-The first step only watches: which gradients come, in which order, how often the hooks fire. At its end the ranks agree
-on buckets; from then on a bucket is submitted by the hook that completes it, and synchronize() waits for all of them.
-Thread: whichever run backward and step (autograd runs CPU hooks on the caller's thread; there may be several).
+The first step only observes: which gradients come, in which order, and how often the hooks fire. At its end the ranks
+agree on buckets; from then on a bucket is submitted by the hook that completes it, and synchronize() waits for all of
+them. Thread: whichever run backward and step (autograd runs CPU hooks on the caller's thread; there may be several).
 """
 
 # mypy: disable-error-code="no-untyped-call"

@@ -1,4 +1,4 @@
-"""Optimizer state from one cut of the parameters to another: each rank sends what others own from now on, and no more.
+"""Moves optimizer state from one partition of the parameters to another; each rank sends only what others now own.
 
 Thread: the one that trains.
 """

@@ -1,4 +1,4 @@
-"""What a compressor has kept back of the gradients, between one cut into buckets and the next. Owner: reducer.py."""
+"""What a compressor has held back of the gradients, when they are cut into other buckets. Owner: reducer.py."""
 
 from __future__ import annotations
 

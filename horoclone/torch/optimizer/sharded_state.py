@@ -1,4 +1,4 @@
-"""Optimizer state between two forms: of whole parameters (as checkpoints have it) and of one rank's pieces.
+"""Converts optimizer state between two forms: of whole parameters (as in checkpoints) and of one rank's pieces.
 
 Thread: the one that trains.
 """

@@ -1,4 +1,4 @@
-"""How gradients are reduced, and the reduction of those that lie in no bucket: in a first step, and sparse ones."""
+"""How gradients are reduced, and the reduction of those outside of buckets: in a first step, and sparse ones."""
 
 # mypy: disable-error-code="no-untyped-call"
 from __future__ import annotations

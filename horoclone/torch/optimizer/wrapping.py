@@ -1,6 +1,6 @@
-"""What every class that DistributedOptimizer makes has in common: how it is made of the user's, names, pickling.
+"""What all classes that DistributedOptimizer makes share: how they derive from the user's class, names, pickling.
 
-The class has the wrapped class's name and derives from it, with a mixin in front: optimizer.py's, which reduces
+The class has the wrapped class's name and derives from it, with a mixin in front: distributed.py's, which reduces
 gradients, or adasum.py's, which reduces what a step has changed. Thread: the one that trains.
 """
 
