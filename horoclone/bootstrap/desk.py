@@ -223,7 +223,7 @@ class Desk:
             record, place = self.roster.record, self._places.get(connection)
             if record is None or key.split(".")[0] != f"{GENERATION_KEY}{record.number}":
                 newest = 0 if record is None else record.number
-                return f"the ranks meet in generation {newest} now; {key} is another"
+                return f"the ranks gather in generation {newest} now; {key} is another"
             if place is None or rank >= len(record.members) or record.members[rank] != place.id:
                 return f"this process is not rank {rank} of generation {record.number}"
             return ""

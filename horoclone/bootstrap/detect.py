@@ -97,7 +97,7 @@ def candidates(environ: Environment) -> list[Placement]:
 
 
 def explain(environ: Environment) -> str:
-    """Several lines for humans: what was decided, why, how the ranks will meet, and what else was seen."""
+    """Several lines for humans: what was decided, why, how the ranks will find each other, and what else was seen."""
     lines = []
     try:
         chosen = detect(environ)

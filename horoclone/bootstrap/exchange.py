@@ -37,14 +37,14 @@ WITHOUT_SECRET = (
 
 
 @dataclass(eq=False)
-class Meeting:
-    """The rendezvous of the processes that one launcher started (or of one communicator)."""
+class Rendezvous:
+    """Where the processes that one launcher started (or those of one communicator) find each other."""
 
-    key: object  # equal keys mean that the meeting can serve another init
+    key: object  # equal keys mean that it can serve another init
     name: str
     secret: bytes
     uses_mpi: bool
-    client: Client | None = None  # None: one process, nobody to meet
+    client: Client | None = None  # None: one process, which needs none
     server: Server | None = None  # in rank 0, unless the launcher has it
     one_host: bool = False  # the launcher says so: nobody outside need reach us
     watches_processes: bool = True  # by connections that stay open; our launcher sees processes end itself
@@ -64,18 +64,18 @@ class Meeting:
 
 
 class Job:
-    """One world to be connected: everybody at the meeting, or the ranks of a list."""
+    """One world to be connected: all processes of a rendezvous, or the ranks of a list."""
 
     def __init__(
         self,
-        meeting: Meeting,
+        rendezvous: Rendezvous,
         rank: int,
         size: int,
         scope: str = "world",
         group: Any = None,
         members: list[int] | None = None,
     ) -> None:
-        self.meeting = meeting
+        self.rendezvous = rendezvous
         self.rank, self.size = rank, size
         self.generation = 0
         self._scope = scope
@@ -85,35 +85,35 @@ class Job:
     @property
     def name(self) -> str:
         """The job id of every handshake."""
-        return f"{self.meeting.name}/{self._scope}"
+        return f"{self.rendezvous.name}/{self._scope}"
 
     @property
     def launched_rank(self) -> int:
-        """This process's number among all that meet here, whatever part of them calls init."""
+        """This process's number among all processes of the rendezvous, whatever part of them calls init."""
         return self.rank if self._members is None else self._members[self.rank]
 
     @property
     def secret(self) -> bytes:
-        return self.meeting.secret
+        return self.rendezvous.secret
 
     @property
     def uses_mpi(self) -> bool:
-        return self.meeting.uses_mpi
+        return self.rendezvous.uses_mpi
 
     def gather(self, blob: bytes, deadline: float, say: Say | None) -> list[bytes]:
         """Everybody's blob by rank, and the next generation number. Errors as Client.gather."""
-        self.generation = self.meeting.lives[self._scope] = self.meeting.lives.get(self._scope, 0) + 1
-        if self.size == 1 or self.meeting.client is None:
+        self.generation = self.rendezvous.lives[self._scope] = self.rendezvous.lives.get(self._scope, 0) + 1
+        if self.size == 1 or self.rendezvous.client is None:
             return [blob]
         timeout_s = max(0.1, deadline - time.monotonic())
-        client = self.meeting.client
+        client = self.rendezvous.client
         try:
             return client.gather(self._key, self.rank, self.size, blob, timeout_s, say, self._members)
         except BaseException as error:
             if not getattr(
                 error, "counted", False
             ):  # the next try is the same life: the others may have it before us
-                self.meeting.lives[self._scope] -= 1
+                self.rendezvous.lives[self._scope] -= 1
             raise
 
     @property
@@ -124,7 +124,7 @@ class Job:
     def connecting(self) -> Iterator[Callable[[], None]]:
         """Around what connects the ranks of the last gather. Gives a function that raises PeerLost when one is lost;
         a PeerLost from inside becomes that of the rank which was lost first, and the others hear of any failure."""
-        client = self.meeting.client
+        client = self.rendezvous.client
         if client is None or self.size == 1:
             yield lambda: None
             return
@@ -136,19 +136,19 @@ class Job:
                 client.hear(VERDICT_S)  # a link that ended may be the consequence of another rank's end
             client.give_up(self._key, f"{type(error).__name__}: {error}")
             raise
-        client.connected(stays=self.meeting.watches_processes)
+        client.connected(stays=self.rendezvous.watches_processes)
 
     def listening(self, settings: dict[str, str]) -> dict[str, str]:
         """The settings with which a runtime listens: on one host on loopback only, unless the user has chosen."""
         chosen = settings.get("HOROCLONE_NETWORK_INTERFACES") or settings.get("HOROVOD_GLOO_IFACE")
-        if not self.meeting.one_host or chosen or "127.0.0.1" not in wire.routable_addresses():
+        if not self.rendezvous.one_host or chosen or "127.0.0.1" not in wire.routable_addresses():
             return settings
         return {**settings, "HOROCLONE_NETWORK_INTERFACES": "lo"}
 
     def report_failure(self, text: str, consequence: bool) -> None:
         """Tells the launcher (or ranks that still wait to be connected) why this rank ends."""
-        if self.meeting.client is not None:
-            self.meeting.client.report_failure(self.launched_rank, text, consequence)
+        if self.rendezvous.client is not None:
+            self.rendezvous.client.report_failure(self.launched_rank, text, consequence)
 
     def world_ranks_of(self, comm: Any) -> list[int]:
         """Our ranks of an mpi4py communicator's members, none of MPI.COMM_NULL. ValueError when not all are ours."""
@@ -169,10 +169,10 @@ class Job:
 
     def close(self, process_ends: bool = False) -> None:
         """process_ends: nobody need wait for this rank any more."""
-        self.meeting.close(process_ends)
+        self.rendezvous.close(process_ends)
 
     def after_fork_in_child(self) -> None:
-        self.meeting.after_fork_in_child()
+        self.rendezvous.after_fork_in_child()
 
 
 def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, previous: Job | None) -> Job:
@@ -197,22 +197,22 @@ def open_job(comm: Any, environ: Environment, deadline: float, say: Say | None, 
         job = _of_communicator(world, environ, deadline, previous, key="MPI.COMM_WORLD")
         return _part(job, _checked_ranks(comm, _as_placement(job)))
     if ranks and placement.one_host and placement.launcher != "horoclone":
-        # The members meet among themselves: nobody else need call init.
-        return _meet_again((placement, tuple(ranks)), placement, ranks, environ, deadline, previous)
+        # The members have a rendezvous of their own, so nobody else need call init.
+        return _job_at_rendezvous((placement, tuple(ranks)), placement, ranks, environ, deadline, previous)
     everybody = list(range(placement.size))
-    return _part(_meet_again((placement,), placement, everybody, environ, deadline, previous), ranks)
+    return _part(_job_at_rendezvous((placement,), placement, everybody, environ, deadline, previous), ranks)
 
 
-def meet_on_this_host(token: str, rank: int, size: int, environ: Environment, deadline: float) -> Job:
+def job_on_this_host(token: str, rank: int, size: int, environ: Environment, deadline: float) -> Job:
     """The job of `size` processes of one user on this host that know `token` from elsewhere; the caller closes it.
 
     Timeout at the deadline (time.monotonic()) when rank 0 does not come; Job.gather names the others.
     """
     placement = Placement("c10d", rank, size, rank, size, token, "the processes share a token")
     if size == 1:
-        return Job(_meet(placement, [0], environ, deadline), rank, size)
-    meeting = _meet_on_this_host(placement, list(range(size)), "token", b"", environ, deadline)
-    return Job(meeting, rank, size)
+        return Job(_rendezvous_of(placement, [0], environ, deadline), rank, size)
+    rendezvous = _on_this_host(placement, list(range(size)), "token", b"", environ, deadline)
+    return Job(rendezvous, rank, size)
 
 
 def _as_placement(job: Job) -> Placement:
@@ -244,7 +244,7 @@ def _checked_ranks(comm: Any, placement: Placement) -> list[int]:
 def _part(job: Job, ranks: list[int]) -> Job:
     if not ranks or ranks == list(range(job.size)):
         return job
-    return Job(job.meeting, ranks.index(job.rank), len(ranks), _scope(ranks), job._group, ranks)
+    return Job(job.rendezvous, ranks.index(job.rank), len(ranks), _scope(ranks), job._group, ranks)
 
 
 def _scope(ranks: list[int]) -> str:
@@ -265,10 +265,10 @@ def _refuse_foreign_mpi(placement: Placement, mpi: Any | None) -> None:
         )
 
 
-# --- meetings
+# --- rendezvous
 
 
-def _meet_again(
+def _job_at_rendezvous(
     key: object,
     placement: Placement,
     ranks: list[int],
@@ -277,17 +277,19 @@ def _meet_again(
     previous: Job | None,
 ) -> Job:
     rank = ranks.index(placement.rank)
-    meeting = previous.meeting if previous is not None and previous.meeting.key == key else None
-    if meeting is None:
+    rendezvous = previous.rendezvous if previous is not None and previous.rendezvous.key == key else None
+    if rendezvous is None:
         if previous is not None:
             previous.close()
-        meeting = _meet(placement, ranks, environ, deadline)
-        meeting.key, meeting.one_host = key, placement.one_host
+        rendezvous = _rendezvous_of(placement, ranks, environ, deadline)
+        rendezvous.key, rendezvous.one_host = key, placement.one_host
     everybody = ranks == list(range(placement.size))
-    return Job(meeting, rank, len(ranks), members=None if everybody else ranks)
+    return Job(rendezvous, rank, len(ranks), members=None if everybody else ranks)
 
 
-def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline: float) -> Meeting:
+def _rendezvous_of(
+    placement: Placement, ranks: list[int], environ: Environment, deadline: float
+) -> Rendezvous:
     size = len(ranks)
     secret = launchers.shared_secret(environ)
     if placement.launcher == "horoclone":
@@ -298,38 +300,38 @@ def _meet(placement: Placement, ranks: list[int], environ: Environment, deadline
             )
         addresses = [part for part in environ["HOROCLONE_RENDEZVOUS"].split(",") if part]
         client = Client(addresses, secret, placement.job, _left_s(deadline), placement.rank)
-        return Meeting(None, placement.job, secret, False, client, watches_processes=False)
+        return Rendezvous(None, placement.job, secret, False, client, watches_processes=False)
     if size == 1:
-        return Meeting(None, f"alone-{os.getpid()}", secrets.token_bytes(SECRET_BYTES), placement.uses_mpi)
+        return Rendezvous(None, f"alone-{os.getpid()}", secrets.token_bytes(SECRET_BYTES), placement.uses_mpi)
     if placement.one_host and placement.launcher != "mpi":
-        return _meet_on_this_host(placement, ranks, _scope(ranks), secret, environ, deadline)
+        return _on_this_host(placement, ranks, _scope(ranks), secret, environ, deadline)
     if placement.launcher == "hydra" and "PMI_FD" in environ:
-        return _meet_through_pmi(placement, environ, deadline)
+        return _through_pmi(placement, environ, deadline)
     if placement.uses_mpi or (placement.launcher == "slurm" and not secret):
         reason = f"{placement.why}, for several hosts"
         if placement.launcher == "openmpi":
             try:
-                return _meet_through_pmix(placement, environ, deadline)
+                return _through_pmix(placement, environ, deadline)
             except pmix.Unavailable as error:
                 reason += f", and PMIx cannot be used ({error})"
         world = (launchers.initialised_mpi() or launchers.load_mpi(reason)).COMM_WORLD
         _refuse_foreign_mpi(placement, launchers.initialised_mpi())
-        return _of_communicator(world, environ, deadline, None, key=None).meeting
+        return _of_communicator(world, environ, deadline, None, key=None).rendezvous
     if not secret:
         raise errors.Unsupported(f"{placement.why}, and {WITHOUT_SECRET}.")
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _meet_through_torch(placement, secret, environ, deadline)
-    return _meet_at_derived_port(placement, secret, environ, deadline)
+        return _through_torch_store(placement, secret, environ, deadline)
+    return _at_derived_port(placement, secret, environ, deadline)
 
 
-def _meet_on_this_host(
+def _on_this_host(
     placement: Placement,
     ranks: list[int],
     scope: str,
     secret: bytes,
     environ: Environment,
     deadline: float,
-) -> Meeting:
+) -> Rendezvous:
     """At a name that every process can derive (one_host.py); the kernel vouches for the user at both ends."""
     rank, size = ranks.index(placement.rank), len(ranks)
     job = _job_name(placement, environ)
@@ -352,7 +354,7 @@ def _meet_on_this_host(
             ) from error
         if len(secret) != SECRET_BYTES:
             raise errors.HorovodInternalError(f"rank 0 handed out a secret of {len(secret)} bytes")
-    return Meeting(None, name, secret, placement.uses_mpi, client, server)
+    return Rendezvous(None, name, secret, placement.uses_mpi, client, server)
 
 
 def _job_name(placement: Placement, environ: Environment) -> str:
@@ -364,7 +366,7 @@ def _job_name(placement: Placement, environ: Environment) -> str:
     return environ.get("HOROCLONE_JOB") or f"{placement.launcher}:parent:{os.getppid()}"
 
 
-def _meet_through_pmi(placement: Placement, environ: Environment, deadline: float) -> Meeting:
+def _through_pmi(placement: Placement, environ: Environment, deadline: float) -> Rendezvous:
     store = launchers.Pmi(environ, deadline)
     try:
         server, blob = _host_server(placement.rank, placement.size, environ)
@@ -374,7 +376,7 @@ def _meet_through_pmi(placement: Placement, environ: Environment, deadline: floa
     return _join(blob, server, placement.rank, deadline)
 
 
-def _meet_through_pmix(placement: Placement, environ: Environment, deadline: float) -> Meeting:
+def _through_pmix(placement: Placement, environ: Environment, deadline: float) -> Rendezvous:
     server, blob = _host_server(placement.rank, placement.size, environ)
     try:
         blob = pmix.broadcast(environ, placement.rank, placement.size, blob, deadline)
@@ -382,9 +384,9 @@ def _meet_through_pmix(placement: Placement, environ: Environment, deadline: flo
         if server is not None:
             server.close()
         raise
-    meeting = _join(blob, server, placement.rank, deadline)
+    rendezvous = _join(blob, server, placement.rank, deadline)
     while placement.rank != 0 and _left_s(deadline) > REACH_S:
-        if meeting.client is None or meeting.client.reach(REACH_S):
+        if rendezvous.client is None or rendezvous.client.reach(REACH_S):
             break
         # Perhaps what an earlier program has left, in which this rank did not come: rank 0 may publish a newer one.
         try:
@@ -392,13 +394,13 @@ def _meet_through_pmix(placement: Placement, environ: Environment, deadline: flo
             blob = pmix.broadcast(environ, placement.rank, placement.size, b"", limit)
         except (errors.Timeout, pmix.Unavailable):
             continue
-        meeting = _join(blob, None, placement.rank, deadline)
-    return meeting
+        rendezvous = _join(blob, None, placement.rank, deadline)
+    return rendezvous
 
 
-def _meet_through_torch(
+def _through_torch_store(
     placement: Placement, secret: bytes, environ: Environment, deadline: float
-) -> Meeting:
+) -> Rendezvous:
     """torchrun's store tells the address of rank 0, in clear; the secret decides whether it is believed."""
     server = None
     text = ""
@@ -408,12 +410,12 @@ def _meet_through_torch(
     key = f"horoclone/{placement.job}"
     blob = launchers.torch_store_broadcast(environ, placement.rank, key, text.encode(), deadline)
     client = Client(_addresses(blob), secret, placement.job, _left_s(deadline), placement.rank, 0)
-    return Meeting(None, placement.job, secret, False, client, server)
+    return Rendezvous(None, placement.job, secret, False, client, server)
 
 
-def _meet_at_derived_port(
+def _at_derived_port(
     placement: Placement, secret: bytes, environ: Environment, deadline: float
-) -> Meeting:
+) -> Rendezvous:
     """The host of rank 0 is known (Slurm's first node, MASTER_ADDR), its port follows from the secret."""
     if placement.launcher == "slurm":
         host = launchers.first_slurm_node(environ.get("SLURM_STEP_NODELIST", ""))
@@ -432,7 +434,7 @@ def _meet_at_derived_port(
         server.addresses if server is not None else [wire.format_address(host, port) for port in ports]
     )
     client = Client(addresses, secret, placement.job, _left_s(deadline), placement.rank, 0)
-    return Meeting(None, placement.job, secret, False, client, server)
+    return Rendezvous(None, placement.job, secret, False, client, server)
 
 
 def _first_free(secret: bytes, placement: Placement, environ: Environment, ports: list[int]) -> Server:
@@ -454,11 +456,11 @@ def _first_free(secret: bytes, placement: Placement, environ: Environment, ports
 def _of_communicator(
     comm: Any, environ: Environment, deadline: float, previous: Job | None, key: object
 ) -> Job:
-    """A meeting of an mpi4py communicator's members. Rank 0's address and a fresh secret go through MPI."""
+    """A job of an mpi4py communicator's members. Rank 0's address and a fresh secret go through MPI."""
     rank, size = comm.Get_rank(), comm.Get_size()
     if previous is not None:
-        if key is not None and previous.meeting.key == key:
-            return Job(previous.meeting, rank, size, group=comm.Get_group())
+        if key is not None and previous.rendezvous.key == key:
+            return Job(previous.rendezvous, rank, size, group=comm.Get_group())
         previous.close()
     server, blob = _host_server(rank, size, environ)
     try:
@@ -467,9 +469,9 @@ def _of_communicator(
         if server is not None:
             server.close()
         raise
-    meeting = _join(blob, server, rank, deadline)
-    meeting.key = key if key is not None else object()
-    return Job(meeting, rank, size, group=comm.Get_group())
+    rendezvous = _join(blob, server, rank, deadline)
+    rendezvous.key = key if key is not None else object()
+    return Job(rendezvous, rank, size, group=comm.Get_group())
 
 
 def _host_server(rank: int, size: int, environ: Environment) -> tuple[Server | None, bytes]:
@@ -481,10 +483,10 @@ def _host_server(rank: int, size: int, environ: Environment) -> tuple[Server | N
     return server, secret + name.encode() + ",".join(server.addresses).encode()
 
 
-def _join(blob: bytes, server: Server | None, rank: int, deadline: float) -> Meeting:
+def _join(blob: bytes, server: Server | None, rank: int, deadline: float) -> Rendezvous:
     secret, name = blob[:SECRET_BYTES], blob[SECRET_BYTES : SECRET_BYTES + 16].decode("ascii")
     client = Client(_addresses(blob[SECRET_BYTES + 16 :]), secret, name, _left_s(deadline), rank, 0)
-    return Meeting(None, name, secret, True, client, server)
+    return Rendezvous(None, name, secret, True, client, server)
 
 
 def _addresses(text: bytes) -> list[str]:

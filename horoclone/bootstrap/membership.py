@@ -172,12 +172,12 @@ class GenerationJob(exchange.Job):
     """The world of one generation. Its number is in the name of the job and its nonce in the secret of every handshake
     between ranks, so that a process of another generation is refused whatever it knows."""
 
-    def __init__(self, meeting: exchange.Meeting, told: Told) -> None:
-        super().__init__(meeting, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes))
+    def __init__(self, rendezvous: exchange.Rendezvous, told: Told) -> None:
+        super().__init__(rendezvous, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes))
         self.generation = told.number
         self._number, self._gathered = told.number, 0
         label = b"horoclone generation " + struct.pack("<Q", told.number) + told.nonce
-        self._own_secret = hmac.new(meeting.secret, label, hashlib.sha256).digest()
+        self._own_secret = hmac.new(rendezvous.secret, label, hashlib.sha256).digest()
 
     @property
     def secret(self) -> bytes:
@@ -185,7 +185,7 @@ class GenerationJob(exchange.Job):
 
     def gather(self, blob: bytes, deadline: float, say: Say | None) -> list[bytes]:
         """Everybody's blob by rank. Errors as Client.gather."""
-        client = self.meeting.client
+        client = self.rendezvous.client
         self._gathered += 1
         if self.size == 1 or client is None:
             return [blob]
@@ -197,6 +197,7 @@ class GenerationJob(exchange.Job):
         return f"{GENERATION_KEY}{self._number}" + (f".{self._gathered}" if self._gathered > 1 else "")
 
 
-def meeting(who: Identity, client: Membership, one_host: bool) -> exchange.Meeting:
-    """The meeting of all generations; `client` stays connected between them."""
-    return exchange.Meeting(("elastic", os.getpid()), who.job, who.secret, False, client, one_host=one_host)
+def rendezvous(who: Identity, client: Membership, one_host: bool) -> exchange.Rendezvous:
+    """The rendezvous of all generations; `client` stays connected between them."""
+    key = ("elastic", os.getpid())
+    return exchange.Rendezvous(key, who.job, who.secret, False, client, one_host=one_host)

@@ -45,7 +45,7 @@ def serve(make: Callable[[str], Server], names: list[str], deadline: float) -> S
         strangers.append("somebody who does not listen" if holder < 0 else f"user id {holder}")
     who = ", ".join(sorted(set(strangers)))
     raise errors.HorovodInternalError(
-        f"rank 0: others hold all {len(names)} names at which the ranks could meet ({who}; the first is {names[0]}). "
+        f"rank 0: others hold all {len(names)} names for the rendezvous ({who}; the first is {names[0]}). "
         "Put a random text of at least 16 bytes into a file that only you can read and set HOROCLONE_SECRET_FILE to "
         "it: then nobody can guess the names. Or start the job with horoclonerun."
     )

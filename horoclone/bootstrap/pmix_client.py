@@ -193,8 +193,8 @@ def exchange(library: Library, rank: int, size: int, limit_s: float) -> str:
     """Rank 0 publishes the line on its standard input; every rank returns it.
 
     Values are numbered, through all programs that the launcher runs one after the other, so that what an earlier one
-    has left is not taken for what rank 0 is about to publish. Between two exchanges all ranks have met.
-    Unusable on rank 0: nobody has got anything. A rank where it is unusable alone is missed when the ranks meet.
+    has left is not taken for what rank 0 is about to publish. Between two exchanges all ranks have gathered.
+    Unusable on rank 0: no rank has received anything. Another rank where it is unusable is missed at the rendezvous.
     """
     deadline = time.monotonic() + limit_s
     text = sys.stdin.readline().strip() if rank == 0 else ""

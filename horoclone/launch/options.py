@@ -181,7 +181,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
         "--start-timeout",
         type=_seconds,
         metavar="S",
-        help=f"limit for all ranks to meet, in seconds (default {START_TIMEOUT_S:g})",
+        help=f"limit for all ranks to connect, in seconds (default {START_TIMEOUT_S:g})",
     )
     add(
         "--grace",
@@ -193,7 +193,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
         "--network-interfaces",
         "--network-interface",
         metavar="NAME,...",
-        help="interfaces to meet over (default: all)",
+        help="network interfaces to connect over (default: all)",
     )
     add("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the other hosts")

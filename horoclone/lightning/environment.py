@@ -24,7 +24,7 @@ class HorocloneEnvironment(ClusterEnvironment):
     def __init__(self) -> None:
         super().__init__()
         life.init()
-        self._meeting: tuple[str, int] | None = None
+        self._main_endpoint: tuple[str, int] | None = None
 
     @property
     def creates_processes_externally(self) -> bool:
@@ -33,15 +33,15 @@ class HorocloneEnvironment(ClusterEnvironment):
     @property
     def main_address(self) -> str:
         """Where rank 0 can be reached. Collective when it is first read, unless the launcher has set MASTER_ADDR."""
-        return self._meet()[0]
+        return self._main()[0]
 
     @property
     def main_port(self) -> int:
         """A port that was free on rank 0. Collective when it is first read, unless the launcher has set MASTER_PORT."""
-        return self._meet()[1]
+        return self._main()[1]
 
-    def _meet(self) -> tuple[str, int]:
-        if self._meeting is None:
+    def _main(self) -> tuple[str, int]:
+        if self._main_endpoint is None:
             given = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
             own = ("", 0)
             if given[0] and given[1]:
@@ -50,8 +50,8 @@ class HorocloneEnvironment(ClusterEnvironment):
                 with socket.socket() as probe:
                     probe.bind(("", 0))
                     own = (_address(), probe.getsockname()[1])
-            self._meeting = objects.broadcast_object(own, 0, "horoclone.lightning.meeting")
-        return self._meeting
+            self._main_endpoint = objects.broadcast_object(own, 0, "horoclone.lightning.address")
+        return self._main_endpoint
 
     @staticmethod
     def detect() -> bool:

@@ -74,7 +74,7 @@ def next_job() -> GenerationJob:
     one_host = all(address.startswith(("127.", "unix:")) for address in _who.addresses)
     if told.rank == 0 and feeds_spares():
         _start_feeding(_who, told.number, one_host)
-    return GenerationJob(membership.meeting(_who, _link, one_host), told)
+    return GenerationJob(membership.rendezvous(_who, _link, one_host), told)
 
 
 def settings_of_generation(settings: dict[str, str]) -> dict[str, str]:

@@ -15,14 +15,14 @@ from horoclone import errors
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.desk import Desk, Told
-from horoclone.bootstrap.membership import GenerationJob, Identity, Membership, identity, meeting
+from horoclone.bootstrap.membership import GenerationJob, Identity, Membership, identity, rendezvous
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.bootstrap.roster import Limits, Out, Stop
 
 SECRET = b"0123456789abcdef"
 
 
-class Meeting:
+class Rendezvous:
     """A server with a roster, and members of it."""
 
     def __init__(self, **limits: object) -> None:
@@ -53,8 +53,8 @@ class Meeting:
 
 
 @pytest.fixture
-def two() -> Iterator[Meeting]:
-    one = Meeting(size=2)
+def two() -> Iterator[Rendezvous]:
+    one = Rendezvous(size=2)
     yield one
     one.close()
 
@@ -72,7 +72,7 @@ def told(answers: list[object]) -> list[Told]:
     return found
 
 
-def test_a_generation_is_formed_lost_and_formed_anew(two: Meeting) -> None:
+def test_a_generation_is_formed_lost_and_formed_anew(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     first = told(form([a, b], 0))
     assert {one.rank for one in first} == {0, 1} and {one.number for one in first} == {1}
@@ -85,7 +85,7 @@ def test_a_generation_is_formed_lost_and_formed_anew(two: Meeting) -> None:
     assert (second.commit, second.skip_sync) == (7, True) and second.nonce != first[0].nonce
 
 
-def test_the_answer_comes_within_milliseconds_of_the_last_word(two: Meeting) -> None:
+def test_the_answer_comes_within_milliseconds_of_the_last_word(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     told(form([a, b], 0))
     two.dies(b)
@@ -95,7 +95,7 @@ def test_the_answer_comes_within_milliseconds_of_the_last_word(two: Meeting) -> 
         assert time.monotonic() - began < 0.1
 
 
-def test_a_record_that_was_not_heard_is_told_again(two: Meeting) -> None:
+def test_a_record_that_was_not_heard_is_told_again(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     first = told(form([a, b], 0))
     a.close()
@@ -103,7 +103,7 @@ def test_a_record_that_was_not_heard_is_told_again(two: Meeting) -> None:
     assert again.nonce == first[0].nonce and again.number == 1
 
 
-def test_a_member_that_was_given_up_is_out(two: Meeting) -> None:
+def test_a_member_that_was_given_up_is_out(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     told(form([a, b], 0))
     who = b._who
@@ -113,11 +113,11 @@ def test_a_member_that_was_given_up_is_out(two: Meeting) -> None:
     assert isinstance(answer, Out) and answer.code == 75
 
 
-def test_ranks_gather_in_the_newest_generation_only_and_as_themselves(two: Meeting) -> None:
+def test_ranks_gather_in_the_newest_generation_only_and_as_themselves(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     first = told(form([a, b], 0))
     by_rank = sorted(zip(first, (a, b), strict=True), key=lambda pair: pair[0].rank)
-    jobs = [GenerationJob(meeting(link._who, link, True), one) for one, link in by_rank]
+    jobs = [GenerationJob(rendezvous(link._who, link, True), one) for one, link in by_rank]
     with ThreadPoolExecutor(2) as pool:
         for _ in range(2):  # MPI needs a second gather of one generation
             blobs = list(pool.map(lambda job: job.gather(b"%d" % job.rank, time.monotonic() + 5, None), jobs))
@@ -125,16 +125,16 @@ def test_ranks_gather_in_the_newest_generation_only_and_as_themselves(two: Meeti
     assert jobs[0].secret == jobs[1].secret != SECRET and jobs[0].name == "job/generation-1"
     with pytest.raises(errors.HorovodInternalError, match="is not rank 1 of generation 1"):
         by_rank[0][1].gather("g/1", 1, 2, b"x", 2, None, list(first[0].indexes))
-    with pytest.raises(errors.HorovodInternalError, match="meet in generation 1 now; g/7 is another"):
+    with pytest.raises(errors.HorovodInternalError, match="gather in generation 1 now; g/7 is another"):
         by_rank[0][1].gather("g/7", 0, 2, b"x", 2, None, list(first[0].indexes))
     two.dies(b)
     (second,) = told(form([a], 1))
     with pytest.raises(errors.HorovodInternalError, match="generation 2 now"):
         a.gather("g/1", 0, 2, b"x", 2, None, list(first[0].indexes))
-    assert GenerationJob(meeting(a._who, a, True), second).secret != jobs[0].secret
+    assert GenerationJob(rendezvous(a._who, a, True), second).secret != jobs[0].secret
 
 
-def test_whoever_waits_for_a_rank_that_dies_is_told_at_once(two: Meeting) -> None:
+def test_whoever_waits_for_a_rank_that_dies_is_told_at_once(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     first = told(form([a, b], 0))
     with ThreadPoolExecutor(1) as pool:
@@ -146,7 +146,7 @@ def test_whoever_waits_for_a_rank_that_dies_is_told_at_once(two: Meeting) -> Non
     assert caught.value.rank == first[1].rank
 
 
-def test_notices_come_while_a_generation_runs(two: Meeting) -> None:
+def test_notices_come_while_a_generation_runs(two: Rendezvous) -> None:
     a, b = two.link(), two.link()
     told(form([a, b], 0))
     watcher = two.link(a._who)
@@ -164,7 +164,7 @@ def test_notices_come_while_a_generation_runs(two: Meeting) -> None:
     two.server.ring()
 
 
-def test_the_end_of_the_job_reaches_everybody(two: Meeting) -> None:
+def test_the_end_of_the_job_reaches_everybody(two: Rendezvous) -> None:
     a = two.link()
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(a.form, 0, (), 5)
@@ -175,7 +175,7 @@ def test_the_end_of_the_job_reaches_everybody(two: Meeting) -> None:
         assert waiting.result(5) == Stop(3, "enough")
 
 
-def test_strangers_and_copies_are_refused_with_a_text(two: Meeting) -> None:
+def test_strangers_and_copies_are_refused_with_a_text(two: Rendezvous) -> None:
     who = two.started()
     two.link(who).form(0, (), 0.01)
     with pytest.raises(errors.Unsupported, match="two processes say that they are member"):
@@ -189,7 +189,7 @@ def test_strangers_and_copies_are_refused_with_a_text(two: Meeting) -> None:
     bytes([wire.JOIN]) + b"short",
     bytes([wire.NOTICE]),
 ])  # fmt: skip
-def test_a_frame_that_makes_no_sense_ends_the_connection_and_nothing_else(two: Meeting, frame: bytes) -> None:
+def test_a_frame_that_makes_no_sense_ends_the_connection_and_nothing_else(two: Rendezvous, frame: bytes) -> None:
     client = Client(two.server.addresses, SECRET, "job", 2)
     client._connect(time.monotonic() + 2)
     assert client._connection is not None
@@ -199,7 +199,7 @@ def test_a_frame_that_makes_no_sense_ends_the_connection_and_nothing_else(two: M
     assert two.link().form(0, (), 0.01) is None
 
 
-def test_too_many_commits_end_the_connection(two: Meeting) -> None:
+def test_too_many_commits_end_the_connection(two: Rendezvous) -> None:
     link = two.link()
     link.form(0, (), 0.01)
     assert link._connection is not None

@@ -28,7 +28,7 @@ SERVICE = tf.data.experimental.service
 JOB = "tf.data"
 # Key of the service and training rank -> how many shared datasets it has asked for, which numbers their jobs.
 _shared: Counter[tuple[bytes, int]] = Counter()
-LOOK_S = 30.0  # how long one look at the meeting point waits for the end
+LOOK_S = 30.0  # how long one request to the rendezvous server waits for the end
 
 
 class ComputeClient:
@@ -60,7 +60,7 @@ class ComputeClient:
         self._client.put("shutdown", b"1")
 
     def wait_for_shutdown(self) -> None:
-        """Returns when somebody has called shutdown(). Timeout when the meeting point is gone."""
+        """Returns when somebody has called shutdown(). Timeout when the rendezvous server is gone."""
         while True:
             try:
                 self._client.get("shutdown", LOOK_S)
@@ -78,7 +78,7 @@ class TfDataServiceConfig:
     """What training ranks need to know about a compute job.
 
     dispatchers: 1 for all training ranks together, or one for each. dispatcher_side: "compute" or "training".
-    addresses: of the meeting point. timeout: seconds to wait for each other.
+    addresses: of the rendezvous server. timeout: seconds to wait for each other.
     """
 
     dispatchers: int
@@ -89,7 +89,7 @@ class TfDataServiceConfig:
     timeout: int = 60
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """A connection to the meeting point. `verbose` is accepted and not needed."""
+        """A connection to the rendezvous server. `verbose` is accepted and not needed."""
         return ComputeClient(self.addresses, self.key, self.timeout)
 
     def to_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """torch.distributed on horoclone: `init_process_group("horoclone")`, after `import horoclone.torch`.
 
-Each process group has a runtime of its own (meeting.py), whose world is the group: groups never wait for each
+Each process group has a runtime of its own (rendezvous.py), whose world is the group: groups never wait for each
 other, nor for hvd's operations. Works and futures are in work.py. Thread: the caller's submits.
 """
 
@@ -22,7 +22,7 @@ from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d.facts import BACKEND, GroupFacts
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
-from horoclone.torch.c10d.meeting import connect, install_rendezvous, of_this_life
+from horoclone.torch.c10d.rendezvous import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d.monitored import monitored_barrier
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (

@@ -61,7 +61,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
         if "127.0.0.1" in wire.routable_addresses():
             settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
         token = values[0].rpartition(b"\n")[2].decode(errors="replace")
-        job = exchange.meet_on_this_host(token, rank, size, os.environ, deadline)
+        job = exchange.job_on_this_host(token, rank, size, os.environ, deadline)
     native: Runtime = native_module.core().Runtime(settings)
     try:
         if one_host:
@@ -119,7 +119,7 @@ def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Call
         life.init()
         native = current.native()
         yield _store(native, timeout), native.rank, native.size
-        raise RuntimeError("env:// cannot meet a second time")
+        raise RuntimeError("env:// has no second rendezvous")
 
     return handler
 

@@ -1,4 +1,4 @@
-"""How process groups of the backend `horoclone` meet: stores that outlive processes."""
+"""How process groups of the backend `horoclone` find each other, also in stores that outlive processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from world import ranks
 
 import horoclone.torch as hvd
 from horoclone.torch import c10d
-from horoclone.torch.c10d import meeting as c10d_meeting
+from horoclone.torch.c10d import rendezvous
 
 RESTARTED = """
 import os, signal, time
@@ -128,7 +128,7 @@ def strangers_write(port: int, what: str) -> None:
     from crew import say  # the warm worlds, which import this file as well, have none
 
     rank = int(os.environ["HOROCLONE_RANK"])
-    c10d_meeting._host = lambda: f"host {rank}"  # as on two hosts, where the kernel cannot vouch
+    rendezvous._host = lambda: f"host {rank}"  # as on two hosts, where the kernel cannot vouch
     store = dist.TCPStore("127.0.0.1", port, None, rank == 0, timedelta(seconds=60), wait_for_workers=False)
     lies = {
         "garbage": {"host/0": b"x\nx"},
