@@ -348,7 +348,7 @@ def place(boxes: Iterable[Box], graph: Graph) -> Layout:
 # --- drawing -------------------------------------------------------------------------------------------------------
 
 WIDTH, MARGIN, TITLE = 1000, 14, 26
-FILLS = {"python": "#f6e3b4", "native": "#cfe0f5", "door": "#f3c6b8", "inner": "#f5f9ff"}
+FILLS = {"python": "#f6e3b4", "native": "#cfe0f5", "api": "#f3c6b8", "inner": "#f5f9ff"}
 STYLE = """
   text { font-family: system-ui, "Segoe UI", "Helvetica Neue", Arial, sans-serif; fill: #1d2733; text-anchor: middle }
   .name { font-size: 14px; font-weight: 600 } .small { font-size: 11px; fill: #46566a }
@@ -443,7 +443,7 @@ def draw(layout: Layout, x: float, y: float, fill: str, layer: str = "") -> Iter
         if " > " in name:
             continue
         left, top, middle = x + box.x - box.width / 2, y + box.y, x + box.x
-        colour = FILLS["door"] if name == "C API" else fill
+        colour = FILLS["api"] if name == "C API" else fill
         yield (
             f'<rect class="box" x="{left:.1f}" y="{top:.1f}" width="{box.width:.1f}" height="{box.height:.1f}" '
             f'rx="6" fill="{colour}"/>'

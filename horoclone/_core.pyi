@@ -1,4 +1,4 @@
-"""The native door (pybind11, csrc/python/module.cc). Bindings use this; users never do.
+"""The native module (pybind11, csrc/python/module.cc). Bindings use it; users never do.
 
 Numbers: ops, reductions and dtypes are the integers of horoclone.h (see horoclone.ops for the names).
 Errors: the classes of horoclone.errors; ValueError for wrong arguments.
@@ -37,7 +37,7 @@ class DeviceBlock:
     nbytes: int
     __cuda_array_interface__: dict[str, object]
 
-class TensorDoor:
+class FastPath:
     """The fast path of an allreduce in host memory, straight from tensors, and of its end. Only `call` waits.
 
     Takes what is plain: exactly of one of `kinds`, dense, contiguous, not empty, of a dtype that the core has, in the
@@ -188,7 +188,7 @@ class Runtime:
     ) -> int:
         """Declares an optimizer's buckets, the same on every rank; collective over the process set. Returns the set's id.
 
-        The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is frozen:
+        The memory stays fixed until undeclare(). Where all ranks share memory and the buckets lie in Blocks their plan is persistent:
         submit_declared() starts a bucket without any message. Raises Mismatch when ranks declare different buckets.
         """
     def submit_declared(
@@ -248,11 +248,11 @@ class Runtime:
     def counters(self) -> str: ...  # JSON
     def describe(self) -> str: ...
 
-# Block quantisation of float32, as in horoclone.h: the first `count` of `share` elements, addresses as integers (residual
+# Block quantisation of float32, as in horoclone.h: the first `count` of `shard` elements, addresses as integers (residual
 # 0: none). ValueError when the numbers do not fit together; the memory behind the addresses is the caller's business.
-def quantize(block: int, share: int, count: int, data_in: int, residual: int, message: int) -> None: ...
+def quantize(block: int, shard: int, count: int, data_in: int, residual: int, message: int) -> None: ...
 def dequantize(
-    block: int, share: int, count: int, message: int, data_out: int, add: bool = False
+    block: int, shard: int, count: int, message: int, data_out: int, add: bool = False
 ) -> None: ...
 def simulate(
     numbers: dict[str, int], local: tuple[float, float, float], network: tuple[float, float, float]

@@ -1,4 +1,4 @@
-"""Failpoints: named points of the code where a test can inject a failure. reach(NAME) does nothing unless it is set.
+"""Failpoints: named points of the code where a test can inject a failure. reach(NAME) does nothing unless it is armed.
 
 HOROCLONE_FAILPOINTS is read once, when this module is imported: entries NAME=ACTION, separated by semicolons. ACTION is
 one of

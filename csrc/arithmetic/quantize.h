@@ -7,12 +7,12 @@
 
 namespace hc {
 
-// A message holds `share` elements in whole blocks: first the blocks' scales as float32, then the integers. Elements
+// A message holds `shard` elements in whole blocks: first the blocks' scales as float32, then the integers. Elements
 // beyond those given are zeros.
 struct BlockFormat {
   size_t block = 256;
-  size_t share = 0;  // a multiple of block
-  size_t message_bytes() const { return share / block * sizeof(float) + share; }
+  size_t shard = 0;  // a multiple of block
+  size_t message_bytes() const { return shard / block * sizeof(float) + shard; }
 };
 
 // residual: null, or `count` numbers that are added to the input and then hold the rounding errors. A block with an

@@ -13,13 +13,13 @@ struct QuantizeCall {
   const float* in;
   size_t count;
   float* residual;  // or null
-  size_t block, share;
+  size_t block, shard;
   std::byte* message;
 };
 
 struct DequantizeCall {
   const std::byte* message;
-  size_t block, share;
+  size_t block, shard;
   float* out;
   size_t count;
   bool add;
@@ -88,8 +88,8 @@ struct BlockLoops {
 
   static void quantize(const QuantizeCall& c) {
     std::byte* scales = c.message;
-    int8_t* to = reinterpret_cast<int8_t*>(c.message + c.share / c.block * sizeof(float));
-    for (size_t first = 0; first < c.share; first += c.block, scales += sizeof(float), to += c.block) {
+    int8_t* to = reinterpret_cast<int8_t*>(c.message + c.shard / c.block * sizeof(float));
+    for (size_t first = 0; first < c.shard; first += c.block, scales += sizeof(float), to += c.block) {
       size_t count = first < c.count ? c.count - first : 0;
       if (count > c.block) count = c.block;
       const float* x = c.in + first;
@@ -127,7 +127,7 @@ struct BlockLoops {
 
   static void dequantize(const DequantizeCall& c) {
     const std::byte* scales = c.message;
-    const int8_t* from = reinterpret_cast<const int8_t*>(c.message + c.share / c.block * sizeof(float));
+    const int8_t* from = reinterpret_cast<const int8_t*>(c.message + c.shard / c.block * sizeof(float));
     for (size_t first = 0; first < c.count; first += c.block, from += c.block, scales += sizeof(float)) {
       const size_t count = c.count - first < c.block ? c.count - first : c.block;
       const float scale = load<float>(scales);

@@ -309,11 +309,11 @@ void fill_identity(DType dtype, Reduce op, std::byte* destination, size_t count)
 }
 
 void quantize(const BlockFormat& format, const float* in, size_t count, float* residual, std::byte* message) {
-  kernels().quantize({in, count, residual, format.block, format.share, message});
+  kernels().quantize({in, count, residual, format.block, format.shard, message});
 }
 
 void dequantize(const BlockFormat& format, const std::byte* message, float* out, size_t count, bool add) {
-  kernels().dequantize({message, format.block, format.share, out, count, add});
+  kernels().dequantize({message, format.block, format.shard, out, count, add});
 }
 
 const char* simd_name() { return kernels().name; }

@@ -30,12 +30,12 @@ HC_EXPORT const char* hc_selection_report(const char* const* names, const char* 
  */
 HC_EXPORT const char* hc_device_report(const char* const* names, const char* const* values, int32_t n);
 
-/* Block quantisation: `share` elements (a multiple of `block`) as share / block float32 scales, then share 8-bit
- * integers. `count` elements are there, the others of the share are zeros. quantize: residual is NULL, or count numbers
+/* Block quantisation: `shard` elements (a multiple of `block`) as shard / block float32 scales, then shard 8-bit
+ * integers. `count` elements are there, the others of the shard are zeros. quantize: residual is NULL, or count numbers
  * that are added to `in` and become what was lost. dequantize: writes count elements, or adds them. */
 typedef struct hc_blocks {
   int32_t version;
-  int64_t block, share, count;
+  int64_t block, shard, count;
 } hc_blocks;
 HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
 HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);

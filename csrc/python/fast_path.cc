@@ -280,10 +280,10 @@ void add_fast_path(py::module_& m) {
                                 {Py_tp_dealloc, reinterpret_cast<void*>(unmake)},
                                 {Py_tp_methods, methods},
                                 {0, nullptr}};
-  static PyType_Spec spec = {"horoclone._core.TensorDoor", sizeof(FastPath), 0, Py_TPFLAGS_DEFAULT, slots};
+  static PyType_Spec spec = {"horoclone._core.FastPath", sizeof(FastPath), 0, Py_TPFLAGS_DEFAULT, slots};
   PyObject* type = PyType_FromSpec(&spec);
   if (!type) throw py::error_already_set();
-  m.attr("TensorDoor") = py::reinterpret_steal<py::object>(type);
+  m.attr("FastPath") = py::reinterpret_steal<py::object>(type);
 }
 
 }  // namespace hc_python

@@ -414,7 +414,7 @@ void add_facts(py::class_<Runtime>* runtime) {
 }  // namespace
 
 PYBIND11_MODULE(_core, m) {
-  m.doc() = "The native door of horoclone; see _core.pyi.";
+  m.doc() = "The native module of horoclone; see _core.pyi.";
   hc_python::add_memory(m);
   hc_python::add_quantize(m);
   hc_python::add_simulate(m);

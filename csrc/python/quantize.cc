@@ -27,8 +27,8 @@ void add_quantize(py::module_& m) {
   using namespace py::literals;
   m.def(
       "quantize",
-      [](int64_t block, int64_t share, int64_t count, uintptr_t in, uintptr_t residual, uintptr_t message) {
-        const hc_blocks blocks{HC_VERSION, block, share, count};
+      [](int64_t block, int64_t shard, int64_t count, uintptr_t in, uintptr_t residual, uintptr_t message) {
+        const hc_blocks blocks{HC_VERSION, block, shard, count};
         hc_status* status;
         {
           WithoutGil released;
@@ -37,11 +37,11 @@ void add_quantize(py::module_& m) {
         }
         raise_if(status);
       },
-      "block"_a, "share"_a, "count"_a, "data_in"_a, "residual"_a, "message"_a);
+      "block"_a, "shard"_a, "count"_a, "data_in"_a, "residual"_a, "message"_a);
   m.def(
       "dequantize",
-      [](int64_t block, int64_t share, int64_t count, uintptr_t message, uintptr_t out, bool add) {
-        const hc_blocks blocks{HC_VERSION, block, share, count};
+      [](int64_t block, int64_t shard, int64_t count, uintptr_t message, uintptr_t out, bool add) {
+        const hc_blocks blocks{HC_VERSION, block, shard, count};
         hc_status* status;
         {
           WithoutGil released;
@@ -49,7 +49,7 @@ void add_quantize(py::module_& m) {
         }
         raise_if(status);
       },
-      "block"_a, "share"_a, "count"_a, "message"_a, "data_out"_a, "add"_a = false);
+      "block"_a, "shard"_a, "count"_a, "message"_a, "data_out"_a, "add"_a = false);
 }
 
 }  // namespace hc_python

@@ -20,10 +20,10 @@ using hc::settings_of;
 namespace {
 
 hc::Status check_blocks(const hc_blocks& b) {
-  if (b.version == HC_VERSION && b.block > 0 && b.share >= 0 && b.share % b.block == 0 && b.count >= 0 &&
-      b.count <= b.share)
+  if (b.version == HC_VERSION && b.block > 0 && b.shard >= 0 && b.shard % b.block == 0 && b.count >= 0 &&
+      b.count <= b.shard)
     return hc::Status::ok();
-  return hc::error(hc::Code::kInvalidArgument, b.count, " elements of ", b.share, " in blocks of ", b.block,
+  return hc::error(hc::Code::kInvalidArgument, b.count, " elements of ", b.shard, " in blocks of ", b.block,
                    " (version ", b.version, ")");
 }
 
@@ -53,7 +53,7 @@ hc_status* hc_simulate(const hc_simulation* s, const char** json) {
 hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message) {
   return guarded([&]() -> hc::Status {
     HC_TRY(check_blocks(*blocks));
-    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
+    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->shard)};
     hc::quantize(format, in, static_cast<size_t>(blocks->count), residual, static_cast<std::byte*>(message));
     return hc::Status::ok();
   });
@@ -61,7 +61,7 @@ hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual
 hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add) {
   return guarded([&]() -> hc::Status {
     HC_TRY(check_blocks(*blocks));
-    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->share)};
+    const hc::BlockFormat format{static_cast<size_t>(blocks->block), static_cast<size_t>(blocks->shard)};
     const auto count = static_cast<size_t>(blocks->count);
     hc::dequantize(format, static_cast<const std::byte*>(message), out, count, add != 0);
     return hc::Status::ok();

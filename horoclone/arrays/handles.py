@@ -37,7 +37,7 @@ _numbers = itertools.count(1 << 62)
 _owner: Runtime | None = None  # the runtime of those that took the fast path
 
 
-# The fast path of an allreduce, in one crossing (_core.TensorDoor): start_plain and start_plain_group return a handle,
+# The fast path of an allreduce, in one crossing (_core.FastPath): start_plain and start_plain_group return a handle,
 # or None for what is not plain or not right; finish_plain returns the output, or NotImplemented where `synchronize` has
 # to wait, raise or make something. call_plain waits, too: it returns the output, or None, or the handle of an
 # operation that has failed, of which `synchronize` raises the error. Callers read them from this module: they change
@@ -56,11 +56,11 @@ def _begin_life(native: Runtime) -> None:
     global _owner, start_plain, call_plain, start_plain_group, finish_plain, given_elsewhere
     import numpy as np
 
-    from horoclone._core import TensorDoor
+    from horoclone._core import FastPath
 
     for handle, kept in list(_pending.items()):
         _pending[handle] = _as_pending(handle, kept)
-    fast_path = TensorDoor(native, (np.ndarray,), None, global_process_set, _pending)
+    fast_path = FastPath(native, (np.ndarray,), None, global_process_set, _pending)
     start_plain, start_plain_group, finish_plain = fast_path.start, fast_path.start_group, fast_path.finish
     call_plain, given_elsewhere = fast_path.call, fast_path.given_elsewhere
     _owner = native

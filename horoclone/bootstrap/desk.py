@@ -77,9 +77,9 @@ class Place:
 class Desk:
     """reply(connection, status, body) sends an answer; call it on the server's thread only."""
 
-    def __init__(self, limits: Limits, draw: Callable[[int], bytes], open_door: bool = False) -> None:
+    def __init__(self, limits: Limits, draw: Callable[[int], bytes], open_to_all: bool = False) -> None:
         self.mutex = threading.RLock()
-        self.roster = Roster(limits, draw, open_door)  # guarded by mutex
+        self.roster = Roster(limits, draw, open_to_all)  # guarded by mutex
         self.tell: Callable[[], None] = lambda: (
             None
         )  # whoever started the members hears that something has changed

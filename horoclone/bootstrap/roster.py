@@ -14,7 +14,7 @@ from typing import NamedTuple
 ID_BYTES = 16
 NONCE_BYTES = 32
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
-TOGETHER_S = 2.0  # so long does who waits at the door wait for others who are being started
+TOGETHER_S = 2.0  # how long a process that wants to join waits for others that are being started
 SILENT_S = 5.0  # a member whom others have lost is dead when the roster has not heard of it for so long
 LOW_BITS = 32  # of a generation's number: these count, those above name who counts (succession.py)
 UNHEARD_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
@@ -115,11 +115,11 @@ class Member:
 
 @dataclass(eq=False)
 class Roster:
-    """open_door: whether a process that nobody has announced by start() may join. term: the high half of numbers."""
+    """open_to_all: whether a process that nobody has announced by start() may join. term: the high half of numbers."""
 
     limits: Limits
     draw: Callable[[int], bytes]  # so many random bytes
-    open_door: bool = False
+    open_to_all: bool = False
     build: str = ""  # of horoclone, as the first member has it that said so
     record: Record | None = None
     stopped: Stop | None = None
@@ -170,7 +170,7 @@ class Roster:
         self.build = build
         member = self.members.get(id_)
         if member is None:
-            if not self.open_door:
+            if not self.open_to_all:
                 raise Refusal(
                     "nobody has started a member of this name; was the environment of another job copied?"
                 )

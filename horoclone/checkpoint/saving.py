@@ -33,7 +33,7 @@ def shares(sizes: list[int], count: int) -> list[int]:
     return owners
 
 
-class Room:
+class CopyMemory:
     """Memory for copies. It is kept from one save to the next: new memory costs more than the copy, as the kernel finds
     and clears each page. Thread: take on the one that saves, give on the one that writes."""
 
@@ -55,7 +55,7 @@ class Room:
             self._free = memory
 
 
-_room = Room()
+_copy_memory = CopyMemory()
 
 
 def _copied(leaves: list[Leaf], memory: Bytes, begin: int) -> tuple[Arrays, int]:
@@ -99,7 +99,7 @@ class Save:
         own = Flat([owned.value for owned in flat.owned], "Owned")
         if own.owned:
             raise ValueError("an Owned lies inside another Owned: what it holds is this rank's already.")
-        self._memory = _room.take(sum(_aligned(leaf.form.nbytes) for leaf in (*mine, *own.leaves)))
+        self._memory = _copy_memory.take(sum(_aligned(leaf.form.nbytes) for leaf in (*mine, *own.leaves)))
         self._arrays, end = _copied(mine, self._memory, 0)
         self._own_arrays, _ = _copied(own.leaves, self._memory, end)
         self._own = {"node": own.node, "arrays": _listed(own.leaves)}
@@ -192,7 +192,7 @@ class Save:
             written = files.write_arrays(place / name, self._own_arrays)
             report["own"] = {**self._own, "file": list(written)}
         self._own_arrays = {}
-        _room.give(self._memory)
+        _copy_memory.give(self._memory)
         return report
 
     def _complete(self, place: Path, number: int, reports: list[dict[str, Any]]) -> None:

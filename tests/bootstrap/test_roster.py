@@ -85,7 +85,7 @@ def test_nobody_is_interrupted_for_a_worker_that_has_not_come_to_init() -> None:
     assert record.members == (name(0), name(1), name(2)) and record.newcomers == (2,) and not record.skip_sync
 
 
-def test_who_waits_at_the_door_waits_for_those_who_start_with_it_but_not_long() -> None:
+def test_a_process_that_joins_waits_for_those_that_start_with_it_but_not_long() -> None:
     one = job(1)
     formed(one, [0], 0)
     come(one, 1, 1)
@@ -235,7 +235,7 @@ def test_two_processes_of_one_name_and_strangers_are_refused() -> None:
         one.join(name(0), b"another", "host", 0, 0)
     with pytest.raises(Refusal, match="another job"):
         one.join(name(9), b"x", "host", 0, 0)
-    one.open_door = True
+    one.open_to_all = True
     assert one.join(name(9), b"x", "host", 0, 0) == 1
 
 
@@ -518,14 +518,14 @@ class Life:
                 self.roster.step(self.now)
             if not self.waiting and not self.is_wanted():
                 break
-        at_the_door = [
+        may_enter = [
             number
             for number in self.waiting
             if self.seen[number] == 0 or self.roster.members[name(number)].released == self.seen[number]
         ]
         largest = self.roster.limits.largest
         full = largest is not None and len(self.roster.live()) >= largest
-        assert self.roster.stopped or (self.waiting == set(at_the_door) and (full or not at_the_door)), (
+        assert self.roster.stopped or (self.waiting == set(may_enter) and (full or not may_enter)), (
             self.waiting
         )
 

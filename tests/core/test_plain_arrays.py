@@ -1,4 +1,4 @@
-"""The fast path of an allreduce of NumPy's arrays (_core.TensorDoor, the buffer protocol): what takes it, and the rest."""
+"""The fast path of an allreduce of NumPy's arrays (_core.FastPath, the buffer protocol): what takes it, and the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The fast path of an allreduce (_core.TensorDoor): what takes it, that it does the same, and what takes the slow path."""
+"""The fast path of an allreduce (_core.FastPath): what takes it, that it does the same, and what takes the slow path."""
 
 from __future__ import annotations
 

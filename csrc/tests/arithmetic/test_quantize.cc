@@ -26,7 +26,7 @@ std::vector<float> numbers(size_t count, unsigned seed) {
 // By the definition; volatile keeps the compiler from fusing.
 std::vector<std::byte> defined(const BlockFormat& f, const std::vector<float>& in, std::vector<float>* residual) {
   std::vector<std::byte> message(f.message_bytes());
-  for (size_t b = 0; b < f.share / f.block; ++b) {
+  for (size_t b = 0; b < f.shard / f.block; ++b) {
     const size_t begin = std::min(in.size(), b * f.block), end = std::min(in.size(), (b + 1) * f.block);
     float top = 0;
     bool finite = true;
@@ -43,7 +43,7 @@ std::vector<std::byte> defined(const BlockFormat& f, const std::vector<float>& i
       const float whole = finite ? std::nearbyint(x / (scale == 0 ? 1.0f : scale)) : 0.0f;
       volatile float product = whole * scale;
       if (residual) (*residual)[i] = finite ? x - product : 0.0f;
-      message[4 * (f.share / f.block) + i] = static_cast<std::byte>(static_cast<int8_t>(whole));
+      message[4 * (f.shard / f.block) + i] = static_cast<std::byte>(static_cast<int8_t>(whole));
     }
   }
   return message;

@@ -1,6 +1,6 @@
 """Gradients as 8-bit integers with one scale per block, with error feedback: about a quarter of float32's bytes.
 
-A reduce-scatter by exchange of quantised shares and an allgather of the quantised sums, so integers are never added up;
+A reduce-scatter by exchange of quantised shards and an allgather of the quantised sums, so integers are never added up;
 in parts, so that arithmetic (csrc/arithmetic/quantize_kernels.h) and messages overlap.
 Error feedback after Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs" (Interspeech 2014), and Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019).
@@ -27,16 +27,16 @@ PART_ELEMENTS = 1 << 20  # a bucket travels in parts: while one is on the wire, 
 
 @dataclass(frozen=True)
 class Part:
-    """Elements [first, first + count) of a bucket; each rank sums up a share of them, the last ones less than that."""
+    """Elements [first, first + count) of a bucket; each rank sums up a shard of them, the last ones less than that."""
 
     number: int
     first: int
     count: int
-    share: int  # whole blocks
+    shard: int  # whole blocks
 
     def of_rank(self, rank: int) -> slice:
-        begin = min(rank * self.share, self.count)
-        return slice(self.first + begin, self.first + min(begin + self.share, self.count))
+        begin = min(rank * self.shard, self.count)
+        return slice(self.first + begin, self.first + min(begin + self.shard, self.count))
 
 
 class Int8Compressor(GradientCompressor):
@@ -72,26 +72,26 @@ class Int8Compressor(GradientCompressor):
             message = self._encode(
                 values, [part.of_rank(rank) for rank in range(bucket.size)], part, "sent", bucket
             )
-            under_way.append(bucket.alltoall(message, f"shares.{part.number}"))
-        total = values.new_empty(parts[0].share)
+            under_way.append(bucket.alltoall(message, f"shards.{part.number}"))
+        total = values.new_empty(parts[0].shard)
         for part, handle in zip(parts, list(under_way), strict=True):
             received = yield handle
-            mine = total[: part.share]
+            mine = total[: part.shard]
             for rank, row in enumerate(received):  # in rank order
-                self._decode(row, mine, part.share, add=rank > 0)
+                self._decode(row, mine, part.shard, add=rank > 0)
             if bucket.divisor != 1:
                 mine /= bucket.divisor
-            message = self._encode(mine, [slice(0, part.share)], part, "returned", bucket)
+            message = self._encode(mine, [slice(0, part.shard)], part, "returned", bucket)
             under_way.append(bucket.allgather(message, f"sums.{part.number}"))
         for part, handle in zip(parts, under_way[len(parts) :], strict=True):
             everybody = yield handle
             for rank, row in enumerate(everybody):
-                self._decode(row, values[part.of_rank(rank)], part.share)
+                self._decode(row, values[part.of_rank(rank)], part.shard)
         if values is not flat:
             flat.copy_(values)
 
     def residuals(self, bucket: GradientBucket) -> dict[str, torch.Tensor]:
-        """What was lost on the way to the sums, and, of this rank's share, on the way back."""
+        """What was lost on the way to the sums, and, of this rank's shard, on the way back."""
         if not any(isinstance(key, tuple) and key[0] in ("sent", "returned") for key in bucket.state):
             return {}
         flat = torch.zeros(bucket.flat.numel())
@@ -114,7 +114,7 @@ class Int8Compressor(GradientCompressor):
             return
         flat = bucket.joined(residuals)
         for part in self._parts(flat.numel(), bucket.size):
-            rows = bucket.state["sent", part.number] = torch.zeros((bucket.size, part.share))
+            rows = bucket.state["sent", part.number] = torch.zeros((bucket.size, part.shard))
             for rank, row in enumerate(rows):
                 piece = flat[part.of_rank(rank)]
                 row[: piece.numel()] = piece
@@ -132,24 +132,24 @@ class Int8Compressor(GradientCompressor):
         self, values: torch.Tensor, pieces: list[slice], part: Part, which: str, bucket: GradientBucket
     ) -> torch.Tensor:
         """[len(pieces), bytes]: a row for each piece of `values`, float32. Adds the residual `which` and renews it."""
-        message = torch.empty((len(pieces), self._bytes_of(part.share)), dtype=torch.uint8)
+        message = torch.empty((len(pieces), self._bytes_of(part.shard)), dtype=torch.uint8)
         lost = None
         if self.error_feedback:
             key = (which, part.number)
             if key not in bucket.state:
-                bucket.state[key] = torch.zeros((len(pieces), part.share))
+                bucket.state[key] = torch.zeros((len(pieces), part.shard))
             lost = bucket.state[key]
         for row, piece in enumerate(pieces):
             source = values[piece]
             residual = 0 if lost is None else lost[row].data_ptr()
             quantize(
-                self.block, part.share, source.numel(), source.data_ptr(), residual, message[row].data_ptr()
+                self.block, part.shard, source.numel(), source.data_ptr(), residual, message[row].data_ptr()
             )
         return message
 
-    def _bytes_of(self, share: int) -> int:
-        return share // self.block * SCALE_BYTES + share
+    def _bytes_of(self, shard: int) -> int:
+        return shard // self.block * SCALE_BYTES + shard
 
-    def _decode(self, message: torch.Tensor, into: torch.Tensor, share: int, add: bool = False) -> None:
+    def _decode(self, message: torch.Tensor, into: torch.Tensor, shard: int, add: bool = False) -> None:
         """Writes (or adds) what a row holds into float32 memory, as many elements as that has."""
-        dequantize(self.block, share, into.numel(), message.data_ptr(), into.data_ptr(), add)
+        dequantize(self.block, shard, into.numel(), message.data_ptr(), into.data_ptr(), add)

@@ -56,9 +56,9 @@ def _begin_life(runtime: Runtime) -> None:
     _owner = runtime
     if _exchange is None:
         return
-    from horoclone._core import TensorDoor
+    from horoclone._core import FastPath
 
-    fast_path = TensorDoor(
+    fast_path = FastPath(
         runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending
     )
     start_plain, start_plain_group, finish_plain = fast_path.start, fast_path.start_group, fast_path.finish
