@@ -173,7 +173,9 @@ class GenerationJob(exchange.Job):
     between ranks, so that a process of another generation is refused whatever it knows."""
 
     def __init__(self, rendezvous: exchange.Rendezvous, told: Told) -> None:
-        super().__init__(rendezvous, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes))
+        super().__init__(
+            rendezvous, told.rank, told.size, f"generation-{told.number}", None, list(told.indexes)
+        )
         self.generation = told.number
         self._number, self._gathered = told.number, 0
         label = b"horoclone generation " + struct.pack("<Q", told.number) + told.nonce

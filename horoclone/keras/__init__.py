@@ -33,45 +33,17 @@ from horoclone.keras.values import (
 )
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import Average
-from horoclone.process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
-from horoclone.runtime import (
-    cross_rank,
-    cross_size,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_enabled,
-    mpi_threads_supported,
-    rank,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from horoclone.runtime.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    mpi_built,
-    nccl_built,
-    rocm_built,
-    sycl_built,
-)
-from horoclone.runtime.life import init, shutdown
+from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import exported
+from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
 from horoclone.runtime.observe import flight_record, metrics
 
 __all__ = [
-    *ops.__all__, "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError",
-    "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PartialDistributedOptimizer",
-    "PeerLost", "ProcessSet", "Timeout", "Unsupported", "add_process_set", "allgather",
-    "allgather_object", "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object",
-    "broadcast_variables", "callbacks", "ccl_built", "checkpoint", "cross_rank", "cross_size", "cuda_built",
-    "ddl_built", "elastic", "flight_record", "global_process_set", "gloo_built", "gloo_enabled", "init",
-    "is_homogeneous", "is_initialized", "load_model", "local_rank", "local_size", "metrics", "mpi_built",
-    "mpi_enabled", "mpi_threads_supported", "nccl_built", "rank", "reducescatter", "remove_process_set",
-    "rocm_built", "shutdown", "size", "start_timeline", "stop_timeline", "sycl_built",
+    *ops.__all__, *exported.__all__, "Aborted", "Compression", "DistributedOptimizer",
+    "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch", "NotInitialized",
+    "PartialDistributedOptimizer", "PeerLost", "Timeout", "Unsupported", "allgather", "allgather_object",
+    "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object", "broadcast_variables",
+    "callbacks", "checkpoint", "elastic", "flight_record", "load_model", "metrics", "reducescatter",
 ]  # fmt: skip
 
 

@@ -1,5 +1,4 @@
-"""Makes ranks start alike: copies variables and Python objects from one rank to all. Also in functions and TF1 graphs.
-"""
+"""Makes ranks start alike: copies variables and Python objects from one rank to all, also in functions and TF1."""
 
 from __future__ import annotations
 

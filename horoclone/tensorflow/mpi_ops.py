@@ -20,49 +20,15 @@ from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
 from horoclone.ops import *  # noqa: F403 - the reductions
 from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum
-from horoclone.process_sets import (
-    ProcessSet,
-    add_process_set,
-    global_process_set,
-    id_of,
-    remove_process_set,
-)
-from horoclone.runtime import (
-    cross_rank,
-    cross_size,
-    gloo_enabled,
-    is_homogeneous,
-    is_initialized,
-    local_rank,
-    local_size,
-    mpi_enabled,
-    mpi_threads_supported,
-    rank,
-    size,
-    start_timeline,
-    stop_timeline,
-)
-from horoclone.runtime.built import (
-    ccl_built,
-    cuda_built,
-    ddl_built,
-    gloo_built,
-    mpi_built,
-    nccl_built,
-    rocm_built,
-    sycl_built,
-)
-from horoclone.runtime.life import init, shutdown
+from horoclone.process_sets import ProcessSet, global_process_set, id_of
+from horoclone.runtime import exported
+from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
 from horoclone.runtime.newcomer import check as check_newcomer
 from horoclone.tensorflow.library import functions
 
 __all__ = [
-    *ops.__all__, "ProcessSet", "add_process_set", "allgather", "alltoall",
-    "broadcast", "ccl_built", "cross_rank", "cross_size", "cuda_built", "ddl_built", "global_process_set", "gloo_built",
-    "gloo_enabled", "grouped_allgather", "init", "is_homogeneous", "is_initialized", "join", "local_rank",
-    "local_rank_op", "local_size", "local_size_op", "mpi_built", "mpi_enabled", "mpi_threads_supported", "nccl_built",
-    "process_set_included_op", "rank", "rank_op", "remove_process_set", "rocm_built", "shutdown", "size", "size_op",
-    "start_timeline", "stop_timeline", "sycl_built",
+    *ops.__all__, *exported.__all__, "allgather", "alltoall", "broadcast", "grouped_allgather", "join",
+    "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op",
 ]  # fmt: skip
 
 _basics = HorovodBasics()  # a private name that many scripts know

@@ -189,7 +189,9 @@ def test_strangers_and_copies_are_refused_with_a_text(two: Rendezvous) -> None:
     bytes([wire.JOIN]) + b"short",
     bytes([wire.NOTICE]),
 ])  # fmt: skip
-def test_a_frame_that_makes_no_sense_ends_the_connection_and_nothing_else(two: Rendezvous, frame: bytes) -> None:
+def test_a_frame_that_makes_no_sense_ends_the_connection_and_nothing_else(
+    two: Rendezvous, frame: bytes
+) -> None:
     client = Client(two.server.addresses, SECRET, "job", 2)
     client._connect(time.monotonic() + 2)
     assert client._connection is not None

@@ -53,9 +53,9 @@ def test_boxes_do_not_overlap_and_arrows_lead_down(maker: ModuleType) -> None:
 
 def test_every_folder_of_the_sources_is_drawn(maker: ModuleType) -> None:
     text = (DOCS / "architecture.svg").read_text()
-    rooms = {path.parent.relative_to(maker.CSRC).parts[0] for path in maker.CSRC.glob("*/*.h")}
+    layers = {path.parent.relative_to(maker.CSRC).parts[0] for path in maker.CSRC.glob("*/*.h")}
     for folder in (
-        *rooms - {"include", "tests"},
+        *layers - {"include", "tests"},
         *(path.parent.name for path in maker.CSRC.glob("engine/*/*.h")),
     ):
         assert folder in text, folder

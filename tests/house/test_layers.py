@@ -131,7 +131,7 @@ def level_of(layer: str, parts: tuple[str, ...]) -> tuple[str, int]:
     return folder, next(level for level, names in enumerate(LEVELS[layer]) if folder in names.split())
 
 
-def test_every_folder_inside_a_room_has_a_level() -> None:
+def test_every_folder_inside_a_layer_has_a_level() -> None:
     for layer, levels in LEVELS.items():
         names = set(" ".join(levels).split())
         found = {path.relative_to(CSRC / layer).parts[0] for path in (CSRC / layer).glob("*/*.h")} | {"."}

@@ -229,8 +229,8 @@ def test_the_core_compiles_for_another_processor() -> None:
     compiler = shutil.which("aarch64-linux-gnu-g++")
     if compiler is None:
         pytest.skip("no cross compiler (Debian: apt-get install g++-aarch64-linux-gnu)")
-    rooms = ("base", "net", "device", "collective", "engine")
-    sources = [p for room in rooms for p in sorted((ROOT / "csrc" / room).glob("*.cc"))] + [
+    layers = ("base", "net", "device", "collective", "engine")
+    sources = [p for layer in layers for p in sorted((ROOT / "csrc" / layer).glob("*.cc"))] + [
         ROOT / "csrc" / "api.cc"
     ]
     flags = [

@@ -22,8 +22,8 @@ from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d.facts import BACKEND, GroupFacts
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
-from horoclone.torch.c10d.rendezvous import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d.monitored import monitored_barrier
+from horoclone.torch.c10d.rendezvous import connect, install_rendezvous, of_this_life
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (
     as_bytes,

@@ -58,9 +58,7 @@ def _begin_life(runtime: Runtime) -> None:
         return
     from horoclone._core import FastPath
 
-    fast_path = FastPath(
-        runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending
-    )
+    fast_path = FastPath(runtime, (torch.Tensor, torch.nn.Parameter), _exchange, global_process_set, _pending)
     start_plain, start_plain_group, finish_plain = fast_path.start, fast_path.start_group, fast_path.finish
     call_plain, given_elsewhere = fast_path.call, fast_path.given_elsewhere
 
