@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <numeric>
 
 namespace hc {
 
@@ -14,6 +15,16 @@ size_t elements_per_row(const TensorMeta& meta) {
   size_t n = 1;
   for (size_t d = 1; d < meta.shape.size(); ++d) n *= static_cast<size_t>(meta.shape[d]);
   return n;
+}
+
+std::vector<size_t> elements_in(std::span<const int64_t> rows, size_t per_row) {
+  std::vector<size_t> elements;
+  for (const int64_t n : rows) elements.push_back(static_cast<size_t>(n) * per_row);
+  return elements;
+}
+
+bool has_elements(const std::vector<size_t>& counts) {
+  return std::any_of(counts.begin(), counts.end(), [](size_t n) { return n != 0; });
 }
 
 }  // namespace
@@ -282,19 +293,22 @@ Status BatchRunner::prepare_broadcast(size_t entry, size_t tensor, size_t) {
   return Status::ok();
 }
 
+Status BatchRunner::rows_by_rank(size_t flat, std::span<const int64_t>* rows) const {
+  const size_t n = group_.size;
+  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  *rows = std::span(batch_.rows).subspan(flat * n, n);
+  return Status::ok();
+}
+
 Status BatchRunner::prepare_allgather(size_t entry, size_t tensor, size_t flat) {
   const TensorMeta& meta = signature_of(entry).tensors[tensor];
-  const size_t per_row = elements_per_row(meta), n = group_.size;
-  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  const size_t per_row = elements_per_row(meta);
+  std::span<const int64_t> of_rank;
+  HC_TRY(rows_by_rank(flat, &of_rank));
   Task task = task_for(entry, meta.dtype);
-  int64_t rows = 0;
-  bool alike = true;
-  for (size_t r = 0; r < n; ++r) {
-    const int64_t of_rank = batch_.rows[flat * n + r];
-    rows += of_rank;
-    alike = alike && of_rank == batch_.rows[flat * n + group_.rank];
-    task.counts.push_back(static_cast<size_t>(of_rank) * per_row);
-  }
+  task.counts = elements_in(of_rank, per_row);
+  const int64_t rows = std::accumulate(of_rank.begin(), of_rank.end(), int64_t{0});
+  const bool alike = std::all_of(of_rank.begin(), of_rank.end(), [&](int64_t n) { return n == of_rank[group_.rank]; });
   // The caller's memory has room for this rank's rows times the ranks; only the agreement knows what the others have.
   Operation* op = operations_[entry];
   if (!alike && tensor < op->out.size()) op->out[tensor] = nullptr;
@@ -307,19 +321,15 @@ Status BatchRunner::prepare_allgather(size_t entry, size_t tensor, size_t flat) 
 
 Status BatchRunner::prepare_reducescatter(size_t entry, size_t tensor, size_t flat) {
   const TensorMeta& meta = signature_of(entry).tensors[tensor];
-  const size_t per_row = elements_per_row(meta), n = group_.size;
-  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  const size_t per_row = elements_per_row(meta);
+  std::span<const int64_t> of_rank;
+  HC_TRY(rows_by_rank(flat, &of_rank));
   Task task = task_for(entry, meta.dtype);
-  size_t total = 0;
-  for (size_t r = 0; r < n; ++r) {
-    task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
-    total += task.counts.back();
-  }
-  auto out =
-      result_memory(operations_[entry], tensor, batch_.rows[flat * n + group_.rank], per_row * size_of(meta.dtype));
+  task.counts = elements_in(of_rank, per_row);
+  auto out = result_memory(operations_[entry], tensor, of_rank[group_.rank], per_row * size_of(meta.dtype));
   if (!out.is_ok()) return out.status();
   task.pieces = {{operations_[entry]->in[tensor], out.value(), task.counts[group_.rank]}};
-  if (total) tasks_.push_back(std::move(task));
+  if (has_elements(task.counts)) tasks_.push_back(std::move(task));
   return Status::ok();
 }
 
@@ -362,17 +372,13 @@ Status BatchRunner::prepare_reduce(size_t entry, size_t tensor, size_t) {
 Status BatchRunner::prepare_gather(size_t entry, size_t tensor, size_t flat) {
   if (signature_of(entry).root == group_.rank) return prepare_allgather(entry, tensor, flat);
   const TensorMeta& meta = signature_of(entry).tensors[tensor];
-  const size_t per_row = elements_per_row(meta), n = group_.size;
-  if (batch_.rows.size() < (flat + 1) * n) return error(Code::kInternal, "the plan lacks the ranks' row counts");
+  std::span<const int64_t> of_rank;
+  HC_TRY(rows_by_rank(flat, &of_rank));
   Task task = task_for(entry, meta.dtype);
-  size_t total = 0;
-  for (size_t r = 0; r < n; ++r) {
-    task.counts.push_back(static_cast<size_t>(batch_.rows[flat * n + r]) * per_row);
-    total += task.counts.back();
-  }
+  task.counts = elements_in(of_rank, elements_per_row(meta));
   bytes_ += task.counts[group_.rank] * size_of(meta.dtype);
   task.pieces = {{operations_[entry]->in[tensor], nullptr, task.counts[group_.rank]}};
-  if (total) tasks_.push_back(std::move(task));
+  if (has_elements(task.counts)) tasks_.push_back(std::move(task));
   return Status::ok();
 }
 
@@ -380,23 +386,21 @@ Status BatchRunner::prepare_gather(size_t entry, size_t tensor, size_t flat) {
 Status BatchRunner::prepare_scatter() {
   Operation* op = operations_[0];
   const Signature& s = batch_.entries[0].signature;
-  const size_t n = group_.size, me = group_.rank;
-  if (!op || s.tensors.size() != 1 || s.tensors[0].shape.empty() || batch_.rows.size() < n)
+  const size_t me = group_.rank;
+  if (!op || s.tensors.size() != 1 || s.tensors[0].shape.empty())
     return error(Code::kInternal, "a plan names a scatter without saying of what, or that this rank did not submit");
+  std::span<const int64_t> of_rank;
+  HC_TRY(rows_by_rank(0, &of_rank));
   op->received = s.tensors[0];
-  op->received->shape[0] = batch_.rows[me];
+  op->received->shape[0] = of_rank[me];
   const size_t per_row = elements_per_row(s.tensors[0]);
   Task task = task_for(0, s.tensors[0].dtype);
-  size_t total = 0;
-  for (size_t r = 0; r < n; ++r) {
-    task.counts.push_back(static_cast<size_t>(batch_.rows[r]) * per_row);
-    total += task.counts.back();
-  }
+  task.counts = elements_in(of_rank, per_row);
   const bool root = static_cast<size_t>(task.root) == me;
-  auto out = result_memory(op, 0, batch_.rows[me], per_row * size_of(task.dtype));
+  auto out = result_memory(op, 0, of_rank[me], per_row * size_of(task.dtype));
   if (!out.is_ok()) return out.status();
   task.pieces = {{root ? op->in[0] : nullptr, out.value(), task.counts[me]}};
-  if (total) tasks_.push_back(std::move(task));
+  if (has_elements(task.counts)) tasks_.push_back(std::move(task));
   return Status::ok();
 }
 

@@ -5,6 +5,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "collective/collective.h"
@@ -63,6 +64,8 @@ class BatchRunner {
   Status prepare_scatter();
   Task task_for(size_t entry, DType dtype) const;
   bool scales_before(size_t entry) const;
+  // The rows that each rank contributes to a tensor, or receives of it. flat: its position among the batch's tensors.
+  Status rows_by_rank(size_t flat, std::span<const int64_t>* rows) const;
   // The out pointer for a result of `rows` rows: the caller's memory, or the core's.
   Result<std::byte*> result_memory(Operation* op, size_t tensor, int64_t rows, size_t row_bytes);
   Status piece_for(size_t entry, size_t tensor, Piece* piece);
