@@ -145,10 +145,10 @@ def test_equals_the_model(which: str) -> None:
 
 @ranks(2, env={"HOROCLONE_SHARED_MEMORY": "0"})
 def test_equals_the_model_over_tcp_with_several_parts() -> None:
-    from horoclone.torch.optimizer import adasum as room
+    from horoclone.torch.optimizer import adasum as module
 
-    before, room.BUCKET_BYTES = (
-        room.BUCKET_BYTES,
+    before, module.BUCKET_BYTES = (
+        module.BUCKET_BYTES,
         64,
     )  # the weight fills one part, the bias comes into the next
     try:
@@ -156,7 +156,7 @@ def test_equals_the_model_over_tcp_with_several_parts() -> None:
         train(model, wrapped(model))
         assert_close(model, model_of(momentum_step, hvd.size(), 6))
     finally:
-        room.BUCKET_BYTES = before
+        module.BUCKET_BYTES = before
 
 
 @ranks(2)
