@@ -59,14 +59,6 @@ DTYPES: dict[str, int] = {
 }
 
 
-def at_priority(priority: int) -> tuple[Any, ...]:
-    """The last arguments of Runtime.submit for an allreduce in host memory that has a priority.
-
-    By place: for one keyword the native function compares the names of all arguments, which takes a third of the call.
-    """
-    return (None, 0, -1, 0, priority) if priority else ()
-
-
 def peer_number(rank: int | None, what: str) -> int:
     """The rank that a message goes to or comes from as the core's number: None means any. ValueError otherwise."""
     if rank is None:

@@ -30,7 +30,6 @@ class NamedThread {
   Status start(const std::string& name, std::function<void()> body);
   void join();
   bool running() const { return thread_.joinable(); }
-  bool is_current() const { return thread_.get_id() == std::this_thread::get_id(); }
   // In a forked child the thread does not exist: forget it without joining.
   void forget();
 

@@ -382,7 +382,3 @@ class Finished(Work):
         self._lock = threading.Lock()
         self._done = threading.Event()
         self._done.set()
-
-
-def closed_error() -> Aborted:
-    return Aborted(CLOSED)
