@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from horoclone.errors import Aborted, HorovodInternalError, Timeout
+from horoclone.errors import HorovodInternalError, Timeout
 from horoclone.torch.c10d.lost import in_words_of_the_job, who_is_late
 from horoclone.torch.operations.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
 
@@ -32,7 +32,6 @@ SWEEP_AT = (
 )
 CLOSE_S = 5.0  # how long the end of a group waits for our threads, which may be in callbacks of the user's
 GRACE_S = 2.0  # for rank 0 to say who is late; its time limit may have begun later
-CLOSED = "the process group was destroyed while this operation was pending"
 
 
 class InFlight:
