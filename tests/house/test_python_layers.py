@@ -96,7 +96,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime.exported",
         "runtime.life",
     },
-    "tensorflow.keras": {"common", "keras"},
+    "tensorflow.keras": {"common", "keras", "process_sets"},
     "torch": {
         "common",
         "errors",

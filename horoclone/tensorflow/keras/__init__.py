@@ -10,8 +10,9 @@ from typing import Any
 from horoclone import keras as _keras
 from horoclone.common.util import is_version_greater_equal_than
 from horoclone.keras import *  # noqa: F403 - its __all__ is the list
-from horoclone.keras import Average, Compression, ProcessSet, callbacks, elastic, global_process_set
+from horoclone.keras import Average, Compression, callbacks, elastic
 from horoclone.keras.distribute import make_distributed
+from horoclone.process_sets import ProcessSet, global_process_set
 
 __all__ = [*_keras.__all__, "DistributedOptimizer", "callbacks", "elastic", "is_version_greater_equal_than"]
 
