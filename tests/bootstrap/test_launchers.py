@@ -214,7 +214,7 @@ def test_slurm_step_on_several_hosts_with_a_secret(member):
     check_ranks(ranks.outputs(), 4)
 
 
-def test_slurm_ranks_with_different_secrets_do_not_meet(member):
+def test_slurm_ranks_with_different_secrets_do_not_connect(member):
     secret = [SECRET, SECRET, SECRET[::-1], SECRET]
     environments = [step(rank, 4, nodes=2, HOROCLONE_SECRET=secret[rank]) for rank in range(4)]
     ranks = Ranks(member, environments, [("hurry",)])

@@ -70,7 +70,7 @@ def test_rank_0_takes_the_next_name_and_the_others_find_it():
             server.close()
 
 
-def test_a_job_meets_though_another_user_holds_the_first_name(launch, tmp_path):
+def test_a_job_starts_though_another_user_holds_the_first_name(launch, tmp_path):
     port = str(1024 + secrets.randbelow(60000))
     job = f"torchrun:none:127.0.0.1:{port}:0"
     variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}

@@ -122,7 +122,7 @@ def members(done, size):
     [(2, ()), (4, ()), (2, ("mpi-first",)), (2, ("mpi-last",))],
     ids=["plain 2", "plain 4", "mpi first", "mpi last"],
 )
-def test_ranks_meet_without_mpi_and_mpi_works_beside_it(ranks, size, words):
+def test_ranks_connect_without_mpi_and_mpi_works_beside_it(ranks, size, words):
     for line in members(ranks(size, *words), size):
         assert f"mpi={bool(words)} exchanges=2" in line
         assert "first contact: PMIx (OpenPMIx " in line
@@ -270,7 +270,7 @@ def test_init_works_again_after_a_timeout_whoever_was_late(three_hosts, late):
     )
 
 
-def test_without_the_library_the_ranks_meet_through_mpi4py(ranks):
+def test_without_the_library_the_ranks_connect_through_mpi4py(ranks):
     for line in members(ranks(2, "no-library"), 2):
         assert "mpi=True exchanges=0" in line
         assert f"first contact: mpi4py, as PMIx cannot be used: {os.devnull} cannot be loaded" in line

@@ -29,7 +29,7 @@ def loop(name=None, calls=ENOUGH):
 
 
 @ranks(2, 3)
-def test_a_loop_of_small_allreduces_takes_turns():
+def test_a_loop_of_small_allreduces_takes_the_bypass():
     loop("loop")
     before = hvd.metrics()
     loop("loop", 100)
@@ -40,7 +40,7 @@ def test_a_loop_of_small_allreduces_takes_turns():
 
 
 @ranks(2, 3)
-def test_loops_of_the_other_operations_take_turns():
+def test_loops_of_the_other_operations_take_the_bypass():
     rank, size = hvd.rank(), hvd.size()
     before = hvd.metrics()["bypassed"]
     for call in range(ENOUGH):
@@ -61,16 +61,16 @@ def come_late():
     if hvd.rank() == 1:
         time.sleep(2.5)
     loop("loop", 1)
-    say(turns=hvd.metrics()["bypassed"])
+    say(rounds=hvd.metrics()["bypassed"])
 
 
-def test_a_rank_that_is_late_in_a_turn_is_named(crew):
+def test_a_rank_that_is_late_in_a_round_of_the_bypass_is_named(crew):
     team = crew(come_late, 3, env={"HOROVOD_STALL_CHECK_TIME_SECONDS": "0.5"})
     assert team.wait() == [0, 0, 0], team.outputs()
     report = team.output(0)
     assert re.search(r"allreduce 'loop' \(\d+ s\): missing rank 1", report), report
     assert "rank 1 has nothing pending; its last call was allreduce 'loop'" in report, report
-    assert all(team.said(rank, "turns")[0]["turns"] > 10 for rank in range(3))
+    assert all(team.said(rank, "rounds")[0]["rounds"] > 10 for rank in range(3))
 
 
 def die_in_a_turn():
@@ -86,7 +86,7 @@ def die_in_a_turn():
         say(text=str(error), seconds=time.monotonic() - began)
 
 
-def test_a_rank_that_dies_in_a_turn_is_named(crew):
+def test_a_rank_that_dies_in_a_round_of_the_bypass_is_named(crew):
     team = crew(die_in_a_turn, 3)
     team.wait()
     for rank in (0, 2):

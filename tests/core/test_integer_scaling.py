@@ -115,7 +115,7 @@ def test_what_a_dtype_cannot_hold_wraps_and_what_int64_cannot_hold_is_its_neares
 
 
 @ranks(2, 3)
-def test_a_joined_rank_stands_in_with_what_no_factor_changes():
+def test_the_identity_element_of_a_joined_rank_is_not_scaled():
     me, size = hvd.rank(), hvd.size()
     if me < size - 1:  # the last one has no data at all
         others = size - 1

@@ -246,11 +246,11 @@ GARBAGE = [
 
 
 def start_slowly(late, seconds):
-    """Rank 1 holds up the start when all have met but nobody is connected: rank 0's doors are open until then."""
+    """Rank 1 holds up the start when all have gathered but nobody is connected: rank 0's listeners are open until then."""
     connect = native_module.core().Runtime.connect
 
     def hold_up(native, *args):
-        say(doors=traces()["ports"])
+        say(listeners=traces()["ports"])
         while args[0] == 1 and not os.path.exists(late):
             time.sleep(0.01)
         return connect(native, *args)
@@ -266,12 +266,14 @@ def start_slowly(late, seconds):
 
 
 @MODES
-def test_strangers_at_every_door_of_a_job_hold_up_nobody(crew, tmp_path, shared):
+def test_strangers_at_every_listener_of_a_job_hold_up_nobody(crew, tmp_path, shared):
     late = tmp_path / "now"
     team = crew(start_slowly, 2, env=mode(shared), late=str(late), seconds=1)
     host, _, port = team.server.addresses[0].rpartition(":")
-    doors = [(host, int(port))] + [("127.0.0.1", port) for port in team.wait_for(0, "doors")["doors"]]
-    assert len(doors) >= 2
+    listeners = [(host, int(port))] + [
+        ("127.0.0.1", port) for port in team.wait_for(0, "listeners")["listeners"]
+    ]
+    assert len(listeners) >= 2
     held = []
 
     def knock():
@@ -280,17 +282,17 @@ def test_strangers_at_every_door_of_a_job_hold_up_nobody(crew, tmp_path, shared)
             one.settimeout(2)
             held.append(one)
             try:
-                one.connect(doors[turn % len(doors)])
+                one.connect(listeners[turn % len(listeners)])
                 one.sendall(GARBAGE[turn % len(GARBAGE)])
             except OSError:
-                pass  # turned away already, or the door is gone
+                pass  # turned away already, or the listener is gone
 
     knock()
     time.sleep(0.2)
     late.touch()
     began = time.monotonic()
     for rank in range(2):
-        assert team.wait_for(rank, "open")["open"] == []  # no door once all are connected
+        assert team.wait_for(rank, "open")["open"] == []  # no listener once all are connected
     assert time.monotonic() - began < 3, team.outputs()
     knock()  # now at the rendezvous only
     assert team.wait(20) == [0, 0], team.outputs()

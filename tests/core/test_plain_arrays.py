@@ -50,7 +50,7 @@ def sample(dtype: str) -> np.ndarray:
 
 
 @ranks(2)
-def test_every_dtype_takes_the_short_way_and_gives_what_a_blocking_call_gives():
+def test_every_dtype_takes_the_fast_path_and_gives_what_a_blocking_call_gives():
     before = set(array_handles._pending)  # another test in these processes may have dropped a handle
     for dtype in SHORT:
         with counted() as seen:
@@ -104,7 +104,7 @@ def test_what_is_not_plain_takes_the_slow_path():
 
 
 @ranks(2)
-def test_blocking_calls_take_the_short_way_too():
+def test_blocking_calls_take_the_fast_path_too():
     hvd.allreduce(np.ones(1))  # a life's first takes the slow path and opens the fast one
     before, real, seen = set(array_handles._pending), array_handles.call_plain, []
     array_handles.call_plain = lambda *args: seen.append(real(*args)) or seen[-1]

@@ -279,7 +279,7 @@ def test_ctrl_c_during_a_wait_is_served_at_once(two, calls):
         + """
 import threading
 hvd.init()
-for _ in range(calls):  # then it is in a turn that rank 1 never enters
+for _ in range(calls):  # then it is in a round of the bypass that rank 1 never enters
     hvd.allreduce(np.ones(1), name="x")
 if hvd.rank() == 0:
     threading.Timer(0.3, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
@@ -297,7 +297,7 @@ hvd.shutdown()
 
 
 def test_ctrl_c_at_any_moment_of_a_loop_leaves_no_operation_behind(two):
-    """Also between the first look at a turn and the wait: nothing is under way afterwards, and a new life begins."""
+    """Also between the first look at a round and the wait: nothing is under way afterwards, and a new life begins."""
     done = two(
         """
 import threading

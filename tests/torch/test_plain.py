@@ -136,7 +136,7 @@ def test_what_is_not_plain_takes_the_slow_path() -> None:
 
 
 @ranks(2)
-def test_blocking_calls_take_the_short_way_too() -> None:
+def test_blocking_calls_take_the_fast_path_too() -> None:
     needs_exchange()
     hvd.allreduce(torch.ones(1))  # a life's first takes the slow path and opens the fast one
     before, real, seen = set(handles._pending), handles.call_plain, []
