@@ -3,8 +3,9 @@
  *  2. A call that can fail returns hc_status*: NULL is success; otherwise free it with hc_status_destroy.
  *  3. Structs that a caller fills begin with `version` = HC_VERSION so that they can grow.
  *  4. Pointers and counts travel together; strings are NUL-terminated UTF-8; no ownership passes unless said.
- *  5. Every call may come from any thread. hc_wait blocks the calling thread (it makes progress meanwhile); nothing
- * else does.
+ *  5. Every call may come from any thread. hc_wait blocks the calling thread, which makes progress meanwhile; so do
+ *     hc_connect, hc_shutdown and the collective calls. The others do not wait for other ranks, but for the short spin
+ *     of hc_call.
  */
 #pragma once
 
@@ -55,11 +56,11 @@ HC_EXPORT const char* hc_status_text(const hc_status* status);
 HC_EXPORT int32_t hc_status_culprit(const hc_status* status); /* world rank, -1 when unknown */
 HC_EXPORT void hc_status_destroy(hc_status* status);
 
-/* One tensor of a request. `out` NULL: the core owns the result (sizes unknown before the agreement), see hc_result.
- * allgather into `out`: it has room for this rank's rows times the ranks; where a rank gave another number of rows it
- * stays as it is, and the core owns the result. reduce and gather have a result on the root only. scatter: only the
- * root gives a tensor, the others none. receive: a tensor to receive into (`out`), or none. Who gives none and says
- * HC_CUDA can take what comes on that GPU; what comes from host memory is in host memory all the same. */
+/* One tensor of a request. `out` NULL: the core owns the result, whose size may be unknown before the agreement; see
+ * hc_result. allgather into `out`: it must hold this rank's rows times the number of ranks. If any rank gives another
+ * number of rows, `out` is unchanged and the core owns the result. reduce and gather have a result on the root only.
+ * scatter: only the root passes a tensor. receive: pass a tensor to receive into (`out`), or none; without one, HC_CUDA
+ * asks for a result on that GPU, and a message from host memory still arrives in host memory. */
 typedef struct hc_tensor {
   const void* in;
   void* out;
@@ -100,7 +101,7 @@ HC_EXPORT hc_status* hc_runtime_create(const char* const* names, const char* con
 HC_EXPORT void hc_runtime_destroy(hc_runtime* rt);
 /* Opaque bytes that every other rank needs (see hc_connect). */
 HC_EXPORT const uint8_t* hc_endpoint(const hc_runtime* rt, size_t* bytes);
-/* An MPI that the ranks share, as a second way for data between nodes. Handles as the library's own, in an intptr_t. */
+/* An MPI that the ranks share, a second backend for data between nodes. Handles are the library's own, as intptr_t. */
 typedef struct hc_mpi {
   const char* library;   /* loaded in this process; it has MPI's functions, or depends on the library that has */
   intptr_t communicator; /* the ranks in their order, used by nobody else, errors returned; MPI_THREAD_MULTIPLE */
@@ -134,8 +135,8 @@ HC_EXPORT int32_t hc_get(const hc_runtime* rt, hc_fact fact);
  * live until the handle is done. */
 HC_EXPORT hc_status* hc_submit(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
                                hc_handle* out);
-/* hc_submit for a caller that waits at once (will_wait): the fast path for small calls that repeat. *out is 0 when the
- * call is over, with success, and has left nothing to take or to release; else hc_wait for it. */
+/* hc_submit for a caller that waits immediately (will_wait): the fast path for small calls that repeat. *out is 0 when
+ * the operation has already succeeded and there is nothing to take or to release; else call hc_wait. */
 HC_EXPORT hc_status* hc_call(hc_runtime* rt, const hc_request* request, const hc_tensor* tensors, int32_t n,
                              hc_handle* out);
 /* Declared buckets: an optimizer's gradients, the same names, shapes and order on every rank, in place (in == out),
@@ -154,7 +155,7 @@ HC_EXPORT int32_t hc_poll(hc_runtime* rt, hc_handle handle); /* 1 done (or unkno
 /* Makes progress until the handle is done or timeout_s passes (< 0: no limit; *done says which). The status is the
  * operation's. */
 HC_EXPORT hc_status* hc_wait(hc_runtime* rt, hc_handle handle, double timeout_s, int32_t* done);
-/* 1: the operation is done and has succeeded, and its handle is released; 0: not so, or unknown: ask hc_wait. Never
+/* 1: the operation has succeeded, and its handle is released. 0: it has not, or is unknown: call hc_wait. Never
  * blocks. */
 HC_EXPORT int32_t hc_finish(hc_runtime* rt, hc_handle handle);
 /* Memory that the core owns: a result, or shared memory made by hc_block_create. Outlives the runtime until it is
@@ -182,31 +183,31 @@ HC_EXPORT hc_status* hc_take_result(hc_runtime* rt, hc_handle handle, int32_t i,
 /* Tensors on a GPU (hc_request.device = HC_CUDA): their operation is done when it has been enqueued. This makes
  * `stream` wait for the result; the host does not wait. */
 HC_EXPORT hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stream);
-/* The same, then copies the core-owned result of tensor i to `to` on that stream and lets the core's memory go.
- * hc_take_result tells first_dimension and rows_from before. */
+/* The same, then copies the core-owned result of tensor i to `to` on that stream and releases the core's memory. Call
+ * hc_take_result before it to learn first_dimension and rows_from. */
 HC_EXPORT hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
 
 /* Collective: every member of the world calls it in the same order. */
 HC_EXPORT hc_status* hc_process_set_add(hc_runtime* rt, const int32_t* ranks, int32_t n, int32_t* id);
 HC_EXPORT hc_status* hc_process_set_remove(hc_runtime* rt, int32_t id);
-/* How many ranks belong to it, and the place of this one (-1: no member). Size 0: there is no such set. */
+/* The number of its members (0: there is no such set), and this rank's position among them (-1: it is no member). */
 HC_EXPORT int32_t hc_process_set_size(hc_runtime* rt, int32_t id);
 HC_EXPORT int32_t hc_process_set_rank(hc_runtime* rt, int32_t id);
 
 /* Shared memory of this rank that every local rank sees; zeroed, 4 KiB aligned. */
 HC_EXPORT hc_status* hc_block_create(hc_runtime* rt, size_t bytes, hc_block** out);
-/* Memory of a GPU that NCCL can be told of in advance, as it is of declared buckets that begin in such blocks; not
- * written yet. UNSUPPORTED, with the reason, where this NCCL, or the settings, do not have it: use any other memory. */
+/* Uninitialised memory of a GPU that can be registered with NCCL, as happens to declared buckets that begin in such
+ * blocks. UNSUPPORTED, with the reason, where this NCCL or the settings rule it out: use any other memory then. */
 HC_EXPORT hc_status* hc_device_block_create(hc_runtime* rt, int32_t device_index, size_t bytes, hc_block** out);
 HC_EXPORT int32_t hc_shares_memory(hc_runtime* rt); /* 1 when every rank of the world maps this rank's arena */
 
 /* Tells every rank to fail what is pending with this text ("rank 1 raised ValueError: bad batch 17"). */
 HC_EXPORT void hc_abort(hc_runtime* rt, const char* text);
-/* The same by a caller that cannot go on waiting for `handle`. text: what happened to it ("raised TimeoutError: too
- * slow"); this rank is named before it and the operation behind it. */
+/* hc_abort by a caller that cannot go on waiting for `handle`. text: what happened to the caller ("raised TimeoutError:
+ * too slow"); the core puts this rank's name before it and the operation after it. */
 HC_EXPORT void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text);
-/* Finishes what every rank has announced, says goodbye, stops the threads. After timeout_s what is left fails as
+/* Finishes what every rank has announced, says goodbye and stops the threads. What is left after timeout_s fails as
  * Aborted. */
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);
 HC_EXPORT void hc_after_fork_child(hc_runtime* rt);

@@ -1,6 +1,6 @@
-/* What tools and tests ask of the core, and no training needs: the timeline, reports, the simulator, block
- * quantisation. The conventions are those of horoclone.h. A text that is returned is JSON unless told otherwise, and
- * valid until the next call of a function of this header on the same thread. */
+/* What only tools, tests and compressors need of the core: the timeline, reports, the simulator, block quantisation.
+ * The conventions are those of horoclone.h. Returned texts are JSON unless a comment says otherwise, and valid until
+ * the next call of a function of this header on the same thread. */
 #pragma once
 
 #include "horoclone.h"
@@ -13,10 +13,10 @@ extern "C" {
  * unless HOROVOD_TIMELINE was set. */
 HC_EXPORT hc_status* hc_timeline_start(hc_runtime* rt, const char* path, int32_t mark_cycles);
 HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
-/* A span that is over, in the row "recovery": from a moment of CLOCK_MONOTONIC on. args: members of a JSON object. */
+/* Adds a finished span to the row "recovery"; from_s is a moment of CLOCK_MONOTONIC. args: members of a JSON object. */
 HC_EXPORT void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args);
-/* Before hc_connect: `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` (not
- * blocking, the caller's) reads from. Stall reports show it. */
+/* Call before hc_connect. Stall reports then show a stack: `signal`, sent to the thread with kernel id `thread`, must
+ * make it write its stack into a pipe; `fd` is the pipe's non-blocking reading end, which stays the caller's. */
 HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);
 
 HC_EXPORT const char* hc_counters(hc_runtime* rt);                          /* what it has done so far */
@@ -31,8 +31,8 @@ HC_EXPORT const char* hc_selection_report(const char* const* names, const char* 
 HC_EXPORT const char* hc_device_report(const char* const* names, const char* const* values, int32_t n);
 
 /* Block quantisation: `shard` elements (a multiple of `block`) as shard / block float32 scales, then shard 8-bit
- * integers. `count` elements are there, the others of the shard are zeros. quantize: residual is NULL, or count numbers
- * that are added to `in` and become what was lost. dequantize: writes count elements, or adds them. */
+ * integers. The first `count` elements are given, the rest of the shard is zeros. quantize: residual is NULL, or count
+ * numbers that are added to `in` and then hold the rounding errors. dequantize: writes count elements, or adds them. */
 typedef struct hc_blocks {
   int32_t version;
   int64_t block, shard, count;
@@ -40,8 +40,8 @@ typedef struct hc_blocks {
 HC_EXPORT hc_status* hc_quantize(const hc_blocks* blocks, const float* in, float* residual, void* message);
 HC_EXPORT hc_status* hc_dequantize(const hc_blocks* blocks, const void* message, float* out, int32_t add);
 
-/* The agreement of one step at any number of ranks, in this process, on a virtual clock: the real objects, messages
- * that cost what is said here. *json is valid until the next call on the same thread. */
+/* Simulates the agreement of one step at any number of ranks, in this process, on a virtual clock: with the real
+ * objects, and messages that cost what the struct says. *json is valid until the next call on the same thread. */
 typedef struct hc_simulation {
   int32_t version;
   int32_t ranks, ranks_per_node, fanout; /* fan-out 0: every rank talks to rank 0 */
