@@ -229,7 +229,7 @@ def _await(client: Client, rank: int, life: int, deadline: float) -> str:
             return text
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise Late("rank 0 has not published where it can be met")
+            raise Late("rank 0 has not published its address")
         time.sleep(min(pause_s, left_s))
         pause_s = min(1.5 * pause_s, longest_s)
 
