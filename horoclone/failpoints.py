@@ -113,7 +113,7 @@ def arm(text: str, rank: str = "") -> None:
 
 
 def disarm() -> None:
-    """No point does anything any more, and all are counted anew."""
+    """Disarms all failpoints and resets their counts."""
     global reach
     reach = _nothing
     with _mutex:

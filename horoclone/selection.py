@@ -83,7 +83,7 @@ def learn(environ: Mapping[str, str], size: int, counters: Mapping[str, Any], wa
 
 
 def remember(environ: Mapping[str, str], key: str, value: int | str) -> None:
-    """Writes the file anew with this result in it; other processes see the old or the new one, never a part."""
+    """Rewrites the file with this result in it; other processes see the old or the new one, never a part."""
     _found.pop(key, None)
     _found[key] = value
     file = cache_file(environ)

@@ -161,9 +161,8 @@ def flag(environ: Mapping[str, str], name: str, default: str = "0") -> bool:
 
 
 def remarks(environ: Mapping[str, str], knobs: Sequence[Mapping[str, str]]) -> list[str]:
-    """One line for each variable that is set and changes nothing: read by nobody, or misspelt.
-
-    knobs: the rows of _core.knobs(). Nothing is said at LOG_LEVEL error or fatal.
+    """One line for each variable that is set and has no effect: no part of horoclone reads it, or it is misspelt.
+    knobs: the rows of _core.knobs(). Empty at LOG_LEVEL error or fatal.
     """
     level = environ.get("HOROCLONE_LOG_LEVEL") or environ.get("HOROVOD_LOG_LEVEL") or ""
     if level.strip().lower() in ("error", "fatal"):

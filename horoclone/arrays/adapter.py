@@ -45,7 +45,7 @@ class Adapter(Protocol):
         """Where work on these arrays runs. ValueError where they lie on several devices."""
 
     def place_to_receive(self) -> Place:
-        """Where what comes from another rank may be put."""
+        """Where a message from another rank may be placed."""
 
     def place_to_join(self, device: int) -> Place:
         """Where a rank that has joined takes part; device -1: the current one."""

@@ -55,7 +55,7 @@ def readable(array: ArrayLike) -> Array:
 
 
 def _refusal(array: object) -> ValueError | None:
-    """Of what lies on a GPU, which NumPy does not read."""
+    """The error for an array on a GPU, which NumPy does not read."""
     if not hasattr(array, "__cuda_array_interface__"):
         return None
     return ValueError(
@@ -125,7 +125,7 @@ def row_counts(splits: ArrayLike | None, what: str) -> list[int] | None:
 
 
 def numpy_dtype(result: Result) -> np.dtype[Any]:
-    """Of what another rank sent."""
+    """The dtype of an array that another rank sent."""
     name = NAMES[result.dtype]
     if name != "bfloat16":
         return np.dtype(name)

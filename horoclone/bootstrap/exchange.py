@@ -475,7 +475,7 @@ def _of_communicator(
 
 
 def _host_server(rank: int, size: int, environ: Environment) -> tuple[Server | None, bytes]:
-    """In rank 0: a server for anybody who is given this blob [secret 32][name 16 hex digits][addresses, by commas]."""
+    """In rank 0: a server for all that receive this blob [secret 32][name 16 hex digits][addresses, by commas]."""
     if rank != 0:
         return None, b""
     secret, name = secrets.token_bytes(SECRET_BYTES), secrets.token_hex(8)

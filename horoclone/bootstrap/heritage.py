@@ -18,7 +18,7 @@ FIND_S = 10.0  # so much longer than later is a member waited for at first, as i
 
 
 class Named(NamedTuple):
-    """A member, as every other one knows it. near: it is on the host of the roster that wrote this."""
+    """A member, as every other one knows it. near: it is on the host of the roster that wrote the record."""
 
     id: bytes
     number: int  # the launcher's

@@ -122,7 +122,7 @@ class Membership(Client):
             return DECLINES
 
     def form(self, seen: int, commits: tuple[int, ...], wait_s: float) -> Told | Out | Stop | None:
-        """Waits so long for the generation after `seen`; None: not yet. Timeout when the roster cannot be reached."""
+        """Waits that long for the generation after `seen`; None: not yet. Timeout when the roster cannot be reached."""
         failpoints.reach("roster.form")
         request = struct.pack("<BIQB", wire.FORM, int(wait_s * 1000), seen, len(commits))
         request += struct.pack(f"<{len(commits)}Q", *commits)

@@ -86,7 +86,7 @@ class Server:
         return self._presence.reports()
 
     def rank_ended(self, rank: int, text: str) -> None:
-        """From who has seen its process end, with whatever code: nobody need wait for this rank any more."""
+        """The launcher has seen the rank's process end, with whatever code: no other rank need wait for it any more."""
         self._presence.ended(rank, text)
         self.ring()
 
@@ -179,7 +179,7 @@ class Server:
                 self._give_gather_up(key)
 
     def _give_gather_up(self, key: str) -> None:
-        """Its generation is over; who waits in it was given up, and may know."""
+        """Its generation is over: a rank that waits in it was given up, and is told so."""
         for connection in list(self._connections.values()):
             if connection.waiter is not None and connection.waiter.key == key:
                 connection.waiter = None

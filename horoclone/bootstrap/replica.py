@@ -261,7 +261,7 @@ def _read(connection: socket.socket, is_over: Callable[[], bool]) -> Replica | N
 
 
 def _exactly(connection: socket.socket, count: int, is_over: Callable[[], bool]) -> bytearray | None:
-    """So many bytes, however long they take. None when is_over()."""
+    """Reads exactly that many bytes, however long they take. None when is_over()."""
     part = bytearray(count)
     view, at = memoryview(part), 0
     connection.settimeout(SLICE_S)

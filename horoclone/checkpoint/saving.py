@@ -42,7 +42,7 @@ class CopyMemory:
         self._free: Bytes | None = None
 
     def take(self, nbytes: int) -> Bytes:
-        """At least so many bytes, which nobody else has."""
+        """Memory of at least `nbytes`, for this caller alone."""
         with self._mutex:
             free, self._free = self._free, None
         if free is not None and nbytes <= free.nbytes <= 2 * nbytes:
@@ -50,7 +50,7 @@ class CopyMemory:
         return np.empty(nbytes, np.uint8)
 
     def give(self, memory: Bytes) -> None:
-        """Nobody reads it any more."""
+        """Gives the memory back, once it is not read any more."""
         with self._mutex:
             self._free = memory
 

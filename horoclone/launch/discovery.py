@@ -173,7 +173,7 @@ def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
 
 
 class Settled:
-    """What holds of what was found: what is new at once, what is missing when it has been so for FLAP_S. Pure."""
+    """Smooths what was found: new hosts count at once, missing ones when they have been missing for FLAP_S. Pure."""
 
     def __init__(self) -> None:
         self._hosts: dict[str, int] = {}

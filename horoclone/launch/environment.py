@@ -59,5 +59,5 @@ def thread_variables(
 
 
 def exported(environment: Mapping[str, str]) -> dict[str, str]:
-    """What goes to other hosts: everything but what belongs to this host or to a terminal."""
+    """The variables that travel to other hosts: all but those of this host or of a terminal."""
     return {name: value for name, value in environment.items() if not _STAYS_HERE.match(name)}

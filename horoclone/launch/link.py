@@ -36,7 +36,7 @@ class SshOptions(NamedTuple):
 
 
 class HostEvents(Protocol):
-    """Whoever wants to know what happens on the host."""
+    """Receives the events of a host."""
 
     def started(self, rank: int, pid: int) -> None: ...
     def output(self, rank: int, stream: int, data: bytes) -> None: ...
@@ -134,7 +134,7 @@ class HostLink:
             self._send(frames.frame(frames.KILL, rank, frames.KILL_PAYLOAD.pack(number, group)))
 
     def abandon(self, what: str) -> None:
-        """Nothing more is said to this host, and it counts as lost."""
+        """Sends nothing more to this host, which counts as lost from now on."""
         self._unsent.clear()
         self.hang_up()
         self._lose(what)

@@ -45,7 +45,7 @@ class Style:
 
 
 def wants_colour(descriptor: int) -> bool:
-    """A terminal that shows colours, and a user who has not set NO_COLOR."""
+    """Whether the terminal shows colours and the user has not set NO_COLOR."""
     return is_terminal(descriptor) and not os.environ.get("NO_COLOR")
 
 

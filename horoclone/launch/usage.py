@@ -35,7 +35,9 @@ def is_out_of_descriptors(error: BaseException) -> bool:
 
 
 def out_of_descriptors(ranks: int) -> LaunchError:
-    """For a launcher of so many ranks on this host; each has two pipes, a process descriptor and what starts it."""
+    """The error of a launcher of that many ranks on this host; each has two pipes, a process descriptor and what starts
+    it.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return LaunchError(
         f"too few file descriptors for {ranks} ranks: the limit is {limit}. Raise it: ulimit -n {64 + 8 * ranks}",

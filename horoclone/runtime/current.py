@@ -72,7 +72,7 @@ def _called() -> str:
 
 
 def job_secret() -> bytes:
-    """What the ranks of this job share and nobody else knows; empty before init()."""
+    """The secret of this job, which only its ranks know; empty before init()."""
     return job.secret if job is not None and runtime is not None else b""
 
 

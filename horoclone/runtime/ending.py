@@ -31,7 +31,7 @@ _hooks_installed = False
 
 
 def install_hooks(shut_down: Callable[[float], None]) -> None:
-    """Once in a process. shut_down: ends the runtime within so many seconds."""
+    """Called once in a process. shut_down: ends the runtime within the given seconds."""
     global _hooks_installed
     if _hooks_installed:
         return

@@ -253,7 +253,7 @@ class _Fragment:
 
 
 class DiLoCo(_Periodic):
-    """Every rank trains alone; once in `sync_every` steps of `inner_optimizer` the way that each fragment has gone is
+    """Every rank trains alone; once in `sync_every` steps of `inner_optimizer` the movement of each fragment is
     averaged over the ranks, and `outer_optimizer` takes the average for the gradient of the global parameters.
 
         outer = torch.optim.SGD(model.parameters(), lr=0.7, momentum=0.9, nesterov=True)

@@ -92,7 +92,7 @@ class InFlight:
             thread.start()
 
     def _call_next(self) -> None:
-        """With _turn held: somebody waits for the core on behalf of what is pending."""
+        """Called with _turn held: a thread waits for the core on behalf of the pending works."""
         if self._taken or not self._pending:
             return
         if self._idle:

@@ -59,7 +59,7 @@ def place_to_join(device: int) -> Place:
 
 
 def place_to_receive(beside: torch.Tensor | None = None) -> Place:
-    """Where what comes from another GPU may be put: beside that tensor, else on the current GPU, if torch uses any."""
+    """Where a message from another GPU may be placed: beside that tensor, else on the current GPU, if torch uses any."""
     if beside is not None:
         return place_of(beside)
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
@@ -106,7 +106,7 @@ def to_gpu(values: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def side_stream(place: Place) -> Any:
-    """A stream beside the caller's, on whose behalf nobody else works; None for host memory."""
+    """A stream beside the caller's, which no other code uses; None for host memory."""
     return None if place[0] < 0 else torch.cuda.Stream(place[0])
 
 

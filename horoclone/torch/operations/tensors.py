@@ -128,7 +128,7 @@ def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> tor
 
 
 def dtype_of(result: Result) -> torch.dtype:
-    """Of what another rank sent."""
+    """The dtype of a tensor that another rank sent."""
     dtype = _DTYPE_OF.get(result.dtype)
     if dtype is None:
         raise Unsupported(

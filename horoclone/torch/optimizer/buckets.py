@@ -159,7 +159,7 @@ def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tens
 def groups_of(
     groups: int | Sequence[Sequence[torch.Tensor]], dense: Sequence[GradState]
 ) -> list[list[GradState]]:
-    """The user's `groups` argument as gradients: so many groups of `dense`, or lists of parameters that are in it."""
+    """The user's `groups` argument as gradients: that many groups of `dense`, or lists of parameters that are in it."""
     if isinstance(groups, int):
         if groups <= 0:
             return []

@@ -143,7 +143,9 @@ class CrossBarrier:
             self._settle(list(self._handles))
 
     def forget(self) -> None:
-        """Gives up what is owed: a state is being restored. Waits for the reductions, whose memory is in use."""
+        """Drops updates that are still due, because a state is being restored. Waits for the reductions, whose memory
+        is in use.
+        """
         handles, self._handles, self._owed = self._handles, {}, {}
         for bucket, handle in handles.items():
             _ended(self._reducer, bucket, handle)

@@ -112,9 +112,8 @@ class OwnState:
         holders: Sequence[int],
         layout: Sequence[Range] | None,
     ) -> None:
-        """Goes on with what read() gave on the ranks of a commit. layout: the cut of then, with the owners of then.
-
-        Residuals of ranks that nobody takes the place of are added to those of who has their shard.
+        """Continues with what read() gave on the ranks of a commit. layout: the partition at that time, with its
+        owners. Residuals of ranks that were not replaced are added to those of the rank that has their shard.
         """
         state, sharding = self._optimizer.__dict__["state"], self._sharding
         parameters = self._parameters()

@@ -57,7 +57,7 @@ def checked_quorum(quorum: float | str, size: int) -> int:
 
 
 class _Tally:
-    """Rank 0's: who has come, and whether a round begins. Thread: the agent of rank 0."""
+    """Rank 0's count of the ranks that have come, which decides when a round begins. Thread: the agent of rank 0."""
 
     def __init__(self, size: int, quorum: int, max_lag: int) -> None:
         self.size, self.quorum, self.max_lag = size, quorum, max_lag
