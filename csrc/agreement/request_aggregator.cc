@@ -1,8 +1,8 @@
 // See request_aggregator.h. Every operation in flight is either held (only whole subtrees of children have announced
-// it, all in the same words) or shown (each announcement goes up as it comes, until a plan ends this round of it). The
-// word goes from held to shown at the first difference, so that whatever the coordinator would make of single request
-// lists it still does. In the steady state all members send one list of cache ids: a wave, compared as a whole, that
-// becomes rounds only when it must.
+// it, all alike) or shown (each announcement is passed up as it arrives, until a plan ends the operation). An operation
+// changes from held to shown at the first difference, so the coordinator comes to the same plans and errors as it would
+// from the single request lists. In the steady state all members send one list of cache ids: a wave, which is compared
+// as a whole and split into operations only when it must be.
 #include "agreement/request_aggregator.h"
 
 #include <algorithm>

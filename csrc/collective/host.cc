@@ -1,4 +1,4 @@
-// From a task on host memory to its state machine; selection.h chooses the algorithm.
+// Makes the state machine of a task on host memory; selection.h chooses the algorithm.
 #include "collective/collective.h"
 #include "collective/selection.h"
 #include "collective/shared/shared.h"

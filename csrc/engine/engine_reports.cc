@@ -1,4 +1,4 @@
-// What the engine tells about itself: counters, a description for people, the timeline.
+// The engine's reports about itself: counters, a description for people, the timeline.
 #include <algorithm>
 #include <cctype>
 

@@ -1,7 +1,7 @@
-// The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It
-// takes what is right and common; for all else, and for every error, it says None, and the caller takes the slow path,
-// which says what is wrong. By CPython's own calling convention (METH_FASTCALL): pybind11's takes as long as the core's
-// whole submission.
+// The fast path of an allreduce of plain tensors (plain_tensors.h), blocking or not, and of its end. It handles the
+// correct and common case; otherwise, and for every error, it returns None, and the caller takes the slow path, which
+// reports what is wrong. It uses CPython's own calling convention (METH_FASTCALL), because pybind11's takes as long as
+// the core's whole submission.
 #include "fast_path.h"
 
 #include <algorithm>

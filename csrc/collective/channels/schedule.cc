@@ -1,4 +1,4 @@
-// Makes the schedules: one function per algorithm, in the words of schedule.h.
+// Makes the schedules: one function per algorithm. schedule.h explains the terms.
 #include "collective/channels/schedule.h"
 
 #include <algorithm>

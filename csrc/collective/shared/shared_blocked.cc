@@ -1,4 +1,4 @@
-// The blocked forms of the operations whose whole group shares memory.
+// The blocked algorithms of operations whose whole group shares memory.
 #include "collective/shared/blocked.h"
 
 namespace hc {

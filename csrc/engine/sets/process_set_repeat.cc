@@ -1,7 +1,7 @@
-// Calls that repeat: while a session of the bypass is open, a small blocking call like one before is published and
-// taken by the thread that makes it. Only when nothing else is under way, so nothing waits for the iterations that the
-// engine does not make meanwhile; and not for long: where the others are late the call becomes an operation like any
-// other, whose round has been entered already.
+// Calls that repeat: while a session of the bypass is open, a small blocking call like an earlier one is published by
+// the calling thread, which also takes the result. This happens only when nothing else is under way, so nothing waits
+// for the engine's iterations that are left out meanwhile. It is limited in time: if other members are late, the call
+// becomes an ordinary operation that has entered its round already.
 #include <algorithm>
 
 #include "engine/sets/process_set.h"

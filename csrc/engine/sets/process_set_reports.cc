@@ -1,4 +1,4 @@
-// What a process set tells about itself: to the flight recorder and the timeline, to stall reports, to people.
+// A process set's reports about itself: to the flight recorder and the timeline, to stall reports, to people.
 #include <algorithm>
 
 #include "engine/sets/process_set.h"

@@ -1,4 +1,4 @@
-// One simulated agreement from Python: numbers by name in, a JSON text out. The GIL is released meanwhile.
+// Runs one simulated agreement from Python: takes numbers by name, returns a JSON text. Releases the GIL meanwhile.
 #include "simulate.h"
 
 #include <pybind11/stl.h>
