@@ -33,7 +33,8 @@ std::string values_of(const std::vector<Endpoint>& endpoints, size_t setting) {
 Status check_settings(const std::vector<Endpoint>& endpoints) {
   for (size_t r = 1; r < endpoints.size(); ++r) {
     if (endpoints[r].settings.size() != endpoints[0].settings.size())
-      return error(Code::kMismatch, "rank ", r, " reports other settings than rank 0; install the same horoclone on all");
+      return error(Code::kMismatch, "rank ", r,
+                   " reports other settings than rank 0; install the same horoclone on all");
   }
   for (size_t i = 0; i < endpoints[0].settings.size(); ++i) {
     if (const std::string values = values_of(endpoints, i); !values.empty())

@@ -213,7 +213,7 @@ class Desk:
             return 0.0 if self._is_new else self._due
 
     def look(self) -> None:
-        """Called after the roster has changed: checks every waiting member again. Server.ring() then wakes its thread."""
+        """Called after the roster has changed: checks every waiting member. Server.ring() then wakes its thread."""
         with self.mutex:
             self._is_new = True
 

@@ -52,7 +52,7 @@ def serve(make: Callable[[str], Server], names: list[str], deadline: float) -> S
 
 
 def _bind(make: Callable[[str], Server], address: str, give_up: float) -> tuple[Server | None, int]:
-    """The server, or the user id of the process that holds the name: our own after the patience, -1 if nobody answers."""
+    """The server, or the user id of the process that holds the name: our own after the patience, -1 if none answers."""
     silent_since = 0.0
     while True:
         try:

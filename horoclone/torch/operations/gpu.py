@@ -59,7 +59,7 @@ def place_to_join(device: int) -> Place:
 
 
 def place_to_receive(beside: torch.Tensor | None = None) -> Place:
-    """Where a message from another GPU may be placed: beside that tensor, else on the current GPU, if torch uses any."""
+    """Where a message from another GPU may be placed: beside that tensor, else on the current GPU if torch uses one."""
     if beside is not None:
         return place_of(beside)
     if not (torch.cuda.is_available() and torch.cuda.is_initialized()):
