@@ -64,7 +64,7 @@ enum class Sleep : uint32_t { kAwake = 0, kAsleepIdle = 1, kAsleepWaiting = 2 };
 // A peer that will not answer any more.
 struct Loss {
   int rank = -1;
-  std::string reason;  // "closed its connection without a goodbye", "reset by peer", "process 812 has ended" ...
+  std::string reason;  // "closed its connection without a goodbye", "reset by peer", "has ended" ...
 };
 
 class Mesh {

@@ -150,7 +150,6 @@ Status ConnectedMesh::make_channels(const std::vector<Endpoint>& endpoints, std:
   for (int r = 0; r < size_; ++r) {
     Peer& peer = peers_[r];
     const Endpoint& e = endpoints[r];
-    peer.pid = e.pid;
     peer.name = text_of("rank ", r, " (", e.host_name, ", pid ", e.pid, ")");
     if (r == rank_) continue;
     if (links[r].local) {

@@ -47,7 +47,7 @@ bool ConnectedMesh::local_end(int rank) {
   if (!ended && !closed) return false;
   unwatch(&peer.liveness);
   unwatch(&peer.process);
-  peer.channel->lose(ended ? text_of("process ", peer.pid, " has ended") : "closed its connection without a goodbye");
+  peer.channel->lose(ended ? "has ended" : "closed its connection without a goodbye");
   return true;
 }
 

@@ -72,7 +72,7 @@ const char* hc_knobs(void) { return keep(hc::knobs_json()); }
 const char* hc_build_info(void) {
   return keep(hc::text_of("{\"version\":\"", HC_VERSION_TEXT, "\",\"build\":\"", hc::build_name(),
                           "\",\"protocol\":", hc::kProtocolVersion, ",\"compiler\":\"", __VERSION__, "\",\"simd\":\"",
-                          hc::simd_name(), "\",\"features\":{\"nccl\":true}}"));
+                          hc::simd_name(), "\",\"features\":{\"nccl\":true,\"mpi\":true}}"));
 }
 const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n) {
   auto config = hc::Config::read(settings_of(names, values, n));
