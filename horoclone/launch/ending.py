@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 FAILURE_WAIT_S = 5.0  # after one rank failed, the others notice by themselves and may say why
 INTERRUPT_TERM_S, INTERRUPT_KILL_S = 1.0, 2.0  # Ctrl-C: everything is gone within 3 s
+WAIT_IS_SAID_AFTER_S = 1.0  # a shorter wait needs no words
 LEFTOVER_TERM_S, LEFTOVER_KILL_S = 2.0, 5.0  # what a rank's process left running in its group when it ended
 
 FINISHED, FAILURE, INTERRUPT, TERMINATE, HANGUP, NO_READER, NOT_STARTED = range(7)
@@ -27,6 +28,7 @@ class Ending:
     def __init__(self, grace_s: float) -> None:
         self._grace_s = grace_s
         self._orders: list[Order] = []
+        self._words: list[tuple[float, str]] = []  # when something is to be said about a wait
         self._interrupts = 0
         self.reason = FINISHED
         self.signalled_s: float | None = None  # since when ranks die of our doing
@@ -45,6 +47,16 @@ class Ending:
         if not self.begun:
             first = now + FAILURE_WAIT_S
             self._begin(FAILURE, [Order(first, signal.SIGTERM, False), *self._kill(first + self._grace_s)])
+            after = WAIT_IS_SAID_AFTER_S
+            rest = f"{FAILURE_WAIT_S - after:g} s"
+            self._words = [
+                (now + after, f"waiting for {{ranks}} to notice and say so; SIGTERM to who is left in {rest}")
+            ]
+            if self._grace_s > after:
+                rest = f"{self._grace_s - after:g} s"
+                self._words.append(
+                    (first + after, f"SIGTERM was sent to {{ranks}}; SIGKILL in {rest} (--grace)")
+                )
 
     def not_started(self, now: float) -> None:
         """Some rank could not even be started; nobody has work to save."""
@@ -85,8 +97,22 @@ class Ending:
             self.signalled_s = now
         return ready
 
+    def word(self, now: float) -> str | None:
+        """What to say about a wait after a failure that has become noticeable, once; `{ranks}` are those that are left.
+        None: nothing is due."""
+        due = [text for at_s, text in self._words if at_s <= now]
+        self._words = [] if self.reason != FAILURE else [one for one in self._words if one[0] > now]
+        return due[-1] if due and self.reason == FAILURE else None
+
     def next_s(self) -> float | None:
+        """When an order is due next."""
         return self._orders[0].at_s if self._orders else None
+
+    def next_look_s(self) -> float | None:
+        """When there is something to do next: an order, or a word."""
+        return min(
+            [*(order.at_s for order in self._orders[:1]), *(at_s for at_s, _ in self._words)], default=None
+        )
 
     def leftover_delays(self) -> tuple[float, float]:
         """SIGTERM and SIGKILL for a group whose leader has ended, in seconds after that end."""

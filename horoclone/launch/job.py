@@ -342,11 +342,21 @@ class Job:
             link.check_deadline(now)
         if self._request.screen.broken:
             self._ending.no_reader(now)
+        if (waits := self._ending.word(now)) is not None:
+            self._say_who_is_waited_for(waits)
         for order in self._ending.due(now):
             for member in self._members.values():
                 member.signal(order.number, order.group)
                 if order.number != signal.SIGKILL and order.number != signal.SIGINT:
                     member.signal(signal.SIGCONT, order.group)  # a stopped process keeps its signals pending
+
+    def _say_who_is_waited_for(self, waits: str) -> None:
+        """After a failure: a launcher that is silent for seconds looks as if it hung."""
+        members = self._members.values()
+        failed = [one.placement.rank for one in members if one.code not in (None, 0) and not one.by_us]
+        left = [one.placement.rank for one in members if not one.gone]
+        if failed and left:
+            say(f"{ranks_text(failed)} failed; {waits.format(ranks=ranks_text(left))}")
 
     def _on_signal(self, number: int, now: float) -> None:
         if number == signal.SIGINT:
@@ -396,7 +406,7 @@ class Job:
         now = time.monotonic()
         if any(self._needs_polling(member) for member in self._members.values()):
             return _POLL_S
-        due = self._ending.next_s()
+        due = self._ending.next_look_s()
         return _IDLE_S if due is None else min(_IDLE_S, max(0.0, due - now))
 
     def _needs_polling(self, member: Member) -> bool:
@@ -437,10 +447,10 @@ class Job:
         if code is not None:
             text = _farewell(self._ending.reason, ends)
             if self._ending.reason in (ending.TERMINATE, ending.HANGUP) and failed:
-                text += "\n" + report.failure_report(ends, folder)[0]
+                text += "\n" + report.failure_report(ends, folder, len(ends))[0]
             return JobResult(code, text, ends, results)
         if any(end.code != 0 for end in ends):
-            text, code = report.failure_report(ends, folder)
+            text, code = report.failure_report(ends, folder, len(ends))
             return JobResult(code, text, ends, results)
         return JobResult(0, None, ends, results)
 

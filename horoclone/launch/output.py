@@ -17,6 +17,10 @@ STDOUT, STDERR = 1, 2
 _STREAM_NAMES = {STDOUT: "stdout", STDERR: "stderr"}
 
 _TAIL_LINES = 400  # kept for the failure report
+_TRACEBACK = b"Traceback (most recent call last):"
+_TRACEBACKS = 1000  # remembered, so that others' like them are shown as one line
+_TRACEBACK_LINES = 2000  # of one that is held back until its last line has come
+_HELD_S = 0.5  # what has not become a traceback by then is shown
 _LONGEST_LINE = 256 << 10  # bytes; a longer one is shown in pieces
 _PARTIAL_AFTER_S = 0.2  # a prompt without a newline shows up on a terminal after this
 _PROGRESS_EVERY_S = 10.0  # how often a progress bar becomes a line where output is not a terminal
@@ -29,10 +33,11 @@ class Style:
     """How a line is introduced."""
 
     def __init__(self, horovod: bool = False, timestamps: bool = False, colour: bool = False) -> None:
-        self._horovod, self._timestamps, self._colour = horovod, timestamps, colour
+        self._timestamps, self._colour = timestamps, colour
+        self.is_horovods = horovod
 
     def prefix(self, rank: int, stream: int) -> bytes:
-        if self._horovod:
+        if self.is_horovods:
             stamp = time.strftime("%a %b %d %H:%M:%S %Y") if self._timestamps else ""
             return f"{stamp}[{rank}]<{_STREAM_NAMES[stream]}>:".encode()
         stamp = ""
@@ -68,11 +73,28 @@ def shown(line: bytes) -> bytes:
     return next((part for part in reversed(line.split(b"\r")) if part), b"").rstrip()
 
 
+class Repeats:
+    """Which tracebacks have been shown, and of which rank: all ranks often fail in one way, and one of the texts is
+    enough to read."""
+
+    def __init__(self, wanted: bool) -> None:
+        self.wanted = wanted
+        self._first: dict[tuple[bytes, ...], int] = {}
+
+    def shortened(self, rank: int, traceback: list[bytes]) -> list[bytes]:
+        """The traceback, or its last line where another rank's like it has been shown."""
+        if len(self._first) >= _TRACEBACKS:
+            return traceback
+        first = self._first.setdefault(tuple(traceback), rank)
+        return traceback if first == rank else [traceback[-1] + b"  (the traceback is rank %d's)" % first]
+
+
 class Screen:
     """Our stdout and stderr. On a terminal one line at the bottom may be `live`: redrawn, not kept."""
 
     def __init__(self, style: Style, only: set[int] | None = None) -> None:
         self._style, self._only = style, only
+        self.repeats = Repeats(wanted=only is None and not style.is_horovods)
         self._terminal = {STDOUT: is_terminal(STDOUT), STDERR: is_terminal(STDERR)}
         self._live: tuple[int, int, bytes] | None = None  # rank, stream, text
         self.broken = False  # nobody reads our output any more
@@ -111,6 +133,7 @@ class Screen:
         except OSError:
             columns = 80
         plain = _ESCAPE.sub("", text.decode(errors="replace"))
+        columns = columns or 80  # a terminal that does not know its width says 0
         room = max(10, columns - 1 - len(_ESCAPE.sub("", self._style.prefix(rank, stream).decode())))
         body = text if len(plain) <= room else plain[:room].encode()
         self._write(stream, self._style.prefix(rank, stream) + _printable(body))
@@ -145,7 +168,8 @@ class RankStream:
         self._partial_since = 0.0
         self._live = False
         self._progress_shown_s = 0.0
-        self._held: list[bytes] | None = None
+        self._held: list[bytes] | None = None  # the beginning of a traceback
+        self._held_since = 0.0
         self.tail: collections.deque[bytes] = collections.deque(maxlen=_TAIL_LINES)
         self.hide_interrupts = False  # the user pressed Ctrl-C: tracebacks that only say so are noise
         self.file_error: str | None = None
@@ -153,8 +177,9 @@ class RankStream:
     def feed(self, data: bytes) -> None:
         self._keep(data)
         *complete, self._partial = (self._partial + data).split(b"\n")
-        lines = [line for raw in complete for line in self._visible(shown(raw.removesuffix(b"\r")))]
-        self.tail.extend(lines)
+        whole = [shown(raw.removesuffix(b"\r")) for raw in complete]
+        self.tail.extend(whole)
+        lines = [line for each in whole for line in self._visible(each)]
         if len(self._partial) > _LONGEST_LINE and b"\r" not in self._partial:
             lines.append(self._partial)
             self._partial = b""
@@ -193,23 +218,34 @@ class RankStream:
         return [update]
 
     def _visible(self, line: bytes) -> list[bytes]:
-        """The line, unless it belongs to a traceback that ends in KeyboardInterrupt after Ctrl-C."""
-        if not self.hide_interrupts:
-            return [line]
+        """The line, unless it belongs to a traceback that another rank has shown already, or that ends in
+        KeyboardInterrupt after Ctrl-C: a traceback is held back until its last line says what it is."""
         if self._held is None:
-            if line != b"Traceback (most recent call last):":
+            if line != _TRACEBACK or not (self.hide_interrupts or self._screen.repeats.wanted):
                 return [line]
-            self._held = []
+            self._held, self._held_since = [line], time.monotonic()
+            return []
         self._held.append(line)
         if line[:1] in (b" ", b"\t", b"") or line.startswith(
             (b"Traceback ", b"During handling ", b"The above ")
         ):
+            return self._released() if len(self._held) > _TRACEBACK_LINES else []
+        held = self._released()
+        if self.hide_interrupts and line.startswith(b"KeyboardInterrupt"):
             return []
-        held, self._held = self._held, None
-        return [] if line.startswith(b"KeyboardInterrupt") else held
+        return self._screen.repeats.shortened(self._rank, held) if self._screen.repeats.wanted else held
+
+    def _released(self) -> list[bytes]:
+        held, self._held = self._held or [], None
+        return held
 
     def show_partial(self, now: float) -> float | None:
-        """Shows text that waits for its newline (a prompt) on a terminal. Returns when to ask again."""
+        """Shows text that waits for its newline (a prompt) on a terminal, and the beginning of a traceback that does
+        not go on. Returns when to ask again."""
+        if self._held is not None:
+            if now < self._held_since + _HELD_S:
+                return self._held_since + _HELD_S
+            self._screen.show(self._rank, self._stream, self._released())
         if not self._partial or self._live or not self._screen.is_live(self._stream):
             return None
         due = self._partial_since + _PARTIAL_AFTER_S
@@ -221,13 +257,10 @@ class RankStream:
 
     def finish(self) -> None:
         """The stream has ended: the last line is printed although it has no newline."""
-        lines = [shown(self._partial)] if shown(self._partial).strip() else []
+        last = [shown(self._partial)] if shown(self._partial).strip() else []
         self._partial = b""
-        lines = [kept for line in lines for kept in self._visible(line)]
-        if self._held:
-            lines += self._held
-            self._held = None
-        self.tail.extend(lines)
+        self.tail.extend(last)
+        lines = [kept for line in last for kept in self._visible(line)] + self._released()
         self._screen.show(self._rank, self._stream, lines, b"" if self._live else None)
         self._live = False
         if self._file is not None:

@@ -7,12 +7,12 @@ import signal
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from horoclone.launch.blame import blamed_ranks, exception_line, exception_name, text_of_exception
 from horoclone.launch.usage import ranks_text
 
 STDERR_LINES = 20
 _TRACEBACK = "Traceback (most recent call last):"
 _CONSEQUENCES = ("PeerLost", "Aborted")
-_EXCEPTION = re.compile(r"^((?:\w+\.)*[A-Za-z_]\w*)(?::\s|$)")
 _OPEN_TENSORS = re.compile(r"open tensors|in flight|pending tensors", re.IGNORECASE)
 
 _HINTS = {
@@ -79,36 +79,66 @@ def _is_chained(lines: Sequence[str]) -> bool:
     )
 
 
-def exception_line(lines: Sequence[str]) -> str | None:
-    """`ValueError: bad batch 17` of a traceback."""
-    return next((line.strip() for line in reversed(lines) if _EXCEPTION.match(line)), None)
+def _traceback(end: RankEnd) -> list[str]:
+    """What the rank's excepthook sent, else what stands on its stderr."""
+    return end.report.rstrip("\n").splitlines() if end.report else traceback_in(end.stderr)
+
+
+def _error(end: RankEnd) -> str:
+    """The line of the exception that ended the rank; empty when none did."""
+    return (exception_line(_traceback(end)) or "") if end.code >= 0 else ""
+
+
+def blamed(end: RankEnd) -> list[int]:
+    """The ranks that the text of this rank's exception blames, itself included."""
+    return blamed_ranks(text_of_exception(_traceback(end))) if end.code > 0 else []
 
 
 def is_consequence(end: RankEnd) -> bool:
     """Whether this rank only suffered from another's end."""
     if end.by_us or (end.report is not None and end.report_is_consequence):
         return True
-    if end.code < 0:
-        return False
-    lines = end.report.splitlines() if end.report else traceback_in(end.stderr)
-    match = _EXCEPTION.match(exception_line(lines) or "")
-    return match is not None and match.group(1).rpartition(".")[2] in _CONSEQUENCES
+    return end.code >= 0 and exception_name(_error(end)) in _CONSEQUENCES
 
 
 def culprit(ends: Sequence[RankEnd]) -> RankEnd | None:
-    """The rank that began it: one that did not suffer from another, by signal before by exit code, the earliest."""
+    """The rank that began it: one that did not suffer from another, by signal before by exit code, the earliest; where
+    its error blames one other rank that has failed as well, that one."""
     failed = [end for end in ends if end.code != 0]
     if not failed:
         return None
-    return min(failed, key=lambda end: (end.by_us, is_consequence(end), end.code >= 0, end.ended_s))
+    first = min(failed, key=lambda end: (end.by_us, is_consequence(end), end.code >= 0, end.ended_s))
+    named = blamed(first)
+    for other in failed:
+        if named == [other.rank] and not other.by_us and blamed(other) != [first.rank]:
+            return other
+    return first
 
 
-def headline(end: RankEnd) -> str:
-    how = end_of_process(end.code)
-    where = f"{end.host}, pid {end.pid}" if end.pid else end.host
-    lines = end.report.splitlines() if end.report else traceback_in(end.stderr)
-    error = exception_line(lines) if end.code >= 0 else None
-    return f"rank {end.rank} ({where}) {how}" + (f": {error}" if error else "")
+def _alike(end: RankEnd, ends: Sequence[RankEnd]) -> list[RankEnd]:
+    """The ranks that failed in the same way: one exit code or signal, one error."""
+    if end.by_us:
+        return [end]
+    return [one for one in ends if not one.by_us and (one.code, _error(one)) == (end.code, _error(end))]
+
+
+def _place(end: RankEnd) -> str:
+    return f"rank {end.rank} ({end.host}, pid {end.pid})" if end.pid else f"rank {end.rank} ({end.host})"
+
+
+def _who(ranks: Sequence[int], size: int) -> str:
+    return f"all {size} ranks" if len(ranks) == size > 1 else ranks_text(list(ranks))
+
+
+def headline(end: RankEnd, alike: Sequence[RankEnd] = (), size: int = 0) -> str:
+    """alike: all ranks that failed like this one, of a job of `size`."""
+    error = _error(end)
+    if len(alike) < 2:
+        return f"{_place(end)} {end_of_process(end.code)}" + (f": {error}" if error else "")
+    who = _who([one.rank for one in alike], size)
+    if error:
+        return f"{who} raised {error}"
+    return f"{who} {end_of_process(end.code).replace('was ', 'were ', 1)}"
 
 
 def hint(end: RankEnd) -> str | None:
@@ -130,40 +160,58 @@ def _block(title: str, lines: Sequence[str]) -> list[str]:
     return [f"  {title}", *(f"    | {line}" for line in lines)] if lines else []
 
 
-def _evidence(end: RankEnd) -> list[str]:
-    """The traceback once, and what stands on stderr around it."""
+def _last_words(end: RankEnd) -> list[str]:
+    """The end of its stderr without the traceback."""
     in_stderr = traceback_in(end.stderr)
-    trace = end.report.rstrip("\n").splitlines() if end.report else in_stderr
     rest = list(end.stderr)
     if in_stderr:
         at = next(i for i in range(len(rest)) if rest[i : i + len(in_stderr)] == in_stderr)
         del rest[at : at + len(in_stderr)]
-    rest = [line for line in rest if line.strip()][-STDERR_LINES:]
+    return [line for line in rest if line.strip()][-STDERR_LINES:]
+
+
+def _evidence(end: RankEnd, whose: str) -> list[str]:
+    """The traceback once, and what stands on stderr around it. whose: `its`, or of which of several ranks."""
+    rest = _last_words(end)
     tensors = [line for line in rest if _OPEN_TENSORS.search(line)]
     rest = [line for line in rest if line not in tensors]
     return [
-        *_block("last lines of its stderr:", rest),
-        *_block("its traceback:", trace),
-        *_block("its open tensors:", tensors),
+        *_block(f"last lines of {whose} stderr:", rest),
+        *_block(f"{whose} traceback:", _traceback(end)),
+        *_block(f"{whose} open tensors:", tensors),
     ]
 
 
 def _seen_by_others(end: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
     """A rank that died by a signal says nothing itself; what another was doing with it names operation and tensor."""
     for other in ends:
-        if other.rank != end.rank and other.code > 0 and is_consequence(other):
-            lines = other.report.splitlines() if other.report else traceback_in(other.stderr)
-            error = exception_line(lines)
-            if error:
-                return [f"  as rank {other.rank} saw it: {error}"]
+        if other.rank != end.rank and other.code > 0 and is_consequence(other) and _error(other):
+            return [f"  as rank {other.rank} saw it: {_error(other)}"]
     return []
 
 
-def _others(end: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
-    hurt = [other.rank for other in ends if other.rank != end.rank and other.code != 0]
+def _others(
+    end: RankEnd, alike: Sequence[RankEnd], named: Sequence[int], ends: Sequence[RankEnd]
+) -> list[str]:
+    """What became of the ranks that are not in `alike`: stopped because of it, or failed in a way of their own."""
+    shown = {one.rank for one in alike}
+    rest = [one for one in ends if one.code != 0 and one.rank not in shown]
+    hurt = [
+        one for one in rest if is_consequence(one) or (end.rank != one.rank and blamed(one) == [end.rank])
+    ]
+    stopped = [one.rank for one in hurt if one.rank not in named]
     lines = []
-    if hurt:
-        lines.append(f"  {ranks_text(hurt)} {'was' if len(hurt) == 1 else 'were'} stopped because of this.")
+    if stopped:
+        lines.append(
+            f"  {ranks_text(stopped)} {'was' if len(stopped) == 1 else 'were'} stopped because of this."
+        )
+    own = [one for one in rest if one not in hurt]
+    while own:
+        same = _alike(own[0], own)
+        own = [one for one in own if one not in same]
+        ranks = ranks_text([one.rank for one in same])
+        how, error = end_of_process(same[0].code), _error(same[0])
+        lines.append(f"  {ranks} failed, too: {how}" + (f": {error}" if error else ""))
     early = [other.rank for other in ends if other.code == 0 and not other.by_us]
     if early and is_consequence(end):
         lines.append(
@@ -173,20 +221,36 @@ def _others(end: RankEnd, ends: Sequence[RankEnd]) -> list[str]:
     return lines
 
 
-def failure_report(ends: Sequence[RankEnd], logs: str | None) -> tuple[str, int]:
-    """Text and exit code for a job of which at least one rank failed: the root cause first and last."""
+def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> tuple[str, int]:
+    """Text and exit code for a job of which at least one rank failed: the root cause first and last. size: how many
+    ranks it had, where `ends` has all of them."""
     end = culprit(ends)
     assert end is not None
-    lines = [headline(end)]
+    alike = _alike(end, ends)
+    first = headline(end, alike, size)
+    named = [other for other in ends if other.rank in blamed(end) and (other is not end or len(alike) > 1)]
+    lines = [first]
     if end.note:
         lines.append(f"  {end.note}")
     advice = hint(end)
     if advice:
         lines.append(f"  hint: {advice}")
-    lines += _evidence(end)
+    lines += [f"  the error is about {_place(other)}." for other in named]
+    lines += _evidence(end, "its" if len(alike) == 1 else f"rank {end.rank}'s")
+    for other in named:
+        if other is not end:
+            lines += _block(f"last lines of rank {other.rank}'s stderr:", _last_words(other))
     lines += _seen_by_others(end, ends) if end.code < 0 else []
-    lines += _others(end, ends)
+    lines += _others(end, alike, [other.rank for other in named], ends)
     if logs:
         lines.append(f"  logs of every rank: {logs}")
-    lines.append(f"root cause: {headline(end)}; exit code {exit_code(end.code)}")
+    lines.append(f"root cause: {_verdict(first, named, alike, size)}; exit code {exit_code(end.code)}")
     return "\n".join(lines), exit_code(end.code)
+
+
+def _verdict(first: str, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:
+    """The headline, or who is to blame by the words of the error that others have raised."""
+    if not named:
+        return first
+    who = _place(named[0]) if len(named) == 1 else ranks_text([one.rank for one in named])
+    return f"{who}, by the error of {_who([one.rank for one in alike], size)}: {_error(alike[0])}"

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from horoclone.launch import process
+from horoclone.launch import ending, process
 
 RUN = [sys.executable, "-m", "horoclone.launch"]
 PYTHON = sys.executable
@@ -70,8 +70,10 @@ def test_others_have_time_to_raise_and_are_named_in_one_line(launch):
     done = launch([*RUN, "-np", "4", PYTHON, "-c", body], check=False)
     assert done.returncode == 1 and done.seconds < 5
     assert done.stdout.count("I saved") == 3
-    assert "ranks 0-1,3 were stopped because of this." in done.stderr
-    assert "rank 2 (localhost" in done.stderr.split("horoclonerun: ")[1].splitlines()[0]
+    assert "  ranks 0-1,3 failed, too: ended with exit code 9\n" in done.stderr, (
+        "they were not stopped by anybody"
+    )
+    assert "\nhoroclonerun: rank 2 (localhost" in "\n" + done.stderr
     assert "ValueError: bad batch 17" in done.stderr.splitlines()[-1]
 
 
@@ -84,6 +86,10 @@ def test_ranks_that_hang_after_a_failure_get_sigterm_after_five_seconds(launch):
     )
     done = launch([*RUN, "-np", "2", PYTHON, "-c", body], check=False)
     assert done.returncode == 3 and 5.0 <= done.seconds < 9 and "[1] asked to leave" in done.stdout
+    waits = (
+        "horoclonerun: rank 0 failed; waiting for rank 1 to notice and say so; SIGTERM to who is left in 4 s"
+    )
+    assert waits in done.stderr.splitlines(), done.stderr
 
 
 def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(launch):
@@ -93,6 +99,18 @@ def test_a_rank_that_ignores_sigterm_is_killed_after_the_grace_period(launch):
     )
     done = launch([*RUN, "-np", "2", "--grace", "1", PYTHON, "-c", body], check=False)
     assert done.returncode == 3 and 6.0 <= done.seconds < 10
+
+
+def test_a_wait_of_seconds_is_said_and_a_short_one_is_not():
+    end = ending.Ending(grace_s=30.0)
+    end.fail(100.0)
+    assert end.word(100.5) is None and end.next_look_s() == 101.0
+    assert end.word(101.0) == "waiting for {ranks} to notice and say so; SIGTERM to who is left in 4 s"
+    assert end.word(101.1) is None and end.next_look_s() == 105.0
+    assert [order.number for order in end.due(105.0)] == [signal.SIGTERM]
+    assert end.word(106.0) == "SIGTERM was sent to {ranks}; SIGKILL in 29 s (--grace)"
+    end.interrupt(107.0)
+    assert end.word(200.0) is None
 
 
 def test_the_excepthooks_report_gives_traceback_and_blame(launch):

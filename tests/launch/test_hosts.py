@@ -7,7 +7,7 @@ import socket
 
 import pytest
 
-from horoclone.launch import ending, frames, hosts, report
+from horoclone.launch import blame, ending, frames, hosts, report
 from horoclone.launch.environment import exported, job_environment, rank_variables, thread_variables
 from horoclone.launch.hosts import Host, parse_hostfile, parse_hosts, place
 from horoclone.launch.usage import LaunchError, parse_ranks, ranks_text
@@ -244,6 +244,105 @@ def test_the_report_has_the_cause_first_and_last_and_the_traceback_once():
     assert text.count("Traceback (most recent call last):") == 1
     assert "    | warming up" in lines and "    | bye" in lines and "  logs of every rank: /logs" in lines
     assert "  rank 0 was stopped because of this." in lines
+
+
+def _raised(rank: int, error: str, at: float = 1.0, code: int = 1, **rest) -> report.RankEnd:
+    text = f'Traceback (most recent call last):\n  File "t.py", line 3\n{error}\n'
+    return _end(rank, code, at, report=text, **rest)
+
+
+def test_one_error_of_all_ranks_is_shown_once_and_nobody_was_stopped_by_it():
+    ends = [_raised(rank, "ValueError: bad learning rate", 1.0 + rank / 10) for rank in range(8)]
+    text, code = report.failure_report(ends, None, 8)
+    lines = text.splitlines()
+    assert code == 1 and lines[0] == "all 8 ranks raised ValueError: bad learning rate"
+    assert lines[-1] == "root cause: all 8 ranks raised ValueError: bad learning rate; exit code 1"
+    assert "stopped because" not in text and text.count("Traceback") == 1 and len(lines) < 8
+    some, _ = report.failure_report([*ends[:3], _end(3, 0, 2.0)], None, 4)
+    assert some.splitlines()[0] == "ranks 0-2 raised ValueError: bad learning rate"
+
+
+def test_ranks_that_failed_by_themselves_are_not_said_to_have_been_stopped():
+    ends = [
+        _raised(0, "ValueError: bad batch", 1.0),
+        _raised(1, "KeyError: 'lr'", 1.1, 3),
+        _raised(
+            2,
+            "horoclone.errors.Aborted: rank 0 raised ValueError: bad batch",
+            1.2,
+            report_is_consequence=True,
+        ),
+        _end(3, 9, 1.3),
+        _raised(4, "KeyError: 'lr'", 1.4, 3),
+        _end(5, -15, 7.0, by_us=True),
+    ]
+    lines = report.failure_report(ends, None, 6)[0].splitlines()
+    assert lines[0] == "rank 0 (h, pid 100) ended with exit code 1: ValueError: bad batch"
+    assert "  ranks 2,5 were stopped because of this." in lines
+    assert "  ranks 1,4 failed, too: ended with exit code 3: KeyError: 'lr'" in lines
+    assert "  rank 3 failed, too: ended with exit code 9" in lines
+
+
+MISMATCH = (
+    "horoclone.errors.Mismatch: allreduce 'rank 0 announced': rank 2 announced float16[4], rank 0 announced float32[4]. "
+    "Mismatched data types."
+)
+
+
+def test_a_mismatch_is_blamed_on_the_rank_that_its_text_names():
+    ends = [_raised(rank, MISMATCH, 1.0 + rank) for rank in range(3)]
+    found = report.culprit(ends)
+    assert found is not None and found.rank == 2, "the first to end is not the one that differs"
+    lines = report.failure_report(ends, None, 3)[0].splitlines()
+    assert lines[0].startswith("all 3 ranks raised horoclone.errors.Mismatch: ")
+    assert "  the error is about rank 2 (h, pid 102)." in lines
+    assert lines[-1].startswith("root cause: rank 2 (h, pid 102), by the error of all 3 ranks: ")
+
+
+STALL = """horoclone.errors.Aborted: stalled longer than HOROVOD_STALL_SHUTDOWN_TIME_SECONDS. One or more tensors were submitted
+  allreduce.loss (61 s): missing {late}; ready {ready}
+  rank 1 has nothing pending; its last call was allreduce 'missing rank 0', 60.9 s ago"""
+
+
+def test_a_stall_is_not_blamed_on_the_ranks_that_wait():
+    waits = {"error": STALL.format(late="ranks 1,3", ready="ranks 0,2"), "report_is_consequence": True}
+    late = ["loading batch 7", "still loading"]
+    ends = [
+        _raised(0, **waits),
+        _end(1, -15, 7.0, by_us=True, stderr=late),
+        _raised(2, **waits),
+        _end(3, -15, 7.0, by_us=True),
+    ]
+    text, code = report.failure_report(ends, None, 4)
+    lines = text.splitlines()
+    assert code == 1 and lines[0].startswith("ranks 0,2 raised horoclone.errors.Aborted: stalled")
+    assert (
+        "  the error is about rank 1 (h, pid 101)." in lines
+        and "  the error is about rank 3 (h, pid 103)." in lines
+    )
+    assert "  last lines of rank 1's stderr:" in lines and "    | still loading" in lines
+    assert (
+        lines[-1].startswith("root cause: ranks 1,3, by the error of ranks 0,2: ")
+        and "stopped because" not in text
+    )
+
+
+def test_ranks_that_wait_for_each_other_blame_nobody():
+    both = (
+        STALL.format(late="rank 1", ready="rank 0") + "\n  allreduce.b (58 s): missing rank 0; ready rank 1"
+    )
+    ends = [_raised(rank, both, 1.0 + rank, report_is_consequence=True) for rank in range(2)]
+    lines = report.failure_report(ends, None, 2)[0].splitlines()
+    assert lines[-1].startswith("root cause: all 2 ranks raised horoclone.errors.Aborted: stalled")
+    assert blame.blamed_ranks("PeerLost: rank 3 (node-b, pid 812) has ended") == [3]
+    assert blame.blamed_ranks("ValueError: 'rank 3 announced' is no name") == []
+
+
+def test_a_stopped_rank_is_the_root_cause_of_who_gave_it_up():
+    lost = "horoclone.errors.PeerLost: rank 1 (h, pid 101) has not responded for 15 s (stopped? swapped out?)"
+    ends = [_raised(0, lost, report_is_consequence=True), _end(1, -9, 40.0, by_us=True)]
+    lines = report.failure_report(ends, None, 2)[0].splitlines()
+    assert lines[-1].startswith("root cause: rank 1 (h, pid 101), by the error of rank 0: ")
 
 
 def test_a_chained_traceback_is_taken_whole():

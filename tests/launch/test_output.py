@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import pty
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
 import time
 
 import pytest
@@ -81,11 +84,49 @@ def test_a_progress_bar_in_a_log_is_its_last_state(launch):
     assert done.stderr == "[0]  49%\n" and done.stdout == "[0] crlf\n[0] next\n"
 
 
-class _Terminal:
-    """A command on a pseudo-terminal of 80 columns; read() gathers until it ends."""
+FAIL = """
+import logging
+def deep(r):
+    raise ValueError("bad learning rate")
+try:
+    deep(r)
+except ValueError:
+    if r == 2: logging.exception("mine")
+    raise
+"""
 
-    def __init__(self, command: list[str], env: dict[str, str]) -> None:
+
+def test_a_traceback_of_all_ranks_is_shown_once(launch, tmp_path):
+    done = launch([*RUN, "-np", "4", "--output-filename", tmp_path, PYTHON, "-c", RANK + FAIL], check=False)
+    live = done.stderr[: done.stderr.index("horoclonerun: ")]
+    assert live.count("in deep") == 1, live
+    shown = re.findall(r"\[(\d)\] ValueError: bad learning rate  \(the traceback is rank (\d)'s\)", live)
+    assert len(shown) == 4 and len({first for _, first in shown}) == 1, live
+    for rank in range(4):
+        assert "in deep" in (tmp_path / f"rank.{rank}" / "stderr").read_text(), "the files have all"
+    whole = launch([*RUN, "-np", "4", "--horovod-format", PYTHON, "-c", RANK + FAIL], check=False)
+    assert whole.stderr[: whole.stderr.index("horoclonerun: ")].count("in deep") >= 5
+
+
+def test_a_traceback_that_does_not_go_on_is_shown(launch):
+    body = (
+        RANK
+        + "print('Traceback (most recent call last):', flush=True); time.sleep(2); print('up', time.time())"
+    )
+    began = time.time()
+    started = launch.start([*RUN, "-np", "1", PYTHON, "-c", body])
+    while "Traceback" not in started.stdout:
+        assert time.time() < began + 30 and "up" not in started.stdout, "it came with the next line only"
+        time.sleep(0.05)
+    assert started.finish(30).stdout.count("Traceback") == 1
+
+
+class _Terminal:
+    """A command on a pseudo-terminal, which says that it has 0 columns; read() gathers until it ends."""
+
+    def __init__(self, command: list[str], env: dict[str, str], columns: int = 0) -> None:
         self.master, slave = pty.openpty()
+        fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 24 if columns else 0, columns, 0, 0))
         self.process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -155,6 +196,13 @@ def test_a_progress_bar_on_a_terminal_stays_at_the_bottom_while_others_print():
     assert not [line for line in shown if "%" in line], shown
     updates = re.findall(r"\[0\] +\d+% #*", text)
     assert updates and max(len(update) for update in updates) < 80, "an update wraps and could not be erased"
+
+
+@pytest.mark.parametrize("columns, room", [(0, 80), (40, 40)])
+def test_a_terminal_of_width_0_is_taken_for_one_of_80_columns(columns, room):
+    body = RANK + "sys.stderr.write('\\r' + '#' * 200); sys.stderr.flush(); time.sleep(0.5); print()"
+    text = _Terminal([*RUN, "-np", "1", PYTHON, "-c", body], {"NO_COLOR": "1"}, columns).read()
+    assert len(re.findall(r"#+", text)[0]) == room - 1 - len("[0] "), text
 
 
 def test_a_prompt_without_newline_shows_up_on_a_terminal():
