@@ -1,7 +1,8 @@
-"""`horoclone timeline`: merges the ranks' timelines into one file on rank 0's clock.
+"""`horoclone timeline`: merges the ranks' timelines into one file on rank 0's clock, one process for each rank.
 
 With HOROCLONE_TIMELINE_ALL_RANKS=1 each rank writes its own file, whose first event says where its time 0 lies on rank
-0's monotonic clock. Files that a kill cut short are read as well.
+0's monotonic clock, and in which a tensor is a process, as in Horovod's timelines. In the merged file a rank is one,
+and a tensor a track in it. Files that a kill cut short are read as well.
 """
 
 from __future__ import annotations
@@ -48,15 +49,58 @@ def merge(paths: Sequence[str | Path]) -> list[Event]:
         )
     first = min(head["args"]["clock_origin_micros"] for head in heads)
     merged: list[Event] = []
-    for events in files:
-        shift = events[0]["args"]["clock_origin_micros"] - first
-        for event in events:
-            if "ts" in event:
-                event["ts"] = round(event["ts"] + shift, 3)
-            merged.append(event)
-    earliest = min(range(len(files)), key=lambda index: heads[index]["args"]["clock_origin_micros"])
-    merged.remove(heads[earliest])
-    return [heads[earliest], *merged]
+    for rank, events in sorted(zip(ranks, files, strict=True), key=lambda one: one[0]):
+        merged += _as_one_process(rank, events, events[0]["args"]["clock_origin_micros"] - first)
+    earliest = min(heads, key=lambda head: head["args"]["clock_origin_micros"])
+    epoch = "start_time_since_epoch_in_micros"  # that of time 0
+    merged[0]["args"] |= {"clock_origin_micros": first, epoch: earliest["args"][epoch]}
+    return merged
+
+
+def _as_one_process(rank: int, events: list[Event], shift: float) -> list[Event]:
+    """A rank's events with its number as their process, and a track for each row of each tensor; `shift` is added to
+    their times, in microseconds."""
+    own = events[0]["pid"]  # marks of steps, and recoveries
+    tensors = {
+        event["pid"]: str(event["args"]["name"]).removeprefix(f"rank {rank}: ")
+        for event in events
+        if event.get("name") == "process_name"
+    }
+    tracks: dict[tuple[int, int], int] = {}
+    placed: list[Event] = [
+        {
+            "name": "process_name",
+            "ph": "M",
+            "pid": rank,
+            "args": {**events[0]["args"], "name": f"rank {rank}"},
+        },
+        {"name": "process_sort_index", "ph": "M", "pid": rank, "args": {"sort_index": rank}},
+    ]
+    for event in events:
+        row = (event["pid"], event.get("tid", 0))
+        if event["ph"] == "M":
+            if event["name"] == "thread_name":
+                kind = event["args"]["name"]
+                name = kind if row[0] == own else f"{tensors[row[0]]}: {kind}"
+                placed += _track(rank, tracks.setdefault(row, len(tracks)), name)
+            elif event["name"] == "dropped_events":
+                placed.append({**event, "pid": rank})
+            continue
+        if row not in tracks:
+            placed += _track(rank, tracks.setdefault(row, len(tracks)), tensors.get(row[0], "steps"))
+        moved = {**event, "pid": rank, "tid": tracks[row]}
+        if "ts" in event:
+            moved["ts"] = round(event["ts"] + shift, 3)
+        placed.append(moved)
+    return placed
+
+
+def _track(rank: int, track: int, name: str) -> list[Event]:
+    where = {"ph": "M", "pid": rank, "tid": track}
+    return [
+        {"name": "thread_name", **where, "args": {"name": name}},
+        {"name": "thread_sort_index", **where, "args": {"sort_index": track}},
+    ]
 
 
 def main(out: str, paths: Sequence[str]) -> int:

@@ -40,6 +40,7 @@ METADATA = {
     "process_name": ("name", str),
     "thread_name": ("name", str),
     "process_sort_index": ("sort_index", int),
+    "thread_sort_index": ("sort_index", int),
 }
 
 
@@ -96,6 +97,17 @@ def process_of(events, name):
     pids = {e["pid"] for e in events if e["name"] == "process_name" and e["args"].get("name") == name}
     assert len(pids) == 1, (name, pids)
     return [e for e in events if e["pid"] in pids and e["ph"] != "M"]
+
+
+def track_of(events, rank, name):
+    """The events of one row of one tensor in a merged timeline."""
+    rows = {
+        e["tid"]
+        for e in events
+        if e["name"] == "thread_name" and e["pid"] == rank and e["args"]["name"] == name
+    }
+    assert len(rows) == 1, (rank, name, rows)
+    return [e for e in events if e["pid"] == rank and e.get("tid") in rows and e["ph"] != "M"]
 
 
 def work(rounds=2):
@@ -227,10 +239,14 @@ def test_the_files_of_all_ranks_merge_on_one_clock(worlds, tmp_path, capsys, sha
     assert tool.main(["timeline", str(tmp_path / "all.json"), *map(str, files)]) == 0
     assert "2 ranks" in capsys.readouterr().out
     events = events_of(tmp_path / "all.json")
+    names = [(e["pid"], e["args"]["name"]) for e in events if e["name"] == "process_name"]
+    assert names == [(0, "rank 0"), (1, "rank 1")], "a process is a rank"
+    assert {e["pid"] for e in events} == {0, 1}
+    assert track_of(events, 0, "t0: negotiation") and track_of(events, 1, "allgather (unnamed): operation")
     # An allreduce ends on no rank before it has begun on every rank: true only on a common clock.
     spans = []
     for rank in range(2):
-        mine = [e for e in process_of(events, f"rank {rank}: big") if e["tid"] == 1]
+        mine = track_of(events, rank, "big: operation")
         begins = [e["ts"] for e in mine if e["name"] == "ALLREDUCE"]
         ends = [e["ts"] for e in mine if e["ph"] == "E" and "args" in e]
         spans.append(list(zip(begins, ends, strict=True)))
