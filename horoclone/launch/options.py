@@ -9,7 +9,8 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
-from horoclone.launch.usage import LaunchError, NotYet
+from horoclone.launch.command_line import Parser
+from horoclone.launch.usage import NotYet
 from horoclone.settings import START_TIMEOUT_S
 
 
@@ -105,13 +106,6 @@ class _Refuse(argparse.Action):
         raise NotYet(f"{option_string} {self._why}")
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> Any:
-        raise LaunchError(
-            f"{message}\nusage: {self.prog} -np N [-H host:slots,...] [flags] python train.py ...   (--help)"
-        )
-
-
 def _number_of_ranks(text: str) -> int | str:
     if text == "auto":
         return text
@@ -140,9 +134,9 @@ def _threads(text: str) -> str:
 
 
 def build_parser(program: str) -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog=program,
-        allow_abbrev=False,
+        summary=f"{program} -np N [-H host:slots,...] [flags] python train.py ...   (--help)",
         description="Starts one process per rank, here directly and on other hosts by ssh, and ends them together.",
         epilog="Exit code: the first failed rank's (128+N for signal N); 130 after Ctrl-C, 143 after SIGTERM.",
     )

@@ -324,7 +324,10 @@ def _cannot_run(program: str, cwd: str, error: Exception) -> LaunchError:
     if isinstance(error, OSError) and error.filename == cwd and not os.path.isdir(cwd):
         return LaunchError(f"the working folder {cwd} is not there: {error.strerror}", 126)
     if isinstance(error, FileNotFoundError):
-        return LaunchError(f"cannot run {program!r}: no such command on PATH and no such file in {cwd}", 127)
+        from horoclone.launch.command_line import did_you_mean, programs_on_path
+
+        text = f"cannot run {program!r}: no such command on PATH and no such file in {cwd}"
+        return LaunchError(text + did_you_mean(program, programs_on_path()), 127)
     if isinstance(error, OSError) and error.errno in (errno.EACCES, errno.ENOEXEC):
         return LaunchError(f"cannot run {program!r}: it is not executable (python {program}?)", 126)
     reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)

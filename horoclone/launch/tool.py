@@ -1,77 +1,115 @@
-"""The `horoclone` command: run, leave, doctor, debug, timeline, simulate."""
+"""The `horoclone` command and its subcommands: run, leave, doctor, debug, timeline, simulate, check-build."""
 
 from __future__ import annotations
 
+import argparse
 import sys
+from collections.abc import Callable
+from typing import Any
 
-from horoclone.launch.usage import say
+from horoclone.launch.command_line import Parser
+from horoclone.launch.usage import LaunchError, say
 
-_USAGE = """usage: horoclone run -np N [flags] python train.py ...   start a job (the same as horoclonerun)
-       horoclone leave [--pid PID] [--wait S]           workers of an elastic job here leave it
-       horoclone doctor [--json]                        examine this host
-       horoclone debug DIR|FILE ...                     compare the ranks' flight records
-       horoclone timeline OUT FILE FILE ...             merge the ranks' timelines into one
-       horoclone simulate [--ranks 8,512 ...]           agreement and step time at any size
-       horoclone check-build                            what is available, and why not the rest
-       horoclone --version"""
+PROGRAM = "horoclone"
+Command = Callable[[argparse.Namespace], int]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the `horoclone` command with `argv` (sys.argv[1:] by default) and returns the exit code."""
     words = sys.argv[1:] if argv is None else argv
-    verb, rest = (words[0], words[1:]) if words else ("", [])
-    if verb == "run":
+    if words[:1] == ["run"]:  # horoclonerun's own command line, to its end
         from horoclone.launch import cli
 
-        return cli.main(rest, "horoclone run")
-    if verb == "doctor" and set(rest) <= {"--json"}:
-        from horoclone.launch import doctor
-
-        try:
-            return doctor.main("--json" in rest)
-        except KeyboardInterrupt:
-            return 130
-    if verb == "leave":
-        from horoclone.launch import leaving
-
-        return leaving.main(rest)
-    if verb == "simulate":
-        from horoclone import simulate
-
-        return simulate.main(rest)
-    if verb == "check-build" and not rest:
-        from horoclone.launch import cli
-
-        return cli.main(["--check-build"], "horoclone")
-    if (verb == "debug" and rest) or (verb == "timeline" and len(rest) > 1):
-        return _read_files(verb, rest)
-    if verb in ("--version", "-V", "version"):
-        from horoclone import __version__
-
-        print(__version__)
-        return 0
-    if verb in ("-h", "--help", "help"):
-        print(_USAGE)
-        return 0
-    say(
-        f"{' '.join(words)!r} is not something it can do\n{_USAGE}"
-        if words
-        else f"what shall it do?\n{_USAGE}",
-        "horoclone",
-    )
-    return 2
-
-
-def _read_files(verb: str, words: list[str]) -> int:
-    """debug and timeline: what jobs have left behind. 2 for files that cannot be used."""
-    from horoclone.launch import debug, timelines
-    from horoclone.launch.usage import LaunchError
-
+        return cli.main(words[1:], f"{PROGRAM} run")
+    if words == ["help"]:
+        words = ["--help"]
+    elif words == ["version"]:
+        words = ["--version"]
     try:
-        return debug.main(words) if verb == "debug" else timelines.main(words[0], words[1:])
+        arguments = build_parser().parse_args(words)
+        command: Command = arguments.does
+        return command(arguments)
     except LaunchError as error:
-        say(str(error), "horoclone")
+        say(str(error), PROGRAM)
         return error.exit_code
+    except KeyboardInterrupt:
+        return 130
+    except SystemExit as end:  # --help and --version
+        return int(end.code or 0)
+
+
+def build_parser() -> Parser:
+    """The parser of the command, in which each subcommand's `does` is what it runs."""
+    from horoclone import __version__, simulate
+    from horoclone.launch import leaving
+
+    parser = Parser(
+        prog=PROGRAM, description="Starts jobs, and looks at hosts, jobs and what jobs leave behind."
+    )
+    parser.add_argument("-V", "--version", action="version", version=__version__)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True, title="commands", parser_class=Parser)
+
+    def command(name: str, does: Command, help: str, **options: Any) -> Parser:
+        made: Parser = commands.add_parser(
+            name, help=help, description=options.pop("description", help), **options
+        )
+        made.set_defaults(does=does)
+        made.is_subcommand = True
+        return made
+
+    command("run", _run, "start a job; the same as horoclonerun (horoclone run --help)", add_help=False)
+    leave = command("leave", leaving.leave, "ask workers of an elastic job on this host to leave it",
+                    description=leaving.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
+    leaving.add_arguments(leave)
+    doctor = command("doctor", _doctor, "examine this host: what a job would find, what is wrong, what to do")
+    doctor.add_argument("--json", action="store_true", help="the findings for machines")
+    debug = command(
+        "debug", _debug, "compare the ranks' flight records; exit code 1 when the ranks' calls differ"
+    )
+    debug.add_argument(
+        "paths", nargs="+", metavar="DIR|FILE", help="where HOROCLONE_RECORDER_DIR has put them"
+    )
+    timeline = command("timeline", _timeline, "merge the timelines of all ranks into one file, on one clock")
+    timeline.add_argument("out", metavar="OUT", help="the file to write, for https://ui.perfetto.dev")
+    timeline.add_argument(
+        "paths", nargs="+", metavar="FILE", help="a rank's file (HOROCLONE_TIMELINE_ALL_RANKS=1)"
+    )
+    simulated = command(
+        "simulate", simulate.show_sizes, "what agreement costs, and how long a step takes, at any size"
+    )
+    simulate.add_arguments(simulated)
+    command("check-build", _check_build, "list what is available, and why not the rest")
+    return parser
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    """Only so that the list of commands has it: main() hands its words on before they are parsed."""
+    raise LaunchError("horoclone run stands first: horoclone run -np 2 python train.py")
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from horoclone.launch import doctor
+
+    return doctor.main(arguments.json)
+
+
+def _debug(arguments: argparse.Namespace) -> int:
+    from horoclone.launch import debug
+
+    return debug.main(arguments.paths)
+
+
+def _timeline(arguments: argparse.Namespace) -> int:
+    from horoclone.launch import timelines
+
+    return timelines.main(arguments.out, arguments.paths)
+
+
+def _check_build(arguments: argparse.Namespace) -> int:
+    from horoclone.launch.inventory import check_build_table
+
+    print(check_build_table())
+    return 0
 
 
 if __name__ == "__main__":

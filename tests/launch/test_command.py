@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -274,6 +275,9 @@ def test_a_wrong_config_file_is_explained_without_a_traceback(launch, tmp_path, 
     (["-np", "1", "--cache-capacity", "-1", "true"], 2, "negative"),
     (["-np", "2", "--ranks", "5", "true"], 2, "only ranks 0-1"),
     (["-np", "2", "no-such-command"], 127, "no such command"),
+    (["-np", "2", "--hosst", "a:2", "true"], 2, "did you mean --host?"),
+    (["-np", "2", "--fusion-treshold-mb=64", "true"], 2, "did you mean --fusion-threshold-mb?"),
+    (["-np", "2", "sleeep", "1"], 127, "did you mean sleep?"),
     (["-np", "2", "/etc/passwd"], 126, "not executable"),
     (["-np", "1", "--output-filename", "/proc/none", "true"], 2, "/proc/none"),
 ])  # fmt: skip
@@ -338,6 +342,10 @@ def test_check_build_says_what_is_missing_and_how_to_get_it(launch):
     assert all(len(row.split("]", 1)[1].split(None, 1)) == 2 for row in rows if "[ ]" in row), (
         "an empty box without a reason"
     )
+    data = next(line for line in rows if "MPI " in line and line in text[text.index("Tensor Operations") :])
+    if importlib.util.find_spec("mpi4py"):
+        assert data.startswith("    [X] MPI") and "HOROVOD_CPU_OPERATIONS=mpi" in data, "MPI does move data"
+    assert "moves no data" not in text
 
 
 def test_version_is_the_packages(launch):
@@ -399,3 +407,28 @@ def test_the_tool_command_runs_jobs_and_explains_itself(launch):
     assert launch([*tool, "run", "-np", "1", PYTHON, "-c", "print('hi')"]).stdout == "[0] hi\n"
     done = launch([*tool, "clean"], check=False)
     assert done.returncode == 2 and "usage:" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "command", ["run", "leave", "doctor", "debug", "timeline", "simulate", "check-build"]
+)
+def test_every_subcommand_has_help_of_its_own(launch, command):
+    tool = [PYTHON, "-m", "horoclone.launch.tool"]
+    assert command in launch([*tool, "--help"]).stdout
+    text = launch([*tool, command, "--help"]).stdout
+    assert text.startswith(f"usage: horoclone {command}") and "-h, --help" in text
+
+
+@pytest.mark.parametrize("words, said", [
+    (["docter"], "did you mean doctor?"),
+    (["doctor", "--jsn"], "did you mean --json?"),
+    (["leave", "--wiat", "3"], "did you mean --wait?"),
+    (["timeline", "out.json"], "required: FILE"),
+    (["debug", "/no/such"], "/no/such"),
+    ([], "required: COMMAND"),
+    (["--verbose", "run"], "unrecognized arguments: --verbose"),
+])  # fmt: skip
+def test_a_misspelt_command_is_answered_with_what_was_meant(launch, words, said):
+    done = launch([PYTHON, "-m", "horoclone.launch.tool", *words], check=False)
+    assert done.returncode == 2 and done.stderr.startswith("horoclone: "), done.output
+    assert said in done.stderr and "Traceback" not in done.stderr, done.stderr
