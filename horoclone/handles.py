@@ -14,6 +14,8 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from horoclone.arguments import is_integer, wrong_type
+
 
 class _Here(threading.local):
     """Numbers the threads. The system's own numbers are given again once a thread has ended."""
@@ -44,6 +46,13 @@ class Waits:
     def __init__(self) -> None:
         self._under_way: dict[int, _Wait] = {}
         self._given: deque[tuple[int, int]] = deque(maxlen=1024)  # handle, and the thread that has its result
+
+    def refuse_no_handle(self, call: str, handle: Any) -> None:
+        """TypeError for what cannot be a handle. None may be asked for, and an old number, as in Horovod."""
+        if handle is not None and not is_integer(handle):
+            raise wrong_type(
+                call, "handle", handle, "what a function whose name ends in _async or _async_ returns"
+            )
 
     def under_way(self, handle: int) -> bool:
         """Whether a thread is in `once` for it."""

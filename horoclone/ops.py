@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 
+from horoclone.arguments import is_integer, wrong_type
 from horoclone.errors import InvalidArgument
 
 ALLREDUCE = 0
@@ -18,6 +19,10 @@ GATHER = 8
 SCATTER = 9
 SEND = 10
 RECEIVE = 11
+CALLS = (
+    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier", "reduce", "gather",
+    "scatter", "send", "recv",
+)  # fmt: skip
 
 # Horovod's order, then our own; users see these integers. The list stands in csrc/base/reductions.h.
 Average = 0
@@ -82,6 +87,8 @@ def resolve_reduce(average: bool | None, op: int | None) -> int:
         return op
     if average is None:
         return Average
+    if not is_integer(average) and not hasattr(average, "__bool__"):  # a name, given by its place
+        raise wrong_type("op and average", "average", average, "True, False or None")
     warnings.warn(
         "Parameter `average` has been replaced with `op`; use op=hvd.Average or op=hvd.Sum.",
         DeprecationWarning,

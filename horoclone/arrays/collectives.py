@@ -12,6 +12,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
+from horoclone.arguments import check
+from horoclone.arguments import root as root_number
 from horoclone.arrays import handles, requests
 from horoclone.arrays.adapter import Adapter, Array, Operations
 from horoclone.arrays.handles import Pending, now, remember, synchronize
@@ -321,7 +323,11 @@ class Collectives(Operations[Array]):
         """As broadcast; returns a handle at once."""
         source = self._readable(array)
         out = self._empty_like(source)
-        return remember(self._start(ops.BROADCAST, name, source, out, process_set, root=int(root_rank)))
+        return remember(
+            self._start(
+                ops.BROADCAST, name, source, out, process_set, root=root_number("broadcast", root_rank)
+            )
+        )
 
     def broadcast(
         self,
@@ -333,7 +339,9 @@ class Collectives(Operations[Array]):
         """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
         source = self._readable(array)
         out = self._empty_like(source)
-        return self._now(ops.BROADCAST, name, source, out, process_set, root=int(root_rank))  # type: ignore[no-any-return]
+        return self._now(
+            ops.BROADCAST, name, source, out, process_set, root=root_number("broadcast", root_rank)
+        )  # type: ignore[no-any-return]
 
     def broadcast_async_(
         self,
@@ -344,7 +352,11 @@ class Collectives(Operations[Array]):
     ) -> int:
         """As broadcast_; returns a handle at once."""
         target = self._writable(array)
-        return remember(self._start(ops.BROADCAST, name, target, target, process_set, root=int(root_rank)))
+        return remember(
+            self._start(
+                ops.BROADCAST, name, target, target, process_set, root=root_number("broadcast", root_rank)
+            )
+        )
 
     def broadcast_(
         self,
@@ -355,12 +367,13 @@ class Collectives(Operations[Array]):
     ) -> Any:
         """As broadcast, into the array itself, which is returned."""
         target = self._writable(array)
-        self._now(ops.BROADCAST, name, target, target, process_set, root=int(root_rank))
+        self._now(ops.BROADCAST, name, target, target, process_set, root=root_number("broadcast", root_rank))
         return array
 
     def join(self, device: int = -1) -> int:
         """This rank has no more data: the others' allreduces go on with its identity elements, on GPU number `device`
         (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was last."""
+        check("join", device=device)
         native = runtime.native()
         handle = requests.submit_empty(native, ops.JOIN, place=self._memory.place_to_join(device))
         return now(Pending(native, handle, None, lambda native, handle: native.result(handle).join_rank))  # type: ignore[no-any-return]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from horoclone import ops, runtime
+from horoclone.arguments import wrong_type
 from horoclone.arrays import handles, requests
 from horoclone.arrays.adapter import Array, Operations, named
 from horoclone.arrays.collectives import UNSCALED, Scales, rows_of, scatterable
@@ -14,6 +15,13 @@ from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
+
+
+def listed(call: str, arrays: Sequence[Any]) -> Sequence[Any]:
+    """The arrays of a group. TypeError for what is no sequence of them."""
+    if isinstance(arrays, (str, bytes)) or not hasattr(arrays, "__iter__"):
+        raise wrong_type(call, "arrays", arrays, "a list or tuple of arrays")
+    return arrays
 
 
 def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = False) -> Any:
@@ -34,6 +42,7 @@ def _allreduce(name: str, doc: str, *, in_place: bool = False, waits: bool = Fal
             ops.resolve_reduce(average, op),
             (prescale_factor, postscale_factor),
         )
+        arrays = listed("grouped_allreduce", arrays)
         if in_place:
             sources = outs = [memory.writable(array) for array in arrays]
         else:
@@ -105,7 +114,7 @@ class Grouped(Operations[Array]):
         self, arrays: Sequence[Any], name: str | None = None, process_set: ProcessSet = global_process_set
     ) -> int:
         """As grouped_allgather; returns one handle for the group at once."""
-        sources = [self._memory.readable(array) for array in arrays]
+        sources = [self._memory.readable(array) for array in listed("grouped_allgather", arrays)]
         return remember(self._start(ops.ALLGATHER, name, sources, None, process_set))
 
     def grouped_allgather(
@@ -124,7 +133,7 @@ class Grouped(Operations[Array]):
         postscale_factor: float = 1.0,
     ) -> int:
         """As grouped_reducescatter; returns one handle for the group at once."""
-        sources = [scatterable(self._memory, array) for array in arrays]
+        sources = [scatterable(self._memory, array) for array in listed("grouped_reducescatter", arrays)]
         reduce, scales = ops.resolve_reduce(None, op), (prescale_factor, postscale_factor)
         return remember(
             self._start(ops.REDUCESCATTER, name, sources, None, process_set, reduce=reduce, scales=scales)

@@ -101,6 +101,7 @@ def now(pending: Pending) -> Any:
 
 def poll(handle: int) -> bool:
     """Whether synchronize(handle) would return at once."""
+    _waits.refuse_no_handle("poll", handle)
     kept = _pending.get(handle)
     if kept is None:
         return not _waits.under_way(handle)
@@ -116,6 +117,7 @@ def synchronize(handle: int) -> Any:
     output = finish_plain(handle)
     if output is not NotImplemented:
         return output
+    _waits.refuse_no_handle("synchronize", handle)
     return _waits.once(handle, _wait)
 
 

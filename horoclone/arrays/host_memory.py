@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from horoclone import ops
+from horoclone.arguments import given as described
 from horoclone.arrays.adapter import HOST, Copy, Place
 
 if TYPE_CHECKING:
@@ -66,8 +67,9 @@ def _refusal(array: object) -> ValueError | None:
 
 def writable(array: Array) -> Array:
     if not isinstance(array, np.ndarray):
-        kind = type(array).__name__
-        raise _refusal(array) or ValueError(f"an in-place operation needs a NumPy array, not {kind}")
+        raise _refusal(array) or ValueError(
+            f"an in-place operation needs a NumPy array, not {described(array)}: np.asarray() makes one"
+        )
     flags = array.flags
     if not flags.c_contiguous or not array.dtype.isnative:
         raise ValueError("Tensor is required to be contiguous.")
@@ -120,7 +122,10 @@ def row_counts(splits: ArrayLike | None, what: str) -> list[int] | None:
         return None
     given = np.asarray(splits)
     if given.ndim != 1 or (given.size and given.dtype.kind not in "iu"):
-        raise ValueError(f"{what}: splits is a 1-d array of integers, one for each rank of the process set")
+        raise ValueError(
+            f"{what}: splits={described(splits)} cannot be used; splits is a 1-d array of integers, one for each rank "
+            "of the process set"
+        )
     return [int(count) for count in given]
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from horoclone.arguments import explained
 from horoclone.arrays.adapter import HOST, Adapter, Place
-from horoclone.ops import Sum
+from horoclone.ops import CALLS, Sum
 
 if TYPE_CHECKING:
     from horoclone._core import Result, Runtime
@@ -38,11 +39,18 @@ def submit(
     target None: the core owns the result, if this rank gets one."""
     form = target if source is None else source
     # By place: for keywords the native function compares the names of all arguments, which takes a third of the call.
-    return native.submit(
-        op, name, 0 if source is None else memory.address(source), 0 if target is None else memory.address(target),
-        None if form is None else form.shape, 0 if form is None else memory.dtype_of(form), reduce, prescale, postscale,
-        root, process_set, splits, tag, *place, priority,
-    )  # fmt: skip
+    dtype = 0 if form is None else memory.dtype_of(form)
+    try:
+        return native.submit(
+            op, name, 0 if source is None else memory.address(source), 0 if target is None else memory.address(target),
+            None if form is None else form.shape, dtype, reduce, prescale, postscale, root, process_set, splits, tag,
+            *place, priority,
+        )  # fmt: skip
+    except TypeError as error:
+        raise explained(
+            CALLS[op], error, name=name, prescale_factor=prescale, postscale_factor=postscale, root_rank=root,
+            splits=splits, tag=tag, priority=priority,
+        ) from None  # fmt: skip
 
 
 def submit_empty(native: Runtime, op: int, *, place: Place = HOST) -> int:
@@ -66,12 +74,18 @@ def submit_group(
     place: Place = HOST,
 ) -> int:
     """Queues several arrays as one operation and returns its handle. targets None: the core owns the results."""
-    return native.submit_group(
-        op, name, [memory.address(array) for array in sources],
-        [0] * len(sources) if targets is None else [memory.address(array) for array in targets],
-        [array.shape for array in sources], [memory.dtype_of(array) for array in sources], reduce, prescale, postscale,
-        root, process_set, *place,
-    )  # fmt: skip
+    dtypes = [memory.dtype_of(array) for array in sources]
+    try:
+        return native.submit_group(
+            op, name, [memory.address(array) for array in sources],
+            [0] * len(sources) if targets is None else [memory.address(array) for array in targets],
+            [array.shape for array in sources], dtypes, reduce, prescale, postscale, root, process_set, *place,
+        )  # fmt: skip
+    except TypeError as error:
+        raise explained(
+            f"grouped {CALLS[op]}", error, name=name, prescale_factor=prescale, postscale_factor=postscale,
+            root_rank=root,
+        ) from None  # fmt: skip
 
 
 def run(
@@ -90,10 +104,17 @@ def run(
     splits: Sequence[int] | None = None,
 ) -> Result | None:
     """Submits and waits in one crossing, in host memory; gives the core's result where there is no target."""
-    return native.run(
-        op, name, memory.address(source), 0 if target is None else memory.address(target), source.shape,
-        memory.dtype_of(source), reduce, prescale, postscale, root, process_set, splits,
-    )  # fmt: skip
+    dtype = memory.dtype_of(source)
+    try:
+        return native.run(
+            op, name, memory.address(source), 0 if target is None else memory.address(target), source.shape, dtype,
+            reduce, prescale, postscale, root, process_set, splits,
+        )  # fmt: skip
+    except TypeError as error:
+        raise explained(
+            CALLS[op], error, name=name, prescale_factor=prescale, postscale_factor=postscale, root_rank=root,
+            splits=splits,
+        ) from None  # fmt: skip
 
 
 def run_empty(native: Runtime, op: int, *, process_set: int = 0) -> None:

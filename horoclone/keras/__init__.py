@@ -5,7 +5,7 @@ Keras 3 on TensorFlow, JAX or torch; with TF_USE_LEGACY_KERAS=1, tf_keras. Only 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from horoclone import checkpoint, ops
 from horoclone.errors import (
@@ -47,8 +47,11 @@ __all__ = [
 ]  # fmt: skip
 
 
+OptimizerT = TypeVar("OptimizerT")  # the class is another one of its name, derived from it
+
+
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: OptimizerT,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -62,7 +65,7 @@ def DistributedOptimizer(
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> OptimizerT:
     """Makes a Keras optimizer reduce gradients over the ranks of `process_set` before it applies them.
 
     The optimizer itself is changed, built or not, and returned: its class is now one of the same name derived from
@@ -75,4 +78,4 @@ def DistributedOptimizer(
 
     Raises ValueError for wrong arguments and for an optimizer that is distributed already, Unsupported for Adasum.
     """
-    return make_distributed(**locals())
+    return make_distributed(**locals())  # type: ignore[no-any-return]

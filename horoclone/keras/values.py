@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from horoclone import arrays, runtime
+from horoclone.arguments import check_compression
 from horoclone.arrays.handles import synchronize
 from horoclone.keras.distribute import Compression
 from horoclone.keras.flavor import LEGACY, assign, backend, to_numpy, to_tensor
@@ -59,6 +60,7 @@ def allreduce(
 
     Default op: Average. A number of Python is float32 or an integer (int32 on TensorFlow, elsewhere int64).
     """
+    check_compression("allreduce", compression)
     if backend() == "tensorflow":
         options = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor, "name": name}
         return _on_tensorflow(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from horoclone import errors
@@ -19,13 +20,33 @@ def core() -> Any:
         try:
             from horoclone import _core
         except ImportError as error:
-            raise ImportError(
-                f"horoclone's native module cannot be loaded: {error}. Reinstall horoclone for this Python "
-                f"({sys.version_info.major}.{sys.version_info.minor}); in a source tree: pip install -e ."
-            ) from error
+            raise ImportError(_why_not(error), name="horoclone._core") from error
         _core.set_error_classes(_error_factories())
         _core_module = _core
     return _core_module
+
+
+def _why_not(error: ImportError) -> str:
+    """The reason, and what to do about it."""
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    package = Path(__file__).resolve().parent.parent
+    if not (isinstance(error, ModuleNotFoundError) and error.name == "horoclone._core"):
+        return (
+            f"horoclone's native module cannot be loaded: {error}. Reinstall horoclone for this Python ({version}): "
+            "pip install --force-reinstall --no-deps horoclone"
+        )
+    others = sorted(file.name for file in package.glob("_core.*.so"))
+    what = f"is built for another Python ({', '.join(others)})" if others else "is not built"
+    if (package.parent / "CMakeLists.txt").is_file():
+        return (
+            f"horoclone's native module {what}: {package.parent} is a source tree. `pip install -e .` in it builds the "
+            f"module for this Python ({version}); to use an installed horoclone, start Python in another folder."
+        )
+    return (
+        f"horoclone's native module {what}: the installation in {package} is not complete. "
+        f"Install horoclone with this Python ({version}): "
+        f"{sys.executable} -m pip install --force-reinstall --no-deps horoclone"
+    )
 
 
 def _peer_lost(text: str, culprit: int) -> errors.PeerLost:

@@ -16,6 +16,7 @@ from typing import Any
 import tensorflow as tf
 
 from horoclone import ops
+from horoclone.arguments import SPLITS, check, given, root, wrong_type
 from horoclone.common.basics import HorovodBasics
 from horoclone.errors import Unsupported
 from horoclone.ops import *  # noqa: F403 - the reductions
@@ -84,7 +85,8 @@ def _node_name(kind: str, source: str) -> str:
 def _common(
     kind: str, tensors: Sequence[Any], name: str | None, ignore_name_scope: bool, process_set: ProcessSet
 ) -> dict[str, Any]:
-    """The arguments that all ops share: node name, key, process set, guard."""
+    """The arguments that all ops share: node name, key, process set, guard. TypeError for those of a wrong type."""
+    check(_public_name(kind), name=name)
     if tf.executing_eagerly():
         check_newcomer(name or kind)
     arguments = {
@@ -128,11 +130,45 @@ def _refuse_scalars(kind: str, tensors: Sequence[Any], eager_too: bool = False) 
     raise tf.errors.InvalidArgumentError(None, None, text) if eager else ValueError(text)
 
 
-def _tensors(values: Sequence[Any]) -> list[Any]:
-    return [tf.convert_to_tensor(value) for value in values]
+def _public_name(kind: str) -> str:
+    """`grouped_allreduce` of HorovodGroupedAllreduce."""
+    return kind.removeprefix("Horovod").lower().replace("grouped", "grouped_")
+
+
+def to_tensor(call: str, value: Any) -> Any:
+    """The value as a tensor; TensorFlow's own error otherwise, with the call and what it was given."""
+    try:
+        return tf.convert_to_tensor(value)
+    except (TypeError, ValueError) as error:
+        text = f"{call}: tensor={given(value)} cannot be made a tf.Tensor: {error}"
+        raise (TypeError if isinstance(error, TypeError) else ValueError)(text) from error
+
+
+def group_of(call: str, values: Any) -> list[Any]:
+    """The tensors of a group. TypeError for one tensor, which would be cut into rows, and for what is no sequence."""
+    if isinstance(values, (str, bytes)) or tf.is_tensor(values) or not hasattr(values, "__iter__"):
+        raise wrong_type(call, "tensors", values, "a list or tuple of tensors")
+    return list(values)
+
+
+def _tensors(call: str, values: Sequence[Any]) -> list[Any]:
+    return [to_tensor(call, value) for value in values]
+
+
+def _splits(splits: Any) -> Any:
+    """As a tensor of int32; one that is a tensor already is TensorFlow's to judge."""
+    if tf.is_tensor(splits):
+        return splits
+    if splits is None:
+        return tf.constant([], tf.int32)
+    try:
+        return tf.convert_to_tensor(list(splits), tf.int32)
+    except (TypeError, ValueError):
+        raise wrong_type("alltoall", "splits", splits, SPLITS) from None
 
 
 def _scales(prescale_factor: float, postscale_factor: float) -> dict[str, str]:
+    check("reduction", prescale_factor=prescale_factor, postscale_factor=postscale_factor)
     return {
         "prescale_factor": float(prescale_factor).hex(),
         "postscale_factor": float(postscale_factor).hex(),
@@ -153,7 +189,7 @@ def _allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduces tensors of one shape and dtype over all ranks. Differentiable for Sum and Average."""
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = to_tensor("allreduce", tensor)
     _refuse_adasum_of_integers(op, [tensor])
     return functions.horovod_allreduce(
         tensor=tensor,
@@ -174,9 +210,10 @@ def _grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Reduces several tensors, of any shapes and dtypes, as one operation."""
+    tensors = group_of("grouped_allreduce", tensors)
     if not tensors:
         return []
-    tensors = _tensors(tensors)
+    tensors = _tensors("grouped_allreduce", tensors)
     _refuse_adasum_of_integers(op, tensors)
     return functions.horovod_grouped_allreduce(
         tensors=tensors,
@@ -200,7 +237,7 @@ def allgather(
 
     Differentiable: each rank gets the average over the ranks of the gradients of its rows, as in Horovod.
     """
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = to_tensor("allgather", tensor)
     _refuse_scalars("allgather", [tensor])
     return functions.horovod_allgather(
         tensor=tensor, **_common("HorovodAllgather", [tensor], name, ignore_name_scope, process_set)
@@ -215,9 +252,10 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """allgather of several tensors as one operation."""
+    tensors = group_of("grouped_allgather", tensors)
     if not tensors:
         return []
-    tensors = _tensors(tensors)
+    tensors = _tensors("grouped_allgather", tensors)
     _refuse_scalars("grouped_allgather", tensors)
     return functions.horovod_grouped_allgather(
         tensors=tensors, **_common("HorovodGroupedAllgather", tensors, name, ignore_name_scope, process_set)
@@ -237,10 +275,10 @@ def broadcast(
 ) -> Any:
     """Rank root_rank's tensor (a world rank) on every rank. Differentiable: the root gets the average of the ranks'
     gradients, as in Horovod, the others zeros."""
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = to_tensor("broadcast", tensor)
     return functions.horovod_broadcast(
         tensor=tensor,
-        root_rank=root_rank,
+        root_rank=root("broadcast", root_rank),
         **_common("HorovodBroadcast", [tensor], name, ignore_name_scope, process_set),
     )
 
@@ -254,12 +292,13 @@ def _grouped_broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """broadcast of several tensors as one operation."""
+    tensors = group_of("grouped_broadcast", tensors)
     if not tensors:
         return []
-    tensors = _tensors(tensors)
+    tensors = _tensors("grouped_broadcast", tensors)
     return functions.horovod_grouped_broadcast(
         tensors=tensors,
-        root_rank=root_rank,
+        root_rank=root("grouped_broadcast", root_rank),
         **_common("HorovodGroupedBroadcast", tensors, name, ignore_name_scope, process_set),
     )
 
@@ -281,11 +320,9 @@ def alltoall(
     of the op (InvalidArgumentError, in a graph TypeError). Returns the output, and with `splits` also the rows
     received from each rank (int32). Differentiable.
     """
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = to_tensor("alltoall", tensor)
     _refuse_scalars("alltoall", [tensor])
-    rows = (
-        splits if tf.is_tensor(splits) else tf.convert_to_tensor([] if splits is None else splits, tf.int32)
-    )
+    rows = _splits(splits)
     output, received = functions.horovod_alltoall(
         tensor=tensor,
         splits=rows,
@@ -307,7 +344,7 @@ def _reducescatter(
     """Reduces (Sum or Average) and gives each rank its share of the rows; the first ranks get one more if uneven.
 
     tf.errors.AbortedError at once for other reductions, as in Horovod."""
-    tensor = tf.convert_to_tensor(tensor)
+    tensor = to_tensor("reducescatter", tensor)
     _refuse_reduction("reducescatter", op)
     _refuse_scalars("reducescatter", [tensor], eager_too=True)
     return functions.horovod_reducescatter(
@@ -329,9 +366,10 @@ def _grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """reducescatter of several tensors as one operation."""
+    tensors = group_of("grouped_reducescatter", tensors)
     if not tensors:
         return []
-    tensors = _tensors(tensors)
+    tensors = _tensors("grouped_reducescatter", tensors)
     _refuse_reduction("grouped_reducescatter", op)
     _refuse_scalars("grouped_reducescatter", tensors, eager_too=True)
     return functions.horovod_grouped_reducescatter(

@@ -6,7 +6,7 @@ With Adasum each rank makes its own step, and the steps are reduced instead of t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -95,8 +95,11 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
         return self._optimizer.variables(*args, **kwargs)
 
 
+OptimizerT = TypeVar("OptimizerT")
+
+
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: OptimizerT,
     name: str | None = None,
     use_locking: bool = False,
     device_dense: str = "",
@@ -111,7 +114,7 @@ def DistributedOptimizer(
     groups: int | Sequence[Sequence[Any]] | None = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> OptimizerT:
     """An optimizer that reduces gradients over the ranks before it applies them.
 
     optimizer: one of tf.compat.v1.train, or of Keras. ValueError for options that contradict, and for anything else as

@@ -10,11 +10,12 @@ from typing import Any
 
 import tensorflow as tf
 
+from horoclone.arguments import check_compression
 from horoclone.ops import REDUCE_NAMES, Adasum, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.tensorflow import mpi_ops
 from horoclone.tensorflow.compression import Compression
-from horoclone.tensorflow.mpi_ops import _as_it_is
+from horoclone.tensorflow.mpi_ops import _as_it_is, to_tensor
 
 
 def _resolved(average: bool | None, op: int | None) -> int:
@@ -46,6 +47,7 @@ def allreduce(
     that is both UnknownError (as in Horovod) and ValueError. Integers average with truncation toward zero.
     NotImplementedError for an IndexedSlices with another op than Average and Sum, or with factors.
     """
+    check_compression("allreduce", compression)
     reduce = _resolved(average, op)
     if isinstance(tensor, tf.IndexedSlices):
         if prescale_factor != 1.0 or postscale_factor != 1.0:
@@ -56,7 +58,7 @@ def allreduce(
         with tf.device(device_sparse):
             return _allreduce_sparse(tensor, reduce, name, process_set, ignore_name_scope)
     with tf.device(device_dense):
-        wire, context = compression.compress(tf.convert_to_tensor(tensor))
+        wire, context = compression.compress(to_tensor("allreduce", tensor))
         reduced = mpi_ops._allreduce(
             wire, name, reduce, prescale_factor, postscale_factor, ignore_name_scope, process_set
         )
@@ -99,8 +101,9 @@ def grouped_allreduce(
 
     Entries that are tf.IndexedSlices are reduced one by one.
     """
+    check_compression("grouped_allreduce", compression)
     reduce = _resolved(average, op)
-    results: list[Any] = list(tensors)
+    results: list[Any] = mpi_ops.group_of("grouped_allreduce", tensors)
     dense = [i for i, tensor in enumerate(results) if not isinstance(tensor, tf.IndexedSlices)]
     for i in set(range(len(results))) - set(dense):
         own = None if name is None else f"{name}_{i}"
@@ -109,7 +112,7 @@ def grouped_allreduce(
             postscale_factor, own, process_set, ignore_name_scope,
         )  # fmt: skip
     with tf.device(device_dense):
-        packed = [compression.compress(tf.convert_to_tensor(results[i])) for i in dense]
+        packed = [compression.compress(to_tensor("grouped_allreduce", results[i])) for i in dense]
         reduced = mpi_ops._grouped_allreduce(
             [wire for wire, _ in packed], name, reduce, prescale_factor, postscale_factor, ignore_name_scope,
             process_set,
@@ -135,8 +138,9 @@ def reducescatter(
     more where they cannot be shared equally. Differentiable. A tf.IndexedSlices is made dense first.
 
     tf.errors.AbortedError for other reductions, InvalidArgumentError (in a graph ValueError) for a scalar."""
+    check_compression("reducescatter", compression)
     with tf.device(device_dense):
-        wire, context = compression.compress(tf.convert_to_tensor(tensor))
+        wire, context = compression.compress(to_tensor("reducescatter", tensor))
         share = mpi_ops._reducescatter(
             wire, name, _resolved(None, op), ignore_name_scope, process_set, prescale_factor, postscale_factor
         )  # fmt: skip
@@ -155,8 +159,10 @@ def grouped_reducescatter(
     name: str | None = None,
 ) -> list[Any]:
     """reducescatter of several tensors as one operation."""
+    check_compression("grouped_reducescatter", compression)
+    tensors = mpi_ops.group_of("grouped_reducescatter", tensors)
     with tf.device(device_dense):
-        packed = [compression.compress(tf.convert_to_tensor(tensor)) for tensor in tensors]
+        packed = [compression.compress(to_tensor("grouped_reducescatter", tensor)) for tensor in tensors]
         shares = mpi_ops._grouped_reducescatter(
             [wire for wire, _ in packed], name, _resolved(None, op), False, process_set, prescale_factor,
             postscale_factor,

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from horoclone.arguments import given, wrong_type
 from horoclone.objects import allgather_object, broadcast_object
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import rank
@@ -35,7 +36,10 @@ def broadcast_parameters(
     elif isinstance(params, (list, tuple)) or hasattr(params, "__next__"):
         pairs = list(params)
     else:
-        raise ValueError(f"invalid params of type: {type(params)}")
+        raise ValueError(
+            f"invalid params of type: {type(params)}: broadcast_parameters: params={given(params)} cannot be used; "
+            "params takes model.state_dict(), or pairs (name, tensor) as from model.named_parameters()."
+        )
     if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
         raise ValueError("params must be a dict or a sequence of pairs (name, tensor)")
     started = []
@@ -62,6 +66,8 @@ def broadcast_optimizer_state(
     had no state, the gradients of all parameters become zeros, as in Horovod. `model` is
     accepted and not needed. ValueError when the ranks' parameter groups differ in number or size.
     """
+    if not hasattr(optimizer, "state_dict"):
+        raise wrong_type("broadcast_optimizer_state", "optimizer", optimizer, "an optimizer of torch")
     is_root, had_state = rank() == root_rank, bool(getattr(optimizer, "state", True))
     tensors: list[torch.Tensor] = []
     skeleton = _without_tensors(optimizer.state_dict(), tensors, {}) if is_root else None

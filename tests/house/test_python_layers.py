@@ -18,7 +18,8 @@ PACKAGE = ROOT / "horoclone"
 # A layer is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
 # package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
-    "arrays": {"handles", "ops", "process_sets", "runtime"},
+    "arguments": set(),
+    "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "failpoints", "selection", "settings"},
     "checkpoint": {"errors", "failpoints", "objects", "runtime"},
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.life"},
@@ -28,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "elastic": {"arrays", "checkpoint", "errors", "failpoints", "objects", "runtime", "runtime.life"},
     "errors": set(),
     "failpoints": {"errors"},
-    "handles": set(),
+    "handles": {"arguments"},
     "horoclone": set(),
     "horovod_alias": {"stand_ins"},
     "jax": {
@@ -44,6 +45,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "runtime.life",
     },
     "keras": {
+        "arguments",
         "arrays",
         "checkpoint",
         "compression",
@@ -62,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"bootstrap", "errors", "failpoints", "selection", "settings", "simulate"},
     "lightning": {"errors", "objects", "runtime", "runtime.life", "torch"},
     "objects": {"arrays", "process_sets", "runtime"},
-    "ops": {"errors"},
+    "ops": {"arguments", "errors"},
     "process_sets": {"errors", "ops", "runtime"},
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
     "runtime": {"bootstrap", "errors", "settings"},
@@ -79,9 +81,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "selection": set(),
     "settings": set(),
-    "simulate": set(),
+    "simulate": {"runtime"},
     "stand_ins": {"errors"},
     "tensorflow": {
+        "arguments",
         "arrays",
         "bootstrap",
         "checkpoint",
@@ -127,7 +130,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch.dcp": {"checkpoint", "torch.checkpoint"},
     "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
     "torch.compressor": {"compression", "errors"},
-    "torch.compressors": {"errors", "torch.compressor"},
+    "torch.compressors": {"errors", "runtime", "torch.compressor"},
     "torch.elastic": {
         "checkpoint",
         "elastic",
@@ -137,7 +140,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.functions",
         "torch.optimizer",
     },
-    "torch.functions": {"objects", "process_sets", "runtime", "torch.operations"},
+    "torch.functions": {"arguments", "objects", "process_sets", "runtime", "torch.operations"},
     "torch.local_sgd": {
         "ops",
         "process_sets",
@@ -148,8 +151,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "torch.torchft": {"torch.c10d"},
     "torch.mpi_ops": {"common", "errors", "ops", "runtime", "runtime.exported", "torch.operations"},
-    "torch.operations": {"errors", "handles", "ops", "process_sets", "runtime", "torch.compression"},
+    "torch.operations": {
+        "arguments",
+        "errors",
+        "handles",
+        "ops",
+        "process_sets",
+        "runtime",
+        "torch.compression",
+    },
     "torch.optimizer": {
+        "arguments",
         "arrays",
         "errors",
         "objects",

@@ -182,7 +182,7 @@ def test_what_cannot_work_raises_and_the_runtime_goes_on() -> None:
             with pytest.raises(ValueError, match=text):
                 hvd.scatter(one, 0, splits=splits)
         for nothing in (None, [1, 2]):
-            with pytest.raises(ValueError, match="must pass the tensor"):
+            with pytest.raises(ValueError, match="must pass a torch.Tensor"):
                 hvd.scatter(nothing, 0)
         with pytest.raises(ValueError, match="at least one dimension"):
             hvd.scatter(torch.tensor(1.0), 0)

@@ -5,7 +5,7 @@ One thing differs, as in Horovod: the order of DistributedOptimizer's arguments.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 from horoclone import keras as _keras
 from horoclone.common.util import is_version_greater_equal_than
@@ -17,8 +17,11 @@ from horoclone.process_sets import ProcessSet, global_process_set
 __all__ = [*_keras.__all__, "DistributedOptimizer", "callbacks", "elastic", "is_version_greater_equal_than"]
 
 
+OptimizerT = TypeVar("OptimizerT")
+
+
 def DistributedOptimizer(  # type: ignore[no-redef]
-    optimizer: Any,
+    optimizer: OptimizerT,
     name: str | None = None,
     device_dense: str = "",
     device_sparse: str = "",
@@ -32,6 +35,6 @@ def DistributedOptimizer(  # type: ignore[no-redef]
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     scale_local_gradients: bool = True,
-) -> Any:
+) -> OptimizerT:
     """As horoclone.keras.DistributedOptimizer, with the arguments in the order of horovod.tensorflow.keras."""
     return make_distributed(**locals())

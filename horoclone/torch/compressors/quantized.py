@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horoclone._core import dequantize, quantize
 from horoclone.errors import Unsupported
+from horoclone.runtime.native_module import core
 from horoclone.torch.compressor import GradientCompressor
 
 if TYPE_CHECKING:
     from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
+dequantize, quantize = core().dequantize, core().quantize  # without the native module the import ends here
 SCALE_BYTES = 4
 PART_ELEMENTS = 1 << 20  # a bucket travels in parts: while one is on the wire, another is quantised
 

@@ -11,10 +11,11 @@ from horoclone.ops import ALLREDUCE, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import handles
+from horoclone.torch.operations.arguments import refuse_to_compress
 from horoclone.torch.operations.functional import is_compiling, reduced, start
 from horoclone.torch.operations.gradients import grad_name, require_linear
 from horoclone.torch.operations.handles import run, start_for, synchronize
-from horoclone.torch.operations.tensors import not_a_tensor, number_of
+from horoclone.torch.operations.tensors import number_of
 
 
 def allreduce_(
@@ -123,16 +124,18 @@ def allreduce(
     Differentiable for Average and Sum: the gradient is the same reduction of the gradient.
     """
     reduce = resolve_reduce(average, op)
-    wire, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
     if is_compiling():
+        wire, ctx = compression.compress(tensor)
         return compression.decompress(
             start("allreduce", [wire], name, reduce, scales, process_set, differentiable=True)(), ctx
         )
     try:
+        wire, ctx = compression.compress(tensor)
         learns = wire.requires_grad and torch.is_grad_enabled()
     except AttributeError:
-        raise not_a_tensor(wire, name) from None
+        refuse_to_compress("allreduce", compression, tensor, name)
+        raise
     if learns:
         reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
     else:

@@ -6,9 +6,11 @@ from typing import Any
 
 import torch
 
+from horoclone.arguments import SPLITS, check_compression, given, is_integer, wrong_type
 from horoclone.errors import InvalidArgument
 from horoclone.ops import REDUCE_NAMES, Sum, resolve_reduce
 from horoclone.runtime import native
+from horoclone.torch.operations.tensors import not_a_tensor
 
 
 def _refusal(what: str, name: str | None, why: str) -> InvalidArgument:
@@ -40,7 +42,27 @@ def rows_to_send(splits: Any, name: str | None) -> list[int] | None:
             raise ValueError(f"alltoall expects a 32-bit integer splits tensor, not {splits.dtype}")
         rows: list[int] = splits.tolist()
     else:
-        rows = [int(count) for count in splits]
+        if isinstance(splits, (str, bytes)) or not hasattr(splits, "__iter__"):
+            raise wrong_type("alltoall", "splits", splits, SPLITS)
+        listed = list(splits)
+        for count in listed:
+            if not is_integer(count):
+                raise wrong_type("alltoall", "splits", splits, f"{SPLITS}, not {given(count)}")
+        rows = [int(count) for count in listed]
     if rows and min(rows) < 0:
         raise _refusal("alltoall", name, f"negative entry in splits {rows}")
     return rows
+
+
+def tuple_of(call: str, tensors: Any) -> tuple[torch.Tensor, ...]:
+    """The tensors of a group. TypeError for one tensor, which would be cut into rows, and for what is no sequence."""
+    if isinstance(tensors, (torch.Tensor, str, bytes)) or not hasattr(tensors, "__iter__"):
+        raise wrong_type(call, "tensors", tensors, "a list or tuple of torch.Tensors")
+    return tuple(tensors)
+
+
+def refuse_to_compress(call: str, compression: Any, tensor: Any, name: str | None) -> None:
+    """After a compressor's AttributeError: a TypeError when it is none, or was given what is no tensor."""
+    check_compression(call, compression)
+    if not isinstance(tensor, torch.Tensor):
+        raise not_a_tensor(tensor, name)

@@ -3,6 +3,7 @@
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
 
+from horoclone.arguments import check
 from horoclone.ops import BARRIER, JOIN
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native
@@ -17,6 +18,7 @@ def join(device: int = -1) -> int:
     Meanwhile this rank takes part in the others' allreduces with identity elements, on GPU number `device` (-1: the
     current one) where the others' tensors are on GPUs.
     """
+    check("join", device=device)
     runtime = native()
     handle = requests.submit_empty(runtime, JOIN, place=place_to_join(device))
     return synchronize(remember(runtime, handle, None, None, lambda rt, h: rt.result(h).join_rank))

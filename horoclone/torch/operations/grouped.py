@@ -19,7 +19,7 @@ from horoclone.runtime import native
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import functional, handles, requests
 from horoclone.torch.operations.all_gather import rows_before
-from horoclone.torch.operations.arguments import share_reduce
+from horoclone.torch.operations.arguments import refuse_to_compress, share_reduce, tuple_of
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gpu import HOST, Place, behind, place_of_all, rows_of
 from horoclone.torch.operations.gradients import grad_name, require_linear, scaled_share
@@ -58,6 +58,18 @@ def _submit_group(
     return runtime, handle, place
 
 
+def _compressed(
+    call: str, tensors: Tensors, compression: Any, name: str | None
+) -> list[tuple[torch.Tensor, Any]]:
+    tensors = tuple_of(call, tensors)
+    try:
+        return [compression.compress(t) for t in tensors]
+    except AttributeError:
+        for tensor in tensors:
+            refuse_to_compress(call, compression, tensor, name)
+        raise
+
+
 def grouped_allreduce_async_(
     tensors: Tensors,
     average: bool | None = None,
@@ -79,7 +91,7 @@ def grouped_allreduce_async_(
             process_set,
             True,
         )
-    tensors = tuple(tensors)
+    tensors = tuple_of("grouped_allreduce_async_", tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
     plain = handles.start_plain_group(tensors, tensors, None, name, reduce, *scales, process_set, 0)
@@ -124,9 +136,13 @@ def grouped_allreduce_async(
             (prescale_factor, postscale_factor),
             process_set,
         )
-    tensors = tuple(tensors)
+    tensors = tuple_of("grouped_allreduce_async", tensors)
     reduce = resolve_reduce(average, op)
-    outputs = tuple([torch.empty_like(t, requires_grad=False) for t in tensors])
+    try:
+        outputs = tuple([torch.empty_like(t, requires_grad=False) for t in tensors])
+    except TypeError:
+        learns(tensors, name)  # refuses what is no tensor
+        raise
     scales = (prescale_factor, postscale_factor)
     plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
@@ -147,7 +163,11 @@ def grouped_allreduce(
 ) -> list[torch.Tensor]:
     """Returns the reductions of several tensors, done as one operation. Differentiable for Average and Sum."""
     reduce = resolve_reduce(average, op)
-    pairs = [compression.compress(t) for t in tensors]
+    pairs = (
+        [compression.compress(t) for t in tensors]
+        if is_compiling()
+        else _compressed("grouped_allreduce", tensors, compression, name)
+    )
     wires = [wire for wire, _ in pairs]
     if is_compiling():
         reduced = start(
@@ -187,7 +207,7 @@ def grouped_allgather_async(
     """Starts an allgather of several tensors as one operation; one handle, whose output is a tuple."""
     if is_compiling():
         return start("grouped_allgather", list(tensors), name, process_set=process_set)
-    tensors = tuple(tensors)
+    tensors = tuple_of("grouped_allgather_async", tensors)
     runtime, handle, place = _submit_group(ALLGATHER, name, tensors, None, Sum, (1.0, 1.0), process_set)
     return remember(runtime, handle, None, tensors, _make_group(tensors, place))
 
@@ -196,7 +216,7 @@ def grouped_allgather(
     tensors: Tensors, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> tuple[torch.Tensor, ...]:
     """Several allgathers as one operation. Differentiable."""
-    tensors = tuple(tensors)
+    tensors = tuple(tensors) if is_compiling() else tuple_of("grouped_allgather", tensors)
     if is_compiling():
         return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
     if learns(tensors, name):
@@ -222,7 +242,7 @@ def grouped_reducescatter_async(
             (prescale_factor, postscale_factor),
             process_set,
         )
-    tensors = tuple(tensors)
+    tensors = tuple_of("grouped_reducescatter_async", tensors)
     refuse_scalar(tensors)
     reduce = share_reduce(op, name)
     scales = (prescale_factor, postscale_factor)
@@ -240,7 +260,11 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
     """Several reducescatters as one operation. Differentiable."""
-    pairs = [compression.compress(t) for t in tensors]
+    pairs = (
+        [compression.compress(t) for t in tensors]
+        if is_compiling()
+        else _compressed("grouped_reducescatter", tensors, compression, name)
+    )
     wires = [wire for wire, _ in pairs]
     if is_compiling():
         shares = start(

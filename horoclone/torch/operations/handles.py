@@ -82,6 +82,7 @@ def poll(handle: Any) -> bool:
     """True when `synchronize(handle)` would not block. ValueError for a handle that was synchronized, or is none."""
     if callable(handle):
         return all(poll(part) for part in getattr(handle, "parts", ()))
+    _waits.refuse_no_handle("poll", handle)
     if handle not in _pending and not _waits.under_way(handle):
         raise ValueError(
             f"handle {handle!r} is not pending: synchronize() has given its result, or it is no handle"
@@ -100,7 +101,10 @@ def synchronize(handle: Any) -> Any:
     output = finish_plain(handle)
     if output is not NotImplemented:
         return output
-    return handle() if callable(handle) else _waits.once(handle, _wait)
+    if callable(handle):
+        return handle()
+    _waits.refuse_no_handle("synchronize", handle)
+    return _waits.once(handle, _wait)
 
 
 def _wait(handle: int) -> Any:

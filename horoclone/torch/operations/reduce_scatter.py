@@ -11,11 +11,11 @@ from horoclone.ops import REDUCESCATTER, Average
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations.all_gather import allgather
-from horoclone.torch.operations.arguments import share_reduce
+from horoclone.torch.operations.arguments import refuse_to_compress, share_reduce
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gradients import grad_name, scaled_share
 from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
-from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of, refuse_scalar
+from horoclone.torch.operations.tensors import ON_GPU, number_of, refuse_scalar
 
 
 def reducescatter_async(
@@ -30,10 +30,11 @@ def reducescatter_async(
     scales = (prescale_factor, postscale_factor)
     if is_compiling():
         return start("reducescatter", [tensor], name, share_reduce(op, name), scales, process_set)
+    dtype = number_of(tensor, name, True)
     refuse_scalar([tensor])
     return start_for_rows(
-        REDUCESCATTER, name, tensor, number_of(tensor, name, True), reduce=share_reduce(op, name),
-        prescale=prescale_factor, postscale=postscale_factor, process_set=set_id(process_set),
+        REDUCESCATTER, name, tensor, dtype, reduce=share_reduce(op, name), prescale=prescale_factor,
+        postscale=postscale_factor, process_set=set_id(process_set),
     )  # fmt: skip
 
 
@@ -51,17 +52,19 @@ def reducescatter(
     The first ranks get one row more where the rows cannot be shared equally. Differentiable: the gradient is the
     allgather of the gradient, times the size for Sum, as in Horovod.
     """
-    wire, ctx = compression.compress(tensor)
     scales = (prescale_factor, postscale_factor)
     if is_compiling():
+        wire, ctx = compression.compress(tensor)
         begun = start(
             "reducescatter", [wire], name, share_reduce(op, name), scales, process_set, differentiable=True
         )
         return compression.decompress(begun(), ctx)
     try:
+        wire, ctx = compression.compress(tensor)
         learns = wire.requires_grad and torch.is_grad_enabled()
     except AttributeError:
-        raise not_a_tensor(wire, name) from None
+        refuse_to_compress("reducescatter", compression, tensor, name)
+        raise
     if learns:
         share = Reducescatter.apply(wire, name, op, process_set, *scales)
     elif (dtype := number_of(wire, name, True)) >= ON_GPU or not wire.dim():

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from horoclone.ops import Sum
+from horoclone.arguments import explained
+from horoclone.ops import CALLS, Sum
 from horoclone.torch.operations.gpu import HOST, Place
 from horoclone.torch.operations.tensors import ON_GPU, address_of
 
@@ -42,11 +43,17 @@ def submit(
     target None: the core owns the result, if this rank gets one."""
     form = target if source is None else source
     # By place: for keywords the native function compares the names of all arguments, which takes a third of the call.
-    return runtime.submit(
-        op, name, 0 if source is None else address_of(source), 0 if target is None else address_of(target),
-        None if form is None else form.shape, dtype % ON_GPU, reduce, prescale, postscale, root, process_set, splits,
-        tag, *place, priority,
-    )  # fmt: skip
+    try:
+        return runtime.submit(
+            op, name, 0 if source is None else address_of(source), 0 if target is None else address_of(target),
+            None if form is None else form.shape, dtype % ON_GPU, reduce, prescale, postscale, root, process_set,
+            splits, tag, *place, priority,
+        )  # fmt: skip
+    except TypeError as error:
+        raise explained(
+            CALLS[op], error, name=name, prescale_factor=prescale, postscale_factor=postscale, root_rank=root,
+            splits=splits, tag=tag, priority=priority,
+        ) from None  # fmt: skip
 
 
 def submit_empty(runtime: Runtime, op: int, *, process_set: int = 0, place: Place = HOST) -> int:
@@ -70,12 +77,18 @@ def submit_group(
     place: Place = HOST,
 ) -> int:
     """Queues several tensors as one operation and returns its handle. targets None: the core owns the results."""
-    return runtime.submit_group(
-        op, name, [address_of(tensor) for tensor in sources],
-        [0] * len(sources) if targets is None else [address_of(tensor) for tensor in targets],
-        [tensor.shape for tensor in sources], [number % ON_GPU for number in dtypes], reduce, prescale, postscale, root,
-        process_set, *place,
-    )  # fmt: skip
+    try:
+        return runtime.submit_group(
+            op, name, [address_of(tensor) for tensor in sources],
+            [0] * len(sources) if targets is None else [address_of(tensor) for tensor in targets],
+            [tensor.shape for tensor in sources], [number % ON_GPU for number in dtypes], reduce, prescale, postscale,
+            root, process_set, *place,
+        )  # fmt: skip
+    except TypeError as error:
+        raise explained(
+            f"grouped {CALLS[op]}", error, name=name, prescale_factor=prescale, postscale_factor=postscale,
+            root_rank=root,
+        ) from None  # fmt: skip
 
 
 def run(
@@ -94,10 +107,16 @@ def run(
     splits: Sequence[int] | None = None,
 ) -> Result | None:
     """Submits and waits in one crossing, in host memory; gives the core's result where there is no target."""
-    return runtime.run(
-        op, name, address_of(source), 0 if target is None else address_of(target), source.shape, dtype, reduce,
-        prescale, postscale, root, process_set, splits,
-    )  # fmt: skip
+    try:
+        return runtime.run(
+            op, name, address_of(source), 0 if target is None else address_of(target), source.shape, dtype, reduce,
+            prescale, postscale, root, process_set, splits,
+        )  # fmt: skip
+    except TypeError as error:
+        raise explained(
+            CALLS[op], error, name=name, prescale_factor=prescale, postscale_factor=postscale, root_rank=root,
+            splits=splits,
+        ) from None  # fmt: skip
 
 
 def run_empty(runtime: Runtime, op: int, *, process_set: int = 0) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from horoclone.arguments import given
 from horoclone.ops import GATHER, REDUCE, SCATTER, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native, rank
@@ -168,12 +169,15 @@ def gather(
 def _row_counts(splits: Any) -> list[int] | None:
     if splits is None:
         return None
-    given = splits.tolist() if isinstance(splits, torch.Tensor) else splits
-    if isinstance(given, Iterable):
-        counts = list(given)
+    listed = splits.tolist() if isinstance(splits, torch.Tensor) else splits
+    if isinstance(listed, Iterable):
+        counts = list(listed)
         if all(isinstance(count, int) and not isinstance(count, bool) for count in counts):
             return counts
-    raise ValueError("scatter: splits is a 1-d tensor or sequence of integers, one for each rank")
+    raise ValueError(
+        f"scatter: splits={given(splits)} cannot be used; splits is a 1-d tensor or sequence of integers, one for "
+        "each rank"
+    )
 
 
 def scatter_async(
@@ -192,8 +196,7 @@ def scatter_async(
         return remember(runtime, handle, None, tensor, _share_beside(beside))
     if not isinstance(tensor, torch.Tensor):
         raise ValueError(
-            f"scatter: rank {root_rank} is the root and must pass the tensor to scatter, not "
-            f"{type(tensor).__name__}"
+            f"scatter: rank {root_rank} is the root and must pass a torch.Tensor to scatter, not {given(tensor)}"
         )
     dtype, counts = number_of(tensor, name, True), _row_counts(splits)
     handle = requests.submit(

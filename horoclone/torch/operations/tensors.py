@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from horoclone import ops
+from horoclone.arguments import given
 from horoclone.errors import NotATensor, Unsupported
 
 if TYPE_CHECKING:
@@ -82,9 +83,8 @@ def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
 def not_a_tensor(value: object, name: str | None = None) -> NotATensor:
     """What to raise where a tensor was expected."""
     label = f"tensor {name!r}" if name else "the tensor"
-    kind = "None" if value is None else f"of type {type(value).__name__}"
     return NotATensor(
-        f"{label} is {kind}: the operations of horoclone.torch take a torch.Tensor. Pass "
+        f"{label} is {given(value)}: the operations of horoclone.torch take a torch.Tensor. Pass "
         "torch.as_tensor(value); for NumPy arrays there is horoclone itself."
     )
 
@@ -101,7 +101,10 @@ def learns(tensors: Iterable[torch.Tensor], name: str | None) -> bool:
 
 def refuse_scalar(tensors: Iterable[torch.Tensor]) -> None:
     """ValueError when a tensor has no first dimension to cut."""
-    if any(tensor.dim() == 0 for tensor in tensors):
+    if any(
+        tensor.dim() == 0 if isinstance(tensor, torch.Tensor) else learns([tensor], None)
+        for tensor in tensors
+    ):
         raise ValueError("reducescatter needs tensors of at least one dimension: it cuts the first one")
 
 

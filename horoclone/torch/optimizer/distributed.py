@@ -11,10 +11,11 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
+from horoclone.arguments import wrong_type
 from horoclone.errors import ZeroFactor
 from horoclone.ops import Adasum, Average, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
@@ -33,6 +34,8 @@ from horoclone.torch.optimizer.wrapping import (
     parameters_of,
     wrap,
 )
+
+OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class DistributedMixin(WrappedOptimizer):
@@ -308,7 +311,7 @@ class DistributedMixin(WrappedOptimizer):
 
 
 def DistributedOptimizer(
-    optimizer: Any,
+    optimizer: OptimizerT,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
@@ -327,7 +330,7 @@ def DistributedOptimizer(
     quorum: float | str | None = None,
     late: str = "drop",
     max_lag: int = 8,
-) -> Any:
+) -> OptimizerT:
     """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
 
     named_parameters: as from model.named_parameters(); the names must be the same on all ranks. compression: the form
@@ -410,6 +413,8 @@ def _by_quorum(
 def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: ProcessSet) -> None:
     if isinstance(optimizer, WrappedOptimizer):
         raise ValueError("the optimizer is already a DistributedOptimizer")
+    if not hasattr(optimizer, "param_groups"):
+        raise wrong_type("DistributedOptimizer", "optimizer", optimizer, "an optimizer of torch")
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor not supported with op != Average")
     if predivide == 0:
