@@ -1,6 +1,6 @@
 """horoclone for TensorFlow: `import horoclone.tensorflow as hvd`. It offers what `horovod.tensorflow` does."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horoclone import checkpoint
 from horoclone.common.util import check_extension, gpu_available, split_list
@@ -57,14 +57,18 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """SyncBatchNormalization needs Keras, which is loaded when it is asked for."""
-    if name == "SyncBatchNormalization":
-        from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization
+if TYPE_CHECKING:
+    from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization as SyncBatchNormalization
+else:  # a type checker would take it for a sign that every name is there
 
-        globals()[name] = SyncBatchNormalization
-        return SyncBatchNormalization
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """SyncBatchNormalization needs Keras, which is loaded when it is asked for."""
+        if name == "SyncBatchNormalization":
+            from horoclone.tensorflow.sync_batch_norm import SyncBatchNormalization
+
+            globals()[name] = SyncBatchNormalization
+            return SyncBatchNormalization
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -44,10 +44,12 @@ __all__ = [
 ]  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    """What is loaded only where it is used."""
-    if name in ("DiLoCo", "LocalSGD"):
-        from horoclone.torch import local_sgd
+if not TYPE_CHECKING:  # a type checker would take it for a sign that every name is there
 
-        return getattr(local_sgd, name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def __getattr__(name: str) -> Any:
+        """What is loaded only where it is used."""
+        if name in ("DiLoCo", "LocalSGD"):
+            from horoclone.torch import local_sgd
+
+            return getattr(local_sgd, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

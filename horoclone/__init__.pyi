@@ -1,0 +1,544 @@
+"""What `import horoclone as hvd` offers, for editors and type checkers. `make docs` writes this file."""
+
+from collections.abc import Iterable
+from typing import Any, overload
+
+from numpy import int32
+from numpy.typing import ArrayLike, NDArray
+
+from horoclone.runtime.life import (
+    init as init,
+    shutdown as shutdown,
+)
+from horoclone.runtime import (
+    cross_rank as cross_rank,
+    cross_size as cross_size,
+    gloo_enabled as gloo_enabled,
+    is_homogeneous as is_homogeneous,
+    is_initialized as is_initialized,
+    local_rank as local_rank,
+    local_size as local_size,
+    mpi_enabled as mpi_enabled,
+    mpi_threads_supported as mpi_threads_supported,
+    rank as rank,
+    size as size,
+    start_timeline as start_timeline,
+    stop_timeline as stop_timeline,
+)
+from horoclone.runtime.built import (
+    ccl_built as ccl_built,
+    cuda_built as cuda_built,
+    ddl_built as ddl_built,
+    gloo_built as gloo_built,
+    mpi_built as mpi_built,
+    nccl_built as nccl_built,
+    rocm_built as rocm_built,
+    sycl_built as sycl_built,
+)
+from horoclone.runtime.observe import (
+    flight_record as flight_record,
+    metrics as metrics,
+)
+from horoclone.ops import (
+    Adasum as Adasum,
+    And as And,
+    Average as Average,
+    Max as Max,
+    Min as Min,
+    Or as Or,
+    Product as Product,
+    Sum as Sum,
+    Xor as Xor,
+)
+from horoclone.process_sets import (
+    ProcessSet as ProcessSet,
+    add_process_set as add_process_set,
+    global_process_set as global_process_set,
+    remove_process_set as remove_process_set,
+)
+from horoclone.errors import (
+    Aborted as Aborted,
+    HorovodInternalError as HorovodInternalError,
+    HorovodVersionMismatchError as HorovodVersionMismatchError,
+    HostsUpdatedInterrupt as HostsUpdatedInterrupt,
+    Mismatch as Mismatch,
+    NotInitialized as NotInitialized,
+    PeerLost as PeerLost,
+    Timeout as Timeout,
+    Unsupported as Unsupported,
+)
+from horoclone.objects import (
+    allgather_object as allgather_object,
+    broadcast_object as broadcast_object,
+    broadcast_object_fn as broadcast_object_fn,
+)
+from horoclone.launch.api import (
+    run as run,
+)
+from horoclone import checkpoint as checkpoint
+
+__version__: str
+__all__: list[str] = [
+    "__version__",
+    "init",
+    "shutdown",
+    "is_initialized",
+    "rank",
+    "size",
+    "local_rank",
+    "local_size",
+    "cross_rank",
+    "cross_size",
+    "is_homogeneous",
+    "mpi_threads_supported",
+    "mpi_enabled",
+    "gloo_enabled",
+    "start_timeline",
+    "stop_timeline",
+    "mpi_built",
+    "gloo_built",
+    "nccl_built",
+    "ddl_built",
+    "ccl_built",
+    "cuda_built",
+    "rocm_built",
+    "sycl_built",
+    "flight_record",
+    "metrics",
+    "Average",
+    "Sum",
+    "Adasum",
+    "Min",
+    "Max",
+    "Product",
+    "And",
+    "Or",
+    "Xor",
+    "ProcessSet",
+    "global_process_set",
+    "add_process_set",
+    "remove_process_set",
+    "HorovodInternalError",
+    "PeerLost",
+    "Mismatch",
+    "Timeout",
+    "Aborted",
+    "Unsupported",
+    "NotInitialized",
+    "HostsUpdatedInterrupt",
+    "HorovodVersionMismatchError",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "allgather",
+    "allgather_async",
+    "grouped_allgather",
+    "grouped_allgather_async",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "alltoall",
+    "alltoall_async",
+    "reducescatter",
+    "reducescatter_async",
+    "grouped_reducescatter",
+    "grouped_reducescatter_async",
+    "barrier",
+    "join",
+    "poll",
+    "synchronize",
+    "reduce",
+    "reduce_",
+    "reduce_async",
+    "reduce_async_",
+    "gather",
+    "gather_async",
+    "scatter",
+    "scatter_async",
+    "send",
+    "recv",
+    "isend",
+    "irecv",
+    "broadcast_object",
+    "broadcast_object_fn",
+    "allgather_object",
+    "run",
+]
+
+def allreduce(
+    array: ArrayLike,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """Reduces arrays of one shape and dtype over all ranks; the same bits on every rank. Default op: Average.
+
+    Integers average with truncation toward zero; bool reduces with Sum and Max = or, Min and
+    Product = and. And, Or and Xor take the bits of integers and bools; they are not in Horovod."""
+
+def allreduce_(
+    array: NDArray[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """As allreduce, with the result in the array itself, which is returned."""
+
+def allreduce_async(
+    array: ArrayLike,
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+    *,
+    priority: int = 0,
+) -> int:
+    """As allreduce; returns a handle at once. Do not change the array before it is done.
+
+    priority: of what all ranks have submitted, the highest runs first (docs/priority.md)."""
+
+def allreduce_async_(
+    array: NDArray[Any],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+    *,
+    priority: int = 0,
+) -> int:
+    """As allreduce_; returns a handle at once. Do not touch the array before it is done. priority: as there."""
+
+def grouped_allreduce(
+    arrays: Iterable[ArrayLike],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> list[NDArray[Any]]:
+    """Reduces several arrays as one operation: none of them before all are ready on every rank."""
+
+def grouped_allreduce_(
+    arrays: Iterable[NDArray[Any]],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> list[NDArray[Any]]:
+    """As grouped_allreduce, with the results in the arrays themselves."""
+
+def grouped_allreduce_async(
+    arrays: Iterable[ArrayLike],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As grouped_allreduce; returns one handle for the group at once."""
+
+def grouped_allreduce_async_(
+    arrays: Iterable[NDArray[Any]],
+    average: bool | None = None,
+    name: str | None = None,
+    op: int | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As grouped_allreduce_; returns one handle for the group at once."""
+
+def allgather(
+    array: ArrayLike,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """Every rank's rows, in rank order. Shapes may differ in the first dimension only; there must be one."""
+
+def allgather_async(
+    array: ArrayLike,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As allgather; returns a handle at once."""
+
+def grouped_allgather(
+    arrays: Iterable[ArrayLike],
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> list[NDArray[Any]]:
+    """allgather of several arrays as one operation."""
+
+def grouped_allgather_async(
+    arrays: Iterable[ArrayLike],
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As grouped_allgather; returns one handle for the group at once."""
+
+def broadcast(
+    array: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """Rank root_rank's array on every rank, as a new array. root_rank is the world rank also in a process set."""
+
+def broadcast_(
+    array: NDArray[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """As broadcast, into the array itself, which is returned."""
+
+def broadcast_async(
+    array: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As broadcast; returns a handle at once."""
+
+def broadcast_async_(
+    array: NDArray[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As broadcast_; returns a handle at once."""
+
+@overload
+def alltoall(
+    array: ArrayLike,
+    splits: None = None,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """Sends splits[r] rows to each rank r (equal shares without splits) and gives the rows received, in rank order.
+
+    splits: integers in host memory. With them: (rows, received), the latter integers, one for each rank (an array
+    of int32 with NumPy, a list with CuPy)."""
+@overload
+def alltoall(
+    array: ArrayLike,
+    splits: ArrayLike,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> tuple[NDArray[Any], NDArray[int32]]: ...
+
+def alltoall_async(
+    array: ArrayLike,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As alltoall; returns a handle at once."""
+
+def reducescatter(
+    array: ArrayLike,
+    name: str | None = None,
+    op: int = 0,
+    process_set: ProcessSet = ...,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> NDArray[Any]:
+    """Reduces arrays of one shape and gives each rank its share of the rows, the first ranks one more if uneven."""
+
+def reducescatter_async(
+    array: ArrayLike,
+    name: str | None = None,
+    op: int = 0,
+    process_set: ProcessSet = ...,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As reducescatter; returns a handle at once."""
+
+def grouped_reducescatter(
+    arrays: Iterable[ArrayLike],
+    name: str | None = None,
+    op: int = 0,
+    process_set: ProcessSet = ...,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> list[NDArray[Any]]:
+    """reducescatter of several arrays as one operation."""
+
+def grouped_reducescatter_async(
+    arrays: Iterable[ArrayLike],
+    name: str | None = None,
+    op: int = 0,
+    process_set: ProcessSet = ...,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+) -> int:
+    """As grouped_reducescatter; returns one handle for the group at once."""
+
+def barrier(
+    process_set: ProcessSet = ...,
+) -> None:
+    """Returns when every rank of the process set has called it."""
+
+def join(
+    device: int = -1,
+) -> int:
+    """This rank has no more data: the others' allreduces go on with its identity elements, on GPU number `device`
+    (-1: the current one) where arrays lie on GPUs. Returns, when every rank has joined, the rank that was last."""
+
+def poll(
+    handle: int,
+) -> bool:
+    """Whether synchronize(handle) would return at once."""
+
+def synchronize(
+    handle: int,
+) -> Any:
+    """Waits for an `_async` operation and returns what the blocking function would have. None for an unknown handle.
+
+    Threads that wait for one handle each get the result; RuntimeError for one that comes after another has got it."""
+
+def reduce(
+    array: ArrayLike,
+    root_rank: int,
+    op: int = 0,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any] | None:
+    """The reduction of everybody's array on rank root_rank, as a new array; None on the others.
+
+    Shapes and dtypes must be the same. op: any but Adasum. Over channels partial sums travel up
+    a binomial tree; in shared memory every rank reduces a slice, which the root collects."""
+
+def reduce_(
+    array: NDArray[Any],
+    root_rank: int,
+    op: int = 0,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """Overwrites rank root_rank's array with the reduction; the others' stay as they are. Returns the array."""
+
+def reduce_async(
+    array: ArrayLike,
+    root_rank: int,
+    op: int = 0,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As reduce; returns a handle at once."""
+
+def reduce_async_(
+    array: NDArray[Any],
+    root_rank: int,
+    op: int = 0,
+    name: str | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As reduce_; returns a handle at once."""
+
+def gather(
+    array: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any] | None:
+    """Every rank's rows, in rank order, on rank root_rank; None on the others.
+
+    Shapes may differ in the first dimension only; there must be one."""
+
+def gather_async(
+    array: ArrayLike,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As gather; returns a handle at once."""
+
+def scatter(
+    array: ArrayLike | None,
+    root_rank: int,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """This rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the process set.
+
+    Without splits (integers in host memory) the shares are equal, the first ranks get one row more if uneven. The
+    root passes the array and the splits; what the others pass for them is not looked at (None will do), and they
+    get the root's dtype. From a GPU the shares go to the others' current GPUs."""
+
+def scatter_async(
+    array: ArrayLike | None,
+    root_rank: int,
+    splits: ArrayLike | None = None,
+    name: str | None = None,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As scatter; returns a handle at once."""
+
+def send(
+    array: ArrayLike,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = ...,
+) -> None:
+    """Sends an array of any shape and dtype to rank dst (a world rank); from a GPU only to a GPU.
+
+    Returns when the receiver has taken it. Mismatch, on both sides, when it receives into an array that does not
+    fit; PeerLost when it dies; ValueError for a dst that is not in the process set or a negative tag."""
+
+def recv(
+    array: ArrayLike | None = None,
+    src: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = ...,
+) -> NDArray[Any]:
+    """Receives from rank src (a world rank; None: from whoever sends first) into `array`, which is returned.
+
+    The array must have the sender's dtype and number of elements. Without one a new array of the sender's shape and
+    dtype is made (with CuPy on the current GPU, also of what comes from host memory). Errors as those of send."""
+
+def isend(
+    array: ArrayLike,
+    dst: int,
+    tag: int = 0,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As send; returns a handle at once. Do not change the array before it is done."""
+
+def irecv(
+    array: ArrayLike | None = None,
+    src: int | None = None,
+    tag: int = 0,
+    process_set: ProcessSet = ...,
+) -> int:
+    """As recv; returns a handle at once. Do not touch the array before it is done."""

@@ -1,0 +1,4 @@
+from horoclone.data import (
+    AsyncDataLoaderMixin as AsyncDataLoaderMixin,
+    BaseDataLoader as BaseDataLoader,
+)

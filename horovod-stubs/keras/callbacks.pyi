@@ -1,0 +1,7 @@
+from horoclone.keras.callbacks import (
+    BestModelCheckpoint as BestModelCheckpoint,
+    BroadcastGlobalVariablesCallback as BroadcastGlobalVariablesCallback,
+    LearningRateScheduleCallback as LearningRateScheduleCallback,
+    LearningRateWarmupCallback as LearningRateWarmupCallback,
+    MetricAverageCallback as MetricAverageCallback,
+)

@@ -1,0 +1,3 @@
+from horoclone.runner import (
+    run as run,
+)

@@ -1,0 +1,17 @@
+from horoclone.torch.elastic import (
+    ElasticSampler as ElasticSampler,
+    Generation as Generation,
+    ObjectState as ObjectState,
+    Owned as Owned,
+    RandomStates as RandomStates,
+    Recovery as Recovery,
+    State as State,
+    StateLost as StateLost,
+    TorchState as TorchState,
+    generation as generation,
+    last_recovery as last_recovery,
+    run as run,
+    run_fn as run_fn,
+    sampler as sampler,
+    state as state,
+)
