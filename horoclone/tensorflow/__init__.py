@@ -14,6 +14,7 @@ from horoclone.errors import (
     Timeout,
     Unsupported,
 )
+from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
 from horoclone.tensorflow.compression import Compression

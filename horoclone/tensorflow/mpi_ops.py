@@ -10,8 +10,8 @@ UnknownError (a rank was lost, or the job given up); ValueError at once for an u
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -32,10 +32,12 @@ __all__ = [
     "local_rank_op", "local_size_op", "process_set_included_op", "rank_op", "size_op",
 ]  # fmt: skip
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
 _basics = HorovodBasics()  # a private name that many scripts know
 
 # AutoGraph would rewrite these functions while it traces the user's; there is nothing to rewrite.
-_as_it_is = tf.autograph.experimental.do_not_convert
+_as_it_is: Callable[[Function], Function] = tf.autograph.experimental.do_not_convert
 
 _GUARD = "_horoclone_guard"
 _eager_guard: Any = None

@@ -103,6 +103,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch": {
         "common",
         "errors",
+        "ops",
         "runtime",
         "runtime.life",
         "torch.c10d",
@@ -204,7 +205,10 @@ def modules() -> dict[str, Path]:
 def import_statements(tree: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
-            for other in node.orelse:
+            runs = (
+                node.body if isinstance(node.test, ast.UnaryOp) else node.orelse
+            )  # of `not`, or of the `else`
+            for other in runs:
                 yield from import_statements(ast.Module([other], []))
         elif isinstance(node, (ast.Import, ast.ImportFrom)):
             yield node
