@@ -117,7 +117,8 @@ def synchronize(handle: int) -> Any:
     output = finish_plain(handle)
     if output is not NotImplemented:
         return output
-    _waits.refuse_no_handle("synchronize", handle)
+    if type(handle) is not int:
+        _waits.refuse_no_handle("synchronize", handle)
     return _waits.once(handle, _wait)
 
 

@@ -103,7 +103,8 @@ def synchronize(handle: Any) -> Any:
         return output
     if callable(handle):
         return handle()
-    _waits.refuse_no_handle("synchronize", handle)
+    if type(handle) is not int:
+        _waits.refuse_no_handle("synchronize", handle)
     return _waits.once(handle, _wait)
 
 
