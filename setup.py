@@ -45,6 +45,34 @@ def missing_tools() -> list[str]:
     return tools
 
 
+class Progress:
+    """How much is compiled, from the lines of make or ninja: redrawn on a terminal, else a line for every fifth."""
+
+    def __init__(self, path: str | None) -> None:
+        self.file, self.percent = None, -1
+        if path:
+            try:
+                self.file = open(path, "a", buffering=1)  # noqa: SIM115 - end() closes it
+            except OSError:  # the build goes on without it
+                return
+            self.terminal = self.file.isatty()
+
+    def saw(self, line: str) -> None:
+        found = re.match(r"\[ *(\d+)(?:%|/(\d+))\]", line)
+        if self.file is None or found is None:
+            return
+        percent = int(found[1]) * 100 // int(found[2]) if found[2] else int(found[1])
+        step = 1 if self.terminal else 20
+        if percent // step > self.percent // step:
+            self.file.write(f"\r   compiled {percent} %" if self.terminal else f"   compiled {percent} %\n")
+            self.percent = percent
+
+    def end(self) -> None:
+        if self.file is not None:
+            self.file.write("\n" if self.terminal and self.percent >= 0 else "")
+            self.file.close()
+
+
 class CMakeBuild(build_ext):
     """build_ext by CMake: puts libhoroclone.so and _core into the package.
 
@@ -60,8 +88,8 @@ class CMakeBuild(build_ext):
         if in_place:
             build = ROOT / "build" / f"editable-{sys.implementation.cache_tag}"
         self.configure(build)
-        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", "2")
-        self.call(["cmake", "--build", str(build), "--parallel", jobs])
+        jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL") or str(len(os.sched_getaffinity(0)))
+        self.call(["cmake", "--build", str(build), "--parallel", jobs], show=True)
         self.call(["cmake", "--install", str(build), "--prefix", str(self.prefix), "--strip"])
 
     def configure(self, build: Path) -> None:
@@ -92,9 +120,17 @@ class CMakeBuild(build_ext):
         build.mkdir(parents=True, exist_ok=True)
         self.call(command)
 
-    def call(self, command: list[str]) -> None:
+    def call(self, command: list[str], show: bool = False) -> None:
+        """show: tells HC_BUILD_PROGRESS, a file, how far it is: pip shows nothing of what a build prints."""
         print("+", " ".join(command), flush=True)
-        if subprocess.run(command).returncode != 0:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as running:
+            assert running.stdout is not None
+            progress = Progress(os.environ.get("HC_BUILD_PROGRESS") if show else None)
+            for line in running.stdout:
+                print(line, end="", flush=True)
+                progress.saw(line)
+            progress.end()
+        if running.returncode != 0:
             sys.exit("horoclone: the native build failed; the compiler's or CMake's message is above.")
 
     def native_files(self) -> list[Path]:
