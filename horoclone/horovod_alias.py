@@ -21,14 +21,12 @@ from horoclone.stand_ins import StandInModule
 _OFF = "HOROCLONE_NO_HOROVOD_ALIAS"
 
 _TORCH = "Train with PyTorch (import horoclone.torch as hvd)"
-_RAY = "Ray jobs are not supported yet. Start the ranks with horoclonerun, or with horoclone.run(function, np=N)."
 _SPARK = "Spark jobs are not supported yet. Write the data to files and train with horoclonerun or horoclone.run()."
 _MXNET = f"MXNet is retired and not supported. {_TORCH}."
 
 # Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
 _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
     "mxnet": (_MXNET, ("mpi_ops", "compression", "functions")),
-    "ray": (_RAY, ("runner", "elastic", "elastic_v2", "strategy", "worker", "utils", "adapter", "ray_logger")),
     "spark": (
         _SPARK,
         (

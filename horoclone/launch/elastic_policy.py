@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from horoclone.launch.hosts import Host
@@ -190,13 +191,24 @@ class Policy:
     def hosts(self) -> list[str]:
         return [host.name for host in self._hosts]
 
-    def to_start(self, now: float) -> list[Place]:
-        """The places where a worker shall be started now, in the order of hosts."""
+    def to_start(self, now: float, room: Mapping[str, int] | None = None) -> list[Place]:
+        """The places where a worker shall be started now, in the order of hosts.
+
+        room: host -> how many more processes it can take now, where a scheduler says so.
+        """
         slots = self._present()
         running = sum(1 for slot in slots if slot.worker is not None)
         largest = len(slots) if self._plan.largest is None else self._plan.largest + self._plan.spares
         free = [slot for slot in slots if slot.worker is None]
         ready = [slot for slot in free if slot.closed_until <= now]
+        if room is not None:
+            beside = Counter[str]()  # on each host, those before in the list
+            fits = []
+            for slot in ready:
+                if beside[slot.place.host] < room.get(slot.place.host, 0):
+                    beside[slot.place.host] += 1
+                    fits.append(slot)
+            ready = fits
         return [slot.place for slot in ready[: max(0, largest - running)]]
 
     def next_s(self, now: float) -> float:

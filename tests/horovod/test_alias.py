@@ -147,8 +147,6 @@ def test_every_module_that_horovod_has_for_torch_can_be_imported(site_folder: Pa
         "horovod.torch.elastic",
         "horovod.torch.elastic.state",
         "horovod.torch.elastic.sampler",
-        "horovod.ray",
-        "horovod.ray.elastic_v2",
         "horovod.spark",
         "horovod.spark.common.store",
         "horovod.spark.torch",
@@ -167,9 +165,8 @@ for name in {modules!r}:
 from horovod.torch.elastic import TorchState, ElasticSampler, run
 from horovod.torch.elastic.state import get_handler_registry
 assert callable(TorchState) and callable(ElasticSampler) and callable(run(print)) and get_handler_registry()
-import horovod.ray, horovod.spark, horovod.mxnet
-for use in (horovod.ray.RayExecutor, horovod.spark.run,
-            lambda: horovod.mxnet.init()):
+import horovod.spark, horovod.mxnet
+for use in (horovod.spark.run, lambda: horovod.mxnet.init()):
     try:
         use()
     except Unsupported as error:
@@ -210,7 +207,7 @@ print("same")
     assert output_of(site_folder, program).split() == ["same"]
 
 
-ABSENT = ("tensorflow", "tensorflow.keras", "ray", "spark", "spark.keras", "mxnet")
+ABSENT = ("tensorflow", "tensorflow.keras", "spark", "spark.keras", "mxnet")
 
 
 def test_what_is_missing_can_be_imported_and_says_so_on_use(site_folder: Path) -> None:
@@ -233,10 +230,10 @@ for name in {ABSENT!r}:
     assert not hasattr(module, "__all__") and not hasattr(module.Thing, "__wrapped__")
     assert module.Thing is module.Thing and not isinstance(3, module.Thing)
 from horovod import spark
-from horovod.ray import RayExecutor
+from horovod.mxnet import DistributedTrainer
 from horovod.spark.common.store import Store
 class Mine(Store): pass
-for make in (Mine, RayExecutor):
+for make in (Mine, DistributedTrainer):
     try:
         make()
     except Unsupported as error:
@@ -244,14 +241,14 @@ for make in (Mine, RayExecutor):
 """
     assert output_of(site_folder, program).split() == [
         "horovod.spark.common.store.Store",
-        "horovod.ray.RayExecutor",
+        "horovod.mxnet.DistributedTrainer",
     ]
 
 
 def test_what_horovod_never_had_is_not_found(site_folder: Path) -> None:
     program = """
 import horovod, importlib, importlib.util
-for name in ("horovod.nothing", "horovod.torch.nothing", "horovod.spark.nothing", "horovod.ray.a.b", "horovodx"):
+for name in ("horovod.nothing", "horovod.torch.nothing", "horovod.spark.nothing", "horovod.mxnet.a.b", "horovodx"):
     try:
         importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -483,4 +480,4 @@ def test_stand_ins_cannot_be_pickled_by_accident() -> None:
     from horoclone.stand_ins import stand_in
 
     with pytest.raises(pickle.PicklingError):
-        pickle.dumps(stand_in("horovod.ray.RayExecutor", "use horoclonerun"))
+        pickle.dumps(stand_in("horovod.mxnet.DistributedTrainer", "use horoclonerun"))

@@ -49,7 +49,7 @@ LEVELS = {
 UPWARDS = {
     "collective/selection.cc -> shared": "limits of shared memory, which belong below",
 }
-FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning", "ray"}
 # path -> framework that it imports inside a function, and only when it is needed
 LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
 # path -> whose objects it packs
@@ -66,6 +66,7 @@ HOROVODS_NAMES = {
     f"horoclone/common/{n}.py"
     for n in ("__init__", "basics", "elastic", "exceptions", "process_sets", "util")
 } | {"horoclone/tensorflow/util.py"}
+HOROVODS_NAMES |= {"horoclone/ray/utils.py"}
 HOROVODS_NAMES |= {p.relative_to(ROOT).as_posix() for p in (PACKAGE / "runner").rglob("*.py")}
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|impl|misc)(_|$)", re.IGNORECASE)
 

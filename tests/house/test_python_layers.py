@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
     "process_sets": {"errors", "ops", "runtime"},
+    "ray": {"bootstrap", "errors", "launch", "runner"},
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
     "runtime": {"bootstrap", "errors", "settings"},
     "runtime.ending": {"bootstrap", "errors"},

@@ -96,6 +96,23 @@ class Generations:
         self._server.ring()
         return is_planned, left
 
+    def progress_of(self, key: Key) -> tuple[int, int]:
+        """(the newest generation that held the worker there, 0: none; the newest commit of the job)."""
+        with self._desk.mutex:
+            table = self._desk.roster
+            return table.members[self._ids[key]].generation, table.newest_commit
+
+    def newest_commit(self) -> int:
+        """Of the job; 0: none."""
+        with self._desk.mutex:
+            return self._desk.roster.newest_commit
+
+    def take_given_up(self) -> set[Key]:
+        """Workers that the others go on without though nobody has seen them end; each once. They are to be ended."""
+        with self._desk.mutex:
+            given_up, self._desk.roster.given_up = set(self._desk.roster.given_up), []
+            return {key for key, id_ in self._ids.items() if id_ in given_up}
+
     def unwant(self, keys: Iterable[Key], reason: str) -> None:
         """The workers there leave at their next commit."""
         with self._desk.mutex:

@@ -1,0 +1,56 @@
+"""Carries what workers tell by ray_logger.log() to the callbacks in the driver. Thread hc-callbacks calls them."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ray.util.queue import Empty, Queue
+
+logger = logging.getLogger(__name__)
+
+Callback = Callable[[Any], Any]
+LOOK_S = 1.0  # between two looks whether the run is over
+LAST_S = 60.0  # for callbacks that are still at work when it is
+
+
+class LogQueue:
+    """As a context: queue is for the workers, None without callbacks. At the end all that has come was passed on."""
+
+    def __init__(self, callbacks: Sequence[Callback] | None) -> None:
+        self.queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
+        self._callbacks = list(callbacks or ())
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._pass_on, name="hc-callbacks", daemon=True)
+
+    def __enter__(self) -> LogQueue:
+        if self.queue is not None:
+            self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.queue is not None:
+            self._is_over.set()
+            self._thread.join(LAST_S)
+            self.queue.shutdown()
+
+    def _pass_on(self) -> None:
+        assert self.queue is not None
+        while True:
+            is_last = self._is_over.is_set()
+            try:
+                value = self.queue.get(timeout=0.0 if is_last else LOOK_S)
+            except Empty:
+                if is_last:
+                    return
+                continue
+            except Exception as error:  # of Ray, when the queue's actor is lost
+                logger.warning("callbacks hear nothing more: %s", error)
+                return
+            for callback in self._callbacks:
+                try:
+                    callback(value)
+                except Exception:
+                    logger.exception("a callback has failed on %r", value)

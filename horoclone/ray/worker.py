@@ -1,0 +1,107 @@
+"""Under Horovod's name: the actor that is one rank."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import ray
+from horoclone.ray import ray_logger, secrets
+
+RETURNED, EXITED = "returned", "exited"
+
+
+class Where(NamedTuple):
+    """Where a worker runs. address: of its node, as Ray knows it."""
+
+    node_id: str
+    address: str
+    hostname: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"{self.address} (node {self.node_id[:8]}, pid {self.pid})"
+
+
+class BaseHorovodWorker:
+    """A process in which functions run that call hvd.init(). Made an actor by ray.remote().
+
+    executable: what start_executable() has made, the argument of functions that execute() calls.
+    """
+
+    executable: Any = None
+
+    def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
+        self.update_env_vars(
+            {"HOROVOD_HOSTNAME": self.hostname(), "HOROVOD_RANK": world_rank, "HOROVOD_SIZE": world_size}
+        )
+
+    def hostname(self) -> str:
+        """Of the machine, or container."""
+        return socket.gethostname()
+
+    def node_id(self) -> str:
+        """Of the Ray node, in hexadecimal digits."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    def where(self) -> Where:
+        """All of that at once."""
+        return Where(self.node_id(), ray.util.get_node_ip_address(), self.hostname(), os.getpid())
+
+    def get_gpu_ids(self) -> list[Any]:
+        """The GPUs that Ray has given to this worker."""
+        return list(ray.get_gpu_ids())
+
+    def update_env_vars(self, env_vars: Mapping[str, Any]) -> None:
+        """Sets variables in the environment of this process."""
+        os.environ.update({name: str(value) for name, value in env_vars.items()})
+
+    def env_vars(self) -> dict[str, str]:
+        """The environment of this process."""
+        return dict(os.environ)
+
+    def take_secret(self, secret: bytes) -> None:
+        """Of the job; the environment does not get it (secrets.py)."""
+        secrets.keep(secret)
+
+    def start_executable(
+        self,
+        executable_cls: type | None = None,
+        executable_args: Sequence[Any] | None = None,
+        executable_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Makes the executable, where there is a class for it."""
+        if executable_cls is not None:
+            self.executable = executable_cls(*(executable_args or ()), **(executable_kwargs or {}))
+
+    def execute(self, func: Callable[[Any], Any]) -> Any:
+        """func(executable). RuntimeError in place of SystemExit, for which Ray would end the actor without a word."""
+        try:
+            return func(self.executable)
+        except SystemExit as end:
+            raise RuntimeError(f"the function ended with SystemExit({end.code!r})") from end
+
+    def work(self, func: Callable[[Any], Any], ready: object = None) -> tuple[str, Any]:
+        """For a worker of an elastic job, whose init() may end with SystemExit: (RETURNED, value) or (EXITED, code).
+
+        ready: what it has to wait for; when that failed this fails as well.
+        """
+        try:
+            value = func(self.executable)
+        except SystemExit as end:
+            return EXITED, end.code if isinstance(end.code, int) else int(end.code is not None)
+        self.leave()
+        return RETURNED, value
+
+    def leave(self) -> None:
+        """Ends the runtime, so that the others need not find out that this process is gone."""
+        life = sys.modules.get("horoclone.runtime.life")
+        if life is not None:
+            life.shutdown()
+
+    def set_queue(self, queue: Any) -> None:
+        """Where ray_logger.log() puts what it is given."""
+        ray_logger.configure(queue)

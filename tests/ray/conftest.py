@@ -1,0 +1,31 @@
+"""The fixture `ray_cluster`: a Ray cluster for the tests of one file; bodies.py beside them has what runs there."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+import cluster  # noqa: E402
+
+LAUNCHERS = ("HOROCLONE_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "RAY_")
+PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def environment() -> dict[str, str]:
+    return {
+        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in PLACES
+    }
+
+
+@pytest.fixture(scope="module")
+def ray_cluster(engines: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """ray_cluster(body, **arguments) runs a function of the file that the test file names BODIES (a name in this folder)."""
+    remote = cluster.Remote(engines, Path(__file__).with_name(request.module.BODIES), environment())
+    yield remote
+    remote.close()
