@@ -32,9 +32,15 @@ class Calls:
     def __init__(self, places: Sequence[Where], server: Server) -> None:
         self._places, self._server = places, server
         self.failure = ""  # why the workers cannot be used any more
+        self._unfinished: list[Any] = []  # calls that went on when another one of the same run had failed
+        self._why_unfinished = ""
 
     def check(self) -> None:
         """RuntimeError when they cannot."""
+        if self._unfinished and not self.failure:
+            _, waiting = ray.wait(self._unfinished, num_returns=len(self._unfinished), timeout=OTHERS_S)
+            self.failure = self._why_unfinished if waiting else ""
+            self._unfinished = waiting
         if self.failure:
             raise RuntimeError(f"{self.failure}: call shutdown() and start() before another run")
 
@@ -58,6 +64,7 @@ class Calls:
             if failed and (deadline is None or self._is_clear(failed)):
                 deadline = time.monotonic() + (0.0 if self._is_clear(failed) else OTHERS_S)
         if failed:
+            self._unfinished = list(waiting)
             raise self._first(failed, list(waiting.values()))
         return [values[rank] for rank in range(len(refs))]
 
@@ -104,7 +111,7 @@ class Calls:
             self.failure = self._lost_text(culprit, None)
             return _from(errors.PeerLost(self.failure, culprit), error)
         if unfinished:
-            self.failure = f"rank {rank} has failed while ranks {unfinished} wait"
+            self._why_unfinished = f"rank {rank} has failed while ranks {unfinished} wait"
         if hasattr(error, "add_note"):
             error.add_note(f"raised by rank {rank} on {self._places[rank]}")
         return error

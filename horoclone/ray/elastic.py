@@ -9,7 +9,7 @@ from typing import Any
 import ray
 from horoclone.ray.discovery import ChangingDiscovery, ClusterDiscovery
 from horoclone.ray.elastic_v2 import ElasticAdapter
-from horoclone.ray.log_queue import Callback
+from horoclone.ray.log_queue import Callback, LogQueue
 from horoclone.runner.common.util import timeout
 from horoclone.runner.elastic.settings import ElasticSettings
 
@@ -135,7 +135,8 @@ class ElasticRayExecutor:
         if self.driver is None:
             raise RuntimeError("this ElasticRayExecutor has not been started: call start() first")
         if self._is_remote:
-            return list(ray.get(self.driver.run.remote(worker_fn, callbacks=callbacks)))
+            with LogQueue(callbacks) as here:
+                return list(ray.get(self.driver.run.remote(worker_fn, callbacks=here.passing_on)))
         return list(self.driver.run(worker_fn, callbacks=callbacks))
 
     def shutdown(self) -> None:

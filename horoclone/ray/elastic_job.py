@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 START_S = 30.0  # for an actor to come up, where the settings do not say
 TOGETHER_S = 10.0  # so long do the first workers wait for those that have not come up
+RAY_S = 0.3  # so long may Ray take to say why a worker is lost that the others have lost already
 PROGRESS_S = 10.0  # a worker that was in the job for so long has not failed at once
 LOST = 255
 _FAILED = (
@@ -88,6 +89,7 @@ class _Worker:
     since: float
     where: Where | None = None
     commit: int = 0  # the newest of the job when it was started
+    lost_s: float = math.inf  # since when the others are known to have lost it
 
     @property
     def key(self) -> Key:
@@ -168,7 +170,8 @@ class ElasticJob:
     def _left_s(self, now: float) -> float:
         starting = [one.since + self._start_s for one in self._workers.values() if one.where is None]
         limit_s = self._nobody_since + self._wishes.timeout_s
-        due_s = min([limit_s, self._first_up_s + TOGETHER_S, self._policy.next_s(now), *starting])
+        lost = [one.lost_s + RAY_S for one in self._workers.values()]
+        due_s = min([limit_s, self._first_up_s + TOGETHER_S, self._policy.next_s(now), *starting, *lost])
         return max(0.0, min(due_s - now, LOOK_EVERY_S))
 
     def _look(self, now: float) -> None:
@@ -184,6 +187,7 @@ class ElasticJob:
             for worker in self._workers.values():
                 if worker.key in given_up:
                     ray.kill(worker.actor)
+            self._end_the_lost(generations.lost(), now)
             if now >= self._first_up_s + TOGETHER_S:
                 self._first_up_s = math.inf
                 generations.expect(sum(one.where is not None for one in self._workers.values()))
@@ -192,6 +196,13 @@ class ElasticJob:
             strange = f"; {', '.join(self._strange)} of the discovery are no nodes" if self._strange else ""
             text = f"no node had room for a worker for {self._wishes.timeout_s:g} s (elastic_timeout){strange}"
             self._fail(f"{text}; {nodes.described()}", None)
+
+    def _end_the_lost(self, lost: Mapping[Key, str], now: float) -> None:
+        """Ray takes long to see that a node is gone; the others have seen it, and went on without it."""
+        for worker in [one for one in self._workers.values() if one.key in lost]:
+            if now >= worker.lost_s + RAY_S:
+                self._over(worker, _End(LOST, f"was lost: {lost[worker.key]}"))
+            worker.lost_s = min(worker.lost_s, now)
 
     def _is_over(self) -> bool:
         return self._failure is not None or (self._finishing and not self._workers)
@@ -254,7 +265,7 @@ class ElasticJob:
             wishes = self._wishes
             size = max(self._size, wishes.smallest)
             limits = Limits(size, wishes.smallest, wishes.largest, wishes.timeout_s, wishes.resets)
-            self._generations = Generations(limits, self._policy.hosts(), self._stopped)
+            self._generations = Generations(limits, self._policy.hosts(), self._stopped, self._wake)
             self._first_up_s = now
         worker.commit = self._generations.newest_commit()
         variables = {"PYTHONUNBUFFERED": "1", **self._wishes.variables, **self._variables(worker)}
@@ -284,10 +295,12 @@ class ElasticJob:
         return own
 
     def _ended(self, worker: _Worker, future: Any) -> None:
-        """Its function has ended, or it is lost."""
-        if worker.number not in self._workers or self._failure is not None:
-            return
-        end, now = _end_of(future), time.monotonic()
+        """Its function has ended, or Ray has lost it."""
+        if worker.number in self._workers and self._failure is None:
+            self._over(worker, _end_of(future))
+
+    def _over(self, worker: _Worker, end: _End) -> None:
+        now = time.monotonic()
         is_planned, left, progressed = False, -1, False
         generations = self._generations
         if generations is not None and generations.knows(worker.key):

@@ -25,6 +25,11 @@ class LogQueue:
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._pass_on, name="hc-callbacks", daemon=True)
 
+    @property
+    def passing_on(self) -> list[Callback] | None:
+        """Callbacks for an executor elsewhere in the cluster, which lead here."""
+        return None if self.queue is None else [self.queue.put]
+
     def __enter__(self) -> LogQueue:
         if self.queue is not None:
             self._thread.start()
@@ -41,7 +46,7 @@ class LogQueue:
         while True:
             is_last = self._is_over.is_set()
             try:
-                value = self.queue.get(timeout=0.0 if is_last else LOOK_S)
+                value = self.queue.get(block=False) if is_last else self.queue.get(timeout=LOOK_S)
             except Empty:
                 if is_last:
                     return

@@ -422,7 +422,8 @@ class RayExecutor:
         callbacks: each is called in the driver with every value that ray_logger.log() is given on rank 0. What a
         worker raises is raised here; PeerLost, with the rank, its node and the cause, when one is lost.
         """
-        return list(self._ask("execute", fn, callbacks))
+        with LogQueue(callbacks if self._is_remote else None) as here:
+            return list(self._ask("execute", fn, here.passing_on if self._is_remote else callbacks))
 
     def run(
         self,
@@ -432,7 +433,8 @@ class RayExecutor:
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
         """fn(*args, **kwargs) on every worker; else as execute()."""
-        return list(self._ask("run", fn, args, kwargs, callbacks))
+        with LogQueue(callbacks if self._is_remote else None) as here:
+            return list(self._ask("run", fn, args, kwargs, here.passing_on if self._is_remote else callbacks))
 
     def run_remote(
         self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None

@@ -13,6 +13,7 @@ import os
 import queue
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -90,6 +91,8 @@ def serve(path: str) -> None:
 
     sys.modules["cluster"] = sys.modules["__main__"]
     head = {"num_cpus": CPUS, "include_dashboard": False}
+    if "CLUSTER_CLIENT_PORT" in os.environ:
+        head["ray_client_server_port"] = int(os.environ["CLUSTER_CLIENT_PORT"])
     here.cluster = Cluster(initialize_head=True, head_node_args=head)
     here.cluster.add_node(num_cpus=CPUS)
     ray.init(address=here.cluster.address, logging_level="WARNING")
@@ -117,11 +120,15 @@ def serve(path: str) -> None:
 class Remote:
     """The process with the cluster. address: of the cluster, for other drivers."""
 
-    def __init__(self, python: Path, bodies: Path, env: Mapping[str, str]) -> None:
+    def __init__(self, python: Path, bodies: Path, env: Mapping[str, str], client: bool = False) -> None:
         self.folder = tempfile.mkdtemp(prefix="hc-ray-", dir="/tmp")
         self.mark = uuid.uuid4().hex
         self.env = {**env, **SETTINGS, MARK: self.mark, "RAY_TMPDIR": self.folder}
         Path(self.folder, "ray").mkdir()
+        if client:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self.env["CLUSTER_CLIENT_PORT"] = str(probe.getsockname()[1])
         self._log = Path(self.folder) / "said"
         self._process = subprocess.Popen(
             [str(python), __file__, str(bodies)],

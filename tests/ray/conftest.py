@@ -25,7 +25,11 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ray_cluster(engines: Path, request: pytest.FixtureRequest) -> Iterator[Any]:
-    """ray_cluster(body, **arguments) runs a function of the file that the test file names BODIES (a name in this folder)."""
-    remote = cluster.Remote(engines, Path(__file__).with_name(request.module.BODIES), environment())
+    """ray_cluster(body, **arguments) runs a function of the file that the test file names BODIES (a name in this folder).
+
+    HAS_CLIENT = True in the test file: a Ray Client may connect, to the port of the variable CLUSTER_CLIENT_PORT.
+    """
+    bodies = Path(__file__).with_name(request.module.BODIES)
+    remote = cluster.Remote(engines, bodies, environment(), getattr(request.module, "HAS_CLIENT", False))
     yield remote
     remote.close()

@@ -236,7 +236,7 @@ def half_dead_group() -> dict[str, Any]:
             here.cluster.add_node(num_cpus=2)
         return found
 
-    settings = RayExecutor.create_settings(timeout_s=4, placement_group_timeout_s=60)
+    settings = RayExecutor.create_settings(timeout_s=10, placement_group_timeout_s=60)
     before = set(here.cluster.worker_nodes)
     with another_node() as node:
         executor = RayExecutor(settings, num_hosts=3)

