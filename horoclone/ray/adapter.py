@@ -42,7 +42,9 @@ class Adapter(ABC):
         """Brings the job up."""
 
     @abstractmethod
-    def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None) -> list[Any]:
+    def execute(
+        self, fn: Callable[[Any], Any], callbacks: Sequence[Callable[..., Any]] | None = None
+    ) -> list[Any]:
         """fn(executable) on every worker."""
 
     @abstractmethod
@@ -57,7 +59,10 @@ class Adapter(ABC):
 
     @abstractmethod
     def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """The same, and gives references to what it will return."""
 

@@ -1,4 +1,4 @@
-"""Calls of all workers of a job of a fixed size: their values, or the failure that was first, with rank, node and cause.
+"""Calls of all workers of a job of a fixed size: values, or the failure that was first, with rank, node and cause.
 
 Thread: the caller's; watch() has one of its own for each call.
 """
@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 import ray.exceptions
+
 from horoclone import errors
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.ray.worker import Where
@@ -104,7 +105,8 @@ class Calls:
             rank = min(lost)
             return _from(errors.PeerLost(self._lost_text(rank, lost[rank]), rank), lost[rank])
         rank, error = next(
-            (one for one in failed.items() if not isinstance(one[1], errors.PeerLost)), next(iter(failed.items()))
+            (one for one in failed.items() if not isinstance(one[1], errors.PeerLost)),
+            next(iter(failed.items())),
         )
         culprit = getattr(error, "rank", -1) if isinstance(error, errors.PeerLost) else -1
         if culprit in unfinished:  # Ray has not noticed it yet

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
+
 from horoclone.ray.discovery import ChangingDiscovery, ClusterDiscovery
 from horoclone.ray.elastic_v2 import ElasticAdapter
 from horoclone.ray.log_queue import Callback, LogQueue
@@ -17,7 +18,9 @@ from horoclone.runner.elastic.settings import ElasticSettings
 class RayHostDiscovery(ClusterDiscovery):
     """The nodes of the cluster, with as many slots as workers of this size fit on them."""
 
-    def __init__(self, use_gpu: bool = False, cpus_per_slot: float = 1, gpus_per_slot: float | None = 1) -> None:
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_slot: float = 1, gpus_per_slot: float | None = 1
+    ) -> None:
         super().__init__(use_gpu, cpus_per_slot, gpus_per_slot)
         self.cpus_per_slot, self.gpus_per_slot = cpus_per_slot, gpus_per_slot
 
@@ -117,7 +120,7 @@ class ElasticRayExecutor:
         self._is_remote = False
 
     def start(self) -> None:
-        """Waits until there is room for the smallest job. TimeoutException when there is none within elastic_timeout."""
+        """Waits until there is room for the smallest job; TimeoutException after elastic_timeout seconds."""
         self._is_remote = bool(ray.util.client.ray.is_connected())
         if self._is_remote:
             adapter = ray.remote(ElasticAdapter).options(num_cpus=0)
@@ -147,7 +150,7 @@ class ElasticRayExecutor:
 
 
 class _Sent:
-    """Settings with their discovery, for an actor in the cluster: ElasticSettings leave it out when they are pickled."""
+    """Settings with their discovery, for an actor in the cluster: pickled ElasticSettings leave it out."""
 
     def __init__(self, settings: Any) -> None:
         self.__dict__.update(vars(settings))

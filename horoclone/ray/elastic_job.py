@@ -1,8 +1,8 @@
 """One elastic job on a Ray cluster: starts a worker, an actor, in each place, and another one where it is lost.
 
-Who is in the job is the roster's matter (runner/elastic/generations.py), who should be in that of the launcher's policy
-(launch/elastic_policy.py), as in a job of horoclonerun; here actors are started and ended, and each tells the other. One
-loop, on the caller's thread: what happens (an actor is up, its function has ended, nodes have come or gone) is an event.
+Who is in the job is the roster's matter (runner/elastic/generations.py), who should be in that of the launcher's
+policy (launch/elastic_policy.py), as in a job of horoclonerun; here actors are started and ended, and each tells the
+other. One loop on the caller's thread: an actor that is up, the end of its function and changes of nodes are events.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 
 import ray
 import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
 from horoclone.bootstrap.roster import Limits
 from horoclone.launch.discovery import Lookout, Settled
 from horoclone.launch.elastic_policy import Cooldown, Place, Plan, Policy
@@ -30,7 +32,6 @@ from horoclone.runner.common.util.hosts import SlotInfo
 from horoclone.runner.common.util.timeout import TimeoutException
 from horoclone.runner.elastic.discovery import source_of
 from horoclone.runner.elastic.generations import Generations, Key
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -194,7 +195,9 @@ class ElasticJob:
         self._nobody_since = math.inf if self._workers else min(self._nobody_since, now)
         if now >= self._nobody_since + self._wishes.timeout_s and not self._finishing:
             strange = f"; {', '.join(self._strange)} of the discovery are no nodes" if self._strange else ""
-            text = f"no node had room for a worker for {self._wishes.timeout_s:g} s (elastic_timeout){strange}"
+            text = (
+                f"no node had room for a worker for {self._wishes.timeout_s:g} s (elastic_timeout){strange}"
+            )
             self._fail(f"{text}; {nodes.described()}", None)
 
     def _end_the_lost(self, lost: Mapping[Key, str], now: float) -> None:
@@ -225,7 +228,9 @@ class ElasticJob:
         free = nodes.free(self._wishes.cpus, self._wishes.gpus)
         room = {}
         for name, node in there.items():
-            starting = sum(1 for one in self._workers.values() if one.where is None and one.place.host == name)
+            starting = sum(
+                1 for one in self._workers.values() if one.where is None and one.place.host == name
+            )
             room[name] = free.get(str(node.get("NodeID")), 0) - starting if free is not None else 1 << 15
         return room
 

@@ -16,7 +16,9 @@ from horoclone.ray.log_queue import Callback, LogQueue
 class RayHostDiscovery(ClusterDiscovery):
     """The nodes of the cluster, with as many slots as workers of this size fit on them."""
 
-    def __init__(self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1) -> None:
+    def __init__(
+        self, use_gpu: bool = False, cpus_per_worker: float = 1, gpus_per_worker: float | None = 1
+    ) -> None:
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
         self.cpus_per_worker, self.gpus_per_worker = cpus_per_worker, gpus_per_worker
 
@@ -57,7 +59,9 @@ class ElasticParams(BaseParams):
         if self.min_workers < 1:
             raise ValueError(f"`min_workers` must be at least 1: Got {self.min_workers}.")
         if self.max_workers is not None and self.max_workers < self.min_workers:
-            raise ValueError(f"`max_workers` ({self.max_workers}) is less than `min_workers` ({self.min_workers}).")
+            raise ValueError(
+                f"`max_workers` ({self.max_workers}) is less than `min_workers` ({self.min_workers})."
+            )
         cooldown_of(self.cooldown_range)
 
     @property
@@ -114,7 +118,7 @@ class ElasticAdapter(Adapter):
         wait_for_slots(self._wishes)
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
-        """fn(executable) on every worker; values of those that have finished, by rank. RuntimeError when the job fails."""
+        """fn(executable) on every worker; values of those that have finished, by rank. RuntimeError when it fails."""
         if self._wishes is None:
             raise RuntimeError("this RayExecutor has not been started: call start() first")
         with LogQueue(callbacks) as queue:
@@ -132,14 +136,21 @@ class ElasticAdapter(Adapter):
         return self.execute(lambda _: fn(*given, **named), callbacks)
 
     def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """NotImplementedError."""
-        raise NotImplementedError("ObjectRefs cannot be returned from Elastic runs as the workers are ephemeral")
+        raise NotImplementedError(
+            "ObjectRefs cannot be returned from Elastic runs as the workers are ephemeral"
+        )
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """NotImplementedError."""
-        raise NotImplementedError("Elastic mode does not support execute_single. Please use the execute method instead")
+        raise NotImplementedError(
+            "Elastic mode does not support execute_single. Please use the execute method instead"
+        )
 
     def shutdown(self) -> None:
         """start() may follow."""

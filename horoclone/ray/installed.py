@@ -14,7 +14,8 @@ def check() -> None:
     wanted = f"ray>={'.'.join(map(str, OLDEST))}"
     if importlib.util.find_spec("ray") is None:
         raise ModuleNotFoundError(
-            f"horoclone.ray needs Ray, which is not installed: pip install 'horoclone[ray]' ({wanted})", name="ray"
+            f"horoclone.ray needs Ray, which is not installed: pip install 'horoclone[ray]' ({wanted})",
+            name="ray",
         )
     try:
         version = importlib.metadata.version("ray")
@@ -22,7 +23,9 @@ def check() -> None:
         return  # built from its sources, perhaps: nobody can say
     numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
     if numbers < OLDEST:
-        raise ImportError(f"Ray {version} is installed and horoclone.ray needs {wanted}: pip install -U 'ray[default]'")
+        raise ImportError(
+            f"Ray {version} is installed and horoclone.ray needs {wanted}: pip install -U 'ray[default]'"
+        )
 
 
 check()

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import ray
 from ray.util.queue import Empty, Queue
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 logger = logging.getLogger(__name__)
 
@@ -16,11 +18,19 @@ LOOK_S = 1.0  # between two looks whether the run is over
 LAST_S = 60.0  # for callbacks that are still at work when it is
 
 
+def _beside_us() -> dict[str, Any]:
+    """The queue's actor is on our own node, where that is one of the cluster: it is lost with us only."""
+    if ray.util.client.ray.is_connected():
+        return {"num_cpus": 0}
+    node = ray.get_runtime_context().get_node_id()
+    return {"num_cpus": 0, "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=True)}
+
+
 class LogQueue:
     """As a context: queue is for the workers, None without callbacks. At the end all that has come was passed on."""
 
     def __init__(self, callbacks: Sequence[Callback] | None) -> None:
-        self.queue = Queue(actor_options={"num_cpus": 0}) if callbacks else None
+        self.queue = Queue(actor_options=_beside_us()) if callbacks else None
         self._callbacks = list(callbacks or ())
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._pass_on, name="hc-callbacks", daemon=True)

@@ -57,7 +57,9 @@ def free(cpus: float, gpus: float) -> dict[str, int] | None:
         from ray._private.state import available_resources_per_node
     except ImportError:
         return None
-    return {id_: slots({"Resources": have}, cpus, gpus) for id_, have in available_resources_per_node().items()}
+    return {
+        id_: slots({"Resources": have}, cpus, gpus) for id_, have in available_resources_per_node().items()
+    }
 
 
 def described() -> str:

@@ -25,4 +25,6 @@ def log(info_dict: dict[str, Any], chief_only: bool = True) -> None:
         _queue.put(info_dict)
     elif not _has_warned:
         _has_warned = True
-        warnings.warn("`ray_logger.log` called but logging is not configured: run() has no callbacks", stacklevel=2)
+        warnings.warn(
+            "`ray_logger.log` called but logging is not configured: run() has no callbacks", stacklevel=2
+        )

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import ray
+
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.bootstrap.wire import routable_addresses
 from horoclone.launch.environment import rank_variables
@@ -260,7 +261,10 @@ class StaticAdapter(Adapter):
         return self.execute(without_executable(fn, args, kwargs), callbacks)
 
     def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """As RayExecutor.run_remote()."""
         refs = self._submit(without_executable(fn, args, kwargs))
@@ -437,13 +441,16 @@ class RayExecutor:
             return list(self._ask("run", fn, args, kwargs, here.passing_on if self._is_remote else callbacks))
 
     def run_remote(
-        self, fn: Callable[..., Any], args: Sequence[Any] | None = None, kwargs: Mapping[str, Any] | None = None
+        self,
+        fn: Callable[..., Any],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """As run(), and gives at once references for ray.get(), by rank. Not of an elastic job (NotImplementedError)."""
+        """As run(), and gives at once references for ray.get(), by rank. NotImplementedError for an elastic job."""
         return list(self._ask("run_remote", fn, args, kwargs))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
-        """fn(executable) on rank 0 only. Not of an elastic job (NotImplementedError)."""
+        """fn(executable) on rank 0 only. NotImplementedError for an elastic job."""
         return self._ask("execute_single", fn)
 
     def shutdown(self) -> None:

@@ -32,13 +32,15 @@ def keep(secret: bytes) -> None:
 def share_secret() -> None:
     """In every worker of a Ray Train job on several nodes, before hvd.init(): the workers then share a secret.
 
-    Rank 0 draws it and Ray Train (v2) carries it to the others. On one node, and in the workers of a RayExecutor, init()
-    needs no such call. RuntimeError outside of a worker of Ray Train.
+    Rank 0 draws it and Ray Train (v2) carries it to the others. On one node, and in the workers of a RayExecutor,
+    init() needs no such call. RuntimeError outside of a worker of Ray Train.
     """
     try:
         from ray.train.collective import broadcast_from_rank_zero
     except ImportError as error:
-        raise RuntimeError(f"share_secret() needs Ray Train v2: pip install 'ray[train]' ({error})") from error
+        raise RuntimeError(
+            f"share_secret() needs Ray Train v2: pip install 'ray[train]' ({error})"
+        ) from error
     from ray.train import get_context
 
     own = draw().decode() if get_context().get_world_rank() == 0 else None

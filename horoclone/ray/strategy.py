@@ -13,10 +13,11 @@ from typing import Any
 
 import ray
 import ray.exceptions
-from horoclone.ray import nodes
-from horoclone.ray.worker import BaseHorovodWorker, Where
 from ray.util.placement_group import get_current_placement_group, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from horoclone.ray import nodes
+from horoclone.ray.worker import BaseHorovodWorker, Where
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,10 @@ class HalfDead(Exception):
 def create_placement_group(
     resources_per_bundle: Mapping[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
 ) -> tuple[Any, list[dict[str, float]]]:
-    """(group, its bundles), when all bundles are reserved. TimeoutError when that takes longer than pg_timeout seconds."""
-    bundles = [{name: value for name, value in resources_per_bundle.items() if value} for _ in range(num_bundles)]
+    """(group, its bundles), when all bundles are reserved. TimeoutError after pg_timeout seconds."""
+    bundles = [
+        {name: value for name, value in resources_per_bundle.items() if value} for _ in range(num_bundles)
+    ]
     group = placement_group(bundles, strategy=pg_strategy)
     ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
     if not ready:
@@ -82,7 +85,11 @@ class BaseStrategy:
                 for worker in started:
                     ray.kill(worker)
                 if not self.owns_group or attempt == GROUPS:
-                    why = f"{attempt} placement groups were tried" if self.owns_group else "it is not ours to remake"
+                    why = (
+                        f"{attempt} placement groups were tried"
+                        if self.owns_group
+                        else "it is not ours to remake"
+                    )
                     raise TimeoutError(f"{error}; {why}; {nodes.described()}") from error
                 logger.warning("%s; the placement group is made anew", error)
                 self._give_group_back()
@@ -138,7 +145,9 @@ class BaseStrategy:
             here = [rank for rank, place in enumerate(self.places) if place.node_id == node]
             listed = [given[rank][turn] for turn in range(self.gpus_per_worker) for rank in here]
             text = ",".join(map(str, dict.fromkeys(listed)))
-            calls += [self.workers[rank].update_env_vars.remote({"CUDA_VISIBLE_DEVICES": text}) for rank in here]
+            calls += [
+                self.workers[rank].update_env_vars.remote({"CUDA_VISIBLE_DEVICES": text}) for rank in here
+            ]
         ray.get(calls)
 
 
@@ -229,7 +238,9 @@ def _wait_for(workers: Sequence[Any], limit_s: float) -> list[Where]:
             except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError) as error:
                 if _is_own_fault(error):
                     raise
-                raise HalfDead(f"worker {asked[ref]} of {len(workers)} was lost while it started: {error}") from error
+                raise HalfDead(
+                    f"worker {asked[ref]} of {len(workers)} was lost while it started: {error}"
+                ) from error
     return [found[number] for number in range(len(workers))]
 
 
@@ -242,5 +253,3 @@ def _by_node(places: Sequence[Where]) -> list[int]:
     """Numbers of workers so that those of a node follow each other; nodes in the order of their first worker."""
     order = {node: index for index, node in enumerate(dict.fromkeys(place.node_id for place in places))}
     return sorted(range(len(places)), key=lambda number: (order[places[number].node_id], number))
-
-

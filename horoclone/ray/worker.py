@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import ray
+
 from horoclone.ray import ray_logger, secrets
 
 RETURNED, EXITED = "returned", "exited"

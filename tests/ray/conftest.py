@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-import cluster  # noqa: E402
+import cluster
 
 LAUNCHERS = ("HOROCLONE_", "HOROVOD_", "OMPI_", "PMI_", "PMIX_", "SLURM_", "TORCHELASTIC_", "RAY_")
 PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -19,7 +19,9 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 def environment() -> dict[str, str]:
     return {
-        name: value for name, value in os.environ.items() if not name.startswith(LAUNCHERS) and name not in PLACES
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(LAUNCHERS) and name not in PLACES
     }
 
 

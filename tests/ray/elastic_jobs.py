@@ -12,6 +12,7 @@ from typing import Any
 import ray
 from cluster import another_node, here, wait_until
 from horovod.ray import ElasticRayExecutor, RayExecutor
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from horoclone.ray import nodes
 
@@ -74,7 +75,8 @@ class Job:
     """train() on the cluster, in a thread, with its board."""
 
     def __init__(self, **wishes: Any) -> None:
-        self.board = ray.remote(Board).options(num_cpus=0).remote()
+        here_it_stays = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.board = ray.remote(Board).options(num_cpus=0, scheduling_strategy=here_it_stays).remote()
         self.values: Any = None
         self.error: BaseException | None = None
         self._wishes = wishes
@@ -102,7 +104,7 @@ class Job:
             for line in self.lines(after):
                 if line["size"] == size:
                     ranks.setdefault(line["generation"], {}).setdefault(line["rank"], line)
-            return next((one for one in ranks.values() if len(one) == size), {})
+            return dict(sorted(next((one for one in ranks.values() if len(one) == size), {}).items()))
 
         def there() -> bool:
             assert self.error is None, self.error
@@ -131,7 +133,7 @@ def loss(first: dict[int, Any], job: Job, killed_s: float) -> dict[str, Any]:
     """How long it took from there to the first step of the others, and to a job of the old size again."""
     generation = first[0]["generation"]
     whole = job.of_size(len(first), after=generation)
-    survivors = [line for line in job.lines(generation)]
+    survivors = job.lines(generation)
     return {
         "others": min(line["at"] for line in survivors) - killed_s,
         "whole": min(line["at"] for line in whole.values()) - killed_s,
@@ -159,7 +161,7 @@ def killed_node() -> dict[str, Any]:
         used = {line["node"] for line in first.values()}
         victim = next(one for one in here.cluster.worker_nodes if one.node_id in used)
         time.sleep(1)
-        killed_s = time.time()
+        killed_s = time.time()  # the raylet takes its workers with it some tenths of a second later
         here.cluster.remove_node(victim, allow_graceful=False)
         found = loss(first, job, killed_s)
         values = job.finish()

@@ -38,7 +38,9 @@ def train_on(strategy: str, folder: str) -> list[Any]:
             share_secret()
         hvd.init()
         model = torch.nn.Linear(3, 1)
-        optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters())
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters()
+        )
         hvd.broadcast_parameters(model.state_dict(), root_rank=0)
         model(torch.full((4, 3), hvd.rank() + 1.0)).sum().backward()
         optimizer.step()

@@ -45,7 +45,9 @@ def everything() -> None:
     for _ in range(2):  # start() may follow shutdown()
         executor.start(Counter, [10], {"step": 5}, extra_env_vars={"MINE": 7})
         assert executor.run(sums, [10], {"by": 2}) == [(rank, 3, 36.0) for rank in range(3)]
-        assert executor.run(sums, kwargs={"start": 0}) == [(rank, 3, 3.0) for rank in range(3)], "init() again"
+        assert executor.run(sums, kwargs={"start": 0}) == [(rank, 3, 3.0) for rank in range(3)], (
+            "init() again"
+        )
         assert executor.execute(Counter.count) == [(15, "7", str(rank)) for rank in range(3)]
         assert executor.execute_single(Counter.count) == (20, "7", "0")
         refs = executor.run_remote(sums, [1])
@@ -96,7 +98,9 @@ def colocated() -> None:
     executor.shutdown()
     nodes = [node for node, *_ in found]
     assert nodes[0] == nodes[1] != nodes[2] == nodes[3], "ranks of a node follow each other"
-    assert [local for _, local, _, _ in found] == ["0", "1", "0", "1"] and {size for *_, size, _ in found} == {2}
+    assert [local for _, local, _, _ in found] == ["0", "1", "0", "1"] and {
+        size for *_, size, _ in found
+    } == {2}
 
 
 def in_the_callers_group() -> None:
@@ -353,7 +357,9 @@ def names() -> None:
     import horoclone.ray
 
     assert runner.RayExecutor is RayExecutor is horoclone.ray.RayExecutor
-    assert worker.BaseHorovodWorker is BaseHorovodWorker and strategy.PGStrategy and strategy.ColocatedStrategy
+    assert (
+        worker.BaseHorovodWorker is BaseHorovodWorker and strategy.PGStrategy and strategy.ColocatedStrategy
+    )
     assert elastic.ElasticRayExecutor and elastic.TestDiscovery and elastic_v2.TestDiscovery
     assert adapter.Adapter and ray_logger.log and utils.map_blocking and runner.MiniSettings
     coordinator = runner.Coordinator(SETTINGS)

@@ -36,7 +36,9 @@ def test_slots_are_those_of_the_nodes(ray_cluster: Any) -> None:
 def test_when_a_worker_is_killed_the_others_go_on_and_another_comes(ray_cluster: Any) -> None:
     found = ray_cluster("killed_actor")
     print(f"others after {found['others']:.2f} s, whole after {found['whole']:.2f} s")
-    assert found["pids"][0] == found["before"][0] and found["pids"][1] == found["before"][2], "survivors come first"
+    assert found["pids"][0] == found["before"][0] and found["pids"][1] == found["before"][2], (
+        "survivors come first"
+    )
     assert found["pids"][2] not in found["before"]
     assert [size for _, size, _ in found["values"]] == [3, 3, 3]
 

@@ -8,7 +8,11 @@ import pytest
 
 pytestmark = [
     pytest.mark.guards(
-        "horoclone/ray", "horoclone/bootstrap/rendezvous.py", "tests/ray/cluster.py", "tests/ray/static_jobs.py", packages=("ray",)
+        "horoclone/ray",
+        "horoclone/bootstrap/rendezvous.py",
+        "tests/ray/cluster.py",
+        "tests/ray/static_jobs.py",
+        packages=("ray",),
     ),
     pytest.mark.timeout(240),
 ]

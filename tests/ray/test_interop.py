@@ -30,7 +30,10 @@ HERE = Path(__file__).parent
 
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
 def test_workers_of_ray_train_find_their_places(strategy: str, ray_cluster: Any, tmp_path: Path) -> None:
-    assert ray_cluster("train_on", strategy=strategy, folder=str(tmp_path)) == [[0, 2, 3.0, 1, True], [1, 2, 3.0, 1, True]]
+    assert ray_cluster("train_on", strategy=strategy, folder=str(tmp_path)) == [
+        [0, 2, 3.0, 1, True],
+        [1, 2, 3.0, 1, True],
+    ]
 
 
 def test_trials_of_ray_tune_run_side_by_side_with_different_sizes(ray_cluster: Any, tmp_path: Path) -> None:

@@ -32,8 +32,8 @@ def rendezvous_addresses(hosts: Iterable[str]) -> list[str]:
 
 
 class Generations:
-    """stopped(text): called once, on a thread of the server, when the roster ends the job. changed(): called there, with
-    the desk's mutex held, when there is another generation, or something else that is new."""
+    """stopped(text): called once, on a thread of the server, when the roster ends the job. changed(): called there,
+    with the desk's mutex held, when there is another generation, or something else that is new."""
 
     def __init__(
         self,
