@@ -241,9 +241,16 @@ class StaticAdapter(Adapter):
         """As RayExecutor.execute()."""
         calls = self._started()
         with LogQueue(callbacks) as queue:
-            if queue.queue is not None:
-                map_blocking(lambda worker: worker.set_queue.remote(queue.queue), self.workers)
-            return calls.results(self._submit(fn))
+            self._tell_where_to_log(queue.queue)
+            try:
+                return calls.results(self._submit(fn))
+            finally:
+                self._tell_where_to_log(None)
+
+    def _tell_where_to_log(self, queue: Any) -> None:
+        """Calls of an actor keep their order, so nobody need wait for these."""
+        for worker in self.workers:
+            worker.set_queue.remote(queue)
 
     def _submit(self, fn: Callable[[Any], Any]) -> list[Any]:
         self._started().check()
@@ -402,7 +409,8 @@ class RayExecutor:
         """
         if self.adapter is not None:
             raise RuntimeError("this RayExecutor has been started already: call shutdown() first")
-        adapter, kwargs = self.params.adapter, asdict(self.params)
+        adapter: Any = self.params.adapter
+        kwargs = asdict(self.params)
         self._is_remote = bool(ray.util.client.ray.is_connected())
         if self._is_remote:
             self.adapter = ray.remote(adapter).options(num_cpus=0).remote(self.settings, **kwargs)

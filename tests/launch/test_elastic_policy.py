@@ -34,6 +34,13 @@ def test_no_more_than_the_largest_size_and_the_spares() -> None:
     assert len(begin(policy(("a", 8), largest=3, spares=2))) == 5
 
 
+def test_where_a_scheduler_has_no_room_other_places_are_taken() -> None:
+    one = policy(("a", 2), ("b", 2), largest=3)
+    assert one.to_start(0, {"a": 1, "b": 1}) == [Place("a", 0, 0), Place("b", 0, 2)]
+    assert one.to_start(0, {"a": -1, "b": 9}) == [Place("b", 0, 2), Place("b", 1, 3)]
+    assert one.to_start(0, {}) == [] and len(one.to_start(0, {"a": 9, "b": 9})) == 3
+
+
 def test_a_failed_slot_is_used_again_until_it_has_failed_too_often_without_progress() -> None:
     one = policy(("a", 2))
     begin(one)
