@@ -26,6 +26,7 @@ from horoclone.launch.elastic_policy import Cooldown, Place, Plan, Policy
 from horoclone.launch.hosts import Host
 from horoclone.launch.usage import LaunchError
 from horoclone.ray import nodes
+from horoclone.ray.strategy import is_own_fault
 from horoclone.ray.utils import detect_nics, nics_to_env_var
 from horoclone.ray.worker import EXITED, BaseHorovodWorker, Where
 from horoclone.runner.common.util.hosts import SlotInfo
@@ -317,6 +318,9 @@ class ElasticJob:
             logger.warning("the worker in %s has left", worker)
             if left == 0:
                 self._fail("every worker has left", None)
+        elif worker.where is None and end.error is not None and not is_own_fault(end.error):
+            self._policy.left(worker.number, now)  # its node went before it was up: no strike, another place
+            logger.warning("the worker in %s %s", worker, end.text)
         elif end.code == 0:
             self._values[worker.key] = end.value
             self._policy.done(worker.number)

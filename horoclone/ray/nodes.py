@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
+import ray.exceptions
 
 _mutex = threading.Lock()  # guards the names
 _names: dict[str, str] = {}  # id of a node -> name, of those that were alive when last looked at
@@ -40,8 +41,8 @@ def draining() -> set[str]:
         from ray._private.state import state
 
         return set(state.get_draining_nodes())
-    except (ImportError, AttributeError):
-        return set()  # an older Ray: workers of such a node are lost, and the others go on
+    except (ImportError, AttributeError, ray.exceptions.RaySystemError):
+        return set()  # then workers of such a node are lost, and the others go on
 
 
 def slots(node: Mapping[str, Any], cpus: float, gpus: float) -> int:

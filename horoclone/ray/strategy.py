@@ -236,7 +236,7 @@ def _wait_for(workers: Sequence[Any], limit_s: float) -> list[Where]:
             try:
                 found[asked[ref]] = ray.get(ref)
             except (ray.exceptions.RayActorError, ray.exceptions.NodeDiedError) as error:
-                if _is_own_fault(error):
+                if is_own_fault(error):
                     raise
                 raise HalfDead(
                     f"worker {asked[ref]} of {len(workers)} was lost while it started: {error}"
@@ -244,8 +244,8 @@ def _wait_for(workers: Sequence[Any], limit_s: float) -> list[Where]:
     return [found[number] for number in range(len(workers))]
 
 
-def _is_own_fault(error: BaseException) -> bool:
-    """Whether its constructor raised: another group would change nothing."""
+def is_own_fault(error: BaseException) -> bool:
+    """Whether the actor's constructor raised: it would do so anywhere else, too."""
     return "The actor died because of an error raised in its creation task" in str(error)
 
 

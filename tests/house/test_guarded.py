@@ -135,13 +135,13 @@ def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(tmp_path:
 
     def is_wanted(*folders: str) -> bool:
         command = [sys.executable, "tests/guarded.py", "wanted", *folders]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
         assert done.returncode in (0, 1) and not done.stdout + done.stderr, done
         return done.returncode == 0
 
     def run() -> None:
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--guarded=renew", "tests/here"]
-        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=60)
+        subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, timeout=150)
 
     assert is_wanted("tests/here", "tests/absent") and not is_wanted("tests/absent")
     run()

@@ -153,6 +153,18 @@ def killed_actor() -> dict[str, Any]:
     return {**found, "before": [line["pid"] for line in first.values()], "values": job.finish()}
 
 
+def time_of_death(pids: list[int]) -> float:
+    """When the first of these processes is gone, a zombie counts as gone."""
+    while True:
+        for pid in pids:
+            try:
+                if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                    return time.time()
+            except OSError:
+                return time.time()
+        time.sleep(0.002)
+
+
 def killed_node() -> dict[str, Any]:
     """Of four nodes, one of which is a spare, one goes that holds a rank."""
     with another_node(2) as third:
@@ -161,9 +173,13 @@ def killed_node() -> dict[str, Any]:
         used = {line["node"] for line in first.values()}
         victim = next(one for one in here.cluster.worker_nodes if one.node_id in used)
         time.sleep(1)
-        killed_s = time.time()  # the raylet takes its workers with it some tenths of a second later
+        pids = [line["pid"] for line in first.values() if line["node"] == victim.node_id]
+        died_s: list[float] = []  # workers notice the end of their raylet up to a second later
+        watcher = threading.Thread(target=lambda: died_s.append(time_of_death(pids)))
+        watcher.start()
         here.cluster.remove_node(victim, allow_graceful=False)
-        found = loss(first, job, killed_s)
+        watcher.join(60)
+        found = loss(first, job, died_s[0])
         values = job.finish()
         if victim is not third:
             here.cluster.add_node(num_cpus=2)

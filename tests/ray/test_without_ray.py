@@ -117,5 +117,9 @@ print(RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots(), RayHostDi
 @pytest.mark.parametrize("arguments", [[], ["--elastic"]], ids=["fixed", "elastic"])
 def test_the_example_trains(arguments: list[str], engines: Path, launch: Any) -> None:
     env = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
-    done = launch([engines, ROOT / "examples" / "ray_digits.py", *arguments], env=env, timeout_s=170)
+    running = launch.start([engines, ROOT / "examples" / "ray_digits.py", *arguments], env=env)
+    done = running.finish(170)
+    assert done.returncode == 0, done.output
     assert "2 ranks, test accuracy 9" in done.stdout and "'epoch': 12" in done.stdout, done.output
+    left = running.left_over(20)  # Ray's own processes end one after the other
+    assert not left, left
