@@ -9,6 +9,7 @@ import numpy as np
 
 from horoclone import arrays, runtime
 from horoclone.arrays.handles import synchronize
+from horoclone.elastic.alike import check_alike
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
 
@@ -47,7 +48,7 @@ class VariablesState(ObjectState):
         """
         variables, root = self._variables(), root_of_sync()
         values = self._values_of(variables)
-        _check_alike(values, root)
+        check_alike([(str(value.dtype), value.shape) for value in values], root, "variables")
         handles = [
             arrays.broadcast_async_(value.reshape(-1).view(np.uint8), root, f"hvd.elastic.variable.{place}")
             for place, value in enumerate(values)
@@ -98,24 +99,6 @@ class VariablesState(ObjectState):
     def _set_content(self, content: Any) -> None:
         plain, self._saved_values = content
         super()._set_content(plain)
-
-
-def _check_alike(values: list[Any], root: int) -> None:
-    """Every rank compares its variables with the root's, and hears what the others found."""
-    forms = [(str(value.dtype), value.shape) for value in values]
-    roots = broadcast_object(forms, root, "hvd.elastic.forms")
-    verdicts = arrays.allgather(np.array([forms == roots], np.int64), "hvd.elastic.alike")
-    if verdicts.all():
-        return
-    others = [rank for rank, verdict in enumerate(verdicts.tolist()) if not verdict]
-    here = next((i for i, (a, b) in enumerate(zip(forms, roots, strict=False)) if a != b), None)
-    what = f"{len(forms)} here, {len(roots)} there"
-    if here is not None:
-        what = f"number {here} is {forms[here]} here and {roots[here]} there"
-    raise ValueError(
-        f"the variables of ranks {others} differ from those of rank {root}" + (f" ({what})" if forms != roots else "") +
-        ". Build the same model and the same optimizer on every rank before the state is made."
-    )  # fmt: skip
 
 
 def converting(

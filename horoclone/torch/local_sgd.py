@@ -14,6 +14,7 @@ import torch
 
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import native
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression, checked_compression
 from horoclone.torch.compressor import GradientCompressor
@@ -52,6 +53,10 @@ class _Sum:
         work, self._work = self._work, None
         for _ in work or ():
             pass
+
+    def forget(self) -> None:
+        """What was sent has failed with its ranks."""
+        self._work = None
 
     def _reduce(self) -> Iterator[None]:
         """Starts the reduction, yields once, and ends it."""
@@ -101,7 +106,7 @@ class _Periodic:
             raise ValueError(f"sync_every={sync_every} must be at least 1")
         self._optimizer, self._set, self._steps = optimizer, members, 0
         self._hook: Any = None
-        self._begun = False  # the ranks have the same parameters to start from
+        self._begun_in: Any = None  # the life of the runtime in which the ranks have the same parameters to start from
         self._refuse_averaged_gradients(type(self).__name__)
 
     def _refuse_averaged_gradients(self, who: str) -> None:
@@ -122,9 +127,10 @@ class _Periodic:
             )
 
     def __enter__(self) -> Any:
-        if not self._begun:
+        if self._begun_in is not native():
+            self._forget()  # of a generation of an elastic job that is over
             self._begin()
-            self._begun = True
+            self._begun_in = native()
         self._hook = self._optimizer.register_step_post_hook(lambda *_: self._after_step())
         return self
 
@@ -137,6 +143,10 @@ class _Periodic:
         raise NotImplementedError
 
     def _begin(self) -> None:
+        raise NotImplementedError
+
+    def _forget(self) -> None:
+        """The next step is the first of a period, and nothing is under way."""
         raise NotImplementedError
 
     def _settle(self) -> None:
@@ -178,6 +188,9 @@ class LocalSGD(_Periodic):
     def _begin(self) -> None:
         _equal_at_first(self._parameters, "local_sgd", self._set)
 
+    def _forget(self) -> None:
+        self._steps = 0
+
     @torch.no_grad()
     def _after_step(self) -> None:
         self._steps += 1
@@ -200,7 +213,7 @@ class LocalSGD(_Periodic):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Goes on there. The parameters are what was loaded into the model: nothing is broadcast."""
-        self._steps, self._begun = state["steps"], True
+        self._steps, self._begun_in = state["steps"], native()
 
 
 class _Fragment:
@@ -229,6 +242,11 @@ class _Fragment:
     def settle(self) -> None:
         for one in self.sums:
             one.finish()
+
+    def forget(self) -> None:
+        self.under_way = False
+        for one in self.sums:
+            one.forget()
 
     @torch.no_grad()
     def finish(self, alpha: float) -> None:
@@ -331,6 +349,11 @@ class DiLoCo(_Periodic):
             for original, parameter in zip(fragment.originals, fragment.parameters, strict=True):
                 original.copy_(parameter.detach())
 
+    def _forget(self) -> None:
+        self._steps = self._turn = 0
+        for fragment in self._fragments:
+            fragment.forget()
+
     def _after_step(self) -> None:
         self._steps += 1
         fragment = self._fragments[self._turn]
@@ -370,7 +393,7 @@ class DiLoCo(_Periodic):
         """Goes on exactly there, once the model and the inner optimizer have been loaded as well."""
         if len(state["fragments"]) != len(self._fragments):
             raise ValueError(f"the state has {len(state['fragments'])} fragments, not {len(self._fragments)}")
-        self._steps, self._turn, self._begun = state["steps"], state["turn"], True
+        self._steps, self._turn, self._begun_in = state["steps"], state["turn"], native()
         for outer, theirs in zip(self._outers, state["outer"], strict=True):
             outer.load_state_dict(theirs)
         for fragment, saved in zip(self._fragments, state["fragments"], strict=True):

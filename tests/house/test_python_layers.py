@@ -146,6 +146,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch.local_sgd": {
         "ops",
         "process_sets",
+        "runtime",
         "torch.compression",
         "torch.compressor",
         "torch.operations",

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from horoclone.elastic.alike import check_alike
 from horoclone.elastic.member import is_elastic
 from horoclone.elastic.peers import OwnPart
 from horoclone.elastic.replicas import reduce_with
@@ -254,6 +255,21 @@ def _handler_of(value: Any) -> StateHandler | None:
     return next((handler(value) for kind, handler in _registry if isinstance(value, kind)), None)
 
 
+def _forms_of(name: str, handler: StateHandler) -> list[tuple[Any, ...]]:
+    """Names, dtypes and shapes of a model; the parameter groups of an optimizer; the kind of anything else."""
+    if isinstance(handler, ModelStateHandler):
+        return [
+            (f"{name}.{key}", str(value.dtype), tuple(value.shape))
+            if isinstance(value, torch.Tensor)
+            else (f"{name}.{key}", type(value).__name__)
+            for key, value in handler.value.state_dict().items()
+        ]
+    if isinstance(handler, OptimizerStateHandler):
+        sizes = [len(group["params"]) for group in handler.value.param_groups]
+        return [(name, type(handler.value).__name__, "groups of", sizes)]
+    return [(name, type(handler.value).__name__)]
+
+
 class TorchState(ObjectState):
     """TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0): what elastic.run keeps.
 
@@ -295,10 +311,19 @@ class TorchState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
-        """Gives every rank what the rank with the newest commit has now, and saves it. A collective of all ranks."""
+        """Gives every rank what the rank with the newest commit has now, and saves it. A collective of all ranks.
+
+        ValueError, on every rank, when models, optimizers or attributes differ in names, shapes or dtypes.
+        """
+        check_alike(self._forms(), root_of_sync(), "models, optimizers and attributes")
         for handler in self._handlers.values():
             handler.sync()
         super().sync()
+
+    def _forms(self) -> list[tuple[Any, ...]]:
+        """What must be alike on all ranks: else one would wait for a broadcast that no other makes."""
+        parts = [part for name, handler in self._handlers.items() for part in _forms_of(name, handler)]
+        return [*parts, *(("attribute", name) for name in self._saved_state)]
 
     def reset(self) -> None:
         """Samplers share out what is left over the ranks there are now; optimizers give up what was on its way."""

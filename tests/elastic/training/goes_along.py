@@ -5,6 +5,7 @@ it in the state says the same: both must agree on every rank, whatever was lost.
 its own. argv: a file that is made before the process that starts as rank 1 is killed.
 """
 
+import contextlib
 import os
 import sys
 import time
@@ -15,7 +16,8 @@ import torch.distributed as dist
 import horoclone.torch as hvd
 
 STEPS, LOST_AT, RATE = 24, 11, 0.5
-KINDS = ("plain", "int8", "topk", "cross_barrier")
+KINDS = ("plain", "fp16", "int8", "topk", "powersgd", "cross_barrier", "sharded", "adasum", "local_sgd", "diloco")
+ADASUM = {2: 1.5, 3: 2.25}  # of parallel gradients 1, 2 (and 3): the mean of two, and of that and the third
 
 
 class Model(torch.nn.Module):
@@ -37,10 +39,27 @@ def make(kind: str) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         options["compression"] = hvd.Compression.int8()
     if kind == "topk":
         options["compression"] = hvd.Compression.topk(0.5)
+    if kind == "fp16":
+        options["compression"] = hvd.Compression.fp16
+    if kind == "powersgd":
+        options["compression"] = hvd.Compression.powersgd(1)
     if kind == "cross_barrier":
         options["cross_barrier"] = model
+    if kind == "sharded":
+        options["shard_optimizer_state"] = True
+    if kind == "adasum":
+        options["op"] = hvd.Adasum
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    if kind in ("local_sgd", "diloco"):
+        return model, optimizer
     return model, hvd.DistributedOptimizer(optimizer, model.named_parameters(), **options)
+
+
+def make_periodic(trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]) -> list:
+    """What averages parameters after every third step, which is where this job commits."""
+    model, inner = trained["diloco"]
+    outer = torch.optim.SGD(model.parameters(), lr=1.0)
+    return [hvd.LocalSGD(*trained["local_sgd"], sync_every=3), hvd.DiLoCo([model], inner, outer, sync_every=3)]
 
 
 def in_the_process_group() -> None:
@@ -72,6 +91,7 @@ def main(mark: str) -> None:
     parts = {f"model_{kind}": model for kind, (model, _) in trained.items()}
     parts |= {f"optimizer_{kind}": optimizer for kind, (_, optimizer) in trained.items()}
     state = hvd.elastic.TorchState(step=0, history=[], **parts)
+    periodic = make_periodic(trained)
 
     @hvd.elastic.run
     def train(state: hvd.elastic.TorchState) -> None:
@@ -80,6 +100,12 @@ def main(mark: str) -> None:
             f"generation {now.number} of {now.size} at step {state.step} dropped {now.dropped_sets}",
             flush=True,
         )
+        with contextlib.ExitStack() as stack:
+            for one in periodic:
+                stack.enter_context(one)
+            steps(state, now)
+
+    def steps(state: hvd.elastic.TorchState, now: hvd.elastic.Generation) -> None:
         while state.step < STEPS:
             for model, optimizer in trained.values():
                 optimizer.zero_grad()
@@ -99,8 +125,10 @@ def main(mark: str) -> None:
                 state.commit()
 
     train(state)
-    expected = -RATE * sum((size + 1) / 2 for size in state.history)
+    averages = -RATE * sum((size + 1) / 2 for size in state.history)
+    adasums = -RATE * sum(ADASUM[size] for size in state.history)
     for kind, (model, _) in trained.items():
+        expected = adasums if kind == "adasum" else averages
         for weight in model.state_dict().values():  # with the updates that wait for the next forward
             gathered = hvd.allgather(weight.reshape(1, -1))
             assert all(torch.equal(gathered[0], one) for one in gathered), f"{kind}: the ranks differ"
