@@ -57,13 +57,35 @@ def test_an_odd_newcomer_is_refused_and_the_others_go_on(odd: Any, kind: str, st
     assert not started.left_over()
 
 
-def test_a_newcomer_with_another_model_ends_the_job_with_both_shapes_and_nobody_begins_anew(odd: Any) -> None:
-    started = odd("model")
+def test_a_newcomer_with_another_model_is_refused_with_both_shapes_and_the_others_go_on(odd: Any) -> None:
+    started = odd("model", 160)
     done = started.finish(60)
-    assert done.returncode == 1, done.output
-    assert "is ('float64', (5,)) here and ('float64', (4,)) there" in done.stderr
+    assert done.returncode == 0 and "done 0 1 160" in done.stdout, done.output
+    assert "number 0 is ('float64', (5,)) here and ('float64', (4,)) there" in done.stderr
     assert "Build the same model" in done.stderr and steps_of(done.stdout).count(1) == 2, done.output
+    assert "slot 1 of host localhost is not used any more: too many failures" in done.stderr
     assert not started.left_over()
+
+
+def test_nobody_waits_for_a_newcomer_with_another_model_of_torch(
+    launch: Any, watch: Any, tmp_path: Path
+) -> None:
+    """It has parameters that no other rank broadcasts: without a comparison all wait for ever."""
+    pytest.importorskip("torch")
+    env = {"OMP_NUM_THREADS": "1"}
+    words = [sys.executable, HERE / "odd_torch.py", tmp_path]
+    job = watch(launch.start([*RUN, "-np", "2", "--min-np", "1", *words], env=env))
+    pids = job.whole(1)
+    job.step(5)
+    os.kill(pids[1], signal.SIGKILL)
+    job.started.wait_for("differ from those of rank 0", timeout_s=60)
+    refused = job.newest()
+    after = job.wait(lambda: [one for one, size in job.sizes().items() if size == 1 and one >= refused], "a step")
+    assert job.whole(after[0]) == {0: pids[0]}, "the other one goes on"
+    job.started.process.send_signal(signal.SIGINT)
+    done = job.started.finish(30)
+    assert "('model.1.weight', 'torch.float32', (3, 3)) here" in done.stderr, done.output
+    assert not job.started.left_over()
 
 
 @pytest.mark.parametrize("victims", [[1], [0, 1]])

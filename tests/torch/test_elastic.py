@@ -237,6 +237,31 @@ def test_sharded_state_is_committed_whole_and_restored() -> None:
     state.sync()
 
 
+@ranks(2)
+def test_states_that_differ_are_named_on_every_rank_and_nothing_hangs() -> None:
+    """Their broadcasts would find no partner."""
+
+    def refused(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **attributes: Any) -> str:
+        with pytest.raises(ValueError, match=r"ranks \[1\] differ from those of rank 0 .*Build the same") as caught:
+            hvd.elastic.TorchState(model, optimizer, **attributes).sync()
+        return str(caught.value)
+
+    odd = hvd.rank() == 1
+    layers = [torch.nn.Linear(3, 2), *([torch.nn.Linear(2, 2)] if odd else [])]
+    model = torch.nn.Sequential(*layers)
+    said = refused(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert "('model.1.weight', 'torch.float32', (2, 2))" in said
+    model, _ = parts()
+    groups: Any = [{"params": [p]} for p in model.parameters()] if odd else model.parameters()
+    assert "('optimizer', 'SGD', 'groups of', [1, 1, 1, 1])" in refused(model, torch.optim.SGD(groups, lr=0.1))
+    assert "('optimizer', 'Adam', " in refused(model, (torch.optim.Adam if odd else torch.optim.SGD)(model.parameters()))
+    more = {"seen": 0} if odd else {}
+    assert "('attribute', 'seen')" in refused(*parts(), epoch=0, **more)
+    state = hvd.elastic.TorchState(*parts(), epoch=hvd.rank())
+    state.sync()
+    assert state.epoch == 0
+
+
 def survives() -> str:
     """Rank 1 ends in the middle of a step; rank 0 restores, begins a world of its own, and trains on."""
     import os
