@@ -212,6 +212,29 @@ def test_of_a_cut_network_the_majority_goes_on_without_the_launcher(
 
 
 @pytest.mark.netns
+def test_the_host_with_the_launcher_and_rank_0_is_lost_and_the_other_host_goes_on(
+    job: Any, hosts: Hosts, tmp_path: Path
+) -> None:
+    """As when its power fails: nobody says anything any more, and the members that it had are silent."""
+    where, lines = f"{hosts.addresses[0]}:1,{hosts.addresses[1]}:2", tmp_path / "lines"
+    run = job(
+        "-np", 3, "--min-np", 1, "-H", where, "--survive-launcher", "--output-filename", lines, steps=100,
+        **QUICK,
+    )  # fmt: skip
+    first = run.whole(1)
+    run.step(5)
+    run.is_alone = True
+    hosts.cut()
+    run.started.process.kill()
+    os.kill(first[0], signal.SIGKILL)
+    text = wait_for(lines / "rank.1" / "stdout", "done ")
+    assert "done 0 2 100" in text and f"rank 0 of 2 pid {first[1]} " in text, text
+    assert "this process is the roster now (generation 1)" in (lines / "rank.1" / "stderr").read_text()
+    hosts.heal()
+    assert not run.started.left_over(30)
+
+
+@pytest.mark.netns
 def test_a_host_that_the_script_finds_later_joins(job: Any, hosts: Hosts, tmp_path: Path) -> None:
     listed, script = tmp_path / "hosts", tmp_path / "find.sh"
     listed.write_text(f"{hosts.addresses[0]}:2\n")
