@@ -20,7 +20,9 @@ def check_alike(forms: Sequence[Any], root: int, parts: str) -> None:
     """
     roots = broadcast_object(list(forms), root, "hvd.elastic.forms")
     pairs = enumerate(zip_longest(forms, roots, fillvalue="nothing"))
-    mine = next((f"number {i} is {here} here and {there} there" for i, (here, there) in pairs if here != there), "")
+    mine = next(
+        (f"number {i} is {here} here and {there} there" for i, (here, there) in pairs if here != there), ""
+    )
     told = allgather_object(mine, "hvd.elastic.alike")
     others = [rank for rank, text in enumerate(told) if text]
     if not others:

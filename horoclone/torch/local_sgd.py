@@ -1,7 +1,8 @@
 """Training that communicates rarely: LocalSGD averages parameters, DiLoCo gives their movement to an outer optimizer.
 
-Names and arguments are torchft's, so that scripts can move over; the world is fixed, and there is no manager. Transfers
-are ordinary operations of low priority, which the core moves while the next steps compute. Thread: the one that trains.
+Names and arguments are torchft's, so that scripts can move over; there is no manager, and in an elastic job each
+generation begins a new period. Transfers are ordinary operations of low priority, which the core moves while the next
+steps compute. Thread: the one that trains.
 """
 
 from __future__ import annotations
@@ -106,7 +107,9 @@ class _Periodic:
             raise ValueError(f"sync_every={sync_every} must be at least 1")
         self._optimizer, self._set, self._steps = optimizer, members, 0
         self._hook: Any = None
-        self._begun_in: Any = None  # the life of the runtime in which the ranks have the same parameters to start from
+        self._begun_in: Any = (
+            None  # the life of the runtime in which the ranks have the same parameters to start from
+        )
         self._refuse_averaged_gradients(type(self).__name__)
 
     def _refuse_averaged_gradients(self, who: str) -> None:

@@ -17,9 +17,9 @@ import torch
 TESTS = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(TESTS), str(TESTS / "torch")]
 
-from test_gpu_double import Double
+from test_gpu_double import Double  # noqa: E402
 
-import horoclone.torch as hvd
+import horoclone.torch as hvd  # noqa: E402
 
 STEPS, MARK = int(sys.argv[1]), Path(sys.argv[2])
 hvd.init()

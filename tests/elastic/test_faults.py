@@ -80,7 +80,9 @@ def test_nobody_waits_for_a_newcomer_with_another_model_of_torch(
     os.kill(pids[1], signal.SIGKILL)
     job.started.wait_for("differ from those of rank 0", timeout_s=60)
     refused = job.newest()
-    after = job.wait(lambda: [one for one, size in job.sizes().items() if size == 1 and one >= refused], "a step")
+    after = job.wait(
+        lambda: [one for one, size in job.sizes().items() if size == 1 and one >= refused], "a step"
+    )
     assert job.whole(after[0]) == {0: pids[0]}, "the other one goes on"
     job.started.process.send_signal(signal.SIGINT)
     done = job.started.finish(30)

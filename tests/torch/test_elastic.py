@@ -242,7 +242,9 @@ def test_states_that_differ_are_named_on_every_rank_and_nothing_hangs() -> None:
     """Their broadcasts would find no partner."""
 
     def refused(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **attributes: Any) -> str:
-        with pytest.raises(ValueError, match=r"ranks \[1\] differ from those of rank 0 .*Build the same") as caught:
+        with pytest.raises(
+            ValueError, match=r"ranks \[1\] differ from those of rank 0 .*Build the same"
+        ) as caught:
             hvd.elastic.TorchState(model, optimizer, **attributes).sync()
         return str(caught.value)
 
@@ -253,8 +255,12 @@ def test_states_that_differ_are_named_on_every_rank_and_nothing_hangs() -> None:
     assert "('model.1.weight', 'torch.float32', (2, 2))" in said
     model, _ = parts()
     groups: Any = [{"params": [p]} for p in model.parameters()] if odd else model.parameters()
-    assert "('optimizer', 'SGD', 'groups of', [1, 1, 1, 1])" in refused(model, torch.optim.SGD(groups, lr=0.1))
-    assert "('optimizer', 'Adam', " in refused(model, (torch.optim.Adam if odd else torch.optim.SGD)(model.parameters()))
+    assert "('optimizer', 'SGD', 'groups of', [1, 1, 1, 1])" in refused(
+        model, torch.optim.SGD(groups, lr=0.1)
+    )
+    assert "('optimizer', 'Adam', " in refused(
+        model, (torch.optim.Adam if odd else torch.optim.SGD)(model.parameters())
+    )
     more = {"seen": 0} if odd else {}
     assert "('attribute', 'seen')" in refused(*parts(), epoch=0, **more)
     state = hvd.elastic.TorchState(*parts(), epoch=hvd.rank())

@@ -16,7 +16,18 @@ import torch.distributed as dist
 import horoclone.torch as hvd
 
 STEPS, LOST_AT, RATE = 24, 11, 0.5
-KINDS = ("plain", "fp16", "int8", "topk", "powersgd", "cross_barrier", "sharded", "adasum", "local_sgd", "diloco")
+KINDS = (
+    "plain",
+    "fp16",
+    "int8",
+    "topk",
+    "powersgd",
+    "cross_barrier",
+    "sharded",
+    "adasum",
+    "local_sgd",
+    "diloco",
+)
 ADASUM = {2: 1.5, 3: 2.25}  # of parallel gradients 1, 2 (and 3): the mean of two, and of that and the third
 
 
@@ -59,7 +70,10 @@ def make_periodic(trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimize
     """What averages parameters after every third step, which is where this job commits."""
     model, inner = trained["diloco"]
     outer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return [hvd.LocalSGD(*trained["local_sgd"], sync_every=3), hvd.DiLoCo([model], inner, outer, sync_every=3)]
+    return [
+        hvd.LocalSGD(*trained["local_sgd"], sync_every=3),
+        hvd.DiLoCo([model], inner, outer, sync_every=3),
+    ]
 
 
 def in_the_process_group() -> None:

@@ -227,8 +227,7 @@ class World:
                     self._leave(me.leaving)
                     raise SystemExit(0)
                 self.roster.form(me.id, seen, me.offered, self.clock)
-                waiting = self.roster.members[me.id]  # whoever was released has to ask again, as it does every second
-                me.wait(lambda: bool(me.leaving) or waiting.waits_after is None or self._has_answer(me))
+                me.wait(lambda: bool(me.leaving) or self._is_to_look_again(me))
                 answer = self.roster.answer(me.id)
                 if isinstance(answer, Out | Stop):
                     raise SystemExit(answer.code)
@@ -241,8 +240,9 @@ class World:
             self.roster.established(answer.number)
             return
 
-    def _has_answer(self, me: Process) -> bool:
-        return self.roster.answer(me.id) is not None
+    def _is_to_look_again(self, me: Process) -> bool:
+        """There is an answer, or the roster has released it, and it asks again, as it does every second."""
+        return self.roster.members[me.id].waits_after is None or self.roster.answer(me.id) is not None
 
     def _leave(self, reason: str) -> None:
         self.roster.leave(self.current.id, reason, self.clock)
@@ -255,7 +255,9 @@ class World:
     def train(self, me: Process) -> None:
         """A script: epochs over the samples, which are the weights; a commit every so many steps."""
         sampler = ElasticSampler(range(self.length), seed=self.seed)
-        me.state = ObjectState(self.broadcast, facts.rank, sampler=sampler, epoch=0, steps=0, ranks=0, seen=[], all=[])
+        me.state = ObjectState(
+            self.broadcast, facts.rank, sampler=sampler, epoch=0, steps=0, ranks=0, seen=[], all=[]
+        )
 
         def training(one: Any) -> None:
             if self.record().number > 1:
@@ -338,7 +340,9 @@ class World:
     def _victim(self, alive: list[Process]) -> Process:
         """Mostly one without whom somebody is left who has the state."""
         members = self.roster.live()
-        spared = [one for one in alive if members and one.id == members[-1].id and self.chance.random() < 0.95]
+        spared = [
+            one for one in alive if members and one.id == members[-1].id and self.chance.random() < 0.95
+        ]
         return self.chance.choice([one for one in alive if one not in spared] or alive)
 
     def _kill(self, victim: Process) -> None:

@@ -46,7 +46,9 @@ NAMED = {
         "elastic/test_kills.py::test_another_is_killed_while_the_next_generation_is_formed",
     ],
     7: ["elastic/training/test_run.py::test_the_same_failure_without_progress_ends_the_job"],
-    8: ["elastic/training/test_state.py::test_notices_before_run_and_twice_registered_listeners_are_not_lost"],
+    8: [
+        "elastic/training/test_state.py::test_notices_before_run_and_twice_registered_listeners_are_not_lost"
+    ],
     9: [
         "elastic/training/test_traps.py::test_9_10_12_a_rank_that_comes",
         "elastic/training/test_goes_along.py::"
@@ -73,7 +75,9 @@ NAMED = {
         "bootstrap/test_roster.py::test_the_first_generation_may_be_smaller_when_time_is_over",
         "launch/test_elastic_flags.py::test_what_is_not_said_is_as_in_horovod",
     ],
-    16: ["bootstrap/test_roster.py::test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begins"],
+    16: [
+        "bootstrap/test_roster.py::test_when_one_has_finished_the_others_go_on_however_few_and_nobody_new_begins"
+    ],
     17: [
         "launch/test_elastic_policy.py::test_a_cooldown_grows_as_horovods_and_is_not_made_longer_while_it_lasts",
         "launch/test_elastic_policy.py::test_limits_of_a_cooldown_are_horovods",
@@ -91,7 +95,9 @@ NAMED = {
 def test_each_trap_of_the_page_has_tests_that_exist() -> None:
     page = (TESTS.parent / "docs" / "from_horovod.md").read_text()
     section = page.partition("## Elastic training, trap by trap")[2].partition("\n## ")[0]
-    assert [int(number) for number in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)] == list(range(1, 21))
+    assert [int(number) for number in re.findall(r"^\| (\d+) \|", section, re.MULTILINE)] == list(
+        range(1, 21)
+    )
     assert list(NAMED) == list(range(1, 21))
     for name in sorted({name for names in NAMED.values() for name in names}):
         file, _, test = name.partition("::")
