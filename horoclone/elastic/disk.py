@@ -23,17 +23,22 @@ class Kept(Protocol):
 
 
 class Disk:
-    """Saves of a state below `path`: of every commit whose number `every` divides, of which `keep` stay."""
+    """Saves of a state below `path`: of every commit whose number `every` divides, of which `keep` stay.
 
-    def __init__(self, path: str | os.PathLike[str], every: int, keep: int) -> None:
+    timeout_s: for one save.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int, keep: int, timeout_s: float) -> None:
         if every < 1 or keep < 1:
             raise ValueError(f"every={every}, keep={keep}: both are at least 1")
-        self.path, self.every, self.keep = os.fspath(path), every, keep
+        if not timeout_s > 0:
+            raise ValueError(f"timeout_s={timeout_s}: seconds, more than 0")
+        self.path, self.every, self.keep, self._timeout_s = os.fspath(path), every, keep, timeout_s
 
     def committed(self, state: Kept) -> None:
         """All ranks have made this commit, so all of them save it or none."""
         if state._commit_number % self.every == 0:
-            checkpoint.save(self.path, state._on_disk(), keep=self.keep)
+            checkpoint.save(self.path, state._on_disk(), keep=self.keep, timeout_s=self._timeout_s)
 
     def begin(self, state: Kept, root: int) -> bool:
         """Where the rank whose state counts holds no commit, it takes the newest save; whether it has. A collective.

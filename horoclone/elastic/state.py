@@ -226,14 +226,17 @@ class ObjectState(Owning, State):
             raise ValueError(f"by_reference: {unknown} are none of this state's {sorted(self._saved_state)}")
         self._uncopied |= set(names)
 
-    def checkpoint(self, path: str | os.PathLike[str], every: int = 100, keep: int = 3) -> None:
+    def checkpoint(
+        self, path: str | os.PathLike[str], every: int = 100, keep: int = 3, timeout_s: float = 600.0
+    ) -> None:
         """Saves each `every`-th commit below `path` while training goes on (hvd.checkpoint), and keeps `keep` of them.
 
         Call it on every rank, before run: where no rank holds a commit, run goes on from the newest save. commit() then
         raises what hvd.checkpoint.save raises. What the state holds must be what save() can save. path: on storage that
-        all ranks share. ValueError for numbers below 1.
+        all ranks share. timeout_s: for one save, from its commit on; a disk that takes longer has failed. ValueError for
+        numbers below 1 and for a time of 0.
         """
-        self._disk = Disk(path, every, keep)
+        self._disk = Disk(path, every, keep, timeout_s)
 
     def _commit(self) -> None:
         if self._own_parts():

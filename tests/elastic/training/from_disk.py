@@ -2,11 +2,13 @@
 
 argv: the directory of the saves, the number of steps, and the step before which the process that starts as rank 1 is
 killed (0: none) unless the file `killed` is there. Each process says where its state came from.
+FROM_DISK_FULL=1: rank 0's disk is full from the tenth step on. FROM_DISK_TIMEOUT: seconds for one save.
 """
 
 import dataclasses
 import json
 import os
+import resource
 import signal
 import sys
 import time
@@ -23,7 +25,8 @@ from horoclone.elastic.state import ObjectState
 def main(path: Path, steps: int, kill_at: int) -> None:
     hvd.init()
     state = ObjectState(hvd.broadcast_object, hvd.rank, step=0, total=np.zeros(1000), seen=[])
-    state.checkpoint(path / "saves", every=5, keep=2)
+    timeout_s = float(os.environ.get("FROM_DISK_TIMEOUT", "600"))
+    state.checkpoint(path / "saves", every=5, keep=2, timeout_s=timeout_s)
 
     @run
     def train(state: ObjectState) -> None:
@@ -36,6 +39,8 @@ def main(path: Path, steps: int, kill_at: int) -> None:
             ):
                 (path / "killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
+            if state.step == 10 and hvd.rank() == 0 and "FROM_DISK_FULL" in os.environ:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
             state.total += hvd.allreduce(np.ones(1000), name="ones", op=hvd.Average)
             state.step += 1
             state.seen.append(state.step)

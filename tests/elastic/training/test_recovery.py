@@ -68,6 +68,28 @@ def test_a_damaged_save_ends_every_rank_with_its_reason(launch: Any, tmp_path: P
     assert re.search(text, done.stderr), done.output
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ({"FROM_DISK_FULL": "1"}, "File too large"),
+        (
+            {"HOROCLONE_FAILPOINTS": "checkpoint.written=delay:600@2#1", "FROM_DISK_TIMEOUT": "5"},
+            "some rank has not come to hvd.checkpoint",
+        ),
+    ],
+    ids=["full", "stuck"],
+)
+def test_a_disk_that_is_full_or_stuck_ends_the_job_with_its_reason_and_the_save_before_stays(
+    launch: Any, tmp_path: Path, fault: dict[str, str], said: str
+) -> None:
+    done = launch([*JOB, tmp_path, "5000", "0"], env=fault, timeout_s=90, check=False)
+    assert done.returncode == 1 and "CheckpointError" in done.stderr and said in done.stderr, done.output
+    saved = checkpoint.load(tmp_path / "saves")["attributes"]["step"]
+    assert 0 < saved <= 10, done.output
+    again = launch([*JOB, tmp_path, str(saved + 7), "0"], timeout_s=60)
+    assert [(record["source"], step) for record, step in records(again.stdout)] == [("disk", saved)] * 2
+
+
 def test_a_lost_rank_is_in_the_record_and_in_the_timeline(launch: Any, tmp_path: Path) -> None:
     env = {"HOROVOD_TIMELINE": str(tmp_path / "timeline.json")}
     done = launch([*JOB, tmp_path, "150", "12"], env=env, timeout_s=60)
