@@ -233,8 +233,8 @@ class ObjectState(Owning, State):
 
         Call it on every rank, before run: where no rank holds a commit, run goes on from the newest save. commit() then
         raises what hvd.checkpoint.save raises. What the state holds must be what save() can save. path: on storage that
-        all ranks share. timeout_s: for one save, from its commit on; a disk that takes longer has failed. ValueError for
-        numbers below 1 and for a time of 0.
+        all ranks share. timeout_s: for one save, from its commit on; a disk that takes longer has failed. ValueError
+        for numbers below 1 and for a time of 0.
         """
         self._disk = Disk(path, every, keep, timeout_s)
 

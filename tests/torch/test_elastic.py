@@ -268,6 +268,32 @@ def test_states_that_differ_are_named_on_every_rank_and_nothing_hangs() -> None:
     assert state.epoch == 0
 
 
+@ranks(2)
+def test_a_sync_copies_the_model_and_the_optimizer_once() -> None:
+    """A second copy of 100 MB makes the pause of growing longer for nothing."""
+    saves: list[str] = []
+
+    class Counted(ModelStateHandler):
+        def save(self) -> None:
+            saves.append("save")
+            super().save()
+
+    model, optimizer = parts(hvd.rank())
+    step(model, optimizer)
+    state = hvd.elastic.TorchState(model, optimizer, epoch=hvd.rank())
+    state._handlers = {**state._handlers, "model": Counted(model)}
+    saves.clear()
+    state.sync()
+    assert saves == ["save"] and state._commit_number == 1
+    kept = everything(model, optimizer)
+    step(model, optimizer)
+    state.restore()
+    assert alike(everything(model, optimizer), kept) and state.epoch == 0
+    step(model, optimizer)
+    state.commit()
+    assert saves == ["save"] * 2
+
+
 def survives() -> str:
     """Rank 1 ends in the middle of a step; rank 0 restores, begins a world of its own, and trains on."""
     import os

@@ -53,6 +53,10 @@ class StateHandler:
         """Gives every rank's value the same state. A collective."""
         raise NotImplementedError
 
+    def sync_saves(self) -> bool:
+        """Whether sync() ends with the copy that save() would make, so that it need not be made twice."""
+        return False
+
     def has_own(self) -> bool:
         """Whether a part of the value is this rank's only, so that sync() must not replace it; alike on all ranks."""
         return False
@@ -96,6 +100,10 @@ class ModelStateHandler(StateHandler):
             rest = broadcast_object(rest, root, "hvd.elastic.model")
             self.value.load_state_dict({**state, **rest})
         self.save()
+
+    def sync_saves(self) -> bool:
+        """It does, unless a subclass has a sync() of its own."""
+        return type(self).sync is ModelStateHandler.sync
 
 
 class OptimizerStateHandler(StateHandler):
@@ -155,6 +163,10 @@ class OptimizerStateHandler(StateHandler):
             self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
         broadcast_optimizer_state(self.value, root)
         self._saved_optimizer_state = copy.deepcopy(self.value.state_dict())
+
+    def sync_saves(self) -> bool:
+        """Not where the state is sharded, of which sync() gives the cut only."""
+        return type(self).sync is OptimizerStateHandler.sync and not self._is_sharded()
 
     def has_own(self) -> bool:
         """Pieces of sharded state, local parameters' state, what a compressor has kept back."""
@@ -278,6 +290,7 @@ class TorchState(ObjectState):
     """
 
     _handlers: Mapping[str, StateHandler] = MappingProxyType({})
+    _is_just_saved = False  # by the sync() of the handlers
 
     def __init__(
         self,
@@ -318,7 +331,11 @@ class TorchState(ObjectState):
         check_alike(self._forms(), root_of_sync(), "models, optimizers and attributes")
         for handler in self._handlers.values():
             handler.sync()
-        super().sync()
+        self._is_just_saved = self._shards is None  # else parts of it are handed out in between
+        try:
+            super().sync()
+        finally:
+            self._is_just_saved = False
 
     def _forms(self) -> list[tuple[Any, ...]]:
         """What must be alike on all ranks: else one would wait for a broadcast that no other makes."""
@@ -354,7 +371,8 @@ class TorchState(ObjectState):
 
     def _save(self) -> None:
         for handler in self._handlers.values():
-            handler.save()
+            if not (self._is_just_saved and handler.sync_saves()):
+                handler.save()
         super()._save()
 
     def _kept(self) -> dict[str, dict[str, Any]]:
