@@ -1,84 +1,28 @@
-// The handlers that XLA calls for horoclone's operations in a JAX program: libhoroclone_jax.so.
+// The handlers that XLA calls for horoclone's operations in a JAX program on the CPU: libhoroclone_jax.so.
 // A call is submitted to the engine and answered with a future, which the engine's completion fulfils: no thread of XLA
 // ever waits here. Python registers the handlers (horoclone/jax/native.py) and tells where the runtime is.
 #include <cstring>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <new>
-#include <shared_mutex>
 #include <thread>
 
-#include "frameworks/jax_call.h"
+#include "frameworks/jax_link.h"
 
 namespace {
 
 using namespace hc::jax;
 namespace xla = hc::xla;
 
-// The runtime and the process sets of its present life. Shared by submits, exclusive for attach: when attach(nullptr)
-// has returned, no submit is on its way into the old runtime.
-struct Link {
-  std::shared_mutex mu;  // guards the rest
-  hc_runtime* runtime = nullptr;
-  std::map<std::string, int32_t, std::less<>> process_sets;  // "0,2" -> id
-};
-Link& link() {
-  static auto* made = new Link;  // never destroyed: XLA's threads outlive main
-  return *made;
-}
-
-// A place in a program from which the handler is called. Two places of one program may carry one name (a function with
-// a collective that the program calls twice) and XLA runs them in any order: the number tells them apart. XLA makes the
-// places of a program in the same order on every rank, because every rank compiles the same program.
-struct CallSite {
-  int64_t program;
-  std::string name;
-  int number;
-};
-struct CallSites {
-  struct Count {
-    int made = 0, alive = 0;
-  };
-  std::mutex mu;  // guards counts
-  std::map<std::pair<int64_t, std::string>, Count> counts;
-
-  CallSite* make(const Attributes& a) {
-    std::lock_guard lock(mu);
-    Count& count = counts[{a.program, std::string(a.name)}];
-    ++count.alive;
-    return new CallSite{a.program, std::string(a.name), count.made++};
-  }
-  void destroy(CallSite* site) {
-    std::unique_ptr<CallSite> owned(site);
-    std::lock_guard lock(mu);
-    auto at = counts.find({site->program, site->name});
-    if (at != counts.end() && --at->second.alive == 0) counts.erase(at);
-  }
-};
-CallSites& call_sites() {
-  static auto* made = new CallSites;
-  return *made;
-}
-
-void destroy_call_site(void* site) { call_sites().destroy(static_cast<CallSite*>(site)); }
 xla::TypeId call_site_type{0};
 const xla::TypeInfo call_site_info{sizeof(xla::TypeInfo), nullptr, destroy_call_site};
 
 // A call that the engine has: deleted by the completion.
-struct Pending {
+struct Pending : Reading {
   const xla::Api* api;
   xla::Future* future;
   hc_runtime* runtime;
-  Tensors tensors;
-  std::string name;
 };
-
-std::string text_of(hc_code code, const char* text) { return std::string(name_of(code)) + ": " + text; }
-
-xla::Error* refuse(const xla::Api* api, hc_code code, const std::string& text) {
-  return make_error(api, code_of(code), text_of(code, text.c_str()));
-}
 
 // Core-owned results go into XLA's memory. Empty when all is well.
 std::string copy_results(const Pending& p, hc_handle handle) {
@@ -91,17 +35,10 @@ std::string copy_results(const Pending& p, hc_handle handle) {
       return text;
     }
     const size_t bytes = memory ? hc_block_bytes(memory) : 0;
-    if (bytes == p.tensors.bytes[i]) {
-      if (bytes) std::memcpy(p.tensors.copies_to[i], hc_block_data(memory), bytes);
-      hc_block_destroy(memory);
-      continue;
-    }
+    const bool fits = bytes == p.tensors.bytes[i];
+    if (fits && bytes) std::memcpy(p.tensors.copies_to[i], hc_block_data(memory), bytes);
     hc_block_destroy(memory);
-    return "'" + p.name + "': tensor " + std::to_string(i) + " came out with " +
-           std::to_string(result.first_dimension) + " rows, and the program was compiled for " +
-           std::to_string(p.tensors.first_rows[i]) +
-           ". Under jit every rank gives the same number of rows, and a program serves the number of ranks that it was "
-           "traced with (jax.clear_caches() after it has changed); the eager call takes any numbers.";
+    if (!fits) return other_rows(p.name, i, result.first_dimension, p.tensors.first_rows[i]);
   }
   return "";
 }
@@ -131,24 +68,13 @@ void complete(void* context, hc_handle handle, const hc_status* status) {
   finish(*p, p->future, code, text);
 }
 
-// Answers XLA's question at registration: for which version of its interface the handler was made.
-bool is_metadata_query(xla::CallFrame* frame) {
-  if (!frame->extension_start || frame->extension_start->type != xla::kMetadataExtension) return false;
-  xla::Metadata* to = reinterpret_cast<xla::MetadataExtension*>(frame->extension_start)->metadata;
-  to->api_version = {sizeof(xla::ApiVersion), nullptr, xla::kApiMajor, xla::kApiMinor};
-  to->traits = 0;
-  return true;
-}
-
-// Operation kSelfTest: what a real call needs of XLA, without a runtime. Copies arguments to results from another
+// Operation kSelfTest (jax_call.h): what a real call needs of XLA, without a runtime. Copies arguments to results from another
 // thread.
-constexpr int32_t kSelfTest = -1;
-
-xla::Error* self_test(xla::CallFrame* frame, const Attributes& attributes, std::unique_ptr<Pending> p) {
+xla::Error* self_test(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
   xla::FutureCreateArgs made{offsetof(xla::FutureCreateArgs, future), nullptr, nullptr};
   if (xla::Error* error = p->api->future_create(&made)) return error;
   frame->future = made.future;
-  const bool fails = attributes.root != 0;
+  const bool fails = p->attributes.root != 0;
   std::thread([fails, future = made.future, p = std::shared_ptr<Pending>(std::move(p))] {
     for (size_t i = 0; i < p->tensors.list.size(); ++i)
       std::memcpy(p->tensors.list[i].out, p->tensors.list[i].in, p->tensors.bytes[i]);
@@ -157,37 +83,10 @@ xla::Error* self_test(xla::CallFrame* frame, const Attributes& attributes, std::
   return nullptr;
 }
 
-xla::Error* check_frame(const xla::CallFrame* frame) {
-  const xla::Api* api = frame->api;
-  if (frame->struct_size < offsetof(xla::CallFrame, future) || api->struct_size < offsetof(xla::Api, run_id_get))
-    return refuse(api, HC_UNSUPPORTED, "jaxlib's FFI interface is older than the one that horoclone was built for");
-  return nullptr;
-}
-
-xla::Error* start(xla::CallFrame* frame, const Attributes& attributes, std::unique_ptr<Pending> p) {
+xla::Error* start(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
   std::shared_lock lock(link().mu);
-  if (!link().runtime)
-    return refuse(p->api, HC_NOT_INITIALIZED,
-                  "'" + p->name + "': Horovod has not been initialized (or was shut down); use hvd.init().");
-  if (p->name.find('\0') != std::string::npos)
-    return refuse(p->api, HC_INVALID_ARGUMENT, "a name cannot have a NUL character in it: '" + p->name + "'");
-  hc_request request{};
-  request.version = HC_VERSION;
-  request.op = attributes.op;
-  request.reduce = attributes.reduce;
-  request.root = attributes.root;
-  request.prescale = attributes.prescale;
-  request.postscale = attributes.postscale;
-  request.name = p->name.c_str();
-  if (!attributes.members.empty()) {
-    auto at = link().process_sets.find(attributes.members);
-    if (at == link().process_sets.end())
-      return refuse(p->api, HC_INVALID_ARGUMENT,
-                    "'" + p->name + "': the process set [" + std::string(attributes.members) +
-                        "] of this program is not registered; pass it to hvd.init(process_sets=[...]) or to "
-                        "horoclone.jax.add_process_set().");
-    request.process_set = at->second;
-  }
+  hc_request request;
+  if (xla::Error* error = make_request(p->api, *p, &request)) return error;
   xla::FutureCreateArgs made{offsetof(xla::FutureCreateArgs, future), nullptr, nullptr};
   if (xla::Error* error = p->api->future_create(&made)) return error;
   p->future = made.future;
@@ -212,40 +111,18 @@ xla::Error* start(xla::CallFrame* frame, const Attributes& attributes, std::uniq
 extern "C" {
 
 // Stage "instantiate": once for each place in a program.
-HC_EXPORT xla::Error* hc_jax_instantiate(xla::CallFrame* frame) {
-  if (is_metadata_query(frame)) {
-    reinterpret_cast<xla::MetadataExtension*>(frame->extension_start)->metadata->state_type_id = call_site_type;
-    return nullptr;
-  }
-  if (xla::Error* error = check_frame(frame)) return error;
-  Attributes attributes;
-  if (std::string wrong = read(frame->attributes, &attributes); !wrong.empty())
-    return refuse(frame->api, HC_INTERNAL, wrong);
-  xla::StateSetArgs args{
-      sizeof args, nullptr, frame->context, xla::Stage::kInstantiate, &call_site_type, call_sites().make(attributes)};
-  return frame->api->state_set(&args);
-}
+HC_EXPORT xla::Error* hc_jax_instantiate(xla::CallFrame* frame) { return instantiate(frame, &call_site_type); }
 
 // Stage "execute".
 HC_EXPORT xla::Error* hc_jax_execute(xla::CallFrame* frame) {
   if (is_metadata_query(frame)) return nullptr;
-  if (xla::Error* error = check_frame(frame)) return error;
-  const xla::Api* api = frame->api;
   try {
     auto p = std::make_unique<Pending>();
-    p->api = api;
-    Attributes attributes;
-    std::string wrong = read(frame->attributes, &attributes);
-    if (wrong.empty()) wrong = read(*frame, attributes, &p->tensors);
-    if (!wrong.empty()) return refuse(api, HC_INTERNAL, wrong);
-    xla::StateGetArgs state{sizeof state, nullptr, frame->context, xla::Stage::kInstantiate, &call_site_type, nullptr};
-    if (xla::Error* error = api->state_get(&state)) return error;
-    const int number = static_cast<const CallSite*>(state.state)->number;
-    p->name = std::string(attributes.name) + (number ? "#" + std::to_string(number) : "");
-    return attributes.op == kSelfTest ? self_test(frame, attributes, std::move(p))
-                                      : start(frame, attributes, std::move(p));
+    p->api = frame->api;
+    if (xla::Error* error = read(frame, &call_site_type, p.get())) return error;
+    return p->attributes.op == kSelfTest ? self_test(frame, std::move(p)) : start(frame, std::move(p));
   } catch (const std::exception& e) {  // out of memory
-    return refuse(api, HC_INTERNAL, e.what());
+    return refuse(frame->api, HC_INTERNAL, e.what());
   }
 }
 

@@ -136,6 +136,13 @@ std::string read(const xla::CallFrame& frame, const Attributes& attributes, Tens
   return "";
 }
 
+std::string other_rows(const std::string& name, size_t tensor, int64_t rows, int64_t compiled_for) {
+  return "'" + name + "': tensor " + std::to_string(tensor) + " came out with " + std::to_string(rows) +
+         " rows, and the program was compiled for " + std::to_string(compiled_for) +
+         ". Under jit every rank gives the same number of rows, and a program serves the number of ranks that it was "
+         "traced with (jax.clear_caches() after it has changed); the eager call takes any numbers.";
+}
+
 xla::Error* make_error(const xla::Api* api, xla::ErrorCode code, const std::string& text) {
   xla::ErrorCreateArgs args{sizeof args, nullptr, text.c_str(), code};
   return api->error_create(&args);

@@ -11,6 +11,9 @@
 
 namespace hc::jax {
 
+// An operation of the handler's own, on the CPU: it tests what a real call needs of XLA.
+constexpr int32_t kSelfTest = -1;
+
 // What the handler's attributes say (horoclone/jax/primitives.py writes them).
 struct Attributes {
   int32_t op = 0, reduce = HC_SUM, root = 0;
@@ -30,6 +33,8 @@ struct Tensors {
   std::vector<int64_t> first_rows;  // what the program was compiled for; -1 for results without dimensions
 };
 std::string read(const xla::CallFrame& frame, const Attributes& attributes, Tensors* to);
+// The error of a result with other rows than the program was compiled for.
+std::string other_rows(const std::string& name, size_t tensor, int64_t rows, int64_t compiled_for);
 
 xla::Error* make_error(const xla::Api* api, xla::ErrorCode code, const std::string& text);
 xla::ErrorCode code_of(hc_code code);

@@ -170,12 +170,26 @@ struct TypeRegisterArgs {
   TypeId* type_id;  // in-out
   const TypeInfo* type_info;
 };
+struct StreamGetArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  ExecutionContext* context;
+  void* stream;  // out: a CUstream, in programs for NVIDIA's GPUs
+};
 struct RunIdGetArgs {
   size_t struct_size;
   Extension* extension_start;
   ExecutionContext* context;
   int64_t run_id;  // out
 };
+struct DeviceOrdinalGetArgs {
+  size_t struct_size;
+  Extension* extension_start;
+  ExecutionContext* context;
+  int32_t device_ordinal;  // out: as CUDA numbers devices in this process
+};
+constexpr size_t kDeviceOrdinalGetArgsSize =
+    offsetof(DeviceOrdinalGetArgs, device_ordinal) + sizeof(DeviceOrdinalGetArgs::device_ordinal);
 
 struct Metadata {  // XLA_FFI_Metadata
   size_t struct_size;
@@ -197,7 +211,7 @@ struct Api {  // XLA_FFI_Api
   void (*error_message)(ErrorMessageArgs*);
   void (*error_destroy)(ErrorDestroyArgs*);
   void* handler_register;
-  void* stream_get;
+  Error* (*stream_get)(StreamGetArgs*);
   Error* (*type_register)(TypeRegisterArgs*);
   void* execution_context_get;
   Error* (*state_set)(StateSetArgs*);
@@ -210,6 +224,7 @@ struct Api {  // XLA_FFI_Api
   Error* (*future_set_available)(FutureArgs*);
   Error* (*future_set_error)(FutureErrorArgs*);
   Error* (*run_id_get)(RunIdGetArgs*);
+  Error* (*device_ordinal_get)(DeviceOrdinalGetArgs*);  // not in the first releases of version 0.3
 };
 
 }  // namespace hc::xla

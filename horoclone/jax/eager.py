@@ -1,4 +1,4 @@
-"""Calls outside of programs: arrays on the CPU are read where they lie, others are copied to the host and back.
+"""Calls outside of programs through host memory: arrays on the CPU are read where they lie, others are copied.
 
 Thread: the caller's, which makes progress while it waits.
 """
@@ -20,6 +20,17 @@ from horoclone.process_sets import registered
 
 ALIGNMENT = 64  # bytes: XLA takes NumPy memory that lies so without a copy
 _MOVED_AS = {"uint32": "int32", "uint64": "int64"}  # the core has no such dtypes; moving needs none
+
+
+def all_on_one_gpu(arrays: Sequence[Any]) -> bool:
+    """Whether the arrays lie on one NVIDIA GPU of this process."""
+    devices = [device for array in arrays if isinstance(array, jax.Array) for device in array.devices()]
+    return bool(devices) and len(set(devices)) == 1 and is_gpu(devices[0])
+
+
+def is_gpu(device: Any) -> bool:
+    """JAX calls the platform of every vendor's GPUs "gpu"; the client knows which it is."""
+    return device.platform == "gpu" and "rocm" not in device.client.platform_version.lower()
 
 
 def run(arrays: Sequence[Any], call: Call) -> list[Any]:

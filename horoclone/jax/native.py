@@ -45,25 +45,30 @@ def load() -> None:
         library.hc_jax_attach.restype = None
         library.hc_jax_process_set.argtypes = [ctypes.c_char_p, ctypes.c_int32]
         library.hc_jax_process_set.restype = None
-        _register(library)
+        for platform, prefix in PLATFORMS.items():
+            register(library, platform, prefix)
         _library = library
         attached.attach(_set_runtime)
 
 
-def _register(library: Any) -> None:
-    for name in ("hc_jax_call_site_type", "hc_jax_call_site_info"):
-        getattr(library, name).restype = ctypes.c_void_p
-    parts: Any = {
-        "type_id": _capsule(library.hc_jax_call_site_type()),
-        "type_info": _capsule(library.hc_jax_call_site_info()),
-    }
+# XLA's name of each platform, and what the names of its handlers begin with. GPUs: until a program for them is built,
+# JAX only remembers what is registered, also where no plugin for CUDA is installed.
+PLATFORMS = {"cpu": "hc_jax_", "CUDA": "hc_jax_cuda_"}
+
+
+def register(library: Any, platform: str, prefix: str, target: str = TARGET, call_site: str = CALL_SITE) -> None:
+    """Registers the handlers of `library` whose names begin with `prefix` as `target` of XLA's `platform`."""
+    parts: dict[str, Any] = {}
+    for part in ("type", "info"):
+        function = getattr(library, f"{prefix}call_site_{part}")
+        function.restype = ctypes.c_void_p
+        parts["type_id" if part == "type" else "type_info"] = _capsule(function())
     stages = {
-        "instantiate": jax.ffi.pycapsule(library.hc_jax_instantiate),
-        "execute": jax.ffi.pycapsule(library.hc_jax_execute),
+        stage: jax.ffi.pycapsule(getattr(library, f"{prefix}{stage}")) for stage in ("instantiate", "execute")
     }
     try:
-        jax.ffi.register_ffi_type(CALL_SITE, parts, platform="cpu")
-        jax.ffi.register_ffi_target(TARGET, stages, platform="cpu")
+        jax.ffi.register_ffi_type(call_site, parts, platform=platform)
+        jax.ffi.register_ffi_target(target, stages, platform=platform)
     except Exception as error:  # XLA's own classes; the reason is in the text
         raise ImportError(_unfit(f"jaxlib refuses horoclone's handlers ({error})")) from error
 

@@ -7,8 +7,9 @@ Thread: whichever traces.
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from horoclone import ops, runtime
 from horoclone.errors import Unsupported
 from horoclone.jax import eager, native
 from horoclone.jax.call import NAMES, SELF_TEST, Call, rows_of
+from horoclone.jax.failures import horovod_error_of
 
 collective_p = Primitive("horoclone_collective")
 collective_p.multiple_results = True
@@ -53,13 +55,30 @@ def _abstract(*avals: Any, call: Call) -> list[Any]:
 
 
 collective_p.def_abstract_eval(_abstract)
-collective_p.def_impl(lambda *arrays, call: eager.run(arrays, call))
+
+
+def _run_now(*arrays: Any, call: Call) -> list[Any]:
+    """Outside of programs. On a GPU the call becomes a program of its own, and returns when its results are there;
+    allgather and alltoall, to which every rank may give another number of rows, pass host memory."""
+    if call.op in (ops.ALLGATHER, ops.ALLTOALL) or not eager.all_on_one_gpu(arrays):
+        return eager.run(arrays, call)
+    try:
+        return list(jax.block_until_ready(_program_for(call)(*arrays)))
+    except (RuntimeError, ValueError) as error:
+        if (found := horovod_error_of(error)) is None:
+            raise
+        raise found from error
+
+
+@functools.lru_cache(maxsize=1024)
+def _program_for(call: Call) -> Any:
+    return jax.jit(lambda *arrays: collective_p.bind(*arrays, call=call))
+
+
+collective_p.def_impl(_run_now)
 
 
 # --- lowering --------------------------------------------------------------------------------------------------------
-
-_lower_to_call = jax.ffi.ffi_lowering(native.TARGET, has_side_effect=True)
-
 
 class _Program:
     """The number of an XLA program of this process, kept with the module that becomes it."""
@@ -93,35 +112,45 @@ def _refuse_several_devices(module: Any, call: Call) -> None:
         )
 
 
-def _lower(context: Any, *operands: Any, call: Call) -> Any:
-    if call.op != SELF_TEST:
-        native.check(_loopback)
-        _refuse_several_devices(context.module_context, call)
-    return _lower_to_call(
-        context,
-        *operands,
-        op=np.int32(call.op),
-        reduce=np.int32(call.reduce),
-        root=np.int32(call.root),
-        program=np.int64(_program_of(context.module_context)),
-        prescale=np.float64(call.prescale),
-        postscale=np.float64(call.postscale),
-        name=call.name,
-        members=call.members,
-    )
+def lowering(target: str, check: Callable[[], None] | None = None) -> Callable[..., Any]:
+    """The rule that makes a call a custom call of XLA's to `target`. check: made before the first program is built."""
+    to_call = jax.ffi.ffi_lowering(target, has_side_effect=True)
+
+    def lower(context: Any, *operands: Any, call: Call) -> Any:
+        if call.op != SELF_TEST:
+            if check is not None:
+                check()
+            _refuse_several_devices(context.module_context, call)
+        return to_call(
+            context,
+            *operands,
+            op=np.int32(call.op),
+            reduce=np.int32(call.reduce),
+            root=np.int32(call.root),
+            program=np.int64(_program_of(context.module_context)),
+            prescale=np.float64(call.prescale),
+            postscale=np.float64(call.postscale),
+            name=call.name,
+            members=call.members,
+        )
+
+    return lower
 
 
 def _lower_elsewhere(context: Any, *operands: Any, call: Call) -> Any:
     raise Unsupported(
         f"{NAMES[call.op]} '{call.name}' inside a program for {context.module_context.platforms}: this version "
-        "runs in programs for the CPU only. Call it outside jit, where arrays are copied to the host, or set "
-        "JAX_PLATFORMS=cpu."
+        "runs in programs for the CPU and for NVIDIA's GPUs. Call it outside jit, where arrays are copied to the host, "
+        "or set JAX_PLATFORMS=cpu."
     )
 
 
 # A call whose results this rank does not use stays in the program: the other ranks may use theirs.
 pe.dce_rules[collective_p] = lambda used, equation: ([True] * len(equation.invars), equation)
-mlir.register_lowering(collective_p, _lower, platform="cpu")
+mlir.register_lowering(
+    collective_p, lowering(native.TARGET, lambda: native.check(_loopback)), platform="cpu"
+)
+mlir.register_lowering(collective_p, lowering(native.TARGET), platform="cuda")
 mlir.register_lowering(collective_p, _lower_elsewhere)
 
 

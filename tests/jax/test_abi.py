@@ -62,6 +62,12 @@ STRUCTS: list[tuple[str, str, dict[str, str]]] = [
         "XLA_FFI_State_Get_Args",
         {"struct_size": "", "context": "ctx", "stage": "", "type_id": "", "state": ""},
     ),
+    ("StreamGetArgs", "XLA_FFI_Stream_Get_Args", {"struct_size": "", "context": "ctx", "stream": ""}),
+    (
+        "DeviceOrdinalGetArgs",
+        "XLA_FFI_DeviceOrdinal_Get_Args",
+        {"struct_size": "", "context": "ctx", "device_ordinal": ""},
+    ),
     (
         "Metadata",
         "XLA_FFI_Metadata",
@@ -81,6 +87,8 @@ STRUCTS: list[tuple[str, str, dict[str, str]]] = [
             "future_create": "XLA_FFI_Future_Create",
             "future_set_available": "XLA_FFI_Future_SetAvailable",
             "future_set_error": "XLA_FFI_Future_SetError",
+            "stream_get": "XLA_FFI_Stream_Get",
+            "device_ordinal_get": "XLA_FFI_DeviceOrdinal_Get",
         },
     ),
 ]
@@ -111,6 +119,8 @@ VALUES = {
     "offsetof(hc::xla::FutureCreateArgs, future)": "XLA_FFI_Future_Create_Args_STRUCT_SIZE",
     "sizeof(hc::xla::TypeInfo)": "XLA_FFI_TypeInfo_STRUCT_SIZE",
     "sizeof(hc::xla::StateGetArgs)": "XLA_FFI_State_Get_Args_STRUCT_SIZE",
+    "sizeof(hc::xla::StreamGetArgs)": "XLA_FFI_Stream_Get_Args_STRUCT_SIZE",
+    "hc::xla::kDeviceOrdinalGetArgsSize": "XLA_FFI_DeviceOrdinal_Get_Args_STRUCT_SIZE",
     "sizeof(hc::xla::ApiVersion)": "XLA_FFI_Api_Version_STRUCT_SIZE",
 }
 
