@@ -36,7 +36,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu ecosystem engines engines-where-needed examples bench lint format docs clean install
+.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines engines-where-needed examples bench lint format docs clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -79,10 +79,10 @@ asan: $(VENV)/.ready-tools ## C++ tests under AddressSanitizer and UndefinedBeha
 pytest: $(VENV)/.ready-test $(VENV)/.ready-package ## Python tests; ARGS="-k name" chooses some
 	@.ci/pytest $(JOBS) $(ARGS)
 
-gpu: $(VENV)/.ready-package ## tests that need GPUs, with the torch that is installed; skipped with the reason elsewhere
-	@$(PIP) pytest pytest-timeout hypothesis ml_dtypes psutil
-	python -m pytest -rs tests/torch/test_gpu.py tests/keras/test_torch_on_gpus.py tests/cupy/test_cupy_double.py \
-	  tests/torch/test_gpu_double.py tests/core/test_gpu_double_loading.py $(ARGS)
+gpu: ## all that needs a GPU, in 9 minutes on one, without network, with the Python that has torch; results in out/
+	@.ci/gpu $(ARGS)
+gpu-long: ## 1,000 lives and a soak on GPUs
+	@.ci/gpu --long $(ARGS)
 
 ecosystem: $(VENV)/.ready-package $(VENV)/.ready-ecosystem ## packages that are built on torch, in an environment of their own, and their tests
 	python -m pytest -rs tests/torch/test_ecosystem.py tests/torch/test_torchft.py $(ARGS)

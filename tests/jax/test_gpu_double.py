@@ -217,3 +217,35 @@ def eager_calls() -> None:
 
 def test_double_calls_outside_of_programs(on_double: Any) -> None:
     on_double(eager_calls)
+
+
+REGISTERS = """
+import ctypes, functools
+import jax, horoclone.jax
+from horoclone.jax import native
+from jax._src.lib import xla_client
+from jax_cuda13_plugin import cuda_plugin_extension as extension
+import jax_plugins.xla_cuda13 as plugin
+native.load()
+api = xla_client.load_pjrt_plugin_dynamically("cuda", str(plugin._get_library_path()))
+taken = []
+def take(name, *arguments, **options):
+    extension.register_custom_call_target(api, name, *arguments, **options)
+    taken.append(name)
+xla_client.register_custom_type_handler("CUDA", functools.partial(extension.register_custom_type, api))
+xla_client.register_custom_call_handler("CUDA", take)
+assert native.TARGET in taken, taken
+library = ctypes.CDLL(str(native.LIBRARY))
+library.hc_jax_cuda_call_site_type.restype = ctypes.c_void_p
+assert ctypes.c_int64.from_address(library.hc_jax_cuda_call_site_type()).value > 0
+"""
+
+
+def test_jaxs_plugin_for_cuda_takes_the_handlers() -> None:
+    """The real plugin, which is loaded here and sees no GPU: it asks the handlers for their version."""
+    pytest.importorskip("jax_cuda13_plugin", reason="pip install jax-cuda13-plugin jax-cuda13-pjrt")
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, "-c", REGISTERS], env=env, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,97 @@
+"""Where the tensors of the GPU benchmarks lie: on this rank's GPU, in host memory, or in the memory of CUDA's double.
+
+The last two only show that a program runs: the double (tests/doubles, tests/torch/gpu_double.py) is host memory behind
+threads with delays, and no figure that comes from it means anything.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import horoclone.torch as hvd
+
+DOUBLE = Path(__file__).resolve().parent.parent / "tests" / "torch" / "gpu_double.py"
+KINDS = ("cuda", "cpu", "double")
+
+
+class Place:
+    """Host memory, and what the other places do otherwise."""
+
+    name = "cpu"
+    device = torch.device("cpu")
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's values, there."""
+        return tensor
+
+    def zeros(self, count: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return self.put(torch.zeros(count, dtype=dtype, device=self.device))
+
+    def moved(self, model: torch.nn.Module) -> torch.nn.Module:
+        """The model with its parameters there."""
+        return model
+
+    def synchronize(self) -> None:
+        """Returns when all that was enqueued has been done."""
+
+    def free_bytes(self) -> int | None:
+        """Of the GPU's memory; None where there is none."""
+        return None
+
+
+class OnGpu(Place):
+    """A GPU for each rank where there are enough, else they share."""
+
+    def __init__(self) -> None:
+        if not torch.cuda.is_available():
+            raise SystemExit("torch sees no GPU here; --device cpu and --device double show only that this runs")
+        index = hvd.local_rank() % torch.cuda.device_count()
+        torch.cuda.set_device(index)
+        self.device = torch.device("cuda", index)
+        self.name = torch.cuda.get_device_name(index)
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.to(self.device)
+
+    def moved(self, model: torch.nn.Module) -> torch.nn.Module:
+        return model.to(self.device)
+
+    def synchronize(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def free_bytes(self) -> int | None:
+        return int(torch.cuda.mem_get_info(self.device)[0])
+
+
+class OnDouble(Place):
+    """CPU tensors in memory that the double has given out. share: all ranks are on its device 0."""
+
+    name = "double"
+
+    def __init__(self, share: bool) -> None:
+        spec = importlib.util.spec_from_file_location("gpu_double", DOUBLE)
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        self._double: Any = module.Double(0 if share else hvd.local_rank())
+        self._double.install()
+
+    def put(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._double.tensor(tensor)
+
+    def moved(self, model: torch.nn.Module) -> torch.nn.Module:
+        for parameter in model.parameters():
+            parameter.data = self._double.tensor(parameter.data)
+        return model
+
+    def synchronize(self) -> None:
+        self._double.synchronize()
+
+
+def place_for(kind: str, share: bool) -> Place:
+    """After hvd.init(). kind: one of KINDS."""
+    return OnGpu() if kind == "cuda" else OnDouble(share) if kind == "double" else Place()
