@@ -1,5 +1,7 @@
 #include "engine/calls.h"
 
+#include "base/nvtx.h"
+
 namespace hc {
 
 namespace {
@@ -14,6 +16,7 @@ Status Calls::submit(const Submission& s, int64_t* handle) {
 }
 
 Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle) {
+  const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " '", s.name, "'"); });
   std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
     auto prepared = gpu_.prepare(s);

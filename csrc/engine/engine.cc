@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "arithmetic/reduce.h"
+#include "base/nvtx.h"
 
 namespace hc {
 
@@ -37,6 +38,7 @@ Engine::~Engine() {
 Result<std::unique_ptr<Engine>> Engine::create(Config config) {
   std::unique_ptr<Engine> engine(new Engine(std::move(config)));
   const Config& c = engine->context_.config;
+  if (const std::string wrong = nvtx::attach(); !wrong.empty()) engine->context_.log.warning(wrong);
   MeshOptions options;
   options.shared_memory = c.shared_memory;
   options.arena_bytes = c.arena_bytes;

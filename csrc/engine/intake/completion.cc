@@ -3,6 +3,8 @@
 namespace hc {
 
 void Completion::finish(Operation* op, Status status) {
+  const nvtx::Range range([&] { return text_of("complete ", op->describe()); });
+  op->span.end();
   intake_.recorder().done(op->record, status.code(), Recorder::now());
   if (tuner_.is_searching() && status.is_ok()) tuner_.completed(*op);
   if (timeline_.on() && !is_message(op->signature().op)) timeline_.done(*op, status);

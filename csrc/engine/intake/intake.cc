@@ -108,6 +108,7 @@ int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
   const uint64_t use = record ? record->uses++ : op->request.sequence;
   op->record = recorder_.submitted(
       {op->signature(), op->request.name, op->process_set, op->bucket.set >= 0, op->submitted, call, use});
+  op->span.start([&] { return op->describe(); });
   incoming_.push_back(op);
   const int64_t handle = op->handle;
   has_news_.store(true, std::memory_order_seq_cst);

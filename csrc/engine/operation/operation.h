@@ -13,6 +13,7 @@
 
 #include "agreement/negotiation.h"
 #include "base/clock.h"
+#include "base/nvtx.h"
 #include "collective/shared/bypass_rounds.h"
 #include "engine/operation/device_work.h"
 #include "engine/operation/memory.h"
@@ -53,6 +54,7 @@ struct Operation {
     void (*call)(void*, int64_t, const Status&) = nullptr;
     void* context = nullptr;
   } tell;  // when it is done
+  nvtx::Span span;  // from submit to done, for tools
 
   // The thread that makes progress only.
   uint32_t cache_id = kNoCacheId;

@@ -103,6 +103,8 @@ Progress BatchRunner::begin(bool* moved) {
   }
   prepared_ = true;
   *moved = true;
+  if (device_)
+    launch_.start([&] { return text_of("launch ", name_of(batch_.op), ", ", operations_.size(), " at a time"); });
   if (batch_.error != Code::kOk)
     outcome_ = Status(batch_.error, batch_.error_text);
   else if (device_)
@@ -120,6 +122,7 @@ Progress BatchRunner::begin(bool* moved) {
 
 Progress BatchRunner::end() {
   status_ = device_->finish(operations_);
+  launch_.end();
   return status_.is_ok() ? Progress::kDone : Progress::kFailed;
 }
 

@@ -8,6 +8,7 @@
 #include <span>
 #include <vector>
 
+#include "base/nvtx.h"
 #include "collective/collective.h"
 #include "engine/gpu/device_batch.h"
 #include "engine/operation/operation.h"
@@ -78,6 +79,7 @@ class BatchRunner {
   Tag tag_;
 
   std::unique_ptr<DeviceBatch> device_;  // null: host memory
+  nvtx::Span launch_;                    // from the first to the last thing that it gives the GPU, for tools
   std::vector<Task> tasks_;
   size_t next_task_ = 0;
   std::unique_ptr<Collective> collective_;
