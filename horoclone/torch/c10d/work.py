@@ -20,7 +20,16 @@ import torch.distributed as dist
 
 from horoclone.errors import HorovodInternalError, Timeout
 from horoclone.torch.c10d.lost import in_words_of_the_job, who_is_late
-from horoclone.torch.operations.gpu import HOST, Place, future_on, mark, on_stream, side_stream, stream_behind
+from horoclone.torch.operations.gpu import (
+    HOST,
+    Place,
+    future_on,
+    in_use_by,
+    mark,
+    on_stream,
+    side_stream,
+    stream_behind,
+)
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -212,6 +221,11 @@ class Work(dist.Work):
         self._lock = threading.Lock()  # guards _future, _promise and _watched
         self._watched = False
         flight.add(self)
+
+    def __del__(self) -> None:
+        kept = getattr(self, "_kept", None)  # not so where __init__ has failed
+        if kept is not None and self._place[0] >= 0:  # nobody has called wait()
+            in_use_by(self._flight.stream_for(self._place), [kept, self._outputs])
 
     # --- what torch calls ---
 

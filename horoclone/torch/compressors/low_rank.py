@@ -89,21 +89,25 @@ class PowerSGDCompressor(GradientCompressor):
         return matrix.clone() if residual is None else matrix + residual
 
     def _right(self, bucket: GradientBucket, i: int, rows: int) -> torch.Tensor:
-        """The right factor of the last step; the same random one on every rank in the first."""
+        """The right factor of the last step; in the first the one to start with."""
         warm = bucket.state.get(("right", i))
-        if warm is not None:
-            return warm  # type: ignore[no-any-return]
-        chance = torch.Generator().manual_seed(zlib.crc32(bucket.names[i].encode()))
-        return torch.randn(rows, self.rank, generator=chance).to(bucket.gradients[i].device)
+        return self._first(bucket, i, rows) if warm is None else warm
+
+    def _first(self, bucket: GradientBucket, i: int, rows: int) -> torch.Tensor:
+        """A random right factor, the same on every rank."""
+        first = bucket.state.get(("first", i))
+        if first is None:
+            chance = torch.Generator().manual_seed(zlib.crc32(bucket.names[i].encode()))
+            made = torch.randn(rows, self.rank, generator=chance).to(bucket.gradients[i].device)
+            first = bucket.state["first", i] = made
+        return first  # type: ignore[no-any-return]
 
     def _remember(self, bucket: GradientBucket, i: int, lost: torch.Tensor, right: torch.Tensor) -> None:
-        if not bool(right.isfinite().all()):  # an overflow: start afresh, on every rank
-            bucket.state.pop(("residual", i), None)
-            bucket.state.pop(("right", i), None)
-            return
-        bucket.state["right", i] = right
+        """After an overflow it starts afresh, on every rank. Decided where the numbers are: no host waits for a GPU."""
+        finite = right.isfinite().all()
+        bucket.state["right", i] = torch.where(finite, right, self._first(bucket, i, right.shape[0]))
         if self.error_feedback:
-            bucket.state["residual", i] = lost
+            bucket.state["residual", i] = torch.where(finite, lost, torch.zeros_like(lost))
 
 
 def _joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

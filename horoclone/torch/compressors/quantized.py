@@ -1,7 +1,7 @@
 """Gradients as 8-bit integers with one scale per block, with error feedback: about a quarter of float32's bytes.
 
 A reduce-scatter by exchange of quantised shards and an allgather of the quantised sums, so integers are never added up;
-in parts, so that arithmetic (csrc/arithmetic/quantize_kernels.h) and messages overlap.
+in parts, so that arithmetic (csrc/arithmetic/quantize_kernels.h; blocks.py on GPUs) and messages overlap.
 Error feedback after Seide et al., "1-Bit Stochastic Gradient Descent and its Application to Data-Parallel Distributed
 Training of Speech DNNs" (Interspeech 2014), and Karimireddy et al., "Error Feedback Fixes SignSGD" (ICML 2019).
 """
@@ -14,15 +14,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from horoclone.errors import Unsupported
 from horoclone.runtime.native_module import core
 from horoclone.torch.compressor import GradientCompressor
+from horoclone.torch.compressors import blocks
+from horoclone.torch.compressors.blocks import SCALE_BYTES
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 
 if TYPE_CHECKING:
     from horoclone.torch.optimizer.gradient_bucket import GradientBucket
 
 dequantize, quantize = core().dequantize, core().quantize  # without the native module the import ends here
-SCALE_BYTES = 4
 PART_ELEMENTS = 1 << 20  # a bucket travels in parts: while one is on the wire, another is quantised
 
 
@@ -58,11 +59,6 @@ class Int8Compressor(GradientCompressor):
         flat = bucket.flat
         if bucket.size == 1:
             return
-        if not flat.is_cpu:
-            raise Unsupported(
-                f"Int8Compressor quantises in host memory, and the gradients are on {flat.device}: take "
-                "hvd.Compression.fp16 or bf16 there, or keep the model on the CPU"
-            )
         if not flat.is_floating_point():
             yield bucket.allreduce(flat, "plain")
             return
@@ -79,7 +75,7 @@ class Int8Compressor(GradientCompressor):
             received = yield handle
             mine = total[: part.shard]
             for rank, row in enumerate(received):  # in rank order
-                self._decode(row, mine, part.shard, add=rank > 0)
+                self._decode(row, mine, part.shard, bucket, add=rank > 0)
             if bucket.divisor != 1:
                 mine /= bucket.divisor
             message = self._encode(mine, [slice(0, part.shard)], part, "returned", bucket)
@@ -87,7 +83,7 @@ class Int8Compressor(GradientCompressor):
         for part, handle in zip(parts, under_way[len(parts) :], strict=True):
             everybody = yield handle
             for rank, row in enumerate(everybody):
-                self._decode(row, values[part.of_rank(rank)], part.shard)
+                self._decode(row, values[part.of_rank(rank)], part.shard, bucket)
         if values is not flat:
             flat.copy_(values)
 
@@ -95,7 +91,7 @@ class Int8Compressor(GradientCompressor):
         """What was lost on the way to the sums, and, of this rank's shard, on the way back."""
         if not any(isinstance(key, tuple) and key[0] in ("sent", "returned") for key in bucket.state):
             return {}
-        flat = torch.zeros(bucket.flat.numel())
+        flat = torch.zeros(bucket.flat.numel(), device=bucket.flat.device)
         for part in self._parts(flat.numel(), bucket.size):
             sent, returned = (bucket.state.get((which, part.number)) for which in ("sent", "returned"))
             if sent is not None:
@@ -115,7 +111,7 @@ class Int8Compressor(GradientCompressor):
             return
         flat = bucket.joined(residuals)
         for part in self._parts(flat.numel(), bucket.size):
-            rows = bucket.state["sent", part.number] = torch.zeros((bucket.size, part.shard))
+            rows = bucket.state["sent", part.number] = torch.zeros((bucket.size, part.shard), device=flat.device)
             for rank, row in enumerate(rows):
                 piece = flat[part.of_rank(rank)]
                 row[: piece.numel()] = piece
@@ -133,13 +129,15 @@ class Int8Compressor(GradientCompressor):
         self, values: torch.Tensor, pieces: list[slice], part: Part, which: str, bucket: GradientBucket
     ) -> torch.Tensor:
         """[len(pieces), bytes]: a row for each piece of `values`, float32. Adds the residual `which` and renews it."""
-        message = torch.empty((len(pieces), self._bytes_of(part.shard)), dtype=torch.uint8)
         lost = None
         if self.error_feedback:
             key = (which, part.number)
             if key not in bucket.state:
-                bucket.state[key] = torch.zeros((len(pieces), part.shard))
+                bucket.state[key] = torch.zeros((len(pieces), part.shard), device=values.device)
             lost = bucket.state[key]
+        if place_of(bucket.flat) is not HOST:
+            return self._encode_there(values, pieces, part, lost, bucket)
+        message = torch.empty((len(pieces), self._bytes_of(part.shard)), dtype=torch.uint8)
         for row, piece in enumerate(pieces):
             source = values[piece]
             residual = 0 if lost is None else lost[row].data_ptr()
@@ -148,9 +146,36 @@ class Int8Compressor(GradientCompressor):
             )
         return message
 
+    def _encode_there(
+        self,
+        values: torch.Tensor,
+        pieces: list[slice],
+        part: Part,
+        lost: torch.Tensor | None,
+        bucket: GradientBucket,
+    ) -> torch.Tensor:
+        rows = values.new_zeros((len(pieces), part.shard))
+        for row, piece in zip(rows, pieces, strict=True):
+            row[: piece.stop - piece.start] = values[piece]
+        if lost is not None:
+            rows += lost
+        encoded, rest = blocks.encode(rows, self.block)
+        if lost is not None:
+            lost.copy_(rest)
+        return memory_beside(bucket.flat, encoded.shape, torch.uint8).copy_(encoded)
+
     def _bytes_of(self, shard: int) -> int:
         return shard // self.block * SCALE_BYTES + shard
 
-    def _decode(self, message: torch.Tensor, into: torch.Tensor, shard: int, add: bool = False) -> None:
+    def _decode(
+        self, message: torch.Tensor, into: torch.Tensor, shard: int, bucket: GradientBucket, add: bool = False
+    ) -> None:
         """Writes (or adds) what a row holds into float32 memory, as many elements as that has."""
-        dequantize(self.block, shard, into.numel(), message.data_ptr(), into.data_ptr(), add)
+        if place_of(bucket.flat) is HOST:
+            dequantize(self.block, shard, into.numel(), message.data_ptr(), into.data_ptr(), add)
+            return
+        values = blocks.decode(message.unsqueeze(0), shard, self.block)[0, : into.numel()]
+        if add:
+            into.add_(values)
+        else:
+            into.copy_(values)

@@ -134,6 +134,17 @@ def also_used_at(place: Place, tensors: Sequence[torch.Tensor]) -> None:
             tensor.record_stream(stream)
 
 
+def in_use_by(stream: Any, kept: Any) -> None:
+    """Nobody waits for a stream that still uses these tensors (also in lists and tuples): torch gives their memory to
+    others when the stream has come so far."""
+    if isinstance(kept, torch.Tensor):
+        if kept.is_cuda:
+            kept.record_stream(stream)
+    elif isinstance(kept, (list, tuple)):
+        for part in kept:
+            in_use_by(stream, part)
+
+
 def future_on(place: Place) -> torch.futures.Future[Any]:
     """A future whose result the streams of those who wait for it come behind."""
     if place[0] < 0:
