@@ -426,6 +426,7 @@ def test_the_gpu_benchmark_runs_in_host_memory(tmp_path):
         "torch.distributed": 2,
         "horoclone": 2,
     }
+    assert found["driver calls"] is None, "no driver was called"
     assert found["bound"] is None and "none of the aims for GPUs was measured" in done.stdout
 
 
@@ -435,7 +436,10 @@ def test_what_the_gpu_benchmark_makes_of_its_measurements(load):
     assert figures.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
     with pytest.raises(ValueError):
         figures.ratio([1.0], [1.0, 2.0])
-    assert figures.shared_gpu_bound_gb(4000.0, 2) == 1000.0  # two tensors are read, two results written
+    # Packed, reduced and unpacked, by each of two ranks: six bytes of traffic for each byte of a tensor, twice.
+    assert figures.shared_gpu_bound_gb(4800.0, 2) == 400.0
+    assert figures.faster({"a": {"step_ms": [3.0]}, "b": {"step_ms": [2.0]}}, ["a", "b", "c"]) == "b"
+    assert figures.faster({}, ["a"]) is None
     assert figures.per_second(64, 2, 100.0) == 1280.0
     steps = {
         "ddp": {"step_ms": [10.0, 12.0, 10.0], "cpu_ms": [1.0, 1.0, 1.0]},
@@ -449,25 +453,40 @@ def test_what_the_gpu_benchmark_makes_of_its_measurements(load):
     shared = figures.bandwidth_table(rates, 1000.0)
     assert "40.00 times torch.distributed, 0.80 of the bound 1000.0 GB/s" in shared
     assert "bound" not in figures.bandwidth_table(rates, None)
-    assert "12.50 us" in figures.buckets_table({"horoclone": [12.0, 12.5, 30.0]})
+    costs = figures.buckets_table({"horoclone": [12.0, 12.5, 30.0]}, {"cuEventRecord": 1.0, "cuLaunchKernel": 2.5})
+    assert "12.50 us" in costs and "3.50 calls of the driver for a bucket: cuLaunchKernel 2.50" in costs
 
 
 def test_every_aim_of_the_gpu_benchmark_is_a_row_that_holds_is_missed_or_was_not_measured(load):
     figures = load("gpu_figures")
     steps = {name: {"step_ms": [ms, ms]} for name, ms in (("ddp", 10.0), ("horoclone", 9.9))}
     nothing = {"buckets": {}, "allreduce": {}, "bound": None}
-    assert [gate.holds for gate in figures.gates(1, steps, nothing)] == [True, *[None] * 5]
+    assert [gate.holds for gate in figures.gates(1, steps, nothing)] == [True, *[None] * 6]
     assert {gate.holds for gate in figures.gates(2, steps, nothing)} == {None}, "at world size 1 only"
-    assert figures.gates_table(figures.gates(2, steps, nothing)).count("not measured in this run") == 6
-    steps |= {"ddp graph": {"step_ms": [5.0]}, "horoclone graph": {"step_ms": [5.06]}}
+    assert figures.gates_table(figures.gates(2, steps, nothing)).count("not measured in this run") == 7
+    steps |= {name: {"step_ms": [ms]} for name, ms in (("ddp graph", 5.2), ("ddp view graph", 5.0))}
+    steps |= {"horoclone graph": {"step_ms": [5.06]}, "ddp view": {"step_ms": [9.8, 9.8]}}  # the faster of the two
     sizes = {"65536": 1.0, "67108864": 700.0, "268435456": 900.0}
     found = {
         "buckets": {"torch.distributed": [10.0], "horoclone": [12.0, 14.0, 13.0]},
-        "allreduce": {size: {"torch.distributed": 60.0, "horoclone": rate} for size, rate in sizes.items()},
+        "driver calls": {"cuEventRecord": 1.0, "cuCtxPushCurrent_v2": 10.5},
+        "allreduce": {size: {"torch.distributed": 150.0, "horoclone": rate} for size, rate in sizes.items()},
         "bound": 1000.0,
     }
     rows = figures.gates(1, steps, found)
-    assert [gate.holds for gate in rows] == [True, False, True, False, False, True]
-    assert [round(gate.found, 3) for gate in rows] == [0.99, 1.012, 13.0, 1.3, 0.7, 11.667]
+    assert [gate.holds for gate in rows] == [False, False, True, False, True, False, False]
+    assert [round(gate.found, 3) for gate in rows] == [1.01, 1.012, 13.0, 1.3, 11.5, 0.7, 4.667]
     alone = figures.gates(2, steps, {**found, "bound": None})
-    assert [gate.found for gate in alone[4:]] == [None, None], "a GPU for each rank"
+    assert [gate.found for gate in alone[5:]] == [None, None], "a GPU for each rank"
+
+
+def test_the_overlap_in_a_trace(load, tmp_path):
+    programs = load("gpu_programs")
+    assert programs.covered([(0.0, 10.0)], [(2.0, 4.0), (3.0, 6.0), (20.0, 30.0)]) == 0.4
+    assert programs.covered([], [(0.0, 1.0)]) == 0.0
+    events = [{"cat": "kernel", "name": name, "ts": ts, "dur": 10.0} for name, ts in (
+        ("hc_peers_reduce", 0.0), ("ncclDevKernel_AllReduce", 100.0), ("sgemm", 5.0), ("sgemm", 50.0))]  # fmt: skip
+    trace = tmp_path / "trace.json"
+    trace.write_text(json.dumps({"traceEvents": [*events, {"cat": "cpu_op", "name": "aten::mm"}]}))
+    found = programs.overlap_in(trace)
+    assert found == {"kernels that communicate": 2, "kernels that compute": 2, "overlap": 0.25}

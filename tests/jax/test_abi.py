@@ -124,12 +124,19 @@ VALUES = {
     "sizeof(hc::xla::ApiVersion)": "XLA_FFI_Api_Version_STRUCT_SIZE",
 }
 
+# Version 0.4 (jax 0.11) gave some of it other names; the layout of what we use is the same.
+RENAMED = [
+    "#if XLA_FFI_API_MINOR >= 4",
+    "#define XLA_FFI_Extension_Base XLA_FFI_InternalExtension",
+    "#endif",
+]
+
 
 def test_our_declarations_are_those_of_the_installed_jaxlib(tmp_path: Path) -> None:
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         pytest.skip("no C++ compiler")
-    lines = ['#include "frameworks/xla_ffi.h"', '#include "xla/ffi/api/c_api.h"']
+    lines = ['#include "frameworks/xla_ffi.h"', '#include "xla/ffi/api/c_api.h"', *RENAMED]
     for ours, theirs, members in STRUCTS:
         for mine, its in members.items():
             its = its or mine
