@@ -36,11 +36,9 @@ from horoclone.torch.operations import gpu as of_gpu
 from horoclone.torch.operations.tensors import NUMBER_OF
 from horoclone.torch.optimizer import buckets
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_buckets import DriverCalls
-from gpu_place import KINDS, Place, place_for
 from gpu_figures import (
     TRAFFIC_OF_PEERS,
     bandwidth_table,
@@ -50,10 +48,16 @@ from gpu_figures import (
     shared_gpu_bound_gb,
     steps_table,
 )
+from gpu_place import KINDS, Place, place_for
 
+HERE = Path(__file__).resolve().parent
 Step = Callable[[], torch.Tensor]
 CONTESTANTS = ("alone", "ddp", "ddp view", "horoclone")
-GRAPHS = ("ddp graph", "ddp view graph", "horoclone graph")  # a replay of what the contestant without "graph" does
+GRAPHS = (
+    "ddp graph",
+    "ddp view graph",
+    "horoclone graph",
+)  # a replay of what the contestant without "graph" does
 GRAPH_WARM = 11  # steps that DDP wants before a capture
 COPY_BYTES = 256 << 20  # far more than a GPU's cache
 
@@ -78,7 +82,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of autocast")
     parser.add_argument("--bytes", type=int, nargs="*", default=[], help="also time allreduces of such sizes")
     parser.add_argument("--graphs", action="store_true", help="also replay captured steps")
-    parser.add_argument("--no-steps", action="store_true", help="no training steps, only what else is asked for")
+    parser.add_argument(
+        "--no-steps", action="store_true", help="no training steps, only what else is asked for"
+    )
     parser.add_argument("--buckets", type=int, default=0, help="also what each of so many costs the host")
     parser.add_argument("--bucket-bytes", type=int, default=16 << 20)
     parser.add_argument("--device", choices=KINDS, default="cuda")
@@ -177,7 +183,7 @@ def captured(name: str, arguments: argparse.Namespace, place: Place) -> Step:
 
 
 def persistent_buckets(arguments: argparse.Namespace, place: Place) -> Callable[[], None]:
-    """A round of declared buckets as the optimizer has them: submitted from the stream that fills them, waited for there."""
+    """A round of declared buckets as the optimizer has them: the stream that fills them waits for their sums."""
     core, count = native(), arguments.bucket_bytes // 4
     like = place.zeros(1)
     memory = [buckets._allocate(core, count, torch.float32, like) for _ in range(arguments.buckets)]
@@ -319,7 +325,7 @@ def report(arguments: argparse.Namespace, times: dict[str, Times], found: dict[s
 
 
 def begin(arguments: argparse.Namespace) -> tuple[Place, DriverCalls]:
-    """Brings up horoclone, the GPU and torch.distributed, in this order: calls of the driver are counted from the start."""
+    """Brings up horoclone, the GPU and torch.distributed; calls of the driver are counted from the start."""
     calls = DriverCalls()
     if arguments.buckets and arguments.device != "cpu":
         out = arguments.json.parent if arguments.json else Path("out")
@@ -365,7 +371,9 @@ def main(argv: list[str] | None = None) -> int:
         "bound": bound_of_shared_gpu(place),
     }
     # Equal start and equal gradients: where the losses part, somebody reduces wrongly and the times mean nothing.
-    losses = [times[name].loss for name in CONTESTANTS if name != "alone" and name in times]  # graphs: other steps
+    losses = [
+        times[name].loss for name in CONTESTANTS if name != "alone" and name in times
+    ]  # graphs: other steps
     agree = not losses or max(losses) - min(losses) <= 0.02 * max(1.0, abs(losses[0]))
     if hvd.rank() == 0:
         report(arguments, times, found)
@@ -373,7 +381,11 @@ def main(argv: list[str] | None = None) -> int:
             print(f"gpu.py: the losses differ: {losses}", file=sys.stderr)
         if arguments.json:
             steps = {k: asdict(v) for k, v in times.items()}
-            rows = [gate._asdict() for gate in gates(hvd.size(), steps, found)] if arguments.device == "cuda" else []
+            rows = (
+                [gate._asdict() for gate in gates(hvd.size(), steps, found)]
+                if arguments.device == "cuda"
+                else []
+            )
             everything = {"facts": facts_of(arguments, place), "times": steps, "gates": rows, **found}
             arguments.json.parent.mkdir(parents=True, exist_ok=True)
             arguments.json.write_text(json.dumps(everything, indent=1))

@@ -79,7 +79,10 @@ class DriverCalls:
         library = ctypes.CDLL(str(made))
         targets = (ctypes.c_void_p * len(self._names)).in_dll(library, "hc_counted_target")
         if absent := [name for name, target in zip(self._names, targets, strict=True) if not target]:
-            print(f"calls of the driver are not counted: it has no {absent[0]}, or is not there", file=sys.stderr)
+            print(
+                f"calls of the driver are not counted: it has no {absent[0]}, or is not there",
+                file=sys.stderr,
+            )
             return
         self._library, os.environ[CHOICE] = library, str(made)
 

@@ -1,9 +1,9 @@
-"""First contact with a GPU: `make gpu`. Parts in order, each under a limit of its own, each writing its results at once.
+"""First contact with a GPU: `make gpu`. Parts in order, each with a limit of its own, each writing its results at once.
 
-One GPU is enough; nothing is fetched. A part that fails or runs out of time is named and the rest goes on; FOLDER/gpu.json
-and FOLDER/gpu.txt (a table with a verdict for every part and every aim) are there whatever happens, and FOLDER/gpu/ has
-the output of each part. --long has the 1,000 lives and the soak instead. --doubles FOLDER tries all of it without a GPU,
-on the doubles of the tests: then no figure means anything.
+One GPU is enough; nothing is fetched. A part that fails or runs out of time is named and the rest goes on; out/gpu.json
+and out/gpu.txt (a table with a verdict for every part and every aim) are there whatever happens, and out/gpu/ has the
+output of each part. --long has the 1,000 lives and the soak instead. --doubles FOLDER tries all of it without a GPU, on
+the doubles of the tests: then no figure means anything.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).resolve().parent
-ROOT = HERE.parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_figures import OVERLAP, WORDS
 
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
 BUDGET_S = 540.0  # of all parts together
 END_S = 10.0  # what a part that is being ended has left
 PASSED, FAILED, TIMED_OUT, ABSENT = "passed", "FAILED", "OUT OF TIME", "not here"
@@ -70,7 +70,10 @@ class Run:
         return self.options.doubles is not None
 
     def environment(self) -> dict[str, str]:
-        env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
+        }
         if self.on_doubles:
             doubles = self.options.doubles.resolve()
             libraries = {"CUDA": "libcuda.so.1", "NCCL": "libnccl.so.2", "NVRTC": "libnvrtc.so.13"}
@@ -122,7 +125,15 @@ def ranks(count: int, *command: str | Path) -> list[str | Path]:
 
 def torchrun(count: int, *command: str | Path) -> list[str | Path]:
     rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(count), *rendezvous, *command]
+    return [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        str(count),
+        *rendezvous,
+        *command,
+    ]
 
 
 def kind(run: Run) -> list[str]:
@@ -142,8 +153,8 @@ def doctor(run: Run) -> Result:
     output = run([sys.executable, "-c", program])  # whatever it finds: the kernels below decide
     found = json.loads(output[output.index("{") :]) if "{" in output else {}
     kernels = run.folder / "kernels.json"
-    program = ranks(2, HERE / "gpu_programs.py", "kernels", "--json", kernels, *kind(run))
-    run(program, HOROCLONE_GPU_OPERATIONS="peers")
+    job = ranks(2, HERE / "gpu_programs.py", "kernels", "--json", kernels, *kind(run))
+    run(job, HOROCLONE_GPU_OPERATIONS="peers")
     return Result(figures={"doctor": found, **read(kernels)})
 
 
@@ -161,7 +172,9 @@ def pytest(run: Run, files: Sequence[str]) -> Result:
         reason = str(failed)
     figures = counted(report)
     if figures["failed"]:
-        return Result(FAILED, f"{len(figures['failed'])} failed, the first {figures['failed'][0]}", figures=figures)
+        return Result(
+            FAILED, f"{len(figures['failed'])} failed, the first {figures['failed'][0]}", figures=figures
+        )
     if reason and not reason.startswith("exit code 5:"):  # 5: there was no test to run
         return Result(FAILED, reason, figures=figures)
     if not figures["passed"]:
@@ -191,7 +204,18 @@ def tests(run: Run) -> Result:
 def one_rank(run: Run) -> Result:
     """Beside DDP on NCCL, with and without bucket views, eager and captured; what a persistent bucket costs."""
     path = run.folder / "one_rank.json"
-    small = ["--model", "tiny", "--batch-size", "4", "--rounds", "2", "--steps", "2", "--bucket-bytes", "65536"]
+    small = [
+        "--model",
+        "tiny",
+        "--batch-size",
+        "4",
+        "--rounds",
+        "2",
+        "--steps",
+        "2",
+        "--bucket-bytes",
+        "65536",
+    ]
     sizes = [*small, *kind(run)] if run.on_doubles else ["--graphs", "--rounds", "11"]
     run([sys.executable, HERE / "gpu.py", *sizes, "--buckets", "16", "--json", path])
     found = read(path)
@@ -232,7 +256,16 @@ def sanitized(run: Run) -> Result:
     done = []
     for tool in ("memcheck", "racecheck", "initcheck"):
         options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=hc_"]
-        command = [sys.executable, "-m", "horoclone.launch.cli", "-np", "2", program, *options, sys.executable]
+        command = [
+            sys.executable,
+            "-m",
+            "horoclone.launch.cli",
+            "-np",
+            "2",
+            program,
+            *options,
+            sys.executable,
+        ]
         run([*command, HERE / "gpu_programs.py", "short"], HOROCLONE_GPU_OPERATIONS="peers")
         done.append(tool)
     return Result(figures={"tools": done})
@@ -303,7 +336,9 @@ def write(results: Mapping[str, Result], options: argparse.Namespace) -> None:
     (options.out / f"{name}.txt").write_text(table(results) + "\n")
 
 
-def run_part(name: str, part: tuple[Callable[[Run], Result], float], left_s: float, options: argparse.Namespace) -> Result:
+def run_part(
+    name: str, part: tuple[Callable[[Run], Result], float], left_s: float, options: argparse.Namespace
+) -> Result:
     does, limit_s = part
     if left_s < END_S:
         return Result(TIMED_OUT, "not begun: the time of all parts is over")
@@ -326,7 +361,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--long", action="store_true", help="the 1,000 lives and the soak")
     parser.add_argument("--minutes", type=float, default=20.0, help="of the soak")
     parser.add_argument("--budget", type=float, help=f"seconds for all parts ({BUDGET_S:.0f}; --long: none)")
-    parser.add_argument("--budget-from-start", type=float, default=0, help="seconds of it that are gone already")
+    parser.add_argument(
+        "--budget-from-start", type=float, default=0, help="seconds of it that are gone already"
+    )
     parser.add_argument("--tests", default="", help="more options for pytest")
     parser.add_argument("--doubles", type=Path, help="folder of the doubles of CUDA, NCCL and NVRTC")
     options = parser.parse_args(argv)
@@ -342,9 +379,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"=== {name}", flush=True)
         results[name] = run_part(name, parts[name], until - time.monotonic(), options)
         write(results, options)
-        print(f"{results[name].status} after {results[name].seconds:.1f} s  {results[name].reason}", flush=True)
+        print(
+            f"{results[name].status} after {results[name].seconds:.1f} s  {results[name].reason}", flush=True
+        )
     print(f"\n{table(results)}\n\nin {options.out}: gpu.json, gpu.txt, gpu/")
-    bad = any(one.status in (FAILED, TIMED_OUT) or any(g["holds"] is False for g in one.gates) for one in results.values())
+    bad = any(
+        one.status in (FAILED, TIMED_OUT) or any(g["holds"] is False for g in one.gates)
+        for one in results.values()
+    )
     return int(bad)
 
 

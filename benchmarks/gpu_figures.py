@@ -71,14 +71,16 @@ def bandwidth_table(
 
 
 def buckets_table(cpu_us: Mapping[str, Sequence[float]], calls: Mapping[str, float] | None = None) -> str:
-    """cpu_us: microseconds of processor time for one bucket, a number for each round; calls: of CUDA's driver, by name."""
+    """cpu_us: microseconds of processor time for one bucket, a number for each round; calls: of the driver, by name."""
     lines = [
         f"{name:<18}{statistics.median(rounds):>10.2f} us of CPU for a bucket"
         for name, rounds in cpu_us.items()
     ]
     if calls:
         most = ", ".join(f"{name} {count:.2f}" for name, count in sorted(calls.items(), key=lambda c: -c[1]))
-        lines.append(f"{'horoclone':<18}{sum(calls.values()):>10.2f} calls of the driver for a bucket: {most}")
+        lines.append(
+            f"{'horoclone':<18}{sum(calls.values()):>10.2f} calls of the driver for a bucket: {most}"
+        )
     return "\n".join(lines)
 
 
@@ -120,9 +122,13 @@ def gates(
         _gate("us of CPU for a bucket", CPU_US_PER_BUCKET, ours),
         _gate("the same, of torch.distributed's", 1.0, ours / theirs if ours and theirs else None),
         _gate(
-            "calls of the driver for a bucket", DRIVER_CALLS_PER_BUCKET, sum(calls.values()) if calls else None
+            "calls of the driver for a bucket",
+            DRIVER_CALLS_PER_BUCKET,
+            sum(calls.values()) if calls else None,
         ),
-        _gate("ranks on one GPU, from 64 MiB: of what the traffic allows", SHARE_OF_BOUND, share, at_most=False),
+        _gate(
+            "ranks on one GPU, from 64 MiB: of what the traffic allows", SHARE_OF_BOUND, share, at_most=False
+        ),
         _gate("the same, times gloo", TIMES_GLOO, times, at_most=False),
     ]
 

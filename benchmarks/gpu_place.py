@@ -48,7 +48,9 @@ class OnGpu(Place):
 
     def __init__(self) -> None:
         if not torch.cuda.is_available():
-            raise SystemExit("torch sees no GPU here; --device cpu and --device double show only that this runs")
+            raise SystemExit(
+                "torch sees no GPU here; --device cpu and --device double show only that this runs"
+            )
         index = hvd.local_rank() % torch.cuda.device_count()
         torch.cuda.set_device(index)
         self.device = torch.device("cuda", index)

@@ -1,8 +1,8 @@
-"""The short programs of `make gpu`, each for the ranks of one job: python benchmarks/gpu_programs.py NAME [--json FILE].
+"""The short programs of `make gpu`, each for the ranks of one job: python benchmarks/gpu_programs.py NAME [--json FILE]
 
-kernels: our kernels compiled, launched and their sums compared. short: every kind of them, for compute-sanitizer. trace: one
-step under torch's profiler, and for how much of our kernels' time backward computes. lives: 1,000 inits and shutdowns.
-soak: training for --minutes, with every operation in between. Two ranks may share a GPU.
+kernels: our kernels compiled, launched and their sums compared. short: every kind of them, for compute-sanitizer.
+trace: a step under torch's profiler, and for how much of our kernels' time backward computes. lives: 1,000 inits and
+shutdowns. soak: training for --minutes, with other operations in between. Two ranks may share a GPU.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import torch
 
 import horoclone.torch as hvd
 
-HERE = Path(__file__).resolve().parent
-sys.path.insert(0, str(HERE))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_place import KINDS, Place, place_for
 
@@ -32,8 +31,8 @@ LEFT_BEHIND = 64 << 20  # bytes that a thousand lives may leave: not 64 KiB each
 
 def sums_are_right(place: Place, count: int, dtype: torch.dtype) -> None:
     mine = ((torch.arange(count) * 7 + 3 * hvd.rank()) % 5).to(dtype)
-    every = [((torch.arange(count) * 7 + 3 * rank) % 5).double() for rank in range(hvd.size())]
-    for op, expected in ((hvd.Sum, sum(every)), (hvd.Max, torch.stack(every).amax(0))):
+    every = torch.stack([((torch.arange(count) * 7 + 3 * rank) % 5).double() for rank in range(hvd.size())])
+    for op, expected in ((hvd.Sum, every.sum(0)), (hvd.Max, every.amax(0))):
         got = hvd.allreduce(place.put(mine), op=op).cpu().double()
         if not torch.equal(got, expected):
             worst = (got - expected).abs().max().item()
@@ -43,7 +42,15 @@ def sums_are_right(place: Place, count: int, dtype: torch.dtype) -> None:
 def kernels(arguments: argparse.Namespace, place: Place) -> Found:
     """Runs under HOROCLONE_GPU_OPERATIONS=peers, where all of the arithmetic is our kernels'."""
     began = time.perf_counter()
-    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int32, torch.int16, torch.uint8):
+    for dtype in (
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float64,
+        torch.int32,
+        torch.int16,
+        torch.uint8,
+    ):
         for count in (1, 1000, 300_001):
             sums_are_right(place, count, dtype)
     return {"device": place.name, "seconds": time.perf_counter() - began}
@@ -63,7 +70,9 @@ def model_and_step(place: Place) -> Callable[[], None]:
     torch.manual_seed(0)
     layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
     model = place.moved(torch.nn.Sequential(*layers))
-    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters())
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
+    )
     batch = torch.randn(2048, 2048, device=place.device)
 
     def step() -> None:

@@ -57,7 +57,7 @@ struct Functions {
   int (*pop)(void* domain) = nullptr;
 } functions;
 Function unread = nullptr;
-Function* core[kFunctionsOfModule + 1];   // a null at the end, as NVTX's own tables have
+Function* core[kFunctionsOfModule + 1];  // a null at the end, as NVTX's own tables have
 Function* core2[kFunctionsOfModule + 1];
 void* domain = nullptr;
 

@@ -68,8 +68,8 @@ void complete(void* context, hc_handle handle, const hc_status* status) {
   finish(*p, p->future, code, text);
 }
 
-// Operation kSelfTest (jax_call.h): what a real call needs of XLA, without a runtime. Copies arguments to results from another
-// thread.
+// Operation kSelfTest (jax_call.h): what a real call needs of XLA, without a runtime. Copies arguments to results from
+// another thread.
 xla::Error* self_test(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
   xla::FutureCreateArgs made{offsetof(xla::FutureCreateArgs, future), nullptr, nullptr};
   if (xla::Error* error = p->api->future_create(&made)) return error;

@@ -47,8 +47,7 @@ hc_code follow(const Enqueuing& call, hc_handle handle, std::string* text) {
       return HC_INVALID_ARGUMENT;
     }
     if (!tensors.bytes[i]) continue;
-    hc_status* copied =
-        hc_copy_result(call.runtime, handle, at, tensors.copies_to[i], tensors.bytes[i], call.stream);
+    hc_status* copied = hc_copy_result(call.runtime, handle, at, tensors.copies_to[i], tensors.bytes[i], call.stream);
     if (const hc_code code = take(copied, text)) return code;
   }
   return HC_OK;

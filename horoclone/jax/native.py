@@ -56,7 +56,9 @@ def load() -> None:
 PLATFORMS = {"cpu": "hc_jax_", "CUDA": "hc_jax_cuda_"}
 
 
-def register(library: Any, platform: str, prefix: str, target: str = TARGET, call_site: str = CALL_SITE) -> None:
+def register(
+    library: Any, platform: str, prefix: str, target: str = TARGET, call_site: str = CALL_SITE
+) -> None:
     """Registers the handlers of `library` whose names begin with `prefix` as `target` of XLA's `platform`."""
     parts: dict[str, Any] = {}
     for part in ("type", "info"):

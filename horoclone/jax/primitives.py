@@ -80,6 +80,7 @@ collective_p.def_impl(_run_now)
 
 # --- lowering --------------------------------------------------------------------------------------------------------
 
+
 class _Program:
     """The number of an XLA program of this process, kept with the module that becomes it."""
 
@@ -147,9 +148,7 @@ def _lower_elsewhere(context: Any, *operands: Any, call: Call) -> Any:
 
 # A call whose results this rank does not use stays in the program: the other ranks may use theirs.
 pe.dce_rules[collective_p] = lambda used, equation: ([True] * len(equation.invars), equation)
-mlir.register_lowering(
-    collective_p, lowering(native.TARGET, lambda: native.check(_loopback)), platform="cpu"
-)
+mlir.register_lowering(collective_p, lowering(native.TARGET, lambda: native.check(_loopback)), platform="cpu")
 mlir.register_lowering(collective_p, lowering(native.TARGET), platform="cuda")
 mlir.register_lowering(collective_p, _lower_elsewhere)
 

@@ -453,7 +453,9 @@ def test_what_the_gpu_benchmark_makes_of_its_measurements(load):
     shared = figures.bandwidth_table(rates, 1000.0)
     assert "40.00 times torch.distributed, 0.80 of the bound 1000.0 GB/s" in shared
     assert "bound" not in figures.bandwidth_table(rates, None)
-    costs = figures.buckets_table({"horoclone": [12.0, 12.5, 30.0]}, {"cuEventRecord": 1.0, "cuLaunchKernel": 2.5})
+    costs = figures.buckets_table(
+        {"horoclone": [12.0, 12.5, 30.0]}, {"cuEventRecord": 1.0, "cuLaunchKernel": 2.5}
+    )
     assert "12.50 us" in costs and "3.50 calls of the driver for a bucket: cuLaunchKernel 2.50" in costs
 
 
@@ -465,7 +467,10 @@ def test_every_aim_of_the_gpu_benchmark_is_a_row_that_holds_is_missed_or_was_not
     assert {gate.holds for gate in figures.gates(2, steps, nothing)} == {None}, "at world size 1 only"
     assert figures.gates_table(figures.gates(2, steps, nothing)).count("not measured in this run") == 7
     steps |= {name: {"step_ms": [ms]} for name, ms in (("ddp graph", 5.2), ("ddp view graph", 5.0))}
-    steps |= {"horoclone graph": {"step_ms": [5.06]}, "ddp view": {"step_ms": [9.8, 9.8]}}  # the faster of the two
+    steps |= {
+        "horoclone graph": {"step_ms": [5.06]},
+        "ddp view": {"step_ms": [9.8, 9.8]},
+    }  # the faster of the two
     sizes = {"65536": 1.0, "67108864": 700.0, "268435456": 900.0}
     found = {
         "buckets": {"torch.distributed": [10.0], "horoclone": [12.0, 14.0, 13.0]},

@@ -27,7 +27,17 @@ def tool(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if compiler is None or not headers:
         pytest.skip("NVTX's headers, or a compiler, are not here: pip install nvidia-nvtx")
     made = tmp_path_factory.mktemp("nvtx") / "libcounter.so"
-    command = [compiler, "-O1", "-fPIC", "-shared", f"-I{headers[0].parent}", str(SOURCE), "-o", str(made), "-pthread"]
+    command = [
+        compiler,
+        "-O1",
+        "-fPIC",
+        "-shared",
+        f"-I{headers[0].parent}",
+        str(SOURCE),
+        "-o",
+        str(made),
+        "-pthread",
+    ]
     subprocess.run(command, check=True, timeout=100)
     return made
 
@@ -58,7 +68,9 @@ def reduces_on_the_double() -> None:
     hvd.shutdown()
 
 
-def test_a_tool_hears_of_submission_launch_and_completion(crew, tool: Path, doubles: Path, tmp_path: Path) -> None:
+def test_a_tool_hears_of_submission_launch_and_completion(
+    crew, tool: Path, doubles: Path, tmp_path: Path
+) -> None:
     env = {
         "HOROCLONE_CUDA_LIBRARY": str(doubles / "libcuda.so.1"),
         "HOROCLONE_NCCL_LIBRARY": str(doubles / "libnccl.so.2"),
@@ -77,7 +89,9 @@ def test_a_tool_hears_of_submission_launch_and_completion(crew, tool: Path, doub
         assert texts["push", f"submit allreduce 'gradient {i}'"] == 2
         assert texts["start", f"allreduce 'gradient {i}'"] == 2
         assert texts["push", f"complete allreduce 'gradient {i}'"] == 2
-    launches = sum(n for (what, text), n in texts.items() if what == "start" and text.startswith("launch allreduce"))
+    launches = sum(
+        n for (what, text), n in texts.items() if what == "start" and text.startswith("launch allreduce")
+    )
     assert launches == 10, texts
 
 

@@ -81,6 +81,10 @@ def gpus() -> list[str]:
 
 @pytest.mark.parametrize("size", [1, 2])
 def test_programs_on_gpus(launch: Any, gpus: list[str], size: int) -> None:
-    env = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "HC_TEST_GPUS": ",".join(gpus), "HC_TEST_COUNT": str(len(gpus))}
+    env = {
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "HC_TEST_GPUS": ",".join(gpus),
+        "HC_TEST_COUNT": str(len(gpus)),
+    }
     run = [sys.executable, "-m", "horoclone.launch.cli", "-np", str(size), sys.executable, "-c", PROGRAM]
     assert launch(run, env=env, timeout_s=120).stdout.count("right") == size

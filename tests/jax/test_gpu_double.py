@@ -37,7 +37,15 @@ def on_double(doubles: Path) -> Iterator[Any]:
     shim = doubles / "xla_on_double.so"
     source = HERE / "xla_on_double.cc"
     if not shim.exists() or shim.stat().st_mtime < source.stat().st_mtime:
-        command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-fvisibility=hidden", f"-I{ROOT / 'csrc'}"]
+        command = [
+            "g++",
+            "-std=c++20",
+            "-O1",
+            "-fPIC",
+            "-shared",
+            "-fvisibility=hidden",
+            f"-I{ROOT / 'csrc'}",
+        ]
         built = shim.with_suffix(f".{os.getpid()}")
         subprocess.run([*command, str(source), "-o", str(built), "-ldl"], check=True, timeout=300)
         built.rename(shim)

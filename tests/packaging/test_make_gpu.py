@@ -17,23 +17,33 @@ import pytest
 pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
-BENCHMARKS = tuple(f"benchmarks/gpu{name}.py" for name in ("", "_buckets", "_contact", "_figures", "_place", "_programs"))
+BENCHMARKS = tuple(
+    f"benchmarks/gpu{name}.py" for name in ("", "_buckets", "_contact", "_figures", "_place", "_programs")
+)
 
 
 def environment_with_torch(folder: Path) -> Path:
     """A fresh environment beside ours: what is installed there is installed here. Gives its Python."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True, timeout=100)
     (site,) = folder.glob("lib/python*/site-packages")
-    (site / "torch_and_more.pth").write_text(f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n")
+    (site / "torch_and_more.pth").write_text(
+        f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+    )
     return folder / "bin" / "python"
 
 
-@pytest.mark.guards("csrc", "horoclone", "CMakeLists.txt", "setup.py", ".ci/gpu", "tests/torch/gpu_double.py", *BENCHMARKS)
+@pytest.mark.guards(
+    "csrc", "horoclone", "CMakeLists.txt", "setup.py", ".ci/gpu", "tests/torch/gpu_double.py", *BENCHMARKS
+)
 @pytest.mark.timeout(1500)
-def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(tmp_path: Path, doubles: Path) -> None:
+def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
+    tmp_path: Path, doubles: Path
+) -> None:
     pytest.importorskip("pybind11", reason="the build needs pybind11 beside torch: pip install pybind11")
     tree = tmp_path / "tree"
-    ignore = shutil.ignore_patterns(".git", ".venv", "build", "out", "*.so", "__pycache__", "*.egg-info", "node_modules")
+    ignore = shutil.ignore_patterns(
+        ".git", ".venv", "build", "out", "*.so", "__pycache__", "*.egg-info", "node_modules"
+    )
     shutil.copytree(ROOT, tree, ignore=ignore)
     nowhere = {f"PIP_{name}": "http://127.0.0.1:9/" for name in ("INDEX_URL", "EXTRA_INDEX_URL")}
     env = {**os.environ, **nowhere, "HC_NVCC": "OFF", "CCACHE_BASEDIR": str(tree),

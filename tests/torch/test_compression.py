@@ -14,9 +14,9 @@ from world import ranks
 
 import horoclone.torch as hvd
 from horoclone._core import dequantize, quantize
-from horoclone.torch.compressors.blocks import decode, encode
 from horoclone.runtime import native
 from horoclone.torch.compressor import GradientCompressor
+from horoclone.torch.compressors.blocks import decode, encode
 
 OVER_TCP = {"HOROCLONE_SHARED_MEMORY": "0"}
 MAKERS: dict[str, Callable[[], Any]] = {
@@ -345,5 +345,6 @@ def test_blocks_by_torchs_operations_have_the_bits_of_those_in_host_memory() -> 
             out = torch.empty(share)
             dequantize(block, share, share, message.data_ptr(), out.data_ptr())
             again = decode(message.unsqueeze(0), share, block)[0]
-            assert torch.equal(out.isnan(), again.isnan()) and torch.equal(out.nan_to_num(), again.nan_to_num())
-
+            assert torch.equal(out.isnan(), again.isnan()) and torch.equal(
+                out.nan_to_num(), again.nan_to_num()
+            )

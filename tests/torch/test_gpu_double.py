@@ -24,7 +24,7 @@ from horoclone.runtime import native
 from horoclone.torch.operations import gpu
 
 sys.path.insert(0, str(Path(__file__).parent))
-from gpu_double import Double, begin  # noqa: E402
+from gpu_double import Double, begin
 
 DTYPES = [
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,

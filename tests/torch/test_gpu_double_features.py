@@ -21,7 +21,7 @@ import torch.distributed as dist
 import horoclone.torch as hvd
 
 sys.path.insert(0, str(Path(__file__).parent))
-import gpu_double  # noqa: E402
+import gpu_double
 
 HERE = Path(__file__).resolve().parent
 TORCH = Path(torch.__file__).resolve().parent
@@ -47,7 +47,11 @@ def memory(doubles: Path) -> Path:
 @pytest.fixture(scope="module")
 def warm() -> Iterator[Any]:
     crew = sys.modules["crew"].Crew(
-        dict(os.environ), "torch._dynamo", "torch.distributed.fsdp", "horoclone.torch", "horoclone.torch.optimizer"
+        dict(os.environ),
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "horoclone.torch",
+        "horoclone.torch.optimizer",
     )
     yield crew
     crew.close()
@@ -122,7 +126,10 @@ def normalizes() -> None:
         torch.manual_seed(3)
         whole = torch.randn(8, 5, 4, 4)
         alone, ours = torch.nn.BatchNorm2d(5), hvd.SyncBatchNorm(5)
-        everything, part = whole.clone().requires_grad_(), whole[4 * rank : 4 * rank + 4].clone().requires_grad_()
+        everything, part = (
+            whole.clone().requires_grad_(),
+            whole[4 * rank : 4 * rank + 4].clone().requires_grad_(),
+        )
         alone(everything).square().sum().backward()
         ours(part).square().sum().backward()
         assert everything.grad is not None and double.placed > 0

@@ -19,7 +19,7 @@ import horoclone.torch as hvd
 from horoclone.torch.compressors.blocks import decode, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_gpu import batches, device, losses_of, optimized, pytestmark, small_model  # noqa: E402, F401
+from test_gpu import batches, device, losses_of, optimized, pytestmark, small_model  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -111,7 +111,9 @@ def test_blocks_of_integers_have_the_bits_that_they_have_on_the_host() -> None:
     for block in (1, 16, 256):
         there, here = encode(rows.to(where), block), encode(rows, block)
         assert all(torch.equal(a.cpu(), b) for a, b in zip(there, here, strict=True))
-        assert torch.equal(decode(there[0], 1024, block).cpu().nan_to_num(), decode(here[0], 1024, block).nan_to_num())
+        assert torch.equal(
+            decode(there[0], 1024, block).cpu().nan_to_num(), decode(here[0], 1024, block).nan_to_num()
+        )
 
 
 def meshed() -> Any:
@@ -136,7 +138,9 @@ def test_fsdp2_trains_as_one_process() -> None:
     expected = trained_alone(where, 4)
     model = small_model(where)
     fully_shard(model, mesh=meshed())
-    losses_of(model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), batches(hvd.rank(), where, 4))
+    losses_of(
+        model, torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9), batches(hvd.rank(), where, 4)
+    )
     for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(ours.full_tensor(), theirs, rtol=1e-4, atol=1e-6)
     torch.cuda.synchronize()

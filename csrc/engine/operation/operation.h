@@ -53,7 +53,7 @@ struct Operation {
   struct Callback {
     void (*call)(void*, int64_t, const Status&) = nullptr;
     void* context = nullptr;
-  } tell;  // when it is done
+  } tell;           // when it is done
   nvtx::Span span;  // from submit to done, for tools
 
   // The thread that makes progress only.

@@ -13,12 +13,12 @@ STEPS = 127.0  # on each side of zero
 
 
 def encode(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """rows: [n, share] float32, whole blocks. Gives the messages [n, bytes] as uint8, and what rounding has lost.
+    """rows: [n, shard] float32, whole blocks. Gives the messages [n, bytes] as uint8, and what rounding has lost.
 
     A block with an infinity or NaN is sent as NaN and loses nothing.
     """
-    count, share = rows.shape
-    blocks = rows.view(count, share // block, block)
+    count, shard = rows.shape
+    blocks = rows.view(count, shard // block, block)
     top = blocks.abs().amax(2, keepdim=True)
     finite = top.isfinite()
     scale = torch.where(finite, top / STEPS, torch.full_like(top, float("nan")))
@@ -27,14 +27,14 @@ def encode(rows: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
     whole = torch.where(finite, (blocks / divisor).round(), zeros)  # ties to even
     lost = torch.where(finite, blocks - whole * scale, zeros)
     scales = scale.view(count, -1).view(torch.uint8)
-    integers = whole.to(torch.int8).view(count, share).view(torch.uint8)
-    return torch.cat([scales, integers], 1), lost.view(count, share)
+    integers = whole.to(torch.int8).view(count, shard).view(torch.uint8)
+    return torch.cat([scales, integers], 1), lost.view(count, shard)
 
 
-def decode(messages: torch.Tensor, share: int, block: int) -> torch.Tensor:
-    """[n, bytes] uint8, as encode() gives them -> [n, share] float32."""
+def decode(messages: torch.Tensor, shard: int, block: int) -> torch.Tensor:
+    """[n, bytes] uint8, as encode() gives them -> [n, shard] float32."""
     count = messages.shape[0]
-    width = share // block * SCALE_BYTES
+    width = shard // block * SCALE_BYTES
     scales = messages[:, :width].contiguous().view(torch.float32).view(count, -1, 1)
     integers = messages[:, width:].contiguous().view(torch.int8).view(count, -1, block)
-    return (integers.to(torch.float32) * scales).view(count, share)
+    return (integers.to(torch.float32) * scales).view(count, shard)

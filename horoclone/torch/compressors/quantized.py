@@ -111,7 +111,9 @@ class Int8Compressor(GradientCompressor):
             return
         flat = bucket.joined(residuals)
         for part in self._parts(flat.numel(), bucket.size):
-            rows = bucket.state["sent", part.number] = torch.zeros((bucket.size, part.shard), device=flat.device)
+            rows = bucket.state["sent", part.number] = torch.zeros(
+                (bucket.size, part.shard), device=flat.device
+            )
             for rank, row in enumerate(rows):
                 piece = flat[part.of_rank(rank)]
                 row[: piece.numel()] = piece
