@@ -15,7 +15,6 @@ import torch
 
 import horoclone.torch as hvd
 from horoclone.torch import functions
-from horoclone.torch.compressors import quantized
 from horoclone.torch.operations import (
     all_gather,
     all_reduce,
@@ -31,7 +30,7 @@ from horoclone.torch.operations import (
     rooted,
     tensors,
 )
-from horoclone.torch.optimizer import buckets, reducer, sharded_state, sharding
+from horoclone.torch.optimizer import buckets, gradient_bucket, reducer, sharded_state, sharding
 
 
 class Double:
@@ -209,7 +208,7 @@ class Double:
             reducer,
             functional,
             functions,
-            quantized,
+            gradient_bucket,
             rooted,
             sharded_state,
             sharding,

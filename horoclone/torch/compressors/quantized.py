@@ -18,7 +18,6 @@ from horoclone.runtime.native_module import core
 from horoclone.torch.compressor import GradientCompressor
 from horoclone.torch.compressors import blocks
 from horoclone.torch.compressors.blocks import SCALE_BYTES
-from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 
 if TYPE_CHECKING:
     from horoclone.torch.optimizer.gradient_bucket import GradientBucket
@@ -137,7 +136,7 @@ class Int8Compressor(GradientCompressor):
             if key not in bucket.state:
                 bucket.state[key] = torch.zeros((len(pieces), part.shard), device=values.device)
             lost = bucket.state[key]
-        if place_of(bucket.flat) is not HOST:
+        if bucket.on_gpu:
             return self._encode_there(values, pieces, part, lost, bucket)
         message = torch.empty((len(pieces), self._bytes_of(part.shard)), dtype=torch.uint8)
         for row, piece in enumerate(pieces):
@@ -164,7 +163,7 @@ class Int8Compressor(GradientCompressor):
         encoded, rest = blocks.encode(rows, self.block)
         if lost is not None:
             lost.copy_(rest)
-        return memory_beside(bucket.flat, encoded.shape, torch.uint8).copy_(encoded)
+        return bucket.memory(encoded.shape, torch.uint8).copy_(encoded)
 
     def _bytes_of(self, shard: int) -> int:
         return shard // self.block * SCALE_BYTES + shard
@@ -173,7 +172,7 @@ class Int8Compressor(GradientCompressor):
         self, message: torch.Tensor, into: torch.Tensor, shard: int, bucket: GradientBucket, add: bool = False
     ) -> None:
         """Writes (or adds) what a row holds into float32 memory, as many elements as that has."""
-        if place_of(bucket.flat) is HOST:
+        if not bucket.on_gpu:
             dequantize(self.block, shard, into.numel(), message.data_ptr(), into.data_ptr(), add)
             return
         values = blocks.decode(message.unsqueeze(0), shard, self.block)[0, : into.numel()]

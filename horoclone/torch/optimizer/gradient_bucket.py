@@ -12,6 +12,7 @@ from horoclone.errors import HorovodInternalError
 from horoclone.ops import Average, Sum
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
+from horoclone.torch.operations.gpu import HOST, memory_beside, place_of
 from horoclone.torch.optimizer.buckets import Bucket
 
 
@@ -27,7 +28,12 @@ class GradientBucket:
         self.size = process_set.size() or 1
         self.rank = process_set.rank() or 0  # within the process set
         self.divisor = self.size if op == Average else 1
+        self.on_gpu = place_of(bucket.flat) is not HOST
         self._name, self._op, self._set = name, op, process_set
+
+    def memory(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """New memory beside the gradients, for what is to be sent; not written yet."""
+        return memory_beside(self.flat, shape, dtype) if self.on_gpu else torch.empty(shape, dtype=dtype)
 
     def views_of(self, flat: torch.Tensor) -> list[torch.Tensor]:
         """The gradients' parts of a tensor that is laid out as `flat`."""
