@@ -19,9 +19,7 @@ from horoclone.launch.usage import LaunchError
 from horoclone.settings import START_TIMEOUT_S
 
 # Not -m: the caller may have found horoclone by a sys.path of its own.
-_RANK = (
-    "import sys; sys.path.append(sys.argv.pop()); from horoclone.launch.call import main; sys.exit(main())"
-)
+RANK = "import sys; sys.path.append(sys.argv.pop()); from horoclone.launch.call import main; sys.exit(main())"
 
 
 _ELASTIC_FLAGS = (
@@ -130,8 +128,8 @@ def run(
         elastic=elastic,
     )
     if use_mpi or mpi_args:
-        return _run_with_mpi(wishes, mpi_args or "", _pickle(func, args, kwargs))
-    return _run(wishes, _pickle(func, args, kwargs))
+        return _run_with_mpi(wishes, mpi_args or "", pickled_call(func, args, kwargs))
+    return _run(wishes, pickled_call(func, args, kwargs))
 
 
 def _ssh(port: int | None, key: str | None, python: str | None, timeout_s: float | None) -> SshOptions:
@@ -176,7 +174,7 @@ def _run(wishes: _Wishes, function: bytes) -> list[Any]:
         if error.exit_code == 2:
             raise ValueError(f"run(): {error}") from None
         raise RunError(f"run(): {error}", -1, error.exit_code) from None
-    return _values(result)
+    return values_of(result)
 
 
 def _run_with_mpi(wishes: _Wishes, mpi_args: str, function: bytes) -> list[Any]:
@@ -184,7 +182,7 @@ def _run_with_mpi(wishes: _Wishes, mpi_args: str, function: bytes) -> list[Any]:
 
     request = mpirun.MpiRequest(
         placements=_placements(wishes),
-        command=[wishes.ssh.python, "-c", _RANK, package_home()],
+        command=[wishes.ssh.python, "-c", RANK, package_home()],
         environment=_environment(wishes),
         mpi_args=mpi_args,
         output_folder=wishes.output_folder,
@@ -202,7 +200,8 @@ def _run_with_mpi(wishes: _Wishes, mpi_args: str, function: bytes) -> list[Any]:
     return [_value(rank, answers[rank]) for rank in range(len(answers))]
 
 
-def _pickle(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+def pickled_call(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> bytes:
+    """What horoclone.launch.call takes. Unsupported without cloudpickle."""
     try:
         import cloudpickle
     except ImportError:
@@ -219,7 +218,7 @@ def _job(wishes: _Wishes, function: bytes) -> Any:
     elastic = _elastic(wishes)
     request = JobRequest(
         placements=_placements(wishes) if elastic is None else [],
-        command=[wishes.ssh.python, "-c", _RANK, package_home()],
+        command=[wishes.ssh.python, "-c", RANK, package_home()],
         environment=_environment(wishes),
         cwd=os.getcwd(),
         screen=Screen(Style()),
@@ -261,7 +260,8 @@ def _environment(wishes: _Wishes) -> dict[str, str]:
     return job_environment(os.environ, settings)
 
 
-def _values(result: Any) -> list[Any]:
+def values_of(result: Any) -> list[Any]:
+    """Of a job whose ranks have called a function, by rank. RunError or KeyboardInterrupt when it has failed."""
     if result.exit_code == 130:
         raise KeyboardInterrupt
     if result.exit_code != 0:

@@ -173,9 +173,10 @@ def parse_lines(text: str, slots: int | None, source: str) -> list[Host]:
 
 
 class Settled:
-    """Smooths what was found: new hosts count at once, missing ones when they have been missing for FLAP_S. Pure."""
+    """Smooths what was found: new hosts count at once, missing ones when they have been missing for flap_s. Pure."""
 
-    def __init__(self) -> None:
+    def __init__(self, flap_s: float = FLAP_S) -> None:
+        self._flap_s = flap_s
         self._hosts: dict[str, int] = {}
         self._less_since: dict[str, float] = {}
 
@@ -185,7 +186,7 @@ class Settled:
         for name in list(self._hosts):
             if slots.get(name, 0) >= self._hosts[name]:
                 self._less_since.pop(name, None)
-            elif now - self._less_since.setdefault(name, now) >= FLAP_S:
+            elif now - self._less_since.setdefault(name, now) >= self._flap_s:
                 del self._less_since[name]
                 self._hosts[name] = slots.get(name, 0)
                 if not self._hosts[name]:

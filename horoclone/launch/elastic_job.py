@@ -22,10 +22,10 @@ from horoclone.launch.discovery import LOOK_EVERY_S, Lookout, Settled
 from horoclone.launch.elastic_options import Elastic, needs_majority, patched
 from horoclone.launch.elastic_policy import Place, Policy
 from horoclone.launch.environment import rank_variables, thread_variables
-from horoclone.launch.hosts import Host, Placement, is_local, usable_cores
+from horoclone.launch.hosts import Host, Placement, usable_cores
 from horoclone.launch.incarnation import MACHINE, Incarnations
 from horoclone.launch.job import Job, JobRequest, JobResult, Member
-from horoclone.launch.link import REFUSED, HostLink
+from horoclone.launch.link import REFUSED, Link
 from horoclone.launch.notice_script import NoticeScript
 from horoclone.launch.process import LocalRanks
 from horoclone.launch.usage import LaunchError, say
@@ -56,7 +56,7 @@ class ElasticJob(Job):
         )
         self._desk = Desk(limits, secrets.token_bytes)
         self._desk.tell = self._wake
-        self._settled = Settled()
+        self._settled = Settled() if request.reach is None else Settled(0.0)  # what is lost, is so for sure
         self._bell, self._rope = socket.socketpair()
         self._rope.setblocking(False)
         self._bell.setblocking(False)
@@ -74,7 +74,6 @@ class ElasticJob(Job):
         self._finishing = False
         self._is_minority = False  # of a cut network
         self._job = secrets.token_hex(8)
-        self._secret = secrets.token_bytes(32)
         self._generation = 0
         self._nobody_since = math.inf  # since when no worker runs
         self._notices: NoticeScript | None = None
@@ -86,7 +85,7 @@ class ElasticJob(Job):
     def _start(self) -> None:
         hosts = self._settled.take(self._elastic.source.find(), time.monotonic())
         self._policy.found(hosts)
-        all_local = not self._elastic.source.changes and all(is_local(host.name) for host in hosts)
+        all_local = not self._elastic.source.changes and all(self._is_here(host.name) for host in hosts)
         self._server = self._open_server(self._secret, self._job, all_local)
         if self._outlives:
             majority = needs_majority(
@@ -114,15 +113,17 @@ class ElasticJob(Job):
     def _start_workers(self, now: float) -> None:
         if self._ending.begun or self._finishing:
             return
+        reach = self._request.reach
         for place in self._policy.to_start(now):
-            self._start_worker(place, now)
+            if reach is None or reach.is_ready(place.host):
+                self._start_worker(place, now)
 
     def _start_worker(self, place: Place, now: float) -> None:
         assert self._server is not None and self._owner is not None
         failpoints.reach("launcher.start")
         id_ = secrets.token_bytes(roster.ID_BYTES)
         with self._desk.mutex:
-            key = self._desk.roster.start(id_, place.host, place.local, now, is_local(place.host))
+            key = self._desk.roster.start(id_, place.host, place.local, now, self._is_here(place.host))
             self._commits[key] = self._desk.roster.newest_commit
         local_size, cross_rank, cross_size = self._policy.sharing(place)
         placement = Placement(
@@ -157,7 +158,7 @@ class ElasticJob(Job):
             own["HOROCLONE_NOTICE_SIGNAL"] = self._elastic.notice_signal
         if self._outlives:
             own["HOROCLONE_SURVIVE_LAUNCHER"] = "1"
-        if is_local(place.host):
+        if self._is_here(place.host):
             request = self._request
             threads = thread_variables(request.environment, request.threads, local_size, usable_cores())
             self._start_local(key, {**request.environment, **threads, **own})
@@ -314,7 +315,7 @@ class ElasticJob(Job):
                 self._desk.roster.stop(128 + number, "the launcher was told to end the job")
             self._ring()
 
-    def host_lost(self, link: HostLink, why: LaunchError, stage: str) -> None:
+    def host_lost(self, link: Link, why: LaunchError, stage: str) -> None:
         if stage == REFUSED:  # one host of several: its slot has a strike, and the job waits for others
             say(str(why))
             for key in link.ranks:
@@ -349,7 +350,8 @@ class ElasticJob(Job):
         if self._notices is not None:
             self._notices.watch([] if self._ending.begun else self._policy.hosts(), now)
         self._end_overdue(now)
-        self._incarnations.watch(self._policy.hosts(), self._policy.closed_hosts(now))
+        if self._request.reach is None:
+            self._incarnations.watch(self._policy.hosts(), self._policy.closed_hosts(now))
         self._start_workers(now)
         self._look_whether_anybody_is_left(now)
 

@@ -20,7 +20,7 @@ from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import ending, frames, report
 from horoclone.launch.environment import exported, rank_variables, thread_variables
 from horoclone.launch.hosts import Placement, is_local, usable_cores
-from horoclone.launch.link import LOST, REFUSED, HostLink, SshOptions
+from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
@@ -38,7 +38,7 @@ _OUTPUT_AFTER_END_S = 1.0  # a pipe that outlives its rank's group is held by a 
 
 
 class JobRequest(NamedTuple):
-    """What to run. environment: of every rank, without the variables that differ by rank."""
+    """What to run. environment: of every rank, without the variables that differ by rank. reach: None for ssh."""
 
     placements: Sequence[Placement]
     command: Sequence[str]
@@ -53,6 +53,7 @@ class JobRequest(NamedTuple):
     function: bytes | None = None
     verbose: bool = False
     give_stdin: bool = True  # rank 0 reads our stdin, as under mpirun
+    reach: Reach | None = None
 
 
 class JobResult(NamedTuple):
@@ -81,7 +82,7 @@ class Member:
         self.note = ""
         self.result = b""
         self.local: LocalRank | None = None
-        self.link: HostLink | None = None
+        self.link: Link | None = None
         self.leftover_signal = 0
 
     @property
@@ -106,9 +107,10 @@ class Job:
         self._request = request
         self._selector = selectors.DefaultSelector()
         self._members: dict[int, Member] = {}
-        self._links: list[HostLink] = []
+        self._links: list[Link] = []
         self._owner: LocalRanks | None = None
         self._server: Server | None = None
+        self._secret = secrets.token_bytes(32) if request.reach is None else request.reach.secret
         self._ending = ending.Ending(request.grace_s)
         self._launch_error: LaunchError | None = None
         self._signals: list[int] = []
@@ -150,8 +152,8 @@ class Job:
         by_host: dict[str, list[Placement]] = {}
         for placement in request.placements:
             by_host.setdefault(placement.host, []).append(placement)
-        local = {host for host in by_host if is_local(host)}
-        secret, job = secrets.token_bytes(32), secrets.token_hex(8)
+        local = {host for host in by_host if self._is_here(host)}
+        secret, job = self._secret, secrets.token_hex(8)
         self._server = self._open_server(secret, job, all_local=len(local) == len(by_host))
         rendezvous = ",".join(self._server.addresses)
         for placement in request.placements:
@@ -168,9 +170,14 @@ class Job:
                 own = {**request.environment, **threads, **rank_variables(placement, rendezvous, job)}
                 self._start_local(placement.rank, own)
 
+    def _is_here(self, host: str) -> bool:
+        return self._request.reach is None and is_local(host)
+
     def _open_server(self, secret: bytes, job: str, all_local: bool) -> Server:
         addresses = ["127.0.0.1"]
-        if not all_local:
+        if self._request.reach is not None:
+            addresses = list(self._request.reach.addresses)
+        elif not all_local:
             from horoclone.bootstrap.wire import routable_addresses
 
             try:
@@ -236,7 +243,11 @@ class Job:
         """variables: of each member that is started there. share: among how many the cores of the host are shared."""
         assert self._owner is not None
         request = self._request
-        link = HostLink(host, request.ssh, self, self._owner.guardian)
+        link: Link
+        if request.reach is not None:
+            link = request.reach.link(host, self)
+        else:
+            link = HostLink(host, request.ssh, self, self._owner.guardian)
         self._links.append(link)
         spec = {
             "command": list(request.command),
@@ -252,7 +263,8 @@ class Job:
             link.ranks.add(key)
             self._members[key].link = link
         opening = frames.frames(frames.SPEC, frames.WHOLE_HOST, json.dumps(spec).encode())
-        opening += frames.frame(frames.SECRET, frames.WHOLE_HOST, secret)
+        if link.gives_secret:
+            opening += frames.frame(frames.SECRET, frames.WHOLE_HOST, secret)
         if request.function is not None:
             opening += frames.frames(frames.FUNCTION, frames.WHOLE_HOST, request.function)
         link.open(self._selector, opening + frames.frame(frames.GO, frames.WHOLE_HOST))
@@ -303,7 +315,7 @@ class Job:
         member = self._members[rank]
         member.gone, member.gone_s = True, time.monotonic()
 
-    def host_lost(self, link: HostLink, why: LaunchError, stage: str) -> None:
+    def host_lost(self, link: Link, why: LaunchError, stage: str) -> None:
         if stage == REFUSED and self._launch_error is None:
             self._launch_error = why
             self._ending.not_started(time.monotonic())

@@ -1,4 +1,4 @@
-"""The launcher's connection to one other host: an ssh process that runs remote.py there. Thread: the job's loop.
+"""The launcher's connection to one other host, where remote.py runs: ssh, or another way. Thread: the job's loop.
 
 ssh_command() makes every ssh command line of the launcher.
 """
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 from horoclone.launch import frames
@@ -43,7 +44,25 @@ class HostEvents(Protocol):
     def exited(self, rank: int, code: int, memory_kills: int) -> None: ...
     def result(self, rank: int, part: bytes) -> None: ...
     def gone(self, rank: int) -> None: ...
-    def host_lost(self, link: HostLink, why: LaunchError, stage: str) -> None: ...
+    def host_lost(self, link: Link, why: LaunchError, stage: str) -> None: ...
+
+
+class Reach(Protocol):
+    """Another way to hosts than ssh, where a scheduler has put processes of ours on them. No host is this one then.
+
+    secret: the job's, which those processes have got already. addresses: where the rendezvous server listens.
+    """
+
+    secret: bytes
+    addresses: Sequence[str]
+
+    def is_ready(self, host: str) -> bool:
+        """Whether a rank can be started there now."""
+        ...
+
+    def link(self, host: str, events: HostEvents) -> Link:
+        """For the ranks that are to be started there. LaunchError when that cannot be."""
+        ...
 
 
 def package_home() -> str:
@@ -78,47 +97,56 @@ def ssh_command(host: str, options: SshOptions) -> list[str]:
     return [*command, host, "exec " + " ".join(shlex.quote(word) for word in bootstrap)]
 
 
-class HostLink:
-    """Starts the ranks of one host and tells `events` about them until every one is gone."""
+class Link:
+    """Starts the ranks of one host and tells `events` about them until every one is gone.
 
-    def __init__(self, host: str, options: SshOptions, events: HostEvents, guardian: Guardian) -> None:
+    It reads and writes the two ends of a channel to remote.py, which a derived class opens and closes.
+    """
+
+    gives_secret = True  # the other side learns the job's secret, and the function, through the channel
+
+    def __init__(self, host: str, events: HostEvents, start_timeout_s: float) -> None:
         self.host = host
         self.ranks: set[int] = set()
         self.over = False
         self.machine = ""  # what tells it from another one of this name; of its first rank's start
-        self._events, self._options, self._guardian = events, options, guardian
+        self._events, self._start_timeout_s = events, start_timeout_s
         self._reader = frames.FrameReader(frames.GREETING)
-        self._deadline_s = time.monotonic() + options.start_timeout_s
+        self._deadline_s = time.monotonic() + start_timeout_s
         self._unsent = bytearray()
         self._opening: bytes = b""
         self._gone: set[int] = set()
-        self.complaints: collections.deque[str] = collections.deque(maxlen=20)  # ssh's own stderr
-        try:
-            self._process = subprocess.Popen(
-                ssh_command(host, options),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                bufsize=0,
-                start_new_session=True,
-                preexec_fn=dies_with_parent() if options.bind_to_us else None,
-            )
-        except OSError as error:
-            raise LaunchError(
-                f"{host} is another host, and ssh cannot be run here ({error.strerror}); install an ssh client "
-                "(Debian: apt install openssh-client), or start the job with a launcher that the hosts share",
-                1,
-            ) from None
-        guardian.watch(self._process.pid)
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        os.set_blocking(self._process.stdin.fileno(), False)
+        self._selector: selectors.BaseSelector | None = None
+
+    # --- what a channel has
+
+    def _ends(self) -> tuple[Any, Any]:
+        """(what is written to, without blocking, what is read from)."""
+        raise NotImplementedError
+
+    def _channel_ended(self) -> None:
+        """What is read from has ended, although ranks of this host have not: calls _lose() with the reason."""
+        raise NotImplementedError
+
+    def hang_up(self) -> None:
+        """Nothing more is sent; the other side ends its ranks then."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the channel, by force when it does not end by itself."""
+        raise NotImplementedError
+
+    def _details(self, refused: bool) -> str:
+        """More lines for the text about a lost host."""
+        return ""
+
+    # --- the job calls these
 
     def open(self, selector: selectors.BaseSelector, opening: bytes) -> None:
         """opening: the frames to send as soon as the other side answers."""
         self._opening = opening
         self._selector = selector
-        selector.register(self._process.stdout, selectors.EVENT_READ, self._read_frames)  # type: ignore[arg-type]
-        selector.register(self._process.stderr, selectors.EVENT_READ, self._read_complaints)  # type: ignore[arg-type]
+        selector.register(self._ends()[1], selectors.EVENT_READ, self._read_frames)
 
     def signal(self, rank: int, number: int, group: bool) -> None:
         if self.over or rank in self._gone:
@@ -141,61 +169,33 @@ class HostLink:
 
     def check_deadline(self, now: float) -> None:
         if not self._reader.greeted and not self.over and now > self._deadline_s:
-            self._lose(f"did not answer within {self._options.start_timeout_s:g} s (--start-timeout)")
-
-    def hang_up(self) -> None:
-        """Closes ssh's stdin; the other side ends its ranks then."""
-        assert self._process.stdin
-        self._stop_watching()
-        try:
-            self._process.stdin.close()
-        except OSError:
-            pass
-
-    def close(self) -> None:
-        """Ends ssh, by force when it does not end by itself."""
-        assert self._process.stdout and self._process.stderr
-        self.hang_up()
-        try:
-            self._process.wait(2.5 if self._reader.greeted else 0.1)
-        except subprocess.TimeoutExpired:
-            try:
-                os.killpg(self._process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            self._process.wait()
-        self._guardian.forget(self._process.pid)
-        self._process.stdout.close()
-        self._process.stderr.close()
+            self._lose(f"did not answer within {self._start_timeout_s:g} s (--start-timeout)")
 
     # --- the loop calls these
 
     def _send(self, data: bytes) -> None:
-        if not self._unsent:
-            self._selector.register(self._process.stdin, selectors.EVENT_WRITE, self._flush)  # type: ignore[arg-type]
+        if not self._unsent and self._selector is not None:
+            self._selector.register(self._ends()[0], selectors.EVENT_WRITE, self._flush)
         self._unsent += data
 
     def _flush(self) -> None:
-        assert self._process.stdin
+        into = self._ends()[0]
         try:
-            del self._unsent[: os.write(self._process.stdin.fileno(), self._unsent[: 1 << 16])]
+            del self._unsent[: os.write(into.fileno(), self._unsent[: 1 << 16])]
         except BlockingIOError:
             return
         except OSError:
-            self._unsent.clear()  # stdout's end tells the rest
-        if not self._unsent:
-            self._selector.unregister(self._process.stdin)
-
-    def _read_complaints(self) -> None:
-        assert self._process.stderr
-        data = os.read(self._process.stderr.fileno(), 1 << 16)
-        if not data:
-            self._selector.unregister(self._process.stderr)
-        self.complaints.extend(line for line in data.decode(errors="replace").splitlines() if line.strip())
+            self._unsent.clear()  # the end of what is read tells the rest
+        if not self._unsent and self._selector is not None:
+            self._selector.unregister(into)
 
     def _read_frames(self) -> None:
-        assert self._process.stdout
-        data = os.read(self._process.stdout.fileno(), 1 << 17)
+        try:
+            data = os.read(self._ends()[1].fileno(), 1 << 17)
+        except BlockingIOError:
+            return
+        except OSError:  # a connection that was reset
+            data = b""
         if not data:
             self._ended()
             return
@@ -244,7 +244,98 @@ class HostLink:
         if self._gone >= self.ranks:
             self._stop_watching()
             self.over = True
-            return
+        else:
+            self._channel_ended()
+
+    def _lose(self, what: str) -> None:
+        refused = not self._reader.greeted
+        text = f"{self.host}: {what}{self._details(refused)}"
+        self._stop_watching()
+        self.over = True
+        self._events.host_lost(self, LaunchError(text, 1), REFUSED if refused else LOST)
+
+    def _watched(self) -> tuple[Any, ...]:
+        return self._ends()
+
+    def _stop_watching(self) -> None:
+        for stream in self._watched():
+            try:
+                if self._selector is not None:
+                    self._selector.unregister(stream)
+            except (KeyError, ValueError):
+                pass
+
+
+class HostLink(Link):
+    """A host to which ssh leads."""
+
+    def __init__(self, host: str, options: SshOptions, events: HostEvents, guardian: Guardian) -> None:
+        super().__init__(host, events, options.start_timeout_s)
+        self._options, self._guardian = options, guardian
+        self.complaints: collections.deque[str] = collections.deque(maxlen=20)  # ssh's own stderr
+        try:
+            self._process = subprocess.Popen(
+                ssh_command(host, options),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=dies_with_parent() if options.bind_to_us else None,
+            )
+        except OSError as error:
+            raise LaunchError(
+                f"{host} is another host, and ssh cannot be run here ({error.strerror}); install an ssh client "
+                "(Debian: apt install openssh-client), or start the job with a launcher that the hosts share",
+                1,
+            ) from None
+        guardian.watch(self._process.pid)
+        assert self._process.stdin and self._process.stdout and self._process.stderr
+        os.set_blocking(self._process.stdin.fileno(), False)
+
+    def _ends(self) -> tuple[Any, Any]:
+        return self._process.stdin, self._process.stdout
+
+    def _watched(self) -> tuple[Any, ...]:
+        return self._process.stdin, self._process.stdout, self._process.stderr
+
+    def open(self, selector: selectors.BaseSelector, opening: bytes) -> None:
+        super().open(selector, opening)
+        selector.register(self._process.stderr, selectors.EVENT_READ, self._read_complaints)  # type: ignore[arg-type]
+
+    def hang_up(self) -> None:
+        """Closes ssh's stdin; the other side ends its ranks then."""
+        assert self._process.stdin
+        self._stop_watching()
+        try:
+            self._process.stdin.close()
+        except OSError:
+            pass
+
+    def close(self) -> None:
+        """Ends ssh, by force when it does not end by itself."""
+        assert self._process.stdout and self._process.stderr
+        self.hang_up()
+        try:
+            self._process.wait(2.5 if self._reader.greeted else 0.1)
+        except subprocess.TimeoutExpired:
+            try:
+                os.killpg(self._process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            self._process.wait()
+        self._guardian.forget(self._process.pid)
+        self._process.stdout.close()
+        self._process.stderr.close()
+
+    def _read_complaints(self) -> None:
+        assert self._process.stderr and self._selector is not None
+        data = os.read(self._process.stderr.fileno(), 1 << 16)
+        if not data:
+            self._selector.unregister(self._process.stderr)
+        self.complaints.extend(line for line in data.decode(errors="replace").splitlines() if line.strip())
+
+    def _channel_ended(self) -> None:
         try:
             code = self._process.wait(1.0)
         except subprocess.TimeoutExpired:
@@ -254,22 +345,17 @@ class HostLink:
         else:
             self._lose(f"the ssh connection was lost (exit code {code})")
 
-    def _lose(self, what: str) -> None:
+    def _details(self, refused: bool) -> str:
         self._drain_complaints()
-        refused = not self._reader.greeted
         noise = self._reader.noise.decode(errors="replace").splitlines()[-5:] if refused else []
         said = "".join(f"\n  | {line}" for line in [*noise, *self.complaints])
-        advice = ""
-        if refused:
-            advice = (
-                f"\nTry it by hand: {shlex.join(ssh_command(self.host, self._options)[:-1])} true\n"
-                "Every host needs a login without a password, a known host key, and horoclone for "
-                f"{self._options.python} (--remote-python names another interpreter)."
-            )
-        self._stop_watching()
-        self.over = True
-        stage = REFUSED if refused else LOST
-        self._events.host_lost(self, LaunchError(f"{self.host}: {what}{said}{advice}", 1), stage)
+        if not refused:
+            return said
+        return said + (
+            f"\nTry it by hand: {shlex.join(ssh_command(self.host, self._options)[:-1])} true\n"
+            "Every host needs a login without a password, a known host key, and horoclone for "
+            f"{self._options.python} (--remote-python names another interpreter)."
+        )
 
     def _drain_complaints(self) -> None:
         assert self._process.stderr
@@ -281,10 +367,3 @@ class HostLink:
                 )
         except OSError:
             pass
-
-    def _stop_watching(self) -> None:
-        for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
-            try:
-                self._selector.unregister(stream)  # type: ignore[arg-type]
-            except (KeyError, ValueError, AttributeError):
-                pass

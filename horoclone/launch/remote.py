@@ -15,7 +15,7 @@ import selectors
 import signal
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from horoclone.launch import frames
 from horoclone.launch.environment import thread_variables
@@ -35,15 +35,25 @@ class _LauncherGone(Exception):
     pass
 
 
-class Remote:
-    """One host's ranks."""
+class Given(NamedTuple):
+    """What is known here without the launcher: what its ranks inherit, what they run, and where."""
 
-    def __init__(self) -> None:
+    secret: bytes
+    function: bytes
+    command: list[str]
+    cwd: str
+
+
+class Remote:
+    """One host's ranks. given: where a scheduler has started this process, and brought it what ssh's stdin brings."""
+
+    def __init__(self, given: Given | None = None) -> None:
         self._selector = selectors.DefaultSelector()
         self._reader = frames.FrameReader()
         self._spec: dict[str, Any] | None = None
-        self._secret = b""
-        self._function: bytes | None = None
+        self._given = given
+        self._secret = b"" if given is None else given.secret
+        self._function: bytes | None = None if given is None else given.function
         self._owner: LocalRanks | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._told_exit: set[int] = set()
@@ -103,9 +113,10 @@ class Remote:
     def _start(self) -> None:
         assert self._spec is not None
         environment = {**os.environ, **self._spec["environment"]}
-        environment.pop("PYTHONPATH", None)  # ours only led to this file
-        if "PYTHONPATH" in self._spec["environment"]:
-            environment["PYTHONPATH"] = self._spec["environment"]["PYTHONPATH"]
+        if self._given is not None:
+            self._spec |= {"command": self._given.command, "cwd": self._given.cwd}
+        elif "PYTHONPATH" not in self._spec["environment"]:
+            environment.pop("PYTHONPATH", None)  # ours only led to this file
         share = int(self._spec["share"])
         environment.update(thread_variables(environment, self._spec["threads"], share, usable_cores()))
         self._outlives = bool(self._spec["outlive_us"])
