@@ -21,20 +21,21 @@ from horoclone.stand_ins import StandInModule
 _OFF = "HOROCLONE_NO_HOROVOD_ALIAS"
 
 _TORCH = "Train with PyTorch (import horoclone.torch as hvd)"
-_SPARK = "Spark jobs are not supported yet. Write the data to files and train with horoclonerun or horoclone.run()."
+_SPARK_LIGHTNING = (
+    "There is no estimator for Lightning modules. Train in horoclone.spark.run(function), with Lightning's "
+    'Trainer(strategy="horoclone") in it (import horoclone.lightning), or use TorchEstimator for a torch model.'
+)
+_SPARK_DATA = (
+    "tf.data service on Spark is not supported. Ranks read their rows themselves: estimators do, and in "
+    "horoclone.spark.run() tf.data's shard() or pyarrow does."
+)
 _MXNET = f"MXNet is retired and not supported. {_TORCH}."
 
 # Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
 _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
     "mxnet": (_MXNET, ("mpi_ops", "compression", "functions")),
-    "spark": (
-        _SPARK,
-        (
-            "runner", "conf", "common", "common.store", "common.backend", "common.estimator", "common.params",
-            "common.util", "keras", "keras.estimator", "torch", "torch.estimator", "lightning",
-            "lightning.estimator", "tensorflow", "tensorflow.compute_worker",
-        ),
-    ),
+    "spark.lightning": (_SPARK_LIGHTNING, ("estimator", "datamodule")),
+    "spark.tensorflow": (_SPARK_DATA, ("compute_worker",)),
 }  # fmt: skip
 
 
@@ -91,11 +92,10 @@ def find_spec(
         real = importlib.util.find_spec(f"horoclone.{rest}")
         if real is not None:
             return _spec(name, _SameModule(f"horoclone.{rest}"), real.submodule_search_locations is not None)
-    module, _, below = rest.partition(".")
-    instead, submodules = _ABSENT.get(module, ("", ()))
-    if module not in _ABSENT or (below and below not in submodules):
-        return None
-    return _spec(name, _StandIn(instead), True)
+    for module, (instead, submodules) in _ABSENT.items():
+        if rest == module or rest.removeprefix(f"{module}.") in submodules:
+            return _spec(name, _StandIn(instead), True)
+    return None
 
 
 def absent_module(name: str) -> ModuleType | None:

@@ -21,7 +21,7 @@ class Unread(NamedTuple):
 
 
 _GPU = "Work on GPUs has one stream for each process set, and no thread that waits for it."
-_SPARK = "Spark jobs are not supported yet; start the ranks with horoclonerun or horoclone.run()."
+_SPARK = "Ranks run beside Spark's tasks with their folder, path and GPUs: horoclone.spark.run(env=...) adds variables."
 _BUILD = "Nothing is chosen when horoclone is built: it finds frameworks and launchers when it runs."
 
 UNREAD: tuple[Unread, ...] = (
@@ -56,7 +56,10 @@ UNREAD: tuple[Unread, ...] = (
         "Only names the job of ranks that Horovod's own launcher started.",
     ),
     Unread("HOROVOD_GLOO_RENDEZVOUS_PORT", None, "As HOROVOD_GLOO_RENDEZVOUS_ADDR."),
-    Unread("HOROVOD_SPARK_START_TIMEOUT", "600", _SPARK),
+    Unread(
+        "HOROVOD_SPARK_START_TIMEOUT", None, "Read in the driver, by horoclone.spark.run; not by the ranks."
+    ),
+    Unread("HOROCLONE_SPARK_GPUS", None, "Tells a rank which GPUs Spark has assigned to its task."),
     Unread("HOROVOD_SPARK_WORK_DIR", "", _SPARK),
     Unread("HOROVOD_SPARK_PYTHONPATH", "", _SPARK),
     Unread("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX", "", _SPARK),

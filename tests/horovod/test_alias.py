@@ -148,10 +148,14 @@ def test_every_module_that_horovod_has_for_torch_can_be_imported(site_folder: Pa
         "horovod.torch.elastic.state",
         "horovod.torch.elastic.sampler",
         "horovod.spark",
+        "horovod.spark.runner",
+        "horovod.spark.conf",
+        "horovod.spark.task",
         "horovod.spark.common.store",
-        "horovod.spark.torch",
-        "horovod.spark.keras",
+        "horovod.spark.common.backend",
         "horovod.spark.lightning",
+        "horovod.spark.lightning.estimator",
+        "horovod.spark.tensorflow.compute_worker",
         "horovod.mxnet",
     ]
     program = f"""
@@ -166,7 +170,7 @@ from horovod.torch.elastic import TorchState, ElasticSampler, run
 from horovod.torch.elastic.state import get_handler_registry
 assert callable(TorchState) and callable(ElasticSampler) and callable(run(print)) and get_handler_registry()
 import horovod.spark, horovod.mxnet
-for use in (horovod.spark.run, lambda: horovod.mxnet.init()):
+for use in (lambda: horovod.spark.lightning.TorchEstimator(), lambda: horovod.mxnet.init()):
     try:
         use()
     except Unsupported as error:
@@ -207,7 +211,7 @@ print("same")
     assert output_of(site_folder, program).split() == ["same"]
 
 
-ABSENT = ("tensorflow", "tensorflow.keras", "spark", "spark.keras", "mxnet")
+ABSENT = ("tensorflow", "tensorflow.keras", "spark.lightning", "mxnet")
 
 
 def test_what_is_missing_can_be_imported_and_says_so_on_use(site_folder: Path) -> None:
@@ -231,8 +235,8 @@ for name in {ABSENT!r}:
     assert module.Thing is module.Thing and not isinstance(3, module.Thing)
 from horovod import spark
 from horovod.mxnet import DistributedTrainer
-from horovod.spark.common.store import Store
-class Mine(Store): pass
+from horovod.spark.lightning import TorchEstimator
+class Mine(TorchEstimator): pass
 for make in (Mine, DistributedTrainer):
     try:
         make()
@@ -240,7 +244,7 @@ for make in (Mine, DistributedTrainer):
         print(str(error).split(":")[0])
 """
     assert output_of(site_folder, program).split() == [
-        "horovod.spark.common.store.Store",
+        "horovod.spark.lightning.TorchEstimator",
         "horovod.mxnet.DistributedTrainer",
     ]
 

@@ -49,7 +49,7 @@ LEVELS = {
 UPWARDS = {
     "collective/selection.cc -> shared": "limits of shared memory, which belong below",
 }
-FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning", "ray"}
+FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning", "ray", "pyspark"}
 # path -> framework that it imports inside a function, and only when it is needed
 LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
 # path -> whose objects it packs
@@ -58,6 +58,10 @@ WHO_PICKLES = {
     "objects.py": "broadcast_object and allgather_object, between authenticated ranks",
     "launch/api.py": "run(fn): the function and its values, between us and our own children",
     "launch/call.py": "run(fn), the child's side",
+    "spark/common/serialization.py": "estimators and models in files, which the user loads",
+    "spark/keras/packing.py": "what a KerasEstimator is given, on its way to its ranks through Spark",
+    "spark/torch/estimator.py": "what a TorchEstimator is given, on its way to its ranks through Spark",
+    "spark/torch/training.py": "the same, on a rank",
     "runner/common/util/codec.py": "what a script turns into text, and back",
     "runner/common/util/network.py": "Horovod's services, for scripts that start them; behind a digest with their key",
 }
@@ -67,6 +71,10 @@ HOROVODS_NAMES = {
     for n in ("__init__", "basics", "elastic", "exceptions", "process_sets", "util")
 } | {"horoclone/tensorflow/util.py"}
 HOROVODS_NAMES |= {"horoclone/ray/utils.py"}
+HOROVODS_NAMES |= {
+    f"horoclone/spark/common/{n}.py"
+    for n in ("__init__", "backend", "estimator", "params", "serialization", "store", "util")
+}
 HOROVODS_NAMES |= {p.relative_to(ROOT).as_posix() for p in (PACKAGE / "runner").rglob("*.py")}
 FORBIDDEN_NAMES = re.compile(r"(^|_)(utils?|helpers?|common|managers?|impl|misc)(_|$)", re.IGNORECASE)
 
@@ -199,6 +207,9 @@ def test_a_framework_is_imported_by_its_own_binding_only() -> None:
         allowed = {layer} & FRAMEWORKS | ({"tensorflow", "jax", "torch"} if layer == "keras" else set())
         allowed |= {"optax"} if layer == "jax" else set()  # the optimizers of JAX's world
         allowed |= {"torch"} if layer == "lightning" else set()
+        allowed |= {"pyspark"} if layer == "spark" else set()
+        allowed |= {"torch"} if parts[:2] == ("spark", "torch") else set()
+        allowed |= {"keras", "tensorflow"} if parts[:2] == ("spark", "keras") else set()
         name = path.relative_to(PACKAGE).as_posix()
         allowed |= LAZY_IMPORTS.get(name, set())
         assert first_words(names) & FRAMEWORKS <= allowed, f"{path}: only a binding knows its framework"

@@ -83,6 +83,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selection": set(),
     "settings": set(),
     "simulate": {"runtime"},
+    "spark": {"bootstrap", "errors", "launch", "runner"},
+    "spark.keras": {"keras"},
+    "spark.torch": {"torch"},
     "stand_ins": {"errors"},
     "tensorflow": {
         "arguments",

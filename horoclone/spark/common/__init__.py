@@ -1,0 +1,1 @@
+"""Under Horovod's name: what the estimators for PyTorch and for Keras have in common."""
