@@ -92,7 +92,7 @@ engines: $(VENV)/.ready-package $(VENV)/.ready-engines ## Ray, Spark and Kuberne
 	python -m pytest -rs $(ENGINE_TESTS) $(ARGS)
 
 examples: $(VENV)/.ready-test $(VENV)/.ready-package ## every example, two processes each
-	@for example in $(filter-out examples/ray_%,$(wildcard examples/*.py)); do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
+	@for example in $(filter-out examples/ray_% examples/spark_%,$(wildcard examples/*.py)); do echo "== $$example"; timeout 300 horoclonerun -np 2 python $$example; done
 
 bench: $(VENV)/.ready-test $(VENV)/.ready-package ## every benchmark against its peers, the short forms, into out/; one table
 	@$(PIP) matplotlib

@@ -1,4 +1,4 @@
-"""From a DataFrame of Spark to a trained model to predictions: scikit-learn's scanned digits, beside scikit-learn itself.
+"""From a DataFrame to a trained model to predictions: scikit-learn's scanned digits on Spark, beside scikit-learn.
 
     python examples/spark_digits.py                                  # two ranks on two cores of this machine
     python examples/spark_digits.py --master local-cluster[2,1,1024] # two executors, each a process of its own

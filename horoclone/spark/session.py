@@ -13,8 +13,8 @@ from typing import Any
 
 from horoclone.errors import Timeout, Unsupported
 
-OLDEST_PYSPARK = (3, 4)
-OLDEST_JAVA = 8  # of PySpark 3; PySpark 4 needs 17
+OLDEST_PYSPARK = (4, 0)  # as in pyproject.toml
+OLDEST_JAVA = 17  # for PySpark 4
 _INSTALL = "pip install 'horoclone[spark]' (or pip install pyspark pyarrow pandas fsspec)"
 _REASON = re.compile(
     r"(?:Lost task|Reason:|ExecutorLostFailure|Could not recover|\w+(?:Error|Exception): ).*"
@@ -51,27 +51,30 @@ def active_context() -> Any:
             "classic session (unset SPARK_REMOTE)."
         )
     else:
-        more = "Make one first: SparkSession.builder.getOrCreate()." + java_trouble(pyspark.__version__)
+        more = "Make one first: SparkSession.builder.getOrCreate()." + java_trouble()
     raise Unsupported(f"Could not find an active SparkContext, are you running in a PySpark session? {more}")
 
 
-def java_trouble(spark_version: str) -> str:
+def java_trouble() -> str:
     """What is wrong with the Java that Spark would start; empty when nothing seems to be."""
-    oldest = 17 if int(spark_version.split(".")[0]) >= 4 else OLDEST_JAVA
     home = os.environ.get("JAVA_HOME", "")
     java = os.path.join(home, "bin", "java") if home else shutil.which("java")
     if java is None or not os.path.exists(java):
         where = (
             f"JAVA_HOME={home} has no bin/java" if home else "java is not on PATH and JAVA_HOME is not set"
         )
-        return f" Spark needs Java {oldest} or newer, and {where} (Debian: apt-get install openjdk-17-jre-headless)."
+        advice = "Debian: apt-get install openjdk-17-jre-headless"
+        return f" Spark needs Java {OLDEST_JAVA} or newer, and {where} ({advice})."
     try:
         said = subprocess.run([java, "-version"], capture_output=True, text=True, timeout=20).stderr
     except (OSError, subprocess.SubprocessError) as error:
-        return f" Spark needs Java {oldest} or newer, and {java} cannot be run: {error}."
+        return f" Spark needs Java {OLDEST_JAVA} or newer, and {java} cannot be run: {error}."
     match = re.search(r'version "(?:1\.)?(\d+)', said)
-    if match and int(match.group(1)) < oldest:
-        return f" Spark needs Java {oldest} or newer, and {java} is Java {match.group(1)}: set JAVA_HOME to another."
+    if match and int(match.group(1)) < OLDEST_JAVA:
+        found = match.group(1)
+        return (
+            f" Spark needs Java {OLDEST_JAVA} or newer, and {java} is Java {found}: set JAVA_HOME to another."
+        )
     return ""
 
 

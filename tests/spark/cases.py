@@ -11,6 +11,7 @@ import importlib
 import io
 import json
 import os
+import secrets
 import signal
 import sys
 import tempfile
@@ -263,22 +264,27 @@ def dies_while_ranks_run(spark: Any, folder: str, elastic: bool) -> None:
         horoclone.spark.run(waits_for_a_peer, num_proc=2, env={"CASE_FOLDER": folder})
 
 
-def distributor_rank() -> Any:
+def distributor_rank(secret: str = "") -> Any:
     import numpy as np
 
     import horoclone as hvd
 
+    if secret:
+        os.environ["HOROCLONE_SECRET"] = secret
     hvd.init()
     total = float(hvd.allreduce(np.float32(hvd.rank() + 1), name="x", op=hvd.Sum))
     return [hvd.rank(), hvd.size(), total]
 
 
-def torch_distributor(spark: Any, local_mode: bool, env: dict[str, str]) -> Any:
+def torch_distributor(spark: Any, local_mode: bool) -> Any:
+    import cases
+    from pyspark import cloudpickle
     from pyspark.ml.torch.distributor import TorchDistributor
 
-    os.environ.update(env)
-    with contextlib.redirect_stdout(sys.stderr):
-        return TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False).run(distributor_rank)
+    cloudpickle.register_pickle_by_value(cases)  # Spark has a copy of it
+    given = () if local_mode else (secrets.token_hex(16),)
+    runner = TorchDistributor(num_processes=2, local_mode=local_mode, use_gpu=False)
+    return runner.run(distributor_rank, *given)
 
 
 def main() -> None:

@@ -57,12 +57,12 @@ def torch_estimator(folder: str, **changes: Any) -> Any:
 
     from horoclone.spark.torch import TorchEstimator
 
-    model = changes.pop("model", None) or linear()
+    model, trained = changes.pop("model", None) or linear(), linear()
     given = {
         "backend": backend(),
         "store": store(folder),
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "optimizer": torch.optim.SGD((trained if isinstance(model, str) else model).parameters(), lr=0.1),
         "loss": torch.nn.functional.mse_loss,
         "feature_cols": ["x", "more"],
         "label_cols": ["y"],
@@ -285,7 +285,7 @@ def keras_whole_way(spark: Any, folder: str) -> Any:
         run_id="two",
         callbacks=[keras.callbacks.TerminateOnNaN()],
         checkpoint_callback=keras.callbacks.ModelCheckpoint(
-            "anywhere", monitor="val_loss", save_best_only=True
+            "anywhere.keras", monitor="val_loss", save_best_only=True
         ),
     )
     fitted = estimator.fit(frame)

@@ -11,7 +11,7 @@ SOURCES = (
     "horoclone/spark", "horoclone/launch", "tests/spark/cases.py", "tests/spark/conftest.py", "tests/spark/estimators.py",
 )  # fmt: skip
 pytestmark = [
-    pytest.mark.guards(*SOURCES, packages=("cloudpickle", "torch", "keras")),
+    pytest.mark.guards(*SOURCES, packages=("pyspark", "cloudpickle", "torch", "keras")),
     pytest.mark.timeout(420),
     pytest.mark.slow,
 ]
@@ -65,7 +65,7 @@ def test_wrong_parameters_are_named_and_all_have_accessors(local: Any, tmp_path:
         "batch": "batch_size must be at least 1, not 0",
         "data_module": "data_module is not supported",
         "shapes": "column 'more' does not have a uniform shape: its rows have from 1 to 2 values",
-        "nulls": "column 'y' has 4 nulls",
+        "nulls": " nulls; fill or drop them first",
         "fails": "ZeroDivisionError: division by zero",
     }.items():
         assert text in found[name]["text"], (name, found[name])

@@ -15,7 +15,10 @@ ENGINES = ROOT / ".venv" / "engines" / "bin" / "python"
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.guards(
-    "horoclone/spark", "horoclone/launch", "examples/spark_digits.py", packages=("torch", "scikit-learn")
+    "horoclone/spark",
+    "horoclone/launch",
+    "examples/spark_digits.py",
+    packages=("pyspark", "torch", "scikit-learn"),
 )
 def test_digits_from_a_dataframe_are_read_as_well_as_by_scikit_learn(launch: Any, tmp_path: Path) -> None:
     if not ENGINES.exists():

@@ -14,7 +14,7 @@ SOURCES = (
     "horoclone/spark", "horoclone/launch", "horoclone/bootstrap", "tests/spark/cases.py", "tests/spark/conftest.py",
 )  # fmt: skip
 pytestmark = [
-    pytest.mark.guards(*SOURCES, packages=("cloudpickle",)),
+    pytest.mark.guards(*SOURCES, packages=("pyspark", "cloudpickle")),
     pytest.mark.timeout(420),
     pytest.mark.slow,
 ]
@@ -76,6 +76,11 @@ def test_an_elastic_job_goes_on_without_a_killed_executor(cluster: Any) -> None:
 def test_an_elastic_job_of_which_all_workers_fail_says_why(cluster: Any) -> None:
     failure = cluster.ask("elastic_fails")
     assert failure["kind"] == "RunError" and "bad batch 17" in failure["text"], failure
+
+
+def test_ranks_of_a_torch_distributor_find_each_other(cluster: Any) -> None:
+    assert cluster.ask("torch_distributor", 400, local_mode=True) == [0, 2, 3.0]
+    assert cluster.ask("torch_distributor", 400, local_mode=False) == [0, 2, 3.0]
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["static", "elastic"])
