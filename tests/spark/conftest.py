@@ -19,25 +19,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 CASES = Path(__file__).with_name("cases.py")
-ENGINES = ROOT / ".venv" / "engines" / "bin" / "python"
 REPLY = "REPLY "
 
 
 def obstacle() -> str:
     """Why there can be no application; empty: there can."""
-    if not ENGINES.exists():
-        return "PySpark is not installed: .venv/engines is not there"
     home = os.environ.get("JAVA_HOME", "")
     if shutil.which("java") is None and not (home and (Path(home) / "bin" / "java").exists()):
         return "no java on PATH (Debian: apt-get install openjdk-17-jre-headless)"
     return ""
 
 
-def spark_environment() -> dict[str, str]:
+def spark_environment(python: Path) -> dict[str, str]:
     """Variables with which an application uses loopback and this Python only."""
     return {
-        "PYSPARK_PYTHON": str(ENGINES),
-        "PYSPARK_DRIVER_PYTHON": str(ENGINES),
+        "PYSPARK_PYTHON": str(python),
+        "PYSPARK_DRIVER_PYTHON": str(python),
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PYTHONPATH": str(ROOT),
     }
@@ -91,7 +88,7 @@ class Application:
 
 
 @pytest.fixture(scope="module")
-def application(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Application]]:
+def application(request: pytest.FixtureRequest, engines: Path) -> Iterator[Callable[[str], Application]]:
     """application(master) gives the file's application, which is started by its first test."""
     if reason := obstacle():
         pytest.skip(reason)
@@ -101,9 +98,9 @@ def application(request: pytest.FixtureRequest) -> Iterator[Callable[[str], Appl
 
     def give(master: str) -> Application:
         if master not in running:
-            command = [ENGINES, CASES, master]
+            command = [engines, CASES, master]
             running[master] = Application(
-                starter.start(command, env=spark_environment(), stdin=subprocess.PIPE)
+                starter.start(command, env=spark_environment(engines), stdin=subprocess.PIPE)
             )
         return running[master]
 

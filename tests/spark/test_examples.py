@@ -9,23 +9,22 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-ENGINES = ROOT / ".venv" / "engines" / "bin" / "python"
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 @pytest.mark.guards(
     "horoclone/spark",
     "horoclone/launch",
     "examples/spark_digits.py",
     packages=("pyspark", "torch", "scikit-learn"),
 )
-def test_digits_from_a_dataframe_are_read_as_well_as_by_scikit_learn(launch: Any, tmp_path: Path) -> None:
-    if not ENGINES.exists():
-        pytest.skip("PySpark is not installed: .venv/engines is not there")
+def test_digits_from_a_dataframe_are_read_as_well_as_by_scikit_learn(
+    engines: Path, launch: Any, tmp_path: Path
+) -> None:
     env = {"SPARK_LOCAL_IP": "127.0.0.1", "PYTHONPATH": str(ROOT)}
-    command = [ENGINES, ROOT / "examples" / "spark_digits.py", "--work-dir", tmp_path]
-    done = launch(command, env=env, timeout_s=280)
+    command = [engines, ROOT / "examples" / "spark_digits.py", "--work-dir", tmp_path]
+    done = launch(command, env=env, timeout_s=400)
     found = re.search(
         r"test accuracy ([\d.]+)% after 12 epochs on 2 ranks; scikit-learn ([\d.]+)%", done.stdout
     )

@@ -97,10 +97,7 @@ def test_nothing_outlives_a_driver_that_is_killed(elastic: bool, application: An
     assert not left, left
 
 
-def test_a_program_without_a_session_is_told_so(launch: Any) -> None:
-    engines = Path(__file__).resolve().parents[2] / ".venv" / "engines" / "bin" / "python"
-    if not engines.exists():
-        pytest.skip("PySpark is not installed: .venv/engines is not there")
+def test_a_program_without_a_session_is_told_so(engines: Path, launch: Any) -> None:
     code = "import horoclone.spark as s\ntry: s.run(print)\nexcept s.runner.Unsupported as e: print(e)"
     done = launch([engines, "-c", code], env={"PATH": "/nowhere", "JAVA_HOME": ""})
     assert "Could not find an active SparkContext" in done.stdout and "java is not on PATH" in done.stdout
