@@ -69,8 +69,9 @@ def pid_of_executor() -> int:
     return 0
 
 
-def steps(folder: str, count: int, pause_s: float) -> Any:
-    """Trains elastically on NumPy; each rank says where it is by files in the folder."""
+def steps(folder: str, count: int, pause_s: float, until_grown: bool = False) -> Any:
+    """Trains elastically on NumPy; each rank says where it is by files in the folder. until_grown: goes on until a rank
+    was lost and another one has come."""
     import numpy as np
 
     import horoclone as hvd
@@ -85,11 +86,12 @@ def steps(folder: str, count: int, pause_s: float) -> Any:
         hvd.shutdown()
         hvd.init()
 
-    state = ObjectState(broadcast_object, hvd.rank, step=0, total=0.0)
+    state = ObjectState(broadcast_object, hvd.rank, step=0, total=0.0, smallest=2)
 
     def train(state: Any) -> list[Any]:
         generations = [hvd.size()]
-        while state.step < count:
+        while state.step < count or (until_grown and not hvd.size() > state.smallest):
+            state.smallest = min(state.smallest, hvd.size())
             total = hvd.allreduce(np.ones(1), name="one", op=hvd.Sum)
             assert total[0] == hvd.size()
             state.total += float(total[0]) / hvd.size()
@@ -230,8 +232,8 @@ def elastic_executor_killed(spark: Any, pause_s: float, count: int) -> Any:
         thread = threading.Thread(target=kill, daemon=True)
         thread.start()
         values = horoclone.spark.run_elastic(
-            steps, (folder, count, pause_s), num_proc=2, min_num_proc=1, max_num_proc=2, stdout=out, stderr=out,
-            elastic_timeout=60,
+            steps, (folder, count, pause_s, True), num_proc=2, min_num_proc=1, max_num_proc=2, stdout=out, stderr=out,
+            elastic_timeout=120,
         )  # fmt: skip
         thread.join(60)
         workers = len(list(Path(folder).glob("at.*")))

@@ -66,11 +66,10 @@ def test_a_killed_executor_ends_the_job_with_rank_node_and_cause(cluster: Any) -
 
 
 def test_an_elastic_job_goes_on_without_a_killed_executor(cluster: Any) -> None:
-    done = cluster.ask("elastic_executor_killed", pause_s=0.2, count=120)
+    done = cluster.ask("elastic_executor_killed", pause_s=0.1, count=50)
     assert 0 < done["recovered_s"] < 30, done
-    for rank, size, step, total, _ in done["values"]:
-        assert (step, total) == (120, 120.0) and rank < size <= 2
-    assert done["workers"] >= 2, done["out"]
+    ends = [(rank, size, total - step) for rank, size, step, total, _ in done["values"]]
+    assert ends == [(0, 2, 0.0), (1, 2, 0.0)], "the lost rank was replaced, and no step was lost or done twice"
 
 
 def test_an_elastic_job_of_which_all_workers_fail_says_why(cluster: Any) -> None:
