@@ -206,7 +206,8 @@ struct KnobRule {
     "host:port, comma-separated, of the store in which ranks find each other; set by the launcher.")        \
   X("JOB", "", "text", "", "Name of the job, part of every handshake; set by the launcher.")                \
   X("RANK", "RANK", "count", "", "This process's rank; set by the launcher.")                               \
-  X("SIZE", "SIZE", "count", "", "Number of ranks; set by the launcher.")                                   \
+  X("SIZE", "SIZE", "count", "",                                                                            \
+    "Number of ranks; set by the launcher. Behind a service, of the first generation where the job is elastic.") \
   X("LOCAL_RANK", "LOCAL_RANK", "count", "",                                                                \
     "Rank among the processes of this machine; set by the launcher.")                                       \
   X("LOCAL_SIZE", "LOCAL_SIZE", "count", "", "Number of ranks on this machine; set by the launcher.")       \
@@ -217,10 +218,17 @@ struct KnobRule {
   X("ELASTIC_TIMEOUT", "ELASTIC_TIMEOUT", "seconds", "600",                                                 \
     "How long an elastic job waits until enough processes are there; then it ends.")                        \
   X("ELASTIC_QUORUM", "", "text", "",                                                                       \
-    "majority or any: with --survive-launcher, who may go on where members are silent. Not set: any on one " \
-    "host, majority on several.")                                                                           \
+    "majority or any: with --survive-launcher, or behind a service, who may go on where members are silent. " \
+    "Not set: any on one host, majority on several.")                                                       \
   X("SURVIVE_LAUNCHER", "", "flag", "0",                                                                    \
     "1: this process goes on without its launcher; set by horoclonerun --survive-launcher.")                \
+  X("SERVICE", "", "text", "",                                                                              \
+    "DNS name behind which all processes of a job without a launcher are: a headless service of Kubernetes; " \
+    "RANK follows from JOB_COMPLETION_INDEX or the host's name.")                                           \
+  X("PORT", "", "count", "",                                                                                \
+    "Port on which the processes of a service listen; not set: it follows from the secret.")                \
+  X("MIN_NP", "", "count", "1", "Smallest number of processes of an elastic job behind a service.")         \
+  X("MAX_NP", "", "count", "", "Largest number of ranks of an elastic job behind a service.")               \
   X("MEMBER", "", "text", "", "Name of a process of an elastic job, 32 hex digits; set by the launcher.")   \
   X("NOTICE", "", "seconds", "30",                                                                          \
     "How long after SIGTERM a process of an elastic job may go on to its next commit; then it leaves.")     \

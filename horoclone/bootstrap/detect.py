@@ -1,7 +1,8 @@
 """Finds out which launcher started this process, and as which rank, from the environment variables alone.
 
 The first that applies wins: own launcher, torchrun (or its env:// variables), Open MPI, Hydra (MPICH, Intel MPI), a
-Slurm step, other MPI launchers, Horovod's variables, a process alone. A launcher of N processes is never ignored.
+Slurm step, other MPI launchers, a service (pods of Kubernetes), Horovod's variables, a process alone. A launcher of N
+processes is never ignored.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from horoclone import errors
-from horoclone.bootstrap import pmix
+from horoclone.bootstrap import pmix, service
 
 Environment = Mapping[str, str]
 
@@ -22,7 +23,7 @@ SLURM_FIRST_SPECIAL_STEP = 0xFFFFFFF0
 class Placement:
     """What the launcher says. local_rank and local_size are -1 and size is 0 where it does not say."""
 
-    launcher: str  # horoclone, torchrun, env://, openmpi, pmix, hydra, slurm, mpi, horovod, single
+    launcher: str  # horoclone, torchrun, env://, openmpi, pmix, hydra, slurm, mpi, service, horovod, single
     rank: int
     size: int
     local_rank: int
@@ -90,6 +91,7 @@ def candidates(environ: Environment) -> list[Placement]:
         _slurm,
         _pmix,
         _other_mpi,
+        _service,
         _horovod,
     ]
     found = [placement for rule in rules if (placement := rule(environ)) is not None]
@@ -218,6 +220,14 @@ def _other_mpi(environ: Environment) -> Placement | None:
         if names[0] in environ and names[1] in environ:
             return _placement(environ, "mpi", tuple(names), "", f"{names[0]} is set, by {name}")
     return None
+
+
+def _service(environ: Environment) -> Placement | None:
+    """Processes that nobody of ours has started: each knows its number and the name behind which all of them are."""
+    if not service.is_set(environ):
+        return None
+    place = service.place_of(environ)
+    return Placement("service", place.index, place.size, -1, -1, place.job, service.why(place))
 
 
 def _horovod(environ: Environment) -> Placement | None:

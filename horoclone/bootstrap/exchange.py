@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from horoclone import errors
-from horoclone.bootstrap import detect, launchers, one_host, pmix, wire
+from horoclone.bootstrap import detect, launchers, one_host, pmix, service, wire
 from horoclone.bootstrap.client import VERDICT_S, Client
 from horoclone.bootstrap.detect import Placement
 from horoclone.bootstrap.rendezvous import Server
@@ -416,17 +416,18 @@ def _through_torch_store(
 def _at_derived_port(
     placement: Placement, secret: bytes, environ: Environment, deadline: float
 ) -> Rendezvous:
-    """The host of rank 0 is known (Slurm's first node, MASTER_ADDR), its port follows from the secret."""
+    """The host of rank 0 is known (Slurm's first node, MASTER_ADDR, a service), its port follows from the secret."""
+    ports = launchers.derived_ports(secret, placement.job)
     if placement.launcher == "slurm":
         host = launchers.first_slurm_node(environ.get("SLURM_STEP_NODELIST", ""))
-    else:
-        host = environ.get("MASTER_ADDR", "")
-    if not host:
+    elif placement.launcher == "service":
+        place = service.place_of(environ)
+        host, ports = place.first, [place.port(secret, environ)]
+    elif not (host := environ.get("MASTER_ADDR", "")):
         raise errors.Unsupported(
             f"{placement.why}, for several hosts, but nothing says where rank 0 is. Set MASTER_ADDR to its host "
             "name, or start the job with horoclonerun."
         )
-    ports = launchers.derived_ports(secret, placement.job)
     server = None
     if placement.rank == 0:
         server = _first_free(secret, placement, environ, ports)

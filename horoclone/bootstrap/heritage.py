@@ -104,4 +104,5 @@ def resumed(
     roster.voters = ids if is_whole else heritage.voters
     roster.certainly_gone = set(heritage.gone)
     roster.newest_commit = told.commit
+    roster.numbers_from(max(told.indexes, default=-1) + 1)
     return roster

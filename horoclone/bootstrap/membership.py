@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from horoclone import errors, failpoints
-from horoclone.bootstrap import exchange, launchers, wire
+from horoclone.bootstrap import exchange, launchers, service, wire
 from horoclone.bootstrap.client import CLOSED_BY_PEER, GONE, HELLO_S, SLICE_S, Client
 from horoclone.bootstrap.desk import GENERATION_KEY, INCARNATION_BYTES, Told
 from horoclone.bootstrap.roster import ID_BYTES, Notice, Out, Stop
@@ -25,8 +25,9 @@ Say = Callable[[str], None]
 SAY_EVERY_S = 10.0
 
 # What a member says who could be the roster and is not. HEARS: it hears another one. WAITS: it looks for one, too.
-# ABSENT: nobody listens there any more.
-HEARS, WAITS, DECLINES, ABSENT = range(4)
+# ABSENT: nobody listens there any more. FRESH: it was in no generation yet. FOREIGN: whoever is there has another secret,
+# or is of another job. SILENT: nobody answers. REFUSES: it is the roster, and does not let this process in.
+HEARS, WAITS, DECLINES, ABSENT, FRESH, FOREIGN, SILENT, REFUSES = range(8)
 
 
 class Elsewhere(errors.HorovodInternalError):
@@ -53,6 +54,8 @@ class Identity(NamedTuple):
 
 def identity(environ: Mapping[str, str]) -> Identity:
     """From the launcher's variables. Unsupported when this process was not started for an elastic job."""
+    if service.is_elastic(environ):
+        return _identity_behind(service.place_of(environ), environ)
     address, name = environ.get("HOROCLONE_RENDEZVOUS"), environ.get("HOROCLONE_MEMBER")
     secret = launchers.shared_secret(environ)
     if not address or not name or not secret:
@@ -76,6 +79,13 @@ def identity(environ: Mapping[str, str]) -> Identity:
         secret,
         environ.get("HOROCLONE_JOB", ""),
     )
+
+
+def _identity_behind(place: service.Place, environ: Mapping[str, str]) -> Identity:
+    """Of a process that nobody has announced. slot: its number in the whole job. Who the roster is shows later."""
+    secret = service.secret_of(place, environ)
+    drawn = secrets.token_bytes(ID_BYTES), secrets.token_bytes(INCARNATION_BYTES)
+    return Identity(*drawn, place.host, place.index, (), secret, place.job)
 
 
 class Membership(Client):
@@ -110,13 +120,19 @@ class Membership(Client):
         try:
             self._connection = self._one_round(time.monotonic() + timeout_s)
             if self._connection is None:
-                return ABSENT if all(text in GONE for text in self.tried.values()) else DECLINES
+                texts = self.tried.values()
+                if any(text.startswith("refused") for text in texts):
+                    return FOREIGN
+                return ABSENT if all(text in GONE for text in texts) else SILENT
             self._introduce(self._connection)
             self._met = True
             return None
         except Elsewhere as error:
             self.close()
             return error.state
+        except errors.Unsupported:
+            self.close()
+            return REFUSES
         except (OSError, errors.HorovodInternalError):
             self.close()
             return DECLINES

@@ -115,12 +115,16 @@ class Member:
 
 @dataclass(eq=False)
 class Roster:
-    """open_to_all: whether a process that nobody has announced by start() may join. term: the high half of numbers."""
+    """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among newcomers, and
+    it takes the place of who had it before. term: the high half of numbers. expected: hosts of the first generation, where
+    that is known; for the text when some do not come.
+    """
 
     limits: Limits
     draw: Callable[[int], bytes]  # so many random bytes
     open_to_all: bool = False
     build: str = ""  # of horoclone, as the first member has it that said so
+    expected: tuple[str, ...] = ()
     record: Record | None = None
     stopped: Stop | None = None
     finishing: bool = False  # a member has ended with success: whoever comes now comes too late
@@ -174,7 +178,8 @@ class Roster:
                 raise Refusal(
                     "nobody has started a member of this name; was the environment of another job copied?"
                 )
-            self.start(id_, host, slot, now)
+            self._make_room(host, slot, now)
+            self.start(id_, host, slot, now, planned=slot)
             member = self.members[id_]
         if member.incarnation not in (b"", incarnation):
             raise Refusal(
@@ -185,6 +190,21 @@ class Roster:
         member.connections += 1
         member.heard_s = now
         return member.index
+
+    def numbers_from(self, index: int) -> None:
+        """Members that come get numbers from here on: another roster has given the lower ones."""
+        self._next_index = max(self._next_index, index)
+
+    def _make_room(self, host: str, slot: int, now: float) -> None:
+        """Whoever started a process at this place anew has seen the end of the one before. Refusal if that one lives."""
+        for other in [one for one in self.members.values() if (one.host, one.slot) == (host, slot)]:
+            if other.connections and not other.gone and now - other.heard_s < SILENT_S:
+                raise Refusal(
+                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one name or "
+                    "number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with one "
+                    "HOROCLONE_JOB?"
+                )
+            self.dead(other.id, "another process has its place now", now)
 
     def heard(self, id_: bytes, now: float) -> None:
         self.members[id_].heard_s = now
@@ -417,10 +437,13 @@ class Roster:
             else:
                 self._make(ready)
         elif is_late and ready:
+            here = {one.host for one in ready}
+            absent = [one for one in self.expected if one not in here][:8]
             self.stop(
                 1,
-                f"{len(ready)} of at least {limits.smallest} processes were there after {limits.timeout_s:g} s; "
-                "--elastic-timeout (seconds) gives them more time, --min-np asks for fewer",
+                f"{len(ready)} of at least {limits.smallest} processes were there after {limits.timeout_s:g} s"
+                f"{', without ' + ', '.join(absent) if absent and first else ''}; --elastic-timeout (seconds) gives them "
+                "more time, --min-np asks for fewer; without a launcher HOROCLONE_ELASTIC_TIMEOUT and HOROCLONE_MIN_NP",
             )
 
     def _voting(self) -> list[bytes]:

@@ -13,14 +13,16 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from horoclone.bootstrap import heritage, wire
 from horoclone.bootstrap.client import CONNECT_S
 from horoclone.bootstrap.desk import MAX_TEXT_BYTES, Desk, Place, Told
 from horoclone.bootstrap.membership import ABSENT, DECLINES, HEARS, WAITS, Identity, Membership
 from horoclone.bootstrap.rendezvous import Server
-from horoclone.bootstrap.roster import LOW_BITS, Limits
+from horoclone.bootstrap.roster import LOW_BITS, Limits, Roster
+
+Key = TypeVar("Key", int, str)  # a rank, or an address
 
 AGAIN_S = 0.2  # between two rounds of questions
 SILENT_S = 10.0  # a roster that cannot be reached, and whose process has not ended, is looked for elsewhere after this
@@ -29,10 +31,11 @@ SILENT_S = 10.0  # a roster that cannot be reached, and whose process has not en
 class Seat(Desk):
     """The place of a roster, empty until take(). Thread: as Desk."""
 
-    def __init__(self) -> None:
+    def __init__(self, open_to_all: bool = False) -> None:
         super().__init__(Limits(1), secrets.token_bytes)
         self.heritage = heritage.packed
         self.state = HEARS  # why this is not the roster; guarded by mutex
+        self._open_to_all = open_to_all  # of the rosters here
         self._first: int | None = None  # the generation with which it took over; None: it is not the roster
 
     def take(self, told: Told, is_whole: bool, absent: list[int]) -> None:
@@ -40,11 +43,29 @@ class Seat(Desk):
         known, now = heritage.unpacked(told.rest), time.monotonic()
         with self.mutex:
             self.roster = heritage.resumed(told, known, is_whole, secrets.token_bytes, now)
+            self.roster.open_to_all = self._open_to_all
             for rank in absent:
-                if known.members[rank].host == known.members[told.rank].host:
+                # Where each host has one process of the job, that nobody listens there says the same of it.
+                if self._open_to_all or known.members[rank].host == known.members[told.rank].host:
                     self.roster.dead(known.members[rank].id, "its process has ended", now)
             self._first = self._formed = told.number
             self._is_new = True
+
+    def found(self, limits: Limits, expected: tuple[str, ...]) -> None:
+        """From now on this is the roster of a job that has not begun."""
+        with self.mutex:
+            self.roster = Roster(limits, secrets.token_bytes, self._open_to_all, expected=expected)
+            self._first = 0
+            self._is_new = True
+
+    def give_up(self, state: int) -> None:
+        """From now on this is not the roster; for the reason `state`."""
+        with self.mutex:
+            self._first, self.state, self._is_new = None, state, True
+
+    @property
+    def is_roster(self) -> bool:
+        return self._first is not None
 
     def handle(self, connection: Any, kind: int, reader: wire.Reader) -> tuple[int, bytes] | None:
         """As Desk; who is not the roster says so."""
@@ -55,9 +76,10 @@ class Seat(Desk):
 
     def _form(self, id_: bytes, seen: int, commits: list[int], now: float) -> None:
         """Who has seen a generation after the one with which this roster began has another roster, which knows more."""
-        first = self._first
-        assert first is not None and self.roster.record is not None
-        if seen > first and seen >> LOW_BITS != self.roster.term and self.roster.record.number == first:
+        first, record = self._first, self.roster.record
+        assert first is not None
+        has_another = record is None or (seen >> LOW_BITS != self.roster.term and record.number == first)
+        if seen > first and has_another:
             self._first, self.state = None, DECLINES
         else:
             super()._form(id_, seen, commits, now)
@@ -72,9 +94,14 @@ class Succession:
     """Where this process finds its roster. Thread: any; a lock for the search, and another for what is known."""
 
     def __init__(
-        self, who: Identity, bind_addresses: list[str], largest: int, say: Callable[[str], None]
+        self,
+        who: Identity,
+        bind_addresses: list[str],
+        largest: int,
+        say: Callable[[str], None],
+        open_to_all: bool = False,
     ) -> None:
-        self._seat = Seat()
+        self._seat = Seat(open_to_all)
         self._server = Server(who.secret, who.job, largest, bind_addresses, self._seat)
         self.who = who._replace(own=_fitting(self._server.addresses))  # its addresses are the roster's of now
         self.moves = 0  # so often has the roster changed
@@ -111,15 +138,24 @@ class Succession:
                 with self._known:
                     told, is_whole = self._told, self._is_whole
                 if told is None or not told.rest:
-                    return False  # nobody has told this process who the others are
-                if self._look(told, is_whole):
+                    found = self._look_around()
+                else:
+                    found = self._look(told, is_whole)
+                if found:
                     self.moves += 1
                     self.heard()
                     return True
-                if time.monotonic() >= deadline:
+                if found is None or time.monotonic() >= deadline:
                     return False
                 time.sleep(AGAIN_S)
         return True
+
+    def _look_around(self) -> bool | None:
+        """Before anybody has told this process who the others are. None: there is nothing to be done about that."""
+        return None
+
+    def hand_over(self) -> None:
+        """This process is about to end."""
 
     def _look(self, told: Told, is_whole: bool) -> bool:
         known = heritage.unpacked(told.rest)
@@ -131,7 +167,7 @@ class Succession:
             for rank in heirs
             if rank != told.rank
         }
-        answers, found = _ask_all(links)
+        answers, found = ask_all(links)
         if found is not None:
             self._move(links[found], known.members[found].addresses)
             self._say(f"the launcher is gone; rank {found} of generation {told.number} is the roster now")
@@ -167,13 +203,13 @@ class Succession:
             self._anchor.close()
 
 
-def _ask_all(links: dict[int, Membership]) -> tuple[dict[int, int | None], int | None]:
-    """All at once, until one says that it is the roster: what each has said, by rank, and who is it."""
-    answers: dict[int, int | None] = {}
-    said: queue.SimpleQueue[tuple[int, int | None]] = queue.SimpleQueue()
+def ask_all(links: dict[Key, Membership]) -> tuple[dict[Key, int | None], Key | None]:
+    """All at once, until one says that it is the roster: what each has said, by its key, and who is it."""
+    answers: dict[Key, int | None] = {}
+    said: queue.SimpleQueue[tuple[Key, int | None]] = queue.SimpleQueue()
     first = threading.Lock()  # taken by the connection that stays
 
-    def ask(rank: int) -> None:
+    def ask(rank: Key) -> None:
         answer = links[rank].probe(CONNECT_S)
         if answer is None and not first.acquire(blocking=False):
             links[rank].close()

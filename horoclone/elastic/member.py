@@ -41,8 +41,13 @@ def leave_requested() -> str | None:
     return member.leave_requested()
 
 
+def code_of_leaving() -> int:
+    """With which a process ends that leaves as planned: 0, or 75 where it has no launcher (Kubernetes)."""
+    return member.code_of_leaving()
+
+
 def leave(reason: str) -> None:
-    """This process leaves the job, as planned: call shutdown() and exit with code 0 after it. Nobody waits for it."""
+    """This process leaves the job, as planned: call shutdown() and exit with code_of_leaving() after it."""
     member.leave(reason)
 
 

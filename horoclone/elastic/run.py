@@ -133,7 +133,7 @@ def _prepare(state: Any, reason: Reason) -> None:
     if leaving is not None:
         member.leave(leaving)
         life.shutdown()
-        raise SystemExit(0)
+        raise SystemExit(member.code_of_leaving())
 
 
 def _agree_on_commit(state: Any) -> None:

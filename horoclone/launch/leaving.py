@@ -1,7 +1,8 @@
 """`horoclone leave`: asks workers of elastic jobs on this host to leave at their next commit, and waits for their end.
 
 For what ends a machine or a container: Kubernetes' preStop, an operator, a script of the scheduler. It sends SIGTERM to
-those processes of this user that have HOROCLONE_MEMBER in their environment and have called init().
+those processes of this user that have HOROCLONE_MEMBER in their environment, or HOROCLONE_SERVICE and HOROCLONE_ELASTIC,
+and have called init().
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from horoclone.launch.usage import say
 PROGRAM = "horoclone leave"
 WAIT_S = 35.0  # HOROCLONE_NOTICE and a little
 _LOOK_EVERY_S = 0.05
-_MEMBER = b"HOROCLONE_MEMBER="
+_MEMBER, _SERVICE = b"HOROCLONE_MEMBER=", b"HOROCLONE_SERVICE="
+_ELASTIC = (b"HOROCLONE_ELASTIC=1", b"HOROVOD_ELASTIC=1")
 
 
 class Worker(NamedTuple):
@@ -36,7 +38,7 @@ def find(proc: Path = Path("/proc")) -> list[Worker]:
     outermost."""
     seen: dict[int, Worker] = {}
     for folder in proc.iterdir():
-        worker = _read(folder) if folder.name.isdigit() else None
+        worker = _read(folder) if folder.name.isdigit() and folder.name != str(os.getpid()) else None
         if worker is not None:
             seen[worker.pid] = worker
     chosen: dict[bytes, Worker] = {}
@@ -57,18 +59,28 @@ def _read(folder: Path) -> Worker | None:
     try:
         if folder.stat().st_uid != os.geteuid():
             return None
-        members = [one for one in (folder / "environ").read_bytes().split(b"\0") if one.startswith(_MEMBER)]
+        environ = (folder / "environ").read_bytes().split(b"\0")
         fields = (folder / "stat").read_bytes().rpartition(b") ")[2].split()
         status = (folder / "status").read_bytes()
     except OSError:
         return None  # it has ended, or is not ours
-    if not members or fields[0] in (b"Z", b"X"):
+    name = _name(environ)
+    if not name or fields[0] in (b"Z", b"X"):
         return None
     caught = next(
         (int(line.split()[1], 16) for line in status.splitlines() if line.startswith(b"SigCgt:")), 0
     )
     catches = bool(caught >> (signal.SIGTERM - 1) & 1)
-    return Worker(int(folder.name), int(fields[1]), members[0][len(_MEMBER) :], fields[19], catches)
+    return Worker(int(folder.name), int(fields[1]), name, fields[19], catches)
+
+
+def _name(environ: list[bytes]) -> bytes:
+    """The launcher's name of a worker; without a launcher there is one worker of a service in a container."""
+    for prefix in (_MEMBER, _SERVICE):
+        found = [one[len(prefix) :] for one in environ if one.startswith(prefix)]
+        if found and (prefix == _MEMBER or any(one in environ for one in _ELASTIC)):
+            return found[0]
+    return b""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
@@ -24,6 +25,7 @@ dynamic = False  # whether add_process_set and remove_process_set are allowed in
 lock = threading.RLock()
 formed_s = 0.0  # until the members of this life's generation were known, in an elastic job
 connected_s = 0.0  # until they were connected
+farewell: Callable[[], None] | None = None  # what others need of this process yet when it ends
 lost: set[int] = set()  # ranks whose loss an error of this life has told; only an elastic job asks
 
 

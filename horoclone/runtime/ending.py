@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import signal
 import sys
 import threading
 import time
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from horoclone.bootstrap.exchange import Job
 
 EXIT_DEADLINE_S = 5.0
+FAREWELL_S = 6.0  # above the farewell's own deadline
 TELL_DEADLINE_S = 2.0  # how long a dying rank spends on telling its peers, and then its launcher
 FAILURE_TEXT_BYTES = 16384
 
@@ -47,6 +49,13 @@ def install_hooks(shut_down: Callable[[float], None]) -> None:
             previous(kind, error, trace)
 
     sys.excepthook = tell_and_chain
+
+
+def end_when_told() -> None:
+    """The first process of a container has no default action for SIGTERM: the kernel would ignore it."""
+    is_first = os.getpid() == 1 and threading.current_thread() is threading.main_thread()
+    if is_first and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
 
 
 def _bounded(work: Callable[[], None], limit_s: float) -> bool:
@@ -77,6 +86,8 @@ def _at_exit(shut_down: Callable[[float], None]) -> None:
     job, current.job = current.job, None
     if job is not None:
         _bounded(lambda: job.close(process_ends=True), TELL_DEADLINE_S)
+    if current.farewell is not None:
+        _bounded(current.farewell, FAREWELL_S)
 
 
 def _after_fork_in_child() -> None:

@@ -60,6 +60,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if member.is_elastic():
             _join_generation(comm, wanted)
             return
+        ending.end_when_told()
         deadline = time.monotonic() + start_timeout_s(os.environ)
         current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
         _begin(_connect(current.job, deadline), wanted)
@@ -206,7 +207,9 @@ def _remark() -> None:
         for line in remarks(os.environ, json.loads(core().knobs())):
             say(line)
         if flag(os.environ, "ELASTIC") and not member.is_elastic():
-            say("HOROVOD_ELASTIC=1 has no effect: only horoclonerun --min-np starts elastic jobs")
+            say(
+                "HOROVOD_ELASTIC=1 has no effect: only horoclonerun --min-np starts elastic jobs, or HOROCLONE_SERVICE"
+            )
 
 
 def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm: Any) -> list[ProcessSet]:

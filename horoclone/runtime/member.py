@@ -16,9 +16,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from horoclone import errors
-from horoclone.bootstrap import heritage, membership, replica, wire
+from horoclone.bootstrap import heritage, membership, replica, service, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.bootstrap.desk import Told
+from horoclone.bootstrap.gathering import Gathering
 from horoclone.bootstrap.membership import SAY_EVERY_S, GenerationJob, Identity, Membership
 from horoclone.bootstrap.roster import NO_MEMBER, Out, Stop
 from horoclone.bootstrap.succession import SILENT_S, Succession
@@ -45,8 +46,9 @@ _feed: replica.Feed | None = None  # since this process waits to be one of the r
 
 
 def is_elastic() -> bool:
-    """Whether the launcher said that this job goes on when ranks are lost or come, and gave this process a name."""
-    return flag(os.environ, "ELASTIC") and "HOROCLONE_MEMBER" in os.environ
+    """Whether this job goes on when ranks are lost or come: its launcher said so and gave this process a name, or it has
+    none and its processes are behind a service."""
+    return flag(os.environ, "ELASTIC") and ("HOROCLONE_MEMBER" in os.environ or service.is_set(os.environ))
 
 
 def host() -> str:
@@ -83,17 +85,43 @@ def settings_of_generation(settings: dict[str, str]) -> dict[str, str]:
 
 
 def _begin() -> None:
-    global _who, _link, _thread, _succession
+    global _who, _link, _thread, _succession, _moves
     _who = membership.identity(os.environ)._replace(build=json.loads(core().build_info())["build"])
-    if flag(os.environ, "SURVIVE_LAUNCHER"):
+    if service.is_elastic(os.environ):
+        _succession = _gather(_who)
+    elif flag(os.environ, "SURVIVE_LAUNCHER"):
         is_one_host = all(address.startswith("127.") for address in _who.addresses)
         bindings = ["127.0.0.1"] if is_one_host else wire.bindings(os.environ)
         _succession = Succession(_who, bindings, heritage.MOST_MEMBERS, say)
         os.register_at_fork(after_in_child=_succession.after_fork_in_child)
-        _who = _succession.who
+    if _succession is not None:
+        _who, _moves = _succession.who, _succession.moves
     _link = Membership(_who, _timeout_s() if _succession is None else HELLO_S, shows=True)
     _thread = _RosterThread(_who)
     _thread.begin()
+
+
+def _gather(who: Identity) -> Gathering:
+    """Without a launcher: waits until the roster is found, or this process is it. SystemExit after the elastic timeout."""
+    place = service.place_of(os.environ)
+    gathering = Gathering(who, place, os.environ, say)
+    os.register_at_fork(after_in_child=gathering.after_fork_in_child)
+    began = time.monotonic()
+    say_at = began + SAY_EVERY_S
+    while not gathering.find(0, SLICE_S):
+        waited = time.monotonic() - began
+        if waited >= _timeout_s():
+            _end(
+                Stop(
+                    NO_MEMBER,
+                    f"{place.host}: for {waited:.0f} s there was no job to join: {gathering.trouble}",
+                )
+            )
+        if time.monotonic() >= say_at:
+            say(f"{place.host} looks for its job for {waited:.0f} s: {gathering.trouble}")
+            say_at += SAY_EVERY_S
+    current.farewell = gathering.hand_over
+    return gathering
 
 
 def connected() -> None:
@@ -117,7 +145,7 @@ def _wait(thread: _RosterThread) -> Told | Out | Stop:
     while True:
         if thread.leaving:
             leave(thread.leaving)
-            return Out(0, thread.leaving)
+            return Out(code_of_leaving(), thread.leaving)
         link, answer, trouble = _follow(), None, ""
         try:
             tells = told is None or all(link.suspect(told.number, rank) for rank in current.lost)
@@ -137,12 +165,14 @@ def _wait(thread: _RosterThread) -> Told | Out | Stop:
         if answer is not None:
             return answer
         if trouble and _succession is not None:
-            if told is None:
+            if told is None and not isinstance(_succession, Gathering):
                 return Stop(NO_MEMBER, f"the launcher was gone before this process was in the job: {trouble}")
             if time.monotonic() - reached >= _timeout_s():
                 return Stop(NO_MEMBER, f"for {_timeout_s():g} s there was no roster of this job: {trouble}")
             if _succession.find(_moves, SLICE_S):
                 reached = time.monotonic()
+        if told is None and isinstance(_succession, Gathering):
+            _succession.look_again()
         if time.monotonic() >= say_at:
             say(f"waiting for generation {seen + 1} of the job for {time.monotonic() - began:.0f} s")
             say_at += SAY_EVERY_S
@@ -202,6 +232,12 @@ def _follow() -> Membership:
         _moves, _who = _succession.moves, _succession.who
         _link = Membership(_who, HELLO_S, shows=True)
     return _link
+
+
+def code_of_leaving() -> int:
+    """With which a process ends that leaves as planned: 0 for a launcher, which knows of it. A Job of Kubernetes would count
+    0 as work that is done, and start nobody in its place."""
+    return NO_MEMBER if service.is_elastic(os.environ) else 0
 
 
 def leave(reason: str) -> None:
@@ -284,7 +320,7 @@ class _RosterThread(threading.Thread):
                 stream.flush()
             except (OSError, ValueError, AttributeError):
                 pass
-        os._exit(0)
+        os._exit(code_of_leaving())
 
     def _follow(self) -> bool:
         """Whether there is another roster; then it has been turned to."""
@@ -303,7 +339,7 @@ class _RosterThread(threading.Thread):
             try:
                 answer = self._link.notice(seq)
             except (errors.PeerLost, membership.Elsewhere):
-                if _succession is None or told is None:
+                if _succession is None or (told is None and not isinstance(_succession, Gathering)):
                     return  # the launcher is gone, and soon we are
                 _succession.find(self._moves, SLICE_S)
                 continue

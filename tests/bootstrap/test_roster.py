@@ -236,7 +236,26 @@ def test_two_processes_of_one_name_and_strangers_are_refused() -> None:
     with pytest.raises(Refusal, match="another job"):
         one.join(name(9), b"x", "host", 0, 0)
     one.open_to_all = True
-    assert one.join(name(9), b"x", "host", 0, 0) == 1
+    assert one.join(name(9), b"x", "another", 0, 0) == 1
+
+
+def test_whoever_comes_to_a_place_replaces_who_was_there_before_unless_that_one_lives() -> None:
+    one = job(2, majority=True)
+    one.open_to_all = True
+    formed(one, [0, 1], 0)
+    one.established(1)
+    with pytest.raises(Refusal, match=r"another process is host \(number 0\) in this job, and it is alive"):
+        one.join(name(8), b"x", "host", 0, 1)
+    one.disconnected(name(0), 2)
+    one.join(name(8), b"x", "host", 0, 2)
+    assert one.members[name(0)].gone and name(0) in one.certainly_gone
+    one.form(name(1), 1, (), 2)
+    one.form(name(8), 0, (), 2)
+    one.step(3)
+    record = one.answer(name(1))
+    assert isinstance(record, Record) and record.members == (name(1), name(8)), (
+        "half of two, and the other is dead"
+    )
 
 
 def test_the_limit_of_resets_is_horovods() -> None:

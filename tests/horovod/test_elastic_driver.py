@@ -36,7 +36,7 @@ STEPS = Path(__file__).resolve().parents[1] / "elastic" / "steps.py"
 LIMIT_S = 60.0
 
 
-class Meeting:
+class Rendezvous:
     """Stands for a RendezvousServer: the plans that it was told."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ def make() -> Iterator[Callable[..., ElasticDriver]]:
     def start(slots: dict[str, int] | HostDiscovery, **options: Any) -> ElasticDriver:
         found = FixedHosts(slots) if isinstance(slots, dict) else slots
         given = {"min_num_proc": 2, "max_num_proc": 4, "timeout": LIMIT_S, **options}
-        made.append(ElasticDriver(given.pop("rendezvous", Meeting()), found, **given))
+        made.append(ElasticDriver(given.pop("rendezvous", Rendezvous()), found, **given))
         return made[-1]
 
     yield start
@@ -261,7 +261,7 @@ def test_without_a_host_of_the_set_before_nobody_has_the_state(make: Any) -> Non
 
 def test_the_older_names_of_the_arguments_are_taken_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning, match="use m.._num_proc instead"):
-        one = ElasticDriver(Meeting(), FixedHosts({"a": 1}), min_np=1, max_np=1)
+        one = ElasticDriver(Rendezvous(), FixedHosts({"a": 1}), min_np=1, max_np=1)
     one.stop()
     assert one.finished() and one._rendezvous.stopped.is_set()
 

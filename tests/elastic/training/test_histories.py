@@ -38,7 +38,7 @@ class Killed(BaseException):
 
 
 @dataclass
-class Meeting:
+class Rendezvous:
     """One collective of a generation: who has come with what. is_done: all have."""
 
     name: str
@@ -131,7 +131,7 @@ class World:
         self.baton = threading.Semaphore(0)
         self.failure: BaseException | None = None
         self.processes: list[Process] = []
-        self.meetings: dict[tuple[int, int], Meeting] = {}
+        self.meetings: dict[tuple[int, int], Rendezvous] = {}
         self.unheard: list[tuple[float, Process]] = []  # ends that the launcher has not seen yet
         self.records: dict[int, Record] = {}
         self.safe = (0, 0)  # steps at the newest commit that has come to its end on some rank, and its number
@@ -181,7 +181,7 @@ class World:
         me, now = self.current, self.record()
         key, rank = (now.number, me.calls), now.members.index(me.id)
         me.calls += 1
-        meeting = self.meetings.setdefault(key, Meeting(name))
+        meeting = self.meetings.setdefault(key, Rendezvous(name))
         assert meeting.name == name, f"rank {rank} calls {name} where others call {meeting.name}"
         meeting.came[rank] = mine
         meeting.is_done = len(meeting.came) == len(now.members)
@@ -194,7 +194,7 @@ class World:
             raise PeerLost(f"rank {missing} is gone", missing)
         return tuple(meeting.came[one] for one in range(len(now.members)))
 
-    def _missing(self, now: Record, meeting: Meeting) -> int | None:
+    def _missing(self, now: Record, meeting: Rendezvous) -> int | None:
         """A rank that has not come and never will."""
         if meeting.is_done:
             return None

@@ -1,0 +1,195 @@
+"""A succession that begins without a launcher: processes behind a service (service.py) find their roster by themselves.
+
+Who comes asks everybody whom the service's name leads to. One of them may be the roster of the job; where all say that
+they are in no job yet, process 0 becomes its first roster. It waits for HOROCLONE_SIZE processes, and looks again and
+again whether there is another roster after all: its own view of the service may be older than the job.
+"""
+
+from __future__ import annotations
+
+import errno
+import time
+from collections.abc import Callable, Mapping
+
+from horoclone import errors
+from horoclone.bootstrap import heritage, service, wire
+from horoclone.bootstrap.client import CONNECT_S
+from horoclone.bootstrap.desk import Told
+from horoclone.bootstrap.membership import (
+    ABSENT,
+    FOREIGN,
+    FRESH,
+    HEARS,
+    REFUSES,
+    SILENT,
+    Identity,
+    Membership,
+)
+from horoclone.bootstrap.roster import Limits
+from horoclone.bootstrap.succession import SILENT_S, Succession, ask_all
+
+REFUSED_S = 10.0  # for so long must process 0 refuse us before we believe that it is of this job
+HAND_OVER_S = 5.0  # so long does a roster that ends wait for the others to go on without it
+LOOK_EVERY_S = 0.05
+
+
+class Gathering(Succession):
+    """Thread: as Succession. trouble: what the last look has found, for people."""
+
+    def __init__(
+        self, who: Identity, place: service.Place, environ: Mapping[str, str], say: Callable[[str], None]
+    ) -> None:
+        self._place, self._port = place, place.port(who.secret, environ)
+        self._bounds = service.bounds_of(place, environ)
+        bindings = service.bindings(self._port, environ)
+        try:
+            super().__init__(who, bindings, heritage.MOST_MEMBERS, say, open_to_all=True)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            raise errors.Unsupported(
+                f"port {self._port} is in use on host {place.host}; is another process of this job running here? "
+                "HOROCLONE_PORT (the same for all processes) chooses another one."
+            ) from error
+        # The port is the same everywhere, so on another host the loopback address would lead to that host itself.
+        others = tuple(one for one in self.who.own if not one.startswith("127."))
+        self.who = self.who._replace(own=others or self.who.own)
+        self._seat.state = FRESH
+        self._seat.tell = self._relax
+        self._silent_since: dict[str, float] = {}
+        self._refused_since = 0.0
+        self.trouble = ""
+
+    def learn(self, told: Told) -> None:
+        super().learn(told)
+        if self._seat.state == FRESH:
+            self._seat.state = HEARS
+
+    def _look_around(self) -> bool | None:
+        try:
+            answers, link = self._ask_everybody()
+        except OSError as error:
+            self.trouble = f"{self._place.service}: {error.strerror or error}"
+            return False
+        if link is not None:
+            self._move(link, tuple(link.addresses))
+            return True
+        if not self._place.is_first:
+            self._see_whether_refused(answers)
+            self.trouble = self._told_by(answers, f"{self._place.first} is to begin it")
+            return False
+        doubtful = self._doubtful(answers)
+        if doubtful:
+            self.trouble = self._told_by(doubtful, "somebody may know another roster")
+            return False
+        self._found()
+        return True
+
+    def _ask_everybody(self) -> tuple[dict[str, int | None], Membership | None]:
+        """What each address behind the service has said, and a connection to the roster where one of them is it.
+
+        OSError when the resolver does not tell the addresses.
+        """
+        addresses = [wire.format_address(one, self._port) for one in service.addresses(self._place.service)]
+        links = {
+            one: Membership(self.who._replace(addresses=(one,)), CONNECT_S, shows=False)
+            for one in addresses
+            if one not in self.who.own
+        }
+        answers, found = ask_all(links)
+        refusing = next((one for one, state in answers.items() if state == REFUSES), None)
+        best = found or refusing  # who is refused hears the reason when it asks for a generation
+        return answers, None if best is None else links[best]
+
+    def _told_by(self, answers: dict[str, int | None], what: str) -> str:
+        words = {ABSENT: "nobody listens", FOREIGN: "refuses us", SILENT: "no answer", FRESH: "waits as well"}
+        who = ", ".join(f"{one} ({words.get(state or 0, 'is in a job')})" for one, state in answers.items())
+        return f"behind {self._place.service} no roster of job {self._place.job!r} is seen, {what}; there are: {who or 'none'}"
+
+    def _see_whether_refused(self, answers: dict[str, int | None]) -> None:
+        """Unsupported when process 0 of this very job has refused us for a while."""
+        refused = False
+        if FOREIGN in answers.values():
+            try:
+                firsts = service.addresses(self._place.first)
+            except OSError:
+                firsts = []
+            refused = any(answers.get(wire.format_address(one, self._port)) == FOREIGN for one in firsts)
+        now = time.monotonic()
+        self._refused_since = (self._refused_since or now) if refused else 0.0
+        if refused and now - self._refused_since >= REFUSED_S:
+            raise errors.Unsupported(
+                f"{self._place.first}:{self._port} refuses this process: it has another secret (HOROCLONE_SECRET_FILE), or "
+                f"is of another job than {self._place.job!r} (HOROCLONE_JOB). Are two jobs behind one service?"
+            )
+
+    def _doubtful(self, answers: dict[str, int | None]) -> dict[str, int | None]:
+        """Those who may be in a job, or know of one. Who is silent for a while is an address of a pod that is gone."""
+        now = time.monotonic()
+        self._silent_since = {
+            one: self._silent_since.get(one, now) for one, state in answers.items() if state == SILENT
+        }
+        return {
+            one: state
+            for one, state in answers.items()
+            if state not in (ABSENT, FRESH, FOREIGN)
+            and not (state == SILENT and now - self._silent_since[one] >= SILENT_S)
+        }
+
+    def _found(self) -> None:
+        """Half of the processes that there shall be, and one, have to come: of a cut network only one side can begin."""
+        place, bounds = self._place, self._bounds
+        least = max(bounds.smallest, place.size // 2 + 1) if bounds.majority else bounds.smallest
+        limits = Limits(place.size, least, bounds.largest, bounds.timeout_s, None, bounds.majority)
+        self._seat.found(limits, tuple(place.host_of(index) for index in range(place.size)))
+        self._server.ring()
+        link = Membership(self.who._replace(addresses=self.who.own), CONNECT_S, shows=False)
+        link.reach(CONNECT_S)
+        self._move(link, self.who.own)
+
+    def _relax(self) -> None:
+        """The first generation is there: from now on it is the user's smallest number that counts."""
+        roster = self._seat.roster
+        if roster.record is not None and roster.limits.smallest != self._bounds.smallest:
+            roster.limits = roster.limits._replace(smallest=self._bounds.smallest)
+
+    def look_again(self) -> None:
+        """While the first generation is not there: is somebody in a job of which this roster has not known?"""
+        with self._seat.mutex:
+            waits = self._seat.is_roster and self._seat.roster.record is None
+        if not waits:
+            return
+        try:
+            answers, link = self._ask_everybody()
+        except OSError:
+            return
+        if link is not None:
+            link.close()
+        if any(state not in (ABSENT, FRESH, FOREIGN, SILENT) for state in answers.values()):
+            self._say(
+                "another process behind the service is in this job already; this one looks for its roster"
+            )
+            self._seat.give_up(FRESH)
+            self._server.ring()
+
+    def hand_over(self) -> None:
+        """A roster that ends waits, for a while, until the others have formed a generation without it: then they all know
+        the same, and one of them goes on as the roster."""
+        if not self._seat.is_roster:
+            return
+        deadline = time.monotonic() + HAND_OVER_S
+        with self._seat.mutex:
+            roster = self._seat.roster
+            if self.who.id in roster.members:
+                roster.dead(self.who.id, "its process has ended", time.monotonic())
+        self._server.ring()
+        while time.monotonic() < deadline:
+            with self._seat.mutex:
+                others = [one for one in roster.live() if one.id != self.who.id and one.connections]
+                record = roster.record
+                is_settled = record is None or (
+                    self.who.id not in record.members and roster.voters == record.members
+                )
+            if not others or is_settled or not self._seat.is_roster:
+                return
+            time.sleep(LOOK_EVERY_S)
