@@ -104,7 +104,8 @@ class Gathering(Succession):
     def _told_by(self, answers: dict[str, int | None], what: str) -> str:
         words = {ABSENT: "nobody listens", FOREIGN: "refuses us", SILENT: "no answer", FRESH: "waits as well"}
         who = ", ".join(f"{one} ({words.get(state or 0, 'is in a job')})" for one, state in answers.items())
-        return f"behind {self._place.service} no roster of job {self._place.job!r} is seen, {what}; there are: {who or 'none'}"
+        job, name = self._place.job, self._place.service
+        return f"behind {name} no roster of job {job!r} is seen, {what}; there are: {who or 'none'}"
 
     def _see_whether_refused(self, answers: dict[str, int | None]) -> None:
         """Unsupported when process 0 of this very job has refused us for a while."""
@@ -119,12 +120,13 @@ class Gathering(Succession):
         self._refused_since = (self._refused_since or now) if refused else 0.0
         if refused and now - self._refused_since >= REFUSED_S:
             raise errors.Unsupported(
-                f"{self._place.first}:{self._port} refuses this process: it has another secret (HOROCLONE_SECRET_FILE), or "
-                f"is of another job than {self._place.job!r} (HOROCLONE_JOB). Are two jobs behind one service?"
+                f"{self._place.first}:{self._port} refuses this process: it has another secret "
+                f"(HOROCLONE_SECRET_FILE), or is of another job than {self._place.job!r} (HOROCLONE_JOB). Are two jobs "
+                "behind one service?"
             )
 
     def _doubtful(self, answers: dict[str, int | None]) -> dict[str, int | None]:
-        """Those who may be in a job, or know of one. Who is silent for a while is an address of a pod that is gone."""
+        """Those who may be in a job, or know of one. Who stays silent is the address of a pod that is gone."""
         now = time.monotonic()
         self._silent_since = {
             one: self._silent_since.get(one, now) for one, state in answers.items() if state == SILENT
@@ -137,7 +139,7 @@ class Gathering(Succession):
         }
 
     def _found(self) -> None:
-        """Half of the processes that there shall be, and one, have to come: of a cut network only one side can begin."""
+        """More than half of the processes have to come at first: of a cut network only one side can begin."""
         place, bounds = self._place, self._bounds
         least = max(bounds.smallest, place.size // 2 + 1) if bounds.majority else bounds.smallest
         limits = Limits(place.size, least, bounds.largest, bounds.timeout_s, None, bounds.majority)
@@ -173,8 +175,8 @@ class Gathering(Succession):
             self._server.ring()
 
     def hand_over(self) -> None:
-        """A roster that ends waits, for a while, until the others have formed a generation without it: then they all know
-        the same, and one of them goes on as the roster."""
+        """A roster that ends waits, for a while, until the others have formed a generation without it: then all of them
+        know the same, and one of them goes on as the roster."""
         if not self._seat.is_roster:
             return
         deadline = time.monotonic() + HAND_OVER_S

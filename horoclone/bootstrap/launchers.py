@@ -52,7 +52,7 @@ def shared_secret(environ: Mapping[str, str]) -> bytes:
             content = file.read(4096)
     except OSError as error:
         raise errors.Unsupported(f"HOROCLONE_SECRET_FILE={path}: {error.strerror}") from error
-    # The kubelet lets a pod that is not root read its volumes through a group (fsGroup): root has given it to that group.
+    # The kubelet lets a pod that is not root read its volumes through a group (fsGroup): root has given them to it.
     allowed = 0o040 if status.st_uid == 0 != os.geteuid() else 0
     if status.st_mode & 0o077 & ~allowed:
         raise errors.Unsupported(f"HOROCLONE_SECRET_FILE={path} can be read by others; run: chmod 600 {path}")

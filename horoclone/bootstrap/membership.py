@@ -25,8 +25,8 @@ Say = Callable[[str], None]
 SAY_EVERY_S = 10.0
 
 # What a member says who could be the roster and is not. HEARS: it hears another one. WAITS: it looks for one, too.
-# ABSENT: nobody listens there any more. FRESH: it was in no generation yet. FOREIGN: whoever is there has another secret,
-# or is of another job. SILENT: nobody answers. REFUSES: it is the roster, and does not let this process in.
+# ABSENT: nobody listens there any more. FRESH: it was in no generation yet. FOREIGN: whoever is there has another
+# secret, or is of another job. SILENT: nobody answers. REFUSES: it is the roster, and does not let this process in.
 HEARS, WAITS, DECLINES, ABSENT, FRESH, FOREIGN, SILENT, REFUSES = range(8)
 
 

@@ -115,9 +115,9 @@ class Member:
 
 @dataclass(eq=False)
 class Roster:
-    """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among newcomers, and
-    it takes the place of who had it before. term: the high half of numbers. expected: hosts of the first generation, where
-    that is known; for the text when some do not come.
+    """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among newcomers,
+    and it takes the place of who had it before. term: the high half of numbers. expected: hosts of the first generation,
+    where that is known; for the text when some do not come.
     """
 
     limits: Limits
@@ -200,9 +200,9 @@ class Roster:
         for other in [one for one in self.members.values() if (one.host, one.slot) == (host, slot)]:
             if other.connections and not other.gone and now - other.heard_s < SILENT_S:
                 raise Refusal(
-                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one name or "
-                    "number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with one "
-                    "HOROCLONE_JOB?"
+                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one "
+                    "name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
+                    "one HOROCLONE_JOB?"
                 )
             self.dead(other.id, "another process has its place now", now)
 
@@ -442,8 +442,9 @@ class Roster:
             self.stop(
                 1,
                 f"{len(ready)} of at least {limits.smallest} processes were there after {limits.timeout_s:g} s"
-                f"{', without ' + ', '.join(absent) if absent and first else ''}; --elastic-timeout (seconds) gives them "
-                "more time, --min-np asks for fewer; without a launcher HOROCLONE_ELASTIC_TIMEOUT and HOROCLONE_MIN_NP",
+                f"{', without ' + ', '.join(absent) if absent and first else ''}; --elastic-timeout (seconds) gives "
+                "them more time, --min-np asks for fewer; without a launcher HOROCLONE_ELASTIC_TIMEOUT and "
+                "HOROCLONE_MIN_NP",
             )
 
     def _voting(self) -> list[bytes]:

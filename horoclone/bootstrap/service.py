@@ -46,7 +46,7 @@ class Place:
         return re.sub(r"\d+$", str(index), self.host)
 
     def port(self, secret: bytes, environ: Environment) -> int:
-        """Where every process of the job listens: HOROCLONE_PORT, or one that only those can tell who know the secret."""
+        """Where every process of the job listens: HOROCLONE_PORT, or one that follows from the secret."""
         text = environ.get("HOROCLONE_PORT", "").strip()
         if not text:
             return launchers.derived_ports(secret, self.job)[0]

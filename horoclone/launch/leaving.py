@@ -1,8 +1,8 @@
 """`horoclone leave`: asks workers of elastic jobs on this host to leave at their next commit, and waits for their end.
 
 For what ends a machine or a container: Kubernetes' preStop, an operator, a script of the scheduler. It sends SIGTERM to
-those processes of this user that have HOROCLONE_MEMBER in their environment, or HOROCLONE_SERVICE and HOROCLONE_ELASTIC,
-and have called init().
+those processes of this user that have HOROCLONE_MEMBER in their environment, or HOROCLONE_SERVICE and
+HOROCLONE_ELASTIC, and have called init().
 """
 
 from __future__ import annotations

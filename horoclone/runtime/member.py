@@ -46,8 +46,8 @@ _feed: replica.Feed | None = None  # since this process waits to be one of the r
 
 
 def is_elastic() -> bool:
-    """Whether this job goes on when ranks are lost or come: its launcher said so and gave this process a name, or it has
-    none and its processes are behind a service."""
+    """Whether this job goes on when ranks are lost or come: its launcher said so and gave this process a name, or it
+    has none and its processes are behind a service."""
     return flag(os.environ, "ELASTIC") and ("HOROCLONE_MEMBER" in os.environ or service.is_set(os.environ))
 
 
@@ -102,7 +102,7 @@ def _begin() -> None:
 
 
 def _gather(who: Identity) -> Gathering:
-    """Without a launcher: waits until the roster is found, or this process is it. SystemExit after the elastic timeout."""
+    """Without a launcher: until the roster is found, or this process is it. SystemExit after the elastic timeout."""
     place = service.place_of(os.environ)
     gathering = Gathering(who, place, os.environ, say)
     os.register_at_fork(after_in_child=gathering.after_fork_in_child)
@@ -235,8 +235,8 @@ def _follow() -> Membership:
 
 
 def code_of_leaving() -> int:
-    """With which a process ends that leaves as planned: 0 for a launcher, which knows of it. A Job of Kubernetes would count
-    0 as work that is done, and start nobody in its place."""
+    """With which a process ends that leaves as planned: 0 for a launcher, which knows of it. A Job of Kubernetes would
+    count 0 as work that is done, and start nobody in its place."""
     return NO_MEMBER if service.is_elastic(os.environ) else 0
 
 
