@@ -116,8 +116,8 @@ class Member:
 @dataclass(eq=False)
 class Roster:
     """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among newcomers,
-    and it takes the place of who had it before. term: the high half of numbers. expected: hosts of the first generation,
-    where that is known; for the text when some do not come.
+    and it takes the place of who had it before. term: the high half of numbers. expected: hosts of the first
+    generation, where they are known; for the text when some do not come.
     """
 
     limits: Limits
@@ -200,8 +200,8 @@ class Roster:
         for other in [one for one in self.members.values() if (one.host, one.slot) == (host, slot)]:
             if other.connections and not other.gone and now - other.heard_s < SILENT_S:
                 raise Refusal(
-                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one "
-                    "name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
+                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of "
+                    "one name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
                     "one HOROCLONE_JOB?"
                 )
             self.dead(other.id, "another process has its place now", now)

@@ -1,0 +1,61 @@
+"""The manifests against the real schemas, in the environment that has them (.venv/engines)."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PYTHON = ROOT / ".venv" / "engines" / "bin" / "python"
+MANIFESTS = sorted((ROOT / "deploy" / "kubernetes").glob("*/*.yaml"))
+
+pytestmark = pytest.mark.guards("deploy/kubernetes", "tests/deploy/schemas.py")
+
+
+def check(*paths: Path) -> subprocess.CompletedProcess[str]:
+    if not PYTHON.exists():
+        pytest.skip("no .venv/engines with kubernetes-validate, kubeflow-trainer-api and jsonschema")
+    program = Path(__file__).with_name("schemas.py")
+    done = subprocess.run(
+        [str(PYTHON), str(program), *map(str, paths)], capture_output=True, text=True, timeout=150, check=False
+    )
+    if "ModuleNotFoundError" in done.stderr:
+        pytest.skip(f".venv/engines lacks a package: {done.stderr.strip().splitlines()[-1]}")
+    return done
+
+
+def test_every_manifest_is_valid() -> None:
+    done = check(*MANIFESTS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    kinds = {words[2] for words in lines}
+    assert all(words[-1] == "valid" for words in lines)
+    assert kinds == {"Service", "Job", "StatefulSet", "JobSet", "TrainingRuntime", "TrainJob", "MPIJob"}
+
+
+WRONG = (
+    ("indexed-job", "completions: 4", "completions: four"),
+    ("indexed-job", "parallelism:", "paralelism:"),
+    ("statefulset", "serviceName: train", "serviceNames: train"),
+    ("jobset", "maxRestarts: 3", "maxRestarts: often"),
+    ("jobset", "enableDNSHostnames", "enableDnsHostnames"),
+    ("trainjob", "numNodes: 2\n    torch", "numNodes: two\n    torch"),
+    ("trainjob", "resourcesPerNode", "resourcePerNode"),
+    ("mpijob", "slotsPerWorker: 1", "slotsPerWorker: one"),
+    ("mpijob", "cleanPodPolicy: Running", "cleanPodPolicy: Sometimes"),
+    ("mpijob", "terminationGracePeriodSeconds", "gracePeriodSeconds"),
+)
+
+
+def test_what_is_wrong_in_a_manifest_is_found(tmp_path: Path) -> None:
+    paths = []
+    for number, (name, right, wrong) in enumerate(WRONG):
+        (path,) = (ROOT / "deploy" / "kubernetes" / name).glob("*.yaml")
+        assert right in path.read_text()
+        paths.append(tmp_path / f"{number}.yaml")
+        paths[-1].write_text(path.read_text().replace(right, wrong))
+    said = check(*paths).stdout.splitlines()
+    bad = {line.split(".")[0] for line in said if not line.endswith(" valid")}
+    assert bad == {str(number) for number in range(len(WRONG))}, said
