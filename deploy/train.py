@@ -45,7 +45,7 @@ points, sides = data()
 sampler = ElasticSampler(points, seed=3)
 state = ObjectState(broadcast_object, hvd.rank, weights=np.zeros(3), epoch=0, sampler=sampler)
 if os.environ.get("TRAIN_SAVES"):
-    state.checkpoint(os.environ["TRAIN_SAVES"], every=10, keep=2)
+    state.checkpoint(os.environ["TRAIN_SAVES"], every=20, keep=2)
 state.register_reset_callbacks([begins])
 
 

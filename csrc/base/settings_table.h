@@ -226,7 +226,7 @@ struct KnobRule {
     "DNS name behind which all processes of a job without a launcher are: a headless service of Kubernetes; " \
     "RANK follows from JOB_COMPLETION_INDEX or the host's name.")                                           \
   X("PORT", "", "count", "",                                                                                \
-    "Port on which the processes of a service listen; not set: it follows from the secret.")                \
+    "Port on which the processes of a service listen; not set: it follows from JOB.")                       \
   X("MIN_NP", "", "count", "1", "Smallest number of processes of an elastic job behind a service.")         \
   X("MAX_NP", "", "count", "", "Largest number of ranks of an elastic job behind a service.")               \
   X("MEMBER", "", "text", "", "Name of a process of an elastic job, 32 hex digits; set by the launcher.")   \
@@ -234,7 +234,8 @@ struct KnobRule {
     "How long after SIGTERM a process of an elastic job may go on to its next commit; then it leaves.")     \
   X("FAILPOINTS", "", "text", "", "Faults that a test asks for, at named points: see docs/failpoints.md.")     \
   X("NOTICE_SIGNAL", "", "text", "",                                                                        \
-    "Another signal that means what SIGTERM means to a process of an elastic job: USR1 or USR2.")           \
+    "Another signal that means what SIGTERM means to a process of an elastic job: USR1 or USR2. In a job of " \
+    "a fixed size it ends all ranks at their next commit, which is saved, with code 75.")                   \
   X("REPLICA_INTERVAL", "", "seconds", "0",                                                                 \
     "Spares of an elastic job are given a commit at most so often; that takes half of the time at most.")   \
   X("MPI_THREADS_DISABLE", "MPI_THREADS_DISABLE", "flag", "0",                                              \

@@ -39,7 +39,7 @@ class Gathering(Succession):
     def __init__(
         self, who: Identity, place: service.Place, environ: Mapping[str, str], say: Callable[[str], None]
     ) -> None:
-        self._place, self._port = place, place.port(who.secret, environ)
+        self._place, self._port = place, place.port(environ)
         self._bounds = service.bounds_of(place, environ)
         bindings = service.bindings(self._port, environ)
         try:

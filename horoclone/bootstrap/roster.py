@@ -196,12 +196,12 @@ class Roster:
         self._next_index = max(self._next_index, index)
 
     def _make_room(self, host: str, slot: int, now: float) -> None:
-        """Whoever started a process at this place anew has seen the end of the one before. Refusal if that one lives."""
+        """Who started a process at this place anew has seen the end of the one before. Refusal if that one lives."""
         for other in [one for one in self.members.values() if (one.host, one.slot) == (host, slot)]:
             if other.connections and not other.gone and now - other.heard_s < SILENT_S:
                 raise Refusal(
-                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of "
-                    "one name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
+                    f"another process is {host} (number {slot}) in this job, and it is alive. Are there two of one "
+                    "name or number (JOB_COMPLETION_INDEX, HOROCLONE_HOSTNAME), or two jobs behind one service with "
                     "one HOROCLONE_JOB?"
                 )
             self.dead(other.id, "another process has its place now", now)

@@ -45,11 +45,12 @@ class Place:
         """The host name of another process of the job."""
         return re.sub(r"\d+$", str(index), self.host)
 
-    def port(self, secret: bytes, environ: Environment) -> int:
-        """Where every process of the job listens: HOROCLONE_PORT, or one that follows from the secret."""
+    def port(self, environ: Environment) -> int:
+        """Where every process of the job listens: HOROCLONE_PORT, or one that follows from the job's name. Not from the
+        secret: who has another one shall be refused, and not search in another place."""
         text = environ.get("HOROCLONE_PORT", "").strip()
         if not text:
-            return launchers.derived_ports(secret, self.job)[0]
+            return launchers.derived_ports(b"a service", self.job)[0]
         if not text.isdigit() or not 0 < int(text) < 65536:
             raise errors.Unsupported(f"HOROCLONE_PORT={text!r} is not the number of a port (1 to 65535).")
         return int(text)

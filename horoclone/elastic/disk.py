@@ -40,6 +40,11 @@ class Disk:
         if state._commit_number % self.every == 0:
             checkpoint.save(self.path, state._on_disk(), keep=self.keep, timeout_s=self._timeout_s)
 
+    def save(self, state: Kept) -> None:
+        """Saves what is committed now, on all ranks, and waits until that is complete."""
+        checkpoint.save(self.path, state._on_disk(), keep=self.keep)
+        checkpoint.wait()
+
     def begin(self, state: Kept, root: int) -> bool:
         """Where the rank whose state counts holds no commit, it takes the newest save; whether it has. A collective.
 

@@ -42,7 +42,7 @@ def leave_requested() -> str | None:
 
 
 def code_of_leaving() -> int:
-    """With which a process ends that leaves as planned: 0, or 75 where it has no launcher (Kubernetes)."""
+    """With which a process ends that leaves as planned: 0, or 75 where no launcher of ours knows of it."""
     return member.code_of_leaving()
 
 

@@ -130,6 +130,9 @@ def _prepare(state: Any, reason: Reason) -> None:
     if member.is_elastic() and not getattr(reason, "committed", False):
         state._keep()  # a rank that fails now goes back to its commit, and must not meet others that are further
     leaving = member.leave_requested()
+    if not member.is_elastic() and state._somebody_leaves:
+        state._save_last()  # all ranks end here
+        leaving = leaving or "another rank was asked to leave"
     if leaving is not None:
         member.leave(leaving)
         life.shutdown()

@@ -151,6 +151,9 @@ class State:
     def _go_on(self) -> None:
         """Instead of the sync, where the generation needs none."""
 
+    def _save_last(self) -> None:
+        """All ranks of a job of a fixed size end behind this commit."""
+
     def _come_to_an_end(self) -> None:
         """Training is over: nothing stays on its way."""
 
@@ -245,6 +248,10 @@ class ObjectState(Owning, State):
             super()._commit()
         if self._disk is not None:
             self._disk.committed(self)
+
+    def _save_last(self) -> None:
+        if self._disk is not None:
+            self._disk.save(self)
 
     def _commit_with_own_parts(self) -> None:
         """The ranks agree first: a save is a collective here, and whoever leaves must still be there for it."""

@@ -166,6 +166,7 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
             arguments.ssh_identity_file,
             arguments.remote_python or sys.executable,
             arguments.start_timeout,
+            shell=arguments.remote_shell or ("srun" if arguments.host_discovery == "slurm" else "ssh"),
         ),
         output_folder=os.path.abspath(arguments.output_filename) if arguments.output_filename else None,
         grace_s=arguments.grace,

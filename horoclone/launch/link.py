@@ -26,14 +26,22 @@ from horoclone.settings import START_TIMEOUT_S
 REFUSED, LOST, ABANDONED = "refused", "lost", "abandoned"
 
 
+# One step for each host, beside the others on the same cores and memory. What ends in it ends nothing else.
+SRUN = (
+    "srun", "--nodes=1", "--ntasks=1", "--overlap", "--mem=0", "--cpu-bind=none", "--mpi=none", "--unbuffered",
+    "--quiet", "--kill-on-bad-exit=0", "--no-kill",
+)  # fmt: skip
+
+
 class SshOptions(NamedTuple):
-    """What the user said about ssh. python: the interpreter on the other hosts."""
+    """What the user said about ssh. python: the interpreter on the other hosts. shell: ssh, or Slurm's srun."""
 
     port: int | None = None
     identity_file: str | None = None
     python: str = sys.executable
     start_timeout_s: float = START_TIMEOUT_S
     bind_to_us: bool = True  # see LocalRanks
+    shell: str = "ssh"
 
 
 class HostEvents(Protocol):
@@ -71,7 +79,20 @@ def package_home() -> str:
 
 
 def ssh_command(host: str, options: SshOptions) -> list[str]:
-    """argv of ssh. What the other host's shell sees is quoted word by word; nothing of the user's command is in it."""
+    """argv of ssh, or of srun; its last word is what the other host's shell runs.
+
+    That is quoted word by word; nothing of the user's command is in it.
+    """
+    bootstrap = ["env", "PYTHONSAFEPATH=1", options.python, "-m", "horoclone.launch.remote"]
+    home = package_home()
+    if os.path.basename(home) not in (
+        "site-packages",
+        "dist-packages",
+    ):  # a source tree, at the same path there
+        bootstrap.insert(1, f"PYTHONPATH={home}")
+    there = "exec " + " ".join(shlex.quote(word) for word in bootstrap)
+    if options.shell == "srun":
+        return [*SRUN, f"--nodelist={host}", "sh", "-c", there]
     command = [
         "ssh",
         "-T",
@@ -87,14 +108,7 @@ def ssh_command(host: str, options: SshOptions) -> list[str]:
         command += ["-p", str(options.port)]
     if options.identity_file:
         command += ["-i", options.identity_file]
-    bootstrap = ["env", "PYTHONSAFEPATH=1", options.python, "-m", "horoclone.launch.remote"]
-    home = package_home()
-    if os.path.basename(home) not in (
-        "site-packages",
-        "dist-packages",
-    ):  # a source tree, at the same path there
-        bootstrap.insert(1, f"PYTHONPATH={home}")
-    return [*command, host, "exec " + " ".join(shlex.quote(word) for word in bootstrap)]
+    return [*command, host, there]
 
 
 class Link:
@@ -267,7 +281,7 @@ class Link:
 
 
 class HostLink(Link):
-    """A host to which ssh leads."""
+    """A host to which ssh, or srun, leads."""
 
     def __init__(self, host: str, options: SshOptions, events: HostEvents, guardian: Guardian) -> None:
         super().__init__(host, events, options.start_timeout_s)
@@ -285,8 +299,8 @@ class HostLink(Link):
             )
         except OSError as error:
             raise LaunchError(
-                f"{host} is another host, and ssh cannot be run here ({error.strerror}); install an ssh client "
-                "(Debian: apt install openssh-client), or start the job with a launcher that the hosts share",
+                f"{host} is another host, and {options.shell} cannot be run here ({error.strerror}); install an ssh "
+                "client (Debian: apt install openssh-client), or start the job with a launcher that the hosts share",
                 1,
             ) from None
         guardian.watch(self._process.pid)
@@ -341,9 +355,9 @@ class HostLink(Link):
         except subprocess.TimeoutExpired:
             code = None
         if not self._reader.greeted:
-            self._lose(f"could not be started over ssh (exit code {code})")
+            self._lose(f"could not be started over {self._options.shell} (exit code {code})")
         else:
-            self._lose(f"the ssh connection was lost (exit code {code})")
+            self._lose(f"the {self._options.shell} connection was lost (exit code {code})")
 
     def _details(self, refused: bool) -> str:
         self._drain_complaints()

@@ -191,6 +191,8 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
     )
     add("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the other hosts")
+    add("--remote-shell", choices=("ssh", "srun"),
+        help="what starts the ranks of other hosts (default: srun with --host-discovery slurm, else ssh)")  # fmt: skip
     add(
         "--remote-python",
         metavar="PATH",

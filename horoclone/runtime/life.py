@@ -61,6 +61,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             _join_generation(comm, wanted)
             return
         ending.end_when_told()
+        member.hear_signal()
         deadline = time.monotonic() + start_timeout_s(os.environ)
         current.job = exchange.open_job(comm, os.environ, deadline, say, current.job)
         _begin(_connect(current.job, deadline), wanted)

@@ -34,6 +34,7 @@ RETRY_S = 0.2
 told: Told | None = None  # the newest generation that held this process
 offered: tuple[int, ...] = ()  # commits that this process holds, ascending
 dropped: tuple[int, ...] = ()  # process sets of the generation before that do not exist in this one
+_asked = ""  # in a job of a fixed size: the signal that asks all ranks to end at their next commit
 _listeners: list[Listener] = []
 _mutex = threading.Lock()  # guards the listeners
 _who: Identity | None = None
@@ -236,8 +237,8 @@ def _follow() -> Membership:
 
 def code_of_leaving() -> int:
     """With which a process ends that leaves as planned: 0 for a launcher, which knows of it. A Job of Kubernetes would
-    count 0 as work that is done, and start nobody in its place."""
-    return NO_MEMBER if service.is_elastic(os.environ) else 0
+    count 0 as work that is done, and start nobody in its place; so does Slurm."""
+    return 0 if is_elastic() and not service.is_elastic(os.environ) else NO_MEMBER
 
 
 def leave(reason: str) -> None:
@@ -255,7 +256,27 @@ def _now(who: Identity) -> Identity:
 
 def leave_requested() -> str | None:
     """Why this process should leave at its next commit (SIGTERM came); None: it need not."""
-    return _thread.leaving or None if _thread is not None else None
+    return _thread.leaving or None if _thread is not None else _asked or None
+
+
+def hear_signal() -> None:
+    """In a job of a fixed size HOROCLONE_NOTICE_SIGNAL asks its ranks to end, all at the same commit: a time limit
+    comes. Main thread only, and only where nobody else handles the signal."""
+    number = _notice_signal()
+    if number is None or threading.current_thread() is not threading.main_thread():
+        return
+    if signal.getsignal(number) == signal.SIG_DFL:
+        signal.signal(number, _note)
+
+
+def _note(number: int, _frame: object) -> None:
+    global _asked
+    _asked = signal.Signals(number).name
+
+
+def _notice_signal() -> signal.Signals | None:
+    name = setting(os.environ, "NOTICE_SIGNAL", "").removeprefix("sig")
+    return signal.Signals[f"SIG{name.upper()}"] if name in ("usr1", "usr2") else None
 
 
 def listen(listener: Listener) -> None:
@@ -284,8 +305,8 @@ class _RosterThread(threading.Thread):
     def begin(self) -> None:
         if threading.current_thread() is threading.main_thread():
             numbers = [signal.SIGTERM] if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL else []
-            other = setting(os.environ, "NOTICE_SIGNAL", "").removeprefix("sig")
-            numbers += [getattr(signal, f"SIG{other.upper()}")] if other in ("usr1", "usr2") else []
+            other = _notice_signal()
+            numbers += [] if other is None else [other]
             for number in numbers:
                 signal.signal(number, self._asked_to_leave)
             if numbers:

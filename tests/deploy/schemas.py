@@ -78,7 +78,9 @@ def unknown(given: Any, known: Any, path: str) -> list[str]:
     """What the model has dropped: its fields are optional, and it ignores what it does not know."""
     if isinstance(given, dict) and isinstance(known, dict):
         found = [f"{path}.{key}" for key in given if key not in known]
-        return found + [one for key in given if key in known for one in unknown(given[key], known[key], f"{path}.{key}")]
+        return found + [
+            one for key in given if key in known for one in unknown(given[key], known[key], f"{path}.{key}")
+        ]
     if isinstance(given, list) and isinstance(known, list):
         return [one for a, b in zip(given, known, strict=False) for one in unknown(a, b, f"{path}[]")]
     return []

@@ -19,7 +19,11 @@ def check(*paths: Path) -> subprocess.CompletedProcess[str]:
         pytest.skip("no .venv/engines with kubernetes-validate, kubeflow-trainer-api and jsonschema")
     program = Path(__file__).with_name("schemas.py")
     done = subprocess.run(
-        [str(PYTHON), str(program), *map(str, paths)], capture_output=True, text=True, timeout=150, check=False
+        [str(PYTHON), str(program), *map(str, paths)],
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
     )
     if "ModuleNotFoundError" in done.stderr:
         pytest.skip(f".venv/engines lacks a package: {done.stderr.strip().splitlines()[-1]}")
