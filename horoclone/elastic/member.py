@@ -43,7 +43,7 @@ def leave_requested() -> str | None:
 
 def code_of_leaving() -> int:
     """With which a process ends that leaves as planned: 0, or 75 where no launcher of ours knows of it."""
-    return member.code_of_leaving()
+    return member.code_of_leaving(is_elastic())
 
 
 def leave(reason: str) -> None:

@@ -101,6 +101,7 @@ Reason = errors.HorovodInternalError | errors.HostsUpdatedInterrupt
 def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reason: Reason) -> bool:
     """Makes the state fit for another generation and begins one, as often as it takes; whether sync can be skipped."""
     watch.failed()
+    first, was_up = reason, runtime.is_initialized()
     while True:
         if isinstance(reason, errors.HorovodInternalError):
             progress.failed(reason, getattr(state, "_commits_made", None))
@@ -113,6 +114,8 @@ def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reas
             _agree_on_commit(state)
             state.on_reset()
         except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
+            if was_up and not (member.is_elastic() or runtime.is_initialized()):
+                raise first from error  # a job of a fixed size cannot go on with fewer ranks
             reason = error
             continue
         if member.is_elastic():

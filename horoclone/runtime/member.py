@@ -235,10 +235,10 @@ def _follow() -> Membership:
     return _link
 
 
-def code_of_leaving() -> int:
+def code_of_leaving(is_elastic: bool = True) -> int:
     """With which a process ends that leaves as planned: 0 for a launcher, which knows of it. A Job of Kubernetes would
     count 0 as work that is done, and start nobody in its place; so does Slurm."""
-    return 0 if is_elastic() and not service.is_elastic(os.environ) else NO_MEMBER
+    return 0 if is_elastic and not service.is_elastic(os.environ) else NO_MEMBER
 
 
 def leave(reason: str) -> None:

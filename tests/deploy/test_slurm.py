@@ -21,12 +21,12 @@ pytest.importorskip("horoclone._core", reason="the native module is not built: p
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sbatch", "scontrol")
-# Nothing that needs cgroups: processes are followed by their parents.
+# Nothing that needs cgroups: processes are followed by their parents. A job that is queued again waits for cred_expire.
 CONF = """
 ClusterName=test
 SlurmctldHost=control({net}.1)
 AuthType=auth/munge
-AuthInfo=socket={folder}/munge.sock
+AuthInfo=socket={folder}/munge.sock,cred_expire=15
 CredType=cred/munge
 SlurmUser=root
 SlurmdUser=root
