@@ -249,9 +249,9 @@ def test_whoever_comes_to_a_place_replaces_who_was_there_before_unless_that_one_
     one.disconnected(name(0), 2)
     one.join(name(8), b"x", "host", 0, 2)
     assert one.members[name(0)].gone and name(0) in one.certainly_gone
-    one.form(name(1), 1, (), 2)
     one.form(name(8), 0, (), 2)
-    one.step(3)
+    assert one.answer(name(8)) is None
+    one.form(name(1), 1, (), 2)
     record = one.answer(name(1))
     assert isinstance(record, Record) and record.members == (name(1), name(8)), (
         "half of two, and the other is dead"
