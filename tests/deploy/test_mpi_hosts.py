@@ -56,6 +56,8 @@ class Site:
         container["volumeMounts"] = [{"name": "keys", "mountPath": job["sshAuthMountPath"]}]
         container["command"] = ["/usr/sbin/sshd", "-De", "-f", "/srv/ssh/sshd_config"]
         self.nodes = [cluster.start(f"host-{number}", self.spec, "site") for number in range(2)]
+        for node in self.nodes:
+            node.wait_for("Server listening")
 
     def start(self, *command: str, env: dict[str, str]) -> Any:
         spec = copy.deepcopy(self.spec)
@@ -88,6 +90,8 @@ def openmpi(size: int, *more: str) -> list[str]:
 def mpich(path: Path, size: int) -> list[str]:
     own = [
         str(path),
+        "-localhost",
+        "front.site",
         "-launcher",
         "ssh",
         "-hosts",
