@@ -204,7 +204,7 @@ def executor_killed(spark: Any) -> Any:
 
         threading.Thread(target=kill, daemon=True).start()
         found = failure_of(lambda: quiet(waits_for_a_peer, env={"CASE_FOLDER": folder}))
-    return found, [one[0] for one in quiet(told, (1,), start_timeout=60)]
+    return found, [one[0] for one in quiet(told, (1,), start_timeout=200)]
 
 
 def elastic_executor_killed(spark: Any, pause_s: float, count: int) -> Any:

@@ -58,7 +58,7 @@ def test_two_jobs_share_a_cluster(cluster: Any) -> None:
 
 
 def test_a_killed_executor_ends_the_job_with_rank_node_and_cause(cluster: Any) -> None:
-    failure, after = cluster.ask("executor_killed")
+    failure, after = cluster.ask("executor_killed", 400)
     assert failure["kind"] == "RunError" and failure["rank"] == 1, failure
     assert "rank 1 (task-1.0@" in failure["text"] and "the Spark task was lost" in failure["text"]
     assert "Spark says: " in failure["text"] and "rank 0 was stopped because of this" in failure["text"]
@@ -66,10 +66,12 @@ def test_a_killed_executor_ends_the_job_with_rank_node_and_cause(cluster: Any) -
 
 
 def test_an_elastic_job_goes_on_without_a_killed_executor(cluster: Any) -> None:
-    done = cluster.ask("elastic_executor_killed", pause_s=0.1, count=50)
+    done = cluster.ask("elastic_executor_killed", 400, pause_s=0.1, count=50)
     assert 0 < done["recovered_s"] < 30, done
     ends = [(rank, size, total - step) for rank, size, step, total, _ in done["values"]]
-    assert ends == [(0, 2, 0.0), (1, 2, 0.0)], "the lost rank was replaced, and no step was lost or done twice"
+    assert ends == [(0, 2, 0.0), (1, 2, 0.0)], (
+        "the lost rank was replaced, and no step was lost or done twice"
+    )
 
 
 def test_an_elastic_job_of_which_all_workers_fail_says_why(cluster: Any) -> None:
