@@ -18,7 +18,7 @@ def core() -> Any:
     global _core_module
     if _core_module is None:
         try:
-            from horoclone import _core
+            import horoclone._core as _core
         except ImportError as error:
             raise ImportError(_why_not(error), name="horoclone._core") from error
         _core.set_error_classes(_error_factories())

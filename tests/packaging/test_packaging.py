@@ -255,3 +255,20 @@ def test_the_core_compiles_for_another_processor() -> None:
     ]
     with ThreadPoolExecutor(2) as both:
         assert "".join(both.map(errors_in, batches)) == ""
+
+
+def test_a_source_tree_that_is_not_built_says_what_to_do(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    shutil.copytree(
+        ROOT / "horoclone", tmp_path / "horoclone", ignore=shutil.ignore_patterns("*.so", "__pycache__")
+    )
+    shutil.copy(ROOT / "CMakeLists.txt", tmp_path)
+    for module in ("horoclone.torch", "horoclone.runtime.native_module as m; m.core()"):
+        done = subprocess.run(
+            [sys.executable, "-c", f"import {module}"], capture_output=True, text=True, timeout=120,
+            cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(tmp_path)},
+        )  # fmt: skip
+        last = done.stderr.splitlines()[-1]
+        assert f"is not built: {tmp_path} is a source tree. `pip install -e .` in it builds" in last, (
+            done.stderr
+        )
