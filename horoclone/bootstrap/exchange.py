@@ -421,8 +421,7 @@ def _at_derived_port(
     if placement.launcher == "slurm":
         host = launchers.first_slurm_node(environ.get("SLURM_STEP_NODELIST", ""))
     elif placement.launcher == "service":
-        place = service.place_of(environ)
-        host, ports = place.first, [place.port(environ)]
+        host, ports = service.rendezvous_of(environ)
     elif not (host := environ.get("MASTER_ADDR", "")):
         raise errors.Unsupported(
             f"{placement.why}, for several hosts, but nothing says where rank 0 is. Set MASTER_ADDR to its host "

@@ -115,9 +115,9 @@ class Member:
 
 @dataclass(eq=False)
 class Roster:
-    """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among newcomers,
-    and it takes the place of who had it before. term: the high half of numbers. expected: hosts of the first
-    generation, where they are known; for the text when some do not come.
+    """open_to_all: whether a process that nobody has announced by start() may join; its slot is its rank among others
+    that are new, and it takes the place of who had it before. term: the high half of numbers. expected: hosts of the
+    first generation, where they are known; for the text when some do not come.
     """
 
     limits: Limits

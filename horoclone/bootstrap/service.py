@@ -113,6 +113,12 @@ def place_of(environ: Environment) -> Place:
     return Place(name, host, index, size, environ.get("HOROCLONE_JOB") or name)
 
 
+def rendezvous_of(environ: Environment) -> tuple[str, list[int]]:
+    """The name of process 0's host, and the port there, where the ranks of a job of a fixed size meet."""
+    place = place_of(environ)
+    return place.first, [place.port(environ)]
+
+
 def bounds_of(place: Place, environ: Environment) -> Bounds:
     """Of an elastic job. Unsupported for numbers that do not fit together."""
     smallest = _whole(environ, "HOROCLONE_MIN_NP") if environ.get("HOROCLONE_MIN_NP") else 1
