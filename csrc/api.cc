@@ -209,6 +209,12 @@ hc_status* hc_submit_declared(hc_runtime* rt, int32_t process_set, int32_t id, i
     return rt->engine->submit_declared(process_set, id, bucket, {static_cast<hc::CuStream>(stream), priority}, out);
   });
 }
+int32_t hc_memory_relief(hc_runtime* rt, hc_relief what) {
+  hc::MemoryRelief& relief = rt->engine->relief();
+  if (what == HC_RELIEF_OFFER) relief.offer();
+  if (what == HC_RELIEF_GAVE) relief.gave();
+  return relief.is_wanted() ? 1 : 0;
+}
 hc_status* hc_undeclare(hc_runtime* rt, int32_t process_set, int32_t id) {
   return guarded([&] { return rt->engine->undeclare(process_set, id); });
 }

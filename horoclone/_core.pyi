@@ -199,6 +199,8 @@ class Runtime:
         stream: what fills a bucket on a GPU.
         """
     def undeclare(self, process_set: int, id: int) -> None: ...
+    def offer_memory(self, free: Callable[[], object]) -> None:
+        """`free` lets GPU memory go that the framework keeps for later: called within wait() when the core lacks some."""
     def run(
         self,
         op: int,

@@ -87,6 +87,7 @@ DOUBLES = (
     ("nccl", "libnccl.so.2"),
     ("nccl", "incomplete/libnccl.so.2", "-DHC_DOUBLE_WITHOUT_AVERAGING"),
     ("nvrtc", "libnvrtc.so.13"),
+    ("nvrtc_builtins", "libnvrtc-builtins.so.13.0"),
     ("nvrtc", "incomplete/libnvrtc.so.13", "-DHC_DOUBLE_WITHOUT_PTX"),
 )
 

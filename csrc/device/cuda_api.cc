@@ -1,11 +1,26 @@
 #include "device/cuda_api.h"
 
+#include <algorithm>
+#include <iterator>
+
 namespace hc {
 
 namespace {
 
 constexpr const char* kDriverAdvice =
     "it comes with NVIDIA's driver: install the driver on this host, or start the container with --gpus all";
+
+// After these the process gets nothing else from CUDA.
+constexpr CuResult kForGood[] = {214, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721};
+
+const char* advice_for(CuResult result) {
+  if (result == kCuNotInitialized)
+    return ": was this process forked after CUDA had been used? Start it with spawn, or use CUDA in the child alone";
+  if (std::find(std::begin(kForGood), std::end(kForGood), result) != std::end(kForGood))
+    return ": CUDA refuses everything in this process from now on, which has to be started anew; "
+           "CUDA_LAUNCH_BLOCKING=1 shows the kernel that did it";
+  return "";
+}
 
 Status resolve(CudaApi* api) {
 #define HC_RESOLVE(name, exported, arguments)                                          \
@@ -45,7 +60,7 @@ Status CudaApi::check(CuResult result, const char* call) const {
   if (result == kCuSuccess) return Status::ok();
   const char* text = nullptr;
   if (!cuGetErrorString || cuGetErrorString(result, &text) != kCuSuccess || !text) text = "unknown error";
-  return error(Code::kInternal, call, ": ", text, " (CUDA error ", result, ")");
+  return error(Code::kInternal, call, ": ", text, " (CUDA error ", result, ")", advice_for(result));
 }
 
 }  // namespace hc

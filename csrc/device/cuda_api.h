@@ -32,6 +32,7 @@ struct CuIpcHandle {  // passed by value
 
 inline constexpr CuResult kCuSuccess = 0;
 inline constexpr CuResult kCuOutOfMemory = 2;
+inline constexpr CuResult kCuNotInitialized = 3;  // also in a child of a process that has used CUDA
 inline constexpr CuResult kCuNotReady = 600;
 inline constexpr unsigned kCuStreamNonBlocking = 1;
 inline constexpr unsigned kCuEventDisableTiming = 2;
@@ -54,6 +55,8 @@ inline constexpr int kCuCapabilityMajor = 75, kCuCapabilityMinor = 76;  // attri
   X(cuDevicePrimaryCtxRelease, "cuDevicePrimaryCtxRelease_v2", (CuDevice))                                     \
   X(cuCtxPushCurrent, "cuCtxPushCurrent_v2", (CuContext))                                                      \
   X(cuCtxPopCurrent, "cuCtxPopCurrent_v2", (CuContext*))                                                       \
+  X(cuCtxGetCurrent, "cuCtxGetCurrent", (CuContext*))                                                          \
+  X(cuCtxSetCurrent, "cuCtxSetCurrent", (CuContext))                                                           \
   X(cuCtxGetStreamPriorityRange, "cuCtxGetStreamPriorityRange", (int*, int*))                                  \
   X(cuStreamCreateWithPriority, "cuStreamCreateWithPriority", (CuStream*, unsigned, int))                      \
   X(cuStreamDestroy, "cuStreamDestroy_v2", (CuStream))                                                         \
@@ -93,7 +96,7 @@ struct CudaApi {
   // `path`: a file to load instead of the driver's own name. Unsupported says which file or symbol was missing, and
   // what to do about it. Initialises the driver.
   static Result<std::shared_ptr<const CudaApi>> load(const std::string& path);
-  // Ok, or "cuMemAlloc: out of memory (2)" as kInternal.
+  // Ok, or "cuMemAlloc: out of memory (CUDA error 2)" as kInternal, with what to do where that is known.
   Status check(CuResult result, const char* call) const;
 };
 

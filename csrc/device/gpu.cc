@@ -8,14 +8,69 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kSmallestBlock = 64u << 10;
+constexpr size_t kSmallestBlock = 64u << 10, kLargeBlock = 32u << 20, kLargeUnit = 2u << 20;
 constexpr double kCloseLimitS = 2;
 constexpr unsigned kPortable = 1;  // CU_MEMHOSTALLOC_PORTABLE
 
-// Blocks come in powers of two, so that one of an earlier batch fits the next.
-size_t rounded(size_t bytes) { return std::bit_ceil(std::max(bytes, kSmallestBlock)); }
+// Blocks come in powers of two, so that one of an earlier batch fits the next. Large ones are not doubled: the
+// framework wants the memory as well.
+size_t rounded(size_t bytes) {
+  if (bytes > kLargeBlock) return (bytes + kLargeUnit - 1) / kLargeUnit * kLargeUnit;
+  return std::bit_ceil(std::max(bytes, kSmallestBlock));
+}
+
+// Of the stock: a large one may be a quarter larger than what is wanted.
+bool fits(size_t block, size_t wanted) {
+  return block == wanted || (wanted > kLargeBlock && block > wanted && block - wanted <= wanted / 4);
+}
+
+// What the scopes of Gpu::Current have done on this thread.
+struct Here {
+  const Gpu* gpu = nullptr;  // whose context is current
+  bool relaxed = false;      // its calls disturb no capture
+  bool is_ours = false;
+  CuContext kept = nullptr;  // ours: stays current
+};
+thread_local Here here;
 
 }  // namespace
+
+// ---- scopes
+
+Gpu::Current::Current(const Gpu& gpu, For what) : gpu_(gpu), outer_(here.gpu) {
+  const CudaApi& cuda = *gpu.api_;
+  if (here.is_ours) {
+    if (here.kept == gpu.context_) return;
+    if (cuda.cuCtxSetCurrent(gpu.context_) == kCuSuccess) here.kept = gpu.context_;
+    if (!here.relaxed) (void)cuda.cuThreadExchangeStreamCaptureMode(&mode_);
+    here.relaxed = true;
+    return;
+  }
+  if (here.gpu != &gpu) {
+    CuContext now = nullptr;
+    if (cuda.cuCtxGetCurrent(&now) != kCuSuccess || now != gpu.context_)
+      pushed_ = cuda.cuCtxPushCurrent(gpu.context_) == kCuSuccess;
+    here.gpu = &gpu;
+  }
+  if (what == For::kStreams || here.relaxed) return;
+  exchanged_ = cuda.cuThreadExchangeStreamCaptureMode(&mode_) == kCuSuccess;
+  here.relaxed = true;
+}
+
+Gpu::Current::~Current() {
+  if (here.is_ours) return;
+  if (exchanged_) {
+    (void)gpu_.api_->cuThreadExchangeStreamCaptureMode(&mode_);
+    here.relaxed = false;
+  }
+  CuContext popped = nullptr;
+  if (pushed_) (void)gpu_.api_->cuCtxPopCurrent(&popped);
+  here.gpu = outer_;
+}
+
+void Gpu::own_this_thread() { here.is_ours = true; }
+
+// ---- events and memory
 
 GpuEvent::~GpuEvent() { gpu_->give_back(event_); }
 
@@ -80,7 +135,7 @@ void Gpu::end_stream(CuStream stream) {
 }
 
 Result<GpuEventPtr> Gpu::record(CuStream stream) {
-  const Current current(*this);
+  const Current current(*this, Current::For::kStreams);
   CuEvent event = nullptr;
   {
     std::lock_guard lock(mu_);
@@ -89,14 +144,17 @@ Result<GpuEventPtr> Gpu::record(CuStream stream) {
       events_.pop_back();
     }
   }
-  if (!event) HC_TRY(api_->check(api_->cuEventCreate(&event, kCuEventDisableTiming), "cuEventCreate"));
+  if (!event) {
+    const Current creating(*this);
+    HC_TRY(api_->check(api_->cuEventCreate(&event, kCuEventDisableTiming), "cuEventCreate"));
+  }
   auto made = std::make_shared<GpuEvent>(shared_from_this(), event);
   HC_TRY(api_->check(api_->cuEventRecord(event, stream), "cuEventRecord"));
   return made;
 }
 
 Status Gpu::wait(CuStream stream, CuEvent event) {
-  const Current current(*this);
+  const Current current(*this, Current::For::kStreams);
   return api_->check(api_->cuStreamWaitEvent(stream, event, 0), "cuStreamWaitEvent");
 }
 
@@ -109,7 +167,7 @@ Result<bool> Gpu::passed(const GpuEvent& event) {
 }
 
 Result<bool> Gpu::is_captured(CuStream stream) {
-  const Current current(*this);
+  const Current current(*this, Current::For::kStreams);
   int status = 0;
   HC_TRY(api_->check(api_->cuStreamIsCapturing(stream, &status), "cuStreamIsCapturing"));
   return status != 0;
@@ -139,7 +197,7 @@ Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
     std::lock_guard lock(mu_);
     auto& stock = stock_[static_cast<int>(kind)];
     const auto at = std::find_if(stock.begin(), stock.end(), [&](const Block& b) {
-      if (b.bytes != wanted) return false;
+      if (!fits(b.bytes, wanted)) return false;
       return kind == GpuMemory::Kind::kDevice || !b.last_use || api_->cuEventQuery(b.last_use->get()) == kCuSuccess;
     });
     if (at != stock.end()) {
@@ -154,8 +212,10 @@ Result<Gpu::Block> Gpu::take(GpuMemory::Kind kind, size_t bytes) {
     drop_stock(kind, 0);
     allocated = allocate(kind, &made);
   }
-  if (!allocated.is_ok()) return allocated.with(text_of(wanted, " bytes for device ", index_));
-  return made;
+  if (allocated.is_ok()) return made;
+  was_full_.store(true);
+  return allocated.with(text_of(wanted, " bytes for device ", index_, ", where the framework leaves too little free: ",
+                                "smaller batches or models, or torch.cuda.set_per_process_memory_fraction(0.9)"));
 }
 
 Status Gpu::allocate(GpuMemory::Kind kind, Block* block) {
@@ -231,7 +291,7 @@ void Gpu::close() {
 }
 
 Status Gpu::copy(CuPointer to, CuPointer from, size_t bytes, CuStream stream) {
-  const Current current(*this);
+  const Current current(*this, Current::For::kStreams);
   return api_->check(api_->cuMemcpyDtoDAsync(to, from, bytes, stream), "cuMemcpyDtoDAsync");
 }
 

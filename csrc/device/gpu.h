@@ -70,27 +70,27 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // Our kernels, loaded at the first call, which may take seconds; later ones give the same answer at once.
   Result<GpuKernels*> kernels(const KernelOptions& options);
 
-  // Makes the context current for a scope. Calls within it never disturb somebody who captures a graph: none of them
-  // has to do with the streams that are captured, except where capture is meant.
+  // Makes the context current for a scope, where it is not. Calls within it never disturb somebody who captures a
+  // graph: none of them has to do with the streams that are captured, except where capture is meant. A scope within
+  // another one costs no call of the driver.
   class Current {
    public:
-    explicit Current(const Gpu& gpu) : gpu_(gpu) {
-      pushed_ = gpu.api_->cuCtxPushCurrent(gpu.context_) == kCuSuccess;
-      (void)gpu_.api_->cuThreadExchangeStreamCaptureMode(&mode_);
-    }
-    ~Current() {
-      (void)gpu_.api_->cuThreadExchangeStreamCaptureMode(&mode_);
-      CuContext popped = nullptr;
-      if (pushed_) (void)gpu_.api_->cuCtxPopCurrent(&popped);
-    }
+    // kStreams: only what a stream is given, which disturbs no capture by itself: two calls of the driver are saved.
+    enum class For { kAnything, kStreams };
+    explicit Current(const Gpu& gpu, For what = For::kAnything);
+    ~Current();
     Current(const Current&) = delete;
     Current& operator=(const Current&) = delete;
 
    private:
     const Gpu& gpu_;
-    bool pushed_;
+    const Gpu* const outer_;  // of the scope around this one, or null
+    bool pushed_ = false, exchanged_ = false;
     int mode_ = kCuCaptureRelaxed;  // of the thread, outside of the scope
   };
+  // The calling thread is the library's own: the context stays current there and nothing that it does disturbs a
+  // capture, so that scopes cost no call of the driver after the first.
+  static void own_this_thread();
 
   Result<CuStream> make_stream();  // of the highest priority; the caller's until end_stream
   void end_stream(CuStream stream);
@@ -101,6 +101,8 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   // For use on `stream` from now on.
   Result<GpuMemoryPtr> device_memory(size_t bytes, CuStream stream);
   Result<GpuMemoryPtr> pinned_memory(size_t bytes);
+  // Whether memory was wanted in vain since the last question.
+  bool was_full() { return was_full_.exchange(false); }
   // Gives all stock back to the device; what comes back from now on goes there at once. Ends a cycle of owners.
   void close();
   Status copy(CuPointer to, CuPointer from, size_t bytes, CuStream stream);
@@ -129,7 +131,7 @@ class Gpu : public std::enable_shared_from_this<Gpu> {
   CuDevice device_ = 0;
   CuContext context_ = nullptr;
   CuUuid uuid_{};
-  std::atomic<bool> closed_{false};
+  std::atomic<bool> closed_{false}, was_full_{false};
   std::mutex kernels_mu_;  // guards the three below, while they are loaded
   bool kernels_sought_ = false;
   Status no_kernels_;

@@ -10,8 +10,9 @@ namespace {
 
 constexpr size_t kMostCount = 1u << 30;       // elements of one piece of a launch
 constexpr size_t kBytesPerThread = 64;        // below it, fewer blocks. Not measured on a GPU.
-constexpr unsigned kMostBlocksPerPiece = 64;  // the rest is done in strides
-constexpr unsigned kMostBlocks = 132 * 8;     // of a reduction: as many as the largest GPUs of today run at once
+constexpr unsigned kMostBlocks = 132 * 8;     // as many as the largest GPUs of today run at once; the rest in strides
+// From here on a plain copy is the driver's, which knows how each GPU copies fastest. Not measured on a GPU.
+constexpr size_t kCopyFromBytes = 1u << 20;
 
 const char* short_name(DType dtype) {
   constexpr const char* names[kDTypeCount] = {"bool", "u8",  "i8",   "u16", "i16", "i32",
@@ -65,11 +66,13 @@ GpuKernels::~GpuKernels() {
   (void)gpu_.api().cuModuleUnload(module_);
 }
 
-Status GpuKernels::move(const char* direction, const Packing& how, CuPointer packed,
-                        std::span<const PackedPiece> pieces, CuStream stream) {
+Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces,
+                        CuStream stream) {
+  const Gpu::Current current(gpu_, Gpu::Current::For::kStreams);
   const size_t item = size_of(how.tensor);
   const std::string name =
-      direction + (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
+      (packs ? "hc_pack_" : "hc_unpack_") +
+      (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
   PackArguments arguments;
   arguments.packed = packed;
   arguments.factor = how.factor;
@@ -78,12 +81,17 @@ Status GpuKernels::move(const char* direction, const Packing& how, CuPointer pac
   size_t longest = 0;
   const auto flush = [&]() -> Status {
     if (!rows) return Status::ok();
-    HC_TRY(launch(name, &arguments, {blocks_for(longest, kMostBlocksPerPiece), rows}, stream));
+    HC_TRY(launch(name, &arguments, {blocks_for(longest, std::max(kMostBlocks / rows, 1u)), rows}, stream));
     rows = 0;
     longest = 0;
     return Status::ok();
   };
-  for (const PackedPiece& piece : pieces)
+  for (const PackedPiece& piece : pieces) {
+    if (how.is_copy() && piece.count * item >= kCopyFromBytes) {
+      const CuPointer place = packed + piece.place;
+      HC_TRY(gpu_.copy(packs ? place : piece.tensor, packs ? piece.tensor : place, piece.count * item, stream));
+      continue;
+    }
     for (size_t done = 0; done < piece.count;) {
       const size_t count = std::min(piece.count - done, kMostCount / item);
       arguments.piece[rows++] = {piece.tensor + done * item,
@@ -93,6 +101,7 @@ Status GpuKernels::move(const char* direction, const Packing& how, CuPointer pac
       done += count;
       if (rows == kMostPieces) HC_TRY(flush());
     }
+  }
   return flush();
 }
 

@@ -54,10 +54,10 @@ class GpuKernels {
     return (count * size_of(packed) + kPlaceBytes - 1) / kPlaceBytes * kPlaceBytes;
   }
   Status pack(const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces, CuStream stream) {
-    return move("hc_pack_", how, packed, pieces, stream);
+    return move(true, how, packed, pieces, stream);
   }
   Status unpack(const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces, CuStream stream) {
-    return move("hc_unpack_", how, packed, pieces, stream);
+    return move(false, how, packed, pieces, stream);
   }
   // Every input is read before any output is written, element by element: an output may be one of the inputs.
   Status reduce(const Reduction& reduction, CuStream stream);
@@ -79,8 +79,7 @@ class GpuKernels {
 
  private:
   GpuKernels(Gpu* gpu, CuModule module, std::string origin) : gpu_(*gpu), module_(module), origin_(std::move(origin)) {}
-  Status move(const char* direction, const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces,
-              CuStream stream);
+  Status move(bool packs, const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces, CuStream stream);
   Status adasum_rows(const char* kernel, DType work, CuPointer sums, std::span<const AdasumRow> rows, CuStream stream);
   struct Grid {
     unsigned blocks = 1, rows = 1;

@@ -83,9 +83,10 @@ Result<std::shared_ptr<const NcclApi>> NcclApi::load(const std::string& path, co
 NcclApi::Registration NcclApi::registration() const {
   if (!ncclMemAlloc || !ncclMemFree) return Registration::kNone;
   if (version >= kNcclHasWindows && ncclCommWindowRegister && ncclCommWindowDeregister) return Registration::kWindows;
-  const bool buffers = version >= kNcclRegisters && ncclCommRegister && ncclCommDeregister;
-  return buffers ? Registration::kBuffers : Registration::kNone;
+  return registers_buffers() ? Registration::kBuffers : Registration::kNone;
 }
+
+bool NcclApi::registers_buffers() const { return version >= kNcclRegisters && ncclCommRegister && ncclCommDeregister; }
 
 Status NcclApi::check(NcclResult result, const char* call, NcclHandle comm) const {
   if (result == kNcclSuccess || result == kNcclInProgress) return Status::ok();

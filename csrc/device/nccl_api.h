@@ -40,6 +40,8 @@ inline constexpr int kNcclScalarOnHost = 1;  // ncclScalarHostImmediate: the sca
 // before.
 inline constexpr int kNcclOldest = 21400;
 inline constexpr int kNcclRegisters = 21900, kNcclHasWindows = 22700;  // versions
+// Before, a group that was under way lived in the memory of the thread that had called it.
+inline constexpr int kNcclNonBlocking = 22700;
 inline constexpr int kNcclSymmetric = 1;  // of a window: all ranks pass the same offsets in it
 
 // X(name, return type, arguments). Every one of them is needed and there in kNcclOldest.
@@ -94,9 +96,10 @@ struct NcclApi {
   // else each rank's buffer by itself.
   enum class Registration { kNone, kBuffers, kWindows };
   Registration registration() const;
+  bool registers_buffers() const;
   // Ok, or NCCL's own words as kInternal. `comm` may be null.
   Status check(NcclResult result, const char* call, NcclHandle comm) const;
-  // Whether what was called on `comm` is still on its way; the error that NCCL met meanwhile. The context is current.
+  // Whether what was called on `comm` is still on its way; the error that NCCL met meanwhile.
   Result<bool> is_pending(NcclHandle comm) const;
 };
 

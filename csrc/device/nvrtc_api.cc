@@ -75,6 +75,16 @@ Status resolve(NvrtcApi* api) {
   return Status::ok();
 }
 
+// What NVRTC opens by its bare name when it compiles lies beside it. Not every package tells the loader so (the wheels of
+// 13.0 do not), but a library that is loaded is found by its name.
+std::shared_ptr<Library> builtins_beside(const NvrtcApi& api) {
+  const size_t slash = api.file.rfind('/');
+  if (slash == std::string::npos) return nullptr;
+  auto opened = Library::open(
+      text_of(api.file.substr(0, slash + 1), "libnvrtc-builtins.so.", api.major, ".", api.minor));
+  return opened.is_ok() ? opened.take() : nullptr;
+}
+
 // The compiler's own words.
 std::string log_of(const NvrtcApi& api, NvrtcProgram program) {
   size_t bytes = 0;
@@ -116,6 +126,7 @@ Result<std::shared_ptr<const NvrtcApi>> NvrtcApi::load(const std::string& path, 
   api->file = api->library->file();
   if (Status usable = resolve(api.get()); !usable.is_ok())
     return error(Code::kUnsupported, usable.text(), "; ", how_to_get_nvrtc(cuda_version), " --upgrade");
+  api->builtins = builtins_beside(*api);
   return std::shared_ptr<const NvrtcApi>(std::move(api));
 }
 

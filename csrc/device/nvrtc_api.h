@@ -39,6 +39,7 @@ struct NvrtcApi {
   HC_NVRTC_SYMBOLS(HC_FIELD)
 #undef HC_FIELD
   std::shared_ptr<Library> library;
+  std::shared_ptr<Library> builtins;  // that it opens by name when it compiles; null: it finds them itself, or nobody
   std::string file;
   std::string found;              // where: "already loaded in this process", "pip package", ...
   int major = 0, minor = 0;       // of CUDA

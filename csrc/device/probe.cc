@@ -43,15 +43,31 @@ std::string describe(const NcclApi& nccl) {
                  ",\"shrink\":", word(nccl.ncclCommShrink), "}}");
 }
 
-// What would be tried; whether it runs on a device is seen when there is one.
-std::string describe_kernels(const KernelOptions& options, int cuda_version) {
+// The first device's, or what every GPU of today has where there is none.
+int capability_to_try(const CudaApi* cuda) {
+  constexpr int kCommon = 80;
+  CuDevice device = 0;
+  int major = 0, minor = 0;
+  if (!cuda || cuda->cuDeviceGet(&device, 0) != kCuSuccess ||
+      cuda->cuDeviceGetAttribute(&major, kCuCapabilityMajor, device) != kCuSuccess ||
+      cuda->cuDeviceGetAttribute(&minor, kCuCapabilityMinor, device) != kCuSuccess)
+    return kCommon;
+  return major * 10 + minor;
+}
+
+// They are compiled, as the first tensor would have it done; what has been made is kept for it. Whether they run on a
+// device is seen when there is one.
+std::string describe_kernels(const KernelOptions& options, const CudaApi* cuda) {
+  const int cuda_version = cuda ? cuda->version : 0;
   if (options.off) return absent(error(Code::kUnsupported, "HOROCLONE_GPU_KERNELS is off"));
   if (!built_in_kernels().code.empty()) return "{\"found\":true,\"where\":\"built in\",\"version\":\"\",\"file\":\"\"}";
   auto nvrtc = NvrtcApi::load(options.nvrtc_library, options.nvrtc_folders, cuda_version);
   if (!nvrtc.is_ok()) return absent(nvrtc.status());
   const NvrtcApi& api = *nvrtc.value();
+  auto compiled = compiled_kernels(options, capability_to_try(cuda), cuda_version);
+  if (!compiled.is_ok()) return absent(compiled.status());
   return text_of("{\"found\":true,\"where\":", quoted(api.found), ",\"version\":\"", api.major, ".", api.minor,
-                 "\",\"file\":", quoted(api.file), "}");
+                 "\",\"file\":", quoted(api.file), ",\"compiled\":", quoted(compiled.value().origin), "}");
 }
 
 }  // namespace
@@ -62,7 +78,7 @@ std::string device_report_json(const DeviceLibraries& libraries) {
   auto nccl = NcclApi::load(libraries.nccl, libraries.nccl_folders, version);
   return text_of("{\"cuda\":", cuda.is_ok() ? describe(*cuda.value()) : absent(cuda.status()),
                  ",\"nccl\":", nccl.is_ok() ? describe(*nccl.value()) : absent(nccl.status()),
-                 ",\"kernels\":", describe_kernels(libraries.kernels, version), "}");
+                 ",\"kernels\":", describe_kernels(libraries.kernels, cuda.is_ok() ? cuda.value().get() : nullptr), "}");
 }
 
 }  // namespace hc

@@ -15,11 +15,11 @@ Status Calls::submit(const Submission& s, int64_t* handle) {
   return enqueue(s, {}, handle);
 }
 
-Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle) {
+Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool may_be_captured) {
   const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " '", s.name, "'"); });
   std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
-    auto prepared = gpu_.prepare(s);
+    auto prepared = gpu_.prepare(s, may_be_captured);
     HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", context_.rank());
     device = prepared.take();
   }
@@ -43,9 +43,10 @@ Status Calls::submit_on_device(const BucketSet& set, int process_set, BucketId b
   const Submission s = set.submission_of(process_set, bucket.index, call, &tensor);
   auto gpu = gpu_.adopt(s.device_index);
   HC_TRY(gpu.status());
+  const Gpu::Current current(*gpu.value(), Gpu::Current::For::kStreams);
   auto captured = gpu.value()->is_captured(call.stream);
   HC_TRY(captured.status());
-  return captured.value() ? capture(s, bucket, handle) : enqueue(s, bucket, handle);
+  return captured.value() ? capture(s, bucket, handle) : enqueue(s, bucket, handle, false);
 }
 
 // A step that a framework captures into a CUDA graph: the bucket goes into the graph on this thread. Nothing is agreed

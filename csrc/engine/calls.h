@@ -42,7 +42,7 @@ class Calls {
   Status barrier(int process_set, const std::string& name);
 
  private:
-  Status enqueue(const Submission& s, BucketId bucket, int64_t* handle);
+  Status enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool may_be_captured = true);
   Status submit_on_device(const BucketSet& set, int process_set, BucketId bucket, const DeclaredCall& call,
                           int64_t* handle);
   bool repeat(const Submission& s, int64_t* handle);

@@ -134,8 +134,11 @@ void Engine::break_off(int64_t handle, const std::string& text) {
 Status Engine::shutdown(double timeout_s) {
   if (!context_.connected.load()) return Status::ok();
   const std::function<bool()> idle = [this] {
-    return context_.has_failed() || !context_.connected.load() || (loop_.outstanding() == 0 && !intake_.has_news());
+    return context_.has_failed() || !context_.connected.load() ||
+           (loop_.outstanding() == 0 && !intake_.has_news() && !loop_.device_in_flight());
   };
+  // What was launched on GPUs waits there for ranks that are slower: they need this one until they have launched it, too.
+  loop_.watch_flights();
   (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
   progress_.lock();
   if (!context_.connected.load()) {  // another thread has ended it meanwhile

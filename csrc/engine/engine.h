@@ -75,6 +75,7 @@ class Engine {
   Result<std::shared_ptr<Memory>> allocate_on_device(int device_index, size_t bytes) {
     return gpu_.allocate(device_index, bytes);
   }
+  MemoryRelief& relief() { return gpu_.relief(); }
   bool shares_memory() const;  // all ranks of the world do
 
   void abort(const std::string& text);

@@ -61,36 +61,44 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
     *id = intake_.declare(*set->intake(), declared);
     HC_TRY(set->declare(*id, declared, owned, &can));
   }
+  const std::string name = text_of("horoclone.declare.", *id);
   // Whether every rank declares the same, and has its buckets where a persistent plan can take them: one integer each,
   // the least and the greatest agree.
   int64_t mine[3] = {static_cast<int64_t>(declared->fingerprint() >> 2), can.persistent ? 1 : 0, can.registers ? 1 : 0};
   int64_t least[3], most[3];
-  HC_TRY(agree(process_set, text_of("horoclone.declare.", *id), mine, least, most));
+  HC_TRY(agree(process_set, name, mine, least, most));
   if (least[0] != most[0])
     return error(Code::kMismatch, "the ranks of process set ", process_set,
                  " declared different buckets; do all ranks build the same model "
                  "and pass the same arguments to DistributedOptimizer?");
+  // NCCL forgets buckets only here, where every rank is: those that all of them have dropped.
+  int64_t forgotten = 0;
+  if (can.knows_some) HC_TRY(reduce(process_set, name + ".dropped", Reduce::kAnd, {&can.dropped, 1}, &forgotten));
   const ProgressThreads::Hold held(progress_);
-  if (ProcessSet* set = sets_.find(process_set)) set->confirm(*id, {least[1] == 1, least[2] == 1});
-  return Status::ok();
+  ProcessSet* set = sets_.find(process_set);
+  can.persistent = least[1] == 1;
+  can.registers = least[2] == 1;
+  can.dropped = forgotten;
+  return set ? set->confirm(*id, can) : Status::ok();
 }
 
 Status SetChanges::agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3],
                          int64_t (&most)[3]) {
-  const int64_t shape[] = {3};
-  for (const Reduce reduce : {Reduce::kMin, Reduce::kMax}) {
-    int64_t* out = reduce == Reduce::kMin ? least : most;
-    const Submission::Tensor tensor{mine, out, shape, DType::kI64};
-    Submission s;
-    s.reduce = reduce;
-    s.process_set = process_set;
-    const std::string full = name + (reduce == Reduce::kMin ? ".min" : ".max");
-    s.name = full;
-    s.tensors = {&tensor, 1};
-    s.will_wait = true;
-    HC_TRY(calls_.run(s));
-  }
-  return Status::ok();
+  HC_TRY(reduce(process_set, name + ".min", Reduce::kMin, mine, least));
+  return reduce(process_set, name + ".max", Reduce::kMax, mine, most);
+}
+
+Status SetChanges::reduce(int process_set, const std::string& name, Reduce how, std::span<const int64_t> mine,
+                          int64_t* out) {
+  const int64_t shape[] = {static_cast<int64_t>(mine.size())};
+  const Submission::Tensor tensor{mine.data(), out, shape, DType::kI64};
+  Submission s;
+  s.reduce = how;
+  s.process_set = process_set;
+  s.name = name;
+  s.tensors = {&tensor, 1};
+  s.will_wait = true;
+  return calls_.run(s);
 }
 
 Status SetChanges::undeclare(int process_set, int id) {

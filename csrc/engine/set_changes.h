@@ -2,6 +2,7 @@
 // agreed on. Thread: any. Owner: the engine.
 #pragma once
 
+#include <span>
 #include <string>
 #include <vector>
 
@@ -33,6 +34,7 @@ class SetChanges {
  private:
   Status make(std::vector<int> ranks, int* id);
   Status agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3], int64_t (&most)[3]);
+  Status reduce(int process_set, const std::string& name, Reduce how, std::span<const int64_t> mine, int64_t* out);
 
   Context& context_;
   Intake& intake_;

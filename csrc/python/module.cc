@@ -240,7 +240,19 @@ class Runtime {
       }
       hc_status_destroy(status);
       if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+      relieve_memory();
     }
+  }
+
+  // `free` lets GPU memory go that the framework keeps for later; called from wait() when the core lacks some.
+  void offer_memory(py::object free) {
+    free_memory_ = std::move(free);
+    hc_memory_relief(rt_, HC_RELIEF_OFFER);
+  }
+  void relieve_memory() {
+    if (!free_memory_ || !hc_memory_relief(rt_, HC_RELIEF_WANTED)) return;
+    free_memory_();
+    hc_memory_relief(rt_, HC_RELIEF_GAVE);
   }
 
   std::unique_ptr<Result> result(hc_handle handle, int index) {
@@ -397,6 +409,7 @@ class Runtime {
 
   hc_runtime* rt_ = nullptr;
   bool forked_ = false;
+  py::object free_memory_;  // null: nobody offers any
 };
 
 void add_facts(py::class_<Runtime>* runtime) {
@@ -439,6 +452,7 @@ PYBIND11_MODULE(_core, m) {
       .def("submit_declared", &Runtime::submit_declared, "process_set"_a, "id"_a, "bucket"_a, "stream"_a = 0,
            "priority"_a = 0)
       .def("undeclare", &Runtime::undeclare, "process_set"_a, "id"_a)
+      .def("offer_memory", &Runtime::offer_memory, "free"_a)
       .def("poll", &Runtime::poll, "handle"_a)
       .def("wait", &Runtime::wait, "handle"_a)
       .def("result", &Runtime::result, "handle"_a, "index"_a = 0)

@@ -33,11 +33,14 @@ def metrics() -> dict[str, Any]:
     that is negotiated; about an optimizer's declared buckets each rank knows whom it waited for itself. "slowest" names
     the rank with the most seconds per set. "autotune" has the settings in force: {searching, changes,
     fusion_threshold, cycle_time_ms, ...}; with HOROVOD_AUTOTUNE=1 they change until searching is False.
+    "gpu" says how tensors in GPU memory are reduced, once there were some: process set id -> {backend ("nccl", "peers"
+    or "host"), reason, no_kernels: "" or why what NCCL does not do by itself goes through host memory}.
     NotInitialized before init.
     """
     counters: dict[str, Any] = json.loads(native().counters())
     last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}
     counters["last_ready"] = last_ready
+    counters["gpu"] = {int(set_id): way for set_id, way in counters["gpu"].items()}
     counters["slowest"] = {
         set_id: max(ranks, key=lambda one: one["seconds"])["rank"]
         for set_id, ranks in last_ready.items()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,7 @@ def environment(**extra: str) -> dict[str, str]:
 
 
 def report(settings: dict[str, Any], preload: Path | str = "", **env: str) -> Any:
+    settings = {"HOROCLONE_KERNEL_CACHE": "off", **settings}
     done = subprocess.run(
         [sys.executable, "-c", REPORT, json.dumps({k: str(v) for k, v in settings.items()}), str(preload)],
         env=environment(**env), capture_output=True, text=True, timeout=60, check=True,
@@ -115,6 +117,7 @@ def test_double_where_the_kernels_come_from_or_why_there_are_none(doubles: Path)
     assert found["found"] and (
         built_in or (found["version"], found["file"]) == ("13.0", str(doubles / "libnvrtc.so.13"))
     )
+    assert built_in or found["compiled"] == "NVRTC 13.0 for sm_90"
     off = report({**cuda_of(doubles), "HOROCLONE_GPU_KERNELS": "off"})["kernels"]
     assert not off["found"] and "HOROCLONE_GPU_KERNELS is off" in off["reason"]
     if built_in:
@@ -133,11 +136,52 @@ def test_double_where_the_kernels_come_from_or_why_there_are_none(doubles: Path)
             assert missing["file"].startswith("/") and str(doubles) not in missing["file"]
 
 
+def test_double_what_nvrtc_opens_by_name_is_loaded_from_beside_it(doubles: Path, tmp_path: Path) -> None:
+    """The wheels of NVRTC 13.0 do not tell the loader where their builtins are: without them nothing compiles."""
+    alone = tmp_path / "libnvrtc.so.13"
+    shutil.copy(doubles / "libnvrtc.so.13", alone)
+    missing = report({**cuda_of(doubles), "HOROCLONE_NVRTC_LIBRARY": alone})["kernels"]
+    if missing.get("where") == "built in":
+        pytest.skip("nvcc was there when this library was built")
+    assert not missing["found"] and "failed to open libnvrtc-builtins.so.13.0" in missing["reason"]
+    shutil.copy(doubles / "libnvrtc-builtins.so.13.0", tmp_path)
+    assert report({**cuda_of(doubles), "HOROCLONE_NVRTC_LIBRARY": alone})["kernels"]["found"]
+    fails = report(
+        {**cuda_of(doubles), "HOROCLONE_NVRTC_LIBRARY": alone}, HC_DOUBLE_NVRTC_FAIL="nvrtcCompileProgram:1:6"
+    )["kernels"]
+    assert not fails["found"] and "NVRTC_ERROR_COMPILATION" in fails["reason"], "the doctor compiles them"
+
+
+FORKED = """
+import json, os, sys
+import horoclone._core as core
+settings = json.loads(sys.argv[1])
+assert json.loads(core.device_report(settings))["cuda"]["found"]
+child = os.fork()
+if child == 0:
+    print(json.loads(core.device_report(settings))["cuda"]["reason"], flush=True)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+assert json.loads(core.device_report(settings))["cuda"]["found"]
+"""
+
+
+def test_double_a_child_of_a_process_that_has_used_cuda_is_told_so(doubles: Path) -> None:
+    settings = {name: str(path) for name, path in cuda_of(doubles).items()}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED, json.dumps({**settings, "HOROCLONE_GPU_KERNELS": "off"})],
+        env=environment(), capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "CUDA error 3" in done.stdout and "forked" in done.stdout and "spawn" in done.stdout
+
+
 def test_double_the_doctor_and_check_build_say_what_was_found(doubles: Path) -> None:
     env = environment(
         HOROCLONE_CUDA_LIBRARY=str(doubles / "libcuda.so.1"),
         HOROCLONE_NCCL_LIBRARY=str(doubles / "libnccl.so.2"),
         HOROCLONE_NVRTC_LIBRARY=str(doubles / "libnvrtc.so.13"),
+        HOROCLONE_KERNEL_CACHE="off",
     )
     tool = [sys.executable, "-m", "horoclone.launch.tool"]
     done = subprocess.run([*tool, "doctor", "--json"], env=env, capture_output=True, text=True, timeout=120)

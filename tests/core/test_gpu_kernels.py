@@ -74,6 +74,7 @@ for name in ("one", "two"):
     core.wait(handle)
     core.stream_wait(handle, stream.value)
     assert cuda.cuStreamSynchronize(stream) == 0
+print("why no kernels:", hvd.metrics()["gpu"][0]["no_kernels"])
 print("launches", cuda.hc_double_count(b"launches", 0))
 hvd.shutdown()
 """
@@ -81,12 +82,31 @@ hvd.shutdown()
 
 def one_rank(env: dict[str, str]) -> int:
     """Allreduces 16-bit integers, which NCCL does with our kernels' help only; says how many were launched."""
+    return int(told_by_one_rank(env).stdout.split("launches")[1])
+
+
+def told_by_one_rank(env: dict[str, str]) -> subprocess.CompletedProcess[str]:
     if json.loads(core.device_report({}))["kernels"].get("where") == "built in":
         env = {**env, "HC_DOUBLE_CUDA_FAIL": "cuModuleLoadData:1:209"}  # then NVRTC is asked
     command = [sys.executable, "-c", COMPILE + REDUCE, str(dtype_of(np.zeros(1, np.int16)))]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
-    return int(done.stdout.split("launches")[1])
+    return done
+
+
+def test_kernels_that_cannot_be_had_are_told_once_and_in_the_metrics(doubles: Path, tmp_path: Path) -> None:
+    env = {
+        **environment(doubles, tmp_path / "cache", 90),
+        "HOROCLONE_NVRTC_LIBRARY": str(doubles / "libnvrtc.so.13"),
+        "HC_DOUBLE_NVRTC_FAIL": "nvrtcCompileProgram:1:6",
+    }
+    done = told_by_one_rank(env)
+    assert "launches 0" in done.stdout, "two allreduces went through host memory"
+    assert done.stderr.count("kernels for GPUs cannot be used") == 1, done.stderr
+    assert "NVRTC_ERROR_COMPILATION" in done.stderr and "horoclone doctor" in done.stderr
+    assert "NVRTC_ERROR_COMPILATION" in done.stdout.partition("why no kernels:")[2]
+    healthy = told_by_one_rank({**env, "HC_DOUBLE_NVRTC_FAIL": ""})
+    assert "cannot be used" not in healthy.stderr and "why no kernels: \n" in healthy.stdout
 
 
 def compiled(cache: Path) -> Path:

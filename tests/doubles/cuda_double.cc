@@ -5,6 +5,8 @@
 //   HC_DOUBLE_DELAY_US=n       before each thing that a stream does (default 0)
 //   HC_DOUBLE_CUDA_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_DOUBLE_CUDA_VERSION=n   default 12080
+//   HC_DOUBLE_MEMORY_BYTES=n   of all devices together, at most; default without limit
+//   HC_DOUBLE_CUDA_STICKY=f:n:r  the same, and so does every call from then on, as after an illegal access
 //   HC_DOUBLE_CAPABILITY=n     of every device; default 90
 // Streams can be captured into a graph, which a replay then runs. As with the original, what would disturb a capture is
 // refused in threads that have not said that they know (but only on the same device: ranks are threads here).
@@ -37,8 +39,8 @@
 
 namespace {
 
-constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kInvalidDevice = 101, kInvalidImage = 200,
-              kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kHighestPriority = -5;
+constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200,
+              kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kIllegalAddress = 700, kHighestPriority = -5;
 constexpr size_t kShareableBytes = 2u << 20;  // smaller ones share a page with others in the original
 constexpr int kCaptureUnsupported = 900, kCaptureMerge = 902, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
               kCaptureIsolation = 905, kCapturedEvent = 907, kRelaxed = 2;
@@ -146,20 +148,38 @@ struct Driver {
   std::map<uint64_t, size_t> memory;  // of ours and what is mapped of other processes
   std::map<uint64_t, int> shared;     // large allocations: the descriptor that others can map
   std::map<uint64_t, size_t> mapped;  // of other processes
-  std::map<std::string, int> calls;
+  std::map<std::string, int> calls;  // that a wish has counted
   std::map<int, std::unique_ptr<Stream>> default_streams;
   std::map<int, int> captures;                        // under way, by device
   std::map<Capture*, std::vector<Stream*>> captured;  // the streams of each
   std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0}, pinned_now{0};
+  std::atomic<int> calls_in_all{0}, events_made{0}, copies{0};
+
+  std::atomic<int> process{0};  // that has called cuInit: a child of it cannot go on
+  std::atomic<int> stuck{0};    // what every call returns
 
   bool fails(const char* function, int* result) {
-    const char* wish = std::getenv("HC_DOUBLE_CUDA_FAIL");
+    if (process.load() && process.load() != getpid()) {
+      *result = kNotInitialized;
+      return true;
+    }
+    if (!std::getenv("HC_DOUBLE_CUDA_STICKY")) stuck.store(0);
+    *result = stuck.load();
+    if (*result) return true;
+    if (fails_by("HC_DOUBLE_CUDA_STICKY", function, result)) {
+      stuck.store(*result);
+      return true;
+    }
+    return fails_by("HC_DOUBLE_CUDA_FAIL", function, result);
+  }
+  bool fails_by(const char* variable, const char* function, int* result) {
+    const char* wish = std::getenv(variable);
     if (!wish) return false;
     const std::string text = wish;
     const size_t first = text.find(':'), second = text.find(':', first + 1);
     if (second == std::string::npos || text.substr(0, first) != function) return false;
     std::lock_guard lock(mu);
-    if (++calls[function] != std::atoi(text.c_str() + first + 1)) return false;
+    if (++calls[text] != std::atoi(text.c_str() + first + 1)) return false;
     *result = std::atoi(text.c_str() + second + 1);
     return true;
   }
@@ -284,6 +304,7 @@ bool holds_arguments(const Function& f, const void* arguments, unsigned rows) {
 
 }  // namespace
 
+#define CALLED ++driver().calls_in_all
 #define MAY_FAIL \
   if (int wished = 0; driver().fails(__func__, &wished)) return wished
 #define NEEDS_CONTEXT \
@@ -305,7 +326,8 @@ DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
   return bytes == 0 || driver().holds(reinterpret_cast<uint64_t>(at), bytes);
 }
 // what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "modules", "launches"
-// (of kernels, ever), "pinned" (allocations of host memory, ever), "pinned now", "contexts" (ever made on `device`)
+// (of kernels, ever), "pinned" (allocations of host memory, ever), "pinned now", "contexts" (ever made on `device`),
+// "calls" (of the driver, ever), "events made" (ever), "copies" (within devices, ever)
 DOUBLE_API int hc_double_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
@@ -317,14 +339,20 @@ DOUBLE_API int hc_double_count(const char* what, int device) {
   if (name == "pinned now") return driver().pinned_now.load();
   if (name == "pinned") return driver().pinned.load();
   if (name == "launches") return driver().launches.load();
+  if (name == "calls") return driver().calls_in_all.load();
+  if (name == "events made") return driver().events_made.load();
+  if (name == "copies") return driver().copies.load();
   return driver().retained[device];
 }
 
 DOUBLE_API int cuInit(unsigned) {
+  CALLED;
   MAY_FAIL;
+  driver().process.store(getpid());
   return kSuccess;
 }
 DOUBLE_API int cuDriverGetVersion(int* version) {
+  CALLED;
   *version = static_cast<int>(number_from("HC_DOUBLE_CUDA_VERSION", 12080));
   return kSuccess;
 }
@@ -339,6 +367,9 @@ DOUBLE_API int cuGetErrorString(int result, const char** text) {
     case kOutOfMemory:
       *text = "out of memory";
       return kSuccess;
+    case kNotInitialized:
+      *text = "initialization error";
+      return kSuccess;
     case kInvalidContext:
       *text = "invalid device context";
       return kSuccess;
@@ -348,6 +379,9 @@ DOUBLE_API int cuGetErrorString(int result, const char** text) {
     case kNotFound:
       *text = "named symbol not found";
       return kSuccess;
+    case kIllegalAddress:
+      *text = "an illegal memory access was encountered";
+      return kSuccess;
     case kNotReady:
       *text = "device not ready";
       return kSuccess;
@@ -356,25 +390,30 @@ DOUBLE_API int cuGetErrorString(int result, const char** text) {
   return kInvalidValue;
 }
 DOUBLE_API int cuDeviceGetCount(int* count) {
+  CALLED;
   MAY_FAIL;
   *count = static_cast<int>(number_from("HC_DOUBLE_DEVICES", 4));
   return kSuccess;
 }
 DOUBLE_API int cuDeviceGet(int* device, int ordinal) {
+  CALLED;
   if (ordinal < 0 || ordinal >= number_from("HC_DOUBLE_DEVICES", 4)) return kInvalidDevice;
   *device = ordinal;
   return kSuccess;
 }
 DOUBLE_API int cuDeviceGetName(char* name, int length, int device) {
+  CALLED;
   std::snprintf(name, static_cast<size_t>(length), "Test double %d (no GPU)", device);
   return kSuccess;
 }
 DOUBLE_API int cuDeviceGetUuid(void* uuid, int device) {
+  CALLED;
   std::memset(uuid, 0, 16);
   static_cast<unsigned char*>(uuid)[0] = static_cast<unsigned char>(device + 1);
   return kSuccess;
 }
 DOUBLE_API int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* active) {
+  CALLED;
   std::lock_guard lock(driver().mu);
   *flags = 0;
   auto at = driver().contexts.find(device);
@@ -382,6 +421,7 @@ DOUBLE_API int cuDevicePrimaryCtxGetState(int device, unsigned* flags, int* acti
   return kSuccess;
 }
 DOUBLE_API int cuDevicePrimaryCtxRetain(void** context, int device) {
+  CALLED;
   MAY_FAIL;
   std::lock_guard lock(driver().mu);
   Context& c = driver().contexts[device];
@@ -391,28 +431,44 @@ DOUBLE_API int cuDevicePrimaryCtxRetain(void** context, int device) {
   return kSuccess;
 }
 DOUBLE_API int cuDevicePrimaryCtxRelease_v2(int device) {
+  CALLED;
   std::lock_guard lock(driver().mu);
   --driver().contexts[device].users;
   return kSuccess;
 }
 DOUBLE_API int cuCtxPushCurrent_v2(void* context) {
+  CALLED;
   if (!context) return kInvalidContext;
   current.push_back(static_cast<Context*>(context));
   return kSuccess;
 }
 DOUBLE_API int cuCtxPopCurrent_v2(void** context) {
+  CALLED;
   if (current.empty()) return kInvalidContext;
   if (context) *context = current.back();
   current.pop_back();
   return kSuccess;
 }
+DOUBLE_API int cuCtxGetCurrent(void** context) {
+  CALLED;
+  *context = current.empty() ? nullptr : current.back();
+  return kSuccess;
+}
+DOUBLE_API int cuCtxSetCurrent(void* context) {
+  CALLED;
+  if (!current.empty()) current.pop_back();
+  if (context) current.push_back(static_cast<Context*>(context));
+  return kSuccess;
+}
 DOUBLE_API int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
+  CALLED;
   NEEDS_CONTEXT;
   *least = 0;
   *greatest = kHighestPriority;
   return kSuccess;
 }
 DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
+  CALLED;
   NEEDS_CONTEXT;
   *stream = new Stream(priority == kHighestPriority);
   driver().urgent_streams += priority == kHighestPriority;
@@ -420,6 +476,7 @@ DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int priority)
   return kSuccess;
 }
 DOUBLE_API int cuStreamDestroy_v2(void* stream) {
+  CALLED;
   if (!stream) return kInvalidHandle;
   driver().urgent_streams -= static_cast<Stream*>(stream)->urgent;
   delete static_cast<Stream*>(stream);
@@ -427,11 +484,13 @@ DOUBLE_API int cuStreamDestroy_v2(void* stream) {
   return kSuccess;
 }
 DOUBLE_API int cuStreamQuery(void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   if (stream_of(stream)->capture()) return kCaptureUnsupported;
   return stream_of(stream)->idle() ? kSuccess : kNotReady;
 }
 DOUBLE_API int cuStreamSynchronize(void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   if (stream_of(stream)->capture()) return kCaptureUnsupported;
   auto ticket = std::make_shared<Ticket>();
@@ -440,6 +499,7 @@ DOUBLE_API int cuStreamSynchronize(void* stream) {
   return kSuccess;
 }
 DOUBLE_API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
+  CALLED;
   NEEDS_CONTEXT;
   auto* e = static_cast<Event*>(event);
   std::shared_ptr<Ticket> ticket;
@@ -471,18 +531,22 @@ DOUBLE_API int cuStreamWaitEvent(void* stream, void* event, unsigned) {
   return kSuccess;
 }
 DOUBLE_API int cuEventCreate(void** event, unsigned) {
+  CALLED;
   NEEDS_CONTEXT;
   *event = new Event;
   ++driver().events;
+  ++driver().events_made;
   return kSuccess;
 }
 DOUBLE_API int cuEventDestroy_v2(void* event) {
+  CALLED;
   if (!event) return kInvalidHandle;
   delete static_cast<Event*>(event);
   --driver().events;
   return kSuccess;
 }
 DOUBLE_API int cuEventRecord(void* event, void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   auto* e = static_cast<Event*>(event);
   if (auto capture = stream_of(stream)->capture()) {
@@ -503,6 +567,7 @@ DOUBLE_API int cuEventRecord(void* event, void* stream) {
   return kSuccess;
 }
 DOUBLE_API int cuEventQuery(void* event) {
+  CALLED;
   MAY_FAIL;
   MUST_NOT_DISTURB;
   auto* e = static_cast<Event*>(event);
@@ -511,9 +576,16 @@ DOUBLE_API int cuEventQuery(void* event) {
   return !e->last || e->last->poll() ? kSuccess : kNotReady;
 }
 DOUBLE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
+  CALLED;
   NEEDS_CONTEXT;
   MUST_NOT_DISTURB;
   if (!bytes) return kInvalidValue;
+  if (const auto most = static_cast<size_t>(number_from("HC_DOUBLE_MEMORY_BYTES", 0))) {
+    std::lock_guard lock(driver().mu);
+    size_t held = bytes;
+    for (const auto& [at, size] : driver().memory) held += size;
+    if (held > most) return kOutOfMemory;
+  }
   const bool large = bytes >= kShareableBytes;
   const int fd = large ? memfd_create("hc double", MFD_CLOEXEC) : -1;
   if (large && (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0)) return kOutOfMemory;
@@ -528,6 +600,7 @@ DOUBLE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
   return kSuccess;
 }
 DOUBLE_API int cuMemFree_v2(uint64_t pointer) {
+  CALLED;
   MAY_FAIL;
   std::lock_guard lock(driver().mu);
   const auto at = driver().memory.find(pointer);
@@ -551,6 +624,7 @@ struct IpcContent {
   size_t bytes;
 };
 DOUBLE_API int cuIpcGetMemHandle(IpcHandle* handle, uint64_t pointer) {
+  CALLED;
   NEEDS_CONTEXT;
   std::lock_guard lock(driver().mu);
   const auto shared = driver().shared.find(pointer);
@@ -560,6 +634,7 @@ DOUBLE_API int cuIpcGetMemHandle(IpcHandle* handle, uint64_t pointer) {
   return kSuccess;
 }
 DOUBLE_API int cuIpcOpenMemHandle_v2(uint64_t* pointer, IpcHandle handle, unsigned) {
+  CALLED;
   NEEDS_CONTEXT;
   IpcContent content;
   std::memcpy(&content, handle.bytes, sizeof content);
@@ -575,6 +650,7 @@ DOUBLE_API int cuIpcOpenMemHandle_v2(uint64_t* pointer, IpcHandle handle, unsign
   return kSuccess;
 }
 DOUBLE_API int cuIpcCloseMemHandle(uint64_t pointer) {
+  CALLED;
   NEEDS_CONTEXT;
   std::lock_guard lock(driver().mu);
   const auto at = driver().mapped.find(pointer);
@@ -585,6 +661,7 @@ DOUBLE_API int cuIpcCloseMemHandle(uint64_t pointer) {
   return kSuccess;
 }
 DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
+  CALLED;
   NEEDS_CONTEXT;
   MUST_NOT_DISTURB;
   ++driver().pinned;
@@ -593,26 +670,32 @@ DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
   return *pointer ? kSuccess : kOutOfMemory;
 }
 DOUBLE_API int cuMemFreeHost(void* pointer) {
+  CALLED;
   --driver().pinned_now;
   std::free(pointer);
   return kSuccess;
 }
 DOUBLE_API int cuMemcpyDtoDAsync_v2(uint64_t to, uint64_t from, size_t bytes, void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   if (!driver().holds(to, bytes) || !driver().holds(from, bytes)) return kInvalidValue;
+  ++driver().copies;
   return copy(host(to), host(from), bytes, stream);
 }
 DOUBLE_API int cuMemcpyDtoHAsync_v2(void* to, uint64_t from, size_t bytes, void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   if (!driver().holds(from, bytes)) return kInvalidValue;
   return copy(to, host(from), bytes, stream);
 }
 DOUBLE_API int cuMemcpyHtoDAsync_v2(uint64_t to, const void* from, size_t bytes, void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   if (!driver().holds(to, bytes)) return kInvalidValue;
   return copy(host(to), from, bytes, stream);
 }
 DOUBLE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
+  CALLED;
   MAY_FAIL;
   if (device < 0 || device >= number_from("HC_DOUBLE_DEVICES", 4)) return kInvalidDevice;
   const int capability = static_cast<int>(number_from("HC_DOUBLE_CAPABILITY", 90));
@@ -620,6 +703,7 @@ DOUBLE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
   return kSuccess;
 }
 DOUBLE_API int cuModuleLoadData(void** module, const void* image) {
+  CALLED;
   NEEDS_CONTEXT;
   auto made = std::make_unique<Module>();
   if (!read_image(image, made.get())) return kInvalidImage;
@@ -628,6 +712,7 @@ DOUBLE_API int cuModuleLoadData(void** module, const void* image) {
   return kSuccess;
 }
 DOUBLE_API int cuModuleUnload(void* module) {
+  CALLED;
   if (!module) return kInvalidHandle;
   delete static_cast<Module*>(module);
   --driver().modules;
@@ -635,6 +720,7 @@ DOUBLE_API int cuModuleUnload(void* module) {
 }
 // The functions stay: nobody ends them in the original either.
 DOUBLE_API int cuModuleGetFunction(void** function, void* module, const char* name) {
+  CALLED;
   NEEDS_CONTEXT;
   static std::mutex mu;
   static auto* functions = new std::map<std::string, Function>;
@@ -652,6 +738,7 @@ DOUBLE_API int cuModuleGetFunction(void** function, void* module, const char* na
 }
 DOUBLE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                               unsigned block_y, unsigned block_z, unsigned, void* stream, void** parameters, void**) {
+  CALLED;
   NEEDS_CONTEXT;
   const auto* f = static_cast<const Function*>(function);
   if (!grid_x || !grid_y || grid_z != 1 || block_x != hc::kThreadsPerBlock || block_y != 1 || block_z != 1)
@@ -671,19 +758,23 @@ DOUBLE_API int cuLaunchKernel(void* function, unsigned grid_x, unsigned grid_y, 
 }
 // The real NVRTC asks a driver that is loaded for a table of its own, and takes it that every driver can be asked.
 DOUBLE_API int cuGetExportTable(const void** table, const void*) {
+  CALLED;
   *table = nullptr;
   return kNotFound;
 }
 DOUBLE_API int cuThreadExchangeStreamCaptureMode(int* mode) {
+  CALLED;
   std::swap(*mode, capture_mode);
   return kSuccess;
 }
 DOUBLE_API int cuStreamIsCapturing(void* stream, int* status) {
+  CALLED;
   NEEDS_CONTEXT;
   *status = stream_of(stream)->capture() != nullptr;
   return kSuccess;
 }
 DOUBLE_API int cuStreamBeginCapture_v2(void* stream, int) {
+  CALLED;
   NEEDS_CONTEXT;
   if (!stream || stream_of(stream)->capture()) return kCaptureUnsupported;
   auto capture = std::make_shared<Capture>(stream_of(stream));
@@ -694,6 +785,7 @@ DOUBLE_API int cuStreamBeginCapture_v2(void* stream, int) {
   return kSuccess;
 }
 DOUBLE_API int cuStreamEndCapture(void* stream, void** graph) {
+  CALLED;
   NEEDS_CONTEXT;
   const auto capture = stream_of(stream)->capture();
   if (!capture) return kCaptureUnmatched;
@@ -709,10 +801,12 @@ DOUBLE_API int cuStreamEndCapture(void* stream, void** graph) {
   return kSuccess;
 }
 DOUBLE_API int cuGraphInstantiateWithFlags(void** executable, void* graph, unsigned long long) {
+  CALLED;
   *executable = new std::shared_ptr<Nodes>(*static_cast<std::shared_ptr<Nodes>*>(graph));
   return kSuccess;
 }
 DOUBLE_API int cuGraphLaunch(void* executable, void* stream) {
+  CALLED;
   NEEDS_CONTEXT;
   stream_of(stream)->push([nodes = *static_cast<std::shared_ptr<Nodes>*>(executable)] {
     for (const auto& job : nodes->jobs) job();
@@ -720,10 +814,12 @@ DOUBLE_API int cuGraphLaunch(void* executable, void* stream) {
   return kSuccess;
 }
 DOUBLE_API int cuGraphDestroy(void* graph) {
+  CALLED;
   delete static_cast<std::shared_ptr<Nodes>*>(graph);
   return kSuccess;
 }
 DOUBLE_API int cuGraphExecDestroy(void* executable) {
+  CALLED;
   delete static_cast<std::shared_ptr<Nodes>*>(executable);
   return kSuccess;
 }

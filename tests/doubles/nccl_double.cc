@@ -5,6 +5,10 @@
 //   HC_DOUBLE_NCCL_VERSION=n   default 22809
 //   HC_DOUBLE_NCCL_FAIL=r:n:c  on group rank r the n-th launch (from 1) fails asynchronously with code c
 //   HC_DOUBLE_NCCL_INIT_US=n   time that a communicator takes to come up
+//   HC_DOUBLE_NCCL_IN_PROGRESS_US=n  time that a group, or a registration, is in progress: on a thread of its own, with
+//                              the communicator's state, or in the call where the communicator blocks. Other calls on
+//                              it are refused meanwhile; before 2.27, every call of the thread that launched
+//   HC_DOUBLE_NCCL_WITHOUT_WINDOWS=1  windows are registered with success and a null handle
 // -DHC_DOUBLE_WITHOUT_AVERAGING leaves a symbol out.
 #include <dlfcn.h>
 #include <fcntl.h>
@@ -30,7 +34,8 @@
 
 namespace {
 
-constexpr int kSuccess = 0, kSystemError = 2, kInvalidArgument = 4, kInvalidUsage = 5, kInProgress = 7;
+constexpr int kSuccess = 0, kSystemError = 2, kInternalError = 3, kInvalidArgument = 4, kInvalidUsage = 5,
+              kInProgress = 7;
 constexpr int kMaxRanks = 16;
 constexpr size_t kSlotBytes = 64 << 10, kMailBytes = 8 << 10;
 constexpr size_t kTypeBytes[] = {1, 1, 4, 4, 8, 8, 2, 4, 8, 2};
@@ -99,7 +104,8 @@ struct Comm {
   std::atomic<int> state{kSuccess};
   std::atomic<bool> aborted{false};
   std::atomic<int> running{0};  // batches that live
-  std::thread starter;
+  std::thread starter, worker;   // brings it up; does what is in progress
+  std::atomic<int> inside{0};    // calls that block in it
   int launches = 0;
   std::mutex mu;
   std::map<int, Scalar> scalars;
@@ -121,7 +127,11 @@ OwnMemory& own_memory() {
 }
 
 std::atomic<int> communicators{0};
+std::atomic<int> groups{0};  // ever
+std::atomic<int> collectives[5];  // ever, by Kind
 thread_local int group_depth = 0;
+// Before 2.27: of the group that this thread launched last; ends with it.
+thread_local std::shared_ptr<std::atomic<bool>> running_group;
 struct Launch {
   Comm* comm;
   void* stream;
@@ -308,17 +318,19 @@ struct Batch {
   std::vector<Job> jobs;
 };
 
+bool in_trouble(const Comm* c) { return c->state.load() != kSuccess && c->state.load() != kInProgress; }
+
 void drop_batch(void* argument) { delete static_cast<Batch*>(argument); }
 
 void run_batch(void* argument) {
   const auto* batch = static_cast<const Batch*>(argument);
   Comm* c = batch->comm;
   for (const Job& job : batch->jobs) {
-    if (c->aborted.load() || c->state.load() != kSuccess) break;
+    if (c->aborted.load() || in_trouble(c)) break;
     if (!(job.transfers.empty() ? run_collective(c, job) : run_transfers(c, job))) break;
   }
   // A communicator in trouble keeps its stream until it is aborted, as kernels of the original do.
-  if (c->state.load() != kSuccess) (void)wait_for(c, [] { return false; });
+  if (in_trouble(c)) (void)wait_for(c, [] { return false; });
 }
 
 int fail(int code, const char* text) {
@@ -351,27 +363,63 @@ void fail_on_demand(Comm* c) {
   c->state.store(code);
 }
 
+// Does `work` at once, or in progress for the time that was asked for.
+int progress(Comm* c, std::function<int()> work) {
+  const long us = number_from("HC_DOUBLE_NCCL_IN_PROGRESS_US", 0);
+  const auto takes = [us] { std::this_thread::sleep_for(std::chrono::microseconds(us)); };
+  if (c->blocking) {
+    if (us) takes();
+    return work();
+  }
+  if (!us) {
+    const int done = work();
+    return done == kSuccess ? kInProgress : done;
+  }
+  if (c->worker.joinable()) c->worker.join();
+  int up = kSuccess;
+  (void)c->state.compare_exchange_strong(up, kInProgress);
+  const auto runs = std::make_shared<std::atomic<bool>>(true);
+  running_group = runs;
+  c->worker = std::thread([=] {
+    takes();
+    const int done = work();
+    runs->store(false);
+    int still = kInProgress;
+    (void)c->state.compare_exchange_strong(still, done);
+  });
+  return kInProgress;
+}
+
+// What a thread may not do while its last group runs.
+bool stumbles() {
+  return number_from("HC_DOUBLE_NCCL_VERSION", 22809) < 22700 && running_group && running_group->load();
+}
+
 int launch_all() {
   static const auto enqueue = from_cuda_double<Enqueue>("hc_double_enqueue");
   if (!enqueue) return fail(kSystemError, "double: libcuda's double is not loaded");
   std::vector<Launch> launches = std::move(group);
   group.clear();
-  bool in_progress = false;
+  ++groups;
+  int outcome = kSuccess;
   while (!launches.empty()) {
     Comm* c = launches[0].comm;
     void* stream = launches[0].stream;
-    in_progress = in_progress || !c->blocking;
     auto* batch = new Batch(c, merged(launches, c));
     std::erase_if(launches, [&](const Launch& l) { return l.comm == c; });
     fail_on_demand(c);
-    if (enqueue(stream, run_batch, batch, drop_batch) != 0) return fail(1, "double: no such stream");
+    const int done = progress(c, [=] {
+      return enqueue(stream, run_batch, batch, drop_batch) != 0 ? fail(1, "double: no such stream") : kSuccess;
+    });
+    if (done != kSuccess && done != kInProgress) return done;
+    outcome = std::max(outcome, done);
   }
-  return in_progress ? kInProgress : kSuccess;
+  return outcome;
 }
 
 int add(Launch launch) {
   if (!launch.comm || launch.comm->aborted.load()) return fail(kInvalidUsage, "double: the communicator is gone");
-  if (launch.comm->state.load() == kInProgress) return fail(kInvalidUsage, "double: the communicator is not up yet");
+  if (launch.comm->state.load() == kInProgress) return fail(kInvalidUsage, "double: the communicator is in progress");
   group.push_back(std::move(launch));
   return group_depth ? kSuccess : launch_all();
 }
@@ -388,6 +436,7 @@ int collective(Call call, const void* in, void* out, size_t in_count, size_t out
   const bool reads = call.kind != kBroadcast || is_root, writes = call.kind != kReduce || is_root;
   if ((reads && !on_device(in, in_count * e)) || (writes && !on_device(out, out_count * e)))
     return fail(kInvalidArgument, "double: a pointer is not device memory");
+  ++collectives[call.kind];
   Job job{call, static_cast<const char*>(in), static_cast<char*>(out), 1.0, {}};
   if (call.op == 4) {
     job.scale = 1.0 / c->size;
@@ -420,6 +469,8 @@ void attach(Comm* c, std::string name) {
 
 int end(Comm* c) {
   if (c->starter.joinable()) c->starter.join();
+  if (c->worker.joinable()) c->worker.join();
+  while (c->inside.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
   while (c->running.load() > 0) std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (c->shared && c->shared->attached.load() < c->size) shm_unlink(c->name.c_str());  // not everybody came
   if (c->shared) munmap(c->shared, sizeof(Shared));
@@ -473,6 +524,7 @@ DOUBLE_API int ncclMemFree(void* at) {
 
 static int add_registration(void* comm, void* at, size_t bytes, void** handle, int OwnMemory::* count) {
   auto* c = static_cast<Comm*>(comm);
+  if (c->state.load() == kInProgress) return fail(kInvalidUsage, "double: the communicator is in progress");
   OwnMemory& own = own_memory();
   std::lock_guard lock(own.mu);
   const auto block = own.blocks.find(static_cast<char*>(at));
@@ -480,9 +532,12 @@ static int add_registration(void* comm, void* at, size_t bytes, void** handle, i
     return fail(kInvalidArgument, "double: only memory of ncclMemAlloc is registered");
   ++own.known[block->first];
   ++(own.*count);
-  *handle = new char;
-  c->registered[*handle] = {block->first, bytes};
-  return c->blocking ? kSuccess : kInProgress;
+  void* const made = new char;
+  c->registered[made] = {block->first, bytes};
+  return progress(c, [=] {
+    *handle = made;
+    return kSuccess;
+  });
 }
 static int end_registration(void* comm, void* handle, int OwnMemory::* count) {
   auto* c = static_cast<Comm*>(comm);
@@ -504,6 +559,7 @@ DOUBLE_API int ncclCommDeregister(void* comm, void* handle) {
 }
 DOUBLE_API int ncclCommWindowRegister(void* comm, void* at, size_t bytes, void** handle, int flags) {
   if (flags != 1) return fail(kInvalidArgument, "double: a window that is not symmetric");
+  if (number_from("HC_DOUBLE_NCCL_WITHOUT_WINDOWS", 0)) return kSuccess;
   return add_registration(comm, at, bytes, handle, &OwnMemory::windows);
 }
 DOUBLE_API int ncclCommWindowDeregister(void* comm, void* handle) {
@@ -512,6 +568,9 @@ DOUBLE_API int ncclCommWindowDeregister(void* comm, void* handle) {
 
 // For tests that ask what is left.
 DOUBLE_API int hc_double_communicators() { return communicators.load(); }
+DOUBLE_API int hc_double_groups() { return groups.load(); }  // launched, ever
+// kind: 0 allreduce, 1 reduce, 2 broadcast, 3 allgather, 4 reduce-scatter
+DOUBLE_API int hc_double_collectives(int kind) { return collectives[kind].load(); }
 
 DOUBLE_API int ncclGetVersion(int* version) {
   *version = static_cast<int>(number_from("HC_DOUBLE_NCCL_VERSION", 22809));
@@ -548,11 +607,15 @@ DOUBLE_API int ncclCommInitRankConfig(void** comm, int size, Id id, int rank, co
   c->name = id.bytes;
   c->state.store(kInProgress);
   ++communicators;
-  *comm = c;
+  ++c->inside;
+  __atomic_store_n(comm, c, __ATOMIC_SEQ_CST);  // as in the original it can be aborted from now on
   if (c->blocking) {
     attach(c, c->name);
-    return c->state.load();
+    const int state = c->state.load();
+    --c->inside;
+    return state == kInProgress ? fail(kInvalidUsage, "double: aborted") : state;
   }
+  --c->inside;
   c->starter = std::thread([c] { attach(c, c->name); });
   return kInProgress;
 }
@@ -567,6 +630,7 @@ DOUBLE_API int ncclCommAbort(void* comm) {
   return end(static_cast<Comm*>(comm));
 }
 DOUBLE_API int ncclGroupStart() {
+  if (stumbles()) return fail(kInternalError, "double: the group before still runs in this thread");
   ++group_depth;
   return kSuccess;
 }
@@ -614,6 +678,7 @@ DOUBLE_API int ncclRedOpDestroy(int op, void* comm) {
 #ifndef HC_DOUBLE_WITHOUT_AVERAGING
 DOUBLE_API int ncclRedOpCreatePreMulSum(int* op, const void* scalar, int type, int, void* comm) {
   auto* c = static_cast<Comm*>(comm);
+  if (c->state.load() == kInProgress) return fail(kInvalidUsage, "double: the communicator is in progress");
   double value = 0;
   if (type == 8)
     std::memcpy(&value, scalar, 8);

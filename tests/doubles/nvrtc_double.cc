@@ -1,9 +1,11 @@
-// A TEST DOUBLE of NVRTC, built as libnvrtc.so.13 for the tests only: it compiles nothing. What it gives as machine
+// A TEST DOUBLE of NVRTC, built as libnvrtc.so.13 for the tests only: it compiles nothing, but as the real one it wants
+// its builtins (nvrtc_builtins_double.cc) for that. What it gives as machine
 // code is a text with the names of the kernels that it finds in the source, which is all that the driver's double looks
 // at. (The real one compiles the same source in tests/core/test_gpu_kernels.py, without a GPU.)
 //   HC_DOUBLE_NVRTC_FAIL=f:n:r  the n-th call (from 1) of function f returns r
 //   HC_DOUBLE_NVRTC_US=n        time that a compilation takes
 // -DHC_DOUBLE_WITHOUT_PTX leaves a symbol out.
+#include <dlfcn.h>
 #include <unistd.h>
 
 #include <atomic>
@@ -17,7 +19,7 @@
 
 namespace {
 
-constexpr int kCompilation = 6;
+constexpr int kCompilation = 6, kBuiltins = 7;
 
 struct Program {
   std::string source, code, log;
@@ -68,6 +70,7 @@ DOUBLE_API int nvrtcVersion(int* major, int* minor) {
   return 0;
 }
 DOUBLE_API const char* nvrtcGetErrorString(int result) {
+  if (result == kBuiltins) return "NVRTC_ERROR_BUILTIN_OPERATION_FAILURE";
   return result == kCompilation ? "NVRTC_ERROR_COMPILATION" : "NVRTC_ERROR_INTERNAL_ERROR";
 }
 DOUBLE_API int nvrtcGetNumSupportedArchs(int* count) {
@@ -97,6 +100,10 @@ DOUBLE_API int nvrtcCompileProgram(void* program, int count, const char* const* 
   auto* p = static_cast<Program*>(program);
   p->log = "kernels.cu(1): error: on demand";
   MAY_FAIL;
+  if (!dlopen("libnvrtc-builtins.so.13.0", RTLD_NOW | RTLD_LOCAL)) {
+    p->log = "nvrtc: error: failed to open libnvrtc-builtins.so.13.0.";
+    return kBuiltins;
+  }
   if (const char* us = std::getenv("HC_DOUBLE_NVRTC_US")) ::usleep(static_cast<unsigned>(std::atoi(us)));
   p->code = entries_of(p->source);
   for (int i = 0; i < count; ++i) p->code += std::string("// ") + options[i] + "\n";

@@ -282,6 +282,51 @@ def test_double_optimizer_state_on_the_gpu_is_broadcast_sharded_and_gathered(ran
     ranks(keeps_state)
 
 
+def scatters() -> None:
+    """ZeRO-1: NCCL reduces each bucket to shards, and gathers them only for who asks for whole gradients."""
+    double, rank, size = begin(), hvd.rank(), hvd.size()
+    nccl = ctypes.CDLL(os.environ["HOROCLONE_NCCL_LIBRARY"])
+    counts = lambda: [nccl.hc_double_collectives(kind) for kind in (0, 4)]  # noqa: E731
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 5)
+    for parameter in model.parameters():
+        parameter.data = double.tensor(parameter.data)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), shard_optimizer_state=True
+    )
+
+    def gradients(of: int, step: int) -> list[torch.Tensor]:
+        copy = torch.nn.Linear(6, 5)
+        copy.load_state_dict({name: value.clone() for name, value in model.state_dict().items()})
+        torch.manual_seed(step + 10 * of)
+        copy(torch.randn(4, 6)).square().sum().backward()
+        return [p.grad for p in copy.parameters()]
+
+    for step in range(4):
+        expected = [sum(g) / size for g in zip(*(gradients(r, step) for r in range(size)), strict=True)]
+        before = counts()
+        torch.manual_seed(step + 10 * rank)
+        optimizer.zero_grad()
+        model(torch.randn(4, 6)).square().sum().backward()
+        if step == 2:
+            optimizer.synchronize()
+            for parameter, whole in zip(model.parameters(), expected, strict=True):
+                torch.testing.assert_close(parameter.grad, whole)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+        else:
+            old = [p.detach().clone() for p in model.parameters()]
+            optimizer.step()
+            for parameter, was, whole in zip(model.parameters(), old, expected, strict=True):
+                torch.testing.assert_close(parameter.detach(), was - 0.1 * whole)
+        allreduces, scattered = (now - then for now, then in zip(counts(), before, strict=True))
+        assert step == 0 or (allreduces, scattered) == (0, 1), (step, allreduces, scattered)
+
+
+def test_double_sharded_state_reduce_scatters_on_the_gpu(ranks) -> None:
+    ranks(scatters)
+
+
 def optimizes_by_adasum() -> None:
     double, size = begin(), hvd.size()
     adasum = sys.modules["horoclone.torch.optimizer.adasum"]

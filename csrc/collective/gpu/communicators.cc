@@ -3,8 +3,6 @@
 #include <algorithm>
 #include <thread>
 
-#include "base/clock.h"
-
 namespace hc {
 
 namespace {
@@ -20,112 +18,99 @@ void Communicators::load(const std::shared_ptr<Gpu>& gpu, const std::string& lib
   if (loaded.is_ok()) nccl_ = loaded.take();
 }
 
-NcclResult Communicators::begin(int size, const NcclId& id, int rank) {
-  const Gpu::Current current(*gpu_);
-  NcclConfig config;
-  return nccl_->ncclCommInitRankConfig(&world_, size, id, rank, &config);
-}
-
-// In the order of their making.
-std::vector<NcclHandle> Communicators::all() const {
-  std::vector<NcclHandle> all;
-  if (world_) all.push_back(world_);
-  if (!levels_) return all;
-  for (NcclHandle one : levels_->handles())
-    if (one) all.push_back(one);
-  return all;
+Status Communicators::begin(int size, const NcclId& id, int rank) {
+  world_ = std::make_unique<NcclComm>(nccl_, gpu_);
+  return world_->begin(size, id, rank);
 }
 
 Status Communicators::check() const {
-  for (NcclHandle comm : all()) HC_TRY(check(comm));
+  if (world_) HC_TRY(world_->check());
+  if (!levels_) return Status::ok();
+  for (NcclComm* one : levels_->comms())
+    if (one) HC_TRY(one->check());
   return Status::ok();
 }
 
-Status Communicators::check(NcclHandle comm) const {
-  const Gpu::Current current(*gpu_);
-  return nccl_->is_pending(comm).status();
-}
+Status Communicators::until_enqueued(double limit_s) const { return world_->until_over(limit_s); }
 
-Status Communicators::until_enqueued(double limit_s) const {
-  const Gpu::Current current(*gpu_);
-  for (const Deadline deadline = Deadline::in(limit_s); !deadline.passed();) {
-    auto pending = nccl_->is_pending(world_);
-    HC_TRY(pending.status());
-    if (!pending.value()) return Status::ok();
-    std::this_thread::sleep_for(std::chrono::microseconds(10));
-  }
-  return error(Code::kTimeout, "NCCL has not enqueued what was captured within ", limit_s, " s");
+// ---- memory that NCCL was told of
+
+bool Communicators::knows(const std::byte* at) const {
+  return std::any_of(registered_.begin(), registered_.end(), [&](const Registered& one) { return one.at == at; });
 }
 
 Status Communicators::register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s) {
   HC_TRY(until_enqueued(limit_s));  // what was launched before
-  Registered made;
-  made.is_window = nccl_->registration() == NcclApi::Registration::kWindows;
-  made.owner = std::move(owner);
-  const Gpu::Current current(*gpu_);
-  if (made.is_window)
-    HC_TRY(nccl_->check(nccl_->ncclCommWindowRegister(world_, at, bytes, &made.handle, kNcclSymmetric),
-                        "ncclCommWindowRegister", world_));
-  else
-    HC_TRY(nccl_->check(nccl_->ncclCommRegister(world_, at, bytes, &made.handle), "ncclCommRegister", world_));
-  HC_TRY(until_enqueued(limit_s));
-  if (made.handle) registered_[at] = std::move(made);  // none: NCCL takes it as any memory, which is no error
-  return Status::ok();
+  Registered made{at, std::make_shared<void*>(nullptr), nccl_->registration() == NcclApi::Registration::kWindows,
+                  std::move(owner)};
+  Status told = tell(&made, bytes, limit_s);
+  // No window, and no error: this communicator has none (ranks that do not all reach each other's memory, say). A
+  // buffer is each rank's own business.
+  if (told.is_ok() && made.is_window && !*made.handle && nccl_->registers_buffers()) {
+    made.is_window = false;
+    told = tell(&made, bytes, limit_s);
+  }
+  registered_.push_back(std::move(made));  // also what failed: NCCL may still write to it
+  return told;
 }
 
-void Communicators::forget_memory(std::byte* at, bool idle, double limit_s) {
-  const auto found = registered_.find(at);
-  // A graph may still use it, or the device: then it stays until the communicator ends.
-  if (found == registered_.end() || !world_ || captured_ || !idle || !until_enqueued(limit_s).is_ok()) return;
-  const Gpu::Current current(*gpu_);
-  if (found->second.is_window)
-    (void)nccl_->ncclCommWindowDeregister(world_, found->second.handle);
-  else
-    (void)nccl_->ncclCommDeregister(world_, found->second.handle);
-  (void)until_enqueued(limit_s).is_ok();
-  registered_.erase(found);
+Status Communicators::tell(Registered* made, size_t bytes, double limit_s) {
+  HC_TRY(world_->call([at = made->at, bytes, handle = made->handle, window = made->is_window](const NcclApi& nccl,
+                                                                                              NcclHandle comm) {
+    if (window)
+      return nccl.check(nccl.ncclCommWindowRegister(comm, at, bytes, handle.get(), kNcclSymmetric),
+                        "ncclCommWindowRegister", comm);
+    return nccl.check(nccl.ncclCommRegister(comm, at, bytes, handle.get()), "ncclCommRegister", comm);
+  }));
+  return until_enqueued(limit_s);
+}
+
+void Communicators::forget_memory(const std::byte* at, double limit_s) {
+  const auto known =
+      std::find_if(registered_.begin(), registered_.end(), [&](const Registered& one) { return one.at == at; });
+  if (known == registered_.end() || !world_ || captured_ || !until_enqueued(limit_s).is_ok()) return;
+  forget(*known, limit_s);
+  registered_.erase(known);
+}
+
+void Communicators::forget(const Registered& known, double limit_s) {
+  if (!*known.handle) return;
+  (void)world_->call([handle = known.handle, window = known.is_window](const NcclApi& nccl, NcclHandle comm) {
+    (void)(window ? nccl.ncclCommWindowDeregister(comm, *handle) : nccl.ncclCommDeregister(comm, *handle));
+    return Status::ok();
+  });
+  (void)until_enqueued(limit_s);
 }
 
 void Communicators::forget_all_memory(double limit_s) {
-  for (auto next = registered_.begin(); next != registered_.end();) forget_memory((next++)->first, true, limit_s);
+  while (world_ && !captured_ && !registered_.empty() && until_enqueued(limit_s).is_ok()) {
+    forget(registered_.front(), limit_s);
+    registered_.erase(registered_.begin());
+  }
 }
+
+// ---- ends
 
 void Communicators::finish() {
   if (levels_) {
-    const auto levels = levels_->handles();
-    if (!std::all_of(levels.begin(), levels.end(), [this](NcclHandle one) { return !one || finish(one); })) return;
-    levels_->forget();
+    const auto levels = levels_->comms();
+    if (!std::all_of(levels.begin(), levels.end(), [](NcclComm* one) { return !one || one->finish(kFinishS); })) return;
+    levels_.reset();
   }
-  if (!finish(world_)) return;
-  world_ = nullptr;
+  if (!world_ || !world_->finish(kFinishS)) return;
+  world_.reset();
   registered_.clear();
 }
 
-bool Communicators::finish(NcclHandle comm) {
-  const Gpu::Current current(*gpu_);
-  if (nccl_->ncclCommFinalize(comm) > kNcclSuccess && !check(comm).is_ok()) return false;
-  NcclResult state = kNcclInProgress;
-  for (const Deadline deadline = Deadline::in(kFinishS); !deadline.passed();) {
-    if (nccl_->ncclCommGetAsyncError(comm, &state) != kNcclSuccess || state != kNcclInProgress) break;
-    std::this_thread::sleep_for(std::chrono::microseconds(100));
-  }
-  if (state != kNcclSuccess) return false;
-  (void)nccl_->ncclCommDestroy(comm);
-  return true;
-}
-
 void Communicators::abort() {
-  const std::vector<NcclHandle> comms = all();
-  world_ = nullptr;
-  if (levels_) levels_->forget();
-  auto registered = std::exchange(registered_, {});  // NCCL forgets it with the communicator; then its owners may
-  if (comms.empty()) return;
-  const auto end = [gpu = gpu_, nccl = nccl_, comms, registered = std::move(registered)] {
-    const Gpu::Current current(*gpu);
-    for (NcclHandle comm : comms) (void)nccl->ncclCommAbort(comm);
+  // NCCL forgets memory with the communicator; then its owners may go. The inner ones come first.
+  auto end = [registered = std::exchange(registered_, {}), world = std::shared_ptr<NcclComm>(std::move(world_)),
+              levels = std::shared_ptr<DeviceLevels>(std::move(levels_))] {
+    if (levels) levels->abort();
+    if (world) world->abort();
   };
   // The graphs that hold NCCL's work are the framework's: nobody waits for their end.
-  captured_ ? std::thread(end).detach() : end();
+  captured_ ? std::thread(std::move(end)).detach() : end();
 }
 
 }  // namespace hc

@@ -5,15 +5,13 @@
 // Thread: the thread that makes progress. Owner: a DeviceGroup.
 #pragma once
 
-#include <map>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "base/status.h"
 #include "collective/gpu/device_levels.h"
-#include "device/gpu.h"
-#include "device/nccl_api.h"
+#include "collective/gpu/nccl_comm.h"
 
 namespace hc {
 
@@ -25,12 +23,12 @@ class Communicators {
   const NcclApi& api() const { return *nccl_; }
   const Status& missing() const { return missing_; }
 
-  NcclHandle world() const { return world_; }  // of the whole set; null: none
+  NcclComm* world() const { return world_.get(); }  // of the whole set; null: none
   // Begins to make it, without blocking.
-  NcclResult begin(int size, const NcclId& id, int rank);
+  Status begin(int size, const NcclId& id, int rank);
   // Null: not asked for, or there are no levels here.
   DeviceLevels* levels() const { return levels_.get(); }
-  void make_levels(const LevelPlace& place) { levels_ = std::make_unique<DeviceLevels>(nccl_, place); }
+  void make_levels(const LevelPlace& place) { levels_ = std::make_unique<DeviceLevels>(nccl_, gpu_, place); }
   // They were asked for, on every rank, for allreduces as well as Adasum.
   bool reduces_by_levels() const { return reduces_by_levels_ && levels_ && !flat_only_; }
   void reduce_by_levels(bool on) { reduces_by_levels_ = on; }
@@ -41,10 +39,12 @@ class Communicators {
   Status until_enqueued(double limit_s) const;
 
   bool registers() const { return nccl_->registration() != NcclApi::Registration::kNone; }
+  // On every rank in the same order, and so is what is forgotten: NCCL gives windows places of its own, one behind the
+  // other.
   Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner, double limit_s);
-  bool knows(std::byte* at) const { return registered_.contains(at); }
-  // idle: nothing on the device works on it any more.
-  void forget_memory(std::byte* at, bool idle, double limit_s);
+  bool knows(const std::byte* at) const;
+  // Nothing on the device works on it any more. Where a graph may still use it, it stays until the communicator ends.
+  void forget_memory(const std::byte* at, double limit_s);
   void forget_all_memory(double limit_s);
 
   // From now on graphs that hold work of the communicator may live.
@@ -59,24 +59,24 @@ class Communicators {
 
  private:
   struct Registered {
-    void* handle = nullptr;  // NCCL's
+    std::byte* at = nullptr;
+    std::shared_ptr<void*> handle;  // NCCL's, which it may write later
     bool is_window = false;
     std::shared_ptr<void> owner;
   };
-  std::vector<NcclHandle> all() const;
-  Status check(NcclHandle comm) const;
-  bool finish(NcclHandle comm);
+  Status tell(Registered* made, size_t bytes, double limit_s);
+  void forget(const Registered& known, double limit_s);
 
   std::shared_ptr<Gpu> gpu_;
   std::shared_ptr<const NcclApi> nccl_;
   Status missing_;
   bool sought_ = false;
-  NcclHandle world_ = nullptr;
+  std::unique_ptr<NcclComm> world_;
   std::unique_ptr<DeviceLevels> levels_;
   bool reduces_by_levels_ = false;
   bool flat_only_ = false;
   bool captured_ = false;
-  std::map<std::byte*, Registered> registered_;
+  std::vector<Registered> registered_;  // in the order in which NCCL was told
 };
 
 }  // namespace hc

@@ -204,7 +204,6 @@ class DeviceAdasum : public Collective {
   DeviceAdasum(Task task, DeviceState* device, const Group& group)
       : task_(std::move(task)),
         device_(*device),
-        nccl_(device->nccl.api()),
         gpu_(*device->gpu),
         group_(group),
         work_(task_.dtype == DType::kF64 ? DType::kF64 : DType::kF32),
@@ -224,9 +223,9 @@ class DeviceAdasum : public Collective {
   }
 
   Progress step(bool* moved) override {
-    const Gpu::Current current(gpu_);
-    auto pending = nccl_.is_pending(busy_);
+    auto pending = busy_->is_pending();
     if (pending.is_ok() && pending.value()) return Progress::kPending;
+    const Gpu::Current current(gpu_);
     Status ok = pending.status();
     if (ok.is_ok()) ok = advance();
     if (!ok.is_ok()) return fail(ok);
@@ -287,71 +286,75 @@ class DeviceAdasum : public Collective {
 
   // ---- NCCL: each step is a group of its own
 
-  template <class Calls>
-  Status call(NcclHandle comm, Stage next, Calls&& calls) {
+  // What a call works with is copied: it may run later.
+  template <class Call>
+  void add(const char* name, Call call) {
+    calls_.push_back([name, call = std::move(call)](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.check(call(nccl, comm), name, comm);
+    });
+  }
+  Status launch(NcclComm* comm, Stage next) {
     stage_ = next;
     busy_ = comm;
-    HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm));
-    Status called = calls();
-    // The group is ended in any case: the calls of this thread would stay open.
-    Status ended = nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", comm);
-    return called.is_ok() ? ended : called;
+    return comm->launch(std::exchange(calls_, {}));
   }
 
   int nccl_work() const { return work_ == DType::kF64 ? kNcclF64 : kNcclF32; }
 
   Status average_within() {
-    return call(levels_->inner(), Stage::kAveraged, [&] {
-      return nccl_.check(nccl_.ncclReduceScatter(packed_->data(), share(), layout_.share(), nccl_work(), kNcclSum,
-                                                 levels_->inner(), stream()),
-                         "ncclReduceScatter", levels_->inner());
+    add("ncclReduceScatter", [from = packed_->data(), at = share(), count = layout_.share(), type = nccl_work(),
+                              to = stream()](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclReduceScatter(from, at, count, type, kNcclSum, comm, to);
     });
+    return launch(levels_->inner(), Stage::kAveraged);
   }
 
   Status exchange() {
     auto memory = gpu_.device_memory(vectors_bytes(row_type_), stream());
     HC_TRY(memory.status());
     received_ = memory.take();
-    return call(comm_, Stage::kExchanged, [&] {
-      for (int r = 0; r < layout_.ranks(); ++r) {
-        if (const size_t bytes = layout_.slice_bytes(r))
-          HC_TRY(nccl_.check(nccl_.ncclSend(source() + layout_.slice_at(r), bytes, kNcclU8, r, comm_, stream()),
-                             "ncclSend", comm_));
-        if (layout_.slice())
-          HC_TRY(nccl_.check(nccl_.ncclRecv(received_->data() + static_cast<size_t>(r) * layout_.stride() * row_item(),
-                                            layout_.slice() * row_item(), kNcclU8, r, comm_, stream()),
-                             "ncclRecv", comm_));
-      }
-      return Status::ok();
-    });
+    for (int r = 0; r < layout_.ranks(); ++r) {
+      if (const size_t bytes = layout_.slice_bytes(r))
+        add("ncclSend", [=, from = source() + layout_.slice_at(r), to = stream()](const NcclApi& nccl, NcclHandle comm) {
+          return nccl.ncclSend(from, bytes, kNcclU8, r, comm, to);
+        });
+      std::byte* const at = received_->data() + static_cast<size_t>(r) * layout_.stride() * row_item();
+      if (layout_.slice())
+        add("ncclRecv", [=, bytes = layout_.slice() * row_item(), to = stream()](const NcclApi& nccl, NcclHandle comm) {
+          return nccl.ncclRecv(at, bytes, kNcclU8, r, comm, to);
+        });
+    }
+    return launch(comm_, Stage::kExchanged);
   }
 
   // Equal slices by one allgather, else each from its owner.
   Status gather() {
-    return call(comm_, Stage::kGathered, [&] {
-      const size_t bytes = layout_.slice_bytes(0);
-      bool equal = true;
-      for (int r = 1; r < layout_.ranks(); ++r) equal = equal && layout_.slice_bytes(r) == bytes;
-      if (equal && bytes)
-        return nccl_.check(
-            nccl_.ncclAllGather(target() + layout_.my_slice_at(), target(), bytes, kNcclU8, comm_, stream()),
-            "ncclAllGather", comm_);
-      for (int r = 0; r < layout_.ranks(); ++r) {
-        std::byte* const at = target() + layout_.slice_at(r);
-        if (layout_.slice_bytes(r))
-          HC_TRY(nccl_.check(nccl_.ncclBroadcast(at, at, layout_.slice_bytes(r), kNcclU8, r, comm_, stream()),
-                             "ncclBroadcast", comm_));
-      }
-      return Status::ok();
-    });
+    const size_t bytes = layout_.slice_bytes(0);
+    bool equal = true;
+    for (int r = 1; r < layout_.ranks(); ++r) equal = equal && layout_.slice_bytes(r) == bytes;
+    if (equal && bytes) {
+      add("ncclAllGather", [from = target() + layout_.my_slice_at(), at = target(), bytes, to = stream()](
+                               const NcclApi& nccl, NcclHandle comm) {
+        return nccl.ncclAllGather(from, at, bytes, kNcclU8, comm, to);
+      });
+      return launch(comm_, Stage::kGathered);
+    }
+    for (int r = 0; r < layout_.ranks(); ++r) {
+      std::byte* const at = target() + layout_.slice_at(r);
+      if (const size_t part = layout_.slice_bytes(r))
+        add("ncclBroadcast", [=, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+          return nccl.ncclBroadcast(at, at, part, kNcclU8, r, comm, to);
+        });
+    }
+    return launch(comm_, Stage::kGathered);
   }
 
   Status gather_within() {
-    return call(levels_->inner(), Stage::kGatheredWithin, [&] {
-      return nccl_.check(nccl_.ncclAllGather(share(), packed_->data(), layout_.share() * row_item(), kNcclU8,
-                                             levels_->inner(), stream()),
-                         "ncclAllGather", levels_->inner());
+    add("ncclAllGather", [from = share(), at = packed_->data(), bytes = layout_.share() * row_item(), to = stream()](
+                             const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclAllGather(from, at, bytes, kNcclU8, comm, to);
     });
+    return launch(levels_->inner(), Stage::kGatheredWithin);
   }
 
   // ---- what is done with the vectors, which lie layout_.stride() elements apart
@@ -384,12 +387,11 @@ class DeviceAdasum : public Collective {
       return gather();
     }
     HC_TRY(tree_.multiply());
-    const GpuMemory& sums = tree_.sums();
-    return call(device_.nccl.world(), Stage::kSummed, [&] {
-      return nccl_.check(nccl_.ncclAllReduce(sums.data(), sums.data(), tree_.numbers(), kNcclF64, kNcclSum,
-                                             device_.nccl.world(), stream()),
-                         "ncclAllReduce", device_.nccl.world());
+    add("ncclAllReduce", [sums = tree_.sums().data(), count = tree_.numbers(), to = stream()](const NcclApi& nccl,
+                                                                                              NcclHandle comm) {
+      return nccl.ncclAllReduce(sums, sums, count, kNcclF64, kNcclSum, comm, to);
     });
+    return launch(device_.nccl.world(), Stage::kSummed);
   }
 
   // My slice of the result, to its place in the row.
@@ -417,17 +419,17 @@ class DeviceAdasum : public Collective {
 
   const Task task_;
   DeviceState& device_;
-  const NcclApi& nccl_;
   Gpu& gpu_;
   const Group& group_;
   const DType work_;                  // in which vectors are combined
   const DeviceLevels* const levels_;  // null: all ranks exchange with all
   const DType row_type_;              // in which tensors travel
-  const NcclHandle comm_;             // of those who exchange
+  NcclComm* const comm_;              // of those who exchange
   const AdasumLayout layout_;
   AdasumTree tree_;
   GpuMemoryPtr packed_, received_, widened_;
-  NcclHandle busy_ = nullptr;  // the communicator that was called last
+  std::vector<NcclCall> calls_;  // of the next group
+  NcclComm* busy_ = nullptr;     // what was called last
   Stage stage_ = Stage::kExchanged;
 };
 

@@ -10,6 +10,7 @@ namespace hc {
 
 namespace {
 constexpr double kFarewellS = 2;  // for what runs on the device, and for the communicator to end in peace
+constexpr ptrdiff_t kFlightsAtOnce = 4;  // that one look at the device is about
 }
 
 DeviceGroup::DeviceGroup(const Group& group, DeviceOptions options) : group_(group), options_(std::move(options)) {}
@@ -46,8 +47,23 @@ Status DeviceGroup::register_memory(std::byte* at, size_t bytes, std::shared_ptr
   return state_.nccl.register_memory(at, bytes, std::move(owner), options_.init_timeout_s);
 }
 
-void DeviceGroup::forget_memory(std::byte* at) {
-  if (state_.nccl.knows(at)) state_.nccl.forget_memory(at, flights_land(kFarewellS), options_.init_timeout_s);
+Status DeviceGroup::forget_memory(const std::byte* at) {
+  if (!state_.nccl.knows(at)) return Status::ok();
+  if (!flights_land(options_.init_timeout_s))
+    return error(Code::kTimeout, "work on the GPU has not ended within ", options_.init_timeout_s,
+                 " s, so NCCL cannot forget memory");
+  state_.nccl.forget_memory(at, options_.init_timeout_s);
+  return Status::ok();
+}
+
+void DeviceGroup::launched(GpuEventPtr done) {
+  // They end in the order of their launches, so one look tells about several.
+  while (std::ssize(flights_) >= 2 * kFlightsAtOnce && std::ssize(flights_) % kFlightsAtOnce == 0) {
+    auto passed = state_.gpu->passed(*flights_[kFlightsAtOnce - 1].done);
+    if (passed.is_ok() && !passed.value()) break;
+    flights_.erase(flights_.begin(), flights_.begin() + kFlightsAtOnce);
+  }
+  flights_.push_back({std::move(done), Clock::now()});
 }
 
 bool DeviceGroup::flights_land(double limit_s) {

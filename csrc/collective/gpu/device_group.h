@@ -33,6 +33,8 @@ class DeviceGroup {
   DeviceBackend backend() const { return state_.backend; }
   // Why host memory moves the data, or how NCCL was found.
   const std::string& reason() const { return state_.reason; }
+  // Empty, or why our kernels are not used: what NCCL does not do alone then goes through host memory.
+  const std::string& kernels_reason() const { return state_.kernels_reason; }
   // Not ok: the setting demands NCCL, which cannot be used. The same on every rank.
   const Status& refusal() const { return state_.refusal; }
 
@@ -49,13 +51,16 @@ class DeviceGroup {
   Status prepare_to_capture();  // makes now what a capture would else have to make
 
   // Tells NCCL of memory in advance (collective: the same sizes in the same order on every rank) / that it will go. The
-  // owner lives until NCCL has forgotten it: at the latest when the communicator ends.
+  // owner lives until NCCL has forgotten it: at the latest when the communicator ends. So is what is forgotten.
   bool registers() const;
   Status register_memory(std::byte* at, size_t bytes, std::shared_ptr<void> owner);
-  void forget_memory(std::byte* at);
+  bool may_forget() const { return !state_.nccl.was_captured(); }
+  Status forget_memory(const std::byte* at);
 
-  // A batch has been launched; `done` comes behind it.
-  void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
+  // A batch has been launched; `done` comes behind it. Events of earlier ones that have ended go back to the stock.
+  void launched(GpuEventPtr done);
+  // Something has been launched that was not seen to end.
+  bool has_flights() const { return !flights_.empty(); }
   // How long the oldest launched batch has been under way; 0: nothing is.
   double oldest_flight_s(TimePoint now);
   // Not ok: the communicator has failed (a network error, a peer's crash that NCCL noticed).

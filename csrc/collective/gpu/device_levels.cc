@@ -20,15 +20,18 @@ LevelPlace level_place(const std::vector<int>& node, int rank) {
   return {};
 }
 
-Status DeviceLevels::begin(bool inner, const NcclId& id, NcclHandle* handle) {
-  NcclHandle& made = inner ? inner_ : outer_;
-  NcclConfig config;
+Status DeviceLevels::begin(bool inner, const NcclId& id, NcclComm** comm) {
+  std::unique_ptr<NcclComm>& made = inner ? inner_ : outer_;
+  made = std::make_unique<NcclComm>(nccl_, gpu_);
+  *comm = made.get();
   const int size = inner ? place_.inner_size : place_.outer_size;
   const int rank = inner ? place_.inner_rank : place_.outer_rank;
-  const NcclResult begun = nccl_->ncclCommInitRankConfig(&made, size, id, rank, &config);
-  *handle = made;
-  return nccl_->check(begun, "ncclCommInitRankConfig", nullptr)
-      .with(inner ? "the communicator of a node" : "the communicator between nodes");
+  return made->begin(size, id, rank).with(inner ? "the communicator of a node" : "the communicator between nodes");
+}
+
+void DeviceLevels::abort() {
+  for (NcclComm* one : comms())
+    if (one) one->abort();
 }
 
 }  // namespace hc

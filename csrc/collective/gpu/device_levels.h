@@ -4,11 +4,11 @@
 // Thread: the thread that makes progress. Owner: a DeviceGroup.
 #pragma once
 
-#include <string>
+#include <memory>
 #include <vector>
 
 #include "collective/collective.h"
-#include "device/nccl_api.h"
+#include "collective/gpu/nccl_comm.h"
 
 namespace hc {
 
@@ -24,24 +24,25 @@ LevelPlace level_place(const std::vector<int>& node, int rank);
 
 class DeviceLevels {
  public:
-  DeviceLevels(std::shared_ptr<const NcclApi> nccl, const LevelPlace& place) : nccl_(std::move(nccl)), place_(place) {}
+  DeviceLevels(std::shared_ptr<const NcclApi> nccl, std::shared_ptr<Gpu> gpu, const LevelPlace& place)
+      : nccl_(std::move(nccl)), gpu_(std::move(gpu)), place_(place) {}
 
   const LevelPlace& place() const { return place_; }
-  NcclHandle inner() const { return inner_; }
-  NcclHandle outer() const { return outer_; }
-  // Begins to make the next one of the two; what it is made of comes from the leaders. `*handle` is what to ask whether
-  // it is up.
-  Status begin(bool inner, const NcclId& id, NcclHandle* handle);
+  NcclComm* inner() const { return inner_.get(); }
+  NcclComm* outer() const { return outer_.get(); }
+  // Begins to make the next one of the two; what it is made of comes from the leaders. `*comm` is what to ask whether it
+  // is up.
+  Status begin(bool inner, const NcclId& id, NcclComm** comm);
   bool complete() const { return inner_ && outer_; }
   // Both of them, in the order of their making; null: not made.
-  std::vector<NcclHandle> handles() const { return {inner_, outer_}; }
-  // They have ended or were given up by somebody else.
-  void forget() { inner_ = outer_ = nullptr; }
+  std::vector<NcclComm*> comms() const { return {inner_.get(), outer_.get()}; }
+  void abort();
 
  private:
   const std::shared_ptr<const NcclApi> nccl_;
+  const std::shared_ptr<Gpu> gpu_;
   const LevelPlace place_;
-  NcclHandle inner_ = nullptr, outer_ = nullptr;
+  std::unique_ptr<NcclComm> inner_, outer_;
 };
 
 }  // namespace hc

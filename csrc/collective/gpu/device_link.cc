@@ -1,5 +1,6 @@
 #include "collective/gpu/device_link.h"
 
+#include <algorithm>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -56,16 +57,7 @@ DeviceLink::~DeviceLink() {
   const Deadline deadline = Deadline::in(kLinkFarewellS);
   while (oldest_flight_s(Clock::now()) > 0 && !deadline.passed())
     std::this_thread::sleep_for(std::chrono::microseconds(100));
-  if (comm_ && up_ && oldest_flight_s(Clock::now()) == 0) {
-    const Gpu::Current current(*gpu_);
-    NcclResult state = nccl_->ncclCommFinalize(comm_);
-    while (state <= kNcclSuccess || state == kNcclInProgress) {
-      if (nccl_->ncclCommGetAsyncError(comm_, &state) != kNcclSuccess || state != kNcclInProgress) break;
-      if (deadline.passed()) break;
-      std::this_thread::sleep_for(std::chrono::microseconds(100));
-    }
-    if (state == kNcclSuccess) (void)nccl_->ncclCommDestroy(std::exchange(comm_, nullptr));
-  }
+  if (comm_ && up_ && oldest_flight_s(Clock::now()) == 0 && comm_->finish(kLinkFarewellS)) comm_.reset();
   abort();
   if (stream_) gpu_->end_stream(stream_);
 }
@@ -88,23 +80,16 @@ Result<NcclId> DeviceLink::make_id() const {
 Status DeviceLink::begin(const NcclId& id, int place) {
   begun_ = true;
   deadline_ = Deadline::in(init_timeout_s_);
-  NcclConfig config;
-  const Gpu::Current current(*gpu_);
-  return nccl_->check(nccl_->ncclCommInitRankConfig(&comm_, 2, id, place, &config), "ncclCommInitRankConfig", nullptr)
+  comm_ = std::make_unique<NcclComm>(nccl_, gpu_);
+  return comm_->begin(2, id, place)
       .with("the communicator of two ranks; HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
-}
-
-Result<bool> DeviceLink::is_pending() const {
-  if (!comm_) return error(Code::kAborted, "the communicator of two ranks has ended");
-  const Gpu::Current current(*gpu_);
-  return nccl_->is_pending(comm_);
 }
 
 Result<bool> DeviceLink::is_up() {
   if (up_ || !begun_) return up_;
-  auto pending = is_pending();
-  HC_TRY(pending.status(), "NCCL could not connect two ranks' GPUs");
-  up_ = !pending.value();
+  auto enqueued = is_enqueued();
+  HC_TRY(enqueued.status(), "NCCL could not connect two ranks' GPUs");
+  up_ = enqueued.value();
   if (!up_ && deadline_.passed())
     return error(Code::kTimeout, "NCCL has not connected two ranks' GPUs within ", init_timeout_s_,
                  " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it");
@@ -112,18 +97,16 @@ Result<bool> DeviceLink::is_up() {
 }
 
 Status DeviceLink::launch(bool sends, std::byte* data, size_t bytes, int place_of_peer) {
-  const Gpu::Current current(*gpu_);
-  HC_TRY(nccl_->check(nccl_->ncclGroupStart(), "ncclGroupStart", comm_));
-  const NcclResult called = sends ? nccl_->ncclSend(data, bytes, kNcclU8, place_of_peer, comm_, stream_)
-                                  : nccl_->ncclRecv(data, bytes, kNcclU8, place_of_peer, comm_, stream_);
-  const Status ok = nccl_->check(called, sends ? "ncclSend" : "ncclRecv", comm_);
-  // The group is ended in any case: the calls of this thread would stay open.
-  const Status ended = nccl_->check(nccl_->ncclGroupEnd(), "ncclGroupEnd", comm_);
-  return ok.is_ok() ? ended : ok;
+  return comm_->launch({[=, stream = stream_](const NcclApi& nccl, NcclHandle comm) {
+    return nccl.check(sends ? nccl.ncclSend(data, bytes, kNcclU8, place_of_peer, comm, stream)
+                            : nccl.ncclRecv(data, bytes, kNcclU8, place_of_peer, comm, stream),
+                      sends ? "ncclSend" : "ncclRecv", comm);
+  }});
 }
 
 Result<bool> DeviceLink::is_enqueued() {
-  auto pending = is_pending();
+  if (!comm_) return error(Code::kAborted, "the communicator of two ranks has ended");
+  auto pending = comm_->is_pending();
   HC_TRY(pending.status());
   return !pending.value();
 }
@@ -137,13 +120,9 @@ double DeviceLink::oldest_flight_s(TimePoint now) {
   return 0;
 }
 
-Status DeviceLink::check() { return comm_ ? is_pending().status() : Status::ok(); }
+Status DeviceLink::check() { return comm_ ? comm_->check() : Status::ok(); }
 
-void DeviceLink::abort() {
-  if (!comm_) return;
-  const Gpu::Current current(*gpu_);
-  (void)nccl_->ncclCommAbort(std::exchange(comm_, nullptr));
-}
+void DeviceLink::abort() { comm_.reset(); }
 
 // ---- all peers
 
@@ -170,6 +149,10 @@ DeviceLink& DeviceLinks::to(int peer) {
   auto& link = links_[peer];
   if (!link) link = std::make_unique<DeviceLink>(gpu_, nccl_, options_.init_timeout_s);
   return *link;
+}
+
+bool DeviceLinks::has_flights() const {
+  return std::any_of(links_.begin(), links_.end(), [](const auto& entry) { return entry.second->has_flights(); });
 }
 
 double DeviceLinks::oldest_flight_s(TimePoint now) {

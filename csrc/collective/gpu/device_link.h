@@ -51,7 +51,8 @@ class DeviceLink {
   Result<bool> is_enqueued();
 
   void launched(GpuEventPtr done) { flights_.push_back({std::move(done), Clock::now()}); }
-  double oldest_flight_s(TimePoint now);  // 0: nothing is under way
+  bool has_flights() const { return !flights_.empty(); }  // that were not seen to end
+  double oldest_flight_s(TimePoint now);                  // 0: nothing is under way
   Status check();
   void abort();
 
@@ -60,13 +61,11 @@ class DeviceLink {
     GpuEventPtr done;
     TimePoint since;
   };
-  Result<bool> is_pending() const;
-
   const std::shared_ptr<Gpu> gpu_;
   const std::shared_ptr<const NcclApi> nccl_;  // null: there is none
   const double init_timeout_s_;
   CuStream stream_ = nullptr;
-  NcclHandle comm_ = nullptr;
+  std::unique_ptr<NcclComm> comm_;
   bool begun_ = false, up_ = false;
   Deadline deadline_ = Deadline::in(0);
   std::deque<Flight> flights_;
@@ -80,6 +79,7 @@ class DeviceLinks {
   LinkCard card() const;
   DeviceLink& to(int peer);  // made when it is asked for the first time
 
+  bool has_flights() const;
   double oldest_flight_s(TimePoint now);
   void each_late(TimePoint now, double older_than_s, const std::function<void(int peer)>& tell);
   Status check();

@@ -236,20 +236,22 @@ class DeviceSetup : public Collective {
     device_.refusal = Status::ok();
     device_.kernels_everywhere =
         std::all_of(table_.begin(), table_.end(), [](const Introduction& one) { return one.has_kernels; });
+    device_.kernels_reason.clear();
+    for (size_t r = table_.size(); r-- > 0;)
+      if (!table_[r].has_kernels) device_.kernels_reason = text_of(name_in(group_, r), ": ", table_[r].kernels_reason);
     if (answer.backend == DeviceBackend::kHost) {
       go_by_host(answer);
       return Status::ok();
     }
     if (answer.backend == DeviceBackend::kPeers) return show_peers();
-    const NcclApi& nccl = device_.nccl.api();
-    const NcclResult begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
+    const Status begun = device_.nccl.begin(group_.size, table_[0].id, group_.rank);
     comes_up_ = true;
     rising_ = device_.nccl.world();
     const auto all = [&](auto wanted) { return std::all_of(table_.begin(), table_.end(), wanted); };
     device_.nccl.reduce_by_levels(all([](const Introduction& one) { return one.reduces_by_levels; }));
     if (all([](const Introduction& one) { return one.has_levels; })) device_.nccl.make_levels(place_);
     deadline_ = Deadline::in(options_.init_timeout_s);
-    return nccl.check(begun, "ncclCommInitRankConfig", nullptr).with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
+    return begun.with("HOROCLONE_GPU_OPERATIONS=host goes without NCCL");
   }
 
   void go_by_host(const Answer& answer) {
@@ -299,18 +301,16 @@ class DeviceSetup : public Collective {
   }
 
   Progress connecting(bool* moved) {
-    const NcclApi& nccl = device_.nccl.api();
-    NcclResult state = kNcclInProgress;
-    const Gpu::Current current(*device_.gpu);
-    Status asked = nccl.check(nccl.ncclCommGetAsyncError(rising_, &state), "ncclCommGetAsyncError", nullptr);
-    if (asked.is_ok() && state == kNcclInProgress) {
+    auto pending = rising_->is_pending();
+    if (!pending.is_ok())
+      return fail(pending.status()
+                      .with("NCCL could not connect the ranks' GPUs")
+                      .with("NCCL_DEBUG=INFO shows more, HOROCLONE_GPU_OPERATIONS=host goes without it"));
+    if (pending.value()) {
       if (!deadline_.passed()) return Progress::kPending;
       return fail(error(Code::kTimeout, "NCCL has not connected the ranks' GPUs within ", options_.init_timeout_s,
                         " s; NCCL_DEBUG=INFO shows what it tries, HOROCLONE_GPU_OPERATIONS=host goes without it"));
     }
-    if (asked.is_ok()) asked = nccl.check(state, "NCCL could not connect the ranks' GPUs", rising_);
-    if (!asked.is_ok())
-      return fail(asked.with("NCCL_DEBUG=INFO shows more, HOROCLONE_GPU_OPERATIONS=host goes without it"));
     *moved = true;
     DeviceLevels* levels = device_.nccl.levels();
     if (levels && !levels->complete()) {
@@ -344,7 +344,7 @@ class DeviceSetup : public Collective {
   std::unique_ptr<Collective> exchange_;
   bool comes_up_ = false;
   LevelPlace place_;
-  NcclHandle rising_ = nullptr;  // the communicator that is being made
+  NcclComm* rising_ = nullptr;  // the communicator that is being made
   Deadline deadline_ = Deadline::in(0);
 };
 

@@ -37,6 +37,7 @@ struct DeviceState {
   GpuKernels* kernels = nullptr;  // this rank's; the Gpu's own
   Status kernels_missing;
   bool kernels_everywhere = false;  // every rank has them
+  std::string kernels_reason;       // why not, where somebody has none; the same on every rank
   std::unique_ptr<PeerMemory> peers;
   size_t peer_bytes = 0;  // of it that every rank has
   DeviceBackend backend = DeviceBackend::kUnknown;

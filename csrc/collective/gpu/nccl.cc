@@ -7,6 +7,7 @@
 
 #include "base/half.h"
 #include "collective/gpu/device_state.h"
+#include "collective/gpu/nccl_meaning.h"
 
 namespace hc {
 
@@ -18,82 +19,9 @@ constexpr size_t kPackAlign = 16;
 // Below this two levels cost more launches than they save bytes. Not measured on GPUs of several machines.
 constexpr size_t kLevelBytes = 64u << 10;
 
-// NCCL's type with the same arithmetic; for movement alone everything is bytes.
-int nccl_type(DType dtype) {
-  switch (dtype) {
-    case DType::kBool:
-    case DType::kU8:
-      return kNcclU8;
-    case DType::kI8:
-      return kNcclI8;
-    case DType::kI32:
-      return kNcclI32;
-    case DType::kI64:
-      return kNcclI64;
-    case DType::kF16:
-      return kNcclF16;
-    case DType::kBF16:
-      return kNcclBF16;
-    case DType::kF32:
-      return kNcclF32;
-    case DType::kF64:
-      return kNcclF64;
-    case DType::kU16:
-    case DType::kI16:
-      break;
-  }
-  return -1;
-}
-
-// -1: NCCL has none. Of two bools, "or" is the greater one, "and" the smaller.
-int nccl_op(DType dtype, Reduce reduce) {
-  const bool is_bool = dtype == DType::kBool;
-  switch (reduce) {
-    case Reduce::kAverage:
-    case Reduce::kSum:
-      return is_bool ? kNcclMax : kNcclSum;
-    case Reduce::kMin:
-      return kNcclMin;
-    case Reduce::kMax:
-      return kNcclMax;
-    case Reduce::kProduct:
-      return is_bool ? kNcclMin : kNcclProduct;
-    case Reduce::kAnd:
-      return is_bool ? kNcclMin : -1;
-    case Reduce::kOr:
-      return is_bool ? kNcclMax : -1;
-    case Reduce::kXor:
-    case Reduce::kAdasum:
-      break;
-  }
-  return -1;
-}
-
 size_t aligned(size_t bytes) { return (bytes + kPackAlign - 1) / kPackAlign * kPackAlign; }
 
-bool nccl_does_alone(const Task& task) {
-  if (nccl_type(task.dtype) < 0) return false;
-  if (task.dtype == DType::kBool) return true;
-  if (!is_float(task.dtype)) return task.scale.is_unit();  // our integer average truncates toward zero in int64
-  return task.reduce == Reduce::kSum || task.scale.is_unit();
-}
-
-// The type in which a reduction travels that NCCL does not do alone: prescaled on the way in, postscaled and divided on
-// the way out, as on the host. 16-bit integers wrap in 32 bits as they do in 16; halves compute in float32.
-DType wire_type(const Task& task) {
-  if (task.dtype == DType::kF16 || task.dtype == DType::kBF16) return DType::kF32;
-  if (is_float(task.dtype)) return task.dtype;
-  return size_of(task.dtype) == 2 ? DType::kI32 : task.dtype;
-}
-
 }  // namespace
-
-bool nccl_does(const Task& task, bool with_kernels) {
-  if (!reduces(task.op)) return true;
-  if (task.reduce == Reduce::kAdasum) return with_kernels && is_float(task.dtype);  // device_adasum.cc
-  if (nccl_op(task.dtype, task.reduce) < 0) return false;
-  return with_kernels || nccl_does_alone(task);
-}
 
 class NcclCollective : public Collective {
  public:
@@ -115,10 +43,10 @@ class NcclCollective : public Collective {
   }
 
   Progress step(bool* moved) override {
-    const Gpu::Current current(gpu_);
-    auto pending = nccl_.is_pending(busy_);
+    auto pending = busy_->is_pending();
     if (pending.is_ok() && pending.value()) return Progress::kPending;
     Status ok = pending.status();
+    const Gpu::Current current(gpu_);
     if (ok.is_ok() && !shares_.empty() && level_ != Level::kDone) {
       *moved = true;
       ok = next_level();
@@ -132,41 +60,62 @@ class NcclCollective : public Collective {
   }
 
  private:
-  NcclHandle comm() const { return device_.nccl.world(); }
+  struct Share {
+    const std::byte* in;
+    std::byte* out;
+    size_t count;  // of each rank of the node
+  };
+  NcclComm& comm() const { return *device_.nccl.world(); }
   CuStream stream() const { return device_.stream; }
+
+  // Of the next group. What it works with is copied: it may run later.
+  template <class Call>
+  void add(const char* name, Call call) {
+    calls_.push_back([name, call = std::move(call)](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.check(call(nccl, comm), name, comm);
+    });
+  }
+  Status launch_on(NcclComm& comm) {
+    busy_ = &comm;
+    return comm.launch(std::exchange(calls_, {}));
+  }
 
   Status enqueue() {
     if (reduces(task_.op) && !nccl_does_alone(task_)) HC_TRY(convert());
     HC_TRY(choose_operator());
     // What NCCL scales by an operator made for one communicator takes the flat path.
     by_levels_ = device_.nccl.reduces_by_levels() && !made_operator_ && task_.op == Op::kAllreduce;
-    busy_ = comm();
     if (task_.op == Op::kAllreduce && !given_) HC_TRY(pack());
-    HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", comm()));
-    Status called = call();
-    // The group is ended in any case: the calls of this thread would stay open.
-    Status ended = nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", comm());
-    return called.is_ok() ? ended : called;
+    HC_TRY(add_calls());
+    return launch_on(comm());
   }
 
-  Status call() {
+  Status add_calls() {
     switch (task_.op) {
       case Op::kAllreduce:
-        return allreduce();
+        allreduce();
+        return Status::ok();
       case Op::kAllgather:
-        return allgather();
+        allgather();
+        return Status::ok();
       case Op::kBroadcast:
-        return broadcast();
+        broadcast();
+        return Status::ok();
       case Op::kReducescatter:
-        return reducescatter();
+        reducescatter();
+        return Status::ok();
       case Op::kAlltoall:
-        return alltoall();
+        alltoall();
+        return Status::ok();
       case Op::kReduce:
-        return reduce();
+        reduce();
+        return Status::ok();
       case Op::kGather:
-        return gather();
+        gather();
+        return Status::ok();
       case Op::kScatter:
-        return scatter();
+        scatter();
+        return Status::ok();
       case Op::kBarrier:
       case Op::kJoin:
       case Op::kSend:
@@ -194,14 +143,16 @@ class NcclCollective : public Collective {
     if (type_ == kNcclF32) scalar = &as_float;
     if (type_ == kNcclF16) scalar = &as_half;
     if (type_ == kNcclBF16) scalar = &as_bfloat;
-    HC_TRY(nccl_.check(nccl_.ncclRedOpCreatePreMulSum(&operator_, scalar, type_, kNcclScalarOnHost, comm()),
-                       "ncclRedOpCreatePreMulSum", comm()));
+    const NcclHandle at = comm().handle();
+    HC_TRY(nccl_.check(nccl_.ncclRedOpCreatePreMulSum(&operator_, scalar, type_, kNcclScalarOnHost, at),
+                       "ncclRedOpCreatePreMulSum", at));
     made_operator_ = true;
     return Status::ok();
   }
 
   void drop_operator() {
-    if (made_operator_ && comm()) (void)nccl_.ncclRedOpDestroy(operator_, comm());
+    const NcclHandle at = made_operator_ && device_.nccl.world() ? comm().handle() : nullptr;
+    if (at) (void)nccl_.ncclRedOpDestroy(operator_, at);
     made_operator_ = false;
   }
 
@@ -313,26 +264,26 @@ class NcclCollective : public Collective {
     return Status::ok();
   }
 
-  Status allreduce() {
-    if (packed_ && !given_) HC_TRY(reduce_all(packed_->data(), packed_->data(), packed_count_));
+  void allreduce() {
+    if (packed_ && !given_) reduce_all(packed_->data(), packed_->data(), packed_count_);
     for (const Piece& piece : task_.pieces)
-      if (piece.count && !is_packed(piece)) HC_TRY(reduce_all(piece.in, piece.out, piece.count));
-    return Status::ok();
+      if (piece.count && !is_packed(piece)) reduce_all(piece.in, piece.out, piece.count);
   }
-  Status reduce_all(const std::byte* in, std::byte* out, size_t count) {
+  void reduce_all(const std::byte* in, std::byte* out, size_t count) {
     const size_t item = size_of(task_.dtype);
     if (by_levels_ && count * item >= kLevelBytes) {
       const Share share{in, out, count / static_cast<size_t>(device_.nccl.levels()->place().inner_size)};
       const size_t shared = share.count * static_cast<size_t>(device_.nccl.levels()->place().inner_size);
       shares_.push_back(share);
       algorithm_ = "nccl two level";
-      if (shared == count) return Status::ok();
+      if (shared == count) return;
       in += shared * item;
       out += shared * item;
       count -= shared;
     }
-    return nccl_.check(nccl_.ncclAllReduce(in, out, count, type_, operator_, comm(), stream()), "ncclAllReduce",
-                       comm());
+    add("ncclAllReduce", [=, type = type_, op = operator_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclAllReduce(in, out, count, type, op, comm, to);
+    });
   }
 
   // Each step of all shares is a group of its own: within one, NCCL promises no order. Horovod's hierarchical
@@ -340,25 +291,24 @@ class NcclCollective : public Collective {
   Status next_level() {
     level_ = level_ == Level::kNone ? Level::kScatter : level_ == Level::kScatter ? Level::kAcross : Level::kDone;
     const DeviceLevels& levels = *device_.nccl.levels();
-    busy_ = level_ == Level::kAcross ? levels.outer() : levels.inner();
+    for (const Share& share : shares_) add_level(share, static_cast<size_t>(levels.place().inner_rank));
+    return launch_on(level_ == Level::kAcross ? *levels.outer() : *levels.inner());
+  }
+  void add_level(const Share& share, size_t place) {
     const size_t item = size_of(task_.dtype);
-    HC_TRY(nccl_.check(nccl_.ncclGroupStart(), "ncclGroupStart", busy_));
-    Status called;
-    for (const Share& share : shares_) {
-      std::byte* const mine = share.out + share.count * item * static_cast<size_t>(levels.place().inner_rank);
-      if (!called.is_ok()) break;
-      if (level_ == Level::kScatter)
-        called = nccl_.check(nccl_.ncclReduceScatter(share.in, mine, share.count, type_, operator_, busy_, stream()),
-                             "ncclReduceScatter", busy_);
-      else if (level_ == Level::kAcross)
-        called = nccl_.check(nccl_.ncclAllReduce(mine, mine, share.count, type_, operator_, busy_, stream()),
-                             "ncclAllReduce", busy_);
-      else
-        called = nccl_.check(nccl_.ncclAllGather(mine, share.out, share.count * item, kNcclU8, busy_, stream()),
-                             "ncclAllGather", busy_);
-    }
-    Status ended = nccl_.check(nccl_.ncclGroupEnd(), "ncclGroupEnd", busy_);
-    return called.is_ok() ? ended : called;
+    std::byte* const mine = share.out + share.count * item * place;
+    if (level_ == Level::kScatter)
+      add("ncclReduceScatter", [=, type = type_, op = operator_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+        return nccl.ncclReduceScatter(share.in, mine, share.count, type, op, comm, to);
+      });
+    else if (level_ == Level::kAcross)
+      add("ncclAllReduce", [=, type = type_, op = operator_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+        return nccl.ncclAllReduce(mine, mine, share.count, type, op, comm, to);
+      });
+    else
+      add("ncclAllGather", [=, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+        return nccl.ncclAllGather(mine, share.out, share.count * item, kNcclU8, comm, to);
+      });
   }
 
   bool equal_counts() const {
@@ -367,102 +317,105 @@ class NcclCollective : public Collective {
     return true;
   }
 
-  Status allgather() {
+  void allgather() {
     const Piece& piece = task_.pieces[0];
     const size_t item = size_of(task_.dtype);
     if (equal_counts())
-      return nccl_.check(nccl_.ncclAllGather(piece.in, piece.out, task_.counts[0] * item, kNcclU8, comm(), stream()),
-                         "ncclAllGather", comm());
+      return add("ncclAllGather", [in = piece.in, out = piece.out, bytes = task_.counts[0] * item, to = stream()](
+                                      const NcclApi& nccl, NcclHandle comm) {
+        return nccl.ncclAllGather(in, out, bytes, kNcclU8, comm, to);
+      });
     size_t at = 0;
     for (int r = 0; r < size_; ++r) {
       const size_t bytes = task_.counts[r] * item;
-      if (bytes) HC_TRY(broadcast_from(r, piece.in, piece.out + at, bytes));
+      if (bytes) broadcast_from(r, piece.in, piece.out + at, bytes);
       at += bytes;
     }
-    return Status::ok();
   }
 
-  Status broadcast() {
+  void broadcast() {
     const Piece& piece = task_.pieces[0];
-    return broadcast_from(task_.root, piece.in, piece.out, piece.count * size_of(task_.dtype));
+    broadcast_from(task_.root, piece.in, piece.out, piece.count * size_of(task_.dtype));
   }
-  Status broadcast_from(int root, const std::byte* in, std::byte* out, size_t bytes) {
+  void broadcast_from(int root, const std::byte* in, std::byte* out, size_t bytes) {
     const void* source = rank_ == root ? in : out;
-    return nccl_.check(nccl_.ncclBroadcast(source, out, bytes, kNcclU8, root, comm(), stream()), "ncclBroadcast",
-                       comm());
+    add("ncclBroadcast", [=, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclBroadcast(source, out, bytes, kNcclU8, root, comm, to);
+    });
   }
 
-  Status reducescatter() {
+  void reducescatter() {
     const Piece& piece = task_.pieces[0];
     if (equal_counts())
-      return nccl_.check(
-          nccl_.ncclReduceScatter(piece.in, piece.out, task_.counts[0], type_, operator_, comm(), stream()),
-          "ncclReduceScatter", comm());
+      return add("ncclReduceScatter", [in = piece.in, out = piece.out, count = task_.counts[0], type = type_,
+                                       op = operator_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+        return nccl.ncclReduceScatter(in, out, count, type, op, comm, to);
+      });
     const std::byte* at = piece.in;
     for (int r = 0; r < size_; ++r) {
       const size_t count = task_.counts[r];
-      if (count)
-        HC_TRY(nccl_.check(nccl_.ncclReduce(at, piece.out, count, type_, operator_, r, comm(), stream()), "ncclReduce",
-                           comm()));
+      if (count) reduce_to(r, at, piece.out, count);
       at += count * size_of(task_.dtype);
     }
-    return Status::ok();
   }
 
-  Status reduce() {
+  void reduce() {
     const Piece& piece = task_.pieces[0];
-    return nccl_.check(
-        nccl_.ncclReduce(piece.in, piece.out, piece.count, type_, operator_, task_.root, comm(), stream()),
-        "ncclReduce", comm());
+    reduce_to(task_.root, piece.in, piece.out, piece.count);
+  }
+  void reduce_to(int root, const std::byte* in, std::byte* out, size_t count) {
+    add("ncclReduce", [=, type = type_, op = operator_, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclReduce(in, out, count, type, op, root, comm, to);
+    });
   }
 
-  Status gather() {
+  void gather() {
     const Piece& piece = task_.pieces[0];
     const size_t item = size_of(task_.dtype), mine = task_.counts[static_cast<size_t>(rank_)] * item;
-    if (mine) HC_TRY(send(piece.in, mine, task_.root));
-    if (rank_ != task_.root) return Status::ok();
+    if (mine) send(piece.in, mine, task_.root);
     std::byte* to = piece.out;
-    for (int r = 0; r < size_; ++r) {
+    for (int r = 0; rank_ == task_.root && r < size_; ++r) {
       const size_t bytes = task_.counts[static_cast<size_t>(r)] * item;
-      if (bytes) HC_TRY(receive(to, bytes, r));
+      if (bytes) receive(to, bytes, r);
       to += bytes;
     }
-    return Status::ok();
   }
 
-  Status scatter() {
+  void scatter() {
     const Piece& piece = task_.pieces[0];
     const size_t item = size_of(task_.dtype), mine = task_.counts[static_cast<size_t>(rank_)] * item;
-    if (mine) HC_TRY(receive(piece.out, mine, task_.root));
+    if (mine) receive(piece.out, mine, task_.root);
     const std::byte* from = piece.in;
     for (int r = 0; rank_ == task_.root && r < size_; ++r) {
       const size_t bytes = task_.counts[static_cast<size_t>(r)] * item;
-      if (bytes) HC_TRY(send(from, bytes, r));
+      if (bytes) send(from, bytes, r);
       from += bytes;
     }
-    return Status::ok();
   }
 
-  Status send(const std::byte* from, size_t bytes, int to) {
-    return nccl_.check(nccl_.ncclSend(from, bytes, kNcclU8, to, comm(), stream()), "ncclSend", comm());
+  void send(const std::byte* from, size_t bytes, int peer) {
+    add("ncclSend", [=, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclSend(from, bytes, kNcclU8, peer, comm, to);
+    });
   }
-  Status receive(std::byte* to, size_t bytes, int from) {
-    return nccl_.check(nccl_.ncclRecv(to, bytes, kNcclU8, from, comm(), stream()), "ncclRecv", comm());
+  void receive(std::byte* at, size_t bytes, int peer) {
+    add("ncclRecv", [=, to = stream()](const NcclApi& nccl, NcclHandle comm) {
+      return nccl.ncclRecv(at, bytes, kNcclU8, peer, comm, to);
+    });
   }
 
-  Status alltoall() {
+  void alltoall() {
     const Piece& piece = task_.pieces[0];
     const size_t item = size_of(task_.dtype);
     const std::byte* from = piece.in;
-    std::byte* to = piece.out;
+    std::byte* at = piece.out;
     for (int r = 0; r < size_; ++r) {
       const size_t out = task_.counts[r] * item, in = task_.received_counts[r] * item;
-      if (out) HC_TRY(send(from, out, r));
-      if (in) HC_TRY(receive(to, in, r));
+      if (out) send(from, out, r);
+      if (in) receive(at, in, r);
       from += out;
-      to += in;
+      at += in;
     }
-    return Status::ok();
   }
 
   Task task_;                  // as NCCL is to do it
@@ -475,14 +428,10 @@ class NcclCollective : public Collective {
   int type_ = kNcclU8, operator_ = kNcclSum;
   bool made_operator_ = false;
   bool packs_ = false;
-  NcclHandle busy_ = nullptr;  // the communicator that was called last
+  std::vector<NcclCall> calls_;  // of the next group
+  NcclComm* busy_ = nullptr;     // what was called last
   bool by_levels_ = false;
   enum class Level { kNone, kScatter, kAcross, kDone } level_ = Level::kNone;  // the last that was enqueued
-  struct Share {
-    const std::byte* in;
-    std::byte* out;
-    size_t count;  // of each rank of the node
-  };
   std::vector<Share> shares_;  // what goes by levels
   GpuMemoryPtr packed_;
   size_t packed_count_ = 0;

@@ -4,6 +4,10 @@
 
 namespace hc {
 
+namespace {
+constexpr double kReliefS = 10;  // until the framework has given memory back
+}
+
 Progress DeviceBatch::begin(const std::vector<Operation*>& operations, bool* moved) {
   if (begun_) return Progress::kDone;
   if (!set_up_) {
@@ -19,6 +23,15 @@ Progress DeviceBatch::begin(const std::vector<Operation*>& operations, bool* mov
   begun_ = true;
   status_ = await_inputs(operations);
   return status_.is_ok() ? Progress::kDone : Progress::kFailed;
+}
+
+bool DeviceBatch::may_get_memory() {
+  if (!group_.gpu() || !group_.gpu()->was_full() || !relief_.is_offered() || waits_) return false;
+  waits_ = true;
+  given_ = relief_.times_given();
+  until_ = Deadline::in(kReliefS);
+  relief_.want();
+  return true;
 }
 
 Status DeviceBatch::await_inputs(const std::vector<Operation*>& operations) {

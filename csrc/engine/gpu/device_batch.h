@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collective/gpu/device_group.h"
+#include "device/memory_relief.h"
 #include "engine/operation/operation.h"
 
 namespace hc {
@@ -17,8 +18,8 @@ namespace hc {
 class DeviceBatch {
  public:
   // may_launch: whether this batch has the next launch ticket (launch_tickets.h).
-  DeviceBatch(DeviceGroup* group, Tag tag, std::function<bool()> may_launch)
-      : group_(*group), tag_(tag), may_launch_(std::move(may_launch)) {}
+  DeviceBatch(DeviceGroup* group, Tag tag, MemoryRelief* relief, std::function<bool()> may_launch)
+      : group_(*group), tag_(tag), may_launch_(std::move(may_launch)), relief_(*relief) {}
 
   // kDone: tasks may start, or outcome() says why not. kFailed: the engine must stop.
   Progress begin(const std::vector<Operation*>& operations, bool* moved);
@@ -30,6 +31,10 @@ class DeviceBatch {
   Result<std::byte*> result_memory(Operation* op, size_t tensor, size_t bytes);
   // The identity element, in place of a tensor that this rank did not submit.
   Result<std::byte*> identity(DType dtype, Reduce reduce, size_t count);
+  // After a failure that has enqueued nothing: whether it is for want of memory and somebody may give some; then what
+  // has failed is tried again once is_waiting() says no.
+  bool may_get_memory();
+  bool is_waiting() const { return waits_ && relief_.times_given() == given_ && !until_.passed(); }
   // The tasks are enqueued.
   Status finish(const std::vector<Operation*>& operations);
 
@@ -39,6 +44,10 @@ class DeviceBatch {
   DeviceGroup& group_;
   const Tag tag_;
   const std::function<bool()> may_launch_;
+  MemoryRelief& relief_;
+  bool waits_ = false;  // for memory
+  uint64_t given_ = 0;  // how often some had been given by then
+  Deadline until_ = Deadline::in(0);
   bool begun_ = false, set_up_ = false;
   std::unique_ptr<Collective> setup_;
   std::vector<GpuMemoryPtr> held_;  // until the batch's end on the device

@@ -34,14 +34,15 @@ Result<std::shared_ptr<Gpu>> GpuDesk::adopt(int index) {
   return gpu_;
 }
 
-Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s) {
+Result<std::unique_ptr<DeviceWork>> GpuDesk::prepare(const Submission& s, bool may_be_captured) {
   if (s.tensors.empty() && (s.op == Op::kScatter || s.op == Op::kReceive)) return offer(s.device_index);
   auto gpu = adopt(s.device_index);
   if (s.op == Op::kJoin && !gpu.is_ok()) return std::unique_ptr<DeviceWork>();  // its identity elements lie on the host
   HC_TRY(gpu.status());
   auto work = std::make_unique<DeviceWork>();
   work->gpu = gpu.take();
-  HC_TRY(refuse_captured(s, *work->gpu));
+  const Gpu::Current current(*work->gpu, Gpu::Current::For::kStreams);
+  if (may_be_captured) HC_TRY(refuse_captured(s, *work->gpu));
   work->ready_given = s.ready_event;
   if (s.op == Op::kJoin || s.ready_event) return work;
   auto ready = work->gpu->record(s.stream);
@@ -169,9 +170,33 @@ bool GpuDesk::find_memory(BucketSet* buckets) {
   return false;
 }
 
+void GpuDesk::note_way(int process_set, Way way) {
+  std::lock_guard lock(mu_);
+  ways_[process_set] = std::move(way);
+}
+
+std::string GpuDesk::ways_json() const {
+  const auto quoted = [](const std::string& text) {
+    std::string out = "\"";
+    for (const char c : text) {
+      if (c == '"' || c == '\\') out += '\\';
+      out += static_cast<unsigned char>(c) < 0x20 ? ' ' : c;
+    }
+    return out + "\"";
+  };
+  std::lock_guard lock(mu_);
+  std::string text = "{";
+  for (const auto& [set, way] : ways_)
+    text += text_of(text.size() > 1 ? "," : "", "\"", set, "\":{\"backend\":", quoted(way.backend),
+                    ",\"reason\":", quoted(way.reason), ",\"no_kernels\":", quoted(way.no_kernels), "}");
+  return text + "}";
+}
+
 void GpuDesk::fail(const Status& status) {
   if (!failure_.is_ok()) return;
-  failure_ = Status(status.code(), text_of("the GPU of ", context_.me(), ": ", status.text()));
+  const auto gpu = this->gpu();
+  const std::string device = gpu ? text_of(" (device ", gpu->index(), ")") : "";
+  failure_ = Status(status.code(), text_of("the GPU of ", context_.me(), device, ": ", status.text()));
   failed_at_ = Clock::now();
 }
 

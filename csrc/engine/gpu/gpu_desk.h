@@ -10,6 +10,7 @@
 #include <mutex>
 
 #include "collective/gpu/device_group.h"
+#include "device/memory_relief.h"
 #include "engine/context.h"
 #include "engine/operation/operation.h"
 #include "engine/operation/submission.h"
@@ -31,7 +32,8 @@ class GpuDesk {
   std::shared_ptr<Gpu> gpu() const;  // null: none yet
   // What `s`, on device memory, carries besides. The event is recorded here because only the caller knows that its
   // stream has been given all work. Null: there is no GPU to offer, what comes has to come to host memory.
-  Result<std::unique_ptr<DeviceWork>> prepare(const Submission& s);
+  // may_be_captured: nobody has looked yet whether the stream goes into a graph.
+  Result<std::unique_ptr<DeviceWork>> prepare(const Submission& s, bool may_be_captured = true);
   // Something has come for an operation that had offered its GPU.
   void settle(Operation* op);
   DeviceOptions options() const;
@@ -53,6 +55,16 @@ class GpuDesk {
   // Not ok when the moment is over: why the job ends.
   Status blame(TimePoint now) const;
 
+  MemoryRelief& relief() { return relief_; }
+
+  // How a process set's tensors on GPUs are reduced: "nccl", "peers" or "host", and why; why our kernels are not used.
+  struct Way {
+    std::string backend, reason, no_kernels;
+  };
+  void note_way(int process_set, Way way);
+  // {"0": {"backend", "reason", "no_kernels"}}, with every set that has been on a GPU. Any thread.
+  std::string ways_json() const;
+
   // At the end of the engine's life.
   void close();
 
@@ -63,12 +75,14 @@ class GpuDesk {
 
   Context& context_;
   const Tuner& tuner_;
+  MemoryRelief relief_;
   std::atomic<bool> has_gpu_{false};
-  mutable std::mutex mu_;  // guards the four below
+  mutable std::mutex mu_;  // guards the five below
   std::shared_ptr<Gpu> gpu_;
   std::shared_ptr<Gpu> offered_gpu_;            // what somebody may send can be taken there, while there is no gpu_
   std::shared_ptr<const NcclApi> memory_nccl_;  // null: not looked for, or not found
   std::map<std::byte*, std::weak_ptr<Memory>> memory_;  // of allocate()
+  std::map<int, Way> ways_;
 
   // The thread that makes progress.
   Status failure_;  // what CUDA or NCCL said; who is to blame may still be on its way here

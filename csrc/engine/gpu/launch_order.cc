@@ -45,6 +45,7 @@ Status LaunchOrder::grant(uint16_t id, uint32_t count) {
   const auto set = intake_.find(id);
   if (!set) return Status::ok();
   if (tickets_.in_memory()) {
+    others_ += count;
     tickets_.give({id}, count, set->members.has_me());
     return Status::ok();
   }
@@ -70,6 +71,7 @@ Status LaunchOrder::grant_message(int sender, int receiver, uint32_t id) {
   const LaunchTicket ticket = ticket_of_message(sender, id);
   const int me = context_.rank();
   if (tickets_.in_memory()) {
+    ++others_;
     tickets_.give(ticket, 1, me == sender || me == receiver);
     return Status::ok();
   }

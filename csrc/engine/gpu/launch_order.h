@@ -25,6 +25,8 @@ class LaunchOrder {
       : context_(context), link_(link), intake_(intake) {}
   LaunchTickets& tickets() { return tickets_; }
   const LaunchTickets& tickets() const { return tickets_; }
+  // On rank 0, where tickets travel in shared memory: how many it has given to anything but persistent buckets.
+  uint64_t others() const { return others_; }
 
   // The world's coordinator, before the plan goes out.
   void note_before(const Members& set, Plan* plan);
@@ -61,6 +63,7 @@ class LaunchOrder {
   ControlLink& link_;
   const Intake& intake_;
   LaunchTickets tickets_;
+  uint64_t others_ = 0;
 };
 
 }  // namespace hc

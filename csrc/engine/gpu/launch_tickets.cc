@@ -5,12 +5,12 @@
 namespace hc {
 
 uint64_t word_of(const LaunchTicket& ticket) {
-  return static_cast<uint64_t>(ticket.sender) << 48 | static_cast<uint64_t>(ticket.set) << 32 |
-         static_cast<uint32_t>(ticket.bucket);
+  return static_cast<uint64_t>(ticket.with_next) << 63 | static_cast<uint64_t>(ticket.sender) << 48 |
+         static_cast<uint64_t>(ticket.set) << 32 | static_cast<uint32_t>(ticket.bucket);
 }
 LaunchTicket ticket_of(uint64_t word) {
   return {static_cast<uint16_t>(word >> 32), static_cast<int32_t>(static_cast<uint32_t>(word)),
-          static_cast<uint16_t>(word >> 48)};
+          static_cast<uint16_t>(word >> 48 & 0x7fff), word >> 63 != 0};
 }
 
 void LaunchTickets::add(LaunchTicket ticket, uint32_t count) { tickets_.insert(tickets_.end(), count, ticket); }

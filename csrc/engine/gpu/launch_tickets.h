@@ -21,7 +21,11 @@ struct LaunchTicket {
   uint16_t set = 0;
   int32_t bucket = -1;  // the arrival flag of a persistent bucket; -1: the next planned batch of the set
   uint16_t sender = 0;  // set is kMessageStream: of the message whose number is `bucket`
-  bool operator==(const LaunchTicket&) const = default;
+  // A persistent bucket that starts together with the one of the next ticket, in one group of NCCL.
+  bool with_next = false;
+  bool operator==(const LaunchTicket& other) const {
+    return set == other.set && bucket == other.bucket && sender == other.sender;
+  }
 };
 uint64_t word_of(const LaunchTicket& ticket);
 LaunchTicket ticket_of(uint64_t word);
@@ -58,7 +62,8 @@ class LaunchTickets {
 
   size_t kept_back() const { return waiting_.size(); }
 
-  const LaunchTicket* next() const { return tickets_.empty() ? nullptr : &tickets_.front(); }
+  const LaunchTicket* next() const { return at(0); }
+  const LaunchTicket* at(size_t place) const { return place < tickets_.size() ? &tickets_[place] : nullptr; }
   bool is_next(const LaunchTicket& ticket) const { return !tickets_.empty() && tickets_.front() == ticket; }
   // Also what came before its place in the order.
   bool contains(uint16_t set) const;

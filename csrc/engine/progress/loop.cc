@@ -20,7 +20,7 @@ void Loop::start() {
 bool Loop::step(bool may_fill) {
   last_ = Iteration{};
   last_.may_fill = may_fill;
-  last_.looks_soon = parts_.gpu.has_failed();
+  last_.looks_soon = parts_.gpu.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && device_in_flight());
   try {
     if (Status done = advance(); !done.is_ok()) {
       fail(done);
@@ -220,6 +220,13 @@ bool Loop::launched_in_flight() {
   if (parts_.messages.links().oldest_flight_s(now) > 0) return true;
   return std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
                      [&](ProcessSet* set) { return set->device().oldest_flight_s(now) > 0; });
+}
+
+bool Loop::has_flights() const {
+  if (parts_.context.has_failed()) return false;
+  return parts_.messages.links().has_flights() ||
+         std::any_of(parts_.sets.mine().begin(), parts_.sets.mine().end(),
+                     [](ProcessSet* set) { return set->device().has_flights(); });
 }
 
 // ---- time

@@ -54,6 +54,10 @@ class Loop {
   }
   // Something that was launched on a GPU has not ended yet. Also forgets what has ended.
   bool device_in_flight() { return parts_.gpu.has_gpu() && launched_in_flight(); }
+  // The same without a look at the device: what has ended meanwhile still counts.
+  bool device_may_be_in_flight() const { return parts_.gpu.has_gpu() && has_flights(); }
+  // From now on somebody waits for the end of what was launched.
+  void watch_flights() { watches_flights_.store(true); }
   // Something waits to be taken from submission.
   bool has_news() const { return parts_.intake.has_news(); }
   // Reads and writes sockets.
@@ -85,6 +89,7 @@ class Loop {
   void blame_device();
   void run_timers(TimePoint now);
   bool launched_in_flight();
+  bool has_flights() const;
   void take_submitted();
   Status receive() {
     if (parts_.context.mesh->progress_shared()) last_.moved = true;
@@ -114,7 +119,7 @@ class Loop {
   std::vector<uint8_t> received_;
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
-  std::atomic<bool> has_abort_{false};
+  std::atomic<bool> has_abort_{false}, watches_flights_{false};
 };
 
 }  // namespace hc

@@ -67,17 +67,9 @@ Progress BatchRunner::step(bool* moved) {
   if (!outcome_.is_ok()) return Progress::kDone;
   while (next_task_ < tasks_.size()) {
     if (!collective_) {
-      auto made = make_next();
-      if (!made.is_ok()) {
-        status_ = made.status();
-        return Progress::kFailed;
-      }
-      collective_ = made.take();
-      if (timeline_ && timeline_->on()) timeline_->phase(operations_, collective_->algorithm());
-      if (collective_->start() == Progress::kFailed) {
-        status_ = collective_->status();
-        return Progress::kFailed;
-      }
+      if (device_ && device_->is_waiting()) return Progress::kPending;
+      const Progress begun = start_next();
+      if (begun != Progress::kDone) return begun;
     }
     const Progress progress = collective_->step(moved);
     if (progress == Progress::kFailed) status_ = collective_->status();
@@ -87,6 +79,21 @@ Progress BatchRunner::step(bool* moved) {
     *moved = true;
   }
   return device_ ? end() : Progress::kDone;
+}
+
+// kPending: on a GPU there was no memory, but there may be some soon.
+Progress BatchRunner::start_next() {
+  auto made = make_next();
+  if (made.is_ok()) {
+    collective_ = made.take();
+    if (timeline_ && timeline_->on()) timeline_->phase(operations_, collective_->algorithm());
+    if (collective_->start() != Progress::kFailed) return Progress::kDone;
+  }
+  status_ = made.is_ok() ? collective_->status() : made.status();
+  if (!device_ || !device_->may_get_memory()) return Progress::kFailed;
+  status_ = Status::ok();
+  collective_.reset();
+  return Progress::kPending;
 }
 
 void BatchRunner::next_part(uint32_t id) {
@@ -101,6 +108,7 @@ Progress BatchRunner::begin(bool* moved) {
     if (progress == Progress::kFailed) status_ = device_->status();
     if (progress != Progress::kDone) return progress;
   }
+  if (device_ && device_->is_waiting()) return Progress::kPending;
   prepared_ = true;
   *moved = true;
   if (device_)
@@ -111,6 +119,13 @@ Progress BatchRunner::begin(bool* moved) {
     outcome_ = device_->outcome();
   if (!outcome_.is_ok()) return Progress::kDone;
   outcome_ = prepare();
+  if (!outcome_.is_ok() && device_ && device_->may_get_memory()) {
+    tasks_.clear();
+    bytes_ = 0;
+    outcome_ = Status::ok();
+    prepared_ = false;
+    return Progress::kPending;
+  }
   // A rank that cannot allocate its results must not leave the others waiting in the collective: there is no way
   // back from here, so it is the engine that fails.
   if (!outcome_.is_ok()) {
@@ -128,7 +143,7 @@ Progress BatchRunner::end() {
 
 Result<std::unique_ptr<Collective>> BatchRunner::make_next() {
   Task& task = tasks_[next_task_];
-  if (device_) return device_->make_collective(std::move(task));
+  if (device_) return device_->make_collective(task);  // a copy: it may have to be made again
   if (batch_.part.count == 1) return make_collective(std::move(task), group_);
   Task now = task;
   now.tag = tag_;

@@ -52,6 +52,7 @@ class BatchRunner {
   const Signature& signature_of(size_t entry) const;
   Progress begin(bool* moved);
   Progress end();
+  Progress start_next();
   Result<std::unique_ptr<Collective>> make_next();
   Status prepare();
   Status prepare_allreduce();

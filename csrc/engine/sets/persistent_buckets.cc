@@ -17,6 +17,13 @@ Result<PersistentBuckets::Declared*> PersistentBuckets::add(int id, std::shared_
   return &d;
 }
 
+BucketId PersistentBuckets::with_flag(size_t flag) const {
+  for (const auto& [id, d] : declared_)
+    if (d.has_flags && flag >= d.first_flag && flag < d.first_flag + d.runs.size())
+      return {id, static_cast<int>(flag - d.first_flag)};
+  return {};
+}
+
 void PersistentBuckets::invalidate(SharedSegment* shared_segment) {
   if (!shared_segment || declared_.empty()) return;
   for (auto& [id, d] : declared_) d.is_persistent = false;

@@ -30,6 +30,14 @@ class PersistentBuckets {
     size_t flag_of(int bucket) const { return first_flag + static_cast<size_t>(bucket); }
   };
 
+  // The bucket with this flag; it exists.
+  BucketId with_flag(size_t flag) const;
+  // A member has left the persistent plans.
+  bool anybody_left(const SharedSegment& shared_segment) const {
+    for (int m = 0; m < shared_segment.size(); ++m)
+      if (shared_segment.flags(m).invalidated.load(std::memory_order_acquire)) return true;
+    return false;
+  }
   // Null: there is no such set.
   Declared* find(int id) {
     const auto at = declared_.find(id);
@@ -38,17 +46,16 @@ class PersistentBuckets {
   // shared_segment: of the set when all members share memory, else null.
   Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedSegment* shared_segment);
   void remove(int id) { declared_.erase(id); }
-  // Begins bucket `id` and returns the collective to step; make(flag) creates it at its first use. Null: its plan is
-  // not persistent, or no longer.
+  // Begins bucket `id` and gives what then is to be stepped; make(flag) makes it at its first use. Null: its plan is
+  // not persistent, or no longer. looks: whether another member has left the plans; else somebody else does that.
   template <class Make>
-  PersistentCollective* enter(BucketId id, const SharedSegment* shared_segment, Make&& make) {
+  PersistentCollective* enter(BucketId id, const SharedSegment* shared_segment, bool looks, Make&& make) {
     Declared* d = find(id.set);
     if (!d || !d->is_persistent) return nullptr;
-    for (int m = 0; m < shared_segment->size(); ++m)
-      if (shared_segment->flags(m).invalidated.load(std::memory_order_acquire)) {
-        d->is_persistent = false;
-        return nullptr;
-      }
+    if (looks && anybody_left(*shared_segment)) {
+      d->is_persistent = false;
+      return nullptr;
+    }
     Declared::Run& run = d->runs[static_cast<size_t>(id.index)];
     if (!run.collective) run.collective = make(d->flag_of(id.index));
     run.collective->begin(run.rounds++);

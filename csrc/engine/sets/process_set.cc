@@ -19,7 +19,7 @@ ProcessSet::ProcessSet(const SetParts& parts, std::shared_ptr<SetIntake> intake,
     : parts_(parts),
       intake_(std::move(intake)),
       pending_(total_pending),
-      device_(parts.context, parts.gpu, parts.order, intake_->members, group_) {
+      device_(parts.context, parts.gpu, parts.order, intake_->members, group_, buckets_) {
   const Members& m = members();
   if (!m.has_me()) return;
   const Mesh& mesh = *parts.context.mesh;
@@ -96,12 +96,7 @@ void ProcessSet::announce(Operation* op) {
     bypass_.close();
   if (op->signature().op == Op::kJoin) {
     pending_.expect_join(op);
-    if (!arrivals_.empty()) {
-      deferred_join_ = op;
-      return;
-    }
-    leave_shared_rounds();
-    negotiator_->announce_join();
+    deferred_join_ = op;  // run_arrivals() goes on with it
     return;
   }
   negotiator_->announce(op);
@@ -119,11 +114,15 @@ Task ProcessSet::task_of(const Operation& op) const {
 }
 
 bool ProcessSet::enter_bucket(Operation* op) {
-  PersistentCollective* run = buckets_.enter(op->bucket, shared_.get(), [&](size_t flag) {
+  // On GPUs rank 0 decides for all whether a bucket starts without a plan (DeviceSide::take_back).
+  auto* run = buckets_.enter(op->bucket, shared_.get(), !op->device, [&](size_t flag) {
     return op->device ? make_persistent_arrival(group_, flag) : make_persistent_allreduce(task_of(*op), group_, flag);
   });
   if (!run) return false;
-  arrivals_.emplace_back(op, run);
+  if (op->device)
+    device_.make_ready(op, buckets_.find(op->bucket.set)->flag_of(op->bucket.index));
+  else
+    arrivals_.emplace_back(op, run);
   return true;
 }
 
@@ -177,7 +176,7 @@ Status ProcessSet::step(Iteration* now) {
   if (batches_.has_work()) HC_TRY(run_batches(now));
   if (!closed_.is_ok()) end_after_close(now);
   if (!arrivals_.empty() || deferred_join_) run_arrivals(now);
-  if (device_.has_ready()) launch_ready(now);
+  if (device_.is_used()) launch_ready(now);
   wake_readers();
   return Status::ok();
 }
@@ -367,28 +366,33 @@ void ProcessSet::run_arrivals(Iteration* now) {
     Counters& counters = parts_.context.counters;
     Counters::add(bucket.set >= 0 ? counters.persistent : counters.bypassed);
     note_persistent(*run.op, *run.collective);
-    if (run.op->device) {
-      device_.make_ready(run.op, buckets_.find(bucket.set)->flag_of(bucket.index));
-    } else {
-      Counters::add(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
-      complete(run.op, run.collective->status());
-    }
+    Counters::add(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
+    complete(run.op, run.collective->status());
   }
-  if (deferred_join_ && arrivals_.empty()) {
-    leave_shared_rounds();
-    announce(std::exchange(deferred_join_, nullptr));
-    now->moved = true;
-  }
+  if (!deferred_join_ || !arrivals_.empty() || device_.has_ready() || parts_.order.tickets().kept_back()) return;
+  deferred_join_ = nullptr;
+  leave_shared_rounds();
+  negotiator_->announce_join();
+  now->moved = true;
 }
 
 void ProcessSet::launch_ready(Iteration* now) {
+  if (device_.waits_for_ticket()) {
+    const auto back = device_.take_back(*shared_, now);
+    if (!back.empty() && parts_.context.rank() == 0) buckets_.invalidate(shared_.get());
+    for (Operation* op : back) announce(op), now->moved = true;  // sent in the next iteration
+  }
   while (!parts_.context.has_failed() && !parts_.gpu.has_failed()) {
     auto launched = device_.launch(tuning_, &parts_.timeline, now);
     if (!launched.is_ok()) return parts_.gpu.fail(launched.status());
     const auto runner = launched.take();
     if (!runner) return;
     Counters::add(parts_.context.counters.bytes_reduced, runner->bytes());
-    complete(runner->operations()[0], runner->outcome());
+    for (Operation* op : runner->operations()) {
+      if (!op) continue;
+      Counters::add(parts_.context.counters.persistent);
+      complete(op, runner->outcome());
+    }
   }
 }
 
@@ -399,6 +403,8 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
   HC_TRY(added.status());
   DeviceGroup* group = device_.group();
   mine->registers = owned && group && group->registers();
+  mine->knows_some = device_.has_registered();
+  if (mine->knows_some) mine->dropped = device_.dropped();
   if (buckets->on_device) {
     if (group) HC_TRY(group->prepare_to_capture());
     mine->persistent = added.value()->has_flags && device_.may_be_persistent(*buckets);
@@ -413,10 +419,12 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
   return Status::ok();
 }
 
-void ProcessSet::confirm(int id, Capabilities all) {
+Status ProcessSet::confirm(int id, const Capabilities& all) {
+  if (all.dropped) HC_TRY(device_.forget_dropped(all.dropped));
   PersistentBuckets::Declared* d = buckets_.find(id);
   d->is_persistent = all.persistent && members().size() > 1;
-  if (all.registers) device_.register_buckets(*d->set);
+  if (all.registers) device_.register_buckets(d->set);
+  return Status::ok();
 }
 
 void ProcessSet::undeclare(int id) {
@@ -424,7 +432,7 @@ void ProcessSet::undeclare(int id) {
                                 [&](const Operation* op) { return op->bucket.set == id; });
   const PersistentBuckets::Declared* d = buckets_.find(id);
   if (!d || used) return;  // the late operations find it; it goes with the process set
-  device_.forget_buckets(*d->set);
+  device_.drop_buckets(*d->set);
   buckets_.remove(id);
   parts_.intake.undeclare(*intake_, id);
 }

@@ -77,10 +77,12 @@ class ProcessSet {
   // For declared buckets. shared: as far as this rank knows, they lie where a persistent plan can use them.
   struct Capabilities {
     bool persistent = false, registers = false;
+    bool knows_some = false;  // NCCL knows buckets in advance; the same on every rank
+    int64_t dropped = 0;      // of them: DeviceSide::dropped
   };
   Status declare(int id, std::shared_ptr<const BucketSet> buckets, bool owned, Capabilities* mine);
-  // Called when every rank has declared the same; `all` is what all of them are capable of.
-  void confirm(int id, Capabilities all);
+  // Every rank has declared the same; what all are capable of, and have dropped.
+  Status confirm(int id, const Capabilities& all);
   void undeclare(int id);
 
   // The settings in force; they change on every rank at the same plan.
@@ -128,6 +130,7 @@ class ProcessSet {
     size_t bytes = 0;                          // of a bucket
     std::unique_ptr<ArrivalCollective> round;  // of the bypass, which is used once
   };
+  Status check_order() const;
   bool is_reachable() const { return !parts_.context.has_failed() && closed_.is_ok(); }
   void announce(Operation* op);
   bool enter_bucket(Operation* op);

@@ -8,6 +8,7 @@ namespace hc {
 namespace {
 
 constexpr size_t kShownPending = 20;  // pending operations in a description
+constexpr double kLeftBehindS = 5;    // until what was launched before a rank has left must have ended
 
 std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members& members) {
   std::vector<int> ranks;
@@ -55,18 +56,18 @@ void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
       if (!stall.hint.empty()) stalls->lines += "; " + stall.hint;
       add(missing, stall.waited_s);
     }
-  for (const Arrival& run : arrivals_) {
-    const double waited_s = seconds_between(run.op->submitted, now);
-    if (waited_s < patience_s) continue;
-    const std::vector<int> late = run.collective->late_members();
+  const auto add_arrival = [&](const std::string& what, double waited_s, const std::vector<int>& late) {
     int speaker = 0;
     while (std::find(late.begin(), late.end(), speaker) != late.end()) ++speaker;
-    if (late.empty() || speaker != members().group_rank) continue;
+    if (late.empty() || speaker != members().group_rank) return;
     const std::vector<int> missing = world_ranks(late, members());
-    stalls->lines +=
-        text_of("\n  ", run.op->describe(), " (", static_cast<int>(waited_s), " s): missing ", ranks_text(missing));
+    stalls->lines += text_of("\n  ", what, " (", static_cast<int>(waited_s), " s): missing ", ranks_text(missing));
     add(missing, waited_s);
-  }
+  };
+  for (const Arrival& run : arrivals_)
+    if (const double waited_s = seconds_between(run.op->submitted, now); waited_s >= patience_s)
+      add_arrival(run.op->describe(), waited_s, run.collective->late_members());
+  for (const DeviceSide::Late& one : device_.late(now, patience_s)) add_arrival(one.what, one.waited_s, one.missing);
 }
 
 Status ProcessSet::reveal_late(TimePoint now) {
@@ -96,10 +97,30 @@ Status ProcessSet::check_device() {
     parts_.gpu.fail(ok.with(text_of("process set ", id)));
     return Status::ok();
   }
+  HC_TRY(check_order());
+  // NCCL waits on the GPU for who has left, and knows no better.
+  if (!closed_.is_ok() && device_.oldest_flight_s(Clock::now()) > kLeftBehindS) return closed_;
   const bool waits = (id != 0 && batches_.runner() && batches_.runner()->is_on_device()) || device_.waits_for_ticket();
   if (!parts_.link.has_left(0) || !waits || parts_.order.tickets().contains(id)) return Status::ok();
   return Status(Code::kAborted,
                 text_of(parts_.context.mesh->describe(0), " has shut down, and it orders the work on GPUs"), 0);
+}
+
+// Something of this rank waits behind a bucket that it has not filled, because rank 0 has filled it before: it will not
+// come to fill it.
+Status ProcessSet::check_order() const {
+  const std::string bucket = device_.awaited_bucket();
+  if (bucket.empty()) return Status::ok();
+  const TimePoint now = Clock::now();
+  for (const Operation* op : pending_.all())
+    if (op->device && seconds_between(op->submitted, now) >= parts_.context.config.stall_check_s)
+      return Status(Code::kMismatch,
+                    text_of(parts_.context.me(), " has waited ", static_cast<int>(seconds_between(op->submitted, now)),
+                            " s for ", op->describe(), " on its GPU, which comes behind bucket '", bucket,
+                            "' that rank 0 has filled and this rank has not: let all ranks call it at the same place, "
+                            "before or after the step"),
+                    parts_.context.rank());
+  return Status::ok();
 }
 
 std::string ProcessSet::describe(TimePoint now) const {

@@ -167,9 +167,9 @@ TEST_CASE("double of CUDA and NCCL: an abort reaches those who wait in a persist
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
     Gradients gradients(engine, gpu);
-    if (rank == 0) gradients.submit(0, 1.0f);
+    if (rank == 1) gradients.submit(0, 1.0f);  // it waits for rank 0, which orders the launches
     barrier.arrive_and_wait();
-    if (rank == 1) return engine.abort("rank 1 raised ValueError: bad batch");
+    if (rank == 0) return engine.abort("rank 0 raised ValueError: bad batch");
     const Status outcome = gradients.await(0);
     CHECK_LOCKED(outcome.code() == Code::kAborted);
     CHECK_LOCKED(outcome.text().find("bad batch") != std::string::npos);

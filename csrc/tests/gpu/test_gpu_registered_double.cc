@@ -27,7 +27,8 @@ int declare_and_reduce(Engine& engine, FrameworkOnGpu& gpu, void* at) {
     CHECK_OK(engine.submit_declared(0, id, 0, gpu.stream, &handle));
     CHECK_OK(enqueued(engine, gpu, handle));
     engine.release(handle);
-    CHECK_LOCKED(gpu.read(data, kCount)[kCount - 1] == static_cast<float>(2 * (step + 1)));
+    const float last = gpu.read(data, kCount)[kCount - 1];  // outside of the lock: it may wait for the other rank
+    CHECK_LOCKED(last == static_cast<float>(2 * (step + 1)));
   }
   return id;
 }
@@ -43,11 +44,18 @@ TEST_CASE("double of CUDA and NCCL: buckets are registered as this version of NC
     const char* version;
     int windows, buffers;
     const char* reason;
+    const char* without_windows = "0";
   };
-  const Row rows[] = {{"22809", 2, 0, nullptr}, {"22602", 0, 2, nullptr}, {"21805", 0, 0, "2.18.5"}};
+  const Row rows[] = {{"22809", 2, 0, nullptr},
+                      {"23007", 0, 2, nullptr, "1"},  // success, but no window: a buffer then
+                      {"22602", 0, 2, nullptr},
+                      {"21805", 0, 0, "2.18.5"}};
   for (const Row& row : rows) {
     CAPTURE(row.version);
-    DoubleEnvironment version(Variables{{"HC_DOUBLE_NCCL_VERSION", row.version}, {"HC_DOUBLE_DELAY_US", "50"}});
+    DoubleEnvironment version(Variables{{"HC_DOUBLE_NCCL_VERSION", row.version},
+                                        {"HC_DOUBLE_NCCL_WITHOUT_WINDOWS", row.without_windows},
+                                        {"HC_DOUBLE_NCCL_IN_PROGRESS_US", "100"},
+                                        {"HC_DOUBLE_DELAY_US", "50"}});
     for (const bool undeclared : {true, false}) {
       World world(2, gpu_settings());
       std::barrier<> barrier(2);
@@ -71,6 +79,10 @@ TEST_CASE("double of CUDA and NCCL: buckets are registered as this version of NC
         if (undeclared) {
           CHECK_OK(engine.undeclare(0, id));
           kept[rank].reset();
+          // A rank alone tells NCCL nothing: all are together when buckets are declared.
+          CHECK_LOCKED(double_registered("windows") + double_registered("buffers") == 2);
+          barrier.arrive_and_wait();
+          (void)declare_and_reduce(engine, gpu, gpu.memory(kCount * sizeof(float)));
           barrier.arrive_and_wait();
           CHECK_LOCKED(double_registered("windows") + double_registered("buffers") == 0);
           CHECK_LOCKED(double_registered("blocks") == 0);
@@ -83,6 +95,30 @@ TEST_CASE("double of CUDA and NCCL: buckets are registered as this version of NC
       CHECK(double_registered("freed while known") == 0);
     }
   }
+}
+
+TEST_CASE("double of CUDA and NCCL: buckets that ranks drop at different moments are forgotten by all at once") {
+  World world(2, gpu_settings());
+  std::barrier<> barrier(2);
+  CHECK_OK(world.each([&](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    learning_step(engine, gpu);
+    auto memory = engine.allocate_on_device(rank, kCount * sizeof(float)).take();
+    const int first = declare_and_reduce(engine, gpu, memory->data());
+    memory.reset();
+    if (rank == 0) CHECK_OK(engine.undeclare(0, first));
+    const int second = declare_and_reduce(engine, gpu, gpu.memory(kCount * sizeof(float)));
+    barrier.arrive_and_wait();
+    CHECK_LOCKED(double_registered("windows") == 2);  // rank 1 still has them
+    barrier.arrive_and_wait();
+    if (rank == 1) CHECK_OK(engine.undeclare(0, first));
+    CHECK_OK(engine.undeclare(0, second));
+    (void)declare_and_reduce(engine, gpu, gpu.memory(kCount * sizeof(float)));
+    barrier.arrive_and_wait();
+    CHECK_LOCKED(double_registered("windows") == 0);
+    CHECK_LOCKED(double_registered("blocks") == 0);
+    all_are_here(engine, "end");
+  }));
 }
 
 TEST_CASE("double of CUDA and NCCL: buckets of which one rank has other memory are registered by nobody") {

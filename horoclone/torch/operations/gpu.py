@@ -73,6 +73,11 @@ def is_capturing() -> bool:
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
+def offer_memory(runtime: Runtime) -> None:
+    """The core may ask torch for GPU memory that its allocator keeps for later."""
+    runtime.offer_memory(torch.cuda.empty_cache)
+
+
 def memory_beside(like: torch.Tensor, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """New memory on the same GPU; not written yet."""
     return torch.empty(shape, dtype=dtype, device=like.device)

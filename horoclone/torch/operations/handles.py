@@ -15,7 +15,7 @@ from horoclone.handles import Waits, given_away, nobody, not_yet, slow_path
 from horoclone.process_sets import global_process_set
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
-from horoclone.torch.operations.gpu import HOST, behind, place_of, rows_here, rows_like
+from horoclone.torch.operations.gpu import HOST, behind, offer_memory, place_of, rows_here, rows_like
 from horoclone.torch.operations.tensors import ON_GPU, from_result
 
 if TYPE_CHECKING:
@@ -54,6 +54,7 @@ def _begin_life(runtime: Runtime) -> None:
     _pending.clear()
     _unfinished.clear()
     _owner = runtime
+    offer_memory(runtime)
     if _exchange is None:
         return
     from horoclone._core import FastPath

@@ -22,12 +22,13 @@ from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import requests
-from horoclone.torch.operations.gpu import HOST, follow, is_capturing, place_of
+from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
 from horoclone.torch.operations.tensors import from_result
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
 from horoclone.torch.optimizer.backward_calls import outermost_backward
 from horoclone.torch.optimizer.buckets import (
     BUCKET_BYTES,
+    GPU_BUCKET_BYTES,
     Bucket,
     GradState,
     groups_of,
@@ -68,7 +69,7 @@ class Reducer:
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
-        self._scatter = False  # a bucket is reduced to shards: between machines that is half of an allreduce
+        self._scatter = False  # a bucket is reduced to shards: half of an allreduce, except in shared memory
         self._declared: int | None = None  # the core's number for the buckets
         self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
         self._order: dict[GradState, None] = {}  # in a learning step: by the last time that each hook fired
@@ -154,6 +155,7 @@ class Reducer:
         if runtime is not self._runtime:
             self._forget_layout()
             self._runtime = runtime
+            offer_memory(runtime)
             own = self._terms.process_set
             self._set_id = 0 if own is global_process_set else id_of(own)
         self.outstanding = True
@@ -219,9 +221,11 @@ class Reducer:
                 bucket.work = self._terms.compression.reduce(bucket.exposed)
                 bucket.handle = next(bucket.work, None)
         elif self._scatter:
+            bucket.place = place_of(bucket.flat)
+            target = None if bucket.place is HOST else self._shard_of(bucket)  # there it works in place
             bucket.handle = requests.submit(
-                self._runtime, REDUCESCATTER, self._name_of(bucket), source=bucket.flat, dtype=bucket.number,
-                process_set=self._set_id, **self._terms.reduction(),
+                self._runtime, REDUCESCATTER, self._name_of(bucket), source=bucket.flat, target=target,
+                dtype=bucket.number, process_set=self._set_id, place=bucket.place, **self._terms.reduction(),
             )  # fmt: skip
         else:
             assert self._declared is not None
@@ -322,7 +326,8 @@ class Reducer:
     def _keep_share(self, bucket: Bucket, handle: int) -> None:
         """Puts this rank's shard of the sum where it belongs in the bucket; the rest of it stays as it was."""
         assert self._runtime is not None
-        self._shard_of(bucket).copy_(from_result(self._runtime.result(handle), (), bucket.flat.dtype))
+        if bucket.place is HOST:
+            self._shard_of(bucket).copy_(from_result(self._runtime.result(handle), (), bucket.flat.dtype))
         self.partial = True
 
     def _shard_of(self, bucket: Bucket) -> torch.Tensor:
@@ -333,15 +338,17 @@ class Reducer:
         """After synchronize() that has left this rank with its shards only: makes the gradients whole. Collective."""
         runtime, shards = self._runtime, [self._shard_of(bucket) for bucket in self.buckets]
         assert runtime is not None
+        places = [place_of(shard) for shard in shards]
         handles = [
             requests.submit(
                 runtime, ALLGATHER, self._name_of(bucket), source=shard, target=bucket.flat, dtype=bucket.number,
-                process_set=self._set_id,
+                process_set=self._set_id, place=place,
             )
-            for bucket, shard in zip(self.buckets, shards, strict=True)
+            for bucket, shard, place in zip(self.buckets, shards, places, strict=True)
         ]  # fmt: skip
-        for handle in handles:
+        for handle, place in zip(handles, places, strict=True):
             runtime.wait(handle)
+            follow(runtime, handle, place)
             runtime.release(handle)
         for state in self.states:
             grad = state.parameter.grad
@@ -466,13 +473,16 @@ class Reducer:
         if self._buckets_allowed():
             runs = [[state for state in part if self._fits_bucket(state)] for part in (used, unused)]
             groups = groups_of(self.groups, runs[0] + runs[1])
-            plan = plan_buckets(runs, groups, self._wire_dtype_of, self.bucket_bytes)
+            size = self.bucket_bytes
+            if size == BUCKET_BYTES and self.states and place_of(self.states[0].parameter) is not HOST:
+                size = GPU_BUCKET_BYTES
+            plan = plan_buckets(runs, groups, self._wire_dtype_of, size)
             self._undeclare()
             self.buckets = [
                 Bucket(self._runtime, k, dtype, states, self.shards) for k, (dtype, states) in enumerate(plan)
             ]
-            on_host = all(bucket.place is HOST for bucket in self.buckets)
-            self._scatter = self.shards > 1 and on_host and not self._runtime.shares_memory()
+            on_gpu = any(bucket.place is not HOST for bucket in self.buckets)
+            self._scatter = self.shards > 1 and (on_gpu or not self._runtime.shares_memory())
             if reduces_buckets(self._terms.compression):
                 self._scatter = False
                 self._expose()

@@ -1,0 +1,209 @@
+#include "collective/gpu/nccl_comm.h"
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <thread>
+
+#include "base/thread.h"
+
+namespace hc {
+
+namespace {
+
+constexpr double kCallEndsS = 2;  // until a call that NCCL was told to abort has returned
+// Until a call returns by itself: older versions give memory back that it may still look at.
+constexpr double kCallReturnsS = 0.2;
+
+// The group is ended in any case: the calls of this thread would stay open.
+Status in_group(const NcclApi& nccl, NcclHandle comm, const std::vector<NcclCall>& calls) {
+  HC_TRY(nccl.check(nccl.ncclGroupStart(), "ncclGroupStart", comm));
+  Status called;
+  for (const NcclCall& call : calls)
+    if (called.is_ok()) called = call(nccl, comm);
+  Status ended = nccl.check(nccl.ncclGroupEnd(), "ncclGroupEnd", comm);
+  return called.is_ok() ? ended : called;
+}
+
+void nap() { std::this_thread::sleep_for(std::chrono::microseconds(50)); }
+
+}  // namespace
+
+// One call at a time. What a call works with lives as long as this object, which the thread owns too: a call that never
+// returns, because NCCL does not heed the abort, keeps it.
+class NcclComm::Caller : public std::enable_shared_from_this<Caller> {
+ public:
+  Caller(std::shared_ptr<const NcclApi> nccl, std::shared_ptr<Gpu> gpu)
+      : nccl_(std::move(nccl)), gpu_(std::move(gpu)) {}
+
+  Status start() {
+    return thread_.start("hc-nccl", [self = shared_from_this()] { self->work(); });
+  }
+  void post(std::function<Status()> job) {
+    std::lock_guard lock(mu_);
+    job_ = std::move(job);
+    busy_ = true;
+    changed_.notify_all();
+  }
+  bool is_busy() {
+    std::lock_guard lock(mu_);
+    return busy_;
+  }
+  Status outcome() {
+    std::lock_guard lock(mu_);
+    return outcome_;
+  }
+  bool until_idle(double limit_s) {
+    std::unique_lock lock(mu_);
+    return changed_.wait_for(lock, std::chrono::duration<double>(limit_s), [&] { return !busy_; });
+  }
+  // The thread ends when its call has returned; who does not, is left alone.
+  void end() {
+    {
+      std::lock_guard lock(mu_);
+      ending_ = true;
+      changed_.notify_all();
+    }
+    until_idle(kCallEndsS) ? thread_.join() : thread_.forget();
+  }
+
+  const std::shared_ptr<const NcclApi> nccl_;
+  const std::shared_ptr<Gpu> gpu_;
+  std::atomic<NcclHandle> comm{nullptr};  // set before NCCL has brought it up, so that it can be aborted
+
+ private:
+  void work() {
+    Gpu::own_this_thread();
+    const Gpu::Current current(*gpu_);
+    std::unique_lock lock(mu_);
+    while (true) {
+      changed_.wait(lock, [&] { return job_ || ending_; });
+      if (!job_) return;
+      const auto job = std::exchange(job_, nullptr);
+      lock.unlock();
+      Status done = job();
+      lock.lock();
+      outcome_ = std::move(done);
+      busy_ = false;
+      changed_.notify_all();
+    }
+  }
+
+  NamedThread thread_;
+  std::mutex mu_;  // guards all below
+  std::condition_variable changed_;
+  std::function<Status()> job_;
+  bool busy_ = false, ending_ = false;
+  Status outcome_;
+};
+
+NcclComm::NcclComm(std::shared_ptr<const NcclApi> nccl, std::shared_ptr<Gpu> gpu)
+    : nccl_(std::move(nccl)), gpu_(std::move(gpu)) {}
+
+NcclComm::~NcclComm() { abort(); }
+
+NcclHandle NcclComm::handle() const {
+  if (!caller_) return comm_;
+  return caller_->is_busy() ? nullptr : caller_->comm.load();
+}
+
+Status NcclComm::begin(int size, const NcclId& id, int rank) {
+  NcclConfig config;
+  if (nccl_->version >= kNcclNonBlocking) {
+    const Gpu::Current current(*gpu_);
+    return nccl_->check(nccl_->ncclCommInitRankConfig(&comm_, size, id, rank, &config), "ncclCommInitRankConfig",
+                        nullptr);
+  }
+  config.blocking = 1;
+  caller_ = std::make_shared<Caller>(nccl_, gpu_);
+  HC_TRY(caller_->start());
+  caller_->post([caller = caller_.get(), size, id, rank, config]() mutable {
+    NcclHandle* const made = reinterpret_cast<NcclHandle*>(&caller->comm);
+    static_assert(sizeof caller->comm == sizeof *made && std::atomic<NcclHandle>::is_always_lock_free);
+    return caller->nccl_->check(caller->nccl_->ncclCommInitRankConfig(made, size, id, rank, &config),
+                                "ncclCommInitRankConfig", nullptr);
+  });
+  return Status::ok();
+}
+
+Status NcclComm::launch(std::vector<NcclCall> calls) {
+  if (!caller_) {
+    const Gpu::Current current(*gpu_);
+    return in_group(*nccl_, comm_, calls);
+  }
+  caller_->post([caller = caller_.get(), calls = std::move(calls)] {
+    return in_group(*caller->nccl_, caller->comm.load(), calls);
+  });
+  return Status::ok();
+}
+
+Status NcclComm::call(NcclCall call) {
+  if (!caller_) {
+    const Gpu::Current current(*gpu_);
+    return call(*nccl_, comm_);
+  }
+  caller_->post([caller = caller_.get(), call = std::move(call)] { return call(*caller->nccl_, caller->comm.load()); });
+  return Status::ok();
+}
+
+Result<bool> NcclComm::is_pending() {
+  if (!caller_) {
+    if (!comm_) return error(Code::kAborted, "the communicator has ended");
+    return nccl_->is_pending(comm_);
+  }
+  if (caller_->is_busy()) return true;
+  HC_TRY(caller_->outcome());
+  if (!caller_->comm.load()) return error(Code::kAborted, "the communicator has ended");
+  return nccl_->is_pending(caller_->comm.load());
+}
+
+// Of a communicator that comes up or is called NCCL may tell nothing on another thread.
+Status NcclComm::check() {
+  if (caller_ && caller_->is_busy()) return Status::ok();
+  return caller_ || comm_ ? is_pending().status() : Status::ok();
+}
+
+Status NcclComm::until_over(double limit_s) {
+  for (const Deadline deadline = Deadline::in(limit_s); !deadline.passed(); nap()) {
+    auto pending = is_pending();
+    HC_TRY(pending.status());
+    if (!pending.value()) return Status::ok();
+  }
+  return error(Code::kTimeout, "NCCL has not done within ", limit_s, " s what it was called for");
+}
+
+bool NcclComm::finish(double limit_s) {
+  if (caller_) {
+    const NcclHandle comm = handle();
+    if (!comm || !check().is_ok()) return false;
+    caller_->post([caller = caller_.get(), comm] {
+      HC_TRY(caller->nccl_->check(caller->nccl_->ncclCommFinalize(comm), "ncclCommFinalize", comm));
+      caller->comm.store(nullptr);
+      return caller->nccl_->check(caller->nccl_->ncclCommDestroy(comm), "ncclCommDestroy", nullptr);
+    });
+    return caller_->until_idle(limit_s) && caller_->outcome().is_ok();
+  }
+  if (!comm_) return true;
+  const Gpu::Current current(*gpu_);
+  if (!nccl_->check(nccl_->ncclCommFinalize(comm_), "ncclCommFinalize", comm_).is_ok()) return false;
+  if (!until_over(limit_s).is_ok()) return false;
+  (void)nccl_->ncclCommDestroy(std::exchange(comm_, nullptr));
+  return true;
+}
+
+void NcclComm::abort() {
+  if (comm_) {
+    const Gpu::Current current(*gpu_);
+    (void)nccl_->ncclCommAbort(std::exchange(comm_, nullptr));
+  }
+  if (!caller_) return;
+  (void)caller_->until_idle(kCallReturnsS);
+  if (const NcclHandle comm = caller_->comm.exchange(nullptr)) {
+    const Gpu::Current current(*gpu_);
+    (void)nccl_->ncclCommAbort(comm);
+  }
+  caller_->end();
+  caller_.reset();
+}
+
+}  // namespace hc

@@ -1,0 +1,136 @@
+"""Our declarations and our loader against NVIDIA's real headers and libraries, which come as packages; without a GPU.
+
+The packages are large: each is fetched once, and what is needed of it is kept in build/nvidia. Where one cannot be had,
+its test is skipped and says which.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+core = pytest.importorskip("horoclone._core", reason="the native module is not built")
+
+ROOT = Path(__file__).resolve().parents[2]
+ABI = ROOT / "tests/core/abi"
+KEPT = ROOT / "build/nvidia"
+WANTED = ("/cuda.h", "/nvrtc.h", "/nccl.h", "/libnccl.so.2", "/libnvrtc.so.12", "/libnvrtc.so.13")
+NCCL = (
+    "nvidia-nccl-cu12==2.18.3", "nvidia-nccl-cu12==2.21.5", "nvidia-nccl-cu12==2.27.5", "nvidia-nccl-cu13==2.28.9",
+    "nvidia-nccl-cu13",
+)  # fmt: skip
+CUDA = ("nvidia-cuda-runtime-cu12", "nvidia-cuda-runtime")
+NVRTC = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc==13.0.88", "nvidia-cuda-nvrtc")
+pytestmark = [
+    pytest.mark.guards("csrc/device", "tests/core/abi", "tests/conftest.py"),
+    pytest.mark.timeout(900),  # the first test of a package waits for it
+]
+
+
+def package(spec: str) -> Path:
+    """The folder with the headers and libraries of a package; skips where it cannot be fetched."""
+    folder = KEPT / spec.replace("==", "-")
+    if (folder / "complete").exists():
+        return folder
+    fetched = folder / "wheel"
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--dest", fetched, spec]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    except subprocess.TimeoutExpired:
+        pytest.skip(f"{spec} could not be fetched within 10 minutes")
+    wheels = list(fetched.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        pytest.skip(f"{spec} cannot be installed here: {done.stderr.strip()[-300:]}")
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        for name in wheel.namelist():
+            if name.endswith(WANTED) or "/libnvrtc-builtins.so" in name:
+                (folder / Path(name).name).write_bytes(wheel.read(name))
+    shutil.rmtree(fetched)
+    (folder / "complete").touch()
+    return folder
+
+
+def compare(source: str, folder: Path, tmp_path: Path, *more: Path) -> str:
+    compiler = shutil.which("g++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    program = tmp_path / source
+    places = [f"-I{place}" for place in (folder, ABI, ROOT / "csrc", *more)]
+    # Nothing is called: the addresses of what the libraries define are left open.
+    link = ["-o", program, "-Wl,--unresolved-symbols=ignore-all"]
+    built = subprocess.run(
+        [compiler, "-std=c++20", *places, ABI / f"{source}.cc", *link], capture_output=True, text=True, timeout=120
+    )
+    assert built.returncode == 0, built.stderr[-3000:]
+    done = subprocess.run([program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("spec", CUDA)
+def test_our_declarations_of_the_driver_are_nvidias(spec: str, tmp_path: Path) -> None:
+    assert "0 differ" in compare("cuda", package(spec), tmp_path)
+
+
+@pytest.mark.parametrize("spec", NCCL)
+def test_our_declarations_of_nccl_are_nvidias(spec: str, tmp_path: Path) -> None:
+    assert "0 differ" in compare("nccl", package(spec), tmp_path, ABI / "runtime")
+
+
+@pytest.mark.parametrize("spec", NVRTC)
+def test_our_declarations_of_nvrtc_are_nvidias(spec: str, tmp_path: Path) -> None:
+    assert "0 differ" in compare("nvrtc", package(spec), tmp_path)
+
+
+def report(**settings: Any) -> Any:
+    given = {f"HOROCLONE_{name}": str(value) for name, value in settings.items()}
+    code = "import json, sys, horoclone._core as core; print(core.device_report(json.loads(sys.argv[1])))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, json.dumps(given)], capture_output=True, text=True, timeout=300,
+        env={name: value for name, value in os.environ.items() if not name.startswith("HOROCLONE_")},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("spec", NCCL)
+def test_the_real_nccl_is_loaded_and_has_what_its_version_should(spec: str, doubles: Path) -> None:
+    library = package(spec) / "libnccl.so.2"
+    found = report(CUDA_LIBRARY=doubles / "libcuda.so.1", NCCL_LIBRARY=library, GPU_KERNELS="off")["nccl"]
+    assert found["found"], found
+    if "==" in spec:
+        assert found["version"] == spec.partition("==")[2]
+    assert found["features"]["buffers"] == (found["code"] >= 21900)
+    assert found["features"]["windows"] == (found["code"] >= 22700)
+
+
+@pytest.mark.parametrize("spec", NVRTC)
+def test_the_real_nvrtc_compiles_every_kernel(spec: str, doubles: Path, tmp_path: Path) -> None:
+    path = ROOT / "tests/core/test_gpu_kernels.py"
+    found = importlib.util.spec_from_file_location("gpu_kernels", path)
+    assert found is not None and found.loader is not None
+    kernels = importlib.util.module_from_spec(found)
+    found.loader.exec_module(kernels)
+    library = next(package(spec).glob("libnvrtc.so.1?"))
+    for capability in (70, 75, 80, 90, 100, 120):
+        if capability < 75 and library.suffix == ".13":
+            continue  # CUDA 13 has left that generation
+        cache = tmp_path / str(capability)
+        env = {
+            **kernels.environment(doubles, cache, capability),
+            "HOROCLONE_NVRTC_LIBRARY": str(library),
+            "HC_DOUBLE_CUDA_VERSION": f"{library.suffix[1:]}000",
+        }
+        assert kernels.one_rank(env) == 4, "two allreduces, each packed and unpacked"
+        code = kernels.compiled(cache).read_bytes()
+        assert f"sm_{capability}-" in kernels.compiled(cache).name
+        assert all(name.encode() in code for name in kernels.kernel_names())
