@@ -24,13 +24,7 @@ from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptio
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
-from horoclone.launch.usage import (
-    LaunchError,
-    is_out_of_descriptors,
-    out_of_descriptors,
-    ranks_text,
-    say,
-)
+from horoclone.launch.usage import LaunchError, is_out_of_descriptors, out_of_descriptors, ranks_text, say
 
 _POLL_S = 0.05  # while a group has to disappear, or where the kernel has no pidfd
 _IDLE_S = 5.0

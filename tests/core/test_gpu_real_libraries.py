@@ -42,7 +42,18 @@ def package(spec: str) -> Path:
     if (folder / "complete").exists():
         return folder
     fetched = folder / "wheel"
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:", "--dest", fetched, spec]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "-q",
+        "--no-deps",
+        "--only-binary=:all:",
+        "--dest",
+        fetched,
+        spec,
+    ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:
@@ -68,7 +79,10 @@ def compare(source: str, folder: Path, tmp_path: Path, *more: Path) -> str:
     # Nothing is called: the addresses of what the libraries define are left open.
     link = ["-o", program, "-Wl,--unresolved-symbols=ignore-all"]
     built = subprocess.run(
-        [compiler, "-std=c++20", *places, ABI / f"{source}.cc", *link], capture_output=True, text=True, timeout=120
+        [compiler, "-std=c++20", *places, ABI / f"{source}.cc", *link],
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     assert built.returncode == 0, built.stderr[-3000:]
     done = subprocess.run([program], capture_output=True, text=True, timeout=60)

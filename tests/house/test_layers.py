@@ -49,7 +49,19 @@ LEVELS = {
 UPWARDS = {
     "collective/selection.cc -> shared": "limits of shared memory, which belong below",
 }
-FRAMEWORKS = {"torch", "tensorflow", "keras", "jax", "cupy", "flax", "optax", "mxnet", "lightning", "ray", "pyspark"}
+FRAMEWORKS = {
+    "torch",
+    "tensorflow",
+    "keras",
+    "jax",
+    "cupy",
+    "flax",
+    "optax",
+    "mxnet",
+    "lightning",
+    "ray",
+    "pyspark",
+}
 # path -> framework that it imports inside a function, and only when it is needed
 LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
 # path -> whose objects it packs

@@ -135,7 +135,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "torch.dcp": {"checkpoint", "torch.checkpoint"},
     "torch.compression": {"compression", "ops", "torch.compressor", "torch.compressors"},
     "torch.compressor": {"compression", "errors"},
-    "torch.compressors": {"errors", "runtime", "torch.compressor"},
+    "torch.compressors": {"runtime", "torch.compressor"},
     "torch.elastic": {
         "checkpoint",
         "elastic",
