@@ -15,6 +15,7 @@ from horoclone.errors import (
     Unsupported,
 )
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
+from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
 from horoclone.tensorflow.compression import Compression

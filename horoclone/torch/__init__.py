@@ -15,6 +15,7 @@ from horoclone.errors import (
 )
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime import life
+from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.torch import c10d, checkpoint, elastic, mpi_ops
 from horoclone.torch.compression import Compression
