@@ -74,6 +74,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )  # two at a time: the last file had better be a short one
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("guards") and (why := guarded.no_time_left()):
+        pytest.skip(why)
+
+
 @pytest.fixture(scope="session")
 def worlds() -> Iterator[Any]:
     """The session's warm worlds; worlds.run(size, body, **kwargs) runs a module-level function on every rank."""

@@ -20,6 +20,8 @@ import os
 import platform
 import re
 import sys
+import time
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -66,6 +68,14 @@ def digest_of(
         whole.update(f"{package} {version_of(package)}\n".encode())
     whole.update(f"{compiler or '.'.join(platform.python_version_tuple()[:2])} {platform.machine()}".encode())
     return whole.hexdigest()[:32]
+
+
+def no_time_left(environ: Mapping[str, str] = os.environ, now_s: float | None = None) -> str:
+    """Why a costly test does not begin any more: HC_COSTLY_UNTIL (seconds since 1970) has passed. Else empty."""
+    until = environ.get("HC_COSTLY_UNTIL", "")
+    if not until or (time.time() if now_s is None else now_s) < float(until):
+        return ""
+    return "the time for costly tests is used up: `make test-all` runs it"
 
 
 def recorded(record: Path = RECORD) -> dict[str, str]:

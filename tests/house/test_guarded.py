@@ -155,3 +155,9 @@ def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(tmp_path:
     run()
     test.write_text(test.read_text().replace("import pytest", "import pytest, no_such_module"))
     assert is_wanted("tests/here"), "what cannot be read runs, and fails"
+
+
+def test_costly_tests_do_not_begin_once_their_time_is_used_up() -> None:
+    assert guarded.no_time_left({}, 100) == ""
+    assert guarded.no_time_left({"HC_COSTLY_UNTIL": "101"}, 100) == ""
+    assert "make test-all" in guarded.no_time_left({"HC_COSTLY_UNTIL": "100"}, 100)
