@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from horoclone import errors
@@ -185,6 +187,20 @@ def test_secrets_from_environment_and_file(tmp_path):
     path.write_text("fedcba9876543210\n")
     path.chmod(0o600)
     assert launchers.shared_secret({"HOROCLONE_SECRET_FILE": str(path)}) == b"fedcba9876543210"
+
+
+def test_a_secret_that_root_shows_a_group_is_taken_by_others_than_root(tmp_path, monkeypatch):
+    """As the kubelet lays a secret for a pod with fsGroup; root itself, and any file of others, must be private."""
+    path = tmp_path / "secret"
+    path.write_text("fedcba9876543210")
+    path.chmod(0o440)
+    owner = path.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: owner + 1000)
+    if owner == 0:
+        assert launchers.shared_secret({"HOROCLONE_SECRET_FILE": str(path)}) == b"fedcba9876543210"
+        monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(errors.Unsupported, match="chmod 600"):
+        launchers.shared_secret({"HOROCLONE_SECRET_FILE": str(path)})
 
 
 def test_bad_secrets_are_refused_without_being_shown(tmp_path):
