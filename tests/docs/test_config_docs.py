@@ -14,7 +14,12 @@ from horoclone import settings
 ROOT = Path(__file__).resolve().parents[2]
 
 
-INTERNAL = {"HOROCLONE_FUNCTION_FDS"}  # between the launcher and its own child
+INTERNAL = {  # between the launcher, or a task of Spark, and its own child
+    "HOROCLONE_FUNCTION_FDS",
+    "HOROCLONE_SLOT_FUNCTION_FD",
+    "HOROCLONE_SLOT_PYTHON",
+    "HOROCLONE_SLOT_FOLDER",
+}
 NOT_READ = {one.name for one in settings.UNREAD} | set(settings.BUILD_TIME)
 
 
