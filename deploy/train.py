@@ -32,7 +32,8 @@ def data() -> tuple[np.ndarray, np.ndarray]:
 
 
 def say(*words: object) -> None:
-    print(HOST, *words, flush=True)
+    line = " ".join(map(str, (HOST, *words)))
+    print(line + "\n", end="", flush=True)  # in one piece: all ranks write into one pipe
 
 
 def begins() -> None:
