@@ -15,6 +15,7 @@ ID_BYTES = 16
 NONCE_BYTES = 32
 NO_UPDATE, REMOVED, ADDED = 0, 1, 2  # flags of a notice, as Horovod's HostUpdateResult
 TOGETHER_S = 2.0  # how long a process that wants to join waits for others that are being started
+PROGRESS_S = 10.0  # a member that was in the job for so long has not failed at once
 SILENT_S = 5.0  # a member whom others have lost is dead when the roster has not heard of it for so long
 LOW_BITS = 32  # of a generation's number: these count, those above name who counts (succession.py)
 UNHEARD_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
@@ -228,6 +229,12 @@ class Roster:
         member.heard_s = now
         self.newest_commit = max((self.newest_commit, *member.commits))
         self.step(now)
+
+    def has_progressed(self, id_: bytes, since_s: float, commit: int, now: float) -> bool:
+        """Whether the job did something with this member since its process began: then `commit` was the newest."""
+        if not self.members[id_].generation:
+            return False
+        return now - since_s >= PROGRESS_S or self.newest_commit > commit
 
     def withdraw(self, id_: bytes) -> None:
         """It does not wait any more, or nobody can tell."""

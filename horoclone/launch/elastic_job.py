@@ -32,7 +32,6 @@ from horoclone.launch.usage import LaunchError, say
 from horoclone.settings import seconds
 
 LAST_S = 2.0  # a host that goes is not used to the last moment
-PROGRESS_S = 10.0  # a worker that was in the job for so long has not failed at once
 REPEAT_S = 30.0  # between two lines about the same trouble with the discovery of hosts
 MOST_RANKS = 1 << 15
 HOROVODS_FAILURE = (
@@ -250,9 +249,7 @@ class ElasticJob(Job):
                 mine.leaving or mine.unwanted or (mine.waits_after == 0 and not mine.generation)
             )
             was_last = mine in roster_.live() and len(roster_.live()) == 1
-            progressed = mine.generation > 0 and (
-                now - self._born_s[key] >= PROGRESS_S or roster_.newest_commit > self._commits[key]
-            )
+            progressed = roster_.has_progressed(mine.id, self._born_s[key], self._commits[key], now)
             if code == 0 and not is_planned:
                 roster_.finish(now)
             roster_.dead(mine.id, f"it {text}", now, is_certain=not member.note)  # a note: its host was lost

@@ -40,7 +40,6 @@ LOOK_EVERY_S = 1.0
 START_S = 30.0  # for an actor to come up, where the settings do not say
 TOGETHER_S = 10.0  # so long do the first workers wait for those that have not come up
 RAY_S = 0.3  # so long may Ray take to say why a worker is lost that the others have lost already
-PROGRESS_S = 10.0  # a worker that was in the job for so long has not failed at once
 LOST = 255
 _FAILED = (
     "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
@@ -310,8 +309,7 @@ class ElasticJob:
         is_planned, left, progressed = False, -1, False
         generations = self._generations
         if generations is not None and generations.knows(worker.key):
-            number, newest = generations.progress_of(worker.key)
-            progressed = number > 0 and (now - worker.since >= PROGRESS_S or newest > worker.commit)
+            progressed = generations.has_progressed(worker.key, worker.since, worker.commit)
             is_planned, left = generations.ended(worker.key, end.code)
         if is_planned:
             self._policy.left(worker.number, now)

@@ -104,11 +104,10 @@ class Generations:
         self._server.ring()
         return is_planned, left
 
-    def progress_of(self, key: Key) -> tuple[int, int]:
-        """(the newest generation that held the worker there, 0: none; the newest commit of the job)."""
+    def has_progressed(self, key: Key, since_s: float, commit: int) -> bool:
+        """Whether the job did something with the worker since since_s (monotonic): then `commit` was the newest."""
         with self._desk.mutex:
-            table = self._desk.roster
-            return table.members[self._ids[key]].generation, table.newest_commit
+            return self._desk.roster.has_progressed(self._ids[key], since_s, commit, time.monotonic())
 
     def newest_commit(self) -> int:
         """Of the job; 0: none."""
