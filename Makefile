@@ -4,7 +4,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
-JOBS ?= $(shell nproc 2>/dev/null || $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
+# nproc counts no more than OMP_NUM_THREADS, which a make in a make has as 1.
+JOBS ?= $(shell env -u OMP_NUM_THREADS nproc 2>/dev/null || $(PYTHON) -c 'import os; print(os.cpu_count() or 1)')
 # On a terminal pip shows how far a download is.
 PIP := $(BIN)/python -m pip install $(if $(shell test -t 2 && echo terminal),-q --progress-bar on,-qq) --disable-pip-version-check
 STEP := .ci/step
