@@ -275,7 +275,8 @@ def distributor_rank(secret: str = "") -> Any:
         os.environ["HOROCLONE_SECRET"] = secret
     hvd.init()
     total = float(hvd.allreduce(np.float32(hvd.rank() + 1), name="x", op=hvd.Sum))
-    return [hvd.rank(), hvd.size(), total]
+    # In local mode all ranks write their values into one file, and the last one's is returned.
+    return hvd.allgather_object([hvd.rank(), int(os.environ["RANK"]), hvd.size(), total])
 
 
 def torch_distributor(spark: Any, local_mode: bool) -> Any:

@@ -80,8 +80,9 @@ def test_an_elastic_job_of_which_all_workers_fail_says_why(cluster: Any) -> None
 
 
 def test_ranks_of_a_torch_distributor_find_each_other(cluster: Any) -> None:
-    assert cluster.ask("torch_distributor", 400, local_mode=True) == [0, 2, 3.0]
-    assert cluster.ask("torch_distributor", 400, local_mode=False) == [0, 2, 3.0]
+    expected = [[0, 0, 2, 3.0], [1, 1, 2, 3.0]]
+    assert cluster.ask("torch_distributor", 400, local_mode=True) == expected
+    assert cluster.ask("torch_distributor", 400, local_mode=False) == expected
 
 
 @pytest.mark.parametrize("elastic", [False, True], ids=["static", "elastic"])
