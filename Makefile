@@ -57,12 +57,9 @@ test test-all:
 	@$(MAKE) --no-print-directory engines-where-needed GUARDED=$(GUARDED)
 	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
 
-# Ray and Spark are 900 MB: they are installed only where a test that needs them is going to run, which `make test` does
-# with ENGINES=1.
+# Ray and Spark are 900 MB: they are installed only where a test that needs them is going to run.
 engines-where-needed: $(VENV)/.ready-test $(VENV)/.ready-package
-	@if [ "$(GUARDED)" = changed ] && [ "$(ENGINES)" != 1 ]; then \
-	  echo "SKIPPED tests of Ray and Spark: \`make engines\`, \`make test-all\` and \`make test ENGINES=1\` run them"; \
-	elif [ "$(GUARDED)" = changed ] && ! python tests/guarded.py wanted $(ENGINE_TESTS); then \
+	@if [ "$(GUARDED)" = changed ] && ! python tests/guarded.py wanted $(ENGINE_TESTS); then \
 	  echo "SKIPPED tests of Ray and Spark: unchanged since they passed: \`make test-all\` runs them"; \
 	else $(MAKE) --no-print-directory $(VENV)/.ready-engines || echo "SKIPPED Ray and Spark: they cannot be installed"; fi
 
