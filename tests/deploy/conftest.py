@@ -187,7 +187,7 @@ class Pod:
             code = self.process.wait(max(0.0, end - time.monotonic()))
         except subprocess.TimeoutExpired:
             self.kill()
-            code = self.process.wait(10)
+            return 137  # unshare says 1: it cannot have the signal's default back that SIGKILL never lost
         return 128 - code if code < 0 else code
 
     def kill(self) -> None:

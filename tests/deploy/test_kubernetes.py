@@ -165,6 +165,24 @@ def test_a_stateful_set_is_scaled_up_and_down_and_ends_with_success(cluster: Any
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.parametrize(("code", "ends_with"), [(0, 0), (75, 75)])
+def test_a_pod_of_a_stateful_set_is_deleted_while_its_training_is_about_to_end(
+    tmp_path: Path, needs_root: None, code: int, ends_with: int
+) -> None:
+    """The shell is the first process of its container: a SIGTERM that it has no trap for is lost."""
+    (container,) = manifest("statefulset")["StatefulSet"]["spec"]["template"]["spec"]["containers"]
+    training = tmp_path / "python"
+    training.write_text(f"#!/bin/sh\nkill -TERM 1; exit {code}\n")
+    training.chmod(0o755)
+    done = subprocess.run(
+        ["unshare", "--pid", "--fork", "--kill-child", *container["command"]],
+        env={"PATH": f"{tmp_path}:/usr/bin:/bin"}, capture_output=True, text=True, timeout=30, check=False,
+    )  # fmt: skip
+    if "unshare failed" in done.stderr:
+        pytest.skip(f"no process namespaces here: {done.stderr}")
+    assert done.returncode == ends_with, done.stderr
+
+
 def test_two_jobs_behind_one_service_do_not_meet(cluster: Any) -> None:
     spec = copy.deepcopy(manifest("indexed-job")["Job"])
     spec["spec"].update(completions=3, parallelism=3)

@@ -498,6 +498,8 @@ def test_dispatchers_and_workers_of_a_data_service_find_each_other() -> None:
     threads.in_thread(lambda: (client.wait_for_shutdown(), over.set()))
     client.shutdown()
     assert over.wait(30)
+    service.shutdown()
+    client.wait_for_shutdown()  # the service is gone: whoever asks late does not fail
     with pytest.raises(ValueError, match="must be larger than 0"):
         ComputeService(0, 1, key)
 

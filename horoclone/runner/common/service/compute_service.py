@@ -5,6 +5,7 @@ horovod.tensorflow.data brings up such a service without it; this is for scripts
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -180,8 +181,9 @@ class ComputeClient(network.BasicClient):
         self._send(ShutdownRequest())
 
     def wait_for_shutdown(self) -> None:
-        """Until somebody has said so."""
-        self._send(WaitForShutdownRequest())
+        """Until somebody has said so. A service that is gone has been shut down, or its process has ended."""
+        with contextlib.suppress(OSError, EOFError):
+            self._send(WaitForShutdownRequest())
 
     def _send(self, req: Any, stream: Any = None) -> Any:
         answer = super()._send(req, stream)
