@@ -41,7 +41,10 @@ def train(state: Any) -> None:
             MARK.touch()
             os.kill(os.getpid(), 9)
         hvd.synchronize(handle)
-        assert torch.all(data == now.size * (now.size + 1) / 2), data[:3]
+        if not torch.all(data == now.size * (now.size + 1) / 2):
+            # Undefined, where a rank is lost while the result is on its way (docs/gpu.md); the next call must say so.
+            hvd.barrier()
+            raise AssertionError(f"a wrong sum, and no rank is lost: {data[:3]}")
         state.total += float(data[0]) / now.size
         state.step += 1
         print("step", state.step, "of", now.number, "", flush=True)
