@@ -6,6 +6,7 @@ for the cluster's DNS. The tests are the controllers: they say which pods shall 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import secrets
@@ -166,6 +167,14 @@ class Pod:
         except OSError:
             return 0
         return int(text.split()[0]) if text.split() else 0
+
+    def children(self) -> list[str]:
+        """The names of the programs that the container's first process has started and that are still there."""
+        names = []
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split():
+                names.append(Path(f"/proc/{child}/comm").read_text().strip())
+        return names
 
     def run(self, command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
         """As `kubectl exec`, and as hooks run."""

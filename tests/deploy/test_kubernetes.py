@@ -141,6 +141,14 @@ def test_a_pod_that_leads_the_job_is_evicted_and_the_last_one_goes_on(cluster: A
     finish(job.pods)
 
 
+def wait_for_the_shell(pod: Any, timeout_s: float = 30) -> None:
+    """Until the training's process has ended and the container's shell keeps the pod."""
+    deadline = time.monotonic() + timeout_s
+    while "sleep" not in pod.children():
+        assert time.monotonic() < deadline, pod.cluster.outputs()
+        time.sleep(0.02)
+
+
 def test_a_stateful_set_is_scaled_up_and_down_and_ends_with_success(cluster: Any) -> None:
     kinds = manifest("statefulset")
     spec = kinds["StatefulSet"]["spec"]
@@ -160,6 +168,7 @@ def test_a_stateful_set_is_scaled_up_and_down_and_ends_with_success(cluster: Any
     wait_for_size(pods[:2], 2, size)
     for pod in pods[:2]:
         pod.wait_for(r"done: (9[5-9]|100)\.\d%", 150)
+        wait_for_the_shell(pod)
     began = time.monotonic()
     assert [pod.terminate() for pod in pods[:2]] == [0, 0], cluster.outputs()  # kubectl delete
     assert time.monotonic() - began < 20
@@ -169,10 +178,11 @@ def test_a_stateful_set_is_scaled_up_and_down_and_ends_with_success(cluster: Any
 def test_a_pod_of_a_stateful_set_is_deleted_while_its_training_is_about_to_end(
     tmp_path: Path, needs_root: None, code: int, ends_with: int
 ) -> None:
-    """The shell is the first process of its container: a SIGTERM that it has no trap for is lost."""
+    """The shell is the first process of its container: a SIGTERM that it has no trap for is lost. Here it comes before the
+    training has ended, which hears of it and ends with this code."""
     (container,) = manifest("statefulset")["StatefulSet"]["spec"]["template"]["spec"]["containers"]
     training = tmp_path / "python"
-    training.write_text(f"#!/bin/sh\nkill -TERM 1; exit {code}\n")
+    training.write_text(f"#!/bin/sh\ntrap 'exit {code}' TERM; kill -TERM 1; sleep 20 & wait\n")
     training.chmod(0o755)
     done = subprocess.run(
         ["unshare", "--pid", "--fork", "--kill-child", *container["command"]],
