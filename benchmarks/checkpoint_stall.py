@@ -1,6 +1,6 @@
 """What an asynchronous save in ten steps costs training: blocks of ten steps with one save and without, in turn.
 
-OMP_NUM_THREADS=1 horoclonerun -np 2 python benchmarks/checkpoint_stall.py DIRECTORY [--rounds 12]
+OMP_NUM_THREADS=1 horoclonerun -np 2 python benchmarks/checkpoint_stall.py DIRECTORY [--rounds 12] [--batch 16]
 
 The model has 102 MB. A block with a save ends when its ten steps are done; what the save still had to write then is
 waited for outside of the clock, and printed as `rest`: a save that is slower than ten steps would hide its cost there.
@@ -32,6 +32,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("directory")
     parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--batch", type=int, default=16, help="rows of each rank: how long a step computes")
     args = parser.parse_args()
 
     hvd.init()
@@ -40,7 +41,7 @@ def main() -> None:
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
     )
-    x = torch.randn(16, 1600)
+    x = torch.randn(args.batch, 1600)
     calls: list[float] = []
 
     def block(saves: bool) -> tuple[float, float, float]:
@@ -69,7 +70,8 @@ def main() -> None:
     everybody = hvd.allgather_object((plain, saving, calls))
     if hvd.rank() == 0:
         print(
-            f"{args.rounds} rounds, {hvd.size()} ranks, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}"
+            f"{args.rounds} rounds, {hvd.size()} ranks, {os.cpu_count()} cores, batches of {args.batch}, "
+            f"load {os.getloadavg()[0]:.1f}"
         )
         for rank, (without, with_one, called) in enumerate(everybody):
             print(f"rank {rank}   ms: median (quartiles)")

@@ -173,8 +173,8 @@ def on_numpy(page: Page, arguments: argparse.Namespace) -> None:
 
     watch_failpoints(page)
     page.enter("start")
-    hvd.init()
     parts, check = bases(arguments.elements), Check(arguments.elements)
+    hvd.init()
     state = ObjectState(
         broadcast_object, hvd.rank, step=0, total=0.0, weights=[np.zeros_like(base) for base in parts]
     )
@@ -211,8 +211,11 @@ def on_torch(page: Page, arguments: argparse.Namespace) -> None:
 
     watch_failpoints(page)
     page.enter("start")
+    model, check = (
+        torch_model(arguments.elements),
+        Check(arguments.elements),
+    )  # before init: nobody waits for it
     hvd.init()
-    model, check = torch_model(arguments.elements), Check(arguments.elements)
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=RATE), named_parameters=model.named_parameters()
     )

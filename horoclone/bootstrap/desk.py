@@ -116,7 +116,9 @@ class Desk:
                 return None
             if kind == wire.NOTICE:
                 place.deadline = now + min(reader.number("I"), MAX_WAIT_MS) / 1000
-                place.seq, place.kind = reader.number("Q"), wire.NOTICE
+                place.seq, commit = reader.number("Q"), reader.number("Q")
+                place.kind = wire.NOTICE
+                self.roster.holds(place.id, commit)
                 self._due = min(self._due, place.deadline)
                 self._is_new |= self._answer(place) is not None
                 return None

@@ -145,10 +145,10 @@ class Membership(Client):
         status, body = self._ask(request, time.monotonic() + self._timeout_s, wait_s)
         return Told(body) if status == wire.OK else _end(status, body)
 
-    def notice(self, seq: int) -> Notice | Stop | None:
-        """The next notice after this one; None: there is none yet."""
+    def notice(self, seq: int, commit: int) -> Notice | Stop | None:
+        """The next notice after this one; None: there is none yet. commit: the newest that this process holds."""
         failpoints.reach("roster.notice")
-        request = struct.pack("<BIQ", wire.NOTICE, int(SLICE_S * 1000), seq)
+        request = struct.pack("<BIQQ", wire.NOTICE, int(SLICE_S * 1000), seq, commit)
         status, body = self._ask(request, time.monotonic() + self._timeout_s, SLICE_S)
         if status == wire.OK:
             return Notice(*struct.unpack("<QQB", body))

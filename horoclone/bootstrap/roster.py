@@ -107,6 +107,7 @@ class Member:
     near: bool = False  # on the roster's own host, where no network is between
     planned: int = 0
     addresses: str = ""  # where it would be the roster itself (succession.py)
+    commit_before: int = 0  # the newest of the job when it came into its first generation
     suspected: bool = False  # another member has lost it
     leaving: str = ""  # it has said that it will go
     unwanted: str = ""  # nobody wants it any more
@@ -230,11 +231,23 @@ class Roster:
         self.newest_commit = max((self.newest_commit, *member.commits))
         self.step(now)
 
-    def has_progressed(self, id_: bytes, since_s: float, commit: int, now: float) -> bool:
-        """Whether the job did something with this member since its process began: then `commit` was the newest."""
-        if not self.members[id_].generation:
+    def holds(self, id_: bytes, commit: int) -> None:
+        """A member that trains holds this commit. It is heard of once a second at most."""
+        if self.members[id_].generation:
+            self.newest_commit = max(self.newest_commit, commit)
+
+    def has_progressed(self, id_: bytes, since_s: float, now: float) -> bool:
+        """Whether the job did something with this member, whose process began at since_s: a commit was made in a
+        generation that held it, as far as the others have said, or it has been in the job for PROGRESS_S."""
+        member = self.members[id_]
+        if not member.generation:
             return False
-        return now - since_s >= PROGRESS_S or self.newest_commit > commit
+        return now - since_s >= PROGRESS_S or self.newest_commit > member.commit_before
+
+    def is_told(self, id_: bytes) -> bool:
+        """Whether the others of a member that has ended have said since what they hold: has_progressed knows then."""
+        record = self.record
+        return record is None or self.members[id_].generation < record.number or not self.live()
 
     def withdraw(self, id_: bytes) -> None:
         """It does not wait any more, or nobody can tell."""
@@ -503,6 +516,8 @@ class Roster:
         )
         self._commits_before = {one.id: max(one.commits, default=0) for one in survivors}
         for one in ready:
+            if not one.generation:
+                one.commit_before = self.newest_commit
             one.generation, one.released, one.suspected = number, 0, False
         if self.limits.majority and before is not None:
             left = [id_ for id_ in before.members if self.members[id_].out_code == NO_MEMBER]

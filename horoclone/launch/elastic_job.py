@@ -63,7 +63,7 @@ class ElasticJob(Job):
         self._places: dict[int, Place] = {}
         self._ids: dict[int, bytes] = {}
         self._born_s: dict[int, float] = {}
-        self._commits: dict[int, int] = {}  # the newest when the worker was started
+        self._unjudged: list[tuple[int, float]] = []  # workers that have failed, and when
         self._dismissed: set[int] = set()  # workers that are not needed any more
         self._used: set[int] = set()  # numbers of slots that have had a worker
         self._trouble = ("", -math.inf)
@@ -123,7 +123,6 @@ class ElasticJob(Job):
         id_ = secrets.token_bytes(roster.ID_BYTES)
         with self._desk.mutex:
             key = self._desk.roster.start(id_, place.host, place.local, now, self._is_here(place.host))
-            self._commits[key] = self._desk.roster.newest_commit
         local_size, cross_rank, cross_size = self._policy.sharing(place)
         placement = Placement(
             place.number,
@@ -249,11 +248,13 @@ class ElasticJob(Job):
                 mine.leaving or mine.unwanted or (mine.waits_after == 0 and not mine.generation)
             )
             was_last = mine in roster_.live() and len(roster_.live()) == 1
-            progressed = roster_.has_progressed(mine.id, self._born_s[key], self._commits[key], now)
+            progressed: bool | None = roster_.has_progressed(mine.id, self._born_s[key], now)
             if code == 0 and not is_planned:
                 roster_.finish(now)
             roster_.dead(mine.id, f"it {text}", now, is_certain=not member.note)  # a note: its host was lost
             left = len(roster_.live())
+            if not progressed and not roster_.is_told(mine.id):
+                progressed = None
         self._ring()
         if self._ending.begun or key in self._dismissed:
             self._policy.done(key)
@@ -278,15 +279,13 @@ class ElasticJob(Job):
         where = f"{member.placement.rank} ({member.placement.host}"
         return where + (f", pid {member.pid})" if member.pid else ")")
 
-    def _failed(self, member: Member, progressed: bool, was_last: bool, left: int, now: float) -> None:
+    def _failed(self, member: Member, progressed: bool | None, was_last: bool, left: int, now: float) -> None:
         text = report.end_of_process(member.code or 0)
-        closed, others = self._policy.failed(member.key, progressed, now)
+        closed = self._policy.failed(member.key, progressed, now)
+        if progressed is None:
+            self._unjudged.append((member.key, now))
         say(f"the worker in slot {self._where(member)} {text}; {left} of the job's ranks are left")
-        if closed:
-            say(closed)
-        for worker in others:
-            self._unwant(worker, closed, now)
-            self._closed_host = member.key
+        self._retire(member.key, *closed, now)
         if self._finishing:
             self._last.append(member.key)
         elif was_last:
@@ -294,8 +293,36 @@ class ElasticJob(Job):
             self._end(now, record.indexes if record is not None else [member.key])
         elif self._desk.roster.record is None and self._policy.all_have_failed():
             self._end(now, list(self._members))
-        elif not self._elastic.source.changes and not self._policy.can_reach_smallest():
+        else:
+            self._look_whether_it_can_go_on(member.key, now)
+
+    def _look_whether_it_can_go_on(self, culprit: int, now: float) -> None:
+        """A slot was closed, perhaps, because of this worker."""
+        if not self._elastic.source.changes and not self._policy.can_reach_smallest():
             self._end(now, list(self._members), "too few slots are left for --min-np")
+
+    def _retire(self, culprit: int, text: str, others: list[int], now: float) -> None:
+        """A slot or host is not used any more, because of this worker; it takes others with it."""
+        if text:
+            say(text)
+        for worker in others:
+            self._unwant(worker, text, now)
+            self._closed_host = culprit
+
+    def _judge(self) -> None:
+        """Those who have failed, once the others have said at which commit they are."""
+        waiting, self._unjudged = self._unjudged, []
+        for key, ended_s in waiting:
+            with self._desk.mutex:
+                roster_, id_ = self._desk.roster, self._ids[key]
+                is_told = roster_.is_told(id_)
+                progressed = roster_.has_progressed(id_, self._born_s[key], ended_s)
+            if not is_told:
+                self._unjudged.append((key, ended_s))
+            else:
+                self._retire(key, *self._policy.judged(key, progressed, ended_s), ended_s)
+                if not (self._ending.begun or self._finishing):
+                    self._look_whether_it_can_go_on(key, ended_s)
 
     def _end(self, now: float, last: Sequence[int], reason: str = "") -> None:
         """The job has failed: those who are left are told, and after a while made, to end."""
@@ -343,6 +370,8 @@ class ElasticJob(Job):
             self._leave_the_others_alone()
         if record is not None and record.number != self._generation:
             self._formed(record)
+        if self._unjudged:
+            self._judge()
         self._let_go()
         if self._notices is not None:
             self._notices.watch([] if self._ending.begun else self._policy.hosts(), now)

@@ -84,6 +84,7 @@ class Policy:
         self._plan, self._cooldown = plan, cooldown
         self._slots: dict[tuple[str, int], _Slot] = {}
         self._of: dict[int, _Slot] = {}
+        self._unjudged: dict[int, _Slot] = {}  # of workers that have failed
         self._hosts: list[Host] = []
         self._marks: dict[tuple[str, str], str] = {}  # host, kind of mark -> mark
 
@@ -136,10 +137,21 @@ class Policy:
         slot.worker, slot.used = worker, True
         self._of[worker] = slot
 
-    def failed(self, worker: int, has_progressed: bool, now: float) -> tuple[str, list[int]]:
-        """The worker has failed. has_progressed: the job did something since it began. Gives a text if this closes
-        something, and the workers that shall go with it."""
+    def failed(self, worker: int, has_progressed: bool | None, now: float) -> tuple[str, list[int]]:
+        """The worker has failed. has_progressed: the job did something with it; None: judged() will say. Gives a text
+        if this closes something, and the workers that shall go with it."""
         slot = self._ended(worker)
+        if has_progressed is None and not self._plan.whole_host:
+            self._unjudged[worker] = slot
+            return "", []
+        return self._strike(slot, bool(has_progressed), now)
+
+    def judged(self, worker: int, has_progressed: bool, now: float) -> tuple[str, list[int]]:
+        """Of a worker whose failure was not judged yet, as failed()."""
+        slot = self._unjudged.pop(worker, None)
+        return self._strike(slot, has_progressed, now) if slot is not None else ("", [])
+
+    def _strike(self, slot: _Slot, has_progressed: bool, now: float) -> tuple[str, list[int]]:
         slot.strikes = 1 if has_progressed else slot.strikes + 1
         if self._plan.whole_host:
             return self._close(

@@ -89,7 +89,6 @@ class _Worker:
     actor: Any
     since: float
     where: Where | None = None
-    commit: int = 0  # the newest of the job when it was started
     lost_s: float = math.inf  # since when the others are known to have lost it
 
     @property
@@ -272,7 +271,6 @@ class ElasticJob:
             limits = Limits(size, wishes.smallest, wishes.largest, wishes.timeout_s, wishes.resets)
             self._generations = Generations(limits, self._policy.hosts(), self._stopped, self._wake)
             self._first_up_s = now
-        worker.commit = self._generations.newest_commit()
         variables = {"PYTHONUNBUFFERED": "1", **self._wishes.variables, **self._variables(worker)}
         secret = variables.pop("HOROCLONE_SECRET").encode()
         actor = worker.actor
@@ -309,7 +307,7 @@ class ElasticJob:
         is_planned, left, progressed = False, -1, False
         generations = self._generations
         if generations is not None and generations.knows(worker.key):
-            progressed = generations.has_progressed(worker.key, worker.since, worker.commit)
+            progressed = generations.has_progressed(worker.key, worker.since)
             is_planned, left = generations.ended(worker.key, end.code)
         if is_planned:
             self._policy.left(worker.number, now)

@@ -358,7 +358,7 @@ class _RosterThread(threading.Thread):
             if self._follow():
                 seq = 0
             try:
-                answer = self._link.notice(seq)
+                answer = self._link.notice(seq, max(offered, default=0))
             except (errors.PeerLost, membership.Elsewhere):
                 if _succession is None or (told is None and not isinstance(_succession, Gathering)):
                     return  # the launcher is gone, and soon we are

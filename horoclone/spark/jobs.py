@@ -14,7 +14,7 @@ from horoclone.launch.elastic_job import ElasticJob
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.environment import job_environment
 from horoclone.launch.hosts import Host, Placement, place
-from horoclone.launch.job import Job, JobRequest, JobResult, Member
+from horoclone.launch.job import Job, JobRequest, JobResult
 from horoclone.launch.link import LOST, Link
 from horoclone.launch.output import STDERR, STDOUT, Screen, Style
 from horoclone.launch.usage import LaunchError
@@ -142,11 +142,10 @@ class SparkElasticJob(_SaysWhy, ElasticJob):
             text = f"Spark has ended the tasks of the job: {self._stage.reason() or 'they all returned'}"
             self._end(time.monotonic(), list(self._members), text)
 
-    def _failed(self, member: Member, progressed: bool, was_last: bool, left: int, now: float) -> None:
-        super()._failed(member, progressed, was_last, left, now)
+    def _look_whether_it_can_go_on(self, culprit: int, now: float) -> None:
         is_whole = len(self._policy.hosts()) >= self._tasks
         if is_whole and not (self._policy.can_reach_smallest() or self._ending.begun or self._finishing):
-            self._end(now, [member.key], "too few slots are left for min_num_proc")
+            self._end(now, [culprit], "too few slots are left for min_num_proc")
 
     def _result(self) -> JobResult:
         """With the values of all ranks of the last generation, and our names of parameters."""

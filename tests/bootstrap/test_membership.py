@@ -151,15 +151,15 @@ def test_notices_come_while_a_generation_runs(two: Rendezvous) -> None:
     told(form([a, b], 0))
     watcher = two.link(a._who)
     with ThreadPoolExecutor(2) as pool:
-        waiting = pool.submit(watcher.notice, 0)
+        waiting = pool.submit(watcher.notice, 0, 0)
         newcomer = pool.submit(two.link().form, 0, (), 5)
         notice = waiting.result(5)
         assert notice == (1, 2, 2)
         told(form([a, b], 1))
         assert isinstance(newcomer.result(5), Told)
-    assert watcher.notice(1) is None
+    assert watcher.notice(1, 0) is None
     b.depart("SIGTERM", at_once=False)
-    assert watcher.notice(1) == (2, 3, 1)
+    assert watcher.notice(1, 0) == (2, 3, 1)
     b.depart("SIGTERM", at_once=True)
     two.server.ring()
 

@@ -49,6 +49,29 @@ def test_the_first_generation_has_everybody_and_waits_for_the_last() -> None:
     assert one.answer(name(0)) is record
 
 
+def test_a_member_has_progressed_once_a_commit_was_made_with_it() -> None:
+    """Who is refused in each synchronisation has not, whatever the others did before and after."""
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.holds(name(1), 7)
+    assert one.has_progressed(name(1), 0.0, 1.0)
+    come(one, 2)
+    assert not one.has_progressed(name(2), 0.0, 1.0), "it waits at the door"
+    one.form(name(2), 0, (), 2)
+    formed(one, [0, 1], 1, 2, (8, 9))
+    one.holds(name(2), 0)
+    one.holds(name(0), 9)
+    assert not one.has_progressed(name(2), 2.0, 3.0)
+    one.dead(name(2), "it was refused", 3)
+    formed(one, [0, 1], 2, 3, (8, 9))
+    assert not one.has_progressed(name(2), 2.0, 3.0)
+    come(one, 3, 4)
+    one.form(name(3), 0, (), 4)
+    formed(one, [0, 1], 3, 4, (9, 10))
+    one.holds(name(0), 11)
+    assert one.has_progressed(name(3), 4.0, 5.0) and one.has_progressed(name(2), 2.0, 2.0 + roster.PROGRESS_S)
+
+
 def test_a_plan_says_which_rank_is_whose_whoever_starts_them_first() -> None:
     """Workers of one host have neighbouring ranks, in the order of their slots, as Horovod's driver plans them."""
     one = Roster(Limits(3), lambda size: bytes(size))

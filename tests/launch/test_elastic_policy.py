@@ -52,6 +52,19 @@ def test_a_failed_slot_is_used_again_until_it_has_failed_too_often_without_progr
     assert one.to_start(1e9) == [] and one.can_reach_smallest()
 
 
+def test_a_failure_that_is_judged_later_strikes_the_slot_that_it_was_in() -> None:
+    one = policy(("a", 2))
+    begin(one)
+    for worker in range(10, 10 + STRIKES):
+        assert one.failed(0 if worker == 10 else worker - 1, None, 1.0) == ("", [])
+        one.started(worker, Place("a", 0, 0))
+    for worker in range(10, 10 + STRIKES - 2):
+        assert one.judged(worker, False, 2.0) == ("", [])
+    assert one.judged(0, False, 2.0) == ("", [])
+    text, others = one.judged(10 + STRIKES - 2, False, 2.0)
+    assert "slot 0 of host a" in text and others == [10 + STRIKES - 1], "who has come meanwhile goes as well"
+
+
 def test_progress_forgives() -> None:
     one = policy(("a", 1))
     begin(one)

@@ -104,15 +104,10 @@ class Generations:
         self._server.ring()
         return is_planned, left
 
-    def has_progressed(self, key: Key, since_s: float, commit: int) -> bool:
-        """Whether the job did something with the worker since since_s (monotonic): then `commit` was the newest."""
+    def has_progressed(self, key: Key, since_s: float) -> bool:
+        """Whether the job did something with the worker, whose process began at since_s (monotonic)."""
         with self._desk.mutex:
-            return self._desk.roster.has_progressed(self._ids[key], since_s, commit, time.monotonic())
-
-    def newest_commit(self) -> int:
-        """Of the job; 0: none."""
-        with self._desk.mutex:
-            return self._desk.roster.newest_commit
+            return self._desk.roster.has_progressed(self._ids[key], since_s, time.monotonic())
 
     def take_given_up(self) -> set[Key]:
         """Workers that the others go on without though nobody has seen them end; each once. They are to be ended."""
