@@ -38,7 +38,7 @@ NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cu
 MPICH := mpich==5.0.2
 NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
-.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines engines-where-needed examples bench lint format docs clean install
+.PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines engines-where-needed examples bench lint format docs docs-generated site-where-needed clean install
 
 help: ## list the verbs
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 18
@@ -55,6 +55,7 @@ test-all: GUARDED := renew
 test-all: builds-and-cpp ## as `test`, with every costly test whose files have not changed; writes tests/guarded.json
 test test-all:
 	@$(MAKE) --no-print-directory engines-where-needed GUARDED=$(GUARDED)
+	@$(MAKE) --no-print-directory site-where-needed GUARDED=$(GUARDED)
 	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
 
 # Ray and Spark are 900 MB: they are installed only where a test that needs them is going to run.
@@ -116,12 +117,23 @@ format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
 	ruff format .
 	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
 
-docs: $(VENV)/.ready-package ## write what is generated in docs/ anew: environment.md, tables of from_horovod.md, architecture.svg, stubs for editors
+docs: docs-generated $(VENV)/.ready-site ## what is generated, and the site from it, into build/site; no network once installed
+	@NO_MKDOCS_2_WARNING=1 $(STEP) "building the site (half a minute)" $(VENV)/site/bin/mkdocs build --strict --quiet
+	@echo "   to read it: python3 -m http.server --directory build/site"
+
+docs-generated: $(VENV)/.ready-package ## only what is generated in docs/: settings, tables, pictures; stubs for editors
 	python docs/make_environment.py
 	python docs/make_differences.py
 	python docs/make_picture.py
+	python docs/make_figures.py
 	python docs/make_ecosystem.py
 	python docs/make_stubs.py
+
+# The site's test needs MkDocs only where something that it guards has changed.
+site-where-needed: $(VENV)/.ready-test $(VENV)/.ready-package
+	@if [ "$(GUARDED)" = changed ] && ! python tests/guarded.py wanted tests/docs/test_site.py; then \
+	  echo "SKIPPED the test of the site: unchanged since it passed: \`make test-all\` runs it"; \
+	else $(MAKE) --no-print-directory $(VENV)/.ready-site || echo "SKIPPED the site: MkDocs cannot be installed"; fi
 
 clean: ## remove what was built; .venv stays
 	rm -rf build dist *.egg-info horoclone/*.so compile_commands.json
@@ -172,6 +184,12 @@ $(VENV)/.ready-engines: $(VENV)/.ready-test
 	@echo "== installing $(FOR_ENGINES) into $(VENV)/engines"
 	$(call beside-venv,engines)
 	@$(VENV)/engines/bin/python -m pip install -qq --disable-pip-version-check $(FOR_ENGINES)
+	@touch $@
+
+# Of its own, since it brings releases of its libraries that may not fit those of the frameworks.
+$(VENV)/.ready-site: docs/requirements.txt | $(VENV)/.ready-made
+	@$(PYTHON) -m venv $(VENV)/site
+	@$(STEP) "downloading MkDocs (30 MB)" $(VENV)/site/bin/python -m pip install -qq --disable-pip-version-check -r docs/requirements.txt
 	@touch $@
 
 $(VENV)/.ready-lint: $(VENV)/.ready-package

@@ -157,11 +157,11 @@ class _Collected:
 
 
 def wanted(folders: list[str]) -> bool:
-    """Whether a marked test in these folders would run with --guarded=changed. Those that are absent have none; of a file
-    that cannot be read the tests run, and fail."""
+    """Whether a marked test in these folders or files would run with --guarded=changed. What is absent has none; tests in
+    a file that cannot be read run, and fail."""
     import pytest
 
-    there = [folder for folder in folders if (ROOT / folder).is_dir()]
+    there = [folder for folder in folders if (ROOT / folder).exists()]
     if not there:
         return False
     collected = _Collected()

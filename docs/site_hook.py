@@ -1,0 +1,135 @@
+"""What MkDocs calls while it builds the site (mkdocs.yml): pages from files outside of docs/, the list of decisions.
+
+README.md, CONTRIBUTING.md and CHANGELOG.md are pages. Another file that a page links to becomes a page that shows it,
+and so does a folder: the site has the links that the repository has, and needs no server for them.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parent.parent
+# Files of the repository -> their pages; what lies in docs/ is a page of its own.
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+DECISIONS = "docs/decisions"
+LANGUAGES = {".py": "python", ".sbatch": "bash", ".yaml": "yaml", ".sh": "bash", ".h": "cpp", ".cc": "cpp"}
+
+_FENCE = re.compile(r"^(`{3,}|~{3,})")
+_LINK = re.compile(r"(`+[^`]*`+)|\]\(([^)\s#]*)(#[^)\s]*)?\)")
+
+_origins: dict[str, str] = {}  # page -> the file of the repository that it shows
+
+
+def outside_code(text: str, change: Callable[[str], str]) -> str:
+    """The text with `change` applied to each line that is not in a fenced block of code."""
+    lines, fence = [], ""
+    for line in text.splitlines():
+        found = _FENCE.match(line.strip())
+        if found and (not fence or line.strip() == fence):
+            fence = "" if fence else found[1]
+        lines.append(line if fence or found else change(line))
+    return "\n".join(lines) + "\n"
+
+
+def links_of(text: str) -> Iterator[str]:
+    """The targets of the relative links of a page, without their anchors."""
+    found: list[str] = []
+
+    def collect(line: str) -> str:
+        found.extend(m[2] for m in _LINK.finditer(line) if m[2] and "://" not in m[2])
+        return line
+
+    outside_code(text, collect)
+    yield from found
+
+
+def page_of(name: str) -> str:
+    """The page of a file or folder of the repository (a path from its root)."""
+    if name in PAGES:
+        return PAGES[name]
+    if name == DECISIONS:
+        return "decisions/index.md"
+    if name.startswith("docs/"):
+        return name.removeprefix("docs/")
+    return f"source/{name}" if name.endswith(".md") else f"source/{name}.md"
+
+
+def shown(name: str) -> str:
+    """A page that shows a file, or lists a folder. It is left out of the search."""
+    place, head = ROOT / name, "---\nsearch:\n  exclude: true\n---\n"
+    if place.suffix == ".md":
+        return head + place.read_text()
+    if place.is_dir():
+        return f"{head}# {name}\n\n" + "\n".join(f"- `{one.name}`" for one in sorted(place.iterdir())) + "\n"
+    return f"{head}# {name}\n\n````{LANGUAGES.get(place.suffix, 'text')}\n{place.read_text()}````\n"
+
+
+def title_of(page: Path) -> str:
+    return page.read_text().partition("\n")[0].removeprefix("# ")
+
+
+def decisions() -> list[Path]:
+    return sorted((ROOT / DECISIONS).glob("[0-9]*.md"))
+
+
+def list_of_decisions() -> str:
+    """The page of all decisions. Numbers that are missing were never given."""
+    rows = "".join(f"- [{title_of(page)}]({page.name})\n" for page in decisions())
+    return f"# Decisions\n\nChoices, with what was weighed and what was measured.\n\n{rows}"
+
+
+def on_config(config: Any) -> Any:
+    """Puts every decision into the navigation, in place of the entry that names their folder."""
+    listed = [{title_of(page): f"decisions/{page.name}"} for page in decisions()]
+    for entry in config.nav:
+        if entry.get("Decisions") == "decisions/":
+            entry["Decisions"] = ["decisions/index.md", *listed]
+    return config
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the pages of files outside of docs/: those of PAGES, and whatever a page links to, in turn."""
+    _origins.clear()
+    texts = {page: (ROOT / name).read_text() for name, page in PAGES.items()}
+    _origins.update({page: name for name, page in PAGES.items()})
+    texts["decisions/index.md"] = list_of_decisions()
+    _origins["decisions/index.md"] = f"{DECISIONS}/index.md"
+    for page, text in texts.items():
+        files.append(File.generated(config, page, content=text))
+    for file in files.documentation_pages():
+        if file.src_uri not in _origins:
+            _origins[file.src_uri] = f"docs/{file.src_uri}"
+            texts[file.src_uri] = file.content_string
+    to_read = list(texts)
+    while to_read:
+        page = to_read.pop()
+        for target in links_of(texts[page]):
+            name = posixpath.normpath(posixpath.join(posixpath.dirname(_origins[page]), target))
+            linked = page_of(name)
+            if linked in _origins or name.startswith("docs/") or not (ROOT / name).exists():
+                continue  # what does not exist stays a wrong link, which ends a strict build
+            _origins[linked], texts[linked] = name, shown(name)
+            files.append(File.generated(config, linked, content=texts[linked]))
+            to_read.append(linked)
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Turns links between files of the repository into links between their pages."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(_origins[here])
+
+    def change(found: re.Match[str]) -> str:
+        target, anchor = found[2], found[3] or ""
+        if not target or "://" in target:
+            return found[0]
+        linked = page_of(posixpath.normpath(posixpath.join(folder, target)))
+        return f"]({posixpath.relpath(linked, posixpath.dirname(here) or '.')}{anchor})"
+
+    return outside_code(markdown, lambda line: _LINK.sub(change, line))

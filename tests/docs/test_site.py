@@ -1,0 +1,126 @@
+"""The site: built strictly, every link and anchor of its pages leads somewhere, and nothing is loaded from elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+MKDOCS = ROOT / ".venv" / "site" / "bin" / "mkdocs"
+pytestmark = pytest.mark.guards(
+    "mkdocs.yml", "docs/site_hook.py", "docs/requirements.txt", "docs/api", "README.md"
+)
+# What a browser loads by itself; a link that a reader follows may lead elsewhere.
+LOADED = {
+    "script": "src",
+    "img": "src",
+    "link": "href",
+    "iframe": "src",
+    "source": "src",
+    "video": "src",
+    "audio": "src",
+}
+
+
+class Page(HTMLParser):
+    """The ids of a page, its links, and what it loads."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: set[str] = set()
+        self.links: list[str] = []
+        self.loads: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self.ids.update(given[name] for name in ("id", "name") if name in given)
+        if tag == "a" and "href" in given:
+            self.links.append(given["href"])
+        if tag in LOADED and LOADED[tag] in given and given.get("rel") != "canonical":
+            self.loads.append(given[LOADED[tag]])
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not MKDOCS.exists():
+        pytest.skip("MkDocs is not installed: `make docs` installs it into .venv/site")
+    folder = tmp_path_factory.mktemp("site")
+    # Whatever asks for the network fails.
+    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    done = subprocess.run(
+        [MKDOCS, "build", "--strict", "--quiet", "--site-dir", folder],
+        cwd=ROOT, env={**os.environ, **nowhere, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=170,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> Iterator[dict[Path, Page]]:
+    yield {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+    shutil.rmtree(site, ignore_errors=True)
+
+
+def test_links_and_anchors_lead_somewhere(site: Path, pages: dict[Path, Page]) -> None:
+    wrong, followed = [], 0
+    for path, page in pages.items():
+        if path.name == "404.html":  # its links are relative to the server
+            continue
+        for link in (*page.links, *page.loads):
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = path if not parts.path else (path.parent / unquote(parts.path)).resolve()
+            if target.is_dir():
+                target /= "index.html"
+            followed += 1
+            if not target.is_file() or not target.is_relative_to(site):
+                wrong.append(f"{path.relative_to(site)}: {link}")
+            elif parts.fragment and target in pages and unquote(parts.fragment) not in pages[target].ids:
+                wrong.append(f"{path.relative_to(site)}: {link} (no such anchor)")
+    assert not wrong, wrong[:20]
+    assert followed > 5000
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path, pages: dict[Path, Page]) -> None:
+    elsewhere = [
+        f"{path.relative_to(site)}: {what}"
+        for path, page in pages.items()
+        for what in page.loads
+        if re.match(r"(?:https?:)?//", what)
+    ]
+    assert not elsewhere, elsewhere
+    styles = [
+        path for path in site.rglob("*.css") if re.search(r"url\(\s*['\"]?(?:https?:)?//", path.read_text())
+    ]
+    assert not styles, styles
+
+
+def test_the_search_knows_every_page_and_every_public_function(site: Path) -> None:
+    index = json.loads((site / "search" / "search_index.json").read_text())
+    found = {entry["location"] for entry in index["docs"]}
+    assert len(found) > 500
+    for location in ("elastic.html", "api/torch.html#horoclone.torch.DistributedOptimizer", "errors.html"):
+        assert location in found, location
+    assert not [location for location in found if location.startswith("source/")]
+    texts = {entry["location"]: entry["text"] for entry in index["docs"]}
+    assert "gradients" in texts["api/torch.html#horoclone.torch.DistributedOptimizer"]
+
+
+def test_the_site_has_the_api_with_signatures_docstrings_and_source(site: Path) -> None:
+    page = (site / "api" / "horoclone.html").read_text()
+    for part in ('id="horoclone.allreduce"', "prescale_factor", "Source code in", "horoclone.Average"):
+        assert part in page, part
+    home = (site / "index.html").read_text()
+    assert "figures/speed.svg" in home and (site / "figures" / "speed.svg").is_file()
