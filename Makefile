@@ -118,7 +118,7 @@ format: $(VENV)/.ready-lint ## rewrite the sources in the project's format
 	find csrc -name '*.cc' -o -name '*.h' | xargs clang-format -i
 
 docs: docs-generated $(VENV)/.ready-site ## what is generated, and the site from it, into build/site; no network once installed
-	@NO_MKDOCS_2_WARNING=1 $(STEP) "building the site (half a minute)" $(VENV)/site/bin/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(STEP) "building the site (10 to 30 seconds)" $(VENV)/site/bin/mkdocs build --strict --quiet
 	@echo "   to read it: python3 -m http.server --directory build/site"
 
 docs-generated: $(VENV)/.ready-package ## only what is generated in docs/: settings, tables, pictures; stubs for editors

@@ -49,6 +49,18 @@ def test_the_torch_lines_of_the_readme_run_on_two_ranks(launch: Any, tmp_path: P
     )
 
 
+@pytest.mark.guards("docs/start.md")
+def test_the_first_script_trains_on_two_ranks(launch: Any, tmp_path: Path) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    (block,) = python_blocks("docs/start.md")
+    script = tmp_path / "train.py"
+    script.write_text(block)
+    command = [Path(sys.executable).with_name("horoclonerun"), "-np", "2", sys.executable, script]
+    said = launch(command, timeout_s=120).stdout
+    found = re.search(r"^\[0\] 2 ranks, loss (\d\.\d{4})$", said, re.M)
+    assert found and float(found[1]) < 0.05, said
+
+
 def test_the_page_on_launching_says_what_happens(launch: Any, tmp_path: Path) -> None:
     (block,) = python_blocks("docs/launching.md")
     script, config = tmp_path / "calls.py", tmp_path / "job.yaml"

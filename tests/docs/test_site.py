@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 MKDOCS = ROOT / ".venv" / "site" / "bin" / "mkdocs"
 pytestmark = pytest.mark.guards(
-    "mkdocs.yml", "docs/site_hook.py", "docs/requirements.txt", "docs/api", "README.md"
+    "mkdocs.yml", "docs/site_hook.py", "docs/site_api.py", "docs/requirements.txt", "docs/api", "README.md"
 )
 # What a browser loads by itself; a link that a reader follows may lead elsewhere.
 LOADED = {
@@ -122,5 +122,8 @@ def test_the_site_has_the_api_with_signatures_docstrings_and_source(site: Path) 
     page = (site / "api" / "horoclone.html").read_text()
     for part in ('id="horoclone.allreduce"', "prescale_factor", "Source code in", "horoclone.Average"):
         assert part in page, part
+    optimizer = (site / "api" / "torch.html").read_text()
+    assert re.search(r"<li>(?:<p>)?<code>backward_passes_per_step</code>: passes", optimizer)
+    assert 'href="../quorum.html"' in optimizer
     home = (site / "index.html").read_text()
     assert "figures/speed.svg" in home and (site / "figures" / "speed.svg").is_file()
