@@ -8,7 +8,7 @@ implementation, so that griffe leaves it out (`horoclone.alltoall`): here it get
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import griffe
@@ -43,6 +43,15 @@ def for_a_page(text: str, names: Iterable[str]) -> str:
     return _PAGE.sub(r"[\1.md](../\1.html)", "\n\n".join(paragraphs))
 
 
+def _classes(of: griffe.Object) -> Iterator[griffe.Class]:
+    """All classes below a module or class."""
+    for member in of.members.values():
+        if isinstance(member, griffe.Class):
+            yield member
+        if isinstance(member, griffe.Class | griffe.Module):
+            yield from _classes(member)
+
+
 class ApiPages(griffe.Extension):
     def on_function(self, *, func: griffe.Function, **_: Any) -> None:
         if func.docstring is not None:
@@ -53,6 +62,16 @@ class ApiPages(griffe.Extension):
             init = cls.members.get("__init__")
             names = (one.name for one in init.parameters) if isinstance(init, griffe.Function) else ()
             cls.docstring.value = for_a_page(cls.docstring.value, names)
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """A class may say `__doc__ = Other.__doc__`."""
+        for cls in _classes(pkg):
+            said = cls.members.get("__doc__")
+            source = str(said.value) if isinstance(said, griffe.Attribute) else ""
+            if source.endswith(".__doc__"):
+                first, _, rest = source.removesuffix(".__doc__").partition(".")
+                path = ".".join(part for part in (cls.resolve(first), rest) if part)
+                cls.docstring = pkg[path.removeprefix(f"{pkg.path}.")].docstring
 
     def on_module_members(self, *, mod: griffe.Module, **_: Any) -> None:
         """Makes a function of the overloads in a stub: the parameters of the last, the docstring of the first."""

@@ -11,6 +11,7 @@ import sys
 from typing import Any
 
 __version__ = "0.1.0"
+"""The version of the package. Ranks of another build are refused in `init()`."""
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "runtime.life": ("init", "shutdown"),

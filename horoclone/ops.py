@@ -26,14 +26,23 @@ CALLS = (
 
 # Horovod's order, then our own; users see these integers. The list stands in csrc/base/reductions.h.
 Average = 0
+"""The sum divided by the number of ranks; of integers truncated toward zero. Not of bool."""
 Sum = 1
+"""The sum; integers wrap, of bool it is or."""
 Adasum = 2
+"""Adasum (Maleki et al., 2020): parallel gradients are averaged, orthogonal ones added. Of floats, in allreduce."""
 Min = 3
+"""The least element."""
 Max = 4
+"""The greatest element."""
 Product = 5
+"""The product; integers wrap, of bool it is and."""
 And = 6
+"""And of the bits of integers, of the truth of bools. Not of floats."""
 Or = 7
+"""Or of the bits of integers, of the truth of bools. Not of floats."""
 Xor = 8
+"""Exclusive or of the bits of integers, of the truth of bools. Not of floats."""
 
 __all__ = [
     "Adasum",

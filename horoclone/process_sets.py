@@ -69,6 +69,7 @@ def _sorted_ranks(ranks: Iterable[int]) -> list[int]:
 
 
 global_process_set = ProcessSet([])
+"""All ranks of the job; the default of every `process_set=`."""
 global_process_set.process_set_id = 0
 
 _registered: dict[int, ProcessSet] = {0: global_process_set}

@@ -14,6 +14,7 @@ from horoclone.errors import (
 from horoclone.jax import checkpoint, elastic, native
 from horoclone.jax.compression import Compression
 from horoclone.jax.failures import horovod_error_of
+from horoclone.jax.native import add_process_set, remove_process_set
 from horoclone.jax.operations import allgather, allreduce, alltoall, barrier, broadcast, reducescatter
 from horoclone.jax.optimizer import DistributedOptimizer
 from horoclone.objects import allgather_object, broadcast_object
@@ -33,10 +34,9 @@ from horoclone.runtime.life import init, shutdown
 from horoclone.runtime.observe import flight_record, metrics
 
 native.load()
-add_process_set = native.add_process_set
-remove_process_set = native.remove_process_set
 
 broadcast_parameters = broadcast
+"""`broadcast`, under the name that it has in the other bindings."""
 
 __all__ = [
     *ops.__all__, "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError",

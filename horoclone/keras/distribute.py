@@ -16,7 +16,8 @@ else:
     from horoclone.keras.compression import Compression as _Compression  # type: ignore[assignment]
     from horoclone.keras.optimizer import distribute
 
-Compression: Any = _Compression  # of TensorFlow's tensors with tf_keras, of any backend's with Keras 3
+Compression: Any = _Compression
+"""Compressors: `none`, `fp16`, `bf16`. Of TensorFlow's tensors with tf_keras, of any backend's with Keras 3."""
 
 __all__ = ["Compression", "PartialDistributedOptimizer", "distribute", "make_distributed"]
 
