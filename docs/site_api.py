@@ -15,7 +15,12 @@ import griffe
 
 _PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
 # Where a description of an argument begins: behind a full stop, or at the beginning of a paragraph.
-_ARGUMENT = re.compile(r"(?:^|(?<=[.;] ))(\w+)((?:(?:,| and) \w+)*)((?: \([^()]*\))?): ")
+_ARGUMENT = re.compile(r"(?:^|(?<=[.] ))(\w+)((?:(?:,| and) \w+)*)((?: \([^()]*\))?): ")
+
+# What follows the last argument and is about the whole function.
+_WHOLE = re.compile(
+    r"(?<=[.] )(?=(?:Raises|Returns|Needs|Call|Mismatch|PeerLost|NothingSaved|NotInitialized|Unsupported|\w+Error)\b)"
+)
 
 
 def with_list(paragraph: str, names: Iterable[str]) -> str:
@@ -33,7 +38,8 @@ def with_list(paragraph: str, names: Iterable[str]) -> str:
         others = re.sub(r"\w+", lambda word: word[0] if word[0] == "and" else f"`{word[0]}`", name[2])
         items.append(f"- `{name[1]}`{others}{name[3]}: {item[name.end() :]}")
     before = text[: begins[0]].strip()
-    return "\n\n".join(part for part in (before, "\n".join(items)) if part)
+    items[-1], *after = _WHOLE.split(items[-1], maxsplit=1)
+    return "\n\n".join(part for part in (before, "\n".join(items), *after) if part)
 
 
 def for_a_page(text: str, names: Iterable[str]) -> str:

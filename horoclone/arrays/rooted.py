@@ -157,7 +157,7 @@ class Rooted(Operations[Array]):
         """This rank's share of the rows of rank root_rank's array: splits[r] rows for the r-th rank of the process set.
 
         Without splits (integers in host memory) the shares are equal, the first ranks get one row more if uneven. The
-        root passes the array and the splits; what the others pass for them is not looked at (None will do), and they
+        root passes the array and the splits; what the others pass is ignored (None will do), and they
         get the root's dtype. From a GPU the shares go to the others' current GPUs.
         """
         return now(self._scattered(array, root_rank, splits, name, process_set))  # type: ignore[no-any-return]

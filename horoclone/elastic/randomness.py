@@ -11,7 +11,7 @@ import numpy as np
 
 
 class RandomStates:
-    """State of random generators, which each rank has for itself; a rank that takes a lost one's place goes on as it.
+    """State of random generators, which differs between ranks; a rank that replaces a lost one continues its sequences.
 
     Without arguments those of the modules random, numpy.random and torch (also of its GPUs), of those that are
     imported when the object is made. generators: random.Random, numpy.random.Generator or torch.Generator instead.

@@ -18,7 +18,7 @@ PARTS = ("noticed", "restored", "formed", "connected", "synchronised", "first_st
 
 @dataclass(frozen=True)
 class Recovery:
-    """How this process came into its generation.
+    """How this process joined its generation.
 
     source: "memory", the state is that of this process's own commit; "peers", others of the job sent it; "disk", it was
     loaded from a save; "start", it is what the script made. lost: ranks of the generation before that are gone.
@@ -145,5 +145,5 @@ watch = Watch()
 
 
 def last_recovery() -> Recovery | None:
-    """How this process came into the generation that it trains in; None before the function of elastic.run begins."""
+    """How this process joined the generation in which it trains; None before the function of elastic.run begins."""
     return watch.record

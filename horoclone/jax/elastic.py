@@ -27,7 +27,7 @@ __all__ = [
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) goes on when ranks are lost or come. See horoclone.elastic.run.run_fn.
+    """Decorator: func(state, ...) carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective inside a program, which JAX raises as an error of its own, counts as the error that it was.
     Programs with collectives are compiled for one size: they are dropped when another generation begins.

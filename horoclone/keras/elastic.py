@@ -41,7 +41,7 @@ def _horovod_error_of(error: Exception) -> BaseException | None:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) goes on when ranks are lost or come. See horoclone.elastic.run.run_fn.
+    """Decorator: func(state, ...) carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a compiled step, which the backend raises as an error of its own, counts as
     HorovodInternalError.
@@ -127,7 +127,7 @@ class _Update(keras.callbacks.Callback):
 
 
 class UpdateBatchStateCallback(_Update):
-    """Keeps in state.batch how many batches of the epoch are done: 0 at its begin, also counted over fit() calls."""
+    """Keeps in state.batch how many batches of the epoch are done: 0 at its beginning, counted across fit() calls."""
 
     def _begin(self) -> None:
         self._first = int(self.state.batch)
@@ -140,7 +140,7 @@ class UpdateBatchStateCallback(_Update):
 
 
 class UpdateEpochStateCallback(_Update):
-    """Keeps in state.epoch how many epochs are done, also counted over fit() calls: fit(epochs=N - state.epoch)."""
+    """Keeps in state.epoch how many epochs are done, counted across fit() calls: fit(epochs=N - state.epoch)."""
 
     def _begin(self) -> None:
         self._first: int | None = None

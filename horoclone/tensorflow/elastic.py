@@ -38,7 +38,7 @@ def horovod_error_of(error: BaseException) -> HorovodInternalError | None:
 
 
 def run(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorator: func(state, ...) goes on when ranks are lost or come. See horoclone.elastic.run.run_fn.
+    """Decorator: func(state, ...) carries on when ranks are lost or added. See horoclone.elastic.run.run_fn.
 
     A lost collective in a graph, which TensorFlow raises as UnknownError, counts as HorovodInternalError.
     """

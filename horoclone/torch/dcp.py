@@ -56,7 +56,8 @@ class _Entry(NamedTuple):
 class Writer(StorageWriter):
     """A new save below `path`, of which the `keep` newest stay. All ranks see that directory.
 
-    What is no tensor must be what hvd.checkpoint.save() takes (no pickle is written): TypeError names what is not.
+    Values other than tensors must be of the kinds that hvd.checkpoint.save() takes, else TypeError: no pickle is
+    written.
     """
 
     def __init__(self, path: Path_, keep: int = 3) -> None:
@@ -349,7 +350,7 @@ def _filled(value: Any, reading: Reading) -> Any:
 def to_dcp(path: Path_, directory: Path_, number: int | None = None) -> None:
     """Writes the newest save below `path` (or that number) as torch.distributed.checkpoint's own format.
 
-    One process does it, and needs the memory of the whole state. Values that are no tensors are pickled by torch.
+    One process does it, and needs the memory of the whole state. torch pickles values other than tensors.
     """
     dcp.save(load(path, number=number), checkpoint_id=directory, no_dist=True)
 
@@ -357,7 +358,7 @@ def to_dcp(path: Path_, directory: Path_, number: int | None = None) -> None:
 def from_dcp(directory: Path_, path: Path_, keep: int = 3) -> Path:
     """Writes what dcp.save has written to `directory` as a new save below `path`; where it lies.
 
-    One process does it, and needs the memory of the whole state. torch unpickles values that are no tensors: use it for
+    One process does it, and needs the memory of the whole state. torch unpickles values other than tensors: use it for
     checkpoints that you trust.
     """
     state: dict[str, Any] = {}
