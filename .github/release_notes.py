@@ -17,7 +17,9 @@ def notes(tag: str, root: Path = ROOT) -> str:
     found = re.search(r'^__version__ = "(.+)"$', (root / "horoclone" / "__init__.py").read_text(), re.M)
     version = found[1] if found else ""
     if tag != f"v{version}":
-        raise SystemExit(f"the tag is {tag}, and horoclone/__init__.py says {version}: the tag must be v{version}")
+        raise SystemExit(
+            f"the tag is {tag}, and horoclone/__init__.py says {version}: the tag must be v{version}"
+        )
     sections = re.split(r"^## ", (root / "CHANGELOG.md").read_text(), flags=re.M)[1:]
     mine = [section for section in sections if section.split()[0] == version]
     if not mine:

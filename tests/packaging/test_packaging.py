@@ -160,7 +160,15 @@ def test_the_source_package_has_the_sources_and_nothing_else(tmp_path: Path) -> 
     pytest.importorskip("scikit_build_core", reason="the build backend is not installed: make installs it")
     source = source_package(tmp_path)
     names = {path.relative_to(source).as_posix() for path in source.rglob("*") if path.is_file()}
-    alone = {"CMakeLists.txt", "pyproject.toml", "horovod.py", "README.md", "CHANGELOG.md", "LICENSE", "SECURITY.md"}
+    alone = {
+        "CMakeLists.txt",
+        "pyproject.toml",
+        "horovod.py",
+        "README.md",
+        "CHANGELOG.md",
+        "LICENSE",
+        "SECURITY.md",
+    }
     assert names == tracked("csrc", "horoclone", "horovod-stubs") | alone | {"PKG-INFO"}
     information = (source / "PKG-INFO").read_text()
     assert "\nDynamic: version" not in information, "whoever reads it must not have to build"

@@ -70,7 +70,9 @@ def test_the_recipe_for_conda_asks_for_what_the_package_asks_for(project: dict[s
         return requirement.replace(" ", "").lower()
 
     needs = recipe["requirements"]
-    assert set(map(plain, project["project"]["dependencies"])) == {plain(one) for one in needs["run"]} - {"python"}
+    assert set(map(plain, project["project"]["dependencies"])) == {plain(one) for one in needs["run"]} - {
+        "python"
+    }
     assert set(map(plain, project["build-system"]["requires"])) <= set(map(plain, needs["host"]))
     scripts = [f"{name} = {place}" for name, place in project["project"]["scripts"].items()]
     assert recipe["build"]["python"]["entry_points"] == scripts
@@ -81,7 +83,9 @@ def test_the_recipe_for_conda_asks_for_what_the_package_asks_for(project: dict[s
 
 def test_images_are_built_from_all_that_the_wheel_has(project: dict[str, Any]) -> None:
     for path in sorted((ROOT / "deploy" / "docker").glob("Dockerfile*")):
-        copied = set(re.findall(r"[\w.-]+", " ".join(re.findall(r"^COPY (.*) /src/", path.read_text(), re.M))))
+        copied = set(
+            re.findall(r"[\w.-]+", " ".join(re.findall(r"^COPY (.*) /src/", path.read_text(), re.M)))
+        )
         assert {*project["tool"]["scikit-build"]["wheel"]["packages"], "CMakeLists.txt", "csrc"} <= copied
 
 
@@ -115,11 +119,15 @@ def release_notes() -> ModuleType:
     return module
 
 
-def test_a_release_needs_its_tag_its_version_and_its_changes(release_notes: ModuleType, tmp_path: Path) -> None:
+def test_a_release_needs_its_tag_its_version_and_its_changes(
+    release_notes: ModuleType, tmp_path: Path
+) -> None:
     (tmp_path / "horoclone").mkdir()
     (tmp_path / "horoclone" / "__init__.py").write_text('__version__ = "1.2.3"\n')
     changes = tmp_path / "CHANGELOG.md"
-    changes.write_text("# Changelog\n\n## 1.2.3 (2030-01-01)\n\n### Core\n\n- new\n\n## 1.2.2 (2029-01-01)\n\n- old\n")
+    changes.write_text(
+        "# Changelog\n\n## 1.2.3 (2030-01-01)\n\n### Core\n\n- new\n\n## 1.2.2 (2029-01-01)\n\n- old\n"
+    )
     assert release_notes.notes("v1.2.3", tmp_path) == "### Core\n\n- new"
     with pytest.raises(SystemExit, match=r"the tag must be v1\.2\.3"):
         release_notes.notes("v1.2.4", tmp_path)
