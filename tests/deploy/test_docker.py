@@ -65,9 +65,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.guards(
-    "deploy/docker", "deploy/train.py", "pyproject.toml", "CMakeLists.txt"
-)
+@pytest.mark.guards("deploy/docker", "deploy/train.py", "pyproject.toml", "CMakeLists.txt")
 @pytest.mark.parametrize(("path", "target"), [(FILES[0], "ssh"), (FILES[1], "train")], ids=["cpu", "cuda"])
 def test_the_steps_make_an_image_that_trains(base: Any, path: Path, target: str, tmp_path: Path) -> None:
     module = builder()

@@ -33,7 +33,13 @@ def environment_with_torch(folder: Path) -> Path:
 
 
 @pytest.mark.guards(
-    "csrc", "horoclone", "CMakeLists.txt", "pyproject.toml", ".ci/gpu", "tests/torch/gpu_double.py", *BENCHMARKS
+    "csrc",
+    "horoclone",
+    "CMakeLists.txt",
+    "pyproject.toml",
+    ".ci/gpu",
+    "tests/torch/gpu_double.py",
+    *BENCHMARKS,
 )
 @pytest.mark.timeout(1500)
 def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
