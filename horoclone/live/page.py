@@ -1,0 +1,275 @@
+"""The page of one rank: 4 KiB of shared memory, into which the core writes and from which anyone may read. Pure.
+
+The layout is csrc/engine/page/layout.h's; a test compares the two. All numbers are native: pages of other hosts are
+copies, and hosts of one job have the same byte order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+import time
+from collections.abc import Mapping
+from typing import Any
+
+BYTES = 4096
+MAGIC = b"HCPAGE01"
+# The kinds of operations in the order of the core's Op.
+KINDS = (
+    "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier", "reduce", "gather",
+    "scatter", "send", "recv",
+)  # fmt: skip
+BUCKETS = 24
+STATES = ("starting", "running", "waiting", "stalled", "ended", "lost")
+
+WAITING_AFTER_S = 0.1  # a thread that has waited for so long makes its rank "waiting"
+SILENT_AFTER_S = 10.0  # the core writes a heartbeat every second: a process without one is stopped, or gone
+
+_TRIES = 200  # to read the page while nobody writes it; an update takes some tens of nanoseconds
+_SEQUENCE = struct.Struct("=Q")
+_SEQUENCE_AT = len(MAGIC)
+_IDENTITY = struct.Struct("=4i5q2I64s64s")
+_IDENTITY_AT = 16
+_STEPS = struct.Struct("=9Q")
+_STEPS_AT = 208
+_WAITS = struct.Struct("=4Q")
+_WAITS_AT = 280
+_LAST = struct.Struct("=2Q2I64s")
+_LAST_AT = 312
+_STALL = struct.Struct("=128sI15i")
+_STALL_AT = 400
+_LATE = struct.Struct("=iIQ")
+_LATE_AT, _LATE_COUNT = 592, 8
+_OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
+_OPERATIONS_AT = 768
+_NOTES = struct.Struct("=2q2i")  # at the end: what the launcher adds, see Notes
+_NOTES_AT = BYTES - _NOTES.size
+_STARTING, _RUNNING, _ENDED = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operation:
+    """What one rank has done of one kind of operation. Only grows, from one init() to the next.
+
+    count: that have ended, well or not. bytes: of this rank's tensors, or of the result where the core owns it.
+    queued_seconds: summed over the operations, from the submission until the data begins to move; agreement and the
+    wait for other ranks are in it. running_seconds: from then until done. histogram: of both together; bucket 0 counts
+    what took less than 1 us, bucket i from 2**(i-1) us to less than 2**i us, the last everything from 2**22 us on.
+    Operations on a GPU are done when they are enqueued there.
+    """
+
+    count: int
+    bytes: int
+    queued_seconds: float
+    running_seconds: float
+    histogram: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LastOperation:
+    """The operation that ended last. name: "" of an unnamed one; a longer one is cut to 64 bytes. age_seconds: since
+    then."""
+
+    kind: str
+    name: str
+    bytes: int
+    age_seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Late:
+    """A rank that others waited for: how often it was the last one to come, and for how long in all."""
+
+    rank: int
+    times: int
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Page:
+    """What one rank says about itself, at the moment `now`. Times are Unix seconds; what is summed begins at init().
+
+    state: "starting" before init() has connected the ranks, "ended" after shutdown() or an exit with code 0, "lost" when
+    the process went away without either, "stalled" when is_stalled, "waiting" when one of the user's threads has waited
+    in the runtime for more than 0.1 s, else "running".
+    exit_code: as subprocess has it (-9: SIGKILL), where a launcher of ours saw the process end; else None.
+    step: how many steps have begun, 0 where nothing repeats; step_seconds: of the last whole one; step_seconds_smoothed:
+    a mean in which a step weighs a fifth of what is left by the later ones. A step is counted by the core: from one
+    submission of an optimizer's first bucket to the next, or, without such an optimizer, of the named operation that
+    repeats most often.
+    waited_for_peers_seconds, waited_for_transfer_seconds: of the user's threads that waited for an operation, before and
+    after its data began to move. communication_seconds: for which any operation was under way; of these
+    overlapped_seconds: while no thread of the user waited. step_communication_seconds, step_waited_seconds: the same
+    (and both waits together) for the last whole step. communication_share and overlap are what a view shows of them.
+    stalled_on: what waits, such as "allreduce 'x'", or that nothing is heard; stalled_for: ranks that are late, where
+    this rank knows. late: the eight that were waited for longest, in the world's process set; rank 0 knows all.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    pid: int
+    program: str
+    generation: int
+    started: float
+    heartbeat: float
+    now: float
+    state: str
+    exit_code: int | None
+    step: int
+    step_seconds: float
+    step_seconds_smoothed: float
+    step_communication_seconds: float
+    step_waited_seconds: float
+    operations: Mapping[str, Operation]
+    waited_for_peers_seconds: float
+    waited_for_transfer_seconds: float
+    communication_seconds: float
+    overlapped_seconds: float
+    last_operation: LastOperation | None
+    is_stalled: bool
+    stalled_on: str
+    stalled_for: tuple[int, ...]
+    late: tuple[Late, ...]
+
+    @property
+    def communication_share(self) -> float:
+        """Of the last whole step: the part of its time, 0 to 1, in which operations were under way."""
+        return min(1.0, self.step_communication_seconds / self.step_seconds) if self.step_seconds else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """Of the last whole step: the part of its communication, 0 to 1, for which no thread of the user waited."""
+        if not self.step_communication_seconds:
+            return 0.0
+        return max(0.0, 1.0 - self.step_waited_seconds / self.step_communication_seconds)
+
+    @property
+    def bytes(self) -> int:
+        """Of all operations."""
+        return sum(one.bytes for one in self.operations.values())
+
+
+def read(memory: Any, process_lives: bool = True) -> Page:
+    """The page in `memory`: an mmap, bytes, or whatever has a buffer of 4096 bytes.
+
+    process_lives: what the caller knows of the process that writes it; False makes a page that was not ended "lost".
+    It is read until a copy was made while nobody wrote; of a writer that died in the middle of an update, the copy is
+    what it left. ValueError when that is no page, or one of another version.
+    """
+    return decode(consistent_copy(memory), time.time(), process_lives)
+
+
+def consistent_copy(memory: Any) -> bytes:
+    """Its 4096 bytes at one moment. ValueError as in read()."""
+    view = memoryview(memory)
+    if view.nbytes < BYTES or bytes(view[:_SEQUENCE_AT]) != MAGIC:
+        raise ValueError(
+            f"not a page of measurements of this version: {view.nbytes} bytes that begin with "
+            f"{bytes(view[:_SEQUENCE_AT])!r}, not {BYTES} with {MAGIC!r}"
+        )
+    copy = b""
+    for _ in range(_TRIES):
+        before = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
+        copy = bytes(view[:BYTES])
+        after = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
+        if before == after and before % 2 == 0:
+            break
+    return copy
+
+
+def decode(copy: bytes, now: float, process_lives: bool = True) -> Page:
+    """A page out of its 4096 bytes. now: Unix seconds, when they were copied here."""
+    (rank, size, local_rank, pid, _, _, generation, started_ns, heartbeat_ns, *rest) = _identity(copy)
+    said, stalled, host, program = rest
+    step, step_began, step_ns, smoothed_ns, step_moves, step_waits, moves, moves_since, _ = (
+        _STEPS.unpack_from(copy, _STEPS_AT)
+    )
+    del step_began
+    for_peers, for_transfer, waiters, waiting_since = _WAITS.unpack_from(copy, _WAITS_AT)
+    received_ns, copied_ns, is_gone, exit_code = _NOTES.unpack_from(copy, _NOTES_AT)
+    ahead_ns = received_ns - copied_ns if copied_ns else 0  # our clock before that of a page's own host
+    started, heartbeat = (started_ns + ahead_ns) / 1e9, (heartbeat_ns + ahead_ns) / 1e9
+    seen = received_ns / 1e9 if copied_ns else now  # ages are as of the copy, which for another host is older
+    elapsed_ns = max(0, int((seen - started) * 1e9))
+    if moves_since and said == _RUNNING:
+        moves += max(0, elapsed_ns - moves_since)
+    awaited, late_count, *late = _STALL.unpack_from(copy, _STALL_AT)
+    stalled_on = _text(awaited)
+    lives = process_lives and not is_gone and said == _RUNNING
+    if lives and now - heartbeat > SILENT_AFTER_S:
+        stalled, stalled_on = 1, f"no sign of life for {now - heartbeat:.0f} s: it is stopped, or its host is"
+    state = _state(said, bool(stalled), process_lives and not is_gone, exit_code if is_gone else None)
+    if state == "running" and waiters and elapsed_ns - waiting_since > WAITING_AFTER_S * 1e9:
+        state = "waiting"
+    return Page(
+        rank=rank,
+        size=size,
+        local_rank=local_rank,
+        host=_text(host),
+        pid=pid,
+        program=_text(program),
+        generation=generation,
+        started=started,
+        heartbeat=heartbeat,
+        now=now,
+        state=state,
+        exit_code=exit_code if is_gone else None,
+        step=step,
+        step_seconds=step_ns / 1e9,
+        step_seconds_smoothed=smoothed_ns / 1e9,
+        step_communication_seconds=step_moves / 1e9,
+        step_waited_seconds=step_waits / 1e9,
+        operations=_operations(copy),
+        waited_for_peers_seconds=for_peers / 1e9,
+        waited_for_transfer_seconds=for_transfer / 1e9,
+        communication_seconds=moves / 1e9,
+        overlapped_seconds=max(0, moves - for_peers - for_transfer) / 1e9,
+        last_operation=_last(copy, elapsed_ns),
+        is_stalled=state == "stalled",
+        stalled_on=stalled_on if state == "stalled" else "",
+        stalled_for=tuple(late[:late_count]) if state == "stalled" else (),
+        late=tuple(
+            Late(who, times, ns / 1e9)
+            for who, times, ns in _LATE.iter_unpack(copy[_LATE_AT : _LATE_AT + _LATE_COUNT * _LATE.size])
+            if times
+        ),
+    )
+
+
+def _identity(copy: bytes) -> tuple[Any, ...]:
+    return _IDENTITY.unpack_from(copy, _IDENTITY_AT)
+
+
+def _state(said: int, stalled: bool, lives: bool, exit_code: int | None) -> str:
+    if said == _ENDED or (exit_code == 0 and not lives):
+        return "ended"
+    if not lives:
+        return "lost"
+    if said == _STARTING:
+        return "starting"
+    return "stalled" if stalled else "running"
+
+
+def _operations(copy: bytes) -> dict[str, Operation]:
+    found = {}
+    for at, kind in enumerate(KINDS):
+        count, moved, queued_ns, running_ns, *histogram = _OPERATION.unpack_from(
+            copy, _OPERATIONS_AT + at * _OPERATION.size
+        )
+        if count:
+            found[kind] = Operation(count, moved, queued_ns / 1e9, running_ns / 1e9, tuple(histogram))
+    return found
+
+
+def _last(copy: bytes, elapsed_ns: int) -> LastOperation | None:
+    done_ns, moved, kind, name_bytes, name = _LAST.unpack_from(copy, _LAST_AT)
+    if not done_ns:
+        return None
+    text = name[:name_bytes].decode(errors="replace")
+    return LastOperation(KINDS[kind], text, moved, max(0, elapsed_ns - done_ns) / 1e9)
+
+
+def _text(raw: bytes) -> str:
+    return raw.split(b"\0", 1)[0].decode(errors="replace")
