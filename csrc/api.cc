@@ -319,5 +319,9 @@ void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double se
 void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread) {
   rt->engine->watch_stack(signal, fd, thread);
 }
+hc_status* hc_page_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program) {
+  return guarded([&] { return rt->engine->share_page(fd, offset, program); });
+}
+const char* hc_page(hc_runtime* rt) { return keep(rt->engine->page()); }
 const char* hc_describe(hc_runtime* rt) { return keep(rt->engine->describe()); }
 }  // extern "C"

@@ -247,6 +247,10 @@ class Runtime:
     def watch_stack(self, signal: int, fd: int, thread: int) -> None:
         """Before connect(): `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` reads."""
     def flight_record(self, reason: str = "asked for") -> str: ...  # JSON
+    def share_page(
+        self, fd: int, offset: int, program: str
+    ) -> None: ...  # before connect; fd stays the caller's
+    def page(self) -> bytes: ...  # horoclone.live.page decodes it
     def counters(self) -> str: ...  # JSON
     def describe(self) -> str: ...
 

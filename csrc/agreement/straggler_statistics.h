@@ -4,6 +4,7 @@
 // Thread: the thread that makes progress writes, any thread reads.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -23,6 +24,23 @@ class StragglerStatistics {
     m.times.store(m.times.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
     const auto ns = static_cast<uint64_t>(others_waited_s * 1e9);
     m.nanoseconds.store(m.nanoseconds.load(std::memory_order_relaxed) + ns, std::memory_order_relaxed);
+  }
+  struct Late {
+    int group_rank;
+    uint64_t times, nanoseconds;
+  };
+  // Those that the others have waited for longest, the longest first.
+  std::vector<Late> latest(size_t at_most) const {
+    std::vector<Late> late;
+    for (int g = 0; g < size_; ++g) {
+      const Member& m = members_[static_cast<size_t>(g)];
+      if (const uint64_t times = m.times.load(std::memory_order_relaxed))
+        late.push_back({g, times, m.nanoseconds.load(std::memory_order_relaxed)});
+    }
+    std::stable_sort(late.begin(), late.end(),
+                     [](const Late& a, const Late& b) { return a.nanoseconds > b.nanoseconds; });
+    late.resize(std::min(late.size(), at_most));
+    return late;
   }
   // [{"rank":3,"times":12,"seconds":0.5}, ...] of those that ever were the last.
   std::string json(const std::vector<int>& world_rank) const {

@@ -196,6 +196,8 @@ struct KnobRule {
   X("SECRET", "", "text", "",                                                                               \
     "Job secret, at least 16 bytes, equal on all ranks; authenticates every connection.")                   \
   X("SECRET_FILE", "", "text", "", "File that holds the job secret.")                                       \
+  X("PAGE", "", "text", "",                                                                                 \
+    "Inherited descriptor and offset of the memory for this rank's measurements; set by the launcher.")      \
   X("SECRET_FD", "", "count", "",                                                                           \
     "Inherited descriptor from which the job secret is read; set by the launcher.")                         \
   X("FUNCTION_FDS", "", "text", "",                                                                         \

@@ -14,7 +14,7 @@ Engine::Engine(Config config)
       tuner_(context_, notifier_),
       intake_(context_),
       records_(context_, intake_, notifier_),
-      completion_(intake_, timeline_, tuner_, records_, notifier_, progress_lock_),
+      completion_(context_.page, intake_, timeline_, tuner_, records_, notifier_, progress_lock_),
       gpu_(context_, tuner_),
       order_(context_, link_, intake_),
       messages_(context_, link_, intake_, completion_, gpu_, order_),
@@ -78,6 +78,7 @@ Status Engine::connect(const MeshMembers& members) {
   for (int r = 0; r < mesh.size(); ++r) everybody[static_cast<size_t>(r)] = r;
   HC_TRY(sets_.add(0, everybody));
   if (sets_.world().is_on_one_node()) order_.tickets().attach(sets_.world().shared_segment());
+  begin_page();
   HC_TRY(progress_.start());
   context_.connected.store(true);
   // The coordinator's runs before anybody is let go: it shows what the others announce. They measure its clock for
@@ -157,6 +158,7 @@ Status Engine::shutdown(double timeout_s) {
   context_.connected.store(false);
   progress_.end_thread();
   loop_.fail_latecomers();
+  context_.page.end();
   for (ProcessSet* set : sets_.mine()) set->close();
   messages_.links().leave();
   order_.tickets().clear();
@@ -170,6 +172,7 @@ Status Engine::shutdown(double timeout_s) {
 
 void Engine::after_fork_child() {
   context_.connected.store(false);
+  context_.page.forget();
   progress_.forget();
   notifier_.forget();
   timeline_.forget();

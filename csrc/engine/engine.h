@@ -95,6 +95,11 @@ class Engine {
   // Adds a span `name` to the timeline, from a moment of the monotonic clock on; args: the members of a JSON object.
   // Does nothing when no timeline is written.
   void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args);
+  // Before connect: the page of measurements lies in this file from then on (Page::share).
+  Status share_page(int fd, size_t offset, const std::string& program) {
+    return context_.page.share(fd, offset, program);
+  }
+  std::string page() const { return context_.page.copy(); }
   // Before connect: see StackSource.
   void watch_stack(int signal, int fd, int thread) { stalls_.watch_stack(signal, fd, thread); }
 
@@ -102,6 +107,7 @@ class Engine {
   explicit Engine(Config config);
   void start_configured_timeline();
   void measure_clock();
+  void begin_page();
 
   // In order of construction: each part may use those above it.
   Context context_;

@@ -1,4 +1,6 @@
 // The engine's reports about itself: counters, a description for people, the timeline.
+#include <unistd.h>
+
 #include <algorithm>
 #include <cctype>
 
@@ -102,6 +104,15 @@ Status Engine::stop_timeline() {
                  "stop_timeline: HOROVOD_TIMELINE was not set, so there is no timeline to stop");
   timeline_.stop();
   return Status::ok();
+}
+
+// ---- the page of measurements
+
+void Engine::begin_page() {
+  char host[256] = "";
+  (void)::gethostname(host, sizeof host - 1);
+  const Mesh& mesh = *context_.mesh;
+  context_.page.begin({mesh.rank(), mesh.size(), mesh.local_rank(), context_.generation, host});
 }
 
 // ---- state

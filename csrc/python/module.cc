@@ -340,6 +340,10 @@ class Runtime {
     WithoutGil released;
     return hc_flight_record(rt_, reason.c_str());
   }
+  void share_page(int fd, uint64_t offset, const std::string& program) {
+    raise_if(hc_page_share(rt_, fd, offset, program.c_str()));
+  }
+  py::bytes page() const { return py::bytes(hc_page(rt_), HC_PAGE_BYTES); }
   std::string counters() const { return hc_counters(rt_); }
   std::string describe() const {
     WithoutGil released;
@@ -472,6 +476,8 @@ PYBIND11_MODULE(_core, m) {
       .def("timeline_span", &Runtime::timeline_span, "name"_a, "from_s"_a, "seconds"_a, "args"_a = "")
       .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a)
       .def("flight_record", &Runtime::flight_record, "reason"_a = "asked for")
+      .def("share_page", &Runtime::share_page, "fd"_a, "offset"_a, "program"_a)
+      .def("page", &Runtime::page)
       .def("counters", &Runtime::counters)
       .def("describe", &Runtime::describe);
   m.def("knobs", &hc_knobs);

@@ -402,6 +402,7 @@ class ElasticJob(Job):
 
     def _formed(self, record: roster.Record) -> None:
         before, self._generation = self._generation, record.number
+        self._pages.formed(record.number, len(record.members))
         if self._request.verbose or before:
             slots = ",".join(str(self._places[key].number) for key in record.indexes)
             say(f"generation {record.number}: {len(record.members)} ranks, in slots {slots}")

@@ -16,7 +16,7 @@ _HEAD = struct.Struct("<cII")
 # launcher -> remote
 SPEC, SECRET, FUNCTION, GO, KILL = b"J", b"S", b"F", b"G", b"K"
 # remote -> launcher
-STARTED, OUT, ERR, ENDED_STREAM, RESULT, EXITED, GONE, REFUSED = (
+STARTED, OUT, ERR, ENDED_STREAM, RESULT, EXITED, GONE, REFUSED, PAGE = (
     b"P",
     b"O",
     b"E",
@@ -25,6 +25,7 @@ STARTED, OUT, ERR, ENDED_STREAM, RESULT, EXITED, GONE, REFUSED = (
     b"X",
     b"N",
     b"L",
+    b"M",
 )
 
 KILL_PAYLOAD = struct.Struct("<iB")  # signal number, 1 = the whole process group

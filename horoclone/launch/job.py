@@ -22,12 +22,12 @@ from horoclone.launch.environment import exported, rank_variables, thread_variab
 from horoclone.launch.hosts import Placement, is_local, usable_cores
 from horoclone.launch.link import LOST, REFUSED, HostLink, Link, Reach, SshOptions
 from horoclone.launch.output import STDERR, STDOUT, RankStream, Screen, open_files, rank_folder
-from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
+from horoclone.launch.pages import LOOK_EVERY_S, Pages
+from horoclone.launch.process import LocalRank, LocalRanks, is_open, memory_kills, read_memory
 from horoclone.launch.signals import FORWARDED, Signals, empty
 from horoclone.launch.usage import LaunchError, is_out_of_descriptors, out_of_descriptors, ranks_text, say
 
 _POLL_S = 0.05  # while a group has to disappear, or where the kernel has no pidfd
-_IDLE_S = 5.0
 _OUTPUT_AFTER_END_S = 1.0  # a pipe that outlives its rank's group is held by a daemon; nobody waits for it
 
 
@@ -104,6 +104,7 @@ class Job:
         self._links: list[Link] = []
         self._owner: LocalRanks | None = None
         self._server: Server | None = None
+        self._pages = Pages(request.command)
         self._secret = secrets.token_bytes(32) if request.reach is None else request.reach.secret
         self._ending = ending.Ending(request.grace_s)
         self._launch_error: LaunchError | None = None
@@ -194,6 +195,7 @@ class Job:
 
     def _member(self, placement: Placement, key: int | None = None, again: bool = False) -> Member:
         request = self._request
+        self._pages.add(placement.rank if key is None else key, placement)
         try:
             files = open_files(request.output_folder, placement.rank, placement.size, again)
         except OSError as error:
@@ -212,9 +214,9 @@ class Job:
     def _start_local(self, rank: int, environment: Mapping[str, str]) -> None:
         assert self._owner is not None
         member, request = self._members[rank], self._request
-        stdin = 0 if rank == 0 and request.give_stdin and _is_open(0) else None
-        folder = self._folder_of(member)
-        local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder)
+        stdin = 0 if rank == 0 and request.give_stdin and is_open(0) else None
+        folder, page = self._folder_of(member), self._pages.passed(rank)
+        local = self._owner.start(rank, request.command, environment, request.cwd, stdin, folder, page)
         member.local = local
         self.started(rank, local.pid)
         for stream, pipe in ((STDOUT, local.stdout), (STDERR, local.stderr)):
@@ -268,6 +270,7 @@ class Job:
     def started(self, rank: int, pid: int) -> None:
         member = self._members[rank]
         member.pid = pid
+        self._pages.started(rank, pid, member.local is not None)
         if self._request.verbose:
             say(f"rank {member.placement.rank} started on {member.placement.host}, pid {pid}")
         if (
@@ -290,6 +293,7 @@ class Job:
         now = time.monotonic()
         member.code, member.ended_s, member.memory_kills = code, now, memory_kills
         member.by_us = self._ending.signalled_s is not None
+        self._pages.ended(rank, code, member.by_us)
         self._after_exit(member, now)
         if self._request.verbose:
             say(f"rank {member.placement.rank} {report.end_of_process(code)}")
@@ -301,6 +305,9 @@ class Job:
             )
         if member.code != 0:
             self._ending.fail(now)
+
+    def page(self, rank: int, packed: bytes) -> None:
+        self._pages.take(rank, packed)
 
     def result(self, rank: int, part: bytes) -> None:
         self._members[rank].result += part
@@ -346,6 +353,7 @@ class Job:
             self._attend(member, now)
         for link in self._links:
             link.check_deadline(now)
+        self._pages.look(now, self._ending.begun)
         if self._request.screen.broken:
             self._ending.no_reader(now)
         if (waits := self._ending.word(now)) is not None:
@@ -413,7 +421,7 @@ class Job:
         if any(self._needs_polling(member) for member in self._members.values()):
             return _POLL_S
         due = self._ending.next_look_s()
-        return _IDLE_S if due is None else min(_IDLE_S, max(0.0, due - now))
+        return LOOK_EVERY_S if due is None else min(LOOK_EVERY_S, max(0.0, due - now))
 
     def _needs_polling(self, member: Member) -> bool:
         if member.done:
@@ -432,6 +440,7 @@ class Job:
             link.close()
         if self._owner is not None:
             self._owner.close()
+        self._pages.close()
         for member in self._members.values():
             for stream in list(member.open_streams):
                 self.output(member.key, stream, b"")
@@ -485,11 +494,3 @@ def _farewell(reason: int, ends: Sequence[report.RankEnd]) -> str:
         return f"nobody reads the output any more; {stopped} stopped"
     name = "SIGHUP" if reason == ending.HANGUP else "SIGTERM"
     return f"{name} was forwarded; {stopped} ended"
-
-
-def _is_open(descriptor: int) -> bool:
-    try:
-        os.fstat(descriptor)
-        return True
-    except OSError:
-        return False

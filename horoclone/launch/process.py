@@ -44,6 +44,15 @@ def read_memory(descriptor: int) -> bytes:
     return b"".join(parts)
 
 
+def is_open(descriptor: int) -> bool:
+    """Whether this process has it."""
+    try:
+        os.fstat(descriptor)
+        return True
+    except OSError:
+        return False
+
+
 def dies_with_parent() -> Callable[[], None]:
     """For preexec_fn: the kernel kills the child when the thread that started it is gone. Everything is looked up here,
     before the fork, so that the child only makes two system calls."""
@@ -256,11 +265,15 @@ class LocalRanks:
         cwd: str,
         stdin: int | None = None,
         folder: str = "",
+        page: tuple[int, int] | None = None,
     ) -> LocalRank:
         """LaunchError with exit code 127 or 126 when the command cannot be run. stdin None: /dev/null. folder: where
-        its output goes, too; only a keeper asks."""
+        its output goes, too; only a keeper asks. page: Pages.passed()."""
         inherited = [self._secret]
         environment = {**environment, "HOROCLONE_SECRET_FD": str(self._secret)}
+        if page is not None:
+            inherited.append(page[0])
+            environment["HOROCLONE_PAGE"] = f"{page[0]}:{page[1]}"
         result = None
         if self._payload is not None:
             result = os.memfd_create("horoclone-result", os.MFD_CLOEXEC)

@@ -15,12 +15,14 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from horoclone.launch import frames
 from horoclone.launch.environment import thread_variables
-from horoclone.launch.hosts import usable_cores
+from horoclone.launch.hosts import Placement, usable_cores
 from horoclone.launch.machine import own_mark
+from horoclone.launch.pages import LOOK_EVERY_S, Pages
 from horoclone.launch.process import LocalRank, LocalRanks, memory_kills, read_memory
 from horoclone.launch.usage import LaunchError
 
@@ -55,6 +57,7 @@ class Remote:
         self._secret = b"" if given is None else given.secret
         self._function: bytes | None = None if given is None else given.function
         self._owner: LocalRanks | None = None
+        self._pages: Pages | None = None
         self._ranks: dict[int, LocalRank] = {}
         self._told_exit: set[int] = set()
         self._told_gone: set[int] = set()
@@ -70,10 +73,11 @@ class Remote:
             while self._owner is None or len(self._told_gone) < len(self._ranks) or self._streams_open():
                 busy = any(rank not in self._told_gone for rank in self._told_exit)
                 blind = any(local.pidfd < 0 for local in self._ranks.values())
-                for key, _ in self._selector.select(_POLL_S if busy or blind else 5.0):
+                for key, _ in self._selector.select(_POLL_S if busy or blind else LOOK_EVERY_S):
                     if self._selector.get_map().get(key.fd) is key:
                         key.data()
                 self._tell_ends()
+                self._pass_pages_on()
                 if self._owner is None and time.monotonic() > started_s + _SPEC_DEADLINE_S:
                     return 1
             return 0
@@ -86,6 +90,8 @@ class Remote:
         finally:
             if self._owner is not None:
                 self._owner.close()
+            if self._pages is not None:
+                self._pages.close()
 
     # --- from the launcher
 
@@ -123,10 +129,19 @@ class Remote:
         if self._outlives:
             os.set_blocking(1, False)
         self._owner = LocalRanks(self._secret, self._function)
+        self._pages = Pages(self._spec["command"])
         for rank_text, own in self._spec["ranks"].items():
             rank = int(rank_text)
-            local = self._owner.start(rank, self._spec["command"], {**environment, **own}, self._spec["cwd"])
+            self._pages.add(rank, _placement_of(own))
+            local = self._owner.start(
+                rank,
+                self._spec["command"],
+                {**environment, **own},
+                self._spec["cwd"],
+                page=self._pages.passed(rank),
+            )
             self._ranks[rank] = local
+            self._pages.started(rank, local.pid, True)
             start = {"pid": local.pid, "machine": own_mark()}
             self._send(frames.STARTED, rank, json.dumps(start).encode())
             for kind, stream in ((frames.OUT, local.stdout), (frames.ERR, local.stderr)):
@@ -172,11 +187,18 @@ class Remote:
                     self._selector.unregister(local.pidfd)
                 if local.result is not None:
                     self._send_raw(frames.frames(frames.RESULT, rank, read_memory(local.result)))
+                if self._pages is not None:
+                    self._pages.ended(rank, local.code or 0, False)
                 report = {"code": local.code, "memory_kills": memory_kills() - self._kills_before}
                 self._send(frames.EXITED, rank, json.dumps(report).encode())
             if rank in self._told_exit and rank not in self._told_gone and not local.group_alive():
                 self._told_gone.add(rank)
                 self._send(frames.GONE, rank)
+
+    def _pass_pages_on(self) -> None:
+        if self._pages is not None:
+            for rank, packed in self._pages.news():
+                self._send(frames.PAGE, rank, packed)
 
     def _refuse(self, error: LaunchError) -> None:
         text = json.dumps({"text": str(error), "exit_code": error.exit_code}).encode()
@@ -211,6 +233,14 @@ class Remote:
         deadline = time.monotonic() + _GENTLE_S
         while time.monotonic() < deadline and any(local.group_alive() for local in self._ranks.values()):
             time.sleep(_POLL_S)
+
+
+def _placement_of(own: Mapping[str, str]) -> Placement:
+    """What a rank's variables say about where it is."""
+    rank, size, local_rank, local_size, cross_rank, cross_size = (
+        int(own[f"HOROCLONE_{name.upper()}"]) for name in Placement._fields[:-1]
+    )
+    return Placement(rank, size, local_rank, local_size, cross_rank, cross_size, own["HOROCLONE_HOSTNAME"])
 
 
 def _takes(descriptor: int, wait_s: float) -> bool:

@@ -1,32 +1,27 @@
 """The jobs of this user on this host, and their ranks' pages. Reads only; works while a job hangs.
 
 A job of horoclonerun is found by its launcher's process: the launcher has the pages of all ranks, those of other hosts
-too. Of one that mpirun, srun or torchrun has started the ranks of this host are seen, in a directory of the user.
+too (book.py). Of one that mpirun, srun or torchrun has started the ranks of this host are seen, in a folder of the user
+(folder.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
 
-from horoclone.live.page import Page
+from horoclone.live import folder, page, processes
+from horoclone.live.book import NAME, Event, Reader
+from horoclone.live.page import Page, Seen
+
+__all__ = ["Event", "Job", "NoJob", "find", "jobs", "of_process"]
 
 
 class NoJob(LookupError):
     """There is no such job, or none at all, or it is not clear which one; the text says what to do."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Event:
-    """Something that happened to a job. time: Unix seconds. kind: "stall" (a rank waits for others for longer than
-    HOROVOD_STALL_CHECK_TIME_SECONDS), "resumed" (it goes on), "loss" (a process ended otherwise than it should),
-    "member" (a generation of an elastic job was formed), "end" (the job ends). text: one sentence. ranks: those that it
-    is about."""
-
-    time: float
-    kind: str
-    text: str
-    ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,8 +39,8 @@ class Job:
     _read_events: Callable[[], list[Event]] = dataclasses.field(repr=False, compare=False)
 
     def pages(self) -> list[Page]:
-        """One page for each rank, by rank; of a rank number that several processes have had in an elastic job, the
-        newest. Empty once the job is over. A launcher keeps the page of a rank that has ended for as long as it runs."""
+        """One page for each rank, by rank; in an elastic job those of the newest generation, and of processes that are
+        still to join it. Empty once the job is over. The page of a rank that has ended stays for as long as the job."""
         return self._read_pages()
 
     def events(self) -> list[Event]:
@@ -54,13 +49,20 @@ class Job:
 
 
 def jobs() -> list[Job]:
-    """Every job of this user that has a process on this host, the newest last. Directories that dead jobs without a
+    """Every job of this user that has a process on this host, the newest last. Folders that dead jobs without a
     launcher have left are removed on the way."""
-    return []
+    folder.remove_dead(os.environ)
+    found = [*_with_launcher(_own_processes()), *_without_launcher()]
+    return sorted(found, key=lambda one: one.started)
+
+
+def of_process(pid: int) -> list[Job]:
+    """The jobs that this process has started: for the launcher itself, and whoever has just started it."""
+    return _with_launcher([pid])
 
 
 def find(name: str | None = None) -> Job:
-    """The job with this id, or a beginning of it that only one has; None: the only one. NoJob, naming those there are."""
+    """The job with this id, or with an id that begins so; None: the only one there is. NoJob, with those there are."""
     found = jobs()
     matching = [one for one in found if name is None or one.id == name]
     if not matching and name is not None:
@@ -69,7 +71,150 @@ def find(name: str | None = None) -> Job:
         return matching[0]
     shown = "".join(f"\n  {one.id}  {one.command}" for one in found)
     if not found:
-        raise NoJob("no job of yours runs on this host")
+        raise NoJob(
+            "no job of yours runs on this host. Jobs of horoclonerun are seen on the launcher's host; those of mpirun, "
+            "srun and torchrun on every host where XDG_RUNTIME_DIR names a folder of yours that they see, too"
+        )
     if not matching:
         raise NoJob(f"no job {name!r} runs on this host; there are:{shown}")
     raise NoJob(f"several jobs run on this host: name one of them{shown}")
+
+
+# ---- of our launcher
+
+
+def _own_processes() -> Iterator[int]:
+    user = os.getuid()
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with contextlib.suppress(OSError):
+                if os.stat(f"/proc/{name}").st_uid == user:
+                    yield int(name)
+
+
+def _with_launcher(pids: Iterable[int]) -> list[Job]:
+    """A book is open in the launcher and in its ranks, which may survive it; the launcher's is preferred."""
+    readers: dict[int, Reader] = {}
+    for pid in pids:
+        for path in _books(pid):
+            with contextlib.suppress(OSError, ValueError):
+                reader = Reader(path)
+                if reader.inode not in readers or reader.about["pid"] == pid:
+                    readers[reader.inode] = reader
+    return [_job_of(reader) for reader in readers.values() if not reader.is_over]
+
+
+def _books(pid: int) -> Iterator[str]:
+    with contextlib.suppress(OSError):
+        for name in os.listdir(f"/proc/{pid}/fd"):
+            path = f"/proc/{pid}/fd/{name}"
+            with contextlib.suppress(OSError):
+                if os.readlink(path) == f"/memfd:{NAME} (deleted)":
+                    yield path
+
+
+def _job_of(reader: Reader) -> Job:
+    about = reader.about
+    launcher = processes.Mark(about["pid"], about["process_start"], about["namespace"])
+
+    def pages() -> list[Page]:
+        if reader.is_over:
+            return []
+        found = _read(reader.pages())
+        return _newest(found) if processes.lives(launcher) or any(map(_is_up, found)) else []
+
+    return Job(
+        id=about["id"],
+        command=about["command"],
+        started=about["started"],
+        launcher=about["pid"] if processes.lives(launcher) else None,
+        _read_pages=pages,
+        _read_events=reader.events,
+    )
+
+
+# ---- without it
+
+
+def _without_launcher() -> list[Job]:
+    by_job: dict[str, list[str]] = {}
+    for job, path in folder.page_paths(os.environ):
+        by_job.setdefault(job, []).append(path)
+    found = []
+    for job in by_job:
+        if made := _job_in_folder(job):
+            found.append(made)
+    return found
+
+
+def _job_in_folder(job: str) -> Job | None:
+    def pages() -> list[Page]:
+        paths = [path for of_job, path in folder.page_paths(os.environ) if of_job == job]
+        found = _read(filter(None, map(_content, paths)))
+        return _newest(found) if any(map(_is_up, found)) else []
+
+    now = pages()
+    if not now:
+        return None
+    return Job(
+        id=job,
+        command=now[0].program,
+        started=min(one.started for one in now),
+        launcher=None,
+        _read_pages=pages,
+        _read_events=lambda: _seen_now(pages()),
+    )
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return page.copy_from_file(file.fileno(), 0)
+    except OSError:
+        return None
+
+
+def _seen_now(pages: list[Page]) -> list[Event]:
+    now = time.time()
+    found = []
+    for one in pages:
+        if one.state == "stalled":
+            found.append(Event(now, "stall", page.stall_text(one), (one.rank,)))
+        elif one.state == "lost":
+            found.append(
+                Event(one.heartbeat, "loss", f"rank {one.rank} (pid {one.pid}) is gone", (one.rank,))
+            )
+    return found
+
+
+# ---- both
+
+
+def _read(memories: Iterable[memoryview | bytes]) -> list[Page]:
+    found = []
+    for memory in memories:
+        with contextlib.suppress(ValueError):
+            copy = page.consistent_copy(memory)
+            seen = Seen()
+            if not page.is_of_another_host(copy):
+                mark = page.mark_of(copy)
+                seen = Seen(processes.lives(mark), processes.is_stopped(mark))
+            found.append(page.decode(copy, time.time(), seen))
+    return found
+
+
+def _is_up(one: Page) -> bool:
+    return one.state not in ("ended", "lost")
+
+
+def _newest(pages: list[Page]) -> list[Page]:
+    """Of the pages that a rank number has had the one that counts."""
+    newest = max((one.generation for one in pages), default=0)
+    chosen: dict[int, Page] = {}
+    for one in pages:
+        if one.generation != newest and not _is_up(one):
+            continue  # it has left, or was lost, before the others went on
+        other = chosen.get(one.rank)
+        if other is None or (one.generation, one.started) > (other.generation, other.started):
+            chosen[one.rank] = one
+    return [chosen[rank] for rank in sorted(chosen)]

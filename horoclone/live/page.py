@@ -7,10 +7,13 @@ copies, and hosts of one job have the same byte order.
 from __future__ import annotations
 
 import dataclasses
+import os
 import struct
 import time
 from collections.abc import Mapping
 from typing import Any
+
+from horoclone.live.processes import Mark
 
 BYTES = 4096
 MAGIC = b"HCPAGE01"
@@ -23,27 +26,30 @@ BUCKETS = 24
 STATES = ("starting", "running", "waiting", "stalled", "ended", "lost")
 
 WAITING_AFTER_S = 0.1  # a thread that has waited for so long makes its rank "waiting"
-SILENT_AFTER_S = 10.0  # the core writes a heartbeat every second: a process without one is stopped, or gone
+SILENT_AFTER_S = 10.0  # with operations under way the core gives a sign of life every second
 
 _TRIES = 200  # to read the page while nobody writes it; an update takes some tens of nanoseconds
 _SEQUENCE = struct.Struct("=Q")
 _SEQUENCE_AT = len(MAGIC)
 _IDENTITY = struct.Struct("=4i5q2I64s64s")
 _IDENTITY_AT = 16
+_MARK = struct.Struct("=i2q")
+_MARK_AT = 28
 _STEPS = struct.Struct("=9Q")
 _STEPS_AT = 208
-_WAITS = struct.Struct("=4Q")
+_WAITS = struct.Struct("=6Q")
 _WAITS_AT = 280
 _LAST = struct.Struct("=2Q2I64s")
-_LAST_AT = 312
+_LAST_AT = 328
 _STALL = struct.Struct("=128sI15i")
-_STALL_AT = 400
+_STALL_AT = 416
 _LATE = struct.Struct("=iIQ")
-_LATE_AT, _LATE_COUNT = 592, 8
+_LATE_AT, _LATE_COUNT = 608, 8
 _OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
 _OPERATIONS_AT = 768
-_NOTES = struct.Struct("=2q2i")  # at the end: what the launcher adds, see Notes
+_NOTES = struct.Struct("=2q2i")  # at the end, see notes()
 _NOTES_AT = BYTES - _NOTES.size
+TIMES_BYTES = 16  # of the notes, the rest of which is about the process's end
 _STARTING, _RUNNING, _ENDED = 0, 1, 2
 
 
@@ -89,16 +95,18 @@ class Late:
 class Page:
     """What one rank says about itself, at the moment `now`. Times are Unix seconds; what is summed begins at init().
 
-    state: "starting" before init() has connected the ranks, "ended" after shutdown() or an exit with code 0, "lost" when
-    the process went away without either, "stalled" when is_stalled, "waiting" when one of the user's threads has waited
-    in the runtime for more than 0.1 s, else "running".
+    heartbeat: its last sign of life: at the end of operations, and every second while some are under way; the core of
+    a rank that has nothing to do sleeps, and gives none.
+    state: "starting" before init() has connected the ranks, "ended" after shutdown() or an exit with code 0, "lost"
+    when the process went away without either, "stalled" when is_stalled, "waiting" when one of the user's threads has
+    waited in the runtime for more than 0.1 s, else "running".
     exit_code: as subprocess has it (-9: SIGKILL), where a launcher of ours saw the process end; else None.
-    step: how many steps have begun, 0 where nothing repeats; step_seconds: of the last whole one; step_seconds_smoothed:
-    a mean in which a step weighs a fifth of what is left by the later ones. A step is counted by the core: from one
-    submission of an optimizer's first bucket to the next, or, without such an optimizer, of the named operation that
-    repeats most often.
-    waited_for_peers_seconds, waited_for_transfer_seconds: of the user's threads that waited for an operation, before and
-    after its data began to move. communication_seconds: for which any operation was under way; of these
+    step: how many steps have begun, 0 where nothing repeats; step_seconds: of the last whole one;
+    step_seconds_smoothed: a mean that follows each new step by a fifth of the difference. The core counts steps: from
+    one submission of an optimizer's first bucket to the next, or, without such an optimizer, of the named operation
+    that repeats most often, from its second one on.
+    waited_for_peers_seconds, waited_for_transfer_seconds: of the user's threads that waited for an operation, before
+    and after its data began to move. communication_seconds: for which any operation was under way; of these
     overlapped_seconds: while no thread of the user waited. step_communication_seconds, step_waited_seconds: the same
     (and both waits together) for the last whole step. communication_share and overlap are what a view shows of them.
     stalled_on: what waits, such as "allreduce 'x'", or that nothing is heard; stalled_for: ranks that are late, where
@@ -151,14 +159,22 @@ class Page:
         return sum(one.bytes for one in self.operations.values())
 
 
-def read(memory: Any, process_lives: bool = True) -> Page:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Seen:
+    """What the reader knows of the process that writes a page. lives False makes a page that was not ended "lost";
+    is_stopped (by a signal) makes it "stalled"."""
+
+    lives: bool = True
+    is_stopped: bool = False
+
+
+def read(memory: Any, seen: Seen = Seen()) -> Page:
     """The page in `memory`: an mmap, bytes, or whatever has a buffer of 4096 bytes.
 
-    process_lives: what the caller knows of the process that writes it; False makes a page that was not ended "lost".
     It is read until a copy was made while nobody wrote; of a writer that died in the middle of an update, the copy is
     what it left. ValueError when that is no page, or one of another version.
     """
-    return decode(consistent_copy(memory), time.time(), process_lives)
+    return decode(consistent_copy(memory), time.time(), seen)
 
 
 def consistent_copy(memory: Any) -> bytes:
@@ -179,28 +195,113 @@ def consistent_copy(memory: Any) -> bytes:
     return copy
 
 
-def decode(copy: bytes, now: float, process_lives: bool = True) -> Page:
+def copy_from_file(descriptor: int, at: int) -> bytes:
+    """The same for the page that begins at `at` of a file. OSError; fewer bytes than a page where the file ends."""
+    copy = b""
+    for _ in range(_TRIES):
+        copy = os.pread(descriptor, BYTES, at)
+        after = os.pread(descriptor, _IDENTITY_AT, at)
+        if copy[:_IDENTITY_AT] == after and (len(copy) < BYTES or copy[_SEQUENCE_AT] % 2 == 0):
+            break
+    return copy
+
+
+def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
+    """Writes a page that came from elsewhere to where readers look; its notes are notes()'s. OSError."""
+    sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
+    os.pwrite(descriptor, MAGIC + _SEQUENCE.pack(sequence | 1), at)
+    os.pwrite(descriptor, copy[_IDENTITY_AT:_NOTES_AT], at + _IDENTITY_AT)
+    os.pwrite(descriptor, _SEQUENCE.pack((sequence | 1) + 1), at + _SEQUENCE_AT)
+
+
+def mark_of(copy: bytes) -> Mark:
+    """The process that writes the page, or wrote it."""
+    _, _, _, pid, started, namespace, *_ = _IDENTITY.unpack_from(copy, _IDENTITY_AT)
+    return Mark(pid, started, namespace)
+
+
+def is_of_another_host(copy: bytes) -> bool:
+    """Whether it was passed on: then its pid means nothing here."""
+    return bool(_NOTES.unpack_from(copy, _NOTES_AT)[1])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What whoever starts a process knows of it before its core writes: see initial()."""
+
+    rank: int
+    size: int
+    local_rank: int
+    host: str
+    program: str
+    mark: Mark
+
+
+def initial(origin: Origin) -> bytes:
+    """The first bytes of a page that nobody has written yet: its state is "starting"."""
+    now_ns = time.time_ns()
+    numbers = (origin.rank, origin.size, origin.local_rank, *origin.mark)
+    texts = (origin.host.encode()[:64], origin.program.encode()[:64])
+    identity = _IDENTITY.pack(*numbers, 0, now_ns, now_ns, _STARTING, 0, *texts)
+    return MAGIC + bytes(_IDENTITY_AT - len(MAGIC)) + identity
+
+
+def notes(received_ns: int, copied_ns: int, exit_code: int | None) -> tuple[int, bytes]:
+    """(where, what) whoever passes a page on, or sees its process end, writes into it. Unix nanoseconds by his clock
+    and by that of the page's own host, 0 on that host; exit_code: as subprocess has it, None while the process runs."""
+    is_gone = exit_code is not None
+    return _NOTES_AT, _NOTES.pack(received_ns, copied_ns, is_gone, exit_code or 0)
+
+
+def mark_at(at: int, mark: Mark) -> tuple[int, bytes]:
+    """(where, what) whoever has started a rank's process writes into its page, which begins at `at`, before the core
+    does."""
+    return at + _MARK_AT, _MARK.pack(*mark)
+
+
+def stall_text(one: Page) -> str:
+    """One sentence about a rank that is stalled."""
+    for_whom = ", ".join(str(rank) for rank in one.stalled_for)
+    return f"rank {one.rank} waits: {one.stalled_on}" + (f", for rank {for_whom}" if for_whom else "")
+
+
+def states(memory: Any) -> tuple[bool, int]:
+    """(the core says that it is stalled, generation), without a look at the rest."""
+    view = memoryview(memory)
+    *_, generation, _, _, _, stalled, _, _ = _IDENTITY.unpack_from(view, _IDENTITY_AT)
+    return bool(stalled), generation
+
+
+def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
     """A page out of its 4096 bytes. now: Unix seconds, when they were copied here."""
-    (rank, size, local_rank, pid, _, _, generation, started_ns, heartbeat_ns, *rest) = _identity(copy)
+    (rank, size, local_rank, pid, _, _, generation, started_ns, heartbeat_ns, *rest) = _IDENTITY.unpack_from(
+        copy, _IDENTITY_AT
+    )
     said, stalled, host, program = rest
     step, step_began, step_ns, smoothed_ns, step_moves, step_waits, moves, moves_since, _ = (
         _STEPS.unpack_from(copy, _STEPS_AT)
     )
     del step_began
-    for_peers, for_transfer, waiters, waiting_since = _WAITS.unpack_from(copy, _WAITS_AT)
+    *waits, waiters, waiting_since = _WAITS.unpack_from(copy, _WAITS_AT)
+    for_peers, for_transfer = waits[0] + waits[2], waits[1] + waits[3]
     received_ns, copied_ns, is_gone, exit_code = _NOTES.unpack_from(copy, _NOTES_AT)
     ahead_ns = received_ns - copied_ns if copied_ns else 0  # our clock before that of a page's own host
     started, heartbeat = (started_ns + ahead_ns) / 1e9, (heartbeat_ns + ahead_ns) / 1e9
-    seen = received_ns / 1e9 if copied_ns else now  # ages are as of the copy, which for another host is older
-    elapsed_ns = max(0, int((seen - started) * 1e9))
-    if moves_since and said == _RUNNING:
+    copied = (
+        received_ns / 1e9 if copied_ns else now
+    )  # ages are as of the copy, which for another host is older
+    elapsed_ns = max(0, int((copied - started) * 1e9))
+    is_busy = bool(moves_since) and said == _RUNNING
+    if is_busy:
         moves += max(0, elapsed_ns - moves_since)
     awaited, late_count, *late = _STALL.unpack_from(copy, _STALL_AT)
     stalled_on = _text(awaited)
-    lives = process_lives and not is_gone and said == _RUNNING
-    if lives and now - heartbeat > SILENT_AFTER_S:
+    lives = seen.lives and not is_gone
+    if lives and seen.is_stopped:
+        stalled, stalled_on = 1, "the process is stopped (SIGSTOP, or a debugger)"
+    elif lives and is_busy and now - heartbeat > SILENT_AFTER_S:
         stalled, stalled_on = 1, f"no sign of life for {now - heartbeat:.0f} s: it is stopped, or its host is"
-    state = _state(said, bool(stalled), process_lives and not is_gone, exit_code if is_gone else None)
+    state = _state(said, bool(stalled), lives, exit_code if is_gone else None)
     if state == "running" and waiters and elapsed_ns - waiting_since > WAITING_AFTER_S * 1e9:
         state = "waiting"
     return Page(
@@ -238,18 +339,14 @@ def decode(copy: bytes, now: float, process_lives: bool = True) -> Page:
     )
 
 
-def _identity(copy: bytes) -> tuple[Any, ...]:
-    return _IDENTITY.unpack_from(copy, _IDENTITY_AT)
-
-
 def _state(said: int, stalled: bool, lives: bool, exit_code: int | None) -> str:
     if said == _ENDED or (exit_code == 0 and not lives):
         return "ended"
     if not lives:
         return "lost"
-    if said == _STARTING:
-        return "starting"
-    return "stalled" if stalled else "running"
+    if stalled:
+        return "stalled"
+    return "running" if said == _RUNNING else "starting"
 
 
 def _operations(copy: bytes) -> dict[str, Operation]:

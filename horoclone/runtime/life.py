@@ -15,7 +15,7 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import current, ending, member, newcomer, stacks
+from horoclone.runtime import current, ending, member, newcomer, pages, stacks
 from horoclone.runtime.attached import publish
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
@@ -176,6 +176,7 @@ def _connect(job: Job, deadline: float) -> Runtime:
     runtime = core().Runtime(job.listening(settings))
     try:
         stacks.watch_stack(runtime, os.environ)
+        pages.share(runtime, job, os.environ)
         own = mpi_link.offer(os.environ, job.name, known)
         endpoints, offers = mpi_link.split(job.gather(own.around(runtime.endpoint()), deadline, say))
         if mpi_link.must_start(offers):

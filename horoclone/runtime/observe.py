@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 from pathlib import Path
 from typing import Any
 
+from horoclone.live import page
 from horoclone.runtime.current import native
 
 
@@ -35,9 +37,22 @@ def metrics() -> dict[str, Any]:
     fusion_threshold, cycle_time_ms, ...}; with HOROVOD_AUTOTUNE=1 they change until searching is False.
     "gpu" says how tensors in GPU memory are reduced, once there were some: process set id -> {backend ("nccl", "peers"
     or "host"), reason, no_kernels: "" or why what NCCL does not do by itself goes through host memory}.
+
+    Times, in seconds, of this rank's page of measurements (docs/observing.md says how each is measured):
+    "by_operation": kind ("allreduce", ...) -> {count, bytes, queued_seconds, running_seconds, histogram}, where
+    histogram[i] counts those that took less than 2**i microseconds and no less than half of that, the last one all
+    that took longer;
+    "waiting": {for_peers_seconds, for_transfer_seconds}, of the threads that waited for operations, before and after
+    the data began to move;
+    "communication": {seconds, overlapped_seconds}: while operations were under way; of these, while no thread waited;
+    "step": {number, seconds, smoothed_seconds, communication_seconds, waited_seconds, communication_share, overlap} of
+    the last whole step; number counts those that have begun, and is 0 where nothing repeats;
+    "stalled": what this rank has waited for too long, or "".
     NotInitialized before init.
     """
-    counters: dict[str, Any] = json.loads(native().counters())
+    runtime = native()
+    counters: dict[str, Any] = json.loads(runtime.counters())
+    counters.update(_times(page.read(runtime.page())))
     last_ready = {int(set_id): ranks for set_id, ranks in counters["last_ready"].items()}
     counters["last_ready"] = last_ready
     counters["gpu"] = {int(set_id): way for set_id, way in counters["gpu"].items()}
@@ -47,3 +62,31 @@ def metrics() -> dict[str, Any]:
         if ranks
     }
     return counters
+
+
+def _times(now: page.Page) -> dict[str, Any]:
+    """What metrics() tells out of the page."""
+    return {
+        "by_operation": {
+            kind: {**dataclasses.asdict(done), "histogram": list(done.histogram)}
+            for kind, done in now.operations.items()
+        },
+        "waiting": {
+            "for_peers_seconds": now.waited_for_peers_seconds,
+            "for_transfer_seconds": now.waited_for_transfer_seconds,
+        },
+        "communication": {
+            "seconds": now.communication_seconds,
+            "overlapped_seconds": now.overlapped_seconds,
+        },
+        "step": {
+            "number": now.step,
+            "seconds": now.step_seconds,
+            "smoothed_seconds": now.step_seconds_smoothed,
+            "communication_seconds": now.step_communication_seconds,
+            "waited_seconds": now.step_waited_seconds,
+            "communication_share": now.communication_share,
+            "overlap": now.overlap,
+        },
+        "stalled": now.stalled_on,
+    }

@@ -36,6 +36,7 @@ MAY_INCLUDE = {
 LEVELS = {
     "collective": (".", "shared", "channels", "gpu", "host.cc"),
     "engine": (
+        "page",
         "operation threads context.h iteration.h",
         "record control tune",
         "intake",

@@ -15,9 +15,10 @@ namespace hc {
 
 class Completion {
  public:
-  Completion(Intake& intake, Timeline& timeline, Tuner& tuner, FlightRecords& records, Notifier& notifier,
+  Completion(Page& page, Intake& intake, Timeline& timeline, Tuner& tuner, FlightRecords& records, Notifier& notifier,
              ProgressLock& progress_lock)
-      : intake_(intake),
+      : page_(page),
+        intake_(intake),
         timeline_(timeline),
         tuner_(tuner),
         records_(records),
@@ -27,6 +28,9 @@ class Completion {
   void finish(Operation* op, Status status);
 
  private:
+  void measure(const Operation& op, const Status& status, uint64_t ticks);
+
+  Page& page_;
   Intake& intake_;
   Timeline& timeline_;
   Tuner& tuner_;

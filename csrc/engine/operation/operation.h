@@ -35,6 +35,7 @@ struct NameRecord {
   std::atomic<Operation*> pending{nullptr};
   uint64_t uses = 0;               // submit lock
   int declared = 0;                // submit lock: buckets that hold this record, which then is kept
+  uint64_t seen_in_step = 0;       // the thread that makes progress: see Page::repeats
   std::unique_ptr<Repeat> repeat;  // the thread that makes progress; null: none yet
 };
 
@@ -60,6 +61,7 @@ struct Operation {
   uint32_t cache_id = kNoCacheId;
   size_t pending_at = 0;  // place in Pending::all
   uint32_t batch = 0;     // the batch that executes it, 0 before
+  bool measured = false;  // Page::began was called for it
 
   // Written by the thread that makes progress before `done`, read after it.
   Status status;
@@ -70,6 +72,7 @@ struct Operation {
   std::optional<TensorMeta> received;  // scatter, receive: what came
   int source = -1;                     // receive: world rank of the sender
   int32_t join_rank = -1;
+  std::atomic<uint64_t> started{0};  // a moment of Page, when its data began to move; 0: not yet
   std::atomic<bool> done{false};
 
   bool released = false;  // guarded by Handles' mutex

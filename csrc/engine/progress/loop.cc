@@ -60,6 +60,7 @@ void Loop::take_submitted() {
   parts_.intake.take();
   while (Operation* op = parts_.intake.next()) {
     last_.moved = true;
+    measure_begin(op);
     if (!is_message(op->signature().op)) {
       parts_.sets.find(op->process_set)->take(op);
     } else if (parts_.context.has_failed()) {
@@ -68,6 +69,14 @@ void Loop::take_submitted() {
       fail(sent);
     }
   }
+}
+
+void Loop::measure_begin(Operation* op) {
+  Page& page = parts_.context.page;
+  const uint64_t submitted = page.at(op->submitted);
+  op->measured = true;
+  page.began(submitted);
+  if (op->name_record) page.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted);
 }
 
 // Shared-memory rings move here; sockets move in poll(). A broken channel is reported there, after its last frames.
@@ -251,6 +260,7 @@ Status Loop::check_late(TimePoint now) {
                                     [&](int peer) { waits[static_cast<size_t>(peer)] = true; });
   HC_TRY(parts_.peers.check(now, std::move(waits)));
   if (config.stall_check_disable) return Status::ok();
+  measure_stall(now);
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->reveal_late(now));
   return parts_.stalls.is_due(now) ? report_stalls(now) : Status::ok();
 }
@@ -266,9 +276,19 @@ Status Loop::report_stalls(TimePoint now) {
   Stalls stalls;
   for (const ProcessSet* set : parts_.sets.mine()) set->find_stalls(now, &stalls);
   stalls.lines += parts_.messages.stalled(now, parts_.context.config.stall_check_s, &stalls.longest_s, &stalls.late);
+  late_.assign(stalls.late.begin(), stalls.late.end());
   HC_TRY(parts_.stalls.report(now, std::move(stalls), pending()));
   if (parts_.stalls.awaits_answers()) next_timer_ = now + StallWatch::kAnswerMs;
   return Status::ok();
+}
+
+// What this rank itself has waited for too long, and for whom, where it is one that knows.
+void Loop::measure_stall(TimePoint now) {
+  const Operation* oldest = nullptr;
+  for (const Operation* op : pending())
+    if (!oldest || op->submitted < oldest->submitted) oldest = op;
+  if (oldest && seconds_between(oldest->submitted, now) >= parts_.context.config.stall_check_s)
+    parts_.context.page.stall(oldest->describe(), late_);
 }
 
 std::vector<const Operation*> Loop::pending() const {

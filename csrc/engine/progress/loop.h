@@ -66,6 +66,7 @@ class Loop {
   }
   void check_timers() {
     if (parts_.gpu.has_failed()) blame_device();
+    if (const Page& page = parts_.context.page; page.is_beat_due(page.now())) parts_.intake.beat();
     if (outstanding() == 0 && !device_in_flight()) return parts_.peers.rest();
     if (const TimePoint now = Clock::now(); now >= next_timer_) run_timers(now);
   }
@@ -91,6 +92,8 @@ class Loop {
   bool launched_in_flight();
   bool has_flights() const;
   void take_submitted();
+  void measure_begin(Operation* op);
+  void measure_stall(TimePoint now);
   Status receive() {
     if (parts_.context.mesh->progress_shared()) last_.moved = true;
     return parts_.context.mesh->has_frames() ? receive_frames() : Status::ok();
@@ -117,6 +120,7 @@ class Loop {
   unsigned iterations_ = 0;
   TimePoint next_timer_{};
   std::vector<uint8_t> received_;
+  std::vector<int> late_;  // of the last look for stalls, where this rank knows
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false}, watches_flights_{false};

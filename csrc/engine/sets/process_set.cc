@@ -365,7 +365,7 @@ void ProcessSet::run_arrivals(Iteration* now) {
     if (bucket.set < 0 && pending_.size() > 1) bypass_.close();
     Counters& counters = parts_.context.counters;
     Counters::add(bucket.set >= 0 ? counters.persistent : counters.bypassed);
-    note_persistent(*run.op, *run.collective);
+    note_persistent(run.op, *run.collective);
     Counters::add(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
     complete(run.op, run.collective->status());
   }

@@ -87,12 +87,18 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
     Counters::add(counters.bypassed);
     Counters::add(counters.bytes_reduced, bytes_of(known.signature));
     note_arrival(submitted, round->arrival());
-    recorder.done(number, Code::kOk, Recorder::now());
+    const uint64_t ticks = Recorder::now();
+    recorder.done(number, Code::kOk, ticks);
+    measure_repeat(known.signature, s.name, record, submitted, round->arrival(), ticks);
     return true;
   }
 
   Operation* op = make_late(s, record, number, use);
   op->submitted = submitted;
+  op->measured = true;
+  Page& page = parts_.context.page;
+  page.began(page.at(submitted));
+  if (op->name_record) page.repeats(&record->seen_in_step, false, page.at(submitted));
   *handle = op->handle;
   pending_.add(op);
   if (progress == Progress::kPending)
@@ -100,6 +106,15 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   else
     announce(op);
   return true;
+}
+
+void ProcessSet::measure_repeat(const Signature& s, std::string_view name, NameRecord* record, TimePoint submitted,
+                                const ArrivalCollective::Arrival& arrival, uint64_t ticks) {
+  Page& page = parts_.context.page;
+  const uint64_t from = page.at(submitted), now = page.at(ticks);
+  if (!name.empty()) page.repeats(&record->seen_in_step, false, from);
+  page.ran({s.op, bytes_of(s), from, moment_of_arrival(submitted, arrival), now, name});
+  if (page.is_beat_due(now)) parts_.intake.beat();
 }
 
 // The operation that a call becomes when the others are late. number: of the flight record; use: of its name.

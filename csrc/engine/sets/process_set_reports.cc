@@ -22,8 +22,10 @@ std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members&
 void ProcessSet::note_batch(TimePoint planned) {
   const uint64_t now = Recorder::now();
   Timeline& timeline = parts_.timeline;
-  for (const Operation* op : batches_.runner()->operations()) {
+  const uint64_t started = parts_.context.page.at(now);
+  for (Operation* op : batches_.runner()->operations()) {
     if (!op) continue;
+    op->started.store(started, std::memory_order_relaxed);
     parts_.intake.recorder().agreed(*op, now);
     if (!timeline.on()) continue;
     const TimePoint at = planned == TimePoint{} ? Clock::now() : planned;

@@ -1,0 +1,203 @@
+#include "engine/page/page.h"
+
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <cstdio>
+#include <cstdlib>
+#include <new>
+
+namespace hc {
+
+namespace {
+
+constexpr uint64_t kBeatNs = 1'000'000'000, kFirstBeatNs = 10'000'000;
+constexpr std::chrono::milliseconds kShortest{2};  // in which the length of a tick can be told
+constexpr uint64_t kNominalTick = uint64_t{1} << 48;
+constexpr uint32_t kRunning = 1, kEnded = 2;
+constexpr int kTriesToCopy = 1000;
+
+using AnyWord [[gnu::may_alias]] = uint64_t;  // whatever lies there: halves, too
+constexpr size_t kWords = sizeof(PageLayout) / sizeof(AnyWord);
+
+int64_t unix_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::system_clock::now().time_since_epoch())
+      .count();
+}
+
+// When this process was started: field 22 of its line, behind the name, which may have anything in it. 0: unknown.
+uint64_t start_of_process() {
+  char line[1024];
+  std::FILE* file = std::fopen("/proc/self/stat", "re");
+  if (!file) return 0;
+  const size_t bytes = std::fread(line, 1, sizeof line - 1, file);
+  std::fclose(file);
+  line[bytes] = 0;
+  const char* at = std::strrchr(line, ')');
+  for (int field = 2; at && field < 22; ++field) at = std::strchr(at + 1, ' ');
+  return at ? std::strtoull(at, nullptr, 10) : 0;
+}
+
+uint64_t namespace_of_process() {
+  struct stat found{};
+  return ::stat("/proc/self/ns/pid", &found) == 0 ? found.st_ino : 0;
+}
+
+}  // namespace
+
+Page::Page()
+    : own_(new PageLayout{}),
+      memory_(own_.get()),
+      first_time_(Clock::now()),
+      first_ticks_(ticks()),
+      ns_per_tick_(kNominalTick) {}
+
+Status Page::share(int fd, size_t offset, std::string_view program) {
+  struct stat found{};
+  if (offset % kPageBytes != 0 || ::fstat(fd, &found) != 0 || static_cast<size_t>(found.st_size) < offset + kPageBytes)
+    return error(Code::kInvalidArgument, "descriptor ", fd, " has no ", kPageBytes, " bytes at ", offset);
+  const size_t before = offset % static_cast<size_t>(::sysconf(_SC_PAGESIZE));  // the kernel's pages may be larger
+  const size_t bytes = before + kPageBytes;
+  void* at = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(offset - before));
+  if (at == MAP_FAILED)
+    return error(Code::kInvalidArgument, "descriptor ", fd, " cannot be mapped: ", std::strerror(errno));
+  forget();
+  mapped_ = at;
+  mapped_bytes_ = bytes;
+  memory_ = reinterpret_cast<PageLayout*>(static_cast<std::byte*>(at) + before);
+  program_ = program;
+  return Status::ok();
+}
+
+void Page::begin(const Identity& identity) {
+  measure_ticks();
+  PageLayout& page = *memory_;
+  // A killed writer may have left an odd number, and readers of the life before must not take the new one for it.
+  const uint64_t sequence = page.sequence.load(std::memory_order_relaxed) | 1;
+  set(page.sequence, sequence);
+  std::atomic_thread_fence(std::memory_order_release);
+  auto* words = reinterpret_cast<AnyWord*>(&page);
+  for (size_t i = 2; i < kWords; ++i) __atomic_store_n(words + i, 0, __ATOMIC_RELAXED);
+  page.rank.store(identity.rank, std::memory_order_relaxed);
+  page.size.store(identity.size, std::memory_order_relaxed);
+  page.local_rank.store(identity.local_rank, std::memory_order_relaxed);
+  page.pid.store(::getpid(), std::memory_order_relaxed);
+  set(page.process_start, start_of_process());
+  set(page.process_namespace, namespace_of_process());
+  set(page.generation, identity.generation);
+  page.host.store(identity.host);
+  page.program.store(program_);
+  page.state.store(kRunning, std::memory_order_relaxed);
+  uint64_t magic = 0;
+  std::memcpy(&magic, kPageMagic, sizeof magic);
+  set(page.magic, magic);
+  page.sequence.store(sequence + 1, std::memory_order_release);
+  under_way_ = steps_ = communication_before_ = waited_before_ = 0;
+  leader_ = nullptr;
+  is_declared_ = false;
+  beat({});
+}
+
+void Page::end() {
+  memory_->heartbeat_unix_ns.store(unix_ns(), std::memory_order_relaxed);
+  memory_->stalled.store(0, std::memory_order_relaxed);
+  memory_->state.store(kEnded, std::memory_order_relaxed);
+}
+
+void Page::forget() {
+  if (mapped_) (void)::munmap(mapped_, mapped_bytes_);
+  mapped_ = nullptr;
+  memory_ = own_.get();
+}
+
+// Two readings of both clocks tell how long a tick is, the better the further they lie apart.
+void Page::measure_ticks() {
+  TimePoint time = Clock::now();
+  while (time - first_time_ < kShortest) time = Clock::now();
+  const uint64_t elapsed = ticks() - first_ticks_;
+  const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(time - first_time_).count();
+  if (elapsed == 0) return;
+  const auto scaled = static_cast<unsigned __int128>(ns) << kFraction;
+  ns_per_tick_.store(static_cast<uint64_t>(scaled / elapsed), std::memory_order_relaxed);
+}
+
+void Page::beat(const std::vector<Late>& late) {
+  measure_ticks();
+  const int64_t unix_now = unix_ns();
+  const uint64_t moment = now();
+  // At first more often: the length of a tick is known only as well as the time since then allows.
+  next_beat_ = moment + std::clamp(moment, kFirstBeatNs, kBeatNs);
+  const Update update(*memory_);
+  // Anew each time: somebody may have set the clock.
+  memory_->started_unix_ns.store(unix_now - static_cast<int64_t>(moment), std::memory_order_relaxed);
+  memory_->heartbeat_unix_ns.store(unix_now, std::memory_order_relaxed);
+  for (size_t i = 0; i < std::min(late.size(), kLateRanks); ++i) {
+    memory_->late[i].rank.store(late[i].rank, std::memory_order_relaxed);
+    memory_->late[i].times.store(static_cast<uint32_t>(std::min<uint64_t>(late[i].times, UINT32_MAX)),
+                                 std::memory_order_relaxed);
+    set(memory_->late[i].ns, late[i].ns);
+  }
+}
+
+void Page::stall(std::string_view what, const std::vector<int>& ranks) {
+  const Update update(*memory_);
+  memory_->awaited.store(what);
+  const size_t known = std::min(ranks.size(), kAwaitedRanks);
+  for (size_t i = 0; i < known; ++i) memory_->awaited_ranks[i].store(ranks[i], std::memory_order_relaxed);
+  memory_->awaited_count.store(static_cast<uint32_t>(known), std::memory_order_relaxed);
+  memory_->stalled.store(1, std::memory_order_relaxed);
+}
+
+void Page::go_on() {
+  const Update update(*memory_);
+  memory_->stalled.store(0, std::memory_order_relaxed);
+}
+
+uint64_t Page::communication_ns(uint64_t at) const {
+  const uint64_t before = memory_->communication_ns.load(std::memory_order_relaxed);
+  return under_way_ ? before + since(memory_->communicates_since.load(std::memory_order_relaxed), at) : before;
+}
+
+uint64_t Page::waited_ns() const {
+  const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
+  return get(memory_->for_peers_ns) + get(memory_->for_transfer_ns) + get(memory_->other_for_peers_ns) +
+         get(memory_->other_for_transfer_ns);
+}
+
+void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
+  const uint64_t communication = communication_ns(at), waited = waited_ns();
+  const Update update(*memory_);
+  const uint64_t began = memory_->step_began.load(std::memory_order_relaxed);
+  if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
+    const uint64_t took = since(began, at), before = memory_->step_smoothed_ns.load(std::memory_order_relaxed);
+    set(memory_->step_ns, took);
+    set(memory_->step_smoothed_ns, before == 0 ? took : before - before / 5 + took / 5);
+    set(memory_->step_communication_ns, since(communication_before_, communication));
+    set(memory_->step_waited_ns, since(waited_before_, waited));
+  }
+  leader_ = leader;
+  is_declared_ = declared;
+  communication_before_ = communication;
+  waited_before_ = waited;
+  set(memory_->step_began, at);
+  set(memory_->step, ++steps_);
+}
+
+std::string Page::copy() const {
+  std::string bytes(kPageBytes, '\0');
+  const auto* words = reinterpret_cast<const AnyWord*>(memory_);
+  for (int attempt = 0; attempt < kTriesToCopy; ++attempt) {
+    const uint64_t before = memory_->sequence.load(std::memory_order_acquire);
+    for (size_t i = 0; i < kWords; ++i) {
+      const uint64_t word = __atomic_load_n(words + i, __ATOMIC_RELAXED);
+      std::memcpy(bytes.data() + i * sizeof word, &word, sizeof word);
+    }
+    std::atomic_thread_fence(std::memory_order_acquire);
+    if (before % 2 == 0 && memory_->sequence.load(std::memory_order_relaxed) == before) break;
+  }
+  return bytes;
+}
+
+}  // namespace hc

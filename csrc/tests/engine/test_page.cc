@@ -1,0 +1,257 @@
+// The page of measurements: what is counted, what begins a step, and that readers see whole updates.
+#include "engine/page/page.h"
+
+#include <doctest/doctest.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <thread>
+
+using namespace hc;
+
+namespace {
+
+struct Copy {
+  explicit Copy(const Page& page) : bytes(page.copy()) {}
+  const PageLayout& operator*() const { return *reinterpret_cast<const PageLayout*>(bytes.data()); }
+  const PageLayout* operator->() const { return &**this; }
+  const PageOperations& of(Op op) const { return (**this).operations[static_cast<size_t>(op)]; }
+  std::string bytes;
+};
+
+uint64_t counted(const PageOperations& of_kind) {
+  uint64_t sum = 0;
+  for (const PageWord& n : of_kind.histogram) sum += n;
+  return sum;
+}
+
+const Page::Identity kIdentity{3, 8, 1, 5, "some.host"};
+
+}  // namespace
+
+TEST_CASE("operations are counted by kind, time and latency") {
+  Page page;
+  page.begin(kIdentity);
+  page.began(10'000);
+  page.ended({Op::kAllreduce, 400, 10'000, 13'000, 18'000, "weights"});
+  page.began(20'000);
+  page.ended({Op::kAllreduce, 0, 20'000, 0, 20'500, "never moved"});
+  page.ran({Op::kBroadcast, 4, 30'000, 30'200, 31'500, ""});
+  const Copy seen(page);
+  CHECK(seen->rank == 3);
+  CHECK(seen->generation == 5);
+  CHECK(std::string_view(reinterpret_cast<const char*>(seen->host.words)) == "some.host");
+  const PageOperations& reduced = seen.of(Op::kAllreduce);
+  CHECK(reduced.count == 2);
+  CHECK(reduced.bytes == 400);
+  CHECK(reduced.queued_ns == 3000 + 500);
+  CHECK(reduced.running_ns == 5000);
+  CHECK(reduced.histogram[0] == 1);  // 0.5 us
+  CHECK(reduced.histogram[4] == 1);  // 8 us
+  CHECK(seen.of(Op::kBroadcast).queued_ns == 200);
+  CHECK(seen->for_peers_ns == 200);
+  CHECK(seen->for_transfer_ns == 1300);
+  CHECK(seen->communication_ns == 8000 + 500 + 1500);
+  CHECK(seen->last_kind == static_cast<uint32_t>(Op::kBroadcast));
+  CHECK(seen->last_done == 31'500);
+  CHECK(seen->under_way == 0);
+}
+
+TEST_CASE("operations that overlap count once for the time of communication") {
+  Page page;
+  page.begin(kIdentity);
+  page.began(1000);
+  page.began(2000);
+  page.ended({Op::kAllreduce, 4, 1000, 1000, 5000, "a"});
+  CHECK(Copy(page)->communicates_since == 1000);
+  page.ended({Op::kAllreduce, 4, 2000, 2000, 7000, "b"});
+  CHECK(Copy(page)->communication_ns == 6000);
+  CHECK(Copy(page)->communicates_since == 0);
+}
+
+TEST_CASE("a latency beyond the last bucket is counted there, and clocks that disagree count as nothing") {
+  Page page;
+  page.begin(kIdentity);
+  page.ran({Op::kBarrier, 0, 1000, 1000, 1000 + 3'600'000'000'000, ""});
+  page.ran({Op::kBarrier, 0, 5000, 4000, 3000, ""});
+  const Copy seen(page);
+  CHECK(seen.of(Op::kBarrier).histogram[kLatencyBuckets - 1] == 1);
+  CHECK(seen.of(Op::kBarrier).histogram[0] == 1);
+  CHECK(seen.of(Op::kBarrier).running_ns == 3'600'000'000'000);
+}
+
+TEST_CASE("a step is from one use to the next of the name that repeats most often") {
+  Page page;
+  page.begin(kIdentity);
+  uint64_t once = 0, loss = 0, metric = 0;
+  page.repeats(&once, false, 1000);
+  page.repeats(&loss, false, 2000);
+  CHECK(Copy(page)->step == 0);  // nothing has repeated
+  page.repeats(&loss, false, 5000);
+  CHECK(Copy(page)->step == 1);
+  CHECK(Copy(page)->step_ns == 0);
+  page.repeats(&metric, false, 5500);
+  page.repeats(&loss, false, 9000);
+  CHECK(Copy(page)->step == 2);
+  CHECK(Copy(page)->step_ns == 4000);
+  page.repeats(&metric, false, 9100);  // as often as the other: stays what it is
+  page.repeats(&loss, false, 14'000);
+  CHECK(Copy(page)->step_ns == 5000);
+  CHECK(Copy(page)->step_smoothed_ns == 4200);
+  page.repeats(&metric, false, 14'100);  // now it is what repeats
+  page.repeats(&metric, false, 14'600);
+  page.repeats(&metric, false, 15'100);
+  CHECK(Copy(page)->step == 5);
+  CHECK(Copy(page)->step_ns == 500);
+}
+
+TEST_CASE("a bucket of an optimizer tells steps, whatever names repeat") {
+  Page page;
+  page.begin(kIdentity);
+  uint64_t loss = 0, first = 0, second = 0;
+  for (uint64_t at : {1000, 2000, 3000}) page.repeats(&loss, false, at);
+  for (uint64_t step = 1; step <= 4; ++step) {
+    page.repeats(&first, true, 10'000 * step);
+    page.repeats(&second, true, 10'000 * step + 100);
+    page.repeats(&loss, false, 10'000 * step + 200);
+    page.repeats(&loss, false, 10'000 * step + 300);
+  }
+  CHECK(Copy(page)->step == 2 + 4);
+  CHECK(Copy(page)->step_ns == 10'000);
+  uint64_t other = 0;  // the optimizer has made other buckets
+  for (uint64_t step = 5; step <= 8; ++step) page.repeats(&other, true, 10'000 * step);
+  CHECK(Copy(page)->step == 2 + 4 + 3);
+  CHECK(Copy(page)->step_ns == 10'000);
+}
+
+TEST_CASE("a step has its share of communication and of waiting") {
+  Page page;
+  page.begin(kIdentity);
+  uint64_t bucket = 0;
+  for (uint64_t at : {100'000, 200'000}) {
+    page.began(at);
+    page.repeats(&bucket, true, at);
+    page.ended({Op::kAllreduce, 4, at, at + 10'000, at + 30'000, "bucket"});
+    page.ran({Op::kAllreduce, 4, at + 50'000, at + 54'000, at + 60'000, "loss"});
+  }
+  page.repeats(&bucket, true, 300'000);
+  CHECK(Copy(page)->step_ns == 100'000);
+  CHECK(Copy(page)->step_communication_ns == 40'000);
+  CHECK(Copy(page)->step_waited_ns == 10'000);
+}
+
+TEST_CASE("a thread that waits is split into waiting for peers and for transfer") {
+  Page page;
+  page.begin(kIdentity);
+  using namespace std::chrono_literals;
+  {
+    Page::Waiting waiting(page);
+    CHECK(Copy(page)->waiting == 1);
+    std::this_thread::sleep_for(4ms);
+    const uint64_t started = page.now();
+    std::this_thread::sleep_for(2ms);
+    waiting.over(started);
+  }
+  const Copy seen(page);
+  CHECK(seen->waiting == 0);
+  CHECK(seen->other_for_peers_ns >= 4'000'000);
+  CHECK(seen->other_for_transfer_ns >= 2'000'000);
+}
+
+TEST_CASE("ticks and the clock tell the same moments") {
+  Page page;
+  page.begin(kIdentity);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  page.beat({});
+  const uint64_t before = page.at(Clock::now()), ticks = page.now(), after = page.at(Clock::now());
+  CHECK(ticks + 20'000 >= before);
+  CHECK(ticks <= after + 20'000);
+}
+
+TEST_CASE("a shared page is seen through another mapping, and a forked child leaves it alone") {
+  const int fd = static_cast<int>(::memfd_create("page", 0));
+  REQUIRE(::ftruncate(fd, 3 * kPageBytes) == 0);
+  Page page;
+  CHECK(!page.share(fd, 3 * kPageBytes, "x").is_ok());
+  CHECK(!page.share(fd, 100, "x").is_ok());
+  CHECK(!page.share(-1, 0, "x").is_ok());
+  REQUIRE(page.share(fd, 2 * kPageBytes, "train.py").is_ok());
+  page.begin(kIdentity);
+  page.stall("allreduce 'x'", {1, 4});
+  page.beat({{4, 7, 900}, {1, 2, 100}});
+  auto* seen = static_cast<PageLayout*>(::mmap(nullptr, 3 * kPageBytes, PROT_READ, MAP_SHARED, fd, 0));
+  const auto& other = *reinterpret_cast<PageLayout*>(reinterpret_cast<std::byte*>(seen) + 2 * kPageBytes);
+  CHECK(std::memcmp(&other, kPageMagic, 8) == 0);
+  CHECK(other.stalled == 1);
+  CHECK(other.awaited_ranks[1] == 4);
+  CHECK(other.late[0].rank == 4);
+  CHECK(other.late[0].times == 7);
+  CHECK(other.state == 1);
+  page.go_on();
+  CHECK(other.stalled == 0);
+  page.forget();
+  page.end();  // its own memory, not the parent's
+  CHECK(other.state == 1);
+  ::munmap(seen, 3 * kPageBytes);
+  ::close(fd);
+}
+
+TEST_CASE("a writer that was killed in the middle does not spoil the page of the next life") {
+  const int fd = static_cast<int>(::memfd_create("page", 0));
+  REQUIRE(::ftruncate(fd, kPageBytes) == 0);
+  const uint64_t odd = 77;
+  REQUIRE(::pwrite(fd, &odd, sizeof odd, 8) == sizeof odd);
+  Page page;
+  REQUIRE(page.share(fd, 0, "").is_ok());
+  page.begin(kIdentity);
+  CHECK(Copy(page)->sequence % 2 == 0);
+  CHECK(Copy(page)->sequence > odd);
+  ::close(fd);
+}
+
+// One writer, as the engine has it, a thread that waits, and readers: each copy is of one moment.
+TEST_CASE("readers see whole updates while the page is written") {
+  Page page;
+  page.begin(kIdentity);
+  std::atomic<bool> over{false};
+  std::thread writer([&] {
+    uint64_t bucket = 0;
+    for (uint64_t i = 1; !over.load(); ++i) {
+      const uint64_t at = i * 10'000;
+      page.began(at);
+      page.repeats(&bucket, true, at);
+      page.ended({Op::kAllreduce, 100, at, at + 1000, at + 3000, i % 2 ? "a name" : "another name"});
+      page.ran({Op::kBarrier, 0, at + 5000, at + 5000, at + 6000, ""});
+      if (i % 64 == 0) page.beat({{1, i, i}});
+      if (i % 100 == 0) page.stall("what it waits for", {1, 2});
+      if (i % 100 == 50) page.go_on();
+    }
+  });
+  std::thread waiter([&] {
+    while (!over.load()) Page::Waiting(page).over(0);
+  });
+  uint64_t last = 0;
+  const auto read = [&](uint64_t* before) {
+    const Copy seen(page);
+    const PageOperations& reduced = seen.of(Op::kAllreduce);
+    CHECK(reduced.bytes == 100 * reduced.count);
+    CHECK(reduced.queued_ns == 1000 * reduced.count);
+    CHECK(reduced.running_ns == 2000 * reduced.count);
+    CHECK(counted(reduced) == reduced.count);
+    CHECK(reduced.count >= *before);
+    *before = reduced.count;
+  };
+  std::thread other([&] {
+    uint64_t mine = 0;
+    for (int i = 0; i < 3000; ++i) read(&mine);
+  });
+  for (int i = 0; i < 3000; ++i) read(&last);
+  other.join();
+  while (last < 100) read(&last);
+  over = true;
+  writer.join();
+  waiter.join();
+}

@@ -1,0 +1,153 @@
+"""Where ranks put their pages that no launcher of ours has started: a folder of the user, on memory, mode 0700.
+
+$XDG_RUNTIME_DIR/horoclone/JOB/NAMESPACE-PID.page; XDG_RUNTIME_DIR is /run/user/UID where it is not set. A page is dead
+when its process is: the page tells its pid, when that process was started, and in which namespace of processes. A rank
+removes its own at exit; those of killed ranks are removed, once no rank of their job lives, by the next rank of any job
+that comes, or by whoever looks at jobs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import stat
+from collections.abc import Iterator, Mapping
+
+from horoclone.live import page
+from horoclone.live.processes import lives, own_mark
+
+_TRIES = 5  # somebody else may remove the folder, empty still, before our page is in it
+_SUFFIX = ".page"
+_ON_MEMORY = ("tmpfs", "ramfs")
+
+
+def place(environ: Mapping[str, str]) -> str | None:
+    """The folder of this user; None: nobody says where, or that is no folder of ours."""
+    runtime = environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    try:
+        found = os.stat(runtime)
+    except (OSError, ValueError):
+        return None
+    ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid()
+    return os.path.join(runtime, "horoclone") if ours and os.path.isabs(runtime) else None
+
+
+def job_id(name: str) -> str:
+    """What the folder of a job is called."""
+    return hashlib.sha256(name.encode()).hexdigest()[:10]
+
+
+def create(environ: Mapping[str, str], job: str, initial: bytes) -> tuple[int, str] | None:
+    """A page of this process in the folder of `job`: (its descriptor, which the caller owns, and its path).
+
+    initial: its first bytes, see page.initial. None where it cannot be: no folder, no memory left, a disk in the place
+    of memory. Never raises OSError.
+    """
+    base = place(environ)
+    if base is None:
+        return None
+    try:
+        _make_private(base)
+        remove_dead(environ)
+        if not _is_on_memory(base):
+            return None  # writes would wait for the disk
+        return _create(os.path.join(base, job), initial)
+    except OSError:
+        return None
+
+
+def _create(folder: str, initial: bytes) -> tuple[int, str] | None:
+    mark = own_mark()
+    path = os.path.join(folder, f"{mark.namespace}-{mark.pid}{_SUFFIX}")
+    for _ in range(_TRIES):
+        try:
+            _make_private(folder)
+            # It has no name before it has all its bytes: nobody sees half a page, and nothing is left of it.
+            descriptor = os.open(folder, os.O_RDWR | os.O_TMPFILE | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue
+        try:
+            os.posix_fallocate(
+                descriptor, 0, page.BYTES
+            )  # a full file system says so here, not by SIGBUS later
+            os.pwrite(descriptor, initial, 0)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)  # of a dead process with our number
+            os.link(f"/proc/self/fd/{descriptor}", path, follow_symlinks=True)
+            return descriptor, path
+        except FileNotFoundError:
+            os.close(descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    return None
+
+
+def _make_private(folder: str) -> None:
+    """PermissionError when it is there and is not ours alone."""
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(folder, 0o700)
+    found = os.lstat(folder)
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise PermissionError(f"{folder} is not a folder of this user")
+    if found.st_mode & 0o777 != 0o700:  # a umask, or somebody's chmod
+        os.chmod(folder, 0o700)
+
+
+def _is_on_memory(folder: str) -> bool:
+    device = os.stat(folder).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    with open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as file:
+        for line in file:
+            before, _, after = line.partition(" - ")
+            if before.split()[2] == wanted:
+                return after.split()[0] in _ON_MEMORY
+    return False
+
+
+def remove(path: str) -> None:
+    """One page, and the folder of its job when it was the last one."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)
+    with contextlib.suppress(OSError):
+        os.rmdir(os.path.dirname(path))
+
+
+def page_paths(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    """(job, path) of every page there is, dead ones too."""
+    base = place(environ)
+    if base is None:
+        return
+    for job in _names(base):
+        for name in _names(os.path.join(base, job)):
+            if name.endswith(_SUFFIX):
+                yield job, os.path.join(base, job, name)
+
+
+def _names(folder: str) -> list[str]:
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
+
+
+def remove_dead(environ: Mapping[str, str]) -> None:
+    """The folders of jobs of which no process lives. While one does, the page of a dead rank tells that it is lost."""
+    base = place(environ)
+    for job in _names(base) if base is not None else ():
+        folder = os.path.join(str(base), job)
+        paths = [os.path.join(folder, name) for name in _names(folder) if name.endswith(_SUFFIX)]
+        if not any(_lives(path) for path in paths):
+            for path in paths:
+                remove(path)
+            with contextlib.suppress(OSError):
+                os.rmdir(folder)
+
+
+def _lives(path: str) -> bool:
+    try:
+        with open(path, "rb") as file:
+            return lives(page.mark_of(file.read(page.BYTES)))
+    except OSError:
+        return False  # somebody else has removed it

@@ -1,0 +1,58 @@
+"""What /proc says about a process: whether it is the one that is meant, and whether it is stopped."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+
+class Mark(NamedTuple):
+    """What tells a process from every other one. started: in ticks since the host was booted, 0: unknown. namespace:
+    in which the pid means something, 0: unknown."""
+
+    pid: int
+    started: int
+    namespace: int
+
+
+def own_mark() -> Mark:
+    """Of this process."""
+    return Mark(os.getpid(), _fields(os.getpid())[1], own_namespace())
+
+
+def own_namespace() -> int:
+    """The number of the namespace of processes in which we live; 0: unknown."""
+    try:
+        return os.stat("/proc/self/ns/pid").st_ino
+    except OSError:
+        return 0
+
+
+def start_of(pid: int) -> int:
+    """When it was started, as in Mark; 0: there is no such process."""
+    return _fields(pid)[1]
+
+
+def lives(mark: Mark) -> bool:
+    """Whether it is still there and no zombie. True where nobody here can tell: in another namespace."""
+    if not mark.pid or (mark.namespace and mark.namespace != own_namespace()):
+        return True
+    state, started = _fields(mark.pid)
+    return state not in ("", "Z", "X") and (not mark.started or started == mark.started)
+
+
+def is_stopped(mark: Mark) -> bool:
+    """Whether a signal, or a debugger, has stopped it."""
+    if not mark.pid or (mark.namespace and mark.namespace != own_namespace()):
+        return False
+    return _fields(mark.pid)[0] in ("T", "t")
+
+
+def _fields(pid: int) -> tuple[str, int]:
+    """(state, start) of its line in /proc; ("", 0): there is none."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            words = file.read().rpartition(b") ")[2].split()  # the name before may have anything in it
+        return words[0].decode(), int(words[19])
+    except (OSError, IndexError, ValueError):
+        return "", 0
