@@ -74,7 +74,7 @@ def _create(folder: str, initial: bytes) -> tuple[int, str] | None:
             os.pwrite(descriptor, initial, 0)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)  # of a dead process with our number
-            os.link(f"/proc/self/fd/{descriptor}", path, follow_symlinks=True)
+            _give_name(descriptor, path)
             return descriptor, path
         except FileNotFoundError:
             os.close(descriptor)
@@ -82,6 +82,15 @@ def _create(folder: str, initial: bytes) -> tuple[int, str] | None:
             os.close(descriptor)
             raise
     return None
+
+
+def _give_name(descriptor: int, path: str) -> None:
+    """To a file without one. With a folder's descriptor Python calls linkat(2), which follows the link in /proc."""
+    open_files = os.open("/proc/self/fd", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.link(str(descriptor), path, src_dir_fd=open_files, follow_symlinks=True)
+    finally:
+        os.close(open_files)
 
 
 def _make_private(folder: str) -> None:

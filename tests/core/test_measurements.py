@@ -1,0 +1,138 @@
+"""What hvd.metrics() tells about times, against a stopwatch beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from world import ranks
+
+import horoclone as hvd
+
+needs_torch = pytest.mark.skipif(importlib.util.find_spec("torch") is None, reason="torch is not installed")
+TCP = {"HOROCLONE_SHARED_MEMORY": "0"}
+
+
+def of_kind(kind: str) -> dict[str, Any]:
+    nothing = {"count": 0, "bytes": 0, "queued_seconds": 0.0, "running_seconds": 0.0, "histogram": [0] * 24}
+    return hvd.metrics()["by_operation"].get(kind, nothing)
+
+
+def check_steps() -> None:
+    """Steps of 20 ms in which rank 1 comes 10 ms late to one of two named operations."""
+    weights, loss = np.ones(1000, np.float32), np.ones(1, np.float32)
+    at: list[float] = []
+    waited = 0.0
+    for step in range(12):
+        if step == 2:
+            before = hvd.metrics()
+            waited = 0.0
+        time.sleep(0.02 if hvd.rank() == 1 else 0.01)
+        at.append(time.perf_counter())
+        hvd.allreduce_(weights, op=hvd.Sum, name="weights")
+        waited += time.perf_counter() - at[-1]
+        began = time.perf_counter()
+        hvd.allreduce_(loss, op=hvd.Max, name="loss")
+        waited += time.perf_counter() - began
+    now = hvd.metrics()
+    step = now["step"]
+    assert step["number"] == 11, step  # the second use of the name tells that it repeats
+    assert step["seconds"] == pytest.approx(at[-1] - at[-2], rel=0.05)
+    assert step["smoothed_seconds"] == pytest.approx((at[-1] - at[2]) / 9, rel=0.25)  # it weighs the last ones more
+    grown = {key: now["waiting"][key] - before["waiting"][key] for key in now["waiting"]}
+    assert sum(grown.values()) == pytest.approx(waited, rel=0.05, abs=0.002)
+    if hvd.rank() == 0:  # it waits for rank 1 in each step, and next to nothing for the data
+        assert grown["for_peers_seconds"] > 0.8 * sum(grown.values()) > 0.08
+        assert step["communication_share"] > 0.3 and step["overlap"] < 0.1
+    else:
+        assert sum(grown.values()) < 0.06
+
+
+@ranks(2)
+def test_a_step_and_the_waiting_in_it_agree_with_a_stopwatch() -> None:
+    check_steps()
+
+
+@ranks(2, env=TCP)
+def test_a_step_agrees_with_a_stopwatch_over_tcp() -> None:
+    check_steps()
+
+
+@ranks(2)
+def test_operations_are_counted_by_kind() -> None:
+    before = {kind: of_kind(kind) for kind in ("allreduce", "allgather", "barrier", "send", "recv")}
+    began = time.perf_counter()
+    for _ in range(40):  # most of them bypass the negotiation
+        hvd.allreduce_(np.ones(25, np.float32), name="counted")
+    took = time.perf_counter() - began
+    for _ in range(5):
+        hvd.allgather(np.ones(3, np.float32))
+        hvd.barrier()
+    if hvd.rank() == 0:
+        hvd.send(np.ones(10, np.float64), 1)
+    else:
+        hvd.recv(np.empty(10, np.float64), 0)
+    grown = {}
+    for kind, old in before.items():
+        new = of_kind(kind)
+        grown[kind] = (new["count"] - old["count"], new["bytes"] - old["bytes"])
+        assert sum(new["histogram"]) == new["count"]
+    assert grown["allreduce"] == (40, 4000)
+    assert grown["allgather"] == (5, 5 * 2 * 3 * 4)
+    assert grown["barrier"] == (5, 0)
+    assert grown["send" if hvd.rank() == 0 else "recv"] == (1, 80)
+    reduced = of_kind("allreduce")
+    spent = reduced["queued_seconds"] + reduced["running_seconds"]
+    spent -= before["allreduce"]["queued_seconds"] + before["allreduce"]["running_seconds"]
+    assert 0 < spent <= took
+    known = hvd.metrics()
+    assert known["bytes"] >= known["by_operation"]["allreduce"]["bytes"]
+
+
+@ranks(2)
+def test_communication_behind_computation_is_overlapped() -> None:
+    tensor = np.ones(1 << 20, np.float32)
+    for _ in range(3):
+        hvd.allreduce(tensor, name="behind")
+    before = hvd.metrics()["communication"]
+    for _ in range(5):
+        handle = hvd.allreduce_async(tensor, name="behind")
+        while not hvd.poll(handle):
+            time.sleep(0.002)
+        hvd.synchronize(handle)
+    now = hvd.metrics()["communication"]
+    assert now["seconds"] > before["seconds"]
+    assert now["overlapped_seconds"] - before["overlapped_seconds"] > 0.8 * (now["seconds"] - before["seconds"])
+
+
+@needs_torch
+@ranks(2)
+def test_an_optimizers_steps_are_the_steps() -> None:
+    import torch
+
+    import horoclone.torch as torch_hvd
+
+    model = torch.nn.Sequential(torch.nn.Linear(500, 500), torch.nn.Linear(500, 10))
+    optimizer = torch_hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.0), named_parameters=model.named_parameters()
+    )
+    before = hvd.metrics()["step"]["number"]
+    took: list[float] = []
+    began = time.perf_counter()
+    for _ in range(8):
+        time.sleep(0.02)
+        optimizer.zero_grad()
+        model(torch.ones(4, 500)).sum().backward()
+        optimizer.step()
+        hvd.allreduce(np.ones(1, np.float32), name="micro")  # twice in each step: not what a step is
+        hvd.allreduce(np.ones(1, np.float32), name="micro")
+        took.append(time.perf_counter() - began)
+        began = time.perf_counter()
+    step = hvd.metrics()["step"]
+    assert step["number"] - before == 8, (before, step)
+    # From the first bucket of one step to that of the next: the stopwatch reads a little before or after.
+    assert step["smoothed_seconds"] == pytest.approx(sum(took[-5:]) / 5, rel=0.05)
+    assert 0 < step["communication_share"] < 1

@@ -1,0 +1,309 @@
+"""The page of a rank as bytes, and the places where it lies: nothing here needs the core."""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from horoclone.launch.hosts import Placement
+from horoclone.launch.pages import Pages
+from horoclone.live import book, folder, job, page
+from horoclone.live.page import Origin, Seen
+from horoclone.live.processes import Mark, is_stopped, lives, own_mark, start_of
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def origin(rank: int = 2, mark: Mark | None = None) -> Origin:
+    return Origin(rank, 4, 1, "some.host", "train.py --fast", mark or own_mark())
+
+
+def whole(rank: int = 2, mark: Mark | None = None) -> bytearray:
+    return bytearray(page.initial(origin(rank, mark)).ljust(page.BYTES, b"\0"))
+
+
+def put(content: bytearray, at: int, value: int, size: int = 8) -> None:
+    content[at : at + size] = value.to_bytes(size, "little")
+
+
+@pytest.fixture
+def runtime_dir(tmp_path, monkeypatch):
+    """A folder of ours on memory, as XDG_RUNTIME_DIR."""
+    place = Path("/dev/shm") / f"horoclone-test-{os.getpid()}-{time.monotonic_ns()}"
+    place.mkdir(mode=0o700)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    yield place
+    subprocess.run(["rm", "-rf", str(place)], check=True)
+
+
+# ---- bytes
+
+
+def test_the_layout_is_the_cores() -> None:
+    text = (ROOT / "csrc/engine/page/layout.h").read_text()
+    asserted = dict(re.findall(r"offsetof\(PageLayout, (\w+)\) == (\d+)", text))
+    assert {name: int(at) for name, at in asserted.items()} == {
+        "rank": page._IDENTITY_AT,
+        "step": page._STEPS_AT,
+        "for_peers_ns": page._WAITS_AT,
+        "last_done": page._LAST_AT,
+        "awaited": page._STALL_AT,
+        "late": page._LATE_AT,
+        "operations": page._OPERATIONS_AT,
+    }
+    assert f'kPageMagic[9] = "{page.MAGIC.decode()}"' in text
+    assert f"kLatencyBuckets = {page.BUCKETS};" in text
+    core = (ROOT / "csrc/base/dtype.h").read_text()
+    names = re.search(r"name_of\(Op op\) \{.*?\{(.*?)\}", core, re.DOTALL)
+    assert names is not None and tuple(re.findall(r'"(\w+)"', names[1])) == page.KINDS
+
+
+def test_a_page_that_nobody_has_written_yet_is_starting() -> None:
+    one = page.read(whole())
+    assert (one.rank, one.size, one.local_rank, one.host) == (2, 4, 1, "some.host")
+    assert one.program == "train.py --fast" and one.pid == os.getpid()
+    assert one.state == "starting" and one.step == 0 and not one.operations and one.last_operation is None
+    assert page.mark_of(bytes(whole())) == own_mark()
+
+
+def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:
+    content = whole()
+    put(content, 72, 1, 4)  # running
+    assert page.read(content).state == "running"
+    assert page.read(content, Seen(lives=False)).state == "lost"
+    assert page.read(content, Seen(is_stopped=True)).stalled_on.startswith("the process is stopped")
+    put(content, page._STEPS_AT + 56, 1000)  # something is under way since long ago
+    put(content, 64, time.time_ns() - 20 * 10**9)  # the last sign of life
+    assert page.read(content).state == "stalled" and "no sign of life for 20 s" in page.read(content).stalled_on
+    content = whole()
+    put(content, 72, 1, 4)
+    put(content, page._WAITS_AT + 32, 1)
+    put(content, page._WAITS_AT + 40, 1)
+    put(content, 56, time.time_ns() - 10**9)
+    assert page.read(content).state == "waiting"
+    put(content, 76, 1, 4)
+    content[page._STALL_AT : page._STALL_AT + 15] = b"allreduce 'x'\0\0"
+    put(content, page._STALL_AT + 128, 1, 4)
+    put(content, page._STALL_AT + 132, 3, 4)
+    one = page.read(content)
+    assert one.state == "stalled" and one.is_stalled and page.stall_text(one) == "rank 2 waits: allreduce 'x', for rank 3"
+    put(content, 72, 2, 4)
+    assert page.read(content, Seen(lives=False)).state == "ended"
+
+
+def test_a_process_that_a_launcher_saw_end_is_ended_or_lost() -> None:
+    for code, state in ((0, "ended"), (-9, "lost"), (1, "lost")):
+        content = whole()
+        put(content, 72, 1, 4)
+        at, notes = page.notes(0, 0, code)
+        content[at : at + len(notes)] = notes
+        one = page.read(content)
+        assert (one.state, one.exit_code) == (state, code)
+
+
+def test_a_page_of_another_host_is_read_by_its_own_clock() -> None:
+    content = whole(mark=Mark(1, 1, 1))
+    put(content, 72, 1, 4)
+    hour = 3600 * 10**9
+    started = time.time_ns() - hour - 5 * 10**9  # there it is an hour earlier
+    put(content, 56, started)
+    put(content, page._LAST_AT, 2 * 10**9)
+    at, notes = page.notes(time.time_ns(), time.time_ns() - hour, None)
+    content[at : at + len(notes)] = notes
+    one = page.read(content)
+    assert one.started == pytest.approx(time.time() - 5, abs=1)
+    assert one.last_operation is not None and one.last_operation.age_seconds == pytest.approx(3, abs=0.5)
+    assert page.is_of_another_host(content)
+
+
+def test_what_is_no_page_is_refused_and_a_writer_that_died_in_the_middle_is_read() -> None:
+    for wrong in (b"", b"x" * page.BYTES, bytes(page.BYTES), page.MAGIC):
+        with pytest.raises(ValueError, match="not a page of measurements"):
+            page.read(wrong)
+    content = whole()
+    put(content, 8, 7)  # odd for ever
+    assert page.read(content).rank == 2
+
+
+# ---- processes
+
+
+def test_a_process_is_told_from_another_with_its_number() -> None:
+    mark = own_mark()
+    assert lives(mark) and not lives(mark._replace(started=mark.started + 1))
+    assert lives(mark._replace(namespace=1, pid=1 << 22))  # of another namespace nobody here can tell
+    child = subprocess.Popen(["sleep", "60"])
+    its = Mark(child.pid, start_of(child.pid), mark.namespace)
+    assert lives(its) and not is_stopped(its)
+    child.kill()
+    deadline = time.monotonic() + 5
+    while lives(its):  # a zombie does not
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    child.wait()
+
+
+# ---- a folder of the user
+
+
+def test_pages_lie_in_private_folders_and_go_with_their_process(runtime_dir) -> None:
+    created = folder.create(os.environ, "job1", page.initial(origin()))
+    assert created is not None
+    descriptor, path = created
+    for place in (runtime_dir / "horoclone", runtime_dir / "horoclone" / "job1"):
+        assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    assert stat.S_IMODE(os.stat(path).st_mode) == 0o600 and os.path.getsize(path) == page.BYTES
+    found = job.find("job1")
+    assert [one.rank for one in found.pages()] == [2] and found.launcher is None
+    folder.remove(path)
+    os.close(descriptor)
+    assert not os.listdir(runtime_dir / "horoclone") and found.pages() == []
+
+
+def test_what_killed_processes_have_left_is_removed_when_no_rank_of_their_job_lives(runtime_dir) -> None:
+    dead = own_mark()._replace(pid=1 << 22)
+    place = runtime_dir / "horoclone"
+    for name, rank, mark in (("dead", 0, dead), ("half", 0, own_mark()), ("half", 1, dead)):
+        (place / name).mkdir(parents=True, exist_ok=True, mode=0o700)
+        (place / name / f"{rank}.page").write_bytes(whole(rank, mark))
+    (place / "empty").mkdir()
+    assert [one.id for one in job.jobs()] == ["half"]
+    assert sorted(os.listdir(place)) == ["half"]
+    assert [one.state for one in job.find("half").pages()] == ["starting", "lost"]
+    assert [event.kind for event in job.find("half").events()] == ["loss"]
+
+
+@pytest.mark.parametrize("kind", ["missing", "a file", "relative", "a link to nowhere", "somebody's", "on a disk"])
+def test_a_bad_runtime_folder_gives_no_page_and_no_error(kind, tmp_path, monkeypatch) -> None:
+    place = tmp_path / "runtime"
+    if kind == "a file":
+        place.write_text("")
+    elif kind == "relative":
+        place = Path("runtime")
+    elif kind == "a link to nowhere":
+        place.symlink_to(tmp_path / "nowhere")
+    elif kind == "somebody's":
+        if os.getuid() != 0:
+            pytest.skip("needs root")
+        place.mkdir()
+        os.chown(place, 12345, 12345)
+    elif kind == "on a disk":
+        place.mkdir()
+        monkeypatch.setattr(folder, "_ON_MEMORY", ())
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
+    assert folder.create(os.environ, "job", page.initial(origin())) is None
+    assert isinstance(job.jobs(), list)
+
+
+def test_a_full_file_system_gives_no_page_and_leaves_nothing(runtime_dir, needs_root) -> None:
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4k,mode=700", "none", str(runtime_dir)], check=True)
+    try:
+        (runtime_dir / "full").write_bytes(b"x" * 4096)
+        assert folder.create(os.environ, "job", page.initial(origin())) is None
+        assert not list((runtime_dir / "horoclone").glob("*/*"))
+    finally:
+        subprocess.run(["umount", str(runtime_dir)], check=True)
+
+
+# ---- a launcher's book
+
+
+def placement(rank: int, host: str = "here") -> Placement:
+    return Placement(rank, 3, rank, 3, 0, 1, host)
+
+
+def test_a_launchers_book_is_found_by_its_process_and_tells_who_is_lost() -> None:
+    pages = Pages([sys.executable, "train.py", "a b"])
+    try:
+        for rank in range(3):
+            pages.add(rank, placement(rank))
+        pages.started(0, os.getpid(), True)
+        [found] = [one for one in job.of_process(os.getpid()) if "train.py" in one.command]
+        assert found.id in {one.id for one in job.jobs()} and found.command.endswith("train.py 'a b'")
+        assert found.launcher == os.getpid() and found.started == pytest.approx(time.time(), abs=5)
+        assert [(one.rank, one.state, one.host) for one in found.pages()] == [
+            (rank, "starting", "here") for rank in range(3)
+        ]
+        pages.ended(1, -9, False)
+        pages.ended(2, 0, False)
+        assert [one.state for one in found.pages()] == ["starting", "lost", "ended"]
+        [event] = found.events()
+        assert (event.kind, event.ranks) == ("loss", (1,)) and "SIGKILL" in event.text
+        pages.add(3, placement(3))  # a page more than when it was mapped
+        assert [one.rank for one in found.pages()] == [0, 1, 2, 3]
+    finally:
+        pages.close()
+    assert found.pages() == [] and found.id not in {one.id for one in job.jobs()}
+
+
+def test_the_last_events_are_kept_and_long_ones_are_cut() -> None:
+    writer = book.Writer({"id": "x"})
+    reader = book.Reader(f"/proc/self/fd/{writer.descriptor}")
+    assert reader.events() == []
+    for number in range(500):
+        writer.add_event(book.Event(float(number), "stall", f"é{number} " + "ü" * 400, tuple(range(200))))
+    events = reader.events()
+    assert [event.time for event in events] == [float(number) for number in range(500 - len(events), 500)]
+    assert len(events) == 120 and events[-1].text.startswith("é499 ü") and events[-1].ranks[:3] == (0, 1, 2)
+    writer.close()
+    assert reader.is_over
+
+
+def test_pages_travel_between_hosts_and_rubbish_is_dropped() -> None:
+    there, here = Pages(["there"]), Pages(["here"])
+    try:
+        there.add(1, placement(1, "there"))
+        here.add(1, placement(1, "there"))
+        there.started(1, os.getpid(), True)
+        [(rank, packed)] = there.news()
+        assert rank == 1 and len(packed) < 300
+        assert list(there.news()) == []  # once a second
+        here.take(1, packed)
+        here.take(1, b"")
+        here.take(1, packed[:20])
+        here.take(1, packed[:8] + bytes(100))
+        here.take(9, packed)
+        [one] = job.of_process(os.getpid())[-1].pages()
+        assert one.pid == os.getpid() and one.host == "there" and one.state == "starting"
+        here.ended(1, -15, True)
+        here.take(1, packed)  # the last one of a rank that has ended
+        [one] = job.of_process(os.getpid())[-1].pages()
+        assert (one.state, one.exit_code) == ("lost", -15)
+    finally:
+        there.close()
+        here.close()
+
+
+def test_the_places_of_workers_that_are_gone_are_used_again() -> None:
+    pages = Pages(["elastic"])
+    try:
+        for worker in range(20):
+            pages.add(worker, placement(worker % 2))
+            pages.formed(worker + 1, 2)
+            pages.ended(worker, 1, False)
+        assert pages._book is not None and pages._book._pages <= 3
+    finally:
+        pages.close()
+
+
+def test_a_launcher_without_a_descriptor_runs_without_a_book(monkeypatch) -> None:
+    def none(*_: object) -> int:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "memfd_create", none)
+    pages = Pages(["x"])
+    pages.add(0, placement(0))
+    assert pages.passed(0) is None
+    pages.started(0, 1, True)
+    pages.take(0, b"")
+    pages.look(1.0, True)
+    pages.ended(0, 1, False)
+    assert list(pages.news()) == []
+    pages.close()
