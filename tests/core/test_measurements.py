@@ -41,7 +41,9 @@ def check_steps() -> None:
     step = now["step"]
     assert step["number"] == 11, step  # the second use of the name tells that it repeats
     assert step["seconds"] == pytest.approx(at[-1] - at[-2], rel=0.05)
-    assert step["smoothed_seconds"] == pytest.approx((at[-1] - at[2]) / 9, rel=0.25)  # it weighs the last ones more
+    assert step["smoothed_seconds"] == pytest.approx(
+        (at[-1] - at[2]) / 9, rel=0.25
+    )  # it weighs the last ones more
     grown = {key: now["waiting"][key] - before["waiting"][key] for key in now["waiting"]}
     assert sum(grown.values()) == pytest.approx(waited, rel=0.05, abs=0.002)
     if hvd.rank() == 0:  # it waits for rank 1 in each step, and next to nothing for the data
@@ -105,7 +107,9 @@ def test_communication_behind_computation_is_overlapped() -> None:
         hvd.synchronize(handle)
     now = hvd.metrics()["communication"]
     assert now["seconds"] > before["seconds"]
-    assert now["overlapped_seconds"] - before["overlapped_seconds"] > 0.8 * (now["seconds"] - before["seconds"])
+    assert now["overlapped_seconds"] - before["overlapped_seconds"] > 0.8 * (
+        now["seconds"] - before["seconds"]
+    )
 
 
 @needs_torch

@@ -36,7 +36,7 @@ def put(content: bytearray, at: int, value: int, size: int = 8) -> None:
 @pytest.fixture
 def runtime_dir(tmp_path, monkeypatch):
     """A folder of ours on memory, as XDG_RUNTIME_DIR."""
-    place = Path("/dev/shm") / f"horoclone-test-{os.getpid()}-{time.monotonic_ns()}"
+    place = Path("/dev/shm") / f"hc-live-{os.getpid()}-{time.monotonic_ns()}"
     place.mkdir(mode=0o700)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     yield place
@@ -81,7 +81,9 @@ def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:
     assert page.read(content, Seen(is_stopped=True)).stalled_on.startswith("the process is stopped")
     put(content, page._STEPS_AT + 56, 1000)  # something is under way since long ago
     put(content, 64, time.time_ns() - 20 * 10**9)  # the last sign of life
-    assert page.read(content).state == "stalled" and "no sign of life for 20 s" in page.read(content).stalled_on
+    assert (
+        page.read(content).state == "stalled" and "no sign of life for 20 s" in page.read(content).stalled_on
+    )
     content = whole()
     put(content, 72, 1, 4)
     put(content, page._WAITS_AT + 32, 1)
@@ -93,7 +95,11 @@ def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:
     put(content, page._STALL_AT + 128, 1, 4)
     put(content, page._STALL_AT + 132, 3, 4)
     one = page.read(content)
-    assert one.state == "stalled" and one.is_stalled and page.stall_text(one) == "rank 2 waits: allreduce 'x', for rank 3"
+    assert (
+        one.state == "stalled"
+        and one.is_stalled
+        and page.stall_text(one) == "rank 2 waits: allreduce 'x', for rank 3"
+    )
     put(content, 72, 2, 4)
     assert page.read(content, Seen(lives=False)).state == "ended"
 
@@ -180,7 +186,9 @@ def test_what_killed_processes_have_left_is_removed_when_no_rank_of_their_job_li
     assert [event.kind for event in job.find("half").events()] == ["loss"]
 
 
-@pytest.mark.parametrize("kind", ["missing", "a file", "relative", "a link to nowhere", "somebody's", "on a disk"])
+@pytest.mark.parametrize(
+    "kind", ["missing", "a file", "relative", "a link to nowhere", "somebody's", "on a disk"]
+)
 def test_a_bad_runtime_folder_gives_no_page_and_no_error(kind, tmp_path, monkeypatch) -> None:
     place = tmp_path / "runtime"
     if kind == "a file":

@@ -168,7 +168,6 @@ uint64_t Page::waited_ns() const {
 
 void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
   const uint64_t communication = communication_ns(at), waited = waited_ns();
-  const Update update(*memory_);
   const uint64_t began = memory_->step_began.load(std::memory_order_relaxed);
   if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
     const uint64_t took = since(began, at), before = memory_->step_smoothed_ns.load(std::memory_order_relaxed);

@@ -97,6 +97,7 @@ class Page {
     uint64_t bytes;
     uint64_t submitted, started, now;  // started 0: its data never moved
     std::string_view name;
+    uint64_t* seen = nullptr;  // ran(): see repeats(); null: it has no name
   };
   // One that began() was called for.
   void ended(const Ended& e) {
@@ -108,9 +109,11 @@ class Page {
     }
     set(memory_->under_way, under_way_);
   }
-  // One that its caller ran by itself, alone, without began(); met: when all ranks were there.
+  // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
   void ran(const Ended& e) {
     const Update update(*memory_);
+    if (e.seen && is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
+    if (e.seen) *e.seen = steps_ + 1;
     count(e);
     if (under_way_ == 0) add(memory_->communication_ns, since(e.submitted, e.now));
     add(memory_->for_peers_ns, since(e.submitted, e.started));
@@ -120,9 +123,10 @@ class Page {
   // place to note in which step it was seen last (0: never), declared: it is a bucket of an optimizer, which counts for
   // more than a name.
   void repeats(uint64_t* seen, bool declared, uint64_t submitted) {
-    const bool again = *seen == steps_ + 1;
-    const bool leads = declared ? !is_declared_ || again : !is_declared_ && again;
-    if (seen == leader_ || leads) begin_step(seen, declared, submitted);
+    if (is_step(*seen, seen, declared)) {
+      const Update update(*memory_);
+      begin_step(seen, declared, submitted);
+    }
     *seen = steps_ + 1;
   }
 
@@ -183,6 +187,10 @@ class Page {
     memory_->last_name_bytes.store(static_cast<uint32_t>(std::min<size_t>(e.name.size(), 64)),
                                    std::memory_order_relaxed);
     memory_->last_name.store(e.name);
+  }
+  bool is_step(uint64_t seen_in, const uint64_t* whose, bool declared) const {
+    const bool again = seen_in == steps_ + 1;
+    return whose == leader_ || (declared ? !is_declared_ || again : !is_declared_ && again);
   }
   void begin_step(const uint64_t* leader, bool declared, uint64_t at);
   uint64_t communication_ns(uint64_t at) const;

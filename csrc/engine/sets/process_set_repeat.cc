@@ -112,8 +112,8 @@ void ProcessSet::measure_repeat(const Signature& s, std::string_view name, NameR
                                 const ArrivalCollective::Arrival& arrival, uint64_t ticks) {
   Page& page = parts_.context.page;
   const uint64_t from = page.at(submitted), now = page.at(ticks);
-  if (!name.empty()) page.repeats(&record->seen_in_step, false, from);
-  page.ran({s.op, bytes_of(s), from, moment_of_arrival(submitted, arrival), now, name});
+  uint64_t* seen = name.empty() ? nullptr : &record->seen_in_step;
+  page.ran({s.op, bytes_of(s), from, moment_of_arrival(submitted, arrival), now, name, seen});
   if (page.is_beat_due(now)) parts_.intake.beat();
 }
 
