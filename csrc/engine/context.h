@@ -1,5 +1,5 @@
-// What every part of one engine knows: the settings, the log, the channels to the other ranks, the counters and the page of
-// measurements.
+// What every part of one engine knows: the settings, the log, the channels to the other ranks, the counters and the
+// page of measurements.
 //
 // Owner: the engine. Thread: any; `config`, `mesh` and `generation` are constant once connect() has returned.
 #pragma once

@@ -138,7 +138,8 @@ Status Engine::shutdown(double timeout_s) {
     return context_.has_failed() || !context_.connected.load() ||
            (loop_.outstanding() == 0 && !intake_.has_news() && !loop_.device_in_flight());
   };
-  // What was launched on GPUs waits there for ranks that are slower: they need this one until they have launched it, too.
+  // What was launched on GPUs waits there for ranks that are slower: they need this one until they have launched it,
+  // too.
   loop_.watch_flights();
   (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
   progress_.lock();

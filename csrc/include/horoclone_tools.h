@@ -27,7 +27,7 @@ HC_EXPORT const char* hc_describe(hc_runtime* rt); /* state for humans, no JSON:
 #define HC_PAGE_BYTES 4096
 HC_EXPORT hc_status* hc_page_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program);
 HC_EXPORT const char* hc_page(hc_runtime* rt);
-HC_EXPORT const char* hc_knobs(void);              /* the table of settings: [{name, type, default, help, horovod}] */
+HC_EXPORT const char* hc_knobs(void); /* the table of settings: [{name, type, default, help, horovod}] */
 HC_EXPORT const char* hc_build_info(void);
 /* Which algorithm runs for each operation, by size and layout; settings as for hc_runtime_create. */
 HC_EXPORT const char* hc_selection_report(const char* const* names, const char* const* values, int32_t n);

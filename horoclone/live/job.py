@@ -58,7 +58,7 @@ def jobs() -> list[Job]:
 
 def of_process(pid: int) -> list[Job]:
     """The jobs that this process has started: for the launcher itself, and whoever has just started it."""
-    return _with_launcher([pid])
+    return [one for one in _with_launcher([pid]) if one.launcher == pid]
 
 
 def find(name: str | None = None) -> Job:
@@ -93,7 +93,8 @@ def _own_processes() -> Iterator[int]:
 
 
 def _with_launcher(pids: Iterable[int]) -> list[Job]:
-    """A book is open in the launcher and in its ranks, which may survive it; the launcher's is preferred."""
+    """A book is open in the launcher and in its ranks, which may survive it, and in who reads it; the launcher's is
+    preferred."""
     readers: dict[int, Reader] = {}
     for pid in pids:
         for path in _books(pid):
@@ -101,7 +102,8 @@ def _with_launcher(pids: Iterable[int]) -> list[Job]:
                 reader = Reader(path)
                 if reader.inode not in readers or reader.about["pid"] == pid:
                     readers[reader.inode] = reader
-    return [_job_of(reader) for reader in readers.values() if not reader.is_over]
+    found = [_job_of(reader) for reader in readers.values() if not reader.is_over]
+    return [one for one in found if one.launcher is not None or one.pages()]
 
 
 def _books(pid: int) -> Iterator[str]:
@@ -120,8 +122,9 @@ def _job_of(reader: Reader) -> Job:
     def pages() -> list[Page]:
         if reader.is_over:
             return []
-        found = _read(reader.pages())
-        return _newest(found) if processes.lives(launcher) or any(map(_is_up, found)) else []
+        goes_on = processes.lives(launcher)
+        found = _read(reader.pages(), with_other_hosts=goes_on)
+        return _newest(found) if goes_on or any(map(_is_up, found)) else []
 
     return Job(
         id=about["id"],
@@ -190,13 +193,16 @@ def _seen_now(pages: list[Page]) -> list[Event]:
 # ---- both
 
 
-def _read(memories: Iterable[memoryview | bytes]) -> list[Page]:
+def _read(memories: Iterable[memoryview | bytes], with_other_hosts: bool = True) -> list[Page]:
+    """with_other_hosts: somebody still passes their pages on."""
     found = []
     for memory in memories:
         with contextlib.suppress(ValueError):
             copy = page.consistent_copy(memory)
-            seen = Seen()
-            if not page.is_of_another_host(copy):
+            seen, is_elsewhere = Seen(), page.is_of_another_host(copy)
+            if is_elsewhere and not with_other_hosts:
+                continue
+            if not is_elsewhere:
                 mark = page.mark_of(copy)
                 seen = Seen(processes.lives(mark), processes.is_stopped(mark))
             found.append(page.decode(copy, time.time(), seen))

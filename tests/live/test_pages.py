@@ -270,6 +270,7 @@ def test_pages_travel_between_hosts_and_rubbish_is_dropped() -> None:
         there.add(1, placement(1, "there"))
         here.add(1, placement(1, "there"))
         there.started(1, os.getpid(), True)
+        [mine] = [one for one in job.of_process(os.getpid()) if one.command == "here"]
         [(rank, packed)] = there.news()
         assert rank == 1 and len(packed) < 300
         assert list(there.news()) == []  # once a second
@@ -278,11 +279,11 @@ def test_pages_travel_between_hosts_and_rubbish_is_dropped() -> None:
         here.take(1, packed[:20])
         here.take(1, packed[:8] + bytes(100))
         here.take(9, packed)
-        [one] = job.of_process(os.getpid())[-1].pages()
+        [one] = mine.pages()
         assert one.pid == os.getpid() and one.host == "there" and one.state == "starting"
         here.ended(1, -15, True)
         here.take(1, packed)  # the last one of a rank that has ended
-        [one] = job.of_process(os.getpid())[-1].pages()
+        [one] = mine.pages()
         assert (one.state, one.exit_code) == ("lost", -15)
     finally:
         there.close()

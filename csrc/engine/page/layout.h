@@ -59,7 +59,7 @@ struct PageLayout {
   PageWord step, step_began, step_ns, step_smoothed_ns, step_communication_ns, step_waited_ns;
   PageWord communication_ns, communicates_since, under_way;
 
-  PageWord for_peers_ns, for_transfer_ns;  // of calls that need no handle
+  PageWord for_peers_ns, for_transfer_ns;              // of calls that need no handle
   PageWord other_for_peers_ns, other_for_transfer_ns;  // of threads that wait for handles; any thread adds
   PageWord waiting, waiting_since;                     // how many threads; the first of them
 

@@ -32,8 +32,8 @@ class Page {
 
   // ---- slow: once in a life, or once a second
 
-  // From now on the page is what lies at `offset` (a multiple of 4 KiB) of this file, which has it already and stays the
-  // caller's; program: what runs. Before begin(). InvalidArgument where it cannot be mapped.
+  // From now on the page is what lies at `offset` (a multiple of 4 KiB) of this file, which has it already and stays
+  // the caller's; program: what runs. Before begin(). InvalidArgument where it cannot be mapped.
   Status share(int fd, size_t offset, std::string_view program);
   struct Identity {
     int rank, size, local_rank;
@@ -198,8 +198,8 @@ class Page {
   void measure_ticks();
 
   const std::unique_ptr<PageLayout> own_;
-  PageLayout* memory_;       // own_, or in what is mapped
-  void* mapped_ = nullptr;   // of share()
+  PageLayout* memory_;      // own_, or in what is mapped
+  void* mapped_ = nullptr;  // of share()
   size_t mapped_bytes_ = 0;
   std::string program_;
   const TimePoint first_time_;
@@ -208,8 +208,8 @@ class Page {
   uint64_t next_beat_ = 0;
   uint64_t under_way_ = 0;
   uint64_t steps_ = 0;
-  const uint64_t* leader_ = nullptr;  // what begins a step: only compared
-  bool is_declared_ = false;          // it is a bucket
+  const uint64_t* leader_ = nullptr;                       // what begins a step: only compared
+  bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
 };
 

@@ -20,7 +20,8 @@ void Loop::start() {
 bool Loop::step(bool may_fill) {
   last_ = Iteration{};
   last_.may_fill = may_fill;
-  last_.looks_soon = parts_.gpu.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && device_in_flight());
+  last_.looks_soon =
+      parts_.gpu.has_failed() || (watches_flights_.load(std::memory_order_relaxed) && device_in_flight());
   try {
     if (Status done = advance(); !done.is_ok()) {
       fail(done);
@@ -260,8 +261,8 @@ Status Loop::check_late(TimePoint now) {
                                     [&](int peer) { waits[static_cast<size_t>(peer)] = true; });
   HC_TRY(parts_.peers.check(now, std::move(waits)));
   if (config.stall_check_disable) return Status::ok();
-  measure_stall(now);
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->reveal_late(now));
+  measure_stall(now);
   return parts_.stalls.is_due(now) ? report_stalls(now) : Status::ok();
 }
 
@@ -272,11 +273,15 @@ Status Loop::check_devices() {
   return Status::ok();
 }
 
-Status Loop::report_stalls(TimePoint now) {
+Stalls Loop::find_stalls(TimePoint now) const {
   Stalls stalls;
   for (const ProcessSet* set : parts_.sets.mine()) set->find_stalls(now, &stalls);
   stalls.lines += parts_.messages.stalled(now, parts_.context.config.stall_check_s, &stalls.longest_s, &stalls.late);
-  late_.assign(stalls.late.begin(), stalls.late.end());
+  return stalls;
+}
+
+Status Loop::report_stalls(TimePoint now) {
+  Stalls stalls = find_stalls(now);
   HC_TRY(parts_.stalls.report(now, std::move(stalls), pending()));
   if (parts_.stalls.awaits_answers()) next_timer_ = now + StallWatch::kAnswerMs;
   return Status::ok();
@@ -287,8 +292,9 @@ void Loop::measure_stall(TimePoint now) {
   const Operation* oldest = nullptr;
   for (const Operation* op : pending())
     if (!oldest || op->submitted < oldest->submitted) oldest = op;
-  if (oldest && seconds_between(oldest->submitted, now) >= parts_.context.config.stall_check_s)
-    parts_.context.page.stall(oldest->describe(), late_);
+  if (!oldest || seconds_between(oldest->submitted, now) < parts_.context.config.stall_check_s) return;
+  const Stalls stalls = find_stalls(now);
+  parts_.context.page.stall(oldest->describe(), {stalls.late.begin(), stalls.late.end()});
 }
 
 std::vector<const Operation*> Loop::pending() const {

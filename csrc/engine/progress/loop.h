@@ -94,6 +94,7 @@ class Loop {
   void take_submitted();
   void measure_begin(Operation* op);
   void measure_stall(TimePoint now);
+  Stalls find_stalls(TimePoint now) const;
   Status receive() {
     if (parts_.context.mesh->progress_shared()) last_.moved = true;
     return parts_.context.mesh->has_frames() ? receive_frames() : Status::ok();
@@ -120,7 +121,6 @@ class Loop {
   unsigned iterations_ = 0;
   TimePoint next_timer_{};
   std::vector<uint8_t> received_;
-  std::vector<int> late_;  // of the last look for stalls, where this rank knows
   std::mutex abort_mu_;  // guards abort_text_
   std::string abort_text_;
   std::atomic<bool> has_abort_{false}, watches_flights_{false};
