@@ -57,7 +57,7 @@ class Page {
   void stall(std::string_view what, const std::vector<int>& ranks);
   bool is_stalled() const { return memory_->stalled.load(std::memory_order_relaxed) != 0; }
   void go_on();
-  // The whole page at one moment; any thread.
+  // The whole page at one moment; any thread. After a thousand attempts, each met by a write: as it is.
   std::string copy() const;
 
   // ---- moments, in nanoseconds since the page was made, never 0
