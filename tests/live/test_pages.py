@@ -180,7 +180,9 @@ def test_what_killed_processes_have_left_is_removed_when_no_rank_of_their_job_li
         (place / name).mkdir(parents=True, exist_ok=True, mode=0o700)
         (place / name / f"{rank}.page").write_bytes(whole(rank, mark))
     (place / "empty").mkdir()
-    assert {one.id for one in job.jobs()} & {"dead", "half", "empty"} == {"half"}  # beside jobs of other tests
+    assert {one.id for one in job.jobs()} & {"dead", "half", "empty"} == {
+        "half"
+    }  # beside jobs of other tests
     assert sorted(os.listdir(place)) == ["half"]
     assert [one.state for one in job.find("half").pages()] == ["starting", "lost"]
     assert [event.kind for event in job.find("half").events()] == ["loss"]
