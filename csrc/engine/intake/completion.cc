@@ -2,20 +2,26 @@
 
 namespace hc {
 
-void Completion::measure(const Operation& op, const Status& status, uint64_t ticks) {
-  const uint64_t now = page_.at(ticks);
-  page_.ended({op.signature().op, status.is_ok() ? op.bytes() : 0, page_.at(op.submitted),
-               op.started.load(std::memory_order_relaxed), now, op.request.name});
-  if (page_.is_stalled()) page_.go_on();  // Loop says so again if something else still waits
-  if (page_.is_beat_due(now)) intake_.beat();
+namespace {
+uint64_t bytes_of_bucket(const Operation& op) {
+  const TensorMeta& tensor = op.signature().tensors[0];
+  return static_cast<uint64_t>(tensor.count()) * size_of(tensor.dtype);
 }
+}  // namespace
 
 void Completion::finish(Operation* op, Status status) {
   const nvtx::Range range([&] { return text_of("complete ", op->describe()); });
   op->span.end();
   const uint64_t ticks = Recorder::now();
   intake_.recorder().done(op->record, status.code(), ticks);
-  if (op->measured) measure(*op, status, ticks);
+  if (op->measured) {
+    const bool is_bucket = op->bucket.set >= 0;
+    const uint64_t bytes = is_bucket ? bytes_of_bucket(*op) : op->bytes(), now = page_.at(ticks);
+    page_.ended({op->signature().op, status.is_ok() ? bytes : 0, page_.at(op->submitted),
+                 op->started.load(std::memory_order_relaxed), now, op->request.name});
+    if (page_.is_stalled()) page_.go_on();  // Loop says so again if something else still waits
+    if (page_.is_beat_due(now)) intake_.beat();
+  }
   if (tuner_.is_searching() && status.is_ok()) tuner_.completed(*op);
   if (timeline_.on() && !is_message(op->signature().op)) timeline_.done(*op, status);
   if (status.code() == Code::kMismatch) records_.save_mismatch(status);

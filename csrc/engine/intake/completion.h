@@ -28,8 +28,6 @@ class Completion {
   void finish(Operation* op, Status status);
 
  private:
-  void measure(const Operation& op, const Status& status, uint64_t ticks);
-
   Page& page_;
   Intake& intake_;
   Timeline& timeline_;

@@ -155,35 +155,6 @@ void Page::go_on() {
   memory_->stalled.store(0, std::memory_order_relaxed);
 }
 
-uint64_t Page::communication_ns(uint64_t at) const {
-  const uint64_t before = memory_->communication_ns.load(std::memory_order_relaxed);
-  return under_way_ ? before + since(memory_->communicates_since.load(std::memory_order_relaxed), at) : before;
-}
-
-uint64_t Page::waited_ns() const {
-  const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
-  return get(memory_->for_peers_ns) + get(memory_->for_transfer_ns) + get(memory_->other_for_peers_ns) +
-         get(memory_->other_for_transfer_ns);
-}
-
-void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
-  const uint64_t communication = communication_ns(at), waited = waited_ns();
-  const uint64_t began = memory_->step_began.load(std::memory_order_relaxed);
-  if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
-    const uint64_t took = since(began, at), before = memory_->step_smoothed_ns.load(std::memory_order_relaxed);
-    set(memory_->step_ns, took);
-    set(memory_->step_smoothed_ns, before == 0 ? took : before - before / 5 + took / 5);
-    set(memory_->step_communication_ns, since(communication_before_, communication));
-    set(memory_->step_waited_ns, since(waited_before_, waited));
-  }
-  leader_ = leader;
-  is_declared_ = declared;
-  communication_before_ = communication;
-  waited_before_ = waited;
-  set(memory_->step_began, at);
-  set(memory_->step, ++steps_);
-}
-
 std::string Page::copy() const {
   std::string bytes(kPageBytes, '\0');
   const auto* words = reinterpret_cast<const AnyWord*>(memory_);

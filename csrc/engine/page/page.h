@@ -172,7 +172,7 @@ class Page {
   // One thread writes these words, so it needs no instruction that locks the bus.
   static void add(PageWord& word, uint64_t n) { set(word, word.load(std::memory_order_relaxed) + n); }
   static uint64_t since(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
-  void count(const Ended& e) {
+  [[gnu::always_inline]] void count(const Ended& e) {
     PageOperations& of_kind = memory_->operations[static_cast<size_t>(e.op)];
     const uint64_t started = e.started ? std::max(e.started, e.submitted) : e.now;
     add(of_kind.count, 1);
@@ -193,8 +193,6 @@ class Page {
     return whose == leader_ || (declared ? !is_declared_ || again : !is_declared_ && again);
   }
   void begin_step(const uint64_t* leader, bool declared, uint64_t at);
-  uint64_t communication_ns(uint64_t at) const;
-  uint64_t waited_ns() const;
   void measure_ticks();
 
   const std::unique_ptr<PageLayout> own_;
@@ -212,5 +210,28 @@ class Page {
   bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
 };
+
+inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
+  const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
+  PageLayout& page = *memory_;
+  const uint64_t under_way = under_way_ ? since(get(page.communicates_since), at) : 0;
+  const uint64_t communication = get(page.communication_ns) + under_way;
+  const uint64_t waited = get(page.for_peers_ns) + get(page.for_transfer_ns) + get(page.other_for_peers_ns) +
+                          get(page.other_for_transfer_ns);
+  const uint64_t began = get(page.step_began);
+  if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
+    const uint64_t took = since(began, at), before = get(page.step_smoothed_ns);
+    set(page.step_ns, took);
+    set(page.step_smoothed_ns, before == 0 ? took : before - before / 5 + took / 5);
+    set(page.step_communication_ns, since(communication_before_, communication));
+    set(page.step_waited_ns, since(waited_before_, waited));
+  }
+  leader_ = leader;
+  is_declared_ = declared;
+  communication_before_ = communication;
+  waited_before_ = waited;
+  set(page.step_began, at);
+  set(page.step, ++steps_);
+}
 
 }  // namespace hc

@@ -58,10 +58,14 @@ Status Loop::advance() {
 }
 
 void Loop::take_submitted() {
+  Page& page = parts_.context.page;
   parts_.intake.take();
   while (Operation* op = parts_.intake.next()) {
     last_.moved = true;
-    measure_begin(op);
+    const uint64_t submitted = page.at(op->submitted);
+    op->measured = true;
+    page.began(submitted);
+    if (op->name_record) page.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted);
     if (!is_message(op->signature().op)) {
       parts_.sets.find(op->process_set)->take(op);
     } else if (parts_.context.has_failed()) {
@@ -70,14 +74,6 @@ void Loop::take_submitted() {
       fail(sent);
     }
   }
-}
-
-void Loop::measure_begin(Operation* op) {
-  Page& page = parts_.context.page;
-  const uint64_t submitted = page.at(op->submitted);
-  op->measured = true;
-  page.began(submitted);
-  if (op->name_record) page.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted);
 }
 
 // Shared-memory rings move here; sockets move in poll(). A broken channel is reported there, after its last frames.
@@ -247,6 +243,7 @@ void Loop::blame_device() {
 
 void Loop::run_timers(TimePoint now) {
   next_timer_ = now + std::chrono::milliseconds(static_cast<int>(timer_s_ * 500));
+  parts_.intake.beat();
   if (parts_.context.has_failed()) return;
   if (Status checked = check_late(now); !checked.is_ok()) fail(checked);
 }

@@ -66,7 +66,6 @@ class Loop {
   }
   void check_timers() {
     if (parts_.gpu.has_failed()) blame_device();
-    if (const Page& page = parts_.context.page; page.is_beat_due(page.now())) parts_.intake.beat();
     if (outstanding() == 0 && !device_in_flight()) return parts_.peers.rest();
     if (const TimePoint now = Clock::now(); now >= next_timer_) run_timers(now);
   }
@@ -92,7 +91,6 @@ class Loop {
   bool launched_in_flight();
   bool has_flights() const;
   void take_submitted();
-  void measure_begin(Operation* op);
   void measure_stall(TimePoint now);
   Stalls find_stalls(TimePoint now) const;
   Status receive() {
