@@ -278,30 +278,28 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
         copy, _IDENTITY_AT
     )
     said, stalled, host, program = rest
-    step, step_began, step_ns, smoothed_ns, step_moves, step_waits, moves, moves_since, _ = (
-        _STEPS.unpack_from(copy, _STEPS_AT)
+    step, _, step_ns, smoothed_ns, step_moves, step_waits, moves, moves_since, _ = _STEPS.unpack_from(
+        copy, _STEPS_AT
     )
-    del step_began
     *waits, waiters, waiting_since = _WAITS.unpack_from(copy, _WAITS_AT)
     for_peers, for_transfer = waits[0] + waits[2], waits[1] + waits[3]
     received_ns, copied_ns, is_gone, exit_code = _NOTES.unpack_from(copy, _NOTES_AT)
     ahead_ns = received_ns - copied_ns if copied_ns else 0  # our clock before that of a page's own host
     started, heartbeat = (started_ns + ahead_ns) / 1e9, (heartbeat_ns + ahead_ns) / 1e9
-    copied = (
-        received_ns / 1e9 if copied_ns else now
-    )  # ages are as of the copy, which for another host is older
+    # Ages are as of the copy, which for another host is older.
+    copied = received_ns / 1e9 if copied_ns else now
     elapsed_ns = max(0, int((copied - started) * 1e9))
     is_busy = bool(moves_since) and said == _RUNNING
     if is_busy:
         moves += max(0, elapsed_ns - moves_since)
-    awaited, late_count, *late = _STALL.unpack_from(copy, _STALL_AT)
-    stalled_on = _text(awaited)
     lives = seen.lives and not is_gone
+    stalled_on, stalled_for = _stall(copy) if stalled else ("", ())
     if lives and seen.is_stopped:
-        stalled, stalled_on = 1, "the process is stopped (SIGSTOP, or a debugger)"
+        stalled_on, stalled_for = "the process is stopped (SIGSTOP, or a debugger)", ()
     elif lives and is_busy and now - heartbeat > SILENT_AFTER_S:
-        stalled, stalled_on = 1, f"no sign of life for {now - heartbeat:.0f} s: it is stopped, or its host is"
-    state = _state(said, bool(stalled), lives, exit_code if is_gone else None)
+        silent = f"no sign of life for {now - heartbeat:.0f} s: it is stopped, or its host is"
+        stalled_on, stalled_for = silent, ()
+    state = _state(said, bool(stalled_on), lives, exit_code if is_gone else None)
     if state == "running" and waiters and elapsed_ns - waiting_since > WAITING_AFTER_S * 1e9:
         state = "waiting"
     return Page(
@@ -330,13 +328,20 @@ def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
         last_operation=_last(copy, elapsed_ns),
         is_stalled=state == "stalled",
         stalled_on=stalled_on if state == "stalled" else "",
-        stalled_for=tuple(late[:late_count]) if state == "stalled" else (),
-        late=tuple(
-            Late(who, times, ns / 1e9)
-            for who, times, ns in _LATE.iter_unpack(copy[_LATE_AT : _LATE_AT + _LATE_COUNT * _LATE.size])
-            if times
-        ),
+        stalled_for=stalled_for if state == "stalled" else (),
+        late=_late(copy),
     )
+
+
+def _stall(copy: bytes) -> tuple[str, tuple[int, ...]]:
+    """(what waits, for which ranks) as the core says it."""
+    awaited, known, *ranks = _STALL.unpack_from(copy, _STALL_AT)
+    return _text(awaited) or "an operation", tuple(ranks[:known])
+
+
+def _late(copy: bytes) -> tuple[Late, ...]:
+    found = _LATE.iter_unpack(copy[_LATE_AT : _LATE_AT + _LATE_COUNT * _LATE.size])
+    return tuple(Late(rank, times, ns / 1e9) for rank, times, ns in found if times)
 
 
 def _state(said: int, stalled: bool, lives: bool, exit_code: int | None) -> str:

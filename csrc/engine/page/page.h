@@ -100,7 +100,7 @@ class Page {
     uint64_t* seen = nullptr;  // ran(): see repeats(); null: it has no name
   };
   // One that began() was called for.
-  void ended(const Ended& e) {
+  [[gnu::always_inline]] void ended(const Ended& e) {
     const Update update(*memory_);
     count(e);
     if (--under_way_ == 0) {
@@ -192,7 +192,7 @@ class Page {
     const bool again = seen_in == steps_ + 1;
     return whose == leader_ || (declared ? !is_declared_ || again : !is_declared_ && again);
   }
-  void begin_step(const uint64_t* leader, bool declared, uint64_t at);
+  [[gnu::always_inline]] void begin_step(const uint64_t* leader, bool declared, uint64_t at);
   void measure_ticks();
 
   const std::unique_ptr<PageLayout> own_;
@@ -211,7 +211,7 @@ class Page {
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
 };
 
-inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
+[[gnu::always_inline]] inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
   const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
   PageLayout& page = *memory_;
   const uint64_t under_way = under_way_ ? since(get(page.communicates_since), at) : 0;
