@@ -30,6 +30,9 @@ LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
     "ranks": (int, str),
     "verbose": (bool,),
     "tcp": (bool,),
+    "dashboard": (bool,),
+    "dashboard_port": (int, str),
+    "metrics_port": (int, str),
     "mpi_args": (str,),
     "binding_args": (str,),
 }

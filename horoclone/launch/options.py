@@ -143,6 +143,7 @@ def build_parser(program: str) -> argparse.ArgumentParser:
     _add_general(parser)
     _add_elastic(parser)
     _add_output(parser)
+    _add_views(parser)
     _add_mpi(parser)
     tunables = parser.add_argument_group(
         "tunables (each sets the variable named in its help, for every rank)"
@@ -262,6 +263,15 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
         dest="prefix_timestamp", help="time before every line")  # fmt: skip
     add("--horovod-format", action="store_true", help="horovodrun's prefix: [1]<stdout>:")
     add("--ranks", metavar="0,3-5", help="show only these ranks (files hold all)")
+
+
+def _add_views(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("live views (and in a terminal: horoclone top)").add_argument
+    add("--dashboard", action="store_true", help="serve a page about the running job, and print its address")
+    add("--dashboard-port", metavar="[ADDRESS:]PORT",
+        help="the same, there (default: any free port, of 127.0.0.1, which only this machine reaches)")  # fmt: skip
+    add("--metrics-port", metavar="[ADDRESS:]PORT",
+        help="serve metrics for Prometheus there (address: 127.0.0.1 unless given; port 0: any free one)")  # fmt: skip
 
 
 def _add_setting(group: Any, setting: Setting) -> None:

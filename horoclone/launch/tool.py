@@ -1,4 +1,4 @@
-"""The `horoclone` command and its subcommands: run, leave, doctor, debug, timeline, simulate, check-build."""
+"""The `horoclone` command and its subcommands: run, top, leave, doctor, debug, timeline, simulate, check-build."""
 
 from __future__ import annotations
 
@@ -58,6 +58,11 @@ def build_parser() -> Parser:
         return made
 
     command("run", _run, "start a job; the same as horoclonerun (horoclone run --help)", add_help=False)
+    top = command("top", _top, "show a running job: its ranks, steps, communication, stalls and losses")
+    top.add_argument("job", nargs="?", metavar="JOB", help="which one, where several run: its id or how that begins")
+    top.add_argument("--interval", type=seconds, default=1.0, metavar="S",
+                     help="time between two looks, in seconds (default 1)")  # fmt: skip
+    top.add_argument("--once", action="store_true", help="print it once, as without a terminal")
     leave = command("leave", leaving.leave, "ask workers of an elastic job on this host to leave it",
                     description=leaving.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     leaving.add_arguments(leave)
@@ -85,6 +90,27 @@ def build_parser() -> Parser:
 def _run(arguments: argparse.Namespace) -> int:
     """Only so that the list of commands has it: main() hands its words on before they are parsed."""
     raise LaunchError("horoclone run stands first: horoclone run -np 2 python train.py")
+
+
+def seconds(text: str) -> float:
+    value = float(text)
+    if not 0.1 <= value <= 3600:
+        raise argparse.ArgumentTypeError(f"{text} is not a time from 0.1 to 3600 seconds")
+    return value
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from horoclone.launch.views import check_packages
+    from horoclone.live import job
+
+    check_packages("horoclone top")
+    try:
+        found = job.find(arguments.job)
+    except job.NoJob as error:
+        raise LaunchError(str(error), 1) from None
+    from horoclone.live.top import screen
+
+    return screen.show(found, arguments.interval, arguments.once)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:

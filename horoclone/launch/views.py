@@ -1,0 +1,143 @@
+"""--dashboard and --metrics-port: what is needed is examined before the job starts, then both run beside it.
+
+They read the ranks' pages from threads of their own. Nothing that goes wrong with them after the start ends the job.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import importlib.util
+import os
+import socket
+from typing import TYPE_CHECKING
+
+from horoclone.launch.usage import LaunchError, say
+from horoclone.live.overview import Source
+
+if TYPE_CHECKING:
+    from horoclone.live.dashboard.content import Content
+    from horoclone.live.dashboard.server import Dashboard
+    from horoclone.live.exposition import MetricsServer
+
+LOCAL = "127.0.0.1"
+# flag -> (packages, the extra that brings them)
+NEEDS = {
+    "horoclone top": (("rich",), "top"),
+    "--metrics-port": (("prometheus_client",), "metrics"),
+    "--dashboard": (("starlette", "uvicorn"), "dashboard"),
+}
+
+
+def check_packages(flag: str) -> None:
+    """LaunchError names what is missing and the extra."""
+    packages, extra = NEEDS[flag]
+    missing = [name for name in packages if importlib.util.find_spec(name) is None]
+    if missing:
+        raise LaunchError(f"{flag} needs {' and '.join(missing)}: pip install 'horoclone[{extra}]'", 1)
+
+
+def endpoint(flag: str, text: str) -> tuple[str, int]:
+    """[ADDRESS:]PORT -> (address, port); only this machine can connect where no address is given."""
+    address, colon, port = text.rpartition(":")
+    if not port.isdigit() or int(port) > 65535 or (colon and not address):
+        raise LaunchError(f"{flag} {text}: expected PORT or ADDRESS:PORT, such as 9400 or 0.0.0.0:9400; 0: any free port")
+    return address.removeprefix("[").removesuffix("]") or LOCAL, int(port)
+
+
+def listening_socket(flag: str, address: str, port: int) -> socket.socket:
+    """Bound and listening, so that a port that is taken is an error before the job starts."""
+    try:
+        family, kind, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        made = socket.socket(family, kind)
+    except OSError as error:
+        raise _cannot_listen(flag, address, port, error) from None
+    try:
+        made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        made.bind(place)
+        made.listen(64)
+    except OSError as error:
+        made.close()
+        raise _cannot_listen(flag, address, port, error) from None
+    return made
+
+
+def _cannot_listen(flag: str, address: str, port: int, error: OSError) -> LaunchError:
+    why = error.strerror or str(error)
+    if error.errno == errno.EADDRINUSE:
+        return LaunchError(f"{flag}: port {port} of {address} is taken; choose another, or 0 for any that is free", 1)
+    return LaunchError(f"{flag}: cannot listen on {address} port {port}: {why}", 1)
+
+
+class Views:
+    """What was asked for, of one job. Made before it starts; LaunchError where something is missing or a port taken."""
+
+    def __init__(self, arguments: argparse.Namespace, program: str) -> None:
+        self._program = program
+        self._metrics: MetricsServer | None = None
+        self._dashboard: Dashboard | None = None
+        self._listening: socket.socket | None = None
+        self._content: Content | None = None
+        wants_dashboard = arguments.dashboard or arguments.dashboard_port is not None
+        for flag, is_wanted in (("--metrics-port", arguments.metrics_port is not None), ("--dashboard", wants_dashboard)):
+            if is_wanted:
+                check_packages(flag)
+        if wants_dashboard:
+            address, port = endpoint("--dashboard-port", str(arguments.dashboard_port or 0))
+            self._listening = listening_socket("--dashboard-port", address, port)
+        if arguments.metrics_port is not None:
+            self._open_metrics(*endpoint("--metrics-port", str(arguments.metrics_port)))
+
+    def _open_metrics(self, address: str, port: int) -> None:
+        from horoclone.live.exposition import MetricsServer
+
+        try:
+            self._metrics = MetricsServer(address, port)
+        except OSError as error:
+            self._drop_socket()
+            raise _cannot_listen("--metrics-port", address, port, error) from None
+        say(f"metrics: http://{_reachable(address)}:{self._metrics.port}/metrics", self._program)
+
+    @property
+    def wanted(self) -> bool:
+        return self._metrics is not None or self._listening is not None
+
+    def begin(self, source: Source) -> None:
+        """The job starts. source: its pages and events, read from our threads."""
+        if self._metrics is not None:
+            self._metrics.show(source.pages)
+        if self._listening is not None:
+            from horoclone.live.dashboard.content import Content
+            from horoclone.live.dashboard.server import Dashboard
+
+            self._content = Content(source, str(os.getpid()))
+            self._dashboard = Dashboard(self._listening, self._content, lambda text: say(text, self._program))
+            address, port = self._listening.getsockname()[:2]
+            self._dashboard.start()
+            say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)
+
+    def end(self, exit_code: int, text: str | None) -> None:
+        """The job is over: browsers are told how. text: the launcher's report, whose last line is shown."""
+        if self._content is not None:
+            last = text.splitlines()[-1] if text else "every rank has ended well" if exit_code == 0 else "it failed"
+            self._content.ended = {"exit_code": exit_code, "text": last}
+        self.close()
+
+    def close(self) -> None:
+        if self._dashboard is not None:
+            self._dashboard.close()
+        self._drop_socket()
+        if self._metrics is not None:
+            self._metrics.close()
+        self._dashboard = self._metrics = None
+
+    def _drop_socket(self) -> None:
+        if self._listening is not None:
+            self._listening.close()
+
+
+def _reachable(address: str) -> str:
+    """The address as a browser takes it; of a socket that listens everywhere, this host's name."""
+    if address in ("0.0.0.0", "::", ""):
+        return socket.gethostname()
+    return f"[{address}]" if ":" in address else address

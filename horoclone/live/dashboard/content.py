@@ -1,0 +1,77 @@
+"""What the dashboard shows of a job, ready for JSON. The script of web/ knows these names; nothing of the environment is here.
+
+Thread: the dashboard's; `ended` is set by the launcher's.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from horoclone.live.overview import Observer, Row, Source, upper_bounds_s
+from horoclone.live.page import Operation, Page
+
+
+class Content:
+    """Of the job `name`. ended: how it went, once it is over: {"exit_code", "text"}."""
+
+    def __init__(self, source: Source, name: str) -> None:
+        self._observer, self._source, self._name = Observer(source), source, name
+        self._pages: dict[int, Page] = {}
+        self._started = time.time()
+        self.ended: dict[str, Any] | None = None
+
+    def look(self) -> dict[str, Any]:
+        """`point` goes into the charts: [Unix s, step s of the median and of the slowest rank, share in communication].
+        `events` are those since the look before."""
+        pages = self._source.pages()
+        if pages or not self._pages:  # at the end the launcher may have let go of them
+            self._pages = {page.rank: page for page in pages}
+        overview = self._observer.digest(list(self._pages.values()), self._source.events())
+        now = time.time()
+        point = [now, overview.step_s, overview.slowest_step_s, overview.communication]
+        late_s = max((row.late_s for row in overview.rows if row.rank == overview.slowest), default=0.0)
+        return {
+            "time": now,
+            "job": {"id": self._name, "started": self._started, "ended": self.ended},
+            "sum": {
+                "step": overview.step,
+                "step_s": overview.step_s,
+                "communication": overview.communication,
+                "bytes_per_s": overview.bytes_per_s,
+                "slowest": overview.slowest,
+                "late_s": late_s,
+            },
+            "ranks": [_row(one) for one in overview.rows],
+            "operations": _operations(overview.operations),
+            "point": point if overview.rows else None,
+            "events": [{"time": one.time, "kind": one.kind, "text": one.text} for one in overview.new_events],
+        }
+
+    def look_at(self, rank: int) -> dict[str, Any] | None:
+        """The operations of one rank, as of the last look; None: there is no such rank."""
+        page = self._pages.get(rank)
+        return None if page is None else {"operations": _operations(page.operations)}
+
+
+def _row(row: Row) -> dict[str, Any]:
+    return {name: getattr(row, name) for name in Row.__slots__}
+
+
+def _operations(by_kind: Mapping[str, Operation]) -> dict[str, Any]:
+    return {kind: _operation(one) for kind, one in by_kind.items()}
+
+
+def _operation(one: Operation) -> dict[str, Any]:
+    """histogram: [upper bound in seconds, count] from the first bucket that is not empty to the last."""
+    filled = [at for at, count in enumerate(one.histogram) if count]
+    inside = range(filled[0], filled[-1] + 1) if filled else ()
+    bounds = upper_bounds_s()
+    return {
+        "count": one.count,
+        "bytes": one.bytes,
+        "queued_s": one.queued_seconds,
+        "running_s": one.running_seconds,
+        "histogram": [[bounds[at], one.histogram[at]] for at in inside],
+    }

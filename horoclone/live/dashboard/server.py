@@ -1,0 +1,211 @@
+"""Serves the dashboard from a thread of the launcher: files, one stream of events for each browser, nothing to act with.
+
+Thread: the constructor, start() and close() from the launcher's; everything else from the server's own, which alone asks
+the content. Whatever goes wrong there is said once and leaves the job alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import secrets
+import socket
+import threading
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from importlib import resources
+from typing import Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from horoclone.live.dashboard.content import Content
+
+EVERY_S = 1.0  # between two looks
+MOST_POINTS = 900  # of the charts: 15 minutes
+MOST_EVENTS = 200
+MOST_BROWSERS = 64  # connections at a time; more are answered with 503
+_CLOSE_S = 2.0  # for the thread to end; it is a daemon and holds nobody up for longer
+_FILES = {
+    "": ("index.html", "text/html"),
+    "dashboard.css": ("dashboard.css", "text/css"),
+    "dashboard.js": ("dashboard.js", "text/javascript"),
+    "format.js": ("format.js", "text/javascript"),
+    "icon.svg": ("icon.svg", "image/svg+xml"),
+    "uplot/uPlot.iife.min.js": ("uplot/uPlot.iife.min.js", "text/javascript"),
+    "uplot/uPlot.min.css": ("uplot/uPlot.min.css", "text/css"),
+    "uplot/LICENSE": ("uplot/LICENSE", "text/plain"),
+}
+_HEADERS = {
+    "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",  # the address has the token
+    "Cache-Control": "no-store",
+}
+
+
+class Dashboard:
+    """listening: a socket that listens, ours from now on. tell: takes the text of what went wrong, at most once."""
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        content: Content,
+        tell: Callable[[str], None],
+    ) -> None:
+        self.token = secrets.token_urlsafe(18)
+        self._socket, self._content, self._tell = listening, content, tell
+        self._files = {
+            path: (resources.files(__package__).joinpath("web", name).read_bytes(), kind)
+            for path, (name, kind) in _FILES.items()
+        }
+        self._points: deque[Any] = deque(maxlen=MOST_POINTS)
+        self._events: deque[Any] = deque(maxlen=MOST_EVENTS)
+        self._number = 0  # of looks
+        self._tick = self._hello = b""
+        self._next = asyncio.Event()
+        self._is_over = False  # the last look has been sent
+        self._closing = asyncio.Event()
+        self._has_told = False
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._runs = threading.Event()
+        config = uvicorn.Config(
+            self._application(),
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="critical",  # an address in a log would carry the token
+            access_log=False,
+            server_header=False,
+            limit_concurrency=MOST_BROWSERS,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="hc-dashboard", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Sends every browser what the content says now, and ends. Takes a moment, at most about 2 s."""
+        if self._runs.wait(_CLOSE_S) and self._loop is not None:
+            try:
+                self._loop.call_soon_threadsafe(self._closing.set)
+            except RuntimeError:  # its loop has ended by itself
+                pass
+            self._thread.join(_CLOSE_S)
+        self._socket.close()
+
+    # --- the server's thread
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._serve())
+        except BaseException as error:  # uvicorn also ends by SystemExit
+            self._say(f"the dashboard has ended: {error!r}")
+        finally:
+            self._runs.set()
+
+    def _say(self, text: str) -> None:
+        if not self._has_told:
+            self._has_told = True
+            self._tell(text)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._runs.set()
+        looking = asyncio.create_task(self._keep_looking())
+        await self._server.serve(sockets=[self._socket])
+        looking.cancel()
+
+    async def _keep_looking(self) -> None:
+        while not self._is_over:
+            try:
+                await asyncio.wait_for(self._closing.wait(), EVERY_S if self._number else 0.01)
+            except asyncio.TimeoutError:
+                pass
+            is_last = self._closing.is_set()
+            try:
+                self._look()
+            except Exception as error:
+                self._say(f"the dashboard does not go on: {error!r}")
+            self._is_over = is_last
+            self._next.set()
+            self._next = asyncio.Event()
+        await asyncio.sleep(0.05)  # for the streams to send it
+        self._server.should_exit = True
+
+    def _look(self) -> None:
+        snapshot = self._content.look()
+        if snapshot["point"] is not None:
+            self._points.append(snapshot["point"])
+        self._events.extend(snapshot["events"])
+        self._number += 1
+        self._tick = _message("tick", snapshot)
+        self._hello = b""
+
+    def _greeting(self) -> bytes:
+        if not self._hello:  # made for the first browser that needs it
+            snapshot = json.loads(self._tick.partition(b"data: ")[2])
+            whole = {**snapshot, "point": None, "history": list(self._points), "events": list(self._events)}
+            self._hello = _message("hello", whole)
+        return self._hello
+
+    async def _stream(self) -> AsyncIterator[bytes]:
+        while not self._number:
+            await self._next.wait()
+        seen = self._number
+        yield self._greeting()
+        while not self._is_over:
+            await self._next.wait()
+            if self._number != seen:
+                # a browser that was too slow for one look gets the whole again
+                yield self._tick if self._number == seen + 1 else self._greeting()
+            seen = self._number
+
+    def _application(self) -> Starlette:
+        return Starlette(
+            routes=[
+                Route("/{token}/events", self._answer_stream),
+                Route("/{token}/ranks/{rank:int}", self._answer_rank),
+                Route("/{token}/{path:path}", self._answer_file),
+            ],
+            exception_handlers={404: _not_found},
+        )
+
+    def _is_known(self, request: Request) -> bool:
+        return secrets.compare_digest(request.path_params["token"].encode(), self.token.encode())
+
+    async def _answer_stream(self, request: Request) -> Response:
+        if not self._is_known(request):
+            return _not_found()
+        return StreamingResponse(self._stream(), media_type="text/event-stream", headers=_HEADERS)
+
+    async def _answer_rank(self, request: Request) -> Response:
+        if not self._is_known(request):
+            return _not_found()
+        one = self._content.look_at(request.path_params["rank"])
+        if one is None:
+            return _not_found()
+        return Response(json.dumps(one), media_type="application/json", headers=_HEADERS)
+
+    async def _answer_file(self, request: Request) -> Response:
+        found = self._files.get(request.path_params["path"])
+        if found is None or not self._is_known(request):
+            return _not_found()
+        return Response(found[0], media_type=found[1], headers=_HEADERS)
+
+
+def _message(name: str, content: dict[str, Any]) -> bytes:
+    return f"event: {name}\ndata: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
+
+
+def _not_found(request: Any = None, error: Any = None) -> Response:
+    text = "Nothing is here. The launcher has printed the whole address, with its token.\n"
+    return PlainTextResponse(text, 404, headers=_HEADERS)

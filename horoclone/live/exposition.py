@@ -1,0 +1,186 @@
+"""What `horoclonerun --metrics-port` serves: the ranks' pages as Prometheus metrics. Needs prometheus_client.
+
+Names follow https://prometheus.io/docs/practices/naming/; deploy/grafana has a dashboard that uses them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import prometheus_client
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from horoclone.live import page as pages_of
+from horoclone.live.overview import late_seconds, late_times, state_of, upper_bounds_s
+from horoclone.live.page import Page
+
+PREFIX = "horoclone_"
+_RANK = ["rank", "host"]
+
+# name -> (what it is, how to get it from a page)
+GAUGES: dict[str, tuple[str, Callable[[Page], float]]] = {
+    "rank_up": (
+        "1 while the process of the rank runs.",
+        lambda page: float(state_of(page) not in ("lost", "ended")),
+    ),
+    "rank_stalled": (
+        "1 while the rank waits for others for longer than the stall check allows.",
+        lambda page: float(state_of(page) == "stalled"),
+    ),
+    "generation": ("Which generation of the world the rank is in.", lambda page: page.generation),
+    "start_time_seconds": ("When init() began, Unix time.", lambda page: page.started),
+    "heartbeat_time_seconds": ("When the rank last gave a sign of life, Unix time.", lambda page: page.heartbeat),
+    "step_duration_seconds": ("How long the last whole step took.", lambda page: page.step_seconds),
+    "step_communication_seconds": (
+        "For how long of the last whole step operations were under way.",
+        lambda page: page.step_communication_seconds,
+    ),
+    "step_waited_seconds": (
+        "For how long of the last whole step a thread of the program waited for operations.",
+        lambda page: page.step_waited_seconds,
+    ),
+}  # fmt: skip
+COUNTERS: dict[str, tuple[str, Callable[[Page], float]]] = {
+    "steps": ("Steps that have begun.", lambda page: page.step),
+    "communication_seconds": (
+        "Time in which any operation was under way.",
+        lambda page: page.communication_seconds,
+    ),
+    "overlapped_seconds": (
+        "Of that, time in which no thread of the program waited.",
+        lambda page: page.overlapped_seconds,
+    ),
+}
+
+
+class PagesCollector(Collector):
+    """Reads the pages anew at each scrape. read_pages: called from the threads of the server, one at a time."""
+
+    def __init__(self, read_pages: Callable[[], Sequence[Page]]) -> None:
+        self._read_pages = read_pages
+        self._one_at_a_time = threading.Lock()
+
+    def describe(self) -> Iterator[Metric]:
+        """Empty: a registry would ask collect() for the names, before there are pages."""
+        return iter(())
+
+    def collect(self) -> Iterator[Metric]:
+        with self._one_at_a_time:
+            pages = list(self._read_pages())
+        yield from families(pages)
+
+
+def families(pages: Sequence[Page]) -> Iterator[Metric]:
+    """The metrics of these pages, each with the labels rank and host."""
+    info = InfoMetricFamily(f"{PREFIX}rank", "Which process the rank is.", labels=_RANK)
+    state = GaugeMetricFamily(
+        f"{PREFIX}rank_state", "1 for the state in which the rank is, 0 for the others.", labels=[*_RANK, "state"]
+    )
+    for page in pages:
+        ours = _labels(page)
+        info.add_metric(ours, {"pid": str(page.pid), "local_rank": str(page.local_rank), "size": str(page.size)})
+        for name in pages_of.STATES:
+            state.add_metric([*ours, name], float(name == state_of(page)))
+    yield info
+    yield state
+    for name, (text, value) in GAUGES.items():
+        gauge = GaugeMetricFamily(PREFIX + name, text, labels=_RANK)
+        for page in pages:
+            gauge.add_metric(_labels(page), value(page))
+        yield gauge
+    for name, (text, value) in COUNTERS.items():
+        counter = CounterMetricFamily(PREFIX + name, text, labels=_RANK)
+        for page in pages:
+            counter.add_metric(_labels(page), value(page))
+        yield counter
+    yield _waits(pages)
+    yield from _late(pages)
+    yield from _operations(pages)
+
+
+def _labels(page: Page) -> list[str]:
+    return [str(page.rank), page.host]
+
+
+def _waits(pages: Sequence[Page]) -> Metric:
+    waited = CounterMetricFamily(
+        f"{PREFIX}waited_seconds",
+        "Time that threads of the program waited for operations, before (peers) and after (transfer) data moved.",
+        labels=[*_RANK, "reason"],
+    )
+    for page in pages:
+        waited.add_metric([*_labels(page), "peers"], page.waited_for_peers_seconds)
+        waited.add_metric([*_labels(page), "transfer"], page.waited_for_transfer_seconds)
+    return waited
+
+
+def _late(pages: Sequence[Page]) -> Iterator[Metric]:
+    hosts = {page.rank: page.host for page in pages}
+    times = CounterMetricFamily(
+        f"{PREFIX}rank_last_to_come", "How often the rank was the last one to come to an operation.", labels=_RANK
+    )
+    seconds = CounterMetricFamily(
+        f"{PREFIX}rank_awaited_seconds", "How long others have waited for the rank, as one of them saw it.", labels=_RANK
+    )
+    for rank, count in late_times(pages).items():
+        times.add_metric([str(rank), hosts.get(rank, "")], count)
+    for rank, value in late_seconds(pages).items():
+        seconds.add_metric([str(rank), hosts.get(rank, "")], value)
+    yield times
+    yield seconds
+
+
+def _operations(pages: Sequence[Page]) -> Iterator[Metric]:
+    labels = [*_RANK, "operation"]
+    count = CounterMetricFamily(f"{PREFIX}operations", "Operations that have ended.", labels=labels)
+    moved = CounterMetricFamily(f"{PREFIX}operation_bytes", "Bytes of the rank's tensors in operations.", labels=labels)
+    queued = CounterMetricFamily(
+        f"{PREFIX}operation_queued_seconds", "From the submission until data moves, summed.", labels=labels
+    )
+    running = CounterMetricFamily(
+        f"{PREFIX}operation_running_seconds", "From then until the end, summed.", labels=labels
+    )
+    duration = HistogramMetricFamily(
+        f"{PREFIX}operation_duration_seconds", "From the submission to the end of an operation.", labels=labels
+    )
+    bounds = ["+Inf" if bound is None else repr(bound) for bound in upper_bounds_s()]
+    for page in pages:
+        for kind, one in page.operations.items():
+            ours = [*_labels(page), kind]
+            count.add_metric(ours, one.count)
+            moved.add_metric(ours, one.bytes)
+            queued.add_metric(ours, one.queued_seconds)
+            running.add_metric(ours, one.running_seconds)
+            so_far, buckets = 0, []
+            for bound, inside in zip(bounds, one.histogram, strict=True):
+                so_far += inside
+                buckets.append((bound, float(so_far)))
+            duration.add_metric(ours, buckets, one.queued_seconds + one.running_seconds)
+    yield from (count, moved, queued, running, duration)
+
+
+class MetricsServer:
+    """Answers scrapes from threads of its own. OSError where the address cannot be had. port: 0 takes any free one."""
+
+    def __init__(self, address: str, port: int) -> None:
+        self._read_pages: Callable[[], Sequence[Page]] = lambda: []
+        registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        registry.register(PagesCollector(lambda: self._read_pages()))
+        self._server, self._thread = prometheus_client.start_http_server(port, address, registry)
+        self.port: int = self._server.server_port
+
+    def show(self, read_pages: Callable[[], Sequence[Page]]) -> None:
+        """From now on these; before there were none."""
+        self._read_pages = read_pages
+
+    def close(self) -> None:
+        """Takes no new scrape. Does not wait: its loop looks only twice a second whether it is to end."""
+        threading.Thread(target=self._server.shutdown, name="hc-metrics-end", daemon=True).start()
