@@ -6,11 +6,14 @@ import argparse
 import os
 import shlex
 import sys
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horoclone.launch import options
 from horoclone.launch.usage import LaunchError, parse_ranks, say
 from horoclone.settings import START_TIMEOUT_S
+
+if TYPE_CHECKING:
+    from horoclone.launch.job import Job, JobResult
 
 PROGRAM = "horoclonerun"
 _DEFAULTS: dict[str, Any] = {"start_timeout": START_TIMEOUT_S, "grace": 30.0, "threads_per_rank": "auto"}
@@ -174,10 +177,29 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         interfaces=arguments.network_interfaces,
         verbose=arguments.verbose,
     )
-    result = Job(request).run() if elastic is None else ElasticJob(request, elastic).run()
+    job = Job(request) if elastic is None else ElasticJob(request, elastic)
+    result = _run_watched(job, arguments, program) if _wants_views(arguments) else job.run()
     if result.text:
         say(result.text, program)
     return result.exit_code
+
+
+def _wants_views(arguments: argparse.Namespace) -> bool:
+    return arguments.dashboard or arguments.dashboard_port is not None or arguments.metrics_port is not None
+
+
+def _run_watched(job: Job, arguments: argparse.Namespace, program: str) -> JobResult:
+    """With the views that were asked for beside it, from before its first rank starts until it has ended."""
+    from horoclone.launch.views import Views
+
+    views = Views(arguments, program)
+    try:
+        views.begin(job)
+        result = job.run()
+        views.end(result.exit_code, result.text)
+        return result
+    finally:
+        views.close()
 
 
 def _launch_with_mpi(
@@ -185,6 +207,8 @@ def _launch_with_mpi(
 ) -> int:
     from horoclone.launch import mpirun
 
+    if _wants_views(arguments):
+        raise LaunchError("the processes are mpirun's: look at them with `horoclone top`, or leave --mpi out")
     if arguments.ranks:
         raise LaunchError(
             "--ranks chooses among lines that mpirun prints; leave --mpi out, or use --output-filename"

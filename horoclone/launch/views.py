@@ -98,10 +98,6 @@ class Views:
             raise _cannot_listen("--metrics-port", address, port, error) from None
         say(f"metrics: http://{_reachable(address)}:{self._metrics.port}/metrics", self._program)
 
-    @property
-    def wanted(self) -> bool:
-        return self._metrics is not None or self._listening is not None
-
     def begin(self, source: Source) -> None:
         """The job starts. source: its pages and events, read from our threads."""
         if self._metrics is not None:
