@@ -178,7 +178,7 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
         verbose=arguments.verbose,
     )
     job = Job(request) if elastic is None else ElasticJob(request, elastic)
-    result = _run_watched(job, arguments, program) if _wants_views(arguments) else job.run()
+    result = _run_watched(job, arguments, program, elastic is None) if _wants_views(arguments) else job.run()
     if result.text:
         say(result.text, program)
     return result.exit_code
@@ -188,15 +188,16 @@ def _wants_views(arguments: argparse.Namespace) -> bool:
     return arguments.dashboard or arguments.dashboard_port is not None or arguments.metrics_port is not None
 
 
-def _run_watched(job: Job, arguments: argparse.Namespace, program: str) -> JobResult:
+def _run_watched(job: Job, arguments: argparse.Namespace, program: str, ranks_stay: bool) -> JobResult:
     """With the views that were asked for beside it, from before its first rank starts until it has ended."""
     from horoclone.launch.views import Views
 
     views = Views(arguments, program)
     try:
-        views.begin(job)
+        views.begin()
         result = job.run()
-        views.end(result.exit_code, result.text)
+        codes = {end.rank: end.code for end in result.ends}
+        views.end(result.exit_code, result.text, codes if ranks_stay else {})
         return result
     finally:
         views.close()

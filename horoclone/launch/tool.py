@@ -59,7 +59,9 @@ def build_parser() -> Parser:
 
     command("run", _run, "start a job; the same as horoclonerun (horoclone run --help)", add_help=False)
     top = command("top", _top, "show a running job: its ranks, steps, communication, stalls and losses")
-    top.add_argument("job", nargs="?", metavar="JOB", help="which one, where several run: its id or how that begins")
+    top.add_argument(
+        "job", nargs="?", metavar="JOB", help="which one, where several run: its id or how that begins"
+    )
     top.add_argument("--interval", type=seconds, default=1.0, metavar="S",
                      help="time between two looks, in seconds (default 1)")  # fmt: skip
     top.add_argument("--once", action="store_true", help="print it once, as without a terminal")

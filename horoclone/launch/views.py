@@ -10,10 +10,13 @@ import errno
 import importlib.util
 import os
 import socket
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from horoclone.launch.usage import LaunchError, say
+from horoclone.live.job import Event, of_process
 from horoclone.live.overview import Source
+from horoclone.live.page import Page
 
 if TYPE_CHECKING:
     from horoclone.live.dashboard.content import Content
@@ -41,7 +44,9 @@ def endpoint(flag: str, text: str) -> tuple[str, int]:
     """[ADDRESS:]PORT -> (address, port); only this machine can connect where no address is given."""
     address, colon, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65535 or (colon and not address):
-        raise LaunchError(f"{flag} {text}: expected PORT or ADDRESS:PORT, such as 9400 or 0.0.0.0:9400; 0: any free port")
+        raise LaunchError(
+            f"{flag} {text}: expected PORT or ADDRESS:PORT, such as 9400 or 0.0.0.0:9400; 0: any free port"
+        )
     return address.removeprefix("[").removesuffix("]") or LOCAL, int(port)
 
 
@@ -65,7 +70,9 @@ def listening_socket(flag: str, address: str, port: int) -> socket.socket:
 def _cannot_listen(flag: str, address: str, port: int, error: OSError) -> LaunchError:
     why = error.strerror or str(error)
     if error.errno == errno.EADDRINUSE:
-        return LaunchError(f"{flag}: port {port} of {address} is taken; choose another, or 0 for any that is free", 1)
+        return LaunchError(
+            f"{flag}: port {port} of {address} is taken; choose another, or 0 for any that is free", 1
+        )
     return LaunchError(f"{flag}: cannot listen on {address} port {port}: {why}", 1)
 
 
@@ -79,7 +86,10 @@ class Views:
         self._listening: socket.socket | None = None
         self._content: Content | None = None
         wants_dashboard = arguments.dashboard or arguments.dashboard_port is not None
-        for flag, is_wanted in (("--metrics-port", arguments.metrics_port is not None), ("--dashboard", wants_dashboard)):
+        for flag, is_wanted in (
+            ("--metrics-port", arguments.metrics_port is not None),
+            ("--dashboard", wants_dashboard),
+        ):
             if is_wanted:
                 check_packages(flag)
         if wants_dashboard:
@@ -98,25 +108,32 @@ class Views:
             raise _cannot_listen("--metrics-port", address, port, error) from None
         say(f"metrics: http://{_reachable(address)}:{self._metrics.port}/metrics", self._program)
 
-    def begin(self, source: Source) -> None:
-        """The job starts. source: its pages and events, read from our threads."""
+    def begin(self) -> None:
+        """The job of this process is about to start: it has its book, which our threads read as anybody else does."""
         if self._metrics is not None:
-            self._metrics.show(source.pages)
+            self._metrics.show(_own_job().pages)
         if self._listening is not None:
             from horoclone.live.dashboard.content import Content
             from horoclone.live.dashboard.server import Dashboard
 
-            self._content = Content(source, str(os.getpid()))
+            self._content = Content(_own_job(), str(os.getpid()))
             self._dashboard = Dashboard(self._listening, self._content, lambda text: say(text, self._program))
             address, port = self._listening.getsockname()[:2]
             self._dashboard.start()
             say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)
 
-    def end(self, exit_code: int, text: str | None) -> None:
-        """The job is over: browsers are told how. text: the launcher's report, whose last line is shown."""
+    def end(self, exit_code: int, text: str | None, codes: Mapping[int, int]) -> None:
+        """The job is over: browsers are told how. text: the launcher's report, whose last line is shown. codes: exit codes
+        by rank, where the numbers of ranks did not change."""
         if self._content is not None:
-            last = text.splitlines()[-1] if text else "every rank has ended well" if exit_code == 0 else "it failed"
-            self._content.ended = {"exit_code": exit_code, "text": last}
+            last = (
+                text.splitlines()[-1]
+                if text
+                else "every rank has ended well"
+                if exit_code == 0
+                else "it failed"
+            )
+            self._content.end(exit_code, last, codes)
         self.close()
 
     def close(self) -> None:
@@ -130,6 +147,22 @@ class Views:
     def _drop_socket(self) -> None:
         if self._listening is not None:
             self._listening.close()
+
+
+class _Nothing:
+    """Where the launcher had no memory for a book: the job runs, and there is nothing to see."""
+
+    def pages(self) -> list[Page]:
+        return []
+
+    def events(self) -> list[Event]:
+        return []
+
+
+def _own_job() -> Source:
+    """A reader of its own for each view: it is not for two threads."""
+    found = of_process(os.getpid())
+    return found[-1] if found else _Nothing()
 
 
 def _reachable(address: str) -> str:

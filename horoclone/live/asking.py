@@ -86,7 +86,9 @@ def _place(pid: int, host: str, name: str) -> tuple[int, int]:
         raise NoAnswer(f"process {pid} may not be looked at by this user") from None
     except OSError:
         raise NoAnswer(f"process {pid} is gone") from None
-    raise NoAnswer("it does not listen: HOROCLONE_STALL_STACKS=0, or init() was called in another thread than the main one")
+    raise NoAnswer(
+        "it does not listen: HOROCLONE_STALL_STACKS=0, or init() was called in another thread than the main one"
+    )
 
 
 def _target(link: str) -> str:

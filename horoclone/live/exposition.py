@@ -37,7 +37,7 @@ GAUGES: dict[str, tuple[str, Callable[[Page], float]]] = {
     ),
     "generation": ("Which generation of the world the rank is in.", lambda page: page.generation),
     "start_time_seconds": ("When init() began, Unix time.", lambda page: page.started),
-    "heartbeat_time_seconds": ("When the rank last gave a sign of life, Unix time.", lambda page: page.heartbeat),
+    "heartbeat_time_seconds": ("When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.", lambda page: page.heartbeat),
     "step_duration_seconds": ("How long the last whole step took.", lambda page: page.step_seconds),
     "step_communication_seconds": (
         "For how long of the last whole step operations were under way.",
@@ -82,11 +82,15 @@ def families(pages: Sequence[Page]) -> Iterator[Metric]:
     """The metrics of these pages, each with the labels rank and host."""
     info = InfoMetricFamily(f"{PREFIX}rank", "Which process the rank is.", labels=_RANK)
     state = GaugeMetricFamily(
-        f"{PREFIX}rank_state", "1 for the state in which the rank is, 0 for the others.", labels=[*_RANK, "state"]
+        f"{PREFIX}rank_state",
+        "1 for the state in which the rank is, 0 for the others.",
+        labels=[*_RANK, "state"],
     )
     for page in pages:
         ours = _labels(page)
-        info.add_metric(ours, {"pid": str(page.pid), "local_rank": str(page.local_rank), "size": str(page.size)})
+        info.add_metric(
+            ours, {"pid": str(page.pid), "local_rank": str(page.local_rank), "size": str(page.size)}
+        )
         for name in pages_of.STATES:
             state.add_metric([*ours, name], float(name == state_of(page)))
     yield info
@@ -125,10 +129,14 @@ def _waits(pages: Sequence[Page]) -> Metric:
 def _late(pages: Sequence[Page]) -> Iterator[Metric]:
     hosts = {page.rank: page.host for page in pages}
     times = CounterMetricFamily(
-        f"{PREFIX}rank_last_to_come", "How often the rank was the last one to come to an operation.", labels=_RANK
+        f"{PREFIX}rank_last_to_come",
+        "How often the rank was the last one to come to an operation.",
+        labels=_RANK,
     )
     seconds = CounterMetricFamily(
-        f"{PREFIX}rank_awaited_seconds", "How long others have waited for the rank, as one of them saw it.", labels=_RANK
+        f"{PREFIX}rank_awaited_seconds",
+        "How long others have waited for the rank, as one of them saw it.",
+        labels=_RANK,
     )
     for rank, count in late_times(pages).items():
         times.add_metric([str(rank), hosts.get(rank, "")], count)
@@ -141,7 +149,9 @@ def _late(pages: Sequence[Page]) -> Iterator[Metric]:
 def _operations(pages: Sequence[Page]) -> Iterator[Metric]:
     labels = [*_RANK, "operation"]
     count = CounterMetricFamily(f"{PREFIX}operations", "Operations that have ended.", labels=labels)
-    moved = CounterMetricFamily(f"{PREFIX}operation_bytes", "Bytes of the rank's tensors in operations.", labels=labels)
+    moved = CounterMetricFamily(
+        f"{PREFIX}operation_bytes", "Bytes of the rank's tensors in operations.", labels=labels
+    )
     queued = CounterMetricFamily(
         f"{PREFIX}operation_queued_seconds", "From the submission until data moves, summed.", labels=labels
     )
@@ -149,7 +159,9 @@ def _operations(pages: Sequence[Page]) -> Iterator[Metric]:
         f"{PREFIX}operation_running_seconds", "From then until the end, summed.", labels=labels
     )
     duration = HistogramMetricFamily(
-        f"{PREFIX}operation_duration_seconds", "From the submission to the end of an operation.", labels=labels
+        f"{PREFIX}operation_duration_seconds",
+        "From the submission to the end of an operation.",
+        labels=labels,
     )
     bounds = ["+Inf" if bound is None else repr(bound) for bound in upper_bounds_s()]
     for page in pages:

@@ -1,10 +1,11 @@
 """What the dashboard shows of a job, ready for JSON. The script of web/ knows these names; nothing of the environment is here.
 
-Thread: the dashboard's; `ended` is set by the launcher's.
+Thread: the dashboard's; end() is called by the launcher's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,27 +15,35 @@ from horoclone.live.page import Operation, Page
 
 
 class Content:
-    """Of the job `name`. ended: how it went, once it is over: {"exit_code", "text"}."""
+    """Of the job `name`."""
 
     def __init__(self, source: Source, name: str) -> None:
         self._observer, self._source, self._name = Observer(source), source, name
         self._pages: dict[int, Page] = {}
         self._started = time.time()
-        self.ended: dict[str, Any] | None = None
+        self._ended: dict[str, Any] | None = None
+        self._codes: Mapping[int, int] = {}
+
+    def end(self, exit_code: int, text: str, codes: Mapping[int, int]) -> None:
+        """The job is over, and its pages are gone. codes: of ranks, as subprocess has them."""
+        self._codes = codes
+        self._ended = {"exit_code": exit_code, "text": text}
 
     def look(self) -> dict[str, Any]:
         """`point` goes into the charts: [Unix s, step s of the median and of the slowest rank, share in communication].
         `events` are those since the look before."""
-        pages = self._source.pages()
-        if pages or not self._pages:  # at the end the launcher may have let go of them
+        ended, pages = self._ended, self._source.pages()
+        if pages or not self._pages:
             self._pages = {page.rank: page for page in pages}
+        if ended is not None:
+            self._pages = {rank: _last_of(page, self._codes.get(rank)) for rank, page in self._pages.items()}
         overview = self._observer.digest(list(self._pages.values()), self._source.events())
         now = time.time()
         point = [now, overview.step_s, overview.slowest_step_s, overview.communication]
         late_s = max((row.late_s for row in overview.rows if row.rank == overview.slowest), default=0.0)
         return {
             "time": now,
-            "job": {"id": self._name, "started": self._started, "ended": self.ended},
+            "job": {"id": self._name, "started": self._started, "ended": ended},
             "sum": {
                 "step": overview.step,
                 "step_s": overview.step_s,
@@ -53,6 +62,16 @@ class Content:
         """The operations of one rank, as of the last look; None: there is no such rank."""
         page = self._pages.get(rank)
         return None if page is None else {"operations": _operations(page.operations)}
+
+
+def _last_of(page: Page, code: int | None) -> Page:
+    """A page that was read before the job ended, with what became of its process. code: None where that is not known."""
+    if page.exit_code is not None or page.state in ("ended", "lost"):
+        return page
+    state = "lost" if code else "ended"
+    return dataclasses.replace(
+        page, state=state, exit_code=code, is_stalled=False, stalled_on="", stalled_for=()
+    )
 
 
 def _row(row: Row) -> dict[str, Any]:

@@ -159,11 +159,16 @@ class Top:
         except asking.NoAnswer as error:
             self._say(f"rank {rank}: {error}")
             return
-        self._wish.overlay = [f"Stacks of rank {rank} (pid {row.pid}); any key goes back", *stacks.splitlines()]
+        self._wish.overlay = [
+            f"Stacks of rank {rank} (pid {row.pid}); any key goes back",
+            *stacks.splitlines(),
+        ]
 
     def _record(self) -> None:
         folder = os.path.abspath(f"horoclone-records-{self._job.id}")
-        written, errors = asking.flight_records({row.rank: (row.pid, row.host) for row in self.overview.rows}, folder)
+        written, errors = asking.flight_records(
+            {row.rank: (row.pid, row.host) for row in self.overview.rows}, folder
+        )
         text = f"{len(written)} flight records: horoclone debug {folder}" if written else "no flight record"
         self._say(text + (f"; {errors[0]}" if errors else ""))
 
