@@ -123,8 +123,8 @@ class Views:
             say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)
 
     def end(self, exit_code: int, text: str | None, codes: Mapping[int, int]) -> None:
-        """The job is over: browsers are told how. text: the launcher's report, whose last line is shown. codes: exit codes
-        by rank, where the numbers of ranks did not change."""
+        """The job is over: browsers are told how. text: the launcher's report, whose last line is shown. codes: exit
+        codes by rank, where the numbers of ranks did not change."""
         if self._content is not None:
             last = (
                 text.splitlines()[-1]

@@ -1,7 +1,7 @@
-"""Asks a rank of this host, from outside, for its stacks or its flight record; runtime/asked.py answers. Works while it hangs.
+"""Asks a rank of this host, from outside, for its stacks or its flight record; runtime/asked.py answers.
 
-Asked is with a signal, whose number is part of the name of the anonymous memory into which the answer is written. Who may
-do so is decided by the kernel, as for a debugger: the same user.
+A signal asks, and the rank writes into anonymous memory, whose name has the number of the signal. The kernel decides
+who may do so, as for a debugger: the same user. Stacks come while the program hangs, too.
 """
 
 from __future__ import annotations

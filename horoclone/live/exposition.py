@@ -37,7 +37,10 @@ GAUGES: dict[str, tuple[str, Callable[[Page], float]]] = {
     ),
     "generation": ("Which generation of the world the rank is in.", lambda page: page.generation),
     "start_time_seconds": ("When init() began, Unix time.", lambda page: page.started),
-    "heartbeat_time_seconds": ("When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.", lambda page: page.heartbeat),
+    "heartbeat_time_seconds": (
+        "When the rank last gave a sign of life, Unix time; it gives none while it has nothing to do.",
+        lambda page: page.heartbeat,
+    ),
     "step_duration_seconds": ("How long the last whole step took.", lambda page: page.step_seconds),
     "step_communication_seconds": (
         "For how long of the last whole step operations were under way.",
@@ -47,7 +50,7 @@ GAUGES: dict[str, tuple[str, Callable[[Page], float]]] = {
         "For how long of the last whole step a thread of the program waited for operations.",
         lambda page: page.step_waited_seconds,
     ),
-}  # fmt: skip
+}
 COUNTERS: dict[str, tuple[str, Callable[[Page], float]]] = {
     "steps": ("Steps that have begun.", lambda page: page.step),
     "communication_seconds": (

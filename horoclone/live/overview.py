@@ -32,9 +32,9 @@ class Source(Protocol):
 class Row:
     """One rank. note: why it is in this state, or "". None: not known (yet), or it has no sense in this state.
 
-    communication: share of time in which operations were under way, 0 to 1, and overlap: of that, the share for which no
-    thread waited; of the last whole step, or where there are no steps of the last seconds. late_s: how long others have
-    waited for it since init(), as the one saw it who waited longest.
+    communication: share of time in which operations were under way, 0 to 1, and overlap: of that, the share for which
+    no thread waited; of the last whole step, or where there are no steps of the last seconds. late_s: how long others
+    have waited for it since init(), as the one saw it who waited longest.
     """
 
     rank: int
@@ -128,15 +128,15 @@ def state_of(page: Page) -> str:
 
 
 def end_of(exit_code: int | None) -> str:
-    """How a process ended, for people. exit_code: as subprocess has it."""
+    """How a process ended, in a few letters. exit_code: as subprocess has it; None: nobody saw it."""
     if exit_code is None:
-        return "its process is gone"
+        return "gone"
     if exit_code >= 0:
         return f"exit code {exit_code}"
     try:
-        return f"killed by {signal.Signals(-exit_code).name}"
+        return signal.Signals(-exit_code).name
     except ValueError:
-        return f"killed by signal {-exit_code}"
+        return f"signal {-exit_code}"
 
 
 def late_seconds(pages: Iterable[Page]) -> dict[int, float]:

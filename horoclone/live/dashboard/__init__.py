@@ -1,1 +1,4 @@
-"""The page of `horoclonerun --dashboard`: server.py serves it, web/ is what the browser gets. Needs starlette, uvicorn."""
+"""The page of `horoclonerun --dashboard`: server.py serves it, web/ is what the browser gets.
+
+Needs starlette and uvicorn.
+"""

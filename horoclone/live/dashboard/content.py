@@ -1,4 +1,6 @@
-"""What the dashboard shows of a job, ready for JSON. The script of web/ knows these names; nothing of the environment is here.
+"""What the dashboard shows of a job, ready for JSON, under the names that the script of web/ knows.
+
+Nothing of the environment or the command line is in it.
 
 Thread: the dashboard's; end() is called by the launcher's.
 """
@@ -65,7 +67,7 @@ class Content:
 
 
 def _last_of(page: Page, code: int | None) -> Page:
-    """A page that was read before the job ended, with what became of its process. code: None where that is not known."""
+    """A page that was read before the job ended, with what became of its process. code: None: not known."""
     if page.exit_code is not None or page.state in ("ended", "lost"):
         return page
     state = "lost" if code else "ended"

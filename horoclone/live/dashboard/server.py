@@ -1,7 +1,7 @@
-"""Serves the dashboard from a thread of the launcher: files, one stream of events for each browser, nothing to act with.
+"""Serves the dashboard from a thread of the launcher: files, and a stream of events for each browser.
 
-Thread: the constructor, start() and close() from the launcher's; everything else from the server's own, which alone asks
-the content. Whatever goes wrong there is said once and leaves the job alone.
+Nobody can act on the job through it. Thread: the constructor, start() and close() from the launcher's; everything else
+from the server's own, which alone asks the content. Whatever goes wrong there is said once and leaves the job alone.
 """
 
 from __future__ import annotations

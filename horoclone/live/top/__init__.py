@@ -1,1 +1,1 @@
-"""`horoclone top`: a running job in a terminal. table.py makes the lines, screen.py shows them and reads keys. Needs rich."""
+"""`horoclone top`: table.py makes the lines, screen.py shows them in a terminal and reads keys. Needs rich."""

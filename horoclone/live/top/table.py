@@ -45,7 +45,7 @@ class Column(NamedTuple):
 
 @dataclasses.dataclass(slots=True)
 class Wish:
-    """What the user has chosen. chosen: a rank. order: a key of ORDERS. overlay: lines to show in place of the table."""
+    """What the user has chosen. chosen: a rank. order: a key of ORDERS. overlay: lines in place of the table."""
 
     chosen: int = 0
     order: str = "rank"
@@ -158,6 +158,18 @@ def headline(overview: Overview, title: str, width: int) -> Text:
     return Text("\n", end="").join([first, second])
 
 
+def _about(row: Row, width: int) -> Text:
+    """What does not fit into the line of the chosen rank."""
+    words = [
+        f"rank {row.rank} on {row.host}: {row.state}",
+        row.note,
+        f"last {row.operation}" if row.operation else "",
+    ]
+    text = Text(", ".join(word for word in words if word).replace("\n", " "), "italic", no_wrap=True)
+    text.truncate(width, overflow="ellipsis")
+    return text
+
+
 def event_text(event: Event) -> str:
     return f"{time.strftime('%H:%M:%S', time.localtime(event.time))} {event.text}"
 
@@ -196,11 +208,13 @@ def screenful(overview: Overview, title: str, width: int, height: int, wish: Wis
         shown = Text("\n".join(lines[: max(1, height - 3)]), no_wrap=True, overflow="crop", end="")
         return Text("\n", end="").join([head, shown, last])
     rows = ordered(overview.rows, wish.order)
-    events = min(_EVENTS, len(overview.events), max(0, height - 6))
-    room = max(1, height - 4 - events)  # two lines of head, the titles, the keys
+    events = min(_EVENTS, len(overview.events), max(0, height - 7))
+    room = max(1, height - 5 - events)  # two lines of head, the titles, the chosen rank, the keys
     at = next((index for index, row in enumerate(rows) if row.rank == wish.chosen), 0)
     start = min(max(0, at - room // 2), max(0, len(rows) - room))
     parts = [head, rows_text(rows[start : start + room], width, wish.chosen)]
+    if rows:
+        parts.append(_about(rows[at], width))
     if events:
         parts.append(events_text(overview.events, width, events))
     return Text("\n", end="").join([*parts, last])
