@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+
 for name in ("synthetic_pages", "browser", "terminal"):
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name(f"{name}.py"))
@@ -103,14 +105,15 @@ class Watched:
 
 
 @pytest.fixture(scope="module")
-def start_watched(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Watched]]:
+def start_watched(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[..., Watched]]:
     """start_watched(size, steps, flags, env) -> Watched, killed at the end of the module."""
     for package in ("prometheus_client", "starlette", "uvicorn"):
         pytest.importorskip(package, reason=f"{package} is not installed: pip install '.[metrics,dashboard]'")
     pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
-    from conftest import Launch  # tests/conftest.py
-
-    runner = Launch()
+    shared = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
+    runner = shared.Launch()
 
     def start(size: int, steps: int = 30, flags: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Watched:
         folder = tmp_path_factory.mktemp("job")
