@@ -4,7 +4,7 @@
 const byId = (id) => document.getElementById(id);
 const MOST_POINTS = 900; // of the charts; the launcher keeps as many
 const MOST_EVENTS = 200;
-const STATES = { running: "runs", waiting: "waits", stalled: "stalled", lost: "lost", ended: "ended", starting: "starts" };
+const STATES = ["running", "waiting", "stalled", "lost", "ended", "starting"]; // each with its colour
 
 let now = null; // the newest snapshot
 let chosen = null; // a rank, or null for all
@@ -36,7 +36,7 @@ function match(parent, items, create, update) {
 // --- ranks
 
 function describe(one) {
-  const parts = [`rank ${one.rank} on ${one.host}`, STATES[one.state]];
+  const parts = [`rank ${one.rank} on ${one.host}`, one.state];
   if (one.note) parts.push(one.note);
   if (one.operation) parts.push(`last operation ${one.operation}`);
   return parts.join(", ");
@@ -51,15 +51,15 @@ function drawRanks() {
     button.dataset.rank = one.rank;
     button.dataset.state = one.state;
     put(button.firstChild, String(one.rank));
-    put(button.lastChild, STATES[one.state]);
+    put(button.lastChild, one.state);
     button.setAttribute("aria-pressed", String(chosen === one.rank));
     const words = describe(one);
     if (button.title !== words) { button.title = words; button.setAttribute("aria-label", words); }
   });
   const counts = {};
   for (const one of now.ranks) counts[one.state] = (counts[one.state] || 0) + 1;
-  put(byId("legend"), Object.keys(STATES).filter((state) => counts[state])
-    .map((state) => `${counts[state]} ${STATES[state]}`).join(", "));
+  put(byId("legend"), STATES.filter((state) => counts[state])
+    .map((state) => `${counts[state]} ${state}`).join(", "));
 }
 
 function choose(rank) {
@@ -81,7 +81,7 @@ const COLUMNS = [
   ["rank", "Rank", (one) => String(one.rank), true],
   ["host", "Host", (one) => one.host],
   ["pid", "PID", (one) => one.pid ? String(one.pid) : "-", true],
-  ["state", "State", (one) => one.note ? `${STATES[one.state]}: ${one.note}` : STATES[one.state]],
+  ["state", "State", (one) => one.note ? `${one.state}: ${one.note}` : one.state],
   ["step", "Step", (one) => format.count(one.step), true],
   ["steps_per_s", "Steps/s", (one) => format.rate(one.steps_per_s), true],
   ["step_s", "Step time", (one) => format.seconds(one.step_s), true],
@@ -89,7 +89,7 @@ const COLUMNS = [
   ["overlap", "Overlap", (one) => format.share(one.overlap), true],
   ["bytes_per_s", "Bytes/s", (one) => format.bytes(one.bytes_per_s), true],
   ["bytes", "Bytes", (one) => format.bytes(one.bytes), true],
-  ["late_s", "Waited for", (one) => format.seconds(one.late_s), true],
+  ["late_s", "Waited for", (one) => one.late_s ? format.seconds(one.late_s) : "-", true],
   ["operation", "Last operation", (one) => one.operation || "-"],
 ];
 
@@ -172,7 +172,7 @@ function chart(id, series, text) {
   const plot = new uPlot({
     width: place.clientWidth, height: 190, cursor: { drag: { x: false, y: false } },
     scales: { y: { range: (_, low, high) => [0, high > 0 ? high * 1.1 : 1] } },
-    axes: [axis, { ...axis, size: 64, values: (_, ticks) => ticks.map((value) => text(value)) }],
+    axes: [{ ...axis, values: (_, ticks) => ticks.map(format.clock), space: 90 }, { ...axis, size: 64, values: (_, ticks) => ticks.map((value) => text(value)) }],
     series: [{ value: (_, at) => at == null ? "" : format.clock(at) }, ...series.map(([label, stroke]) => ({
       label, stroke: colour(stroke), width: 2, spanGaps: true, value: (_, value) => text(value) }))],
   }, points.length ? transposed(series.map((one) => one[2])) : [[], ...series.map(() => [])], place);
@@ -211,8 +211,8 @@ function draw() {
   put(byId("sum-step"), format.count(now.sum.step), String(now.sum.step));
   put(byId("sum-step-time"), format.seconds(now.sum.step_s), String(now.sum.step_s));
   put(byId("sum-communication"), format.share(now.sum.communication), String(now.sum.communication));
-  put(byId("sum-throughput"), `${format.bytes(now.sum.bytes_per_s)}/s`, String(now.sum.bytes_per_s));
-  put(byId("sum-slowest"), now.sum.slowest === null ? "-" : `rank ${now.sum.slowest}`, now.sum.slowest === null ? "" : `${now.sum.late_s} s`);
+  put(byId("sum-throughput"), now.sum.bytes_per_s == null ? "-" : `${format.bytes(now.sum.bytes_per_s)}/s`, String(now.sum.bytes_per_s));
+  put(byId("sum-slowest"), now.sum.slowest == null ? "-" : `rank ${now.sum.slowest}`, now.sum.slowest == null ? "" : `${now.sum.late_s} s`);
   drawRanks();
   drawTable();
   drawCharts();

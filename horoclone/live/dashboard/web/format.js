@@ -11,6 +11,7 @@ const format = {
   },
   seconds(value) {
     if (value == null) return "-";
+    if (value === 0) return "0 s";
     if (value < 999.5e-6) return (value * 1e6).toPrecision(value < 1e-6 ? 1 : 3) + " us";
     if (value < 0.9995) return (value * 1e3).toPrecision(3) + " ms";
     if (value < 99.95) return value.toPrecision(3) + " s";
