@@ -208,7 +208,10 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "cores": cores,
         "step_ms": {way: [1e3 * one for one in times] for way, times in steps_s.items()},
         "watched_against_alone": dataclasses.asdict(ratio_of(steps_s["watched"], steps_s["alone"])),
-        "of_a_core": {**{name: statistics.median(each) for name, each in share.items()}, "launcher, no views": without},
+        "of_a_core": {
+            **{name: statistics.median(each) for name, each in share.items()},
+            "launcher, no views": without,
+        },
         "of_the_machine": added / cores,
         "seen_in_the_last_turn": seen,
     }
@@ -220,7 +223,8 @@ def show(result: dict[str, Any]) -> None:
     print(f"\nviews: {100 * result['of_the_machine']:.2f} % of the machine's {result['cores']} cores")
     times = result["step_ms"]
     print(
-        f"a step: {statistics.median(times['alone']):.1f} ms alone, {statistics.median(times['watched']):.1f} ms watched; "
+        f"a step: {statistics.median(times['alone']):.1f} ms alone, "
+        f"{statistics.median(times['watched']):.1f} ms watched; "
         f"speed watched: {ratio_text(result['watched_against_alone'])} of alone"
     )
     print(f"seen in the last turn: {result['seen_in_the_last_turn']}")

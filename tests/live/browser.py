@@ -97,17 +97,29 @@ class Page:
         """Seconds until the expression was true."""
         began = time.monotonic()
         while not self.ask(expression):
-            assert time.monotonic() < began + timeout_s, (expression, self.problems, self.ask("document.body.innerText"))
+            assert time.monotonic() < began + timeout_s, (
+                expression,
+                self.problems,
+                self.ask("document.body.innerText"),
+            )
             self.listen(0.03)
         return time.monotonic() - began
 
     def press(self, key: str, code: int, text: str = "") -> None:
         for kind in ("rawKeyDown", *(("char",) if text else ()), "keyUp"):
             more = {"text": text} if kind == "char" else {}
-            self.call("Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more)
+            self.call(
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, windowsVirtualKeyCode=code, **more
+            )
 
     def set_size(self, width: int, height: int) -> None:
-        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        self.call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width,
+            height=height,
+            deviceScaleFactor=1,
+            mobile=False,
+        )
 
     def prefer(self, scheme: str) -> None:
         features = [{"name": "prefers-color-scheme", "value": scheme}]

@@ -79,7 +79,13 @@ class Watched:
         return found
 
     def wait_until_calm(self, timeout_s: float = 60) -> None:
-        self.until(lambda: len(list(self.folder.glob("metrics.?"))) + len(list(self.folder.glob("metrics.??"))) == self.size, timeout_s)
+        self.until(
+            lambda: (
+                len(list(self.folder.glob("metrics.?"))) + len(list(self.folder.glob("metrics.??")))
+                == self.size
+            ),
+            timeout_s,
+        )
 
     def metrics_of(self, rank: int) -> dict[str, Any]:
         """What the rank itself says."""
@@ -115,10 +121,19 @@ def start_watched(
     shared = request.config.pluginmanager.get_plugin(str(ROOT / "tests" / "conftest.py"))
     runner = shared.Launch()
 
-    def start(size: int, steps: int = 30, flags: tuple[str, ...] = (), env: dict[str, str] | None = None) -> Watched:
+    def start(
+        size: int, steps: int = 30, flags: tuple[str, ...] = (), env: dict[str, str] | None = None
+    ) -> Watched:
         folder = tmp_path_factory.mktemp("job")
         (folder / "train.py").write_text(PROGRAM)
-        run = [Path(sys.executable).with_name("horoclonerun"), "-np", str(size), "--dashboard", "--metrics-port", "0"]
+        run = [
+            Path(sys.executable).with_name("horoclonerun"),
+            "-np",
+            str(size),
+            "--dashboard",
+            "--metrics-port",
+            "0",
+        ]
         command = [*run, *flags, sys.executable, folder / "train.py", folder, str(steps)]
         return Watched(runner.start(command, env=env), folder, size)
 

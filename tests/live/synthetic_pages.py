@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from horoclone.live.job import Event
-from horoclone.live.page import BUCKETS, Late, LastOperation, Operation, Page
+from horoclone.live.page import BUCKETS, LastOperation, Late, Operation, Page
 
 NOW = 1_700_000_000.0
 
@@ -50,6 +50,8 @@ class FixedJob:
 def a_mixed_job(size: int) -> FixedJob:
     """Rank 1 was killed, rank 0 waits for it, the others run."""
     pages = [a_page(rank, size) for rank in range(size)]
-    pages[0] = a_page(0, size, state="stalled", is_stalled=True, stalled_on="allreduce 'grad.0'", stalled_for=(1,))
+    pages[0] = a_page(
+        0, size, state="stalled", is_stalled=True, stalled_on="allreduce 'grad.0'", stalled_for=(1,)
+    )
     pages[1] = a_page(1, size, state="lost", exit_code=-9)
     return FixedJob(pages, [Event(time.time(), "loss", "rank 1 was killed by SIGKILL", (1,))])

@@ -63,9 +63,7 @@ class Terminal:
 
 
 @contextlib.contextmanager
-def terminal(
-    command: Sequence[Any], columns: int, lines: int, env: Mapping[str, str]
-) -> Iterator[Terminal]:
+def terminal(command: Sequence[Any], columns: int, lines: int, env: Mapping[str, str]) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
     environment = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}

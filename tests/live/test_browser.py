@@ -18,7 +18,9 @@ SIZE = 8
 TAB, ENTER, ESCAPE = ("Tab", 9), ("Enter", 13, "\r"), ("Escape", 27)
 
 pytestmark = [
-    pytest.mark.guards("horoclone/live", "horoclone/launch/views.py", "tests/live/browser.py", "tests/live/conftest.py"),
+    pytest.mark.guards(
+        "horoclone/live", "horoclone/launch/views.py", "tests/live/browser.py", "tests/live/conftest.py"
+    ),
     pytest.mark.slow,
     pytest.mark.skipif(browser.find() is None, reason="no Chromium (Debian: apt-get install chromium)"),
 ]
@@ -28,7 +30,9 @@ OPERATIONS = """[...document.querySelectorAll('#operations tbody tr')].map((row)
   [row.dataset.operation, Number(row.cells[1].title), Number(row.cells[2].title)])"""
 RANKS = """[...document.querySelectorAll('#table tbody tr')].map((row) =>
   [Number(row.dataset.rank), row.dataset.state, Number(row.cells[10].title)])"""
-WHERE = "(() => { const at = document.activeElement; return at.id || at.textContent.trim() || at.tagName; })()"
+WHERE = (
+    "(() => { const at = document.activeElement; return at.id || at.textContent.trim() || at.tagName; })()"
+)
 CONTRASTS = """(() => {
   const light = (text) => { const c = text.match(/[\\d.]+/g).slice(0, 3).map((v) => v / 255)
     .map((v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
@@ -73,7 +77,9 @@ def test_the_values_on_the_page_are_those_of_the_metrics(job: Any, page: Any) ->
     }
     assert scraped == expected
     ranks = page.ask(RANKS)
-    assert ranks == [[rank, "running", sum(one["bytes"] for one in own[rank].values())] for rank in range(SIZE)]
+    assert ranks == [
+        [rank, "running", sum(one["bytes"] for one in own[rank].values())] for rank in range(SIZE)
+    ]
     assert page.ask("document.getElementById('sum-ranks').textContent") == f"{SIZE} of {SIZE}"
     assert page.ask("document.getElementById('sum-slowest').textContent") == "rank 1"
     counts = page.ask("document.getElementById('histogram').getAttribute('aria-label')")
@@ -100,7 +106,9 @@ def test_everything_is_reached_with_the_keyboard(job: Any, page: Any) -> None:
     own = job.metrics_of(1)["by_operation"]
     page.wait_until("document.querySelector('.whose').textContent === 'rank 1'")
     page.wait_until(f"{OPERATIONS}.some((one) => one[0] === 'broadcast' && one[1] === 1)")
-    assert {name: size for name, _, size in page.ask(OPERATIONS)} == {k: one["bytes"] for k, one in own.items()}
+    assert {name: size for name, _, size in page.ask(OPERATIONS)} == {
+        k: one["bytes"] for k, one in own.items()
+    }
     page.press(*ESCAPE)
     page.wait_until(f"{OPERATIONS}.some((one) => one[0] === 'broadcast' && one[1] === {SIZE})")
     page.ask("[...document.querySelectorAll('th button')].find((one) => one.textContent === 'Rank').focus()")
@@ -120,7 +128,9 @@ def test_light_and_dark_follow_the_system_and_the_button(page: Any) -> None:
     page.ask("document.getElementById('theme').focus()")
     for name in ("light", "dark"):  # against a dark system
         page.press(*ENTER)
-        assert page.ask(ground) == seen[name] and name in page.ask("document.getElementById('theme').textContent")
+        assert page.ask(ground) == seen[name] and name in page.ask(
+            "document.getElementById('theme').textContent"
+        )
     page.open(page.ask("location.href"))
     page.wait_until(f"document.querySelectorAll('#grid button').length === {SIZE}")
     assert "dark" in page.ask("document.getElementById('theme').textContent"), "it is remembered"
@@ -134,7 +144,9 @@ def test_charts_grow_and_narrow_windows_do_not_scroll_sideways(job: Any, page: A
     page.wait_until("Number(document.getElementById('sum-step').title) > 60", 30)
     page.listen(12)  # for charts with something in them
     assert page.ask("document.querySelectorAll('.chart canvas').length") == 2
-    assert page.ask("charts.every((one) => one.plot.data[0].length >= 8 && one.plot.data[1].some((v) => v > 0))")
+    assert page.ask(
+        "charts.every((one) => one.plot.data[0].length >= 8 && one.plot.data[1].some((v) => v > 0))"
+    )
     assert "median rank:" in page.ask("document.getElementById('chart-step').getAttribute('aria-label')")
     picture = tmp_path / "dashboard.png"
     page.screenshot(picture)
@@ -152,17 +164,26 @@ def test_a_killed_rank_turns_red_within_two_seconds_and_the_end_is_told(job: Any
                    " const found = getComputedStyle(i).color; i.remove(); return found; })()")  # fmt: skip
     tile = "document.querySelector('#grid button[data-rank=\"3\"]')"
     assert page.ask(f"getComputedStyle({tile}).backgroundColor") != red
-    pid = page.ask("Number([...document.querySelectorAll('#table tbody tr')].find((r) => r.dataset.rank === '3').cells[2].title)")
+    pid = page.ask(
+        "Number([...document.querySelectorAll('#table tbody tr')].find((r) => r.dataset.rank === '3').cells[2].title)"
+    )
     os.kill(pid, signal.SIGKILL)
     killed_s = time.monotonic()
     page.wait_until(f"getComputedStyle({tile}).backgroundColor === '{red}'", 5)
     took_s = time.monotonic() - killed_s
     print(f"red after {took_s:.2f} s")
     assert took_s < 2
-    page.wait_until("document.getElementById('events').textContent.includes('rank 3 was killed by SIGKILL')", 5)
-    page.wait_until("document.getElementById('connection').textContent.startsWith('the job has ended: root cause: rank 3')", 30)
+    page.wait_until(
+        "document.getElementById('events').textContent.includes('rank 3 was killed by SIGKILL')", 5
+    )
+    page.wait_until(
+        "document.getElementById('connection').textContent.startsWith('the job has ended: root cause: rank 3')",
+        30,
+    )
     assert page.ask("document.getElementById('connection').dataset.state") == "failed"
     assert job.started.finish(30).returncode == 137
     page.listen(0.5)
     assert page.problems == []
-    assert page.requests and all(url.startswith(job.dashboard_url) for url in page.requests if url != "about:blank")
+    assert page.requests and all(
+        url.startswith(job.dashboard_url) for url in page.requests if url != "about:blank"
+    )

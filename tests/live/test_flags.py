@@ -20,7 +20,9 @@ RUN = [Path(sys.executable).with_name("horoclonerun"), "-np", "1"]
 
 def refused(launch: Any, flags: list[str], env: dict[str, str] | None = None) -> str:
     done = launch([*RUN, *flags, *RANK], check=False, env=env)
-    assert done.returncode in (1, 2) and MARK not in done.stdout and "Traceback" not in done.stderr, done.output
+    assert done.returncode in (1, 2) and MARK not in done.stdout and "Traceback" not in done.stderr, (
+        done.output
+    )
     return done.stderr
 
 
@@ -31,7 +33,10 @@ def test_a_port_that_is_taken_is_said_before_the_job_starts(launch: Any, flag: s
     with socket.create_server((LOCAL, 0)) as taken:
         port = taken.getsockname()[1]
         said = refused(launch, [flag, str(port)])
-    assert said == f"horoclonerun: {flag}: port {port} of 127.0.0.1 is taken; choose another, or 0 for any that is free\n"
+    assert (
+        said
+        == f"horoclonerun: {flag}: port {port} of 127.0.0.1 is taken; choose another, or 0 for any that is free\n"
+    )
 
 
 def test_an_address_that_is_not_ours_or_is_no_address(launch: Any) -> None:
@@ -51,7 +56,9 @@ def test_a_missing_package_is_named_with_its_extra(
 ) -> None:
     for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
-    with pytest.raises(LaunchError, match=rf"^{flag} needs {packages[0]}.*pip install 'horoclone\[{extra}\]'$"):
+    with pytest.raises(
+        LaunchError, match=rf"^{flag} needs {packages[0]}.*pip install 'horoclone\[{extra}\]'$"
+    ):
         check_packages(flag)
 
 
@@ -63,7 +70,9 @@ def test_the_extras_exist_and_bring_these_packages() -> None:
 
 
 def test_a_missing_package_stops_the_launcher_before_its_ranks(launch: Any) -> None:
-    hide = "import sys; sys.modules['uvicorn'] = None; from horoclone.launch.cli import main; sys.exit(main())"
+    hide = (
+        "import sys; sys.modules['uvicorn'] = None; from horoclone.launch.cli import main; sys.exit(main())"
+    )
     done = launch([sys.executable, "-c", hide, "-np", "1", "--dashboard", *RANK], check=False)
     assert done.returncode == 1 and MARK not in done.stdout
     assert done.stderr == "horoclonerun: --dashboard needs uvicorn: pip install 'horoclone[dashboard]'\n"
@@ -78,7 +87,11 @@ def test_a_file_may_set_the_ports(tmp_path: Path) -> None:
 
     config = tmp_path / "job.yaml"
     config.write_text("metrics_port: 9400\ndashboard: true\ndashboard_port: 127.0.0.1:8000\n")
-    assert load(str(config))[0] == {"metrics_port": 9400, "dashboard": True, "dashboard_port": "127.0.0.1:8000"}
+    assert load(str(config))[0] == {
+        "metrics_port": 9400,
+        "dashboard": True,
+        "dashboard_port": "127.0.0.1:8000",
+    }
 
 
 def test_top_without_a_job_says_so(launch: Any) -> None:
@@ -100,5 +113,7 @@ def test_a_job_of_plain_python_can_be_watched_too(launch: Any) -> None:
 def test_the_flags_do_not_take_the_programs_own(launch: Any) -> None:
     from horoclone.launch.options import build_parser
 
-    parsed: argparse.Namespace = build_parser("horoclonerun").parse_args(["-np", "2", "--dashboard", "python", "x.py"])
+    parsed: argparse.Namespace = build_parser("horoclonerun").parse_args(
+        ["-np", "2", "--dashboard", "python", "x.py"]
+    )
     assert parsed.dashboard and parsed.command == ["python", "x.py"]

@@ -23,7 +23,9 @@ def test_rates_are_those_of_the_last_seconds_and_shares_those_of_the_last_step()
     assert first.rows[0].bytes_per_s is None and first.bytes_per_s is None
     for second in range(1, 20):  # 1 MB a second, then for five seconds nothing
         moved = 4_000_000 + min(second, 14) * 1_000_000
-        page = a_page(0, now=NOW + second, operations={"allreduce": Operation(1, moved, 0, 0, histogram(at1=1))})
+        page = a_page(
+            0, now=NOW + second, operations={"allreduce": Operation(1, moved, 0, 0, histogram(at1=1))}
+        )
         seen = observer.digest([page], [])
         if second == 10:
             assert seen.rows[0].bytes_per_s == pytest.approx(1e6)
@@ -37,7 +39,9 @@ def test_without_steps_the_share_is_that_of_the_last_seconds() -> None:
     observer = Observer(FixedJob([]))
     bare = {"step": 0, "step_seconds": 0.0, "step_seconds_smoothed": 0.0, "step_communication_seconds": 0.0}
     observer.digest([a_page(0, now=NOW, communication_seconds=1.0, overlapped_seconds=0.5, **bare)], [])
-    seen = observer.digest([a_page(0, now=NOW + 2, communication_seconds=1.5, overlapped_seconds=0.9, **bare)], [])
+    seen = observer.digest(
+        [a_page(0, now=NOW + 2, communication_seconds=1.5, overlapped_seconds=0.9, **bare)], []
+    )
     assert seen.rows[0].communication == pytest.approx(0.25) and seen.rows[0].overlap == pytest.approx(0.8)
     assert seen.rows[0].steps_per_s is None and seen.step_s is None
 
@@ -54,7 +58,12 @@ def test_a_process_that_takes_the_place_of_another_begins_anew() -> None:
 def test_a_rank_that_failed_is_lost_whatever_it_wrote_and_shows_no_rate() -> None:
     assert state_of(a_page(0, state="ended", exit_code=1)) == "lost"
     assert state_of(a_page(0, state="ended", exit_code=0)) == "ended"
-    assert [end_of(code) for code in (None, 3, -9, -1000)] == ["gone", "exit code 3", "SIGKILL", "signal 1000"]
+    assert [end_of(code) for code in (None, 3, -9, -1000)] == [
+        "gone",
+        "exit code 3",
+        "SIGKILL",
+        "signal 1000",
+    ]
     seen = Observer(a_mixed_job(3)).look()
     stalled, lost, runs = seen.rows
     assert (lost.state, lost.note, lost.steps_per_s, lost.communication) == ("lost", "SIGKILL", None, None)
@@ -128,7 +137,13 @@ def test_numbers_are_short() -> None:
     assert [table.bytes_text(v) for v in (None, 0, 999, 4000, 80_200_000, 1e18)] == [
         "-", "0", "999", "4k", "80.2M", "1e+03P",
     ]  # fmt: skip
-    assert [table.seconds_text(v) for v in (None, 5e-6, 0.0123, 1.5, 6000)] == ["-", "5us", "12.3ms", "1.5s", "100min"]
+    assert [table.seconds_text(v) for v in (None, 5e-6, 0.0123, 1.5, 6000)] == [
+        "-",
+        "5us",
+        "12.3ms",
+        "1.5s",
+        "100min",
+    ]
 
 
 # ---- Prometheus and Grafana

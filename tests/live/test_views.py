@@ -80,7 +80,11 @@ def hello(job: Any) -> dict[str, Any]:
 
 def top(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [HOROCLONE, "top", *words], capture_output=True, text=True, timeout=30, env={**os.environ, **(env or {})}
+        [HOROCLONE, "top", *words],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        env={**os.environ, **(env or {})},
     )
 
 
@@ -124,11 +128,19 @@ def test_the_dashboard_shows_what_the_ranks_say_themselves(job: Any) -> None:
         assert sum(count for _, count in shown["histogram"]) == shown["count"]
     assert [one["rank"] for one in message["ranks"]] == [0, 1]
     for one in message["ranks"]:
-        assert one["state"] == "running" and one["bytes"] == sum(n["bytes"] for n in own[one["rank"]].values())
+        assert one["state"] == "running" and one["bytes"] == sum(
+            n["bytes"] for n in own[one["rank"]].values()
+        )
         assert one["step"] == job.metrics_of(one["rank"])["step"]["number"]
-    assert message["sum"]["slowest"] == 1 and message["job"] == {**message["job"], "id": str(job.pid), "ended": None}
+    assert message["sum"]["slowest"] == 1 and message["job"] == {
+        **message["job"],
+        "id": str(job.pid),
+        "ended": None,
+    }
     status, text, _ = get(f"{job.dashboard_url}ranks/1")
-    assert status == 200 and json.loads(text)["operations"]["allreduce"]["bytes"] == own[1]["allreduce"]["bytes"]
+    assert (
+        status == 200 and json.loads(text)["operations"]["allreduce"]["bytes"] == own[1]["allreduce"]["bytes"]
+    )
     assert get(f"{job.dashboard_url}ranks/2")[0] == 404
 
 
@@ -154,7 +166,9 @@ def test_the_dashboard_is_for_who_knows_the_token_and_acts_on_nothing(job: Any) 
         status, text, _ = get(f"{job.dashboard_url}{name}")
         assert status == 200
         everything.append(text)
-        assert not re.search(r"""(?:src|href|import|url\()\s*=?\s*["'(]?https?://""", text), "nothing comes from elsewhere"
+        assert not re.search(r"""(?:src|href|import|url\()\s*=?\s*["'(]?https?://""", text), (
+            "nothing comes from elsewhere"
+        )
     assert get(f"{job.dashboard_url}uplot/LICENSE")[1].startswith("The MIT License")
     assert not any(SECRET in text for text in everything)
 
@@ -167,7 +181,10 @@ def test_without_a_terminal_top_prints_once(job: Any) -> None:
     assert "\x1b" not in done.stdout and max(map(len, lines)) <= 120
     for rank, line in enumerate(lines[4:6]):
         assert line.split()[0] == str(rank) and "running" in line and "broadcast 'weights'" in line
-    assert top(str(job.pid)[:-1] if len(str(job.pid)) > 3 else str(job.pid), env={"COLUMNS": "0"}).returncode == 0
+    assert (
+        top(str(job.pid)[:-1] if len(str(job.pid)) > 3 else str(job.pid), env={"COLUMNS": "0"}).returncode
+        == 0
+    )
     done = top("nosuchjob")
     assert done.returncode == 1 and "no job 'nosuchjob'" in done.stderr and str(job.pid) in done.stderr
     narrow = top(env={"COLUMNS": "80"}).stdout.splitlines()
@@ -176,7 +193,9 @@ def test_without_a_terminal_top_prints_once(job: Any) -> None:
 
 def test_top_in_a_terminal_follows_the_job_and_obeys_keys(job: Any, tmp_path: Path) -> None:
     for columns, more in ((80, {}), (200, {"NO_COLOR": "1"})):
-        with terminal([HOROCLONE, "top", "--interval", "0.2"], columns, 24, {**os.environ, "PWD": str(tmp_path)}) as shown:
+        with terminal(
+            [HOROCLONE, "top", "--interval", "0.2"], columns, 24, {**os.environ, "PWD": str(tmp_path)}
+        ) as shown:
             before = shown.modes()
             shown.wait_for(r"2 running.*\n(?s:.*) 1 \S+ .*running")
             assert ENTERED in shown.text and LEFT not in shown.text
@@ -192,7 +211,9 @@ def test_top_in_a_terminal_follows_the_job_and_obeys_keys(job: Any, tmp_path: Pa
             assert shown.end() == 0
             assert LEFT in shown.text and shown.modes() == before, "the terminal is as it was"
             last = shown.plain.rpartition("horoclone job")[2]
-            assert "2 running" in last and max(len(line) for line in last.splitlines()) <= columns + len("horoclone job")
+            assert "2 running" in last and max(len(line) for line in last.splitlines()) <= columns + len(
+                "horoclone job"
+            )
             del more
 
 
@@ -250,13 +271,17 @@ def test_two_jobs_at_once_are_told_apart(job: Any, start_watched: Any) -> None:
     assert len(hello(other)["ranks"]) == 1 and len(hello(job)["ranks"]) == 2
     assert f"job {other.pid}" in top(str(other.pid)).stdout
     token = urlsplit(job.dashboard_url).path
-    assert get(f"http://{urlsplit(other.dashboard_url).netloc}{token}")[0] == 404, "each has a token of its own"
+    assert get(f"http://{urlsplit(other.dashboard_url).netloc}{token}")[0] == 404, (
+        "each has a token of its own"
+    )
     other.begin("on")
     other.begin("end")
     assert other.started.finish(30).returncode == 0
 
 
-def test_a_killed_rank_is_lost_within_two_seconds_in_every_view_and_the_job_ends_as_without_them(job: Any) -> None:
+def test_a_killed_rank_is_lost_within_two_seconds_in_every_view_and_the_job_ends_as_without_them(
+    job: Any,
+) -> None:
     stream = Stream(job.dashboard_url)
     messages = stream.messages()
     assert next(messages)[0] == "hello"

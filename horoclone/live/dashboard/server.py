@@ -60,7 +60,7 @@ class Dashboard:
         self.token = secrets.token_urlsafe(18)
         self._socket, self._content, self._tell = listening, content, tell
         self._files = {
-            path: (resources.files(__package__).joinpath("web", name).read_bytes(), kind)
+            path: ((resources.files(__package__) / "web" / name).read_bytes(), kind)
             for path, (name, kind) in _FILES.items()
         }
         self._points: deque[Any] = deque(maxlen=MOST_POINTS)
