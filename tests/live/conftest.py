@@ -35,7 +35,7 @@ def train(times):
     for _ in range(times):
         hvd.allreduce(np.ones(1000, np.float32), name="gradient")
         if hvd.rank() == 1:
-            time.sleep(0.004)
+            time.sleep(0.02)
 
 def wait_for(name):
     while not (folder / name).exists():

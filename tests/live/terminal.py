@@ -66,7 +66,7 @@ class Terminal:
 def terminal(command: Sequence[Any], columns: int, lines: int, env: Mapping[str, str]) -> Iterator[Terminal]:
     master, slave = pty.openpty()
     fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", lines, columns, 0, 0))
-    environment = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
+    environment = {name: value for name, value in env.items() if name not in ("COLUMNS", "LINES")}
     process = subprocess.Popen(
         [str(word) for word in command],
         stdin=slave,
@@ -74,6 +74,7 @@ def terminal(command: Sequence[Any], columns: int, lines: int, env: Mapping[str,
         stderr=slave,
         env={"TERM": "xterm-256color", **environment},
         start_new_session=True,
+        preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # Ctrl-C is a signal then
     )
     os.close(slave)
     try:

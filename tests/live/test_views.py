@@ -116,7 +116,7 @@ def test_a_scrape_says_what_the_ranks_say_themselves(job: Any) -> None:
     up = {one.labels["rank"]: one.value for one in families["horoclone_rank_up"].samples}
     assert up == {"0": 1.0, "1": 1.0}
     late = {one.labels["rank"]: one.value for one in families["horoclone_rank_awaited_seconds"].samples}
-    assert late["1"] > 0.05 and late["1"] > late.get("0", 0.0)  # it slept 4 ms in each of 30 steps
+    assert late["1"] > 0.1 and late["1"] > late.get("0", 0.0)  # it slept 20 ms in each of 30 steps
 
 
 def test_the_dashboard_shows_what_the_ranks_say_themselves(job: Any) -> None:
@@ -174,27 +174,27 @@ def test_the_dashboard_is_for_who_knows_the_token_and_acts_on_nothing(job: Any) 
 
 
 def test_without_a_terminal_top_prints_once(job: Any) -> None:
-    done = top()
+    done = top(str(job.pid))  # other jobs may run on this machine
     assert done.returncode == 0 and not done.stderr, done
     lines = done.stdout.splitlines()
     assert str(job.pid) in lines[0] and "train.py" in lines[0] and "2 running" in lines[1]
     assert "\x1b" not in done.stdout and max(map(len, lines)) <= 120
     for rank, line in enumerate(lines[4:6]):
         assert line.split()[0] == str(rank) and "running" in line and "broadcast 'weights'" in line
-    assert (
-        top(str(job.pid)[:-1] if len(str(job.pid)) > 3 else str(job.pid), env={"COLUMNS": "0"}).returncode
-        == 0
-    )
+    assert top(str(job.pid), "--once", env={"COLUMNS": "0"}).stdout.count("running") == 3
     done = top("nosuchjob")
     assert done.returncode == 1 and "no job 'nosuchjob'" in done.stderr and str(job.pid) in done.stderr
-    narrow = top(env={"COLUMNS": "80"}).stdout.splitlines()
+    narrow = top(str(job.pid), env={"COLUMNS": "80"}).stdout.splitlines()
     assert max(map(len, narrow)) <= 80
 
 
 def test_top_in_a_terminal_follows_the_job_and_obeys_keys(job: Any, tmp_path: Path) -> None:
     for columns, more in ((80, {}), (200, {"NO_COLOR": "1"})):
         with terminal(
-            [HOROCLONE, "top", "--interval", "0.2"], columns, 24, {**os.environ, "PWD": str(tmp_path)}
+            [HOROCLONE, "top", "--interval", "0.2", str(job.pid)],
+            columns,
+            24,
+            {**os.environ, "PWD": str(tmp_path)},
         ) as shown:
             before = shown.modes()
             shown.wait_for(r"2 running.*\n(?s:.*) 1 \S+ .*running")
@@ -218,7 +218,9 @@ def test_top_in_a_terminal_follows_the_job_and_obeys_keys(job: Any, tmp_path: Pa
 
 
 def test_top_writes_flight_records_that_debug_reads(job: Any, tmp_path: Path) -> None:
-    with terminal(["sh", "-c", f"cd {tmp_path} && exec {HOROCLONE} top"], 100, 30, os.environ) as shown:
+    with terminal(
+        ["sh", "-c", f"cd {tmp_path} && exec {HOROCLONE} top {job.pid}"], 100, 30, os.environ
+    ) as shown:
         shown.wait_for("2 running")
         shown.press("r")
         shown.wait_for("2 flight records")
@@ -235,12 +237,12 @@ def test_top_writes_flight_records_that_debug_reads(job: Any, tmp_path: Path) ->
 def test_top_in_odd_terminals_and_with_odd_ends(job: Any, case: str) -> None:
     env = {**os.environ, **{"no colours": {"NO_COLOR": "1"}, "dumb": {"TERM": "dumb"}}.get(case, {})}
     columns, lines = (0, 0) if case == "no width" else (80, 24)
-    with terminal([HOROCLONE, "top", "--interval", "0.2"], columns, lines, env) as shown:
+    with terminal([HOROCLONE, "top", "--interval", "0.2", str(job.pid)], columns, lines, env) as shown:
+        before = shown.modes()
         shown.wait_for("2 running(?s:.*)broadcast")
         if case == "dumb":  # its cursor does not move: printed once
             assert shown.end() == 0 and ENTERED not in shown.text and "\x1b[" not in shown.text
             return
-        before = shown.modes()
         if case == "SIGTERM":
             shown.process.send_signal(signal.SIGTERM)
         else:
@@ -289,7 +291,7 @@ def test_a_killed_rank_is_lost_within_two_seconds_in_every_view_and_the_job_ends
     steps = job.value("horoclone_steps", "horoclone_steps_total", rank="0")
     job.until(lambda: job.value("horoclone_steps", "horoclone_steps_total", rank="0") > steps + 20)
     (pid,) = [
-        int(one.labels["pid"]) for one in job.scrape()["horoclone_rank"].samples if one.labels["rank"] == "1"
+        int(one.labels["pid"]) for one in job.scrape()["horoclone_rank_info"].samples if one.labels["rank"] == "1"
     ]
     with terminal([HOROCLONE, "top", "--interval", "0.2", str(job.pid)], 80, 24, os.environ) as shown:
         shown.wait_for("2 (?:running|waiting)|1 waiting|1 running")
@@ -304,7 +306,7 @@ def test_a_killed_rank_is_lost_within_two_seconds_in_every_view_and_the_job_ends
                 break
         assert one["note"] == "SIGKILL"
         shown.wait_for(r" 1 \S+ +lost .*SIGKILL", 3)
-        last = {}
+        last = message
         for _, message in messages:
             last = message
         stream.close()

@@ -33,6 +33,9 @@ _PAGE = 10
 
 def show(job: Job, interval_s: float, only_once: bool) -> int:
     """Returns the exit code."""
+    for name in ("COLUMNS", "LINES"):  # rich would believe a 0
+        if not os.environ.get(name, "").isdigit() or int(os.environ[name]) == 0:
+            os.environ.pop(name, None)
     console = Console(highlight=False, soft_wrap=True)
     if only_once or not console.is_terminal or console.is_dumb_terminal:
         _print_once(job, console)
@@ -59,12 +62,11 @@ def _print_once(job: Job, console: Console) -> None:
 
 
 def _width_wanted() -> int:
-    columns = os.environ.get("COLUMNS", "")
-    return max(NARROWEST, int(columns)) if columns.isdigit() and int(columns) > 0 else WIDTH_OF_A_PIPE
+    return max(NARROWEST, int(os.environ.get("COLUMNS", WIDTH_OF_A_PIPE)))
 
 
 def _size() -> tuple[int, int]:
-    """Columns and lines of the terminal; 80 and 24 where it says 0 or nothing."""
+    """Columns and lines of the terminal, or what the environment says; 80 and 24 where it says 0 or nothing."""
     columns, lines = shutil.get_terminal_size((80, 24))
     return max(NARROWEST, columns), max(6, lines)
 
