@@ -45,8 +45,9 @@ hvd.init()
 train(steps)
 hvd.broadcast(np.ones(250), 0, name="weights")
 path = folder / f"metrics.{hvd.rank()}"
-path.with_suffix(".new").write_text(json.dumps(hvd.metrics()))
-path.with_suffix(".new").rename(path)
+new = folder / f"new.{hvd.rank()}"
+new.write_text(json.dumps(hvd.metrics()))
+new.rename(path)
 wait_for("go.on")
 while not (folder / "go.end").exists():
     train(10)
@@ -79,13 +80,7 @@ class Watched:
         return found
 
     def wait_until_calm(self, timeout_s: float = 60) -> None:
-        self.until(
-            lambda: (
-                len(list(self.folder.glob("metrics.?"))) + len(list(self.folder.glob("metrics.??")))
-                == self.size
-            ),
-            timeout_s,
-        )
+        self.until(lambda: len(list(self.folder.glob("metrics.*"))) == self.size, timeout_s)
 
     def metrics_of(self, rank: int) -> dict[str, Any]:
         """What the rank itself says."""
