@@ -60,7 +60,7 @@ def job(start_watched: Any) -> Any:
 @pytest.fixture(scope="module")
 def page(job: Any) -> Any:
     with browser.browser(browser.find()) as made:
-        made.set_size(1280, 1000)
+        made.set_size(1280, 1300)
         made.open(job.dashboard_url)
         made.wait_until(f"document.querySelectorAll('#grid button').length === {SIZE}")
         yield made
