@@ -62,8 +62,8 @@ def build_parser() -> Parser:
     top.add_argument(
         "job", nargs="?", metavar="JOB", help="which one, where several run: its id or how that begins"
     )
-    top.add_argument("--interval", type=seconds, default=1.0, metavar="S",
-                     help="time between two looks, in seconds (default 1)")  # fmt: skip
+    top.add_argument("--interval", type=seconds, metavar="S",
+                     help="time between two looks, in seconds (default 1; 2 from 32 ranks on)")  # fmt: skip
     top.add_argument("--once", action="store_true", help="print it once, as without a terminal")
     leave = command("leave", leaving.leave, "ask workers of an elastic job on this host to leave it",
                     description=leaving.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip

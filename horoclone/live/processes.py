@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ def own_mark() -> Mark:
     return Mark(os.getpid(), _fields(os.getpid())[1], own_namespace())
 
 
+@functools.cache  # a process keeps its own
 def own_namespace() -> int:
     """The number of the namespace of processes in which we live; 0: unknown."""
     try:
@@ -51,8 +53,14 @@ def is_stopped(mark: Mark) -> bool:
 def _fields(pid: int) -> tuple[str, int]:
     """(state, start) of its line in /proc; ("", 0): there is none."""
     try:
-        with open(f"/proc/{pid}/stat", "rb") as file:
-            words = file.read().rpartition(b") ")[2].split()  # the name before may have anything in it
+        descriptor = os.open(
+            f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC
+        )  # cheaper than a file object
+        try:
+            line = os.read(descriptor, 4096)
+        finally:
+            os.close(descriptor)
+        words = line.rpartition(b") ")[2].split()  # the name before may have anything in it
         return words[0].decode(), int(words[19])
     except (OSError, IndexError, ValueError):
         return "", 0

@@ -25,14 +25,15 @@ from horoclone.live.job import Job
 from horoclone.live.overview import Observer, Overview
 from horoclone.live.top.table import NARROWEST, ORDERS, Wish, once, ordered, screenful
 
+INTERVAL_S, MANY_INTERVAL_S, MANY_RANKS = 1.0, 2.0, 32  # so that looking costs a busy machine less than 1 %
 FIRST_RATE_S = 0.5  # between the two looks that a rate takes
 WIDTH_OF_A_PIPE = 120
 _KEYS = {"\x1b[A": "k", "\x1b[B": "j", "\x1bOA": "k", "\x1bOB": "j", "\x1b[5~": "K", "\x1b[6~": "J"}
 _PAGE = 10
 
 
-def show(job: Job, interval_s: float, only_once: bool) -> int:
-    """Returns the exit code."""
+def show(job: Job, interval_s: float | None, only_once: bool) -> int:
+    """Returns the exit code. interval_s: between two looks; None: by the number of ranks."""
     for name in ("COLUMNS", "LINES"):  # rich would believe a 0
         if not os.environ.get(name, "").isdigit() or int(os.environ[name]) == 0:
             os.environ.pop(name, None)
@@ -74,13 +75,15 @@ def _size() -> tuple[int, int]:
 class Top:
     """One run of the command on a terminal."""
 
-    def __init__(self, job: Job, console: Console, interval_s: float) -> None:
-        self._job, self._console, self._interval_s = job, console, interval_s
+    def __init__(self, job: Job, console: Console, interval_s: float | None) -> None:
+        self._job, self._console = job, console
         self._observer = Observer(job)
         self._wish = Wish()
         self._message_until = 0.0
         self.title = title_of(job)
         self.overview = self._observer.look()
+        usual_s = INTERVAL_S if len(self.overview.rows) < MANY_RANKS else MANY_INTERVAL_S
+        self._interval_s = usual_s if interval_s is None else interval_s
         self.is_over = False
 
     def run(self) -> None:

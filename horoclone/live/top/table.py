@@ -115,15 +115,24 @@ def columns_for(width: int) -> list[tuple[Column, int]]:
 
 def rows_text(rows: Sequence[Row], width: int, chosen: int | None = None) -> Text:
     """Title line and a line for each row. chosen: the rank whose line is marked."""
-    columns = columns_for(width)
+    columns = list(enumerate(columns_for(width)))
+    state = next((at for at, (column, _) in columns if column.title == "STATE"), None)
     text = Text(no_wrap=True, overflow="crop", end="")
-    text.append(" ".join(_cell(column, column.title, wide) for column, wide in columns), "bold reverse")
+    text.append(" ".join(_cell(column, column.title, wide) for _, (column, wide) in columns), "bold reverse")
     for row in rows:
         text.append("\n")
         mark = " reverse" if row.rank == chosen else ""
-        for at, (column, wide) in enumerate(columns):
-            style = _STYLES[row.state] if column.title == "STATE" or row.state == "lost" else ""
-            text.append((" " if at else "") + _cell(column, column.text(row), wide), (style + mark).strip())
+        cells = [
+            (" " if at else "") + _cell(column, column.text(row), wide) for at, (column, wide) in columns
+        ]
+        if row.state == "lost" or state is None:
+            text.append("".join(cells), (_STYLES["lost"] * (row.state == "lost") + mark).strip())
+            continue
+        text.append(
+            "".join(cells[:state]), mark.strip()
+        )  # few pieces: each costs rich as much as all letters
+        text.append(cells[state], (_STYLES[row.state] + mark).strip())
+        text.append("".join(cells[state + 1 :]), mark.strip())
     return text
 
 
@@ -155,7 +164,12 @@ def headline(overview: Overview, title: str, width: int) -> Text:
     ]
     second.append("; " + ", ".join(part for part in parts if part))
     second.truncate(width, overflow="ellipsis")
-    return Text("\n", end="").join([first, second])
+    return _joined([first, second])
+
+
+def _joined(parts: Sequence[Text]) -> Text:
+    """Below each other. Nothing is wrapped: looking for places to do so would take longer than all else."""
+    return Text("\n", no_wrap=True, overflow="crop", end="").join(parts)
 
 
 def _about(row: Row, width: int) -> Text:
@@ -182,7 +196,7 @@ def events_text(events: Sequence[Event], width: int, most: int) -> Text:
         line = Text(event_text(event).replace("\n", " "), style, no_wrap=True)
         line.truncate(width, overflow="ellipsis")
         lines.append(line)
-    return Text("\n", end="").join(lines)
+    return _joined(lines)
 
 
 def ordered(rows: Sequence[Row], order: str) -> list[Row]:
@@ -194,7 +208,7 @@ def once(overview: Overview, title: str, width: int) -> Text:
     parts = [headline(overview, title, width), Text(), rows_text(ordered(overview.rows, "rank"), width)]
     if overview.events:
         parts += [Text(), events_text(overview.events, width, len(overview.events))]
-    return Text("\n", end="").join(parts)
+    return _joined(parts)
 
 
 def screenful(overview: Overview, title: str, width: int, height: int, wish: Wish) -> Text:
@@ -206,7 +220,7 @@ def screenful(overview: Overview, title: str, width: int, height: int, wish: Wis
     if wish.overlay is not None:
         lines = [line[:width] for line in wish.overlay]
         shown = Text("\n".join(lines[: max(1, height - 3)]), no_wrap=True, overflow="crop", end="")
-        return Text("\n", end="").join([head, shown, last])
+        return _joined([head, shown, last])
     rows = ordered(overview.rows, wish.order)
     events = min(_EVENTS, len(overview.events), max(0, height - 7))
     room = max(1, height - 5 - events)  # two lines of head, the titles, the chosen rank, the keys
@@ -217,4 +231,4 @@ def screenful(overview: Overview, title: str, width: int, height: int, wish: Wis
         parts.append(_about(rows[at], width))
     if events:
         parts.append(events_text(overview.events, width, events))
-    return Text("\n", end="").join([*parts, last])
+    return _joined([*parts, last])
