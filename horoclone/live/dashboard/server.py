@@ -24,7 +24,7 @@ from starlette.routing import Route
 
 from horoclone.live.dashboard.content import Content
 
-EVERY_S = 1.0  # between two looks
+EVERY_S, UNSEEN_EVERY_S = 1.0, 5.0  # between two looks, with a browser and without: then for the charts only
 MOST_POINTS = 900  # of the charts: 15 minutes
 MOST_EVENTS = 200
 MOST_BROWSERS = 64  # connections at a time; more are answered with 503
@@ -66,10 +66,12 @@ class Dashboard:
         self._points: deque[Any] = deque(maxlen=MOST_POINTS)
         self._events: deque[Any] = deque(maxlen=MOST_EVENTS)
         self._number = 0  # of looks
+        self._browsers = 0
         self._tick = self._hello = b""
         self._next = asyncio.Event()
         self._is_over = False  # the last look has been sent
-        self._closing = asyncio.Event()
+        self._wake = asyncio.Event()  # a browser has come, or the end
+        self._is_closing = False
         self._has_told = False
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runs = threading.Event()
@@ -96,7 +98,7 @@ class Dashboard:
         """Sends every browser what the content says now, and ends. Takes a moment, at most about 2 s."""
         if self._runs.wait(_CLOSE_S) and self._loop is not None:
             try:
-                self._loop.call_soon_threadsafe(self._closing.set)
+                self._loop.call_soon_threadsafe(self._begin_end)
             except RuntimeError:  # its loop has ended by itself
                 pass
             self._thread.join(_CLOSE_S)
@@ -126,11 +128,13 @@ class Dashboard:
 
     async def _keep_looking(self) -> None:
         while not self._is_over:
+            self._wake.clear()
+            every_s = EVERY_S if self._browsers else UNSEEN_EVERY_S
             try:
-                await asyncio.wait_for(self._closing.wait(), EVERY_S if self._number else 0.01)
+                await asyncio.wait_for(self._wake.wait(), every_s if self._number else 0.01)
             except asyncio.TimeoutError:
                 pass
-            is_last = self._closing.is_set()
+            is_last = self._is_closing
             try:
                 self._look()
             except Exception as error:
@@ -157,17 +161,30 @@ class Dashboard:
             self._hello = _message("hello", whole)
         return self._hello
 
+    def _begin_end(self) -> None:
+        self._is_closing = True
+        self._wake.set()
+
     async def _stream(self) -> AsyncIterator[bytes]:
-        while not self._number:
-            await self._next.wait()
-        seen = self._number
-        yield self._greeting()
-        while not self._is_over:
-            await self._next.wait()
-            if self._number != seen:
-                # a browser that was too slow for one look gets the whole again
-                yield self._tick if self._number == seen + 1 else self._greeting()
+        self._browsers += 1
+        is_first = self._browsers == 1  # then what there is may be old
+        try:
+            while not self._is_over and (is_first or not self._number):
+                self._wake.set()
+                await self._next.wait()
+                is_first = False
+            if not self._number:
+                return
             seen = self._number
+            yield self._greeting()
+            while not self._is_over:
+                await self._next.wait()
+                if self._number != seen:
+                    # a browser that was too slow for one look gets the whole again
+                    yield self._tick if self._number == seen + 1 else self._greeting()
+                seen = self._number
+        finally:
+            self._browsers -= 1
 
     def _application(self) -> Starlette:
         return Starlette(
