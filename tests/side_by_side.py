@@ -24,6 +24,7 @@ WAITING = (
     "tests/elastic/test_survival.py",
     "tests/elastic/test_two_hosts.py",
     "tests/launch/",
+    "tests/live/",
     "tests/ray/",
     "tests/house/test_world.py",
     "tests/core/test_fault_table.py",
