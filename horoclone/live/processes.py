@@ -53,9 +53,7 @@ def is_stopped(mark: Mark) -> bool:
 def _fields(pid: int) -> tuple[str, int]:
     """(state, start) of its line in /proc; ("", 0): there is none."""
     try:
-        descriptor = os.open(
-            f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC
-        )  # cheaper than a file object
+        descriptor = os.open(f"/proc/{pid}/stat", os.O_RDONLY | os.O_CLOEXEC)  # cheaper than a file object
         try:
             line = os.read(descriptor, 4096)
         finally:

@@ -363,6 +363,22 @@ def test_counters_of_control_and_of_idle_engines_and_dtypes(tmp_path):
         assert [rank["messages"] for rank in ranks] == [0, 0]
 
 
+@pytest.mark.slow
+@RUNS_A_BENCHMARK
+def test_what_views_cost_is_measured_while_everything_looks(tmp_path):
+    for package in ("rich", "prometheus_client", "starlette", "uvicorn"):
+        pytest.importorskip(package)
+    path = tmp_path / "views.json"
+    options = ["--np", "2", "--rounds", "1", "--seconds", "1", "--force", "--settle", "0.1", "--json", path]
+    command = list(map(str, [sys.executable, FOLDER / "views.py", *options]))
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(path.read_text())
+    assert {"launcher, no views", "launcher, alone", "launcher, watched", "top"} == set(result["of_a_core"])
+    assert all(seen > 0 for seen in result["seen_in_the_last_turn"].values())
+    assert all(ms > 0 for times in result["step_ms"].values() for ms in times)
+
+
 @pytest.mark.netns
 @pytest.mark.slow
 @RUNS_A_BENCHMARK

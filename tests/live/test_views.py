@@ -291,7 +291,9 @@ def test_a_killed_rank_is_lost_within_two_seconds_in_every_view_and_the_job_ends
     steps = job.value("horoclone_steps", "horoclone_steps_total", rank="0")
     job.until(lambda: job.value("horoclone_steps", "horoclone_steps_total", rank="0") > steps + 20)
     (pid,) = [
-        int(one.labels["pid"]) for one in job.scrape()["horoclone_rank_info"].samples if one.labels["rank"] == "1"
+        int(one.labels["pid"])
+        for one in job.scrape()["horoclone_rank_info"].samples
+        if one.labels["rank"] == "1"
     ]
     with terminal([HOROCLONE, "top", "--interval", "0.2", str(job.pid)], 80, 24, os.environ) as shown:
         shown.wait_for("2 (?:running|waiting)|1 waiting|1 running")
