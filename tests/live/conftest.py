@@ -49,11 +49,12 @@ new = folder / f"new.{hvd.rank()}"
 new.write_text(json.dumps(hvd.metrics()))
 new.rename(path)
 wait_for("go.on")
-while not (folder / "go.end").exists():
-    train(10)
-    stop = hvd.allreduce(np.float32((folder / "go.end").exists()), name="stop", op=hvd.Sum)
-    if stop:
-        break
+try:
+    while not hvd.allreduce(np.float32((folder / "go.end").exists()), name="stop", op=hvd.Sum):
+        train(10)
+except hvd.PeerLost:
+    time.sleep(2)  # the launcher would wait for longer
+    raise
 """
 
 

@@ -315,6 +315,7 @@ def test_a_killed_rank_is_lost_within_two_seconds_in_every_view_and_the_job_ends
         done = job.started.finish(30)
         shown.wait_for("The job has ended", 5)
         assert shown.end() == 0
+        assert "rank 1 was killed by SIGKILL" in shown.plain.rpartition("horoclone job")[2]
     assert done.returncode == 137 and "root cause: rank 1" in done.stderr
     assert last["job"]["ended"]["exit_code"] == 137 and "root cause: rank 1" in last["job"]["ended"]["text"]
     assert [one["state"] for one in last["ranks"]] == ["lost", "lost"]

@@ -5,6 +5,7 @@ Where standard output is no terminal, or one that cannot move its cursor, everyt
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import select
 import shutil
@@ -46,7 +47,7 @@ def show(job: Job, interval_s: float | None, only_once: bool) -> int:
         top.run()
     console.print(once(top.overview, top.title, _size()[0]))
     if top.is_over:
-        console.print("The job has ended.")
+        console.print("The job has ended; this is what was seen last.")
     return 0
 
 
@@ -106,6 +107,7 @@ class Top:
         found = self._observer.look()
         if not found.rows:
             self.is_over = True
+            self.overview = dataclasses.replace(self.overview, events=found.events or self.overview.events)
             return False
         self.overview = found
         return True
