@@ -123,17 +123,10 @@ class Views:
             say(f"dashboard: http://{_reachable(address)}:{port}/{self._dashboard.token}/", self._program)
 
     def end(self, exit_code: int, text: str | None, codes: Mapping[int, int]) -> None:
-        """The job is over: browsers are told how. text: the launcher's report, whose last line is shown. codes: exit
+        """The job is over: browsers are told how. text: the launcher's report. codes: exit
         codes by rank, where the numbers of ranks did not change."""
         if self._content is not None:
-            last = (
-                text.splitlines()[-1]
-                if text
-                else "every rank has ended well"
-                if exit_code == 0
-                else "it failed"
-            )
-            self._content.end(exit_code, last, codes)
+            self._content.end(exit_code, _in_a_line(exit_code, text), codes)
         self.close()
 
     def close(self) -> None:
@@ -147,6 +140,13 @@ class Views:
     def _drop_socket(self) -> None:
         if self._listening is not None:
             self._listening.close()
+
+
+def _in_a_line(exit_code: int, report: str | None) -> str:
+    """The launcher's report, of which the line with the root cause is the last but for Horovod's own words."""
+    lines = (report or "").splitlines()
+    roots = [line for line in lines if line.startswith("root cause: ")]
+    return (roots or lines or ["every rank has ended well" if exit_code == 0 else "it failed"])[-1]
 
 
 class _Nothing:

@@ -52,7 +52,7 @@ wait_for("go.on")
 try:
     while not hvd.allreduce(np.float32((folder / "go.end").exists()), name="stop", op=hvd.Sum):
         train(10)
-except hvd.PeerLost:
+except hvd.HorovodInternalError:
     time.sleep(2)  # the launcher would wait for longer
     raise
 """
