@@ -23,6 +23,7 @@ _HOMES: dict[str, tuple[str, ...]] = {
         "mpi_built", "gloo_built", "nccl_built", "ddl_built", "ccl_built", "cuda_built", "rocm_built", "sycl_built",
     ),
     "runtime.observe": ("flight_record", "metrics"),
+    "runtime.flat_metrics": ("flat_metrics",),
     "ops": ("Average", "Sum", "Adasum", "Min", "Max", "Product", "And", "Or", "Xor"),
     "process_sets": ("ProcessSet", "global_process_set", "add_process_set", "remove_process_set"),
     "errors": (

@@ -30,6 +30,7 @@ from horoclone.runtime import (
     rank,
     size,
 )
+from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.life import init, shutdown
 from horoclone.runtime.observe import flight_record, metrics
 
@@ -43,7 +44,7 @@ __all__ = [
     "HostsUpdatedInterrupt", "Mismatch", "NotInitialized", "PeerLost", "ProcessSet",
     "Timeout", "Unsupported", "add_process_set", "allgather", "allgather_object",
     "allreduce", "alltoall", "barrier", "broadcast", "broadcast_object", "broadcast_parameters",
-    "checkpoint", "cross_rank", "cross_size", "elastic", "flight_record", "global_process_set", "horovod_error_of",
-    "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank", "reducescatter",
-    "remove_process_set", "shutdown", "size",
+    "checkpoint", "cross_rank", "cross_size", "elastic", "flat_metrics", "flight_record", "global_process_set",
+    "horovod_error_of", "init", "is_homogeneous", "is_initialized", "local_rank", "local_size", "metrics", "rank",
+    "reducescatter", "remove_process_set", "shutdown", "size",
 ]  # fmt: skip

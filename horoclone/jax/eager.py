@@ -35,6 +35,13 @@ def is_gpu(device: Any) -> bool:
 
 def run(arrays: Sequence[Any], call: Call) -> list[Any]:
     """Runs the call now and returns its results as JAX arrays on their arguments' devices."""
+    if not jax.profiler.TraceAnnotation.is_enabled():
+        return _run(arrays, call)
+    with jax.profiler.TraceAnnotation(f"horoclone.{NAMES[call.op]}", tensor=call.name):
+        return _run(arrays, call)
+
+
+def _run(arrays: Sequence[Any], call: Call) -> list[Any]:
     native = runtime.native()
     arrays = [array if isinstance(array, jax.Array) else jnp.asarray(array) for array in arrays]
     sources = [memory.readable(_words(np.asarray(array), call)) for array in arrays]

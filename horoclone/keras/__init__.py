@@ -36,6 +36,7 @@ from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.runtime import exported
 from horoclone.runtime.exported import *  # noqa: F403 - facts, process sets, init() and shutdown()
+from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
 
 __all__ = [
@@ -43,7 +44,7 @@ __all__ = [
     "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch", "NotInitialized",
     "PartialDistributedOptimizer", "PeerLost", "Timeout", "Unsupported", "allgather", "allgather_object",
     "allreduce", "broadcast", "broadcast_global_variables", "broadcast_object", "broadcast_variables",
-    "callbacks", "checkpoint", "elastic", "flight_record", "load_model", "metrics", "reducescatter",
+    "callbacks", "checkpoint", "elastic", "flat_metrics", "flight_record", "load_model", "metrics", "reducescatter",
 ]  # fmt: skip
 
 

@@ -1,12 +1,14 @@
 """Callbacks for model.fit: the same start everywhere, metrics of all ranks, learning rates for large batches.
 
 For Keras 3 on any backend and for tf_keras. Put them before callbacks that read metrics (ReduceLROnPlateau,
-EarlyStopping, ModelCheckpoint). All but BestModelCheckpoint communicate, so every rank needs the same ones.
+EarlyStopping, ModelCheckpoint). All but BestModelCheckpoint and MetricsCallback communicate, so every rank needs the
+same ones.
 """
 
 # mypy: disable-error-code="no-any-return, misc"
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,10 +20,11 @@ from horoclone.errors import Unsupported
 from horoclone.keras import learning_rate as rates
 from horoclone.keras.flavor import LEGACY, backend, keras
 from horoclone.keras.values import allgather_object, broadcast_variables
+from horoclone.tracking import Log, MetricsLog
 
 __all__ = [
     "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "MetricAverageCallback",
+    "LearningRateWarmupCallback", "MetricAverageCallback", "MetricsCallback",
 ]  # fmt: skip
 
 JIT_COMPILE = (
@@ -149,6 +152,36 @@ class MetricAverageCallback(keras.callbacks.Callback):
             )
         if logs is not None:
             logs.update({key: float(np.mean([metrics[key] for metrics in everybody])) for key in mine})
+
+
+class MetricsCallback(keras.callbacks.Callback):
+    """Logs hvd.metrics() every `every` batches and after the last one: bytes, operations, waiting, who is late, ...
+
+    to: a folder for TensorBoard's event files, or a function of a dictionary of numbers and a step, like wandb.log,
+    mlflow.log_metrics and print. The step counts batches over all epochs. all_ranks: every rank logs, into
+    FOLDER/rank3 or under names with its rank; otherwise rank 0 alone does. Names: see hvd.flat_metrics().
+    """
+
+    def __init__(self, to: str | os.PathLike[str] | Log, every: int = 100, all_ranks: bool = False) -> None:
+        super().__init__()
+        self._log = MetricsLog(to, every, all_ranks)
+        self._steps = 0
+        self._before_epoch = 0
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Notes where the epoch begins; a training that goes on at a later epoch counts the batches before it."""
+        if self._steps == 0:
+            self._steps = epoch * ((self.params or {}).get("steps") or 0)
+        self._before_epoch = self._steps
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Logs, if it is due. With steps_per_execution=k Keras calls this for every k-th batch only."""
+        self._steps = self._before_epoch + batch + 1
+        self._log.at(self._steps)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Logs what came since."""
+        self._log.now(self._steps)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -33,6 +33,7 @@ class Record(NamedTuple):
     submitted: int
     process_sets: dict[int, list[int]]
     operations: list[Operation]
+    time: float = 0.0  # when it was written, in seconds since 1970
 
 
 class Divergence(NamedTuple):
@@ -69,8 +70,9 @@ def _read_one(path: Path) -> Record:
         sets = {int(number): ranks for number, ranks in data["process_sets"].items()}
         operations = sorted(data["operations"], key=lambda op: op["number"])
         return Record(
-            data["rank"], data["size"], data["host"], data["reason"], data["submitted"], sets, operations
-        )
+            data["rank"], data["size"], data["host"], data["reason"], data["submitted"], sets, operations,
+            data["time"],
+        )  # fmt: skip
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise LaunchError(f"debug: {path} is not a flight record: {error!r}") from None
 
@@ -102,13 +104,13 @@ def _examine(key: Key, records: Sequence[Record], calls: Sequence[dict[Key, Oper
         if rank in made:
             continue
         record = seen.get(rank)
-        (missing if record and _goes_back(record, key[0], earliest) else unknown).append(rank)
+        (missing if record and goes_back(record, key[0], earliest) else unknown).append(rank)
     reference = made[min(made)]
     differences = {rank: _differences(op, reference) for rank, op in made.items()}
     return Divergence(key, made, missing, unknown, {rank: what for rank, what in differences.items() if what})
 
 
-def _goes_back(record: Record, process_set: int, call: int) -> bool:
+def goes_back(record: Record, process_set: int, call: int) -> bool:
     """Whether the record still holds this rank's calls to the set from about that number on."""
     if record.submitted <= len(record.operations):
         return True
@@ -197,8 +199,18 @@ def _explain(one: Divergence, records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def main(paths: Sequence[str]) -> int:
-    """Prints the report on the records in these files or folders. Returns 1 when the ranks diverge, else 0."""
+def main(paths: Sequence[str], for_torch: str | None = None) -> int:
+    """Prints the report on the records in these files or folders. Returns 1 when the ranks diverge, else 0.
+
+    for_torch: a folder into which they are written for torchfrtrace as well.
+    """
     records = read(paths)
+    if for_torch is not None:
+        from horoclone.launch import torch_flight
+
+        torch_flight.write(records, for_torch)
     print(report(records))
+    if for_torch is not None:
+        partial = "" if len(records) == records[0].size else " --allow-incomplete-ranks"
+        print(f"\nFor torch's analyser: torchfrtrace {for_torch}{partial}")
     return 1 if divergences(records) else 0

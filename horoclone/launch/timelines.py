@@ -2,7 +2,7 @@
 
 With HOROCLONE_TIMELINE_ALL_RANKS=1 each rank writes its own file, whose first event says where its time 0 lies on rank
 0's monotonic clock, and in which a tensor is a process, as in Horovod's timelines. In the merged file a rank is one,
-and a tensor a track in it. Files that a kill cut short are read as well.
+and a tensor a track in it; arrows lead from who was late to who waited. Files that a kill cut short are read as well.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from horoclone.launch.flow_arrows import Rank, arrows
 from horoclone.launch.usage import LaunchError
 
 Event = dict[str, Any]
@@ -49,17 +50,20 @@ def merge(paths: Sequence[str | Path]) -> list[Event]:
         )
     first = min(head["args"]["clock_origin_micros"] for head in heads)
     merged: list[Event] = []
-    for rank, events in sorted(zip(ranks, files, strict=True), key=lambda one: one[0]):
+    seen = [Rank(rank) for rank in sorted(ranks)]
+    for rank, events in zip(seen, sorted(files, key=lambda events: events[0]["args"]["rank"]), strict=True):
         merged += _as_one_process(rank, events, events[0]["args"]["clock_origin_micros"] - first)
+    merged += arrows(seen, 2 * max(head["args"].get("clock_error_micros", 0.0) for head in heads))
     earliest = min(heads, key=lambda head: head["args"]["clock_origin_micros"])
     epoch = "start_time_since_epoch_in_micros"  # that of time 0
     merged[0]["args"] |= {"clock_origin_micros": first, epoch: earliest["args"][epoch]}
     return merged
 
 
-def _as_one_process(rank: int, events: list[Event], shift: float) -> list[Event]:
+def _as_one_process(seen: Rank, events: list[Event], shift: float) -> list[Event]:
     """A rank's events with its number as their process, and a track for each row of each tensor; `shift` is added to
-    their times, in microseconds."""
+    their times, in microseconds. `seen` is told of all that has a time."""
+    rank = seen.rank
     own = events[0]["pid"]  # marks of steps, and recoveries
     tensors = {
         event["pid"]: str(event["args"]["name"]).removeprefix(f"rank {rank}: ")
@@ -67,6 +71,7 @@ def _as_one_process(rank: int, events: list[Event], shift: float) -> list[Event]
         if event.get("name") == "process_name"
     }
     tracks: dict[tuple[int, int], int] = {}
+    kinds: dict[tuple[int, int], str] = {}  # what a row shows
     placed: list[Event] = [
         {
             "name": "process_name",
@@ -80,7 +85,7 @@ def _as_one_process(rank: int, events: list[Event], shift: float) -> list[Event]
         row = (event["pid"], event.get("tid", 0))
         if event["ph"] == "M":
             if event["name"] == "thread_name":
-                kind = event["args"]["name"]
+                kind = kinds[row] = event["args"]["name"]
                 name = kind if row[0] == own else f"{tensors[row[0]]}: {kind}"
                 placed += _track(rank, tracks.setdefault(row, len(tracks)), name)
             elif event["name"] == "dropped_events":
@@ -92,6 +97,8 @@ def _as_one_process(rank: int, events: list[Event], shift: float) -> list[Event]
         if "ts" in event:
             moved["ts"] = round(event["ts"] + shift, 3)
         placed.append(moved)
+        if row[0] != own:
+            seen.add(moved, tensors.get(row[0], ""), kinds.get(row, ""))
     return placed
 
 

@@ -76,6 +76,11 @@ def build_parser() -> Parser:
     debug.add_argument(
         "paths", nargs="+", metavar="DIR|FILE", help="where HOROCLONE_RECORDER_DIR has put them"
     )
+    debug.add_argument(
+        "--torch",
+        metavar="OUT",
+        help="also write them as torch's flight recorder does, for `torchfrtrace OUT`",
+    )
     timeline = command("timeline", _timeline, "merge the timelines of all ranks into one file, on one clock")
     timeline.add_argument("out", metavar="OUT", help="the file to write, for https://ui.perfetto.dev")
     timeline.add_argument(
@@ -124,7 +129,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _debug(arguments: argparse.Namespace) -> int:
     from horoclone.launch import debug
 
-    return debug.main(arguments.paths)
+    return debug.main(arguments.paths, arguments.torch)
 
 
 def _timeline(arguments: argparse.Namespace) -> int:

@@ -11,7 +11,8 @@ except ImportError as error:
         f"loop of your own. The import said: {error}"
     ) from error
 
+from horoclone.lightning.callbacks import MetricsCallback
 from horoclone.lightning.environment import HorocloneEnvironment
 from horoclone.lightning.strategy import HorocloneStrategy
 
-__all__ = ["HorocloneEnvironment", "HorocloneStrategy"]
+__all__ = ["HorocloneEnvironment", "HorocloneStrategy", "MetricsCallback"]

@@ -16,6 +16,7 @@ from horoclone.errors import (
 )
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
+from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F401 - op_gradients for its effect
 from horoclone.tensorflow.compression import Compression
@@ -54,7 +55,7 @@ __all__ = [
     "PeerLost", "Timeout", "Unsupported", "allgather_object", "allreduce", "broadcast_",
     "broadcast_global_variables", "broadcast_object", "broadcast_object_fn", "broadcast_variables", "checkpoint",
     "elastic", "gpu_available", "grouped_allreduce", "grouped_reducescatter", "reducescatter",
-    "flight_record", "metrics", "check_extension", "check_num_rank_power_of_2",
+    "flat_metrics", "flight_record", "metrics", "check_extension", "check_num_rank_power_of_2",
     "handle_average_backwards_compatibility", "refs_to_vars", "split_list", "vars_to_refs",
 ]  # fmt: skip
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.profiler import trace
 
 import horoclone
 from horoclone.errors import HorovodVersionMismatchError
@@ -19,6 +20,30 @@ from horoclone.runtime import attached
 OLDEST = (2, 16)
 MADE_FOR = "2.16 or newer (tested with 2.16 and 2.21)"
 _PATH = Path(horoclone.__file__).parent / "libhoroclone_tensorflow.so"
+
+
+class _WithSpans:
+    """The op functions; while TensorFlow's profiler runs, an op that is run eagerly has a span `horoclone.allreduce`
+    with the tensor's name. In a graph the profiler shows the op under its node's name by itself."""
+
+    def __init__(self, functions: Any) -> None:
+        self._functions = functions
+
+    def __getattr__(self, name: str) -> Any:
+        function = getattr(self._functions, name)
+        span = f"horoclone.{name.removeprefix('horovod_')}"
+
+        def call(**arguments: Any) -> Any:
+            if not _is_profiling() or not tf.executing_eagerly():
+                return function(**arguments)
+            with tf.profiler.experimental.Trace(span, tensor=arguments.get("tensor_name", "")):
+                return function(**arguments)
+
+        setattr(self, name, call)  # found there from now on
+        return call
+
+
+_is_profiling = trace.enabled
 
 
 def _load() -> Any:
@@ -48,4 +73,4 @@ def _load() -> Any:
     return functions
 
 
-functions: Any = _load()
+functions: Any = _WithSpans(_load())

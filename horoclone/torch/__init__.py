@@ -16,6 +16,7 @@ from horoclone.errors import (
 from horoclone.ops import *  # noqa: F403 - the reductions; what a star gives, mypy does not pass on through another
 from horoclone.runtime import life
 from horoclone.runtime.exported import *  # noqa: F403 - facts, init() and shutdown(), for the same reason
+from horoclone.runtime.flat_metrics import flat_metrics
 from horoclone.runtime.observe import flight_record, metrics
 from horoclone.torch import c10d, checkpoint, elastic, mpi_ops
 from horoclone.torch.compression import Compression
@@ -42,7 +43,7 @@ __all__ = [
     "Aborted", "Compression", "DistributedOptimizer", "HorovodInternalError", "HostsUpdatedInterrupt", "Mismatch",
     "NotInitialized", "PeerLost", "SyncBatchNorm", "Timeout", "Unsupported", "allgather_object", "broadcast_object",
     "DiLoCo", "LocalSGD", "broadcast_optimizer_state", "broadcast_parameters", "c10d", "check_extension", "checkpoint",
-    "elastic", "flight_record", "metrics",
+    "elastic", "flat_metrics", "flight_record", "metrics",
 ]  # fmt: skip
 
 

@@ -71,6 +71,7 @@ WHO_PICKLES = {
     "objects.py": "broadcast_object and allgather_object, between authenticated ranks",
     "launch/api.py": "run(fn): the function and its values, between us and our own children",
     "launch/call.py": "run(fn), the child's side",
+    "launch/torch_flight.py": "files for torchfrtrace, which unpickles them; only written here",
     "spark/common/serialization.py": "estimators and models in files, which the user loads",
     "spark/keras/packing.py": "what a KerasEstimator is given, on its way to its ranks through Spark",
     "spark/torch/estimator.py": "what a TorchEstimator is given, on its way to its ranks through Spark",

@@ -29,6 +29,11 @@ std::string name_of_track(const TraceKey& key, bool operation_names) {
   return text_of(name_of(key.op), ".", key.name);
 }
 
+// Unnamed operations of one kind share a track: their number tells which spans of several ranks are of one operation.
+std::string args_of(const TraceKey& key) {
+  return key.name.empty() ? text_of("\"sequence\":", key.sequence) : std::string();
+}
+
 std::string number(double us) {
   char text[40];
   std::snprintf(text, sizeof text, "%.3f", us);
@@ -112,9 +117,10 @@ void Trace::name_rows(const Flight& f, std::string* out) {
 // Clocks are read by several threads: within a row time never goes back.
 double Trace::stamp(Flight* f, TimePoint at) { return f->last_us = std::max(f->last_us, micros(at)); }
 
-void Trace::begin(Flight* f, const std::string& name, TimePoint at, std::string* out) {
+void Trace::begin(Flight* f, const std::string& name, TimePoint at, std::string* out, std::string_view args) {
   *out += text_of(",\n{\"ph\":\"B\",\"name\":", json_text(name), ",\"ts\":", number(stamp(f, at)),
-                  ",\"pid\":", f->track->pid, ",\"tid\":", f->row, "}");
+                  ",\"pid\":", f->track->pid, ",\"tid\":", f->row);
+  *out += args.empty() ? std::string("}") : text_of(",\"args\":{", args, "}}");
 }
 
 void Trace::end(Flight* f, TimePoint at, std::string_view args, std::string* out) {
@@ -167,7 +173,7 @@ void Trace::add(const TraceEvent& e, std::string* out) {
     case Kind::kAnnounced: {
       auto at = negotiating_.find(id);
       Flight& f = at != negotiating_.end() ? at->second : take_row(e.key, 0, &negotiating_, id, out);
-      if (at == negotiating_.end()) begin(&f, "NEGOTIATE_" + f.op, e.time, out);
+      if (at == negotiating_.end()) begin(&f, "NEGOTIATE_" + f.op, e.time, out, args_of(e.key));
       *out += text_of(",\n{\"ph\":\"X\",\"name\":\"", e.rank, "\",\"ts\":", number(stamp(&f, e.time)),
                       ",\"dur\":0,\"pid\":", f.track->pid, ",\"tid\":", f.row, "}");
       break;
@@ -178,7 +184,7 @@ void Trace::add(const TraceEvent& e, std::string* out) {
     case Kind::kStarted: {
       finish(&running_, id, e.time, "\"unfinished\":true", out);
       Flight& f = take_row(e.key, 1, &running_, id, out);
-      begin(&f, f.op, e.time, out);
+      begin(&f, f.op, e.time, out, args_of(e.key));
       begin_phase(&f, e, out);
       break;
     }

@@ -77,7 +77,7 @@ class Trace {
 
   Track& track_of(const TraceKey& key, std::string* out);
   Flight& take_row(const TraceKey& key, int kind, Flights* flights, const std::string& id, std::string* out);
-  void begin(Flight* f, const std::string& name, TimePoint at, std::string* out);
+  void begin(Flight* f, const std::string& name, TimePoint at, std::string* out, std::string_view args = {});
   void end(Flight* f, TimePoint at, std::string_view args, std::string* out);
   void add_span(const TraceEvent& event, std::string* out);
   void begin_phase(Flight* f, const TraceEvent& event, std::string* out);

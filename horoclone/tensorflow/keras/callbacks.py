@@ -6,9 +6,10 @@ from horoclone.keras.callbacks import (
     LearningRateScheduleCallback,
     LearningRateWarmupCallback,
     MetricAverageCallback,
+    MetricsCallback,
 )
 
 __all__ = [
     "BestModelCheckpoint", "BroadcastGlobalVariablesCallback", "LearningRateScheduleCallback",
-    "LearningRateWarmupCallback", "MetricAverageCallback",
+    "LearningRateWarmupCallback", "MetricAverageCallback", "MetricsCallback",
 ]  # fmt: skip

@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from horoclone.errors import HorovodInternalError, Timeout
 from horoclone.torch.c10d.lost import in_words_of_the_job, who_is_late
+from horoclone.torch.operations import spans
 from horoclone.torch.operations.gpu import (
     HOST,
     Place,
@@ -318,7 +319,7 @@ class Work(dist.Work):
 
     def _take(self) -> None:
         runtime, stream = self._flight.runtime, self._flight.stream_for(self._place)
-        runtime.wait(self.handle)
+        spans.wait(runtime, self.handle)
         try:
             with on_stream(stream):
                 if stream is not None:

@@ -15,6 +15,7 @@ from horoclone.torch.operations.arguments import refuse_to_compress
 from horoclone.torch.operations.functional import is_compiling, reduced, start
 from horoclone.torch.operations.gradients import grad_name, require_linear
 from horoclone.torch.operations.handles import run, start_for, synchronize
+from horoclone.torch.operations.spans import profiler
 from horoclone.torch.operations.tensors import number_of
 
 
@@ -36,9 +37,8 @@ def allreduce_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )()
-    plain = handles.call_plain(
-        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
-    )
+    call_plain = handles.slow_path if profiler._is_profiler_enabled else handles.call_plain
+    plain = call_plain(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0)
     if plain is not None:
         return tensor if plain is tensor else handles.synchronize(plain)
     reduce = resolve_reduce(average, op)
@@ -67,7 +67,8 @@ def allreduce_async_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )
-    plain = handles.start_plain(
+    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain
+    plain = start_plain(
         tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
     )
     if plain is not None:
@@ -98,7 +99,8 @@ def allreduce_async(
     reduce = resolve_reduce(average, op)
     dtype = number_of(tensor, name, True)
     output = torch.empty_like(tensor, requires_grad=False)
-    plain = handles.start_plain(
+    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain
+    plain = start_plain(
         tensor, output, None, name, reduce, prescale_factor, postscale_factor, process_set, priority
     )
     if plain is not None:
@@ -147,7 +149,8 @@ def _reduced_now(
     tensor: torch.Tensor, name: str | None, reduce: int, scales: tuple[float, float], process_set: ProcessSet
 ) -> torch.Tensor:
     output = torch.empty_like(tensor, requires_grad=False)
-    plain = handles.call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
+    call_plain = handles.slow_path if profiler._is_profiler_enabled else handles.call_plain
+    plain = call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
         return output if plain is output else handles.synchronize(plain)
     dtype = number_of(tensor, name, True)

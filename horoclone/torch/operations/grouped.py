@@ -24,6 +24,7 @@ from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gpu import HOST, Place, behind, place_of_all, rows_of
 from horoclone.torch.operations.gradients import grad_name, require_linear, scaled_share
 from horoclone.torch.operations.handles import remember, synchronize
+from horoclone.torch.operations.spans import profiler
 from horoclone.torch.operations.tensors import (
     ON_GPU,
     from_result,
@@ -94,7 +95,8 @@ def grouped_allreduce_async_(
     tensors = tuple_of("grouped_allreduce_async_", tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
-    plain = handles.start_plain_group(tensors, tensors, None, name, reduce, *scales, process_set, 0)
+    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain_group
+    plain = start_plain(tensors, tensors, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
         return plain
     runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
@@ -144,7 +146,8 @@ def grouped_allreduce_async(
         learns(tensors, name)  # refuses what is no tensor
         raise
     scales = (prescale_factor, postscale_factor)
-    plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
+    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain_group
+    plain = start_plain(tensors, outputs, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
         return plain
     runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)

@@ -16,6 +16,7 @@ from horoclone.process_sets import global_process_set
 from horoclone.runtime import native
 from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import HOST, behind, offer_memory, place_of, rows_here, rows_like
+from horoclone.torch.operations.spans import profiler, waiting
 from horoclone.torch.operations.tensors import ON_GPU, from_result
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ _exchange: Any = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
 
 
 # The fast path, as in horoclone/arrays/handles.py. Callers read them from this module: they change with the runtime.
+# Under a profiler callers take the slow path, which has the spans.
 start_plain: Callable[..., int | None] = slow_path
 call_plain: Callable[..., Any] = slow_path
 start_plain_group: Callable[..., int | None] = slow_path
@@ -99,14 +101,19 @@ def synchronize(handle: Any) -> Any:
     """
     if is_compiling():
         return handle()
-    output = finish_plain(handle)
-    if output is not NotImplemented:
-        return output
-    if callable(handle):
-        return handle()
-    if type(handle) is not int:
-        _waits.refuse_no_handle("synchronize", handle)
-    return _waits.once(handle, _wait)
+    span = waiting(handle) if profiler._is_profiler_enabled else None
+    try:
+        output = finish_plain(handle)
+        if output is not NotImplemented:
+            return output
+        if callable(handle):
+            return handle()
+        if type(handle) is not int:
+            _waits.refuse_no_handle("synchronize", handle)
+        return _waits.once(handle, _wait)
+    finally:
+        if span is not None:
+            span.end()
 
 
 def _wait(handle: int) -> Any:

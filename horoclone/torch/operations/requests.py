@@ -15,6 +15,7 @@ import torch
 from horoclone.arguments import explained
 from horoclone.ops import CALLS, Sum
 from horoclone.torch.operations.gpu import HOST, Place
+from horoclone.torch.operations.spans import Span, Submission, profiler
 from horoclone.torch.operations.tensors import ON_GPU, address_of
 
 if TYPE_CHECKING:
@@ -42,23 +43,34 @@ def submit(
     """Queues one operation and returns its handle. source None: only the target's form is given, or no tensor at all.
     target None: the core owns the result, if this rank gets one."""
     form = target if source is None else source
+    span = Submission(CALLS[op], name) if profiler._is_profiler_enabled else None
     # By place: for keywords the native function compares the names of all arguments, which takes a third of the call.
     try:
-        return runtime.submit(
+        handle = runtime.submit(
             op, name, 0 if source is None else address_of(source), 0 if target is None else address_of(target),
             None if form is None else form.shape, dtype % ON_GPU, reduce, prescale, postscale, root, process_set,
             splits, tag, *place, priority,
         )  # fmt: skip
+        return handle if span is None else span.gave(handle)
     except TypeError as error:
         raise explained(
             CALLS[op], error, name=name, prescale_factor=prescale, postscale_factor=postscale, root_rank=root,
             splits=splits, tag=tag, priority=priority,
         ) from None  # fmt: skip
+    finally:
+        if span is not None:
+            span.end()
 
 
 def submit_empty(runtime: Runtime, op: int, *, process_set: int = 0, place: Place = HOST) -> int:
     """Queues an operation that has no tensors: join or barrier."""
-    return runtime.submit(op, None, 0, 0, (), 0, Sum, 1.0, 1.0, 0, process_set, None, 0, *place)
+    span = Submission(CALLS[op], None) if profiler._is_profiler_enabled else None
+    try:
+        handle = runtime.submit(op, None, 0, 0, (), 0, Sum, 1.0, 1.0, 0, process_set, None, 0, *place)
+        return handle if span is None else span.gave(handle)
+    finally:
+        if span is not None:
+            span.end()
 
 
 def submit_group(
@@ -77,18 +89,23 @@ def submit_group(
     place: Place = HOST,
 ) -> int:
     """Queues several tensors as one operation and returns its handle. targets None: the core owns the results."""
+    span = Submission(f"grouped_{CALLS[op]}", name) if profiler._is_profiler_enabled else None
     try:
-        return runtime.submit_group(
+        handle = runtime.submit_group(
             op, name, [address_of(tensor) for tensor in sources],
             [0] * len(sources) if targets is None else [address_of(tensor) for tensor in targets],
             [tensor.shape for tensor in sources], [number % ON_GPU for number in dtypes], reduce, prescale, postscale,
             root, process_set, *place,
         )  # fmt: skip
+        return handle if span is None else span.gave(handle)
     except TypeError as error:
         raise explained(
             f"grouped {CALLS[op]}", error, name=name, prescale_factor=prescale, postscale_factor=postscale,
             root_rank=root,
         ) from None  # fmt: skip
+    finally:
+        if span is not None:
+            span.end()
 
 
 def run(
@@ -107,6 +124,7 @@ def run(
     splits: Sequence[int] | None = None,
 ) -> Result | None:
     """Submits and waits in one crossing, in host memory; gives the core's result where there is no target."""
+    span = Span(CALLS[op], name) if profiler._is_profiler_enabled else None
     try:
         return runtime.run(
             op, name, address_of(source), 0 if target is None else address_of(target), source.shape, dtype, reduce,
@@ -117,8 +135,16 @@ def run(
             CALLS[op], error, name=name, prescale_factor=prescale, postscale_factor=postscale, root_rank=root,
             splits=splits,
         ) from None  # fmt: skip
+    finally:
+        if span is not None:
+            span.end()
 
 
 def run_empty(runtime: Runtime, op: int, *, process_set: int = 0) -> None:
     """Submits an operation that has no tensors, and waits for it."""
-    runtime.run(op, None, 0, 0, (), 0, Sum, 1.0, 1.0, 0, process_set)
+    span = Span(CALLS[op], None) if profiler._is_profiler_enabled else None
+    try:
+        runtime.run(op, None, 0, 0, (), 0, Sum, 1.0, 1.0, 0, process_set)
+    finally:
+        if span is not None:
+            span.end()

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from horoclone.torch.operations import spans
 from horoclone.torch.operations.gpu import follow
 from horoclone.torch.optimizer.buckets import URGENT_BUCKET_BYTES, Bucket
 from horoclone.torch.optimizer.reducer import Reducer
@@ -254,7 +255,7 @@ def _ended(reducer: Reducer, bucket: Bucket, handle: Any) -> Exception | None:
     runtime = reducer._runtime
     assert runtime is not None
     try:
-        runtime.wait(handle)
+        spans.wait(runtime, handle)
         follow(runtime, handle, bucket.place)
     except Exception as error:
         return error

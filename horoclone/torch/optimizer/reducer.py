@@ -21,7 +21,7 @@ from horoclone.process_sets import global_process_set, id_of
 from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression
-from horoclone.torch.operations import requests
+from horoclone.torch.operations import requests, spans
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
 from horoclone.torch.operations.tensors import from_result
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
@@ -230,9 +230,20 @@ class Reducer:
         else:
             assert self._declared is not None
             bucket.place = place_of(bucket.flat)
-            bucket.handle = self._runtime.submit_declared(
-                self._set_id, self._declared, bucket.index, bucket.place[1], bucket.priority
+            bucket.handle = self._submit_declared(bucket, self._declared)
+
+    def _submit_declared(self, bucket: Bucket, declared: int) -> int:
+        assert self._runtime is not None
+        under = spans.profiler._is_profiler_enabled
+        span = spans.Submission("allreduce", self._name_of(bucket)) if under else None
+        try:
+            handle = self._runtime.submit_declared(
+                self._set_id, declared, bucket.index, bucket.place[1], bucket.priority
             )
+            return handle if span is None else span.gave(handle)
+        finally:
+            if span is not None:
+                span.end()
 
     def _fill(self, state: GradState) -> None:
         """A gradient whose hooks did not complete it: what is in parameter.grad, else zeros."""
@@ -266,6 +277,7 @@ class Reducer:
         """
         if not self.outstanding:
             self._begin()
+        span = spans.Span("synchronize", None) if spans.profiler._is_profiler_enabled else None
         try:
             learning = not self._learned
             if learning and is_capturing():
@@ -292,6 +304,8 @@ class Reducer:
                 self._form_buckets()
             self._scale_local()
         finally:
+            if span is not None:
+                span.end()
             self._end()
         self.reduced = True
 
@@ -316,7 +330,7 @@ class Reducer:
         assert self._runtime is not None
         if bucket.exposed is None:
             handle, bucket.handle = bucket.handle, None
-            self._runtime.wait(handle)
+            spans.wait(self._runtime, handle)
             follow(self._runtime, handle, bucket.place)
             if self._scatter:
                 self._keep_share(bucket, handle)
@@ -347,7 +361,7 @@ class Reducer:
             for bucket, shard, place in zip(self.buckets, shards, places, strict=True)
         ]  # fmt: skip
         for handle, place in zip(handles, places, strict=True):
-            runtime.wait(handle)
+            spans.wait(runtime, handle)
             follow(runtime, handle, place)
             runtime.release(handle)
         for state in self.states:

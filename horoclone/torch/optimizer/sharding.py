@@ -17,7 +17,7 @@ import torch
 from horoclone.ops import BROADCAST
 from horoclone.process_sets import ProcessSet, set_id
 from horoclone.runtime import native
-from horoclone.torch.operations import requests
+from horoclone.torch.operations import requests, spans
 from horoclone.torch.operations.gpu import follow, place_of_all
 from horoclone.torch.operations.tensors import NUMBER_OF
 from horoclone.torch.optimizer.agreement import by_name
@@ -215,7 +215,7 @@ class Sharding:
                 )  # fmt: skip
                 handles.append((handle, place))
         for handle, place in handles:
-            runtime.wait(handle)
+            spans.wait(runtime, handle)
             follow(runtime, handle, place)
             runtime.release(handle)
         with torch.no_grad():
