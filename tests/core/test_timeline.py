@@ -35,6 +35,8 @@ FIELDS = {
     "E": {"ts": NUMBER, "tid": int},
     "X": {"name": str, "ts": NUMBER, "tid": int, "dur": NUMBER},
     "i": {"name": str, "ts": NUMBER, "tid": int, "s": str},
+    "s": {"name": str, "cat": str, "id": int, "ts": NUMBER, "tid": int},
+    "f": {"name": str, "cat": str, "id": int, "ts": NUMBER, "tid": int, "bp": str},
 }
 METADATA = {
     "process_name": ("name", str),
@@ -47,7 +49,7 @@ METADATA = {
 def check_fields(event):
     """Perfetto drops what breaks these rules, mostly in silence."""
     fields = FIELDS[event["ph"]]
-    optional = {"E": {"args", "name"}, "M": {"tid"}}.get(event["ph"], set())
+    optional = {"B": {"args"}, "E": {"args", "name"}, "M": {"tid"}}.get(event["ph"], set())
     assert set(fields) <= event.keys() <= {"ph", "pid", *fields, *optional}, event
     for key, kind in [("pid", int), *fields.items()]:
         assert isinstance(event[key], kind) and not isinstance(event[key], bool), event
@@ -71,7 +73,7 @@ def check_schema(events):
             continue
         row = (event["pid"], event["tid"])
         assert event["pid"] in named, event
-        if event["ph"] == "i":
+        if event["ph"] in "isf":
             continue
         assert row in rows, event
         assert event["ts"] >= last.get(row, 0), event
@@ -82,6 +84,27 @@ def check_schema(events):
             assert open_spans.get(row), f"an end without a beginning: {event}"
             open_spans[row].pop()
     assert not any(open_spans.values()), open_spans
+    check_arrows(events)
+
+
+def check_arrows(events):
+    """Each arrow has one beginning and one end, which is not before it, and each lies in a span that is open there."""
+    spans: dict = {}
+    begun: dict = {}
+    for event in events:
+        row = (event["pid"], event.get("tid"))
+        if event["ph"] == "B":
+            begun.setdefault(row, []).append(event["ts"])
+        elif event["ph"] == "E":
+            spans.setdefault(row, []).append((begun[row].pop(), event["ts"]))
+    pairs: dict = {}
+    for event in events:
+        if event["ph"] in "sf":
+            assert any(b <= event["ts"] <= e for b, e in spans[event["pid"], event["tid"]]), event
+            pairs.setdefault((event["cat"], event["name"], event["id"]), []).append(event)
+    for first, second in pairs.values():
+        assert (first["ph"], second["ph"], second["bp"]) == ("s", "f", "e") and first["ts"] <= second["ts"]
+        assert first["pid"] != second["pid"]
 
 
 def events_of(path):
@@ -108,6 +131,11 @@ def track_of(events, rank, name):
     }
     assert len(rows) == 1, (rank, name, rows)
     return [e for e in events if e["pid"] == rank and e.get("tid") in rows and e["ph"] != "M"]
+
+
+def mark_of(events, rank, name):
+    """When a rank was ready for the operations of one tensor, by its own file."""
+    return [e["ts"] for e in track_of(events, rank, name) if e["ph"] == "X" and e["name"] == str(rank)]
 
 
 def work(rounds=2):
@@ -253,8 +281,85 @@ def test_the_files_of_all_ranks_merge_on_one_clock(worlds, tmp_path, capsys, sha
     slack = 2 * heads[1]["clock_error_micros"] + 1
     for (begin0, end0), (begin1, end1) in zip(*spans, strict=True):
         assert end0 > begin1 - slack and end1 > begin0 - slack
+    # Each of the 10 operations has one arrow, from the rank that was ready last.
+    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 10
+    ready = [mark_of(events, rank, "big: negotiation") for rank in range(2)]
+    for number, times in enumerate(zip(*ready, strict=True)):
+        late = times.index(max(times))
+        begin = spans[1 - late][number][0]
+        assert [e["ts"] for e in events if e["ph"] == "f" and e["ts"] == begin and e["pid"] == 1 - late] == [
+            begin
+        ]
     with pytest.raises(LaunchError, match="one file per rank"):
         timelines.merge([files[0], files[0]])
+
+
+def file_of(rank, *operations):
+    """The events of a rank's file: (tensor, sequence or None, ready, begin, end) of each of its allreduces."""
+    pid = (rank + 1) * 100
+    head = {
+        "clock_origin_micros": 0.0,
+        "clock_error_micros": 0.0,
+        "start_time_since_epoch_in_micros": 5,
+        "rank": rank,
+    }
+    events = [{"name": "process_name", "ph": "M", "pid": pid, "args": {**head, "name": "steps"}}]
+    names = sorted({tensor for tensor, *_ in operations})
+    for place, name in enumerate(names, 1):
+        events.append(
+            {"name": "process_name", "ph": "M", "pid": pid + place, "args": {"name": f"rank {rank}: {name}"}}
+        )
+    for number, (tensor, sequence, ready, begin, end) in enumerate(operations):
+        rows = [{"pid": pid + 1 + names.index(tensor), "tid": 2 * number + kind} for kind in range(2)]
+        args = {} if sequence is None else {"args": {"sequence": sequence}}
+        for row, kind in zip(rows, ("negotiation", "operation"), strict=True):
+            events.append({"name": "thread_name", "ph": "M", **row, "args": {"name": kind}})
+        events += [
+            {"ph": "B", "name": "NEGOTIATE_ALLREDUCE", "ts": ready, **rows[0], **args},
+            {"ph": "X", "name": str(rank), "ts": ready, "dur": 0, **rows[0]},
+            {"ph": "E", "ts": begin, **rows[0]},
+            {"ph": "B", "name": "ALLREDUCE", "ts": begin, **rows[1], **args},
+            {"ph": "E", "ts": end, **rows[1]},
+        ]
+    return events
+
+
+def arrows_of(tmp_path, *files):
+    paths = [tmp_path / f"{number}.json" for number in range(len(files))]
+    for path, events in zip(paths, files, strict=True):
+        path.write_text(json.dumps(events))
+    events = timelines.merge(paths)
+    check_arrows(events)
+    begins = {e["id"]: e for e in events if e["ph"] == "s"}
+    ends = [e for e in events if e["ph"] == "f"]
+    return sorted((begins[e["id"]]["pid"], begins[e["id"]]["ts"], e["pid"], e["ts"]) for e in ends)
+
+
+def test_an_arrow_leads_from_the_last_rank_to_each_that_waited(tmp_path):
+    found = arrows_of(
+        tmp_path,
+        file_of(0, ("w", None, 10, 31, 40), ("w", None, 50, 61, 70)),
+        file_of(1, ("w", None, 30, 32, 40), ("w", None, 51, 62, 70)),
+        file_of(2, ("w", None, 20, 33, 40), ("w", None, 60, 63, 70)),
+    )
+    assert found == [(1, 30, 0, 31), (1, 30, 2, 33), (2, 60, 0, 61), (2, 60, 1, 62)]
+
+
+def test_unnamed_operations_are_told_apart_by_their_number(tmp_path):
+    found = arrows_of(
+        tmp_path,
+        file_of(0, ("allreduce (unnamed)", 0, 10, 31, 40), ("allreduce (unnamed)", 1, 11, 21, 70)),
+        file_of(1, ("allreduce (unnamed)", 1, 20, 22, 70), ("allreduce (unnamed)", 0, 30, 32, 40)),
+    )
+    assert found == [(1, 20, 0, 21), (1, 30, 0, 31)]
+
+
+def test_a_rank_whose_file_lacks_an_operation_gets_no_arrow_of_another(tmp_path):
+    """Rank 1's timeline began later; a broadcast's root may end before others begin."""
+    late = file_of(1, ("w", None, 51, 60, 61))
+    assert arrows_of(tmp_path, file_of(0, ("w", None, 10, 20, 50)), late) == []
+    early_root = file_of(0, ("w", None, 10, 21, 22)), file_of(1, ("w", None, 20, 30, 40))
+    assert arrows_of(tmp_path, *early_root) == [(1, 20, 0, 21)]
 
 
 def trace_until_killed():

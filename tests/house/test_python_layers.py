@@ -60,9 +60,10 @@ MAY_IMPORT: dict[str, set[str]] = {
         "tensorflow",
         "torch",
         "torch.operations",
+        "tracking",
     },
     "launch": {"bootstrap", "errors", "failpoints", "live", "selection", "settings", "simulate"},
-    "lightning": {"errors", "objects", "runtime", "runtime.life", "torch"},
+    "lightning": {"errors", "objects", "runtime", "runtime.life", "torch", "tracking"},
     "live": set(),
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
@@ -182,6 +183,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
     },
     "torch.sync_batch_norm": {"ops", "process_sets", "torch.operations"},
+    "tracking": {"runtime"},
 }
 # (module, what it imports inside a function) -> why one framework needs the other only when a user brings both (decision 0059)
 LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {

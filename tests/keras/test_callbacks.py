@@ -229,6 +229,32 @@ def writes_the_best_on_one_rank(folder: str) -> None:
     assert [path.name for path in Path(folder).iterdir()] == ["rank0.keras"]
 
 
+def logs_horoclones_numbers(folder: str) -> None:
+    """Every third batch and after the last; a training that goes on at epoch 1 goes on counting."""
+    import horoclone.keras as hvd
+
+    steps: list[int] = []
+    model = network(hvd.DistributedOptimizer(the_keras().optimizers.SGD(0.1)))
+    both = [
+        hvd.callbacks.MetricsCallback(folder, every=3),
+        hvd.callbacks.MetricsCallback(lambda numbers, step: steps.append(step), every=3, all_ranks=True),
+    ]
+    model.fit(**data(hvd.rank()), epochs=2, callbacks=both)
+    assert steps == [3, 6, 8]
+    later: list[int] = []
+    resumed = hvd.callbacks.MetricsCallback(lambda numbers, step: later.append(step), every=100)
+    model.fit(**data(hvd.rank()), epochs=2, initial_epoch=1, callbacks=[resumed])
+    assert later == ([8] if hvd.rank() == 0 else [])
+    if hvd.rank() == 0:
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        events = EventAccumulator(folder)
+        events.Reload()
+        logged = events.Scalars("horoclone/operations")
+        assert [one.step for one in logged] == steps
+        assert 0 < logged[0].value <= logged[-1].value <= hvd.metrics()["operations"]
+
+
 def works_on_values() -> None:
     import horoclone.keras as hvd
     from horoclone.keras.flavor import to_tensor
@@ -314,6 +340,14 @@ def test_momentum_is_rescaled_with_the_rate(on: On, backend: str, correction: bo
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_best_model_is_written_by_rank_0(on: On, backend: str, tmp_path: Any) -> None:
     on(backend, writes_the_best_on_one_rank, folder=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "backend", ["torch", "legacy"]
+)  # nothing of it depends on the backend, much on Keras
+def test_metrics_go_to_a_tracker(on: On, backend: str, tmp_path: Any) -> None:
+    pytest.importorskip("tensorboard")
+    on(backend, logs_horoclones_numbers, folder=str(tmp_path))
 
 
 @pytest.mark.parametrize("backend", ["tensorflow", "legacy"])

@@ -90,11 +90,11 @@ def trainer(folder: Path, **options: Any) -> Iterator[Any]:
     """With a strategy object: its name would make Lightning look for MPI in the test's process. Quiet."""
     from horoclone.lightning import HorocloneStrategy
 
-    how = {"enable_checkpointing": False, **options}
+    how = {"enable_checkpointing": False, "logger": False, **options}
     strategy = how.pop("strategy", None) or HorocloneStrategy()
     try:
         yield kit().pl.Trainer(
-            strategy=strategy, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+            strategy=strategy, accelerator="cpu", enable_progress_bar=False, enable_model_summary=False,
             default_root_dir=str(folder), **how,
         )  # fmt: skip
     finally:
@@ -215,6 +215,39 @@ def test_manual_optimization_and_a_communication_hook(tmp_path: Path) -> None:
         float((a - b).abs().max()) for a, b in zip(model.parameters(), expected.parameters(), strict=True)
     ]
     assert 0 < max(differences) < 0.05 and same_on_every_rank(model)  # the hook was there: float16 rounds
+
+
+@ranks(2, limit_s=LIMIT_S)
+def test_the_callback_logs_horoclones_numbers_to_the_trainers_logger(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from lightning.pytorch.loggers import TensorBoardLogger
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from horoclone.lightning import MetricsCallback
+
+    own: list[tuple[int, float]] = []
+    both = [
+        MetricsCallback(every=2),
+        MetricsCallback(3, lambda numbers, step: own.append((step, max(numbers.values()))), all_ranks=True),
+    ]
+    folder = hvd.broadcast_object(str(tmp_path), 0)
+    logger = TensorBoardLogger(folder, name="", version="run")
+    with trainer(tmp_path, max_epochs=1, callbacks=both, logger=logger) as t:
+        t.fit(kit().Model(), loader())
+        steps = t.global_step
+    assert [step for step, _ in own] == sorted({*range(3, steps + 1, 3), steps}) and own[-1][1] > 0
+    hvd.barrier()
+    events = EventAccumulator(f"{folder}/run")
+    events.Reload()
+    logged = events.Scalars("horoclone/operations")
+    assert [one.step for one in logged] == sorted({*range(2, steps + 1, 2), steps})
+    values = [one.value for one in logged]
+    assert values == sorted(values) and 0 < values[0] <= values[-1] <= hvd.metrics()["operations"]
+    with trainer(tmp_path, max_epochs=1, callbacks=[MetricsCallback()]) as t:
+        with pytest.raises(ValueError, match="MetricsCallback has nowhere to log"):
+            t.fit(kit().Model(), loader())
+    with pytest.raises(ValueError, match="all_ranks=True needs `to`"):
+        MetricsCallback(all_ranks=True)
 
 
 @ranks(2, limit_s=LIMIT_S)

@@ -45,7 +45,7 @@ def calls() -> None:
 @ranks(2)
 def test_every_call_has_a_span_and_results_are_the_same(tmp_path: Path) -> None:
     calls()  # the fast path is open
-    found = [name for name, _, _ in profiled(calls, tmp_path / "trace.json")]
+    found = [name for name, _, _ in profiled(calls, tmp_path / f"trace{hvd.rank()}.json")]
     assert sorted(found) == sorted([
         "horoclone.allreduce mean", "horoclone.allreduce in place", "horoclone.allgather rows",
         "horoclone.broadcast from 0", "horoclone.alltoall parts", "horoclone.reducescatter share", "horoclone.barrier",
@@ -81,7 +81,7 @@ def trained(steps: int) -> Callable[[], None]:
 def test_a_step_shows_how_long_it_waits_for_its_buckets(tmp_path: Path) -> None:
     train = trained(2)
     train()  # buckets exist
-    found = profiled(train, tmp_path / "trace.json")
+    found = profiled(train, tmp_path / f"trace{hvd.rank()}.json")
     whole = [span for span in found if span[0] == "horoclone.synchronize"]
     waits = [span for span in found if span[0].startswith("horoclone.allreduce.wait gradients.")]
     assert len(whole) == 2 and len(waits) >= 2

@@ -1,0 +1,50 @@
+"""Our ops in TensorFlow's profiler: spans around eager ones, nodes by their names in graphs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from world import ranks
+
+tf = pytest.importorskip("tensorflow")
+
+import horoclone.tensorflow as hvd  # noqa: E402
+
+
+def events_in(folder: Path) -> list[tuple[str, dict[str, Any]]]:
+    """Name and stated facts of every event in the profile that lies in `folder`."""
+    from tensorflow.tsl.profiler.protobuf import xplane_pb2
+
+    (file,) = folder.rglob("*.xplane.pb")
+    space = xplane_pb2.XSpace.FromString(file.read_bytes())
+    found = []
+    for plane in space.planes:
+        for line in plane.lines:
+            for event in line.events:
+                facts = {
+                    plane.stat_metadata[stat.metadata_id].name: stat.str_value
+                    or plane.stat_metadata[stat.ref_value].name
+                    for stat in event.stats
+                }
+                found.append((plane.event_metadata[event.metadata_id].name, facts))
+    return found
+
+
+@ranks(2)
+def test_eager_ops_have_spans_and_ops_in_graphs_their_names(tmp_path: Path) -> None:
+    graph = tf.function(lambda x: hvd.allreduce(x, op=hvd.Sum, name="in_graph"))
+    hvd.allreduce(tf.ones(3), name="before")
+    assert graph(tf.ones(3)).numpy().tolist() == [2.0] * 3
+    folder = tmp_path / str(hvd.rank())
+    tf.profiler.experimental.start(str(folder))
+    hvd.allreduce(tf.ones(3), name="eager", op=hvd.Sum)
+    hvd.allgather(tf.ones((1, 2)), name="rows")
+    graph(tf.ones(3))
+    tf.profiler.experimental.stop()
+    hvd.allreduce(tf.ones(3), name="after")
+    events = events_in(folder)
+    ours = {(name, facts.get("tensor", "")) for name, facts in events if name.startswith("horoclone.")}
+    assert ours == {("horoclone.allreduce", "eager"), ("horoclone.allgather", "rows")}, ours
+    assert any("in_graph" in name for name, _ in events), sorted({name for name, _ in events})
