@@ -73,6 +73,7 @@ WORDS = {
     "horoclone.handles": "compression, handles, numbers",
     "horoclone.process_sets": "subsets of the ranks",
     "horoclone.tools": "simulate",
+    "horoclone.tracking": "counters for trackers",
 }
 CIRCLE = " \N{LEFT RIGHT ARROW} "
 
