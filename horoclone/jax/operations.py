@@ -3,8 +3,9 @@
 Every function takes a pytree whose leaves are arrays of any dtype of the core (bool, 8- to 64-bit integers, float16,
 bfloat16, float32, float64; uint32 and uint64 where data is only moved) and any shape, and returns a pytree of the same
 structure. Under jit and its kin every rank must build the same calls; `name` ties calls together on all ranks, and
-without it a name is made of the tree's paths, shapes and dtypes. Errors: ValueError for wrong arguments and those of
-horoclone.errors, at once; under jit what goes wrong when the program runs arrives as jax.errors.JaxRuntimeError.
+without it a name is made of the tree's paths, shapes and dtypes. Errors: TypeError for arguments of a wrong type,
+ValueError for other wrong arguments, and those of horoclone.errors, at once; under jit what goes wrong when the program
+runs arrives as jax.errors.JaxRuntimeError.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import jax
 import jax.numpy as jnp
 
 from horoclone import arrays, ops, runtime
+from horoclone.arguments import check, check_compression, given, root, wrong_type
 from horoclone.errors import Unsupported
 from horoclone.jax import native
 from horoclone.jax.call import NAMES, Call, is_tracing, name_for, paths_and_leaves
 from horoclone.jax.compression import Compression, Compressor
 from horoclone.jax.primitives import bind
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 
 _MOVABLE = {*ops.DTYPES, "uint32", "uint64"}
 
@@ -29,7 +31,7 @@ _MOVABLE = {*ops.DTYPES, "uint32", "uint64"}
 def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more: Any) -> Any:
     """Checks the leaves, names the call, binds it, and puts the results into the tree's structure."""
     paths, leaves, structure = paths_and_leaves(tree)
-    leaves = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in leaves]
+    leaves = [_array(NAMES[op], path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
     if not leaves:
         return tree
     _check_dtypes(op, paths, leaves)
@@ -43,6 +45,29 @@ def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more:
     if is_tracing():
         _refuse_local_devices(call)
     return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
+
+
+def _array(call: str, path: str, leaf: Any) -> Any:
+    """The leaf as an array. TypeError for what JAX makes none of."""
+    if isinstance(leaf, jax.Array):
+        return leaf
+    try:
+        return jnp.asarray(leaf)
+    except TypeError:
+        where = f" at {path}" if path else ""
+        raise TypeError(
+            f"{call}: {_FIRST_ARGUMENT.get(call, 'tree')}={given(leaf)}{where} cannot be used; it takes an array, a "
+            "number, or a pytree of them."
+        ) from None
+
+
+_FIRST_ARGUMENT = {"alltoall": "array"}
+
+
+def _check(call: str, process_set: ProcessSet, **more: Any) -> None:
+    """TypeError for the first argument of a wrong type: which, what was given, and what is accepted."""
+    check(call, **more)
+    set_id(process_set)
 
 
 def _check_dtypes(op: int, paths: list[str], leaves: list[Any]) -> None:
@@ -79,7 +104,7 @@ def _members(process_set: ProcessSet) -> dict[str, int]:
 
 def _with_rows(op: int) -> Callable[[str, Any], None]:
     def check(path: str, leaf: Any) -> None:
-        if jnp.ndim(leaf) == 0:
+        if _array(NAMES[op], path, leaf).ndim == 0:
             raise ValueError(f"{NAMES[op]}: the array at {path or 'the root'} has no first dimension")
 
     return check
@@ -105,9 +130,20 @@ def allreduce(
     Differentiable for Average and Sum (the gradient is the same reduction of the cotangents). vmap: the whole batch in
     one call.
     """
+    _check(
+        "allreduce",
+        process_set,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
+    check_compression("allreduce", compression)
     reduce = ops.resolve_reduce(average, op)
-    leaves, structure = jax.tree_util.tree_flatten(tree)
-    pressed = [compression.compress(jnp.asarray(leaf)) for leaf in leaves]
+    paths, leaves, structure = paths_and_leaves(tree)
+    pressed = [
+        compression.compress(_array("allreduce", path, leaf))
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
     small = jax.tree_util.tree_unflatten(structure, [array for array, _ in pressed])
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     reduced = _call(small, ops.ALLREDUCE, name, process_set, reduce=reduce, **scales)
@@ -123,7 +159,8 @@ def broadcast(
 
     Differentiable: the root gets the average of the cotangents, as in Horovod, the others zeros.
     """
-    return _call(tree, ops.BROADCAST, name, process_set, root=int(root_rank))
+    _check("broadcast", process_set, name=name)
+    return _call(tree, ops.BROADCAST, name, process_set, root=root("broadcast", root_rank))
 
 
 def allgather(tree: Any, name: str | None = None, process_set: ProcessSet = global_process_set) -> Any:
@@ -131,6 +168,7 @@ def allgather(tree: Any, name: str | None = None, process_set: ProcessSet = glob
 
     Differentiable: the gradient is a reducescatter (Average) of the cotangents.
     """
+    _check("allgather", process_set, name=name)
     _require_rows(ops.ALLGATHER, tree)
     return _call(tree, ops.ALLGATHER, name, process_set, **_members(process_set))
 
@@ -147,6 +185,13 @@ def reducescatter(
 
     Differentiable where the rows divide evenly: the gradient is an allgather of the cotangents.
     """
+    _check(
+        "reducescatter",
+        process_set,
+        name=name,
+        prescale_factor=prescale_factor,
+        postscale_factor=postscale_factor,
+    )
     _require_rows(ops.REDUCESCATTER, tree)
     scales = {"prescale": float(prescale_factor), "postscale": float(postscale_factor)}
     reduce = ops.resolve_reduce(None, op)
@@ -164,6 +209,7 @@ def alltoall(
     With `splits` (rows for each rank; not under jit, where sizes must be known): (rows, received_splits as int32).
     Differentiable without splits: the gradient is an alltoall of the cotangents.
     """
+    _check("alltoall", process_set, name=name)
     _require_rows(ops.ALLTOALL, array)
     if splits is not None:
         if is_tracing():
@@ -171,11 +217,12 @@ def alltoall(
                 "alltoall with splits under jit: how much is received is not known when the program is built. Pad the "
                 "rows to equal shares and leave splits out, or call it outside jit."
             )
+        check("alltoall", splits=splits)
         rows, received = arrays.alltoall(array, splits, name, process_set)
         return jnp.asarray(rows), jnp.asarray(received)
     leaves = jax.tree_util.tree_leaves(array)
     if len(leaves) != 1:
-        raise ValueError(f"alltoall takes one array, not a tree of {len(leaves)}")
+        raise wrong_type("alltoall", "array", array, f"one array, not a tree of {len(leaves)}")
     members = _members(process_set)
     if leaves[0].shape[0] % members["size"]:
         raise ValueError(

@@ -17,6 +17,8 @@ needs_tensorflow = pytest.mark.skipif(
     importlib.util.find_spec("tensorflow") is None, reason="TensorFlow is not installed"
 )
 
+needs_jax = pytest.mark.skipif(importlib.util.find_spec("jax") is None, reason="JAX is not installed")
+
 
 class Odd:
     """Of no type that anybody accepts."""
@@ -212,3 +214,42 @@ def test_operations_on_tensorflow_tensors() -> None:
         with pytest.raises(TypeError, match="a list or tuple of tensors"):
             getattr(tf_hvd, name)(tf.ones((3, 2)))
     assert tf_hvd.allreduce(tf.ones(3), op=hvd.Sum).numpy().tolist() == [2.0] * 3
+
+
+JAX = {
+    "allreduce": (*REDUCTION, "compression"), "allgather": ("name", "process_set"), "broadcast": ROOTED,
+    "alltoall": ("splits", "name", "process_set"), "reducescatter": SHARE, "barrier": ("process_set",),
+}  # fmt: skip
+
+
+@needs_jax
+@ranks(2)
+def test_operations_on_jax_arrays() -> None:
+    import jax
+    import jax.numpy as jnp
+
+    import horoclone.jax as jax_hvd
+
+    def tree() -> dict[str, Any]:
+        return {"tree": {"w": jnp.ones(4)}}
+
+    given = {
+        "": tree, "alltoall": lambda: {"array": jnp.ones(4)}, "barrier": dict,
+        "broadcast": lambda: {**tree(), "root_rank": hvd.rank()},
+    }  # fmt: skip
+    check(jax_hvd, JAX, given)
+    for name in ("allreduce", "allgather", "broadcast", "reducescatter"):
+        function = getattr(jax_hvd, name)
+        with pytest.raises(
+            TypeError, match=rf"{name}: tree=<Odd> .* at \['w'\] cannot be used; it takes an array"
+        ):
+            function({"v": jnp.ones(2), "w": Odd()})
+        with pytest.raises(TypeError, match=rf"{name}: tree='abc' \(a str\) cannot be used"):
+            function("abc")
+        with pytest.raises(TypeError, match=rf"{name}: name=3 \(an int\)"):  # while a program is built, too
+            jax.jit(lambda x, function=function: function(x, name=3))(jnp.ones(2))
+    with pytest.raises(TypeError, match=r"alltoall: array=<Odd>"):
+        jax_hvd.alltoall(Odd())
+    with pytest.raises(TypeError, match=r"alltoall: array=\[.*one array, not a tree of 2"):
+        jax_hvd.alltoall([jnp.ones(2), jnp.ones(2)])
+    assert jax_hvd.allreduce(jnp.ones(3), op=hvd.Sum).tolist() == [2.0] * 3

@@ -33,6 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "horoclone": set(),
     "horovod_alias": {"stand_ins"},
     "jax": {
+        "arguments",
         "arrays",
         "checkpoint",
         "compression",
