@@ -33,7 +33,10 @@ from numpy.typing import ArrayLike, NDArray
 # Modules that `import horovod.X` finds, by their path below horoclone.
 ALIASED = (
     "torch", "torch.elastic", "tensorflow", "tensorflow.elastic", "tensorflow.keras", "tensorflow.keras.callbacks",
-    "tensorflow.keras.elastic", "keras", "keras.callbacks", "keras.elastic", "data", "runner",
+    "tensorflow.keras.elastic", "keras", "keras.callbacks", "keras.elastic", "data", "runner", "ray", "ray.adapter",
+    "ray.elastic", "ray.elastic_v2", "ray.ray_logger", "ray.runner", "ray.strategy", "ray.utils", "ray.worker", "spark",
+    "spark.common", "spark.common.backend", "spark.common.params", "spark.common.store", "spark.common.util",
+    "spark.conf", "spark.keras", "spark.runner", "spark.torch",
 )  # fmt: skip
 # What the results of the operations on NumPy arrays are, where the source says only that they are some kind of array.
 RESULTS = {
@@ -125,15 +128,16 @@ def alias_stubs() -> dict[Path, str]:
         )
         below = [one.rpartition(".")[2] for one in ALIASED if one.rpartition(".")[0] == module]
         names = "".join(f"    {name} as {name},\n" for name in sorted(exported(module) - set(below)))
-        files[place] = f"from horoclone.{module} import (\n{names})\n" + "".join(
+        own = f"from horoclone.{module} import (\n{names})\n" if names else ""
+        files[place] = own + "".join(
             f"from horovod.{module} import {name} as {name}\n" for name in sorted(below)
         )
     return files
 
 
 def exported(module: str) -> set[str]:
-    """What the `__all__` of a module below horoclone lists, read from the source: no framework has to be installed.
-    A type checker cannot read `[*other.__all__, "name"]`, so the stubs spell it out."""
+    """What the `__all__` of a module below horoclone lists, or without one what it defines, read from the source: no
+    framework has to be installed. A type checker cannot read `[*other.__all__, "name"]`, so the stubs spell it out."""
     place = ROOT.joinpath("horoclone", *module.split("."))
     tree = ast.parse((place / "__init__.py" if place.is_dir() else place.with_suffix(".py")).read_text())
     others: dict[str, str] = {}
@@ -141,11 +145,14 @@ def exported(module: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horoclone"):
             for alias in node.names:
                 others[alias.asname or alias.name] = f"{node.module}.{alias.name}".removeprefix("horoclone.")
-    (listed,) = [
+    lists = [
         node.value
         for node in tree.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
+    if not lists:
+        return defined_in(tree)
+    (listed,) = lists
     assert isinstance(listed, ast.List)
     names: set[str] = set()
     for one in listed.elts:
@@ -154,6 +161,21 @@ def exported(module: str) -> set[str]:
         else:
             names.add(ast.literal_eval(one))
     return names
+
+
+def defined_in(tree: ast.Module) -> set[str]:
+    """Public functions, classes and constants of a module, and classes that it takes from another one of horoclone."""
+    names: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Assign):
+            names |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            names.add(node.target.id)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("horoclone"):
+            names |= {alias.asname or alias.name for alias in node.names if alias.name[0].isupper()}
+    return {name for name in names if not name.startswith("_")}
 
 
 def main() -> int:
