@@ -39,6 +39,9 @@ from horoclone.runtime.observe import (
     flight_record as flight_record,
     metrics as metrics,
 )
+from horoclone.runtime.flat_metrics import (
+    flat_metrics as flat_metrics,
+)
 from horoclone.ops import (
     Adasum as Adasum,
     And as And,
@@ -105,6 +108,7 @@ __all__: list[str] = [
     "sycl_built",
     "flight_record",
     "metrics",
+    "flat_metrics",
     "Average",
     "Sum",
     "Adasum",

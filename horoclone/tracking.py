@@ -1,11 +1,13 @@
 """Where metrics() can go: event files of TensorBoard, or any function that takes a dictionary of numbers and a step.
 
-Thread: the one that trains; TensorBoard's writer has a thread of its own.
+Thread: the one that trains.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
+import socket
 import time
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,6 +18,8 @@ from horoclone.runtime.flat_metrics import flat_metrics
 # What wandb.log, mlflow.log_metrics, to_tensorboard(folder) and print are.
 Log = Callable[[dict[str, float], int], Any]
 
+_numbers = itertools.count()  # of this process's event files
+
 
 def to_tensorboard(folder: str | os.PathLike[str]) -> Log:
     """A function log(numbers, step) that writes them as scalars into an event file in `folder`, which is made.
@@ -24,19 +28,28 @@ def to_tensorboard(folder: str | os.PathLike[str]) -> Log:
     date and a killed job loses nothing. ImportError with what to install where the package tensorboard is missing.
     """
     try:
-        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.event_pb2 import Event, SourceMetadata
         from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from tensorboard.summary.writer.record_writer import RecordWriter
     except ImportError as error:
         raise ImportError(
             f"writing event files needs TensorBoard (pip install tensorboard). The import said: {error}"
         ) from error
-    writer = EventFileWriter(os.fspath(folder))
+    # The file is opened here, because tensorboard's own writer of files would load TensorFlow where it is installed.
+    os.makedirs(folder, exist_ok=True)
+    name = f"events.out.tfevents.{time.time():010.0f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+    file = open(os.path.join(folder, name), "wb")  # noqa: SIM115 - closed with `log`, by whoever holds that
+    records = RecordWriter(file)
+
+    def write(**event: Any) -> None:
+        records.write(Event(wall_time=time.time(), **event).SerializeToString())
+        file.flush()
+
+    write(file_version="brain.Event:2", source_metadata=SourceMetadata(writer="horoclone"))
 
     def log(numbers: Mapping[str, float], step: int) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in numbers.items()]
-        writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        writer.flush()
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in numbers.items()]
+        write(step=step, summary=Summary(value=values))
 
     return log
 

@@ -102,9 +102,9 @@ def _numbers_of(calls: dict[Key, Call]) -> dict[Key, int]:
     """A number for each call, counted in each process set: first what all ranks have completed, as torchfrtrace
     compares nothing behind the first difference."""
 
-    def turn(key: Key) -> tuple[bool, int, Key]:
-        call = calls[key].values()
-        return any(op["state"] != "ok" for op in call), min(op["call"] for op in call), key
+    def turn(key: Key) -> tuple[bool, int, int, Key]:
+        earliest = min((op["call"], rank) for rank, op in calls[key].items())
+        return any(op["state"] != "ok" for op in calls[key].values()), *earliest, key
 
     numbers: dict[Key, int] = {}
     counts: dict[int, int] = {}

@@ -34,6 +34,7 @@ from horoclone.keras import (
     cross_size as cross_size,
     cuda_built as cuda_built,
     ddl_built as ddl_built,
+    flat_metrics as flat_metrics,
     flight_record as flight_record,
     global_process_set as global_process_set,
     gloo_built as gloo_built,

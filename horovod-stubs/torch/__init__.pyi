@@ -48,6 +48,7 @@ from horoclone.torch import (
     cross_size as cross_size,
     cuda_built as cuda_built,
     ddl_built as ddl_built,
+    flat_metrics as flat_metrics,
     flight_record as flight_record,
     gather as gather,
     gather_async as gather_async,

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -64,6 +67,8 @@ def test_every_number_of_metrics_is_there() -> None:
 
 
 def scalars_in(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    # Else TensorBoard's reader loads TensorFlow where it is installed, for its file system.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
@@ -120,6 +125,17 @@ def test_wrong_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for every in (0, 1.5, True):
         with pytest.raises(ValueError, match=f"every={every}; accepted: a number of steps"):
             tracking.MetricsLog("runs", every=every)  # type: ignore[arg-type]
-    monkeypatch.setitem(__import__("sys").modules, "tensorboard.compat.proto.event_pb2", None)
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
     with pytest.raises(ImportError, match="pip install tensorboard"):
         tracking.to_tensorboard("runs")
+
+
+def test_an_event_file_loads_no_framework(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    code = (
+        "import sys, horoclone.tracking as t; t.to_tensorboard(sys.argv[1])({'a': 1}, 3); "
+        "print({'tensorflow', 'torch', 'jax'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "set()\n", done
+    assert scalars_in(tmp_path) == {"a": [(3, 1.0)]}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -246,6 +248,8 @@ def logs_horoclones_numbers(folder: str) -> None:
     model.fit(**data(hvd.rank()), epochs=2, initial_epoch=1, callbacks=[resumed])
     assert later == ([8] if hvd.rank() == 0 else [])
     if hvd.rank() == 0:
+        # Else TensorBoard's reader loads TensorFlow where it is installed, for its file system.
+        sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
         events = EventAccumulator(folder)

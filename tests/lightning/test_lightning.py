@@ -10,7 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -220,6 +220,8 @@ def test_manual_optimization_and_a_communication_hook(tmp_path: Path) -> None:
 @ranks(2, limit_s=LIMIT_S)
 def test_the_callback_logs_horoclones_numbers_to_the_trainers_logger(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
+    # Else TensorBoard loads TensorFlow where it is installed, for its file system.
+    sys.modules.setdefault("tensorboard.compat.notf", ModuleType("tensorboard.compat.notf"))
     from lightning.pytorch.loggers import TensorBoardLogger
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

@@ -4,4 +4,5 @@ from horoclone.tensorflow.keras.callbacks import (
     LearningRateScheduleCallback as LearningRateScheduleCallback,
     LearningRateWarmupCallback as LearningRateWarmupCallback,
     MetricAverageCallback as MetricAverageCallback,
+    MetricsCallback as MetricsCallback,
 )

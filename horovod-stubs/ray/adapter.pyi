@@ -1,0 +1,4 @@
+from horoclone.ray.adapter import (
+    Adapter as Adapter,
+    BaseParams as BaseParams,
+)

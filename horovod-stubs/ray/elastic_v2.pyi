@@ -1,0 +1,16 @@
+from horoclone.ray.elastic_v2 import (
+    Adapter as Adapter,
+    BaseParams as BaseParams,
+    Callback as Callback,
+    ChangingDiscovery as ChangingDiscovery,
+    ClusterDiscovery as ClusterDiscovery,
+    Cooldown as Cooldown,
+    ElasticAdapter as ElasticAdapter,
+    ElasticJob as ElasticJob,
+    ElasticParams as ElasticParams,
+    LogQueue as LogQueue,
+    RayHostDiscovery as RayHostDiscovery,
+    TestDiscovery as TestDiscovery,
+    Wishes as Wishes,
+    cooldown_of as cooldown_of,
+)

@@ -1,0 +1,4 @@
+from horoclone.ray.ray_logger import (
+    configure as configure,
+    log as log,
+)

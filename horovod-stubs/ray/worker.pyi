@@ -1,0 +1,4 @@
+from horoclone.ray.worker import (
+    BaseHorovodWorker as BaseHorovodWorker,
+    Where as Where,
+)

@@ -1,0 +1,4 @@
+from horoclone.spark.keras import (
+    KerasEstimator as KerasEstimator,
+    KerasModel as KerasModel,
+)

@@ -1,0 +1,4 @@
+from horoclone.spark.torch import (
+    TorchEstimator as TorchEstimator,
+    TorchModel as TorchModel,
+)
