@@ -42,9 +42,11 @@ def _call(tree: Any, op: int, name: str | None, process_set: ProcessSet, **more:
     elif name is not None and not name:
         raise ValueError("an empty name; pass None for an unnamed operation")
     call = Call(op, name or "", members=members, **more)
-    if is_tracing():
-        _refuse_local_devices(call)
-    return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
+    if not is_tracing():
+        return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
+    _refuse_local_devices(call)
+    with jax.named_scope(f"horoclone.{NAMES[op]}.{call.name}"):  # what XLA's profiles and dumps show
+        return jax.tree_util.tree_unflatten(structure, bind(leaves, call))
 
 
 def _array(call: str, path: str, leaf: Any) -> Any:

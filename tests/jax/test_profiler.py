@@ -37,5 +37,8 @@ def test_calls_have_spans(tmp_path: Path) -> None:
         jax.block_until_ready(program(jnp.ones(3)))
     events = events_in(folder)
     ours = {(name, facts.get("tensor", "")) for name, facts in events if name.startswith("horoclone.")}
-    assert {("horoclone.allreduce", "eager"), ("horoclone.allgather", "")} <= ours, ours
-    print(sorted({name for name, _ in events}))
+    assert ours == {("horoclone.allreduce", "eager"), ("horoclone.allgather", "")}, ours
+    in_program = [facts["hlo_op"] for _, facts in events if "horoclone" in str(facts.get("hlo_op"))]
+    assert in_program and set(in_program) == {"horoclone_collective.1"}, in_program
+    text = program.lower(jnp.ones(3)).compile().as_text()
+    assert "horoclone.allreduce.in program/horoclone_collective" in text, text

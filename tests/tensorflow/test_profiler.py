@@ -41,10 +41,12 @@ def test_eager_ops_have_spans_and_ops_in_graphs_their_names(tmp_path: Path) -> N
     tf.profiler.experimental.start(str(folder))
     hvd.allreduce(tf.ones(3), name="eager", op=hvd.Sum)
     hvd.allgather(tf.ones((1, 2)), name="rows")
-    graph(tf.ones(3))
+    for _ in range(2):  # the last one's end may come after the profiler's
+        graph(tf.ones(3))
     tf.profiler.experimental.stop()
     hvd.allreduce(tf.ones(3), name="after")
     events = events_in(folder)
     ours = {(name, facts.get("tensor", "")) for name, facts in events if name.startswith("horoclone.")}
     assert ours == {("horoclone.allreduce", "eager"), ("horoclone.allgather", "rows")}, ours
-    assert any("in_graph" in name for name, _ in events), sorted({name for name, _ in events})
+    in_graph = {name for name, facts in events if facts.get("name") == "in_graph"}
+    assert in_graph >= {"ExecutorState::ProcessAsync::Start", "ExecutorState::ProcessAsync::Done"}, in_graph

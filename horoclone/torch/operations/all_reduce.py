@@ -37,8 +37,12 @@ def allreduce_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )()
-    call_plain = handles.slow_path if profiler._is_profiler_enabled else handles.call_plain
-    plain = call_plain(tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0)
+    if profiler._is_profiler_enabled:
+        plain = None
+    else:
+        plain = handles.call_plain(
+            tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, 0
+        )
     if plain is not None:
         return tensor if plain is tensor else handles.synchronize(plain)
     reduce = resolve_reduce(average, op)
@@ -67,10 +71,12 @@ def allreduce_async_(
         return reduced(
             "allreduce", [tensor], average, name, op, (prescale_factor, postscale_factor), process_set, True
         )
-    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain
-    plain = start_plain(
-        tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
-    )
+    if profiler._is_profiler_enabled:
+        plain = None
+    else:
+        plain = handles.start_plain(
+            tensor, tensor, average, name, op, prescale_factor, postscale_factor, process_set, priority
+        )
     if plain is not None:
         return plain
     reduce = resolve_reduce(average, op)
@@ -99,10 +105,12 @@ def allreduce_async(
     reduce = resolve_reduce(average, op)
     dtype = number_of(tensor, name, True)
     output = torch.empty_like(tensor, requires_grad=False)
-    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain
-    plain = start_plain(
-        tensor, output, None, name, reduce, prescale_factor, postscale_factor, process_set, priority
-    )
+    if profiler._is_profiler_enabled:
+        plain = None
+    else:
+        plain = handles.start_plain(
+            tensor, output, None, name, reduce, prescale_factor, postscale_factor, process_set, priority
+        )
     if plain is not None:
         return plain
     return start_for(
@@ -149,8 +157,10 @@ def _reduced_now(
     tensor: torch.Tensor, name: str | None, reduce: int, scales: tuple[float, float], process_set: ProcessSet
 ) -> torch.Tensor:
     output = torch.empty_like(tensor, requires_grad=False)
-    call_plain = handles.slow_path if profiler._is_profiler_enabled else handles.call_plain
-    plain = call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
+    if profiler._is_profiler_enabled:
+        plain = None
+    else:
+        plain = handles.call_plain(tensor, output, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
         return output if plain is output else handles.synchronize(plain)
     dtype = number_of(tensor, name, True)

@@ -95,8 +95,10 @@ def grouped_allreduce_async_(
     tensors = tuple_of("grouped_allreduce_async_", tensors)
     reduce = resolve_reduce(average, op)
     scales = (prescale_factor, postscale_factor)
-    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain_group
-    plain = start_plain(tensors, tensors, None, name, reduce, *scales, process_set, 0)
+    if profiler._is_profiler_enabled:
+        plain = None
+    else:
+        plain = handles.start_plain_group(tensors, tensors, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
         return plain
     runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, tensors, reduce, scales, process_set)
@@ -146,8 +148,10 @@ def grouped_allreduce_async(
         learns(tensors, name)  # refuses what is no tensor
         raise
     scales = (prescale_factor, postscale_factor)
-    start_plain = handles.slow_path if profiler._is_profiler_enabled else handles.start_plain_group
-    plain = start_plain(tensors, outputs, None, name, reduce, *scales, process_set, 0)
+    if profiler._is_profiler_enabled:
+        plain = None
+    else:
+        plain = handles.start_plain_group(tensors, outputs, None, name, reduce, *scales, process_set, 0)
     if plain is not None:
         return plain
     runtime, handle, place = _submit_group(ALLREDUCE, name, tensors, outputs, reduce, scales, process_set)

@@ -101,16 +101,27 @@ def synchronize(handle: Any) -> Any:
     """
     if is_compiling():
         return handle()
-    span = waiting(handle) if profiler._is_profiler_enabled else None
+    if profiler._is_profiler_enabled:
+        return _synchronize_in_a_span(handle)
+    output = finish_plain(handle)
+    if output is not NotImplemented:
+        return output
+    return _synchronize_slowly(handle)
+
+
+def _synchronize_slowly(handle: Any) -> Any:
+    if callable(handle):
+        return handle()
+    if type(handle) is not int:
+        _waits.refuse_no_handle("synchronize", handle)
+    return _waits.once(handle, _wait)
+
+
+def _synchronize_in_a_span(handle: Any) -> Any:
+    span = waiting(handle)
     try:
         output = finish_plain(handle)
-        if output is not NotImplemented:
-            return output
-        if callable(handle):
-            return handle()
-        if type(handle) is not int:
-            _waits.refuse_no_handle("synchronize", handle)
-        return _waits.once(handle, _wait)
+        return _synchronize_slowly(handle) if output is NotImplemented else output
     finally:
         if span is not None:
             span.end()
