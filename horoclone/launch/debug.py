@@ -199,18 +199,8 @@ def _explain(one: Divergence, records: Sequence[Record]) -> list[str]:
     return lines
 
 
-def main(paths: Sequence[str], for_torch: str | None = None) -> int:
-    """Prints the report on the records in these files or folders. Returns 1 when the ranks diverge, else 0.
-
-    for_torch: a folder into which they are written for torchfrtrace as well.
-    """
+def main(paths: Sequence[str]) -> int:
+    """Prints the report on the records in these files or folders. Returns 1 when the ranks diverge, else 0."""
     records = read(paths)
-    if for_torch is not None:
-        from horoclone.launch import torch_flight
-
-        torch_flight.write(records, for_torch)
     print(report(records))
-    if for_torch is not None:
-        partial = "" if len(records) == records[0].size else " --allow-incomplete-ranks"
-        print(f"\nFor torch's analyser: torchfrtrace {for_torch}{partial}")
     return 1 if divergences(records) else 0

@@ -127,9 +127,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 def _debug(arguments: argparse.Namespace) -> int:
-    from horoclone.launch import debug
+    from horoclone.launch import debug, torch_flight
 
-    return debug.main(arguments.paths, arguments.torch)
+    code = debug.main(arguments.paths)
+    if arguments.torch is not None:
+        torch_flight.main(arguments.paths, arguments.torch)
+    return code
 
 
 def _timeline(arguments: argparse.Namespace) -> int:

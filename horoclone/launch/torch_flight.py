@@ -9,11 +9,21 @@ from __future__ import annotations
 
 import math
 import pickle
+import shlex
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from horoclone.launch.debug import ROWS_MAY_DIFFER, Key, Operation, Record, call_text, goes_back, key_of
+from horoclone.launch.debug import (
+    ROWS_MAY_DIFFER,
+    Key,
+    Operation,
+    Record,
+    call_text,
+    goes_back,
+    key_of,
+    read,
+)
 from horoclone.launch.usage import LaunchError
 
 VERSION = "2.10"  # of the format; torch 2.13 writes and reads it
@@ -47,6 +57,14 @@ class Form(NamedTuple):
     name: str
     inputs: list[list[int]]
     outputs: list[list[int]]
+
+
+def main(paths: Sequence[str], out: str) -> None:
+    """Writes the records in these files or folders into the folder `out` and prints what to do with it."""
+    records = read(paths)
+    write(records, out)
+    partial = "" if len(records) == records[0].size else " --allow-incomplete-ranks"
+    print(f"\nFor torch's analyser: torchfrtrace {shlex.quote(out)}{partial}")
 
 
 def write(records: Sequence[Record], out: str | Path) -> list[Path]:

@@ -56,7 +56,7 @@ def differ(folder: str) -> None:
 def test_a_mismatch_is_found_by_torchs_analyser(
     worlds: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    records, out = tmp_path / "records", tmp_path / "for torch"
+    records, out = tmp_path / "records", tmp_path / "for_torch"
     worlds.run(2, differ, init=False, env={"HOROCLONE_RECORDER_DIR": str(records)}, folder=str(records))
     assert tool.main(["debug", str(records), "--torch", str(out)]) == 1
     said = capsys.readouterr().out
