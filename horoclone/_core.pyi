@@ -254,6 +254,90 @@ class Runtime:
     def counters(self) -> str: ...  # JSON
     def describe(self) -> str: ...
 
+# --- parameter servers: tables, their servers and their workers. Addresses are integers: ids int64, rows float32; the
+# memory is the caller's, for the length of the call (ParameterClient.rows: for the life of the ParameterCall).
+
+def table_state(spec: dict[str, Any]) -> int:
+    """float32 behind the weights of a row: the optimizer's state. spec: the fields of hc_table_spec."""
+
+def raise_code(code: int, text: str) -> None:
+    """Raises what the core's hc_code stands for."""
+
+class Table:
+    """A table in this process, without a server. memory: bytes for rows."""
+
+    def __init__(self, spec: dict[str, Any], memory: int) -> None: ...
+    rows: int
+    def pull(self, ids: int, n: int, out: int) -> None: ...
+    def push(self, ids: int, n: int, gradients: int) -> None:
+        """One step of the optimizer."""
+    def assign(self, ids: int, n: int, rows: int, with_state: bool = False) -> None: ...
+
+class ParameterServer:
+    """Listens and serves from the moment it is made, on threads of its own; holds nothing before set_role()."""
+
+    def __init__(
+        self,
+        index: int,
+        partitions: int,
+        secret: bytes,
+        job: str,
+        generation: int,
+        memory: int,
+        silence_s: float,
+        interfaces: str,
+    ) -> None: ...
+    def endpoint(self) -> bytes: ...
+    def set_role(self, partition: int, role: int) -> None:
+        """hc_role. NONE drops the rows, PRIMARY keeps those of a backup."""
+    def role(self, partition: int) -> int: ...
+    def attach(
+        self, partition: int, endpoint: bytes, index: int, generation: int, timeout_s: float
+    ) -> None:
+        """Copies the partition to that server; from its return on every change waits for it, too."""
+    def detach(self, partition: int) -> None: ...
+    def next_event(self, timeout_s: float) -> tuple[int, int, int, str] | None:
+        """(number, hc_event_kind, partition, text)"""
+    def answer(self, number: int, code: int, text: str) -> None: ...
+    def rows(
+        self, partition: int, table: str, start: int, n: int, ids: int, out: int
+    ) -> tuple[int, int]:
+        """(rows that were copied with their state, steps of the optimizer)"""
+    def describe(self) -> str: ...  # JSON
+    def stop(self) -> None: ...
+
+class ParameterCall:
+    """A call of a ParameterClient: knows which partitions have done it."""
+
+    clocks: list[int]
+
+class ParameterClient:
+    """A worker's connections. One call at a time."""
+
+    def __init__(
+        self, rank: int, worker: int, partitions: int, secret: bytes, job: str, silence_s: float
+    ) -> None: ...
+    def connect(self, endpoint: bytes, index: int, generation: int, timeout_s: float) -> None: ...
+    def is_connected(self, server: int) -> bool: ...
+    def route(self, partition: int, server: int) -> None: ...
+    def ask(self, server: int, question: str, timeout_s: float) -> str: ...
+    def rows(
+        self,
+        verb: int,
+        table: str,
+        ids: int,
+        n: int,
+        floats: int,
+        data_in: int = 0,
+        data_out: int = 0,
+        flags: int = 0,
+    ) -> ParameterCall: ...
+    def make_table(self, spec: dict[str, Any]) -> ParameterCall: ...
+    def enter(self, table: str, rank: int) -> ParameterCall: ...
+    def run(self, call: ParameterCall, limit_s: float) -> list[tuple[int, int, bool, int, str]]:
+        """(partition, server, worth a retry, code, text) of what is not done. Waits without Python's lock."""
+    def close(self) -> None: ...
+
 # Block quantisation of float32, as in horoclone.h: the first `count` of `shard` elements, addresses as integers (residual
 # 0: none). ValueError when the numbers do not fit together; the memory behind the addresses is the caller's business.
 def quantize(block: int, shard: int, count: int, data_in: int, residual: int, message: int) -> None: ...

@@ -12,6 +12,7 @@
 #include "base/clock.h"
 #include "net/endpoint.h"
 #include "net/handshake.h"
+#include "net/listeners.h"
 #include "net/mesh.h"
 #include "net/socket.h"
 
@@ -21,11 +22,6 @@ namespace hc {
 // rank, because it tries several addresses of this host at once.
 inline constexpr size_t kMaxHalfOpen = 64, kMaxHalfOpenPerRank = 4;
 inline constexpr double kHelloDeadlineS = 5;  // for a stranger to become a rank
-
-struct Listeners {
-  Fd unix_socket;
-  std::vector<Fd> tcp;
-};
 
 // What two local ranks exchange: descriptors of arena and doorbell.
 struct SharedEnds {

@@ -86,7 +86,6 @@ class ConnectedMesh final : public Mesh {
   Status prepare_rings();
   Status make_channels(const std::vector<Endpoint>& endpoints, std::vector<PeerLinks> links, uint64_t generation);
   Status make_shared_channel(int rank, PeerLinks links);
-  Status open_listeners();
   void open_arena();
   Status watch(int fd, uint64_t token);
   void unwatch(Fd* fd);

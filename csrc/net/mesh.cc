@@ -32,56 +32,10 @@ Status ConnectedMesh::open() {
   own_endpoint_.host_name = this_host_name();
   own_endpoint_.pid = ::getpid();
   own_endpoint_.settings = options_.must_agree;
-  HC_TRY(open_listeners());
+  HC_TRY(open_listeners(options_.interfaces, {options_.keepalive_s, options_.socket_buffer_bytes}, &listeners_,
+                        &own_endpoint_));
   if (options_.shared_memory) open_arena();
   announced_shared_ = own_endpoint_.shares_memory = arena_ != nullptr;
-  return Status::ok();
-}
-
-Status ConnectedMesh::open_listeners() {
-  uint8_t name[16];
-  HC_TRY(random_bytes(name));
-  own_endpoint_.unix_name = "horoclone-";
-  for (uint8_t byte : name) {
-    char hex[3];
-    std::snprintf(hex, sizeof(hex), "%02x", byte);
-    own_endpoint_.unix_name += hex;
-  }
-  auto local = listen_unix(own_endpoint_.unix_name);
-  if (!local.is_ok()) return local.status();
-  listeners_.unix_socket = local.take();
-
-  auto interfaces = network_interfaces(options_.interfaces);
-  if (!interfaces.is_ok()) return interfaces.status();
-  const TcpTuning tuning{options_.keepalive_s, options_.socket_buffer_bytes};
-  // A chosen interface means: nowhere else. Otherwise one socket serves every address, IPv6 ones where the kernel has
-  // them.
-  uint16_t port = 0;
-  bool six = true;
-  if (options_.interfaces.empty()) {
-    auto fd = listen_tcp(Address::any(AF_INET6), tuning);
-    if (!fd.is_ok()) six = false, fd = listen_tcp(Address::any(AF_INET), tuning);
-    if (!fd.is_ok()) return fd.status();
-    auto at = local_address(fd.value().get());
-    if (!at.is_ok()) return at.status();
-    port = at.value().port();
-    listeners_.tcp.push_back(fd.take());
-  }
-  for (NetworkInterface& one : interfaces.value()) {
-    if (own_endpoint_.addresses.size() == kMaxAddresses || (!six && one.address.family() == AF_INET6)) continue;
-    if (port == 0) {
-      one.address.set_port(0);
-      auto fd = listen_tcp(one.address, tuning);
-      if (!fd.is_ok()) return fd.status().with("network interface " + one.name);
-      auto at = local_address(fd.value().get());
-      if (!at.is_ok()) return at.status();
-      own_endpoint_.addresses.push_back(at.take());
-      listeners_.tcp.push_back(fd.take());
-    } else {
-      one.address.set_port(port);
-      own_endpoint_.addresses.push_back(one.address);
-    }
-  }
   return Status::ok();
 }
 

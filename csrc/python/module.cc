@@ -16,6 +16,8 @@
 #include "interruption.h"
 #include "memory.h"
 #include "quantize.h"
+#include "raising.h"
+#include "servers.h"
 #include "tools/python/simulate.h"
 #include "wait_slice.h"
 #include "without_gil.h"
@@ -25,27 +27,6 @@ namespace py = pybind11;
 namespace {
 
 constexpr int kMaxDimensions = 64;
-
-// code -> callable(text, culprit) that makes the exception; kept alive for the interpreter's life on purpose.
-std::map<int, py::object>& error_classes() {
-  static auto* classes = new std::map<int, py::object>;
-  return *classes;
-}
-
-void raise_if(hc_status* status) {
-  if (!status) return;
-  const int code = hc_status_code(status), culprit = hc_status_culprit(status);
-  const std::string text = hc_status_text(status);
-  hc_status_destroy(status);
-  auto at = error_classes().find(code);
-  if (at != error_classes().end()) {
-    py::object exception = at->second(text, culprit);
-    PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
-    throw py::error_already_set();
-  }
-  if (code == HC_INVALID_ARGUMENT) throw py::value_error(text);
-  throw std::runtime_error(text);
-}
 
 // The numbers of a shape or of splits, from a tuple (torch.Size is one), a list or any sequence.
 class Numbers {
@@ -100,6 +81,7 @@ std::string selection_report(const std::map<std::string, std::string>& settings)
 
 using hc_python::Block;
 using hc_python::DeviceBlock;
+using hc_python::raise_if;
 using hc_python::Result;
 using hc_python::WithoutGil;
 
@@ -434,6 +416,7 @@ PYBIND11_MODULE(_core, m) {
   m.doc() = "The native module of horoclone; see _core.pyi.";
   hc_python::add_memory(m);
   hc_python::add_quantize(m);
+  hc_python::add_servers(m);
   hc_python::add_simulate(m);
   hc_python::add_fast_path(m);
   using namespace py::literals;
@@ -484,5 +467,5 @@ PYBIND11_MODULE(_core, m) {
   m.def("build_info", &hc_build_info);
   m.def("selection_report", &selection_report, "settings"_a);
   m.def("device_report", &device_report, "settings"_a);
-  m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
+  hc_python::add_raising(m);
 }

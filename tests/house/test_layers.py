@@ -23,13 +23,15 @@ MAY_INCLUDE = {
     "collective": {"collective", "arithmetic", "net", "device", "base"},
     "agreement": {"agreement", "base"},
     "engine": {"engine", "agreement", "collective", "arithmetic", "net", "device", "base"},
+    "server": {"server", "arithmetic", "net", "base"},
     "tools": {"tools", "agreement", "collective", "arithmetic", "net", "device", "base", "c_api.h", "door"},
     "c_api.h": {"base", "door"},
     "api.cc": {"engine", "base", "c_api.h", "door"},
+    "server_api.cc": {"server", "base", "c_api.h", "door"},
     "python": {"python", "tools/python", "door"},
     "tools/python": {"tools/python", "python", "door"},
     "frameworks": {"frameworks", "door"},
-    "include": {"door"},  # horoclone_tools.h adds to horoclone.h
+    "include": {"door"},  # the other headers add to horoclone.h
 }
 # Inside a layer, the levels from below: a folder may include itself and the folders of lower levels. "." is what lies in
 # the layer's own folder, without the files that a level names.
@@ -64,7 +66,10 @@ FRAMEWORKS = {
     "pyspark",
 }
 # path -> framework that it imports inside a function, and only when it is needed
-LAZY_IMPORTS = {"bootstrap/launchers.py": {"torch"}}  # torchrun's store speaks torch's own protocol
+LAZY_IMPORTS = {  # torchrun's store speaks torch's own protocol
+    "bootstrap/launchers.py": {"torch"},
+    "ps/register.py": {"torch"},
+}
 # path -> whose objects it packs
 WHO_PICKLES = {
     "elastic/replicas.py": "commits for spares, between processes that have proved the secret of the job",
@@ -119,7 +124,7 @@ def layer_of(path: Path) -> str:
 def included_layers(path: Path) -> Iterator[tuple[str, str]]:
     """(layer, text of the include) for every include of our own."""
     for text in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-        if Path(text).name in ("horoclone.h", "horoclone_tools.h"):
+        if Path(text).name in ("horoclone.h", "horoclone_tools.h", "horoclone_server.h"):
             yield "door", text
         elif "/" in text:
             yield "tools/python" if text.startswith("tools/python/") else text.split("/", 1)[0], text

@@ -69,6 +69,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
     "process_sets": {"errors", "ops", "runtime"},
+    "ps": {"bootstrap", "errors", "runtime"},
     "ray": {"bootstrap", "errors", "launch", "runner"},
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
     "runtime": {"bootstrap", "errors", "live", "settings"},
@@ -159,6 +160,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.operations",
         "torch.optimizer",
     },
+    "torch.ps": {"ps"},
     "torch.torchft": {"torch.c10d"},
     "torch.mpi_ops": {"common", "errors", "ops", "runtime", "runtime.exported", "torch.operations"},
     "torch.operations": {

@@ -1,0 +1,86 @@
+// A partition on this server: its shard, which copy this server has of it, and the other copy. What changes the shard is
+// done here, sent to the backup in the same order, and acknowledged when both have it. Who is primary is decided outside
+// (a register that changes by compare-and-set); until it is decided nobody is answered.
+//
+// Thread: sessions, the watching thread and the server's program; everything is guarded by one mutex. Owner: the server.
+#pragma once
+
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "base/clock.h"
+#include "server/backup_link.h"
+#include "server/events.h"
+#include "server/shard.h"
+
+namespace hc {
+
+// In the order of horoclone_server.h.
+enum class Role : int32_t { kNone, kBackup, kPrimary, kUndecided };
+inline constexpr int32_t kRoleCount = 4;
+
+// What waits here can be told to stop, and tells the other side that it still waits.
+struct Patience {
+  Deadline deadline;
+  double sign_s;                  // how often to call still_wanted
+  std::function<Status()> still_wanted;  // an error ends the wait
+};
+
+class Partition {
+ public:
+  Partition(uint32_t number, MemoryBudget* budget, Events* events, Alarm* watch, double silence_s);
+
+  // --- of the primary: `elsewhere` is set when it is not this server ---
+  Status change(const FrameHeader& header, std::span<const uint8_t> payload, const Patience& patience,
+                FrameHeader* answer, bool* elsewhere);
+  Status pull(const FrameHeader& header, std::span<const uint8_t> payload, const Patience& patience, Buffer* rows,
+              bool* elsewhere);
+  // A worker's last connection has ended without a goodbye, or with one.
+  void worker_left(uint64_t worker);
+  // Gives a new backup a copy of the shard; when it returns every further change waits for that backup.
+  Status attach(std::unique_ptr<Connection> connection, int32_t server, double timeout_s);
+  void detach();
+
+  // --- of the backup. `stream` is the number of the primary's connection: a newer one takes over ---
+  Status begin_following(uint64_t stream);
+  Status follow(uint64_t stream, const FrameHeader& header, std::span<const uint8_t> payload);
+  void stream_ended(uint64_t stream);
+
+  void set_role(Role role);
+  Role role() const;
+  std::vector<uint64_t> workers() const;
+  // Signs of life to the backup.
+  void ping();
+  void stop();
+  std::string describe() const;
+  // Up to n rows of a table, with state, from row `from` on, for a file. 0: none left, no such table, or not the primary.
+  size_t copy_rows(uint64_t table, size_t from, size_t n, int64_t* ids, float* rows, uint64_t* steps) const;
+
+ private:
+  Status wait_until_decided(std::unique_lock<std::mutex>& lock, const Patience& patience, bool* elsewhere);
+  Status pause(std::unique_lock<std::mutex>& lock, const Patience& patience);
+  Status wait_for_backup(const std::shared_ptr<BackupLink>& link, uint64_t frame, const Patience& patience,
+                         bool* elsewhere);
+  Status copy_to(BackupLink& link, const Deadline& deadline);
+  void backup_lost();
+
+  const uint32_t number_;
+  MemoryBudget* const budget_;
+  Events* const events_;
+  Alarm* const watch_;  // wakes the thread that calls ping()
+  const double silence_s_;
+  mutable std::mutex mutex_;
+  std::condition_variable changed_;  // role, shard
+  // guarded by mutex_
+  Role role_ = Role::kNone;
+  std::unique_ptr<Shard> shard_;
+  std::shared_ptr<BackupLink> backup_;
+  bool member_ = false;   // changes wait for backup_; before that it is being given its copy
+  uint64_t stream_ = 0;   // backup: the connection that is followed
+  bool stopping_ = false;
+};
+
+}  // namespace hc

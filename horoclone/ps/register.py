@@ -1,0 +1,170 @@
+"""The register: the one place where it is decided which server holds which partition, by compare-and-set.
+
+It is a torch TCPStore: torchrun's, or that of `python -m horoclone.ps --register PORT`. Everybody on the network may
+write there, so every value is signed with the secret. Thread: any; each operation ends within its time.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotInTime
+from datetime import timedelta
+from typing import Any
+
+from horoclone import errors
+from horoclone.bootstrap import launchers
+from horoclone.runtime import current
+
+OPERATION_S = 5.0  # for one operation: it is a small message to a server that does nothing else
+PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
+NEEDS_SECRET = (
+    "servers and workers prove to each other that they know a common secret, and there is none. Put the same random "
+    "text (at least 16 bytes) into a file on every host, readable by you only, and set HOROCLONE_SECRET_FILE to it"
+)
+
+
+class Unreachable(errors.Timeout):
+    """The register does not answer."""
+
+
+def secret_of(environ: Mapping[str, str]) -> bytes:
+    """Of the environment, or of the job that hvd.init() has joined. Unsupported when there is none."""
+    secret = launchers.shared_secret(environ) or current.job_secret()
+    if not secret:
+        raise errors.Unsupported(f"parameter server: {NEEDS_SECRET}.")
+    return secret
+
+
+def address_of(store: str | None, environ: Mapping[str, str]) -> tuple[str, int]:
+    """(host, port) from "HOST:PORT", or torch's MASTER_ADDR and MASTER_PORT. ValueError for anything else."""
+    if store is None and "MASTER_ADDR" in environ and "MASTER_PORT" in environ:
+        store = f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
+    if store is None:
+        raise ValueError(
+            "parameter server: where is the register? Pass store='HOST:PORT' (on the command line: --store), or start "
+            "under torchrun. `python -m horoclone.ps --register PORT` runs one."
+        )
+    host, _, port = store.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise ValueError(f"parameter server: the register's address {store!r} is not HOST:PORT")
+    return host.strip("[]"), int(port)
+
+
+def serve_store(port: int) -> Any:
+    """A store in this process, for as long as the object lives."""
+    from torch.distributed import TCPStore
+
+    return TCPStore("0.0.0.0", port, None, True, timedelta(seconds=OPERATION_S), wait_for_workers=False)
+
+
+class Register:
+    """The values of one parameter server. Every method raises Unreachable when the store does not answer in time."""
+
+    def __init__(self, name: str, address: tuple[str, int], secret: bytes) -> None:
+        self.name, self.address, self.secret = name, address, secret
+        self._prefix = f"horoclone-ps/{name}/"
+        self._store: Any = None
+        self._lock = threading.Lock()
+        self._calls: ThreadPoolExecutor | None = None
+
+    def get(self, key: str) -> Any:
+        """The value, or None where there is none. HorovodInternalError for one that is not from this job."""
+
+        def read(store: Any) -> bytes | None:
+            return bytes(store.get(key)) if store.check([key]) else None
+
+        key = self._prefix + key
+        return self._read(key, self._do(read))
+
+    def set(self, key: str, value: Any) -> None:
+        """Writes, whatever is there."""
+        key = self._prefix + key
+        entry = self._written(key, value)
+        self._do(lambda store: store.set(key, entry))
+
+    def compare_set(self, key: str, old: Any, new: Any) -> bool:
+        """Writes `new` if the value is `old` (None: there is none); whether `new` is there now. It must be a value that
+        nobody else would write."""
+
+        def change(store: Any) -> bytes:
+            expected = self._written(key, old) if old is not None else b""
+            return bytes(store.compare_set(key, expected.decode(), entry.decode()))
+
+        key = self._prefix + key
+        entry = self._written(key, new)
+        return bool(self._do(change) == entry)
+
+    def wait(self, key: str, until: Callable[[Any], bool], deadline: float, what: str) -> Any:
+        """The value as soon as until(value); Timeout, saying `what` has not come, at the deadline (time.monotonic)."""
+        while True:
+            value = self.get(key)
+            if until(value):
+                return value
+            if time.monotonic() > deadline:
+                raise errors.Timeout(f"parameter server {self.name!r}: {what}")
+            time.sleep(PAUSE_S)
+
+    def _written(self, key: str, value: Any) -> bytes:
+        text = json.dumps(value, sort_keys=True)
+        return f"{self._signature(key, text)}{text}".encode()
+
+    def _signature(self, key: str, text: str) -> str:
+        return hmac.new(self.secret, f"ps\0{key}\0{text}".encode(), hashlib.sha256).hexdigest()
+
+    def _read(self, key: str, entry: bytes | None) -> Any:
+        if entry is None:
+            return None
+        signature, text = entry[:64].decode(errors="replace"), entry[64:].decode(errors="replace")
+        if not hmac.compare_digest(signature, self._signature(key, text)):
+            raise errors.HorovodInternalError(
+                f"parameter server {self.name!r}: the register's value {key!r} was not signed with this secret. "
+                "A stranger has written there, or HOROCLONE_SECRET_FILE differs between hosts."
+            )
+        return json.loads(text)
+
+    def _do(self, operation: Callable[[Any], Any]) -> Any:
+        """Runs it on a thread that may be left behind, because the store's own calls wait without limit."""
+        with self._lock:
+            if self._calls is None:
+                self._calls = ThreadPoolExecutor(1, thread_name_prefix="hc-ps-register")
+            calls = self._calls
+        future = calls.submit(self._call, operation)
+        try:
+            return future.result(OPERATION_S)
+        except NotInTime:
+            why = f"no answer within {OPERATION_S:g} s"
+        except (RuntimeError, OSError) as error:  # torch's DistStoreError among them
+            if isinstance(error, errors.HorovodInternalError):
+                raise
+            why = str(error).splitlines()[0]
+        with self._lock:
+            if self._calls is calls:
+                self._calls, self._store = None, None
+                calls.shutdown(wait=False, cancel_futures=True)
+        host, port = self.address
+        raise Unreachable(f"parameter server {self.name!r}: the register at {host}:{port} does not answer: {why}")
+
+    def _call(self, operation: Callable[[Any], Any]) -> Any:
+        from torch.distributed import TCPStore
+
+        store = self._store
+        if store is None:
+            limit = timedelta(seconds=OPERATION_S)
+            store = TCPStore(*self.address, None, False, limit, wait_for_workers=False)
+            self._store = store
+        return operation(store)
+
+
+def open_register(name: str, store: str | None, environ: Mapping[str, str] = os.environ) -> Register:
+    """The register of the parameter server `name`. ValueError, Unsupported: see address_of and secret_of."""
+    if not name or "/" in name or len(name) > 64:
+        raise ValueError(f"parameter server: the name {name!r} must have 1 to 64 characters, none of them '/'")
+    return Register(name, address_of(store, environ), secret_of(environ))

@@ -1,0 +1,247 @@
+"""The program of a server: decides, with the register, which partitions it holds; csrc/server does everything else.
+
+Thread: run() is the caller's; what must wait (a copy for a new backup, a file) runs on a few threads of its own, one at
+a time for each partition.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import secrets
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from horoclone import errors
+from horoclone.ps import files
+from horoclone.ps.register import PAUSE_S, Register, Unreachable
+from horoclone.ps.view import Holder, Layout, View
+from horoclone.runtime import native_module
+
+log = logging.getLogger("horoclone.ps")
+NONE, BACKUP, PRIMARY, UNDECIDED = range(4)  # hc_role
+ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
+EVENT_S = 0.5  # run() looks this often for a partition without a second copy
+STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
+THREADS = 4  # and two for each partition: one may be waiting for the register
+
+
+class Server:
+    """One server in this process. Raises Mismatch when the others were started differently, Timeout, Unreachable."""
+
+    def __init__(
+        self,
+        register: Register,
+        index: int,
+        servers: int,
+        *,
+        replicas: int = 2,
+        memory: int = 1 << 34,
+        silence_s: float = 10.0,
+        interfaces: str = "",
+    ) -> None:
+        if not 0 <= index < servers:
+            raise ValueError(f"server {index} of {servers}")
+        if replicas not in (1, 2) or replicas > servers:
+            raise ValueError(f"replicas={replicas} with {servers} servers: 1, or 2 on at least two servers")
+        self.register, self.layout = register, Layout(servers, replicas)
+        self.me = Holder(index, secrets.randbits(62) | 1)
+        self._native = native_module.core().ParameterServer(
+            index, self.layout.partitions, register.secret, f"ps:{register.name}", self.me.generation, memory, silence_s, interfaces
+        )
+        self._silence_s = silence_s
+        self._locks = [threading.Lock() for _ in range(self.layout.partitions)]
+        self._threads = ThreadPoolExecutor(THREADS + 2 * servers, thread_name_prefix="hc-ps-program")
+        self._lonely: dict[int, float] = {}  # partition without a backup -> since when
+        self._busy: set[int] = set()  # partitions for which a copy is being asked
+        self._stopping = threading.Event()
+        try:
+            self._announce()
+        except BaseException:
+            self._native.stop()
+            raise
+
+    def _announce(self) -> None:
+        facts = {"servers": self.layout.servers, "replicas": self.layout.replicas}
+        if not self.register.compare_set("layout", None, facts):
+            known = self.register.get("layout")
+            if known != facts:
+                raise errors.Mismatch(
+                    f"parameter server {self.register.name!r} was started with {known}, and this server with {facts}; "
+                    "start it alike, or under another --name"
+                )
+        place = {"generation": self.me.generation, "endpoint": self._native.endpoint().hex()}
+        self.register.set(f"server/{self.me.server}", place)
+        for partition in range(self.layout.partitions):
+            if self.layout.home(partition) == self.me.server:
+                self._begin(partition)
+
+    def _begin(self, partition: int) -> None:
+        if self._change(partition, None, View(1, self.me)):
+            self._native.set_role(partition, PRIMARY)
+
+    def _begin_empty(self, partition: int, view: View) -> None:
+        """Where every server that had a copy has been started again since: the rows are gone, and everybody has to
+        know."""
+        for holder in (view.primary, view.backup):
+            place = self.register.get(f"server/{holder.server}") if holder else None
+            if place is not None and holder is not None and place["generation"] == holder.generation:
+                return  # that life may still be going on
+        if self._change(partition, view, View(view.epoch + 1, self.me, None, time.time())):
+            log.error("partition %d: all its copies died; it begins empty", partition)
+            self._native.set_role(partition, PRIMARY)
+
+    # --- the register ---
+
+    def _view(self, partition: int) -> View:
+        value = self.register.get(f"view/{partition}")
+        if value is None:
+            raise errors.HorovodInternalError(f"partition {partition} has no view in the register")
+        return View.from_json(value)
+
+    def _change(self, partition: int, old: View | None, new: View) -> bool:
+        return self.register.compare_set(f"view/{partition}", old and old.to_json(), new.to_json())
+
+    def _decide(self, partition: int) -> None:
+        """This server has lost the other copy, or was asked by a worker that has: goes on alone if nobody else does."""
+        while not self._stopping.is_set():
+            try:
+                view = self._view(partition)
+                if view.primary == self.me and view.backup is None:
+                    break
+                if not view.has(self.me):
+                    return self._give_up(partition, view)
+                if self._change(partition, view, view.alone(self.me)):
+                    log.warning("partition %d: this server goes on alone", partition)
+                    break
+            except Unreachable as error:  # nobody is answered until it is decided
+                log.warning("partition %d: %s", partition, error)
+                self._stopping.wait(PAUSE_S)
+        self._native.set_role(partition, PRIMARY)
+
+    def _give_up(self, partition: int, view: View) -> None:
+        log.warning("partition %d: server %d has it now", partition, view.primary.server)
+        self._native.set_role(partition, NONE)
+
+    # --- events ---
+
+    def run(self, until: threading.Event | None = None) -> None:
+        """Serves until stop() or the event."""
+        while not self._stopping.is_set() and not (until is not None and until.is_set()):
+            event = self._native.next_event(EVENT_S)
+            if event is not None:
+                self._threads.submit(self._handle, *event)
+            try:
+                self._look_for_work()
+            except Unreachable as error:
+                log.warning("%s", error)
+
+    def _handle(self, number: int, kind: int, partition: int, text: str) -> None:
+        try:
+            if kind == ASKED:
+                self._native.answer(number, 0, json.dumps(self._answer(json.loads(text))))
+                return
+            log.warning("partition %d: the other copy is lost: %s", partition, text)
+            with self._locks[partition]:
+                wanted = UNDECIDED if kind == BACKUP_LOST else BACKUP
+                if self._native.role(partition) == wanted:
+                    self._decide(partition)
+        except Exception as error:  # on a thread of a pool: nobody else would hear of it
+            if kind == ASKED:
+                self._native.answer(number, 8, f"server {self.me.server}: {error}")
+            else:
+                log.exception("partition %d", partition)
+
+    def _answer(self, question: dict[str, Any]) -> Any:
+        what = question["what"]
+        if what == "describe":
+            return json.loads(self._native.describe())
+        partition = int(question["partition"])
+        if what == "save":
+            written = files.write(
+                self._native, question["path"], question["spec"], partition, question["save"]
+            )
+            if self._native.role(partition) != PRIMARY:
+                raise errors.PeerLost(f"partition {partition} went to another server during the save; save again")
+            return written
+        with self._locks[partition]:
+            if what == "promote":
+                view = self._view(partition)
+                if view.backup == self.me and view.epoch == question["epoch"]:
+                    self._decide(partition)
+            elif what == "attach":
+                self._attach(partition, Holder(*question["holder"]), bytes.fromhex(question["endpoint"]))
+            else:
+                raise ValueError(f"unknown question {what!r}")
+        return self._view(partition).to_json()
+
+    def _attach(self, partition: int, other: Holder, endpoint: bytes) -> None:
+        view = self._view(partition)
+        if view.primary != self.me or view.backup is not None:
+            return
+        # From here on every change waits for the new copy; only then may the register say that it counts.
+        self._native.attach(partition, endpoint, *other, timeout_s=600.0)
+        try:
+            if self._change(partition, view, view.joined_by(other)):
+                log.info("partition %d: server %d has a copy", partition, other.server)
+                return
+        except Unreachable:
+            # Perhaps it was written. Once this copy is let go the role is decided anew, by the same register.
+            log.warning("partition %d: the register did not answer while server %d joined", partition, other.server)
+        self._native.set_role(partition, UNDECIDED)
+        self._decide(partition)
+
+    # --- second copies ---
+
+    def _look_for_work(self) -> None:
+        """Asks for a copy of each partition that has one copy only and should have two."""
+        for partition in range(self.layout.partitions):
+            if partition in self._busy or self._native.role(partition) != NONE:
+                continue
+            value = self.register.get(f"view/{partition}")
+            view = View.from_json(value) if value else None
+            if view is not None and self.layout.home(partition) == self.me.server:
+                self._begin_empty(partition, view)
+            if view is None or view.backup is not None or self.layout.replicas == 1:
+                self._lonely.pop(partition, None)
+                continue
+            since = self._lonely.setdefault(partition, time.monotonic())
+            ours = self.me.server in (self.layout.home(partition), self.layout.second(partition))
+            if ours or time.monotonic() - since > STRANDED_S:
+                self._busy.add(partition)
+                self._threads.submit(self._join, partition, view)
+
+    def _join(self, partition: int, view: View) -> None:
+        try:
+            place = self.register.get(f"server/{view.primary.server}")
+            if place is None or place["generation"] != view.primary.generation:
+                return
+            core = native_module.core()
+            client = core.ParameterClient(
+                self.me.server, secrets.randbits(62) | 1, 1, self.register.secret, f"ps:{self.register.name}", self._silence_s
+            )
+            client.connect(bytes.fromhex(place["endpoint"]), *view.primary, timeout_s=self._silence_s)
+            question = {
+                "what": "attach",
+                "partition": partition,
+                "holder": list(self.me),
+                "endpoint": self._native.endpoint().hex(),
+            }
+            client.ask(view.primary.server, json.dumps(question), 600.0)
+            client.close()
+        except Exception as error:  # the next round tries again
+            log.info("partition %d: no copy yet: %s", partition, error)
+        finally:
+            self._busy.discard(partition)
+
+    def stop(self) -> None:
+        """Ends run() and every connection."""
+        self._stopping.set()
+        self._native.stop()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def describe(self) -> dict[str, Any]:
+        """What it holds: partitions with roles and rows, workers, memory in bytes."""
+        return dict(json.loads(self._native.describe()))

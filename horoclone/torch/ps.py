@@ -1,0 +1,221 @@
+"""A parameter server for PyTorch: embeddings whose rows live on servers, and dense keys in PS-Lite's manner.
+
+    from horoclone.torch import ps
+    servers = ps.Servers("ads", "host:29400")
+    table = ps.EmbeddingBag("user", None, 64, servers, optimizer=ps.RowWiseAdagrad(lr=0.05), staleness=4)
+
+Gradients go to the servers in backward(), where the table's optimizer takes its step: the embedding has no parameters
+for an optimizer of torch. docs/parameter_server.md has the rest. Needs CPU tensors; others are copied.
+"""
+
+# mypy: disable-error-code="misc"
+from __future__ import annotations
+
+import math
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+import torch.nn.functional as functional
+
+from horoclone.ps import SGD, Adagrad, Adam, RowWiseAdagrad, Servers, Sum, Table
+from horoclone.ps.optimizers import Optimizer
+from horoclone.ps.table import seed_of
+
+__all__ = ["SGD", "Adagrad", "Adam", "EmbeddingBag", "KVStore", "RowWiseAdagrad", "Servers", "Sum", "Table"]
+
+PIECE = 1 << 18  # float32 of a dense key in one row: 1 MiB, so that a large key lies on all servers
+READY_S = 60.0
+
+
+class EmbeddingBag(torch.nn.Module):
+    """As torch.nn.EmbeddingBag, with its rows on the servers. num_embeddings=None: any int64 is an id.
+
+    A forward pass in training pulls the rows of its ids once each, and the backward pass pushes their gradients: one
+    step of the table. In evaluation nothing is pushed and nobody is waited for. Rows begin as torch's do, normal with
+    deviation 1, or as `initial` and `spread` say. staleness, average: see Table.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        num_embeddings: int | None,
+        embedding_dim: int,
+        servers: Servers,
+        *,
+        mode: str = "mean",
+        optimizer: Optimizer,
+        staleness: int | None = None,
+        average: bool = True,
+        initial: str = "normal",
+        spread: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if mode not in ("sum", "mean", "max"):
+            raise ValueError(f"table {name!r}: mode={mode!r}; sum, mean or max is possible")
+        self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
+        self.table = Table(
+            servers,
+            name,
+            embedding_dim,
+            optimizer,
+            staleness=staleness,
+            average=average,
+            initial=initial,
+            spread=spread,
+            seed=seed_of(name),
+        )
+        self._ahead: tuple[torch.Tensor, Future[torch.Tensor]] | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._second: Servers | None = None  # connections of the prefetching thread
+
+    def forward(
+        self,
+        input: torch.Tensor,
+        offsets: torch.Tensor | None = None,
+        per_sample_weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """(bags, embedding_dim), on the input's device; input and offsets as torch.nn.EmbeddingBag takes them.
+
+        IndexError for an id outside num_embeddings; else as Table.pull and Table.push.
+        """
+        unique, places = torch.unique(self._checked(input), return_inverse=True)
+        rows = self._rows(unique).to(input.device)
+        if self.training and torch.is_grad_enabled():
+            rows.requires_grad_()
+            rows.register_post_accumulate_grad_hook(lambda rows: self._push(unique, rows))
+        return functional.embedding_bag(
+            places, rows, offsets, mode=self.mode, per_sample_weights=per_sample_weights
+        )
+
+    def prefetch(self, input: torch.Tensor) -> None:
+        """Pulls the rows of the next forward pass while this step goes on; they are one step older than without.
+
+        ValueError with staleness 0, where the next round cannot be seen before this one is pushed.
+        """
+        if self.table.staleness == 0:
+            raise ValueError(f"table {self.table.name!r}: prefetch() reads one step back, and staleness is 0")
+        if self._thread is None or self._second is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hc-ps-prefetch")
+            self._second = self.table.servers.another()
+        unique = torch.unique(self._checked(input))
+        self._ahead = unique, self._thread.submit(self._pull, unique, self._second)
+
+    def save(self, path: str) -> int:
+        """See Table.save."""
+        return self.table.save(path)
+
+    def load(self, path: str) -> int:
+        """See Table.load."""
+        return self.table.load(path)
+
+    def _checked(self, input: torch.Tensor) -> torch.Tensor:
+        if self.num_embeddings is not None and input.numel():
+            ids = input.detach().reshape(-1)
+            wrong = ids[(ids < 0) | (ids >= self.num_embeddings)]
+            if len(wrong):
+                raise IndexError(
+                    f"table {self.table.name!r} has {self.num_embeddings} rows, and id {int(wrong[0])} is none of them"
+                )
+        return input.detach().to(torch.int64)
+
+    def _rows(self, unique: torch.Tensor) -> torch.Tensor:
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            rows = ahead[1].result()
+            if torch.equal(ahead[0], unique):
+                return rows
+        return self._pull(unique, None)
+
+    def _pull(self, unique: torch.Tensor, by: Servers | None) -> torch.Tensor:
+        unique = unique.cpu()
+        rows = torch.empty(len(unique), self.embedding_dim)
+        self.table.pull_into(
+            unique.data_ptr(), len(unique), rows.data_ptr(), alone=not self.training, by=by
+        )
+        return rows
+
+    def _push(self, unique: torch.Tensor, rows: torch.Tensor) -> None:
+        if rows.grad is None:
+            return
+        gradient = rows.grad.to("cpu", torch.float32).contiguous()
+        ids = unique.cpu()
+        self.table.push_from(ids.data_ptr(), len(ids), gradient.data_ptr())
+        rows.grad = None
+
+
+class KVStore:
+    """Dense tensors by key, in the manner of PS-Lite and MXNet: push a gradient, pull the weights.
+
+    optimizer: what servers do with a push (Sum adds it). staleness, average: see Table. Large tensors are cut into
+    pieces of 1 MiB that lie on all servers.
+    """
+
+    def __init__(
+        self,
+        servers: Servers,
+        *,
+        optimizer: Optimizer | None = None,
+        staleness: int | None = None,
+        average: bool = True,
+    ) -> None:
+        self.servers, self._optimizer = servers, optimizer or Sum()
+        self._staleness, self._average = staleness, average
+        self._keys: dict[str, tuple[Table, torch.Tensor, torch.Tensor]] = {}  # table, ids, room for the pieces
+
+    def init(self, key: str, value: torch.Tensor) -> None:
+        """Every worker calls it; the value of rank 0 counts, unless the key is there already."""
+        if key in self._keys:
+            raise ValueError(f"key {key!r} exists")
+        if value.numel() == 0:
+            raise ValueError(f"key {key!r}: an empty tensor")
+        rows = math.ceil(value.numel() / PIECE)
+        dim = math.ceil(value.numel() / rows)
+        table = Table(
+            self.servers,
+            f"kv/{key}",
+            dim,
+            self._optimizer,
+            staleness=self._staleness,
+            average=self._average,
+            dense=True,
+        )
+        entry = self._keys[key] = table, torch.arange(rows), torch.zeros(rows, dim)
+        ready = f"ready/{table.name}"
+        if self.servers.rank == 0:
+            self._fill(entry, value)
+            table.assign_from(entry[1].data_ptr(), rows, entry[2].data_ptr(), only_new=True)
+            self.servers.register.set(ready, list(value.shape) or [1])
+        else:
+            what = f"rank 0 has not called init({key!r}) within {READY_S:g} s"
+            shape = self.servers.register.wait(ready, bool, time.monotonic() + READY_S, what)
+            if shape != (list(value.shape) or [1]):
+                raise ValueError(f"key {key!r} has shape {shape} on rank 0, and {list(value.shape)} here")
+
+    def push(self, key: str, gradient: torch.Tensor) -> None:
+        """One step. ValueError for an unknown key or another number of elements."""
+        entry = self._entry(key, gradient)
+        self._fill(entry, gradient)
+        table, ids, pieces = entry
+        table.push_from(ids.data_ptr(), len(ids), pieces.data_ptr())
+
+    def pull(self, key: str, out: torch.Tensor) -> torch.Tensor:
+        """Copies the weights into `out`, which is returned."""
+        table, ids, pieces = self._entry(key, out)
+        table.pull_into(ids.data_ptr(), len(ids), pieces.data_ptr())
+        with torch.no_grad():
+            out.copy_(pieces.reshape(-1)[: out.numel()].reshape(out.shape))
+        return out
+
+    def _entry(self, key: str, tensor: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor]:
+        if key not in self._keys:
+            raise ValueError(f"key {key!r} is unknown; call init({key!r}, tensor) in every worker first")
+        entry = self._keys[key]
+        if not 0 <= entry[2].numel() - tensor.numel() < len(entry[1]):
+            raise ValueError(f"key {key!r}: a tensor of {tensor.numel()} elements does not fit")
+        return entry
+
+    @staticmethod
+    def _fill(entry: tuple[Table, torch.Tensor, torch.Tensor], value: torch.Tensor) -> None:
+        entry[2].reshape(-1)[: value.numel()].copy_(value.detach().reshape(-1))
+

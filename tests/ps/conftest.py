@@ -1,0 +1,18 @@
+"""Two servers for the tests of a module."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("torch", reason="PyTorch is not installed: it brings the register")
+
+from cluster import Cluster  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    made = Cluster(tmp_path_factory.mktemp("servers"), 2, memory="64m")
+    yield made
+    made.close()

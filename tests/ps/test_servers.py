@@ -1,0 +1,281 @@
+"""Two servers as processes, workers as threads of this one: what is computed, who is waited for, what is refused."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from cluster import Cluster
+
+from horoclone import errors
+from horoclone.ps import Servers, Table
+from horoclone.torch import ps
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def servers(cluster: Cluster) -> Servers:
+    made = cluster.worker()
+    cluster.wait_for_copies(made)
+    return made
+
+
+def in_threads(cluster: Cluster, workers: int, body: Callable[[int, Servers], Any]) -> list[Any]:
+    """body(rank, servers) of each worker; raises what one of them raised."""
+    results: list[Any] = [None] * workers
+    failures: list[BaseException] = []
+
+    def run(rank: int) -> None:
+        mine = cluster.worker(rank, workers)
+        try:
+            results[rank] = body(rank, mine)
+        except BaseException as error:
+            failures.append(error)
+        finally:
+            mine.close()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(workers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+    return results
+
+
+def batch(step: int, count: int = 32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(ids in bags of two, offsets, targets)"""
+    chance = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 50, (2 * count,), generator=chance)
+    return ids, torch.arange(0, 2 * count, 2), torch.randn(count, 8, generator=chance)
+
+
+def trained(bag: torch.nn.Module, steps: int, rank: int = 0, workers: int = 1, optimizer: Any = None) -> None:
+    for step in range(steps):
+        ids, offsets, target = batch(step)
+        mine = slice(rank * len(target) // workers, (rank + 1) * len(target) // workers)
+        some = ids[2 * mine.start : 2 * mine.stop]
+        ((bag(some, offsets[: len(target[mine])]) - target[mine]) ** 2).mean().backward()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def of_torch(start: torch.Tensor, steps: int) -> torch.Tensor:
+    bag = torch.nn.EmbeddingBag(50, 8, mode="sum", sparse=True, _weight=start.clone())
+    trained(bag, steps, optimizer=torch.optim.Adagrad(bag.parameters(), lr=0.1))
+    return bag.weight.detach()
+
+
+EVERY = np.arange(50)
+
+
+def test_one_worker_in_rounds_is_torchs_embedding_bag(servers: Servers) -> None:
+    bag = ps.EmbeddingBag(
+        "one", 50, 8, servers, mode="sum", optimizer=ps.Adagrad(lr=0.1), staleness=0, spread=0.1
+    )
+    start = torch.from_numpy(bag.table.pull(EVERY))
+    trained(bag, 20)
+    torch.testing.assert_close(torch.from_numpy(bag.table.pull(EVERY)), of_torch(start, 20), rtol=1e-6, atol=1e-6)
+    with pytest.raises(IndexError, match="id 50"):
+        bag(torch.tensor([[50]]))
+    bag.eval()
+    steps = bag.table.steps
+    bag(torch.tensor([[1, 2]])).sum()
+    assert bag.table.steps == steps and [p for p in bag.parameters()] == []
+
+
+def test_four_workers_in_rounds_are_one_process(cluster: Cluster) -> None:
+    def work(rank: int, mine: Servers) -> Any:
+        bag = ps.EmbeddingBag(
+            "four", None, 8, mine, mode="sum", optimizer=ps.Adagrad(lr=0.1), staleness=0, spread=0.1
+        )
+        start = bag.table.pull(EVERY)
+        trained(bag, 20, rank, 4)
+        return start, bag.table.pull(EVERY)
+
+    found = in_threads(cluster, 4, work)
+    for _, rows in found:
+        np.testing.assert_array_equal(rows, found[0][1])
+    expected = of_torch(torch.from_numpy(found[0][0]), 20)
+    torch.testing.assert_close(torch.from_numpy(found[0][1]), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_nobody_is_further_ahead_than_staleness_allows(cluster: Cluster) -> None:
+    done = [0, 0]
+    leads = []
+
+    def work(rank: int, mine: Servers) -> None:
+        table = Table(mine, "slow", 2, ps.Sum(), staleness=2)
+        for step in range(15):
+            table.pull([1])
+            leads.append(done[rank] - min(done))
+            if rank == 1:
+                time.sleep(0.02)
+            table.push([1], np.ones((1, 2)))
+            done[rank] = step + 1
+
+    in_threads(cluster, 2, work)
+    # One is taken and not yet counted while the other looks.
+    assert 2 <= max(leads) <= 3, leads
+
+
+def test_keys_are_summed_or_optimized(cluster: Cluster, servers: Servers) -> None:
+    def work(rank: int, mine: Servers) -> torch.Tensor:
+        store = ps.KVStore(mine)
+        value = torch.arange(600_000, dtype=torch.float32).reshape(600, 1000)
+        store.init("w", value + rank)
+        store.push("w", torch.full_like(value, rank + 1.0))
+        done.wait()
+        return store.pull("w", torch.empty_like(value)) - value
+
+    done = threading.Barrier(2)
+    for difference in in_threads(cluster, 2, work):
+        assert torch.equal(difference, torch.full((600, 1000), 3.0))
+    weight = torch.nn.Parameter(torch.randn(7, 3))
+    adam, store = torch.optim.Adam([weight], lr=0.01), ps.KVStore(servers, optimizer=ps.Adam(lr=0.01))
+    store.init("adam", weight)
+    for step in range(5):
+        weight.grad = torch.randn(7, 3, generator=torch.Generator().manual_seed(step))
+        adam.step()
+        store.push("adam", weight.grad)
+    torch.testing.assert_close(store.pull("adam", torch.empty(7, 3)), weight.detach(), rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="'none' is unknown"):
+        store.push("none", weight)
+    with pytest.raises(ValueError, match="20 elements"):
+        store.push("adam", torch.ones(20))
+
+
+def test_rows_can_be_pulled_ahead(servers: Servers) -> None:
+    bag = ps.EmbeddingBag("ahead", None, 4, servers, mode="sum", optimizer=ps.SGD(lr=1.0), staleness=3)
+    ids = torch.tensor([[1, 2], [3, 3]])
+    bag.prefetch(ids)
+    first = bag(ids)
+    first.sum().backward()
+    torch.testing.assert_close(bag(ids).detach(), first.detach() - 2)
+    rounds = ps.EmbeddingBag("no", None, 4, servers, optimizer=ps.SGD(lr=1.0), staleness=0)
+    with pytest.raises(ValueError, match="staleness is 0"):
+        rounds.prefetch(ids)
+
+
+def test_a_save_is_loaded_with_the_optimizers_state(servers: Servers, tmp_path: Path) -> None:
+    table = Table(servers, "saved", 4, ps.Adam(lr=0.1), initial="normal", spread=1.0)
+    ids = np.arange(-500, 500) * 7919
+    for step in range(3):
+        table.push(ids, np.random.default_rng(step).normal(size=(1000, 4)))
+    assert table.save(str(tmp_path)) == 1000
+    before = table.pull(ids)
+    table.push(ids, np.ones((1000, 4)))
+    after = table.pull(ids)
+    assert not np.array_equal(before, after)
+    assert table.load(str(tmp_path)) == 1000
+    np.testing.assert_array_equal(table.pull(ids), before)
+    table.push(ids, np.ones((1000, 4)))  # the state and the number of steps came back, too
+    np.testing.assert_array_equal(table.pull(ids), after)
+    (tmp_path / "taken").write_text("a file where a folder should be")
+    with pytest.raises(errors.HorovodInternalError, match="cannot be written"):
+        table.save(str(tmp_path / "taken"))
+    with pytest.raises(errors.HorovodInternalError, match="cannot be read"):
+        table.load(str(tmp_path / "elsewhere"))
+
+
+def test_who_never_comes_is_named(cluster: Cluster) -> None:
+    alone = cluster.worker(0, 3, timeout_s=1.0)
+    table = Table(alone, "lonely", 2, ps.Sum(), staleness=0)
+    table.push([1], np.ones((1, 2)))
+    with pytest.raises(errors.Timeout, match=r"'lonely'.*rank 1 never came, rank 2 never came"):
+        table.pull([1])
+    with pytest.raises(errors.Mismatch, match="staleness 0, not 1"):
+        Table(alone, "lonely", 2, ps.Sum(), staleness=1)
+    with pytest.raises(ValueError, match="staleness=-1"):
+        Table(alone, "lonely", 2, ps.Sum(), staleness=-1)
+    alone.close()
+
+
+def test_a_server_without_memory_says_so_and_goes_on(servers: Servers) -> None:
+    table = Table(servers, "large", 1 << 20, ps.Sum())
+    with pytest.raises(errors.HorovodInternalError, match=r"'large' needs room.*--memory"):
+        for start in range(0, 64, 4):
+            table.push(np.arange(start, start + 4), np.zeros((4, 1 << 20)))
+    small = Table(servers, "one row", 2, ps.Sum())
+    small.push([1], np.ones((1, 2)))
+    np.testing.assert_array_equal(small.pull([1]), np.ones((1, 2)))
+
+
+def test_a_stranger_is_refused(cluster: Cluster) -> None:
+    stranger = {**cluster.environ, "HOROCLONE_SECRET": "another secret, long enough"}
+    with pytest.raises(errors.HorovodInternalError, match="not signed with this secret"):
+        Servers("test", cluster.address, environ=stranger)
+    without = {key: value for key, value in cluster.environ.items() if key != "HOROCLONE_SECRET"}
+    with pytest.raises(errors.Unsupported, match="HOROCLONE_SECRET_FILE"):
+        Servers("test", cluster.address, environ=without)
+    with pytest.raises(errors.Timeout, match="python -m horoclone.ps --name nobody"):
+        Servers("nobody", cluster.address, environ=cluster.environ, timeout_s=0.5)
+
+
+def test_every_acknowledged_push_is_there_after_servers_were_killed(cluster: Cluster) -> None:
+    """Both servers one after the other, while two workers push; counted row by row."""
+    rows, over = 2000, threading.Event()
+
+    def work(rank: int, mine: Servers) -> np.ndarray[Any, Any]:
+        table = Table(mine, "counted", 8, ps.Sum())
+        chance, acknowledged = np.random.default_rng(rank), np.zeros(rows)
+        while not over.is_set():
+            ids = np.unique(chance.integers(0, rows, 300))
+            table.push(ids, np.ones((len(ids), 8)))
+            acknowledged[ids] += 1
+        return acknowledged
+
+    def kill_both() -> None:
+        watcher = cluster.worker(0, 1)
+        for index in random.sample((0, 1), 2):
+            time.sleep(0.5)
+            cluster.kill(index)
+            time.sleep(0.5)
+            cluster.start(index)
+            cluster.wait_for_copies(watcher)
+        time.sleep(0.3)
+        over.set()
+
+    killer = threading.Thread(target=kill_both)
+    killer.start()
+    try:
+        acknowledged = sum(in_threads(cluster, 2, work))
+    finally:
+        over.set()
+        killer.join()
+    table = Table(cluster.worker(0, 2), "counted", 8, ps.Sum())
+    found = table.pull(np.arange(rows))
+    assert acknowledged.sum() > 1000
+    np.testing.assert_array_equal(found, np.repeat(acknowledged[:, None], 8, 1))
+
+
+def test_when_all_copies_are_dead_it_is_said_and_the_save_is_named(cluster: Cluster, tmp_path: Path) -> None:
+    mine = cluster.worker()
+    table = Table(mine, "gone", 2, ps.Sum())
+    table.push([1, 2, 3], np.ones((3, 2)))
+    table.save(str(tmp_path))
+    for index in (0, 1):
+        cluster.kill(index)
+    for index in (0, 1):
+        cluster.start(index)
+    with pytest.raises(errors.StateLost, match=f"'gone': {tmp_path}"):
+        while True:
+            table.push([1, 2, 3], np.ones((3, 2)))
+    mine.close()
+    again = cluster.worker()
+    with pytest.raises(errors.StateLost):
+        Table(again, "gone", 2, ps.Sum())
+    again.accept_loss()
+    table = Table(again, "gone", 2, ps.Sum())
+    table.load(str(tmp_path))
+    np.testing.assert_array_equal(table.pull([1, 2, 3]), np.ones((3, 2)))
