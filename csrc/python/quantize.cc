@@ -2,25 +2,14 @@
 #include "quantize.h"
 
 #include <cstdint>
-#include <string>
 
 #include "horoclone_tools.h"
+#include "raising.h"
 #include "without_gil.h"
 
 namespace py = pybind11;
 
 namespace hc_python {
-namespace {
-
-// The only thing that can go wrong are the numbers.
-void raise_if(hc_status* status) {
-  if (!status) return;
-  const std::string text = hc_status_text(status);
-  hc_status_destroy(status);
-  throw py::value_error(text);
-}
-
-}  // namespace
 
 // Addresses of float32 numbers and of bytes; the caller keeps their memory, and has checked its size.
 void add_quantize(py::module_& m) {

@@ -70,6 +70,9 @@ class Register:
 
     def __init__(self, name: str, address: tuple[str, int], secret: bytes) -> None:
         self.name, self.address, self.secret = name, address, secret
+        from torch.distributed import TCPStore  # before any time is counted: it may take longer than an operation
+
+        self._kind = TCPStore
         self._prefix = f"horoclone-ps/{name}/"
         self._store: Any = None
         self._lock = threading.Lock()
@@ -153,12 +156,10 @@ class Register:
         raise Unreachable(f"parameter server {self.name!r}: the register at {host}:{port} does not answer: {why}")
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
-        from torch.distributed import TCPStore
-
         store = self._store
         if store is None:
             limit = timedelta(seconds=OPERATION_S)
-            store = TCPStore(*self.address, None, False, limit, wait_for_workers=False)
+            store = self._kind(*self.address, None, False, limit, wait_for_workers=False)
             self._store = store
         return operation(store)
 

@@ -24,6 +24,7 @@ log = logging.getLogger("horoclone.ps")
 NONE, BACKUP, PRIMARY, UNDECIDED = range(4)  # hc_role
 ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
 EVENT_S = 0.5  # run() looks this often for a partition without a second copy
+MAX_PAUSE_S = 30.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
 STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
 THREADS = 4  # and two for each partition: one may be waiting for the register
 
@@ -56,6 +57,7 @@ class Server:
         self._threads = ThreadPoolExecutor(THREADS + 2 * servers, thread_name_prefix="hc-ps-program")
         self._lonely: dict[int, float] = {}  # partition without a backup -> since when
         self._busy: set[int] = set()  # partitions for which a copy is being asked
+        self._pauses: dict[int, tuple[float, float]] = {}  # after a failure: (until, how long)
         self._stopping = threading.Event()
         try:
             self._announce()
@@ -200,6 +202,8 @@ class Server:
         for partition in range(self.layout.partitions):
             if partition in self._busy or self._native.role(partition) != NONE:
                 continue
+            if time.monotonic() < self._pauses.get(partition, (0.0, 0.0))[0]:
+                continue
             value = self.register.get(f"view/{partition}")
             view = View.from_json(value) if value else None
             if view is not None and self.layout.home(partition) == self.me.server:
@@ -231,8 +235,11 @@ class Server:
             }
             client.ask(view.primary.server, json.dumps(question), 600.0)
             client.close()
-        except Exception as error:  # the next round tries again
-            log.info("partition %d: no copy yet: %s", partition, error)
+            self._pauses.pop(partition, None)
+        except Exception as error:
+            pause = min(MAX_PAUSE_S, 2 * self._pauses.get(partition, (0.0, EVENT_S))[1])
+            self._pauses[partition] = time.monotonic() + pause, pause
+            log.info("partition %d: no copy yet, another try in %.0f s: %s", partition, pause, error)
         finally:
             self._busy.discard(partition)
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+sys.path.insert(0, str(Path(__file__).parent))
+
 pytest.importorskip("torch", reason="PyTorch is not installed: it brings the register")
 
-from cluster import Cluster  # noqa: E402
+from ps_cluster import Cluster  # noqa: E402
 
 
 @pytest.fixture(scope="module")

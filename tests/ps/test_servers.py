@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from cluster import Cluster
+from ps_cluster import Cluster
 
 from horoclone import errors
 from horoclone.ps import Servers, Table
@@ -161,7 +161,7 @@ def test_rows_can_be_pulled_ahead(servers: Servers) -> None:
     bag.prefetch(ids)
     first = bag(ids)
     first.sum().backward()
-    torch.testing.assert_close(bag(ids).detach(), first.detach() - 2)
+    torch.testing.assert_close(bag(ids).detach(), first.detach() - torch.tensor([[2.0], [4.0]]))
     rounds = ps.EmbeddingBag("no", None, 4, servers, optimizer=ps.SGD(lr=1.0), staleness=0)
     with pytest.raises(ValueError, match="staleness is 0"):
         rounds.prefetch(ids)
@@ -201,14 +201,22 @@ def test_who_never_comes_is_named(cluster: Cluster) -> None:
     alone.close()
 
 
-def test_a_server_without_memory_says_so_and_goes_on(servers: Servers) -> None:
-    table = Table(servers, "large", 1 << 20, ps.Sum())
-    with pytest.raises(errors.HorovodInternalError, match=r"'large' needs room.*--memory"):
-        for start in range(0, 64, 4):
-            table.push(np.arange(start, start + 4), np.zeros((4, 1 << 20)))
-    small = Table(servers, "one row", 2, ps.Sum())
-    small.push([1], np.ones((1, 2)))
-    np.testing.assert_array_equal(small.pull([1]), np.ones((1, 2)))
+def test_a_server_without_memory_says_so_and_goes_on(tmp_path: Path) -> None:
+    one = Cluster(tmp_path, 1, memory="16m")
+    try:
+        mine = one.worker()
+        table = Table(mine, "large", 1 << 20, ps.Sum())
+        with pytest.raises(errors.HorovodInternalError, match=r"'large' needs room.*--memory"):
+            for start in range(0, 64, 2):
+                table.push(np.arange(start, start + 2), np.zeros((2, 1 << 20)))
+        small = Table(mine, "small", 2, ps.Sum())
+        small.push([1], np.ones((1, 2)))
+        np.testing.assert_array_equal(small.pull([1]), np.ones((1, 2)))
+        (facts,) = mine.describe()
+        assert facts["memory_used"] <= facts["memory"] == 16 << 20
+        mine.close()
+    finally:
+        one.close()
 
 
 def test_a_stranger_is_refused(cluster: Cluster) -> None:

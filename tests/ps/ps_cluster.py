@@ -51,10 +51,10 @@ class Cluster:
 
     def worker(self, rank: int = 0, workers: int = 1, **more: Any) -> Servers:
         """A worker in this process."""
-        more = {"timeout_s": 30.0, "silence_s": SILENCE_S, **more}
+        more = {"timeout_s": 60.0, "silence_s": SILENCE_S, **more}
         return Servers("test", self.address, rank=rank, workers=workers, environ=self.environ, **more)
 
-    def wait_for_copies(self, servers: Servers, timeout_s: float = 30.0) -> None:
+    def wait_for_copies(self, servers: Servers, timeout_s: float = 60.0) -> None:
         """Until every partition has a primary and a backup."""
         deadline = time.monotonic() + timeout_s
         for partition in range(self.servers):
