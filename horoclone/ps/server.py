@@ -24,7 +24,7 @@ log = logging.getLogger("horoclone.ps")
 NONE, BACKUP, PRIMARY, UNDECIDED = range(4)  # hc_role
 ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
 EVENT_S = 0.5  # run() looks this often for a partition without a second copy
-MAX_PAUSE_S = 30.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
+MAX_PAUSE_S = 10.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
 STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
 THREADS = 4  # and two for each partition: one may be waiting for the register
 

@@ -20,10 +20,12 @@ SILENCE_S = 3.0
 class Cluster:
     """N servers. environ: for workers in other processes."""
 
-    def __init__(self, folder: Path, servers: int, *, replicas: int = 2, memory: str = "1g") -> None:
+    def __init__(
+        self, folder: Path, servers: int, *, replicas: int = 2, memory: str = "1g", host: str = "127.0.0.1"
+    ) -> None:
         self.folder, self.servers = folder, servers
         self.store = serve_store(0)
-        self.address = f"127.0.0.1:{self.store.port}"
+        self.address = f"{host}:{self.store.port}"
         self.environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
         for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"):
             self.environ.pop(name, None)
@@ -37,8 +39,12 @@ class Cluster:
         command = [sys.executable, "-m", "horoclone.ps", "--name", "test", "--store", self.address, "--index", index]
         with open(self.log(index), "a") as log:
             self.processes[index] = subprocess.Popen(
-                [str(part) for part in [*command, *self._options]], env=self.environ, stdout=log, stderr=log, text=True
+                [str(part) for part in [*self.command_of(index), *command, *self._options]], env=self.environ, stdout=log, stderr=log, text=True
             )
+
+    def command_of(self, index: int) -> list[str]:
+        """What starts a server somewhere else."""
+        return []
 
     def log(self, index: int) -> Path:
         """Of all lives of a server."""
