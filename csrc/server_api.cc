@@ -34,7 +34,8 @@ using hc::keep;
 
 namespace {
 
-static_assert(static_cast<int>(hc::Rule::kAdam) == HC_RULE_ADAM && static_cast<int>(hc::Initial::kNormal) == HC_NORMAL &&
+static_assert(static_cast<int>(hc::Rule::kAdam) == HC_RULE_ADAM &&
+              static_cast<int>(hc::Initial::kNormal) == HC_NORMAL &&
               static_cast<int>(hc::Role::kUndecided) == HC_ROLE_UNDECIDED &&
               static_cast<int>(hc::EventKind::kPrimaryLost) == HC_PRIMARY_LOST);
 
@@ -43,8 +44,8 @@ hc::Result<hc::TableSpec> read_spec(const hc_table_spec& s) {
   hc::TableSpec spec;
   spec.name = s.name ? s.name : "";
   spec.dim = s.dim;
-  spec.optimizer = {static_cast<hc::Rule>(s.rule), s.dense != 0, s.learning_rate,      s.epsilon,
-                    s.beta1,                       s.beta2,      s.initial_accumulator};
+  spec.optimizer = {static_cast<hc::Rule>(s.rule), s.dense != 0, s.learning_rate, s.epsilon, s.beta1, s.beta2,
+                    s.initial_accumulator};
   spec.initial = static_cast<hc::Initial>(s.initial);
   spec.spread = s.spread;
   spec.seed = s.seed;
@@ -106,8 +107,12 @@ hc_status* hc_table_assign(hc_table* table, const int64_t* ids, size_t n, const 
 hc_status* hc_server_start(const hc_server_options* o, hc_server** out) {
   return guarded([&]() -> hc::Status {
     if (o->version != HC_VERSION) return hc::error(hc::Code::kInvalidArgument, "server version ", o->version);
-    hc::ServerOptions options{credentials(o->secret, o->secret_bytes, o->job), o->index,     o->partitions,
-                              o->generation,                                   o->memory_bytes, o->silence_s,
+    hc::ServerOptions options{credentials(o->secret, o->secret_bytes, o->job),
+                              o->index,
+                              o->partitions,
+                              o->generation,
+                              o->memory_bytes,
+                              o->silence_s,
                               o->interfaces ? o->interfaces : ""};
     auto server = hc::Server::start(std::move(options));
     if (!server.is_ok()) return server.status();
@@ -210,14 +215,15 @@ hc_status* hc_client_ask(hc_client* client, int32_t server, const char* question
   });
 }
 
-hc_status* hc_exchange_rows(const hc_client* client, int32_t verb, const char* table, uint32_t flags, const int64_t* ids,
-                        size_t n, uint32_t floats, const float* in, float* out, hc_exchange** call) {
+hc_status* hc_exchange_rows(const hc_client* client, int32_t verb, const char* table, uint32_t flags,
+                            const int64_t* ids, size_t n, uint32_t floats, const float* in, float* out,
+                            hc_exchange** call) {
   return guarded([&]() -> hc::Status {
     constexpr hc::Verb verbs[] = {hc::Verb::kPull, hc::Verb::kPush, hc::Verb::kAssign, hc::Verb::kRows};
     if (verb < HC_PULL || verb > HC_ROWS) return hc::error(hc::Code::kInvalidArgument, "unknown verb ", verb);
     if (n >= UINT32_MAX) return hc::error(hc::Code::kInvalidArgument, n, " rows in one call");
     *call = new hc_exchange(verbs[verb], client->client.partitions(), hc::table_hash(table), flags,
-                        hc::Call::Rows{{ids, n}, floats, in, out});
+                            hc::Call::Rows{{ids, n}, floats, in, out});
     return hc::Status::ok();
   });
 }
@@ -228,7 +234,7 @@ hc_status* hc_exchange_table(const hc_client* client, const hc_table_spec* spec,
     hc::Writer payload;
     read.value().write(&payload);
     *call = new hc_exchange(hc::Verb::kTable, client->client.partitions(), hc::table_hash(spec->name),
-                        std::vector<uint8_t>(payload.bytes().begin(), payload.bytes().end()));
+                            std::vector<uint8_t>(payload.bytes().begin(), payload.bytes().end()));
     return hc::Status::ok();
   });
 }
@@ -237,14 +243,14 @@ hc_status* hc_exchange_register(const hc_client* client, const char* table, int3
     hc::Writer payload;
     payload.put(rank);
     *call = new hc_exchange(hc::Verb::kRegister, client->client.partitions(), hc::table_hash(table),
-                        std::vector<uint8_t>(payload.bytes().begin(), payload.bytes().end()));
+                            std::vector<uint8_t>(payload.bytes().begin(), payload.bytes().end()));
     return hc::Status::ok();
   });
 }
 void hc_exchange_destroy(hc_exchange* call) { delete call; }
 int64_t* hc_exchange_clocks(hc_exchange* call) { return call->call.clocks().data(); }
 void hc_exchange_run(hc_client* client, hc_exchange* call, double limit_s, int32_t (*cancelled)(void*), void* context,
-                 const hc_failure** failures, size_t* n) {
+                     const hc_failure** failures, size_t* n) {
   hc_status* status = guarded([&] {
     call->failures = client->client.run(call->call, limit_s, [&] { return cancelled && cancelled(context) != 0; });
     return hc::Status::ok();
@@ -255,8 +261,8 @@ void hc_exchange_run(hc_client* client, hc_exchange* call, double limit_s, int32
   }
   call->listed.clear();
   for (const hc::Failure& one : call->failures)
-    call->listed.push_back({one.partition, one.server, one.retry, static_cast<int32_t>(one.status.code()),
-                            one.status.text().c_str()});
+    call->listed.push_back(
+        {one.partition, one.server, one.retry, static_cast<int32_t>(one.status.code()), one.status.text().c_str()});
   *failures = call->listed.data();
   *n = call->listed.size();
 }

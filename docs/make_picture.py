@@ -29,6 +29,7 @@ OPENED = ("engine", "collective")
 LAYER_OF_FILE = {
     "include": "C API",
     "api.cc": "C API",
+    "server_api.cc": "C API",
     "c_api.h": "C API",
     "tools/python": "python",
     "engine/context.h": "engine/context",
@@ -50,7 +51,8 @@ WORDS = {
     "python": "the module _core",
     "frameworks": "ops of TensorFlow, JAX",
     "tools": "simulator",
-    "C API": "include/, api.cc",
+    "C API": "include/, *api.cc",
+    "server": "tables and their copies",
     "agreement": "who is ready, what runs",
     "arithmetic": "reductions on the host",
     "net": "bytes between ranks",
@@ -59,6 +61,7 @@ WORDS = {
     "horoclone.torch": "optimizers, operations, c10d",
     "horoclone.tensorflow": "optimizers, operations",
     "horoclone.keras": "optimizers, callbacks",
+    "horoclone.ps": "parameter server",
     "horoclone.jax": "primitives, optimizer",
     "horoclone.cupy": "CuPy's arrays",
     "horoclone.lightning": "a strategy",
@@ -100,7 +103,7 @@ def graph_of_sources() -> Graph:
         box = box_of_source(path.relative_to(CSRC).as_posix())
         found = graph.setdefault(box, set())
         for text in re.findall(r'^\s*#\s*include\s*"([^"]+)"', path.read_text(), re.MULTILINE):
-            if Path(text).name in ("horoclone.h", "horoclone_tools.h"):
+            if Path(text).name in ("horoclone.h", "horoclone_tools.h", "horoclone_server.h"):
                 found.add("C API")
             elif (CSRC / text).is_file():
                 found.add(box_of_source(text))

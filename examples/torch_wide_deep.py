@@ -63,14 +63,23 @@ def tables(wish: argparse.Namespace) -> tuple[list[Any], list[Any]]:
     optimizer = ps.Adagrad(lr=wish.lr)
     return [
         ps.EmbeddingBag(
-            name, None, width, servers, mode="sum", optimizer=optimizer, staleness=wish.staleness, spread=spreads[name]
+            name,
+            None,
+            width,
+            servers,
+            mode="sum",
+            optimizer=optimizer,
+            staleness=wish.staleness,
+            spread=spreads[name],
         )
         for name, width in widths.items()
     ], []
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--server", help="name of the parameter server; without it, one process by itself")
     parser.add_argument("--store", help="HOST:PORT of its register")
     parser.add_argument("--staleness", type=int, help="default: asynchronous; 0: rounds")
@@ -79,6 +88,8 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     wish = parser.parse_args()
     hvd.init()
+    if wish.server is None and hvd.size() > 1:
+        raise SystemExit("without --server this is one process; several need a parameter server")
     torch.set_num_threads(1)
     torch.manual_seed(1)
     embeddings, optimizers = tables(wish)

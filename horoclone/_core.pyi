@@ -291,17 +291,13 @@ class ParameterServer:
     def set_role(self, partition: int, role: int) -> None:
         """hc_role. NONE drops the rows, PRIMARY keeps those of a backup."""
     def role(self, partition: int) -> int: ...
-    def attach(
-        self, partition: int, endpoint: bytes, index: int, generation: int, timeout_s: float
-    ) -> None:
+    def attach(self, partition: int, endpoint: bytes, index: int, generation: int, timeout_s: float) -> None:
         """Copies the partition to that server; from its return on every change waits for it, too."""
     def detach(self, partition: int) -> None: ...
     def next_event(self, timeout_s: float) -> tuple[int, int, int, str] | None:
         """(number, hc_event_kind, partition, text)"""
     def answer(self, number: int, code: int, text: str) -> None: ...
-    def rows(
-        self, partition: int, table: str, start: int, n: int, ids: int, out: int
-    ) -> tuple[int, int]:
+    def rows(self, partition: int, table: str, start: int, n: int, ids: int, out: int) -> tuple[int, int]:
         """(rows that were copied with their state, steps of the optimizer)"""
     def describe(self) -> str: ...  # JSON
     def stop(self) -> None: ...

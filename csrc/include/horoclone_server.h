@@ -22,7 +22,7 @@ typedef struct hc_table_spec {
   int32_t version; /* HC_VERSION */
   const char* name;
   uint32_t dim;
-  int32_t rule; /* hc_rule */
+  int32_t rule;  /* hc_rule */
   int32_t dense; /* not 0: all rows are pushed in every step; Adam then divides as torch.optim.Adam does */
   float learning_rate, epsilon, beta1, beta2; /* beta1: also SGD's momentum */
   float initial_accumulator;
@@ -81,7 +81,8 @@ typedef struct hc_event {
 HC_EXPORT int32_t hc_server_next_event(hc_server* server, double timeout_s, hc_event* event);
 /* code: HC_OK, or what the asking side raises with this text. */
 HC_EXPORT void hc_server_answer(hc_server* server, uint64_t number, int32_t code, const char* text);
-/* Rows of a table of a partition from row *from on, with state, at most n of them: for a file. *rows 0: none are left. */
+/* Rows of a table of a partition from row *from on, with state, at most n of them: for a file. *rows 0: none are left.
+ */
 HC_EXPORT hc_status* hc_server_rows(hc_server* server, uint32_t partition, const char* table, uint64_t* from, size_t n,
                                     int64_t* ids, float* out, size_t* rows, uint64_t* steps);
 HC_EXPORT const char* hc_server_describe(hc_server* server); /* JSON */
@@ -111,8 +112,8 @@ typedef struct hc_exchange hc_exchange;
 /* `in` or `out`: n rows of `floats` numbers, which live as long as the call. flags: 1 = HC_ROWS and HC_ASSIGN leave
  * alone what exists; 2 = the push is no step of this worker. */
 HC_EXPORT hc_status* hc_exchange_rows(const hc_client* client, int32_t verb, const char* table, uint32_t flags,
-                                  const int64_t* ids, size_t n, uint32_t floats, const float* in, float* out,
-                                  hc_exchange** call);
+                                      const int64_t* ids, size_t n, uint32_t floats, const float* in, float* out,
+                                      hc_exchange** call);
 /* Makes the table in every partition, unless it is there, and hc_exchange_register enters this worker in it. */
 HC_EXPORT hc_status* hc_exchange_table(const hc_client* client, const hc_table_spec* spec, hc_exchange** call);
 HC_EXPORT hc_status* hc_exchange_register(const hc_client* client, const char* table, int32_t rank, hc_exchange** call);
@@ -126,9 +127,10 @@ typedef struct hc_failure {
   int32_t code;
   const char* text;
 } hc_failure;
-/* Waits for the servers. cancelled: asked five times a second while nothing comes, not 0 = give up. *failures: what is not done, valid until the next run; *n 0: everything is. */
-HC_EXPORT void hc_exchange_run(hc_client* client, hc_exchange* call, double limit_s, int32_t (*cancelled)(void*), void* context,
-                           const hc_failure** failures, size_t* n);
+/* Waits for the servers. cancelled: asked five times a second while nothing comes, not 0 = give up. *failures: what is
+ * not done, valid until the next run; *n 0: everything is. */
+HC_EXPORT void hc_exchange_run(hc_client* client, hc_exchange* call, double limit_s, int32_t (*cancelled)(void*),
+                               void* context, const hc_failure** failures, size_t* n);
 
 #ifdef __cplusplus
 }

@@ -39,8 +39,7 @@ void raise_if(hc_status* status) {
 
 void add_raising(py::module_& m) {
   using namespace py::literals;
-  m.def(
-      "set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
+  m.def("set_error_classes", [](const std::map<int, py::object>& classes) { error_classes() = classes; }, "classes"_a);
 }
 
 }  // namespace hc_python

@@ -91,8 +91,11 @@ class Server {
  public:
   Server(int index, uint32_t partitions, const std::string& secret, const std::string& job, uint64_t generation,
          uint64_t memory, double silence_s, const std::string& interfaces) {
-    const hc_server_options options{HC_VERSION, index, partitions, reinterpret_cast<const uint8_t*>(secret.data()),
-                                    secret.size(), job.c_str(), generation, memory, silence_s, interfaces.c_str()};
+    const hc_server_options options{HC_VERSION,    index,
+                                    partitions,    reinterpret_cast<const uint8_t*>(secret.data()),
+                                    secret.size(), job.c_str(),
+                                    generation,    memory,
+                                    silence_s,     interfaces.c_str()};
     without_gil([&] { return hc_server_start(&options, &server_); });
   }
   ~Server() {
@@ -189,9 +192,9 @@ class Client {
   Client(int rank, uint64_t worker, uint32_t partitions, const std::string& secret, const std::string& job,
          double silence_s)
       : partitions_(partitions) {
-    const hc_client_options options{HC_VERSION, rank, worker, partitions,
-                                    reinterpret_cast<const uint8_t*>(secret.data()), secret.size(), job.c_str(),
-                                    silence_s};
+    const hc_client_options options{
+        HC_VERSION,    rank,        worker,   partitions, reinterpret_cast<const uint8_t*>(secret.data()),
+        secret.size(), job.c_str(), silence_s};
     raise_if(hc_client_create(&options, &client_));
   }
   ~Client() { close(); }
@@ -227,7 +230,7 @@ class Client {
     hc_client* client = open();
     without_gil([&] {
       return hc_exchange_rows(client, verb, table.c_str(), flags, ids_at(ids), n, floats, floats_at(in),
-                          reinterpret_cast<float*>(out), &call);
+                              reinterpret_cast<float*>(out), &call);
     });
     return std::make_unique<Call>(call, partitions_);
   }

@@ -52,8 +52,7 @@ void BackupLink::ping() {
 
 bool BackupLink::wait_for(uint64_t frame, double wait_s) {
   std::unique_lock<std::mutex> lock(mutex_);
-  changed_.wait_for(lock, std::chrono::duration<double>(wait_s),
-                    [&] { return done_ >= frame || lost_.load(); });
+  changed_.wait_for(lock, std::chrono::duration<double>(wait_s), [&] { return done_ >= frame || lost_.load(); });
   return done_ >= frame;
 }
 
@@ -64,8 +63,8 @@ void BackupLink::read() {
     if (Status status = connection_->receive(&header, &payload, silence_s_); !status.is_ok()) {
       give_up(status.text());
     } else if (header.code != 0) {
-      give_up(connection_->peer() + " could not follow: " +
-              std::string(payload.bytes().begin(), payload.bytes().end()));
+      give_up(connection_->peer() +
+              " could not follow: " + std::string(payload.bytes().begin(), payload.bytes().end()));
     } else {
       const std::lock_guard<std::mutex> lock(mutex_);
       done_ = header.sequence;

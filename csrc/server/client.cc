@@ -99,8 +99,8 @@ void Client::next(Work& work, Call& call, double limit_s, std::vector<Failure>* 
   FrameHeader header = call.header(work.current);
   header.worker = options_.worker;
   header.limit_ms = static_cast<uint64_t>(std::max(0.001, limit_s) * 1000);
-  Status sent = work.connection->send(header, call.ids(work.current), call.values(work.current, &scratch_),
-                                      options_.silence_s);
+  Status sent =
+      work.connection->send(header, call.ids(work.current), call.values(work.current, &scratch_), options_.silence_s);
   work.heard = Clock::now();
   if (!sent.is_ok()) give_up(work, sent, failures);
 }

@@ -27,8 +27,8 @@ Result<std::unique_ptr<Connection>> Connection::dial(const Credentials& credenti
       if (!a.is_loopback() || own.same_network(target.endpoint.identity)) where.addresses.push_back(a);
     }
   }
-  const std::string who = text_of("server ", target.index, " (", target.endpoint.host_name, ", pid ",
-                                  target.endpoint.pid, ")");
+  const std::string who =
+      text_of("server ", target.index, " (", target.endpoint.host_name, ", pid ", target.endpoint.pid, ")");
   Dialer dialer(&credentials, {from, target.index, target.generation, Purpose::kData}, std::move(where));
   const Deadline deadline = Deadline::in(timeout_s);
   while (!dialer.done()) {

@@ -55,8 +55,9 @@ Status Partition::pause(std::unique_lock<std::mutex>& lock, const Patience& pati
 Status Partition::wait_until_decided(std::unique_lock<std::mutex>& lock, const Patience& patience, bool* elsewhere) {
   while (role_ == Role::kUndecided) {
     if (patience.deadline.passed()) {
-      return error(Code::kTimeout, "partition ", number_,
-                   ": this server has lost the other copy and cannot reach the register that decides which one goes on");
+      return error(
+          Code::kTimeout, "partition ", number_,
+          ": this server has lost the other copy and cannot reach the register that decides which one goes on");
     }
     HC_TRY(pause(lock, patience));
   }
@@ -113,8 +114,8 @@ Status Partition::pull(const FrameHeader& header, std::span<const uint8_t> paylo
       const Table* table = shard_->table(header.table);
       return error(Code::kTimeout, "table '", table->spec().name, "' with staleness ", table->spec().staleness,
                    ": a pull at step ", header.clock, " has waited ", static_cast<double>(header.limit_ms) / 1000,
-                   " s for ", missing, ". Start as many workers as the table was made for (",
-                   table->spec().workers, "), or let staleness be None");
+                   " s for ", missing, ". Start as many workers as the table was made for (", table->spec().workers,
+                   "), or let staleness be None");
     }
     HC_TRY(pause(lock, patience));
   }
@@ -285,8 +286,9 @@ void Partition::stop() {
 
 std::string Partition::describe() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return text_of("{\"partition\": ", number_, ", \"role\": \"", name_of(role_), "\", \"backup\": ",
-                 backup_ && member_ ? backup_->server() : -1, ", \"tables\": ", shard_ ? shard_->describe() : "[]", "}");
+  return text_of("{\"partition\": ", number_, ", \"role\": \"", name_of(role_),
+                 "\", \"backup\": ", backup_ && member_ ? backup_->server() : -1,
+                 ", \"tables\": ", shard_ ? shard_->describe() : "[]", "}");
 }
 
 size_t Partition::copy_rows(uint64_t table, size_t from, size_t n, int64_t* ids, float* rows, uint64_t* steps) const {

@@ -1,8 +1,9 @@
-// A partition on this server: its shard, which copy this server has of it, and the other copy. What changes the shard is
-// done here, sent to the backup in the same order, and acknowledged when both have it. Who is primary is decided outside
-// (a register that changes by compare-and-set); until it is decided nobody is answered.
+// A partition on this server: its shard, which copy this server has of it, and the other copy. What changes the shard
+// is done here, sent to the backup in the same order, and acknowledged when both have it. Who is primary is decided
+// outside (a register that changes by compare-and-set); until it is decided nobody is answered.
 //
-// Thread: sessions, the watching thread and the server's program; everything is guarded by one mutex. Owner: the server.
+// Thread: sessions, the watching thread and the server's program; everything is guarded by one mutex. Owner: the
+// server.
 #pragma once
 
 #include <condition_variable>
@@ -25,7 +26,7 @@ inline constexpr int32_t kRoleCount = 4;
 // What waits here can be told to stop, and tells the other side that it still waits.
 struct Patience {
   Deadline deadline;
-  double sign_s;                  // how often to call still_wanted
+  double sign_s;                         // how often to call still_wanted
   std::function<Status()> still_wanted;  // an error ends the wait
 };
 
@@ -56,7 +57,8 @@ class Partition {
   void ping();
   void stop();
   std::string describe() const;
-  // Up to n rows of a table, with state, from row `from` on, for a file. 0: none left, no such table, or not the primary.
+  // Up to n rows of a table, with state, from row `from` on, for a file. 0: none left, no such table, or not the
+  // primary.
   size_t copy_rows(uint64_t table, size_t from, size_t n, int64_t* ids, float* rows, uint64_t* steps) const;
 
  private:
@@ -78,8 +80,8 @@ class Partition {
   Role role_ = Role::kNone;
   std::unique_ptr<Shard> shard_;
   std::shared_ptr<BackupLink> backup_;
-  bool member_ = false;   // changes wait for backup_; before that it is being given its copy
-  uint64_t stream_ = 0;   // backup: the connection that is followed
+  bool member_ = false;  // changes wait for backup_; before that it is being given its copy
+  uint64_t stream_ = 0;  // backup: the connection that is followed
   bool stopping_ = false;
 };
 

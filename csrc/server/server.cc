@@ -207,8 +207,8 @@ Status Server::follow(Session& session, uint64_t number, const FrameHeader& firs
   while (true) {
     reply.code = static_cast<uint16_t>(status.code());
     const std::string& text = status.text();
-    Status sent = connection.send(reply, {reinterpret_cast<const uint8_t*>(text.data()), text.size()}, {},
-                                  options_.silence_s);
+    Status sent =
+        connection.send(reply, {reinterpret_cast<const uint8_t*>(text.data()), text.size()}, {}, options_.silence_s);
     if (status.is_ok()) status = sent;
     if (!status.is_ok()) break;
     status = connection.receive(&header, &payload, options_.silence_s);
@@ -267,7 +267,8 @@ Status Server::set_role(uint32_t number, Role role) {
 Status Server::attach(uint32_t number, const Connection::Target& backup, double timeout_s) {
   auto found = partition(number);
   if (!found.is_ok()) return found.status();
-  auto connection = Connection::dial(options_.credentials, options_.index, backup, std::min(timeout_s, options_.silence_s));
+  auto connection =
+      Connection::dial(options_.credentials, options_.index, backup, std::min(timeout_s, options_.silence_s));
   if (!connection.is_ok()) return connection.status();
   FrameHeader header;
   header.verb = Verb::kReplica;
@@ -284,8 +285,9 @@ std::string Server::describe() const {
   std::string text;
   for (const auto& partition : partitions_) text += (text.empty() ? "" : ", ") + partition->describe();
   const std::lock_guard<std::mutex> lock(mutex_);
-  return text_of("{\"server\": ", options_.index, ", \"workers\": ", connections_.size(), ", \"memory_used\": ",
-                 budget_.used(), ", \"memory\": ", budget_.limit(), ", \"partitions\": [", text, "]}");
+  return text_of("{\"server\": ", options_.index, ", \"workers\": ", connections_.size(),
+                 ", \"memory_used\": ", budget_.used(), ", \"memory\": ", budget_.limit(), ", \"partitions\": [", text,
+                 "]}");
 }
 
 void Server::stop() {

@@ -78,7 +78,7 @@ class Server {
   std::atomic<int> strangers_{0};  // connections that are not authenticated yet
   NamedThread acceptor_, watcher_;
   mutable std::mutex mutex_;
-  std::list<Session> sessions_;         // guarded by mutex_, as all below
+  std::list<Session> sessions_;  // guarded by mutex_, as all below
   uint64_t last_session_ = 0;
   std::map<uint64_t, int> connections_;  // by worker
   std::map<uint64_t, TimePoint> away_;   // workers that should have a connection and do not: since when

@@ -158,8 +158,8 @@ Status Shard::push(const FrameHeader& header, std::span<const uint8_t> payload) 
   const bool in_round = spec.staleness == 0 && !alone;
   if (in_round && (header.clock != pusher->second.clock || header.clock < entry->finished)) {
     return error(Code::kAborted, "table '", spec.name, "': rank ", pusher->first, " pushes for round ", header.clock,
-                 " and the next one is ",
-                 std::max(pusher->second.clock, entry->finished), ": the others went on without it while it was away");
+                 " and the next one is ", std::max(pusher->second.clock, entry->finished),
+                 ": the others went on without it while it was away");
   }
   Pushed kept;
   HC_TRY(table.find_or_make(rows.ids, &kept.slots));
@@ -363,8 +363,7 @@ std::string Shard::describe() const {
     int64_t slowest = entry->ranks.empty() ? 0 : std::numeric_limits<int64_t>::max();
     for (const auto& [rank, state] : entry->ranks) slowest = std::min(slowest, state.clock);
     text += text_of(text.empty() ? "" : ", ", "{\"rows\": ", entry->rows.rows(), ", \"steps\": ", entry->rows.steps(),
-                    ", \"rounds\": ", entry->finished, ", \"slowest\": ", slowest,
-                    ", \"name_hash\": ", hash, "}");
+                    ", \"rounds\": ", entry->finished, ", \"slowest\": ", slowest, ", \"name_hash\": ", hash, "}");
   }
   return "[" + text + "]";
 }

@@ -51,8 +51,8 @@ Result<TableSpec> TableSpec::read(Reader* from) {
   s.dim = from->get<uint32_t>();
   s.optimizer.rule = from->get<Rule>();
   s.optimizer.dense = from->get<uint8_t>() != 0;
-  for (float* value : {&s.optimizer.learning_rate, &s.optimizer.epsilon, &s.optimizer.beta1, &s.optimizer.beta2,
-                       &s.optimizer.initial})
+  for (float* value :
+       {&s.optimizer.learning_rate, &s.optimizer.epsilon, &s.optimizer.beta1, &s.optimizer.beta2, &s.optimizer.initial})
     *value = from->get<float>();
   s.initial = from->get<Initial>();
   s.spread = from->get<float>();
@@ -74,8 +74,8 @@ Status TableSpec::check() const {
   const auto rule = static_cast<int32_t>(optimizer.rule), start = static_cast<int32_t>(initial);
   if (rule < 0 || rule >= kRuleCount) return wrong("unknown optimizer ", rule);
   if (start < 0 || start >= kInitialCount) return wrong("unknown initial values ", start);
-  for (float value : {optimizer.learning_rate, optimizer.epsilon, optimizer.beta1, optimizer.beta2, optimizer.initial,
-                      spread}) {
+  for (float value :
+       {optimizer.learning_rate, optimizer.epsilon, optimizer.beta1, optimizer.beta2, optimizer.initial, spread}) {
     if (!std::isfinite(value) || value < 0) return wrong("a number of the optimizer is ", value);
   }
   if (optimizer.beta1 >= 1 || optimizer.beta2 >= 1) return wrong("betas and momentum must be below 1");
@@ -194,8 +194,7 @@ void Table::initial_weights(int64_t id, float* out) const {
       std::fill_n(out, spec_.dim, 0.0f);
       return;
     case Initial::kUniform:
-      for (uint32_t i = 0; i < spec_.dim; ++i)
-        out[i] = static_cast<float>(spread * (2 * unit(mixed(start + i)) - 1));
+      for (uint32_t i = 0; i < spec_.dim; ++i) out[i] = static_cast<float>(spread * (2 * unit(mixed(start + i)) - 1));
       return;
     case Initial::kNormal:  // Box and Muller
       for (uint32_t i = 0; i < spec_.dim; ++i) {

@@ -32,12 +32,22 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--store", metavar="HOST:PORT", help="the register (default: torchrun's store)")
     made.add_argument("--index", type=int, help="of this server (default: the rank that the launcher gives)")
     made.add_argument("--servers", type=int, help="how many there are (default: the launcher's size)")
-    made.add_argument("--replicas", type=int, default=2, choices=(1, 2), help="copies of each row (default 2)")
     made.add_argument(
-        "--memory", type=bytes_of, default=1 << 34, metavar="SIZE", help="for rows, as 512m or 64g (default 16g)"
+        "--replicas", type=int, default=2, choices=(1, 2), help="copies of each row (default 2)"
     )
     made.add_argument(
-        "--silence", type=float, default=10.0, metavar="SECONDS", help="a link that is silent for so long is given up"
+        "--memory",
+        type=bytes_of,
+        default=1 << 34,
+        metavar="SIZE",
+        help="for rows, as 512m or 64g (default 16g)",
+    )
+    made.add_argument(
+        "--silence",
+        type=float,
+        default=10.0,
+        metavar="SECONDS",
+        help="a link that is silent for so long is given up",
     )
     made.add_argument("--interfaces", default="", help="network interfaces, comma list (default: all)")
     made.add_argument("--register", type=int, metavar="PORT", help="run the register here, and no server")
@@ -73,7 +83,9 @@ def serve(options: argparse.Namespace, over: threading.Event) -> None:
     index, servers = options.index, options.servers
     environ = os.environ
     index = int(environ.get("HOROVOD_RANK") or environ.get("RANK") or 0) if index is None else index
-    servers = int(environ.get("HOROVOD_SIZE") or environ.get("WORLD_SIZE") or 1) if servers is None else servers
+    servers = (
+        int(environ.get("HOROVOD_SIZE") or environ.get("WORLD_SIZE") or 1) if servers is None else servers
+    )
     register = open_register(options.name or "", options.store)
     server = Server(
         register,

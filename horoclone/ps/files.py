@@ -71,11 +71,16 @@ def read_manifest(path: str, table: str) -> dict[str, Any]:
     return dict(manifest)
 
 
-def read_rows(path: str, manifest: dict[str, Any]) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
+def read_rows(
+    path: str, manifest: dict[str, Any]
+) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
     """(ids, rows with their state) file by file."""
     for name in manifest["files"]:
         arrays = load(_get(path, name))
-        yield arrays["ids"], np.ascontiguousarray(np.concatenate([arrays["weights"], arrays["state"]], axis=1))
+        yield (
+            arrays["ids"],
+            np.ascontiguousarray(np.concatenate([arrays["weights"], arrays["state"]], axis=1)),
+        )
 
 
 def _manifest_name(table: str) -> str:
@@ -123,5 +128,7 @@ def _fsspec(path: str) -> Any:
     try:
         import fsspec
     except ImportError as error:
-        raise ImportError(f"{path}: a URL needs the package fsspec (and s3fs, gcsfs ...): pip install fsspec") from error
+        raise ImportError(
+            f"{path}: a URL needs the package fsspec (and s3fs, gcsfs ...): pip install fsspec"
+        ) from error
     return fsspec.filesystem(path.split("://", 1)[0])

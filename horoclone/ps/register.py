@@ -11,10 +11,11 @@ import hashlib
 import hmac
 import json
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTime
 from datetime import timedelta
 from typing import Any
@@ -65,18 +66,46 @@ def serve_store(port: int) -> Any:
     return TCPStore("0.0.0.0", port, None, True, timedelta(seconds=OPERATION_S), wait_for_workers=False)
 
 
+class _Thread:
+    """Runs one call after the other. A process that ends does not wait for it, as it would for an executor's."""
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[..., Any], tuple[Any, ...]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._work, name="hc-ps-register", daemon=True).start()
+
+    def run(self, call: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._calls.put((future, call, arguments))
+        return future
+
+    def end(self) -> None:
+        self._calls.put(None)
+
+    def _work(self) -> None:
+        while (todo := self._calls.get()) is not None:
+            future, call, arguments = todo
+            try:
+                future.set_result(call(*arguments))
+            except BaseException as error:
+                future.set_exception(error)
+
+
 class Register:
     """The values of one parameter server. Every method raises Unreachable when the store does not answer in time."""
 
     def __init__(self, name: str, address: tuple[str, int], secret: bytes) -> None:
         self.name, self.address, self.secret = name, address, secret
-        from torch.distributed import TCPStore  # before any time is counted: it may take longer than an operation
+        from torch.distributed import (
+            TCPStore,  # before any time is counted: it may take longer than an operation
+        )
 
         self._kind = TCPStore
         self._prefix = f"horoclone-ps/{name}/"
         self._store: Any = None
         self._lock = threading.Lock()
-        self._calls: ThreadPoolExecutor | None = None
+        self._thread: _Thread | None = None
 
     def get(self, key: str) -> Any:
         """The value, or None where there is none. HorovodInternalError for one that is not from this job."""
@@ -136,10 +165,10 @@ class Register:
     def _do(self, operation: Callable[[Any], Any]) -> Any:
         """Runs it on a thread that may be left behind, because the store's own calls wait without limit."""
         with self._lock:
-            if self._calls is None:
-                self._calls = ThreadPoolExecutor(1, thread_name_prefix="hc-ps-register")
-            calls = self._calls
-        future = calls.submit(self._call, operation)
+            if self._thread is None:
+                self._thread = _Thread()
+            thread = self._thread
+        future = thread.run(self._call, operation)
         try:
             return future.result(OPERATION_S)
         except NotInTime:
@@ -149,11 +178,13 @@ class Register:
                 raise
             why = str(error).splitlines()[0]
         with self._lock:
-            if self._calls is calls:
-                self._calls, self._store = None, None
-                calls.shutdown(wait=False, cancel_futures=True)
+            if self._thread is thread:
+                self._thread, self._store = None, None
+                thread.end()
         host, port = self.address
-        raise Unreachable(f"parameter server {self.name!r}: the register at {host}:{port} does not answer: {why}")
+        raise Unreachable(
+            f"parameter server {self.name!r}: the register at {host}:{port} does not answer: {why}"
+        )
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
         store = self._store
@@ -167,5 +198,7 @@ class Register:
 def open_register(name: str, store: str | None, environ: Mapping[str, str] = os.environ) -> Register:
     """The register of the parameter server `name`. ValueError, Unsupported: see address_of and secret_of."""
     if not name or "/" in name or len(name) > 64:
-        raise ValueError(f"parameter server: the name {name!r} must have 1 to 64 characters, none of them '/'")
+        raise ValueError(
+            f"parameter server: the name {name!r} must have 1 to 64 characters, none of them '/'"
+        )
     return Register(name, address_of(store, environ), secret_of(environ))

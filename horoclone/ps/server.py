@@ -50,11 +50,18 @@ class Server:
         self.register, self.layout = register, Layout(servers, replicas)
         self.me = Holder(index, secrets.randbits(62) | 1)
         self._native = native_module.core().ParameterServer(
-            index, self.layout.partitions, register.secret, f"ps:{register.name}", self.me.generation, memory, silence_s, interfaces
+            index,
+            self.layout.partitions,
+            register.secret,
+            f"ps:{register.name}",
+            self.me.generation,
+            memory,
+            silence_s,
+            interfaces,
         )
         self._silence_s = silence_s
         self._locks = [threading.Lock() for _ in range(self.layout.partitions)]
-        self._threads = ThreadPoolExecutor(THREADS + 2 * servers, thread_name_prefix="hc-ps-program")
+        self._pool = ThreadPoolExecutor(THREADS + 2 * servers, thread_name_prefix="hc-ps-program")
         self._lonely: dict[int, float] = {}  # partition without a backup -> since when
         self._busy: set[int] = set()  # partitions for which a copy is being asked
         self._pauses: dict[int, tuple[float, float]] = {}  # after a failure: (until, how long)
@@ -134,7 +141,7 @@ class Server:
         while not self._stopping.is_set() and not (until is not None and until.is_set()):
             event = self._native.next_event(EVENT_S)
             if event is not None:
-                self._threads.submit(self._handle, *event)
+                self._pool.submit(self._handle, *event)
             try:
                 self._look_for_work()
             except Unreachable as error:
@@ -166,7 +173,9 @@ class Server:
                 self._native, question["path"], question["spec"], partition, question["save"]
             )
             if self._native.role(partition) != PRIMARY:
-                raise errors.PeerLost(f"partition {partition} went to another server during the save; save again")
+                raise errors.PeerLost(
+                    f"partition {partition} went to another server during the save; save again"
+                )
             return written
         with self._locks[partition]:
             if what == "promote":
@@ -191,7 +200,9 @@ class Server:
                 return
         except Unreachable:
             # Perhaps it was written. Once this copy is let go the role is decided anew, by the same register.
-            log.warning("partition %d: the register did not answer while server %d joined", partition, other.server)
+            log.warning(
+                "partition %d: the register did not answer while server %d joined", partition, other.server
+            )
         self._native.set_role(partition, UNDECIDED)
         self._decide(partition)
 
@@ -215,7 +226,7 @@ class Server:
             ours = self.me.server in (self.layout.home(partition), self.layout.second(partition))
             if ours or time.monotonic() - since > STRANDED_S:
                 self._busy.add(partition)
-                self._threads.submit(self._join, partition, view)
+                self._pool.submit(self._join, partition, view)
 
     def _join(self, partition: int, view: View) -> None:
         try:
@@ -224,7 +235,12 @@ class Server:
                 return
             core = native_module.core()
             client = core.ParameterClient(
-                self.me.server, secrets.randbits(62) | 1, 1, self.register.secret, f"ps:{self.register.name}", self._silence_s
+                self.me.server,
+                secrets.randbits(62) | 1,
+                1,
+                self.register.secret,
+                f"ps:{self.register.name}",
+                self._silence_s,
             )
             client.connect(bytes.fromhex(place["endpoint"]), *view.primary, timeout_s=self._silence_s)
             question = {
@@ -247,7 +263,7 @@ class Server:
         """Ends run() and every connection."""
         self._stopping.set()
         self._native.stop()
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=False, cancel_futures=True)
 
     def describe(self) -> dict[str, Any]:
         """What it holds: partitions with roles and rows, workers, memory in bytes."""

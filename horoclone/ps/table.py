@@ -20,8 +20,8 @@ INITIAL = {"zeros": 0, "uniform": 1, "normal": 2}  # hc_initial
 class Table:
     """Float32 rows of `dim` numbers by 64-bit id; an id needs no announcement.
 
-    staleness: None, a pull gives what is there. 0, steps are rounds: a pull waits until every worker has pushed as often
-    as this one, and what was pushed in a round becomes one step of the optimizer, with the mean of the workers'
+    staleness: None, a pull gives what is there. 0, steps are rounds: a pull waits until every worker has pushed as
+    often as this one, and what was pushed in a round becomes one step of the optimizer, with the mean of the workers'
     gradients (average=False: the sum). s >= 1: a pull waits until no worker is more than s steps behind this one.
     initial, spread: what an id has before its first push: "zeros", "uniform" in +-spread, "normal" with that deviation.
 
@@ -43,7 +43,9 @@ class Table:
         dense: bool = False,
     ) -> None:
         if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-            raise ValueError(f"table {name!r}: staleness={staleness!r}; None, 0 or a larger whole number is possible")
+            raise ValueError(
+                f"table {name!r}: staleness={staleness!r}; None, 0 or a larger whole number is possible"
+            )
         if initial not in INITIAL:
             raise ValueError(f"table {name!r}: initial={initial!r}; possible are {', '.join(INITIAL)}")
         if not 1 <= dim <= 1 << 20:
@@ -70,10 +72,19 @@ class Table:
 
     # --- on addresses: ids are int64, rows float32, contiguous, and live for the call ---
 
-    def pull_into(self, ids: int, n: int, out: int, *, alone: bool = False, by: Servers | None = None) -> None:
+    def pull_into(
+        self, ids: int, n: int, out: int, *, alone: bool = False, by: Servers | None = None
+    ) -> None:
         """Rows of n ids. alone: does not wait for anybody. by: over these connections, from another thread."""
         (by or self.servers).rows(
-            PULL, self.name, ids, n, self.dim, data_out=out, flags=ALONE if alone else 0, clocks=self._clocks()
+            PULL,
+            self.name,
+            ids,
+            n,
+            self.dim,
+            data_out=out,
+            flags=ALONE if alone else 0,
+            clocks=self._clocks(),
         )
 
     def push_from(self, ids: int, n: int, gradients: int) -> None:
@@ -108,7 +119,9 @@ class Table:
     def _rows(self, ids: Any, rows: Any) -> np.ndarray[Any, Any]:
         rows = np.ascontiguousarray(rows, np.float32)
         if rows.shape != (len(ids), self.dim):
-            raise ValueError(f"table {self.name!r}: rows of shape {rows.shape} for {len(ids)} ids of {self.dim} numbers")
+            raise ValueError(
+                f"table {self.name!r}: rows of shape {rows.shape} for {len(ids)} ids of {self.dim} numbers"
+            )
         return rows
 
     # --- files ---
@@ -149,7 +162,13 @@ class Table:
             for start in range(0, len(ids), chunk := max(1, files.CHUNK_BYTES // (4 * rows.shape[1]))):
                 some, values = ids[start : start + chunk], rows[start : start + chunk]
                 self.servers.rows(
-                    ROWS, self.name, some.ctypes.data, len(some), rows.shape[1], data_in=values.ctypes.data, clocks=steps
+                    ROWS,
+                    self.name,
+                    some.ctypes.data,
+                    len(some),
+                    rows.shape[1],
+                    data_in=values.ctypes.data,
+                    clocks=steps,
                 )
         return int(manifest["rows"])
 

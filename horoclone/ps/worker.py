@@ -56,18 +56,19 @@ class Servers:
     def _connect(self, worker: int) -> None:
         deadline = time.monotonic() + self.timeout_s
         what = f"no server has come within {self.timeout_s:g} s. Start them: python -m horoclone.ps --name {self.name}"
+        late = "server {} of {} has not come within {:g} s"
         layout = self.register.wait("layout", bool, deadline, what)
         self.layout = Layout(layout["servers"], layout["replicas"])
         self._worker = worker
-        self._native = native_module.core().ParameterClient(
+        self._client = native_module.core().ParameterClient(
             self.rank, worker, self.layout.partitions, self.register.secret, f"ps:{self.name}", self.silence_s
         )
         self._generations: dict[int, int] = {}  # server -> the life that is connected
         self._views: dict[int, View] = {}
         for partition in range(self.layout.partitions):
-            late = f"server {self.layout.home(partition)} of {self.layout.servers} has not come within {self.timeout_s:g} s"
+            who = late.format(self.layout.home(partition), self.layout.servers, self.timeout_s)
             self._views[partition] = View.from_json(
-                self.register.wait(f"view/{partition}", bool, deadline, late)
+                self.register.wait(f"view/{partition}", bool, deadline, who)
             )
         # To every server, also where this worker has nothing to do now: each must see it die.
         for server in range(self.layout.servers):
@@ -91,8 +92,8 @@ class Servers:
         if lost:
             raise errors.StateLost(self._what_is_lost(lost, spec["name"]))
         with self._lock:
-            self._run(self._native.make_table(spec), f"table {spec['name']!r}")
-            call = self._native.enter(spec["name"], self.rank)
+            self._run(self._client.make_table(spec), f"table {spec['name']!r}")
+            call = self._client.enter(spec["name"], self.rank)
             self._run(call, f"table {spec['name']!r}")
             return list(call.clocks)
 
@@ -111,7 +112,7 @@ class Servers:
     ) -> None:
         """A call on addresses: n ids (int64) and `floats` float32 for each. Memory stays the caller's."""
         with self._lock:
-            call = self._native.rows(verb, table, ids, n, floats, data_in, data_out, flags)
+            call = self._client.rows(verb, table, ids, n, floats, data_in, data_out, flags)
             if clocks is not None:
                 call.clocks = clocks
             self._run(call, f"table {table!r}")
@@ -119,11 +120,12 @@ class Servers:
     def _run(self, call: Any, what: str) -> None:
         deadline = time.monotonic() + self.timeout_s + self.silence_s
         while True:
-            failures = self._native.run(call, max(0.1, min(self.timeout_s, deadline - time.monotonic())))
+            failures = self._client.run(call, max(0.1, min(self.timeout_s, deadline - time.monotonic())))
             for _, server, retry, code, text in failures:
                 if not retry:
                     native_module.core().raise_code(
-                        code, f"parameter server {self.name!r}, rank {self.rank}, {what}, server {server}: {text}"
+                        code,
+                        f"parameter server {self.name!r}, rank {self.rank}, {what}, server {server}: {text}",
                     )
             if not failures:
                 return
@@ -136,14 +138,16 @@ class Servers:
         """Points the partition's calls to its primary; where that one is gone, asks the backup to go on."""
         why = failed[1] if failed else ""
         known = self._views[partition]
-        if failed and known.backup is not None:  # a backup that has lost its primary goes on by itself, at once
+        if (
+            failed and known.backup is not None
+        ):  # a backup that has lost its primary goes on by itself, at once
             until = time.monotonic() + TAKE_OVER_S
             while self._look(partition).epoch == known.epoch and time.monotonic() < until:
                 time.sleep(TAKE_OVER_S / 50)
         while True:
             view = self._look(partition)
             if self._reach(*view.primary):
-                self._native.route(partition, view.primary.server)
+                self._client.route(partition, view.primary.server)
                 return
             if view.backup is not None and self._reach(*view.backup):
                 self._ask(
@@ -153,7 +157,11 @@ class Servers:
                 raise errors.PeerLost(
                     f"parameter server {self.name!r}, rank {self.rank}: partition {partition} cannot be reached: "
                     f"server {view.primary.server} is its primary"
-                    + (f" and server {view.backup.server} its backup" if view.backup else " and has its only copy")
+                    + (
+                        f" and server {view.backup.server} its backup"
+                        if view.backup
+                        else " and has its only copy"
+                    )
                     + (f"; last: {why}" if why else "")
                     + ". Start the servers that died again; if no copy is left, the last save is what there is"
                 )
@@ -175,13 +183,13 @@ class Servers:
 
     def _reach(self, server: int, generation: int | None = None) -> bool:
         """Whether there is a connection to that server (in that life)."""
-        if self._native.is_connected(server) and generation in (None, self._generations.get(server)):
+        if self._client.is_connected(server) and generation in (None, self._generations.get(server)):
             return True
         place = self.register.get(f"server/{server}")
         if place is None or generation not in (None, place["generation"]):
             return False
         try:
-            self._native.connect(
+            self._client.connect(
                 bytes.fromhex(place["endpoint"]), server, place["generation"], timeout_s=CONNECT_S
             )
         except errors.HorovodInternalError:
@@ -191,7 +199,7 @@ class Servers:
 
     def _ask(self, server: int, question: dict[str, Any], timeout_s: float | None = None) -> Any:
         try:
-            answer = self._native.ask(server, json.dumps(question), timeout_s or self.timeout_s)
+            answer = self._client.ask(server, json.dumps(question), timeout_s or self.timeout_s)
         except errors.HorovodInternalError:
             if question["what"] != "promote":
                 raise
@@ -208,8 +216,8 @@ class Servers:
             if table in (None, name)
         ]
         return (
-            f"parameter server {self.name!r}: all copies of partitions {partitions} died {since:.0f} s ago. Last saves: "
-            f"{'; '.join(saves) if saves else 'none'}. Call Servers.accept_loss() and load one, or go on without"
+            f"parameter server {self.name!r}: all copies of partitions {partitions} died {since:.0f} s ago. Last "
+            f"saves: {'; '.join(saves) if saves else 'none'}. Call Servers.accept_loss() and load one, or go on without"
         )
 
     def accept_loss(self) -> None:
@@ -242,7 +250,7 @@ class Servers:
 
     def close(self) -> None:
         """Says goodbye: nobody waits for this worker any more."""
-        self._native.close()
+        self._client.close()
 
 
 def _place(rank: int | None, workers: int | None, environ: Mapping[str, str]) -> tuple[int, int]:

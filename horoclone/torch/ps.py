@@ -66,7 +66,7 @@ class EmbeddingBag(torch.nn.Module):
             seed=seed_of(name),
         )
         self._ahead: tuple[torch.Tensor, Future[torch.Tensor]] | None = None
-        self._thread: ThreadPoolExecutor | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._second: Servers | None = None  # connections of the prefetching thread
 
     def forward(
@@ -95,11 +95,11 @@ class EmbeddingBag(torch.nn.Module):
         """
         if self.table.staleness == 0:
             raise ValueError(f"table {self.table.name!r}: prefetch() reads one step back, and staleness is 0")
-        if self._thread is None or self._second is None:
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="hc-ps-prefetch")
+        if self._pool is None or self._second is None:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="hc-ps-prefetch")
             self._second = self.table.servers.another()
         unique = torch.unique(self._checked(input))
-        self._ahead = unique, self._thread.submit(self._pull, unique, self._second)
+        self._ahead = unique, self._pool.submit(self._pull, unique, self._second)
 
     def save(self, path: str) -> int:
         """See Table.save."""
@@ -130,9 +130,7 @@ class EmbeddingBag(torch.nn.Module):
     def _pull(self, unique: torch.Tensor, by: Servers | None) -> torch.Tensor:
         unique = unique.cpu()
         rows = torch.empty(len(unique), self.embedding_dim)
-        self.table.pull_into(
-            unique.data_ptr(), len(unique), rows.data_ptr(), alone=not self.training, by=by
-        )
+        self.table.pull_into(unique.data_ptr(), len(unique), rows.data_ptr(), alone=not self.training, by=by)
         return rows
 
     def _push(self, unique: torch.Tensor, rows: torch.Tensor) -> None:
@@ -161,7 +159,9 @@ class KVStore:
     ) -> None:
         self.servers, self._optimizer = servers, optimizer or Sum()
         self._staleness, self._average = staleness, average
-        self._keys: dict[str, tuple[Table, torch.Tensor, torch.Tensor]] = {}  # table, ids, room for the pieces
+        self._keys: dict[
+            str, tuple[Table, torch.Tensor, torch.Tensor]
+        ] = {}  # table, ids, room for the pieces
 
     def init(self, key: str, value: torch.Tensor) -> None:
         """Every worker calls it; the value of rank 0 counts, unless the key is there already."""
@@ -218,4 +218,3 @@ class KVStore:
     @staticmethod
     def _fill(entry: tuple[Table, torch.Tensor, torch.Tensor], value: torch.Tensor) -> None:
         entry[2].reshape(-1)[: value.numel()].copy_(value.detach().reshape(-1))
-

@@ -350,7 +350,9 @@ def native_calls_of(path: Path) -> set[str]:
             method, owner = node.func.attr, ast.unparse(node.func.value)
             is_runtime = owner.removesuffix("()").split(".")[-1].strip("_") in ("native", "runtime", "core")
             if (
-                method in ("submit_group", "submit_declared", "declare", "submit") and owner != "requests"
+                method in ("submit_group", "submit_declared", "declare", "submit")
+                and owner != "requests"
+                and not owner.endswith("pool")  # of threads
             ) or (method == "run" and is_runtime):
                 found.add(method)
     return found

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 pytest.importorskip("torch", reason="PyTorch is not installed: it brings the register")
 
-from ps_cluster import Cluster  # noqa: E402
+from ps_cluster import Cluster
 
 
 @pytest.fixture(scope="module")

@@ -29,17 +29,40 @@ class Cluster:
         self.environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
         for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"):
             self.environ.pop(name, None)
-        self._options = ["--servers", servers, "--replicas", replicas, "--memory", memory, "--silence", SILENCE_S]
+        self._options = [
+            "--servers",
+            servers,
+            "--replicas",
+            replicas,
+            "--memory",
+            memory,
+            "--silence",
+            SILENCE_S,
+        ]
         self.processes: dict[int, subprocess.Popen[str]] = {}
         for index in range(servers):
             self.start(index)
 
     def start(self, index: int) -> None:
         """A server, anew where it was killed. What it says goes to a file."""
-        command = [sys.executable, "-m", "horoclone.ps", "--name", "test", "--store", self.address, "--index", index]
+        command = [
+            sys.executable,
+            "-m",
+            "horoclone.ps",
+            "--name",
+            "test",
+            "--store",
+            self.address,
+            "--index",
+            index,
+        ]
         with open(self.log(index), "a") as log:
             self.processes[index] = subprocess.Popen(
-                [str(part) for part in [*self.command_of(index), *command, *self._options]], env=self.environ, stdout=log, stderr=log, text=True
+                [str(part) for part in [*self.command_of(index), *command, *self._options]],
+                env=self.environ,
+                stdout=log,
+                stderr=log,
+                text=True,
             )
 
     def command_of(self, index: int) -> list[str]:

@@ -1,6 +1,6 @@
 """A worker that pushes ones and writes down each step that was acknowledged, so that nothing is forgotten by kill -9.
 
-    python pusher.py HOST:PORT RANK WORKERS SEED LOG ROWS
+python pusher.py HOST:PORT RANK WORKERS SEED LOG ROWS
 """
 
 from __future__ import annotations

@@ -89,7 +89,9 @@ def test_every_acknowledged_update_is_there_once(tmp_path: Path) -> None:
             for step in range(life.acknowledged()):
                 expected[ids_of(life.seed, step, ROWS)] += 1
         found = Table(cluster.worker(0, 2), "counted", WIDTH, Sum()).pull(np.arange(ROWS))
-        print(f"{killed} kills, {expected.sum():.0f} acknowledged updates of rows, {found[:, 0].sum():.0f} in the tables")
+        print(
+            f"{killed} kills, {expected.sum():.0f} acknowledged updates of rows, {found[:, 0].sum():.0f} in the tables"
+        )
         assert (found == found[:, :1]).all()
         # What a killed worker had under way may be in it or not, in each partition.
         extra = found[:, 0] - expected

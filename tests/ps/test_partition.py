@@ -48,7 +48,20 @@ class Network:
         hub = self.names[0]
         ip("-n", hub, "link", "add", "bridge", "type", "bridge")
         for host, port in ((1, "to-a"), (2, "to-b")):
-            ip("-n", hub, "link", "add", port, "type", "veth", "peer", "name", "cable", "netns", self.names[host])
+            ip(
+                "-n",
+                hub,
+                "link",
+                "add",
+                port,
+                "type",
+                "veth",
+                "peer",
+                "name",
+                "cable",
+                "netns",
+                self.names[host],
+            )
             ip("-n", hub, "link", "set", port, "master", "bridge", "up")
             ip("-n", self.names[host], "addr", "add", f"{self.addresses[host]}/24", "dev", "cable")
             ip("-n", self.names[host], "link", "set", "cable", "up")
@@ -61,7 +74,14 @@ class Network:
 
     def cut_between(self, one: int, other: int, cut: bool) -> None:
         """Two hosts from each other: what `one` sends to `other` goes nowhere."""
-        ip("-n", self.names[one], "route", "add" if cut else "del", "blackhole", f"{self.addresses[other]}/32")
+        ip(
+            "-n",
+            self.names[one],
+            "route",
+            "add" if cut else "del",
+            "blackhole",
+            f"{self.addresses[other]}/32",
+        )
 
     def inside(self, host: int, call: Callable[[], Any]) -> Any:
         """What call() returns on a thread of this host; threads that it starts are of this host as well."""
@@ -136,7 +156,9 @@ def pushed_while(servers: Servers, table: Table, steps: int, counted: np.ndarray
     return longest
 
 
-def settled(cluster: CutCluster, servers: Servers, wanted: Callable[[list[list[str]]], bool]) -> list[list[str]]:
+def settled(
+    cluster: CutCluster, servers: Servers, wanted: Callable[[list[list[str]]], bool]
+) -> list[list[str]]:
     deadline = time.monotonic() + 40
     while True:
         roles = [cluster.roles(servers, index) for index in (0, 1)]
@@ -171,7 +193,11 @@ def test_one_primary_goes_on_and_every_acknowledged_push_is_there(network: Netwo
 
             network.cut_between(1, 2, True)
             longest = pushed_while(servers, table, 50, counted)
-            roles = settled(cluster, servers, lambda roles: [r.count("primary") for r in zip(*roles, strict=True)] == [1, 1])
+            roles = settled(
+                cluster,
+                servers,
+                lambda roles: [r.count("primary") for r in zip(*roles, strict=True)] == [1, 1],
+            )
             network.cut_between(1, 2, False)
             settled(cluster, servers, both_copies)
             pushed_while(servers, table, 20, counted)

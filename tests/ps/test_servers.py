@@ -85,13 +85,15 @@ def test_one_worker_in_rounds_is_torchs_embedding_bag(servers: Servers) -> None:
     )
     start = torch.from_numpy(bag.table.pull(EVERY))
     trained(bag, 20)
-    torch.testing.assert_close(torch.from_numpy(bag.table.pull(EVERY)), of_torch(start, 20), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        torch.from_numpy(bag.table.pull(EVERY)), of_torch(start, 20), rtol=1e-6, atol=1e-6
+    )
     with pytest.raises(IndexError, match="id 50"):
         bag(torch.tensor([[50]]))
     bag.eval()
     steps = bag.table.steps
     bag(torch.tensor([[1, 2]])).sum()
-    assert bag.table.steps == steps and [p for p in bag.parameters()] == []
+    assert bag.table.steps == steps and not list(bag.parameters())
 
 
 def test_four_workers_in_rounds_are_one_process(cluster: Cluster) -> None:

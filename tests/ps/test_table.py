@@ -63,13 +63,18 @@ def torchs(make: Any, start: torch.Tensor, steps: list[Any], *, sparse: bool = T
             lambda p: torch.optim.Adagrad(p, lr=0.1, eps=1e-6, initial_accumulator_value=0.5),
         ),
         (ps.Adam(lr=0.01), lambda p: torch.optim.SparseAdam(p, lr=0.01)),
-        (ps.Adam(lr=0.01, betas=(0.8, 0.95)), lambda p: torch.optim.SparseAdam(p, lr=0.01, betas=(0.8, 0.95))),
+        (
+            ps.Adam(lr=0.01, betas=(0.8, 0.95)),
+            lambda p: torch.optim.SparseAdam(p, lr=0.01, betas=(0.8, 0.95)),
+        ),
     ],
     ids=str,
 )
 def test_sparse_steps_are_torchs(optimizer: Optimizer, make: Any) -> None:
     start, steps = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)), steps_of()
-    torch.testing.assert_close(ours(optimizer, start, steps), torchs(make, start, steps), rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(
+        ours(optimizer, start, steps), torchs(make, start, steps), rtol=1e-6, atol=1e-6
+    )
 
 
 @pytest.mark.parametrize(

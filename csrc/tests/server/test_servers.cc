@@ -17,7 +17,8 @@ constexpr double kSilenceS = 5;
 
 struct Node {
   explicit Node(int32_t index, const Credentials& credentials = kJob) {
-    auto started = Server::start({credentials, index, 1, 100 + static_cast<uint64_t>(index), 64 << 20, kSilenceS, "lo"});
+    auto started =
+        Server::start({credentials, index, 1, 100 + static_cast<uint64_t>(index), 64 << 20, kSilenceS, "lo"});
     REQUIRE_MESSAGE(started.is_ok(), started.status().text());
     server = started.take();
   }
@@ -94,7 +95,9 @@ TEST_CASE("a worker without the secret is refused, one with it pulls what it has
   CHECK(failures.empty());
 }
 
-TEST_CASE("a backup has what was acknowledged, and goes on when the primary is gone; a change that is told again counts once") {
+TEST_CASE(
+    "a backup has what was acknowledged, and goes on when the primary is gone; a change that is told again counts "
+    "once") {
   Node first(0), second(1);
   REQUIRE(first.server->set_role(0, Role::kPrimary).is_ok());
   Worker worker(0);

@@ -227,7 +227,8 @@ TEST_CASE("a copy of a shard goes on like the shard itself, with a round under w
   size_t from = 0;
   Buffer rows;
   for (uint64_t table : both.shard.tables()) {
-    while (both.shard.rows(table, &from, 16, &header, &rows)) REQUIRE(copy.apply(header, rows.bytes(), nullptr).is_ok());
+    while (both.shard.rows(table, &from, 16, &header, &rows))
+      REQUIRE(copy.apply(header, rows.bytes(), nullptr).is_ok());
   }
   Sender same{&copy, 22, both.second.sequence};
   REQUIRE(same.push(5, 5, 1).is_ok());
