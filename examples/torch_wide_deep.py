@@ -1,9 +1,10 @@
-"""Wide & Deep (Cheng et al. 2016) on a parameter server: embeddings on servers, the dense part by allreduce.
+r"""Wide & Deep (Cheng et al. 2016) on a parameter server: embeddings on servers, the dense part by allreduce.
 
-    export HOROCLONE_SECRET_FILE=secret.txt                 # the same in all three places
+    (umask 077; openssl rand -hex 16 > secret)
     python -m horoclone.ps --register 29400 &
-    horoclonerun -np 2 python -m horoclone.ps --name ads --store 127.0.0.1:29400 &
-    horoclonerun -np 2 python examples/torch_wide_deep.py --server ads --store 127.0.0.1:29400
+    horoclonerun -np 2 python -m horoclone.ps --name ads --store 127.0.0.1:29400 --secret-file secret &
+    horoclonerun -np 2 python examples/torch_wide_deep.py \
+        --server ads --store 127.0.0.1:29400 --secret-file secret
 
 Without --server it is the same model in one process, with torch.nn.EmbeddingBag and torch.optim.Adagrad.
 """
@@ -18,17 +19,18 @@ import torch
 import horoclone.torch as hvd
 from horoclone.torch import ps
 
-USERS, ITEMS, WIDTH = 2000, 500, 16
+USERS, ITEMS, WIDTH = 300, 100, 16
 
 
 def clicks(count: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     """(ids of a user and an item, whether it was clicked); few users and items make most of the visits."""
     chance = torch.Generator().manual_seed(seed)
     truth = torch.Generator().manual_seed(0)
-    taste, kind = torch.randn(USERS, 4, generator=truth), torch.randn(ITEMS, 4, generator=truth)
+    taste, kind = torch.randn(USERS, 2, generator=truth), torch.randn(ITEMS, 2, generator=truth)
+    habit, appeal = torch.randn(USERS, generator=truth), torch.randn(ITEMS, generator=truth)
     visits = torch.rand(count, 2, generator=chance) ** 2
     user, item = (visits[:, 0] * USERS).long(), (visits[:, 1] * ITEMS).long()
-    score = (taste[user] * kind[item]).sum(1)
+    score = habit[user] + appeal[item] + 2 * (taste[user] * kind[item]).sum(1)
     clicked = torch.rand(count, generator=chance) < torch.sigmoid(score)
     return torch.stack([user, USERS + item], 1), clicked.float()
 
@@ -59,7 +61,7 @@ def tables(wish: argparse.Namespace) -> tuple[list[Any], list[Any]]:
             torch.nn.init.normal_(table.weight, std=spreads[name])
             made.append(table)
         return made, [torch.optim.Adagrad([table.weight for table in made], lr=wish.lr)]
-    servers = ps.Servers(wish.server, wish.store)
+    servers = ps.Servers(wish.server, wish.store, secret_file=wish.secret_file)
     optimizer = ps.Adagrad(lr=wish.lr)
     return [
         ps.EmbeddingBag(
@@ -82,6 +84,7 @@ def main() -> None:
     )
     parser.add_argument("--server", help="name of the parameter server; without it, one process by itself")
     parser.add_argument("--store", help="HOST:PORT of its register")
+    parser.add_argument("--secret-file", help="with the secret that the servers have")
     parser.add_argument("--staleness", type=int, help="default: asynchronous; 0: rounds")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--batch", type=int, default=256, help="of all workers together")

@@ -30,6 +30,11 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(prog="python -m horoclone.ps", description=__doc__)
     made.add_argument("--name", help="of this parameter server; workers ask for it by this name")
     made.add_argument("--store", metavar="HOST:PORT", help="the register (default: torchrun's store)")
+    made.add_argument(
+        "--secret-file",
+        metavar="PATH",
+        help="the same secret as the workers' (default: HOROCLONE_SECRET_FILE, the job's)",
+    )
     made.add_argument("--index", type=int, help="of this server (default: the rank that the launcher gives)")
     made.add_argument("--servers", type=int, help="how many there are (default: the launcher's size)")
     made.add_argument(
@@ -86,7 +91,7 @@ def serve(options: argparse.Namespace, over: threading.Event) -> None:
     servers = (
         int(environ.get("HOROVOD_SIZE") or environ.get("WORLD_SIZE") or 1) if servers is None else servers
     )
-    register = open_register(options.name or "", options.store)
+    register = open_register(options.name or "", options.store, options.secret_file)
     server = Server(
         register,
         index,

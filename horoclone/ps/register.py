@@ -28,7 +28,8 @@ OPERATION_S = 5.0  # for one operation: it is a small message to a server that d
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
 NEEDS_SECRET = (
     "servers and workers prove to each other that they know a common secret, and there is none. Put the same random "
-    "text (at least 16 bytes) into a file on every host, readable by you only, and set HOROCLONE_SECRET_FILE to it"
+    "text (at least 16 bytes) into a file on every host, readable by you only, and pass --secret-file to servers and "
+    "secret_file= to workers"
 )
 
 
@@ -36,8 +37,13 @@ class Unreachable(errors.Timeout):
     """The register does not answer."""
 
 
-def secret_of(environ: Mapping[str, str]) -> bytes:
-    """Of the environment, or of the job that hvd.init() has joined. Unsupported when there is none."""
+def secret_of(file: str | None, environ: Mapping[str, str]) -> bytes:
+    """Of the file; else of the environment, or of the job that hvd.init() has joined. Unsupported when there is none.
+
+    A file, since horoclonerun gives each job a secret of its own, and servers and workers may be two jobs.
+    """
+    if file is not None:
+        return launchers.shared_secret({"HOROCLONE_SECRET_FILE": file})
     secret = launchers.shared_secret(environ) or current.job_secret()
     if not secret:
         raise errors.Unsupported(f"parameter server: {NEEDS_SECRET}.")
@@ -158,7 +164,7 @@ class Register:
         if not hmac.compare_digest(signature, self._signature(key, text)):
             raise errors.HorovodInternalError(
                 f"parameter server {self.name!r}: the register's value {key!r} was not signed with this secret. "
-                "A stranger has written there, or HOROCLONE_SECRET_FILE differs between hosts."
+                "A stranger has written there, or servers and workers were given different secrets."
             )
         return json.loads(text)
 
@@ -195,10 +201,12 @@ class Register:
         return operation(store)
 
 
-def open_register(name: str, store: str | None, environ: Mapping[str, str] = os.environ) -> Register:
+def open_register(
+    name: str, store: str | None, secret_file: str | None, environ: Mapping[str, str] = os.environ
+) -> Register:
     """The register of the parameter server `name`. ValueError, Unsupported: see address_of and secret_of."""
     if not name or "/" in name or len(name) > 64:
         raise ValueError(
             f"parameter server: the name {name!r} must have 1 to 64 characters, none of them '/'"
         )
-    return Register(name, address_of(store, environ), secret_of(environ))
+    return Register(name, address_of(store, environ), secret_of(secret_file, environ))

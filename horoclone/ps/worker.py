@@ -29,6 +29,7 @@ class Servers:
     """The servers of one parameter server, as one worker uses them.
 
     name: that of `python -m horoclone.ps --name`. store: "HOST:PORT" of the register; None: torchrun's store.
+    secret_file: with the secret that the servers were given; None: HOROCLONE_SECRET_FILE, or the job's own.
     rank, workers: of this worker, and how many there are; None: those of hvd.init() or the launcher, else 0 of 1.
     timeout_s: for servers to come, and for other workers where a staleness waits for them. silence_s: a server from
     which nothing comes for so long while an answer is due is given up.
@@ -41,6 +42,7 @@ class Servers:
         name: str,
         store: str | None = None,
         *,
+        secret_file: str | None = None,
         rank: int | None = None,
         workers: int | None = None,
         timeout_s: float = 60.0,
@@ -49,7 +51,7 @@ class Servers:
     ) -> None:
         self.rank, self.workers = _place(rank, workers, environ)
         self.name, self.timeout_s, self.silence_s = name, timeout_s, silence_s
-        self.register: Register = open_register(name, store, environ)
+        self.register: Register = open_register(name, store, secret_file, environ)
         self._lock = threading.Lock()
         self._connect(secrets.randbits(62) | 1)
 

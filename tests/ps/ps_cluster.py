@@ -27,6 +27,9 @@ class Cluster:
         self.store = serve_store(0)
         self.address = f"{host}:{self.store.port}"
         self.environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
+        self.secret_file = folder / "secret"
+        self.secret_file.touch(mode=0o600)
+        self.secret_file.write_text(self.environ["HOROCLONE_SECRET"])
         for name in ("RANK", "WORLD_SIZE", "HOROVOD_RANK", "HOROVOD_SIZE"):
             self.environ.pop(name, None)
         self._options = [

@@ -226,7 +226,7 @@ def test_a_stranger_is_refused(cluster: Cluster) -> None:
     with pytest.raises(errors.HorovodInternalError, match="not signed with this secret"):
         Servers("test", cluster.address, environ=stranger)
     without = {key: value for key, value in cluster.environ.items() if key != "HOROCLONE_SECRET"}
-    with pytest.raises(errors.Unsupported, match="HOROCLONE_SECRET_FILE"):
+    with pytest.raises(errors.Unsupported, match="--secret-file"):
         Servers("test", cluster.address, environ=without)
     with pytest.raises(errors.Timeout, match="python -m horoclone.ps --name nobody"):
         Servers("nobody", cluster.address, environ=cluster.environ, timeout_s=0.5)
