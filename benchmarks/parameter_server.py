@@ -1,0 +1,257 @@
+"""Pull and push of rows of 64 float32: our parameter server beside torch.distributed.rpc and PS-Lite.
+
+    python benchmarks/parameter_server.py [--steps 100] [--pslite FOLDER] [--json FILE]
+
+Two servers and two workers as processes on this machine. A worker pulls and pushes 4,096 of 100,000 ids in each step;
+servers add what is pushed. All contestants run in turn, `--repeats` times; the medians of all workers' steps are
+printed. FOLDER: sources of PS-Lite (`pip download --no-deps --no-binary :all: byteps`, 3rdparty/ps-lite), which are
+built with g++ and libzmq3-dev.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+TABLE, BATCH, WIDTH, SERVERS, WORKERS = 100_000, 4096, 64, 2, 2
+LIMIT_S = 300
+
+
+def ids_of(rank: int, step: int) -> np.ndarray[Any, Any]:
+    """Sorted, each once."""
+    return np.sort(np.random.default_rng((rank, step)).choice(TABLE, BATCH, replace=False))
+
+
+# --- ours ---
+
+
+def our_worker(store: str, rank: int, steps: int) -> list[float]:
+    """Seconds of each step."""
+    from horoclone.ps import Servers, Sum, Table
+
+    servers = Servers("bench", store, rank=rank, workers=WORKERS)
+    table = Table(servers, "rows", WIDTH, Sum())
+    ones, times = np.ones((BATCH, WIDTH), np.float32), []
+    for step in range(steps):
+        ids = ids_of(rank, step)
+        start = time.perf_counter()
+        table.pull(ids)
+        table.push(ids, ones)
+        times.append(time.perf_counter() - start)
+    servers.close()
+    return times
+
+
+def ours(steps: int, replicas: int) -> list[float]:
+    from horoclone.ps.register import serve_store
+
+    store = serve_store(0)
+    address = f"127.0.0.1:{store.port}"
+    environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
+    command = [
+        sys.executable,
+        "-m",
+        "horoclone.ps",
+        "--name",
+        "bench",
+        "--store",
+        address,
+        "--servers",
+        SERVERS,
+    ]
+    processes = [
+        subprocess.Popen(
+            [str(part) for part in [*command, "--index", index, "--replicas", replicas]],
+            env=environ,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        for index in range(SERVERS)
+    ]
+    try:
+        if replicas == 2:
+            wait_for_copies(address, environ)
+        return workers("ours", [address], steps, environ)
+    finally:
+        for process in processes:
+            process.terminate()
+            process.wait(20)
+
+
+def wait_for_copies(address: str, environ: dict[str, str]) -> None:
+    from horoclone.ps.register import open_register
+
+    register = open_register("bench", address, None, environ)
+    for partition in range(SERVERS):
+        register.wait(
+            f"view/{partition}", lambda view: view and view["backup"], time.monotonic() + 60, "no second copy"
+        )
+
+
+# --- torch.distributed.rpc: a server keeps its half of the rows; calls run on its threads ---
+
+rows: Any = None
+
+
+def rpc_pull(ids: Any) -> Any:
+    return rows[ids]
+
+
+def rpc_push(ids: Any, gradients: Any) -> None:
+    rows.index_add_(0, ids, gradients)
+
+
+def rpc_process(port: str, number: int, steps: int) -> list[float]:
+    """Processes 0 and 1 are servers."""
+    global rows
+    import torch
+    from torch.distributed import rpc
+
+    torch.set_num_threads(1)
+    rows = torch.zeros(TABLE // SERVERS, WIDTH)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+    rpc.init_rpc(f"process{number}", rank=number, world_size=SERVERS + WORKERS)
+    times = []
+    if number >= SERVERS:
+        ones = torch.ones(BATCH, WIDTH)
+        for step in range(steps):
+            ids = torch.from_numpy(ids_of(number, step))
+            start = time.perf_counter()
+            mine = [(ids % SERVERS == server).nonzero()[:, 0] for server in range(SERVERS)]
+            local = [ids[places] // SERVERS for places in mine]
+            out = torch.empty(BATCH, WIDTH)
+            answers = [rpc.rpc_async(f"process{s}", rpc_pull, (local[s],)) for s in range(SERVERS)]
+            for places, answer in zip(mine, answers, strict=True):
+                out[places] = answer.wait()
+            pushes = [
+                rpc.rpc_async(f"process{s}", rpc_push, (local[s], ones[mine[s]])) for s in range(SERVERS)
+            ]
+            for push in pushes:
+                push.wait()
+            times.append(time.perf_counter() - start)
+    rpc.shutdown()
+    return times
+
+
+def torch_rpc(steps: int) -> list[float]:
+    return workers("rpc", [str(20000 + secrets.randbelow(20000))], steps, dict(os.environ), SERVERS + WORKERS)
+
+
+# --- PS-Lite ---
+
+
+def build_pslite(folder: Path, into: Path) -> Path:
+    """The program of pslite.cc."""
+    sources = [folder / "src" / name for name in ("customer.cc", "postoffice.cc", "van.cc")]
+    program = into / "pslite"
+    command = ["g++", "-std=c++14", "-msse2", "-O3", "-w", f"-I{folder}/src", f"-I{folder}/include"]
+    main = Path(__file__).with_name("pslite.cc")
+    subprocess.run([*command, main, *sources, "-o", program, "-lzmq", "-pthread", "-lrt"], check=True)
+    return program
+
+
+def pslite(program: Path, steps: int) -> list[float]:
+    environ = {
+        **os.environ,
+        "DMLC_NUM_WORKER": str(WORKERS),
+        "DMLC_NUM_SERVER": str(SERVERS),
+        "DMLC_PS_ROOT_URI": "127.0.0.1",
+        "DMLC_PS_ROOT_PORT": str(20000 + secrets.randbelow(20000)),
+        "DMLC_NODE_HOST": "127.0.0.1",
+        "DMLC_ENABLE_RDMA": "0",
+    }
+    roles = ["scheduler", *["server"] * SERVERS, *["worker"] * WORKERS]
+    command = [str(program), str(BATCH), str(TABLE), str(steps)]
+    processes = [
+        subprocess.Popen(
+            command,
+            env={**environ, "DMLC_ROLE": role},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        for role in roles
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [
+        float(line.split()[1]) for text in said for line in text.splitlines() if line.startswith("median")
+    ]
+
+
+# --- all of them ---
+
+
+def workers(
+    kind: str, more: list[str], steps: int, environ: dict[str, str], count: int = WORKERS
+) -> list[float]:
+    """Times of all processes of a kind, which are this file again."""
+    command = [sys.executable, str(Path(__file__).resolve()), "--as", kind, "--steps", str(steps), *more]
+    processes = [
+        subprocess.Popen([*command, str(number)], env=environ, stdout=subprocess.PIPE, text=True)
+        for number in range(count)
+    ]
+    try:
+        said = [process.communicate(timeout=LIMIT_S)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [statistics.median(times) for text in said if (times := json.loads(text.splitlines()[-1]))]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--pslite", type=Path, help="folder with PS-Lite's sources")
+    parser.add_argument("--json", type=Path, help="where the figures go as well")
+    parser.add_argument("--as", dest="kind", choices=("ours", "rpc"), help=argparse.SUPPRESS)
+    parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
+    wish = parser.parse_args()
+    if wish.kind:
+        place, number = wish.more
+        run = our_worker if wish.kind == "ours" else rpc_process
+        print(json.dumps(run(place, int(number), wish.steps)))
+        return
+    contestants: dict[str, Any] = {
+        "horoclone, one copy": lambda: ours(wish.steps, 1),
+        "horoclone, two copies": lambda: ours(wish.steps, 2),
+        "torch.distributed.rpc": lambda: torch_rpc(wish.steps),
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if wish.pslite:
+            program = build_pslite(wish.pslite, Path(folder))
+            contestants["PS-Lite"] = lambda: pslite(program, wish.steps)
+        found: dict[str, list[float]] = {name: [] for name in contestants}
+        for _ in range(wish.repeats):
+            for name, run in contestants.items():
+                found[name] += run()
+    base = statistics.median(found["horoclone, one copy"])
+    for name, times in found.items():
+        middle = statistics.median(times)
+        print(
+            f"{name:24} {1e3 * middle:8.2f} ms a step ({1e3 * min(times):.2f} to {1e3 * max(times):.2f}), "
+            f"{BATCH / middle / 1e3:7.0f} k rows/s a worker, {middle / base:5.2f} of one copy"
+        )
+    if wish.json:
+        wish.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
