@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import secrets
+import socket
 import statistics
 import subprocess
 import sys
@@ -25,12 +26,18 @@ from typing import Any
 import numpy as np
 
 TABLE, BATCH, WIDTH, SERVERS, WORKERS = 100_000, 4096, 64, 2, 2
-LIMIT_S = 300
+LIMIT_S = 120
 
 
 def ids_of(rank: int, step: int) -> np.ndarray[Any, Any]:
     """Sorted, each once."""
     return np.sort(np.random.default_rng((rank, step)).choice(TABLE, BATCH, replace=False))
+
+
+def free_port() -> str:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 # --- ours ---
@@ -145,7 +152,7 @@ def rpc_process(port: str, number: int, steps: int) -> list[float]:
 
 
 def torch_rpc(steps: int) -> list[float]:
-    return workers("rpc", [str(20000 + secrets.randbelow(20000))], steps, dict(os.environ), SERVERS + WORKERS)
+    return workers("rpc", [free_port()], steps, dict(os.environ), SERVERS + WORKERS)
 
 
 # --- PS-Lite ---
@@ -167,7 +174,7 @@ def pslite(program: Path, steps: int) -> list[float]:
         "DMLC_NUM_WORKER": str(WORKERS),
         "DMLC_NUM_SERVER": str(SERVERS),
         "DMLC_PS_ROOT_URI": "127.0.0.1",
-        "DMLC_PS_ROOT_PORT": str(20000 + secrets.randbelow(20000)),
+        "DMLC_PS_ROOT_PORT": free_port(),
         "DMLC_NODE_HOST": "127.0.0.1",
         "DMLC_ENABLE_RDMA": "0",
     }

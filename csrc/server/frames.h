@@ -2,12 +2,12 @@
 // Values only. Thread: any.
 #pragma once
 
+#include <algorithm>
+#include <cstddef>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <span>
-
-#include "base/clock.h"
+#include <type_traits>
 
 namespace hc {
 

@@ -31,7 +31,8 @@ def write(native: Any, path: str, spec: dict[str, Any], partition: int, number: 
     dim, state = spec["dim"], native_module.core().table_state(spec)
     chunk = max(1, CHUNK_BYTES // (4 * (dim + state) + 8))
     chunks = max(1, FILE_BYTES // CHUNK_BYTES)
-    names, start, steps = [], 0, 0
+    names: list[str] = []
+    start = steps = 0
     while True:
         parts: list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]] = []
         while len(parts) < chunks:

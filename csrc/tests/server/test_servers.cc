@@ -8,9 +8,8 @@
 #include "server/client.h"
 #include "server/server.h"
 
+namespace hc::server_tests {
 namespace {
-
-using namespace hc;
 
 const Credentials kJob{"sixteen bytes or more", "ps:test"};
 constexpr double kSilenceS = 5;
@@ -192,3 +191,4 @@ TEST_CASE("a pull that staleness holds up ends with the name of the worker that 
 }
 
 }  // namespace
+}  // namespace hc::server_tests

@@ -9,9 +9,8 @@
 #include "server/shard.h"
 #include "server/table.h"
 
+namespace hc::table_tests {
 namespace {
-
-using namespace hc;
 
 TableSpec spec_of(Rule rule, uint32_t dim) {
   TableSpec spec;
@@ -255,3 +254,4 @@ TEST_CASE("a shard takes no frame whose numbers do not fit") {
 }
 
 }  // namespace
+}  // namespace hc::table_tests
