@@ -99,8 +99,14 @@ void Client::next(Work& work, Call& call, double limit_s, std::vector<Failure>* 
   FrameHeader header = call.header(work.current);
   header.worker = options_.worker;
   header.limit_ms = static_cast<uint64_t>(std::max(0.001, limit_s) * 1000);
-  Status sent =
-      work.connection->send(header, call.ids(work.current), call.values(work.current, &scratch_), options_.silence_s);
+  const std::span<const uint8_t> ids = call.ids(work.current), values = call.values(work.current, &scratch_);
+  if (ids.size() + values.size() > kMaxPayload) {
+    failures->push_back({work.current, work.server, false,
+                         error(Code::kInvalidArgument, ids.size() + values.size(),
+                               " bytes for one partition; a call may have 1 GiB for each. Send the rows in parts")});
+    return next(work, call, limit_s, failures);
+  }
+  Status sent = work.connection->send(header, ids, values, options_.silence_s);
   work.heard = Clock::now();
   if (!sent.is_ok()) give_up(work, sent, failures);
 }
