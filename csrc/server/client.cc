@@ -7,7 +7,7 @@
 namespace hc {
 namespace {
 
-constexpr int kLookMs = 200;
+constexpr int kPollMs = 200;
 
 }  // namespace
 
@@ -140,7 +140,7 @@ void Client::serve(std::vector<Work>& all, Call& call, double limit_s, const std
       if (work.busy) set.push_back({work.connection->fd(), POLLIN, 0}), whose.push_back(&work);
     }
     if (set.empty()) return;
-    const int ready = ::poll(set.data(), set.size(), kLookMs);
+    const int ready = ::poll(set.data(), set.size(), kPollMs);
     const TimePoint now = Clock::now();
     for (size_t i = 0; i < set.size(); ++i) {
       Work& work = *whose[i];
