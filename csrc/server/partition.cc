@@ -176,17 +176,19 @@ Status Partition::attach(std::unique_ptr<Connection> connection, int32_t server,
     member_ = false;
   }
   Status status = copy_to(*link, deadline);
-  const uint64_t last = link->sent();
+  uint64_t last = 0;
+  {  // From here on every change waits for the backup; those of before are waited for now.
+    const std::lock_guard<std::mutex> lock(mutex_);
+    member_ = status.is_ok() && backup_ == link && role_ == Role::kPrimary;
+    last = link->sent();
+  }
   while (status.is_ok() && !link->wait_for(last, kSignsOfLife)) {
     if (link->is_lost()) status = error(Code::kPeerLost, link->why());
     if (deadline.passed()) status = error(Code::kTimeout, "a copy for server ", server, " took too long");
   }
   std::unique_lock<std::mutex> lock(mutex_);
-  if (status.is_ok() && backup_ == link && role_ == Role::kPrimary) {
-    member_ = true;
-    return Status::ok();
-  }
-  if (backup_ == link) backup_ = nullptr;
+  if (status.is_ok() && backup_ == link && member_) return Status::ok();
+  if (backup_ == link) backup_ = nullptr, member_ = false;
   lock.unlock();
   link->close();
   return status.is_ok() ? error(Code::kPeerLost, "the new backup, server ", server, ", was lost: ", link->why())
