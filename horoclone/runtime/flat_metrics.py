@@ -36,8 +36,9 @@ def flattened(nested: Any, prefix: str = "") -> dict[str, float]:
 
 
 def _numbers(nested: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], float]]:
-    if isinstance(nested, Real):  # also bool, and NumPy's scalars
-        yield path, nested.item() if hasattr(nested, "item") else nested + 0  # type: ignore[operator]
+    if isinstance(nested, Real):
+        value: Any = nested  # also a bool, or a scalar of NumPy's
+        yield path, value.item() if hasattr(value, "item") else value + 0
         return
     if hasattr(nested, "_asdict"):
         nested = nested._asdict()

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.profiler import trace
 
 import horoclone
 from horoclone.errors import HorovodVersionMismatchError
@@ -24,26 +23,26 @@ _PATH = Path(horoclone.__file__).parent / "libhoroclone_tensorflow.so"
 
 class _WithSpans:
     """The op functions; while TensorFlow's profiler runs, an op that is run eagerly has a span `horoclone.allreduce`
-    with the tensor's name. In a graph the profiler shows the op under its node's name by itself."""
+    with the tensor's name. In a graph TensorFlow shows start and end of the op by itself, with its node's name."""
 
     def __init__(self, functions: Any) -> None:
+        from tensorflow.python.profiler import trace  # not before the version is known to be one of ours
+
         self._functions = functions
+        self._is_profiling = trace.enabled
 
     def __getattr__(self, name: str) -> Any:
         function = getattr(self._functions, name)
         span = f"horoclone.{name.removeprefix('horovod_')}"
 
         def call(**arguments: Any) -> Any:
-            if not _is_profiling() or not tf.executing_eagerly():
+            if not self._is_profiling() or not tf.executing_eagerly():
                 return function(**arguments)
             with tf.profiler.experimental.Trace(span, tensor=arguments.get("tensor_name", "")):
                 return function(**arguments)
 
         setattr(self, name, call)  # found there from now on
         return call
-
-
-_is_profiling = trace.enabled
 
 
 def _load() -> Any:

@@ -217,6 +217,12 @@ def test_manual_optimization_and_a_communication_hook(tmp_path: Path) -> None:
     assert 0 < max(differences) < 0.05 and same_on_every_rank(model)  # the hook was there: float16 rounds
 
 
+@pytest.mark.guards(
+    "horoclone/lightning/callbacks.py",
+    "horoclone/tracking.py",
+    "horoclone/runtime/flat_metrics.py",
+    packages=("lightning",),
+)
 @ranks(2, limit_s=LIMIT_S)
 def test_the_callback_logs_horoclones_numbers_to_the_trainers_logger(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")

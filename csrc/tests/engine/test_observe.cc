@@ -107,6 +107,7 @@ TEST_CASE("trace: unnamed operations of one kind run side by side in rows of the
   CHECK(times(out, "\"process_name\"") == 1);
   CHECK(times(out, "\"thread_name\"") == 2);
   CHECK(out.find("allreduce (unnamed)") != std::string::npos);
+  CHECK(times(out, "\"args\":{\"sequence\":1}") == 1);  // by which the files of several ranks are matched
 }
 
 TEST_CASE("trace: with the names of operations a tensor has a process for each operation on it") {
