@@ -114,7 +114,7 @@ Status Calls::wait(int64_t handle, double timeout_s, bool* done) {
     const Deadline deadline = Deadline::in(timeout_s < 0 ? 1e9 : timeout_s);
     Page::Waiting waiting(context_.page);
     *done = progress_.until(op->done, deadline);
-    waiting.over(op->started.load(std::memory_order_relaxed));
+    waiting.over(op->traces.started.load(std::memory_order_relaxed));
     if (!*done) return Status::ok();
   }
   return op->status;

@@ -30,6 +30,7 @@ TABLES = {
     "Config": "the settings, each once",
     "CudaApi": "the functions of CUDA's driver that are used",
     "NcclApi": "the functions of NCCL that are used",
+    "PageLayout": "the words of the page of measurements, each once",
 }
 FRIENDS = 0  # a test may be one: class ...Test
 MORE_FRIENDS: dict[str, tuple[int, str]] = {}

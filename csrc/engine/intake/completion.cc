@@ -13,12 +13,12 @@ void Completion::finish(Operation* op, Status status) {
   const nvtx::Range range([&] { return text_of("complete ", op->describe()); });
   op->span.end();
   const uint64_t ticks = Recorder::now();
-  intake_.recorder().done(op->record, status.code(), ticks);
-  if (op->measured) {
+  intake_.recorder().done(op->traces.record, status.code(), ticks);
+  if (op->traces.is_counted) {
     const bool is_bucket = op->bucket.set >= 0;
     const uint64_t bytes = is_bucket ? bytes_of_bucket(*op) : op->bytes(), now = page_.at(ticks);
     page_.ended({op->signature().op, status.is_ok() ? bytes : 0, page_.at(op->submitted),
-                 op->started.load(std::memory_order_relaxed), now, op->request.name});
+                 op->traces.started.load(std::memory_order_relaxed), now, op->request.name});
     if (page_.is_stalled()) page_.go_on();  // Loop says so again if something else still waits
     if (page_.is_beat_due(now)) intake_.beat();
   }

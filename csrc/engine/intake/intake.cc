@@ -106,7 +106,7 @@ int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
   // Messages are no calls that all ranks make alike.
   const uint64_t call = message ? 0 : set.next_call();
   const uint64_t use = record ? record->uses++ : op->request.sequence;
-  op->record = recorder_.submitted(
+  op->traces.record = recorder_.submitted(
       {op->signature(), op->request.name, op->process_set, op->bucket.set >= 0, op->submitted, call, use});
   op->span.start([&] { return op->describe(); });
   incoming_.push_back(op);
@@ -178,7 +178,7 @@ Result<Operation*> Intake::make(const Submission& s, BucketId bucket) {
   if (!op) return error(Code::kInternal, kTooManyLive);
   fill(op, s, set.members);
   op->bucket = bucket;
-  op->record = recorder_.submitted(
+  op->traces.record = recorder_.submitted(
       {op->signature(), op->request.name, op->process_set, true, op->submitted, set.next_call(), 0});
   return op;
 }

@@ -100,8 +100,8 @@ void Handles::recycle(Operation* op) {
   op->cache_id = kNoCacheId;
   op->bucket = {};
   op->batch = 0;
-  op->measured = false;
-  op->started.store(0, std::memory_order_relaxed);
+  op->traces.is_counted = false;
+  op->traces.started.store(0, std::memory_order_relaxed);
   op->join_rank = -1;
 }
 

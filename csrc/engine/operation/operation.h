@@ -50,7 +50,11 @@ struct Operation {
   BucketId bucket;                     // of a declared set
   std::unique_ptr<DeviceWork> device;  // null: host memory
   TimePoint submitted;
-  uint64_t record = 0;  // which of the flight recorder's
+  struct Traces {
+    uint64_t record = 0;               // which of the flight recorder's
+    bool is_counted = false;           // Page::began was called for it; the thread that makes progress
+    std::atomic<uint64_t> started{0};  // a moment of Page, when its data began to move; 0: not yet
+  } traces;
   struct Callback {
     void (*call)(void*, int64_t, const Status&) = nullptr;
     void* context = nullptr;
@@ -61,7 +65,6 @@ struct Operation {
   uint32_t cache_id = kNoCacheId;
   size_t pending_at = 0;  // place in Pending::all
   uint32_t batch = 0;     // the batch that executes it, 0 before
-  bool measured = false;  // Page::began was called for it
 
   // Written by the thread that makes progress before `done`, read after it.
   Status status;
@@ -72,7 +75,6 @@ struct Operation {
   std::optional<TensorMeta> received;  // scatter, receive: what came
   int source = -1;                     // receive: world rank of the sender
   int32_t join_rank = -1;
-  std::atomic<uint64_t> started{0};  // a moment of Page, when its data began to move; 0: not yet
   std::atomic<bool> done{false};
 
   bool released = false;  // guarded by Handles' mutex

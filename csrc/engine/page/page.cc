@@ -94,7 +94,8 @@ void Page::begin(const Identity& identity) {
   std::memcpy(&magic, kPageMagic, sizeof magic);
   set(page.magic, magic);
   page.sequence.store(sequence + 1, std::memory_order_release);
-  under_way_ = steps_ = communication_before_ = waited_before_ = 0;
+  named_ = nullptr;
+  under_way_ = steps_ = unwritten_ = communication_before_ = waited_before_ = 0;
   leader_ = nullptr;
   is_declared_ = false;
   beat({});

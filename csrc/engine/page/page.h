@@ -153,6 +153,7 @@ class Page {
   };
 
  private:
+  static constexpr uint64_t kShortSteps = 16, kShortNs = 3000;
   static constexpr int kFraction = 48;  // bits of ns_per_tick_ behind the point
   // Makes the sequence odd for as long as it lives.
   class Update {
@@ -184,6 +185,8 @@ class Page {
     set(memory_->last_done, e.now);
     set(memory_->last_bytes, e.bytes);
     memory_->last_kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);
+    if (e.seen && e.seen == named_) return;  // the name stands there
+    named_ = e.seen;
     memory_->last_name_bytes.store(static_cast<uint32_t>(std::min<size_t>(e.name.size(), 64)),
                                    std::memory_order_relaxed);
     memory_->last_name.store(e.name);
@@ -206,6 +209,8 @@ class Page {
   uint64_t next_beat_ = 0;
   uint64_t under_way_ = 0;
   uint64_t steps_ = 0;
+  uint64_t unwritten_ = 0;                                 // steps since the page was told of the last one
+  const uint64_t* named_ = nullptr;                        // Ended::seen of the operation whose name the page has last
   const uint64_t* leader_ = nullptr;                       // what begins a step: only compared
   bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
@@ -214,24 +219,28 @@ class Page {
 [[gnu::always_inline]] inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
   const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
   PageLayout& page = *memory_;
+  const uint64_t began = get(page.step_began);
+  ++steps_;
+  // Of steps that are over in a moment several are told of together, by their mean.
+  if (++unwritten_ < kShortSteps && leader == leader_ && since(began, at) < kShortNs) return;
   const uint64_t under_way = under_way_ ? since(get(page.communicates_since), at) : 0;
   const uint64_t communication = get(page.communication_ns) + under_way;
   const uint64_t waited = get(page.for_peers_ns) + get(page.for_transfer_ns) + get(page.other_for_peers_ns) +
                           get(page.other_for_transfer_ns);
-  const uint64_t began = get(page.step_began);
   if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
-    const uint64_t took = since(began, at), before = get(page.step_smoothed_ns);
+    const uint64_t took = since(began, at) / unwritten_, before = get(page.step_smoothed_ns);
     set(page.step_ns, took);
     set(page.step_smoothed_ns, before == 0 ? took : before - before / 5 + took / 5);
-    set(page.step_communication_ns, since(communication_before_, communication));
-    set(page.step_waited_ns, since(waited_before_, waited));
+    set(page.step_communication_ns, since(communication_before_, communication) / unwritten_);
+    set(page.step_waited_ns, since(waited_before_, waited) / unwritten_);
   }
+  unwritten_ = 0;
   leader_ = leader;
   is_declared_ = declared;
   communication_before_ = communication;
   waited_before_ = waited;
   set(page.step_began, at);
-  set(page.step, ++steps_);
+  set(page.step, steps_);
 }
 
 }  // namespace hc

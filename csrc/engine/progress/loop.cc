@@ -63,7 +63,7 @@ void Loop::take_submitted() {
   while (Operation* op = parts_.intake.next()) {
     last_.moved = true;
     const uint64_t submitted = page.at(op->submitted);
-    op->measured = true;
+    op->traces.is_counted = true;
     page.began(submitted);
     if (op->name_record) page.repeats(&op->name_record->seen_in_step, op->bucket.set >= 0, submitted);
     if (!is_message(op->signature().op)) {

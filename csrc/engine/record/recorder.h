@@ -54,8 +54,8 @@ class Recorder {
 #endif
   }
   void agreed(const Operation& op, uint64_t at) {
-    Record& r = ring_[op.record % kKept];
-    if (!is_of(r, op.record)) return;
+    Record& r = ring_[op.traces.record % kKept];
+    if (!is_of(r, op.traces.record)) return;
     r.batch.store(op.batch, std::memory_order_relaxed);
     r.agreed.store(at, std::memory_order_relaxed);
   }

@@ -159,12 +159,12 @@ class ProcessSet {
   uint64_t moment_of_arrival(TimePoint submitted, const ArrivalCollective::Arrival& arrival) const {
     return parts_.context.page.at(arrival.last < 0 ? submitted : arrival.at);
   }
-  void measure_repeat(const Signature& s, std::string_view name, NameRecord* record, TimePoint submitted,
+  void measure_repeat(Op op, uint64_t bytes, std::string_view name, NameRecord* record, TimePoint submitted,
                       const ArrivalCollective::Arrival& arrival, uint64_t ticks);
   // Bookkeeping for an operation that ran without a plan, because the ranks' arrival was the agreement.
   void note_persistent(Operation* op, const ArrivalCollective& run) {
     note_arrival(op->submitted, run.arrival());
-    op->started.store(moment_of_arrival(op->submitted, run.arrival()), std::memory_order_relaxed);
+    op->traces.started.store(moment_of_arrival(op->submitted, run.arrival()), std::memory_order_relaxed);
     if (parts_.timeline.on()) show_persistent(*op, run);
   }
   void show_persistent(const Operation& op, const ArrivalCollective& run);

@@ -85,17 +85,18 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
     else
       record->pending.store(nullptr, std::memory_order_release);
     Counters::add(counters.bypassed);
-    Counters::add(counters.bytes_reduced, bytes_of(known.signature));
+    const uint64_t bytes = bytes_of(known.signature);
+    Counters::add(counters.bytes_reduced, bytes);
     note_arrival(submitted, round->arrival());
     const uint64_t ticks = Recorder::now();
     recorder.done(number, Code::kOk, ticks);
-    measure_repeat(known.signature, s.name, record, submitted, round->arrival(), ticks);
+    measure_repeat(s.op, bytes, s.name, record, submitted, round->arrival(), ticks);
     return true;
   }
 
   Operation* op = make_late(s, record, number, use);
   op->submitted = submitted;
-  op->measured = true;
+  op->traces.is_counted = true;
   Page& page = parts_.context.page;
   page.began(page.at(submitted));
   if (op->name_record) page.repeats(&record->seen_in_step, false, page.at(submitted));
@@ -108,12 +109,12 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   return true;
 }
 
-void ProcessSet::measure_repeat(const Signature& s, std::string_view name, NameRecord* record, TimePoint submitted,
+void ProcessSet::measure_repeat(Op op, uint64_t bytes, std::string_view name, NameRecord* record, TimePoint submitted,
                                 const ArrivalCollective::Arrival& arrival, uint64_t ticks) {
   Page& page = parts_.context.page;
   const uint64_t from = page.at(submitted), now = page.at(ticks);
   uint64_t* seen = name.empty() ? nullptr : &record->seen_in_step;
-  page.ran({s.op, bytes_of(s), from, moment_of_arrival(submitted, arrival), now, name, seen});
+  page.ran({op, bytes, from, moment_of_arrival(submitted, arrival), now, name, seen});
   if (page.is_beat_due(now)) parts_.intake.beat();
 }
 
@@ -122,7 +123,7 @@ Operation* ProcessSet::make_late(const Submission& s, NameRecord* record, uint64
   const auto lock = parts_.intake.lock();
   Operation* op = parts_.intake.handles().acquire();
   parts_.intake.fill(op, s, members());
-  op->record = number;
+  op->traces.record = number;
   op->request.sequence = s.name.empty() ? use : 0;
   if (s.name.empty()) return op;
   op->name_record = record;

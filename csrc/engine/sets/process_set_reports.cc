@@ -25,7 +25,7 @@ void ProcessSet::note_batch(TimePoint planned) {
   const uint64_t started = parts_.context.page.at(now);
   for (Operation* op : batches_.runner()->operations()) {
     if (!op) continue;
-    op->started.store(started, std::memory_order_relaxed);
+    op->traces.started.store(started, std::memory_order_relaxed);
     parts_.intake.recorder().agreed(*op, now);
     if (!timeline.on()) continue;
     const TimePoint at = planned == TimePoint{} ? Clock::now() : planned;

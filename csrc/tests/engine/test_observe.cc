@@ -205,7 +205,7 @@ TEST_CASE("recorder: keeps the newest, in order, and leaves those that were push
     op->request.name = "t" + std::to_string(i);
     op->request.signature.tensors = {{DType::kF16, {2, static_cast<int64_t>(i)}}};
     op->submitted = Clock::now();
-    op->record = recorder.submitted(entry_of(*op, i + 1));
+    op->traces.record = recorder.submitted(entry_of(*op, i + 1));
     operations.push_back(std::move(op));
   }
   recorder.done(operations[3]->record, Code::kPeerLost, Recorder::now());  // no longer kept: its place is another's
@@ -230,9 +230,9 @@ TEST_CASE("recorder: cost of one operation") {
   for (int round = 0; round < kRounds; ++round) {
     const TimePoint began = Clock::now();
     for (int i = 0; i < kEach; ++i) {
-      op.record = recorder.submitted(entry_of(op, static_cast<uint64_t>(i)));
+      op.traces.record = recorder.submitted(entry_of(op, static_cast<uint64_t>(i)));
       recorder.agreed(op, Recorder::now());
-      recorder.done(op.record, Code::kOk, Recorder::now());
+      recorder.done(op.traces.record, Code::kOk, Recorder::now());
     }
     best_s = std::min(best_s, seconds_between(began, Clock::now()));
   }
