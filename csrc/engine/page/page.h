@@ -110,7 +110,7 @@ class Page {
     set(memory_->under_way, under_way_);
   }
   // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
-  void ran(const Ended& e) {
+  [[gnu::always_inline]] void ran(const Ended& e) {
     const Update update(*memory_);
     if (e.seen && is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
     if (e.seen) *e.seen = steps_ + 1;
