@@ -97,10 +97,9 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
     else
       record->pending.store(nullptr, std::memory_order_release);
     Counters::add(counters.bypassed);
-    const uint64_t bytes = bytes_of(known.signature);
+    const uint64_t bytes = bytes_of(known.signature), ticks = Recorder::now();
     Counters::add(counters.bytes_reduced, bytes);
     note_arrival(submitted, round->arrival());
-    const uint64_t ticks = Recorder::now();
     recorder.done(number, Code::kOk, ticks);
     measure_repeat(s.op, bytes, s.name, record, submitted, round->arrival(), ticks);
     return true;
