@@ -118,7 +118,11 @@ def start_watched(
     runner = shared.Launch()
 
     def start(
-        size: int, steps: int = 30, flags: tuple[str, ...] = (), env: dict[str, str] | None = None
+        size: int,
+        steps: int = 30,
+        flags: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        before: tuple[str, ...] = (),
     ) -> Watched:
         folder = tmp_path_factory.mktemp("job")
         (folder / "train.py").write_text(PROGRAM)
@@ -130,7 +134,7 @@ def start_watched(
             "--metrics-port",
             "0",
         ]
-        command = [*run, *flags, sys.executable, folder / "train.py", folder, str(steps)]
+        command = [*before, *run, *flags, sys.executable, folder / "train.py", folder, str(steps)]
         return Watched(runner.start(command, env=env), folder, size)
 
     yield start
