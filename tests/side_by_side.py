@@ -23,6 +23,7 @@ WAITING = (
     "tests/elastic/test_spares.py",
     "tests/elastic/test_survival.py",
     "tests/elastic/test_two_hosts.py",
+    "tests/deploy/",
     "tests/launch/",
     "tests/live/",
     "tests/ray/",
