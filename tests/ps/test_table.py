@@ -68,7 +68,7 @@ def torchs(make: Any, start: torch.Tensor, steps: list[Any], *, sparse: bool = T
             lambda p: torch.optim.SparseAdam(p, lr=0.01, betas=(0.8, 0.95)),
         ),
     ],
-    ids=str,
+    ids=lambda value: str(value) if hasattr(value, "lr") else "torch",
 )
 def test_sparse_steps_are_torchs(optimizer: Optimizer, make: Any) -> None:
     start, steps = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)), steps_of()
@@ -83,7 +83,7 @@ def test_sparse_steps_are_torchs(optimizer: Optimizer, make: Any) -> None:
         (ps.SGD(lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
         (ps.Adam(lr=0.01), lambda p: torch.optim.Adam(p, lr=0.01)),
     ],
-    ids=str,
+    ids=lambda value: str(value) if hasattr(value, "lr") else "torch",
 )
 def test_dense_steps_are_torchs(optimizer: Optimizer, make: Any) -> None:
     start, steps = torch.randn(ROWS, DIM, generator=torch.Generator().manual_seed(1)), steps_of(dense=True)
