@@ -208,9 +208,9 @@ TEST_CASE("recorder: keeps the newest, in order, and leaves those that were push
     op->traces.record = recorder.submitted(entry_of(*op, i + 1));
     operations.push_back(std::move(op));
   }
-  recorder.done(operations[3]->record, Code::kPeerLost, Recorder::now());  // no longer kept: its place is another's
+  recorder.done(operations[3]->traces.record, Code::kPeerLost, Recorder::now());  // no longer kept: its place is another's
   recorder.agreed(*operations[20], Recorder::now());
-  recorder.done(operations[20]->record, Code::kMismatch, Recorder::now());
+  recorder.done(operations[20]->traces.record, Code::kMismatch, Recorder::now());
   const std::string json = recorder.json();
   CHECK(times(json, "\"number\"") == Recorder::kKept);
   CHECK(json.find("\"t9\"") == std::string::npos);
