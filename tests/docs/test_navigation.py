@@ -27,7 +27,7 @@ PAGE_OF = {
     "horoclone.tensorflow.elastic": "elastic", "horoclone.keras.elastic": "elastic",
     "horoclone.jax.elastic": "elastic", "horoclone.torch.dcp": "checkpoint", "horoclone.jax.orbax": "checkpoint",
     "horoclone.torch.c10d": "torch", "horoclone.torch.torchft": "torch", "horoclone.data": "more",
-    "horoclone.runner": "more",
+    "horoclone.runner": "more", "horoclone.ps": "ps", "horoclone.torch.ps": "ps",
 }  # fmt: skip
 # Packages with an `__all__` whose names users find elsewhere.
 ELSEWHERE = {

@@ -121,7 +121,10 @@ def test_a_sanitizer_is_left_out_only_with_the_same_files_and_the_same_compiler(
     assert guarded.main(["unchanged", key, "g++ 12", "no/such/file"]) == 1
 
 
-def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(tmp_path: Path) -> None:
+def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HC_COSTLY_UNTIL", raising=False)
     (tmp_path / "tests" / "here").mkdir(parents=True)
     for name in ("pyproject.toml", *(f"tests/{one}.py" for one in ("conftest", "guarded", "world", "crew"))):
         shutil.copy(guarded.ROOT / name, tmp_path / name)
