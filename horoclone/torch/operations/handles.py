@@ -99,7 +99,7 @@ def synchronize(handle: Any) -> Any:
     Raises the operation's error: ValueError for wrong arguments, HorovodInternalError or a child of it otherwise.
     Threads that wait for one handle each get the output; RuntimeError for one that comes after another has got it.
     """
-    if is_compiling():
+    if is_compiling() and callable(handle):
         return handle()
     if profiler._is_profiler_enabled:
         return _synchronize_in_a_span(handle)
