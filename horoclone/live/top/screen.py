@@ -52,7 +52,9 @@ def show(job: Job, interval_s: float | None, only_once: bool) -> int:
 
 
 def title_of(job: Job) -> str:
-    return f"job {job.id}: {job.command}"
+    """Without the folders of absolute paths, which would push the script's name off a narrow line."""
+    words = [os.path.basename(word) if word.startswith("/") else word for word in job.command.split(" ")]
+    return f"job {job.id}: {' '.join(words)}"
 
 
 def _print_once(job: Job, console: Console) -> None:
