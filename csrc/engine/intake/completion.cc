@@ -1,5 +1,7 @@
 #include "engine/intake/completion.h"
 
+#include "base/clock.h"
+
 namespace hc {
 
 namespace {
@@ -12,7 +14,7 @@ uint64_t bytes_of_bucket(const Operation& op) {
 void Completion::finish(Operation* op, Status status) {
   const nvtx::Range range([&] { return text_of("complete ", op->describe()); });
   op->span.end();
-  const uint64_t ticks = Recorder::now();
+  const uint64_t ticks = processor_ticks();
   intake_.recorder().done(op->traces.record, status.code(), ticks);
   if (op->traces.is_counted) {
     const bool is_bucket = op->bucket.set >= 0;

@@ -51,7 +51,7 @@ Page::Page()
     : own_(new PageLayout{}),
       memory_(own_.get()),
       first_time_(Clock::now()),
-      first_ticks_(ticks()),
+      first_ticks_(processor_ticks()),
       ns_per_tick_(kNominalTick) {}
 
 Status Page::share(int fd, size_t offset, std::string_view program) {
@@ -117,7 +117,7 @@ void Page::forget() {
 void Page::measure_ticks() {
   TimePoint time = Clock::now();
   while (time - first_time_ < kShortest) time = Clock::now();
-  const uint64_t elapsed = ticks() - first_ticks_;
+  const uint64_t elapsed = processor_ticks() - first_ticks_;
   const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(time - first_time_).count();
   if (elapsed == 0) return;
   const auto scaled = static_cast<unsigned __int128>(ns) << kFraction;

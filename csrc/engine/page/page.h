@@ -17,10 +17,6 @@
 #include "base/status.h"
 #include "engine/page/layout.h"
 
-#if defined(__x86_64__)
-#include <x86intrin.h>
-#endif
-
 namespace hc {
 
 class Page {
@@ -62,17 +58,6 @@ class Page {
 
   // ---- moments, in nanoseconds since the page was made, never 0
 
-  static uint64_t ticks() {
-#if defined(__x86_64__)
-    return __rdtsc();
-#elif defined(__aarch64__)
-    uint64_t ticks;
-    asm volatile("mrs %0, cntvct_el0" : "=r"(ticks));
-    return ticks;
-#else
-    return static_cast<uint64_t>(Clock::now().time_since_epoch().count());
-#endif
-  }
   uint64_t at(uint64_t ticks) const {
     const auto elapsed = static_cast<int64_t>(ticks - first_ticks_);
     if (elapsed <= 0) return 1;
@@ -83,7 +68,7 @@ class Page {
     const auto ns = std::chrono::duration_cast<std::chrono::nanoseconds>(time - first_time_).count();
     return ns <= 0 ? 1 : 1 + static_cast<uint64_t>(ns);
   }
-  uint64_t now() const { return at(ticks()); }
+  uint64_t now() const { return at(processor_ticks()); }
 
   // ---- operations
 

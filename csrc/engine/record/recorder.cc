@@ -26,7 +26,7 @@ std::string seconds_text(double s) {
 
 }  // namespace
 
-Recorder::Recorder() : ring_(new Record[kKept]), first_time_(Clock::now()), first_ticks_(now()) {}
+Recorder::Recorder() : ring_(new Record[kKept]), first_time_(Clock::now()), first_ticks_(processor_ticks()) {}
 
 // A long name keeps its ends: frameworks put what tells tensors apart there. Cut between characters of UTF-8.
 void Recorder::keep_ends(std::string_view name, Call* to) {
@@ -84,7 +84,7 @@ std::string Recorder::last_call() const {
 
 std::string Recorder::json() const {
   const TimePoint now_time = Clock::now();
-  const uint64_t now_ticks = now();
+  const uint64_t now_ticks = processor_ticks();
   const double per_tick =
       seconds_between(first_time_, now_time) / static_cast<double>(std::max<uint64_t>(1, now_ticks - first_ticks_));
   std::string out = "[";

@@ -16,10 +16,6 @@
 #include "base/status.h"
 #include "engine/operation/operation.h"
 
-#if defined(__x86_64__)
-#include <x86intrin.h>
-#endif
-
 namespace hc {
 
 class Recorder {
@@ -40,19 +36,7 @@ class Recorder {
   };
   // Returns the number of the record, from 1, which agreed() and done() take.
   uint64_t submitted(const Entry& entry);
-  // The time for agreed() and done(): one reading serves a whole batch. It costs half as much as Clock::now(), of which
-  // each operation would need two.
-  static uint64_t now() {
-#if defined(__x86_64__)
-    return __rdtsc();
-#elif defined(__aarch64__)
-    uint64_t ticks;
-    asm volatile("mrs %0, cntvct_el0" : "=r"(ticks));
-    return ticks;
-#else
-    return static_cast<uint64_t>(Clock::now().time_since_epoch().count());
-#endif
-  }
+  // at: of processor_ticks(); one reading serves a whole batch, and each operation needs two.
   void agreed(const Operation& op, uint64_t at) {
     Record& r = ring_[op.traces.record % kKept];
     if (!is_of(r, op.traces.record)) return;

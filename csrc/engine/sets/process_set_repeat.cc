@@ -4,6 +4,7 @@
 // becomes an ordinary operation that has entered its round already.
 #include <algorithm>
 
+#include "base/clock.h"
 #include "engine/sets/process_set.h"
 #include "engine/threads/idle.h"
 
@@ -97,7 +98,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
     else
       record->pending.store(nullptr, std::memory_order_release);
     Counters::add(counters.bypassed);
-    const uint64_t bytes = bytes_of(known.signature), ticks = Recorder::now();
+    const uint64_t bytes = bytes_of(known.signature), ticks = processor_ticks();
     Counters::add(counters.bytes_reduced, bytes);
     note_arrival(submitted, round->arrival());
     recorder.done(number, Code::kOk, ticks);

@@ -1,6 +1,7 @@
 // A process set's reports about itself: to the flight recorder and the timeline, to stall reports, to people.
 #include <algorithm>
 
+#include "base/clock.h"
 #include "engine/sets/process_set.h"
 
 namespace hc {
@@ -20,7 +21,7 @@ std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members&
 
 // The batch under way has just begun.
 void ProcessSet::note_batch(TimePoint planned) {
-  const uint64_t now = Recorder::now();
+  const uint64_t now = processor_ticks();
   Timeline& timeline = parts_.timeline;
   const uint64_t started = parts_.context.page.at(now);
   for (Operation* op : batches_.runner()->operations()) {

@@ -29,7 +29,7 @@ void measure(const char* what, Update&& update) {
 int main() {
   Page page;
   page.begin({0, 2, 0, 1, "here"});
-  uint64_t seen = 0, ticks = Page::ticks();
+  uint64_t seen = 0, ticks = processor_ticks();
   const TimePoint submitted = Clock::now();
   // The caller has read both clocks already, for the flight recorder.
   const auto call = [&](std::string_view name) {

@@ -208,9 +208,9 @@ TEST_CASE("recorder: keeps the newest, in order, and leaves those that were push
     op->traces.record = recorder.submitted(entry_of(*op, i + 1));
     operations.push_back(std::move(op));
   }
-  recorder.done(operations[3]->traces.record, Code::kPeerLost, Recorder::now());  // no longer kept: its place is another's
-  recorder.agreed(*operations[20], Recorder::now());
-  recorder.done(operations[20]->traces.record, Code::kMismatch, Recorder::now());
+  recorder.done(operations[3]->traces.record, Code::kPeerLost, processor_ticks());  // no longer kept: its place is another's
+  recorder.agreed(*operations[20], processor_ticks());
+  recorder.done(operations[20]->traces.record, Code::kMismatch, processor_ticks());
   const std::string json = recorder.json();
   CHECK(times(json, "\"number\"") == Recorder::kKept);
   CHECK(json.find("\"t9\"") == std::string::npos);
@@ -231,8 +231,8 @@ TEST_CASE("recorder: cost of one operation") {
     const TimePoint began = Clock::now();
     for (int i = 0; i < kEach; ++i) {
       op.traces.record = recorder.submitted(entry_of(op, static_cast<uint64_t>(i)));
-      recorder.agreed(op, Recorder::now());
-      recorder.done(op.traces.record, Code::kOk, Recorder::now());
+      recorder.agreed(op, processor_ticks());
+      recorder.done(op.traces.record, Code::kOk, processor_ticks());
     }
     best_s = std::min(best_s, seconds_between(began, Clock::now()));
   }
