@@ -19,7 +19,6 @@ WAITING = (
     "tests/elastic/test_kills.py",
     "tests/elastic/test_leaving.py",
     "tests/elastic/test_recovery.py",
-    "tests/elastic/test_shards.py",
     "tests/elastic/test_spares.py",
     "tests/elastic/test_survival.py",
     "tests/elastic/test_two_hosts.py",

@@ -15,6 +15,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
 
+# Fifty processes that import torch: two minutes of processor time.
+pytestmark = pytest.mark.guards(
+    "csrc", "horoclone", "tests/elastic/shards.py", "tests/elastic/conftest.py", packages=("torch",)
+)
 WORKER = Path(__file__).with_name("shards.py")
 RUN = [sys.executable, "-m", "horoclone.launch"]
 FINISHED = re.compile(

@@ -15,9 +15,10 @@ ROOT = Path(__file__).resolve().parents[2]
 CSRC = ROOT / "csrc"
 READER = Path(__file__).with_name("native_classes.py")
 PROCESSES = 2
-pytestmark = pytest.mark.timeout(
-    600
-)  # the first test waits for the parser, which takes 25 s of processor time
+pytestmark = [
+    pytest.mark.guards("csrc", packages=("libclang",)),
+    pytest.mark.timeout(600),  # the first test waits for the parser, which takes 25 s of processor time
+]
 
 # Each limit has exceptions, class -> (number, why). The number may only fall, and who brings it down to the limit takes
 # the entry out.

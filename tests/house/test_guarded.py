@@ -121,6 +121,7 @@ def test_a_sanitizer_is_left_out_only_with_the_same_files_and_the_same_compiler(
     assert guarded.main(["unchanged", key, "g++ 12", "no/such/file"]) == 1
 
 
+@pytest.mark.guards("tests/guarded.py", "tests/conftest.py", "Makefile")
 def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

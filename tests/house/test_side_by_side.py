@@ -47,6 +47,7 @@ def test_a_worker_stays_in_its_folder_and_leaves_those_of_others_alone() -> None
     assert choice(None, left=[]) is None
 
 
+@pytest.mark.guards("tests/side_by_side.py", "tests/conftest.py", packages=("pytest", "pytest-xdist"))
 @pytest.mark.parametrize("workers", [2, 3])
 def test_every_test_runs_once(workers: int, tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")

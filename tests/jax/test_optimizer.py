@@ -161,6 +161,7 @@ def said_by_the_example(size: int) -> tuple[float, float]:
     return float(found.group(1)), float(found.group(2))
 
 
+@pytest.mark.guards("csrc", "horoclone", "examples", packages=("jax", "optax"))
 @ranks(2, init=False, limit_s=150)
 def test_example_on_two_ranks_comes_out_as_on_one() -> None:
     """Each rank alone with the whole batch, then both together."""

@@ -291,6 +291,7 @@ def test_without_lightning_the_import_says_what_to_install() -> None:
     )
 
 
+@pytest.mark.guards("csrc", "horoclone", "examples", packages=("torch", "lightning"))
 @pytest.mark.parametrize("how", ["horoclonerun", "mpirun"])
 def test_the_example_by_the_strategys_name(how: str, launch: Any, examples: Path, request: Any) -> None:
     pytest.importorskip("sklearn")
