@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import threading
+from pathlib import Path
 from types import FrameType
 
 from horoclone import errors
@@ -55,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
         help="a link that is silent for so long is given up",
     )
     made.add_argument("--interfaces", default="", help="network interfaces, comma list (default: all)")
+    made.add_argument(
+        "--ready-file",
+        metavar="PATH",
+        help="there while this server has all copies that it should have: stop no other one before",
+    )
     made.add_argument("--register", type=int, metavar="PORT", help="run the register here, and no server")
     return made
 
@@ -77,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
             over.wait()
             return 0
         serve(options, over)
-    except (errors.HorovodInternalError, ValueError) as error:
+    except (errors.HorovodInternalError, ValueError, OSError) as error:
         print(f"horoclone.ps: {error}", file=sys.stderr)
         return 1
     return 0
@@ -102,9 +108,17 @@ def serve(options: argparse.Namespace, over: threading.Event) -> None:
         interfaces=options.interfaces,
     )
     print(f"server {index} of {servers} of {options.name} serves", flush=True)
+    ready = Path(options.ready_file) if options.ready_file else None
+
+    def tell(is_whole: bool) -> None:
+        if ready is not None:
+            ready.touch() if is_whole else ready.unlink(missing_ok=True)
+
     try:
-        server.run(over)
+        tell(False)  # a file of an earlier life
+        server.run(over, tell)
     finally:
+        tell(False)
         server.stop()
 
 

@@ -2,6 +2,10 @@
 
 It is a torch TCPStore: torchrun's, or that of `python -m horoclone.ps --register PORT`. Everybody on the network may
 write there, so every value is signed with the secret. Thread: any; each operation ends within its time.
+
+It remembers nothing when it is started again. The servers that live tell it what they know: first the primaries, then,
+after TOLD_S, backups whose primary has not come. A server that is started meanwhile waits until GRACE_S are over, since
+it cannot know whether there are rows already.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -26,6 +30,9 @@ from horoclone.runtime import current
 
 OPERATION_S = 5.0  # for one operation: it is a small message to a server that does nothing else
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
+TOLD_S = 8.0  # longer than a server that lives takes to find a register that has been away: OPERATION_S, and a pause
+GRACE_S = 11.0
+STATE = "horoclone-ps-register"  # "new", "told" or "open"; of the register, which has no secret to sign with
 NEEDS_SECRET = (
     "servers and workers prove to each other that they know a common secret, and there is none. Put the same random "
     "text (at least 16 bytes) into a file on every host, readable by you only, and pass --secret-file to servers and "
@@ -65,11 +72,17 @@ def address_of(store: str | None, environ: Mapping[str, str]) -> tuple[str, int]
     return host.strip("[]"), int(port)
 
 
-def serve_store(port: int) -> Any:
-    """A store in this process, for as long as the object lives."""
+def serve_store(port: int, grace_s: float = GRACE_S) -> Any:
+    """A store in this process, for as long as the object lives. grace_s: 0 where servers cannot be older than it is."""
     from torch.distributed import TCPStore
 
-    return TCPStore("0.0.0.0", port, None, True, timedelta(seconds=OPERATION_S), wait_for_workers=False)
+    store = TCPStore("0.0.0.0", port, None, True, timedelta(seconds=OPERATION_S), wait_for_workers=False)
+    store.set(STATE, "new" if grace_s else "open")
+    for state, after_s in (("told", grace_s * TOLD_S / GRACE_S), ("open", grace_s)) if grace_s else ():
+        timer = threading.Timer(after_s, store.set, (STATE, state))
+        timer.daemon = True
+        timer.start()
+    return store
 
 
 class _Thread:
@@ -122,6 +135,14 @@ class Register:
         key = self._prefix + key
         return self._read(key, self._do(read))
 
+    def state(self) -> str:
+        """ "new" or "told" where it was started so recently that it may not know of all servers yet; else "open"."""
+
+        def read(store: Any) -> str:
+            return bytes(store.get(STATE)).decode(errors="replace") if store.check([STATE]) else "open"
+
+        return str(self._do(read))
+
     def set(self, key: str, value: Any) -> None:
         """Writes, whatever is there."""
         key = self._prefix + key
@@ -169,20 +190,35 @@ class Register:
         return json.loads(text)
 
     def _do(self, operation: Callable[[Any], Any]) -> Any:
-        """Runs it on a thread that may be left behind, because the store's own calls wait without limit."""
+        """Runs it on a thread that may be left behind, because the store's own calls wait without limit.
+
+        Once more over a new connection where the old one is broken: the register may have been started again meanwhile.
+        Each operation may be done twice.
+        """
+        with self._lock:
+            was_connected = self._store is not None
+        try:
+            return self._try(operation)
+        except Unreachable as error:
+            if not was_connected or isinstance(error.__cause__, NotInTime):
+                raise
+            return self._try(operation)
+
+    def _try(self, operation: Callable[[Any], Any]) -> Any:
         with self._lock:
             if self._thread is None:
                 self._thread = _Thread()
             thread = self._thread
         future = thread.run(self._call, operation)
+        cause: Exception
         try:
             return future.result(OPERATION_S)
-        except NotInTime:
-            why = f"no answer within {OPERATION_S:g} s"
+        except NotInTime as error:
+            why, cause = f"no answer within {OPERATION_S:g} s", error
         except (RuntimeError, OSError) as error:  # torch's DistStoreError among them
             if isinstance(error, errors.HorovodInternalError):
                 raise
-            why = str(error).splitlines()[0]
+            why, cause = str(error).splitlines()[0], error
         with self._lock:
             if self._thread is thread:
                 self._thread, self._store = None, None
@@ -190,7 +226,7 @@ class Register:
         host, port = self.address
         raise Unreachable(
             f"parameter server {self.name!r}: the register at {host}:{port} does not answer: {why}"
-        )
+        ) from cause
 
     def _call(self, operation: Callable[[Any], Any]) -> Any:
         store = self._store
@@ -202,11 +238,22 @@ class Register:
 
 
 def open_register(
-    name: str, store: str | None, secret_file: str | None, environ: Mapping[str, str] = os.environ
+    name: str,
+    store: str | None,
+    secret_file: str | None,
+    environ: Mapping[str, str] = os.environ,
+    secret: bytes | None = None,
 ) -> Register:
-    """The register of the parameter server `name`. ValueError, Unsupported: see address_of and secret_of."""
+    """The register of the parameter server `name`. ValueError, Unsupported: see address_of and secret_of.
+
+    secret: itself, where the caller was given it in another way than by a file.
+    """
     if not name or "/" in name or len(name) > 64:
         raise ValueError(
             f"parameter server: the name {name!r} must have 1 to 64 characters, none of them '/'"
         )
-    return Register(name, address_of(store, environ), secret_of(secret_file, environ))
+    if secret is not None and len(secret) < 16:
+        raise errors.Unsupported(
+            f"parameter server {name!r}: the secret has {len(secret)} bytes; {NEEDS_SECRET}."
+        )
+    return Register(name, address_of(store, environ), secret or secret_of(secret_file, environ))

@@ -11,6 +11,7 @@ import logging
 import secrets
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -26,6 +27,7 @@ ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
 EVENT_S = 0.5  # run() looks this often for a partition without a second copy
 MAX_PAUSE_S = 10.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
 STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
+START_S = 60.0  # for a register that has just been started
 THREADS = 4  # and two for each partition: one may be waiting for the register
 
 
@@ -65,6 +67,9 @@ class Server:
         self._lonely: dict[int, float] = {}  # partition without a backup -> since when
         self._busy: set[int] = set()  # partitions for which a copy is being asked
         self._pauses: dict[int, tuple[float, float]] = {}  # after a failure: (until, how long)
+        self._is_whole = False
+        self._known: dict[int, View] = {}  # the last view of each partition that has a copy here
+        self._saved: Any = None
         self._stopping = threading.Event()
         try:
             self._announce()
@@ -73,7 +78,8 @@ class Server:
             raise
 
     def _announce(self) -> None:
-        facts = {"servers": self.layout.servers, "replicas": self.layout.replicas}
+        self._wait_while_register_is_new()
+        facts = self._facts()
         if not self.register.compare_set("layout", None, facts):
             known = self.register.get("layout")
             if known != facts:
@@ -81,11 +87,46 @@ class Server:
                     f"parameter server {self.register.name!r} was started with {known}, and this server with {facts}; "
                     "start it alike, or under another --name"
                 )
-        place = {"generation": self.me.generation, "endpoint": self._native.endpoint().hex()}
-        self.register.set(f"server/{self.me.server}", place)
-        for partition in range(self.layout.partitions):
-            if self.layout.home(partition) == self.me.server:
-                self._begin(partition)
+        self.register.set(f"server/{self.me.server}", self._place())
+        for partition in self._homes():
+            self._begin(partition)
+
+    def _facts(self) -> dict[str, int]:
+        return {"servers": self.layout.servers, "replicas": self.layout.replicas}
+
+    def _place(self) -> dict[str, Any]:
+        return {"generation": self.me.generation, "endpoint": self._native.endpoint().hex()}
+
+    def _homes(self) -> list[int]:
+        return [
+            number for number in range(self.layout.partitions) if self.layout.home(number) == self.me.server
+        ]
+
+    def _wait_while_register_is_new(self) -> None:
+        deadline = time.monotonic() + START_S
+        while self.register.state() != "open" and any(
+            self.register.get(f"view/{n}") is None for n in self._homes()
+        ):
+            if time.monotonic() > deadline:
+                raise errors.Timeout(
+                    f"parameter server {self.register.name!r}: the register has been starting for {START_S:g} s; look "
+                    "at what it says, and start it again"
+                )
+            time.sleep(4 * PAUSE_S)
+
+    def _remind(self) -> None:
+        """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
+        if self.register.get(f"server/{self.me.server}") is not None:
+            self._saved = self.register.get("saved") or self._saved
+            return
+        log.warning("the register was started again, and is told what this server knows")
+        for partition, view in list(self._known.items()):
+            if self._native.role(partition) == PRIMARY and view.primary == self.me:
+                self.register.compare_set(f"view/{partition}", None, view.to_json())
+        if self._saved is not None:
+            self.register.compare_set("saved", None, self._saved)
+        self.register.compare_set("layout", None, self._facts())
+        self.register.set(f"server/{self.me.server}", self._place())
 
     def _begin(self, partition: int) -> None:
         if self._change(partition, None, View(1, self.me)):
@@ -111,13 +152,30 @@ class Server:
         return View.from_json(value)
 
     def _change(self, partition: int, old: View | None, new: View) -> bool:
-        return self.register.compare_set(f"view/{partition}", old and old.to_json(), new.to_json())
+        is_there = self.register.compare_set(f"view/{partition}", old and old.to_json(), new.to_json())
+        if is_there and new.has(self.me):
+            self._known[partition] = new
+        return is_there
+
+    def _look(self, partition: int) -> View | None:
+        """What the register says, if it says anything; remembered for a register that forgets."""
+        value = self.register.get(f"view/{partition}")
+        view = View.from_json(value) if value else None
+        if view is not None and view.has(self.me):
+            self._known[partition] = view
+        return view
 
     def _decide(self, partition: int) -> None:
         """This server has lost the other copy, or was asked by a worker that has: goes on alone if nobody else does."""
         while not self._stopping.is_set():
             try:
-                view = self._view(partition)
+                view = self._look(partition)
+                if view is None:  # it was started again; whoever was primary has had its time to tell it
+                    known = self._known.get(partition)
+                    if known and self.register.state() != "new":
+                        self._change(partition, None, known.alone(self.me))
+                    self._stopping.wait(PAUSE_S)
+                    continue
                 if view.primary == self.me and view.backup is None:
                     break
                 if not view.has(self.me):
@@ -132,20 +190,33 @@ class Server:
 
     def _give_up(self, partition: int, view: View) -> None:
         log.warning("partition %d: server %d has it now", partition, view.primary.server)
+        self._known.pop(partition, None)
         self._native.set_role(partition, NONE)
 
     # --- events ---
 
-    def run(self, until: threading.Event | None = None) -> None:
-        """Serves until stop() or the event."""
+    def run(
+        self, until: threading.Event | None = None, when_whole: Callable[[bool], None] | None = None
+    ) -> None:
+        """Serves until stop() or the event.
+
+        when_whole(True) is called once every row that this server should have a copy of has all its copies: another
+        server may then be stopped without a loss. when_whole(False), once that is over.
+        """
         while not self._stopping.is_set() and not (until is not None and until.is_set()):
             event = self._native.next_event(EVENT_S)
             if event is not None:
                 self._pool.submit(self._handle, *event)
             try:
+                self._remind()
                 self._look_for_work()
+                is_whole = all(self._is_safe(number) for number in range(self.layout.partitions))
             except Unreachable as error:
                 log.warning("%s", error)
+                continue  # what was so is so, for all that this server knows
+            if when_whole is not None and is_whole != self._is_whole:
+                when_whole(is_whole)
+            self._is_whole = is_whole
 
     def _handle(self, number: int, kind: int, partition: int, text: str) -> None:
         try:
@@ -227,6 +298,20 @@ class Server:
             if ours or time.monotonic() - since > STRANDED_S:
                 self._busy.add(partition)
                 self._pool.submit(self._join, partition, view)
+
+    def _is_safe(self, partition: int) -> bool:
+        """Whether the copy of it that should be here is here, or on another server in its place."""
+        view = self._look(partition)  # a copy that is not finished is not in it yet
+        ours = (self.layout.home(partition), self.layout.second(partition))
+        if self.me.server not in ours[: self.layout.replicas]:
+            return True
+        role = self._native.role(partition)
+        if role in (PRIMARY, UNDECIDED):
+            return bool(role == PRIMARY)
+        if view is None or view.backup is None:
+            return False
+        of_this = [holder for holder in (view.primary, view.backup) if holder.server == self.me.server]
+        return of_this == ([self.me] if role == BACKUP else [])  # not of an earlier life of this server
 
     def _join(self, partition: int, view: View) -> None:
         try:

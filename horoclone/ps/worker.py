@@ -5,6 +5,7 @@ Thread: calls of one Servers are made one at a time; a second one for other thre
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
@@ -14,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from horoclone import errors
-from horoclone.ps.register import PAUSE_S, Register, open_register
+from horoclone.ps.register import PAUSE_S, Register, Unreachable, open_register
 from horoclone.ps.view import Layout, View
 from horoclone.runtime import current, native_module
 
@@ -29,7 +30,8 @@ class Servers:
     """The servers of one parameter server, as one worker uses them.
 
     name: that of `python -m horoclone.ps --name`. store: "HOST:PORT" of the register; None: torchrun's store.
-    secret_file: with the secret that the servers were given; None: HOROCLONE_SECRET_FILE, or the job's own.
+    secret_file: with the secret that the servers were given; None: HOROCLONE_SECRET_FILE, or the job's own. secret: the
+    same as bytes (at least 16), where a program has it.
     rank, workers: of this worker, and how many there are; None: those of hvd.init() or the launcher, else 0 of 1.
     timeout_s: for servers to come, and for other workers where a staleness waits for them. silence_s: a server from
     which nothing comes for so long while an answer is due is given up.
@@ -43,6 +45,7 @@ class Servers:
         store: str | None = None,
         *,
         secret_file: str | None = None,
+        secret: bytes | None = None,
         rank: int | None = None,
         workers: int | None = None,
         timeout_s: float = 60.0,
@@ -51,7 +54,7 @@ class Servers:
     ) -> None:
         self.rank, self.workers = _place(rank, workers, environ)
         self.name, self.timeout_s, self.silence_s = name, timeout_s, silence_s
-        self.register: Register = open_register(name, store, secret_file, environ)
+        self.register: Register = open_register(name, store, secret_file, environ, secret)
         self._lock = threading.Lock()
         self._connect(secrets.randbits(62) | 1)
 
@@ -137,42 +140,56 @@ class Servers:
     # --- where a partition is ---
 
     def _find(self, partition: int, failed: tuple[int, str] | None, deadline: float) -> None:
-        """Points the partition's calls to its primary; where that one is gone, asks the backup to go on."""
+        """Points the partition's calls to its primary; where that one is gone, asks the backup to go on.
+
+        While the register is away it waits, as the servers do. PeerLost, Unreachable at the deadline.
+        """
         why = failed[1] if failed else ""
         known = self._views[partition]
-        if (
-            failed and known.backup is not None
-        ):  # a backup that has lost its primary goes on by itself, at once
-            until = time.monotonic() + TAKE_OVER_S
-            while self._look(partition).epoch == known.epoch and time.monotonic() < until:
-                time.sleep(TAKE_OVER_S / 50)
+        if failed and known.backup is not None:
+            self._let_backup_take_over(partition, known.epoch)
         while True:
-            view = self._look(partition)
-            if self._reach(*view.primary):
-                self._client.route(partition, view.primary.server)
-                return
-            if view.backup is not None and self._reach(*view.backup):
-                self._ask(
-                    view.backup.server, {"what": "promote", "partition": partition, "epoch": view.epoch}
-                )
-            elif time.monotonic() > deadline:
-                raise errors.PeerLost(
-                    f"parameter server {self.name!r}, rank {self.rank}: partition {partition} cannot be reached: "
-                    f"server {view.primary.server} is its primary"
-                    + (
-                        f" and server {view.backup.server} its backup"
-                        if view.backup
-                        else " and has its only copy"
+            is_late = time.monotonic() > deadline
+            try:
+                view = self._look(partition)
+                if self._reach(*view.primary):
+                    self._client.route(partition, view.primary.server)
+                    return
+                if view.backup is not None and self._reach(*view.backup):
+                    self._ask(
+                        view.backup.server, {"what": "promote", "partition": partition, "epoch": view.epoch}
                     )
-                    + (f"; last: {why}" if why else "")
-                    + ". Start the servers that died again; if no copy is left, the last save is what there is"
-                )
-            else:
-                time.sleep(PAUSE_S)
+                    continue
+            except Unreachable:
+                if is_late:
+                    raise
+            if is_late:
+                raise errors.PeerLost(self._who_cannot_be_reached(partition, why))
+            time.sleep(PAUSE_S)
+
+    def _let_backup_take_over(self, partition: int, epoch: int) -> None:
+        """A backup that has lost its primary goes on by itself, at once."""
+        until = time.monotonic() + TAKE_OVER_S
+        with contextlib.suppress(Unreachable):
+            while self._look(partition).epoch == epoch and time.monotonic() < until:
+                time.sleep(TAKE_OVER_S / 50)
+
+    def _who_cannot_be_reached(self, partition: int, why: str) -> str:
+        view = self._views[partition]
+        backup = f" and server {view.backup.server} its backup" if view.backup else " and has its only copy"
+        return (
+            f"parameter server {self.name!r}, rank {self.rank}: partition {partition} cannot be reached: server "
+            f"{view.primary.server} is its primary{backup}"
+            + (f"; last: {why}" if why else "")
+            + ". Start the servers that died again; if no copy is left, the last save is what there is"
+        )
 
     def _look(self, partition: int) -> View:
-        view = View.from_json(self.register.get(f"view/{partition}"))
         known = self._views[partition]
+        value = self.register.get(f"view/{partition}")
+        if value is None:  # the register was started again, and the servers have not told it yet
+            return known
+        view = View.from_json(value)
         if view.epoch < known.epoch:
             raise errors.HorovodInternalError(
                 f"parameter server {self.name!r}: the register went back from view {known.epoch} to {view.epoch} of "
@@ -210,7 +227,8 @@ class Servers:
 
     def _what_is_lost(self, partitions: list[int], table: str | None) -> str:
         view = self._views[partitions[0]]
-        since = time.time() - max(view.lost, View.from_json(self.register.get(f"view/{partitions[0]}")).lost)
+        newest = self.register.get(f"view/{partitions[0]}")
+        since = time.time() - max(view.lost, View.from_json(newest).lost if newest else 0.0)
         saved = self.register.get("saved") or {}
         saves = [
             f"table {name!r}: {where['path']}, {time.time() - where['time']:.0f} s ago"
@@ -225,7 +243,8 @@ class Servers:
     def accept_loss(self) -> None:
         """From now on lost partitions count as empty ones: load a save, or go on without. For one worker."""
         for partition in range(self.layout.partitions):
-            view = View.from_json(self.register.get(f"view/{partition}"))
+            value = self.register.get(f"view/{partition}")
+            view = View.from_json(value) if value else self._views[partition]
             if view.lost:
                 found = View(view.epoch + 1, view.primary, view.backup)
                 self.register.compare_set(f"view/{partition}", view.to_json(), found.to_json())

@@ -117,6 +117,8 @@ class Pod:
                 shared = self.cluster.folder / volume["persistentVolumeClaim"]["claimName"]
                 shared.mkdir(exist_ok=True)
                 lines.append(f"mount --bind {shared} {path}")
+            else:
+                assert "emptyDir" in volume, f"this kubelet does not know {volume}"
         return "\n".join(lines)
 
     def _make_network(self) -> None:
@@ -141,7 +143,9 @@ class Pod:
             "--fork",
             "--mount-proc",
         ]
-        command = [*self.container.get("command", []), *self.container.get("args", [])]
+        variables = self.environment()
+        words = [*self.container.get("command", []), *self.container.get("args", [])]
+        command = [re.sub(r"\$\((\w+)\)", lambda name: variables[name[1]], word) for word in words]
         ours = {
             "POD_NAME": self.name,
             "CLUSTER": str(self.cluster.folder),
@@ -204,6 +208,11 @@ class Pod:
         if self.process.poll() is None and (pid := self.pid):
             os.kill(pid, signal.SIGKILL)
         self.process.wait(20)
+
+    def is_ready(self) -> bool:
+        """What the container's readiness probe says now."""
+        probe = self.container["readinessProbe"]["exec"]["command"]
+        return self.process.poll() is None and bool(self.pid) and self.run(probe, 20).returncode == 0
 
     def restart(self) -> None:
         """The container again, in the same pod."""

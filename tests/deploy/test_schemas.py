@@ -36,13 +36,23 @@ def test_every_manifest_is_valid() -> None:
     lines = [line.split() for line in done.stdout.splitlines()]
     kinds = {words[2] for words in lines}
     assert all(words[-1] == "valid" for words in lines)
-    assert kinds == {"Service", "Job", "StatefulSet", "JobSet", "TrainingRuntime", "TrainJob", "MPIJob"}
+    assert kinds == {
+        "Service",
+        "Job",
+        "StatefulSet",
+        "PodDisruptionBudget",
+        "JobSet",
+        "TrainingRuntime",
+        "TrainJob",
+        "MPIJob",
+    }
 
 
 WRONG = (
     ("indexed-job", "completions: 4", "completions: four"),
     ("indexed-job", "parallelism:", "paralelism:"),
     ("statefulset", "serviceName: train", "serviceNames: train"),
+    ("parameter-server", "maxUnavailable: 1", "maxUnavailable: [1]"),
     ("jobset", "maxRestarts: 3", "maxRestarts: often"),
     ("jobset", "enableDNSHostnames", "enableDnsHostnames"),
     ("trainjob", "numNodes: 2\n    torch", "numNodes: two\n    torch"),

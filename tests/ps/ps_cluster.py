@@ -18,14 +18,21 @@ SILENCE_S = 3.0
 
 
 class Cluster:
-    """N servers. environ: for workers in other processes."""
+    """N servers. environ: for workers in other processes. register: the address of one that runs elsewhere."""
 
     def __init__(
-        self, folder: Path, servers: int, *, replicas: int = 2, memory: str = "1g", host: str = "127.0.0.1"
+        self,
+        folder: Path,
+        servers: int,
+        *,
+        replicas: int = 2,
+        memory: str = "1g",
+        host: str = "127.0.0.1",
+        register: str = "",
     ) -> None:
         self.folder, self.servers = folder, servers
-        self.store = serve_store(0)
-        self.address = f"{host}:{self.store.port}"
+        self.store = None if register else serve_store(0, grace_s=0)
+        self.address = register or f"{host}:{self.store.port}"
         self.environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
         self.secret_file = folder / "secret"
         self.secret_file.touch(mode=0o600)
