@@ -35,6 +35,12 @@ def named(nodes: Iterable[Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
         return {_names[id_]: node for id_, node in ids.items()}
 
 
+def head() -> str:
+    """The id of the node without which there is no cluster; empty where Ray does not say."""
+    marked = [node for node in alive() if "node:__internal_head__" in node.get("Resources", {})]
+    return str(marked[0]["NodeID"]) if marked else ""
+
+
 def draining() -> set[str]:
     """Ids of nodes that are about to be taken away. Ray has no public call for that."""
     try:

@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"arguments", "errors"},
     "process_sets": {"errors", "ops", "runtime"},
     "ps": {"bootstrap", "errors", "runtime"},
-    "ray": {"bootstrap", "errors", "launch", "runner"},
+    "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
     "runtime": {"bootstrap", "errors", "live", "settings"},
     "runtime.ending": {"bootstrap", "errors"},
