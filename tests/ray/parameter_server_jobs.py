@@ -118,9 +118,15 @@ def killed_node() -> dict[str, Any]:
         pushing = Pushing(table)
         pushing.wait_for_more()
         here.cluster.remove_node(doomed, allow_graceful=False)
+
+        def moved() -> bool:  # its processes notice up to a second later that the node is gone
+            after = servers.where()[index]
+            return after is not None and after.node_id != victim.node_id
+
+        # Ray takes a node for dead once it has missed its health checks for half a minute.
+        wait_until(moved, "another life of the server, on another node", 120)
         pushing.wait_for_more()
         wait_for_copies(servers, client)
-        after = servers.where()[index]
         acknowledged = pushing.end()
         found = table.pull(np.arange(ROWS))
         client.close()
@@ -128,7 +134,7 @@ def killed_node() -> dict[str, Any]:
             here.cluster.add_node(num_cpus=2)
         return {
             "spread": spread,
-            "moved": after is not None and after.node_id != victim.node_id,
+            "moved": moved(),
             "exact": bool((found == acknowledged[:, None]).all()),
         }
 
@@ -146,13 +152,11 @@ def tasks_share_a_table() -> dict[str, Any]:
     """Tasks on both nodes push into one table; the secret is in no environment and in no text."""
     with ParameterServers("ads", 1, replicas=1, memory=1 << 26, cpus_per_server=0.5) as servers:
         told = ray.put(servers.address)
-        remote = ray.remote(pull_sum).options(num_cpus=0.5)
         here_nodes = [str(node["NodeID"]) for node in nodes.alive()]
+        strategies = [NodeAffinitySchedulingStrategy(id_, soft=False) for id_ in here_nodes[:2]]
         asked = [
-            remote.options(scheduling_strategy=NodeAffinitySchedulingStrategy(id_, soft=False)).remote(
-                told, rank
-            )
-            for rank, id_ in enumerate(here_nodes[:2])
+            ray.remote(pull_sum).options(num_cpus=0.5, scheduling_strategy=strategy).remote(told, rank)
+            for rank, strategy in enumerate(strategies)
         ]
         ray.get(asked)
         client = servers.address.connect(rank=0, workers=2)

@@ -26,7 +26,7 @@ def test_killed_servers_are_started_again_and_no_update_is_lost(ray_cluster: Any
 
 
 def test_a_server_moves_when_its_node_dies(ray_cluster: Any) -> None:
-    assert ray_cluster("killed_node") == {"spread": 2, "moved": True, "exact": True}
+    assert ray_cluster("killed_node", timeout_s=220) == {"spread": 2, "moved": True, "exact": True}
 
 
 def test_tasks_share_a_table(ray_cluster: Any) -> None:
