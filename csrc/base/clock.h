@@ -30,9 +30,9 @@ inline double seconds_between(TimePoint from, TimePoint to) { return std::chrono
 
 class Deadline {
  public:
-  static Deadline in(double timeout_s) {
-    return Deadline(Clock::now() +
-                    std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s)));
+  static Deadline in(double timeout_s) { return after(Clock::now(), timeout_s); }
+  static Deadline after(TimePoint from, double timeout_s) {
+    return Deadline(from + std::chrono::duration_cast<Clock::duration>(std::chrono::duration<double>(timeout_s)));
   }
   bool passed() const { return Clock::now() >= at_; }
   double remaining_s() const { return seconds_between(Clock::now(), at_); }

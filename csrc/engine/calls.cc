@@ -111,10 +111,11 @@ Status Calls::wait(int64_t handle, double timeout_s, bool* done) {
   *done = true;
   if (!op) return error(Code::kInvalidArgument, "handle ", handle, " is unknown or was released");
   if (!op->done.load(std::memory_order_acquire)) {
-    const Deadline deadline = Deadline::in(timeout_s < 0 ? 1e9 : timeout_s);
-    Page::Waiting waiting(context_.page);
-    *done = progress_.until(op->done, deadline);
-    waiting.over(op->traces.started.load(std::memory_order_relaxed));
+    const TimePoint now = Clock::now();
+    const Deadline deadline = Deadline::after(now, timeout_s < 0 ? 1e9 : timeout_s);
+    Page::Waiting waiting(context_.page, now);
+    *done = progress_.until(op->done, deadline, &waiting);
+    waiting.over(op->traces.started.load(std::memory_order_relaxed), *done ? op->traces.ended : 0);
     if (!*done) return Status::ok();
   }
   return op->status;

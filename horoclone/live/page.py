@@ -16,7 +16,7 @@ from typing import Any
 from horoclone.live.processes import Mark
 
 BYTES = 4096
-MAGIC = b"HCPAGE01"
+MAGIC = b"HCPAGE02"
 # The kinds of operations in the order of the core's Op.
 KINDS = (
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier", "reduce", "gather",
@@ -29,7 +29,7 @@ WAITING_AFTER_S = 0.1  # a thread that has waited for so long makes its rank "wa
 SILENT_AFTER_S = 10.0  # with operations under way the core gives a sign of life every second
 
 _TRIES = 200  # to read the page while nobody writes it; an update takes some tens of nanoseconds
-_SEQUENCE = struct.Struct("=Q")
+_WORD = _SEQUENCE = struct.Struct("=Q")
 _SEQUENCE_AT = len(MAGIC)
 _IDENTITY = struct.Struct("=4i5q2I64s64s")
 _IDENTITY_AT = 16
@@ -37,6 +37,7 @@ _MARK = struct.Struct("=i2q")
 _MARK_AT = 28
 _STEPS = struct.Struct("=9Q")
 _STEPS_AT = 208
+_COMMUNICATION_AT = 256
 _WAITS = struct.Struct("=6Q")
 _WAITS_AT = 280
 _LAST = struct.Struct("=2Q2I64s")
@@ -47,6 +48,9 @@ _LATE = struct.Struct("=iIQ")
 _LATE_AT, _LATE_COUNT = 608, 8
 _OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
 _OPERATIONS_AT = 768
+_RECENT = struct.Struct("=4QI")
+_RECENT_AT = 3456
+_RECENT_BIT = 2  # of the sequence: the numbers do not have the call in _RECENT yet
 _NOTES = struct.Struct("=2q2i")  # at the end, see notes()
 _NOTES_AT = BYTES - _NOTES.size
 TIMES_BYTES = 16  # of the notes, the rest of which is about the process's end
@@ -211,7 +215,8 @@ def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
     sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
     os.pwrite(descriptor, MAGIC + _SEQUENCE.pack(sequence | 1), at)
     os.pwrite(descriptor, copy[_IDENTITY_AT:_NOTES_AT], at + _IDENTITY_AT)
-    os.pwrite(descriptor, _SEQUENCE.pack((sequence | 1) + 1), at + _SEQUENCE_AT)
+    whole = sequence if sequence % 2 == 0 else (sequence | _RECENT_BIT) + 1
+    os.pwrite(descriptor, _SEQUENCE.pack(whole), at + _SEQUENCE_AT)
 
 
 def mark_of(copy: bytes) -> Mark:
@@ -272,8 +277,28 @@ def states(memory: Any) -> tuple[bool, int]:
     return bool(stalled), generation
 
 
+def _with_recent(copy: bytes) -> bytes:
+    """With the recent call, if there is one, in the numbers: what the core's Page::add_recent does."""
+    sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
+    if sequence % 2 or not sequence & _RECENT_BIT:
+        return copy
+    done_ns, moved, queued_ns, running_ns, kind = _RECENT.unpack_from(copy, _RECENT_AT)
+    added = bytearray(copy)
+    bucket = min(((queued_ns + running_ns) // 1000).bit_length(), BUCKETS - 1)
+    of_kind = _OPERATIONS_AT + kind * _OPERATION.size
+    for at, value in (
+        (of_kind, 1), (of_kind + 8, moved), (of_kind + 16, queued_ns), (of_kind + 24, running_ns),
+        (of_kind + 32 + 8 * bucket, 1), (_COMMUNICATION_AT, queued_ns + running_ns), (_WAITS_AT, queued_ns),
+        (_WAITS_AT + 8, running_ns),
+    ):  # fmt: skip
+        _WORD.pack_into(added, at, _WORD.unpack_from(added, at)[0] + value)
+    struct.pack_into("=2QI", added, _LAST_AT, done_ns, moved, kind)
+    return bytes(added)
+
+
 def decode(copy: bytes, now: float, seen: Seen = Seen()) -> Page:
     """A page out of its 4096 bytes. now: Unix seconds, when they were copied here."""
+    copy = _with_recent(copy)
     (rank, size, local_rank, pid, _, _, generation, started_ns, heartbeat_ns, *rest) = _IDENTITY.unpack_from(
         copy, _IDENTITY_AT
     )

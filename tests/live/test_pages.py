@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import mmap
 import os
 import re
+import signal
 import stat
 import subprocess
 import sys
@@ -57,7 +60,9 @@ def test_the_layout_is_the_cores() -> None:
         "awaited": page._STALL_AT,
         "late": page._LATE_AT,
         "operations": page._OPERATIONS_AT,
+        "recent": page._RECENT_AT,
     }
+    assert f"kRecentBit = {page._RECENT_BIT};" in text
     assert f'kPageMagic[9] = "{page.MAGIC.decode()}"' in text
     assert f"kLatencyBuckets = {page.BUCKETS};" in text
     core = (ROOT / "csrc/base/dtype.h").read_text()
@@ -71,6 +76,33 @@ def test_a_page_that_nobody_has_written_yet_is_starting() -> None:
     assert one.program == "train.py --fast" and one.pid == os.getpid()
     assert one.state == "starting" and one.step == 0 and not one.operations and one.last_operation is None
     assert page.mark_of(bytes(whole())) == own_mark()
+
+
+def test_the_last_call_of_a_loop_is_counted_before_the_core_has_added_it_up(tmp_path: Path) -> None:
+    content = whole()
+    put(content, 72, 1, 4)  # running
+    broadcasts = page._OPERATIONS_AT + page.KINDS.index("broadcast") * page._OPERATION.size
+    put(content, broadcasts, 7)
+    put(content, page._RECENT_AT, 5_000_000)
+    for word, value in enumerate((400, 1_500, 2_600), 1):
+        put(content, page._RECENT_AT + 8 * word, value)
+    put(content, page._RECENT_AT + 32, page.KINDS.index("broadcast"), 4)
+    put(content, 8, 8)  # the core has: nothing is left
+    assert page.read(content).operations["broadcast"].count == 7
+    put(content, 8, 8 + page._RECENT_BIT)
+    (tmp_path / "book").write_bytes(bytes(page.BYTES))
+    descriptor = os.open(tmp_path / "book", os.O_RDWR)
+    page.replace_in_file(descriptor, 0, bytes(content))
+    passed_on = page.copy_from_file(descriptor, 0)
+    os.close(descriptor)
+    for copy in (bytes(content), passed_on):
+        one = page.read(copy)
+        done = one.operations["broadcast"]
+        assert (done.count, done.bytes, sum(done.histogram), done.histogram[3]) == (8, 400, 1, 1)
+        assert (done.queued_seconds, done.running_seconds) == (1.5e-6, 2.6e-6)
+        assert one.communication_seconds == 4.1e-6
+        assert (one.waited_for_peers_seconds, one.waited_for_transfer_seconds) == (1.5e-6, 2.6e-6)
+        assert one.last_operation is not None and one.last_operation.kind == "broadcast"
 
 
 def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:
@@ -136,6 +168,29 @@ def test_what_is_no_page_is_refused_and_a_writer_that_died_in_the_middle_is_read
     content = whole()
     put(content, 8, 7)  # odd for ever
     assert page.read(content).rank == 2
+
+
+def test_a_writer_may_die_at_any_moment_while_its_page_is_read(tmp_path: Path) -> None:
+    """Whatever it was writing: readers get a page, whole where the writer was between two updates."""
+    for life in range(5):
+        memory = mmap.mmap(-1, page.BYTES)
+        memory[:] = bytes(whole())
+        writer = os.fork()
+        if writer == 0:
+            for number in itertools.count(4, 4):
+                memory[8:16] = (number + 1).to_bytes(8, "little")
+                for at in (page._OPERATIONS_AT, page._OPERATIONS_AT + 8):
+                    memory[at : at + 8] = number.to_bytes(8, "little")
+                memory[8:16] = (number + 4).to_bytes(8, "little")
+        deadline = time.monotonic() + 0.02 + 0.01 * life
+        try:
+            while time.monotonic() < deadline or "allreduce" not in page.read(memory).operations:
+                assert page.read(memory).rank == 2
+        finally:
+            os.kill(writer, signal.SIGKILL)
+            os.waitpid(writer, 0)
+        left = page.read(memory, Seen(lives=False)).operations["allreduce"]
+        assert left.count == left.bytes or memory[8] % 2 == 1
 
 
 # ---- processes
@@ -209,6 +264,15 @@ def test_a_bad_runtime_folder_gives_no_page_and_no_error(kind, tmp_path, monkeyp
         monkeypatch.setattr(folder, "_ON_MEMORY", ())
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(place))
     assert folder.create(os.environ, "job", page.initial(origin())) is None
+    assert isinstance(job.jobs(), list)
+
+
+def test_without_xdg_runtime_dir_it_is_the_systems_folder_or_none(monkeypatch) -> None:
+    monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    usual = f"/run/user/{os.getuid()}"
+    assert folder.place(os.environ) == (f"{usual}/horoclone" if os.path.isdir(usual) else None)
+    monkeypatch.setattr(os, "getuid", lambda: 12345)  # has no such folder: no session, as in a container or a cron job
+    assert folder.place(os.environ) is None and folder.create(os.environ, "job", page.initial(origin())) is None
     assert isinstance(job.jobs(), list)
 
 

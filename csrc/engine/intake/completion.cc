@@ -19,8 +19,10 @@ void Completion::finish(Operation* op, Status status) {
   if (op->traces.is_counted) {
     const bool is_bucket = op->bucket.set >= 0;
     const uint64_t bytes = is_bucket ? bytes_of_bucket(*op) : op->bytes(), now = page_.at(ticks);
+    op->traces.ended = now;
     page_.ended({op->signature().op, status.is_ok() ? bytes : 0, page_.at(op->submitted),
-                 op->traces.started.load(std::memory_order_relaxed), now, op->request.name});
+                 op->traces.started.load(std::memory_order_relaxed), now, op->request.name,
+                 op->name_record ? &op->name_record->seen_in_step : nullptr});
     if (page_.is_stalled()) page_.go_on();  // Loop says so again if something else still waits
     if (page_.is_beat_due(now)) intake_.beat();
   }

@@ -102,6 +102,7 @@ void Handles::recycle(Operation* op) {
   op->batch = 0;
   op->traces.is_counted = false;
   op->traces.started.store(0, std::memory_order_relaxed);
+  op->traces.ended = 0;
   op->join_rank = -1;
 }
 

@@ -54,6 +54,7 @@ struct Operation {
     uint64_t record = 0;               // which of the flight recorder's
     bool is_counted = false;           // Page::began was called for it; the thread that makes progress
     std::atomic<uint64_t> started{0};  // a moment of Page, when its data began to move; 0: not yet
+    uint64_t ended = 0;                // the same, when it was done, where it is counted; read after `done`
   } traces;
   struct Callback {
     void (*call)(void*, int64_t, const Status&) = nullptr;

@@ -15,7 +15,7 @@
 
 namespace hc {
 
-inline constexpr char kPageMagic[9] = "HCPAGE01";
+inline constexpr char kPageMagic[9] = "HCPAGE02";
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr int kLatencyBuckets = 24;
 inline constexpr size_t kLateRanks = 8, kAwaitedRanks = 15;
@@ -46,7 +46,7 @@ struct PageOperations {  // of one kind
 // Moments are nanoseconds since the page was begun (`started_unix_ns`), 0: none.
 struct PageLayout {
   PageWord magic;
-  PageWord sequence;  // odd while Page's writer is at work
+  PageWord sequence;  // odd while Page's writer is at work; kRecentBit: there is something in `recent`
 
   PageNumber rank, size, local_rank, pid;
   PageWord process_start;      // of /proc/PID/stat, in ticks since the host was booted: another process has another one
@@ -78,7 +78,16 @@ struct PageLayout {
 
   PageWord unused[4];
   PageOperations operations[kOpCount];
+
+  // While sequence has kRecentBit: the call that ended last, which readers have to add to the numbers above. Its caller
+  // ran it alone, and nothing else was under way.
+  struct Recent {
+    PageWord done, bytes, queued_ns, running_ns;
+    PageHalf kind;
+  } recent;
 };
+
+inline constexpr uint64_t kRecentBit = 2;  // of PageLayout::sequence
 
 inline constexpr size_t kPageNotesBytes = 24;  // at the end, for whoever passes the page on (launch)
 static_assert(sizeof(PageLayout) + kPageNotesBytes <= kPageBytes);
@@ -86,5 +95,6 @@ static_assert(offsetof(PageLayout, rank) == 16 && offsetof(PageLayout, step) == 
 static_assert(offsetof(PageLayout, for_peers_ns) == 280 && offsetof(PageLayout, last_done) == 328);
 static_assert(offsetof(PageLayout, awaited) == 416 && offsetof(PageLayout, late) == 608);
 static_assert(offsetof(PageLayout, operations) == 768 && PageWord::is_always_lock_free);
+static_assert(offsetof(PageLayout, recent) == 3456);  // a multiple of 64: it is one cache line
 
 }  // namespace hc

@@ -75,7 +75,7 @@ void Page::begin(const Identity& identity) {
   measure_ticks();
   PageLayout& page = *memory_;
   // A killed writer may have left an odd number, and readers of the life before must not take the new one for it.
-  const uint64_t sequence = page.sequence.load(std::memory_order_relaxed) | 1;
+  const uint64_t sequence = page.sequence.load(std::memory_order_relaxed) | kAtWork;
   set(page.sequence, sequence);
   std::atomic_thread_fence(std::memory_order_release);
   auto* words = reinterpret_cast<AnyWord*>(&page);
@@ -95,9 +95,9 @@ void Page::begin(const Identity& identity) {
   set(page.magic, magic);
   page.sequence.store(sequence + 1, std::memory_order_release);
   named_ = nullptr;
-  under_way_ = steps_ = unwritten_ = communication_before_ = waited_before_ = 0;
+  under_way_ = steps_ = unwritten_ = communication_before_ = waited_before_ = last_done_ = 0;
   leader_ = nullptr;
-  is_declared_ = false;
+  is_declared_ = has_recent_ = false;
   beat({});
 }
 
@@ -111,6 +111,7 @@ void Page::forget() {
   if (mapped_) (void)::munmap(mapped_, mapped_bytes_);
   mapped_ = nullptr;
   memory_ = own_.get();
+  has_recent_ = false;
 }
 
 // Two readings of both clocks tell how long a tick is, the better the further they lie apart.
@@ -130,7 +131,7 @@ void Page::beat(const std::vector<Late>& late) {
   const uint64_t moment = now();
   // At first more often: the length of a tick is known only as well as the time since then allows.
   next_beat_ = moment + std::clamp(moment, kFirstBeatNs, kBeatNs);
-  const Update update(*memory_);
+  const Update update(*this);
   // Anew each time: somebody may have set the clock.
   memory_->started_unix_ns.store(unix_now - static_cast<int64_t>(moment), std::memory_order_relaxed);
   memory_->heartbeat_unix_ns.store(unix_now, std::memory_order_relaxed);
@@ -143,7 +144,7 @@ void Page::beat(const std::vector<Late>& late) {
 }
 
 void Page::stall(std::string_view what, const std::vector<int>& ranks) {
-  const Update update(*memory_);
+  const Update update(*this);
   memory_->awaited.store(what);
   const size_t known = std::min(ranks.size(), kAwaitedRanks);
   for (size_t i = 0; i < known; ++i) memory_->awaited_ranks[i].store(ranks[i], std::memory_order_relaxed);
@@ -152,8 +153,15 @@ void Page::stall(std::string_view what, const std::vector<int>& ranks) {
 }
 
 void Page::go_on() {
-  const Update update(*memory_);
+  const Update update(*this);
   memory_->stalled.store(0, std::memory_order_relaxed);
+}
+
+void Page::add_up() {
+  has_recent_ = false;
+  const Update update(*this);
+  if (recent_leader_) begin_step(recent_leader_, false, recent_submitted_);
+  add_recent(*memory_, true);
 }
 
 std::string Page::copy() const {
@@ -166,7 +174,13 @@ std::string Page::copy() const {
       std::memcpy(bytes.data() + i * sizeof word, &word, sizeof word);
     }
     std::atomic_thread_fence(std::memory_order_acquire);
-    if (before % 2 == 0 && memory_->sequence.load(std::memory_order_relaxed) == before) break;
+    if (before % 2 != 0 || memory_->sequence.load(std::memory_order_relaxed) != before) continue;
+    if (before & kRecentBit) {
+      auto& copied = *reinterpret_cast<PageLayout*>(bytes.data());
+      add_recent(copied, true);
+      set(copied.sequence, before + kRecentBit);
+    }
+    break;
   }
   return bytes;
 }

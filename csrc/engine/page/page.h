@@ -1,6 +1,6 @@
 // Writes this rank's measurements into its page (layout.h), which lies in memory that other processes map, or in this
 // process's own until share(). Without a lock or a system call where operations end, and without a reading of a clock
-// that they do not need anyway.
+// that they do not need anyway. What a loop of short calls measures is added up while its next call waits.
 //
 // Thread: the thread that makes progress, or one that holds the progress lock: one at a time; waits() and its object
 // from any thread. Readers see a whole update or none (sequence, and copy()). Owner: Context.
@@ -82,11 +82,11 @@ class Page {
     uint64_t bytes;
     uint64_t submitted, started, now;  // started 0: its data never moved
     std::string_view name;
-    uint64_t* seen = nullptr;  // ran(): see repeats(); null: it has no name
+    uint64_t* seen = nullptr;  // see repeats(); null: it has no name, or none that is remembered
   };
   // One that began() was called for.
   [[gnu::always_inline]] void ended(const Ended& e) {
-    const Update update(*memory_);
+    const Update update(*this);
     count(e);
     if (--under_way_ == 0) {
       add(memory_->communication_ns, since(memory_->communicates_since.load(std::memory_order_relaxed), e.now));
@@ -95,83 +95,147 @@ class Page {
     set(memory_->under_way, under_way_);
   }
   // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
+  // Where calls of one name follow one another without a pause, readers see it at once, as PageLayout::recent, but it is
+  // added up by settle(), while the next one waits.
   [[gnu::always_inline]] void ran(const Ended& e) {
-    const Update update(*memory_);
-    if (e.seen && is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
-    if (e.seen) *e.seen = steps_ + 1;
-    count(e);
-    if (under_way_ == 0) add(memory_->communication_ns, since(e.submitted, e.now));
-    add(memory_->for_peers_ns, since(e.submitted, e.started));
-    add(memory_->for_transfer_ns, since(e.started, e.now));
+    settle();
+    const uint64_t now = std::max(e.now, e.submitted), started = std::clamp(e.started, e.submitted, now);
+    PageLayout::Recent& recent = memory_->recent;
+    set(recent.done, e.now);
+    set(recent.bytes, e.bytes);
+    set(recent.queued_ns, started - e.submitted);
+    set(recent.running_ns, now - started);
+    recent.kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);
+    recent_leader_ = e.seen && is_step(*e.seen, e.seen, false) ? e.seen : nullptr;
+    recent_submitted_ = e.submitted;
+    if (e.seen) *e.seen = steps_ + (recent_leader_ ? 2 : 1);
+    const bool is_loop = named_ && whose_name(e) == named_ && since(last_done_, e.submitted) < kShortNs;
+    last_done_ = e.now;
+    if (is_loop && under_way_ == 0) {
+      PageWord& sequence = memory_->sequence;
+      sequence.store(sequence.load(std::memory_order_relaxed) + kRecentBit, std::memory_order_release);
+      has_recent_ = true;
+      return;
+    }
+    const Update update(*this);
+    if (recent_leader_) begin_step(recent_leader_, false, e.submitted);
+    add_recent(*memory_, under_way_ == 0);
+    write_name(e);
+  }
+  // Adds up what ran() has left: for moments in which the caller waits anyway.
+  void settle() {
+    if (has_recent_) add_up();
   }
   // Something that has a name was submitted. What comes again and again tells one step from the next: seen is its own
   // place to note in which step it was seen last (0: never), declared: it is a bucket of an optimizer, which counts for
   // more than a name.
   void repeats(uint64_t* seen, bool declared, uint64_t submitted) {
+    settle();
+    if (*seen == 0 && seen == named_) named_ = nullptr;  // a new name, where one that was forgotten had its place
     if (is_step(*seen, seen, declared)) {
-      const Update update(*memory_);
+      const Update update(*this);
       begin_step(seen, declared, submitted);
     }
     *seen = steps_ + 1;
   }
 
-  // A thread of the user waits for an operation for as long as this lives.
+  // A thread of the user waits for an operation for as long as this lives. Readers know of it from tell() on: a wait that
+  // is over in a moment is only added up.
   class Waiting {
    public:
-    explicit Waiting(Page& page) : page_(page), from_(page.now()) {
-      if (page.memory_->waiting.fetch_add(1, std::memory_order_relaxed) == 0) set(page.memory_->waiting_since, from_);
+    Waiting(Page& page, TimePoint from) : page_(page), from_(page.at(from)) {}
+    void tell() {
+      if (std::exchange(has_told_, true)) return;
+      if (page_.memory_->waiting.fetch_add(1, std::memory_order_relaxed) == 0) set(page_.memory_->waiting_since, from_);
     }
-    // started: when the operation's data began to move, 0: not yet.
-    void over(uint64_t started) {
-      const uint64_t now = page_.now();
-      const uint64_t split = started == 0 ? now : std::clamp(started, from_, std::max(from_, now));
-      page_.memory_->other_for_peers_ns.fetch_add(since(from_, split), std::memory_order_relaxed);
-      page_.memory_->other_for_transfer_ns.fetch_add(since(split, now), std::memory_order_relaxed);
+    // started: when the operation's data began to move, 0: not yet; ended: when it was done, 0: not yet, or unknown.
+    void over(uint64_t started, uint64_t ended) {
+      const uint64_t now = std::max(from_, has_told_ || ended == 0 ? page_.now() : ended);
+      const uint64_t split = started == 0 ? now : std::clamp(started, from_, now);
+      if (split > from_) page_.memory_->other_for_peers_ns.fetch_add(split - from_, std::memory_order_relaxed);
+      if (now > split) page_.memory_->other_for_transfer_ns.fetch_add(now - split, std::memory_order_relaxed);
     }
-    ~Waiting() { page_.memory_->waiting.fetch_sub(1, std::memory_order_relaxed); }
+    ~Waiting() {
+      if (has_told_) page_.memory_->waiting.fetch_sub(1, std::memory_order_relaxed);
+    }
     Waiting(const Waiting&) = delete;
     Waiting& operator=(const Waiting&) = delete;
 
    private:
     Page& page_;
     const uint64_t from_;
+    bool has_told_ = false;
   };
 
  private:
   static constexpr uint64_t kShortSteps = 16, kShortNs = 3000;
   static constexpr int kFraction = 48;  // bits of ns_per_tick_ behind the point
-  // Makes the sequence odd for as long as it lives.
+  static constexpr uint64_t kAtWork = 1 | kRecentBit;  // bits of the sequence; one more clears both
+  // Makes the sequence odd for as long as it lives. What ran() has left is added up before.
   class Update {
    public:
-    explicit Update(PageLayout& page) : sequence_(page.sequence) {
-      set(sequence_, sequence_.load(std::memory_order_relaxed) + 1);
+    explicit Update(Page& page) : sequence_(page.memory_->sequence) {
+      page.settle();
+      at_work_ = sequence_.load(std::memory_order_relaxed) | kAtWork;
+      set(sequence_, at_work_);
       std::atomic_thread_fence(std::memory_order_release);
     }
-    ~Update() { sequence_.store(sequence_.load(std::memory_order_relaxed) + 1, std::memory_order_release); }
+    ~Update() { sequence_.store(at_work_ + 1, std::memory_order_release); }
     Update(const Update&) = delete;
     Update& operator=(const Update&) = delete;
 
    private:
     PageWord& sequence_;
+    uint64_t at_work_;
   };
   static void set(PageWord& word, uint64_t value) { word.store(value, std::memory_order_relaxed); }
   // One thread writes these words, so it needs no instruction that locks the bus.
   static void add(PageWord& word, uint64_t n) { set(word, word.load(std::memory_order_relaxed) + n); }
   static uint64_t since(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
-  [[gnu::always_inline]] void count(const Ended& e) {
-    PageOperations& of_kind = memory_->operations[static_cast<size_t>(e.op)];
-    const uint64_t started = e.started ? std::max(e.started, e.submitted) : e.now;
+  // What one operation adds to its kind, which is given by its number.
+  struct Counted {
+    uint32_t kind;
+    uint64_t bytes, queued_ns, running_ns, done;
+  };
+  [[gnu::always_inline]] static void count(PageLayout& page, const Counted& c) {
+    PageOperations& of_kind = page.operations[c.kind];
     add(of_kind.count, 1);
-    add(of_kind.bytes, e.bytes);
-    add(of_kind.queued_ns, since(e.submitted, started));
-    add(of_kind.running_ns, since(started, e.now));
-    const auto place = static_cast<int>(std::bit_width(since(e.submitted, e.now) / 1000));
+    add(of_kind.bytes, c.bytes);
+    add(of_kind.queued_ns, c.queued_ns);
+    add(of_kind.running_ns, c.running_ns);
+    const auto place = static_cast<int>(std::bit_width((c.queued_ns + c.running_ns) / 1000));
     add(of_kind.histogram[std::min(place, kLatencyBuckets - 1)], 1);
-    set(memory_->last_done, e.now);
-    set(memory_->last_bytes, e.bytes);
-    memory_->last_kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);
-    if (e.seen && e.seen == named_) return;  // the name stands there
-    named_ = e.seen;
+    set(page.last_done, c.done);
+    set(page.last_bytes, c.bytes);
+    page.last_kind.store(c.kind, std::memory_order_relaxed);
+  }
+  [[gnu::always_inline]] void count(const Ended& e) {
+    const uint64_t now = std::max(e.now, e.submitted);
+    const uint64_t started = e.started ? std::clamp(e.started, e.submitted, now) : now;
+    count(*memory_, {static_cast<uint32_t>(e.op), e.bytes, started - e.submitted, now - started, e.now});
+    last_done_ = e.now;
+    write_name(e);
+  }
+  // alone: nothing else was under way.
+  [[gnu::always_inline]] static void add_recent(PageLayout& page, bool alone) {
+    const auto get = [](const auto& word) { return word.load(std::memory_order_relaxed); };
+    const PageLayout::Recent& recent = page.recent;
+    const uint64_t queued = get(recent.queued_ns), running = get(recent.running_ns);
+    count(page, {get(recent.kind), get(recent.bytes), queued, running, get(recent.done)});
+    if (alone) add(page.communication_ns, queued + running);
+    add(page.for_peers_ns, queued);
+    add(page.for_transfer_ns, running);
+  }
+  void add_up();
+  // What tells one name from another; null: nothing does.
+  static const uint64_t* whose_name(const Ended& e) {
+    static constexpr uint64_t kNobody = 0;
+    return e.seen ? e.seen : e.name.empty() ? &kNobody : nullptr;
+  }
+  [[gnu::always_inline]] void write_name(const Ended& e) {
+    const uint64_t* whose = whose_name(e);
+    if (whose && whose == named_) return;  // the name stands there
+    named_ = whose;
     memory_->last_name_bytes.store(static_cast<uint32_t>(std::min<size_t>(e.name.size(), 64)),
                                    std::memory_order_relaxed);
     memory_->last_name.store(e.name);
@@ -192,13 +256,17 @@ class Page {
   const uint64_t first_ticks_;
   std::atomic<uint64_t> ns_per_tick_;
   uint64_t next_beat_ = 0;
+  uint64_t last_done_ = 0;  // a moment
   uint64_t under_way_ = 0;
   uint64_t steps_ = 0;
   uint64_t unwritten_ = 0;                                 // steps since the page was told of the last one
-  const uint64_t* named_ = nullptr;                        // Ended::seen of the operation whose name the page has last
+  const uint64_t* named_ = nullptr;                        // whose_name() of the operation whose name the page has
   const uint64_t* leader_ = nullptr;                       // what begins a step: only compared
   bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
+  bool has_recent_ = false;                                // ran() has left PageLayout::recent
+  const uint64_t* recent_leader_ = nullptr;                // it begins a step of this leader
+  uint64_t recent_submitted_ = 0;
 };
 
 [[gnu::always_inline]] inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {

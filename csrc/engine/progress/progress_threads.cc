@@ -15,6 +15,7 @@ constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks 
 // How often a copy or NCCL's start is looked at: at first as often as the kernel's timers allow, then ever more rarely.
 constexpr int64_t kDeviceLookUs = 50, kRareDeviceLookUs = 1000;
 constexpr int kSliceMs = 50;                       // a waiter looks up (deadline, another waiter) at least this often
+constexpr int kMoment = 64;                        // iterations, a few microseconds, before a wait is told of
 
 }  // namespace
 
@@ -29,16 +30,17 @@ Status ProgressThreads::start() {
 
 // ---- threads that wait
 
-bool ProgressThreads::until(const Over& over, const Deadline& deadline) {
+bool ProgressThreads::until(const Over& over, const Deadline& deadline, Page::Waiting* waiting) {
   while (true) {
     if (over()) return true;
     if (progress_lock_.try_acquire()) {
-      work(over, deadline);
+      work(over, deadline, waiting);
       const bool is_over = over();
       rest();
       unlock();
       if (is_over) return true;
     } else {
+      if (waiting) waiting->tell();
       wake_sleepers();  // who has the lock may sleep: it must hand over
       const int ms = std::min(kSliceMs, deadline.remaining_ms());
       progress_lock_.wait_until_free(std::chrono::milliseconds(ms), std::nullopt, over);
@@ -68,16 +70,19 @@ void ProgressThreads::lock() {
   }
 }
 
-void ProgressThreads::work(const Over& over, const Deadline& deadline) try {
+void ProgressThreads::work(const Over& over, const Deadline& deadline, Page::Waiting* waiting) try {
   context_.mesh->set_asleep(Sleep::kAwake);
   Idle idle(spin_pauses_, context_.config.yield_us);
+  int iterations = 0;
   while (!over() && !progress_lock_.needed() && !context_.stopping.load(std::memory_order_relaxed)) {
+    if (waiting && ++iterations == kMoment) waiting->tell();
     if (loop_.step()) {
       idle.reset();
       device_looks_ = 0;
       continue;
     }
     if (idle.pause()) continue;
+    if (waiting) waiting->tell();
     loop_.check_timers();
     if (deadline.passed()) return;
     context_.mesh->set_asleep(Sleep::kAsleepWaiting);

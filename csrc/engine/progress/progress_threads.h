@@ -39,8 +39,8 @@ class ProgressThreads {
     const std::function<bool()>* is_over_ = nullptr;
   };
   // Makes progress, or lets another thread make it, until over() is true or the deadline passes. Returns over(), which
-  // may be called from any thread.
-  bool until(const Over& over, const Deadline& deadline);
+  // may be called from any thread. waiting: is told once this takes longer than a moment.
+  bool until(const Over& over, const Deadline& deadline, Page::Waiting* waiting = nullptr);
   // The same, but `over` is called only while this thread holds the progress lock. It goes before the threads that wait
   // for operations.
   bool until_under_lock(const Over& over, const Deadline& deadline);
@@ -76,7 +76,7 @@ class ProgressThreads {
  private:
   void run();  // hc-engine
   int64_t work_until_idle();
-  void work(const Over& over, const Deadline& deadline);
+  void work(const Over& over, const Deadline& deadline, Page::Waiting* waiting = nullptr);
   int64_t longest_sleep_us(int limit_ms);
   void sleep(int64_t us);
 

@@ -91,6 +91,7 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   bool moved = false;
   Idle idle(std::min(spin_pauses, kMostPauses), std::min(parts_.context.config.yield_us, kLongestUs));
   Progress progress = round->step(&moved);
+  if (progress == Progress::kPending) parts_.context.page.settle();  // in the time that the others take anyway
   while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = round->step(&moved);
   if (progress == Progress::kDone && !round->withdrawn()) {
     if (s.name.empty())

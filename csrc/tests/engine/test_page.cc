@@ -123,6 +123,63 @@ TEST_CASE("short steps are told of several at a time, by their mean") {
   CHECK(std::string_view(reinterpret_cast<const char*>(seen->last_name.words)) == "name");
 }
 
+TEST_CASE("the last call of a loop is counted, though it is added up only later") {
+  const int fd = static_cast<int>(::memfd_create("page", 0));
+  REQUIRE(::ftruncate(fd, kPageBytes) == 0);
+  Page page;
+  REQUIRE(page.share(fd, 0, "").is_ok());
+  page.begin(kIdentity);
+  auto* lies = static_cast<PageLayout*>(::mmap(nullptr, kPageBytes, PROT_READ, MAP_SHARED, fd, 0));
+  const PageOperations& in_memory = lies->operations[static_cast<size_t>(Op::kAllreduce)];
+  uint64_t name = 0, at = 10'000;
+  const auto call = [&](std::string_view text, uint64_t* seen) {
+    page.ran({Op::kAllreduce, 4, at, at + 100, at + 300, text, seen});
+    at += 1000;
+  };
+  const auto check = [&](uint64_t calls, uint64_t added_up) {
+    CHECK(in_memory.count == added_up);
+    CHECK((lies->sequence & kRecentBit) == (calls == added_up ? 0 : kRecentBit));
+    const Copy seen(page);
+    const PageOperations& reduced = seen.of(Op::kAllreduce);
+    CHECK(reduced.count == calls);
+    CHECK(reduced.bytes == 4 * calls);
+    CHECK(reduced.queued_ns == 100 * calls);
+    CHECK(reduced.running_ns == 200 * calls);
+    CHECK(counted(reduced) == calls);
+    CHECK(seen->communication_ns == 300 * calls);
+    CHECK(seen->for_peers_ns == 100 * calls);
+    CHECK(seen->for_transfer_ns == 200 * calls);
+    CHECK(seen->last_done == at - 700);
+    CHECK((seen->sequence & 3) == 0);
+  };
+  call("loop", &name);
+  check(1, 1);  // a name that readers do not know yet
+  for (uint64_t calls = 2; calls <= 5; ++calls) {
+    call("loop", &name);
+    check(calls, calls - 1);
+  }
+  page.settle();
+  check(5, 5);
+  page.settle();
+  check(5, 5);
+  call("", nullptr);
+  check(6, 6);
+  call("", nullptr);
+  check(7, 6);
+  at += 5000;
+  call("", nullptr);
+  check(8, 8);  // after a pause
+  call("", nullptr);
+  page.go_on();
+  check(9, 9);
+  call("", nullptr);
+  page.begin(kIdentity);
+  CHECK((lies->sequence & 3) == 0);
+  CHECK(Copy(page).of(Op::kAllreduce).count == 0);
+  ::munmap(lies, kPageBytes);
+  ::close(fd);
+}
+
 TEST_CASE("a bucket of an optimizer tells steps, whatever names repeat") {
   Page page;
   page.begin(kIdentity);
@@ -163,12 +220,15 @@ TEST_CASE("a thread that waits is split into waiting for peers and for transfer"
   page.begin(kIdentity);
   using namespace std::chrono_literals;
   {
-    Page::Waiting waiting(page);
+    Page::Waiting waiting(page, Clock::now());
+    CHECK(Copy(page)->waiting == 0);
+    waiting.tell();
+    waiting.tell();
     CHECK(Copy(page)->waiting == 1);
     std::this_thread::sleep_for(4ms);
     const uint64_t started = page.now();
     std::this_thread::sleep_for(2ms);
-    waiting.over(started);
+    waiting.over(started, started + 1);  // it has told: what it says counts, not when the operation was done
   }
   const Copy seen(page);
   CHECK(seen->waiting == 0);
@@ -233,13 +293,17 @@ TEST_CASE("readers see whole updates while the page is written") {
   page.begin(kIdentity);
   std::atomic<bool> over{false};
   std::thread writer([&] {
-    uint64_t bucket = 0;
+    uint64_t bucket = 0, name = 0;
     for (uint64_t i = 1; !over.load(); ++i) {
       const uint64_t at = i * 10'000;
       page.began(at);
       page.repeats(&bucket, true, at);
       page.ended({Op::kAllreduce, 100, at, at + 1000, at + 3000, i % 2 ? "a name" : "another name"});
       page.ran({Op::kBarrier, 0, at + 5000, at + 5000, at + 6000, ""});
+      for (uint64_t from : {at + 6100, at + 6200, at + 6300, at + 6400}) {
+        page.ran({Op::kBroadcast, 8, from, from + 10, from + 40, "a loop", &name});
+        if (i % 2 == 0) page.settle();
+      }
       if (i % 64 == 0) page.beat({{1, i, i}});
       if (i % 100 == 0) page.stall("what it waits for", {1, 2});
       if (i % 100 == 50) page.go_on();
@@ -248,7 +312,11 @@ TEST_CASE("readers see whole updates while the page is written") {
     }
   });
   std::thread waiter([&] {
-    while (!over.load()) Page::Waiting(page).over(0);
+    while (!over.load()) {
+      Page::Waiting waiting(page, Clock::now());
+      waiting.tell();
+      waiting.over(0, 0);
+    }
   });
   uint64_t last = 0;
   const auto read = [&](uint64_t* before) {
@@ -260,6 +328,11 @@ TEST_CASE("readers see whole updates while the page is written") {
     CHECK(counted(reduced) == reduced.count);
     CHECK(reduced.count >= *before);
     *before = reduced.count;
+    const PageOperations& sent = seen.of(Op::kBroadcast);
+    CHECK(sent.bytes == 8 * sent.count);
+    CHECK(sent.queued_ns == 10 * sent.count);
+    CHECK(sent.running_ns == 30 * sent.count);
+    CHECK(counted(sent) == sent.count);
   };
   std::thread other([&] {
     uint64_t mine = 0;
