@@ -48,9 +48,9 @@ _LATE = struct.Struct("=iIQ")
 _LATE_AT, _LATE_COUNT = 608, 8
 _OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
 _OPERATIONS_AT = 768
-_RECENT = struct.Struct("=4QI")
+_RECENT = struct.Struct("=6Q2I")
 _RECENT_AT = 3456
-_RECENT_BIT = 2  # of the sequence: the numbers do not have the call in _RECENT yet
+_RECENT_BIT = 2  # of the sequence: the numbers do not have the calls in _RECENT yet
 _NOTES = struct.Struct("=2q2i")  # at the end, see notes()
 _NOTES_AT = BYTES - _NOTES.size
 TIMES_BYTES = 16  # of the notes, the rest of which is about the process's end
@@ -278,21 +278,20 @@ def states(memory: Any) -> tuple[bool, int]:
 
 
 def _with_recent(copy: bytes) -> bytes:
-    """With the recent call, if there is one, in the numbers: what the core's Page::add_recent does."""
+    """With the recent calls, if there are any, in the numbers: what the core's Page::add_recent does."""
     sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
     if sequence % 2 or not sequence & _RECENT_BIT:
         return copy
-    done_ns, moved, queued_ns, running_ns, kind = _RECENT.unpack_from(copy, _RECENT_AT)
+    done_ns, count, moved, last, queued_ns, running_ns, kind, bucket = _RECENT.unpack_from(copy, _RECENT_AT)
     added = bytearray(copy)
-    bucket = min(((queued_ns + running_ns) // 1000).bit_length(), BUCKETS - 1)
     of_kind = _OPERATIONS_AT + kind * _OPERATION.size
     for at, value in (
-        (of_kind, 1), (of_kind + 8, moved), (of_kind + 16, queued_ns), (of_kind + 24, running_ns),
-        (of_kind + 32 + 8 * bucket, 1), (_COMMUNICATION_AT, queued_ns + running_ns), (_WAITS_AT, queued_ns),
+        (of_kind, count), (of_kind + 8, moved), (of_kind + 16, queued_ns), (of_kind + 24, running_ns),
+        (of_kind + 32 + 8 * bucket, count), (_COMMUNICATION_AT, queued_ns + running_ns), (_WAITS_AT, queued_ns),
         (_WAITS_AT + 8, running_ns),
     ):  # fmt: skip
         _WORD.pack_into(added, at, _WORD.unpack_from(added, at)[0] + value)
-    struct.pack_into("=2QI", added, _LAST_AT, done_ns, moved, kind)
+    struct.pack_into("=2QI", added, _LAST_AT, done_ns, last, kind)
     return bytes(added)
 
 

@@ -78,15 +78,16 @@ def test_a_page_that_nobody_has_written_yet_is_starting() -> None:
     assert page.mark_of(bytes(whole())) == own_mark()
 
 
-def test_the_last_call_of_a_loop_is_counted_before_the_core_has_added_it_up(tmp_path: Path) -> None:
+def test_the_last_calls_of_a_loop_are_counted_before_the_core_has_added_them_up(tmp_path: Path) -> None:
     content = whole()
     put(content, 72, 1, 4)  # running
     broadcasts = page._OPERATIONS_AT + page.KINDS.index("broadcast") * page._OPERATION.size
     put(content, broadcasts, 7)
     put(content, page._RECENT_AT, 5_000_000)
-    for word, value in enumerate((400, 1_500, 2_600), 1):
+    for word, value in enumerate((3, 400, 100, 1_500, 2_600), 1):
         put(content, page._RECENT_AT + 8 * word, value)
-    put(content, page._RECENT_AT + 32, page.KINDS.index("broadcast"), 4)
+    put(content, page._RECENT_AT + 48, page.KINDS.index("broadcast"), 4)
+    put(content, page._RECENT_AT + 52, 5, 4)
     put(content, 8, 8)  # the core has: nothing is left
     assert page.read(content).operations["broadcast"].count == 7
     put(content, 8, 8 + page._RECENT_BIT)
@@ -98,11 +99,12 @@ def test_the_last_call_of_a_loop_is_counted_before_the_core_has_added_it_up(tmp_
     for copy in (bytes(content), passed_on):
         one = page.read(copy)
         done = one.operations["broadcast"]
-        assert (done.count, done.bytes, sum(done.histogram), done.histogram[3]) == (8, 400, 1, 1)
+        assert (done.count, done.bytes, sum(done.histogram), done.histogram[5]) == (10, 400, 3, 3)
         assert (done.queued_seconds, done.running_seconds) == (1.5e-6, 2.6e-6)
         assert one.communication_seconds == 4.1e-6
         assert (one.waited_for_peers_seconds, one.waited_for_transfer_seconds) == (1.5e-6, 2.6e-6)
         assert one.last_operation is not None and one.last_operation.kind == "broadcast"
+        assert one.last_operation.bytes == 100
 
 
 def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:

@@ -112,7 +112,7 @@ int64_t Intake::enqueue(Operation* op, SetIntake& set, NameRecord* record) {
   incoming_.push_back(op);
   const int64_t handle = op->handle;
   has_news_.store(true, std::memory_order_seq_cst);
-  Counters::add(context_.counters.operations);
+  Counters::add_locked(context_.counters.operations);
   return handle;
 }
 

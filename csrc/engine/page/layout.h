@@ -79,11 +79,11 @@ struct PageLayout {
   PageWord unused[4];
   PageOperations operations[kOpCount];
 
-  // While sequence has kRecentBit: the call that ended last, which readers have to add to the numbers above. Its caller
-  // ran it alone, and nothing else was under way.
+  // While sequence has kRecentBit: the calls that ended last, which readers have to add to the numbers above. All are
+  // of one kind and belong into one bucket of its histogram. Their callers ran them alone: nothing else was under way.
   struct Recent {
-    PageWord done, bytes, queued_ns, running_ns;
-    PageHalf kind;
+    PageWord done, count, bytes, last_bytes, queued_ns, running_ns;
+    PageHalf kind, bucket;
   } recent;
 };
 

@@ -97,7 +97,8 @@ void Page::begin(const Identity& identity) {
   named_ = nullptr;
   under_way_ = steps_ = unwritten_ = communication_before_ = waited_before_ = last_done_ = 0;
   leader_ = nullptr;
-  is_declared_ = has_recent_ = false;
+  is_declared_ = false;
+  kept_ = 0;
   beat({});
 }
 
@@ -111,7 +112,7 @@ void Page::forget() {
   if (mapped_) (void)::munmap(mapped_, mapped_bytes_);
   mapped_ = nullptr;
   memory_ = own_.get();
-  has_recent_ = false;
+  kept_ = 0;
 }
 
 // Two readings of both clocks tell how long a tick is, the better the further they lie apart.
@@ -157,11 +158,35 @@ void Page::go_on() {
   memory_->stalled.store(0, std::memory_order_relaxed);
 }
 
+void Page::keep_first(Counted c, uint64_t of) {
+  if (kept_ != 0) add_up();
+  PageLayout::Recent& recent = memory_->recent;  // which nobody reads before the sequence says so
+  recent.kind.store(c.kind, std::memory_order_relaxed);
+  recent.bucket.store(c.bucket, std::memory_order_relaxed);
+  set(recent.done, c.done);
+  set(recent.count, 1);
+  set(recent.bytes, c.bytes);
+  set(recent.last_bytes, c.bytes);
+  set(recent.queued_ns, c.queued_ns);
+  set(recent.running_ns, c.running_ns);
+  memory_->sequence.store(memory_->sequence.load(std::memory_order_relaxed) + kRecentBit, std::memory_order_release);
+  kept_ = 1;
+  kept_of_ = of;
+}
+
+void Page::add_recent(PageLayout& page) {
+  const auto get = [](const auto& word) { return word.load(std::memory_order_relaxed); };
+  const PageLayout::Recent& recent = page.recent;
+  const Counted c{get(recent.kind),       get(recent.bucket),    get(recent.count),      get(recent.bytes),
+                  get(recent.last_bytes), get(recent.queued_ns), get(recent.running_ns), get(recent.done)};
+  count(page, c);
+  add_waits(page, c, true);
+}
+
 void Page::add_up() {
-  has_recent_ = false;
+  kept_ = 0;
   const Update update(*this);
-  if (recent_leader_) begin_step(recent_leader_, false, recent_submitted_);
-  add_recent(*memory_, true);
+  add_recent(*memory_);
 }
 
 std::string Page::copy() const {
@@ -177,7 +202,7 @@ std::string Page::copy() const {
     if (before % 2 != 0 || memory_->sequence.load(std::memory_order_relaxed) != before) continue;
     if (before & kRecentBit) {
       auto& copied = *reinterpret_cast<PageLayout*>(bytes.data());
-      add_recent(copied, true);
+      add_recent(copied);
       set(copied.sequence, before + kRecentBit);
     }
     break;

@@ -1,6 +1,6 @@
 // Writes this rank's measurements into its page (layout.h), which lies in memory that other processes map, or in this
 // process's own until share(). Without a lock or a system call where operations end, and without a reading of a clock
-// that they do not need anyway. What a loop of short calls measures is added up while its next call waits.
+// that they do not need anyway. What a loop of short calls measures is added up for several calls together.
 //
 // Thread: the thread that makes progress, or one that holds the progress lock: one at a time; waits() and its object
 // from any thread. Readers see a whole update or none (sequence, and copy()). Owner: Context.
@@ -95,52 +95,42 @@ class Page {
     set(memory_->under_way, under_way_);
   }
   // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
-  // Where calls of one name follow one another without a pause, readers see it at once, as PageLayout::recent, but it is
-  // added up by settle(), while the next one waits.
+  // Calls of one name that follow one another without a pause are kept together as PageLayout::recent, which costs less
+  // than to add up each; readers see them there.
   [[gnu::always_inline]] void ran(const Ended& e) {
-    settle();
     const uint64_t now = std::max(e.now, e.submitted), started = std::clamp(e.started, e.submitted, now);
-    PageLayout::Recent& recent = memory_->recent;
-    set(recent.done, e.now);
-    set(recent.bytes, e.bytes);
-    set(recent.queued_ns, started - e.submitted);
-    set(recent.running_ns, now - started);
-    recent.kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);
-    recent_leader_ = e.seen && is_step(*e.seen, e.seen, false) ? e.seen : nullptr;
-    recent_submitted_ = e.submitted;
-    if (e.seen) *e.seen = steps_ + (recent_leader_ ? 2 : 1);
-    const bool is_loop = named_ && whose_name(e) == named_ && since(last_done_, e.submitted) < kShortNs;
-    last_done_ = e.now;
-    if (is_loop && under_way_ == 0) {
-      PageWord& sequence = memory_->sequence;
-      sequence.store(sequence.load(std::memory_order_relaxed) + kRecentBit, std::memory_order_release);
-      has_recent_ = true;
-      return;
+    if (e.seen) {
+      if (is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
+      *e.seen = steps_ + 1;
     }
+    const Counted c{static_cast<uint32_t>(e.op),
+                    bucket_of(now - e.submitted),
+                    1,
+                    e.bytes,
+                    e.bytes,
+                    started - e.submitted,
+                    now - started,
+                    e.now};
+    const uint64_t* whose = whose_name(e);
+    const bool is_loop = whose && whose == named_ && under_way_ == 0 && since(last_done_, e.submitted) < kShortNs;
+    last_done_ = e.now;
+    if (is_loop) return keep(c);
     const Update update(*this);
-    if (recent_leader_) begin_step(recent_leader_, false, e.submitted);
-    add_recent(*memory_, under_way_ == 0);
+    count(*memory_, c);
+    add_waits(*memory_, c, under_way_ == 0);
     write_name(e);
-  }
-  // Adds up what ran() has left: for moments in which the caller waits anyway.
-  void settle() {
-    if (has_recent_) add_up();
   }
   // Something that has a name was submitted. What comes again and again tells one step from the next: seen is its own
   // place to note in which step it was seen last (0: never), declared: it is a bucket of an optimizer, which counts for
   // more than a name.
   void repeats(uint64_t* seen, bool declared, uint64_t submitted) {
-    settle();
     if (*seen == 0 && seen == named_) named_ = nullptr;  // a new name, where one that was forgotten had its place
-    if (is_step(*seen, seen, declared)) {
-      const Update update(*this);
-      begin_step(seen, declared, submitted);
-    }
+    if (is_step(*seen, seen, declared)) begin_step(seen, declared, submitted);
     *seen = steps_ + 1;
   }
 
-  // A thread of the user waits for an operation for as long as this lives. Readers know of it from tell() on: a wait that
-  // is over in a moment is only added up.
+  // A thread of the user waits for an operation for as long as this lives. Readers know of it from tell() on: a wait
+  // that is over in a moment is only added up.
   class Waiting {
    public:
     Waiting(Page& page, TimePoint from) : page_(page), from_(page.at(from)) {}
@@ -168,14 +158,14 @@ class Page {
   };
 
  private:
-  static constexpr uint64_t kShortSteps = 16, kShortNs = 3000;
-  static constexpr int kFraction = 48;  // bits of ns_per_tick_ behind the point
+  static constexpr uint64_t kShortSteps = 16, kKept = 16, kShortNs = 3000;
+  static constexpr int kFraction = 48;                 // bits of ns_per_tick_ behind the point
   static constexpr uint64_t kAtWork = 1 | kRecentBit;  // bits of the sequence; one more clears both
-  // Makes the sequence odd for as long as it lives. What ran() has left is added up before.
+  // Makes the sequence odd for as long as it lives. What ran() has kept is added up before.
   class Update {
    public:
     explicit Update(Page& page) : sequence_(page.memory_->sequence) {
-      page.settle();
+      if (page.kept_ != 0) page.add_up();
       at_work_ = sequence_.load(std::memory_order_relaxed) | kAtWork;
       set(sequence_, at_work_);
       std::atomic_thread_fence(std::memory_order_release);
@@ -192,40 +182,60 @@ class Page {
   // One thread writes these words, so it needs no instruction that locks the bus.
   static void add(PageWord& word, uint64_t n) { set(word, word.load(std::memory_order_relaxed) + n); }
   static uint64_t since(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
-  // What one operation adds to its kind, which is given by its number.
+  // What operations of one kind, given by its number, and of one bucket of its histogram add. last_bytes, done: of the
+  // last of them.
   struct Counted {
-    uint32_t kind;
-    uint64_t bytes, queued_ns, running_ns, done;
+    uint32_t kind, bucket;
+    uint64_t count, bytes, last_bytes, queued_ns, running_ns, done;
   };
+  static uint32_t bucket_of(uint64_t ns) {
+    return std::min(static_cast<uint32_t>(std::bit_width(ns / 1000)), uint32_t{kLatencyBuckets - 1});
+  }
   [[gnu::always_inline]] static void count(PageLayout& page, const Counted& c) {
     PageOperations& of_kind = page.operations[c.kind];
-    add(of_kind.count, 1);
+    add(of_kind.count, c.count);
     add(of_kind.bytes, c.bytes);
     add(of_kind.queued_ns, c.queued_ns);
     add(of_kind.running_ns, c.running_ns);
-    const auto place = static_cast<int>(std::bit_width((c.queued_ns + c.running_ns) / 1000));
-    add(of_kind.histogram[std::min(place, kLatencyBuckets - 1)], 1);
+    add(of_kind.histogram[c.bucket], c.count);
     set(page.last_done, c.done);
-    set(page.last_bytes, c.bytes);
+    set(page.last_bytes, c.last_bytes);
     page.last_kind.store(c.kind, std::memory_order_relaxed);
   }
   [[gnu::always_inline]] void count(const Ended& e) {
     const uint64_t now = std::max(e.now, e.submitted);
     const uint64_t started = e.started ? std::clamp(e.started, e.submitted, now) : now;
-    count(*memory_, {static_cast<uint32_t>(e.op), e.bytes, started - e.submitted, now - started, e.now});
+    count(*memory_, {static_cast<uint32_t>(e.op), bucket_of(now - e.submitted), 1, e.bytes, e.bytes,
+                     started - e.submitted, now - started, e.now});
     last_done_ = e.now;
     write_name(e);
   }
-  // alone: nothing else was under way.
-  [[gnu::always_inline]] static void add_recent(PageLayout& page, bool alone) {
-    const auto get = [](const auto& word) { return word.load(std::memory_order_relaxed); };
-    const PageLayout::Recent& recent = page.recent;
-    const uint64_t queued = get(recent.queued_ns), running = get(recent.running_ns);
-    count(page, {get(recent.kind), get(recent.bytes), queued, running, get(recent.done)});
-    if (alone) add(page.communication_ns, queued + running);
-    add(page.for_peers_ns, queued);
-    add(page.for_transfer_ns, running);
+  // Of calls that their callers ran. alone: nothing else was under way.
+  [[gnu::always_inline]] static void add_waits(PageLayout& page, const Counted& c, bool alone) {
+    if (alone) add(page.communication_ns, c.queued_ns + c.running_ns);
+    add(page.for_peers_ns, c.queued_ns);
+    add(page.for_transfer_ns, c.running_ns);
   }
+  // One more of the calls of a loop.
+  [[gnu::always_inline]] void keep(const Counted& c) {
+    PageLayout::Recent& recent = memory_->recent;
+    PageWord& sequence = memory_->sequence;
+    const uint64_t of = uint64_t{c.kind} << 32 | c.bucket;
+    if (kept_ == 0 || kept_ >= kKept || of != kept_of_) return keep_first(c, of);
+    ++kept_;
+    const uint64_t before = sequence.load(std::memory_order_relaxed);
+    set(sequence, before | 1);
+    std::atomic_thread_fence(std::memory_order_release);
+    set(recent.done, c.done);
+    set(recent.count, kept_);
+    add(recent.bytes, c.bytes);
+    set(recent.last_bytes, c.bytes);
+    add(recent.queued_ns, c.queued_ns);
+    add(recent.running_ns, c.running_ns);
+    sequence.store(before + kAtWork + 1, std::memory_order_release);
+  }
+  void keep_first(Counted c, uint64_t of);
+  static void add_recent(PageLayout& page);
   void add_up();
   // What tells one name from another; null: nothing does.
   static const uint64_t* whose_name(const Ended& e) {
@@ -264,9 +274,7 @@ class Page {
   const uint64_t* leader_ = nullptr;                       // what begins a step: only compared
   bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
-  bool has_recent_ = false;                                // ran() has left PageLayout::recent
-  const uint64_t* recent_leader_ = nullptr;                // it begins a step of this leader
-  uint64_t recent_submitted_ = 0;
+  uint64_t kept_ = 0, kept_of_ = 0;  // how many calls are in PageLayout::recent; their kind and bucket
 };
 
 [[gnu::always_inline]] inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
@@ -276,6 +284,7 @@ class Page {
   ++steps_;
   // Of steps that are over in a moment several are told of together, by their mean.
   if (++unwritten_ < kShortSteps && leader == leader_ && since(began, at) < kShortNs) return;
+  const Update update(*this);
   const uint64_t under_way = under_way_ ? since(get(page.communicates_since), at) : 0;
   const uint64_t communication = get(page.communication_ns) + under_way;
   const uint64_t waited = get(page.for_peers_ns) + get(page.for_transfer_ns) + get(page.other_for_peers_ns) +

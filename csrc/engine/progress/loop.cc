@@ -36,7 +36,7 @@ bool Loop::step(bool may_fill) {
 
 Status Loop::advance() {
   Mesh& mesh = *parts_.context.mesh;
-  Counters::add(parts_.context.counters.steps);
+  Counters::add_locked(parts_.context.counters.steps);
   if (!mesh.all_shared() || ++iterations_ % kLooksAtSockets == 0) HC_TRY(poll());
   if (has_abort_.load(std::memory_order_acquire)) {
     std::lock_guard lock(abort_mu_);

@@ -14,8 +14,8 @@ namespace {
 constexpr std::chrono::milliseconds kBusyLook{5};  // how often hc-engine looks whether a waiter has left
 // How often a copy or NCCL's start is looked at: at first as often as the kernel's timers allow, then ever more rarely.
 constexpr int64_t kDeviceLookUs = 50, kRareDeviceLookUs = 1000;
-constexpr int kSliceMs = 50;                       // a waiter looks up (deadline, another waiter) at least this often
-constexpr int kMoment = 64;                        // iterations, a few microseconds, before a wait is told of
+constexpr int kSliceMs = 50;  // a waiter looks up (deadline, another waiter) at least this often
+constexpr int kMoment = 64;   // iterations, a few microseconds, before a wait is told of
 
 }  // namespace
 

@@ -337,9 +337,9 @@ void ProcessSet::finish_batch() {
   const auto runner = batches_.take_runner();
   if (runner->is_on_device()) device_.batch_over();
   Counters& counters = parts_.context.counters;
-  Counters::add(counters.batches);
-  Counters::add(counters.fused, runner->operations().size());
-  Counters::add(counters.bytes_reduced, runner->bytes());
+  Counters::add_locked(counters.batches);
+  Counters::add_locked(counters.fused, runner->operations().size());
+  Counters::add_locked(counters.bytes_reduced, runner->bytes());
   for (Operation* op : runner->operations())
     if (op) complete(op, runner->outcome());
 }
@@ -364,9 +364,9 @@ void ProcessSet::run_arrivals(Iteration* now) {
     // A round is over: what was announced while it was under way others may wait for, instead of entering the next.
     if (bucket.set < 0 && pending_.size() > 1) bypass_.close();
     Counters& counters = parts_.context.counters;
-    Counters::add(bucket.set >= 0 ? counters.persistent : counters.bypassed);
+    Counters::add_locked(bucket.set >= 0 ? counters.persistent : counters.bypassed);
     note_persistent(run.op, *run.collective);
-    Counters::add(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
+    Counters::add_locked(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
     complete(run.op, run.collective->status());
   }
   if (!deferred_join_ || !arrivals_.empty() || device_.has_ready() || parts_.order.tickets().kept_back()) return;
@@ -387,10 +387,10 @@ void ProcessSet::launch_ready(Iteration* now) {
     if (!launched.is_ok()) return parts_.gpu.fail(launched.status());
     const auto runner = launched.take();
     if (!runner) return;
-    Counters::add(parts_.context.counters.bytes_reduced, runner->bytes());
+    Counters::add_locked(parts_.context.counters.bytes_reduced, runner->bytes());
     for (Operation* op : runner->operations()) {
       if (!op) continue;
-      Counters::add(parts_.context.counters.persistent);
+      Counters::add_locked(parts_.context.counters.persistent);
       complete(op, runner->outcome());
     }
   }

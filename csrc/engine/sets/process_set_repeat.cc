@@ -84,23 +84,22 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   Recorder& recorder = parts_.intake.recorder();
   const uint64_t number =
       recorder.submitted({known.signature, s.name, members().id, false, submitted, intake_->next_call(), use});
+  Counters& counters = parts_.context.counters;
+  Counters::add_locked(counters.operations);
   lock.unlock();
   wake_readers();
-  Counters& counters = parts_.context.counters;
-  Counters::add(counters.operations);
   bool moved = false;
   Idle idle(std::min(spin_pauses, kMostPauses), std::min(parts_.context.config.yield_us, kLongestUs));
   Progress progress = round->step(&moved);
-  if (progress == Progress::kPending) parts_.context.page.settle();  // in the time that the others take anyway
   while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = round->step(&moved);
   if (progress == Progress::kDone && !round->withdrawn()) {
     if (s.name.empty())
       pending_.pass_over(s.op, use);
     else
       record->pending.store(nullptr, std::memory_order_release);
-    Counters::add(counters.bypassed);
+    Counters::add_locked(counters.bypassed);
     const uint64_t bytes = bytes_of(known.signature), ticks = processor_ticks();
-    Counters::add(counters.bytes_reduced, bytes);
+    Counters::add_locked(counters.bytes_reduced, bytes);
     note_arrival(submitted, round->arrival());
     recorder.done(number, Code::kOk, ticks);
     measure_repeat(s.op, bytes, s.name, record, submitted, round->arrival(), ticks);

@@ -44,7 +44,8 @@ int main() {
     page.repeats(&seen, false, from);
     page.ended({Op::kAllreduce, 4, from, from + 100, now, "gradient"});
   });
-  measure("a thread's short wait", [&] { Page::Waiting(page, submitted).over(page.at(submitted) + 10, page.at(ticks)); });
+  measure("a thread's short wait",
+          [&] { Page::Waiting(page, submitted).over(page.at(submitted) + 10, page.at(ticks)); });
   measure("a thread's wait", [&] {
     Page::Waiting waiting(page, submitted);
     waiting.tell();
