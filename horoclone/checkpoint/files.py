@@ -4,11 +4,14 @@ PATH/.incomplete-00000007-ab12cd34   while the ranks write
 PATH/save-00000007                   complete: it has its manifest, and all files were on disk before it got this name
 PATH/.removed-00000006-ab12cd34      being removed
 
-The library safetensors writes the arrays' files and reads their headers (docs/decisions/0077).
+The files of arrays are those of safetensors, whose library reads every header, also of what was just written
+(docs/decisions/0077, 0174).
 """
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -16,17 +19,20 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from safetensors import SafetensorError, TensorSpec, safe_open, serialize_file
+from safetensors import SafetensorError, safe_open
 
 from horoclone.checkpoint.failures import CheckpointError
-from horoclone.checkpoint.leaves import Bytes, Form, numpy_name
+from horoclone.checkpoint.image import PAGE
+from horoclone.checkpoint.leaves import Bytes, Form
 
-FORMAT, VERSION = "horoclone checkpoint", 1
+FORMAT, VERSION = "horoclone checkpoint", 2  # version 1 had the sha256 of a file in place of its CRC-32
+_READ_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 STALE_S = 24 * 3600.0  # an incomplete directory in which nothing was written for so long is removed
 _CHUNK = 8 << 20
@@ -35,11 +41,11 @@ _LEFT = re.compile(r"\.(?:incomplete|removed)-(\d{8,})-[0-9a-f]+")
 
 
 class Written(NamedTuple):
-    """A file as the manifest has it."""
+    """A file as the manifest has it. digest: "crc32:" and 8 hexadecimal digits; in version 1 those of a sha256."""
 
     name: str
     nbytes: int
-    sha256: str
+    digest: str
 
 
 # --- directories ---
@@ -144,38 +150,61 @@ def _sync_directory(place: Path) -> None:
 # --- writing ---
 
 
-def write_arrays(place: Path, arrays: Mapping[str, tuple[Form, Bytes]]) -> Written:
-    """Writes a new file of forms and elements by name; when it returns, the file and its name are on disk."""
-    specs = {
-        name: TensorSpec(
-            dtype=numpy_name(form.dtype), shape=form.shape, data_ptr=data.ctypes.data, data_len=data.nbytes
-        )
-        for name, (form, data) in arrays.items()
-    }
-    new = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    mode = os.fstat(new).st_mode & 0o777  # the library replaces the file by one that only its owner may read
-    os.close(new)
+def write_arrays(place: Path, image: Bytes) -> Written:
+    """Writes a new file out of memory that begins at a page; when it returns, the file and its name are on disk."""
+    crc = 0
+    file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
-        serialize_file(specs, place)
-    except SafetensorError as error:
-        raise _as_os_error(error) from None
-    digest = hashlib.sha256()
-    with open(place, "rb", buffering=0) as file:
-        header, order = _header_of(place, file)
-        digest.update(header)
-        for name in order:  # of what was to be written, not of what a disk has made of it
-            digest.update(arrays[name][1].data)
-        os.fchmod(file.fileno(), mode)
-        os.fsync(file.fileno())
-        nbytes = os.fstat(file.fileno()).st_size
+        _use_the_cache(file, False)
+        for piece in _pieces(image.data):
+            if len(piece) % PAGE:
+                _use_the_cache(file, True)
+            crc = zlib.crc32(piece, crc)  # of what was to be written, not of what a disk has made of it
+            _write_all(file, piece)
+        _check_header(place)
+        os.fsync(file)
+    finally:
+        os.close(file)
     _sync_directory(place.parent)
-    return Written(place.name, nbytes, digest.hexdigest())
+    return Written(place.name, image.nbytes, f"crc32:{crc:08x}")
 
 
-def _as_os_error(error: SafetensorError) -> Exception:
-    """The library has the number of a failed system call in its text only."""
-    number = re.search(r"\(os error (\d+)\)", str(error))
-    return OSError(int(number[1]), os.strerror(int(number[1]))) if number else error
+def _pieces(data: memoryview) -> Iterator[memoryview]:
+    """Pieces of whole pages, and what is left."""
+    whole = len(data) - len(data) % PAGE
+    for begin in range(0, whole, _CHUNK):
+        yield data[begin : min(begin + _CHUNK, whole)]
+    if whole < len(data):
+        yield data[whole:]
+
+
+def _write_all(file: int, data: memoryview) -> None:
+    while data:
+        try:
+            data = data[os.write(file, data) :]
+        except (
+            OSError
+        ) as error:  # past the cache go whole pages only: not a short rest, nor what follows half a write
+            if error.errno != errno.EINVAL or not _use_the_cache(file, True):
+                raise
+
+
+def _use_the_cache(file: int, wanted: bool) -> bool:
+    """Whether that has changed. Past the page cache the disk reads our memory itself, which costs no processor a copy;
+    a file system that cannot do that says so here or at the first write."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    new = flags & ~os.O_DIRECT if wanted else flags | os.O_DIRECT
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, new)
+    except OSError:
+        return False
+    return new != flags
+
+
+def _check_header(place: Path) -> None:
+    """That the library of the format takes the file for one of its own, before anybody relies on it."""
+    with safe_open(place, framework="numpy", backend="pread"):
+        pass
 
 
 def _write_text(place: Path, text: bytes) -> None:
@@ -222,9 +251,9 @@ def read_manifest(place: Path) -> Any:
         raise damaged(name, f"it is no JSON ({error})") from None
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(f"{name} was not written by hvd.checkpoint.save. Load it with what wrote it.")
-    if whole.get("version") != VERSION:
+    if whole.get("version") not in _READ_VERSIONS:
         raise CheckpointError(
-            f"{name} has version {whole.get('version')!r} of the format, and this horoclone reads version {VERSION}. "
+            f"{name} has version {whole.get('version')!r} of the format, and this horoclone reads versions 1 and 2. "
             "Load it with the version of horoclone that wrote it, or a later one."
         )
     if "content" not in whole or _digest_of(whole["content"]) != whole.get("sha256"):
@@ -250,21 +279,51 @@ def read_arrays(place: Path, written: Written) -> dict[str, tuple[Form, Bytes]]:
     """The arrays of a file by name, once every byte of it is known to be as it was written."""
     check_file(place, written)
     name = place / written.name
-    digest = hashlib.sha256()
+    check = _Sha256() if ":" not in written.digest else _Crc32()
     try:
         with open(name, "rb", buffering=0) as file:
             header, forms = _header_of(name, file)
-            digest.update(header)
-            arrays = {key: (form, _read(file, form.nbytes, digest)) for key, form in forms.items()}
+            check.update(header)
+            arrays = {key: (form, _read(file, form.nbytes, check)) for key, form in forms.items()}
     except OSError as error:
         raise CheckpointError(
             f"{name} cannot be read: {error}. Look at its permissions and its disk."
         ) from error
     except (ValueError, KeyError, SafetensorError) as error:
         raise damaged(name, str(error) or type(error).__name__) from None
-    if digest.hexdigest() != written.sha256:
-        raise damaged(name, "its bytes do not have the sha256 that the manifest has")
+    if check.text() != written.digest:
+        raise damaged(name, "its bytes do not have the checksum that the manifest has")
     return arrays
+
+
+class _Crc32:
+    """The checksum of a file."""
+
+    def __init__(self) -> None:
+        self._value = 0
+
+    def update(self, data: Any) -> None:
+        """Goes on with these bytes."""
+        self._value = zlib.crc32(data, self._value)
+
+    def text(self) -> str:
+        """As the manifest has it."""
+        return f"crc32:{self._value:08x}"
+
+
+class _Sha256:
+    """The checksum of a file in version 1."""
+
+    def __init__(self) -> None:
+        self._value = hashlib.sha256()
+
+    def update(self, data: Any) -> None:
+        """Goes on with these bytes."""
+        self._value.update(data)
+
+    def text(self) -> str:
+        """As the manifest has it."""
+        return self._value.hexdigest()
 
 
 def _header_of(name: Path, file: Any) -> tuple[bytes, dict[str, Form]]:
@@ -280,7 +339,7 @@ def _header_of(name: Path, file: Any) -> tuple[bytes, dict[str, Form]]:
     return file.read(before), forms
 
 
-def _read(file: Any, count: int, digest: Any) -> Bytes:
+def _read(file: Any, count: int, check: _Crc32 | _Sha256) -> Bytes:
     data = np.empty(count, np.uint8)
     view = data.data
     done = 0
@@ -288,6 +347,6 @@ def _read(file: Any, count: int, digest: Any) -> Bytes:
         got = file.readinto(view[done : done + _CHUNK])
         if not got:
             raise ValueError("it has become shorter")
-        digest.update(view[done : done + got])
+        check.update(view[done : done + got])
         done += got
     return data

@@ -50,7 +50,7 @@ class Kind(Protocol):
         ...
 
     def copy(self, value: Any, into: Bytes) -> None:
-        """Copies its elements there, in row-major order and little-endian. `into` is aligned for every dtype."""
+        """Copies its elements there, in row-major order and little-endian. `into` is aligned for its dtype."""
         ...
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> Any:
@@ -70,11 +70,6 @@ def numpy_dtype(name: str) -> np.dtype[Any]:
             "or import the framework's binding (horoclone.torch, horoclone.jax) before load()."
         ) from None
     return np.dtype(getattr(ml_dtypes, _NUMPY_NAMES[name]))
-
-
-def numpy_name(name: str) -> str:
-    """What NumPy and ml_dtypes call a dtype of the format."""
-    return _NUMPY_NAMES[name]
 
 
 def format_name(dtype: str) -> str:
@@ -115,13 +110,6 @@ class _Scalar(_NumPy):
 
 NUMPY: Kind = _NumPy()
 _kinds: list[Kind] = [_Scalar(), NUMPY]
-
-
-def copied(kind: Kind, value: Any) -> Bytes:
-    """A copy of its elements, which later changes do not reach."""
-    data = np.empty(kind.form(value).nbytes, np.uint8)
-    kind.copy(value, data)
-    return data
 
 
 def register(kind: Kind) -> None:

@@ -168,7 +168,7 @@ class Reading:
                 files.check_file(self.place, files.Written(*entry["file"]))
 
     def arrays(self, file: int) -> dict[str, tuple[Form, Bytes]]:
-        """Those of a file, compared with its sha256."""
+        """Those of a file, compared with its checksum."""
         return files.read_arrays(self.place, self._written[file])
 
     def row(self, number: int) -> list[Any]:

@@ -11,17 +11,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from horoclone import errors, failpoints
 from horoclone.checkpoint import files
 from horoclone.checkpoint.agreement import Ranks
 from horoclone.checkpoint.failures import CheckpointError, WorldOver, told
-from horoclone.checkpoint.leaves import Bytes, Form
+from horoclone.checkpoint.image import CopyMemory, Image, in_pages
 from horoclone.checkpoint.tree import Flat, Leaf
 
 NICE = 10  # of the thread that writes: on a core that training fills, it gets about a tenth
-Arrays = dict[str, tuple[Form, Bytes]]
 
 
 def shares(sizes: list[int], count: int) -> list[int]:
@@ -33,44 +30,7 @@ def shares(sizes: list[int], count: int) -> list[int]:
     return owners
 
 
-class CopyMemory:
-    """Memory for copies. It is kept from one save to the next: new memory costs more than the copy, as the kernel finds
-    and clears each page. Thread: take on the one that saves, give on the one that writes."""
-
-    def __init__(self) -> None:
-        self._mutex = threading.Lock()
-        self._free: Bytes | None = None
-
-    def take(self, nbytes: int) -> Bytes:
-        """Memory of at least `nbytes`, for this caller alone."""
-        with self._mutex:
-            free, self._free = self._free, None
-        if free is not None and nbytes <= free.nbytes <= 2 * nbytes:
-            return free
-        return np.empty(nbytes, np.uint8)
-
-    def give(self, memory: Bytes) -> None:
-        """Gives the memory back, once it is not read any more."""
-        with self._mutex:
-            self._free = memory
-
-
 _copy_memory = CopyMemory()
-
-
-def _copied(leaves: list[Leaf], memory: Bytes, begin: int) -> tuple[Arrays, int]:
-    """Copies to memory[begin:], and where they end."""
-    arrays: Arrays = {}
-    for leaf in leaves:
-        into = memory[begin : begin + leaf.form.nbytes]
-        leaf.kind.copy(leaf.value, into)
-        arrays[leaf.name] = (leaf.form, into)
-        begin += _aligned(leaf.form.nbytes)
-    return arrays, begin
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // 64) * 64
 
 
 def _listed(leaves: list[Leaf]) -> list[list[Any]]:
@@ -99,9 +59,11 @@ class Save:
         own = Flat([owned.value for owned in flat.owned], "Owned")
         if own.owned:
             raise ValueError("an Owned lies inside another Owned: what it holds is this rank's already.")
-        self._memory = _copy_memory.take(sum(_aligned(leaf.form.nbytes) for leaf in (*mine, *own.leaves)))
-        self._arrays, end = _copied(mine, self._memory, 0)
-        self._own_arrays, _ = _copied(own.leaves, self._memory, end)
+        image, own_image = Image(mine), Image(own.leaves)
+        end = in_pages(image.nbytes)
+        self._memory = _copy_memory.take(end + own_image.nbytes)
+        self._image = image.filled(self._memory)
+        self._own_image = own_image.filled(self._memory[end:])
         self._own = {"node": own.node, "arrays": _listed(own.leaves)}
         self._outline = hashlib.sha256(json.dumps(flat.outline()).encode()).hexdigest()
         self._content = {
@@ -185,13 +147,12 @@ class Save:
     def _written(self, place: Path) -> dict[str, Any]:
         rank = self.ranks.rank
         report: dict[str, Any] = {"own": None}
-        report["file"] = list(files.write_arrays(place / f"rank-{rank:05d}.safetensors", self._arrays))
-        self._arrays = {}
+        report["file"] = list(files.write_arrays(place / f"rank-{rank:05d}.safetensors", self._image))
         if self._own["node"]["list"]:
             name = f"rank-{rank:05d}.own.safetensors"
-            written = files.write_arrays(place / name, self._own_arrays)
+            written = files.write_arrays(place / name, self._own_image)
             report["own"] = {**self._own, "file": list(written)}
-        self._own_arrays = {}
+        del self._image, self._own_image
         _copy_memory.give(self._memory)
         return report
 

@@ -34,10 +34,11 @@ from torch.futures import Future
 import horoclone.torch.checkpoint  # noqa: F401 - tensors can be saved from here on
 from horoclone.checkpoint import files
 from horoclone.checkpoint.failures import CheckpointError
-from horoclone.checkpoint.leaves import Form, copied, kind_named
+from horoclone.checkpoint.image import Image, from_a_page
+from horoclone.checkpoint.leaves import Form, kind_named
 from horoclone.checkpoint.loading import Reading, load
 from horoclone.checkpoint.saving import save_alone
-from horoclone.checkpoint.tree import Flat
+from horoclone.checkpoint.tree import Flat, Leaf
 
 __all__ = ["Reader", "Writer", "from_dcp", "to_dcp"]
 
@@ -87,9 +88,12 @@ class Writer(StorageWriter):
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
         """Writes this rank's file; when it returns, that is on disk."""
         name, rank = plan.storage_data
-        arrays: dict[str, Any] = {}
+        arrays: dict[str, Leaf] = {}
         entries = [self._taken(item, planner, arrays) for item in plan.items]
-        written = files.write_arrays(self.path / name / f"rank-{rank:05d}.safetensors", arrays)
+        image = Image(list(arrays.values()))
+        written = files.write_arrays(
+            self.path / name / f"rank-{rank:05d}.safetensors", image.filled(from_a_page(image.nbytes))
+        )
         future: Future[list[WriteResult]] = Future()
         future.set_result(
             [
@@ -99,7 +103,7 @@ class Writer(StorageWriter):
         )
         return future
 
-    def _taken(self, item: WriteItem, planner: Any, arrays: dict[str, Any]) -> _Entry:
+    def _taken(self, item: WriteItem, planner: Any, arrays: dict[str, Leaf]) -> _Entry:
         """Puts what an item has into the arrays of the file."""
         fqn, offsets, whole = item.index.fqn, None, []
         if item.type is WriteItemType.BYTE_IO:
@@ -122,7 +126,7 @@ class Writer(StorageWriter):
             stored += "" if offsets is None else "@" + ",".join(map(str, offsets))
             while stored in arrays:
                 stored += "#"
-            arrays[stored] = (leaf.form, copied(leaf.kind, leaf.value))
+            arrays[stored] = leaf._replace(name=stored)
             rows.append([stored, leaf.kind.name, leaf.form.dtype, list(leaf.form.shape)])
         return _Entry(flat.node, rows, offsets, whole)
 
@@ -203,7 +207,7 @@ def _node_of(nested: Any) -> Any:
 class Reader(StorageReader):
     """The newest complete save below `path`, or the one with that number, whichever save() wrote it.
 
-    Each rank reads one file after the other, takes what it needs, and compares each with its sha256. What is Owned is
+    Each rank reads one file after the other, takes what it needs, and compares each with its checksum. What is Owned is
     not there. NothingSaved and CheckpointError as load() raises them.
     """
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import importlib.util
 import json
 import math
@@ -9,12 +11,15 @@ import os
 import platform
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
+import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,8 +27,10 @@ import pytest
 
 from horoclone import checkpoint
 from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, files, load
+from horoclone.checkpoint.image import Image, from_a_page
 from horoclone.checkpoint.leaves import NUMPY
 from horoclone.checkpoint.saving import Save, shares
+from horoclone.checkpoint.tree import Flat
 
 spec = importlib.util.spec_from_file_location("checkpoint_doubles", Path(__file__).with_name("doubles.py"))
 doubles: Any = importlib.util.module_from_spec(spec)
@@ -110,6 +117,60 @@ def test_the_files_are_those_of_the_library(tmp_path: Path) -> None:
     (name,) = (tmp_path / "save-00000001").glob("*.safetensors")
     found = library.load_file(name)
     assert same(found["model.w"], a_state()["model"]["w"]) and "model.a.b#2" in found and len(found) == 6
+
+
+def test_saves_of_version_1_load_and_are_compared_with_their_sha256(tmp_path: Path) -> None:
+    """Written by the release that had no version 2."""
+    place = shutil.copytree(Path(__file__).with_name("version1"), tmp_path, dirs_exist_ok=True)
+    found = load(place)
+    assert same(found["w"], np.arange(6, dtype=np.float32).reshape(2, 3)) and found["best"] == -math.inf
+    assert same(found["b"], [np.arange(5), np.float16(0.5)]) and found["epoch"] == 7
+    assert [(one["of"], one["piece"].tolist()) for one in found["mine"]] == [(0, [0]), (1, [1, 1])]
+    name = place / "save-00000001" / "rank-00000.safetensors"
+    name.write_bytes(name.read_bytes()[:-1] + b"\1")
+    with pytest.raises(CheckpointError, match="damaged: its bytes do not have the checksum"):
+        load(place)
+
+
+@pytest.mark.parametrize("elements", [1, files.PAGE, 5 * files.PAGE, 5 * files.PAGE + 1])
+@pytest.mark.parametrize("cannot", ["nothing", "set the flag", "write"])
+def test_a_file_is_the_same_where_the_page_cache_cannot_be_passed_by(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cannot: str, elements: int
+) -> None:
+    monkeypatch.setattr(files, "_CHUNK", 2 * files.PAGE)
+    past_the_cache: list[bool] = []
+
+    def write(file: int, data: memoryview) -> int:
+        past_the_cache.append(bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT))
+        if cannot == "write" and past_the_cache[-1]:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return os.write(file, data)
+
+    def set_flag(file: int, what: int, value: int = 0) -> int:
+        if cannot == "set the flag" and value & os.O_DIRECT:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return fcntl.fcntl(file, what, value)
+
+    monkeypatch.setattr(files, "os", SimpleNamespace(**{**vars(os), "write": write}))
+    monkeypatch.setattr(files, "fcntl", SimpleNamespace(**{**vars(fcntl), "fcntl": set_flag}))
+    values = np.arange(elements) % 251
+    image = Image(Flat({"x": values.astype(np.uint8), "wide": np.arange(3.0)}).leaves)
+    data = image.filled(from_a_page(image.nbytes))
+    written = files.write_arrays(tmp_path / "file", data)
+    assert (tmp_path / "file").read_bytes() == data.tobytes() and written.nbytes == data.nbytes
+    assert written.digest == f"crc32:{zlib.crc32(data):08x}"
+    library = importlib.import_module("safetensors.numpy")
+    assert same(library.load_file(tmp_path / "file")["x"], values.astype(np.uint8))
+    if cannot == "nothing" and not any(past_the_cache):
+        pytest.skip("the file system of temporary files knows no O_DIRECT")
+    whole, rest = divmod(data.nbytes, files.PAGE)
+    writes = {"nothing": [True] * -(-whole // 2) + [False] * bool(rest)}
+    expected = {
+        **writes,
+        "set the flag": [False] * len(writes["nothing"]),
+        "write": [True] + [False] * len(writes["nothing"]),
+    }
+    assert past_the_cache == expected[cannot]
 
 
 def test_owned_values_of_all_ranks_come_back_on_any_number(tmp_path: Path) -> None:
@@ -209,8 +270,8 @@ def test_a_disk_that_does_not_answer_ends_the_save_at_its_deadline(
 ) -> None:
     save_on(tmp_path, [a_state(1)])
     answers = threading.Event()
-    real = files.serialize_file
-    monkeypatch.setattr(files, "serialize_file", lambda *args: (answers.wait(20), real(*args)))
+    real = files._write_all
+    monkeypatch.setattr(files, "_write_all", lambda *args: (answers.wait(20), real(*args)))
     try:
         began = time.monotonic()
         with pytest.raises(
@@ -227,9 +288,9 @@ def test_manifests_of_others_are_refused(tmp_path: Path) -> None:
     save_on(tmp_path, [a_state()])
     manifest = tmp_path / "save-00000002" / files.MANIFEST
     whole = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**whole, "version": 2}))
+    manifest.write_text(json.dumps({**whole, "version": 3}))
     with pytest.raises(
-        CheckpointError, match=r"has version 2 of the format, and this horoclone reads version 1"
+        CheckpointError, match=r"has version 3 of the format, and this horoclone reads versions 1 and 2"
     ):
         load(tmp_path)
     manifest.write_text('{"weight_map": {}}')
