@@ -182,9 +182,8 @@ def _write_all(file: int, data: memoryview) -> None:
     while data:
         try:
             data = data[os.write(file, data) :]
-        except (
-            OSError
-        ) as error:  # past the cache go whole pages only: not a short rest, nor what follows half a write
+        except OSError as error:
+            # EINVAL: not past the cache on this file system, or not from here, as half a page was written before.
             if error.errno != errno.EINVAL or not _use_the_cache(file, True):
                 raise
 

@@ -77,6 +77,24 @@ def test_training_goes_on_beside_a_save(place):
 
 
 @ranks(2)
+def test_a_slow_disk_of_one_rank_holds_up_the_next_save_and_nothing_else(place):
+    real = files._write_all
+    if hvd.rank() == 1:
+        files._write_all = lambda *args: (time.sleep(0.3), real(*args))[1]
+    try:
+        began = time.monotonic()
+        hvd.checkpoint.save(place, a_state(1))
+        total = hvd.allreduce(np.ones(3), name="a step", op=hvd.Sum)
+        assert total[0] == 2 and time.monotonic() - began < 0.25, "training goes on"
+        hvd.checkpoint.save(place, a_state(2))
+        assert time.monotonic() - began > 0.25 and hvd.checkpoint.saves(place)[0] == 1
+        done = hvd.checkpoint.wait()
+        assert done is not None and hvd.checkpoint.load(place)["epoch"] == 2
+    finally:
+        files._write_all = real
+
+
+@ranks(2)
 def test_a_save_that_failed_raises_at_the_next_save_and_at_wait_on_every_rank(place):
     if hvd.rank() == 1:
 

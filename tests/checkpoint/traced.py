@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from doubles import Ranks
 
-from horoclone.checkpoint import load
+from horoclone.checkpoint import files, load
 from horoclone.checkpoint.saving import Save
 
 # Those of x86-64 that change a file system, by number; opening counts where it may create.
@@ -106,7 +106,7 @@ def traced(body: Callable[[], None], kill_at: int = 0) -> tuple[int, list[tuple[
 
 
 def save(path: Path, value: float) -> None:
-    """A save of two ranks, as threads; the arrays are large enough for writes that the library does not gather."""
+    """A save of two ranks, as threads, each of which writes its file in several pieces."""
     ranks = Ranks(2)
     state = {"w": np.full(40_000, value), "v": np.full((200, 300), value, np.float32), "epoch": int(value)}
     every = [Save(path, state, 1, 20.0, ranks.of(rank)) for rank in range(2)]
@@ -126,6 +126,7 @@ def found(path: Path) -> int:
 
 
 def main() -> None:
+    files._CHUNK = 32 * files.PAGE
     place = Path(sys.argv[1])
     save(place / "clean", 1)
     status, calls = traced(lambda: save(place / "clean", 2))

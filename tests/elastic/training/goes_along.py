@@ -120,6 +120,7 @@ def main(mark: str) -> None:
             steps(state, now)
 
     def steps(state: hvd.elastic.TorchState, now: hvd.elastic.Generation) -> None:
+        began_without = [hvd.metrics()["persistent"]]  # a message, buckets since init(): after each step
         while state.step < STEPS:
             for model, optimizer in trained.values():
                 optimizer.zero_grad()
@@ -135,6 +136,9 @@ def main(mark: str) -> None:
             state.history.append(hvd.size())
             state.step += 1
             time.sleep(0.01)
+            began_without.append(hvd.metrics()["persistent"])
+            if state.step == LOST_AT or state.step == STEPS:
+                print(f"generation {now.number} persistent {began_without}", flush=True)
             if state.step % 3 == 0:
                 state.commit()
 

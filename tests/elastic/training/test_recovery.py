@@ -61,11 +61,15 @@ def test_a_job_whose_ranks_were_all_killed_goes_on_from_the_disk(launch: Any, tm
 def test_a_damaged_save_ends_every_rank_with_its_reason(launch: Any, tmp_path: Path) -> None:
     launch([*JOB, tmp_path, "12", "0"], timeout_s=60)
     newest = max((tmp_path / "saves").iterdir())
-    (newest / "rank-00001.safetensors").unlink()
-    done = launch([*JOB, tmp_path, "20", "0"], timeout_s=60, check=False)
-    assert done.returncode != 0
-    text = r"rank 0 could not go on from the disk: .*rank-00001\.safetensors, which the manifest names, is missing"
-    assert re.search(text, done.stderr), done.output
+    damaged = newest / "rank-00001.safetensors"
+    whole = damaged.read_bytes()
+    damaged.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+    for said in ("is damaged: its bytes do not have the checksum", "which the manifest names, is missing"):
+        done = launch([*JOB, tmp_path, "20", "0"], timeout_s=60, check=False)
+        assert done.returncode != 0 and not records(done.stdout), "nobody begins anew"
+        text = rf"rank 0 could not go on from the disk: .*rank-00001\.safetensors,? {said}"
+        assert re.search(text, done.stderr), done.output
+        damaged.unlink(missing_ok=True)
 
 
 @pytest.mark.parametrize(
