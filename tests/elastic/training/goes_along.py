@@ -98,6 +98,22 @@ def in_the_process_set(both: hvd.ProcessSet) -> None:
         assert value.item() == sum(rank + 1 for rank in both.ranks), (value, both.ranks)
 
 
+def nothing_is_negotiated(trained: dict[str, tuple[torch.nn.Module, torch.optim.Optimizer]]) -> None:
+    """In steps of these alone: each starts its bucket by a persistent plan, and no rank announces or plans anything."""
+    hvd.barrier()
+    before = hvd.metrics()
+    for _ in range(5):
+        for model, optimizer in trained.values():
+            optimizer.zero_grad()
+            model(torch.ones(1)).backward()
+            optimizer.step()
+    after = hvd.metrics()
+    counted = {
+        what: after[what] - before[what] for what in ("persistent", "request_lists_sent", "plans_sent")
+    }
+    assert counted == {"persistent": 10, "request_lists_sent": 0, "plans_sent": 0}, counted
+
+
 def main(mark: str) -> None:
     both = hvd.ProcessSet([0, 2])  # those who will be left
     hvd.init(process_sets=[both])
@@ -120,7 +136,7 @@ def main(mark: str) -> None:
             steps(state, now)
 
     def steps(state: hvd.elastic.TorchState, now: hvd.elastic.Generation) -> None:
-        began_without = [hvd.metrics()["persistent"]]  # a message, buckets since init(): after each step
+        persistent = [hvd.metrics()["persistent"]]  # of this generation, after each of its steps
         while state.step < STEPS:
             for model, optimizer in trained.values():
                 optimizer.zero_grad()
@@ -136,9 +152,9 @@ def main(mark: str) -> None:
             state.history.append(hvd.size())
             state.step += 1
             time.sleep(0.01)
-            began_without.append(hvd.metrics()["persistent"])
-            if state.step == LOST_AT or state.step == STEPS:
-                print(f"generation {now.number} persistent {began_without}", flush=True)
+            persistent.append(hvd.metrics()["persistent"])
+            if state.step in (LOST_AT, STEPS):
+                print(f"generation {now.number} size {now.size} persistent {persistent}", flush=True)
             if state.step % 3 == 0:
                 state.commit()
 
@@ -154,6 +170,7 @@ def main(mark: str) -> None:
             assert torch.allclose(weight, torch.tensor(expected), rtol=close), (
                 kind, expected, weight.min(), weight.max(), state.history,
             )  # fmt: skip
+    nothing_is_negotiated({kind: trained[kind] for kind in ("plain", "fp16")})
     if hvd.rank() == 0:
         print(f"sets {both.ranks} autotune {hvd.metrics()['autotune']}", flush=True)
         print(f"done {len(state.history)} sizes {sorted(set(state.history))}", flush=True)

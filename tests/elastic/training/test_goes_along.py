@@ -3,6 +3,8 @@ compression, cross_barrier and torch's process groups; and what a rank that come
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,12 @@ def test_everything_goes_on_with_the_ranks_that_are_left(launch: Any, tmp_path: 
     assert "generation 2 of 2 at step 9 dropped ()" in done.stdout, done.output
     assert "done 24 sizes [2, 3]" in done.stdout, done.output  # the set is now all there are
     assert "sets [0, 1] autotune {'searching': True" in done.stdout, done.output
+    of_steps = {}  # buckets that began by a persistent plan in the last eight steps of each generation
+    for number, counts in re.findall(r"generation (\d) size \d persistent (\[0, .*\])", done.stdout):
+        counted = json.loads(counts)
+        of_steps[number] = counted[-1] - counted[-9] if len(counted) > 8 else 0
+    # plain, fp16, cross_barrier and sharded have one each; that of cross_barrier may end in the next step
+    assert set(of_steps) == {"1", "2"} and all(31 <= one <= 33 for one in of_steps.values()), done.output
     first, second = read(trace), read(tmp_path / "trace.generation2.json")
     assert [events[0]["args"]["size"] for events in (first, second)] == [3, 2]
     for events in (first, second):
