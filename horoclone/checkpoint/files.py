@@ -35,7 +35,10 @@ FORMAT, VERSION = "horoclone checkpoint", 2  # version 1 had the sha256 of a fil
 _READ_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
 STALE_S = 24 * 3600.0  # an incomplete directory in which nothing was written for so long is removed
-_CHUNK = 8 << 20
+_CHUNK = 8 << 20  # bytes that are read at once
+_PIECE = (
+    64 << 20
+)  # bytes that are written at once: between two the thread takes Python's lock, for which training waits
 _COMPLETE = re.compile(r"save-(\d{8,})")
 _LEFT = re.compile(r"\.(?:incomplete|removed)-(\d{8,})-[0-9a-f]+")
 
@@ -152,6 +155,7 @@ def _sync_directory(place: Path) -> None:
 
 def write_arrays(place: Path, image: Bytes) -> Written:
     """Writes a new file out of memory that begins at a page; when it returns, the file and its name are on disk."""
+    _check_header(image)
     crc = 0
     file = os.open(place, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -161,7 +165,6 @@ def write_arrays(place: Path, image: Bytes) -> Written:
                 _use_the_cache(file, True)
             crc = zlib.crc32(piece, crc)  # of what was to be written, not of what a disk has made of it
             _write_all(file, piece)
-        _check_header(place)
         os.fsync(file)
     finally:
         os.close(file)
@@ -172,8 +175,8 @@ def write_arrays(place: Path, image: Bytes) -> Written:
 def _pieces(data: memoryview) -> Iterator[memoryview]:
     """Pieces of whole pages, and what is left."""
     whole = len(data) - len(data) % PAGE
-    for begin in range(0, whole, _CHUNK):
-        yield data[begin : min(begin + _CHUNK, whole)]
+    for begin in range(0, whole, _PIECE):
+        yield data[begin : min(begin + _PIECE, whole)]
     if whole < len(data):
         yield data[whole:]
 
@@ -200,10 +203,14 @@ def _use_the_cache(file: int, wanted: bool) -> bool:
     return new != flags
 
 
-def _check_header(place: Path) -> None:
-    """That the library of the format takes the file for one of its own, before anybody relies on it."""
-    with safe_open(place, framework="numpy", backend="pread"):
-        pass
+def _check_header(image: Bytes) -> None:
+    """That the library of the format takes the file for one of its own. It reads a file in memory that has the header
+    and the length, so the disk is not asked for what it was just given."""
+    with open(os.memfd_create("horoclone header"), "wb", buffering=0) as file:
+        file.write(image.data[: 8 + int.from_bytes(image[:8].tobytes(), "little")])
+        file.truncate(image.nbytes)
+        with safe_open(f"/proc/self/fd/{file.fileno()}", framework="numpy", backend="pread"):
+            pass
 
 
 def _write_text(place: Path, text: bytes) -> None:

@@ -137,7 +137,7 @@ def test_saves_of_version_1_load_and_are_compared_with_their_sha256(tmp_path: Pa
 def test_a_file_is_the_same_where_the_page_cache_cannot_be_passed_by(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cannot: str, elements: int
 ) -> None:
-    monkeypatch.setattr(files, "_CHUNK", 2 * files.PAGE)
+    monkeypatch.setattr(files, "_PIECE", 2 * files.PAGE)
     past_the_cache: list[bool] = []
 
     def write(file: int, data: memoryview) -> int:

@@ -96,7 +96,9 @@ def traced(body: Callable[[], None], kill_at: int = 0) -> tuple[int, list[tuple[
         stop, deliver = os.WSTOPSIG(status), 0
         if stop == signal.SIGTRAP | 0x80:
             call = entered(tid)
-            if call is not None and not call[1].startswith(("/proc", "pipe", "socket", "anon", "/dev")):
+            if call is not None and not call[1].startswith(
+                ("/proc", "pipe", "socket", "anon", "/dev", "/memfd")
+            ):
                 calls.append(call)
                 if len(calls) == kill_at:
                     os.kill(child, signal.SIGKILL)
@@ -126,7 +128,7 @@ def found(path: Path) -> int:
 
 
 def main() -> None:
-    files._CHUNK = 32 * files.PAGE
+    files._PIECE = 32 * files.PAGE
     place = Path(sys.argv[1])
     save(place / "clean", 1)
     status, calls = traced(lambda: save(place / "clean", 2))
