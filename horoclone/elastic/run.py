@@ -67,9 +67,9 @@ def run_fn(func: Callable[..., Any], reset: Callable[[], Any]) -> Callable[..., 
                     if getattr(state, "_disk", None) is not None:
                         checkpoint.wait()
                     return value
-                except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
-                    reason = error
-                skip_sync = _begin_again(state, reset, progress, reason)
+                except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as reason:
+                    # In here: an error that another generation begins with does not hide why it had to begin.
+                    skip_sync = _begin_again(state, reset, progress, reason)
         finally:
             notification_manager.remove_listener(state)
 
@@ -101,7 +101,7 @@ Reason = errors.HorovodInternalError | errors.HostsUpdatedInterrupt
 def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reason: Reason) -> bool:
     """Makes the state fit for another generation and begins one, as often as it takes; whether sync can be skipped."""
     watch.failed()
-    first, was_up = reason, runtime.is_initialized()
+    first = reason
     while True:
         if isinstance(reason, errors.HorovodInternalError):
             progress.failed(reason, getattr(state, "_commits_made", None))
@@ -114,7 +114,9 @@ def _begin_again(state: Any, reset: Callable[[], Any], progress: _Progress, reas
             _agree_on_commit(state)
             state.on_reset()
         except (errors.HorovodInternalError, errors.HostsUpdatedInterrupt) as error:
-            if was_up and not (member.is_elastic() or runtime.is_initialized()):
+            if not (member.is_elastic() or runtime.is_initialized()):
+                if isinstance(first, (errors.NotInitialized, errors.HostsUpdatedInterrupt)):
+                    raise  # nothing had failed before: init() was left to elastic.run, or others were to come
                 raise first from error  # a job of a fixed size cannot go on with fewer ranks
             reason = error
             continue

@@ -188,6 +188,7 @@ class ElasticJob:
                 if worker.key in given_up:
                     ray.kill(worker.actor)
             self._end_the_lost(generations.lost(), now)
+            self._judge(generations, now)
             if now >= self._first_up_s + TOGETHER_S:
                 self._first_up_s = math.inf
                 generations.expect(sum(one.where is not None for one in self._workers.values()))
@@ -304,10 +305,12 @@ class ElasticJob:
 
     def _over(self, worker: _Worker, end: _End) -> None:
         now = time.monotonic()
-        is_planned, left, progressed = False, -1, False
+        is_planned, left = False, -1
         generations = self._generations
-        if generations is not None and generations.knows(worker.key):
-            progressed = generations.has_progressed(worker.key, worker.since)
+        was_member = generations is not None and generations.knows(worker.key)
+        if generations is not None and was_member:
+            if end.code != 0:
+                generations.judge_later(worker.key, worker.number, worker.since)
             is_planned, left = generations.ended(worker.key, end.code)
         if is_planned:
             self._policy.left(worker.number, now)
@@ -322,19 +325,36 @@ class ElasticJob:
             self._policy.done(worker.number)
             self._finish()
         else:
-            self._failed(worker, end, progressed, left, now)
+            closed = self._policy.failed(worker.number, None if was_member else False, now)
+            logger.warning("the worker in %s %s; %d ranks are left", worker, end.text, max(left, 0))
+            self._retire(*closed)
+            self._failed(worker, end, left, now)
         self._end(worker)
 
-    def _failed(self, worker: _Worker, end: _End, progressed: bool, left: int, now: float) -> None:
-        closed, _ = self._policy.failed(worker.number, progressed, now)
-        logger.warning("the worker in %s %s; %d ranks are left", worker, end.text, max(left, 0))
-        if closed:
-            logger.warning("%s", closed)
+    def _failed(self, worker: _Worker, end: _End, left: int, now: float) -> None:
+        if self._generations is not None:
+            self._judge(self._generations, now)
         has_formed = self._generations is not None and bool(self._generations.slots())
         if left == 0 or (not has_formed and self._policy.all_have_failed()):
             name = f"{worker.place.host}[{worker.place.local}]"
             text = f"the worker in {worker} {end.text}\n{_FAILED.format(name, end.code).rstrip()}"
             self._fail(text, end.error)
+
+    def _judge(self, generations: Generations, now: float) -> None:
+        """Workers that have failed, once the others have said whether the job did anything with them."""
+        for number, has_progressed in generations.take_judged().items():
+            self._retire(*self._policy.judged(number, has_progressed, now))
+
+    def _retire(self, closed: str, others: list[int]) -> None:
+        """A slot is not used any more; whoever has come into it meanwhile goes as well."""
+        if closed:
+            logger.warning("%s", closed)
+        for worker in [self._workers[number] for number in others]:
+            if self._generations is not None and self._generations.knows(worker.key):
+                self._generations.unwant([worker.key], closed)
+            else:
+                self._policy.done(worker.number)
+                self._end(worker)
 
     def _finish(self) -> None:
         """A worker has done its work: the others do theirs, and who has not begun need not."""

@@ -72,6 +72,22 @@ def test_a_member_has_progressed_once_a_commit_was_made_with_it() -> None:
     assert one.has_progressed(name(3), 4.0, 5.0) and one.has_progressed(name(2), 2.0, 2.0 + roster.PROGRESS_S)
 
 
+def test_what_became_of_a_member_is_known_once_the_others_form_the_next_generation() -> None:
+    """Commits of ranks that train are heard of once a second at most: a second too late for who is killed at once."""
+    one = job(3)
+    formed(one, [0, 1, 2], 0)
+    one.dead(name(2), "it was killed", 1)
+    assert not one.is_told(name(2)) and not one.has_progressed(name(2), 0.0, 1.0), (
+        "nobody has said a word yet"
+    )
+    formed(one, [0, 1], 1, 2, (5,))
+    assert one.is_told(name(2)) and one.has_progressed(name(2), 0.0, 1.0)
+    one.dead(name(1), "it was killed as well", 3)
+    assert not one.is_told(name(1))
+    one.dead(name(0), "and so was the last one", 3)
+    assert one.is_told(name(1)), "nobody is left who could say more"
+
+
 def test_a_plan_says_which_rank_is_whose_whoever_starts_them_first() -> None:
     """Workers of one host have neighbouring ranks, in the order of their slots, as Horovod's driver plans them."""
     one = Roster(Limits(3), lambda size: bytes(size))

@@ -153,6 +153,21 @@ def killed_actor() -> dict[str, Any]:
     return {**found, "before": [line["pid"] for line in first.values()], "values": job.finish()}
 
 
+def quick_kills(kills: int) -> list[int]:
+    """The worker of one slot is killed again and again, each time a moment after it has joined. Every slot of the
+    cluster is in use: without that one the job would stay smaller. The generations in which it was whole."""
+    job = Job(min_workers=3, max_workers=4)
+    numbers = []
+    whole = job.of_size(4)
+    for _ in range(kills):
+        numbers.append(whole[0]["generation"])
+        time.sleep(0.2)  # some commits are made with it
+        os.kill(whole[3]["pid"], signal.SIGKILL)
+        whole = job.of_size(4, after=numbers[-1])
+    job.finish()
+    return [*numbers, whole[0]["generation"]]
+
+
 def time_of_death(pids: list[int]) -> float:
     """When the first of these processes is gone, a zombie counts as gone."""
     while True:

@@ -43,6 +43,13 @@ def test_when_a_worker_is_killed_the_others_go_on_and_another_comes(ray_cluster:
     assert [size for _, size, _ in found["values"]] == [3, 3, 3]
 
 
+def test_a_worker_that_is_killed_soon_after_each_start_keeps_its_slot_where_it_has_done_something(
+    ray_cluster: Any,
+) -> None:
+    numbers = ray_cluster("quick_kills", kills=4)
+    assert len(numbers) == 5 and numbers == sorted(set(numbers)), numbers
+
+
 def test_when_a_node_is_killed_the_others_go_on_and_a_spare_place_is_used(ray_cluster: Any) -> None:
     found = ray_cluster("killed_node")
     print(f"others after {found['others']:.2f} s, whole after {found['whole']:.2f} s")

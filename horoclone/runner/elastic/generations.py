@@ -52,6 +52,8 @@ class Generations:
             self._secret.encode(), self._job, MOST_RANKS, rendezvous_addresses(hosts), self._desk
         )
         self._ids: dict[Key, bytes] = {}  # guarded by the desk's mutex: whose process runs there
+        # Worker -> its member, when it began and when it ended; guarded likewise.
+        self._unjudged: dict[int, tuple[bytes, float, float]] = {}
 
     def variables(self, slot: SlotInfo) -> dict[str, str]:
         """What hvd.init() of a worker that is started there needs, once for each worker; the secret is among it."""
@@ -104,10 +106,25 @@ class Generations:
         self._server.ring()
         return is_planned, left
 
-    def has_progressed(self, key: Key, since_s: float) -> bool:
-        """Whether the job did something with the worker, whose process began at since_s (monotonic)."""
+    def judge_later(self, key: Key, worker: int, since_s: float) -> None:
+        """Call it before ended(). worker: the caller's number of the worker there, whose process began at since_s
+        (monotonic); take_judged() will name it."""
         with self._desk.mutex:
-            return self._desk.roster.has_progressed(self._ids[key], since_s, time.monotonic())
+            self._unjudged[worker] = self._ids[key], since_s, time.monotonic()
+
+    def take_judged(self) -> dict[int, bool]:
+        """Worker of judge_later() -> whether the job did something with it; each once, as soon as that is known.
+
+        While the ranks train they say at most once a second which commit they have; those of a worker that was lost
+        say it when they form the next generation."""
+        with self._desk.mutex:
+            table, known = self._desk.roster, {}
+            for worker, (id_, since_s, ended_s) in list(self._unjudged.items()):
+                progressed = table.has_progressed(id_, since_s, ended_s)
+                if progressed or table.is_told(id_):
+                    known[worker] = progressed
+                    del self._unjudged[worker]
+            return known
 
     def take_given_up(self) -> set[Key]:
         """Workers that the others go on without though nobody has seen them end; each once. They are to be ended."""

@@ -147,12 +147,35 @@ def test_a_failure_in_sync_goes_round_again() -> None:
     "error",
     [errors.Mismatch("shapes"), errors.Unsupported("no"), errors.InvalidArgument("x"), ValueError("y")],
 )
-def test_what_is_worth_no_retry_leaves(error: Exception) -> None:
+def test_what_is_worth_no_retry_leaves(error: Exception, job: Any) -> None:
     for func, reset in ((script(error), script()), (script(lost()), script(error))):
         state = Watched()
         with pytest.raises(type(error)) as raised:
             run_fn(func, reset)(state)
         assert raised.value is error
+
+
+def test_a_job_of_a_fixed_size_ends_with_what_came_first() -> None:
+    """The runtime may be gone by then, where the function has called shutdown() while it was left."""
+    first, second = lost(1), errors.Timeout("rank 1 did not come")
+    with pytest.raises(PeerLost) as raised:
+        run_fn(script(first), script(second))(Watched())
+    assert raised.value is first and first.__cause__ is second
+
+
+def test_where_init_is_left_to_run_its_failure_is_told_and_not_that_it_was_left() -> None:
+    absent, refused = errors.NotInitialized("use hvd.init()"), lost(1)
+    reset = script(refused, AssertionError("it was tried again"))
+    with pytest.raises(PeerLost) as raised:
+        run_fn(script(absent), reset)(Watched())
+    assert raised.value is refused
+
+
+def test_another_error_while_a_generation_begins_shows_why_it_had_to() -> None:
+    first, second = lost(1), OSError("no port is free")
+    with pytest.raises(OSError, match="no port") as raised:
+        run_fn(script(first), script(second))(Watched())
+    assert raised.value.__context__ is first
 
 
 def test_the_same_failure_without_progress_ends_the_job() -> None:
