@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 LOOK_EVERY_S = 1.0
 START_S = 30.0  # for an actor to come up, where the settings do not say
 TOGETHER_S = 10.0  # so long do the first workers wait for those that have not come up
+DOUBT_S = 30.0  # so long may Ray call a node alive that has ended with its workers
 RAY_S = 0.3  # so long may Ray take to say why a worker is lost that the others have lost already
 LOST = 255
 _FAILED = (
@@ -128,6 +130,7 @@ class ElasticJob:
         self._finishing = False
         self._failure: tuple[str, BaseException | None] | None = None
         self._strange: tuple[str, ...] = ()  # hosts of the discovery that are no nodes
+        self._lost_s: dict[str, float] = {}  # host -> when a worker was lost there, perhaps with its node
         self._start_s = float(getattr(wishes.settings, "timeout_s", None) or START_S)
         self._function: Any = None
         self._slots: list[SlotInfo] = []  # of the last generation
@@ -186,7 +189,7 @@ class ElasticJob:
             given_up = generations.take_given_up()
             for worker in self._workers.values():
                 if worker.key in given_up:
-                    ray.kill(worker.actor)
+                    _kill_perhaps_later(worker.actor)
             self._end_the_lost(generations.lost(), now)
             self._judge(generations, now)
             if now >= self._first_up_s + TOGETHER_S:
@@ -203,9 +206,23 @@ class ElasticJob:
     def _end_the_lost(self, lost: Mapping[Key, str], now: float) -> None:
         """Ray takes long to see that a node is gone; the others have seen it, and went on without it."""
         for worker in [one for one in self._workers.values() if one.key in lost]:
-            if now >= worker.lost_s + RAY_S:
-                self._over(worker, _End(LOST, f"was lost: {lost[worker.key]}"))
+            if worker.number not in self._workers:
+                continue  # it went with one before
+            text = f"was lost: {lost[worker.key]}"
+            if worker.lost_s == math.inf and not self._answers(worker.place.host):
+                self._end_of_a_node(worker.place.host, f"{text}; its node does not answer")
+            elif now >= worker.lost_s + RAY_S:
+                self._over(worker, _End(LOST, text))
             worker.lost_s = min(worker.lost_s, now)
+
+    def _answers(self, host: str) -> bool:
+        node = nodes.named(nodes.alive()).get(host)
+        return node is not None and nodes.answers(node)
+
+    def _end_of_a_node(self, host: str, text: str) -> None:
+        """The others learn of all its workers at once: of one that they have not missed yet nobody else tells them."""
+        for worker in [one for one in self._workers.values() if one.place.host == host]:
+            self._over(worker, _End(LOST, text))
 
     def _is_over(self) -> bool:
         return self._failure is not None or (self._finishing and not self._workers)
@@ -223,11 +240,14 @@ class ElasticJob:
 
     # --- workers
 
-    def _room(self, there: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
-        """Name of a node -> how many more workers fit there now, as far as Ray says."""
+    def _room(self, there: Mapping[str, Mapping[str, Any]], now: float) -> dict[str, int]:
+        """Name of a node -> how many more workers fit there now, as far as Ray says. None where one was lost and the
+        node does not answer: a worker that is sent there would be waited for, and places elsewhere stay unused."""
         free = nodes.free(self._wishes.cpus, self._wishes.gpus)
         room = {}
         for name, node in there.items():
+            if now < self._lost_s.get(name, -math.inf) + DOUBT_S and not nodes.answers(node):
+                continue
             starting = sum(
                 1 for one in self._workers.values() if one.where is None and one.place.host == name
             )
@@ -239,7 +259,7 @@ class ElasticJob:
             return
         there = nodes.named(nodes.alive())
         self._strange = tuple(host for host in self._policy.hosts() if host not in there)
-        for place in self._policy.to_start(now, self._room(there)):
+        for place in self._policy.to_start(now, self._room(there, now)):
             self._start_worker(place, there[place.host], now)
         self._size = self._size or len(self._workers)
 
@@ -317,7 +337,7 @@ class ElasticJob:
             logger.warning("the worker in %s has left", worker)
             if left == 0:
                 self._fail("every worker has left", None)
-        elif worker.where is None and end.error is not None and not is_own_fault(end.error):
+        elif worker.where is None and (end.error is None or not is_own_fault(end.error)):
             self._policy.left(worker.number, now)  # its node went before it was up: no strike, another place
             logger.warning("the worker in %s %s", worker, end.text)
         elif end.code == 0:
@@ -325,11 +345,13 @@ class ElasticJob:
             self._policy.done(worker.number)
             self._finish()
         else:
+            if end.code == LOST:
+                self._lost_s[worker.place.host] = now
             closed = self._policy.failed(worker.number, None if was_member else False, now)
             logger.warning("the worker in %s %s; %d ranks are left", worker, end.text, max(left, 0))
             self._retire(*closed)
             self._failed(worker, end, left, now)
-        self._end(worker)
+        self._end(worker, end.code == LOST)
 
     def _failed(self, worker: _Worker, end: _End, left: int, now: float) -> None:
         if self._generations is not None:
@@ -370,9 +392,12 @@ class ElasticJob:
     def _fail(self, text: str, error: BaseException | None) -> None:
         self._failure = self._failure or (text, error)
 
-    def _end(self, worker: _Worker) -> None:
+    def _end(self, worker: _Worker, is_lost: bool = False) -> None:
         self._workers.pop(worker.number, None)
-        ray.kill(worker.actor)
+        if is_lost:
+            _kill_perhaps_later(worker.actor)
+        else:
+            ray.kill(worker.actor)
 
     def _close(self) -> None:
         self._lookout.close()
@@ -382,6 +407,12 @@ class ElasticJob:
         self._slots = generations.slots() if generations is not None else []
         if generations is not None:
             generations.close(self._failure[0] if self._failure is not None else "the job is done")
+
+
+def _kill_perhaps_later(actor: Any) -> None:
+    """Of an actor that may be lost with its node: ray.kill() waits for an answer of the node, until Ray has seen its end
+    (30 s with Ray 2.60)."""
+    threading.Thread(target=ray.kill, args=(actor,), name="hc-ray-kill", daemon=True).start()
 
 
 def _end_of(future: Any) -> _End:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ray
 import ray.exceptions
+
+ANSWER_S = 0.3  # a raylet that lives takes a connection within this
 
 _mutex = threading.Lock()  # guards the names
 _names: dict[str, str] = {}  # id of a node -> name, of those that were alive when last looked at
@@ -49,6 +52,19 @@ def draining() -> set[str]:
         return set(state.get_draining_nodes())
     except (ImportError, AttributeError, ray.exceptions.RaySystemError):
         return set()  # then workers of such a node are lost, and the others go on
+
+
+def answers(node: Mapping[str, Any]) -> bool:
+    """Whether its raylet takes a connection: Ray itself notices the end of a node after some seconds only. True where
+    Ray does not say at which port."""
+    port = int(node.get("NodeManagerPort", 0))
+    if not port:
+        return True
+    try:
+        socket.create_connection((str(node["NodeManagerAddress"]), port), ANSWER_S).close()
+    except OSError:
+        return False
+    return True
 
 
 def slots(node: Mapping[str, Any], cpus: float, gpus: float) -> int:

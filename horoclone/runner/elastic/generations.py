@@ -31,6 +31,18 @@ def rendezvous_addresses(hosts: Iterable[str]) -> list[str]:
     return [one for one in found if not one.startswith("127.")] or found
 
 
+class _Desk(Desk):
+    """Tells of members that the others have lost at once, and not with the next generation: one that nobody has missed
+    yet may have ended with them, and the generation would wait for it."""
+
+    def newly_gone(self) -> list[roster.Member]:
+        with self.mutex:
+            found = super().newly_gone()
+            if found:
+                self.tell()
+            return found
+
+
 class Generations:
     """stopped(text): called once, on a thread of the server, when the roster ends the job. changed(): called there,
     with the desk's mutex held, when there is another generation, or something else that is new."""
@@ -45,7 +57,7 @@ class Generations:
         self._timeout_s = limits.timeout_s
         self._stopped: Callable[[str], None] | None = stopped
         self._changed = changed
-        self._desk = Desk(limits, secrets.token_bytes)
+        self._desk = _Desk(limits, secrets.token_bytes)
         self._desk.tell = self._look
         self._job, self._secret = secrets.token_hex(8), secrets.token_hex(32)
         self._server = Server(
