@@ -7,6 +7,7 @@ other. One loop on the caller's thread: an actor that is up, the end of its func
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import queue
@@ -183,7 +184,7 @@ class ElasticJob:
             if now >= worker.since + self._start_s:
                 logger.warning("%s did not start within %g s; another place is tried", worker, self._start_s)
                 self._policy.left(worker.number, now)
-                self._end(worker)
+                self._end(worker, is_lost=True)
         generations = self._generations
         if generations is not None:
             given_up = generations.take_given_up()
@@ -351,7 +352,7 @@ class ElasticJob:
             logger.warning("the worker in %s %s; %d ranks are left", worker, end.text, max(left, 0))
             self._retire(*closed)
             self._failed(worker, end, left, now)
-        self._end(worker, end.code == LOST)
+        self._end(worker, is_lost=end.code == LOST)
 
     def _failed(self, worker: _Worker, end: _End, left: int, now: float) -> None:
         if self._generations is not None:
@@ -410,9 +411,13 @@ class ElasticJob:
 
 
 def _kill_perhaps_later(actor: Any) -> None:
-    """Of an actor that may be lost with its node: ray.kill() waits for an answer of the node, until Ray has seen its end
-    (30 s with Ray 2.60)."""
-    threading.Thread(target=ray.kill, args=(actor,), name="hc-ray-kill", daemon=True).start()
+    """Of an actor that may be lost with its node: ray.kill() waits for the node until Ray has seen its end, 30 s."""
+
+    def kill() -> None:
+        with contextlib.suppress(Exception):  # the cluster, or our connection to it, may have ended meanwhile
+            ray.kill(actor)
+
+    threading.Thread(target=kill, name="hc-ray-kill", daemon=True).start()
 
 
 def _end_of(future: Any) -> _End:

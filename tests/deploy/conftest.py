@@ -143,8 +143,10 @@ class Pod:
             "--fork",
             "--mount-proc",
         ]
+        # Without a command the image's entrypoint is the first process; where tini is not installed, what it would start.
+        tini = [] if shutil.which("tini") is None else ["tini", "--"]
+        words = [*self.container.get("command", tini), *self.container.get("args", [])]
         variables = self.environment()
-        words = [*self.container.get("command", []), *self.container.get("args", [])]
         command = [re.sub(r"\$\((\w+)\)", lambda name: variables[name[1]], word) for word in words]
         ours = {
             "POD_NAME": self.name,

@@ -1,8 +1,8 @@
 """Checks manifests against the real schemas: `schemas.py FILE...` prints a line for each object; exit code 1 if one is bad.
 
 Core objects: Kubernetes' own JSON schemas (package kubernetes-validate). JobSet, TrainJob and runtimes: Kubeflow's models.
-MPIJob: its CRD is in no package, so its fields are listed here as the CRD v2beta1 has them, and its pod templates, which
-are half a megabyte of it, are checked as what they are: PodTemplateSpecs of Kubernetes.
+MPIJob: its CRD is in no package, so its fields are listed here as the CRD v2beta1 has them (decision 0177), and its pod
+templates, which are half a megabyte of it, are checked as what they are: PodTemplateSpecs of Kubernetes.
 Runs in .venv/engines.
 """
 
@@ -36,7 +36,8 @@ def closed(properties: dict[str, Any], *required: str) -> dict[str, Any]:
     }
 
 
-REPLICA = closed({"replicas": WHOLE, "restartPolicy": TEXT, "template": {"type": "object"}}, "template")
+RESTART = {"enum": ["Always", "OnFailure", "Never", "ExitCode"]}
+REPLICA = closed({"replicas": WHOLE, "restartPolicy": RESTART, "template": {"type": "object"}}, "template")
 MPI_JOB = closed(
     {
         "apiVersion": {"const": "kubeflow.org/v2beta1"},
@@ -44,21 +45,31 @@ MPI_JOB = closed(
         "metadata": {"type": "object"},
         "spec": closed(
             {
+                "launcherCreationPolicy": {"enum": ["AtStartup", "WaitForWorkersReady"]},
                 "mpiImplementation": {"enum": ["OpenMPI", "Intel", "MPICH"]},
                 "mpiReplicaSpecs": closed({"Launcher": REPLICA, "Worker": REPLICA}, "Launcher"),
+                "runLauncherAsWorker": FLAG,
                 "runPolicy": closed(
                     {
                         "activeDeadlineSeconds": WHOLE,
                         "backoffLimit": WHOLE,
                         "cleanPodPolicy": {"enum": ["None", "Running", "All"]},
-                        "schedulingPolicy": {"type": "object"},
+                        "managedBy": TEXT,
+                        "schedulingPolicy": closed(
+                            {
+                                "minAvailable": WHOLE,
+                                "minResources": {"type": "object"},
+                                "priorityClass": TEXT,
+                                "queue": TEXT,
+                                "scheduleTimeoutSeconds": WHOLE,
+                            }
+                        ),
                         "suspend": FLAG,
                         "ttlSecondsAfterFinished": WHOLE,
                     }
                 ),
                 "slotsPerWorker": WHOLE,
                 "sshAuthMountPath": TEXT,
-                "waitForWorkers": FLAG,
             },
             "mpiReplicaSpecs",
         ),

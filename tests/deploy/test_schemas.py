@@ -59,6 +59,8 @@ WRONG = (
     ("trainjob", "resourcesPerNode", "resourcePerNode"),
     ("mpijob", "slotsPerWorker: 1", "slotsPerWorker: one"),
     ("mpijob", "cleanPodPolicy: Running", "cleanPodPolicy: Sometimes"),
+    ("mpijob", "sshAuthMountPath: /home/train/.ssh", "waitForWorkers: true"),
+    ("mpijob", "replicas: 1\n      restartPolicy: OnFailure", "replicas: 1\n      restartPolicy: Sometimes"),
     ("mpijob", "terminationGracePeriodSeconds", "gracePeriodSeconds"),
 )
 
