@@ -37,6 +37,28 @@ def _run(*words: str) -> str:
     return done.stdout
 
 
+def inside(namespace: str, call: Callable[[], Any]) -> Any:
+    """What `call` returns on a thread of this namespace; sockets that it opens, and threads that it starts, stay there."""
+    result: list[Any] = []
+
+    def run() -> None:
+        try:
+            fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY | os.O_CLOEXEC)
+            if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), f"setns {namespace}")
+            os.close(fd)
+            result.append(call())
+        except BaseException as error:
+            result.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    if isinstance(result[0], BaseException):
+        raise result[0]
+    return result[0]
+
+
 class Hosts:
     """A context manager: two namespaces and their cable, gone at the end with everything that runs in them."""
 
@@ -96,25 +118,8 @@ class Hosts:
         raise RuntimeError(f"host {host} has no interface {interface}")
 
     def inside(self, host: int, call: Callable[[], Any]) -> Any:
-        """What `call` returns when a thread of this host runs it; sockets that it opens stay of this host."""
-        result: list[Any] = []
-
-        def run() -> None:
-            try:
-                fd = os.open(f"/run/netns/{self.names[host]}", os.O_RDONLY | os.O_CLOEXEC)
-                if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), f"setns {self.names[host]}")
-                os.close(fd)
-                result.append(call())
-            except BaseException as error:
-                result.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        return result[0]
+        """What `call` returns when a thread of this host runs it."""
+        return inside(self.names[host], call)
 
     def raw_gbit(self, streams: int, seconds: float = 1.5) -> float:
         """What plain sockets carry in each direction while both are busy: the smaller direction, in Gbit/s."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import os
 import secrets
 import subprocess
 import threading
@@ -23,15 +23,24 @@ pytestmark = [
     pytest.mark.netns,
     pytest.mark.usefixtures("needs_root"),
     pytest.mark.slow,
-    pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps"),
+    pytest.mark.guards("csrc/server", "csrc/net", "horoclone/ps", "benchmarks/hosts.py"),
     pytest.mark.timeout(300),
 ]
-CLONE_NEWNET = 0x40000000
 ROWS = 500
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=20)
+def benchmarks_hosts() -> Any:
+    """The module of the benchmarks for namespaces and what runs in them."""
+    path = Path(__file__).resolve().parents[2] / "benchmarks" / "hosts.py"
+    spec = importlib.util.spec_from_file_location("benchmarks_hosts", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+namespaces = benchmarks_hosts()
+ip = namespaces.ip
 
 
 class Network:
@@ -42,6 +51,8 @@ class Network:
         self.names = [f"hcps-{tag}-{part}" for part in ("hub", "a", "b")]
         third = secrets.randbelow(250)
         self.addresses = [f"10.215.{third}.{host}" for host in (1, 2, 3)]
+
+    def make(self) -> None:
         for name in self.names:
             ip("netns", "add", name)
             ip("-n", name, "link", "set", "lo", "up")
@@ -85,26 +96,7 @@ class Network:
 
     def inside(self, host: int, call: Callable[[], Any]) -> Any:
         """What call() returns on a thread of this host; threads that it starts are of this host as well."""
-        result: list[Any] = []
-
-        def run() -> None:
-            try:
-                descriptor = os.open(f"/run/netns/{self.names[host]}", os.O_RDONLY)
-                import ctypes
-
-                if ctypes.CDLL(None, use_errno=True).setns(descriptor, CLONE_NEWNET):
-                    raise OSError(ctypes.get_errno(), "setns")
-                os.close(descriptor)
-                result.append(call())
-            except BaseException as error:
-                result.append(error)
-
-        thread = threading.Thread(target=run)
-        thread.start()
-        thread.join()
-        if isinstance(result[0], BaseException):
-            raise result[0]
-        return result[0]
+        return namespaces.inside(self.names[host], call)
 
     def remove(self) -> None:
         for name in self.names:
@@ -114,8 +106,11 @@ class Network:
 @pytest.fixture
 def network() -> Iterator[Network]:
     made = Network()
-    yield made
-    made.remove()
+    try:
+        made.make()
+        yield made
+    finally:
+        made.remove()
 
 
 class CutCluster(Cluster):

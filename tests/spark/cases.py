@@ -168,6 +168,9 @@ def errors(spark: Any) -> Any:
     found = {
         "before init": failure_of(lambda: quiet(raises_before_init)),
         "too few": failure_of(lambda: quiet(told, (1,), num_proc=5, start_timeout=3)),
+        "elastic too few": failure_of(
+            lambda: horoclone.spark.run_elastic(told, (1,), num_proc=5, min_num_proc=3, start_timeout=3)
+        ),
         "mpi": failure_of(lambda: quiet(told, (1,), use_mpi=True)),
         "no function": failure_of(lambda: quiet(17)),
         "no ranks": failure_of(lambda: quiet(told, (1,), num_proc=0)),

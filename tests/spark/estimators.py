@@ -234,6 +234,7 @@ def torch_errors(spark: Any, folder: str) -> Any:
     return {
         "found": {
             "model": said(model="no model"),
+            "no model": said(model="absent"),
             "loss": said(loss="absent"),
             "optimizer": said(optimizer="absent"),
             "store": said(store="absent"),
@@ -325,6 +326,7 @@ def keras_whole_way(spark: Any, folder: str) -> Any:
         ],
         "found": {
             "model": said(model="no model"),
+            "no model": said(model="absent"),
             "loss": said(loss="absent"),
             "optimizer": said(optimizer="absent"),
             "columns": said(feature_cols=["x"]),

@@ -53,6 +53,7 @@ def test_wrong_parameters_are_named_and_all_have_accessors(local: Any, tmp_path:
     found = done["found"]
     for name, text in {
         "model": "model must be a torch.nn.Module, not str",
+        "no model": "model is missing",
         "loss": "loss is missing",
         "optimizer": "optimizer is missing",
         "store": "store is missing",
@@ -84,6 +85,7 @@ def test_a_keras_model_is_trained_saved_loaded_and_predicts(local: Any, tmp_path
     assert done["loaded"] == ["Functional", "SGD", "mae"]
     for name, text in {
         "model": "model must be a keras.Model, not builtins.str",
+        "no model": "model is missing",
         "loss": "loss is missing",
         "optimizer": "optimizer is missing",
         "columns": "feature_cols: 2 shapes for 1 columns",

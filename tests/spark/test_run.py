@@ -42,6 +42,8 @@ def test_errors_say_what_to_do_and_the_application_stays_usable(cluster: Any) ->
     few = found["too few"]
     assert few["kind"] == "Timeout" and "0 of 5 Spark tasks were started within 3 s" in few["text"]
     assert "slots for 2" in few["text"] and "num_proc" in few["text"]
+    elastic = found["elastic too few"]
+    assert elastic["kind"] == "Timeout" and "2 of 5 Spark tasks were started within 3 s" in elastic["text"]
     assert found["mpi"]["kind"] == "Unsupported" and "use_mpi" in found["mpi"]["text"]
     assert found["no function"]["kind"] == "ValueError" and "int" in found["no function"]["text"]
     assert "num_proc" in found["no ranks"]["text"] and "start_timeout=-1" in found["timeout"]["text"]
