@@ -31,16 +31,10 @@ from report import print_rows, ratio_text, time_text  # noqa: E402
 from session import Failed, add_options, draw_bars, run, say  # noqa: E402
 from statistics_of import MIN_ROUNDS, ratio_of, slowest_rank, summarise  # noqa: E402
 
-# Per layer, in the order of the forward pass: shares of the parameters and of the computing. Convolutions of VGG-16
-# per block, then its three large layers; ResNet-50 by stages, its last layer by itself.
-VGG = (
-    (0.001, 0.13), (0.002, 0.18), (0.011, 0.27), (0.043, 0.25), (0.051, 0.09), (0.743, 0.06), (0.121, 0.015),
-    (0.03, 0.005),
-)  # fmt: skip
-RESNET = (
-    (0.01, 0.1), (0.01, 0.08), (0.02, 0.1), (0.03, 0.1), (0.05, 0.12), (0.1, 0.14), (0.14, 0.12), (0.17, 0.12),
-    (0.19, 0.06), (0.2, 0.05), (0.08, 0.01),
-)  # fmt: skip
+from horoclone.simulate import LAYERS  # noqa: E402
+
+# Per layer, in the order of the forward pass: shares of the parameters and of the computing.
+VGG, RESNET = LAYERS["vgg16"], LAYERS["resnet50"]
 
 
 @dataclass(frozen=True)

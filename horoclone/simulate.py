@@ -3,21 +3,37 @@
 The agreement is not modelled: the real coordinator, request aggregators, plan cache and bytes run on a virtual clock
 (csrc/tools/simulation.h), from the announcement of a step's tensors on all ranks to the plan on the last one. What a
 message costs is a constant: `benchmarks/control.py --costs FILE` measures it on a machine, DEFAULT_COSTS are those of
-docs/performance.md. The time of a step comes from formulas, see step_ms().
+docs/performance.md. The time of a step comes from a replay of its buckets, see step_ms().
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from horoclone import replay
 
 # Microseconds to send, to travel, to receive: TCP over the loopback, and shared memory (docs/performance.md).
 DEFAULT_COSTS: dict[str, dict[str, float]] = {
     "local": {"send": 0.39, "latency": 0.79, "receive": 0.39},
     "network": {"send": 0.61, "latency": 10.88, "receive": 0.44},
 }
+# Shares of the parameters and of the computing, in the order of forward: ResNet-50 by stages and its last layer;
+# convolutions of VGG-16 per block, then its three large layers.
+LAYERS: dict[str, tuple[tuple[float, float], ...]] = {
+    "resnet50": (
+        (0.01, 0.1), (0.01, 0.08), (0.02, 0.1), (0.03, 0.1), (0.05, 0.12), (0.1, 0.14), (0.14, 0.12), (0.17, 0.12),
+        (0.19, 0.06), (0.2, 0.05), (0.08, 0.01),
+    ),
+    "vgg16": (
+        (0.001, 0.13), (0.002, 0.18), (0.011, 0.27), (0.043, 0.25), (0.051, 0.09), (0.743, 0.06), (0.121, 0.015),
+        (0.03, 0.005),
+    ),
+    "even": ((1.0, 1.0),) * 50,
+}  # fmt: skip
 SIZES = (8, 64, 512, 4096, 32768)
 COLUMNS = {
     "latency_us": "latency, us",
@@ -74,32 +90,60 @@ def step_ms(
     latency_us: float,
     agreement_us: float,
     two_level: bool = True,
+    layers: Sequence[tuple[float, float]] = LAYERS["resnet50"],
+    cross_barrier: bool = False,
 ) -> float:
-    """Milliseconds of a training step, from constants.
+    """Milliseconds of a training step: the replay of its buckets (horoclone/replay.py), of which each one's time comes
+    from constants.
 
-    A ring allreduce of S bytes over n members takes 2 (n-1)/n S / B + 2 (n-1) a, with B bytes/s of the link and a of
-    latency per message (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of workstations",
-    J. Parallel Distrib. Comput. 69, 2009). Flat: n is all ranks. Two levels: reduce-scatter and allgather within the
-    node, 2 (l-1)/l S / local rate, around a ring over the nodes, in which the l local ranks share the link, each with
-    its own slice (Cho et al., "BlueConnect", MLSys 2019). Two thirds of the computation are the backward pass, behind
-    which communication hides, the last bucket of 25 MB excepted (Li et al., "PyTorch Distributed", VLDB 2020).
+    layers: (share of the parameters, share of the computing), in the order of forward; a third of the computing is
+    forward. A ring allreduce of S bytes over n members takes 2 (n-1)/n S / B + 2 (n-1) a, with B bytes/s of the link
+    and a of latency per message (Patarasuk and Yuan, "Bandwidth optimal all-reduce algorithms for clusters of
+    workstations", J. Parallel Distrib. Comput. 69, 2009). Flat: n is all ranks. Two levels: reduce-scatter and
+    allgather within the node, each (l-1)/l S / local rate, around a ring over the nodes, in which the l local ranks
+    share the link, each with its own slice (Cho et al., "BlueConnect", MLSys 2019).
     """
-    size = gradient_mb * 1e6
     nodes = max(1, -(-ranks // ranks_per_node))
     local = min(ranks, ranks_per_node)
     link = link_gbit * 1e9 / 8
 
-    def moved_s(share: float) -> float:
-        inside = 2 * (local - 1) / local * size * share / (local_gb_s * 1e9)
+    def cost(size: float) -> list[tuple[str, float]]:
+        inside = (local - 1) / local * size / (local_gb_s * 1e9)
         if nodes == 1:
-            return inside
+            return [("node", 2 * inside)]
         members = nodes if two_level else ranks
-        across = 2 * (members - 1) / members * size * share / link + 2 * (members - 1) * latency_us * 1e-6
-        return inside + across if two_level else across
+        across = 2 * (members - 1) / members * size / link + 2 * (members - 1) * latency_us * 1e-6
+        return (
+            [("node", inside), ("network", across), ("node", inside)] if two_level else [("network", across)]
+        )
 
-    whole_ms, last_ms = 1e3 * moved_s(1.0), 1e3 * moved_s(min(1.0, 25.0 / gradient_mb))
-    hidden = max(0.0, compute_ms * 2 / 3)
-    return compute_ms + agreement_us * 1e-3 + max(last_ms, whole_ms - hidden)
+    step = replay.of_layers(layers, gradient_mb * 1e6, compute_ms * 1e-3)
+    if cross_barrier:
+        program = replay.without_barrier(step, cost, replay.buckets_of(step, replay.URGENT_BUCKET_BYTES))
+    else:
+        program = replay.ordinary(step, cost, replay.buckets_of(step))
+    return 1e3 * replay.replay(program).step_s + agreement_us * 1e-3
+
+
+def layers_of(name: str) -> tuple[tuple[float, float], ...]:
+    """LAYERS by name, or of a JSON file: a list of pairs, or an object that has one under "layers", as `horoclone plan
+    --json` writes it. ValueError for anything else, OSError where the file cannot be read."""
+    if name in LAYERS:
+        return LAYERS[name]
+    if not Path(name).exists():
+        raise ValueError(f"--layers {name}: neither {', '.join(LAYERS)} nor a file")
+    try:
+        read = json.loads(Path(name).read_text())
+        pairs = tuple(
+            (float(size), float(time)) for size, time in (read["layers"] if isinstance(read, dict) else read)
+        )
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(
+            f"--layers {name}: expected [[share of the parameters, share of the computing], ...]: {error}"
+        ) from None
+    if not pairs or min(min(pair) for pair in pairs) < 0 or not all(map(sum, zip(*pairs, strict=True))):
+        raise ValueError(f"--layers {name}: shares must not be negative, and not all 0")
+    return pairs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +159,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--compute-ms", type=float, default=120.0, help="forward and backward pass (120)")
     parser.add_argument("--link-gbit", type=float, default=100.0, help="of a node, each way (100)")
     parser.add_argument("--local-gb-s", type=float, default=8.0, help="GB/s of a node's reduction (8)")
+    parser.add_argument(
+        "--layers", default="resnet50", metavar="NAME|FILE",
+        help=f"what the model is like: {', '.join(LAYERS)} (resnet50), or a file of `horoclone plan --json`",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cross-barrier", action="store_true", help="steps that do not wait (docs/priority.md)"
+    )
     parser.add_argument("--json", help="write the result here, - for stdout")
     parser.add_argument("--plot", help="write a plot here (.png, .svg, .pdf)")
 
@@ -147,6 +198,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     costs = json.loads(Path(arguments.costs).read_text()) if arguments.costs else DEFAULT_COSTS
     network = costs["network"]
     one_way_us = network["send"] + network["latency"] + network["receive"]
+    layers = layers_of(arguments.layers)
     rows = []
     for ranks in arguments.ranks:
         for shape, fanout in (("tree", arguments.fanout), ("star", 0)):
@@ -170,6 +222,8 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
                     latency_us=one_way_us,
                     agreement_us=row["latency_us"],
                     two_level=levels,
+                    layers=layers,
+                    cross_barrier=arguments.cross_barrier,
                 )
             rows.append({"ranks": ranks, "shape": shape, **row})
     given = {k: v for k, v in vars(arguments).items() if k not in ("json", "plot", "costs", "ranks", "does")}

@@ -1,4 +1,4 @@
-"""`horoclone simulate`: what a tree of request lists costs at any size, counted, and the formulas of a step."""
+"""`horoclone simulate`: what a tree of request lists costs at any size, counted, and the replay of a step."""
 
 from __future__ import annotations
 
@@ -41,12 +41,26 @@ def test_numbers_out_of_range_are_refused():
         simulate.agreement(0)
 
 
-def test_a_step_takes_what_the_formula_says():
+def test_a_step_without_computing_takes_what_its_bytes_take():
     given = {"gradient_mb": 25.0, "compute_ms": 0.0, "latency_us": 0.0, "agreement_us": 0.0}
     one_node = simulate.step_ms(8, ranks_per_node=8, link_gbit=8, local_gb_s=25, **given)
     assert one_node == pytest.approx(2 * 7 / 8)  # 25 MB at 25 GB/s
     two_nodes = simulate.step_ms(2, ranks_per_node=1, link_gbit=8, local_gb_s=25, **given)
     assert two_nodes == pytest.approx(25.0)  # 2 (n-1)/n = 1 time 25 MB at 1 GB/s
+
+
+def test_layers_come_from_a_file_of_plan_and_wrong_ones_are_refused(capsys, tmp_path):
+    file = tmp_path / "plan.json"
+    file.write_text(json.dumps({"layers": [[1, 2], [3, 2]], "ways": []}))
+    assert simulate.layers_of(str(file)) == ((1.0, 2.0), (3.0, 2.0))
+    assert (
+        tool.main(["simulate", "--ranks", "8", "--steps", "1", "--layers", str(file), "--cross-barrier"]) == 0
+    )
+    for wrong in ('{"ways": []}', "[[1, -2]]", "[[0, 1]]", "[]", "no"):
+        file.write_text(wrong)
+        assert tool.main(["simulate", "--ranks", "8", "--layers", str(file)]) == 2, wrong
+    assert tool.main(["simulate", "--ranks", "8", "--layers", "resnet99"]) == 2
+    assert "resnet99: neither resnet50" in capsys.readouterr().out
 
 
 def test_the_command_prints_a_table_and_writes_json(capsys, tmp_path):
