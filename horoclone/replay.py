@@ -288,16 +288,22 @@ def backward(step: Step, buckets: Sequence[Bucket], begin: Callable[[int, Bucket
     return [*program, Compute(max(0.0, step.backward_s - at))]
 
 
-def ordinary(
-    step: Step, cost: CostOf, buckets: Sequence[Bucket], *, update_s: float | None = None
-) -> Program:
-    """DistributedOptimizer: reductions under backward, step() waits for all of them, then updates."""
+def ordinary_step(
+    step: Step, cost: CostOf, buckets: Sequence[Bucket], turn: int, update_s: float
+) -> list[Compute | Send | Wait | Mark]:
+    """Number `turn` of DistributedOptimizer's steps: reductions under backward, a wait for all of them, an update. Its
+    Mark is the caller's."""
+    program: list[Compute | Send | Wait | Mark] = [Compute(step.forward_s)]
+    program += backward(step, buckets, lambda i, b: [Send(f"{turn}.{i}", cost(b.size))])
+    program += [Wait(f"{turn}.{i}") for i in range(len(buckets))]
+    return [*program, Compute(update_s)]
+
+
+def ordinary(step: Step, cost: CostOf, buckets: Sequence[Bucket]) -> Program:
+    """DistributedOptimizer's steps."""
     program: list[Compute | Send | Wait | Mark] = []
     for turn in range(STEPS):
-        program.append(Compute(step.forward_s))
-        program += backward(step, buckets, lambda i, b, turn=turn: [Send(f"{turn}.{i}", cost(b.size))])  # type: ignore[misc]
-        program += [Wait(f"{turn}.{i}") for i in range(len(buckets))]
-        program += [Compute(step.update_s if update_s is None else update_s), Mark()]
+        program += [*ordinary_step(step, cost, buckets, turn, step.update_s), Mark()]
     return program
 
 

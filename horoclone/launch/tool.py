@@ -1,4 +1,5 @@
-"""The `horoclone` command and its subcommands: run, top, leave, doctor, debug, timeline, simulate, check-build."""
+"""The `horoclone` command and its subcommands: run, top, leave, doctor, debug, timeline, simulate, plan,
+check-build."""
 
 from __future__ import annotations
 
@@ -42,6 +43,7 @@ def build_parser() -> Parser:
     """The parser of the command, in which each subcommand's `does` is what it runs."""
     from horoclone import __version__, simulate
     from horoclone.launch import leaving
+    from horoclone.plan import command as planning
 
     parser = Parser(
         prog=PROGRAM, description="Starts jobs, and looks at hosts, jobs and what jobs leave behind."
@@ -90,6 +92,10 @@ def build_parser() -> Parser:
         "simulate", simulate.show_sizes, "what agreement costs, and how long a step takes, at any size"
     )
     simulate.add_arguments(simulated)
+    planned = command(
+        "plan", _plan, "measure a model and the ranks; say which way of training is the fastest"
+    )
+    planning.add_arguments(planned)
     command("check-build", _check_build, "list what is available, and why not the rest")
     return parser
 
@@ -139,6 +145,12 @@ def _timeline(arguments: argparse.Namespace) -> int:
     from horoclone.launch import timelines
 
     return timelines.main(arguments.out, arguments.paths)
+
+
+def _plan(arguments: argparse.Namespace) -> int:
+    from horoclone.launch import plan
+
+    return plan.main(arguments)
 
 
 def _check_build(arguments: argparse.Namespace) -> int:

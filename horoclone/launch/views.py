@@ -27,6 +27,7 @@ LOCAL = "127.0.0.1"
 # flag -> (packages, the extra that brings them)
 NEEDS = {
     "horoclone top": (("rich",), "top"),
+    "horoclone plan": (("rich",), "top"),
     "--metrics-port": (("prometheus_client",), "metrics"),
     "--dashboard": (("starlette", "uvicorn"), "dashboard"),
 }

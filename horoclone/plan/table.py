@@ -1,0 +1,109 @@
+"""What `horoclone plan` prints: the ways in the order of their time, what was measured and assumed, the choice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.table import Table
+
+from horoclone.plan.costs import Costs
+from horoclone.plan.profile import Profile, Rates
+from horoclone.plan.ways import EXACT, Way
+
+if TYPE_CHECKING:
+    from horoclone.plan.command import Plan
+
+WIDTH_OF_A_PIPE = 160
+GIB = 1 << 30
+
+
+def print_plan(plan: Plan, every_way: bool) -> None:
+    """On stdout."""
+    console = Console(highlight=False, soft_wrap=False, width=None if os.isatty(1) else WIDTH_OF_A_PIPE)
+    console.print(_table(plan, _best_of_each(plan.ways) if not every_way else _by_time(plan.ways)))
+    for line in measured_text(plan.profile, plan.rates, plan.costs):
+        console.print(line, markup=False)
+    for one in plan.assumed:
+        console.print(f"assumed: {one}", markup=False)
+    console.print(f"chosen: {plan.chosen.name}, because {plan.why}", markup=False, soft_wrap=True)
+    for line in plan.chosen.line.splitlines():
+        console.print(f"    {line}", markup=False, soft_wrap=True)
+    for remark in plan.remarks:
+        console.print(remark, markup=False, soft_wrap=True)
+
+
+def _by_time(ways: Sequence[Way]) -> list[Way]:
+    return sorted(ways, key=lambda way: way.timed.step_s)
+
+
+def _best_of_each(ways: Sequence[Way]) -> list[Way]:
+    """The fastest of each family, but of compression every one."""
+    best: dict[str, Way] = {}
+    for way in _by_time(ways):
+        best.setdefault(way.name if way.family == "compression" else way.family, way)
+    return list(best.values())
+
+
+def _table(plan: Plan, ways: Sequence[Way]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", title=None)
+    table.add_column("way")
+    for name in ("step, ms", "waiting, ms", *(["measured, ms"] if plan.measured else []), "memory/rank"):
+        table.add_column(name, justify="right")
+    table.add_column("learns")
+    table.add_column("what to write", overflow="fold")
+    shown = [*ways, *(way for way in plan.ways if way.name in plan.measured and way not in ways)]
+    for way in shown:
+        cells = [way.name, f"{1e3 * way.timed.step_s:.1f}", f"{1e3 * way.timed.waiting_s:.1f}"]
+        if plan.measured:
+            took = plan.measured.get(way.name)
+            cells.append(
+                "" if took is None else f"{1e3 * took:.1f}" if isinstance(took, float) else "could not run"
+            )
+        fits = plan.memory_limit is None or way.memory <= plan.memory_limit
+        cells += [memory_text(way.memory) + ("" if fits else " !"), way.learns, way.line]
+        table.add_row(
+            *[cell.replace("[", r"\[") for cell in cells], style="bold" if way is plan.chosen else None
+        )
+    return table
+
+
+def memory_text(size: float) -> str:
+    return f"{size / GIB:.1f} GiB" if size >= GIB / 2 else f"{size / (1 << 20):.0f} MiB"
+
+
+def measured_text(profile: Profile, rates: Rates, costs: Costs) -> list[str]:
+    """What the numbers rest on."""
+    spread = f" ({1e3 * min(rates.compute_s):.1f} to {1e3 * max(rates.compute_s):.1f} on the ranks)"
+    lines = [
+        f"measured on {rates.size} rank(s): compute {1e3 * profile.compute_s:.1f} ms"
+        + (spread if rates.size > 1 else "")
+        + f" = forward {1e3 * profile.forward_s:.1f} + backward {1e3 * profile.backward_s:.1f}"
+        f" + update {1e3 * profile.update_s:.1f} ({profile.optimizer}); "
+        f"{len(profile.gradients)} parameters, {profile.parameters / 1e6:.1f} MB; memory by {profile.memory_by}"
+    ]
+    if "bucket" in rates.operations:
+        line = rates.operations["bucket"]
+        where = "through shared memory" if rates.local == rates.size else "over the link"
+        lines.append(
+            f"an allreduce of a bucket {where}: {1e6 * line.fixed_s:.0f} us + {1e-9 / line.per_byte_s:.2f} GB/s, "
+            f"during which computing takes {1 + rates.load:.2f} times as long"
+        )
+    if costs.nodes > 1 and not costs.is_measured:
+        lines.append(f"planned for {costs.size} ranks on {costs.nodes} hosts")
+    return lines
+
+
+def reason(chosen: Way, plain: Way | None, limited: bool) -> str:
+    """Why this one: against the plain way, which is the measure of all."""
+    among = "of the ways that fit into the memory" if limited else "of the ways"
+    same = " that learn what one process would" if chosen.learns == EXACT else ""
+    if plain is None or chosen is plain:
+        return f"no other {among.removeprefix('of the ')}{same} is faster by more than 2 %"
+    ratio = plain.timed.step_s / chosen.timed.step_s
+    return (
+        f"{1e3 * chosen.timed.step_s:.1f} ms is the shortest step {among}{same}: {ratio:.2f} times as fast as "
+        f"{plain.name} ({1e3 * plain.timed.step_s:.1f} ms, of which {1e3 * plain.timed.waiting_s:.1f} in waiting)"
+    )

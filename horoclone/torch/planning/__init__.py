@@ -1,0 +1,4 @@
+"""What `horoclone plan` does on the ranks of a PyTorch model: build it, measure it, run ways of training it.
+
+ranks.py has what is called once per rank; horoclone/launch/plan.py names it.
+"""
