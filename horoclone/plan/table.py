@@ -25,7 +25,7 @@ def print_plan(plan: Plan, every_way: bool) -> None:
     console = Console(highlight=False, soft_wrap=False, width=None if os.isatty(1) else WIDTH_OF_A_PIPE)
     console.print(_table(plan, _best_of_each(plan.ways) if not every_way else _by_time(plan.ways)))
     for line in measured_text(plan.profile, plan.rates, plan.costs):
-        console.print(line, markup=False)
+        console.print(line, markup=False, soft_wrap=True)
     for one in plan.assumed:
         console.print(f"assumed: {one}", markup=False)
     console.print(f"chosen: {plan.chosen.name}, because {plan.why}", markup=False, soft_wrap=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from world import ranks
 
 pytest.importorskip("torch", reason="PyTorch is not installed")
 pytest.importorskip("rich", reason="rich is not installed")
@@ -56,18 +57,50 @@ WRONG = {
     "one rank": (
         "import horoclone.torch as hvd\nimport torch\ndef build():\n    m = torch.nn.Linear(2, 2)\n"
         "    return (m, lambda: m(torch.ones(2)).sum()) if hvd.rank() == 0 else 7\n",
-        "on rank 1: build() of model.py returned an object of int",
+        "on rank 1: build() of model5.py returned an object of int",
     ),
 }
 
 
-@pytest.mark.guards(*HERE, packages=("torch",))
-@pytest.mark.parametrize("name", WRONG)
-def test_a_file_that_cannot_be_planned_is_refused_on_every_rank(
-    name: str, launch: Any, tmp_path: Path
-) -> None:
-    program, text = WRONG[name]
+@ranks(2, init=False)
+def test_a_file_that_cannot_be_planned_is_refused_on_every_rank(tmp_path: Path) -> None:
+    import torch
+
+    from horoclone.torch.planning.ranks import measure
+
+    for number, (program, text) in enumerate(WRONG.values()):
+        file = tmp_path / f"model{number}.py"
+        file.write_text(program)
+        assert text in measure(str(file), "build", 2).error, program
+    assert torch.is_grad_enabled()
+
+
+@ranks(2, init=False)
+def test_a_small_model_is_measured_on_both_ranks_alike(tmp_path: Path) -> None:
+    from horoclone.torch.planning.ranks import measure
+
     file = tmp_path / "model.py"
-    file.write_text(program)
-    done = launch([*COMMAND, f"{file}:build", "-np", "2"], check=False, timeout_s=100)
-    assert done.returncode == 2 and text in done.stderr and "Traceback" not in done.stderr
+    file.write_text(SMALL)
+    answer = measure(str(file), "build", 4)
+    assert not answer.error
+    profile, rates = answer.value
+    assert profile.optimizer == "SGD" and profile.is_chain and profile.is_per_parameter
+    assert [block.name for block in profile.blocks] == ["0", "1", "2"]
+    first, last = profile.gradients[0], profile.gradients[-1]
+    assert first.size == 4 * 8 * 64 and first.needed_s < last.needed_s and first.ready_s >= last.ready_s
+    assert profile.parameters == 4 * (8 * 64 + 64 + 64 + 1) and profile.state == profile.parameters
+    int8 = profile.compressions["int8"]
+    assert [[one.op for stage in bucket for one in stage.sent] for bucket in int8] == [
+        ["alltoall", "allgather"]
+    ]
+    assert int8[0][0].sent[0].size >= profile.parameters / 4  # integers for four ranks, and their scales
+    assert rates.size == 2 and 0 <= rates.load <= 1 and len(rates.compute_s) == 2
+    assert all(line.fixed_s > 0 and line.per_byte_s > 0 for line in rates.operations.values())
+
+
+SMALL = """
+import torch
+def build():
+    m = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    return m, lambda: m(torch.ones(2, 8)).sum(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
+"""
