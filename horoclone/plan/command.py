@@ -159,8 +159,9 @@ def validate(plan: Plan, arguments: argparse.Namespace, ranks: Ranks, subject: t
             "give -H with their hosts, or start `horoclone plan` on them with your launcher"
         )
     best = order(plan.ways, plan.memory_limit, arguments.approximate)[: arguments.validate]
-    asked = [(way.kind, way.options) for way in best]
-    found = ranks.call("validate", *subject, asked, arguments.steps)
+    alone: tuple[str, dict[str, Any]] = ("alone", {})
+    asked = [alone, *((way.kind, way.options) for way in best), alone]
+    before, *found, after = ranks.call("validate", *subject, asked, arguments.steps)
     plan.measured = {way.name: took for way, took in zip(best, found, strict=True)}
     times = {way.name: took for way, took in zip(best, found, strict=True) if isinstance(took, float)}
     for way in best:
@@ -171,11 +172,27 @@ def validate(plan: Plan, arguments: argparse.Namespace, ranks: Ranks, subject: t
             plan.remarks.append(f"{way.name}: measured {1e3 * took:.1f} ms, {predicted}")
         else:
             plan.remarks.append(f"{way.name} could not run: {took}")
+    plan.remarks += _changed(plan.profile.compute_s, before, after)
     if not times:
         raise PlanError("none of the ways could run:\n" + "\n".join(plan.remarks))
     name = min(times, key=times.__getitem__)
     plan.chosen = next(way for way in best if way.name == name)
     plan.why = f"its step of {1e3 * times[name]:.1f} ms is the shortest of the {len(times)} that were run"
+
+
+CHANGED = 0.1  # of the computing: from there on the comparison is in doubt
+
+
+def _changed(then_s: float, *now_s: float | str) -> list[str]:
+    """A warning where computing alone did not take what it took when it was measured."""
+    taken = [took for took in now_s if isinstance(took, float)]
+    if all(abs(took / then_s - 1) <= CHANGED for took in taken):
+        return []
+    seen = " and ".join(f"{1e3 * took:.1f}" for took in taken)
+    return [
+        f"computing alone took {1e3 * then_s:.1f} ms when it was measured, and {seen} ms before and after these runs: "
+        "something else uses this machine, so compare with care"
+    ]
 
 
 def as_json(plan: Plan) -> dict[str, Any]:

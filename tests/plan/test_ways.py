@@ -165,7 +165,11 @@ class Told:
         return 2, 1
 
     def call(self, name: str, *given: object) -> object:
-        return (a_profile(), some_rates(2, 1, 0.956e9 / 8)) if name == "measure" else self._times
+        if name == "measure":
+            return a_profile(), some_rates(2, 1, 0.956e9 / 8)
+        asked: object = given[2]
+        assert [kind for kind, _ in asked] == ["alone", *["optimizer"] * 3, "alone"]  # type: ignore[attr-defined]
+        return [0.301, *self._times, 0.45]
 
 
 def test_the_measured_best_is_chosen_and_everything_is_printed(tmp_path, capsys) -> None:
@@ -183,6 +187,7 @@ def test_the_measured_best_is_chosen_and_everything_is_printed(tmp_path, capsys)
     third = [way for way in written["ways"] if way["measured_s"] == 0.34]
     assert written["chosen"] == third[0]["name"] and f"chosen: {third[0]['name']}, because" in said
     assert "could not run: no memory" in said and "340.0" in said and written["write"] in said
+    assert "took 300.0 ms when it was measured, and 301.0 and 450.0 ms before and after" in said
     assert simulate.layers_of(str(tmp_path / "plan.json"))
     with pytest.raises(PlanError, match="none of the ways could run"):
         command.main(arguments, Told(["a", "b", "c"]))

@@ -16,7 +16,10 @@ POWERSGD_WARM_STEPS = 12  # its first ten send everything
 
 
 def run(subject: Subject, kind: str, options: dict[str, Any], steps: int) -> float:
-    """Seconds of a step on this rank, over whole periods of what is periodic. Collective; between init and shutdown."""
+    """Seconds of a step on this rank, over whole periods of what is periodic. Collective; between init and shutdown.
+
+    kind: a Way's, or "alone" for a training without communication.
+    """
     every = int(options.get("sync_every", 1))
     count = -(-steps // every) * every
     with _way(subject, kind, options) as (optimizer, settle):
@@ -53,8 +56,11 @@ def _way(subject: Subject, kind: str, options: dict[str, Any]) -> Iterator[tuple
         subject.parameters = [p for p in model.parameters() if p.requires_grad]
         yield subject.make_optimizer(), lambda: None
         return
-    hvd.broadcast_parameters(model.state_dict(), 0)
     plain = subject.make_optimizer()
+    if kind == "alone":
+        yield plain, lambda: None
+        return
+    hvd.broadcast_parameters(model.state_dict(), 0)
     if kind == "diloco":
         outer = torch.optim.SGD(subject.parameters, lr=0.7, momentum=0.9, nesterov=True)
         every, delay = options["sync_every"], options["delay"]
