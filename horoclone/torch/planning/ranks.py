@@ -49,7 +49,7 @@ def measure(file: str, function: str, size: int) -> Answer:
     try:
         chosen = _together(lambda: _tried(subject.load(file, function)))
         own = measuring.profile(chosen, hvd.barrier)
-        between = rates.rates(own.compute_s)
+        between = rates.rates(chosen, own.compute_s)
         slowest = between.compute_s.index(max(between.compute_s))
         profile: Profile = hvd.broadcast_object(own, slowest)
         cuts = [bucket.members for bucket in replay.buckets_of(profile.step)]

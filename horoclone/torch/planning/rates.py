@@ -11,13 +11,15 @@ import torch
 
 import horoclone.torch as hvd
 from horoclone.plan.profile import Line, Rates
+from horoclone.torch.planning.subject import Subject
 
 SIZES = (1 << 20, 16 << 20)  # bytes: those of the optimizer's buckets
 REPEATS = 5
-_FACTORS = torch.ones(96, 96)
+# Of a reduction beside which the model computes: its time as a share of the computing, within these bytes.
+MOST, SMALLEST, LARGEST = 0.8, 256 << 10, 64 << 20
 
 
-def rates(compute_s: float) -> Rates:
+def rates(subject: Subject, compute_s: float) -> Rates:
     """Collective. compute_s: of this rank's step."""
     everybody = hvd.allgather_object(compute_s)
     local = hvd.local_size()
@@ -37,7 +39,7 @@ def rates(compute_s: float) -> Rates:
         "alltoall": _line(lambda size: _plain(size, lambda t: hvd.alltoall(t, name="plan.exchange"))),
     }
     agreed = {name: Line(*hvd.broadcast_object(tuple(line))) for name, line in measured.items()}
-    load = hvd.broadcast_object(_load(agreed["bucket"]))
+    load = hvd.broadcast_object(_load(agreed["bucket"], subject, min(everybody)))
     return Rates(hvd.size(), local, hvd.cross_size() == 1, agreed, load, tuple(everybody))
 
 
@@ -87,34 +89,33 @@ def _bucket(size: int, dtype: torch.dtype) -> Callable[[], Any]:
     return reduce
 
 
-def _load(line: Line) -> float:
-    """Extra computing time per second of a reduction, between 0 and 1."""
-    optimizer = _reducer(SIZES[1], torch.float32)
+def _load(line: Line, subject: Subject, compute_s: float) -> float:
+    """Extra computing time per second of a reduction, between 0 and 1: of the model's own forward and backward, beside
+    a reduction that takes most of that time."""
+    size = min(LARGEST, max(SMALLEST, int((MOST * compute_s - line.fixed_s) / line.per_byte_s) & ~4095))
+    size = int(hvd.broadcast_object(size))
+    optimizer = _reducer(size, torch.float32)
     reducer = optimizer._reducer
-    busy_s = line.of(SIZES[1])
-    count, alone_s = 64, 0.0
-    while alone_s < 1.5 * busy_s and count < 1 << 24:
-        count *= 2
-        hvd.barrier()
-        alone_s = hvd.allreduce(torch.tensor(_computing(count)), op=hvd.Max, name="plan.alone").item()
     extra = []
     for _ in range(REPEATS):
         hvd.barrier()
-        alone_s = _computing(count)
+        alone_s = _computing(subject)
         hvd.barrier()
         reducer.reduced = False
         with torch.no_grad():
             reducer._begin()
             for bucket in reducer.buckets:
                 reducer._submit(bucket)
-        beside_s = _computing(count)
+        beside_s = _computing(subject)
         optimizer._synchronize()
-        extra.append((beside_s - alone_s) / busy_s)
+        extra.append((beside_s - alone_s) / line.of(size))
     return min(1.0, max(0.0, statistics.median(extra)))
 
 
-def _computing(count: int) -> float:
-    begun_s = time.perf_counter()
-    for _ in range(count):
-        torch.mm(_FACTORS, _FACTORS)
-    return time.perf_counter() - begun_s
+def _computing(subject: Subject) -> float:
+    begun_s = subject.now_s()
+    subject.loss().backward()  # type: ignore[no-untyped-call]
+    took = subject.now_s() - begun_s
+    for parameter in subject.parameters:
+        parameter.grad = None
+    return took
