@@ -410,7 +410,7 @@ def test_the_tool_command_runs_jobs_and_explains_itself(launch):
 
 
 @pytest.mark.parametrize(
-    "command", ["run", "leave", "doctor", "debug", "timeline", "simulate", "check-build"]
+    "command", ["run", "leave", "doctor", "debug", "timeline", "simulate", "plan", "check-build"]
 )
 def test_every_subcommand_has_help_of_its_own(launch, command):
     tool = [PYTHON, "-m", "horoclone.launch.tool"]

@@ -104,3 +104,13 @@ def build():
     m = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
     return m, lambda: m(torch.ones(2, 8)).sum(), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)
 """
+
+
+@pytest.mark.guards(*HERE, "examples/plan_transformer.py", packages=("torch",))
+def test_started_on_every_rank_of_a_job_it_prints_once(launch: Any, examples: Path) -> None:
+    job = [Path(sys.executable).with_name("horoclonerun"), "-np", "2", *COMMAND]
+    subject, only = f"{examples / 'plan_transformer.py'}:build", "data parallel; ZeRO-1"
+    said = launch([*job, subject, "--only", only], env={"OMP_NUM_THREADS": "1"}).stdout
+    assert said.count("chosen: ") == 1 and "measured on 2 rank(s)" in said
+    done = launch([*job, subject, "-np", "3"], check=False)
+    assert done.returncode == 2 and done.stderr.count("this job has 2 ranks: leave -np out") >= 1
