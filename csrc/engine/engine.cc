@@ -141,6 +141,10 @@ Status Engine::shutdown(double timeout_s) {
   // What was launched on GPUs waits there for ranks that are slower: they need this one until they have launched it,
   // too.
   loop_.watch_flights();
+  {
+    const ProgressThreads::Hold held(progress_);
+    order_.stop_ahead();
+  }
   (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
   progress_.lock();
   if (!context_.connected.load()) {  // another thread has ended it meanwhile

@@ -106,7 +106,7 @@ def test_double_why_cuda_cannot_be_used(doubles: Path, tmp_path: Path) -> None:
         and "--gpus all" in failed["reason"]
     )
     wrong = report({"HOROCLONE_CUDA_LIBRARY": doubles / "libnccl.so.2"})["cuda"]
-    assert not wrong["found"] and "has no cuInit" in wrong["reason"]
+    assert not wrong["found"] and "has no cuInit: the driver is too old; CUDA 11.4" in wrong["reason"]
     absent = report({"HOROCLONE_CUDA_LIBRARY": tmp_path / "no.so"})["cuda"]
     assert "no.so" in absent["reason"] and "HOROCLONE_CUDA_LIBRARY" in absent["reason"]
 

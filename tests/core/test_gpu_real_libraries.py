@@ -1,7 +1,7 @@
 """Our declarations and our loader against NVIDIA's real headers and libraries, which come as packages; without a GPU.
 
-The packages are large: each is fetched once, and what is needed of it is kept in build/nvidia. Where one cannot be had,
-its test is skipped and says which.
+The packages are large: each is fetched once, and what is needed of it is kept in build/nvidia; a newest one, which has no
+version below, is looked for anew after a week. Where one cannot be had, its test is skipped and says which.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ core = pytest.importorskip("horoclone._core", reason="the native module is not b
 ROOT = Path(__file__).resolve().parents[2]
 ABI = ROOT / "tests/core/abi"
 KEPT = ROOT / "build/nvidia"
+NEWEST_FOR_S = 7 * 86400
 WANTED = ("/cuda.h", "/nvrtc.h", "/nccl.h", "/libnccl.so.2", "/libnvrtc.so.12", "/libnvrtc.so.13")
 NCCL = (
     "nvidia-nccl-cu12==2.18.3", "nvidia-nccl-cu12==2.21.5", "nvidia-nccl-cu12==2.27.5", "nvidia-nccl-cu13==2.28.9",
@@ -39,9 +41,10 @@ pytestmark = [
 def package(spec: str) -> Path:
     """The folder with the headers and libraries of a package; skips where it cannot be fetched."""
     folder = KEPT / spec.replace("==", "-")
-    if (folder / "complete").exists():
+    complete = folder / "complete"
+    if complete.exists() and ("==" in spec or time.time() - complete.stat().st_mtime < NEWEST_FOR_S):
         return folder
-    fetched = folder / "wheel"
+    fetched = KEPT / f"{folder.name}-wheel"
     command = [
         sys.executable,
         "-m",
@@ -56,17 +59,22 @@ def package(spec: str) -> Path:
     ]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        failed = "" if done.returncode == 0 else f"cannot be installed here: {done.stderr.strip()[-300:]}"
     except subprocess.TimeoutExpired:
-        pytest.skip(f"{spec} could not be fetched within 10 minutes")
+        failed = "could not be fetched within 10 minutes"
     wheels = list(fetched.glob("*.whl"))
-    if done.returncode != 0 or not wheels:
-        pytest.skip(f"{spec} cannot be installed here: {done.stderr.strip()[-300:]}")
+    if failed or not wheels:
+        if complete.exists():
+            return folder
+        pytest.skip(f"{spec} {failed or 'is no wheel'}")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     with zipfile.ZipFile(wheels[0]) as wheel:
         for name in wheel.namelist():
             if name.endswith(WANTED) or "/libnvrtc-builtins.so" in name:
                 (folder / Path(name).name).write_bytes(wheel.read(name))
+    complete.write_text(wheels[0].name + "\n")
     shutil.rmtree(fetched)
-    (folder / "complete").touch()
     return folder
 
 

@@ -19,7 +19,7 @@ import torch
 from crew import say
 
 import horoclone.torch as hvd
-from horoclone.errors import HorovodInternalError, Mismatch, PeerLost
+from horoclone.errors import HorovodInternalError, Mismatch, PeerLost, Unsupported
 from horoclone.runtime import native
 from horoclone.torch.operations import gpu
 
@@ -162,6 +162,26 @@ def test_double_memory_that_cannot_be_mapped_leaves_host_memory_and_the_reason(r
     fails = {"HC_DOUBLE_CUDA_FAIL": "cuIpcOpenMemHandle_v2:1:1"}
     team = ranks(says_why_not, HC_TEST_ONE_GPU="1", **fails)
     assert "cuIpcOpenMemHandle: invalid argument" in "".join(team.outputs()), team.outputs()
+
+
+def two_versions() -> None:
+    double, rank = begin(), hvd.rank()
+    os.environ["HC_DOUBLE_NCCL_VERSION"] = ("22809", "22705")[rank]
+    mine = double.tensor(torch.ones(5))
+    if os.environ.get("HOROCLONE_GPU_OPERATIONS") == "nccl":
+        with pytest.raises(Unsupported, match=r"NCCL is 2\.28\.9 on rank 0.* and 2\.27\.5 on rank 1"):
+            hvd.allreduce_(mine, name="x", op=hvd.Sum)
+    else:
+        hvd.allreduce_(mine, name="x", op=hvd.Sum)
+        assert mine.tolist() == [2.0] * 5
+    assert hvd.allreduce(torch.ones(3), name="host", op=hvd.Sum).tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("way", ["auto", "nccl"])
+def test_double_another_version_of_nccl_on_one_rank_is_named(ranks, way) -> None:
+    team = ranks(two_versions, HOROCLONE_GPU_OPERATIONS=way, HOROCLONE_GPU_KERNELS="off")
+    if way == "auto":
+        assert "NCCL is 2.28.9 on rank 0" in "".join(team.outputs()), team.outputs()
 
 
 def groups() -> None:

@@ -46,7 +46,7 @@ Status LaunchOrder::grant(uint16_t id, uint32_t count) {
   if (!set) return Status::ok();
   if (tickets_.in_memory()) {
     others_ += count;
-    tickets_.give({id}, count, set->members.has_me());
+    tickets_.give({id}, count, set->members.ranks);
     return Status::ok();
   }
   for (const int r : set->members.ranks) {
@@ -72,7 +72,8 @@ Status LaunchOrder::grant_message(int sender, int receiver, uint32_t id) {
   const int me = context_.rank();
   if (tickets_.in_memory()) {
     ++others_;
-    tickets_.give(ticket, 1, me == sender || me == receiver);
+    const int ends[] = {sender, receiver};
+    tickets_.give(ticket, 1, ends);
     return Status::ok();
   }
   for (const int r : {sender, receiver}) {

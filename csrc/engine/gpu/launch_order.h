@@ -17,8 +17,6 @@
 
 namespace hc {
 
-inline constexpr uint16_t kMessageStream = 0xffff;  // Tag::process_set of payloads; no process set has this number
-
 class LaunchOrder {
  public:
   LaunchOrder(Context& context, ControlLink& link, const Intake& intake)
@@ -27,6 +25,19 @@ class LaunchOrder {
   const LaunchTickets& tickets() const { return tickets_; }
   // On rank 0, where tickets travel in shared memory: how many it has given to anything but persistent buckets.
   uint64_t others() const { return others_; }
+
+  // Whether rank 0 may give tickets to persistent buckets before it has filled them: there is one set of them.
+  bool may_go_ahead() const { return !stopped_ && bucket_sets_ == 1; }
+  // Sets of buckets on GPUs that this rank has declared, and no longer needs.
+  void note_buckets(int change) {
+    tickets_.withdraw_ahead();
+    bucket_sets_ += change;
+  }
+  // This rank shuts down.
+  void stop_ahead() {
+    stopped_ = true;
+    tickets_.withdraw_ahead();
+  }
 
   // The world's coordinator, before the plan goes out.
   void note_before(const Members& set, Plan* plan);
@@ -64,6 +75,8 @@ class LaunchOrder {
   const Intake& intake_;
   LaunchTickets tickets_;
   uint64_t others_ = 0;
+  int bucket_sets_ = 0;
+  bool stopped_ = false;
 };
 
 }  // namespace hc

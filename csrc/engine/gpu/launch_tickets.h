@@ -5,11 +5,15 @@
 // the other comes before it, so the order is the same whatever arrives first, and no rank on the way is needed, which
 // may have shut down.
 //
+// In shared memory persistent buckets are numbered, and anything else comes before the buckets that none of its ranks
+// has begun: a rank may wait for it before it fills them. docs/decisions/0183 has the argument.
+//
 // Thread: the thread that makes progress. Owner: the engine.
 #pragma once
 
 #include <deque>
 #include <functional>
+#include <span>
 #include <vector>
 
 #include "agreement/negotiation.h"
@@ -17,12 +21,17 @@
 
 namespace hc {
 
+inline constexpr uint16_t kMessageStream = 0xffff;  // Tag::process_set of payloads; no process set has this number
+
 struct LaunchTicket {
   uint16_t set = 0;
   int32_t bucket = -1;  // the arrival flag of a persistent bucket; -1: the next planned batch of the set
   uint16_t sender = 0;  // set is kMessageStream: of the message whose number is `bucket`
   // A persistent bucket that starts together with the one of the next ticket, in one group of NCCL.
   bool with_next = false;
+  bool ahead = false;   // of a persistent bucket: rank 0 may still withdraw it
+  uint32_t number = 0;  // of a persistent bucket, in the order of the list; wraps around
+  bool is_bucket() const { return bucket >= 0 && set != kMessageStream; }
   bool operator==(const LaunchTicket& other) const {
     return set == other.set && bucket == other.bucket && sender == other.sender;
   }
@@ -48,8 +57,14 @@ class LaunchTickets {
   // The others: batches of a plan of the world's set.
   void take_plan(uint32_t batches, int rank, const std::vector<TicketsBefore>& before);
 
-  // Rank 0, where tickets travel in shared memory: everybody's; is_mine: mine, too.
-  void give(LaunchTicket ticket, uint32_t count, bool is_mine);
+  // Rank 0, where tickets travel in shared memory: of a persistent bucket; of anything else, in which `ranks` take part.
+  void give_bucket(LaunchTicket ticket);
+  void give(LaunchTicket ticket, uint32_t count, std::span<const int> ranks);
+  // Rank 0: tickets of persistent buckets that it has not filled itself yet. It may withdraw what no rank has begun.
+  void give_ahead(std::span<const LaunchTicket> buckets);
+  void withdraw_ahead();
+  bool has_ahead() const { return has_ahead_; }
+  uint64_t times_withdrawn() const { return times_withdrawn_; }
   // Rank 0: passes on what there was no room for. False: some of it waits for ranks to take theirs; `gone` take none.
   bool pass_on(const std::vector<bool>& gone);
   // The others, in shared memory: whether rank 0 has given something that was not taken yet.
@@ -57,6 +72,10 @@ class LaunchTickets {
     return shared_ && shared_->index() != 0 &&
            shared_->flags(0).tickets_given.load(std::memory_order_acquire) != taken_;
   }
+  // This rank begins the persistent buckets of the next `count` tickets. False: something may come before them, which
+  // the others know from rank 0 and this rank has to read first.
+  bool begin_buckets(size_t count);
+  bool is_held() const;
   // The others: takes what rank 0 has given; is_mine: whether this rank takes part. True: something came.
   bool take(const std::function<bool(const LaunchTicket&)>& is_mine);
 
@@ -79,6 +98,10 @@ class LaunchTickets {
     uint32_t count = 0, after = 0;
     bool is_mine = true;
   };
+  uint32_t begun_by(int rank, uint32_t reads_first);
+  void insert(const LaunchTicket& ticket, uint32_t place);
+  void cut(uint32_t last);
+  void take_word(LaunchTicket ticket, const std::function<bool(const LaunchTicket&)>& is_mine);
   bool any(const std::function<bool(const LaunchTicket&)>& is_it) const;
   void settle();
 
@@ -86,6 +109,12 @@ class LaunchTickets {
   std::deque<LaunchTicket> tickets_;
   std::deque<uint64_t> waiting_;    // rank 0: not passed on yet
   uint64_t given_ = 0, taken_ = 0;  // words in rank 0's shared segment, in all
+  uint32_t numbered_ = 0;           // persistent buckets in the list
+  uint32_t begun_ = 0;              // rank 0: the newest that it has begun
+  std::vector<uint32_t> placed_;    // rank 0: behind which bucket each rank's newest other ticket stands
+  bool has_ahead_ = false;          // rank 0
+  uint64_t times_withdrawn_ = 0;
+  uint32_t place_ = 0, ahead_ = 0;  // the others, from words about those that follow
 
   // In frames. All numbers are of this generation and wrap around.
   std::vector<uint32_t> given_out_;     // rank 0: to each rank since the last plan with batches

@@ -7,7 +7,10 @@ namespace hc {
 namespace {
 constexpr size_t kMostDropped = 62;  // sets of buckets that the ranks agree on at a time
 constexpr int kRoundsAlone = 3;      // steps of a set of buckets, with nothing else on GPUs among them
-}
+constexpr double kTogetherS = 1e-4;  // buckets of the next step that are filled within this time share a group of NCCL
+constexpr double kMisfitS = 0.01;    // so long rank 0 waits behind a bucket to which it has given a ticket too early
+constexpr int kMostMisfits = 16;     // each doubles the steps until it goes ahead again
+}  // namespace
 
 void DeviceSide::put_on_device(BatchRunner& runner) {
   if (!device_) device_ = std::make_unique<DeviceGroup>(group_, gpu_.options());
@@ -45,6 +48,11 @@ void DeviceSide::tell() {
                          device_->kernels_reason(), ". `horoclone doctor` tries them");
 }
 
+Status DeviceSide::prepare_buckets() {
+  order_.note_buckets(1);
+  return device_ ? device_->prepare_to_capture() : Status::ok();
+}
+
 // The tickets come from rank 0 of the world, which must see who leaves. NCCL must be up, for there is no agreement
 // left in which it could be set up, and it must do all of them: the host's collectives have an order of their own.
 bool DeviceSide::may_be_persistent(const BucketSet& buckets) const {
@@ -78,6 +86,7 @@ void DeviceSide::register_buckets(std::shared_ptr<const BucketSet> buckets) {
 }
 
 void DeviceSide::drop_buckets(const BucketSet& buckets) {
+  if (buckets.on_device) order_.note_buckets(-1);
   for (Registered& one : registered_)
     if (one.buckets.get() == &buckets) one.dropped = true;
 }
@@ -113,17 +122,80 @@ Result<GpuEventPtr> DeviceSide::capture(const Task& task, CuStream from) {
 void DeviceSide::make_ready(Operation* op, size_t flag) {
   ready_.push_back({op, flag});
   filled_[flag] = op->submitted;
-  if (is_leader()) note_round(op->bucket.set);
+  if (!is_leader()) return;
+  note_withdrawal();
+  ready_.back().has_ticket = rounds_[op->bucket.set].is_ahead;
+  note_round(*op, flag);
 }
 
-void DeviceSide::note_round(int set) {
-  Rounds& rounds = rounds_[set];
-  if (rounds.filled == 0) rounds.others = order_.others();
+void DeviceSide::note_round(const Operation& op, size_t flag) {
+  Rounds& rounds = rounds_[op.bucket.set];
+  if (rounds.filled == 0) {
+    rounds.others = order_.others();
+    rounds.order.clear();
+  }
+  const bool together = !rounds.order.empty() && seconds_between(rounds.group_began, op.submitted) < kTogetherS;
+  if (together) rounds.order.back().with_next = true;
+  if (!together) rounds.group_began = op.submitted;
+  rounds.order.push_back({members_.id, static_cast<int32_t>(flag)});
   if (rounds.others != order_.others()) rounds.alone = 0;
   rounds.others = order_.others();
-  if (++rounds.filled < buckets_.find(set)->runs.size()) return;
+  if (++rounds.filled < buckets_.find(op.bucket.set)->runs.size()) return;
   rounds.filled = 0;
+  rounds.is_ahead = false;
   ++rounds.alone;
+}
+
+bool DeviceSide::may_leave() {
+  if (has_ready()) return false;
+  order_.tickets().withdraw_ahead();
+  return order_.tickets().kept_back() == 0;
+}
+
+void DeviceSide::withdraw(Iteration* now) {
+  if (!order_.tickets().has_ahead()) return;
+  order_.tickets().withdraw_ahead();
+  note_withdrawal();
+  now->moved = true;
+}
+
+// On rank 0, whose next ticket cannot be used yet: what it has filled waits behind what it has not, because it has gone
+// ahead and this step differs from the one before.
+void DeviceSide::look_for_misfit(Iteration* now) {
+  if (ready_.empty() || !ready_.front().has_ticket || !order_.tickets().next()->ahead) return;
+  now->looks_soon = true;
+  if (seconds_between(ready_.front().op->submitted, Clock::now()) < kMisfitS) return;
+  ++rounds_[ready_.front().op->bucket.set].misfits;
+  withdraw(now);
+}
+
+void DeviceSide::note_withdrawal() {
+  const LaunchTickets& tickets = order_.tickets();
+  if (withdrawn_ == tickets.times_withdrawn()) return;
+  withdrawn_ = tickets.times_withdrawn();
+  for (Ready& ready : ready_)
+    ready.has_ticket = tickets.contains({members_.id, static_cast<int32_t>(ready.flag)});
+  for (auto& [set, rounds] : rounds_) {
+    rounds.order.clear();
+    rounds.is_ahead = false;
+    rounds.alone = 0;
+  }
+}
+
+// On rank 0, which has filled all of a step's buckets. The others may be through the next one before it begins it.
+void DeviceSide::give_next_step() {
+  for (auto& [set, rounds] : rounds_) {
+    const PersistentBuckets::Declared* declared = buckets_.find(set);
+    if (rounds.filled != 0 || rounds.is_ahead || rounds.alone < kRoundsAlone << std::min(rounds.misfits, kMostMisfits) ||
+        !order_.may_go_ahead() || !declared || !declared->is_persistent || rounds.order.size() != declared->runs.size())
+      continue;
+    std::vector<bool> there(rounds.order.size());
+    for (const LaunchTicket& ticket : rounds.order)
+      there[static_cast<size_t>(ticket.bucket) - declared->first_flag] = true;
+    if (std::find(there.begin(), there.end(), false) != there.end()) continue;
+    order_.tickets().give_ahead(rounds.order);
+    rounds.is_ahead = true;
+  }
 }
 
 // A launch cannot be taken back. A rank that waits for something else on its GPU before it fills the bucket would wait
@@ -136,13 +208,16 @@ bool DeviceSide::may_start(const Ready& ready) {
   return arrival.step(&moved) == Progress::kDone && !arrival.withdrawn();
 }
 
-std::string DeviceSide::awaited_bucket() const {
+DeviceSide::Awaited DeviceSide::awaited_bucket() const {
   const LaunchTicket* ticket = order_.tickets().next();
-  if (!ticket || ticket->set != members_.id || ticket->bucket < 0 || launching_) return "";
+  if (!ticket || ticket->set != members_.id || ticket->bucket < 0 || launching_) return {};
   const auto flag = static_cast<size_t>(ticket->bucket);
   const BucketId id = buckets_.with_flag(flag);
-  if (id.set < 0 || std::any_of(ready_.begin(), ready_.end(), [&](const Ready& r) { return r.flag == flag; })) return "";
-  return buckets_.find(id.set)->set->buckets[static_cast<size_t>(id.index)].name;
+  if (id.set < 0 || std::any_of(ready_.begin(), ready_.end(), [&](const Ready& r) { return r.flag == flag; })) return {};
+  const PersistentBuckets::Declared& declared = *buckets_.find(id.set);
+  const auto index = static_cast<size_t>(id.index);
+  const uint64_t filled = group_.shared_segment->bucket_flags(0, flag).arrived.load(std::memory_order_acquire);
+  return {declared.set->buckets[index].name, filled > declared.runs[index].rounds};
 }
 
 std::vector<DeviceSide::Late> DeviceSide::late(TimePoint now, double patience_s) const {
@@ -163,6 +238,7 @@ std::vector<DeviceSide::Late> DeviceSide::late(TimePoint now, double patience_s)
 // On rank 0. Everything that is ready, in one group for each set of buckets: while one is on its way into NCCL, the next
 // gathers.
 void DeviceSide::give_tickets() {
+  note_withdrawal();
   LaunchTickets& tickets = order_.tickets();
   Ready* before = nullptr;
   LaunchTicket waiting;
@@ -170,19 +246,21 @@ void DeviceSide::give_tickets() {
     if (ready.has_ticket || !may_start(ready)) continue;
     if (before) {
       waiting.with_next = before->op->bucket.set == ready.op->bucket.set;
-      tickets.give(waiting, 1, true);
+      tickets.give_bucket(waiting);
     }
     waiting = {members_.id, static_cast<int32_t>(ready.flag)};
     ready.has_ticket = true;
     before = &ready;
   }
-  if (before) tickets.give(waiting, 1, true);
+  if (before) tickets.give_bucket(waiting);
+  give_next_step();
 }
 
 std::vector<Operation*> DeviceSide::take_back(const SharedSegment& shared_segment, Iteration* now) {
   if (ready_.empty()) return {};
   if (is_leader()) {
     if (!buckets_.anybody_left(shared_segment)) return {};
+    withdraw(now);
     if (order_.tickets().kept_back()) {  // the others believe what they see, so these go first
       now->moved = true;
       return {};
@@ -214,10 +292,12 @@ std::vector<Operation*> DeviceSide::take_group(std::vector<BucketId>* ids) {
     const auto flag = static_cast<size_t>(ticket->bucket);
     const auto at = std::find_if(ready_.begin(), ready_.end(), [&](const Ready& r) { return r.flag == flag; });
     const BucketId id = buckets_.with_flag(flag);
-    if (at == ready_.end() && (id.set < 0 || buckets_.find(id.set)->is_persistent)) return {};  // it is still to come
+    if (at == ready_.end() && (ticket->ahead || id.set < 0 || buckets_.find(id.set)->is_persistent))
+      return {};  // it is still to come
     operations.push_back(at == ready_.end() ? nullptr : at->op);
     ids->push_back(id);
   }
+  if (!order_.tickets().begin_buckets(operations.size())) return {};
   std::erase_if(ready_, [&](const Ready& r) {
     return std::find(operations.begin(), operations.end(), r.op) != operations.end();
   });
@@ -255,13 +335,17 @@ std::unique_ptr<BatchRunner> DeviceSide::runner_of(std::vector<Operation*> opera
 
 Result<std::unique_ptr<BatchRunner>> DeviceSide::launch(const Tuning& tuning, Timeline* timeline, Iteration* now) {
   using Launched = std::unique_ptr<BatchRunner>;
+  if (is_leader() && order_.tickets().has_ahead() && buckets_.anybody_left(*group_.shared_segment)) withdraw(now);
   if (!launching_) {
     if (is_leader()) give_tickets();
     const LaunchTicket* ticket = order_.tickets().next();
     if (!ticket || ticket->set != members_.id || ticket->bucket < 0) return Launched();
     std::vector<BucketId> ids;
     std::vector<Operation*> operations = take_group(&ids);
-    if (operations.empty()) return Launched();
+    if (operations.empty()) {
+      if (is_leader()) look_for_misfit(now);
+      return Launched();
+    }
     launching_tickets_ = operations.size();
     launching_ = runner_of(std::move(operations), ids, tuning, timeline);
   }

@@ -1,6 +1,7 @@
 // What one process set does on GPUs: the group that moves the data, batches on device memory, and persistent buckets.
 // Rank 0 gives their launch tickets, all that are ready in one group: when all ranks have filled them or, in a job whose
-// steps hold nothing else on GPUs, as soon as it has itself; NCCL then waits for the others (docs/decisions/0121).
+// steps hold nothing else on GPUs, as soon as it has itself; NCCL then waits for the others (docs/decisions/0121). Where
+// such steps are alike it gives those of the next step before it is there itself (docs/decisions/0183).
 //
 // Thread: the thread that makes progress, or one that holds the progress lock. Owner: a process set.
 #pragma once
@@ -32,6 +33,8 @@ class DeviceSide {
   void put_on_device(BatchRunner& runner);
   void batch_over();
 
+  // Before a set of buckets in device memory is declared.
+  Status prepare_buckets();
   // Whether declared buckets can be persistent as far as this rank knows.
   bool may_be_persistent(const BucketSet& buckets) const;
   // Tells NCCL of the buckets' memory, on every rank of the set at the same place.
@@ -50,6 +53,8 @@ class DeviceSide {
   void make_ready(Operation* op, size_t flag);
   bool has_ready() const { return !ready_.empty() || launching_; }
   bool waits_for_ticket() const { return !ready_.empty(); }
+  // This rank has no bucket under way, and the others know of every one that it may still have to begin.
+  bool may_leave();
   // What rank 0 gives no ticket to, because a rank has left the persistent plans: to be announced. Asks that this be
   // called again where it cannot tell yet.
   std::vector<Operation*> take_back(const SharedSegment& shared_segment, Iteration* now);
@@ -64,8 +69,12 @@ class DeviceSide {
     std::vector<int> missing;  // group ranks
   };
   std::vector<Late> late(TimePoint now, double patience_s) const;
-  // The bucket whose launch ticket has come up before this rank has filled it; empty: none.
-  std::string awaited_bucket() const;
+  // The bucket whose launch ticket has come up before this rank has filled it; empty: none. of_leader: rank 0 has.
+  struct Awaited {
+    std::string name;
+    bool of_leader = false;
+  };
+  Awaited awaited_bucket() const;
 
   bool has_flights() const { return device_ && device_->has_flights(); }
   double oldest_flight_s(TimePoint now) { return device_ ? device_->oldest_flight_s(now) : 0; }
@@ -84,6 +93,10 @@ class DeviceSide {
     size_t filled = 0;
     uint64_t others = 0;  // LaunchOrder::others, when the step began
     int alone = 0;
+    std::vector<LaunchTicket> order;  // in which rank 0 has filled them, with_next: at about the same time
+    TimePoint group_began{};          // when it has filled the first of the newest group of these
+    bool is_ahead = false;            // all tickets of this step were given before it began
+    int misfits = 0;                  // how often rank 0 itself had to wait because it has gone ahead
   };
   struct Registered {
     std::shared_ptr<const BucketSet> buckets;
@@ -91,9 +104,13 @@ class DeviceSide {
   };
   void tell();
   bool is_leader() const { return context_.rank() == 0; }
-  void note_round(int set);
+  void note_round(const Operation& op, size_t flag);
   bool may_start(const Ready& ready);
   void give_tickets();
+  void give_next_step();
+  void withdraw(Iteration* now);
+  void note_withdrawal();
+  void look_for_misfit(Iteration* now);
   // The group with the next tickets, in their order; empty: not all of it is ready. Null: this rank had joined when
   // rank 0 did not know that yet, and gives the identity element.
   std::vector<Operation*> take_group(std::vector<BucketId>* ids);
@@ -112,6 +129,7 @@ class DeviceSide {
   std::unique_ptr<BatchRunner> launching_;
   size_t launching_tickets_ = 0;
   std::map<int, Rounds> rounds_;  // rank 0, by set of buckets
+  uint64_t withdrawn_ = 0;        // LaunchTickets::times_withdrawn, as far as it is noted here
   bool leader_stopped_ = false;   // seen once: its last tickets are here with the next look
   std::vector<Registered> registered_;
   std::string told_;  // DeviceGroup::reason, once it has been told

@@ -369,7 +369,7 @@ void ProcessSet::run_arrivals(Iteration* now) {
     Counters::add_locked(counters.bytes_reduced, run.round ? run.op->bytes() : run.bytes);
     complete(run.op, run.collective->status());
   }
-  if (!deferred_join_ || !arrivals_.empty() || device_.has_ready() || parts_.order.tickets().kept_back()) return;
+  if (!deferred_join_ || !arrivals_.empty() || !device_.may_leave()) return;
   deferred_join_ = nullptr;
   leave_shared_rounds();
   negotiator_->announce_join();
@@ -406,7 +406,7 @@ Status ProcessSet::declare(int id, std::shared_ptr<const BucketSet> buckets, boo
   mine->knows_some = device_.has_registered();
   if (mine->knows_some) mine->dropped = device_.dropped();
   if (buckets->on_device) {
-    if (group) HC_TRY(group->prepare_to_capture());
+    HC_TRY(device_.prepare_buckets());
     mine->persistent = added.value()->has_flags && device_.may_be_persistent(*buckets);
     return Status::ok();
   }

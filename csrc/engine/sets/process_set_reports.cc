@@ -104,25 +104,31 @@ Status ProcessSet::check_device() {
   // NCCL waits on the GPU for who has left, and knows no better.
   if (!closed_.is_ok() && device_.oldest_flight_s(Clock::now()) > kLeftBehindS) return closed_;
   const bool waits = (id != 0 && batches_.runner() && batches_.runner()->is_on_device()) || device_.waits_for_ticket();
-  if (!parts_.link.has_left(0) || !waits || parts_.order.tickets().contains(id)) return Status::ok();
+  const LaunchTickets& tickets = parts_.order.tickets();
+  if (!parts_.link.has_left(0) || !waits || (tickets.contains(id) && !tickets.is_held())) return Status::ok();
   return Status(Code::kAborted,
                 text_of(parts_.context.mesh->describe(0), " has shut down, and it orders the work on GPUs"), 0);
 }
 
-// Something of this rank waits behind a bucket that it has not filled, because rank 0 has filled it before: it will not
-// come to fill it.
+// Something of this rank waits behind a bucket that it has not filled and another rank has begun: it will not come to
+// fill it.
 Status ProcessSet::check_order() const {
-  const std::string bucket = device_.awaited_bucket();
-  if (bucket.empty()) return Status::ok();
+  const DeviceSide::Awaited bucket = device_.awaited_bucket();
+  if (bucket.name.empty()) return Status::ok();
+  const bool has_planned = parts_.order.tickets().contains(LaunchTicket{members().id});
   const TimePoint now = Clock::now();
-  for (const Operation* op : pending_.all())
-    if (op->device && seconds_between(op->submitted, now) >= parts_.context.config.stall_check_s)
+  const double patience_s = parts_.context.config.stall_check_s;
+  for (const Operation* op : pending_.all()) {
+    const double waited_s = seconds_between(op->submitted, now);
+    const bool comes_behind = op->bucket.set >= 0 ? bucket.of_leader : has_planned;
+    if (op->device && comes_behind && waited_s >= patience_s)
       return Status(Code::kMismatch,
-                    text_of(parts_.context.me(), " has waited ", static_cast<int>(seconds_between(op->submitted, now)),
-                            " s for ", op->describe(), " on its GPU, which comes behind bucket '", bucket,
-                            "' that rank 0 has filled and this rank has not: let all ranks call it at the same place, "
-                            "before or after the step"),
+                    text_of(parts_.context.me(), " has waited ", static_cast<int>(waited_s), " s for ", op->describe(),
+                            " on its GPU, which comes behind bucket '", bucket.name,
+                            "' that another rank has filled and this rank has not: let all ranks call it at the same "
+                            "place, before or after the step"),
                     parts_.context.rank());
+  }
   return Status::ok();
 }
 

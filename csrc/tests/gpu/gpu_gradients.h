@@ -62,6 +62,8 @@ class Gradients {
     CHECK_OK(await(b));
     holds(b, value);
   }
+  // As when its optimizer is collected.
+  void undeclare() { CHECK_OK(engine_.undeclare(process_set_, id_)); }
   void holds(int b, float value) {
     const auto got = gpu_.read(data_[static_cast<size_t>(b)], count(b));
     CHECK_LOCKED(static_cast<size_t>(std::count(got.begin(), got.end(), value)) == count(b));

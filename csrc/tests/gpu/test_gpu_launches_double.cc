@@ -134,7 +134,7 @@ TEST_CASE("double of CUDA and NCCL: a bucket costs at most 12 calls of the drive
   }
 }
 
-TEST_CASE("double of CUDA and NCCL: the host waits for no rank but rank 0, whose streams wait for the others") {
+TEST_CASE("double of CUDA and NCCL: ranks are through a step before another begins it, and their streams wait") {
   std::barrier<> barrier(3);
   std::atomic<bool> late{true};
   World world(3, gpu_settings());
@@ -266,6 +266,7 @@ TEST_CASE("double of CUDA and NCCL: everything works while NCCL's calls are in p
 
 TEST_CASE("double of CUDA and NCCL: an abort reaches what a blocking call of an old NCCL waits in") {
   DoubleEnvironment old(Variables{{"HC_DOUBLE_NCCL_VERSION", "22602"}});
+  std::barrier<> barrier(2);
   World world(2, gpu_settings());
   CHECK_OK(world.each([&](Engine& engine, int rank) {
     FrameworkOnGpu gpu(rank);
@@ -273,6 +274,7 @@ TEST_CASE("double of CUDA and NCCL: an abort reaches what a blocking call of an 
     int64_t handle = 0;
     // Rank 1 takes no part in the communicator's making: its device is another one than that of its tensor.
     CHECK_OK(submit_gpu(engine, gpu, Op::kAllreduce, "x", data, data, {8}, DType::kF32, &handle));
+    barrier.arrive_and_wait();
     if (rank == 1) return engine.abort("rank 1 raised ValueError: bad batch");
     const Status outcome = enqueued(engine, gpu, handle);
     if (!outcome.is_ok()) CHECK_LOCKED(outcome.text().find("bad batch") != std::string::npos);
