@@ -38,7 +38,7 @@ def _run(*words: str) -> str:
 
 
 def inside(namespace: str, call: Callable[[], Any]) -> Any:
-    """What `call` returns on a thread of this namespace; sockets that it opens, and threads that it starts, stay there."""
+    """What `call` returns on a thread of this namespace; its sockets, and threads that it starts, stay there."""
     result: list[Any] = []
 
     def run() -> None:

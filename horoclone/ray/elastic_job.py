@@ -139,7 +139,7 @@ class ElasticJob:
     def run(self, function: Callable[[Any], Any]) -> list[Any]:
         """function(executable) on every worker; values of those that have finished, by rank. RuntimeError when the job
         fails; nothing of it is left in either case."""
-        self._function = ray.put(function)
+        self._function = function
         try:
             self._take_hosts(self._source.find())
             self._lookout.start()
@@ -301,6 +301,7 @@ class ElasticJob:
         if self._log is not None:
             actor.set_queue.remote(self._log)
         ready = actor.start_executable.remote(*self._wishes.executable)
+        # As an argument, and not by ray.put(): a node fetches that wherever copies are, also from one that has ended.
         self._hear(actor.work.remote(self._function, ready), partial(self._ended, worker))
 
     def _variables(self, worker: _Worker) -> dict[str, str]:

@@ -6,7 +6,6 @@ import importlib.util
 import json
 import secrets
 import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
