@@ -58,7 +58,6 @@ test-all: builds-and-cpp ## as `test`, with every costly test whose files have n
 test test-all:
 	@$(MAKE) --no-print-directory engines-where-needed GUARDED=$(GUARDED)
 	@$(MAKE) --no-print-directory site-where-needed GUARDED=$(GUARDED)
-	@.ci/apt-where-needed $(GUARDED)
 	@$(MAKE) --no-print-directory pytest ARGS="--guarded=$(GUARDED)"
 
 # Ray and Spark are 900 MB: they are installed only where a test that needs them is going to run.
