@@ -71,6 +71,7 @@ class Costs:
                 self.assumed.append(
                     f"the link between hosts: {link.gbit:g} Gbit/s, {link.latency_us:g} us (--link)"
                 )
+            self.assumed.append("messages between hosts take no processor time from computing")
         if self.per_node != rates.local and not self.is_measured:
             self.assumed.append(
                 f"{self.per_node} ranks of a host from what {rates.local} do here, by the bytes that a rank moves"
@@ -79,7 +80,7 @@ class Costs:
     @property
     def load(self) -> dict[str, float]:
         """For replay(): how much of the computing thread's processor each level takes."""
-        return {"link": self._rates.load, "node": self._rates.load, "network": self._rates.load}
+        return {"link": self._rates.load, "node": self._rates.load}
 
     @property
     def shares_memory(self) -> bool:

@@ -101,7 +101,7 @@ def reason(chosen: Way, plain: Way | None, limited: bool) -> str:
     among = "of the ways that fit into the memory" if limited else "of the ways"
     same = " that learn what one process would" if chosen.learns == EXACT else ""
     if plain is None or chosen is plain:
-        return f"no other {among.removeprefix('of the ')}{same} is faster by more than 2 %"
+        return f"none {among}{same} is faster by more than 2 %"
     ratio = plain.timed.step_s / chosen.timed.step_s
     return (
         f"{1e3 * chosen.timed.step_s:.1f} ms is the shortest step {among}{same}: {ratio:.2f} times as fast as "

@@ -108,7 +108,7 @@ def _data_parallel(subject: Subject) -> Iterator[_Made]:
             break
         buckets = replay.buckets_of(step, groups=groups)
         program = replay.ordinary(step, subject.costs.of("bucket"), buckets)
-        name = f"data parallel, {groups} groups" if groups else "data parallel"
+        name = f"data parallel, {groups} group{'s' * (groups > 1)}" if groups else "data parallel"
         line = _optimizer(f"groups={groups}" if groups else "")
         options = {"groups": groups} if groups else {}
         yield _Made(
