@@ -124,7 +124,8 @@ void DeviceSide::make_ready(Operation* op, size_t flag) {
   filled_[flag] = op->submitted;
   if (!is_leader()) return;
   note_withdrawal();
-  ready_.back().has_ticket = rounds_[op->bucket.set].is_ahead;
+  // Of a step to which it has gone ahead; also what others have begun of a step that it has withdrawn.
+  ready_.back().has_ticket = order_.tickets().contains({members_.id, static_cast<int32_t>(flag)});
   note_round(*op, flag);
 }
 
