@@ -183,27 +183,6 @@ TEST_CASE("double of CUDA and NCCL: a step that differs from those before it is 
   }));
 }
 
-TEST_CASE("double of CUDA and NCCL: rank 0 takes part in what others have begun of a step that it then withdraws") {
-  World world(3, gpu_settings());
-  CHECK_OK(world.each([](Engine& engine, int rank) {
-    FrameworkOnGpu gpu(rank);
-    Gradients gradients(engine, gpu);
-    for (int warm = 0; warm < kWarm; ++warm) step_of(gradients, 1.0f, 3.0f);
-    if (rank == 0) {  // the others are through this step; rank 0 waits behind what it fills last
-      std::this_thread::sleep_for(milliseconds(20));
-      gradients.submit(kBuckets - 1, 1.0f);
-      std::this_thread::sleep_for(milliseconds(30));
-      for (int b = 0; b < kBuckets - 1; ++b) gradients.submit(b, 1.0f);
-      for (int b = 0; b < kBuckets; ++b) gradients.expect(b, 3.0f);
-    } else {
-      step_of(gradients, 1.0f, 3.0f);
-    }
-    for (int more = 0; more < 3 * kWarm; ++more) step_of(gradients, 1.0f, 3.0f);
-    CHECK_LOCKED(counted(engine, "persistent") == (4 * kWarm + 1) * kBuckets);
-    all_are_here(engine, "end");
-  }));
-}
-
 TEST_CASE("double of CUDA and NCCL: a rank that joins after steps that were alike gives what the others still need") {
   for (const int first : {0, 1, 2}) {
     for (const int more : {1, 3}) {
