@@ -230,9 +230,9 @@ def on_torch(page: Page, arguments: argparse.Namespace) -> None:
             page.enter("backward")
             loss.backward()
             page.enter("collective")
-            optimizer.synchronize()
+            optimizer.synchronize()  # type: ignore[attr-defined]
             page.enter("step")
-            with optimizer.skip_synchronize():
+            with optimizer.skip_synchronize():  # type: ignore[attr-defined]
                 optimizer.step()
             first = first and say("step", now.number)
             state.total += factor(state.step) * (now.size + 1) / 2

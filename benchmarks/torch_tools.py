@@ -76,7 +76,8 @@ def pipeline(mesh: DeviceMesh, width: int) -> Step:
 
     def step() -> None:
         optimizer.zero_grad()
-        schedule.step(*([data] if rank == 0 else []), **({"target": data} if rank == size - 1 else {}))
+        inputs = [data] if rank == 0 else []
+        schedule.step(*inputs, target=data if rank == size - 1 else None)
         optimizer.step()
 
     return step

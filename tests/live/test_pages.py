@@ -273,8 +273,12 @@ def test_without_xdg_runtime_dir_it_is_the_systems_folder_or_none(monkeypatch) -
     monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
     usual = f"/run/user/{os.getuid()}"
     assert folder.place(os.environ) == (f"{usual}/horoclone" if os.path.isdir(usual) else None)
-    monkeypatch.setattr(os, "getuid", lambda: 12345)  # has no such folder: no session, as in a container or a cron job
-    assert folder.place(os.environ) is None and folder.create(os.environ, "job", page.initial(origin())) is None
+    monkeypatch.setattr(
+        os, "getuid", lambda: 12345
+    )  # has no such folder: no session, as in a container or a cron job
+    assert (
+        folder.place(os.environ) is None and folder.create(os.environ, "job", page.initial(origin())) is None
+    )
     assert isinstance(job.jobs(), list)
 
 

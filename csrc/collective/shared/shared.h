@@ -1,6 +1,6 @@
 // A shared segment is a group's part of the node's shared memory: per member flags and staging, at the same offset in
-// every member's arena. Every word but one is written by its owner only and counts up for ever, so no flag is ever reset
-// and none is missed.
+// every member's arena. Every word but one is written by its owner only and counts up for ever, so no flag is ever
+// reset and none is missed.
 //
 // Thread: the thread that makes progress. Owner: the engine's process set.
 #pragma once
@@ -46,8 +46,8 @@ struct SegmentFlags {
   alignas(kCacheLine) std::atomic<uint64_t> tickets_given;
   std::atomic<uint64_t> tickets[kTicketsKept];
   alignas(kCacheLine) std::atomic<uint64_t> tickets_taken;
-  // Two halves: the number of the newest persistent bucket on GPUs that I have begun, and how many words of rank 0's list
-  // I must read before I begin another, which rank 0 writes.
+  // Two halves: the number of the newest persistent bucket on GPUs that I have begun, and how many words of rank 0's
+  // list I must read before I begin another, which rank 0 writes.
   alignas(kCacheLine) std::atomic<uint64_t> buckets_begun;
 };
 

@@ -7,7 +7,8 @@ namespace hc {
 
 namespace {
 
-// Words of the list that are no tickets, by the number in place of the process set's; LaunchTicket::bucket is the value.
+// Words of the list that are no tickets, by the number in place of the process set's; LaunchTicket::bucket is the
+// value.
 constexpr uint16_t kPlaceOfNext = 0xfffe;      // the next ticket comes behind this bucket
 constexpr uint16_t kNextAreAhead = 0xfffd;     // so many tickets may be withdrawn
 constexpr uint16_t kWithdrawnBehind = 0xfffc;  // all of those with a later number than this are

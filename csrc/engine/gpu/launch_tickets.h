@@ -57,7 +57,8 @@ class LaunchTickets {
   // The others: batches of a plan of the world's set.
   void take_plan(uint32_t batches, int rank, const std::vector<TicketsBefore>& before);
 
-  // Rank 0, where tickets travel in shared memory: of a persistent bucket; of anything else, in which `ranks` take part.
+  // Rank 0, where tickets travel in shared memory: of a persistent bucket; of anything else, in which `ranks` take
+  // part.
   void give_bucket(LaunchTicket ticket);
   void give(LaunchTicket ticket, uint32_t count, std::span<const int> ranks);
   // Rank 0: tickets of persistent buckets that it has not filled itself yet. It may withdraw what no rank has begun.

@@ -174,8 +174,7 @@ void DeviceSide::note_withdrawal() {
   const LaunchTickets& tickets = order_.tickets();
   if (withdrawn_ == tickets.times_withdrawn()) return;
   withdrawn_ = tickets.times_withdrawn();
-  for (Ready& ready : ready_)
-    ready.has_ticket = tickets.contains({members_.id, static_cast<int32_t>(ready.flag)});
+  for (Ready& ready : ready_) ready.has_ticket = tickets.contains({members_.id, static_cast<int32_t>(ready.flag)});
   for (auto& [set, rounds] : rounds_) {
     rounds.order.clear();
     rounds.is_ahead = false;
@@ -187,8 +186,9 @@ void DeviceSide::note_withdrawal() {
 void DeviceSide::give_next_step() {
   for (auto& [set, rounds] : rounds_) {
     const PersistentBuckets::Declared* declared = buckets_.find(set);
-    if (rounds.filled != 0 || rounds.is_ahead || rounds.alone < kRoundsAlone << std::min(rounds.misfits, kMostMisfits) ||
-        !order_.may_go_ahead() || !declared || !declared->is_persistent || rounds.order.size() != declared->runs.size())
+    if (rounds.filled != 0 || rounds.is_ahead ||
+        rounds.alone < kRoundsAlone << std::min(rounds.misfits, kMostMisfits) || !order_.may_go_ahead() || !declared ||
+        !declared->is_persistent || rounds.order.size() != declared->runs.size())
       continue;
     std::vector<bool> there(rounds.order.size());
     for (const LaunchTicket& ticket : rounds.order)
@@ -214,7 +214,8 @@ DeviceSide::Awaited DeviceSide::awaited_bucket() const {
   if (!ticket || ticket->set != members_.id || ticket->bucket < 0 || launching_) return {};
   const auto flag = static_cast<size_t>(ticket->bucket);
   const BucketId id = buckets_.with_flag(flag);
-  if (id.set < 0 || std::any_of(ready_.begin(), ready_.end(), [&](const Ready& r) { return r.flag == flag; })) return {};
+  if (id.set < 0 || std::any_of(ready_.begin(), ready_.end(), [&](const Ready& r) { return r.flag == flag; }))
+    return {};
   const PersistentBuckets::Declared& declared = *buckets_.find(id.set);
   const auto index = static_cast<size_t>(id.index);
   const uint64_t filled = group_.shared_segment->bucket_flags(0, flag).arrived.load(std::memory_order_acquire);
@@ -236,8 +237,8 @@ std::vector<DeviceSide::Late> DeviceSide::late(TimePoint now, double patience_s)
   return all;
 }
 
-// On rank 0. Everything that is ready, in one group for each set of buckets: while one is on its way into NCCL, the next
-// gathers.
+// On rank 0. Everything that is ready, in one group for each set of buckets: while one is on its way into NCCL, the
+// next gathers.
 void DeviceSide::give_tickets() {
   note_withdrawal();
   LaunchTickets& tickets = order_.tickets();
@@ -276,8 +277,8 @@ std::vector<Operation*> DeviceSide::take_back(const SharedSegment& shared_segmen
   }
   std::vector<Operation*> back;
   std::erase_if(ready_, [&](const Ready& ready) {
-    const bool stays = is_leader() ? ready.has_ticket
-                                   : order_.tickets().contains({members_.id, static_cast<int32_t>(ready.flag)});
+    const bool stays =
+        is_leader() ? ready.has_ticket : order_.tickets().contains({members_.id, static_cast<int32_t>(ready.flag)});
     if (!stays) back.push_back(ready.op);
     return !stays;
   });

@@ -112,7 +112,8 @@ TEST_CASE("double of CUDA and NCCL: what some ranks call between steps starts be
   }));
 }
 
-TEST_CASE("double of CUDA and NCCL: programs that are the same on all ranks end, whatever they call and whoever is late") {
+TEST_CASE(
+    "double of CUDA and NCCL: programs that are the same on all ranks end, whatever they call and whoever is late") {
   for (unsigned seed = 0; seed < 6; ++seed) {
     CAPTURE(seed);
     DoubleEnvironment slow(Variables{{"HC_DOUBLE_DELAY_US", seed % 2 ? "30" : "0"},
@@ -179,6 +180,27 @@ TEST_CASE("double of CUDA and NCCL: a step that differs from those before it is 
       for (const int b : order) gradients.expect(b, 2.0f);
     }
     CHECK_LOCKED(counted(engine, "persistent") == 60 * kBuckets);
+    all_are_here(engine, "end");
+  }));
+}
+
+TEST_CASE("double of CUDA and NCCL: rank 0 takes part in what others have begun of a step that it then withdraws") {
+  World world(3, gpu_settings());
+  CHECK_OK(world.each([](Engine& engine, int rank) {
+    FrameworkOnGpu gpu(rank);
+    Gradients gradients(engine, gpu);
+    for (int warm = 0; warm < kWarm; ++warm) step_of(gradients, 1.0f, 3.0f);
+    if (rank == 0) {  // the others are through this step; rank 0 waits behind what it fills last
+      std::this_thread::sleep_for(milliseconds(20));
+      gradients.submit(kBuckets - 1, 1.0f);
+      std::this_thread::sleep_for(milliseconds(30));
+      for (int b = 0; b < kBuckets - 1; ++b) gradients.submit(b, 1.0f);
+      for (int b = 0; b < kBuckets; ++b) gradients.expect(b, 3.0f);
+    } else {
+      step_of(gradients, 1.0f, 3.0f);
+    }
+    for (int more = 0; more < 3 * kWarm; ++more) step_of(gradients, 1.0f, 3.0f);
+    CHECK_LOCKED(counted(engine, "persistent") == (4 * kWarm + 1) * kBuckets);
     all_are_here(engine, "end");
   }));
 }

@@ -85,7 +85,7 @@ TEST_CASE("double of CUDA and NCCL: buckets that are ready together go into few 
     if (rank == 0) host_us = seconds_between(from, Clock::now()) * 1e6 / (kSteps * kBurst);
     barrier.arrive_and_wait();
     if (rank == 0) groups = double_groups() - groups;
-        all_are_here(engine, "end");
+    all_are_here(engine, "end");
   }));
   MESSAGE("burst of ", kBurst, " buckets, 100 us in progress: ", host_us.load(), " us of host time a bucket, ",
           static_cast<double>(groups) / (2.0 * kSteps), " groups a burst");
@@ -243,8 +243,8 @@ TEST_CASE("double of CUDA and NCCL: everything works while NCCL's calls are in p
       auto* mail = gpu.tensor(std::vector<float>(10, static_cast<float>(rank)));
       int64_t handle = 0;
       CHECK_OK(submit_gpu(engine, gpu, rank ? Op::kReceive : Op::kSend, "", rank ? nullptr : mail,
-                          rank ? mail : nullptr, {10},
-                          DType::kF32, &handle, [&](Submission& s) { s.root = 1 - rank; }));
+                          rank ? mail : nullptr, {10}, DType::kF32, &handle,
+                          [&](Submission& s) { s.root = 1 - rank; }));
       CHECK_OK(enqueued(engine, gpu, handle));
       engine.release(handle);
       holds(gpu, mail, 1, 0.0f);
