@@ -1,6 +1,7 @@
 from horoclone.ray import (
     BaseHorovodWorker as BaseHorovodWorker,
     ElasticRayExecutor as ElasticRayExecutor,
+    ParameterServers as ParameterServers,
     RayExecutor as RayExecutor,
     installed as installed,
     share_secret as share_secret,
