@@ -47,6 +47,20 @@ def test_content_names_and_versions_are_changes_and_what_is_built_is_none(tmp_pa
     assert len(seen) == 5 and None not in seen
 
 
+def test_tests_of_the_core_count_for_sanitizers_only(tmp_path: Path) -> None:
+    def digests() -> tuple[str | None, str | None]:
+        guarded.digest_of.cache_clear()
+        return guarded.digest_of(tmp_path, ("csrc",), ()), guarded.digest_of(tmp_path, ("csrc",), (), "g++")
+
+    folder = tmp_path / "csrc" / "tests"
+    folder.mkdir(parents=True)
+    (folder / "test_a.cc").write_text("1")
+    before = digests()
+    (folder / "test_a.cc").write_text("2")
+    after = digests()
+    assert before[0] == after[0] and before[1] != after[1]
+
+
 def test_only_what_has_not_changed_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     one = item("tests/doubles")
     guarded.skip_unchanged([one], "changed")
