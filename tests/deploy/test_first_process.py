@@ -99,6 +99,7 @@ def test_every_manifest_and_image_is_seen() -> None:
         "indexed",
         "jobset",
         "mpijob",
+        "parameter",
         "statefulset",
         "trainjob",
     }

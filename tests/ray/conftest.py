@@ -18,11 +18,13 @@ PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
 
 
 def environment() -> dict[str, str]:
-    return {
+    own = {
         name: value
         for name, value in os.environ.items()
         if not name.startswith(LAUNCHERS) and name not in PLACES
     }
+    # The warm worlds of other tests fill the memory, and Ray would end workers for it.
+    return {**own, "RAY_memory_monitor_refresh_ms": "0"}
 
 
 @pytest.fixture(scope="module")
