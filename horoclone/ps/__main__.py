@@ -118,8 +118,8 @@ def serve(options: argparse.Namespace, over: threading.Event) -> None:
         tell(False)  # a file of an earlier life
         server.run(over, tell)
     finally:
-        tell(False)
         server.stop()
+        tell(False)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from horoclone.runtime import native_module
 log = logging.getLogger("horoclone.ps")
 NONE, BACKUP, PRIMARY, UNDECIDED = range(4)  # hc_role
 ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
-EVENT_S = 0.5  # run() looks this often for a partition without a second copy
+EVENT_S = 0.5  # between two looks at the register, for a partition without a second copy for example
 MAX_PAUSE_S = 10.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
 STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
 START_S = 60.0  # for a register that has just been started
@@ -203,20 +203,29 @@ class Server:
         when_whole(True) is called once every row that this server should have a copy of has all its copies: another
         server may then be stopped without a loss. when_whole(False), once that is over.
         """
-        while not self._stopping.is_set() and not (until is not None and until.is_set()):
+        over = until or self._stopping
+        watch = threading.Thread(target=self._watch, args=(over, when_whole), name="hc-ps-watch", daemon=True)
+        watch.start()
+        while not self._stopping.is_set() and not over.is_set():
             event = self._native.next_event(EVENT_S)
             if event is not None:
                 self._pool.submit(self._handle, *event)
+
+    def _watch(self, over: threading.Event, when_whole: Callable[[bool], None] | None) -> None:
+        """Looks at the register, on a thread of its own: one that is cut off answers nobody for many seconds."""
+        while not self._stopping.is_set() and not over.is_set():
             try:
                 self._remind()
                 self._look_for_work()
                 is_whole = all(self._is_safe(number) for number in range(self.layout.partitions))
-            except Unreachable as error:
+                if when_whole is not None and is_whole != self._is_whole:
+                    when_whole(is_whole)
+                self._is_whole = is_whole
+            except Unreachable as error:  # what was so is so, for all that this server knows
                 log.warning("%s", error)
-                continue  # what was so is so, for all that this server knows
-            if when_whole is not None and is_whole != self._is_whole:
-                when_whole(is_whole)
-            self._is_whole = is_whole
+            except Exception:
+                log.exception("a look at the register failed")
+            self._stopping.wait(EVENT_S)
 
     def _handle(self, number: int, kind: int, partition: int, text: str) -> None:
         try:
