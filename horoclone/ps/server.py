@@ -137,8 +137,8 @@ class Server:
         know."""
         for holder in (view.primary, view.backup):
             place = self.register.get(f"server/{holder.server}") if holder else None
-            if place is not None and holder is not None and place["generation"] == holder.generation:
-                return  # that life may still be going on
+            if holder is not None and (place is None or place["generation"] == holder.generation):
+                return  # that life may still be going on, and have a register to tell that was started again
         if self._change(partition, view, View(view.epoch + 1, self.me, None, time.time())):
             log.error("partition %d: all its copies died; it begins empty", partition)
             self._native.set_role(partition, PRIMARY)
@@ -186,6 +186,8 @@ class Server:
             except Unreachable as error:  # nobody is answered until it is decided
                 log.warning("partition %d: %s", partition, error)
                 self._stopping.wait(PAUSE_S)
+        else:  # it is stopping and nothing was decided: what it acknowledged alone the other copy would not have
+            return
         self._native.set_role(partition, PRIMARY)
 
     def _give_up(self, partition: int, view: View) -> None:
