@@ -26,6 +26,7 @@ class Run:
     rank: int
     begin: float
     where: Where
+    end: float | None = None
     ready: float | None = None
     ready_where: Where = (0, 0)
 
@@ -37,6 +38,7 @@ class Rank:
     rank: int
     runs: dict[Subject, list[Run]] = field(default_factory=dict)
     _open: dict[Where, list[Event]] = field(default_factory=dict)  # spans that have begun in a track
+    _running: dict[Where, Run] = field(default_factory=dict)
     _ready: dict[Subject, tuple[float, Where]] = field(default_factory=dict)  # the last marks
 
     def add(self, event: Event, tensor: str, kind: str) -> None:
@@ -46,6 +48,8 @@ class Rank:
         phase = event["ph"]
         if phase == "E" and spans:
             spans.pop()
+            if not spans and (over := self._running.pop(where, None)):
+                over.end = event["ts"]
         elif phase == "X" and kind == "negotiation" and event["name"] == str(self.rank) and spans:
             operation = spans[0]["name"].removeprefix("NEGOTIATE_")
             self._ready[tensor, operation, _number_of(spans[0])] = (event["ts"], where)
@@ -61,6 +65,7 @@ class Rank:
         if mark is not None and mark[0] <= run.begin:
             run.ready, run.ready_where = mark
         self.runs.setdefault(subject, []).append(run)
+        self._running[where] = run
 
 
 def _number_of(event: Event) -> Any:
@@ -103,8 +108,13 @@ def _arrows_of(together: Sequence[Run], number: int) -> Iterator[Event]:
     for run in together:
         if run is last:
             continue
+        start = last.ready or 0.0
+        # By clocks that differ a rank may begin before the last one is ready. Viewers drop an arrow that ends before it
+        # begins, or lies outside of its spans: so it ends later in the span of the rank that waited, or there is none.
+        end = max(run.begin, start)
+        if run.end is not None and end > run.end:
+            continue
         number += 1
         common = {"cat": "ranks", "name": "last to be ready", "id": number}
-        start = min(last.ready or 0.0, run.begin)  # viewers drop what ends before it begins
         yield {"ph": "s", **common, "ts": start, "pid": last.ready_where[0], "tid": last.ready_where[1]}
-        yield {"ph": "f", "bp": "e", **common, "ts": run.begin, "pid": run.where[0], "tid": run.where[1]}
+        yield {"ph": "f", "bp": "e", **common, "ts": end, "pid": run.where[0], "tid": run.where[1]}

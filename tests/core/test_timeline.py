@@ -281,15 +281,17 @@ def test_the_files_of_all_ranks_merge_on_one_clock(worlds, tmp_path, capsys, sha
     slack = 2 * heads[1]["clock_error_micros"] + 1
     for (begin0, end0), (begin1, end1) in zip(*spans, strict=True):
         assert end0 > begin1 - slack and end1 > begin0 - slack
-    # Each of the 10 operations has one arrow, from the rank that was ready last.
-    assert sum(e["ph"] == "s" for e in events) == sum(e["ph"] == "f" for e in events) == 10
+    # Each of the 10 operations has one arrow, from the rank that was ready last, unless the clocks contradict it.
+    arrows = sum(e["ph"] == "s" for e in events)
+    assert arrows == sum(e["ph"] == "f" for e in events) and 0 < arrows <= 10
+    assert arrows == 10 or shared == "0"
     ready = [mark_of(events, rank, "big: negotiation") for rank in range(2)]
     for number, times in enumerate(zip(*ready, strict=True)):
         late = times.index(max(times))
-        begin = spans[1 - late][number][0]
-        assert [e["ts"] for e in events if e["ph"] == "f" and e["ts"] == begin and e["pid"] == 1 - late] == [
-            begin
-        ]
+        begin, end = spans[1 - late][number]
+        at = max(begin, max(times))
+        found = [e["ts"] for e in events if e["ph"] == "f" and e["ts"] == at and e["pid"] == 1 - late]
+        assert found == ([at] if at <= end else [])
     with pytest.raises(LaunchError, match="one file per rank"):
         timelines.merge([files[0], files[0]])
 
@@ -343,6 +345,13 @@ def test_an_arrow_leads_from_the_last_rank_to_each_that_waited(tmp_path):
         file_of(2, ("w", None, 20, 33, 40), ("w", None, 60, 63, 70)),
     )
     assert found == [(1, 30, 0, 31), (1, 30, 2, 33), (2, 60, 0, 61), (2, 60, 1, 62)]
+
+
+def test_an_arrow_stays_in_its_spans_where_clocks_differ(tmp_path):
+    """Rank 0 seems to begin before rank 1 is ready; seems to end before it, too, and then there is no arrow."""
+    seems_late = file_of(1, ("w", None, 33, 34, 41))
+    assert arrows_of(tmp_path, file_of(0, ("w", None, 10, 31, 40)), seems_late) == [(1, 33, 0, 33)]
+    assert arrows_of(tmp_path, file_of(0, ("w", None, 10, 31, 32)), seems_late) == []
 
 
 def test_unnamed_operations_are_told_apart_by_their_number(tmp_path):
