@@ -79,12 +79,15 @@ def hello(job: Any) -> dict[str, Any]:
 
 
 def top(*words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    own = {
+        name: text for name, text in os.environ.items() if name != "COLUMNS"
+    }  # another test may have left one
     return subprocess.run(
         [HOROCLONE, "top", *words],
         capture_output=True,
         text=True,
         timeout=30,
-        env={**os.environ, **(env or {})},
+        env={**own, **(env or {})},
     )
 
 
