@@ -74,8 +74,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     )  # two at a time: the last file had better be a short one
 
 
+_folder: Path | None = None  # of the last test
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    global _folder
+    if item.path.parent != _folder:
+        # Each folder's tests import another framework, and processes that have them all take a GB each.
+        world.end_all()
+        _folder = item.path.parent
     if item.get_closest_marker("guards") and (why := guarded.no_time_left()):
         pytest.skip(why)
 

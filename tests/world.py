@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -350,12 +351,22 @@ class World:
         self.server.close()
 
 
+_pools: weakref.WeakSet[Worlds] = weakref.WeakSet()
+
+
+def end_all() -> None:
+    """Ends the worlds of every pool; a pool that is asked again starts others."""
+    for pool in list(_pools):
+        pool.end()
+
+
 class Worlds:
     """A pool: one world per size, started when first asked for, replaced when it broke. env: of their processes."""
 
     def __init__(self, env: Mapping[str, str] | None = None) -> None:
         self._env = dict(env or {})
         self._worlds: dict[int, World] = {}
+        _pools.add(self)
 
     def run(
         self,

@@ -10,11 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from world import WorldFailed, Worlds, ranks
+from world import WorldFailed, Worlds, end_all, ranks
 
 
 def my_rank() -> int:
     return int(os.environ["HOROCLONE_RANK"])
+
+
+def my_pid() -> int:
+    return os.getpid()
 
 
 def expect_ranks(values: list[Any]) -> None:
@@ -79,6 +83,13 @@ def test_an_unasked_death_names_the_signal_and_the_world_is_replaced(worlds: Wor
     with pytest.raises(WorldFailed, match="rank 1: died by SIGABRT"):
         worlds.run(2, dies_unasked, init=False)
     assert worlds.run(2, my_rank, init=False) == [0, 1]
+
+
+def test_worlds_end_where_the_tests_of_another_folder_begin(worlds: Worlds) -> None:
+    [before] = worlds.run(1, my_pid, init=False)
+    end_all()
+    assert not Path(f"/proc/{before}").exists()
+    assert worlds.run(1, my_pid, init=False) != [before]
 
 
 def test_a_process_that_outlives_its_command_fails_the_test(launch: Any) -> None:
