@@ -4,8 +4,8 @@ It is a torch TCPStore: torchrun's, or that of `python -m horoclone.ps --registe
 write there, so every value is signed with the secret. Thread: any; each operation ends within its time.
 
 It remembers nothing when it is started again. The servers that live tell it what they know: first the primaries, then,
-after TOLD_S, backups whose primary has not come. A server that is started meanwhile waits until GRACE_S are over, since
-it cannot know whether there are rows already.
+once it is not new any more, backups whose primary has not come. A server that is started meanwhile begins with empty
+tables only when every server has said that it has none of the rows.
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -30,9 +30,8 @@ from horoclone.runtime import current
 
 OPERATION_S = 5.0  # for one operation: it is a small message to a server that does nothing else
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
-TOLD_S = 8.0  # longer than a server that lives takes to find a register that has been away: OPERATION_S, and a pause
-GRACE_S = 11.0
-STATE = "horoclone-ps-register"  # "new", "told" or "open"; of the register, which has no secret to sign with
+NEW_S = 8.0  # longer than a server that lives takes to find a register that has been away: OPERATION_S, and a pause
+STATE = "horoclone-ps-register"  # "new" or "open"; of the register, which has no secret to sign with
 NEEDS_SECRET = (
     "servers and workers prove to each other that they know a common secret, and there is none. Put the same random "
     "text (at least 16 bytes) into a file on every host, readable by you only, and pass --secret-file to servers and "
@@ -72,14 +71,14 @@ def address_of(store: str | None, environ: Mapping[str, str]) -> tuple[str, int]
     return host.strip("[]"), int(port)
 
 
-def serve_store(port: int, grace_s: float = GRACE_S) -> Any:
-    """A store in this process, for as long as the object lives. grace_s: 0 where servers cannot be older than it is."""
+def serve_store(port: int, new_s: float = NEW_S) -> Any:
+    """A store in this process, for as long as the object lives. new_s: 0 where servers cannot be older than it is."""
     from torch.distributed import TCPStore
 
     store = TCPStore("0.0.0.0", port, None, True, timedelta(seconds=OPERATION_S), wait_for_workers=False)
-    store.set(STATE, "new" if grace_s else "open")
-    for state, after_s in (("told", grace_s * TOLD_S / GRACE_S), ("open", grace_s)) if grace_s else ():
-        timer = threading.Timer(after_s, store.set, (STATE, state))
+    store.set(STATE, "new" if new_s else "open")
+    if new_s:
+        timer = threading.Timer(new_s, store.set, (STATE, "open"))
         timer.daemon = True
         timer.start()
     return store
@@ -135,13 +134,13 @@ class Register:
         key = self._prefix + key
         return self._read(key, self._do(read))
 
-    def state(self) -> str:
-        """ "new" or "told" where it was started so recently that it may not know of all servers yet; else "open"."""
+    def is_new(self) -> bool:
+        """Whether it was started so recently that a primary that lives may not have told it yet."""
 
-        def read(store: Any) -> str:
-            return bytes(store.get(STATE)).decode(errors="replace") if store.check([STATE]) else "open"
+        def read(store: Any) -> bool:
+            return bool(store.check([STATE]) and bytes(store.get(STATE)) == b"new")
 
-        return str(self._do(read))
+        return bool(self._do(read))
 
     def set(self, key: str, value: Any) -> None:
         """Writes, whatever is there."""

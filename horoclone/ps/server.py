@@ -11,7 +11,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -27,7 +27,7 @@ ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
 EVENT_S = 0.5  # between two looks at the register, for a partition without a second copy for example
 MAX_PAUSE_S = 10.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
 STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
-START_S = 60.0  # for a register that has just been started
+SAY_S = 10.0  # between two words about whom a partition waits for
 THREADS = 4  # and two for each partition: one may be waiting for the register
 
 
@@ -69,7 +69,9 @@ class Server:
         self._pauses: dict[int, tuple[float, float]] = {}  # after a failure: (until, how long)
         self._is_whole = False
         self._known: dict[int, View] = {}  # the last view of each partition that has a copy here
+        self._had: list[int] = []  # see _place
         self._saved: Any = None
+        self._said = -SAY_S  # when it was last told whom a partition waits for
         self._stopping = threading.Event()
         try:
             self._announce()
@@ -78,7 +80,6 @@ class Server:
             raise
 
     def _announce(self) -> None:
-        self._wait_while_register_is_new()
         facts = self._facts()
         if not self.register.compare_set("layout", None, facts):
             known = self.register.get("layout")
@@ -87,50 +88,65 @@ class Server:
                     f"parameter server {self.register.name!r} was started with {known}, and this server with {facts}; "
                     "start it alike, or under another --name"
                 )
+        before = self.register.get(f"server/{self.me.server}")
+        if before is not None:
+            self._had = sorted({*before["had"], *before["copies"]})
         self.register.set(f"server/{self.me.server}", self._place())
-        for partition in self._homes():
-            self._begin(partition)
 
     def _facts(self) -> dict[str, int]:
         return {"servers": self.layout.servers, "replicas": self.layout.replicas}
 
     def _place(self) -> dict[str, Any]:
-        return {"generation": self.me.generation, "endpoint": self._native.endpoint().hex()}
+        """copies: the partitions of which this server had a copy that counts when the register knew nothing of it. had:
+        those of which an earlier life of it had one, or of which it has one that may not be whole."""
+        held = [n for n in range(self.layout.partitions) if self._native.role(n) != NONE]
+        return {
+            "generation": self.me.generation,
+            "endpoint": self._native.endpoint().hex(),
+            "copies": [number for number in held if number in self._known],
+            "had": sorted({*self._had, *(number for number in held if number not in self._known)}),
+        }
 
-    def _homes(self) -> list[int]:
-        return [
-            number for number in range(self.layout.partitions) if self.layout.home(number) == self.me.server
-        ]
-
-    def _wait_while_register_is_new(self) -> None:
-        deadline = time.monotonic() + START_S
-        while self.register.state() != "open" and any(
-            self.register.get(f"view/{n}") is None for n in self._homes()
-        ):
-            if time.monotonic() > deadline:
-                raise errors.Timeout(
-                    f"parameter server {self.register.name!r}: the register has been starting for {START_S:g} s; look "
-                    "at what it says, and start it again"
-                )
-            time.sleep(4 * PAUSE_S)
-
-    def _remind(self) -> None:
+    def _remind(self, views: Mapping[int, View | None]) -> None:
         """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
-        if self.register.get(f"server/{self.me.server}") is not None:
+        is_known = self.register.get(f"server/{self.me.server}") is not None
+        if not is_known:
+            log.warning("the register was started again, and is told what this server knows")
+        for partition, view in views.items():
+            known = self._known.get(partition)
+            if (
+                view is None
+                and known
+                and known.primary == self.me
+                and self._native.role(partition) == PRIMARY
+            ):
+                self.register.compare_set(f"view/{partition}", None, known.to_json())
+        if is_known:
             self._saved = self.register.get("saved") or self._saved
             return
-        log.warning("the register was started again, and is told what this server knows")
-        for partition, view in list(self._known.items()):
-            if self._native.role(partition) == PRIMARY and view.primary == self.me:
-                self.register.compare_set(f"view/{partition}", None, view.to_json())
         if self._saved is not None:
             self.register.compare_set("saved", None, self._saved)
         self.register.compare_set("layout", None, self._facts())
         self.register.set(f"server/{self.me.server}", self._place())
 
-    def _begin(self, partition: int) -> None:
-        if self._change(partition, None, View(1, self.me)):
+    def _begin(self, partition: int) -> bool:
+        """Begins a partition that the register does not know, as soon as every server has said that it has no rows of
+        it; whether it has begun."""
+        had = False
+        for server in range(self.layout.servers):
+            place = self.register.get(f"server/{server}")
+            if place is None or partition in place["copies"]:
+                if time.monotonic() > self._said + SAY_S:
+                    what = "come" if place is None else "told the register which copy of it counts"
+                    log.warning("partition %d begins once server %d has %s", partition, server, what)
+                    self._said = time.monotonic()
+                return False
+            had = had or partition in place["had"]
+        if self._change(partition, None, View(1, self.me, None, time.time() if had else 0.0)):
+            if had:
+                log.error("partition %d: all its copies died; it begins empty", partition)
             self._native.set_role(partition, PRIMARY)
+        return True
 
     def _begin_empty(self, partition: int, view: View) -> None:
         """Where every server that had a copy has been started again since: the rows are gone, and everybody has to
@@ -172,7 +188,7 @@ class Server:
                 view = self._look(partition)
                 if view is None:  # it was started again; whoever was primary has had its time to tell it
                     known = self._known.get(partition)
-                    if known and self.register.state() != "new":
+                    if known and not self.register.is_new():
                         self._change(partition, None, known.alone(self.me))
                     self._stopping.wait(PAUSE_S)
                     continue
@@ -216,10 +232,13 @@ class Server:
     def _watch(self, over: threading.Event, when_whole: Callable[[bool], None] | None) -> None:
         """Looks at the register, on a thread of its own: one that is cut off answers nobody for many seconds."""
         while not self._stopping.is_set() and not over.is_set():
+            pause_s = EVENT_S
             try:
-                self._remind()
-                self._look_for_work()
-                is_whole = all(self._is_safe(number) for number in range(self.layout.partitions))
+                views = {number: self._look(number) for number in range(self.layout.partitions)}
+                self._remind(views)
+                if not self._look_for_work(views):
+                    pause_s = 4 * PAUSE_S
+                is_whole = all(self._is_safe(number, view) for number, view in views.items())
                 if when_whole is not None and is_whole != self._is_whole:
                     when_whole(is_whole)
                 self._is_whole = is_whole
@@ -227,7 +246,7 @@ class Server:
                 log.warning("%s", error)
             except Exception:
                 log.exception("a look at the register failed")
-            self._stopping.wait(EVENT_S)
+            self._stopping.wait(pause_s)
 
     def _handle(self, number: int, kind: int, partition: int, text: str) -> None:
         try:
@@ -290,17 +309,20 @@ class Server:
 
     # --- second copies ---
 
-    def _look_for_work(self) -> None:
-        """Asks for a copy of each partition that has one copy only and should have two."""
-        for partition in range(self.layout.partitions):
+    def _look_for_work(self, views: Mapping[int, View | None]) -> bool:
+        """Begins this server's own partitions, and asks for a copy of each one that has one copy only and should have
+        two. False while one of its own cannot begin yet."""
+        has_begun = True
+        for partition, view in views.items():
             if partition in self._busy or self._native.role(partition) != NONE:
                 continue
             if time.monotonic() < self._pauses.get(partition, (0.0, 0.0))[0]:
                 continue
-            value = self.register.get(f"view/{partition}")
-            view = View.from_json(value) if value else None
-            if view is not None and self.layout.home(partition) == self.me.server:
-                self._begin_empty(partition, view)
+            if self.layout.home(partition) == self.me.server:
+                if view is None:
+                    has_begun &= self._begin(partition)
+                else:
+                    self._begin_empty(partition, view)
             if view is None or view.backup is not None or self.layout.replicas == 1:
                 self._lonely.pop(partition, None)
                 continue
@@ -309,10 +331,11 @@ class Server:
             if ours or time.monotonic() - since > STRANDED_S:
                 self._busy.add(partition)
                 self._pool.submit(self._join, partition, view)
+        return has_begun
 
-    def _is_safe(self, partition: int) -> bool:
-        """Whether the copy of it that should be here is here, or on another server in its place."""
-        view = self._look(partition)  # a copy that is not finished is not in it yet
+    def _is_safe(self, partition: int, view: View | None) -> bool:
+        """Whether the copy of it that should be here is here, or on another server in its place. view: in which a copy
+        that is not finished is not yet."""
         ours = (self.layout.home(partition), self.layout.second(partition))
         if self.me.server not in ours[: self.layout.replicas]:
             return True
@@ -345,7 +368,9 @@ class Server:
                 "holder": list(self.me),
                 "endpoint": self._native.endpoint().hex(),
             }
-            client.ask(view.primary.server, json.dumps(question), 600.0)
+            now = View.from_json(json.loads(client.ask(view.primary.server, json.dumps(question), 600.0)))
+            if now.has(self.me):
+                self._known[partition] = now
             client.close()
             self._pauses.pop(partition, None)
         except Exception as error:

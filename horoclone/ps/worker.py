@@ -155,11 +155,10 @@ class Servers:
                 if self._reach(*view.primary):
                     self._client.route(partition, view.primary.server)
                     return
-                if view.backup is not None and self._reach(*view.backup):
-                    self._ask(
-                        view.backup.server, {"what": "promote", "partition": partition, "epoch": view.epoch}
-                    )
-                    continue
+                if view.backup is not None and self._reach(*view.backup) and not is_late:
+                    question = {"what": "promote", "partition": partition, "epoch": view.epoch}
+                    if self._ask(view.backup.server, question) is not None:
+                        continue
             except Unreachable:
                 if is_late:
                     raise

@@ -50,7 +50,7 @@ class _Register:
     def __init__(self) -> None:
         from horoclone.ps.register import serve_store
 
-        self._store = serve_store(0, grace_s=0)  # it lives once
+        self._store = serve_store(0, new_s=0)  # it lives once
 
     def address(self) -> str:
         return f"{ray.util.get_node_ip_address()}:{self._store.port}"

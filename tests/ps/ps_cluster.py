@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ SILENCE_S = 3.0
 
 
 class Cluster:
-    """N servers. environ: for workers in other processes. register: the address of one that runs elsewhere."""
+    """N servers. environ: for workers in other processes. register: the address of one that runs elsewhere. start:
+    the servers that are started at once; None: all."""
 
     def __init__(
         self,
@@ -29,9 +31,10 @@ class Cluster:
         memory: str = "1g",
         host: str = "127.0.0.1",
         register: str = "",
+        start: Sequence[int] | None = None,
     ) -> None:
         self.folder, self.servers = folder, servers
-        self.store = None if register else serve_store(0, grace_s=0)
+        self.store = None if register else serve_store(0, new_s=0)
         self.address = register or f"{host}:{self.store.port}"
         self.environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
         self.secret_file = folder / "secret"
@@ -50,7 +53,7 @@ class Cluster:
             SILENCE_S,
         ]
         self.processes: dict[int, subprocess.Popen[str]] = {}
-        for index in range(servers):
+        for index in range(servers) if start is None else start:
             self.start(index)
 
     def start(self, index: int) -> None:
@@ -88,6 +91,11 @@ class Cluster:
         self.processes[index].kill()
         self.processes[index].wait(10)
 
+    def terminate(self, index: int) -> None:
+        """SIGTERM, as an orchestrator does, and waits for the end."""
+        self.processes[index].send_signal(signal.SIGTERM)
+        self.processes[index].wait(30)
+
     def worker(self, rank: int = 0, workers: int = 1, **more: Any) -> Servers:
         """A worker in this process."""
         more = {"timeout_s": 60.0, "silence_s": SILENCE_S, **more}
@@ -114,7 +122,7 @@ class Cluster:
 
     def said(self) -> str:
         """What the servers have written."""
-        return "\n".join(self.log(index).read_text()[-2000:] for index in range(self.servers))
+        return "\n".join(self.log(index).read_text()[-2000:] for index in self.processes)
 
     def close(self) -> None:
         """Nothing is left."""

@@ -1,4 +1,5 @@
-"""Fifty times kill -9 of primary, backup, both in turn and worker while two workers push: counted row by row."""
+"""Fifty times the end of primary, backup, both in turn (by kill -9 and by SIGTERM) and worker (kill -9) while two workers
+push: counted row by row."""
 
 from __future__ import annotations
 
@@ -76,7 +77,7 @@ def test_every_acknowledged_update_is_there_once(tmp_path: Path) -> None:
                 continue
             primary, backup = copies_of(watcher, round_ % 2)
             for server in {"primary": [primary], "backup": [backup], "both": [primary, backup]}[what]:
-                cluster.kill(server)
+                (cluster.terminate if round_ // 4 % 2 else cluster.kill)(server)
                 for pusher in current:
                     pusher.wait_for(pusher.acknowledged() + 3)
                 cluster.start(server)
@@ -90,7 +91,7 @@ def test_every_acknowledged_update_is_there_once(tmp_path: Path) -> None:
                 expected[ids_of(life.seed, step, ROWS)] += 1
         found = Table(cluster.worker(0, 2), "counted", WIDTH, Sum()).pull(np.arange(ROWS))
         print(
-            f"{killed} kills, {expected.sum():.0f} acknowledged updates of rows, {found[:, 0].sum():.0f} in the tables"
+            f"{killed} ends, {expected.sum():.0f} acknowledged updates of rows, {found[:, 0].sum():.0f} in the tables"
         )
         assert (found == found[:, :1]).all()
         # What a killed worker had under way may be in it or not, in each partition.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import socket
 import subprocess
 import sys
@@ -14,8 +15,10 @@ import pytest
 from ps_cluster import Cluster
 from pusher import WIDTH, ids_of
 
+from horoclone import errors
 from horoclone.ps import Sum, Table
-from horoclone.ps.register import GRACE_S
+from horoclone.ps.register import NEW_S, open_register
+from horoclone.ps.register import Register as Reading
 
 ROWS = 2000
 
@@ -58,7 +61,7 @@ def test_what_it_forgets_is_told_again_and_nothing_is_lost(register: Register, t
     log = tmp_path / "pusher"
     pusher = None
     try:
-        watcher = cluster.worker(timeout_s=GRACE_S + 60)
+        watcher = cluster.worker(timeout_s=60)
         cluster.wait_for_copies(watcher)
         program = Path(__file__).with_name("pusher.py")
         pusher = subprocess.Popen(
@@ -92,7 +95,7 @@ def test_what_it_forgets_is_told_again_and_nothing_is_lost(register: Register, t
         expected = np.zeros(ROWS)
         for step in range(acknowledged()):
             expected[ids_of(5, step, ROWS)] += 1
-        found = Table(cluster.worker(timeout_s=GRACE_S + 60), "counted", WIDTH, Sum()).pull(np.arange(ROWS))
+        found = Table(cluster.worker(timeout_s=60), "counted", WIDTH, Sum()).pull(np.arange(ROWS))
         assert expected.sum() > 1000
         np.testing.assert_array_equal(found, np.repeat(expected[:, None], WIDTH, 1))
         assert "the register was started again" in cluster.said()
@@ -102,13 +105,72 @@ def test_what_it_forgets_is_told_again_and_nothing_is_lost(register: Register, t
         cluster.close()
 
 
-def test_servers_that_start_with_it_wait_for_older_ones_and_then_begin(
+def entries(cluster: Cluster) -> Reading:
+    """What the register says, without a worker that would wait for partitions."""
+    return open_register("test", cluster.address, None, cluster.environ)
+
+
+def push_some(cluster: Cluster) -> Table:
+    table = Table(cluster.worker(), "counted", WIDTH, Sum())
+    table.push(np.arange(ROWS), np.ones((ROWS, WIDTH)))
+    return table
+
+
+def test_a_server_that_starts_waits_for_one_that_is_slow_to_tell(register: Register, tmp_path: Path) -> None:
+    """However slow: its rows are the only ones there are."""
+    cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}")
+    try:
+        table = push_some(cluster)
+        cluster.wait_for_copies(table.servers)
+        table.servers.close()
+        time.sleep(1)  # for server 1 to hear that its copies count
+        cluster.processes[1].send_signal(signal.SIGSTOP)
+        cluster.kill(0)
+        register.kill()
+        register.start()
+        cluster.start(0)
+        time.sleep(NEW_S + 5)
+        assert entries(cluster).get("view/0") is None and "once server 1 has come" in cluster.said()
+        cluster.processes[1].send_signal(signal.SIGCONT)
+        found = Table(cluster.worker(timeout_s=60), "counted", WIDTH, Sum()).pull(np.arange(ROWS))
+        assert (found == 1).all(), cluster.said()
+    finally:
+        cluster.processes[1].send_signal(signal.SIGCONT)
+        cluster.close()
+
+
+def test_rows_that_die_before_the_register_knows_of_them_are_known_as_lost(
     register: Register, tmp_path: Path
 ) -> None:
-    began = time.monotonic()
-    cluster = Cluster(tmp_path, 1, replicas=1, memory="64m", register=f"127.0.0.1:{register.port}")
+    cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}")
     try:
-        cluster.worker(timeout_s=GRACE_S + 60).close()
-        assert time.monotonic() - began > GRACE_S / 2
+        table = push_some(cluster)
+        cluster.wait_for_copies(table.servers)
+        table.servers.close()
+        time.sleep(1)  # for server 1 to hear that its copies count
+        cluster.kill(0)
+        register.kill()
+        register.start()
+        reading = entries(cluster)
+        place = reading.wait("server/1", bool, time.monotonic() + 30, "server 1")
+        assert place["copies"] == [0, 1]
+        cluster.kill(1)
+        for index in range(2):
+            cluster.start(index)
+        with pytest.raises(errors.StateLost, match=r"all copies of partitions \[0"):
+            Table(cluster.worker(), "counted", WIDTH, Sum())
+    finally:
+        cluster.close()
+
+
+def test_servers_that_start_with_it_begin_once_all_have_come(register: Register, tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}", start=[0])
+    try:
+        reading = entries(cluster)
+        reading.wait("server/0", bool, time.monotonic() + 60, "server 0")
+        time.sleep(1)
+        assert reading.get("view/0") is None
+        cluster.start(1)
+        cluster.wait_for_copies(cluster.worker())
     finally:
         cluster.close()
