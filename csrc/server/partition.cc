@@ -42,7 +42,7 @@ Partition::Partition(uint32_t number, MemoryBudget* budget, Events* events, Alar
     : number_(number), budget_(budget), events_(events), watch_(watch), silence_s_(silence_s) {}
 
 Status Partition::pause(std::unique_lock<std::mutex>& lock, const Patience& patience) {
-  if (stopping_) return error(Code::kAborted, "the server stops");
+  if (stopping_) return Status::ok();  // see wait_until_decided
   if (changed_.wait_for(lock, seconds(std::min(patience.sign_s, std::max(0.0, patience.deadline.remaining_s())))) !=
       std::cv_status::timeout)
     return Status::ok();
@@ -53,7 +53,7 @@ Status Partition::pause(std::unique_lock<std::mutex>& lock, const Patience& pati
 }
 
 Status Partition::wait_until_decided(std::unique_lock<std::mutex>& lock, const Patience& patience, bool* elsewhere) {
-  while (role_ == Role::kUndecided) {
+  while (role_ == Role::kUndecided && !stopping_) {
     if (patience.deadline.passed()) {
       return error(
           Code::kTimeout, "partition ", number_,
@@ -61,7 +61,8 @@ Status Partition::wait_until_decided(std::unique_lock<std::mutex>& lock, const P
     }
     HC_TRY(pause(lock, patience));
   }
-  *elsewhere = role_ != Role::kPrimary;
+  // One that stops lets its backup go: what it did alone would be lost, and somebody may go on elsewhere already.
+  *elsewhere = stopping_ || role_ != Role::kPrimary;
   return Status::ok();
 }
 

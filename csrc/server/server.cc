@@ -185,6 +185,8 @@ Status Server::answer(Session& session, const FrameHeader& header, std::span<con
   } else {
     status = place.value()->change(header, payload, patience, &reply, &elsewhere);
   }
+  // A worker has nothing to do with this server's end: whoever has the partition next will answer.
+  if (!status.is_ok() && stopping_.load() && header.verb != Verb::kAsk) status = Status::ok(), elsewhere = true;
   std::span<const uint8_t> body = rows->bytes();
   if (!status.is_ok()) text = status.text(), reply.code = static_cast<uint16_t>(status.code());
   if (status.is_ok() && elsewhere) {

@@ -165,6 +165,40 @@ TEST_CASE("a primary that has lost its backup acknowledges nothing before it is 
   }
 }
 
+TEST_CASE("a primary that is stopped acknowledges nothing that its backup does not have") {
+  for (int round = 0; round < 10; ++round) {
+    Node first(0), second(1);
+    REQUIRE(first.server->set_role(0, Role::kPrimary).is_ok());
+    Worker worker(0);
+    for (int32_t i : {0, 1}) REQUIRE(worker.client.connect((i ? second : first).target(i), 5).is_ok());
+    worker.open(spec_of(1, -1));
+    REQUIRE(first.server->attach(0, second.target(1), 20).is_ok());
+    std::atomic<int> acknowledged{0};
+    std::thread pushing([&] {
+      for (;;) {
+        const std::vector<Failure> failures = worker.push({7});
+        if (!failures.empty()) {
+          CHECK_MESSAGE(failures[0].retry, failures[0].status.text());
+          return;
+        }
+        ++acknowledged;
+      }
+    });
+    while (acknowledged < 50) std::this_thread::yield();
+    first.server->stop();
+    pushing.join();
+    expect_event(*second.server, EventKind::kPrimaryLost);
+    REQUIRE(second.server->set_role(0, Role::kPrimary).is_ok());
+    worker.client.route(0, 1);
+    std::vector<Failure> failures;
+    const std::vector<float> rows = worker.pull({7}, &failures);
+    REQUIRE(failures.empty());
+    const auto pushed = static_cast<float>(acknowledged.load());
+    CHECK(rows[0] >= pushed);
+    CHECK(rows[0] <= pushed + 1);  // of the last one nobody has seen the answer
+  }
+}
+
 TEST_CASE("a pull that staleness holds up ends with the name of the worker that is missing; one that leaves frees it") {
   Node node(0);
   REQUIRE(node.server->set_role(0, Role::kPrimary).is_ok());
