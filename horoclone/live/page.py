@@ -369,7 +369,9 @@ def _late(copy: bytes) -> tuple[Late, ...]:
 
 
 def _state(said: int, stalled: bool, lives: bool, exit_code: int | None) -> str:
-    if said == _ENDED or (exit_code == 0 and not lives):
+    if not lives and exit_code is not None:  # also of one that ended in order before it failed
+        return "lost" if exit_code else "ended"
+    if said == _ENDED:
         return "ended"
     if not lives:
         return "lost"

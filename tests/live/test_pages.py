@@ -139,9 +139,15 @@ def test_states_follow_from_what_the_core_says_and_from_the_process() -> None:
 
 
 def test_a_process_that_a_launcher_saw_end_is_ended_or_lost() -> None:
-    for code, state in ((0, "ended"), (-9, "lost"), (1, "lost")):
+    for said, code, state in (
+        (1, 0, "ended"),
+        (1, -9, "lost"),
+        (1, 1, "lost"),
+        (2, 1, "lost"),
+        (2, 0, "ended"),
+    ):
         content = whole()
-        put(content, 72, 1, 4)
+        put(content, 72, said, 4)  # running, or shut down before the process ended
         at, notes = page.notes(0, 0, code)
         content[at : at + len(notes)] = notes
         one = page.read(content)
