@@ -137,8 +137,17 @@ class HorocloneGroup(GroupFacts):
     def _work(
         self, handle: int, outputs: Tensors, kept: Any, finish: Finish | None, what: str, **more: Any
     ) -> Work:
-        what = f"{what} in process group {self._name!r}"
-        return Work(self._flight, handle, outputs, kept, finish, what=what, limit_s=self._limit_s, **more)
+        return Work(
+            self._flight,
+            handle,
+            outputs,
+            kept,
+            finish,
+            what=what,
+            group=self._name,
+            limit_s=self._limit_s,
+            **more,
+        )
 
     # --- reductions ---
 

@@ -30,12 +30,14 @@ REDUCTIONS = {
 BITWISE = (ops.And, ops.Or, ops.Xor)
 
 
+_NAMES = {
+    ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast", ops.ALLTOALL: "alltoall",
+    ops.REDUCESCATTER: "reducescatter", ops.REDUCE: "reduce", ops.GATHER: "gather", ops.SCATTER: "scatter",
+}  # fmt: skip
+
+
 def ops_name(op: int) -> str:
-    names = {
-        ops.ALLREDUCE: "allreduce", ops.ALLGATHER: "allgather", ops.BROADCAST: "broadcast", ops.ALLTOALL: "alltoall",
-        ops.REDUCESCATTER: "reducescatter", ops.REDUCE: "reduce", ops.GATHER: "gather", ops.SCATTER: "scatter",
-    }  # fmt: skip
-    return names.get(op, "operation")
+    return _NAMES.get(op, "operation")
 
 
 def listed(tensors: Any) -> list[torch.Tensor]:
@@ -57,10 +59,11 @@ def reduction(opts: Any) -> tuple[Any, int, float]:
     wish = getattr(opts, "reduceOp", opts)
     if wish is None:
         wish = _RedOp.SUM
-    kind = wish if isinstance(wish, _RedOp) else wish.op
-    if kind not in REDUCTIONS:
+    kind = wish if type(wish) is _RedOp else wish.op
+    ours = REDUCTIONS.get(kind)
+    if ours is None:
         raise ValueError(f"{wish!r} is no reduction; use one of {', '.join(k.name for k in REDUCTIONS)}")
-    return kind, REDUCTIONS[kind], float(wish.factor) if kind == _RedOp.PREMUL_SUM else 1.0
+    return kind, ours, float(wish.factor) if ours == ops.Sum and kind == _RedOp.PREMUL_SUM else 1.0
 
 
 def reducible(tensor: torch.Tensor, reduce: int) -> torch.Tensor:

@@ -197,6 +197,7 @@ class Work(dist.Work):
         finish: Finish | None,
         *,
         what: str,
+        group: str = "",
         limit_s: float | None,
         is_ordered: bool = True,
         source: int = -1,
@@ -209,7 +210,7 @@ class Work(dist.Work):
         self._outputs = list(outputs)
         self._kept = kept  # the core reads or writes them until it is done
         self._finish = finish
-        self._what = what
+        self._what, self._group = what, group
         self._limit_s = limit_s
         self._source = source
         self._place = place
@@ -217,9 +218,12 @@ class Work(dist.Work):
         self._error: BaseException | None = None
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
-        self._done = threading.Event()
+        self._done = False
+        self._bell: threading.Event | None = (
+            None  # set when done; made for the first who waits for another thread
+        )
         self._taking = threading.Lock()  # held by who waits for the core
-        self._lock = threading.Lock()  # guards _future, _promise and _watched
+        self._lock = threading.Lock()  # guards _future, _promise, _watched and _bell
         self._watched = False
         flight.add(self)
 
@@ -232,7 +236,7 @@ class Work(dist.Work):
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         """Returns True when the outputs are there. Raises the operation's error; Timeout after `timeout`, if given."""
-        if not self._done.is_set():
+        if not self._done:
             limit_s = timeout.total_seconds()
             if limit_s > 0 or self._limit_s is not None or self._watched:
                 self._wait_watched(limit_s if limit_s > 0 else self._limit_s, limit_s <= 0)
@@ -246,13 +250,13 @@ class Work(dist.Work):
 
     def is_completed(self) -> bool:
         """Whether wait() would return or raise at once."""
-        if not self._done.is_set() and not self._watched and self._flight.runtime.poll(self.handle):
+        if not self._done and not self._watched and self._flight.runtime.poll(self.handle):
             self.complete()
-        return self._done.is_set()
+        return self._done
 
     def is_done(self) -> bool:
         """Whether it is complete, without looking."""
-        return self._done.is_set()
+        return self._done
 
     def is_success(self) -> bool:
         """True when it is complete and without error."""
@@ -285,12 +289,12 @@ class Work(dist.Work):
                 # raises makes a true error of it.
                 self._promise = future_on(self._place)
                 self._future = self._promise.then(lambda done: done.value())
-                if not self._done.is_set():
+                if not self._done:
                     self._watch()
                     if self._limit_s is not None:
                         self._flight.limit(self, self._limit_s)
                     return self._future
-        if self._done.is_set():
+        if self._done:
             self._settle()
         return self._future
 
@@ -305,7 +309,7 @@ class Work(dist.Work):
     def take(self) -> Callable[[], None]:
         """complete() but for the future, which is settled by what is returned: its callbacks may take any time."""
         with self._taking:
-            if not self._done.is_set():
+            if not self._done:
                 try:
                     self._take()
                 except (HorovodInternalError, ValueError) as error:  # the core has let go of the tensors
@@ -314,7 +318,10 @@ class Work(dist.Work):
                 self._finish = None
                 if self._place[0] < 0 or self._error is not None:
                     self._kept = None
-                self._done.set()
+                with self._lock:
+                    self._done, bell = True, self._bell
+                if bell is not None:
+                    bell.set()
         return self._settle
 
     def _take(self) -> None:
@@ -344,6 +351,15 @@ class Work(dist.Work):
         else:
             promise.set_exception(self._error)  # type: ignore[arg-type]  # torch's annotation is wrong
 
+    def _is_done_within(self, limit_s: float | None) -> bool:
+        """Waits for whoever completes it."""
+        with self._lock:
+            if self._done:
+                return True
+            if self._bell is None:
+                self._bell = threading.Event()
+        return self._bell.wait(limit_s)
+
     def _watch(self) -> None:
         if not self._watched:
             self._watched = True
@@ -351,9 +367,9 @@ class Work(dist.Work):
 
     def _wait_watched(self, limit_s: float | None, give_up: bool) -> None:
         with self._lock:
-            if not self._done.is_set():
+            if not self._done:
                 self._watch()
-        if self._done.wait(limit_s):
+        if self._is_done_within(limit_s):
             return
         raise (
             self._give_up(limit_s or 0.0)
@@ -361,25 +377,28 @@ class Work(dist.Work):
             else Timeout(f"{self._too_late(limit_s or 0.0)}. It stays pending; wait() may be called again.")
         )
 
+    def _named(self) -> str:
+        return f"{self._what} in process group {self._group!r}"
+
     def _too_late(self, limit_s: float) -> str:
         late = who_is_late(self._flight.runtime, self._flight.rank, len(self._flight.members))
-        text = f"{self._what}: not complete after {limit_s:g} s, the time limit given to torch.distributed"
+        text = f"{self._named()}: not complete after {limit_s:g} s, the time limit given to torch.distributed"
         return f"{text}: {late}" if late else text
 
     def expire(self) -> None:
         """The time limit of an operation whose future somebody waits for is over."""
-        if not self._done.is_set():
+        if not self._done:
             self._give_up(self._limit_s or 0.0)
 
     def _give_up(self, limit_s: float) -> Timeout:
         """Ends the group, so that no rank goes on with half of a result."""
         knows = self._flight.rank == 0 or len(self._flight.members) <= 2
-        if not knows and self._done.wait(min(limit_s, GRACE_S)):  # rank 0 came before us
-            text = f"{self._what}: not complete after {limit_s:g} s. {self._error}"
+        if not knows and self._is_done_within(min(limit_s, GRACE_S)):  # rank 0 came before us
+            text = f"{self._named()}: not complete after {limit_s:g} s. {self._error}"
         else:
             text = f"{self._too_late(limit_s)}. The process group cannot be used any more."
             self._flight.runtime.abort(text)
-            self._done.wait(limit_s)
+            self._is_done_within(limit_s)
         error = Timeout(text)
         error.__cause__ = self._error
         return error
@@ -394,5 +413,4 @@ class Finished(Work):
         self._future, self._promise, self._watched = None, None, False
         self._place, self._behind, self._kept = HOST, None, None
         self._lock = threading.Lock()
-        self._done = threading.Event()
-        self._done.set()
+        self._done, self._bell = True, None
