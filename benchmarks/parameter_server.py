@@ -64,7 +64,7 @@ def our_worker(store: str, rank: int, steps: int) -> list[float]:
 def ours(steps: int, replicas: int) -> list[float]:
     from horoclone.ps.register import serve_store
 
-    store = serve_store(0, grace_s=0)
+    store = serve_store(0, new_s=0)
     address = f"127.0.0.1:{store.port}"
     environ = {**os.environ, "HOROCLONE_SECRET": secrets.token_hex(16)}
     command = [
