@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from horoclone.ray import client_life
+
 
 @dataclass
 class BaseParams:
@@ -30,6 +32,13 @@ class BaseParams:
 
 class Adapter(ABC):
     """RayExecutor has these methods, too; its docstrings say what they do."""
+
+    def end_with_client(self, key: str, limit_s: float) -> None:
+        """In an actor: its process, and so the job, ends when the Ray Client of this key was silent for limit_s."""
+        client_life.end_without(key, limit_s, self.let_go)
+
+    def let_go(self) -> None:  # noqa: B027 - most have nothing of that kind
+        """Gives back what would outlive this process. On any thread, whatever another one does."""
 
     @abstractmethod
     def start(

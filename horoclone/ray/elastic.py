@@ -8,9 +8,11 @@ from typing import Any
 
 import ray
 
+from horoclone.ray.adapter import Adapter
 from horoclone.ray.discovery import ChangingDiscovery, ClusterDiscovery
 from horoclone.ray.elastic_v2 import ElasticAdapter
-from horoclone.ray.log_queue import Callback, LogQueue
+from horoclone.ray.in_cluster import InCluster
+from horoclone.ray.log_queue import Callback
 from horoclone.runner.common.util import timeout
 from horoclone.runner.elastic.settings import ElasticSettings
 
@@ -117,18 +119,15 @@ class ElasticRayExecutor:
             "elastic_timeout": settings.elastic_timeout,
         }
         self.driver: Any = None
-        self._is_remote = False
 
     def start(self) -> None:
         """Waits until there is room for the smallest job; TimeoutException after elastic_timeout seconds."""
-        self._is_remote = bool(ray.util.client.ray.is_connected())
-        if self._is_remote:
-            adapter = ray.remote(ElasticAdapter).options(num_cpus=0)
-            self.driver = adapter.remote(_Sent(self.settings), **self._params)
-            ray.get(self.driver.start.remote(extra_env_vars=self.env_vars))
+        if ray.util.client.ray.is_connected():
+            driver: Adapter = InCluster(ElasticAdapter, _Sent(self.settings), self._params)
         else:
-            self.driver = ElasticAdapter(self.settings, **self._params)
-            self.driver.start(extra_env_vars=self.env_vars)
+            driver = ElasticAdapter(self.settings, **self._params)
+        driver.start(extra_env_vars=self.env_vars)
+        self.driver = driver
 
     def run(self, worker_fn: Callable[[], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """worker_fn() on every worker; values of those that have finished, by rank.
@@ -137,16 +136,13 @@ class ElasticRayExecutor:
         """
         if self.driver is None:
             raise RuntimeError("this ElasticRayExecutor has not been started: call start() first")
-        if self._is_remote:
-            with LogQueue(callbacks) as here:
-                return list(ray.get(self.driver.run.remote(worker_fn, callbacks=here.passing_on)))
         return list(self.driver.run(worker_fn, callbacks=callbacks))
 
     def shutdown(self) -> None:
         """Nothing is left of it after run(); for scripts that end all executors alike."""
         driver, self.driver = self.driver, None
-        if driver is not None and self._is_remote:
-            ray.kill(driver)
+        if isinstance(driver, InCluster):
+            driver.end()  # also in the midst of a run
 
 
 class _Sent:

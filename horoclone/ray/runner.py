@@ -19,6 +19,7 @@ from horoclone.ray import secrets
 from horoclone.ray.adapter import Adapter, BaseParams
 from horoclone.ray.calls import Calls
 from horoclone.ray.elastic_v2 import ElasticParams
+from horoclone.ray.in_cluster import InCluster
 from horoclone.ray.log_queue import Callback, LogQueue
 from horoclone.ray.strategy import BaseStrategy, ColocatedStrategy, PGStrategy
 from horoclone.ray.utils import detect_nics, map_blocking, nics_to_env_var
@@ -284,6 +285,12 @@ class StaticAdapter(Adapter):
         calls.check()
         return calls.results([self.workers[0].execute.remote(fn)])[0]
 
+    def let_go(self) -> None:
+        """The placement group, if it is ours."""
+        strategy = self.strategy
+        if strategy is not None:
+            strategy.give_group_back()
+
     def shutdown(self) -> None:
         """As RayExecutor.shutdown()."""
         calls, self._calls = self._calls, None
@@ -312,7 +319,8 @@ class RayExecutor:
     settings: of create_settings(). use_current_placement_group: inside of a placement group the workers are placed
     there. reset_limit, cooldown_range, elastic_timeout (seconds): as of an elastic job of horoclonerun.
     override_discovery: slots are those of the cluster, else what settings.discovery (a HostDiscovery) says.
-    ValueError for parameters that do not fit together. In a Ray Client the job is driven from inside the cluster.
+    ValueError for parameters that do not fit together. In a Ray Client the job is driven from inside the cluster, and
+    ends 7 s after the client has gone (or RAY_CLIENT_RECONNECT_GRACE_PERIOD in its environment, where that is longer).
     """
 
     @classmethod
@@ -393,7 +401,6 @@ class RayExecutor:
         self.settings = settings
         self.settings.elastic = self.params.elastic
         self.adapter: Any = None
-        self._is_remote = False
 
     def start(
         self,
@@ -410,23 +417,21 @@ class RayExecutor:
         if self.adapter is not None:
             raise RuntimeError("this RayExecutor has been started already: call shutdown() first")
         adapter: Any = self.params.adapter
-        kwargs = asdict(self.params)
-        self._is_remote = bool(ray.util.client.ray.is_connected())
-        if self._is_remote:
-            self.adapter = ray.remote(adapter).options(num_cpus=0).remote(self.settings, **kwargs)
+        params = asdict(self.params)
+        if ray.util.client.ray.is_connected():
+            self.adapter = InCluster(adapter, self.settings, params)
         else:
-            self.adapter = adapter(self.settings, **kwargs)
+            self.adapter = adapter(self.settings, **params)
         try:
-            self._ask("start", executable_cls, executable_args, executable_kwargs, extra_env_vars)
+            self.adapter.start(executable_cls, executable_args, executable_kwargs, extra_env_vars)
         except BaseException:
-            self._let_go()
+            self.adapter = None
             raise
 
-    def _ask(self, method: str, *args: Any) -> Any:
+    def _started(self) -> Any:
         if self.adapter is None:
             raise RuntimeError("this RayExecutor has not been started: call start() first")
-        call = getattr(self.adapter, method)
-        return ray.get(call.remote(*args)) if self._is_remote else call(*args)
+        return self.adapter
 
     def execute(self, fn: Callable[[Any], Any], callbacks: Sequence[Callback] | None = None) -> list[Any]:
         """fn(executable) on every worker; the values by rank.
@@ -434,8 +439,7 @@ class RayExecutor:
         callbacks: each is called in the driver with every value that ray_logger.log() is given on rank 0. What a
         worker raises is raised here; PeerLost, with the rank, its node and the cause, when one is lost.
         """
-        with LogQueue(callbacks if self._is_remote else None) as here:
-            return list(self._ask("execute", fn, here.passing_on if self._is_remote else callbacks))
+        return list(self._started().execute(fn, callbacks))
 
     def run(
         self,
@@ -445,8 +449,7 @@ class RayExecutor:
         callbacks: Sequence[Callback] | None = None,
     ) -> list[Any]:
         """fn(*args, **kwargs) on every worker; else as execute()."""
-        with LogQueue(callbacks if self._is_remote else None) as here:
-            return list(self._ask("run", fn, args, kwargs, here.passing_on if self._is_remote else callbacks))
+        return list(self._started().run(fn, args, kwargs, callbacks))
 
     def run_remote(
         self,
@@ -455,21 +458,14 @@ class RayExecutor:
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
         """As run(), and gives at once references for ray.get(), by rank. NotImplementedError for an elastic job."""
-        return list(self._ask("run_remote", fn, args, kwargs))
+        return list(self._started().run_remote(fn, args, kwargs))
 
     def execute_single(self, fn: Callable[[Any], Any]) -> Any:
         """fn(executable) on rank 0 only. NotImplementedError for an elastic job."""
-        return self._ask("execute_single", fn)
+        return self._started().execute_single(fn)
 
     def shutdown(self) -> None:
         """Ends the workers and gives their resources back. start() may follow."""
-        if self.adapter is not None:
-            try:
-                self._ask("shutdown")
-            finally:
-                self._let_go()
-
-    def _let_go(self) -> None:
         adapter, self.adapter = self.adapter, None
-        if self._is_remote:
-            ray.kill(adapter)
+        if adapter is not None:
+            adapter.shutdown()

@@ -92,7 +92,7 @@ class BaseStrategy:
                     )
                     raise TimeoutError(f"{error}; {why}; {nodes.described()}") from error
                 logger.warning("%s; the placement group is made anew", error)
-                self._give_group_back()
+                self.give_group_back()
             except BaseException:
                 for worker in started:
                     ray.kill(worker)
@@ -115,7 +115,7 @@ class BaseStrategy:
         for worker in self.workers:
             ray.kill(worker)
         self.workers, self.places = [], []
-        self._give_group_back()
+        self.give_group_back()
 
     def _reserve(self) -> list[int]:
         """Makes the placement group; the bundle of each worker, -1 for any."""
@@ -131,7 +131,8 @@ class BaseStrategy:
         )
         return options.remote(world_rank=rank, world_size=self.num_workers)
 
-    def _give_group_back(self) -> None:
+    def give_group_back(self) -> None:
+        """Ray ends the workers in it."""
         group, self.placement_group = self.placement_group, None
         if group is not None and self.owns_group:
             remove_placement_group(group)

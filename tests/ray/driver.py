@@ -29,7 +29,7 @@ class Told:
     def say(self, pid: int) -> None:
         self.pids.append(pid)
         if len(self.pids) == 2:
-            print("PIDS", *self.pids, flush=True)
+            print("PIDS", *self.pids, "and no more", flush=True)
 
 
 def main() -> None:

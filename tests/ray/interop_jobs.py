@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 import ray
+from cluster import wait_until
 from horovod.ray import RayExecutor
 
 
@@ -97,3 +98,33 @@ def tune_sizes(folder: str) -> list[Any]:
 
 def all_is_free() -> None:
     """cluster.py waits for that after every body."""
+
+
+JOBS = ("BaseHorovodWorker", "StaticAdapter", "ElasticAdapter")
+
+
+def living() -> list[str]:
+    """The classes of the actors that are not dead, those placement groups that are not removed, and signs of clients."""
+    from ray._private.state import actors
+    from ray.experimental.internal_kv import _internal_kv_list
+
+    there = [str(one["ActorClassName"]) for one in actors().values() if one["State"] != "DEAD"]
+    groups = ray.util.placement_group_table().values()
+    there += [f"group {one['placement_group_id']}" for one in groups if one["state"] != "REMOVED"]
+    return there + [str(key) for key in _internal_kv_list(b"client/", namespace=b"horoclone")]
+
+
+def left_of_jobs(limit_s: float) -> list[str]:
+    """What there is of jobs after limit_s: nothing, as soon as that is so."""
+    import time
+
+    deadline = time.monotonic() + limit_s
+    while True:
+        there = [one for one in living() if one in JOBS or one.startswith(("group", "b'client"))]
+        if not there or time.monotonic() > deadline:
+            return there
+        time.sleep(0.05)
+
+
+def nothing_is_left(limit_s: float) -> None:
+    wait_until(lambda: not living(), f"the end of all actors and placement groups ({living()})", limit_s)

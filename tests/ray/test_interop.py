@@ -1,10 +1,11 @@
-"""Ray Train, Ray Tune, a Ray Client, and a driver that dies, on a real cluster."""
+"""Ray Train, Ray Tune, a Ray Client, and a driver or a client that dies, on a real cluster."""
 
 from __future__ import annotations
 
 import os
 import re
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ pytestmark = [
         "tests/ray/cluster.py",
         "tests/ray/interop_jobs.py",
         "tests/ray/client.py",
+        "tests/ray/client_that_dies.py",
         "tests/ray/driver.py",
         packages=("ray",),
     ),
@@ -26,6 +28,7 @@ pytestmark = [
 ]
 BODIES, HAS_CLIENT = "interop_jobs.py", True
 HERE = Path(__file__).parent
+OF_CLIENTS = re.compile("BaseHorovodWorker|Adapter|Told|_QueueActor|mode=specific-server")
 
 
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD"])
@@ -53,7 +56,7 @@ def test_a_ray_client_drives_jobs_from_outside(ray_cluster: Any, engines: Path, 
 @pytest.mark.parametrize("kind", ["static", "elastic"])
 def test_workers_end_with_their_driver(kind: str, ray_cluster: Any, engines: Path, launch: Any) -> None:
     driver = launch.start([engines, HERE / "driver.py", ray_cluster.address, kind], env=own(ray_cluster))
-    driver.wait_for("PIDS", 90)
+    driver.wait_for("and no more", 90)
     found = re.search(r"PIDS (\d+) (\d+)", driver.stdout + driver.stderr)
     assert found is not None
     pids = [int(pid) for pid in found.groups()]
@@ -64,6 +67,67 @@ def test_workers_end_with_their_driver(kind: str, ray_cluster: Any, engines: Pat
         time.sleep(0.05)
     print(f"workers have ended after {time.monotonic() - began:.2f} s")
     ray_cluster("all_is_free")
+
+
+def test_jobs_end_with_their_ray_client(ray_cluster: Any, engines: Path, launch: Any) -> None:
+    """Killed, it cannot say so, and Ray waits 30 s for it to come back; its jobs end earlier, and nothing stays."""
+    client, pids = client_at_work(ray_cluster, engines, launch)
+    time.sleep(9)  # more than a client may be silent
+    assert all(map(is_alive, pids)), "a job has ended while its client lives"
+    os.kill(client.process.pid, signal.SIGKILL)
+    began = time.monotonic()
+    while any(map(is_alive, pids)):
+        assert time.monotonic() - began < 10, "workers outlive their Ray Client"
+        time.sleep(0.05)
+    print(f"workers have ended after {time.monotonic() - began:.2f} s")
+    assert ray_cluster("left_of_jobs", limit_s=2) == []
+    print(f"actors and placement groups of the jobs after {time.monotonic() - began:.2f} s")
+    # What the client itself has made ends with Ray's part of it, whose process stays for another 30 s.
+    ray_cluster("nothing_is_left", limit_s=60)
+    print(f"all actors and placement groups after {time.monotonic() - began:.2f} s")
+    while names := [name for name in map(name_of, ray_cluster.processes()) if OF_CLIENTS.search(name)]:
+        assert time.monotonic() - began < 120, names
+        time.sleep(0.2)
+    print(f"all processes after {time.monotonic() - began:.2f} s")
+
+
+def test_a_ray_client_that_was_silent_for_too_long_hears_why_its_jobs_have_ended(
+    ray_cluster: Any, engines: Path, launch: Any
+) -> None:
+    client, pids = client_at_work(ray_cluster, engines, launch)
+    os.kill(client.process.pid, signal.SIGSTOP)
+    began = time.monotonic()
+    while any(map(is_alive, pids)):
+        assert time.monotonic() - began < 10
+        time.sleep(0.05)
+    os.kill(client.process.pid, signal.SIGCONT)
+    for kind in ("static", "elastic"):
+        client.wait_for(f"{kind} raised RuntimeError: this Ray Client could not be heard for ")
+    client.wait_for("and set RAY_CLIENT_RECONNECT_GRACE_PERIOD before ray.init() to more than the 7 s")
+    client.process.stdin.write(b"\n")
+    client.process.stdin.flush()
+    client.wait_for("shut down")
+    client.process.stdin.close()
+    assert client.process.wait(30) == 0
+    ray_cluster("nothing_is_left", limit_s=20)
+
+
+def client_at_work(ray_cluster: Any, engines: Path, launch: Any) -> tuple[Any, list[int]]:
+    """A client with two jobs, and the pids of their four workers."""
+    port = ray_cluster.env["CLUSTER_CLIENT_PORT"]
+    command = [engines, HERE / "client_that_dies.py", f"ray://127.0.0.1:{port}"]
+    client = launch.start(command, env=own(ray_cluster), stdin=subprocess.PIPE)
+    client.wait_for("and no more", 120)
+    found = re.search(r"PIDS (\d+) (\d+) (\d+) (\d+)", client.stdout)
+    assert found is not None
+    return client, [int(pid) for pid in found.groups()]
+
+
+def name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def is_alive(pid: int) -> bool:

@@ -113,6 +113,25 @@ print(RayHostDiscovery(use_gpu=True).find_available_hosts_and_slots(), RayHostDi
     ]
 
 
+@GUARDED
+def test_silence_of_a_client_is_what_was_listened_to(engines: Path) -> None:
+    code = """
+from horoclone.ray.client_life import Silence, silence_s
+print(silence_s({}), *(silence_s({"RAY_CLIENT_RECONNECT_GRACE_PERIOD": text}) for text in ("60", "0", "3", "soon")))
+silence = Silence(100.0)
+print(*(silence.heard("1", now) for now in (101.0, 102.0, 103.5)))
+print("stopped", silence.heard("1", 200.0), "and again", silence.heard("2", 201.0))
+silence.not_asked(250.0)
+print("no answer", silence.heard("2", 251.0), "no key", silence.heard(None, 252.0))
+"""
+    assert said(engines, code).splitlines() == [
+        "7.0 60.0 7.0 7.0 7.0",
+        "0.0 1.0 2.5",
+        "stopped 4.5 and again 0.0",
+        "no answer 1.0 no key 2.0",
+    ]
+
+
 @pytest.mark.guards("horoclone/ray", "horoclone/torch/elastic", "examples/ray_digits.py", packages=("ray",))
 @pytest.mark.parametrize("arguments", [[], ["--elastic"]], ids=["fixed", "elastic"])
 def test_the_example_trains(arguments: list[str], engines: Path, launch: Any) -> None:
