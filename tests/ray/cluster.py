@@ -81,7 +81,7 @@ def wait_until_all_is_free() -> None:
     """What a body has left is gone, and may not count as the next one's."""
     import ray
 
-    wait_until(lambda: free_cpus() == ray.cluster_resources().get("CPU"), "the resources were not given back")
+    wait_until(lambda: free_cpus() == ray.cluster_resources().get("CPU"), "all resources free", 90)
 
 
 def serve(path: str) -> None:
@@ -101,15 +101,15 @@ def serve(path: str) -> None:
     bodies = sys.modules["bodies"] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(bodies)
     cloudpickle.register_pickle_by_value(bodies)  # workers cannot import it
-    print(f"{ANSWER}{json.dumps({'value': here.cluster.address})}", flush=True)
+    print(f"{ANSWER}{json.dumps({'value': here.cluster.address, 'number': 0})}", flush=True)
     for line in sys.stdin:
-        name, arguments = json.loads(line)
+        number, name, arguments = json.loads(line)
         try:
             answer = {"value": getattr(bodies, name)(**arguments)}
             wait_until_all_is_free()
         except BaseException:
             answer = {"error": traceback.format_exc()}
-        print(f"{ANSWER}{json.dumps(answer)}", flush=True)
+        print(f"{ANSWER}{json.dumps({**answer, 'number': number})}", flush=True)
     ray.shutdown()
     here.cluster.shutdown()
 
@@ -141,6 +141,7 @@ class Remote:
         )
         self._lines: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._said: list[str] = []
+        self._number = 0  # of the last question
         threading.Thread(target=self._read, daemon=True).start()
         self.address = str(self._answer(120))
 
@@ -154,11 +155,16 @@ class Remote:
         self._lines.put("")
 
     def _answer(self, timeout_s: float) -> Any:
-        try:
-            line = self._lines.get(timeout=timeout_s)
-        except queue.Empty:
-            line = json.dumps({"error": f"no answer within {timeout_s} s"})
-        answer = json.loads(line or '{"error": "the process with the cluster has ended"}')
+        deadline, answer = time.monotonic() + timeout_s, {}
+        while answer.get("number") != self._number:  # one that came too late is nobody's
+            try:
+                line = self._lines.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                answer = {"error": f"no answer within {timeout_s} s"}
+                break
+            answer = json.loads(line or '{"error": "the process with the cluster has ended"}')
+            if not line:
+                break
         if "error" in answer:
             said = "".join(self._said[-60:]) + self._log.read_text()[-6000:]
             raise AssertionError(f"{answer['error']}\n--- it has said\n{said}")
@@ -167,7 +173,8 @@ class Remote:
     def __call__(self, body: str, timeout_s: float = 150, **arguments: Any) -> Any:
         """The value of a body, which runs where the cluster is. AssertionError with its traceback."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([body, arguments]) + "\n")
+        self._number += 1
+        self._process.stdin.write(json.dumps([self._number, body, arguments]) + "\n")
         self._process.stdin.flush()
         return self._answer(timeout_s)
 
