@@ -6,7 +6,8 @@ the test passed. A clone without history knows it as well, and what has changed 
 
 .ci/cpp asks here, too, whether a sanitizer has to run: `python tests/guarded.py unchanged KEY WITH NAME...` succeeds if the
 files and folders NAME... are what they were when KEY passed with the compiler WITH; `passed` in its place notes that.
-The Makefile asks whether an environment has to be made: `wanted FOLDER...` succeeds if a marked test there would run.
+The Makefile asks whether an environment has to be made: `wanted FOLDER...` succeeds if a marked test there would run;
+`which NAME...` prints those of these folders, files and tests (FILE::TEST) of which that is so.
 """
 
 from __future__ import annotations
@@ -160,27 +161,38 @@ class _Collected:
         self.is_whole = self.is_whole and not report.failed
 
 
-def wanted(folders: list[str]) -> bool:
-    """Whether a marked test in these folders or files would run with --guarded=changed. What is absent has none; tests in
-    a file that cannot be read run, and fail."""
+def which(names: list[str]) -> list[str]:
+    """Those of these folders, files and tests (FILE::TEST) of which a marked test would run with --guarded=changed. What is
+    absent has none; tests in a file that cannot be read run, and fail."""
     import pytest
 
-    there = [folder for folder in folders if (ROOT / folder).exists()]
+    there = list(
+        dict.fromkeys(file for file in (name.split("::")[0] for name in names) if (ROOT / file).exists())
+    )
     if not there:
-        return False
+        return []
     collected = _Collected()
     sys.path.insert(0, str(ROOT))  # horoclone is there before it is installed
     how = ["--collect-only", "-q", "-p", "no:cacheprovider", "--guarded=changed", f"--rootdir={ROOT}"]
     with Path(os.devnull).open("w") as nowhere:
         with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
             pytest.main([*how, *(str(ROOT / folder) for folder in there)], [collected])
-    return bool(collected.wanted) or not collected.is_whole
+    if not collected.is_whole:
+        return [name for name in names if name.split("::")[0] in there]
+    return [name for name in names if any(_is_in(test, name) for test in collected.wanted)]
+
+
+def _is_in(test: str, name: str) -> bool:
+    return test == name or test.startswith((f"{name}::", f"{name}[", f"{name.rstrip('/')}/"))
 
 
 def main(arguments: list[str]) -> int:
     """For .ci/cpp and the Makefile, see above."""
     if arguments[:1] == ["wanted"]:
-        return 0 if wanted(arguments[1:]) else 1
+        return 0 if which(arguments[1:]) else 1
+    if arguments[:1] == ["which"]:
+        print("".join(f"{name}\n" for name in which(arguments[1:])), end="")
+        return 0
     verb, key, compiler, *names = arguments
     digest = digest_of(ROOT, tuple(names), (), compiler)
     if verb == "unchanged":

@@ -145,10 +145,12 @@ def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(
         shutil.copy(guarded.ROOT / name, tmp_path / name)
     (tmp_path / "Makefile").write_text("FOR_ENGINES := first other[all]==1.0 last\n")
     (tmp_path / "guarded_file").write_text("1")
+    (tmp_path / "another_file").write_text("1")
     test = tmp_path / "tests" / "here" / "test_it.py"
     test.write_text(
         "import pytest\n\ndef test_cheap(): pass\n\n"
-        "@pytest.mark.guards('guarded_file', packages=('other',))\ndef test_costly(): pass\n"
+        "@pytest.mark.guards('guarded_file', packages=('other',))\ndef test_costly(): pass\n\n"
+        "@pytest.mark.guards('another_file')\n@pytest.mark.parametrize('n', [1, 2])\ndef test_two(n): pass\n"
     )
 
     def is_wanted(*folders: str) -> bool:
@@ -165,7 +167,14 @@ def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(
     run()
     assert not is_wanted("tests/here", "tests/absent")
     (tmp_path / "guarded_file").write_text("2")
-    assert is_wanted("tests/here")
+    names = [
+        "tests/here",
+        "tests/here/test_it.py",
+        *(f"tests/here/test_it.py::test_{one}" for one in ("costly", "two")),
+    ]
+    command = [sys.executable, "tests/guarded.py", "which", *names]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.stdout.split() == names[:3], done
     run()
     assert not is_wanted("tests/here")
     (tmp_path / "Makefile").write_text("FOR_ENGINES := first other[all]==1.1 last\n")
