@@ -64,7 +64,8 @@ class Beats:
         self._is_over = threading.Event()
         _put(self.key, "0")
         self._last = time.monotonic()
-        threading.Thread(target=self._beat, name="hc-ray-client", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="hc-ray-client", daemon=True)
+        self._thread.start()
 
     def _beat(self) -> None:
         number = 0
@@ -80,11 +81,15 @@ class Beats:
         return max(self._longest_s, time.monotonic() - self._last)
 
     def close(self) -> None:
-        """No more of them."""
-        if not self._is_over.is_set() and ray.util.client.ray.is_connected():
+        """No more of them. Thread: any, the first call counts."""
+        if self._is_over.is_set():
+            return
+        self._is_over.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(BEAT_S)  # it would write the key once more
+        if ray.util.client.ray.is_connected():
             with contextlib.suppress(Exception):
                 _delete(self.key)
-        self._is_over.set()
 
 
 def end_without(key: str, limit_s: float, let_go: Callable[[], None]) -> None:

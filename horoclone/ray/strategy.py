@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import ray
@@ -30,13 +30,19 @@ class HalfDead(Exception):
 
 
 def create_placement_group(
-    resources_per_bundle: Mapping[str, float], num_bundles: int, pg_timeout: float, pg_strategy: str
+    resources_per_bundle: Mapping[str, float],
+    num_bundles: int,
+    pg_timeout: float,
+    pg_strategy: str,
+    asked_for: Callable[[Any], None] = lambda group: None,
 ) -> tuple[Any, list[dict[str, float]]]:
-    """(group, its bundles), when all bundles are reserved. TimeoutError after pg_timeout seconds."""
+    """(group, its bundles), when all bundles are reserved. TimeoutError after pg_timeout seconds. asked_for(group) is
+    called before it waits."""
     bundles = [
         {name: value for name, value in resources_per_bundle.items() if value} for _ in range(num_bundles)
     ]
     group = placement_group(bundles, strategy=pg_strategy)
+    asked_for(group)
     ready, _ = ray.wait([group.ready()], timeout=pg_timeout)
     if not ready:
         remove_placement_group(group)
@@ -121,6 +127,10 @@ class BaseStrategy:
         """Makes the placement group; the bundle of each worker, -1 for any."""
         raise NotImplementedError
 
+    def _asked_for(self, group: Any) -> None:
+        """From now on it is given back when this job ends, whether it has come or not."""
+        self.placement_group = group
+
     def _group_timeout_s(self) -> float:
         return float(getattr(self.settings, "placement_group_timeout_s", None) or GROUP_S)
 
@@ -179,7 +189,7 @@ class ColocatedStrategy(BaseStrategy):
             "GPU": self.gpus_per_worker * self.num_workers_per_host,
         }
         self.placement_group, _ = create_placement_group(
-            of_host, self.num_hosts, self._group_timeout_s(), "STRICT_SPREAD"
+            of_host, self.num_hosts, self._group_timeout_s(), "STRICT_SPREAD", self._asked_for
         )
         return [host for host in range(self.num_hosts) for _ in range(self.num_workers_per_host)]
 
@@ -217,7 +227,7 @@ class PGStrategy(BaseStrategy):
             return [-1] * self._num_workers
         of_worker = {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
         self.placement_group, _ = create_placement_group(
-            of_worker, self._num_workers, self._group_timeout_s(), "PACK"
+            of_worker, self._num_workers, self._group_timeout_s(), "PACK", self._asked_for
         )
         return list(range(self._num_workers))
 

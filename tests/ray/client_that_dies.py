@@ -1,6 +1,7 @@
-"""A Ray Client that is killed or stopped: `client_that_dies.py ray://HOST:PORT` runs a job of a fixed size and an elastic one at once.
+"""A Ray Client that is killed or stopped: `client_that_dies.py ray://HOST:PORT`.
 
-It prints the pids of their four workers while they work, and how the jobs end.
+It runs a job of a fixed size and an elastic one at once, waits for room for a third, and prints the pids of the four workers
+while they work, and how the jobs end.
 """
 
 from __future__ import annotations
@@ -60,6 +61,8 @@ def main() -> None:
         "static": lambda: static.run(work, [told], callbacks=[lambda value: None]),
         "elastic": lambda: elastic.run(lambda: work(told), callbacks=[lambda value: None]),
     }
+    larger = RayExecutor(RayExecutor.create_settings(placement_group_timeout_s=300), num_workers=9)
+    jobs["larger"] = larger.start
     for each in jobs.items():
         threading.Thread(target=run, args=each, daemon=True).start()
     pids: list[int] = []
