@@ -7,6 +7,7 @@ from horoclone.ray.runner import (
     ColocatedStrategy as ColocatedStrategy,
     Coordinator as Coordinator,
     ElasticParams as ElasticParams,
+    InCluster as InCluster,
     LEAVE_S as LEAVE_S,
     LogQueue as LogQueue,
     MiniSettings as MiniSettings,
