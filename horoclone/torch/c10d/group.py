@@ -138,16 +138,8 @@ class HorocloneGroup(GroupFacts):
         self, handle: int, outputs: Tensors, kept: Any, finish: Finish | None, what: str, **more: Any
     ) -> Work:
         return Work(
-            self._flight,
-            handle,
-            outputs,
-            kept,
-            finish,
-            what=what,
-            group=self._name,
-            limit_s=self._limit_s,
-            **more,
-        )
+            self._flight, handle, outputs, kept, finish, what=what, group=self._name, limit_s=self._limit_s, **more
+        )  # fmt: skip
 
     # --- reductions ---
 
