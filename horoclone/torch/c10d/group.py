@@ -137,9 +137,8 @@ class HorocloneGroup(GroupFacts):
     def _work(
         self, handle: int, outputs: Tensors, kept: Any, finish: Finish | None, what: str, **more: Any
     ) -> Work:
-        return Work(
-            self._flight, handle, outputs, kept, finish, what=what, group=self._name, limit_s=self._limit_s, **more
-        )  # fmt: skip
+        more |= {"what": what, "group": self._name, "limit_s": self._limit_s}
+        return Work(self._flight, handle, outputs, kept, finish, **more)
 
     # --- reductions ---
 
