@@ -23,10 +23,19 @@ def fail() -> None:
     raise ValueError("a mistake of the function")
 
 
+def connect(address: str) -> None:
+    """Twice: now and then Ray's proxy does not get the client's part of the cluster started (Ray 2.60)."""
+    try:
+        ray.init(address)
+    except ConnectionAbortedError as error:
+        print(f"once more, after {error}", file=sys.stderr)
+        ray.init(address)
+
+
 def main() -> None:
     from horovod.ray import ElasticRayExecutor, RayExecutor
 
-    ray.init(sys.argv[1])
+    connect(sys.argv[1])
     heard: list[object] = []
     settings = RayExecutor.create_settings(timeout_s=60)
     executor = RayExecutor(settings, num_workers=2)

@@ -41,10 +41,19 @@ class Told:
         return self.pids
 
 
+def connect(address: str) -> None:
+    """Twice: now and then Ray's proxy does not get the client's part of the cluster started (Ray 2.60)."""
+    try:
+        ray.init(address)
+    except ConnectionAbortedError as error:
+        print(f"once more, after {error}", file=sys.stderr)
+        ray.init(address)
+
+
 def main() -> None:
     from horoclone.ray import ElasticRayExecutor, RayExecutor
 
-    ray.init(sys.argv[1])
+    connect(sys.argv[1])
     told = Told.remote()
     static = RayExecutor(RayExecutor.create_settings(timeout_s=60), num_workers=2)
     static.start()
