@@ -71,6 +71,7 @@ def test_workers_end_with_their_driver(kind: str, ray_cluster: Any, engines: Pat
 
 def test_jobs_end_with_their_ray_client(ray_cluster: Any, engines: Path, launch: Any) -> None:
     """Killed, it cannot say so, and Ray waits 30 s for it to come back; its jobs end earlier, and nothing stays."""
+    before = ray_cluster("living")
     client, pids = client_at_work(ray_cluster, engines, launch)
     time.sleep(9)  # more than a client may be silent
     assert all(map(is_alive, pids)), "a job has ended while its client lives"
@@ -83,7 +84,7 @@ def test_jobs_end_with_their_ray_client(ray_cluster: Any, engines: Path, launch:
     assert ray_cluster("left_of_jobs", limit_s=2) == []
     print(f"actors and placement groups of the jobs after {time.monotonic() - began:.2f} s")
     # What the client itself has made ends with Ray's part of it, whose process stays for another 30 s.
-    ray_cluster("nothing_is_left", limit_s=60)
+    ray_cluster("nothing_is_left", limit_s=60, but=before)
     print(f"all actors and placement groups after {time.monotonic() - began:.2f} s")
     while names := [name for name in map(name_of, ray_cluster.processes()) if OF_CLIENTS.search(name)]:
         assert time.monotonic() - began < 120, names
@@ -94,6 +95,7 @@ def test_jobs_end_with_their_ray_client(ray_cluster: Any, engines: Path, launch:
 def test_a_ray_client_that_was_silent_for_too_long_hears_why_its_jobs_have_ended(
     ray_cluster: Any, engines: Path, launch: Any
 ) -> None:
+    before = ray_cluster("living")
     client, pids = client_at_work(ray_cluster, engines, launch)
     os.kill(client.process.pid, signal.SIGSTOP)
     began = time.monotonic()
@@ -109,7 +111,7 @@ def test_a_ray_client_that_was_silent_for_too_long_hears_why_its_jobs_have_ended
     client.wait_for("shut down")
     client.process.stdin.close()
     assert client.process.wait(30) == 0
-    ray_cluster("nothing_is_left", limit_s=20)
+    ray_cluster("nothing_is_left", limit_s=20, but=before)
 
 
 def client_at_work(ray_cluster: Any, engines: Path, launch: Any) -> tuple[Any, list[int]]:

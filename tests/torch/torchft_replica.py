@@ -80,7 +80,8 @@ def train(number: int, dies_at: int, backend: str) -> None:
         torch.nn.functional.mse_loss(spread(data[:, :8]), data[:, 8:]).backward()
         optimizer.step()
     total = sum(p.double().sum().item() for p in model.parameters())
-    print(f"replica {number} after {manager.current_step()} steps: {total:.10f}", flush=True)
+    # In one piece: print() writes the end of the line apart, and the other replica may come in between.
+    os.write(1, f"replica {number} after {manager.current_step()} steps: {total:.10f}\n".encode())
     manager.shutdown(wait=False)
     os._exit(0)  # torchft's threads do not end by themselves
 
