@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -48,20 +47,12 @@ def loader_threads() -> int:
     return sum(thread.name == "hc-loader" for thread in threading.enumerate())
 
 
-def no_thread_is_left() -> bool:
-    """Soon: on a busy machine one that has given its last batch may still be on its way out."""
-    deadline = time.monotonic() + 20
-    while loader_threads() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return loader_threads() == 0
-
-
 @pytest.mark.parametrize("make", [Numbers, AsyncNumbers, lambda n: AsyncNumbers(0, False, n)])
 def test_every_epoch_gives_every_batch_in_order_processed_by_the_consumer(make: Any) -> None:
     loader = make(count=20) if make is Numbers else (make(count=20) if make is AsyncNumbers else make(20))
     for _ in range(3):
         assert list(loader) == [(number, True) for number in range(20)]
-    assert len(loader) == 20 and no_thread_is_left()
+    assert len(loader) == 20 and loader_threads() == 0
 
 
 def test_it_reads_ahead_as_far_as_the_queue_has_room() -> None:
@@ -83,7 +74,7 @@ def test_an_iteration_that_is_broken_off_ends_its_thread_and_the_next_epoch_is_w
     for number, _ in loader:
         if number == 3:
             break
-    assert loader.closed.wait(20) and no_thread_is_left()
+    assert loader.closed.wait(20) and loader_threads() == 0
     assert [number for number, _ in loader] == list(range(50))
 
 
@@ -119,7 +110,7 @@ def test_an_error_of_the_source_is_raised_at_its_batch() -> None:
     with pytest.raises(KeyError, match="4"):
         for number, _ in loader:
             seen.append(number)
-    assert seen == [0, 1, 2, 3] and no_thread_is_left()
+    assert seen == [0, 1, 2, 3] and loader_threads() == 0
 
 
 def test_what_a_subclass_must_write_is_said_and_wrong_sizes_are_refused(capsys: Any) -> None:

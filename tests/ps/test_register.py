@@ -110,20 +110,20 @@ def entries(cluster: Cluster) -> Reading:
     return open_register("test", cluster.address, None, cluster.environ)
 
 
-def push_some(cluster: Cluster) -> Table:
+def fill(cluster: Cluster) -> None:
+    """Ones in every row, in two copies of which both servers know that they count."""
     table = Table(cluster.worker(), "counted", WIDTH, Sum())
     table.push(np.arange(ROWS), np.ones((ROWS, WIDTH)))
-    return table
+    cluster.wait_for_copies(table.servers)
+    table.servers.close()
+    time.sleep(1)  # for server 1 to hear that its copies count
 
 
 def test_a_server_that_starts_waits_for_one_that_is_slow_to_tell(register: Register, tmp_path: Path) -> None:
     """However slow: its rows are the only ones there are."""
     cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}")
     try:
-        table = push_some(cluster)
-        cluster.wait_for_copies(table.servers)
-        table.servers.close()
-        time.sleep(1)  # for server 1 to hear that its copies count
+        fill(cluster)
         cluster.processes[1].send_signal(signal.SIGSTOP)
         cluster.kill(0)
         register.kill()
@@ -144,10 +144,7 @@ def test_rows_that_die_before_the_register_knows_of_them_are_known_as_lost(
 ) -> None:
     cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}")
     try:
-        table = push_some(cluster)
-        cluster.wait_for_copies(table.servers)
-        table.servers.close()
-        time.sleep(1)  # for server 1 to hear that its copies count
+        fill(cluster)
         cluster.kill(0)
         register.kill()
         register.start()

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 
 import ray
+from client import connect
 
 
 def work(told: object) -> None:
@@ -39,15 +40,6 @@ class Told:
 
     def all(self) -> list[int]:
         return self.pids
-
-
-def connect(address: str) -> None:
-    """Twice: now and then Ray's proxy does not get the client's part of the cluster started (Ray 2.60)."""
-    try:
-        ray.init(address)
-    except ConnectionAbortedError as error:
-        print(f"once more, after {error}", file=sys.stderr)
-        ray.init(address)
 
 
 def main() -> None:
