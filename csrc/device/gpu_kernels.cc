@@ -8,9 +8,9 @@ namespace hc {
 
 namespace {
 
-constexpr size_t kMostCount = 1u << 30;       // elements of one piece of a launch
-constexpr size_t kBytesPerThread = 64;        // below it, fewer blocks. Not measured on a GPU.
-constexpr unsigned kMostBlocks = 132 * 8;     // as many as the largest GPUs of today run at once; the rest in strides
+constexpr size_t kMostCount = 1u << 30;    // elements of one piece of a launch
+constexpr size_t kBytesPerThread = 64;     // below it, fewer blocks. Not measured on a GPU.
+constexpr unsigned kMostBlocks = 132 * 8;  // as many as the largest GPUs of today run at once; the rest in strides
 // From here on a plain copy is the driver's, which knows how each GPU copies fastest. Not measured on a GPU.
 constexpr size_t kCopyFromBytes = 1u << 20;
 
@@ -70,9 +70,8 @@ Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::s
                         CuStream stream) {
   const Gpu::Current current(gpu_, Gpu::Current::For::kStreams);
   const size_t item = size_of(how.tensor);
-  const std::string name =
-      (packs ? "hc_pack_" : "hc_unpack_") +
-      (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
+  const std::string name = (packs ? "hc_pack_" : "hc_unpack_") +
+                           (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
   PackArguments arguments;
   arguments.packed = packed;
   arguments.factor = how.factor;

@@ -75,13 +75,13 @@ Status resolve(NvrtcApi* api) {
   return Status::ok();
 }
 
-// What NVRTC opens by its bare name when it compiles lies beside it. Not every package tells the loader so (the wheels of
-// 13.0 do not), but a library that is loaded is found by its name.
+// What NVRTC opens by its bare name when it compiles lies beside it. Not every package tells the loader so (the wheels
+// of 13.0 do not), but a library that is loaded is found by its name.
 std::shared_ptr<Library> builtins_beside(const NvrtcApi& api) {
   const size_t slash = api.file.rfind('/');
   if (slash == std::string::npos) return nullptr;
-  auto opened = Library::open(
-      text_of(api.file.substr(0, slash + 1), "libnvrtc-builtins.so.", api.major, ".", api.minor));
+  auto opened =
+      Library::open(text_of(api.file.substr(0, slash + 1), "libnvrtc-builtins.so.", api.major, ".", api.minor));
   return opened.is_ok() ? opened.take() : nullptr;
 }
 

@@ -78,7 +78,8 @@ std::string device_report_json(const DeviceLibraries& libraries) {
   auto nccl = NcclApi::load(libraries.nccl, libraries.nccl_folders, version);
   return text_of("{\"cuda\":", cuda.is_ok() ? describe(*cuda.value()) : absent(cuda.status()),
                  ",\"nccl\":", nccl.is_ok() ? describe(*nccl.value()) : absent(nccl.status()),
-                 ",\"kernels\":", describe_kernels(libraries.kernels, cuda.is_ok() ? cuda.value().get() : nullptr), "}");
+                 ",\"kernels\":", describe_kernels(libraries.kernels, cuda.is_ok() ? cuda.value().get() : nullptr),
+                 "}");
 }
 
 }  // namespace hc

@@ -76,7 +76,7 @@ class ConnectedMesh final : public Mesh {
     std::shared_ptr<Arena> arena;
     Doorbell doorbell;
     Fd doorbell_fd, liveness, process;  // eventfd, unix socket, pidfd
-    std::string name;  // "rank 3 (node-b, pid 812)"
+    std::string name;                   // "rank 3 (node-b, pid 812)"
     bool reported = false;
   };
 

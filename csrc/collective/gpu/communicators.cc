@@ -55,13 +55,13 @@ Status Communicators::register_memory(std::byte* at, size_t bytes, std::shared_p
 }
 
 Status Communicators::tell(Registered* made, size_t bytes, double limit_s) {
-  HC_TRY(world_->call([at = made->at, bytes, handle = made->handle, window = made->is_window](const NcclApi& nccl,
-                                                                                              NcclHandle comm) {
-    if (window)
-      return nccl.check(nccl.ncclCommWindowRegister(comm, at, bytes, handle.get(), kNcclSymmetric),
-                        "ncclCommWindowRegister", comm);
-    return nccl.check(nccl.ncclCommRegister(comm, at, bytes, handle.get()), "ncclCommRegister", comm);
-  }));
+  HC_TRY(world_->call(
+      [at = made->at, bytes, handle = made->handle, window = made->is_window](const NcclApi& nccl, NcclHandle comm) {
+        if (window)
+          return nccl.check(nccl.ncclCommWindowRegister(comm, at, bytes, handle.get(), kNcclSymmetric),
+                            "ncclCommWindowRegister", comm);
+        return nccl.check(nccl.ncclCommRegister(comm, at, bytes, handle.get()), "ncclCommRegister", comm);
+      }));
   return until_enqueued(limit_s);
 }
 

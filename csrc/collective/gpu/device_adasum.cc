@@ -315,9 +315,10 @@ class DeviceAdasum : public Collective {
     received_ = memory.take();
     for (int r = 0; r < layout_.ranks(); ++r) {
       if (const size_t bytes = layout_.slice_bytes(r))
-        add("ncclSend", [=, from = source() + layout_.slice_at(r), to = stream()](const NcclApi& nccl, NcclHandle comm) {
-          return nccl.ncclSend(from, bytes, kNcclU8, r, comm, to);
-        });
+        add("ncclSend",
+            [=, from = source() + layout_.slice_at(r), to = stream()](const NcclApi& nccl, NcclHandle comm) {
+              return nccl.ncclSend(from, bytes, kNcclU8, r, comm, to);
+            });
       std::byte* const at = received_->data() + static_cast<size_t>(r) * layout_.stride() * row_item();
       if (layout_.slice())
         add("ncclRecv", [=, bytes = layout_.slice() * row_item(), to = stream()](const NcclApi& nccl, NcclHandle comm) {
@@ -333,10 +334,9 @@ class DeviceAdasum : public Collective {
     bool equal = true;
     for (int r = 1; r < layout_.ranks(); ++r) equal = equal && layout_.slice_bytes(r) == bytes;
     if (equal && bytes) {
-      add("ncclAllGather", [from = target() + layout_.my_slice_at(), at = target(), bytes, to = stream()](
-                               const NcclApi& nccl, NcclHandle comm) {
-        return nccl.ncclAllGather(from, at, bytes, kNcclU8, comm, to);
-      });
+      add("ncclAllGather",
+          [from = target() + layout_.my_slice_at(), at = target(), bytes, to = stream()](
+              const NcclApi& nccl, NcclHandle comm) { return nccl.ncclAllGather(from, at, bytes, kNcclU8, comm, to); });
       return launch(comm_, Stage::kGathered);
     }
     for (int r = 0; r < layout_.ranks(); ++r) {
@@ -350,10 +350,9 @@ class DeviceAdasum : public Collective {
   }
 
   Status gather_within() {
-    add("ncclAllGather", [from = share(), at = packed_->data(), bytes = layout_.share() * row_item(), to = stream()](
-                             const NcclApi& nccl, NcclHandle comm) {
-      return nccl.ncclAllGather(from, at, bytes, kNcclU8, comm, to);
-    });
+    add("ncclAllGather",
+        [from = share(), at = packed_->data(), bytes = layout_.share() * row_item(), to = stream()](
+            const NcclApi& nccl, NcclHandle comm) { return nccl.ncclAllGather(from, at, bytes, kNcclU8, comm, to); });
     return launch(levels_->inner(), Stage::kGatheredWithin);
   }
 
@@ -387,10 +386,10 @@ class DeviceAdasum : public Collective {
       return gather();
     }
     HC_TRY(tree_.multiply());
-    add("ncclAllReduce", [sums = tree_.sums().data(), count = tree_.numbers(), to = stream()](const NcclApi& nccl,
-                                                                                              NcclHandle comm) {
-      return nccl.ncclAllReduce(sums, sums, count, kNcclF64, kNcclSum, comm, to);
-    });
+    add("ncclAllReduce",
+        [sums = tree_.sums().data(), count = tree_.numbers(), to = stream()](const NcclApi& nccl, NcclHandle comm) {
+          return nccl.ncclAllReduce(sums, sums, count, kNcclF64, kNcclSum, comm, to);
+        });
     return launch(device_.nccl.world(), Stage::kSummed);
   }
 

@@ -9,9 +9,9 @@
 namespace hc {
 
 namespace {
-constexpr double kFarewellS = 2;  // for what runs on the device, and for the communicator to end in peace
+constexpr double kFarewellS = 2;         // for what runs on the device, and for the communicator to end in peace
 constexpr ptrdiff_t kFlightsAtOnce = 4;  // that one look at the device is about
-}
+}  // namespace
 
 DeviceGroup::DeviceGroup(const Group& group, DeviceOptions options) : group_(group), options_(std::move(options)) {}
 

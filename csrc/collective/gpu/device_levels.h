@@ -30,8 +30,8 @@ class DeviceLevels {
   const LevelPlace& place() const { return place_; }
   NcclComm* inner() const { return inner_.get(); }
   NcclComm* outer() const { return outer_.get(); }
-  // Begins to make the next one of the two; what it is made of comes from the leaders. `*comm` is what to ask whether it
-  // is up.
+  // Begins to make the next one of the two; what it is made of comes from the leaders. `*comm` is what to ask whether
+  // it is up.
   Status begin(bool inner, const NcclId& id, NcclComm** comm);
   bool complete() const { return inner_ && outer_; }
   // Both of them, in the order of their making; null: not made.

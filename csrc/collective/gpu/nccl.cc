@@ -432,7 +432,7 @@ class NcclCollective : public Collective {
   NcclComm* busy_ = nullptr;     // what was called last
   bool by_levels_ = false;
   enum class Level { kNone, kScatter, kAcross, kDone } level_ = Level::kNone;  // the last that was enqueued
-  std::vector<Share> shares_;  // what goes by levels
+  std::vector<Share> shares_;                                                  // what goes by levels
   GpuMemoryPtr packed_;
   size_t packed_count_ = 0;
 };

@@ -208,7 +208,8 @@ TEST_CASE("recorder: keeps the newest, in order, and leaves those that were push
     op->traces.record = recorder.submitted(entry_of(*op, i + 1));
     operations.push_back(std::move(op));
   }
-  recorder.done(operations[3]->traces.record, Code::kPeerLost, processor_ticks());  // no longer kept: its place is another's
+  recorder.done(operations[3]->traces.record, Code::kPeerLost,
+                processor_ticks());  // no longer kept: its place is another's
   recorder.agreed(*operations[20], processor_ticks());
   recorder.done(operations[20]->traces.record, Code::kMismatch, processor_ticks());
   const std::string json = recorder.json();

@@ -1,5 +1,5 @@
-// What goes wrong on one rank's GPU, on doubles of CUDA and NCCL: no GPU takes part. Each error names the rank, the device
-// and the next move, nothing hangs, and tensors in host memory go on where the ranks still agree.
+// What goes wrong on one rank's GPU, on doubles of CUDA and NCCL: no GPU takes part. Each error names the rank, the
+// device and the next move, nothing hangs, and tensors in host memory go on where the ranks still agree.
 #include <doctest/doctest.h>
 
 #include "tests/gpu/gpu_gradients.h"

@@ -106,8 +106,8 @@ TEST_CASE("double of CUDA and NCCL: a rank that joins breaks the persistent plan
       }));
       CHECK_OK(finish(engine, join));
       engine.release(join);
-      // After three steps that were alike rank 0 has given the tickets of the next one. It takes back what rank 1 has not
-      // begun by then.
+      // After three steps that were alike rank 0 has given the tickets of the next one. It takes back what rank 1 has
+      // not begun by then.
       const uint64_t whole = static_cast<uint64_t>(steps * kBuckets), found = counted(engine, "persistent");
       CHECK_LOCKED(found >= whole);
       CHECK_LOCKED(found <= whole + (steps >= 3 ? kBuckets : 0));
