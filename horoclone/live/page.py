@@ -16,7 +16,7 @@ from typing import Any
 from horoclone.live.processes import Mark
 
 BYTES = 4096
-MAGIC = b"HCPAGE02"
+MAGIC = b"HCPAGE03"
 # The kinds of operations in the order of the core's Op.
 KINDS = (
     "allreduce", "allgather", "broadcast", "alltoall", "reducescatter", "join", "barrier", "reduce", "gather",
@@ -48,9 +48,10 @@ _LATE = struct.Struct("=iIQ")
 _LATE_AT, _LATE_COUNT = 608, 8
 _OPERATION = struct.Struct(f"={4 + BUCKETS}Q")
 _OPERATIONS_AT = 768
-_RECENT = struct.Struct("=6Q2I")
+_RECENT = struct.Struct("=2Q2I")
 _RECENT_AT = 3456
-_RECENT_BIT = 2  # of the sequence: the numbers do not have the calls in _RECENT yet
+_CALL = struct.Struct("=3Q")
+_CALLS_AT = _RECENT_AT + _RECENT.size
 _NOTES = struct.Struct("=2q2i")  # at the end, see notes()
 _NOTES_AT = BYTES - _NOTES.size
 TIMES_BYTES = 16  # of the notes, the rest of which is about the process's end
@@ -192,31 +193,41 @@ def consistent_copy(memory: Any) -> bytes:
     copy = b""
     for _ in range(_TRIES):
         before = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
+        calls = bytes(view[_RECENT_AT : _RECENT_AT + _WORD.size])
         copy = bytes(view[:BYTES])
         after = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
         if before == after and before % 2 == 0:
             break
-    return copy
+    return _with_calls(copy, calls)
 
 
 def copy_from_file(descriptor: int, at: int) -> bytes:
     """The same for the page that begins at `at` of a file. OSError; fewer bytes than a page where the file ends."""
     copy = b""
     for _ in range(_TRIES):
+        before = os.pread(descriptor, _IDENTITY_AT, at)
+        calls = os.pread(descriptor, _WORD.size, at + _RECENT_AT)
         copy = os.pread(descriptor, BYTES, at)
         after = os.pread(descriptor, _IDENTITY_AT, at)
-        if copy[:_IDENTITY_AT] == after and (len(copy) < BYTES or copy[_SEQUENCE_AT] % 2 == 0):
+        if before == after and (len(copy) < BYTES or copy[_SEQUENCE_AT] % 2 == 0):
             break
-    return copy
+    return copy if len(copy) < BYTES else _with_calls(copy, calls)
+
+
+def _with_calls(copy: bytes, calls: bytes) -> bytes:
+    """With the count of recent calls that was read before the copy was made: a call that was noted meanwhile may be in
+    it by half."""
+    return copy[:_RECENT_AT] + calls + copy[_RECENT_AT + len(calls) :]
 
 
 def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
     """Writes a page that came from elsewhere to where readers look; its notes are notes()'s. OSError."""
     sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
     os.pwrite(descriptor, MAGIC + _SEQUENCE.pack(sequence | 1), at)
+    if sequence % 2:  # its writer died; who counts may have added the recent calls up already
+        copy = _with_calls(copy, bytes(_WORD.size))
     os.pwrite(descriptor, copy[_IDENTITY_AT:_NOTES_AT], at + _IDENTITY_AT)
-    whole = sequence if sequence % 2 == 0 else (sequence | _RECENT_BIT) + 1
-    os.pwrite(descriptor, _SEQUENCE.pack(whole), at + _SEQUENCE_AT)
+    os.pwrite(descriptor, _SEQUENCE.pack(sequence + sequence % 2), at + _SEQUENCE_AT)
 
 
 def mark_of(copy: bytes) -> Mark:
@@ -279,19 +290,32 @@ def states(memory: Any) -> tuple[bool, int]:
 
 def _with_recent(copy: bytes) -> bytes:
     """With the recent calls, if there are any, in the numbers: what the core's Page::add_recent does."""
-    sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
-    if sequence % 2 or not sequence & _RECENT_BIT:
+    calls, each, kind, begin_steps = _RECENT.unpack_from(copy, _RECENT_AT)
+    if not calls or _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0] % 2:
         return copy
-    done_ns, count, moved, last, queued_ns, running_ns, kind, bucket = _RECENT.unpack_from(copy, _RECENT_AT)
     added = bytearray(copy)
-    of_kind = _OPERATIONS_AT + kind * _OPERATION.size
-    for at, value in (
-        (of_kind, count), (of_kind + 8, moved), (of_kind + 16, queued_ns), (of_kind + 24, running_ns),
-        (of_kind + 32 + 8 * bucket, count), (_COMMUNICATION_AT, queued_ns + running_ns), (_WAITS_AT, queued_ns),
-        (_WAITS_AT + 8, running_ns),
-    ):  # fmt: skip
+
+    def add(at: int, value: int) -> None:
         _WORD.pack_into(added, at, _WORD.unpack_from(added, at)[0] + value)
-    struct.pack_into("=2QI", added, _LAST_AT, done_ns, last, kind)
+
+    of_kind = _OPERATIONS_AT + kind * _OPERATION.size
+    submitted = done = 0
+    for number in range(calls):
+        submitted, started, done = _CALL.unpack_from(copy, _CALLS_AT + number * _CALL.size)
+        ended = max(submitted, done)
+        started = min(max(started, submitted), ended)
+        bucket = min(((ended - submitted) // 1000).bit_length(), BUCKETS - 1)
+        queued_ns, running_ns = started - submitted, ended - started
+        for at, value in (
+            (of_kind, 1), (of_kind + 8, each), (of_kind + 16, queued_ns), (of_kind + 24, running_ns),
+            (of_kind + 32 + 8 * bucket, 1), (_COMMUNICATION_AT, ended - submitted), (_WAITS_AT, queued_ns),
+            (_WAITS_AT + 8, running_ns),
+        ):  # fmt: skip
+            add(at, value)
+    struct.pack_into("=2QI", added, _LAST_AT, done, each, kind)
+    if begin_steps:
+        add(_STEPS_AT, calls)
+        _WORD.pack_into(added, _STEPS_AT + 8, submitted)
     return bytes(added)
 
 

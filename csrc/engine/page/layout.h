@@ -15,10 +15,10 @@
 
 namespace hc {
 
-inline constexpr char kPageMagic[9] = "HCPAGE02";
+inline constexpr char kPageMagic[9] = "HCPAGE03";
 inline constexpr size_t kPageBytes = 4096;
 inline constexpr int kLatencyBuckets = 24;
-inline constexpr size_t kLateRanks = 8, kAwaitedRanks = 15;
+inline constexpr size_t kLateRanks = 8, kAwaitedRanks = 15, kRecentCalls = 24;
 
 using PageWord = std::atomic<uint64_t>;
 using PageHalf = std::atomic<uint32_t>;
@@ -46,7 +46,7 @@ struct PageOperations {  // of one kind
 // Moments are nanoseconds since the page was begun (`started_unix_ns`), 0: none.
 struct PageLayout {
   PageWord magic;
-  PageWord sequence;  // odd while Page's writer is at work; kRecentBit: there is something in `recent`
+  PageWord sequence;  // odd while Page's writer is at work
 
   PageNumber rank, size, local_rank, pid;
   PageWord process_start;      // of /proc/PID/stat, in ticks since the host was booted: another process has another one
@@ -79,15 +79,17 @@ struct PageLayout {
   PageWord unused[4];
   PageOperations operations[kOpCount];
 
-  // While sequence has kRecentBit: the calls that ended last, which readers have to add to the numbers above. All are
-  // of one kind and belong into one bucket of its histogram. Their callers ran them alone: nothing else was under way.
+  // The calls that ended last, which readers have to add to the numbers above: `count` of them, which is to be read
+  // before them. All are of one kind and have as many bytes, and begin a step each, or none does. Their callers ran
+  // them alone: nothing else was under way.
   struct Recent {
-    PageWord done, count, bytes, last_bytes, queued_ns, running_ns;
-    PageHalf kind, bucket;
+    PageWord count, bytes;
+    PageHalf kind, begin_steps;
+    struct Call {
+      PageWord submitted, started, done;  // as they were measured: started may lie outside of the other two
+    } calls[kRecentCalls];
   } recent;
 };
-
-inline constexpr uint64_t kRecentBit = 2;  // of PageLayout::sequence
 
 inline constexpr size_t kPageNotesBytes = 24;  // at the end, for whoever passes the page on (launch)
 static_assert(sizeof(PageLayout) + kPageNotesBytes <= kPageBytes);
@@ -95,6 +97,6 @@ static_assert(offsetof(PageLayout, rank) == 16 && offsetof(PageLayout, step) == 
 static_assert(offsetof(PageLayout, for_peers_ns) == 280 && offsetof(PageLayout, last_done) == 328);
 static_assert(offsetof(PageLayout, awaited) == 416 && offsetof(PageLayout, late) == 608);
 static_assert(offsetof(PageLayout, operations) == 768 && PageWord::is_always_lock_free);
-static_assert(offsetof(PageLayout, recent) == 3456);  // a multiple of 64: it is one cache line
+static_assert(offsetof(PageLayout, recent) == 3456);
 
 }  // namespace hc

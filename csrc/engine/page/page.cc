@@ -75,7 +75,7 @@ void Page::begin(const Identity& identity) {
   measure_ticks();
   PageLayout& page = *memory_;
   // A killed writer may have left an odd number, and readers of the life before must not take the new one for it.
-  const uint64_t sequence = page.sequence.load(std::memory_order_relaxed) | kAtWork;
+  const uint64_t sequence = page.sequence.load(std::memory_order_relaxed) | 1;
   set(page.sequence, sequence);
   std::atomic_thread_fence(std::memory_order_release);
   auto* words = reinterpret_cast<AnyWord*>(&page);
@@ -99,6 +99,7 @@ void Page::begin(const Identity& identity) {
   leader_ = nullptr;
   is_declared_ = false;
   kept_ = 0;
+  loop_ = &kNoLoop;
   beat({});
 }
 
@@ -112,7 +113,9 @@ void Page::forget() {
   if (mapped_) (void)::munmap(mapped_, mapped_bytes_);
   mapped_ = nullptr;
   memory_ = own_.get();
+  set(memory_->recent.count, 0);
   kept_ = 0;
+  loop_ = &kNoLoop;
 }
 
 // Two readings of both clocks tell how long a tick is, the better the further they lie apart.
@@ -158,35 +161,99 @@ void Page::go_on() {
   memory_->stalled.store(0, std::memory_order_relaxed);
 }
 
-void Page::keep_first(Counted c, uint64_t of) {
+void Page::ran_outside_of_a_loop(const Ended& e) {
   if (kept_ != 0) add_up();
-  PageLayout::Recent& recent = memory_->recent;  // which nobody reads before the sequence says so
-  recent.kind.store(c.kind, std::memory_order_relaxed);
-  recent.bucket.store(c.bucket, std::memory_order_relaxed);
-  set(recent.done, c.done);
-  set(recent.count, 1);
-  set(recent.bytes, c.bytes);
-  set(recent.last_bytes, c.bytes);
-  set(recent.queued_ns, c.queued_ns);
-  set(recent.running_ns, c.running_ns);
-  memory_->sequence.store(memory_->sequence.load(std::memory_order_relaxed) + kRecentBit, std::memory_order_release);
-  kept_ = 1;
-  kept_of_ = of;
+  if (e.seen) {
+    if (is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
+    *e.seen = steps_ + 1;
+  }
+  const Update update(*this);
+  const uint64_t now = std::max(e.now, e.submitted), started = std::clamp(e.started, e.submitted, now);
+  count({e.op, e.bytes, e.submitted, started, now, e.name, e.seen});
+  add_waits(*memory_, started - e.submitted, now - started, under_way_ == 0);
+  begin_loop(e);
 }
 
-void Page::add_recent(PageLayout& page) {
-  const auto get = [](const auto& word) { return word.load(std::memory_order_relaxed); };
+// In a loop a name begins each step or, where only buckets may, none. Whether another one is about to, its next call
+// says.
+void Page::begin_loop(const Ended& e) {
+  const uint64_t* whose = whose_name(e);
+  const bool may_begin_steps = e.seen && e.seen != leader_ && !is_declared_;
+  loop_ = whose && under_way_ == 0 && !may_begin_steps ? whose : &kNoLoop;
+  loop_op_ = e.op;
+  loop_bytes_ = e.bytes;
+  PageLayout::Recent& recent = memory_->recent;
+  set(recent.bytes, e.bytes);
+  recent.kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);
+  recent.begin_steps.store(e.seen && e.seen == leader_, std::memory_order_relaxed);
+}
+
+void Page::add_recent(PageLayout& page, uint64_t from, uint64_t to) {
+  const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
   const PageLayout::Recent& recent = page.recent;
-  const Counted c{get(recent.kind),       get(recent.bucket),    get(recent.count),      get(recent.bytes),
-                  get(recent.last_bytes), get(recent.queued_ns), get(recent.running_ns), get(recent.done)};
-  count(page, c);
-  add_waits(page, c, true);
+  PageOperations& of_kind = page.operations[recent.kind.load(std::memory_order_relaxed)];
+  uint64_t queued_ns = 0, running_ns = 0, counted = from;
+  uint32_t bucket = 0;
+  const auto count_until = [&](uint64_t i) { add(of_kind.histogram[bucket], i - std::exchange(counted, i)); };
+  for (uint64_t i = from; i < to; ++i) {
+    const PageLayout::Recent::Call& call = recent.calls[i];
+    const uint64_t submitted = get(call.submitted), done = std::max(submitted, get(call.done));
+    const uint64_t started = std::clamp(get(call.started), submitted, done);
+    queued_ns += started - submitted;
+    running_ns += done - started;
+    const uint32_t belongs = bucket_of(done - submitted);
+    if (belongs == bucket) continue;
+    count_until(i);
+    bucket = belongs;
+  }
+  count_until(to);
+  add(of_kind.count, to - from);
+  add(of_kind.bytes, (to - from) * get(recent.bytes));
+  add(of_kind.queued_ns, queued_ns);
+  add(of_kind.running_ns, running_ns);
+  add_waits(page, queued_ns, running_ns, true);
+  if (from == to) return;
+  set(page.last_done, get(recent.calls[to - 1].done));
+  set(page.last_bytes, get(recent.bytes));
+  page.last_kind.store(recent.kind.load(std::memory_order_relaxed), std::memory_order_relaxed);
 }
 
 void Page::add_up() {
-  kept_ = 0;
+  const uint64_t calls = std::exchange(kept_, 0);
   const Update update(*this);
-  add_recent(*memory_);
+  PageLayout::Recent& recent = memory_->recent;
+  add_recent(*memory_, 0, calls - 1);
+  if (recent.begin_steps.load(std::memory_order_relaxed) != 0) {  // the last one begins a step that is not over
+    steps_ += calls;
+    unwritten_ += calls;
+    write_step(leader_, is_declared_, recent.calls[calls - 1].submitted.load(std::memory_order_relaxed));
+  }
+  add_recent(*memory_, calls - 1, calls);
+  set(recent.count, 0);
+}
+
+void Page::write_step(const uint64_t* leader, bool declared, uint64_t at) {
+  const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
+  PageLayout& page = *memory_;
+  const uint64_t began = get(page.step_began);
+  const uint64_t under_way = under_way_ ? since(get(page.communicates_since), at) : 0;
+  const uint64_t communication = get(page.communication_ns) + under_way;
+  const uint64_t waited = get(page.for_peers_ns) + get(page.for_transfer_ns) + get(page.other_for_peers_ns) +
+                          get(page.other_for_transfer_ns);
+  if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
+    const uint64_t took = since(began, at) / unwritten_, before = get(page.step_smoothed_ns);
+    set(page.step_ns, took);
+    set(page.step_smoothed_ns, before == 0 ? took : before - before / 5 + took / 5);
+    set(page.step_communication_ns, since(communication_before_, communication) / unwritten_);
+    set(page.step_waited_ns, since(waited_before_, waited) / unwritten_);
+  }
+  unwritten_ = 0;
+  leader_ = leader;
+  is_declared_ = declared;
+  communication_before_ = communication;
+  waited_before_ = waited;
+  set(page.step_began, at);
+  set(page.step, steps_);
 }
 
 std::string Page::copy() const {
@@ -194,17 +261,20 @@ std::string Page::copy() const {
   const auto* words = reinterpret_cast<const AnyWord*>(memory_);
   for (int attempt = 0; attempt < kTriesToCopy; ++attempt) {
     const uint64_t before = memory_->sequence.load(std::memory_order_acquire);
+    const uint64_t calls = memory_->recent.count.load(std::memory_order_acquire);
     for (size_t i = 0; i < kWords; ++i) {
       const uint64_t word = __atomic_load_n(words + i, __ATOMIC_RELAXED);
       std::memcpy(bytes.data() + i * sizeof word, &word, sizeof word);
     }
     std::atomic_thread_fence(std::memory_order_acquire);
     if (before % 2 != 0 || memory_->sequence.load(std::memory_order_relaxed) != before) continue;
-    if (before & kRecentBit) {
-      auto& copied = *reinterpret_cast<PageLayout*>(bytes.data());
-      add_recent(copied);
-      set(copied.sequence, before + kRecentBit);
-    }
+    auto& copied = *reinterpret_cast<PageLayout*>(bytes.data());
+    set(copied.recent.count, 0);
+    if (calls == 0) break;
+    add_recent(copied, 0, calls);
+    if (copied.recent.begin_steps.load(std::memory_order_relaxed) == 0) break;
+    add(copied.step, calls);
+    set(copied.step_began, copied.recent.calls[calls - 1].submitted.load(std::memory_order_relaxed));
     break;
   }
   return bytes;

@@ -74,6 +74,7 @@ class Page {
 
   // An operation is under way from now on.
   void began(uint64_t submitted) {
+    loop_ = &kNoLoop;
     if (under_way_++ == 0) set(memory_->communicates_since, submitted);
     set(memory_->under_way, under_way_);
   }
@@ -95,35 +96,28 @@ class Page {
     set(memory_->under_way, under_way_);
   }
   // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
-  // Calls of one name that follow one another without a pause are kept together as PageLayout::recent, which costs less
-  // than to add up each; readers see them there.
+  // Of calls of one name that follow one another without a pause only the moments are noted, in PageLayout::recent,
+  // where readers find them; many are added up together.
   [[gnu::always_inline]] void ran(const Ended& e) {
-    const uint64_t now = std::max(e.now, e.submitted), started = std::clamp(e.started, e.submitted, now);
-    if (e.seen) {
-      if (is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
-      *e.seen = steps_ + 1;
-    }
-    const Counted c{static_cast<uint32_t>(e.op),
-                    bucket_of(now - e.submitted),
-                    1,
-                    e.bytes,
-                    e.bytes,
-                    started - e.submitted,
-                    now - started,
-                    e.now};
-    const uint64_t* whose = whose_name(e);
-    const bool is_loop = whose && whose == named_ && under_way_ == 0 && since(last_done_, e.submitted) < kShortNs;
+    const bool goes_on = whose_name(e) == loop_ && e.bytes == loop_bytes_ && e.op == loop_op_ &&
+                         since(last_done_, e.submitted) < kShortNs;
     last_done_ = e.now;
-    if (is_loop) return keep(c);
-    const Update update(*this);
-    count(*memory_, c);
-    add_waits(*memory_, c, under_way_ == 0);
-    write_name(e);
+    if (!goes_on) [[unlikely]]
+      return ran_outside_of_a_loop(e);
+    if (kept_ == kRecentCalls) [[unlikely]]
+      add_up();
+    PageLayout::Recent& recent = memory_->recent;
+    PageLayout::Recent::Call& call = recent.calls[kept_];
+    set(call.submitted, e.submitted);
+    set(call.started, e.started);
+    set(call.done, e.now);
+    recent.count.store(++kept_, std::memory_order_release);
   }
   // Something that has a name was submitted. What comes again and again tells one step from the next: seen is its own
   // place to note in which step it was seen last (0: never), declared: it is a bucket of an optimizer, which counts for
   // more than a name.
   void repeats(uint64_t* seen, bool declared, uint64_t submitted) {
+    end_loop();
     if (*seen == 0 && seen == named_) named_ = nullptr;  // a new name, where one that was forgotten had its place
     if (is_step(*seen, seen, declared)) begin_step(seen, declared, submitted);
     *seen = steps_ + 1;
@@ -158,15 +152,15 @@ class Page {
   };
 
  private:
-  static constexpr uint64_t kShortSteps = 16, kKept = 16, kShortNs = 3000;
+  static constexpr uint64_t kShortSteps = 16, kShortNs = 3000;
+  static constexpr uint64_t kNobody = 0, kNoLoop = 0;  // have an address of their own: whose_name(), loop_
   static constexpr int kFraction = 48;                 // bits of ns_per_tick_ behind the point
-  static constexpr uint64_t kAtWork = 1 | kRecentBit;  // bits of the sequence; one more clears both
   // Makes the sequence odd for as long as it lives. What ran() has kept is added up before.
   class Update {
    public:
     explicit Update(Page& page) : sequence_(page.memory_->sequence) {
       if (page.kept_ != 0) page.add_up();
-      at_work_ = sequence_.load(std::memory_order_relaxed) | kAtWork;
+      at_work_ = sequence_.load(std::memory_order_relaxed) | 1;
       set(sequence_, at_work_);
       std::atomic_thread_fence(std::memory_order_release);
     }
@@ -182,66 +176,43 @@ class Page {
   // One thread writes these words, so it needs no instruction that locks the bus.
   static void add(PageWord& word, uint64_t n) { set(word, word.load(std::memory_order_relaxed) + n); }
   static uint64_t since(uint64_t from, uint64_t to) { return to > from ? to - from : 0; }
-  // What operations of one kind, given by its number, and of one bucket of its histogram add. last_bytes, done: of the
-  // last of them.
-  struct Counted {
-    uint32_t kind, bucket;
-    uint64_t count, bytes, last_bytes, queued_ns, running_ns, done;
-  };
   static uint32_t bucket_of(uint64_t ns) {
     return std::min(static_cast<uint32_t>(std::bit_width(ns / 1000)), uint32_t{kLatencyBuckets - 1});
-  }
-  [[gnu::always_inline]] static void count(PageLayout& page, const Counted& c) {
-    PageOperations& of_kind = page.operations[c.kind];
-    add(of_kind.count, c.count);
-    add(of_kind.bytes, c.bytes);
-    add(of_kind.queued_ns, c.queued_ns);
-    add(of_kind.running_ns, c.running_ns);
-    add(of_kind.histogram[c.bucket], c.count);
-    set(page.last_done, c.done);
-    set(page.last_bytes, c.last_bytes);
-    page.last_kind.store(c.kind, std::memory_order_relaxed);
   }
   [[gnu::always_inline]] void count(const Ended& e) {
     const uint64_t now = std::max(e.now, e.submitted);
     const uint64_t started = e.started ? std::clamp(e.started, e.submitted, now) : now;
-    count(*memory_, {static_cast<uint32_t>(e.op), bucket_of(now - e.submitted), 1, e.bytes, e.bytes,
-                     started - e.submitted, now - started, e.now});
+    PageLayout& page = *memory_;
+    PageOperations& of_kind = page.operations[static_cast<size_t>(e.op)];
+    add(of_kind.count, 1);
+    add(of_kind.bytes, e.bytes);
+    add(of_kind.queued_ns, started - e.submitted);
+    add(of_kind.running_ns, now - started);
+    add(of_kind.histogram[bucket_of(now - e.submitted)], 1);
+    set(page.last_done, e.now);
+    set(page.last_bytes, e.bytes);
+    page.last_kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);
     last_done_ = e.now;
     write_name(e);
   }
   // Of calls that their callers ran. alone: nothing else was under way.
-  [[gnu::always_inline]] static void add_waits(PageLayout& page, const Counted& c, bool alone) {
-    if (alone) add(page.communication_ns, c.queued_ns + c.running_ns);
-    add(page.for_peers_ns, c.queued_ns);
-    add(page.for_transfer_ns, c.running_ns);
+  static void add_waits(PageLayout& page, uint64_t queued_ns, uint64_t running_ns, bool alone) {
+    if (alone) add(page.communication_ns, queued_ns + running_ns);
+    add(page.for_peers_ns, queued_ns);
+    add(page.for_transfer_ns, running_ns);
   }
-  // One more of the calls of a loop.
-  [[gnu::always_inline]] void keep(const Counted& c) {
-    PageLayout::Recent& recent = memory_->recent;
-    PageWord& sequence = memory_->sequence;
-    const uint64_t of = uint64_t{c.kind} << 32 | c.bucket;
-    if (kept_ == 0 || kept_ >= kKept || of != kept_of_) return keep_first(c, of);
-    ++kept_;
-    const uint64_t before = sequence.load(std::memory_order_relaxed);
-    set(sequence, before | 1);
-    std::atomic_thread_fence(std::memory_order_release);
-    set(recent.done, c.done);
-    set(recent.count, kept_);
-    add(recent.bytes, c.bytes);
-    set(recent.last_bytes, c.bytes);
-    add(recent.queued_ns, c.queued_ns);
-    add(recent.running_ns, c.running_ns);
-    sequence.store(before + kAtWork + 1, std::memory_order_release);
+  [[gnu::noinline]] void ran_outside_of_a_loop(const Ended& e);
+  // From here on another call of this name, kind and size goes on with a loop.
+  void begin_loop(const Ended& e);
+  void end_loop() {
+    if (kept_ != 0) add_up();
+    loop_ = &kNoLoop;
   }
-  void keep_first(Counted c, uint64_t of);
-  static void add_recent(PageLayout& page);
+  // Adds the recent calls [from, to) to the numbers.
+  static void add_recent(PageLayout& page, uint64_t from, uint64_t to);
   void add_up();
   // What tells one name from another; null: nothing does.
-  static const uint64_t* whose_name(const Ended& e) {
-    static constexpr uint64_t kNobody = 0;
-    return e.seen ? e.seen : e.name.empty() ? &kNobody : nullptr;
-  }
+  static const uint64_t* whose_name(const Ended& e) { return e.seen ? e.seen : e.name.empty() ? &kNobody : nullptr; }
   [[gnu::always_inline]] void write_name(const Ended& e) {
     const uint64_t* whose = whose_name(e);
     if (whose && whose == named_) return;  // the name stands there
@@ -255,6 +226,8 @@ class Page {
     return whose == leader_ || (declared ? !is_declared_ || again : !is_declared_ && again);
   }
   [[gnu::always_inline]] void begin_step(const uint64_t* leader, bool declared, uint64_t at);
+  // The page is told of the last `unwritten_` steps. An Update lives.
+  void write_step(const uint64_t* leader, bool declared, uint64_t at);
   void measure_ticks();
 
   const std::unique_ptr<PageLayout> own_;
@@ -274,35 +247,20 @@ class Page {
   const uint64_t* leader_ = nullptr;                       // what begins a step: only compared
   bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
-  uint64_t kept_ = 0, kept_of_ = 0;  // how many calls are in PageLayout::recent; their kind and bucket
+  // Calls of a loop, in PageLayout::recent: how many; whose_name() of each, or kNoLoop; what else they have in common.
+  uint64_t kept_ = 0;
+  const uint64_t* loop_ = &kNoLoop;
+  uint64_t loop_bytes_ = 0;
+  Op loop_op_{};
 };
 
 [[gnu::always_inline]] inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {
-  const auto get = [](const PageWord& word) { return word.load(std::memory_order_relaxed); };
-  PageLayout& page = *memory_;
-  const uint64_t began = get(page.step_began);
   ++steps_;
   // Of steps that are over in a moment several are told of together, by their mean.
+  const uint64_t began = memory_->step_began.load(std::memory_order_relaxed);
   if (++unwritten_ < kShortSteps && leader == leader_ && since(began, at) < kShortNs) return;
   const Update update(*this);
-  const uint64_t under_way = under_way_ ? since(get(page.communicates_since), at) : 0;
-  const uint64_t communication = get(page.communication_ns) + under_way;
-  const uint64_t waited = get(page.for_peers_ns) + get(page.for_transfer_ns) + get(page.other_for_peers_ns) +
-                          get(page.other_for_transfer_ns);
-  if (leader == leader_ && began != 0) {  // else the time since then is not one of this kind of step
-    const uint64_t took = since(began, at) / unwritten_, before = get(page.step_smoothed_ns);
-    set(page.step_ns, took);
-    set(page.step_smoothed_ns, before == 0 ? took : before - before / 5 + took / 5);
-    set(page.step_communication_ns, since(communication_before_, communication) / unwritten_);
-    set(page.step_waited_ns, since(waited_before_, waited) / unwritten_);
-  }
-  unwritten_ = 0;
-  leader_ = leader;
-  is_declared_ = declared;
-  communication_before_ = communication;
-  waited_before_ = waited;
-  set(page.step_began, at);
-  set(page.step, steps_);
+  write_step(leader, declared, at);
 }
 
 }  // namespace hc

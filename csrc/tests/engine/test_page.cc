@@ -115,15 +115,14 @@ TEST_CASE("short steps are told of several at a time, by their mean") {
   uint64_t at = 10'000;
   for (int i = 0; i < 1000; ++i) page.ran({Op::kAllreduce, 4, at, at + 10, (at += 200) - 100, "name", &name});
   const Copy seen(page);
-  CHECK(seen->step + 16 > 999);
-  CHECK(seen->step <= 999);
+  CHECK(seen->step == 999);
   CHECK(seen->step_ns == 200);
   CHECK(seen->step_communication_ns == 100);
   CHECK(seen.of(Op::kAllreduce).count == 1000);
   CHECK(std::string_view(reinterpret_cast<const char*>(seen->last_name.words)) == "name");
 }
 
-TEST_CASE("the calls of a loop are counted at once, though several are added up together") {
+TEST_CASE("the calls of a loop are counted at once, though many are added up together") {
   const int fd = static_cast<int>(::memfd_create("page", 0));
   REQUIRE(::ftruncate(fd, kPageBytes) == 0);
   Page page;
@@ -138,7 +137,7 @@ TEST_CASE("the calls of a loop are counted at once, though several are added up 
   };
   const auto check = [&](uint64_t calls, uint64_t added_up) {
     CHECK(in_memory.count == added_up);
-    CHECK((lies->sequence & kRecentBit) == (calls == added_up ? 0 : kRecentBit));
+    CHECK(lies->recent.count == calls - added_up);
     const Copy seen(page);
     const PageOperations& reduced = seen.of(Op::kAllreduce);
     CHECK(reduced.count == calls);
@@ -150,45 +149,95 @@ TEST_CASE("the calls of a loop are counted at once, though several are added up 
     CHECK(seen->for_peers_ns == 100 * calls);
     CHECK(seen->for_transfer_ns == 200 * calls);
     CHECK(seen->last_done == at - 700);
-    CHECK((seen->sequence & 3) == 0);
+    CHECK(seen->sequence % 2 == 0);
+    CHECK(seen->recent.count == 0);
   };
   call("loop", &name);
   check(1, 1);  // a name that readers do not know yet
-  for (uint64_t calls = 2; calls <= 5; ++calls) {
+  call("loop", &name);
+  check(2, 2);  // which begins steps from now on
+  for (uint64_t calls = 3; calls <= 10; ++calls) {
     call("loop", &name);
-    check(calls, calls < 5 ? 1 : 4);  // the fifth begins a step of which the page is told
+    check(calls, 2);
+    CHECK(Copy(page)->step == calls - 1);
+    CHECK(Copy(page)->step_began == at - 1000);
   }
   page.go_on();
-  check(5, 5);
+  check(10, 10);
+  CHECK(lies->step == 9);
+  CHECK(lies->step_ns == 1000);
+  CHECK(lies->step_communication_ns == 300);
+  CHECK(lies->step_waited_ns == 300);
   page.go_on();
-  check(5, 5);
+  check(10, 10);
   call("", nullptr);
-  check(6, 6);
+  check(11, 11);
   call("", nullptr);
-  check(7, 6);
+  check(12, 11);
   at += 5000;
   call("", nullptr);
-  check(8, 8);  // after a pause
+  check(13, 13);  // after a pause
+  CHECK(Copy(page)->step == 9);
   call("", nullptr);
   page.go_on();
-  check(9, 9);
-  for (uint64_t calls = 10; calls <= 30; ++calls) {
+  check(14, 14);
+  for (uint64_t calls = 15; calls <= 14 + kRecentCalls; ++calls) {
     call("", nullptr);
-    check(calls, calls <= 25 ? 9 : 25);
+    check(calls, 14);
   }
-  page.ran({Op::kAllreduce, 4, at, at + 100, at + 5300, ""});  // belongs into another bucket
-  CHECK(in_memory.count == 30);
-  CHECK(Copy(page).of(Op::kAllreduce).histogram[0] == 30);
+  call("", nullptr);  // for which there is no more room
+  check(15 + kRecentCalls, 14 + kRecentCalls);
+  page.ran({Op::kAllreduce, 4, at, at + 100, at + 5300, ""});   // belongs into another bucket
+  page.ran({Op::kAllreduce, 4, at + 6000, at, at + 5000, ""});  // of clocks that disagree
+  page.ran({Op::kAllreduce, 4, at + 6000, at + 9000, at + 6900, ""});
+  CHECK(in_memory.count == 14 + kRecentCalls);
+  CHECK(Copy(page).of(Op::kAllreduce).histogram[0] == 17 + kRecentCalls);
   CHECK(Copy(page).of(Op::kAllreduce).histogram[3] == 1);
-  page.ran({Op::kBroadcast, 8, at + 6000, at + 6100, at + 6300, ""});
-  CHECK(in_memory.count == 31);
+  CHECK(Copy(page).of(Op::kAllreduce).queued_ns == 100 * (16 + kRecentCalls) + 900);
+  CHECK(Copy(page).of(Op::kAllreduce).running_ns == 200 * (15 + kRecentCalls) + 5200);
+  page.ran({Op::kAllreduce, 8, at + 7000, at + 7100, at + 7300, ""});  // of another size
+  CHECK(in_memory.count == 19 + kRecentCalls);
+  page.ran({Op::kAllreduce, 8, at + 7400, at + 7400, at + 7500, ""});
+  page.ran({Op::kBroadcast, 8, at + 7600, at + 7700, at + 7800, ""});
+  CHECK(in_memory.count == 20 + kRecentCalls);
   CHECK(Copy(page).of(Op::kBroadcast).bytes == 8);
-  CHECK(Copy(page)->last_bytes == 8);
+  CHECK(Copy(page)->last_kind == static_cast<uint32_t>(Op::kBroadcast));
+  page.ran({Op::kBroadcast, 8, at + 7900, at + 7900, at + 8000, ""});
+  CHECK(lies->recent.count == 1);
   page.begin(kIdentity);
-  CHECK((lies->sequence & 3) == 0);
-  CHECK(Copy(page).of(Op::kAllreduce).count == 0);
+  CHECK(lies->sequence % 2 == 0);
+  CHECK(Copy(page).of(Op::kBroadcast).count == 0);
   ::munmap(lies, kPageBytes);
   ::close(fd);
+}
+
+TEST_CASE("in the middle of a loop other things happen") {
+  Page page;
+  page.begin(kIdentity);
+  uint64_t bucket = 0, loss = 0, at = 10'000;
+  const auto loop = [&](int calls) {
+    for (; calls > 0; --calls, at += 1000) page.ran({Op::kAllreduce, 4, at, at + 100, at + 300, "loss", &loss});
+  };
+  const auto step = [&] {
+    page.began(at);
+    page.repeats(&bucket, true, at);
+    page.ended({Op::kAllreduce, 100, at, at, at + 500, "bucket", &bucket});
+    at += 1000;
+  };
+  for (int i = 1; i <= 6; ++i) {
+    step();
+    loop(7);  // begins no step: a bucket does that
+    CHECK(Copy(page)->step == static_cast<uint64_t>(i));
+    CHECK(Copy(page).of(Op::kAllreduce).count == static_cast<uint64_t>(8 * i));
+  }
+  CHECK(Copy(page)->step_ns == 8000);
+  CHECK(Copy(page)->step_communication_ns == 500 + 7 * 300);
+  page.began(at);
+  loop(3);  // while another one is under way, so its time counts once
+  CHECK(Copy(page)->communication_ns == 6 * (500 + 7 * 300));
+  page.ended({Op::kAllreduce, 100, at - 3000, 0, at, "bucket", &bucket});
+  CHECK(Copy(page)->communication_ns == 6 * (500 + 7 * 300) + 3000);
+  CHECK(Copy(page).of(Op::kAllreduce).count == 52);
 }
 
 TEST_CASE("a bucket of an optimizer tells steps, whatever names repeat") {
