@@ -99,7 +99,7 @@ void Page::begin(const Identity& identity) {
   leader_ = nullptr;
   is_declared_ = false;
   kept_ = 0;
-  loop_ = &kNoLoop;
+  loop_ = nullptr;
   beat({});
 }
 
@@ -115,7 +115,7 @@ void Page::forget() {
   memory_ = own_.get();
   set(memory_->recent.count, 0);
   kept_ = 0;
-  loop_ = &kNoLoop;
+  loop_ = nullptr;
 }
 
 // Two readings of both clocks tell how long a tick is, the better the further they lie apart.
@@ -161,7 +161,7 @@ void Page::go_on() {
   memory_->stalled.store(0, std::memory_order_relaxed);
 }
 
-void Page::ran_outside_of_a_loop(const Ended& e) {
+void Page::ran_outside_of_a_loop(const Ended& e, const void* like) {
   if (kept_ != 0) add_up();
   if (e.seen) {
     if (is_step(*e.seen, e.seen, false)) begin_step(e.seen, false, e.submitted);
@@ -171,17 +171,14 @@ void Page::ran_outside_of_a_loop(const Ended& e) {
   const uint64_t now = std::max(e.now, e.submitted), started = std::clamp(e.started, e.submitted, now);
   count({e.op, e.bytes, e.submitted, started, now, e.name, e.seen});
   add_waits(*memory_, started - e.submitted, now - started, under_way_ == 0);
-  begin_loop(e);
+  begin_loop(e, like);
 }
 
 // In a loop a name begins each step or, where only buckets may, none. Whether another one is about to, its next call
 // says.
-void Page::begin_loop(const Ended& e) {
-  const uint64_t* whose = whose_name(e);
+void Page::begin_loop(const Ended& e, const void* like) {
   const bool may_begin_steps = e.seen && e.seen != leader_ && !is_declared_;
-  loop_ = whose && under_way_ == 0 && !may_begin_steps ? whose : &kNoLoop;
-  loop_op_ = e.op;
-  loop_bytes_ = e.bytes;
+  loop_ = under_way_ == 0 && !may_begin_steps ? like : nullptr;
   PageLayout::Recent& recent = memory_->recent;
   set(recent.bytes, e.bytes);
   recent.kind.store(static_cast<uint32_t>(e.op), std::memory_order_relaxed);

@@ -74,7 +74,7 @@ class Page {
 
   // An operation is under way from now on.
   void began(uint64_t submitted) {
-    loop_ = &kNoLoop;
+    loop_ = nullptr;
     if (under_way_++ == 0) set(memory_->communicates_since, submitted);
     set(memory_->under_way, under_way_);
   }
@@ -96,14 +96,14 @@ class Page {
     set(memory_->under_way, under_way_);
   }
   // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
-  // Of calls of one name that follow one another without a pause only the moments are noted, in PageLayout::recent,
-  // where readers find them; many are added up together.
-  [[gnu::always_inline]] void ran(const Ended& e) {
-    const bool goes_on = whose_name(e) == loop_ && e.bytes == loop_bytes_ && e.op == loop_op_ &&
-                         since(last_done_, e.submitted) < kShortNs;
+  // Of calls that are alike and follow one another without a pause only the moments are noted, in PageLayout::recent,
+  // where readers find them; many are added up together. like: is the same for calls of one name, kind and size;
+  // what it stands for changes only with a call of began() in between.
+  [[gnu::always_inline]] void ran(const Ended& e, const void* like) {
+    const bool goes_on = like == loop_ && since(last_done_, e.submitted) < kShortNs;
     last_done_ = e.now;
     if (!goes_on) [[unlikely]]
-      return ran_outside_of_a_loop(e);
+      return ran_outside_of_a_loop(e, like);
     if (kept_ == kRecentCalls) [[unlikely]]
       add_up();
     PageLayout::Recent& recent = memory_->recent;
@@ -153,8 +153,7 @@ class Page {
 
  private:
   static constexpr uint64_t kShortSteps = 16, kShortNs = 3000;
-  static constexpr uint64_t kNobody = 0, kNoLoop = 0;  // have an address of their own: whose_name(), loop_
-  static constexpr int kFraction = 48;                 // bits of ns_per_tick_ behind the point
+  static constexpr int kFraction = 48;  // bits of ns_per_tick_ behind the point
   // Makes the sequence odd for as long as it lives. What ran() has kept is added up before.
   class Update {
    public:
@@ -201,18 +200,21 @@ class Page {
     add(page.for_peers_ns, queued_ns);
     add(page.for_transfer_ns, running_ns);
   }
-  [[gnu::noinline]] void ran_outside_of_a_loop(const Ended& e);
-  // From here on another call of this name, kind and size goes on with a loop.
-  void begin_loop(const Ended& e);
+  [[gnu::noinline]] void ran_outside_of_a_loop(const Ended& e, const void* like);
+  // From here on another call that is like this one goes on with a loop.
+  void begin_loop(const Ended& e, const void* like);
   void end_loop() {
     if (kept_ != 0) add_up();
-    loop_ = &kNoLoop;
+    loop_ = nullptr;
   }
   // Adds the recent calls [from, to) to the numbers.
   static void add_recent(PageLayout& page, uint64_t from, uint64_t to);
   void add_up();
   // What tells one name from another; null: nothing does.
-  static const uint64_t* whose_name(const Ended& e) { return e.seen ? e.seen : e.name.empty() ? &kNobody : nullptr; }
+  static const uint64_t* whose_name(const Ended& e) {
+    static constexpr uint64_t kNobody = 0;
+    return e.seen ? e.seen : e.name.empty() ? &kNobody : nullptr;
+  }
   [[gnu::always_inline]] void write_name(const Ended& e) {
     const uint64_t* whose = whose_name(e);
     if (whose && whose == named_) return;  // the name stands there
@@ -247,11 +249,8 @@ class Page {
   const uint64_t* leader_ = nullptr;                       // what begins a step: only compared
   bool is_declared_ = false;                               // it is a bucket
   uint64_t communication_before_ = 0, waited_before_ = 0;  // at the beginning of the step
-  // Calls of a loop, in PageLayout::recent: how many; whose_name() of each, or kNoLoop; what else they have in common.
-  uint64_t kept_ = 0;
-  const uint64_t* loop_ = &kNoLoop;
-  uint64_t loop_bytes_ = 0;
-  Op loop_op_{};
+  uint64_t kept_ = 0;                                      // calls in PageLayout::recent
+  const void* loop_ = nullptr;                             // what calls are like that may go on with it; null: none may
 };
 
 [[gnu::always_inline]] inline void Page::begin_step(const uint64_t* leader, bool declared, uint64_t at) {

@@ -56,7 +56,7 @@ bool ProcessSet::may_repeat() const {
   Page& page = parts_.context.page;
   const uint64_t from = page.at(submitted), now = page.at(ticks);
   uint64_t* seen = name.empty() ? nullptr : &record->seen_in_step;
-  page.ran({op, bytes, from, moment_of_arrival(submitted, arrival), now, name, seen});
+  page.ran({op, bytes, from, moment_of_arrival(submitted, arrival), now, name, seen}, record);
   if (page.is_beat_due(now)) parts_.intake.beat();
 }
 

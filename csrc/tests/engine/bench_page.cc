@@ -34,7 +34,7 @@ int main() {
   // The caller has read both clocks already, for the flight recorder.
   const auto call = [&](std::string_view name) {
     const uint64_t from = page.at(submitted), now = page.at(ticks += 1000);
-    page.ran({Op::kAllreduce, 4, from, from + 100, now, name, &seen});
+    page.ran({Op::kAllreduce, 4, from, from + 100, now, name, &seen}, &seen);
   };
   measure("call, short name", [&] { call("gradient"); });
   measure("call, long name", [&] { call("a.name.of.more.than.sixty.four.bytes.like.those.of.deep.models.weights"); });

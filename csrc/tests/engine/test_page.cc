@@ -39,7 +39,7 @@ TEST_CASE("operations are counted by kind, time and latency") {
   page.ended({Op::kAllreduce, 400, 10'000, 13'000, 18'000, "weights"});
   page.began(20'000);
   page.ended({Op::kAllreduce, 0, 20'000, 0, 20'500, "never moved"});
-  page.ran({Op::kBroadcast, 4, 30'000, 30'200, 31'500, ""});
+  page.ran({Op::kBroadcast, 4, 30'000, 30'200, 31'500, ""}, nullptr);
   const Copy seen(page);
   CHECK(seen->rank == 3);
   CHECK(seen->generation == 5);
@@ -75,8 +75,8 @@ TEST_CASE("operations that overlap count once for the time of communication") {
 TEST_CASE("a latency beyond the last bucket is counted there, and clocks that disagree count as nothing") {
   Page page;
   page.begin(kIdentity);
-  page.ran({Op::kBarrier, 0, 1000, 1000, 1000 + 3'600'000'000'000, ""});
-  page.ran({Op::kBarrier, 0, 5000, 4000, 3000, ""});
+  page.ran({Op::kBarrier, 0, 1000, 1000, 1000 + 3'600'000'000'000, ""}, nullptr);
+  page.ran({Op::kBarrier, 0, 5000, 4000, 3000, ""}, nullptr);
   const Copy seen(page);
   CHECK(seen.of(Op::kBarrier).histogram[kLatencyBuckets - 1] == 1);
   CHECK(seen.of(Op::kBarrier).histogram[0] == 1);
@@ -113,7 +113,7 @@ TEST_CASE("short steps are told of several at a time, by their mean") {
   page.begin(kIdentity);
   uint64_t name = 0;
   uint64_t at = 10'000;
-  for (int i = 0; i < 1000; ++i) page.ran({Op::kAllreduce, 4, at, at + 10, (at += 200) - 100, "name", &name});
+  for (int i = 0; i < 1000; ++i) page.ran({Op::kAllreduce, 4, at, at + 10, (at += 200) - 100, "name", &name}, &name);
   const Copy seen(page);
   CHECK(seen->step == 999);
   CHECK(seen->step_ns == 200);
@@ -131,8 +131,9 @@ TEST_CASE("the calls of a loop are counted at once, though many are added up tog
   auto* lies = static_cast<PageLayout*>(::mmap(nullptr, kPageBytes, PROT_READ, MAP_SHARED, fd, 0));
   const PageOperations& in_memory = lies->operations[static_cast<size_t>(Op::kAllreduce)];
   uint64_t name = 0, at = 10'000;
+  const char unnamed = 0, larger = 0, broadcasts = 0;  // what calls are like
   const auto call = [&](std::string_view text, uint64_t* seen) {
-    page.ran({Op::kAllreduce, 4, at, at + 100, at + 300, text, seen});
+    page.ran({Op::kAllreduce, 4, at, at + 100, at + 300, text, seen}, seen ? static_cast<const void*>(seen) : &unnamed);
     at += 1000;
   };
   const auto check = [&](uint64_t calls, uint64_t added_up) {
@@ -187,22 +188,22 @@ TEST_CASE("the calls of a loop are counted at once, though many are added up tog
   }
   call("", nullptr);  // for which there is no more room
   check(15 + kRecentCalls, 14 + kRecentCalls);
-  page.ran({Op::kAllreduce, 4, at, at + 100, at + 5300, ""});   // belongs into another bucket
-  page.ran({Op::kAllreduce, 4, at + 6000, at, at + 5000, ""});  // of clocks that disagree
-  page.ran({Op::kAllreduce, 4, at + 6000, at + 9000, at + 6900, ""});
+  page.ran({Op::kAllreduce, 4, at, at + 100, at + 5300, ""}, &unnamed);   // belongs into another bucket
+  page.ran({Op::kAllreduce, 4, at + 6000, at, at + 5000, ""}, &unnamed);  // of clocks that disagree
+  page.ran({Op::kAllreduce, 4, at + 6000, at + 9000, at + 6900, ""}, &unnamed);
   CHECK(in_memory.count == 14 + kRecentCalls);
   CHECK(Copy(page).of(Op::kAllreduce).histogram[0] == 17 + kRecentCalls);
   CHECK(Copy(page).of(Op::kAllreduce).histogram[3] == 1);
   CHECK(Copy(page).of(Op::kAllreduce).queued_ns == 100 * (16 + kRecentCalls) + 900);
   CHECK(Copy(page).of(Op::kAllreduce).running_ns == 200 * (15 + kRecentCalls) + 5200);
-  page.ran({Op::kAllreduce, 8, at + 7000, at + 7100, at + 7300, ""});  // of another size
+  page.ran({Op::kAllreduce, 8, at + 7000, at + 7100, at + 7300, ""}, &larger);  // of another size
   CHECK(in_memory.count == 19 + kRecentCalls);
-  page.ran({Op::kAllreduce, 8, at + 7400, at + 7400, at + 7500, ""});
-  page.ran({Op::kBroadcast, 8, at + 7600, at + 7700, at + 7800, ""});
+  page.ran({Op::kAllreduce, 8, at + 7400, at + 7400, at + 7500, ""}, &larger);
+  page.ran({Op::kBroadcast, 8, at + 7600, at + 7700, at + 7800, ""}, &broadcasts);
   CHECK(in_memory.count == 20 + kRecentCalls);
   CHECK(Copy(page).of(Op::kBroadcast).bytes == 8);
   CHECK(Copy(page)->last_kind == static_cast<uint32_t>(Op::kBroadcast));
-  page.ran({Op::kBroadcast, 8, at + 7900, at + 7900, at + 8000, ""});
+  page.ran({Op::kBroadcast, 8, at + 7900, at + 7900, at + 8000, ""}, &broadcasts);
   CHECK(lies->recent.count == 1);
   page.begin(kIdentity);
   CHECK(lies->sequence % 2 == 0);
@@ -216,7 +217,7 @@ TEST_CASE("in the middle of a loop other things happen") {
   page.begin(kIdentity);
   uint64_t bucket = 0, loss = 0, at = 10'000;
   const auto loop = [&](int calls) {
-    for (; calls > 0; --calls, at += 1000) page.ran({Op::kAllreduce, 4, at, at + 100, at + 300, "loss", &loss});
+    for (; calls > 0; --calls, at += 1000) page.ran({Op::kAllreduce, 4, at, at + 100, at + 300, "loss", &loss}, &loss);
   };
   const auto step = [&] {
     page.began(at);
@@ -267,7 +268,7 @@ TEST_CASE("a step has its share of communication and of waiting") {
     page.began(at);
     page.repeats(&bucket, true, at);
     page.ended({Op::kAllreduce, 4, at, at + 10'000, at + 30'000, "bucket"});
-    page.ran({Op::kAllreduce, 4, at + 50'000, at + 54'000, at + 60'000, "loss"});
+    page.ran({Op::kAllreduce, 4, at + 50'000, at + 54'000, at + 60'000, "loss"}, nullptr);
   }
   page.repeats(&bucket, true, 300'000);
   CHECK(Copy(page)->step_ns == 100'000);
@@ -359,9 +360,9 @@ TEST_CASE("readers see whole updates while the page is written") {
       page.began(at);
       page.repeats(&bucket, true, at);
       page.ended({Op::kAllreduce, 100, at, at + 1000, at + 3000, i % 2 ? "a name" : "another name"});
-      page.ran({Op::kBarrier, 0, at + 5000, at + 5000, at + 6000, ""});
+      page.ran({Op::kBarrier, 0, at + 5000, at + 5000, at + 6000, ""}, nullptr);
       for (uint64_t from : {at + 6100, at + 6200, at + 6300, at + 6400})
-        page.ran({Op::kBroadcast, 8, from, from + 10, from + 40, "a loop", &name});
+        page.ran({Op::kBroadcast, 8, from, from + 10, from + 40, "a loop", &name}, &name);
       if (i % 64 == 0) page.beat({{1, i, i}});
       if (i % 100 == 0) page.stall("what it waits for", {1, 2});
       if (i % 100 == 50) page.go_on();
