@@ -97,8 +97,8 @@ class Page {
   }
   // One that its caller ran by itself, alone, without began() and repeats(). started: when all ranks were there.
   // Of calls that are alike and follow one another without a pause only the moments are noted, in PageLayout::recent,
-  // where readers find them; many are added up together. like: is the same for calls of one name, kind and size;
-  // what it stands for changes only with a call of began() in between.
+  // where readers find them; many are added up together. like, not null: is the same for calls of one name, kind and
+  // size; what it stands for changes only with a call of began() in between.
   [[gnu::always_inline]] void ran(const Ended& e, const void* like) {
     const bool goes_on = like == loop_ && since(last_done_, e.submitted) < kShortNs;
     last_done_ = e.now;

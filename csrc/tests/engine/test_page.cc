@@ -28,6 +28,8 @@ uint64_t counted(const PageOperations& of_kind) {
   return sum;
 }
 
+const char kLike = 0;  // what Page::ran() tells calls of one loop by, where a test has but one
+
 const Page::Identity kIdentity{3, 8, 1, 5, "some.host"};
 
 }  // namespace
@@ -39,7 +41,7 @@ TEST_CASE("operations are counted by kind, time and latency") {
   page.ended({Op::kAllreduce, 400, 10'000, 13'000, 18'000, "weights"});
   page.began(20'000);
   page.ended({Op::kAllreduce, 0, 20'000, 0, 20'500, "never moved"});
-  page.ran({Op::kBroadcast, 4, 30'000, 30'200, 31'500, ""}, nullptr);
+  page.ran({Op::kBroadcast, 4, 30'000, 30'200, 31'500, ""}, &kLike);
   const Copy seen(page);
   CHECK(seen->rank == 3);
   CHECK(seen->generation == 5);
@@ -75,8 +77,8 @@ TEST_CASE("operations that overlap count once for the time of communication") {
 TEST_CASE("a latency beyond the last bucket is counted there, and clocks that disagree count as nothing") {
   Page page;
   page.begin(kIdentity);
-  page.ran({Op::kBarrier, 0, 1000, 1000, 1000 + 3'600'000'000'000, ""}, nullptr);
-  page.ran({Op::kBarrier, 0, 5000, 4000, 3000, ""}, nullptr);
+  page.ran({Op::kBarrier, 0, 1000, 1000, 1000 + 3'600'000'000'000, ""}, &kLike);
+  page.ran({Op::kBarrier, 0, 5000, 4000, 3000, ""}, &kLike);
   const Copy seen(page);
   CHECK(seen.of(Op::kBarrier).histogram[kLatencyBuckets - 1] == 1);
   CHECK(seen.of(Op::kBarrier).histogram[0] == 1);
@@ -268,7 +270,7 @@ TEST_CASE("a step has its share of communication and of waiting") {
     page.began(at);
     page.repeats(&bucket, true, at);
     page.ended({Op::kAllreduce, 4, at, at + 10'000, at + 30'000, "bucket"});
-    page.ran({Op::kAllreduce, 4, at + 50'000, at + 54'000, at + 60'000, "loss"}, nullptr);
+    page.ran({Op::kAllreduce, 4, at + 50'000, at + 54'000, at + 60'000, "loss"}, &kLike);
   }
   page.repeats(&bucket, true, 300'000);
   CHECK(Copy(page)->step_ns == 100'000);
@@ -360,7 +362,7 @@ TEST_CASE("readers see whole updates while the page is written") {
       page.began(at);
       page.repeats(&bucket, true, at);
       page.ended({Op::kAllreduce, 100, at, at + 1000, at + 3000, i % 2 ? "a name" : "another name"});
-      page.ran({Op::kBarrier, 0, at + 5000, at + 5000, at + 6000, ""}, nullptr);
+      page.ran({Op::kBarrier, 0, at + 5000, at + 5000, at + 6000, ""}, &kLike);
       for (uint64_t from : {at + 6100, at + 6200, at + 6300, at + 6400})
         page.ran({Op::kBroadcast, 8, from, from + 10, from + 40, "a loop", &name}, &name);
       if (i % 64 == 0) page.beat({{1, i, i}});
