@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import io
-import json
 import re
-from pathlib import Path
 
 import pytest
 from synthetic_pages import NOW, FixedJob, a_mixed_job, a_page, histogram
@@ -13,8 +11,6 @@ from synthetic_pages import NOW, FixedJob, a_mixed_job, a_page, histogram
 from horoclone.live.job import Event
 from horoclone.live.overview import Observer, end_of, late_seconds, state_of, total, upper_bounds_s
 from horoclone.live.page import BUCKETS, Late, Operation
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rates_are_those_of_the_last_seconds_and_shares_those_of_the_last_step() -> None:
@@ -146,7 +142,7 @@ def test_numbers_are_short() -> None:
     ]
 
 
-# ---- Prometheus and Grafana
+# ---- Prometheus
 
 
 def exposed(pages) -> str:
@@ -174,18 +170,3 @@ def test_metrics_have_prometheus_names_and_every_rank() -> None:
     assert duration.type == "histogram"
     counts = [s.value for s in duration.samples if s.name.endswith("_bucket") and s.labels["rank"] == "3"]
     assert counts == sorted(counts) and counts[-1] == 100 and counts[8] == 50
-
-
-def test_grafanas_dashboard_asks_for_metrics_that_exist() -> None:
-    text = exposed(a_mixed_job(2).pages())
-    known = {line.split("{")[0] for line in text.splitlines() if not line.startswith("#")}
-    dashboard = json.loads((ROOT / "deploy/grafana/horoclone.json").read_text())
-    expressions = [target["expr"] for panel in dashboard["panels"] for target in panel["targets"]]
-    assert len(expressions) >= 12
-    asked = {name for expression in expressions for name in re.findall(r"horoclone_\w+", expression)}
-    assert asked <= known, asked - known
-    variables = {one["name"] for one in dashboard["templating"]["list"]}
-    used = set(re.findall(r"\$(?:\{)?(\w+)", json.dumps([dashboard["panels"], dashboard["templating"]])))
-    assert used - {"__all", "__rate_interval"} <= variables
-    places = [tuple(panel["gridPos"].values()) for panel in dashboard["panels"]]
-    assert len(set(places)) == len(places)
