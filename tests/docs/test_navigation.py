@@ -185,9 +185,10 @@ def test_lists_begin_after_an_empty_line() -> None:
         before, fence = "", False
         for number, line in enumerate(page.read_text().splitlines(), 1):
             fence ^= line.lstrip().startswith("```")
-            item = re.match(r"(?:- |\d+\. )\S", line)
-            follows = not before or re.match(r"\s|- |\d+\. |#|>", before)
-            if item and not fence and not follows:
+            item = re.match(r"(?:[-*] |\d+\. )\S", line)
+            follows = not before or re.match(r"\s|[-*] |\d+\. |#|>", before)
+            in_a_line = re.search(r"[a-z]\. [*-] [A-Z]", line)  # an item that was wrapped into the one before
+            if not fence and ((item and not follows) or in_a_line):
                 wrong.append(f"{page.relative_to(ROOT)}:{number}: {line[:60]}")
             before = line
     assert not wrong, wrong
