@@ -70,7 +70,9 @@ def ours(words: list[str]) -> list[str] | None:
 
 def lines_of(place: Path) -> Iterator[Line]:
     name, text = str(place.relative_to(ROOT)), place.read_text()
-    if place.suffix == ".py":
+    if place.suffix == ".sbatch":
+        blocks, sentences = [re.sub(r"\$\{?\w+(?::-(\w+))?\}?", lambda found: found[1] or "1", text)], ""
+    elif place.suffix == ".py":
         blocks, sentences = [ast.get_docstring(ast.parse(text)) or ""], ""
     else:
         blocks = [found[3] for found in FENCED.finditer(text) if not found[2]]
@@ -86,7 +88,8 @@ def lines_of(place: Path) -> Iterator[Line]:
 
 @cache
 def all_lines() -> list[Line]:
-    found = [line for place in [*PAGES, *sorted(ROOT.glob("examples/*.py"))] for line in lines_of(place)]
+    scripts = [*sorted(ROOT.glob("examples/*.py")), *sorted(ROOT.glob("deploy/slurm/*.sbatch"))]
+    found = [line for place in [*PAGES, *scripts] for line in lines_of(place)]
     return [line._replace(words=part) for line in found if (part := ours(line.words)) is not None]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -77,3 +78,14 @@ def test_every_block_runs(page: str, tmp_path: Path) -> None:
     if page == "optimizer.md" and hvd.rank() == 0:
         assert set(torch.load(tmp_path / "0.pt", weights_only=True)) == {"model", "optimizer"}
     assert len(blocks) >= 3
+
+
+def test_every_argument_of_the_optimizer_has_a_row() -> None:
+    text = (DOCS / "optimizer.md").read_text()
+    rows = re.findall(r"^\| ((?:`\w+`(?:, )?)+) \|", text.split("## Arguments")[1].split("\n## ")[0], re.M)
+    described = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    taken = inspect.signature(hvd.DistributedOptimizer).parameters
+    assert described == [name for name in taken if name != "num_groups"]
+    (first,) = re.findall(r"arguments from `(\w+)` on are keyword-only", text)
+    own = [name for name, one in taken.items() if one.kind is one.KEYWORD_ONLY]
+    assert own[0] == first
