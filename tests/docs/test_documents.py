@@ -110,3 +110,11 @@ def test_the_variables_that_the_documents_name_exist() -> None:
     )
     unknown = set(re.findall(r"HORO(?:CLONE|VOD)_[A-Z0-9]+[A-Z0-9_]*", text)) - known
     assert not unknown, f"not in docs/environment.md: {unknown}"
+
+
+def test_the_keys_of_metrics_that_the_pages_name_exist(launch: Any) -> None:
+    text = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    named = set(re.findall(r"metrics\(\)\[\"(\w+)\"\]", text))
+    command = [sys.executable, "-c", "import horoclone as hvd; hvd.init(); print(*hvd.metrics())"]
+    found = set(launch(command).stdout.split())
+    assert len(named) >= 4 and named <= found, named - found

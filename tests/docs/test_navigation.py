@@ -110,6 +110,29 @@ def test_the_older_name_of_keras_has_what_keras_has_and_two_names_more() -> None
         assert public(f"horoclone.tensorflow.keras.{module}") <= public(f"horoclone.keras.{module}")
 
 
+def test_names_that_the_pages_use_are_public() -> None:
+    """`hvd.name` in one of the bindings, and what is imported from a module that has an `__all__`."""
+    known = {module: public(module) for module in PAGE_OF}
+    names = set().union(*known.values())
+    wrong, seen = [], 0
+    for page in [ROOT / "README.md", *DOCS.glob("*.md")]:
+        text = page.read_text()
+        used = set(re.findall(r"\bhvd\.(\w+)", text))
+        wrong += [f"{page.name}: hvd.{name}" for name in used - names]
+        for module, listed in re.findall(r"^\s*from (horoclone[\w.]*) import (\w[\w, ]*)$", text, re.M):
+            imported = set(re.findall(r"\w+", listed))
+            place = ROOT.joinpath(*module.split("."))
+            missing = {
+                name
+                for name in imported - known.get(module, imported)
+                if not (place / name).is_dir() and not (place / f"{name}.py").is_file()
+            }
+            wrong += [f"{page.name}: {module}.{name}" for name in missing]
+        seen += len(used)
+    assert not wrong, wrong
+    assert seen > 150
+
+
 def test_no_package_with_public_names_is_left_out() -> None:
     packages = [*(ROOT / "horoclone").glob("*/__init__.py"), *(ROOT / "horoclone").glob("*/*/__init__.py")]
     named = [
