@@ -197,7 +197,7 @@ class Work(dist.Work):
         finish: Finish | None,
         *,
         what: str,
-        group: str = "",
+        group: str,
         limit_s: float | None,
         is_ordered: bool = True,
         source: int = -1,
@@ -219,9 +219,8 @@ class Work(dist.Work):
         self._future: torch.futures.Future[list[torch.Tensor]] | None = None
         self._promise: torch.futures.Future[list[torch.Tensor]] | None = None  # settles _future; until then
         self._done = False
-        self._bell: threading.Event | None = (
-            None  # set when done; made for the first who waits for another thread
-        )
+        # Set when done; made for the first who waits for another thread.
+        self._bell: threading.Event | None = None
         self._taking = threading.Lock()  # held by who waits for the core
         self._lock = threading.Lock()  # guards _future, _promise, _watched and _bell
         self._watched = False
