@@ -5,7 +5,8 @@ write there, so every value is signed with the secret. Thread: any; each operati
 
 It remembers nothing when it is started again. The servers that live tell it what they know: first the primaries, then,
 once it is not new any more, backups whose primary has not come. A server that is started meanwhile begins with empty
-tables only when every server has said that it has none of the rows.
+tables only when every server has said that it has none of the rows; where nobody has told how many servers there are,
+not before the register is not new any more.
 """
 
 # mypy: disable-error-code="no-untyped-call"

@@ -71,7 +71,8 @@ class Server:
         self._known: dict[int, View] = {}  # the last view of each partition that has a copy here
         self._had: list[int] = []  # see _place
         self._saved: Any = None
-        self._said = -SAY_S  # when it was last told whom a partition waits for
+        self._said = -SAY_S  # when it was last told whom a partition waits for, or of another layout
+        self._refused: errors.Mismatch | None = None  # why run() ends
         self._stopping = threading.Event()
         try:
             self._announce()
@@ -80,18 +81,49 @@ class Server:
             raise
 
     def _announce(self) -> None:
-        facts = self._facts()
-        if not self.register.compare_set("layout", None, facts):
-            known = self.register.get("layout")
-            if known != facts:
-                raise errors.Mismatch(
-                    f"parameter server {self.register.name!r} was started with {known}, and this server with {facts}; "
-                    "start it alike, or under another --name"
-                )
+        """The layout itself is written later, see _begin: servers that run, and tell a register that was started again
+        theirs, go first. Until then servers that start propose one to each other."""
+        known = self.register.get("layout")
+        if known is None and not self.register.compare_set("proposal", None, self._facts()):
+            known = self.register.get("proposal")
+        if known not in (None, self._facts()):
+            raise self._mismatch(known)
         before = self.register.get(f"server/{self.me.server}")
         if before is not None:
             self._had = sorted({*before["had"], *before["copies"]})
         self.register.set(f"server/{self.me.server}", self._place())
+
+    def _mismatch(self, known: Any) -> errors.Mismatch:
+        return errors.Mismatch(
+            f"parameter server {self.register.name!r} was started with {known}, and this server with {self._facts()}; "
+            "start it alike, or under another --name"
+        )
+
+    def _held(self) -> list[int]:
+        """Partitions of which this server has a copy, perhaps one that is not whole."""
+        return [n for n in range(self.layout.partitions) if self._native.role(n) != NONE]
+
+    def _is_our_register(self) -> bool:
+        """Whether what the register says is about servers of this layout. A server that has a copy writes the layout
+        where there is none. Mismatch for one that has none and finds another layout."""
+        facts, held = self._facts(), self._held()
+        if held and self.register.compare_set("layout", None, facts):
+            return True
+        known = self.register.get("layout")
+        if known in (None, facts):
+            return True
+        if not held:
+            raise self._mismatch(known)
+        if time.monotonic() > self._said + SAY_S:
+            log.error(
+                "the register was started again, and others began with %s under the name of this parameter server, "
+                "which has %s and goes on with the workers that it has; new ones go to the others. Stop one of the "
+                "two, and start it under another --name",
+                known,
+                facts,
+            )
+            self._said = time.monotonic()
+        return False
 
     def _facts(self) -> dict[str, int]:
         return {"servers": self.layout.servers, "replicas": self.layout.replicas}
@@ -99,8 +131,9 @@ class Server:
     def _place(self) -> dict[str, Any]:
         """copies: the partitions of which this server had a copy that counts when the register knew nothing of it. had:
         those of which an earlier life of it had one, or of which it has one that may not be whole."""
-        held = [n for n in range(self.layout.partitions) if self._native.role(n) != NONE]
+        held = self._held()
         return {
+            "layout": self._facts(),
             "generation": self.me.generation,
             "endpoint": self._native.endpoint().hex(),
             "copies": [number for number in held if number in self._known],
@@ -109,7 +142,8 @@ class Server:
 
     def _remind(self, views: Mapping[int, View | None]) -> None:
         """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
-        is_known = self.register.get(f"server/{self.me.server}") is not None
+        place = self.register.get(f"server/{self.me.server}")
+        is_known = place is not None and place["layout"] == self._facts()
         if not is_known:
             log.warning("the register was started again, and is told what this server knows")
         for partition, view in views.items():
@@ -126,12 +160,12 @@ class Server:
             return
         if self._saved is not None:
             self.register.compare_set("saved", None, self._saved)
-        self.register.compare_set("layout", None, self._facts())
         self.register.set(f"server/{self.me.server}", self._place())
 
     def _begin(self, partition: int) -> bool:
         """Begins a partition that the register does not know, as soon as every server has said that it has no rows of
-        it; whether it has begun."""
+        it; whether it has begun. The first one writes the layout, but not while the register is new: servers that
+        run may be about to tell it another layout, and need not be among those that this one waits for."""
         had = False
         for server in range(self.layout.servers):
             place = self.register.get(f"server/{server}")
@@ -142,10 +176,12 @@ class Server:
                     self._said = time.monotonic()
                 return False
             had = had or partition in place["had"]
-        if self._change(partition, None, View(1, self.me, None, time.time() if had else 0.0)):
-            if had:
-                log.error("partition %d: all its copies died; it begins empty", partition)
-            self._native.set_role(partition, PRIMARY)
+        known, facts = self.register.get("layout"), self._facts()
+        if known is None and not self.register.is_new() and self.register.compare_set("layout", None, facts):
+            known = facts
+        if known != facts:
+            return False
+        self._begin_with(partition, None, View(1, self.me, None, time.time() if had else 0.0))
         return True
 
     def _begin_empty(self, partition: int, view: View) -> None:
@@ -155,8 +191,12 @@ class Server:
             place = self.register.get(f"server/{holder.server}") if holder else None
             if holder is not None and (place is None or place["generation"] == holder.generation):
                 return  # that life may still be going on, and have a register to tell that was started again
-        if self._change(partition, view, View(view.epoch + 1, self.me, None, time.time())):
-            log.error("partition %d: all its copies died; it begins empty", partition)
+        self._begin_with(partition, view, View(view.epoch + 1, self.me, None, time.time()))
+
+    def _begin_with(self, partition: int, old: View | None, new: View) -> None:
+        if self._change(partition, old, new):
+            if new.lost:
+                log.error("partition %d: all its copies died; it begins empty", partition)
             self._native.set_role(partition, PRIMARY)
 
     # --- the register ---
@@ -185,6 +225,9 @@ class Server:
         """This server has lost the other copy, or was asked by a worker that has: goes on alone if nobody else does."""
         while not self._stopping.is_set():
             try:
+                if not self._is_our_register():  # what it says of this number is about other rows
+                    self._stopping.wait(PAUSE_S)
+                    continue
                 view = self._look(partition)
                 if view is None:  # it was started again; whoever was primary has had its time to tell it
                     known = self._known.get(partition)
@@ -216,7 +259,8 @@ class Server:
     def run(
         self, until: threading.Event | None = None, when_whole: Callable[[bool], None] | None = None
     ) -> None:
-        """Serves until stop() or the event.
+        """Serves until stop() or the event. Raises Mismatch when this server, which has no rows, came before those of
+        another layout that run could tell a new register theirs.
 
         when_whole(True) is called once every row that this server should have a copy of has all its copies: another
         server may then be stopped without a loss. when_whole(False), once that is over.
@@ -224,16 +268,21 @@ class Server:
         over = until or self._stopping
         watch = threading.Thread(target=self._watch, args=(over, when_whole), name="hc-ps-watch", daemon=True)
         watch.start()
-        while not self._stopping.is_set() and not over.is_set():
+        while not self._stopping.is_set() and not over.is_set() and self._refused is None:
             event = self._native.next_event(EVENT_S)
             if event is not None:
                 self._pool.submit(self._handle, *event)
+        if self._refused is not None:
+            raise self._refused
 
     def _watch(self, over: threading.Event, when_whole: Callable[[bool], None] | None) -> None:
         """Looks at the register, on a thread of its own: one that is cut off answers nobody for many seconds."""
         while not self._stopping.is_set() and not over.is_set():
             pause_s = EVENT_S
             try:
+                if not self._is_our_register():
+                    self._stopping.wait(pause_s)
+                    continue
                 views = {number: self._look(number) for number in range(self.layout.partitions)}
                 self._remind(views)
                 if not self._look_for_work(views):
@@ -244,6 +293,9 @@ class Server:
                 self._is_whole = is_whole
             except Unreachable as error:  # what was so is so, for all that this server knows
                 log.warning("%s", error)
+            except errors.Mismatch as error:
+                self._refused = error
+                return
             except Exception:
                 log.exception("a look at the register failed")
             self._stopping.wait(pause_s)

@@ -60,10 +60,8 @@ class Servers:
 
     def _connect(self, worker: int) -> None:
         deadline = time.monotonic() + self.timeout_s
-        what = f"no server has come within {self.timeout_s:g} s. Start them: python -m horoclone.ps --name {self.name}"
         late = "server {} of {} has not come within {:g} s"
-        layout = self.register.wait("layout", bool, deadline, what)
-        self.layout = Layout(layout["servers"], layout["replicas"])
+        self.layout = self._wait_for_layout(deadline)
         self._worker = worker
         self._client = native_module.core().ParameterClient(
             self.rank, worker, self.layout.partitions, self.register.secret, f"ps:{self.name}", self.silence_s
@@ -80,6 +78,23 @@ class Servers:
             self._reach(server)
         for partition in range(self.layout.partitions):
             self._find(partition, None, deadline)
+
+    def _wait_for_layout(self, deadline: float) -> Layout:
+        """It is there as soon as all servers have come."""
+        start = f"within {self.timeout_s:g} s. Start them: python -m horoclone.ps --name {self.name}"
+        try:
+            return Layout(**self.register.wait("layout", bool, deadline, f"no server has come {start}"))
+        except Unreachable:
+            raise
+        except errors.Timeout:
+            proposal = self.register.get("proposal")
+            if proposal is None:
+                raise
+            servers = range(proposal["servers"])
+            missing = [server for server in servers if self.register.get(f"server/{server}") is None]
+            raise errors.Timeout(
+                f"parameter server {self.name!r}: servers {missing} of {len(servers)} have not come {start}"
+            ) from None
 
     def another(self) -> Servers:
         """The same worker over connections of its own, for another thread."""

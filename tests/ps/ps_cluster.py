@@ -20,7 +20,7 @@ SILENCE_S = 3.0
 
 class Cluster:
     """N servers. environ: for workers in other processes. register: the address of one that runs elsewhere. start:
-    the servers that are started at once; None: all."""
+    the servers that are started at once; None: all. silence_s: for tests in which servers stand still for longer."""
 
     def __init__(
         self,
@@ -32,6 +32,7 @@ class Cluster:
         host: str = "127.0.0.1",
         register: str = "",
         start: Sequence[int] | None = None,
+        silence_s: float = SILENCE_S,
     ) -> None:
         self.folder, self.servers = folder, servers
         self.store = None if register else serve_store(0, new_s=0)
@@ -50,7 +51,7 @@ class Cluster:
             "--memory",
             memory,
             "--silence",
-            SILENCE_S,
+            silence_s,
         ]
         self.processes: dict[int, subprocess.Popen[str]] = {}
         for index in range(servers) if start is None else start:

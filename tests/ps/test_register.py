@@ -21,6 +21,13 @@ from horoclone.ps.register import NEW_S, open_register
 from horoclone.ps.register import Register as Reading
 
 ROWS = 2000
+ANOTHER = """
+import sys
+from horoclone.ps.register import serve_store
+store = serve_store(int(sys.argv[1]), float(sys.argv[2]))
+print(store.port, flush=True)
+sys.stdin.read()
+"""
 
 pytestmark = [
     pytest.mark.slow,
@@ -30,9 +37,11 @@ pytestmark = [
 
 
 class Register:
-    """`python -m horoclone.ps --register`, at one port in all its lives."""
+    """`python -m horoclone.ps --register`, at one port in all its lives. new_s: for how long the next one is new, where
+    that is not the usual time."""
 
     def __init__(self) -> None:
+        self.new_s: float | None = None
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
@@ -40,7 +49,9 @@ class Register:
 
     def start(self) -> None:
         command = [sys.executable, "-m", "horoclone.ps", "--register", str(self.port)]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        if self.new_s is not None:
+            command = [sys.executable, "-c", ANOTHER, str(self.port), str(self.new_s)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None and str(self.port) in self.process.stdout.readline()
 
     def kill(self) -> None:
@@ -167,7 +178,90 @@ def test_servers_that_start_with_it_begin_once_all_have_come(register: Register,
         reading.wait("server/0", bool, time.monotonic() + 60, "server 0")
         time.sleep(1)
         assert reading.get("view/0") is None
+        with pytest.raises(errors.Timeout, match=r"servers \[1\] of 2 have not come"):
+            cluster.worker(timeout_s=0.5)
         cluster.start(1)
         cluster.wait_for_copies(cluster.worker())
     finally:
+        cluster.close()
+
+
+def forgetful(cluster: Cluster, register: Register, new_s: float | None) -> None:
+    """The register is started again while the servers stand still, so that others can come before them."""
+    for process in cluster.processes.values():
+        process.send_signal(signal.SIGSTOP)
+    register.kill()
+    register.new_s = new_s
+    register.start()
+
+
+def come(cluster: Cluster, folder: Path, index: int, servers: int) -> Cluster:
+    """A server of the same name in another layout, which the register knows of now."""
+    folder.mkdir()
+    other = Cluster(folder, servers, memory="64m", register=cluster.address, start=[])
+    other.environ = cluster.environ
+    other.start(index)
+    entries(cluster).wait(f"server/{index}", bool, time.monotonic() + 60, "the other server")
+    return other
+
+
+def go_on(cluster: Cluster) -> None:
+    for process in cluster.processes.values():
+        process.send_signal(signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("index", "servers"), [(2, 3), (0, 2), (0, 1)])
+def test_a_server_of_another_layout_ends_when_those_that_run_have_told_theirs(
+    register: Register, tmp_path: Path, index: int, servers: int
+) -> None:
+    """One that would be complete by itself, and one that takes the place of a server that runs, among them."""
+    running = 3 if servers == 2 else 2
+    cluster = Cluster(tmp_path, running, memory="64m", register=f"127.0.0.1:{register.port}", silence_s=30)
+    other = None
+    try:
+        fill(cluster)
+        forgetful(cluster, register, 60)
+        other = come(cluster, tmp_path / "other", index, servers)
+        time.sleep(1)
+        go_on(cluster)
+        assert other.processes[index].wait(30) == 1, cluster.said()
+        assert f"'servers': {running}" in other.said() and f"'servers': {servers}" in other.said()
+        assert "under another --name" in other.said()
+        watcher = cluster.worker(timeout_s=60)
+        cluster.wait_for_copies(watcher)
+        table = Table(watcher, "counted", WIDTH, Sum())
+        table.push(np.arange(ROWS), np.ones((ROWS, WIDTH)))
+        assert (table.pull(np.arange(ROWS)) == 2).all(), cluster.said()
+    finally:
+        go_on(cluster)
+        if other is not None:
+            other.close()
+        cluster.close()
+
+
+def test_servers_that_find_another_layout_say_so_and_go_on(register: Register, tmp_path: Path) -> None:
+    """Where they came too late: all servers of the other layout had come, and the register was not new any more."""
+    cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}", silence_s=30)
+    other = None
+    try:
+        fill(cluster)
+        table = Table(cluster.worker(), "counted", WIDTH, Sum())
+        forgetful(cluster, register, 0)
+        other = come(cluster, tmp_path / "other", 0, 1)
+        entries(cluster).wait("view/0", bool, time.monotonic() + 30, "the other server")
+        go_on(cluster)
+        deadline = time.monotonic() + 30
+        while any("--name" not in cluster.log(index).read_text() for index in range(2)):
+            assert time.monotonic() < deadline, cluster.said()
+            time.sleep(0.1)
+        table.push(np.arange(ROWS), np.ones((ROWS, WIDTH)))
+        assert (table.pull(np.arange(ROWS)) == 2).all(), cluster.said()
+        assert entries(cluster).get("view/1") is None, (
+            "it is of a partition that the other layout does not have"
+        )
+        assert all(process.poll() is None for process in cluster.processes.values())
+    finally:
+        go_on(cluster)
+        if other is not None:
+            other.close()
         cluster.close()
