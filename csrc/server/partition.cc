@@ -42,7 +42,7 @@ Partition::Partition(uint32_t number, MemoryBudget* budget, Events* events, Alar
     : number_(number), budget_(budget), events_(events), watch_(watch), silence_s_(silence_s) {}
 
 Status Partition::pause(std::unique_lock<std::mutex>& lock, const Patience& patience) {
-  if (stopping_) return Status::ok();  // see wait_until_decided
+  if (stopping_) return error(Code::kAborted, "the server stops");  // a worker hears "elsewhere" instead
   if (changed_.wait_for(lock, seconds(std::min(patience.sign_s, std::max(0.0, patience.deadline.remaining_s())))) !=
       std::cv_status::timeout)
     return Status::ok();
@@ -53,7 +53,7 @@ Status Partition::pause(std::unique_lock<std::mutex>& lock, const Patience& pati
 }
 
 Status Partition::wait_until_decided(std::unique_lock<std::mutex>& lock, const Patience& patience, bool* elsewhere) {
-  while (role_ == Role::kUndecided && !stopping_) {
+  while (role_ == Role::kUndecided) {
     if (patience.deadline.passed()) {
       return error(
           Code::kTimeout, "partition ", number_,
