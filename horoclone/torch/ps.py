@@ -17,6 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 import torch.nn.functional as functional
+from torch.autograd.graph import increment_version
 
 from horoclone.ps import SGD, Adagrad, Adam, RowWiseAdagrad, Servers, Sum, Table
 from horoclone.ps.optimizers import Optimizer
@@ -159,9 +160,7 @@ class KVStore:
     ) -> None:
         self.servers, self._optimizer = servers, optimizer or Sum()
         self._staleness, self._average = staleness, average
-        self._keys: dict[
-            str, tuple[Table, torch.Tensor, torch.Tensor]
-        ] = {}  # table, ids, room for the pieces
+        self._keys: dict[str, _Key] = {}
 
     def init(self, key: str, value: torch.Tensor) -> None:
         """Every worker calls it; the value of rank 0 counts, unless the key is there already."""
@@ -170,21 +169,22 @@ class KVStore:
         if value.numel() == 0:
             raise ValueError(f"key {key!r}: an empty tensor")
         rows = math.ceil(value.numel() / PIECE)
-        dim = math.ceil(value.numel() / rows)
+        # Without a rest, where there are such pieces: then they are sent and received where the tensor lies.
+        rows = next((even for even in range(rows, 2 * rows) if value.numel() % even == 0), rows)
         table = Table(
             self.servers,
             f"kv/{key}",
-            dim,
+            math.ceil(value.numel() / rows),
             self._optimizer,
             staleness=self._staleness,
             average=self._average,
             dense=True,
         )
-        entry = self._keys[key] = table, torch.arange(rows), torch.zeros(rows, dim)
+        entry = self._keys[key] = _Key(table, torch.arange(rows))
         ready = f"ready/{table.name}"
         if self.servers.rank == 0:
-            self._fill(entry, value)
-            table.assign_from(entry[1].data_ptr(), rows, entry[2].data_ptr(), only_new=True)
+            pieces = entry.filled(value)
+            table.assign_from(entry.ids.data_ptr(), rows, pieces.data_ptr(), only_new=True)
             self.servers.register.set(ready, list(value.shape) or [1])
         else:
             what = f"rank 0 has not called init({key!r}) within {READY_S:g} s"
@@ -195,26 +195,57 @@ class KVStore:
     def push(self, key: str, gradient: torch.Tensor) -> None:
         """One step. ValueError for an unknown key or another number of elements."""
         entry = self._entry(key, gradient)
-        self._fill(entry, gradient)
-        table, ids, pieces = entry
-        table.push_from(ids.data_ptr(), len(ids), pieces.data_ptr())
+        pieces = entry.filled(gradient)
+        entry.table.push_from(entry.ids.data_ptr(), len(entry.ids), pieces.data_ptr())
 
     def pull(self, key: str, out: torch.Tensor) -> torch.Tensor:
-        """Copies the weights into `out`, which is returned."""
-        table, ids, pieces = self._entry(key, out)
-        table.pull_into(ids.data_ptr(), len(ids), pieces.data_ptr())
+        """Copies the weights into `out`, which is returned. After an error it may have some of them."""
+        entry = self._entry(key, out)
+        pieces = out if entry.lies_as_pieces(out) else entry.room()
+        entry.table.pull_into(entry.ids.data_ptr(), len(entry.ids), pieces.data_ptr())
+        if pieces is out:
+            increment_version(out)  # autograd has to know, as it would of copy_()
+            return out
         with torch.no_grad():
             out.copy_(pieces.reshape(-1)[: out.numel()].reshape(out.shape))
         return out
 
-    def _entry(self, key: str, tensor: torch.Tensor) -> tuple[Table, torch.Tensor, torch.Tensor]:
+    def _entry(self, key: str, tensor: torch.Tensor) -> _Key:
         if key not in self._keys:
             raise ValueError(f"key {key!r} is unknown; call init({key!r}, tensor) in every worker first")
         entry = self._keys[key]
-        if not 0 <= entry[2].numel() - tensor.numel() < len(entry[1]):
+        if not 0 <= len(entry.ids) * entry.table.dim - tensor.numel() < len(entry.ids):
             raise ValueError(f"key {key!r}: a tensor of {tensor.numel()} elements does not fit")
         return entry
 
-    @staticmethod
-    def _fill(entry: tuple[Table, torch.Tensor, torch.Tensor], value: torch.Tensor) -> None:
-        entry[2].reshape(-1)[: value.numel()].copy_(value.detach().reshape(-1))
+
+class _Key:
+    """A dense key: rows of its table that are pieces of one tensor, the last one with a rest that means nothing."""
+
+    def __init__(self, table: Table, ids: torch.Tensor) -> None:
+        self.table, self.ids = table, ids
+        self._room: torch.Tensor | None = None
+
+    def room(self) -> torch.Tensor:
+        """Memory for the pieces, where the tensor's own will not do."""
+        if self._room is None:
+            self._room = torch.zeros(len(self.ids), self.table.dim)
+        return self._room
+
+    def lies_as_pieces(self, tensor: torch.Tensor) -> bool:
+        """Whether its memory is that of all pieces, one after the other."""
+        return (
+            tensor.device.type == "cpu"
+            and tensor.dtype == torch.float32
+            and tensor.layout == torch.strided
+            and tensor.is_contiguous()
+            and tensor.numel() == len(self.ids) * self.table.dim
+        )
+
+    def filled(self, value: torch.Tensor) -> torch.Tensor:
+        """The pieces of a tensor, for as long as it does not change."""
+        if self.lies_as_pieces(value):
+            return value
+        room = self.room()
+        room.reshape(-1)[: value.numel()].copy_(value.detach().reshape(-1))
+        return room

@@ -16,6 +16,8 @@ from ps_cluster import Cluster
 
 from horoclone import errors
 from horoclone.ps import Servers, Table
+from horoclone.ps.register import open_register
+from horoclone.ps.server import Server
 from horoclone.torch import ps
 
 pytestmark = pytest.mark.timeout(180)
@@ -157,6 +159,25 @@ def test_keys_are_summed_or_optimized(cluster: Cluster, servers: Servers) -> Non
         store.push("adam", torch.ones(20))
 
 
+@pytest.mark.parametrize(
+    "elements", [1, 12, (1 << 18) + 6, 300_007]
+)  # the last one is a prime: pieces with a rest
+def test_keys_of_any_size_from_any_memory(servers: Servers, elements: int) -> None:
+    store, name = ps.KVStore(servers), f"size {elements}"
+    value = torch.arange(elements, dtype=torch.float32) % 1000
+    store.init(name, value)
+    store.push(name, value.double())
+    store.push(name, torch.stack([value, value], 1)[:, 1])
+    store.push(name, value.clone().requires_grad_())
+    for out in (torch.zeros(elements), torch.zeros(elements).double(), torch.zeros(elements, 2)[:, 1]):
+        before = out._version
+        assert store.pull(name, out) is out and torch.equal(out.float(), 4 * value)
+        assert out._version > before, "autograd would take it for what it was"
+    weight = torch.nn.Parameter(torch.zeros(elements))
+    store.pull(name, weight)
+    assert torch.equal(weight.detach(), 4 * value)
+
+
 def test_rows_can_be_pulled_ahead(servers: Servers) -> None:
     bag = ps.EmbeddingBag("ahead", None, 4, servers, mode="sum", optimizer=ps.SGD(lr=1.0), staleness=3)
     ids = torch.tensor([[1, 2], [3, 3]])
@@ -220,6 +241,22 @@ def test_a_server_without_memory_says_so_and_goes_on(tmp_path: Path) -> None:
         mine.close()
     finally:
         one.close()
+
+
+def test_a_server_that_is_started_differently_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    """Also where nobody has begun: servers that start together propose the same to each other."""
+    alone = Cluster(tmp_path, 2, memory="64m", start=[0])
+    try:
+        for one in (cluster, alone):
+            register = open_register("test", one.address, None, one.environ)
+            register.wait("server/0", bool, time.monotonic() + 60, "server 0")
+            for servers, replicas in ((3, 2), (2, 1)):
+                with pytest.raises(
+                    errors.Mismatch, match=r"with \{'replicas': 2, 'servers': 2\}.*start it alike"
+                ):
+                    Server(register, 1, servers, replicas=replicas)
+    finally:
+        alone.close()
 
 
 def test_a_stranger_is_refused(cluster: Cluster) -> None:
