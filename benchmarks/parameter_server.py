@@ -1,11 +1,15 @@
 """Pull and push of rows of 64 float32: our parameter server beside torch.distributed.rpc and PS-Lite.
 
     python benchmarks/parameter_server.py [--steps 100] [--pslite FOLDER] [--json FILE]
+    python benchmarks/parameter_server.py --dense 100 [--steps 10]
 
 Two servers and two workers as processes on this machine. A worker pulls and pushes 4,096 of 100,000 ids in each step;
 servers add what is pushed. All contestants run in turn, `--repeats` times; the medians of all workers' steps are
 printed. FOLDER: sources of PS-Lite (`pip download --no-deps --no-binary :all: byteps`, 3rdparty/ps-lite), which are
 built with g++ and libzmq3-dev.
+
+--dense MB: instead of rows, each worker pushes a dense gradient of so many MB and pulls the weights (ps.KVStore; with
+rpc each server keeps a half).
 """
 
 from __future__ import annotations
@@ -44,11 +48,13 @@ def free_port() -> str:
 # --- ours ---
 
 
-def our_worker(store: str, rank: int, steps: int) -> list[float]:
-    """Seconds of each step."""
+def our_worker(store: str, rank: int, steps: int, dense: int) -> list[float]:
+    """Seconds of each step. dense: the number of elements; 0: rows of a table."""
     from horoclone.ps import Servers, Sum, Table
 
     servers = Servers("bench", store, rank=rank, workers=WORKERS)
+    if dense:
+        return our_dense_steps(servers, steps, dense)
     table = Table(servers, "rows", WIDTH, Sum())
     ones, times = np.ones((BATCH, WIDTH), np.float32), []
     for step in range(steps):
@@ -61,7 +67,31 @@ def our_worker(store: str, rank: int, steps: int) -> list[float]:
     return times
 
 
-def ours(steps: int, replicas: int) -> list[float]:
+def our_dense_steps(servers: Any, steps: int, dense: int) -> list[float]:
+    import torch
+
+    from horoclone.torch.ps import KVStore
+
+    torch.set_num_threads(1)
+    store = KVStore(servers)
+    store.init("weights", torch.zeros(dense))
+    ones, weights, times = torch.ones(dense), torch.zeros(dense), []
+    for step in range(steps):
+        start = time.perf_counter()
+        store.push("weights", ones)
+        store.pull("weights", weights)
+        times.append(time.perf_counter() - start)
+        check_dense(weights, step)
+    servers.close()
+    return times
+
+
+def check_dense(weights: Any, step: int) -> None:
+    """What this worker has pushed is in every element."""
+    assert weights.min() > step, (step, weights.min())
+
+
+def ours(steps: int, replicas: int, dense: int) -> list[float]:
     from horoclone.ps.register import serve_store
 
     store = serve_store(0, new_s=0)
@@ -90,7 +120,7 @@ def ours(steps: int, replicas: int) -> list[float]:
     try:
         if replicas == 2:
             wait_for_copies(address, environ)
-        return workers("ours", [address], steps, environ)
+        return workers("ours", [address], steps, dense, environ)
     finally:
         for process in processes:
             process.terminate()
@@ -120,40 +150,73 @@ def rpc_push(ids: Any, gradients: Any) -> None:
     rows.index_add_(0, ids, gradients)
 
 
-def rpc_process(port: str, number: int, steps: int) -> list[float]:
+def rpc_pull_dense() -> Any:
+    return rows
+
+
+def rpc_push_dense(gradient: Any) -> None:
+    rows.add_(gradient)
+
+
+def rpc_process(port: str, number: int, steps: int, dense: int) -> list[float]:
     """Processes 0 and 1 are servers."""
     global rows
     import torch
     from torch.distributed import rpc
 
     torch.set_num_threads(1)
-    rows = torch.zeros(TABLE // SERVERS, WIDTH)
+    rows = torch.zeros(dense // SERVERS) if dense else torch.zeros(TABLE // SERVERS, WIDTH)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     rpc.init_rpc(f"process{number}", rank=number, world_size=SERVERS + WORKERS)
-    times = []
+    times: list[float] = []
     if number >= SERVERS:
-        ones = torch.ones(BATCH, WIDTH)
-        for step in range(steps):
-            ids = torch.from_numpy(ids_of(number, step))
-            start = time.perf_counter()
-            mine = [(ids % SERVERS == server).nonzero()[:, 0] for server in range(SERVERS)]
-            local = [ids[places] // SERVERS for places in mine]
-            out = torch.empty(BATCH, WIDTH)
-            answers = [rpc.rpc_async(f"process{s}", rpc_pull, (local[s],)) for s in range(SERVERS)]
-            for places, answer in zip(mine, answers, strict=True):
-                out[places] = answer.wait()
-            pushes = [
-                rpc.rpc_async(f"process{s}", rpc_push, (local[s], ones[mine[s]])) for s in range(SERVERS)
-            ]
-            for push in pushes:
-                push.wait()
-            times.append(time.perf_counter() - start)
+        times = rpc_dense_steps(steps, dense) if dense else rpc_steps(number, steps)
     rpc.shutdown()
     return times
 
 
-def torch_rpc(steps: int) -> list[float]:
-    return workers("rpc", [free_port()], steps, dict(os.environ), SERVERS + WORKERS)
+def rpc_steps(number: int, steps: int) -> list[float]:
+    import torch
+    from torch.distributed import rpc
+
+    ones, times = torch.ones(BATCH, WIDTH), []
+    for step in range(steps):
+        ids = torch.from_numpy(ids_of(number, step))
+        start = time.perf_counter()
+        mine = [(ids % SERVERS == server).nonzero()[:, 0] for server in range(SERVERS)]
+        local = [ids[places] // SERVERS for places in mine]
+        out = torch.empty(BATCH, WIDTH)
+        answers = [rpc.rpc_async(f"process{s}", rpc_pull, (local[s],)) for s in range(SERVERS)]
+        for places, answer in zip(mine, answers, strict=True):
+            out[places] = answer.wait()
+        pushes = [rpc.rpc_async(f"process{s}", rpc_push, (local[s], ones[mine[s]])) for s in range(SERVERS)]
+        for push in pushes:
+            push.wait()
+        times.append(time.perf_counter() - start)
+    return times
+
+
+def rpc_dense_steps(steps: int, dense: int) -> list[float]:
+    import torch
+    from torch.distributed import rpc
+
+    gradients = [torch.ones(dense // SERVERS) for _ in range(SERVERS)]
+    weights, times = torch.zeros(dense), []
+    for step in range(steps):
+        start = time.perf_counter()
+        pushes = [rpc.rpc_async(f"process{s}", rpc_push_dense, (gradients[s],)) for s in range(SERVERS)]
+        for push in pushes:
+            push.wait()
+        answers = [rpc.rpc_async(f"process{s}", rpc_pull_dense) for s in range(SERVERS)]
+        for part, answer in zip(weights.chunk(SERVERS), answers, strict=True):
+            part.copy_(answer.wait())
+        times.append(time.perf_counter() - start)
+        check_dense(weights, step)
+    return times
+
+
+def torch_rpc(steps: int, dense: int) -> list[float]:
+    return workers("rpc", [free_port()], steps, dense, dict(os.environ), SERVERS + WORKERS)
 
 
 # --- PS-Lite ---
@@ -224,10 +287,11 @@ def pslite(program: Path, steps: int) -> list[float]:
 
 
 def workers(
-    kind: str, more: list[str], steps: int, environ: dict[str, str], count: int = WORKERS
+    kind: str, more: list[str], steps: int, dense: int, environ: dict[str, str], count: int = WORKERS
 ) -> list[float]:
     """Times of all processes of a kind, which are this file again."""
-    command = [sys.executable, str(Path(__file__).resolve()), "--as", kind, "--steps", str(steps), *more]
+    command = [sys.executable, str(Path(__file__).resolve()), "--as", kind, "--steps", str(steps)]
+    command += ["--elements", str(dense), *more]
     processes = [
         subprocess.Popen([*command, str(number)], env=environ, stdout=subprocess.PIPE, text=True)
         for number in range(count)
@@ -248,18 +312,25 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--pslite", type=Path, help="folder with PS-Lite's sources")
     parser.add_argument("--json", type=Path, help="where the figures go as well")
+    parser.add_argument(
+        "--dense", type=float, default=0, metavar="MB", help="push and pull a dense tensor of this size"
+    )
+    parser.add_argument("--elements", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--as", dest="kind", choices=("ours", "rpc"), help=argparse.SUPPRESS)
     parser.add_argument("more", nargs="*", help=argparse.SUPPRESS)
     wish = parser.parse_args()
     if wish.kind:
         place, number = wish.more
         run = our_worker if wish.kind == "ours" else rpc_process
-        print(json.dumps(run(place, int(number), wish.steps)))
+        print(json.dumps(run(place, int(number), wish.steps, wish.elements)))
         return
+    if wish.dense and wish.pslite:
+        parser.error("--pslite: its program pulls and pushes rows only")
+    dense = SERVERS * round(wish.dense * 1e6 / 4 / SERVERS)
     contestants: dict[str, Any] = {
-        "horoclone, one copy": lambda: ours(wish.steps, 1),
-        "horoclone, two copies": lambda: ours(wish.steps, 2),
-        "torch.distributed.rpc": lambda: torch_rpc(wish.steps),
+        "horoclone, one copy": lambda: ours(wish.steps, 1, dense),
+        "horoclone, two copies": lambda: ours(wish.steps, 2, dense),
+        "torch.distributed.rpc": lambda: torch_rpc(wish.steps, dense),
     }
     with tempfile.TemporaryDirectory() as folder:
         if wish.pslite:
@@ -274,9 +345,10 @@ def main() -> None:
     base = statistics.median(found["horoclone, one copy"])
     for name, times in found.items():
         middle = statistics.median(times)
+        rate = f"{8 * dense / middle / 1e9:7.2f} GB/s" if dense else f"{BATCH / middle / 1e3:7.0f} k rows/s"
         print(
             f"{name:24} {1e3 * middle:8.2f} ms a step ({1e3 * min(times):.2f} to {1e3 * max(times):.2f}), "
-            f"{BATCH / middle / 1e3:7.0f} k rows/s a worker, {middle / base:5.2f} of one copy"
+            f"{rate} a worker, {middle / base:5.2f} of one copy"
         )
     if wish.json:
         wish.json.write_text(json.dumps(found, indent=1))
