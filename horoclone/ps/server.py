@@ -88,7 +88,7 @@ class Server:
             known = self.register.get("proposal")
         if known not in (None, self._facts()):
             raise self._mismatch(known)
-        before = self.register.get(f"server/{self.me.server}")
+        before = self._entry(self.me.server)
         if before is not None:
             self._had = sorted({*before["had"], *before["copies"]})
         self.register.set(f"server/{self.me.server}", self._place())
@@ -140,10 +140,15 @@ class Server:
             "had": sorted({*self._had, *(number for number in held if number not in self._known)}),
         }
 
+    def _entry(self, server: int) -> Any:
+        """What a server has told of itself. Not what one of another layout has told in its place: the one of this
+        layout may be alive, and have rows."""
+        place = self.register.get(f"server/{server}")
+        return place if place is not None and place["layout"] == self._facts() else None
+
     def _remind(self, views: Mapping[int, View | None]) -> None:
         """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
-        place = self.register.get(f"server/{self.me.server}")
-        is_known = place is not None and place["layout"] == self._facts()
+        is_known = self._entry(self.me.server) is not None
         if not is_known:
             log.warning("the register was started again, and is told what this server knows")
         for partition, view in views.items():
@@ -168,7 +173,7 @@ class Server:
         run may be about to tell it another layout, and need not be among those that this one waits for."""
         had = False
         for server in range(self.layout.servers):
-            place = self.register.get(f"server/{server}")
+            place = self._entry(server)
             if place is None or partition in place["copies"]:
                 if time.monotonic() > self._said + SAY_S:
                     what = "come" if place is None else "told the register which copy of it counts"
@@ -188,7 +193,7 @@ class Server:
         """Where every server that had a copy has been started again since: the rows are gone, and everybody has to
         know."""
         for holder in (view.primary, view.backup):
-            place = self.register.get(f"server/{holder.server}") if holder else None
+            place = self._entry(holder.server) if holder else None
             if holder is not None and (place is None or place["generation"] == holder.generation):
                 return  # that life may still be going on, and have a register to tell that was started again
         self._begin_with(partition, view, View(view.epoch + 1, self.me, None, time.time()))
@@ -401,7 +406,7 @@ class Server:
 
     def _join(self, partition: int, view: View) -> None:
         try:
-            place = self.register.get(f"server/{view.primary.server}")
+            place = self._entry(view.primary.server)
             if place is None or place["generation"] != view.primary.generation:
                 return
             core = native_module.core()

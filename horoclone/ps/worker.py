@@ -199,6 +199,14 @@ class Servers:
         )
 
     def _look(self, partition: int) -> View:
+        layout = self.register.get("layout")
+        if (
+            layout is not None and Layout(**layout) != self.layout
+        ):  # what it says of this number is about other rows
+            raise errors.HorovodInternalError(
+                f"parameter server {self.name!r}: the register now speaks of {layout}, and this worker began with "
+                f"{self.layout}; were other servers started under this name when the register was started anew?"
+            )
         known = self._views[partition]
         value = self.register.get(f"view/{partition}")
         if value is None:  # the register was started again, and the servers have not told it yet

@@ -239,6 +239,29 @@ def test_a_server_of_another_layout_ends_when_those_that_run_have_told_theirs(
         cluster.close()
 
 
+def test_an_entry_of_another_layout_is_no_sign_that_a_server_has_died(tmp_path: Path) -> None:
+    """One of the others may have come into a running one's place, just before it was refused."""
+    cluster = Cluster(tmp_path, 2, memory="64m")
+    try:
+        fill(cluster)
+        cluster.processes[1].send_signal(signal.SIGSTOP)
+        cluster.kill(0)
+        other = {"layout": {"servers": 3, "replicas": 2}, "generation": 7, "copies": [], "had": []}
+        entries(cluster).set("server/1", {**entries(cluster).get("server/1"), **other})
+        before = entries(cluster).get("server/0")
+        cluster.start(0)
+        entries(cluster).wait("server/0", lambda place: place != before, time.monotonic() + 60, "server 0")
+        time.sleep(3)
+        go_on(cluster)
+        watcher = cluster.worker(timeout_s=60)
+        found = Table(watcher, "counted", WIDTH, Sum()).pull(np.arange(ROWS))
+        assert (found == 1).all(), cluster.said()
+        cluster.wait_for_copies(watcher)
+    finally:
+        go_on(cluster)
+        cluster.close()
+
+
 def test_servers_that_find_another_layout_say_so_and_go_on(register: Register, tmp_path: Path) -> None:
     """Where they came too late: all servers of the other layout had come, and the register was not new any more."""
     cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}", silence_s=30)
@@ -260,6 +283,9 @@ def test_servers_that_find_another_layout_say_so_and_go_on(register: Register, t
             "it is of a partition that the other layout does not have"
         )
         assert all(process.poll() is None for process in cluster.processes.values())
+        cluster.kill(0)
+        with pytest.raises(errors.HorovodInternalError, match="now speaks of .*'servers': 1"):
+            table.pull(np.arange(ROWS))
     finally:
         go_on(cluster)
         if other is not None:
