@@ -87,7 +87,9 @@ def test_the_last_calls_of_a_loop_are_counted_before_the_core_has_added_them_up(
     put(content, page._RECENT_AT + 8, 100)
     put(content, page._RECENT_AT + 16, page.KINDS.index("broadcast"), 4)
     # (submitted, started, done) as the core notes them: in the last two, clocks of two kinds disagree.
-    for number, moments in enumerate(((5_000, 5_500, 7_600), (9_000, 8_000, 9_500), (12_000, 13_500, 13_000))):
+    for number, moments in enumerate(
+        ((5_000, 5_500, 7_600), (9_000, 8_000, 9_500), (12_000, 13_500, 13_000))
+    ):
         for word, moment in enumerate(moments):
             put(content, page._CALLS_AT + 24 * number + 8 * word, moment)
     # The core has added them up: nothing is left.
