@@ -7,10 +7,11 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from world import WorldFailed, Worlds, end_all, ranks
+from world import WorldFailed, Worlds, ranks
 
 
 def my_rank() -> int:
@@ -85,9 +86,23 @@ def test_an_unasked_death_names_the_signal_and_the_world_is_replaced(worlds: Wor
     assert worlds.run(2, my_rank, init=False) == [0, 1]
 
 
-def test_worlds_end_where_the_tests_of_another_folder_begin(worlds: Worlds) -> None:
+def test_worlds_end_where_the_tests_of_another_folder_begin(
+    worlds: Worlds, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = Path(__file__).resolve().parents[1] / "conftest.py"
+    plugins: list[Any] = list(request.config.pluginmanager.get_plugins())
+    [conftest] = [one for one in plugins if getattr(one, "__file__", None) == str(shared)]
+    monkeypatch.setattr(conftest, "_folder", Path(__file__).parent)  # and back, when this test is over
+
+    def begin_a_test(folder: Path) -> None:
+        conftest.pytest_runtest_setup(
+            SimpleNamespace(path=folder / "test_some.py", get_closest_marker=lambda _: None)
+        )
+
     [before] = worlds.run(1, my_pid, init=False)
-    end_all()
+    begin_a_test(Path(__file__).parent)
+    assert worlds.run(1, my_pid, init=False) == [before]
+    begin_a_test(Path(__file__).parents[1] / "elsewhere")
     assert not Path(f"/proc/{before}").exists()
     assert worlds.run(1, my_pid, init=False) != [before]
 
