@@ -1,7 +1,7 @@
 """Failpoints: named points of the code where a test can inject a failure. reach(NAME) does nothing unless it is armed.
 
-HOROCLONE_FAILPOINTS is read once, when this module is imported: entries NAME=ACTION, separated by semicolons. ACTION is
-one of
+HOROCLONE_FAILPOINTS is read once, when this module is imported, and refused by check() and by the first reach():
+entries NAME=ACTION, separated by semicolons. ACTION is one of
 
     kill         SIGKILL to this process
     stop         SIGSTOP to this process
@@ -16,12 +16,13 @@ and by #R (only in the process that was started as rank R). The failure happens 
 from __future__ import annotations
 
 import builtins
+import difflib
 import os
 import re
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from horoclone import errors
@@ -57,8 +58,8 @@ POINTS: dict[str, str] = {
     "checkpoint.complete": "the save has its name on rank 0, and the others do not know",
 }
 
-_ENTRY = re.compile(r"([\w.]+)=(\w+)(?::([^@#;]*))?(?:@(\d+)(\+?))?(?:#(\d+))?")
-_USAGE = "an entry is NAME=ACTION[:ARGUMENT][@N[+]][#RANK]"
+_ENTRY = re.compile(r"([\w.]+)=(\w+)(?::([^@#;]*))?(?:@([1-9]\d*)(\+?))?(?:#(\d+))?")
+_USAGE = "an entry is NAME=ACTION[:ARGUMENT][@N[+]][#RANK], and N is at least 1"
 
 
 class _Armed(NamedTuple):
@@ -70,6 +71,7 @@ class _Armed(NamedTuple):
 _mutex = threading.Lock()  # guards both
 _armed: dict[str, list[_Armed]] = {}
 _reached: dict[str, int] = {}  # how often, since something was armed
+_refused = ""  # what is wrong with the variable
 
 
 def _nothing(name: str) -> None:
@@ -84,14 +86,26 @@ def _reach(name: str) -> None:
         act()
 
 
+def _refuse(name: str) -> None:
+    raise ValueError(_refused)
+
+
 reach: Callable[[str], None] = _nothing
+
+
+def check() -> None:
+    """ValueError, with one line, when HOROCLONE_FAILPOINTS makes no sense. What has failpoints calls it when it begins:
+    an import that fails would show the user where the modules are, and not what is wrong.
+    """
+    if _refused:
+        raise ValueError(_refused)
 
 
 def on(name: str, act: Callable[[], None], first: int = 1, last: float = float("inf")) -> None:
     """act() is called when the point is reached for the first-th to the last-th time from now on."""
     global reach
     if name not in POINTS:
-        raise ValueError(f"there is no failpoint {name!r}; docs/failpoints.md has the list.")
+        raise ValueError(_no_such(name))
     with _mutex:
         _armed.setdefault(name, []).append(_Armed(act, first, last))
     reach = _reach
@@ -106,19 +120,27 @@ def arm(text: str, rank: str = "") -> None:
         name, action, argument, count, onwards, only = match.groups()
         act = _action(entry, action, argument)
         if name not in POINTS:
-            raise ValueError(f"{VARIABLE}: there is no failpoint {name!r}; docs/failpoints.md has the list.")
+            raise ValueError(f"{VARIABLE}: {_no_such(name)}")
         if only is None or only == rank:
             last = int(count) if count and not onwards else float("inf")
             on(name, act, int(count or 1), last)
 
 
 def disarm() -> None:
-    """Disarms all failpoints and resets their counts."""
-    global reach
+    """Disarms all failpoints, resets their counts, and forgets what the environment said."""
+    global reach, _refused
     reach = _nothing
+    _refused = ""
     with _mutex:
         _armed.clear()
         _reached.clear()
+
+
+def _no_such(name: str) -> str:
+    near = difflib.get_close_matches(name, POINTS, 1)
+    return f"there is no failpoint {name!r}; " + (
+        f"did you mean {near[0]!r}?" if near else f"there are {', '.join(POINTS)}."
+    )
 
 
 def _action(entry: str, action: str, argument: str | None) -> Callable[[], None]:
@@ -150,4 +172,14 @@ def _raising(name: str, entry: str) -> Callable[[], None]:
     return act
 
 
-arm(os.environ.get(VARIABLE, ""), os.environ.get("HOROVOD_RANK", ""))
+def _read(environ: Mapping[str, str]) -> None:
+    global reach, _refused
+    try:
+        arm(environ.get(VARIABLE, ""), environ.get("HOROVOD_RANK", ""))
+    except ValueError as error:
+        disarm()  # the entries before the wrong one
+        _refused = str(error)
+        reach = _refuse
+
+
+_read(os.environ)

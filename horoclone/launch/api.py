@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from horoclone import failpoints
 from horoclone.errors import Unsupported
 from horoclone.launch.call import ERROR, VALUE, pack_function
 from horoclone.launch.link import SshOptions, package_home
@@ -107,6 +108,7 @@ def run(
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
     together; Unsupported for an elastic job with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
+    failpoints.check()
     smallest, largest = min_num_proc or min_np, max_num_proc or max_np
     elastic = _elastic_flags(
         smallest, largest, host_discovery_script, slots, reset_limit, cooldown_range, elastic_timeout,

@@ -128,6 +128,7 @@ def _print_config(
 
 
 def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: str) -> int:
+    from horoclone import failpoints
     from horoclone.launch import hosts as host_lists
     from horoclone.launch.elastic_job import ElasticJob
     from horoclone.launch.elastic_options import elastic_of
@@ -136,6 +137,10 @@ def _launch(arguments: argparse.Namespace, settings: dict[str, str], program: st
     from horoclone.launch.link import SshOptions
     from horoclone.launch.output import STDERR, STDOUT, Screen, Style, wants_colour
 
+    try:
+        failpoints.check()
+    except ValueError as error:
+        raise LaunchError(str(error)) from None
     elastic = elastic_of(arguments, program)
     placements = (
         choose_placements(arguments.num_proc, arguments.hosts, arguments.hostfile) if elastic is None else []

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable
 from typing import NamedTuple
 
+from horoclone import failpoints
 from horoclone.launch import inventory
 from horoclone.launch.hosts import local_devices, usable_cores
 from horoclone.launch.mpirun import mpi_family
@@ -241,6 +242,18 @@ def _selection() -> list[Finding]:
     return [Finding(item.name, OK if item.found else NOTE, item.detail) for item in inventory.selection()]
 
 
+def _failpoints() -> list[Finding]:
+    text = os.environ.get(failpoints.VARIABLE)
+    if not text:
+        return []
+    advice = f"unset {failpoints.VARIABLE}, if this is no test"
+    try:
+        failpoints.check()
+    except ValueError as error:
+        return [Finding("failpoints", BAD, str(error), advice)]
+    return [Finding("failpoints", NOTE, f"jobs fail where {failpoints.VARIABLE}={text} says", advice)]
+
+
 def _records() -> list[Finding]:
     """What an earlier job left in HOROCLONE_RECORDER_DIR."""
     folder = os.environ.get("HOROCLONE_RECORDER_DIR")
@@ -264,7 +277,8 @@ def _records() -> list[Finding]:
 
 
 _CHECKS: tuple[Callable[[], list[Finding]], ...] = (
-    _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices, _selection, _records,
+    _versions, _launcher, _mpi, _memory, _processor, _network, _frameworks, _devices, _selection, _failpoints,
+    _records,
 )  # fmt: skip
 
 

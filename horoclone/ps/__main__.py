@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 from types import FrameType
 
-from horoclone import errors
+from horoclone import errors, failpoints
 from horoclone.ps.register import open_register, serve_store
 from horoclone.ps.server import Server
 
@@ -66,8 +66,15 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Serves until SIGTERM or Ctrl-C. Exit code 1, with one line that says why, when it cannot."""
+    """Serves until SIGTERM or Ctrl-C. Exit code 1, with one line that says why, when it cannot; 2 for what is wrong in
+    the command line or HOROCLONE_FAILPOINTS.
+    """
     options = parser().parse_args(arguments)
+    try:
+        failpoints.check()  # no server has one, but the ranks beside it read the same variable
+    except ValueError as error:
+        print(f"horoclone.ps: {error}", file=sys.stderr)
+        return 2
     logging.basicConfig(format="horoclone.ps: %(message)s", level=logging.INFO)
     over = threading.Event()
 

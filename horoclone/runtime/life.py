@@ -42,10 +42,11 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
     comm: None = every process that the launcher started; a list of their ranks = only those (in that order); an mpi4py
     communicator = its members. process_sets: sets to register at once, or "dynamic" to allow add_process_set.
-    Raises ValueError for wrong arguments; Timeout when ranks are missing after HOROCLONE_START_TIMEOUT seconds (300),
-    naming them; Unsupported when the way in which this process was started cannot work. Process sets that cannot be
-    (two with the same ranks, ranks outside the world: ValueError; others on another rank: Mismatch) are refused when
-    everybody is connected: as in Horovod, rank() and size() answer then, and another init() needs shutdown() first.
+    Raises ValueError for wrong arguments and settings; Timeout when ranks are missing after HOROCLONE_START_TIMEOUT
+    seconds (300), naming them; Unsupported when the way in which this process was started cannot work. Process sets
+    that cannot be (two with the same ranks, ranks outside the world: ValueError; others on another rank: Mismatch) are
+    refused when everybody is connected: as in Horovod, rank() and size() answer then, and another init() needs
+    shutdown() first.
 
     In an elastic job it waits for a generation that holds this process, and connects with its members; SystemExit when
     the others go on without this process or the job ends.
@@ -55,6 +56,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
             raise current.forked_error()
         if current.runtime is not None:
             return
+        failpoints.check()
         ending.install_hooks(_shutdown)
         wanted = _checked_process_sets(process_sets, comm)
         if member.is_elastic():

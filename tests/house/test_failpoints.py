@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -57,6 +58,9 @@ def test_nothing_is_armed_and_counted_by_default() -> None:
         ("init.wait=delay:-1", "has no such action"),
         ("init.wait=kill:9", "has no such action"),
         ("init.wait=kill@", "is not understood"),
+        ("init.wait=kill@0", "is not understood"),  # it would never act
+        ("init.wiat=kill", "did you mean 'init.wait'?"),
+        ("nonsense=kill", "there are elastic.run.failed, "),
     ],
 )
 def test_what_makes_no_sense_is_refused_with_the_entry(text: str, said: str) -> None:
@@ -125,3 +129,53 @@ def test_a_stopped_process_stays_and_goes_on_when_it_is_woken() -> None:
         process.send_signal(signal.SIGCONT)
         out, _ = process.communicate(timeout=30)
     assert process.returncode == 0 and b"past" in out
+
+
+@pytest.mark.parametrize(
+    "command, program",
+    [
+        (["horoclone.launch", "-np", "1", "true"], "horoclonerun"),
+        (["horoclone.launch", "--min-np", "1", "true"], "horoclonerun"),
+        (["horoclone.launch.tool", "run", "-np", "1", "true"], "horoclone run"),
+        (["horoclone.ps", "--register", "0"], "horoclone.ps"),
+    ],
+)
+def test_a_command_refuses_a_wrong_variable_with_one_line(launch, command: list[str], program: str) -> None:
+    wrong = {failpoints.VARIABLE: "init.told=delay:0; init.wait=explode"}
+    done = launch([sys.executable, "-m", *command], env=wrong, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        f"{program}: HOROCLONE_FAILPOINTS: 'init.wait=explode' has no such action: kill, stop, exit:CODE, "
+        "raise:CLASS, delay:SECONDS.\n"
+    )
+
+
+@pytest.mark.parametrize("module", ["horoclone", "horoclone.torch"])
+def test_a_script_can_import_everything_and_init_raises(launch, module: str) -> None:
+    """The traceback leads to the call of init(), not through the imports of our modules."""
+    pytest.importorskip(module)
+    script = (
+        f"import horoclone.elastic, {module} as hvd\n"
+        "for start in (hvd.init, lambda: horoclone.run(print)):\n"
+        "    try:\n"
+        "        start()\n"
+        "    except ValueError as error:\n"
+        "        print(error)\n"
+    )
+    done = launch([sys.executable, "-c", script], env={failpoints.VARIABLE: "init.wait"})
+    line = "HOROCLONE_FAILPOINTS: 'init.wait' is not understood; an entry is NAME=ACTION"
+    assert [text.startswith(line) for text in done.stdout.splitlines()] == [True, True], done.output
+
+
+@pytest.mark.parametrize(
+    "text, status, said",
+    [
+        ("init.waits=kill", "bad", "there is no failpoint 'init.waits'"),
+        ("init.wait=kill", "note", "jobs fail"),
+    ],
+)
+def test_the_doctor_names_the_variable(launch, text: str, status: str, said: str) -> None:
+    command = [sys.executable, "-m", "horoclone.launch.tool", "doctor", "--json"]
+    done = launch(command, env={failpoints.VARIABLE: text}, check=False)
+    found = [one for one in json.loads(done.stdout)["findings"] if one["topic"] == "failpoints"]
+    assert [one["status"] for one in found] == [status] and said in found[0]["text"]

@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"arguments", "errors"},
     "plan": {"replay"},
     "process_sets": {"errors", "ops", "runtime"},
-    "ps": {"bootstrap", "errors", "runtime"},
+    "ps": {"bootstrap", "errors", "failpoints", "runtime"},
     "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
     "replay": set(),
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
