@@ -168,8 +168,9 @@ def test_what_cannot_be_is_refused() -> None:
     refused("quorum", "Average", quorum=1.0, op=hvd.Adasum)
     refused("quorum", "compression", quorum=1.0, compression=hvd.Compression.int8)
     refused("quorum", "backward_passes_per_step", quorum=1.0, backward_passes_per_step=2)
-    with pytest.warns(UserWarning, match="two thirds"):
+    with pytest.warns(UserWarning, match="two thirds") as warned:
         optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), quorum="solo")
+    assert warned[0].filename == __file__, "it names the line that calls DistributedOptimizer"
     with pytest.raises(ValueError, match=r"elastic.*quorum"):
         hvd.elastic.TorchState(model=model, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"DiLoCo.*DistributedOptimizer"):

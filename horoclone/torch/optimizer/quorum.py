@@ -51,7 +51,7 @@ def checked_quorum(quorum: float | str, size: int) -> int:
         warnings.warn(
             f"quorum={quorum!r}: rounds of {count} of {size} ranks, less than two thirds, average few gradients and "
             "may not converge as averages of all do",
-            stacklevel=4,
+            stacklevel=5,  # the call of DistributedOptimizer
         )
     return count
 
