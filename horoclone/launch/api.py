@@ -108,7 +108,6 @@ def run(
     Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
     together; Unsupported for an elastic job with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
-    failpoints.check()
     smallest, largest = min_num_proc or min_np, max_num_proc or max_np
     elastic = _elastic_flags(
         smallest, largest, host_discovery_script, slots, reset_limit, cooldown_range, elastic_timeout,
@@ -152,6 +151,7 @@ def _elastic_flags(*values: Any) -> dict[str, Any]:
 def _refuse(
     func: Any, sizes: tuple[int | None, int | None], by_mpi: bool, by_gloo: bool, is_elastic: bool
 ) -> None:
+    failpoints.check()
     if by_mpi and is_elastic:
         raise Unsupported(
             "run(): mpirun ends a job when a rank is lost; an elastic job goes without use_mpi."
