@@ -195,8 +195,9 @@ def consistent_copy(memory: Any) -> bytes:
         before = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
         calls = bytes(view[_RECENT_AT : _RECENT_AT + _WORD.size])
         copy = bytes(view[:BYTES])
+        inside = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]  # odd where a page from elsewhere is put here
         after = _SEQUENCE.unpack_from(view, _SEQUENCE_AT)[0]
-        if before == after and before % 2 == 0:
+        if before == inside == after and before % 2 == 0:
             break
     return _with_calls(copy, calls)
 
@@ -224,7 +225,7 @@ def replace_in_file(descriptor: int, at: int, copy: bytes) -> None:
     """Writes a page that came from elsewhere to where readers look; its notes are notes()'s. OSError."""
     sequence = _SEQUENCE.unpack_from(copy, _SEQUENCE_AT)[0]
     os.pwrite(descriptor, MAGIC + _SEQUENCE.pack(sequence | 1), at)
-    if sequence % 2:  # its writer died; who counts may have added the recent calls up already
+    if sequence % 2:  # its writer died, and may have added some of the recent calls to the numbers already
         copy = _with_calls(copy, bytes(_WORD.size))
     os.pwrite(descriptor, copy[_IDENTITY_AT:_NOTES_AT], at + _IDENTITY_AT)
     os.pwrite(descriptor, _SEQUENCE.pack(sequence + sequence % 2), at + _SEQUENCE_AT)

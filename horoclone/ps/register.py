@@ -15,6 +15,7 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import logging
 import os
 import queue
 import threading
@@ -28,6 +29,8 @@ from typing import Any
 from horoclone import errors
 from horoclone.bootstrap import launchers
 from horoclone.runtime import current
+
+log = logging.getLogger("horoclone.ps")
 
 OPERATION_S = 5.0  # for one operation: it is a small message to a server that does nothing else
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
@@ -79,10 +82,19 @@ def serve_store(port: int, new_s: float = NEW_S) -> Any:
     store = TCPStore("0.0.0.0", port, None, True, timedelta(seconds=OPERATION_S), wait_for_workers=False)
     store.set(STATE, "new" if new_s else "open")
     if new_s:
-        timer = threading.Timer(new_s, store.set, (STATE, "open"))
-        timer.daemon = True
-        timer.start()
+        threading.Thread(target=_open, args=(store, new_s), name="hc-ps-open", daemon=True).start()
     return store
+
+
+def _open(store: Any, new_s: float) -> None:
+    """After new_s the register is not new any more. As nobody begins before that, it is tried until it is written."""
+    time.sleep(new_s)
+    while True:
+        try:
+            return store.set(STATE, "open")
+        except Exception as error:
+            log.warning("the register cannot be written: %s", error)
+            time.sleep(1.0)
 
 
 class _Thread:

@@ -117,8 +117,8 @@ class Server:
         if time.monotonic() > self._said + SAY_S:
             log.error(
                 "the register was started again, and others began with %s under the name of this parameter server, "
-                "which has %s and goes on with the workers that it has; new ones go to the others. Stop one of the "
-                "two, and start it under another --name",
+                "which has %s and goes on with the workers that it has; new ones go to the others. Save the tables of "
+                "the one that you give up (Table.save), stop it, and start it under another --name",
                 known,
                 facts,
             )
@@ -141,16 +141,16 @@ class Server:
         }
 
     def _entry(self, server: int) -> Any:
-        """What a server has told of itself. Not what one of another layout has told in its place: the one of this
+        """What a server has written about itself. None where one of another layout has written it: the one of this
         layout may be alive, and have rows."""
         place = self.register.get(f"server/{server}")
-        return place if place is not None and place["layout"] == self._facts() else None
+        return place if place is not None and place.get("layout") == self._facts() else None
 
     def _remind(self, views: Mapping[int, View | None]) -> None:
         """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
         is_known = self._entry(self.me.server) is not None
         if not is_known:
-            log.warning("the register was started again, and is told what this server knows")
+            log.warning("the register has forgotten this server, and is told what it knows")
         for partition, view in views.items():
             known = self._known.get(partition)
             if (
@@ -182,7 +182,14 @@ class Server:
                 return False
             had = had or partition in place["had"]
         known, facts = self.register.get("layout"), self._facts()
-        if known is None and not self.register.is_new() and self.register.compare_set("layout", None, facts):
+        if known is None and self.register.is_new():
+            if time.monotonic() > self._said + SAY_S:
+                log.warning(
+                    "partition %d begins once the register, which was just started, is 8 s old", partition
+                )
+                self._said = time.monotonic()
+            return False
+        if known is None and self.register.compare_set("layout", None, facts):
             known = facts
         if known != facts:
             return False
@@ -285,7 +292,12 @@ class Server:
         while not self._stopping.is_set() and not over.is_set():
             pause_s = EVENT_S
             try:
-                if not self._is_our_register():
+                if (
+                    not self._is_our_register()
+                ):  # which another server asks before it counts on this one's copies
+                    if when_whole is not None and self._is_whole:
+                        when_whole(False)
+                    self._is_whole = False
                     self._stopping.wait(pause_s)
                     continue
                 views = {number: self._look(number) for number in range(self.layout.partitions)}

@@ -143,8 +143,9 @@ class Table:
                 "time": time.time(),
             },
         )
-        saved = self.servers.register.get("saved") or {}
-        self.servers.register.set("saved", {**saved, self.name: {"path": path, "time": time.time()}})
+        if self.servers.has_register():
+            saved = self.servers.register.get("saved") or {}
+            self.servers.register.set("saved", {**saved, self.name: {"path": path, "time": time.time()}})
         return rows
 
     def load(self, path: str) -> int:

@@ -6,6 +6,7 @@ Thread: calls of one Servers are made one at a time; a second one for other thre
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import secrets
@@ -80,7 +81,7 @@ class Servers:
             self._find(partition, None, deadline)
 
     def _wait_for_layout(self, deadline: float) -> Layout:
-        """It is there as soon as all servers have come."""
+        """It is there once all servers have come, and a register that can be started again is some seconds old."""
         start = f"within {self.timeout_s:g} s. Start them: python -m horoclone.ps --name {self.name}"
         try:
             return Layout(**self.register.wait("layout", bool, deadline, f"no server has come {start}"))
@@ -91,10 +92,18 @@ class Servers:
             if proposal is None:
                 raise
             servers = range(proposal["servers"])
-            missing = [server for server in servers if self.register.get(f"server/{server}") is None]
-            raise errors.Timeout(
-                f"parameter server {self.name!r}: servers {missing} of {len(servers)} have not come {start}"
-            ) from None
+            places = [self.register.get(f"server/{server}") for server in servers]
+            missing = [
+                n for n, place in enumerate(places) if place is None or place.get("layout") != proposal
+            ]
+            said = (
+                f"servers {missing} of {len(servers)} have not come {start}"
+                if missing
+                else f"all {len(servers)} servers have come, but none has begun within {self.timeout_s:g} s: they wait "
+                "until a register that was just started is 8 s old, and for servers that may have rows; their logs "
+                "say for which. Set a longer timeout_s"
+            )
+            raise errors.Timeout(f"parameter server {self.name!r}: {said}") from None
 
     def another(self) -> Servers:
         """The same worker over connections of its own, for another thread."""
@@ -102,6 +111,9 @@ class Servers:
         twin.__dict__.update(self.__dict__)
         twin._lock = threading.Lock()
         twin._connect(self._worker)
+        if twin.layout != self.layout:
+            twin.close()
+            raise self._is_of_others(dataclasses.asdict(twin.layout))
         return twin
 
     # --- calls ---
@@ -166,7 +178,7 @@ class Servers:
         while True:
             is_late = time.monotonic() > deadline
             try:
-                view = self._look(partition)
+                view = self._look(partition, has_failed=failed is not None)
                 if self._reach(*view.primary):
                     self._client.route(partition, view.primary.server)
                     return
@@ -185,7 +197,7 @@ class Servers:
         """A backup that has lost its primary goes on by itself, at once."""
         until = time.monotonic() + TAKE_OVER_S
         with contextlib.suppress(Unreachable):
-            while self._look(partition).epoch == epoch and time.monotonic() < until:
+            while self._look(partition, has_failed=True).epoch == epoch and time.monotonic() < until:
                 time.sleep(TAKE_OVER_S / 50)
 
     def _who_cannot_be_reached(self, partition: int, why: str) -> str:
@@ -198,16 +210,24 @@ class Servers:
             + ". Start the servers that died again; if no copy is left, the last save is what there is"
         )
 
-    def _look(self, partition: int) -> View:
+    def has_register(self) -> bool:
+        """False: other servers have been started under this name, and what the register says is about their rows."""
         layout = self.register.get("layout")
-        if (
-            layout is not None and Layout(**layout) != self.layout
-        ):  # what it says of this number is about other rows
-            raise errors.HorovodInternalError(
-                f"parameter server {self.name!r}: the register now speaks of {layout}, and this worker began with "
-                f"{self.layout}; were other servers started under this name when the register was started anew?"
-            )
+        return layout is None or Layout(**layout) == self.layout
+
+    def _is_of_others(self, layout: dict[str, Any]) -> errors.HorovodInternalError:
+        return errors.HorovodInternalError(
+            f"parameter server {self.name!r}: the register now speaks of {layout}, and this worker began with "
+            f"{self.layout}; were other servers started under this name when the register was started anew?"
+        )
+
+    def _look(self, partition: int, *, has_failed: bool = False) -> View:
+        """has_failed: a call to the partition's primary has."""
         known = self._views[partition]
+        if not self.has_register():
+            if not has_failed and self._client.is_connected(known.primary.server):
+                return known  # its servers go on, also so that somebody can save
+            raise self._is_of_others(self.register.get("layout"))
         value = self.register.get(f"view/{partition}")
         if value is None:  # the register was started again, and the servers have not told it yet
             return known

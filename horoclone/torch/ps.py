@@ -25,7 +25,7 @@ from horoclone.ps.table import seed_of
 
 __all__ = ["SGD", "Adagrad", "Adam", "EmbeddingBag", "KVStore", "RowWiseAdagrad", "Servers", "Sum", "Table"]
 
-PIECE = 1 << 18  # float32 of a dense key in one row: 1 MiB, so that a large key lies on all servers
+PIECE = 1 << 18  # float32 of a dense key in one row at most: 1 MiB, so that a large key lies on all servers
 READY_S = 60.0
 
 
@@ -147,7 +147,7 @@ class KVStore:
     """Dense tensors by key, in the manner of PS-Lite and MXNet: push a gradient, pull the weights.
 
     optimizer: what servers do with a push (Sum adds it). staleness, average: see Table. Large tensors are cut into
-    pieces of 1 MiB that lie on all servers.
+    pieces of at most 1 MiB that lie on all servers.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class KVStore:
         if value.numel() == 0:
             raise ValueError(f"key {key!r}: an empty tensor")
         rows = math.ceil(value.numel() / PIECE)
-        # Without a rest, where there are such pieces: then they are sent and received where the tensor lies.
+        # Pieces of equal size, if there are such: they are sent and received where the tensor lies.
         rows = next((even for even in range(rows, 2 * rows) if value.numel() % even == 0), rows)
         table = Table(
             self.servers,
@@ -220,7 +220,7 @@ class KVStore:
 
 
 class _Key:
-    """A dense key: rows of its table that are pieces of one tensor, the last one with a rest that means nothing."""
+    """A dense key: rows of its table that are pieces of one tensor; the end of the last one may be padding."""
 
     def __init__(self, table: Table, ids: torch.Tensor) -> None:
         self.table, self.ids = table, ids
@@ -239,6 +239,7 @@ class _Key:
             and tensor.dtype == torch.float32
             and tensor.layout == torch.strided
             and tensor.is_contiguous()
+            and not tensor.is_neg()  # it shows its memory's numbers with the other sign
             and tensor.numel() == len(self.ids) * self.table.dim
         )
 

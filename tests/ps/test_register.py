@@ -109,7 +109,7 @@ def test_what_it_forgets_is_told_again_and_nothing_is_lost(register: Register, t
         found = Table(cluster.worker(timeout_s=60), "counted", WIDTH, Sum()).pull(np.arange(ROWS))
         assert expected.sum() > 1000
         np.testing.assert_array_equal(found, np.repeat(expected[:, None], WIDTH, 1))
-        assert "the register was started again" in cluster.said()
+        assert "the register has forgotten this server" in cluster.said()
     finally:
         if pusher is not None:
             pusher.kill()
@@ -182,6 +182,22 @@ def test_servers_that_start_with_it_begin_once_all_have_come(register: Register,
             cluster.worker(timeout_s=0.5)
         cluster.start(1)
         cluster.wait_for_copies(cluster.worker())
+    finally:
+        cluster.close()
+
+
+def test_who_waits_for_a_new_register_says_so(register: Register, tmp_path: Path) -> None:
+    register.kill()
+    register.new_s = 20
+    register.start()
+    cluster = Cluster(tmp_path, 2, memory="64m", register=f"127.0.0.1:{register.port}")
+    try:
+        for index in range(2):
+            entries(cluster).wait(f"server/{index}", bool, time.monotonic() + 15, f"server {index}")
+        with pytest.raises(errors.Timeout, match=r"all 2 servers have come, but none has begun within 0.5 s"):
+            cluster.worker(timeout_s=0.5)
+        cluster.wait_for_copies(cluster.worker(timeout_s=60))
+        assert "once the register, which was just started" in cluster.log(0).read_text(), cluster.said()
     finally:
         cluster.close()
 
@@ -283,6 +299,10 @@ def test_servers_that_find_another_layout_say_so_and_go_on(register: Register, t
             "it is of a partition that the other layout does not have"
         )
         assert all(process.poll() is None for process in cluster.processes.values())
+        assert table.save(str(tmp_path / "saved")) == ROWS
+        assert entries(cluster).get("saved") is None, "what the register says is about the other layout"
+        with pytest.raises(errors.HorovodInternalError, match="now speaks of"):
+            table.servers.another()
         cluster.kill(0)
         with pytest.raises(errors.HorovodInternalError, match="now speaks of .*'servers': 1"):
             table.pull(np.arange(ROWS))

@@ -169,7 +169,15 @@ def test_keys_of_any_size_from_any_memory(servers: Servers, elements: int) -> No
     store.push(name, value.double())
     store.push(name, torch.stack([value, value], 1)[:, 1])
     store.push(name, value.clone().requires_grad_())
-    for out in (torch.zeros(elements), torch.zeros(elements).double(), torch.zeros(elements, 2)[:, 1]):
+    store.push(name, torch._neg_view(-value))  # its memory has the other sign
+    store.push(name, -value)
+    negative = torch._neg_view(torch.zeros(elements))
+    for out in (
+        torch.zeros(elements),
+        torch.zeros(elements).double(),
+        torch.zeros(elements, 2)[:, 1],
+        negative,
+    ):
         before = out._version
         assert store.pull(name, out) is out and torch.equal(out.float(), 4 * value)
         assert out._version > before, "autograd would take it for what it was"

@@ -86,7 +86,7 @@ struct PageLayout {
     PageWord count, bytes;
     PageHalf kind, begin_steps;
     struct Call {
-      PageWord submitted, started, done;  // as they were measured: started may lie outside of the other two
+      PageWord submitted, started, done;  // as they were measured: started may lie before submitted, or after done
     } calls[kRecentCalls];
   } recent;
 };
