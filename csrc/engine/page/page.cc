@@ -174,8 +174,8 @@ void Page::ran_outside_of_a_loop(const Ended& e, const void* like) {
   begin_loop(e, like);
 }
 
-// In a loop either every call begins a step or none does. A name that is not the leader may become it with its next call,
-// unless buckets tell the steps: it is not in a loop yet.
+// In a loop either every call begins a step or none does. A name that is not the leader may become it with its next
+// call, unless buckets tell the steps: it is not in a loop yet.
 void Page::begin_loop(const Ended& e, const void* like) {
   const bool may_begin_steps = e.seen && e.seen != leader_ && !is_declared_;
   loop_ = under_way_ == 0 && !may_begin_steps ? like : nullptr;
