@@ -187,8 +187,7 @@ HC_EXPORT hc_status* hc_stream_wait(hc_runtime* rt, hc_handle handle, void* stre
  * hc_take_result before it to learn first_dimension and rows_from. */
 HC_EXPORT hc_status* hc_copy_result(hc_runtime* rt, hc_handle handle, int32_t i, void* to, size_t bytes, void* stream);
 HC_EXPORT void hc_release(hc_runtime* rt, hc_handle handle);
-/* Can GPU memory of the caller be freed for the core (OFFER)? WANTED: 1 when some is needed; GAVE: what could be, was
- * freed. */
+/* Can the caller free GPU memory for the core (OFFER)? WANTED: 1 when some is needed; GAVE: what could be was freed. */
 typedef enum hc_relief { HC_RELIEF_OFFER = 0, HC_RELIEF_WANTED = 1, HC_RELIEF_GAVE = 2 } hc_relief;
 HC_EXPORT int32_t hc_memory_relief(hc_runtime* rt, hc_relief what);
 
