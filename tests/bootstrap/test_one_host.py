@@ -81,7 +81,7 @@ def test_a_job_starts_though_another_user_holds_the_first_name(launch, tmp_path)
         "         for r in '01']\n"
         "sys.exit(max(one.wait() for one in ranks))\n"
     )
-    rank = "import horoclone as hvd; hvd.init(); print('met', hvd.size(), flush=True)"
+    rank = "import horoclone as hvd; hvd.init(); print(f'met {hvd.size()}\\n', end='', flush=True)"
     from horoclone.bootstrap import exchange
 
     with held_by_a_stranger(one_host.addresses(b"", job, exchange._scope([0, 1]))[:1]):
