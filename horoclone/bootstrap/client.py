@@ -29,8 +29,7 @@ REFUSED_S = 3.0  # for so long must everybody who answers refuse us before we be
 NO_ANSWER = "no answer"
 STRANGER = "refused: it belongs to user id"  # one name of several may be a stranger's
 GONE_S = 0.5  # for so long must nobody listen where the server was
-CLOSED_BY_PEER = "it closed the connection"
-GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), CLOSED_BY_PEER)
+GONE = (*map(os.strerror, (errno.ECONNREFUSED, errno.ECONNRESET, errno.EPIPE)), wire.CLOSED_BY_PEER)
 TELL_S = 1.0  # for a word to the server when this rank gives up
 VERDICT_S = 1.0  # for the server to find out who was lost first
 
@@ -68,6 +67,7 @@ class Client:
         self._rank, self._server_rank = rank, server_rank
         self._members: list[int] = []  # of the last gather, as the launcher numbers them; empty: everybody
         self.verdict: errors.PeerLost | None = None  # what the server has said last about a lost rank
+        self._last_words: errors.PeerLost | None = None  # what it said before it ended, unasked
         self._connection: socket.socket | None = None
         self.tried: dict[str, str] = {}  # address -> what happened there last
         self._met = False  # the server has been there once; if nobody listens any more, its process has ended
@@ -142,8 +142,6 @@ class Client:
                 if time.monotonic() < deadline:
                     continue
                 status, answer, missing = wire.NOT_YET, b"", f"the rendezvous does not answer: {self.where()}"
-            if status == wire.FAILED:
-                raise self._lost(answer)
             if status == wire.REJECTED:
                 raise errors.HorovodInternalError(answer.decode(errors="replace"))
             if answer:
@@ -305,7 +303,9 @@ class Client:
                 status, answer = self._receive(time.monotonic() + wait_s + HELLO_S)
                 if status == wire.CLOSED:
                     self._met = False
-                    raise ConnectionError(CLOSED_BY_PEER)
+                    raise ConnectionError(wire.CLOSED_BY_PEER)
+                if status == wire.FAILED:
+                    raise self._lost(answer)
                 return status, answer
             except OSError as error:
                 self._broken(error)
@@ -313,10 +313,13 @@ class Client:
                     raise errors.Timeout(f"the rendezvous does not answer: {self.where()}") from error
 
     def _drain(self) -> None:
-        """What lies there before anything is asked: the end of the connection, or that the server has moved."""
+        """What lies there before anything is asked: the connection's end, that the server moves, or why it ends."""
         while self._connection is not None and _readable(self._connection, 0.0):
             try:
-                if self._receive(time.monotonic() + HELLO_S)[0] == wire.CLOSED:
+                status, answer = self._receive(time.monotonic() + HELLO_S)
+                if status == wire.FAILED:
+                    self._last_words = self._lost(answer)
+                elif status == wire.CLOSED:
                     self._met = False  # its process lives and will listen again
                     self.close()
             except OSError as error:
@@ -335,7 +338,7 @@ class Client:
 
     def _exactly(self, count: int, deadline: float) -> bytes:
         assert self._connection is not None
-        return _exactly(self._connection, count, deadline)
+        return wire.receive_exactly(self._connection, count, deadline)
 
     # --- connecting
 
@@ -345,7 +348,7 @@ class Client:
             self.tried = {}
             self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
             if self._connection is not None:
-                self._met = True
+                self._met, self._last_words = True, None
                 try:
                     self._introduce(self._connection)
                 except OSError as error:
@@ -370,7 +373,7 @@ class Client:
             gone_since = (gone_since or now) if gone and self._met else 0.0
             if gone_since and now - gone_since >= GONE_S:
                 host = "the launcher" if self._server_rank < 0 else f"rank {self._ours(self._server_rank)}"
-                raise errors.PeerLost(
+                raise self._last_words or errors.PeerLost(
                     f"the rendezvous has ended, and with it {host}; its own log has the cause. Tried: {self.where()}.",
                     self._ours(self._server_rank),
                 )
@@ -452,34 +455,20 @@ class Client:
 
     def _handshake(self, one: socket.socket) -> None:
         deadline = time.monotonic() + HELLO_S
-        greeting = _exactly(one, wire.GREETING_BYTES, deadline)
+        greeting = wire.receive_exactly(one, wire.GREETING_BYTES, deadline)
         if not greeting.startswith(wire.GREETING):
             raise ConnectionError("something else than a rendezvous of this version answers there")
         server_nonce = greeting[len(wire.GREETING) :]
         nonce = secrets.token_bytes(wire.NONCE_BYTES)
         mine = wire.proof(self._secret, b"client", self._job, server_nonce, nonce)
         one.sendall(wire.HELLO + nonce + mine)
-        answer = _exactly(one, wire.PROOF_BYTES, deadline)
+        answer = wire.receive_exactly(one, wire.PROOF_BYTES, deadline)
         if answer == wire.REFUSED:
             raise Refused(f"refused our secret or job id {self._job!r}")
         if not hmac.compare_digest(
             answer, wire.proof(self._secret, b"server", self._job, server_nonce, nonce)
         ):
             raise Refused("refused by us: it does not know the secret")
-
-
-def _exactly(one: socket.socket, count: int, deadline: float) -> bytes:
-    """Reads exactly count bytes. ConnectionError at the end of the stream, TimeoutError at the deadline."""
-    parts = bytearray()
-    while len(parts) < count:
-        one.settimeout(max(0.001, deadline - time.monotonic()))
-        part = one.recv(count - len(parts))
-        if not part:
-            raise ConnectionError(CLOSED_BY_PEER)
-        parts += part
-        if time.monotonic() >= deadline and len(parts) < count:
-            raise TimeoutError("it answers too slowly")
-    return bytes(parts)
 
 
 def _readable(one: socket.socket, wait_s: float) -> bool:

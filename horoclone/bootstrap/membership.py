@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from horoclone import errors, failpoints
 from horoclone.bootstrap import exchange, launchers, service, wire
-from horoclone.bootstrap.client import CLOSED_BY_PEER, GONE, HELLO_S, SLICE_S, Client
+from horoclone.bootstrap.client import GONE, HELLO_S, SLICE_S, Client
 from horoclone.bootstrap.desk import GENERATION_KEY, INCARNATION_BYTES, Told
 from horoclone.bootstrap.roster import ID_BYTES, Notice, Out, Stop
 
@@ -106,11 +106,11 @@ class Membership(Client):
         if status == wire.REJECTED:
             raise errors.Unsupported(f"the roster refuses this process: {body.decode(errors='replace')}")
         if status != wire.OK or len(body) != 4:
-            raise ConnectionError(CLOSED_BY_PEER)
+            raise ConnectionError(wire.CLOSED_BY_PEER)
         if who.own:
             connection.sendall(wire.frame(bytes([wire.STANDBY]) + ",".join(who.own).encode()))
             if self._receive(time.monotonic() + HELLO_S)[0] != wire.OK:
-                raise ConnectionError(CLOSED_BY_PEER)
+                raise ConnectionError(wire.CLOSED_BY_PEER)
         if self._shows:
             self._rank = struct.unpack("<I", body)[0]
             super()._introduce(connection)

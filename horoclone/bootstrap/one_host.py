@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from horoclone import errors
 from horoclone.bootstrap import wire
-from horoclone.bootstrap.rendezvous import Server, abstract_name
+from horoclone.bootstrap.rendezvous import Server
 
 NAMES = 8
 BIND_PATIENCE_S = 10.0  # for a name that a process of an older run still holds
@@ -26,7 +26,9 @@ LISTEN_PATIENCE_S = 0.5  # for who has bound a name to listen there
 def addresses(secret: bytes, *parts: str) -> list[str]:
     """The names that these parts lead to, in rank 0's order. With a secret nobody guesses them."""
     known = hmac.new(secret, b"horoclone names", hashlib.sha256).hexdigest() if secret else ""
-    return [abstract_name(*parts, *([known] if known else []), *([n] if n else [])) for n in range(NAMES)]
+    return [
+        wire.abstract_name(*parts, *([known] if known else []), *([n] if n else [])) for n in range(NAMES)
+    ]
 
 
 def serve(make: Callable[[str], Server], names: list[str], deadline: float) -> Server:

@@ -7,6 +7,7 @@ any, by one lock.
 
 from __future__ import annotations
 
+import struct
 import threading
 import time
 from collections.abc import Container
@@ -15,6 +16,7 @@ from typing import NamedTuple
 GRACE_S = 0.5  # for a rank to make a broken connection again before it counts as gone
 MAX_FAILURES = 4096
 MAX_GIVEN_UP = 64
+MAX_TEXT_BYTES = 8192
 
 
 class Failure(NamedTuple):
@@ -24,6 +26,10 @@ class Failure(NamedTuple):
     text: str
     consequence: bool
     at_s: float  # time.monotonic() of the server when it was known
+
+    def packed(self) -> bytes:
+        """As an answer of status wire.FAILED carries it: the rank, then the end of the text."""
+        return struct.pack("<I", self.rank) + self.text.encode()[-MAX_TEXT_BYTES:]
 
 
 class Presence:

@@ -8,9 +8,7 @@ that they sent. The other side is client.py.
 
 from __future__ import annotations
 
-import hashlib
 import hmac
-import os
 import secrets
 import selectors
 import socket
@@ -98,7 +96,8 @@ class Server:
     def close(self, linger_s: float = 0.0, process_ends: bool = True) -> None:
         """Ends the thread and closes every socket. linger_s: how long to let ranks fetch gathers that are complete.
 
-        process_ends False: this rank only meets elsewhere, and the others are told that it is not lost.
+        process_ends: a rank that comes too late to ask is told who was lost first. Else this rank only meets elsewhere,
+        and the others are told that it is not lost.
         """
         with self._mutex:
             self._mutex.wait_for(lambda: self._pending_takes == 0, timeout=linger_s)
@@ -106,10 +105,12 @@ class Server:
         self.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        if not process_ends:
-            for connection in list(self._connections.values()):
-                if connection.rank >= 0:
-                    self._reply(connection, wire.CLOSED)
+        cause = self._presence.culprit(range(self._size)) if process_ends and self._desk is None else None
+        for connection in [one for one in self._connections.values() if one.rank >= 0]:
+            if cause is not None and cause.rank != connection.rank:
+                self._reply(connection, wire.FAILED, cause.packed())
+            elif not process_ends:
+                self._reply(connection, wire.CLOSED)
         self._release()
 
     def ring(self) -> None:
@@ -451,8 +452,7 @@ class Server:
         elif gather is not None:
             failure = self._presence.culprit({gather.members[rank] for rank in gather.missing()})
         if failure is not None:
-            text = failure.text.encode()[-8192:]
-            self._reply(connection, wire.FAILED, struct.pack("<I", failure.rank) + text)
+            self._reply(connection, wire.FAILED, failure.packed())
             connection.waiter = None
         elif waiter.kind == wire.GATHER and (
             gather is None or self._tell_gathered(connection, gather, expired)
@@ -492,9 +492,3 @@ class Server:
         wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
         if self._selector.get_key(connection.socket).events != wanted:
             self._selector.modify(connection.socket, wanted, connection)
-
-
-def abstract_name(*parts: str | int) -> str:
-    """`unix:` address made of the parts and our user id, hashed so that it fits whatever the parts contain."""
-    text = "\0".join(str(part) for part in (*parts, os.geteuid()))
-    return f"unix:horoclone-{hashlib.sha256(text.encode()).hexdigest()[:40]}"

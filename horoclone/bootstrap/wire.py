@@ -35,6 +35,7 @@ MAX_VALUE_BYTES = 64 * 1024
 MAX_MEMBERS = 32768  # ranks of a list that calls init
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + MAX_KEY_BYTES + 4 * MAX_MEMBERS + 64
 SIOCGIFADDR = 0x8915
+CLOSED_BY_PEER = "it closed the connection"
 
 
 def proof(secret: bytes, role: bytes, job: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
@@ -55,13 +56,7 @@ def admit(peer: socket.socket, secret: bytes, job: str, limit_s: float) -> bool:
     server_nonce = secrets.token_bytes(NONCE_BYTES)
     peer.settimeout(limit_s)
     peer.sendall(GREETING + server_nonce)
-    hello = b""
-    while len(hello) < HELLO_BYTES:
-        peer.settimeout(max(0.001, deadline - time.monotonic()))
-        part = peer.recv(HELLO_BYTES - len(hello))
-        if not part:
-            return False
-        hello += part
+    hello = receive_exactly(peer, HELLO_BYTES, deadline)
     nonce = hello[len(HELLO) : -PROOF_BYTES]
     expected = proof(secret, b"client", job, server_nonce, nonce)
     if not (hmac.compare_digest(hello[-PROOF_BYTES:], expected) and hello.startswith(HELLO)):
@@ -69,6 +64,20 @@ def admit(peer: socket.socket, secret: bytes, job: str, limit_s: float) -> bool:
         return False
     peer.sendall(proof(secret, b"server", job, server_nonce, nonce))
     return True
+
+
+def receive_exactly(one: socket.socket, count: int, deadline: float) -> bytes:
+    """Reads exactly count bytes. ConnectionError at the end of the stream, TimeoutError at the deadline."""
+    parts = bytearray()
+    while len(parts) < count:
+        one.settimeout(max(0.001, deadline - time.monotonic()))
+        part = one.recv(count - len(parts))
+        if not part:
+            raise ConnectionError(CLOSED_BY_PEER)
+        parts += part
+        if time.monotonic() >= deadline and len(parts) < count:
+            raise TimeoutError("it answers too slowly")
+    return bytes(parts)
 
 
 def same_user(connection: socket.socket) -> bool:
@@ -103,6 +112,12 @@ def parse_address(text: str) -> tuple[int, str | tuple[str, int]]:
     if not host or not 0 <= port <= 65535:
         raise ValueError(f"{text!r} is neither unix:name nor host:port")
     return (socket.AF_INET6 if ":" in host else socket.AF_INET), (host, port)
+
+
+def abstract_name(*parts: str | int) -> str:
+    """`unix:` address made of the parts and our user id, hashed so that it fits whatever the parts contain."""
+    text = "\0".join(str(part) for part in (*parts, os.geteuid()))
+    return f"unix:horoclone-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
 
 
 def format_address(host: str, port: int) -> str:

@@ -18,7 +18,7 @@ import pytest
 
 from horoclone import errors
 from horoclone.bootstrap import rendezvous, wire
-from horoclone.bootstrap.rendezvous import Client, Server, abstract_name
+from horoclone.bootstrap.rendezvous import Client, Server
 
 SECRET = b"0123456789abcdef"
 
@@ -146,6 +146,38 @@ def test_a_server_that_ends_is_noticed(tcp):
     with pytest.raises(errors.PeerLost, match="the rendezvous has ended"):
         client.gather("g", 0, 2, b"", 60)
     assert time.monotonic() - started < 10
+
+
+def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server):
+    ranks = [client_of(server, rank=rank, server_rank=0) for rank in range(3)]
+    for rank in ranks:
+        rank.put("there", b"")
+    ranks[1].close()  # without a word, as a process that is killed
+    with pytest.raises(errors.PeerLost) as caught:
+        ranks[0].gather("world/2", 0, 3, b"", 60)
+    assert caught.value.rank == 1
+    ranks[0].leave(process_ends=True)
+    server.close(process_ends=True)
+    with pytest.raises(errors.PeerLost, match="rank 1 has died or left") as caught:
+        ranks[2].gather("world/2", 2, 3, b"", 60)
+    assert caught.value.rank == 1
+
+
+def test_last_words_are_forgotten_where_a_server_is_found_again():
+    address = f"unix:horoclone-test-{secrets.token_hex(8)}"
+    first = Server(b"", "job", 3, [address])
+    first.secret = b""
+    stays, dies = (client_of(first, rank=rank, server_rank=0) for rank in (2, 1))
+    for rank in (stays, dies):
+        rank.put("there", b"")
+    dies.report_failure(1, "ValueError: no data")
+    first.close(process_ends=True)
+    second = Server(b"", "job", 3, [address])
+    stays.put("there", b"")
+    second.close(process_ends=True)
+    with pytest.raises(errors.PeerLost, match="the rendezvous has ended") as caught:
+        stays.gather("world/2", 2, 3, b"", 60)
+    assert caught.value.rank == 0
 
 
 def test_an_address_that_does_not_answer_does_not_delay_the_one_that_does(tcp):
@@ -376,7 +408,7 @@ def test_addresses():
     for wrong in ("", "host:x", "host:70000", "[::1", "unix:", "unix:" + "x" * 200):
         with pytest.raises(ValueError, match=r"."):
             wire.parse_address(wrong)
-    assert abstract_name("a", 1) == abstract_name("a", 1) != abstract_name("a", 2)
+    assert wire.abstract_name("a", 1) == wire.abstract_name("a", 1) != wire.abstract_name("a", 2)
 
 
 def test_interfaces_can_be_chosen():
