@@ -17,7 +17,7 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.ps import files
-from horoclone.ps.register import PAUSE_S, Register, Unreachable
+from horoclone.ps.register import NEW_S, PAUSE_S, Register, Unreachable
 from horoclone.ps.view import Holder, Layout, View
 from horoclone.runtime import native_module
 
@@ -84,9 +84,9 @@ class Server:
         """The layout itself is written later, see _begin: servers that run, and tell a register that was started again
         theirs, go first. Until then servers that start propose one to each other."""
         known = self.register.get("layout")
-        if known is None and not self.register.compare_set("proposal", None, self._facts()):
+        if known is None and not self.register.compare_set("proposal", None, self.layout.to_json()):
             known = self.register.get("proposal")
-        if known not in (None, self._facts()):
+        if known not in (None, self.layout.to_json()):
             raise self._mismatch(known)
         before = self._entry(self.me.server)
         if before is not None:
@@ -95,8 +95,8 @@ class Server:
 
     def _mismatch(self, known: Any) -> errors.Mismatch:
         return errors.Mismatch(
-            f"parameter server {self.register.name!r} was started with {known}, and this server with {self._facts()}; "
-            "start it alike, or under another --name"
+            f"parameter server {self.register.name!r} was started with {known}, and this server with "
+            f"{self.layout.to_json()}; start it alike, or under another --name"
         )
 
     def _held(self) -> list[int]:
@@ -106,7 +106,7 @@ class Server:
     def _is_our_register(self) -> bool:
         """Whether what the register says is about servers of this layout. A server that has a copy writes the layout
         where there is none. Mismatch for one that has none and finds another layout."""
-        facts, held = self._facts(), self._held()
+        facts, held = self.layout.to_json(), self._held()
         if held and self.register.compare_set("layout", None, facts):
             return True
         known = self.register.get("layout")
@@ -114,26 +114,28 @@ class Server:
             return True
         if not held:
             raise self._mismatch(known)
-        if time.monotonic() > self._said + SAY_S:
-            log.error(
-                "the register was started again, and others began with %s under the name of this parameter server, "
-                "which has %s and goes on with the workers that it has; new ones go to the others. Save the tables of "
-                "the one that you give up (Table.save), stop it, and start it under another --name",
-                known,
-                facts,
-            )
-            self._said = time.monotonic()
+        self._say_now_and_then(
+            logging.ERROR,
+            "the register was started again, and others began with %s under the name of this parameter server, "
+            "which has %s and goes on with the workers that it has; new ones go to the others. Save the tables of "
+            "the one that you give up (Table.save), stop it, and start it under another --name",
+            known,
+            facts,
+        )
         return False
 
-    def _facts(self) -> dict[str, int]:
-        return {"servers": self.layout.servers, "replicas": self.layout.replicas}
+    def _say_now_and_then(self, level: int, text: str, *what: object) -> None:
+        """What stays so for a while, and is found at every look at the register."""
+        if time.monotonic() > self._said + SAY_S:
+            log.log(level, text, *what)
+            self._said = time.monotonic()
 
     def _place(self) -> dict[str, Any]:
         """copies: the partitions of which this server had a copy that counts when the register knew nothing of it. had:
         those of which an earlier life of it had one, or of which it has one that may not be whole."""
         held = self._held()
         return {
-            "layout": self._facts(),
+            "layout": self.layout.to_json(),
             "generation": self.me.generation,
             "endpoint": self._native.endpoint().hex(),
             "copies": [number for number in held if number in self._known],
@@ -144,7 +146,7 @@ class Server:
         """What a server has written about itself. None where one of another layout has written it: the one of this
         layout may be alive, and have rows."""
         place = self.register.get(f"server/{server}")
-        return place if place is not None and place.get("layout") == self._facts() else None
+        return place if place is not None and place.get("layout") == self.layout.to_json() else None
 
     def _remind(self, views: Mapping[int, View | None]) -> None:
         """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
@@ -175,19 +177,15 @@ class Server:
         for server in range(self.layout.servers):
             place = self._entry(server)
             if place is None or partition in place["copies"]:
-                if time.monotonic() > self._said + SAY_S:
-                    what = "come" if place is None else "told the register which copy of it counts"
-                    log.warning("partition %d begins once server %d has %s", partition, server, what)
-                    self._said = time.monotonic()
+                what = "come" if place is None else "told the register which copy of it counts"
+                text = "partition %d begins once server %d has %s"
+                self._say_now_and_then(logging.WARNING, text, partition, server, what)
                 return False
             had = had or partition in place["had"]
-        known, facts = self.register.get("layout"), self._facts()
+        known, facts = self.register.get("layout"), self.layout.to_json()
         if known is None and self.register.is_new():
-            if time.monotonic() > self._said + SAY_S:
-                log.warning(
-                    "partition %d begins once the register, which was just started, is 8 s old", partition
-                )
-                self._said = time.monotonic()
+            text = "partition %d begins once the register, which was just started, is %g s old"
+            self._say_now_and_then(logging.WARNING, text, partition, NEW_S)
             return False
         if known is None and self.register.compare_set("layout", None, facts):
             known = facts
@@ -292,9 +290,8 @@ class Server:
         while not self._stopping.is_set() and not over.is_set():
             pause_s = EVENT_S
             try:
-                if (
-                    not self._is_our_register()
-                ):  # which another server asks before it counts on this one's copies
+                # Whoever counts on this server's copies asks the register, which does not speak of them then.
+                if not self._is_our_register():
                     if when_whole is not None and self._is_whole:
                         when_whole(False)
                     self._is_whole = False

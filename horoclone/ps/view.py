@@ -36,6 +36,15 @@ class Layout:
         """How many there are."""
         return self.servers
 
+    def to_json(self) -> dict[str, int]:
+        """For the register, and for messages."""
+        return {"servers": self.servers, "replicas": self.replicas}
+
+    @staticmethod
+    def from_json(value: dict[str, int]) -> Layout:
+        """What to_json() gave."""
+        return Layout(value["servers"], value["replicas"])
+
 
 @dataclass(frozen=True)
 class View:

@@ -6,7 +6,6 @@ Thread: calls of one Servers are made one at a time; a second one for other thre
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import os
 import secrets
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from horoclone import errors
-from horoclone.ps.register import PAUSE_S, Register, Unreachable, open_register
+from horoclone.ps.register import NEW_S, PAUSE_S, Register, Unreachable, open_register
 from horoclone.ps.view import Layout, View
 from horoclone.runtime import current, native_module
 
@@ -84,7 +83,9 @@ class Servers:
         """It is there once all servers have come, and a register that can be started again is some seconds old."""
         start = f"within {self.timeout_s:g} s. Start them: python -m horoclone.ps --name {self.name}"
         try:
-            return Layout(**self.register.wait("layout", bool, deadline, f"no server has come {start}"))
+            return Layout.from_json(
+                self.register.wait("layout", bool, deadline, f"no server has come {start}")
+            )
         except Unreachable:
             raise
         except errors.Timeout:
@@ -100,8 +101,8 @@ class Servers:
                 f"servers {missing} of {len(servers)} have not come {start}"
                 if missing
                 else f"all {len(servers)} servers have come, but none has begun within {self.timeout_s:g} s: they wait "
-                "until a register that was just started is 8 s old, and for servers that may have rows; their logs "
-                "say for which. Set a longer timeout_s"
+                f"until a register that was just started is {NEW_S:g} s old, and for servers that may have rows; their "
+                "logs say for which. Set a longer timeout_s"
             )
             raise errors.Timeout(f"parameter server {self.name!r}: {said}") from None
 
@@ -113,7 +114,7 @@ class Servers:
         twin._connect(self._worker)
         if twin.layout != self.layout:
             twin.close()
-            raise self._is_of_others(dataclasses.asdict(twin.layout))
+            raise self._is_of_others(twin.layout)
         return twin
 
     # --- calls ---
@@ -212,22 +213,28 @@ class Servers:
 
     def has_register(self) -> bool:
         """False: other servers have been started under this name, and what the register says is about their rows."""
-        layout = self.register.get("layout")
-        return layout is None or Layout(**layout) == self.layout
+        return self._layout_of_others() is None
 
-    def _is_of_others(self, layout: dict[str, Any]) -> errors.HorovodInternalError:
+    def _layout_of_others(self) -> Layout | None:
+        known = self.register.get("layout")
+        layout = Layout.from_json(known) if known else self.layout
+        return layout if layout != self.layout else None
+
+    def _is_of_others(self, layout: Layout) -> errors.HorovodInternalError:
         return errors.HorovodInternalError(
-            f"parameter server {self.name!r}: the register now speaks of {layout}, and this worker began with "
-            f"{self.layout}; were other servers started under this name when the register was started anew?"
+            f"parameter server {self.name!r}: the register now speaks of {layout.to_json()}, and this worker began "
+            f"with {self.layout.to_json()}; were other servers started under this name when the register was started "
+            "anew?"
         )
 
     def _look(self, partition: int, *, has_failed: bool = False) -> View:
         """has_failed: a call to the partition's primary has."""
         known = self._views[partition]
-        if not self.has_register():
+        others = self._layout_of_others()
+        if others is not None:
             if not has_failed and self._client.is_connected(known.primary.server):
                 return known  # its servers go on, also so that somebody can save
-            raise self._is_of_others(self.register.get("layout"))
+            raise self._is_of_others(others)
         value = self.register.get(f"view/{partition}")
         if value is None:  # the register was started again, and the servers have not told it yet
             return known
