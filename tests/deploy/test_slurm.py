@@ -271,6 +271,7 @@ def test_srun_is_found_and_the_nodes_are_hosts(slurm: Slurm) -> None:
     )
 
 
+@pytest.mark.timeout(420)
 def test_a_static_job_saves_at_a_commit_before_its_time_limit_and_goes_on_when_it_is_queued_again(
     slurm: Slurm,
 ) -> None:
@@ -279,7 +280,7 @@ def test_a_static_job_saves_at_a_commit_before_its_time_limit_and_goes_on_when_i
     # Slurm sends the signal up to a minute early, so it may have come already; this one is the scheduler's for a preemption.
     slurm.run("scancel", "--signal=USR1", job.number)
     job.wait_for(
-        r"(?s)epoch 1 with.*generation 1: rank 0 of 4.*generation 1: rank 0 of 4.*epoch \d+ with", 150
+        r"(?s)epoch 1 with.*generation 1: rank 0 of 4.*generation 1: rank 0 of 4.*epoch \d+ with", 300
     )
     assert job.field("Restarts") != "0"
     before, _, after = job.output.rpartition("generation 1: rank 0 of 4")
