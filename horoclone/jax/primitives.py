@@ -146,8 +146,14 @@ def _lower_elsewhere(context: Any, *operands: Any, call: Call) -> Any:
     )
 
 
-# A call whose results this rank does not use stays in the program: the other ranks may use theirs.
-pe.dce_rules[collective_p] = lambda used, equation: ([True] * len(equation.invars), equation)
+def _keep_unused(*given: Any) -> tuple[list[bool], Any]:
+    """A call whose results this rank does not use stays in the program: the other ranks may use theirs. The equation
+    comes last; what is used of its results before it, and from JAX 0.12 on which of its inputs are."""
+    equation = given[-1]
+    return [True] * len(equation.invars), equation
+
+
+pe.dce_rules[collective_p] = _keep_unused
 mlir.register_lowering(collective_p, lowering(native.TARGET, lambda: native.check(_loopback)), platform="cpu")
 mlir.register_lowering(collective_p, lowering(native.TARGET), platform="cuda")
 mlir.register_lowering(collective_p, _lower_elsewhere)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+import types
 from typing import Any
 
 import numpy as np
@@ -344,3 +345,15 @@ def test_programs_over_several_local_devices_are_refused(launch: Any) -> None:
 
     env = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     assert "refused" in launch([sys.executable, "-c", SEVERAL_DEVICES], env=env, timeout_s=100).stdout
+
+
+def test_an_unused_call_stays_whatever_else_jax_tells_the_rule() -> None:
+    """JAX 0.12 also tells which inputs are used."""
+    from jax._src.interpreters import partial_eval
+
+    from horoclone.jax.primitives import collective_p
+
+    equation = types.SimpleNamespace(invars=[1, 2])
+    rule = partial_eval.dce_rules[collective_p]
+    for given in (([False], equation), ([False], [True, False], equation)):
+        assert rule(*given) == ([True, True], equation)

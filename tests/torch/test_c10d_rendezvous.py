@@ -172,3 +172,13 @@ def test_what_strangers_write_into_the_store_is_refused(what: str, torch_crew: A
             assert "not from this job" in fact["text"] and fact["seconds"] < 30, team.outputs()
         if what == "no secret":
             assert fact["kind"] == "Unsupported" and "share no secret" in fact["text"], team.outputs()
+
+
+def test_torch_is_told_that_the_backend_keeps_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else torch 2.15 asks every new group for a backend object, of which ours have none, and init_process_group fails."""
+    recording = {"gloo"}
+    monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", recording, raising=False)
+    monkeypatch.delattr(dist.Backend, "HOROCLONE")
+    monkeypatch.setattr(dist.Backend, "register_backend", lambda *_, **__: None)
+    c10d.register()
+    assert recording == {"gloo", "horoclone"}

@@ -1,4 +1,4 @@
-"""torch.distributed on horoclone: `init_process_group("horoclone")`, after `import horoclone.torch`.
+"""torch.distributed on horoclone: `init_process_group("horoclone")`, after `import horoclone.torch` (registration.py).
 
 Each process group has a runtime of its own (rendezvous.py), whose world is the group: groups never wait for each
 other, nor for hvd's operations. Works and futures are in work.py. Thread: the caller's submits.
@@ -7,8 +7,6 @@ other, nor for hvd's operations. Works and futures are in work.py. Thread: the c
 # mypy: disable-error-code="misc, no-untyped-call, override, assignment"
 from __future__ import annotations
 
-import atexit
-import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -16,14 +14,13 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from horoclone import ops
 from horoclone.errors import HorovodInternalError, PeerLost
-from horoclone.torch.c10d.facts import BACKEND, GroupFacts
+from horoclone.torch.c10d.facts import GroupFacts
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d.monitored import monitored_barrier
-from horoclone.torch.c10d.rendezvous import connect, install_rendezvous, of_this_life
+from horoclone.torch.c10d.rendezvous import connect, of_this_life
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (
     as_bytes,
@@ -50,7 +47,7 @@ EXIT_S = 5.0
 
 Tensors = Sequence[torch.Tensor]
 
-_open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
+open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
 
 
 class HorocloneGroup(GroupFacts):
@@ -70,13 +67,13 @@ class HorocloneGroup(GroupFacts):
         self._store = store
         seconds = timeout.total_seconds()
         self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds
-        look = look_for(self._members, _open_groups)
+        look = look_for(self._members, open_groups)
         self._runtime: Runtime | None = connect(
             store, rank, size, seconds if seconds > 0 else DEFAULT_TIMEOUT_S, look
         )
         self._flight = InFlight(self._runtime, rank, self._members)
         self._monitored = 0  # monitored barriers so far
-        _open_groups.add(self)
+        open_groups.add(self)
 
     # --- life ---
 
@@ -465,36 +462,3 @@ class HorocloneGroup(GroupFacts):
 
     def _end_coalescing(self, device: Any) -> Work:
         return Finished()
-
-
-# --- registration ---
-
-
-def _create(facts: Any, _options: Any) -> HorocloneGroup:
-    return HorocloneGroup(
-        facts.store, facts.group_rank, facts.group_size, facts.timeout, facts.global_ranks_in_group
-    )
-
-
-def _close_all() -> None:
-    for group in list(_open_groups):
-        group.shutdown()
-
-
-def _after_fork_in_child() -> None:
-    for group in list(_open_groups):
-        if group._runtime is not None:
-            group._runtime.after_fork_child()
-
-
-def register() -> None:
-    """Makes the backend known to torch.distributed; importing horoclone.torch does it. Once is enough."""
-    if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
-        return
-    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
-    install_rendezvous()
-    atexit.register(_close_all)
-    os.register_at_fork(after_in_child=_after_fork_in_child)
-
-
-register()

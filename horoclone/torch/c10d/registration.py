@@ -1,0 +1,53 @@
+"""Makes the backend known to torch.distributed; importing horoclone.torch.c10d does it.
+
+Thread: the one that imports, then the one that makes groups.
+"""
+
+# mypy: disable-error-code="no-untyped-call"
+from __future__ import annotations
+
+import atexit
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from horoclone.torch.c10d.facts import BACKEND
+from horoclone.torch.c10d.group import HorocloneGroup, open_groups
+from horoclone.torch.c10d.rendezvous import install_rendezvous
+
+
+def _create(facts: Any, _options: Any) -> HorocloneGroup:
+    return HorocloneGroup(
+        facts.store, facts.group_rank, facts.group_size, facts.timeout, facts.global_ranks_in_group
+    )
+
+
+def _close_all() -> None:
+    for group in list(open_groups):
+        group.shutdown()
+
+
+def _after_fork_in_child() -> None:
+    for group in list(open_groups):
+        if group._runtime is not None:
+            group._runtime.after_fork_child()
+
+
+def _keep_torchs_recorder_off() -> None:
+    """From 2.15 on torch hangs its flight recorder on groups whose backend is not known to record itself, and asks them
+    for a backend object, which ours have none of. The core keeps a record of its own."""
+    recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
+    if isinstance(recording, set):
+        recording.add(BACKEND)
+
+
+def register() -> None:
+    """Once is enough."""
+    if not dist.is_available() or hasattr(dist.Backend, BACKEND.upper()):
+        return
+    dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+    _keep_torchs_recorder_off()
+    install_rendezvous()
+    atexit.register(_close_all)
+    os.register_at_fork(after_in_child=_after_fork_in_child)
