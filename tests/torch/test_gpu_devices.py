@@ -7,6 +7,7 @@ from __future__ import annotations
 import _thread
 import queue
 import threading
+import types
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -15,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from horoclone.ops import ALLTOALL, Average, Sum
 from horoclone.torch import Compression, operations, sync_batch_norm
-from horoclone.torch.operations import functional
+from horoclone.torch.operations import functional, gpu
 from horoclone.torch.optimizer.backward_calls import outermost_backward
 
 GPU = torch.device("cuda", 0)
@@ -77,6 +78,24 @@ def test_compiled_code_expects_results_where_they_will_be(claims, monkeypatch) -
         "allreduce", [torch.ones(4, device=GPU)], (None, Average, *options[2:])
     )
     assert reduced.device == GPU and functional._fake_start([reduced]).device.type == "cpu"
+
+
+def test_memory_used_on_the_default_stream_is_marked_for_it_and_not_for_one_of_torchs_pool(
+    monkeypatch,
+) -> None:
+    """The default stream's number is 0, for which torch.cuda.ExternalStream silently takes a stream of its pool."""
+
+    def external(number: int, device: int) -> str:
+        return f"external {number} on {device}" if number else "some stream of the pool"
+
+    monkeypatch.setattr(torch.cuda, "ExternalStream", external)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda device: f"default on {device}")
+    marked: list[str] = []
+    tensor = types.SimpleNamespace(record_stream=marked.append)
+    gpu.also_used_at((1, 0), [tensor])
+    gpu.also_used_at((1, 1 << 40), [tensor])
+    gpu.also_used_at(gpu.HOST, [tensor])
+    assert marked == ["default on 1", f"external {1 << 40} on 1"]
 
 
 def test_gradients_that_autograds_own_thread_brings_belong_to_the_call_that_waits_for_them() -> None:

@@ -134,9 +134,16 @@ def stream_behind(event: Any) -> None:
 def also_used_at(place: Place, tensors: Sequence[torch.Tensor]) -> None:
     """Memory taken on the current stream goes to the caller's: torch waits for both before it gives it to others."""
     if place[0] >= 0:
-        stream = torch.cuda.ExternalStream(place[1], device=place[0])
+        stream = _torchs_stream(place)
         for tensor in tensors:
             tensor.record_stream(stream)
+
+
+def _torchs_stream(place: Place) -> Any:
+    """The stream of that number. Of the number 0 ExternalStream would take another one, from torch's pool."""
+    if place[1] == 0:
+        return torch.cuda.default_stream(place[0])
+    return torch.cuda.ExternalStream(place[1], device=place[0])
 
 
 def in_use_by(stream: Any, kept: Any) -> None:
