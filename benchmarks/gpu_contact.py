@@ -2,8 +2,9 @@
 
 One GPU is enough; nothing is fetched. A part that fails or runs out of time is named and the rest goes on; out/gpu.json
 and out/gpu.txt (a table with a verdict for every part and every aim) are there whatever happens, and out/gpu/ has the
-output of each part. --long has the 1,000 lives and the soak instead. --doubles FOLDER tries all of it without a GPU, on
-the doubles of the tests: then no figure means anything.
+output of each part. --few FOLDER also puts all of that there in three files, after each part. --long has the 1,000
+lives and the soak instead. --doubles FOLDER tries all of it without a GPU, on the doubles of the tests: then no figure
+means anything.
 """
 
 from __future__ import annotations
@@ -11,14 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
+import shlex
 import shutil
 import signal
-import site
 import subprocess
 import sys
+import tarfile
 import time
-import xml.etree.ElementTree
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,14 +29,27 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 from gpu_figures import OVERLAP, WORDS
+from gpu_reports import counted, first_object, told
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 BUDGET_S = 540.0  # of all parts together
 END_S = 10.0  # what a part that is being ended has left
+SHOWN = 1500  # characters: the end of its log, which is printed where a part fails
 PASSED, FAILED, TIMED_OUT, ABSENT = "passed", "FAILED", "OUT OF TIME", "not here"
-TESTS = ("tests/torch/test_gpu.py", "tests/torch/test_gpu_features.py", "tests/keras/test_torch_on_gpus.py")
+STAND_IN_SANITIZER = ROOT / "tests" / "doubles" / "compute_sanitizer.py"
+# No test that is for the doubles: minutes of a GPU are not spent on them.
+TESTS = (
+    "tests/torch/test_gpu.py",
+    "tests/torch/test_gpu_features.py",
+    "tests/keras/test_torch_on_gpus.py::test_keras_on_torch_trains_on_real_gpus_as_on_the_host",
+)
 TESTS_ON_DOUBLES = ("tests/torch/test_gpu_double.py", "tests/torch/test_gpu_double_features.py")
+OTHERS = {
+    "cupy": ("tests/cupy/test_cupy_double.py::test_cupy_arrays_on_real_gpus",),
+    "jax": ("tests/jax/test_gpu.py",),
+}
+OTHERS_ON_DOUBLES = {"cupy": ("tests/cupy/test_cupy_double.py",), "jax": ("tests/jax/test_gpu_double.py",)}
 
 
 @dataclass
@@ -61,9 +77,16 @@ class Run:
     def __init__(self, name: str, folder: Path, limit_s: float, options: argparse.Namespace) -> None:
         self.options = options
         self.folder = folder
+        self.name = name
         self.log = folder / f"{name.replace(' ', '_')}.log"
         self.log.write_text("")
         self._limit_s, self._until = limit_s, time.monotonic() + limit_s
+
+    def beside(self, name: str) -> Run:
+        """For a command that runs beside others of the part: a log of its own, and the limit of the part."""
+        other = Run(f"{self.name} {name}", self.folder, self._limit_s, self.options)
+        other._until = self._until
+        return other
 
     @property
     def on_doubles(self) -> bool:
@@ -72,6 +95,8 @@ class Run:
     def environment(self) -> dict[str, str]:
         env = {
             **os.environ,
+            # Without a network torch and gloo ask in vain for names of this host: then not for ten seconds each time.
+            "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         }
         if self.on_doubles:
@@ -150,8 +175,7 @@ def read(path: Path) -> dict[str, Any]:
 def doctor(run: Run) -> Result:
     """What is installed, then kernels compiled, launched and compared: two ranks that share a GPU."""
     program = "import sys; from horoclone.launch.tool import main; main(['doctor', '--json'])"
-    output = run([sys.executable, "-c", program])  # whatever it finds: the kernels below decide
-    found = json.loads(output[output.index("{") :]) if "{" in output else {}
+    found = first_object(run([sys.executable, "-c", program]))  # whatever it finds: the kernels below decide
     kernels = run.folder / "kernels.json"
     job = ranks(2, HERE / "gpu_programs.py", "kernels", "--json", kernels, *kind(run))
     run(job, HOROCLONE_GPU_OPERATIONS="peers")
@@ -159,15 +183,19 @@ def doctor(run: Run) -> Result:
 
 
 def pytest(run: Run, files: Sequence[str]) -> Result:
-    there = [file for file in files if (ROOT / file).exists()]
+    there = [file for file in files if (ROOT / file.split("::")[0]).exists()]
     report = run.folder / f"{run.log.stem}.xml"
     report.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", f"--junitxml={report}", *there]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-v", f"--junitxml={report}", *there]
     reason = ""
     try:
-        run([*command, *run.options.tests.split()])
+        run([*command, *shlex.split(run.options.tests)])
     except Failed as failed:
-        if failed.status == TIMED_OUT or not report.exists():
+        if failed.status == TIMED_OUT:
+            figures = told(run.log.read_text(errors="replace"))
+            count = f"{figures['passed']} tests had passed, {len(figures['failed'])} failed"
+            return Result(TIMED_OUT, f"{failed}; {count}", figures=figures)
+        if not report.exists():
             raise
         reason = str(failed)
     figures = counted(report)
@@ -181,20 +209,6 @@ def pytest(run: Run, files: Sequence[str]) -> Result:
         why = figures["skipped"][0] if figures["skipped"] else "no such test"
         return Result(ABSENT, f"nothing ran: {why}", figures=figures)
     return Result(figures=figures)
-
-
-def counted(report: Path) -> dict[str, Any]:
-    """Of pytest's report: how many passed, which failed, and why others were skipped."""
-    found: dict[str, Any] = {"passed": 0, "failed": [], "skipped": []}
-    for case in xml.etree.ElementTree.parse(report).getroot().iter("testcase"):
-        name = f"{case.get('classname')}::{case.get('name')}"
-        if case.find("failure") is not None or case.find("error") is not None:
-            found["failed"].append(name)
-        elif (skipped := case.find("skipped")) is not None:
-            found["skipped"].append(f"{name}: {skipped.get('message')}")
-        else:
-            found["passed"] += 1
-    return found
 
 
 def tests(run: Run) -> Result:
@@ -234,50 +248,89 @@ def shared_gpu(run: Run) -> Result:
 
 
 def other_frameworks(run: Run) -> Result:
-    if run.on_doubles:
-        return pytest(run, ("tests/cupy/test_cupy_double.py", "tests/jax/test_gpu_double.py"))
-    return pytest(run, ("tests/cupy/test_cupy_double.py", "tests/jax/test_gpu.py"))
+    """CuPy's tests beside JAX's, whose programs take their time to be compiled."""
+    files = OTHERS_ON_DOUBLES if run.on_doubles else OTHERS
+    with ThreadPoolExecutor(len(files)) as at_once:
+        found = dict(
+            zip(files, at_once.map(lambda name: pytest(run.beside(name), files[name]), files), strict=True)
+        )
+    figures = {name: one.figures for name, one in found.items()}
+    for status in (FAILED, TIMED_OUT):
+        if wrong := {name: one for name, one in found.items() if one.status == status}:
+            return Result(
+                status, "; ".join(f"{name}: {one.reason}" for name, one in wrong.items()), figures=figures
+            )
+    absent = "; ".join(f"{name}: {one.reason}" for name, one in found.items() if one.status == ABSENT)
+    return Result(
+        ABSENT if all(one.status == ABSENT for one in found.values()) else PASSED, absent, figures=figures
+    )
 
 
-def sanitizer() -> str | None:
-    """compute-sanitizer on PATH, or from pip's nvidia-cuda-sanitizer-api."""
-    found = shutil.which("compute-sanitizer")
-    for folder in [*site.getsitepackages(), *sys.path]:
-        for path in Path(folder).glob("nvidia/**/bin/compute-sanitizer"):
-            found = found or str(path)
-    return found
+def sanitizer() -> list[str | Path]:
+    """compute-sanitizer on PATH or beside nvcc; empty: none. Pip's package of that name lacks what starts a program."""
+    nvcc = shutil.which("nvcc")
+    beside = str(Path(nvcc).resolve().parent) if nvcc else None
+    found = shutil.which("compute-sanitizer") or (beside and shutil.which("compute-sanitizer", path=beside))
+    return [found] if found else []
+
+
+def sanitizing(program: Sequence[str | Path], tool: str) -> list[str | Path]:
+    """What stands before the command whose kernels `tool` looks at.
+
+    Only our kernels, and no call of the driver: torch asks for things that a driver need not have, which would count as
+    errors. Only the rank itself, and not what it starts. However long the rank takes until it uses the GPU.
+    """
+    options = [
+        "--kernel-name",
+        "kns=hc_",
+        "--report-api-errors",
+        "no",
+        "--target-processes",
+        "application-only",
+    ]
+    return [*program, "--tool", tool, *options, "--launch-timeout", "0", *GATE_OF_TOOL[tool]]
+
+
+# Whether what a tool finds is an error. Not so initcheck's: it does not see what the other rank writes into memory that
+# both map, nor does anybody write the gaps between packed tensors, which are reduced with them.
+GATE_OF_TOOL: dict[str, list[str | Path]] = {"memcheck": ["--error-exitcode", "9"], "initcheck": []}
+SUMMARY = re.compile(r"ERROR SUMMARY: (\d+) error")
 
 
 def sanitized(run: Run) -> Result:
-    """Our kernels under compute-sanitizer: out of bounds, races, memory that nobody has written."""
-    program = sanitizer()
-    if run.on_doubles or program is None:
-        raise Failed("no compute-sanitizer: pip install nvidia-cuda-sanitizer-api, or CUDA's toolkit", ABSENT)
-    done = []
-    for tool in ("memcheck", "racecheck", "initcheck"):
-        options = ["--tool", tool, "--error-exitcode", "9", "--kernel-regex", "kns=hc_"]
-        command = [
-            sys.executable,
-            "-m",
-            "horoclone.launch.cli",
-            "-np",
-            "2",
-            program,
-            *options,
-            sys.executable,
-        ]
-        run([*command, HERE / "gpu_programs.py", "short"], HOROCLONE_GPU_OPERATIONS="peers")
-        done.append(tool)
-    return Result(figures={"tools": done})
+    """Our kernels under compute-sanitizer: what lies out of bounds, and reads of what nobody has written; at once.
+
+    They use no shared memory and no barrier, so racecheck and synccheck would look at nothing.
+    """
+    program: list[str | Path] = [sys.executable, STAND_IN_SANITIZER] if run.on_doubles else sanitizer()
+    if not program:
+        raise Failed("no compute-sanitizer, which is part of CUDA's toolkit", ABSENT)
+
+    def one(tool: str) -> dict[str, Any]:
+        # Not by horoclonerun: what stands between it and the rank would have to pass on an open descriptor.
+        short: list[str | Path] = [sys.executable, HERE / "gpu_programs.py", "short", *kind(run)]
+        job = torchrun(2, "--no-python", *sanitizing(program, tool), *short)
+        output = run.beside(tool)(job, HOROCLONE_GPU_OPERATIONS="peers")
+        return {"errors, by rank": [int(count) for count in SUMMARY.findall(output)]}
+
+    with ThreadPoolExecutor(len(GATE_OF_TOOL)) as at_once:
+        found = dict(zip(GATE_OF_TOOL, at_once.map(one, GATE_OF_TOOL), strict=True))
+    if silent := [tool for tool, what in found.items() if len(what["errors, by rank"]) != 2]:
+        return Result(FAILED, f"{silent[0]} gave no summary for each rank", figures=found)
+    if run.on_doubles:
+        return Result(ABSENT, "there is no GPU: only the command was tried", figures=found)
+    return Result(figures=found)
 
 
 def traced(run: Run) -> Result:
     """A step under torch's profiler: for how much of our kernels' time backward goes on."""
-    if run.on_doubles:
-        raise Failed("there is no GPU to trace", ABSENT)
     path = run.folder / "trace.json"
-    run(ranks(2, HERE / "gpu_programs.py", "trace", "--json", path))
+    run(ranks(2, HERE / "gpu_programs.py", "trace", "--json", path, *kind(run)))
     found = read(path)
+    if run.on_doubles:
+        return Result(ABSENT, "there is no GPU to trace: only the program was tried", figures=found)
+    if not found.get("kernels that communicate"):
+        return Result(FAILED, "the trace has no kernel of ours: did the profiler see the GPU?", figures=found)
     share = found.get("overlap")
     row = {"figure": "our kernels' time in which backward computes", "aim": f">= {OVERLAP:g}", "found": share,
            "holds": None if share is None else share >= OVERLAP}  # fmt: skip
@@ -303,8 +356,8 @@ PARTS: dict[str, tuple[Callable[[Run], Result], float]] = {
     "tests": (tests, 170),
     "one rank": (one_rank, 120),
     "two ranks": (shared_gpu, 60),
-    "cupy and jax": (other_frameworks, 90),
-    "sanitizer": (sanitized, 60),
+    "cupy and jax": (other_frameworks, 110),
+    "sanitizer": (sanitized, 75),
     "trace": (traced, 45),
 }
 LONG: dict[str, tuple[Callable[[Run], Result], float]] = {"lives": (lives, 3000), "soak": (soak, 3600)}
@@ -334,6 +387,19 @@ def write(results: Mapping[str, Result], options: argparse.Namespace) -> None:
     everything = {part: asdict(one) for part, one in results.items()}
     (options.out / f"{name}.json").write_text(json.dumps(everything, indent=1))
     (options.out / f"{name}.txt").write_text(table(results) + "\n")
+    if options.few:
+        in_few_files(options.out, name, options.few)
+
+
+def in_few_files(out: Path, name: str, folder: Path) -> None:
+    """The results and gpu.tar.gz with the rest, in a folder that may hold few files. Whole at any moment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in (f"{name}.json", f"{name}.txt"):
+        shutil.copy(out / file, folder / file)
+    unfinished = folder / f".{name}.tar.gz"
+    with tarfile.open(unfinished, "w:gz", compresslevel=6) as archive:
+        archive.add(out / "gpu", "gpu")
+    unfinished.replace(folder / f"{name}.tar.gz")
 
 
 def run_part(
@@ -344,7 +410,7 @@ def run_part(
         return Result(TIMED_OUT, "not begun: the time of all parts is over")
     began = time.monotonic()
     try:
-        result = does(Run(name, options.out / "gpu", min(limit_s, left_s), options))
+        result = does(Run(name, options.out / "gpu", min(options.patience * limit_s, left_s), options))
     except Failed as failed:
         result = Result(failed.status, str(failed))
     except Exception as error:  # whatever it is, the other parts go on
@@ -353,16 +419,31 @@ def run_part(
     return result
 
 
+def show(name: str, result: Result, folder: Path) -> None:
+    """A line; where the part has failed also the end of its logs, in case the files do not come to the reader."""
+    print(f"{result.status} after {result.seconds:.1f} s  {result.reason}", flush=True)
+    if result.status in (FAILED, TIMED_OUT):
+        for log in sorted(folder.glob(f"{name.replace(' ', '_')}*.log")):
+            text = log.read_text(errors="replace")[-SHOWN:]
+            print(f"... the end of {log}\n{text.rstrip()}\n...", flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """0: no part failed and no aim was missed; 1 otherwise. What is not here fails nothing."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("out"), help="folder of results (out)")
+    parser.add_argument(
+        "--few", type=Path, help="a folder that gets all results in three files, after each part"
+    )
     parser.add_argument("--parts", help="some of them, with commas between: " + ", ".join([*PARTS, *LONG]))
     parser.add_argument("--long", action="store_true", help="the 1,000 lives and the soak")
     parser.add_argument("--minutes", type=float, default=20.0, help="of the soak")
     parser.add_argument("--budget", type=float, help=f"seconds for all parts ({BUDGET_S:.0f}; --long: none)")
     parser.add_argument(
         "--budget-from-start", type=float, default=0, help="seconds of it that are gone already"
+    )
+    parser.add_argument(
+        "--patience", type=float, default=1.0, help="times the limit of each part, where it is slow"
     )
     parser.add_argument("--tests", default="", help="more options for pytest")
     parser.add_argument("--doubles", type=Path, help="folder of the doubles of CUDA, NCCL and NVRTC")
@@ -379,9 +460,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"=== {name}", flush=True)
         results[name] = run_part(name, parts[name], until - time.monotonic(), options)
         write(results, options)
-        print(
-            f"{results[name].status} after {results[name].seconds:.1f} s  {results[name].reason}", flush=True
-        )
+        show(name, results[name], options.out / "gpu")
     print(f"\n{table(results)}\n\nin {options.out}: gpu.json, gpu.txt, gpu/")
     bad = any(
         one.status in (FAILED, TIMED_OUT) or any(g["holds"] is False for g in one.gates)

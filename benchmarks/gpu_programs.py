@@ -68,12 +68,13 @@ def short(arguments: argparse.Namespace, place: Place) -> Found:
 
 def model_and_step(place: Place) -> Callable[[], None]:
     torch.manual_seed(0)
-    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(2048, 2048), torch.nn.ReLU())]
+    width = 2048 if place.device.type == "cuda" else 64
+    layers = [layer for _ in range(8) for layer in (torch.nn.Linear(width, width), torch.nn.ReLU())]
     model = place.moved(torch.nn.Sequential(*layers))
     optimizer = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=1e-3), model.named_parameters()
     )
-    batch = torch.randn(2048, 2048, device=place.device)
+    batch = torch.randn(width, width, device=place.device)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -119,7 +120,8 @@ def trace(arguments: argparse.Namespace, place: Place) -> Found:
         step()
     place.synchronize()
     hvd.barrier()
-    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    kinds = torch.profiler.ProfilerActivity
+    activities = [kinds.CPU, kinds.CUDA] if place.device.type == "cuda" else [kinds.CPU]
     with torch.profiler.profile(activities=activities) as profile:
         for _ in range(3):
             step()

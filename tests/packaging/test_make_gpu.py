@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,8 @@ pytest.importorskip("torch")
 
 ROOT = Path(__file__).resolve().parents[2]
 BENCHMARKS = tuple(
-    f"benchmarks/gpu{name}.py" for name in ("", "_buckets", "_contact", "_figures", "_place", "_programs")
+    f"benchmarks/gpu{name}.py"
+    for name in ("", "_buckets", "_contact", "_figures", "_place", "_programs", "_reports")
 )
 
 
@@ -39,6 +42,7 @@ def environment_with_torch(folder: Path) -> Path:
     "pyproject.toml",
     ".ci/gpu",
     "tests/torch/gpu_double.py",
+    "tests/doubles/compute_sanitizer.py",
     *BENCHMARKS,
 )
 @pytest.mark.timeout(1500)
@@ -57,7 +61,7 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
            "GPU_PYTHON": str(environment_with_torch(tmp_path / "there"))}  # fmt: skip
     for name in ("MAKEFLAGS", "MAKELEVEL", "VIRTUAL_ENV", "PYTHONPATH"):
         env.pop(name, None)
-    arguments = f"--doubles {doubles} --budget 900 --tests='-k test_double_join'"
+    arguments = f"--doubles {doubles} --budget 900 --few few --tests='-k test_double_join'"
     done = subprocess.run(
         ["make", "gpu", f"ARGS={arguments}"], cwd=tree, env=env, capture_output=True, text=True, timeout=1400
     )
@@ -76,6 +80,16 @@ def test_make_gpu_builds_without_network_and_gives_every_part_a_verdict(
     assert set(one["buckets"]) == {"torch.distributed", "horoclone"} and one["facts"]["ranks"] == 1
     assert sum(one["driver calls"].values()) > 1, "what is counted is what horoclone calls"
     assert results["two ranks"]["figures"]["allreduce"]["65536"]["horoclone"] > 0
+    tools = results["sanitizer"]["figures"]
+    assert {name: len(found["errors, by rank"]) for name, found in tools.items()} == {
+        "memcheck": 2,
+        "initcheck": 2,
+    }
+    assert results["trace"]["figures"]["trace"].endswith("gpu_trace.json")
+    few = tree / "few"
+    assert sorted(path.name for path in few.iterdir()) == ["gpu.json", "gpu.tar.gz", "gpu.txt"]
+    with tarfile.open(few / "gpu.tar.gz") as archive:
+        assert {"gpu/doctor.log", "gpu/tests.xml", "gpu/trace.log"} <= set(archive.getnames())
     table = (tree / "out" / "gpu.txt").read_text()
     assert "there is no GPU to trace" in table and "doctor          passed" in table
     assert not list(tree.glob(".venv")), "nothing was installed but into build/gpu"
@@ -118,3 +132,84 @@ def test_a_part_that_fails_or_takes_too_long_is_named_and_the_rest_goes_on(
     assert "MISSED" in table and "OUT OF TIME" in table
     assert contact.main(["--out", str(tmp_path), "--budget", "0.5", "--parts", "works"]) == 1
     assert "not begun" in (tmp_path / "gpu.txt").read_text()
+
+
+def test_of_a_part_that_runs_out_of_time_its_finished_tests_are_known(
+    contact: types.ModuleType, tmp_path: Path
+) -> None:
+    log = tmp_path / "tests.log"
+    log.write_text(
+        "$ python -m pytest -v\ncollecting ... collected 5 items\n\n"
+        "tests/t.py::test_a[1 rank] PASSED                 [ 20%]\n"
+        "tests/t.py::test_b SKIPPED (no GPU here)          [ 40%]\n"
+        "tests/t.py::test_c FAILED                         [ 60%]\n"
+        "tests/t.py::test_d ERROR                          [ 80%]\n"
+        "tests/t.py::test_e "
+    )
+    found = contact.told(log.read_text())
+    assert found["passed"] == 1 and found["failed"] == ["tests/t.py::test_c", "tests/t.py::test_d"]
+    assert found["skipped"][0].startswith("tests/t.py::test_b (no GPU here)")
+    assert found["under way"] == ["tests/t.py::test_e"]
+
+
+def test_the_results_fit_into_few_files_and_a_failing_part_shows_the_end_of_its_log(
+    contact: types.ModuleType,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also where the run is ended from outside after the first part: then the first part's are there."""
+    few = tmp_path / "few"
+
+    def broken(run: Any) -> Any:
+        run([sys.executable, "-c", "print('said before'); raise SystemExit('no such kernel')"])
+
+    def ended(run: Any) -> Any:
+        with tarfile.open(few / "gpu.tar.gz") as archive:
+            assert "gpu/broken.log" in archive.getnames()
+        assert json.loads((few / "gpu.json").read_text())["broken"]["status"] == "FAILED"
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(contact, "PARTS", {"broken": (broken, 60), "ended": (ended, 60)})
+    with pytest.raises(KeyboardInterrupt):
+        contact.main(["--out", str(tmp_path / "out"), "--few", str(few)])
+    assert sorted(path.name for path in few.iterdir()) == ["gpu.json", "gpu.tar.gz", "gpu.txt"]
+    assert "said before" in capsys.readouterr().out
+
+
+def test_what_libraries_print_around_an_object_of_json_does_not_hide_it(contact: types.ModuleType) -> None:
+    said = 'warning: {"odd\n{broken\n{"cuda": {"found": true}}\nDeprecationWarning: {}\n'
+    assert contact.first_object(said) == {"cuda": {"found": True}}
+    assert contact.first_object("nothing") == {}
+
+
+def test_compute_sanitizer_knows_the_options_that_it_is_given(contact: types.ModuleType) -> None:
+    program = contact.sanitizer()
+    if not program:
+        pytest.skip("no compute-sanitizer here: it is part of CUDA's toolkit")
+    known = subprocess.run([*program, "--help"], capture_output=True, text=True, timeout=60).stdout
+    for tool in contact.GATE_OF_TOOL:
+        options = [word for word in contact.sanitizing([], tool) if str(word).startswith("--")]
+        assert options and all(f" {option} " in known for option in options)
+        # Deprecated ones are known and not shown.
+        given = [*program, *contact.sanitizing([], tool), "--require-cuda-init", "no", "true"]
+        done = subprocess.run(given, capture_output=True, text=True, timeout=60)
+        assert "deprecated" not in done.stdout + done.stderr and done.returncode == 0, done.stderr
+
+
+def test_without_a_gpu_it_ends_at_once_and_says_why(tmp_path: Path) -> None:
+    """Before anything is built. The Python is this one, whichever torch it has; then one that claims to be made for CUDA."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    made_for_cuda = tmp_path / "torch"
+    made_for_cuda.mkdir()
+    (made_for_cuda / "__init__.py").write_text("raise SystemExit('it is not imported')")
+    (made_for_cuda / "version.py").write_text("__version__, cuda = '2.11.0+cu130', '13.0'")
+    for path, why in (("", "torch "), (str(tmp_path), "no GPU here: ")):
+        env = {**os.environ, "GPU_PYTHON": sys.executable, "PYTHONPATH": path}
+        began = time.monotonic()
+        done = subprocess.run([ROOT / ".ci" / "gpu"], env=env, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 1 and why in done.stderr and "building" not in done.stdout, done.stderr
+        assert time.monotonic() - began < 20
