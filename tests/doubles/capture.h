@@ -3,6 +3,7 @@
 // stream that has joined a capture to be waited for at its end.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <map>
 #include <memory>
@@ -19,7 +20,9 @@ struct Nodes {
 
 class Capture {
  public:
-  explicit Capture(const void* origin) : nodes(std::make_shared<Nodes>()), origin_(origin) { seen_[origin]; }
+  Capture(const void* origin, int on) : device(on), nodes(std::make_shared<Nodes>()), origin_(origin) {
+    seen_[origin];
+  }
 
   void add(const void* stream, std::function<void()> job) {
     std::lock_guard lock(mu_);
@@ -44,6 +47,8 @@ class Capture {
     return true;
   }
 
+  const int device;
+  std::atomic<bool> is_valid{true};  // false: something disturbed it, and its end is an error
   const std::shared_ptr<Nodes> nodes;
 
  private:

@@ -9,7 +9,8 @@
 //   HC_DOUBLE_CUDA_STICKY=f:n:r  the same, and so does every call from then on, as after an illegal access
 //   HC_DOUBLE_CAPABILITY=n     of every device; default 90
 // Streams can be captured into a graph, which a replay then runs. As with the original, what would disturb a capture is
-// refused in threads that have not said that they know (but only on the same device: ranks are threads here).
+// refused in threads that have not said that they know, and ends the capture in vain (but only on the same device:
+// ranks are threads here). What loads, frees, maps or waits disturbs; what is only enqueued does not.
 // Kernels are the project's own, compiled by the C++ compiler and run thread by thread; a module's image is looked at
 // for their names only.
 #include <dlfcn.h>
@@ -42,7 +43,7 @@ namespace {
 constexpr int kSuccess = 0, kInvalidValue = 1, kOutOfMemory = 2, kNotInitialized = 3, kInvalidDevice = 101, kInvalidImage = 200,
               kInvalidContext = 201, kInvalidHandle = 400, kNotFound = 500, kNotReady = 600, kIllegalAddress = 700, kHighestPriority = -5;
 constexpr size_t kShareableBytes = 2u << 20;  // smaller ones share a page with others in the original
-constexpr int kCaptureUnsupported = 900, kCaptureMerge = 902, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
+constexpr int kCaptureUnsupported = 900, kCaptureInvalidated = 901, kCaptureMerge = 902, kCaptureUnmatched = 903, kCaptureUnjoined = 904,
               kCaptureIsolation = 905, kCapturedEvent = 907, kRelaxed = 2;
 using hc_double::Capture;
 using hc_double::Nodes;
@@ -199,11 +200,15 @@ Driver& driver() {
 thread_local std::vector<Context*> current;
 thread_local int capture_mode = 0;  // of this thread: global
 
-// A call that is not allowed while something is captured, unless the thread has said that it knows.
+// A call that is not allowed while something is captured, unless the thread has said that it knows. As in the original
+// it also makes what is captured invalid.
 bool disturbs_capture() {
   if (capture_mode == kRelaxed || current.empty()) return false;
   std::lock_guard lock(driver().mu);
-  return driver().captures[current.back()->device] > 0;
+  const int device = current.back()->device;
+  for (const auto& [capture, streams] : driver().captured)
+    if (capture->device == device) capture->is_valid = false;
+  return driver().captures[device] > 0;
 }
 
 Stream* stream_of(void* handle) {
@@ -470,6 +475,7 @@ DOUBLE_API int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int priority) {
   CALLED;
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   *stream = new Stream(priority == kHighestPriority);
   driver().urgent_streams += priority == kHighestPriority;
   ++driver().streams;
@@ -477,6 +483,7 @@ DOUBLE_API int cuStreamCreateWithPriority(void** stream, unsigned, int priority)
 }
 DOUBLE_API int cuStreamDestroy_v2(void* stream) {
   CALLED;
+  MUST_NOT_DISTURB;
   if (!stream) return kInvalidHandle;
   driver().urgent_streams -= static_cast<Stream*>(stream)->urgent;
   delete static_cast<Stream*>(stream);
@@ -486,13 +493,21 @@ DOUBLE_API int cuStreamDestroy_v2(void* stream) {
 DOUBLE_API int cuStreamQuery(void* stream) {
   CALLED;
   NEEDS_CONTEXT;
-  if (stream_of(stream)->capture()) return kCaptureUnsupported;
+  if (const auto capture = stream_of(stream)->capture()) {
+    capture->is_valid = false;
+    return kCaptureUnsupported;
+  }
+  MUST_NOT_DISTURB;
   return stream_of(stream)->idle() ? kSuccess : kNotReady;
 }
 DOUBLE_API int cuStreamSynchronize(void* stream) {
   CALLED;
   NEEDS_CONTEXT;
-  if (stream_of(stream)->capture()) return kCaptureUnsupported;
+  if (const auto capture = stream_of(stream)->capture()) {
+    capture->is_valid = false;
+    return kCaptureUnsupported;
+  }
+  MUST_NOT_DISTURB;
   auto ticket = std::make_shared<Ticket>();
   stream_of(stream)->push([ticket] { ticket->finish(); });
   ticket->wait();
@@ -602,6 +617,7 @@ DOUBLE_API int cuMemAlloc_v2(uint64_t* pointer, size_t bytes) {
 DOUBLE_API int cuMemFree_v2(uint64_t pointer) {
   CALLED;
   MAY_FAIL;
+  MUST_NOT_DISTURB;
   std::lock_guard lock(driver().mu);
   const auto at = driver().memory.find(pointer);
   if (at == driver().memory.end() || driver().mapped.contains(pointer)) return kInvalidValue;
@@ -626,6 +642,7 @@ struct IpcContent {
 DOUBLE_API int cuIpcGetMemHandle(IpcHandle* handle, uint64_t pointer) {
   CALLED;
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   std::lock_guard lock(driver().mu);
   const auto shared = driver().shared.find(pointer);
   if (shared == driver().shared.end()) return kInvalidValue;
@@ -636,6 +653,7 @@ DOUBLE_API int cuIpcGetMemHandle(IpcHandle* handle, uint64_t pointer) {
 DOUBLE_API int cuIpcOpenMemHandle_v2(uint64_t* pointer, IpcHandle handle, unsigned) {
   CALLED;
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   IpcContent content;
   std::memcpy(&content, handle.bytes, sizeof content);
   if (content.pid == getpid()) return kInvalidContext;  // the original refuses memory of the process itself
@@ -652,6 +670,7 @@ DOUBLE_API int cuIpcOpenMemHandle_v2(uint64_t* pointer, IpcHandle handle, unsign
 DOUBLE_API int cuIpcCloseMemHandle(uint64_t pointer) {
   CALLED;
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   std::lock_guard lock(driver().mu);
   const auto at = driver().mapped.find(pointer);
   if (at == driver().mapped.end()) return kInvalidValue;
@@ -671,6 +690,7 @@ DOUBLE_API int cuMemHostAlloc(void** pointer, size_t bytes, unsigned) {
 }
 DOUBLE_API int cuMemFreeHost(void* pointer) {
   CALLED;
+  MUST_NOT_DISTURB;
   --driver().pinned_now;
   std::free(pointer);
   return kSuccess;
@@ -705,6 +725,7 @@ DOUBLE_API int cuDeviceGetAttribute(int* value, int attribute, int device) {
 DOUBLE_API int cuModuleLoadData(void** module, const void* image) {
   CALLED;
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   auto made = std::make_unique<Module>();
   if (!read_image(image, made.get())) return kInvalidImage;
   *module = made.release();
@@ -713,6 +734,7 @@ DOUBLE_API int cuModuleLoadData(void** module, const void* image) {
 }
 DOUBLE_API int cuModuleUnload(void* module) {
   CALLED;
+  MUST_NOT_DISTURB;
   if (!module) return kInvalidHandle;
   delete static_cast<Module*>(module);
   --driver().modules;
@@ -722,6 +744,7 @@ DOUBLE_API int cuModuleUnload(void* module) {
 DOUBLE_API int cuModuleGetFunction(void** function, void* module, const char* name) {
   CALLED;
   NEEDS_CONTEXT;
+  MUST_NOT_DISTURB;
   static std::mutex mu;
   static auto* functions = new std::map<std::string, Function>;
   const auto* m = static_cast<const Module*>(module);
@@ -777,7 +800,7 @@ DOUBLE_API int cuStreamBeginCapture_v2(void* stream, int) {
   CALLED;
   NEEDS_CONTEXT;
   if (!stream || stream_of(stream)->capture()) return kCaptureUnsupported;
-  auto capture = std::make_shared<Capture>(stream_of(stream));
+  auto capture = std::make_shared<Capture>(stream_of(stream), current.back()->device);
   std::lock_guard lock(driver().mu);
   ++driver().captures[current.back()->device];
   driver().captured[capture.get()] = {static_cast<Stream*>(stream)};
@@ -796,6 +819,7 @@ DOUBLE_API int cuStreamEndCapture(void* stream, void** graph) {
     driver().captured.erase(capture.get());
   }
   *graph = nullptr;
+  if (!capture->is_valid) return kCaptureInvalidated;
   if (!capture->all_joined()) return kCaptureUnjoined;
   *graph = new std::shared_ptr<Nodes>(capture->nodes);
   return kSuccess;
