@@ -142,7 +142,11 @@ def make_step(name: str, arguments: argparse.Namespace, place: Place) -> Step:
     forward: Any = model
     if name.startswith("ddp"):
         ids = [place.device.index] if place.device.type == "cuda" else None
-        forward = DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=name == "ddp view")
+        # Without broadcasts of batch norm's numbers before each forward: nobody else makes them either.
+        view = name == "ddp view"
+        forward = DistributedDataParallel(
+            model, device_ids=ids, gradient_as_bucket_view=view, broadcast_buffers=False
+        )
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=1e-4, momentum=0.9)
     if name == "horoclone":
         optimizer = hvd.DistributedOptimizer(optimizer, model.named_parameters())

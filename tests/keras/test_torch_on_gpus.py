@@ -27,7 +27,10 @@ STAND_IN = Path(__file__).resolve().parent.parent / "torch" / "test_gpu_double.p
 def warm() -> Iterator[Any]:
     import crew
 
-    made = crew.Crew({**os.environ, "KERAS_BACKEND": "torch"}, "torch", "keras", "horoclone.keras")
+    # Keras asks at its import whether there is a GPU. Without the second variable torch then begins to use CUDA, and
+    # the ranks, which are forked from there, cannot.
+    env = {**os.environ, "KERAS_BACKEND": "torch", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    made = crew.Crew(env, "torch", "keras", "horoclone.keras")
     yield made
     made.close()
 

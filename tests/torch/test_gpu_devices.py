@@ -9,6 +9,7 @@ import queue
 import threading
 import types
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -96,6 +97,17 @@ def test_memory_used_on_the_default_stream_is_marked_for_it_and_not_for_one_of_t
     gpu.also_used_at((1, 1 << 40), [tensor])
     gpu.also_used_at(gpu.HOST, [tensor])
     assert marked == ["default on 1", f"external {1 << 40} on 1"]
+
+
+def test_where_torch_does_not_take_memory_of_nccls_buckets_lie_in_its_own(monkeypatch, caplog) -> None:
+    def refused(*arguments: object, **options: object) -> None:
+        raise ValueError("the pointer resides on host memory")
+
+    monkeypatch.setattr(gpu, "place_of", lambda tensor: (0, 0))
+    monkeypatch.setattr(torch, "as_tensor", refused)
+    runtime: Any = types.SimpleNamespace(allocate_on_device=lambda device, size: object())
+    assert gpu.registered_memory(runtime, torch.zeros(1), 10, torch.float32) is None
+    assert "the pointer resides on host memory" in caplog.text
 
 
 def test_gradients_that_autograds_own_thread_brings_belong_to_the_call_that_waits_for_them() -> None:

@@ -92,7 +92,11 @@ def registered_memory(
     except Unsupported as reason:
         log.debug("buckets lie in torch's memory: %s", reason)
         return None
-    return shared_with(block, like, dtype)
+    try:
+        return shared_with(block, like, dtype)
+    except (RuntimeError, TypeError, ValueError) as reason:  # a torch that asks more of such memory
+        log.warning("buckets lie in torch's memory, since torch does not take NCCL's: %s", reason)
+        return None
 
 
 def shared_with(block: DeviceBlock, like: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
