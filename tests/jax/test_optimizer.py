@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import io
 import json
 import os
@@ -161,11 +162,11 @@ def said_by_the_example(size: int) -> tuple[float, float]:
     return float(found.group(1)), float(found.group(2))
 
 
+@pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="the example needs scikit-learn")
 @pytest.mark.guards("csrc", "horoclone", "examples", packages=("jax", "optax"))
 @ranks(2, init=False, limit_s=150)
 def test_example_on_two_ranks_comes_out_as_on_one() -> None:
     """Each rank alone with the whole batch, then both together."""
-    pytest.importorskip("sklearn")
     hvd.init([int(os.environ["HOROCLONE_RANK"])])
     loss_one, accuracy_one = said_by_the_example(1)
     hvd.shutdown()

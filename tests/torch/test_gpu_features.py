@@ -19,7 +19,7 @@ import horoclone.torch as hvd
 from horoclone.torch.compressors.blocks import decode, encode
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_gpu import batches, device, losses_of, optimized, pytestmark, small_model  # noqa: F401
+from test_gpu import batches, ddp, device, losses_of, optimized, pytestmark, small_model  # noqa: F401
 
 
 @pytest.fixture(autouse=True)
@@ -33,11 +33,11 @@ def _nothing_is_left_of_torchs_groups() -> Any:
 def test_mixed_precision_with_a_scaler() -> None:
     where = device()
     model = small_model(where)
-    optimizer, scaler = optimized(model), torch.amp.GradScaler("cuda", init_scale=2.0**30)
+    optimizer, scaler = optimized(model), torch.amp.GradScaler(where.type, init_scale=2.0**30)
     scales = []
     for batch in batches(hvd.rank(), where, 24):
         optimizer.zero_grad()
-        with torch.autocast("cuda", torch.float16):
+        with torch.autocast(where.type, torch.float16):
             loss = model(batch).square().mean()
         scaler.scale(loss).backward()
         scaler.step(optimizer)
@@ -118,7 +118,9 @@ def test_blocks_of_integers_have_the_bits_that_they_have_on_the_host() -> None:
 
 def meshed() -> Any:
     dist.init_process_group("horoclone")
-    return torch.distributed.device_mesh.init_device_mesh("cuda", (hvd.size(),), mesh_dim_names=("data",))
+    return torch.distributed.device_mesh.init_device_mesh(
+        device().type, (hvd.size(),), mesh_dim_names=("data",)
+    )
 
 
 def trained_alone(where: torch.device, steps: int) -> torch.nn.Module:
@@ -159,7 +161,7 @@ def test_ddp_and_its_hooks_train_as_one_process() -> None:
         (default_hooks.fp16_compress_hook, None, 1e-2),
         (powerSGD_hook.powerSGD_hook, state, 1e-1),
     ):
-        wrapped = torch.nn.parallel.DistributedDataParallel(small_model(where), device_ids=[where.index])
+        wrapped = ddp(small_model(where), where)
         if hook is not None:
             wrapped.register_comm_hook(its_state, hook)
         sgd = torch.optim.SGD(wrapped.parameters(), lr=0.05, momentum=0.9)
