@@ -95,6 +95,8 @@ class Run:
     def environment(self) -> dict[str, str]:
         env = {
             **os.environ,
+            # A test that hangs leaves time for the others.
+            "HOROCLONE_TEST_BODY_S": "30",
             # Without a network torch and gloo ask in vain for names of this host: then not for ten seconds each time.
             "RES_OPTIONS": "timeout:1 attempts:1",
             "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
