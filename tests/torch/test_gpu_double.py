@@ -438,6 +438,37 @@ def test_double_the_optimizers_buckets_go_into_a_graph(ranks) -> None:
     ranks(captures)
 
 
+def refuses_a_capture() -> None:
+    """Its end is no error of its own: nothing that was given to a captured stream is left over there."""
+    double = begin()
+    model = torch.nn.Linear(6, 5)
+    for parameter in model.parameters():
+        parameter.data = double.tensor(parameter.data)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), lr=0.5), model.named_parameters()
+    )
+
+    def step() -> None:
+        optimizer.zero_grad(set_to_none=False)
+        model(torch.full((2, 6), 1.0 + hvd.rank())).sum().backward()
+        optimizer.step()
+
+    for _ in range(3):
+        step()
+    with pytest.raises(HorovodInternalError, match="NCCL does not move"):
+        double.capture(step)
+    optimizer.synchronize()  # what is left of that step, on every rank
+    for _ in range(2):
+        step()
+    both = hvd.allgather(torch.cat([p.detach().flatten() for p in model.parameters()]).unsqueeze(0).clone())
+    assert torch.equal(both[0], both[1]), "training goes on"
+
+
+def test_double_where_ranks_share_a_gpu_a_capture_is_refused_and_training_goes_on(ranks) -> None:
+    ranks(refuses_a_capture, HC_TEST_ONE_GPU="1")
+
+
 def joins() -> None:
     double, rank = begin(), hvd.rank()
     hvd.synchronize(hvd.allreduce_async_(double.tensor(torch.ones(4)), name="both", op=hvd.Sum))

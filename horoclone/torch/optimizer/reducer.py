@@ -220,17 +220,26 @@ class Reducer:
             with torch.no_grad():
                 bucket.work = self._terms.compression.reduce(bucket.exposed)
                 bucket.handle = next(bucket.work, None)
-        elif self._scatter:
-            bucket.place = place_of(bucket.flat)
-            target = None if bucket.place is HOST else self._shard_of(bucket)  # there it works in place
-            bucket.handle = requests.submit(
-                self._runtime, REDUCESCATTER, self._name_of(bucket), source=bucket.flat, target=target,
-                dtype=bucket.number, process_set=self._set_id, place=bucket.place, **self._terms.reduction(),
-            )  # fmt: skip
-        else:
+            return
+        try:
+            bucket.handle = self._submit_flat(bucket)
+        except (
+            BaseException
+        ):  # refused, in a capture say: synchronize() sends it again, or hears the reason again
+            bucket.sent = False
+            raise
+
+    def _submit_flat(self, bucket: Bucket) -> int:
+        assert self._runtime is not None
+        bucket.place = place_of(bucket.flat)
+        if not self._scatter:
             assert self._declared is not None
-            bucket.place = place_of(bucket.flat)
-            bucket.handle = self._submit_declared(bucket, self._declared)
+            return self._submit_declared(bucket, self._declared)
+        target = None if bucket.place is HOST else self._shard_of(bucket)  # there it works in place
+        return requests.submit(
+            self._runtime, REDUCESCATTER, self._name_of(bucket), source=bucket.flat, target=target,
+            dtype=bucket.number, process_set=self._set_id, place=bucket.place, **self._terms.reduction(),
+        )  # fmt: skip
 
     def _submit_declared(self, bucket: Bucket, declared: int) -> int:
         assert self._runtime is not None
