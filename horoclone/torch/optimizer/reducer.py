@@ -223,9 +223,8 @@ class Reducer:
             return
         try:
             bucket.handle = self._submit_flat(bucket)
-        except (
-            BaseException
-        ):  # refused, in a capture say: synchronize() sends it again, or hears the reason again
+        except BaseException:
+            # It was refused, in a capture say: synchronize() sends it again, or hears the reason again.
             bucket.sent = False
             raise
 
