@@ -20,6 +20,13 @@ const char* short_name(DType dtype) {
   return names[static_cast<int>(dtype)];
 }
 
+std::string reduction_name(DType dtype) { return text_of("hc_reduce_", short_name(dtype)); }
+
+std::string packing_name(bool packs, const Packing& how) {
+  return (packs ? "hc_pack_" : "hc_unpack_") +
+         (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
+}
+
 unsigned blocks_for(size_t bytes, unsigned most) {
   const size_t per_block = kBytesPerThread * kThreadsPerBlock;
   return static_cast<unsigned>(std::clamp<size_t>((bytes + per_block - 1) / per_block, 1, most));
@@ -50,7 +57,7 @@ Result<std::unique_ptr<GpuKernels>> GpuKernels::load(Gpu* gpu, const KernelOptio
   KernelImage image = built_in_kernels();
   if (!image.code.empty()) {
     auto module = loaded(*gpu, image);
-    if (module.is_ok()) return std::unique_ptr<GpuKernels>(new GpuKernels(gpu, module.value(), image.origin));
+    if (module.is_ok()) return made_of(gpu, module.value(), image);
     before = module.status().text() + "; ";  // an older driver, or a GPU that nobody knew then
   }
   auto compiled = compiled_kernels(options, capability.value(), gpu->api().version);
@@ -58,7 +65,33 @@ Result<std::unique_ptr<GpuKernels>> GpuKernels::load(Gpu* gpu, const KernelOptio
   image = compiled.take();
   auto module = loaded(*gpu, image);
   HC_TRY(module.status(), before, "the kernels");
-  return std::unique_ptr<GpuKernels>(new GpuKernels(gpu, module.value(), image.origin));
+  return made_of(gpu, module.value(), image);
+}
+
+std::unique_ptr<GpuKernels> GpuKernels::made_of(Gpu* gpu, CuModule module, const KernelImage& image) {
+  std::unique_ptr<GpuKernels> kernels(new GpuKernels(gpu, module, image.origin));
+  kernels->look_up_all();
+  return kernels;
+}
+
+// CUDA loads a kernel when it is looked up, unless CUDA_MODULE_LOADING is EAGER, and may wait for all that runs on the
+// GPU then: for a collective, that is, which waits for another rank. So it is done before there is one.
+void GpuKernels::look_up_all() {
+  const Gpu::Current current(gpu_);
+  const auto look_up = [&](const std::string& name) {
+    CuFunction function = nullptr;
+    if (gpu_.api().cuModuleGetFunction(&function, module_, name.c_str()) == kCuSuccess) functions_[name] = function;
+  };
+  for (const bool packs : {true, false}) look_up(packing_name(packs, {}));
+  for (int i = 0; i < kDTypeCount; ++i) {
+    const auto dtype = static_cast<DType>(i);
+    look_up(reduction_name(dtype));
+    for (const bool packs : {true, false})  // of types that are never packed so there is no kernel
+      for (const DType packed : {dtype, DType::kF32, DType::kI32}) look_up(packing_name(packs, {dtype, packed, 2, 1}));
+  }
+  for (const char* kernel : {"hc_adasum_products_", "hc_adasum_combine_"})
+    for (const char* work : {"f32", "f64"}) look_up(text_of(kernel, work));
+  look_up("hc_adasum_fold");
 }
 
 GpuKernels::~GpuKernels() {
@@ -70,8 +103,7 @@ Status GpuKernels::move(bool packs, const Packing& how, CuPointer packed, std::s
                         CuStream stream) {
   const Gpu::Current current(gpu_, Gpu::Current::For::kStreams);
   const size_t item = size_of(how.tensor);
-  const std::string name = (packs ? "hc_pack_" : "hc_unpack_") +
-                           (how.is_copy() ? "bytes" : text_of(short_name(how.tensor), "_", short_name(how.packed)));
+  const std::string name = packing_name(packs, how);
   PackArguments arguments;
   arguments.packed = packed;
   arguments.factor = how.factor;
@@ -122,21 +154,17 @@ Status GpuKernels::reduce(const Reduction& r, CuStream stream) {
   arguments.destinations = static_cast<int>(r.out.size());
   arguments.reduce = reduced_as(r.op);
   arguments.scaled = scaled;
-  return launch(text_of("hc_reduce_", short_name(r.dtype)), &arguments,
-                {blocks_for(r.count * size_of(r.dtype), kMostBlocks), 1}, stream);
+  return launch(reduction_name(r.dtype), &arguments, {blocks_for(r.count * size_of(r.dtype), kMostBlocks), 1}, stream);
 }
 
 Status GpuKernels::launch(const std::string& name, void* arguments, const Grid& grid, CuStream stream) {
   const CudaApi& cuda = gpu_.api();
   const Gpu::Current current(gpu_);
   CuFunction function = nullptr;
-  {
-    std::lock_guard lock(mu_);
-    CuFunction& known = functions_[name];
-    if (!known)
-      HC_TRY(cuda.check(cuda.cuModuleGetFunction(&known, module_, name.c_str()), "cuModuleGetFunction"), name);
-    function = known;
-  }
+  if (const auto known = functions_.find(name); known != functions_.end())
+    function = known->second;
+  else
+    HC_TRY(cuda.check(cuda.cuModuleGetFunction(&function, module_, name.c_str()), "cuModuleGetFunction"), name);
   void* parameters[] = {arguments};
   return cuda
       .check(cuda.cuLaunchKernel(function, grid.blocks, grid.rows, 1, kThreadsPerBlock, 1, 1, 0, stream, parameters,

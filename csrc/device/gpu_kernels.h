@@ -4,7 +4,6 @@
 
 #include <map>
 #include <memory>
-#include <mutex>
 #include <span>
 #include <string>
 
@@ -79,6 +78,8 @@ class GpuKernels {
 
  private:
   GpuKernels(Gpu* gpu, CuModule module, std::string origin) : gpu_(*gpu), module_(module), origin_(std::move(origin)) {}
+  static std::unique_ptr<GpuKernels> made_of(Gpu* gpu, CuModule module, const KernelImage& image);
+  void look_up_all();
   Status move(bool packs, const Packing& how, CuPointer packed, std::span<const PackedPiece> pieces, CuStream stream);
   Status adasum_rows(const char* kernel, DType work, CuPointer sums, std::span<const AdasumRow> rows, CuStream stream);
   struct Grid {
@@ -89,8 +90,7 @@ class GpuKernels {
   Gpu& gpu_;
   const CuModule module_;
   const std::string origin_;
-  std::mutex mu_;  // guards functions_
-  std::map<std::string, CuFunction> functions_;
+  std::map<std::string, CuFunction> functions_;  // by name; written before anybody launches
 };
 
 }  // namespace hc

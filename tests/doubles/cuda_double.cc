@@ -154,7 +154,7 @@ struct Driver {
   std::map<int, int> captures;                        // under way, by device
   std::map<Capture*, std::vector<Stream*>> captured;  // the streams of each
   std::atomic<int> streams{0}, urgent_streams{0}, events{0}, modules{0}, launches{0}, pinned{0}, pinned_now{0};
-  std::atomic<int> calls_in_all{0}, events_made{0}, copies{0};
+  std::atomic<int> calls_in_all{0}, events_made{0}, copies{0}, look_ups{0};
 
   std::atomic<int> process{0};  // that has called cuInit: a child of it cannot go on
   std::atomic<int> stuck{0};    // what every call returns
@@ -332,7 +332,8 @@ DOUBLE_API int hc_double_holds(const void* at, size_t bytes) {
 }
 // what: "memory" (allocations), "streams", "urgent streams" (of the highest priority), "events", "modules", "launches"
 // (of kernels, ever), "pinned" (allocations of host memory, ever), "pinned now", "contexts" (ever made on `device`),
-// "calls" (of the driver, ever), "events made" (ever), "copies" (within devices, ever)
+// "calls" (of the driver, ever), "events made" (ever), "copies" (within devices, ever),
+// "look-ups" (of kernels that are there, ever)
 DOUBLE_API int hc_double_count(const char* what, int device) {
   std::lock_guard lock(driver().mu);
   const std::string name = what;
@@ -347,6 +348,7 @@ DOUBLE_API int hc_double_count(const char* what, int device) {
   if (name == "calls") return driver().calls_in_all.load();
   if (name == "events made") return driver().events_made.load();
   if (name == "copies") return driver().copies.load();
+  if (name == "look-ups") return driver().look_ups.load();
   return driver().retained[device];
 }
 
@@ -751,6 +753,7 @@ DOUBLE_API int cuModuleGetFunction(void** function, void* module, const char* na
   void* body = own_symbol(name);
   const auto* bytes = static_cast<const unsigned*>(own_symbol(std::string(name) + "_bytes"));
   if (!body || !bytes || (!m->compressed && m->image.find(name) == std::string::npos)) return kNotFound;
+  ++driver().look_ups;
   std::lock_guard lock(mu);
   // Streams read what is there already.
   *function =

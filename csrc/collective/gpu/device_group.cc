@@ -98,12 +98,13 @@ void DeviceGroup::leave_peers() {
   state_.peers->close();
   SharedSegment& shared_segment = *group_.shared_segment;
   shared_segment.publish(shared_segment.mine().peers_closed, 1);
-  (void)wait_until([&] {
+  const bool forgotten = wait_until([&] {
     if (aborted_) return true;
     for (int m = 0; m < shared_segment.size(); ++m)
       if (!shared_segment.flags(m).peers_closed.load(std::memory_order_acquire)) return false;
     return true;
   });
+  if (!forgotten) state_.peers->abandon();
   state_.peers.reset();
 }
 

@@ -125,6 +125,8 @@ TEST_CASE(
     "double of CUDA: the reduction kernel gives the host's bits, for every dtype, operation, size and alignment") {
   {
     Bench bench;
+    const int look_ups = double_count("look-ups");
+    CHECK(look_ups > 0);
     for (const DType dtype : kAll)
       for (const Reduce op : {Reduce::kAverage, Reduce::kSum, Reduce::kMin, Reduce::kMax, Reduce::kProduct,
                               Reduce::kAnd, Reduce::kOr, Reduce::kXor})
@@ -139,6 +141,7 @@ TEST_CASE(
           }
         }
     reduces_like_the_host(bench, DType::kF32, Reduce::kSum, {1, 1.0 / 3, 1}, 300'001, 0);  // more than one stride
+    CHECK(double_count("look-ups") == look_ups);  // which may wait for what runs on the GPU
   }
   CHECK(double_count("memory") == 0);
   CHECK(double_count("modules") == 0);
@@ -228,6 +231,7 @@ TEST_CASE("double of CUDA: pack and unpack cast, scale and divide as the host do
       {DType::kI32, DType::kI32, 1, 1, 5},   {DType::kI64, DType::kI64, 1, 1, 7},
   };
   Bench bench;
+  const int look_ups = double_count("look-ups");
   for (const Row& row : rows)
     for (const size_t skip : {0, 1}) {
       constexpr size_t kCount = 321;
@@ -254,6 +258,7 @@ TEST_CASE("double of CUDA: pack and unpack cast, scale and divide as the host do
       }
       CHECK_MESSAGE(wrong == 0, name_of(row.tensor), " by ", name_of(row.packed), " from ", skip);
     }
+  CHECK(double_count("look-ups") == look_ups);
 }
 
 TEST_CASE("double of CUDA and NVRTC: why there are no kernels, and where they come from") {
