@@ -10,7 +10,9 @@ BACKEND = "horoclone"
 
 
 class GroupFacts(dist.ProcessGroup):
-    """torch's own process groups keep these facts in their backends, of which ours has none."""
+    """torch's own process groups keep these facts in their backends. Ours is the backend of every device itself."""
+
+    supports_coalescing = supports_splitting = False
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -51,6 +53,10 @@ class GroupFacts(dist.ProcessGroup):
 
     _set_group_name, _set_group_desc = setGroupName, setGroupDesc
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    def _get_backend(self, device: torch.device) -> GroupFacts:
+        """Asked what it supports, from torch 2.14 or 2.15 on by batch_isend_irecv also in a group of Python's."""
+        return self
 
     @property
     def _device_types(self) -> list[torch.device]:

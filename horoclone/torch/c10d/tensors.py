@@ -63,7 +63,12 @@ def reduction(opts: Any) -> tuple[Any, int, float]:
     ours = REDUCTIONS.get(kind)
     if ours is None:
         raise ValueError(f"{wish!r} is no reduction; use one of {', '.join(k.name for k in REDUCTIONS)}")
-    return kind, ours, float(wish.factor) if ours == ops.Sum and kind == _RedOp.PREMUL_SUM else 1.0
+    return kind, ours, _factor_of(wish) if ours == ops.Sum and kind == _RedOp.PREMUL_SUM else 1.0
+
+
+def _factor_of(wish: Any) -> float:
+    """Of a PREMUL_SUM. An older torch shows it only to pickle."""
+    return float(wish.factor if hasattr(wish, "factor") else wish.__getstate__()[1])
 
 
 def reducible(tensor: torch.Tensor, reduce: int) -> torch.Tensor:
