@@ -84,7 +84,7 @@ def _capsule(address: int) -> Any:
 def _unfit(what: str) -> str:
     return (
         f"{what}. jax {jax.__version__} is installed; horoclone's handlers are made for version 0.3 of XLA's FFI "
-        "interface and were tested with jax 0.10.2 and 0.11.2: pip install 'jax==0.10.2'."
+        "interface and were tested with jax 0.10.2, 0.11.2 and 0.12.0: pip install 'jax==0.10.2'."
     )
 
 
