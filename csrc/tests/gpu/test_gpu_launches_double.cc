@@ -6,6 +6,7 @@
 #include <barrier>
 
 #include "tests/gpu/gpu_gradients.h"
+#include "tests/sanitized.h"
 
 namespace hc {
 
@@ -89,8 +90,9 @@ TEST_CASE("double of CUDA and NCCL: buckets that are ready together go into few 
   }));
   MESSAGE("burst of ", kBurst, " buckets, 100 us in progress: ", host_us.load(), " us of host time a bucket, ",
           static_cast<double>(groups) / (2.0 * kSteps), " groups a burst");
-  // One when the first is in, and what has gathered meanwhile; a busy machine may need a few more.
-  CHECK(groups <= 2 * kSteps * 4);
+  // One when the first is in, and what has gathered meanwhile; a busy machine may need a few more. Under a sanitizer a
+  // bucket may take longer than a group is in progress, so that nothing gathers.
+  CHECK(groups <= 2 * kSteps * (kSanitized ? kBurst : 4));
 }
 
 TEST_CASE("double of CUDA and NCCL: a bucket costs at most 12 calls of the driver, and a steady loop makes no event") {
