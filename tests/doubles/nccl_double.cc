@@ -318,7 +318,10 @@ struct Batch {
   std::vector<Job> jobs;
 };
 
-bool in_trouble(const Comm* c) { return c->state.load() != kSuccess && c->state.load() != kInProgress; }
+bool in_trouble(const Comm* c) {
+  const int state = c->state.load();  // once: it may change from one to the other
+  return state != kSuccess && state != kInProgress;
+}
 
 void drop_batch(void* argument) { delete static_cast<Batch*>(argument); }
 
