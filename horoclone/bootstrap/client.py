@@ -67,7 +67,9 @@ class Client:
         self._rank, self._server_rank = rank, server_rank
         self._members: list[int] = []  # of the last gather, as the launcher numbers them; empty: everybody
         self.verdict: errors.PeerLost | None = None  # what the server has said last about a lost rank
-        self._last_words: errors.PeerLost | None = None  # what it said before it ended, unasked
+        self._last_words: list[
+            bytes
+        ] = []  # who was lost, as the server said before it ended, the cause first
         self._connection: socket.socket | None = None
         self.tried: dict[str, str] = {}  # address -> what happened there last
         self._met = False  # the server has been there once; if nobody listens any more, its process has ended
@@ -86,7 +88,7 @@ class Client:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while True:
-            wait_ms = _slice_ms(deadline)
+            wait_ms = int(1000 * max(0.0, min(SLICE_S, deadline - time.monotonic())))
             request = struct.pack("<BI", wire.GET, wait_ms) + wire.pack_key(key)
             status, body = self._ask(request, deadline + SLICE_S, wait_ms / 1000)
             if status == wire.OK:
@@ -127,7 +129,7 @@ class Client:
         deadline, report_at = started + timeout_s, started + REPORT_AFTER_S
         missing = "nobody has been heard of"
         while True:
-            wait_ms = _slice_ms(deadline)
+            wait_ms = int(1000 * max(0.0, min(SLICE_S, deadline - time.monotonic())))
             request = struct.pack("<BIII", wire.GATHER, rank, size, wait_ms) + body
             try:
                 status, answer = self._ask(request, min(deadline, report_at) + SLICE_S, wait_ms / 1000)
@@ -189,9 +191,9 @@ class Client:
         except OSError as error:
             self._broken(error)
             return False
-        if status == wire.FAILED:
-            self.verdict = self._lost(answer)
-            raise self.verdict
+        if status == wire.FAILED and (verdict := self._lost(answer)).rank >= 0:
+            self.verdict = verdict
+            raise verdict
         if status == wire.CLOSED:
             self.close()
         return True
@@ -304,9 +306,12 @@ class Client:
                 if status == wire.CLOSED:
                     self._met = False
                     raise ConnectionError(wire.CLOSED_BY_PEER)
-                if status == wire.FAILED:
-                    raise self._lost(answer)
-                return status, answer
+                if status != wire.FAILED:
+                    return status, answer
+                lost = self._lost(answer)
+                if lost.rank >= 0:
+                    raise lost
+                self._last_words.append(answer)  # of a rank with which this one has nothing to do
             except OSError as error:
                 self._broken(error)
                 if time.monotonic() >= deadline:
@@ -318,7 +323,7 @@ class Client:
             try:
                 status, answer = self._receive(time.monotonic() + HELLO_S)
                 if status == wire.FAILED:
-                    self._last_words = self._lost(answer)
+                    self._last_words.append(answer)
                 elif status == wire.CLOSED:
                     self._met = False  # its process lives and will listen again
                     self.close()
@@ -348,7 +353,7 @@ class Client:
             self.tried = {}
             self._connection = self._one_round(min(deadline, time.monotonic() + CONNECT_S))
             if self._connection is not None:
-                self._met, self._last_words = True, None
+                self._met, self._last_words = True, []
                 try:
                     self._introduce(self._connection)
                 except OSError as error:
@@ -372,15 +377,23 @@ class Client:
             gone = all(text in GONE or text.startswith(STRANGER) for text in texts)
             gone_since = (gone_since or now) if gone and self._met else 0.0
             if gone_since and now - gone_since >= GONE_S:
-                host = "the launcher" if self._server_rank < 0 else f"rank {self._ours(self._server_rank)}"
-                raise self._last_words or errors.PeerLost(
-                    f"the rendezvous has ended, and with it {host}; its own log has the cause. Tried: {self.where()}.",
-                    self._ours(self._server_rank),
-                )
+                raise self._who_ended()
             if now >= deadline:
                 raise errors.Timeout(f"no rendezvous can be reached. Tried: {self.where()}.")
             time.sleep(min(pause_s, max(0.0, deadline - time.monotonic())))
             pause_s = min(pause_s * 1.5, 0.5)
+
+    def _who_ended(self) -> errors.PeerLost:
+        """Nobody listens any more: the rank of which the server said so, or the server's."""
+        for lost in map(self._lost, self._last_words):
+            if lost.rank not in (-1, self._ours(self._rank)):
+                return lost
+        rank = self._ours(self._server_rank)
+        host = "the launcher" if self._server_rank < 0 else f"rank {rank}"
+        text = (
+            f"the rendezvous has ended, and with it {host}; its own log has the cause. Tried: {self.where()}."
+        )
+        return errors.PeerLost(text, rank)
 
     def _introduce(self, connection: socket.socket) -> None:
         """The first word on a new connection: whose presence it is."""
@@ -475,10 +488,6 @@ def _readable(one: socket.socket, wait_s: float) -> bool:
     poller = select.poll()
     poller.register(one, select.POLLIN)
     return bool(poller.poll(wait_s * 1000))
-
-
-def _slice_ms(deadline: float) -> int:
-    return int(1000 * max(0.0, min(SLICE_S, deadline - time.monotonic())))
 
 
 def _ranks(answer: bytes) -> str:

@@ -32,6 +32,10 @@ class Failure(NamedTuple):
         return struct.pack("<I", self.rank) + self.text.encode()[-MAX_TEXT_BYTES:]
 
 
+def _order(one: Failure) -> tuple[bool, float]:
+    return one.consequence, one.at_s
+
+
 class Presence:
     """Ranks are numbered as the launcher numbers them, whatever part of them calls init."""
 
@@ -120,12 +124,13 @@ class Presence:
 
     def culprit(self, ranks: Container[int], gather: str = "") -> Failure | None:
         """Why not all of these ranks can come: the cause, if anything is known. gather: a place to be given up."""
+        known = [one for one in self.causes() if one.rank in ranks]
         with self._mutex:
-            known = [
-                one
-                for one in (*self._reports, *self._ended.values(), *self._gone.values())
-                if one.rank in ranks
-            ]
             if gather in self._given_up:
                 known.append(self._given_up[gather])
-        return min(known, key=lambda one: (one.consequence, one.at_s), default=None)
+        return min(known, key=_order, default=None)
+
+    def causes(self) -> list[Failure]:
+        """Of every rank that will not come, whatever part of them calls init: the earliest first."""
+        with self._mutex:
+            return sorted((*self._reports, *self._ended.values(), *self._gone.values()), key=_order)

@@ -105,12 +105,15 @@ class Server:
         self.ring()
         if self._thread is not threading.current_thread():
             self._thread.join(5.0)
-        cause = self._presence.culprit(range(self._size)) if process_ends and self._desk is None else None
+        self._presence.settle(
+            float("inf")
+        )  # whose connection has just broken does not come back to this server
         for connection in [one for one in self._connections.values() if one.rank >= 0]:
-            if cause is not None and cause.rank != connection.rank:
-                self._reply(connection, wire.FAILED, cause.packed())
-            elif not process_ends:
+            if not process_ends:
                 self._reply(connection, wire.CLOSED)
+            elif connection.waiter is None and self._desk is None:
+                for cause in self._presence.causes()[:MAX_LISTED]:
+                    self._reply(connection, wire.FAILED, cause.packed())
         self._release()
 
     def ring(self) -> None:

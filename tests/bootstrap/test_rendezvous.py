@@ -163,6 +163,24 @@ def test_who_comes_after_the_server_has_ended_is_told_who_was_lost_first(server)
     assert caught.value.rank == 1
 
 
+@pytest.mark.parametrize("dies", ["just before", "outside of the list"])
+def test_last_words_are_about_ranks_that_the_reader_waits_for(server, dies):
+    ranks = [client_of(server, rank=rank, server_rank=0) for rank in range(4)]
+    for rank in ranks:
+        rank.put("there", b"")
+    if dies == "just before":
+        ranks[1].close()
+        server.ring()
+        time.sleep(0.05)  # less than a rank has to come back
+    else:
+        ranks[3].leave(process_ends=True)  # in order, and not in the list
+    ranks[0].leave(process_ends=True)
+    server.close(process_ends=True)
+    with pytest.raises(errors.PeerLost) as caught:
+        ranks[2].gather("ranks-of-a-list/1", 2, 3, b"", 60, members=[0, 1, 2])
+    assert caught.value.rank == (1 if dies == "just before" else 0), caught.value
+
+
 def test_last_words_are_forgotten_where_a_server_is_found_again():
     address = f"unix:horoclone-test-{secrets.token_hex(8)}"
     first = Server(b"", "job", 3, [address])
