@@ -394,14 +394,17 @@ def write(results: Mapping[str, Result], options: argparse.Namespace) -> None:
 
 
 def in_few_files(out: Path, name: str, folder: Path) -> None:
-    """The results and gpu.tar.gz with the rest, in a folder that may hold few files. Whole at any moment."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for file in (f"{name}.json", f"{name}.txt"):
-        shutil.copy(out / file, folder / file)
-    unfinished = folder / f".{name}.tar.gz"
-    with tarfile.open(unfinished, "w:gz", compresslevel=6) as archive:
-        archive.add(out / "gpu", "gpu")
-    unfinished.replace(folder / f"{name}.tar.gz")
+    """The results and gpu.tar.gz with the rest, in a folder that may hold few files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in (f"{name}.json", f"{name}.txt"):
+            shutil.copy(out / file, folder / file)
+        unfinished = out / f".{name}.tar.gz"
+        with tarfile.open(unfinished, "w:gz", compresslevel=6) as archive:
+            archive.add(out / "gpu", "gpu")
+        shutil.move(unfinished, folder / f"{name}.tar.gz")
+    except OSError as error:  # a disk that is full, a process that still writes: the next part goes on
+        print(f"{folder} has not got all results: {error}", flush=True)
 
 
 def run_part(

@@ -32,7 +32,9 @@ def told(log: str) -> dict[str, Any]:
         "passed": sum(verdict == "PASSED" for _, verdict, _ in lines),
         "failed": [name for name, verdict, _ in lines if verdict in ("FAILED", "ERROR")],
         "skipped": [name + rest.rstrip() for name, verdict, rest in lines if verdict == "SKIPPED"],
-        "under way": [line.strip() for line in begun[-1:] if line.split(" ")[0] not in ended],
+        "under way": [
+            line.strip() for line in begun[-1:] if not any(line.startswith(name + " ") for name in ended)
+        ],
     }
 
 

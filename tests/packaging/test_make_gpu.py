@@ -149,6 +149,7 @@ def test_of_a_part_that_runs_out_of_time_its_finished_tests_are_known(
     assert found["passed"] == 1 and found["failed"] == ["tests/t.py::test_c", "tests/t.py::test_d"]
     assert found["skipped"][0].startswith("tests/t.py::test_b (no GPU here)")
     assert found["under way"] == ["tests/t.py::test_e"]
+    assert contact.told("tests/t.py::test_a[1 rank] PASSED     [ 20%]\n")["under way"] == []
 
 
 def test_the_results_fit_into_few_files_and_a_failing_part_shows_the_end_of_its_log(
@@ -206,7 +207,8 @@ def test_without_a_gpu_it_ends_at_once_and_says_why(tmp_path: Path) -> None:
     made_for_cuda.mkdir()
     (made_for_cuda / "__init__.py").write_text("raise SystemExit('it is not imported')")
     (made_for_cuda / "version.py").write_text("__version__, cuda = '2.11.0+cu130', '13.0'")
-    for path, why in (("", "torch "), (str(tmp_path), "no GPU here: ")):
+    of_this = "no GPU here: " if torch.version.cuda else "is not made for CUDA"
+    for path, why in (("", of_this), (str(tmp_path), "no GPU here: ")):
         env = {**os.environ, "GPU_PYTHON": sys.executable, "PYTHONPATH": path}
         began = time.monotonic()
         done = subprocess.run([ROOT / ".ci" / "gpu"], env=env, capture_output=True, text=True, timeout=60)

@@ -175,7 +175,7 @@ def test_what_strangers_write_into_the_store_is_refused(what: str, torch_crew: A
 
 
 def test_torch_is_told_that_the_backend_keeps_a_record_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else torch 2.15 asks every new group for a backend object, of which ours have none, and init_process_group fails."""
+    """Else torch 2.15 looks for a backend in C++ in every new group, and init_process_group fails."""
     recording = {"gloo"}
     monkeypatch.setattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", recording, raising=False)
     monkeypatch.delattr(dist.Backend, "HOROCLONE")

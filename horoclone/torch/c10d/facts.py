@@ -12,7 +12,11 @@ BACKEND = "horoclone"
 class GroupFacts(dist.ProcessGroup):
     """torch's own process groups keep these facts in their backends. Ours is the backend of every device itself."""
 
-    supports_coalescing = supports_splitting = False
+    supports_coalescing = supports_splitting = supports_time_estimate = supports_shrinking = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """No memory of the backend's own: torch takes its own then."""
+        return False
 
     def __init__(self, rank: int, size: int) -> None:
         super().__init__(rank, size)  # type: ignore[call-arg]
@@ -55,7 +59,7 @@ class GroupFacts(dist.ProcessGroup):
     group_name, group_desc = property(getGroupName), property(getGroupDesc)
 
     def _get_backend(self, device: torch.device) -> GroupFacts:
-        """Asked what it supports, from torch 2.14 or 2.15 on by batch_isend_irecv also in a group of Python's."""
+        """Asked what it supports, by batch_isend_irecv of torch 2.15 also in a group of Python's."""
         return self
 
     @property

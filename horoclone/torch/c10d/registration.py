@@ -35,8 +35,8 @@ def _after_fork_in_child() -> None:
 
 
 def _keep_torchs_recorder_off() -> None:
-    """From 2.15 on torch hangs its flight recorder on groups whose backend is not known to record itself, and asks them
-    for a backend object, which ours have none of. The core keeps a record of its own."""
+    """Torch 2.15 hangs its flight recorder on groups whose backend is not known to record itself, which fails where no
+    backend in C++ is registered. The core keeps a record of its own."""
     recording = getattr(dist.distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", None)
     if isinstance(recording, set):
         recording.add(BACKEND)

@@ -216,16 +216,16 @@ class Reducer:
             if not state.arrived:  # frozen, or unused in this step
                 self._fill(state)
         bucket.sent = True
-        if bucket.exposed is not None:
+        try:
+            if bucket.exposed is None:
+                bucket.handle = self._submit_flat(bucket)
+                return
             with torch.no_grad():
                 bucket.work = self._terms.compression.reduce(bucket.exposed)
                 bucket.handle = next(bucket.work, None)
-            return
-        try:
-            bucket.handle = self._submit_flat(bucket)
         except BaseException:
             # It was refused, in a capture say: synchronize() sends it again, or hears the reason again.
-            bucket.sent = False
+            bucket.sent, bucket.work, bucket.handle = False, None, None
             raise
 
     def _submit_flat(self, bucket: Bucket) -> int:
