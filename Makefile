@@ -123,7 +123,7 @@ docs: docs-generated $(VENV)/.ready-site ## what is generated, and the site from
 	@NO_MKDOCS_2_WARNING=1 $(STEP) "building the site (10 to 30 seconds)" $(VENV)/site/bin/mkdocs build --strict --quiet
 	@echo "   to read it: python3 -m http.server --directory build/site"
 
-docs-generated: $(VENV)/.ready-package ## only what is generated in docs/: settings, tables, pictures; stubs for editors
+docs-generated: $(VENV)/.ready-demo $(VENV)/.ready-package ## only what is generated in docs/: settings, tables, pictures; stubs for editors
 	python docs/make_environment.py
 	python docs/make_differences.py
 	python docs/make_picture.py

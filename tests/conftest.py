@@ -46,6 +46,7 @@ def _make_importable(name: str) -> Any:
 world = sys.modules.get("world") or _make_importable("world")
 crew_of = sys.modules.get("crew") or _make_importable("crew")
 guarded = sys.modules.get("guarded") or _make_importable("guarded")
+checkout = sys.modules.get("checkout") or _make_importable("checkout")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

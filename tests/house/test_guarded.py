@@ -141,7 +141,10 @@ def test_an_environment_is_wanted_where_a_test_that_needs_it_would_run(
 ) -> None:
     monkeypatch.delenv("HC_COSTLY_UNTIL", raising=False)
     (tmp_path / "tests" / "here").mkdir(parents=True)
-    for name in ("pyproject.toml", *(f"tests/{one}.py" for one in ("conftest", "guarded", "world", "crew"))):
+    for name in (
+        "pyproject.toml",
+        *(f"tests/{one}.py" for one in ("conftest", "guarded", "checkout", "world", "crew")),
+    ):
         shutil.copy(guarded.ROOT / name, tmp_path / name)
     (tmp_path / "Makefile").write_text("FOR_ENGINES := first other[all]==1.0 last\n")
     (tmp_path / "guarded_file").write_text("1")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
+import checkout
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,17 +30,12 @@ def entries() -> list[str]:
 
 
 def sources() -> list[Path]:
-    """What git tracks of the package and the core; tests tell stories in words of their own."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "horoclone", "csrc"], cwd=ROOT, capture_output=True, check=False
-    )
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout")
-    paths = [ROOT / name for name in listed.stdout.decode().split("\0") if name]
+    """Those of the package and the core; tests tell stories in words of their own."""
+    paths = [ROOT / name for name in sorted(checkout.files("horoclone", "csrc"))]
     return [
         path
         for path in paths
-        if path.suffix in (".py", ".pyi", ".h", ".cc", ".cu") and "tests" not in path.parts and path.exists()
+        if path.suffix in (".py", ".pyi", ".h", ".cc", ".cu") and "tests" not in path.relative_to(ROOT).parts
     ]
 
 

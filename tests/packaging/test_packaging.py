@@ -10,12 +10,12 @@ import re
 import shutil
 import subprocess
 import sys
-import tarfile
 import zipfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import checkout
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -141,19 +141,8 @@ def source_package(folder: Path) -> Path:
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as file:
-        file.extractall(folder, filter="data")
+    checkout.unpack(archive, folder)
     return folder / archive.name.removesuffix(".tar.gz")
-
-
-def tracked(*folders: str) -> set[str]:
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard", *folders],
-        cwd=ROOT, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
-    if listed.returncode != 0:
-        pytest.skip("not a git checkout")
-    return {name for name in listed.stdout.split("\0") if name and (ROOT / name).exists()}
 
 
 def test_the_source_package_has_the_sources_and_nothing_else(tmp_path: Path) -> None:
@@ -169,7 +158,7 @@ def test_the_source_package_has_the_sources_and_nothing_else(tmp_path: Path) -> 
         "LICENSE",
         "SECURITY.md",
     }
-    assert names == tracked("csrc", "horoclone", "horovod-stubs") | alone | {"PKG-INFO"}
+    assert names == checkout.files("csrc", "horoclone", "horovod-stubs") | alone | {"PKG-INFO"}
     information = (source / "PKG-INFO").read_text()
     assert "\nDynamic: version" not in information, "whoever reads it must not have to build"
 
@@ -202,7 +191,7 @@ def test_a_wheel_built_in_isolation_works_in_an_empty_environment(tmp_path: Path
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     libraries = {f"horoclone/lib{name}.so" for name in ("horoclone", "horoclone_tensorflow", "horoclone_jax")}
     (core,) = (name for name in names if re.fullmatch(r"horoclone/_core\..*\.so", name))
-    assert names == tracked("horoclone", "horovod-stubs") | {"horovod.py", core} | libraries, (
+    assert names == checkout.files("horoclone", "horovod-stubs") | {"horovod.py", core} | libraries, (
         "only the package belongs in it, what `import horovod` finds, and what type checkers read for that"
     )
     assert {"horoclone/py.typed", "horoclone/_core.pyi", "horovod-stubs/torch/__init__.pyi"} <= names

@@ -10,6 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import checkout
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -103,11 +104,7 @@ def inside(root: Path, folder: str, commands: str) -> str:
 
 def clone(root: Path, name: str) -> str:
     """A copy of what is committed, or would be: a clone."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT, capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
-    for file in filter(None, listed.split("\0")):
+    for file in checkout.files():
         place = root / name / file
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, place)

@@ -10,11 +10,11 @@ import os
 import re
 import subprocess
 import sys
-import tarfile
 import venv
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
+import checkout
 import pytest
 
 pytest.importorskip("torch")
@@ -92,10 +92,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if done.returncode != 0:
         pytest.skip(f"{PINNED} cannot be fetched: {(done.stderr.strip().splitlines() or ['?'])[-1]}")
     (archive,) = folder.glob("*.tar.gz")
-    with tarfile.open(archive) as content:
-        if hasattr(tarfile, "data_filter"):  # not before Python 3.11.4
-            content.extraction_filter = tarfile.data_filter
-        content.extractall(folder)
+    checkout.unpack(archive, folder)
     (found,) = folder.glob("*/pyproject.toml")
     assert (found.parent / "tests/ignite/conftest.py").exists()
     return found.parent
