@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from horoclone.ps.numbers import real_number
+
 SUM, PLAIN_SGD, ADAGRAD, ROW_WISE_ADAGRAD, ADAM = range(5)  # hc_rule
 
 
@@ -74,8 +76,10 @@ Optimizer = Sum | SGD | Adagrad | RowWiseAdagrad | Adam
 
 
 def _native(rule: int, lr: float, **more: float) -> dict[str, Any]:
-    numbers = {"epsilon": 0.0, "beta1": 0.0, "beta2": 0.0, "initial_accumulator": 0.0, **more}
-    for name, value in {"lr": lr, **numbers}.items():
-        if not 0 <= value < float("inf"):
-            raise ValueError(f"{name}={value}: a number of 0 or more is needed")
-    return {"rule": rule, "learning_rate": lr, **numbers}
+    given = {"lr": lr, "epsilon": 0.0, "beta1": 0.0, "beta2": 0.0, "initial_accumulator": 0.0, **more}
+    below = {"beta1": 1.0, "beta2": 1.0} if rule == ADAM else {}
+    numbers = {
+        name: real_number("optimizer", name, value, below.get(name, float("inf")))
+        for name, value in given.items()
+    }
+    return {"rule": rule, "learning_rate": numbers.pop("lr"), **numbers}

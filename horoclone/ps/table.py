@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
 import time
 from typing import Any
@@ -10,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from horoclone import errors
+from horoclone.arguments import given
 from horoclone.ps import files
+from horoclone.ps.numbers import check_name, float32_rows, int64_ids, real_number, whole_number
 from horoclone.ps.optimizers import Optimizer, Sum
 from horoclone.ps.worker import ALONE, ASSIGN, ONLY_NEW, PULL, PUSH, ROWS, Servers
 
@@ -42,14 +45,20 @@ class Table:
         seed: int = 0,
         dense: bool = False,
     ) -> None:
-        if staleness is not None and (not isinstance(staleness, int) or staleness < 0):
-            raise ValueError(
-                f"table {name!r}: staleness={staleness!r}; None, 0 or a larger whole number is possible"
-            )
-        if initial not in INITIAL:
-            raise ValueError(f"table {name!r}: initial={initial!r}; possible are {', '.join(INITIAL)}")
-        if not 1 <= dim <= 1 << 20:
-            raise ValueError(f"table {name!r}: dim={dim}; 1 to {1 << 20} is possible")
+        check_name("table", name)
+        table = f"table {name!r}"
+        if staleness is not None:
+            staleness = whole_number(table, "staleness", staleness, 0, (1 << 31) - 1, "None, or ")
+        if not isinstance(initial, str) or initial not in INITIAL:
+            raise ValueError(f"{table}: initial={initial!r}; possible are {', '.join(INITIAL)}")
+        for argument, value in (("average", average), ("dense", dense)):
+            if not isinstance(value, (bool, np.bool_)):
+                raise TypeError(f"{table}: {argument}={given(value)}; True or False is possible")
+        if not isinstance(optimizer, (Optimizer, type(None))):
+            raise TypeError(f"{table}: optimizer={given(optimizer)}; SGD(...) or another of this package")
+        dim = whole_number(table, "dim", dim, 1, 1 << 20)
+        seed = whole_number(table, "seed", seed, 0, (1 << 64) - 1)
+        spread = real_number(table, "spread", spread)
         self.servers, self.name, self.dim = servers, name, dim
         self.staleness = staleness
         self.spec: dict[str, Any] = {
@@ -101,35 +110,44 @@ class Table:
 
     def pull(self, ids: Any) -> np.ndarray[Any, Any]:
         """float32 of shape (len(ids), dim). Timeout: a worker that staleness waits for has not come; it is named."""
-        ids = _ids(ids)
+        ids = self._ids(ids)
         out = np.empty((len(ids), self.dim), np.float32)
         self.pull_into(ids.ctypes.data, len(ids), out.ctypes.data)
         return out
 
     def push(self, ids: Any, gradients: Any) -> None:
-        """One step. gradients: (len(ids), dim); those of an id that comes twice are added up."""
-        ids, gradients = _ids(ids), self._rows(ids, gradients)
+        """One step. gradients: (len(ids), dim); those of an id that comes twice are added up.
+
+        ids are integers, and gradients real numbers, of which the nearest float32 is taken. TypeError or ValueError for
+        what would become another number: a float as an id, an integer beyond int64, a complex number, an integer that
+        float32 cannot hold, a finite number that it makes infinite."""
+        ids = self._ids(ids)
+        gradients = self._rows("gradients", ids, gradients)
         self.push_from(ids.ctypes.data, len(ids), gradients.ctypes.data)
 
     def assign(self, ids: Any, rows: Any, *, only_new: bool = False) -> None:
-        """Sets weights, (len(ids), dim)."""
-        ids, rows = _ids(ids), self._rows(ids, rows)
+        """Sets weights, (len(ids), dim). What is refused: see push()."""
+        ids = self._ids(ids)
+        rows = self._rows("rows", ids, rows)
         self.assign_from(ids.ctypes.data, len(ids), rows.ctypes.data, only_new=only_new)
 
-    def _rows(self, ids: Any, rows: Any) -> np.ndarray[Any, Any]:
-        rows = np.ascontiguousarray(rows, np.float32)
+    def _ids(self, ids: Any) -> np.ndarray[Any, Any]:
+        return int64_ids(f"table {self.name!r}", ids)
+
+    def _rows(self, argument: str, ids: np.ndarray[Any, Any], rows: Any) -> np.ndarray[Any, Any]:
+        rows = float32_rows(f"table {self.name!r}", argument, rows)
         if rows.shape != (len(ids), self.dim):
             raise ValueError(
-                f"table {self.name!r}: rows of shape {rows.shape} for {len(ids)} ids of {self.dim} numbers"
+                f"table {self.name!r}: {argument} of shape {rows.shape} for {len(ids)} ids of {self.dim} numbers"
             )
         return rows
 
     # --- files ---
 
-    def save(self, path: str) -> int:
+    def save(self, path: str | os.PathLike[str]) -> int:
         """Every server writes its rows, with the optimizer's state, into a directory or URL that all of them see; for
         one worker. The number of rows. Pushes that run meanwhile are in it or not, row by row."""
-        number = secrets.token_hex(4)
+        path, number = os.fspath(path), secrets.token_hex(4)
         question = {"what": "save", "path": path, "spec": self.spec, "save": number}
         answers = self.servers.ask_primaries(question)
         rows = sum(answer["rows"] for answer in answers)
@@ -148,10 +166,12 @@ class Table:
             self.servers.register.set("saved", {**saved, self.name: {"path": path, "time": time.time()}})
         return rows
 
-    def load(self, path: str) -> int:
+    def load(self, path: str | os.PathLike[str]) -> int:
         """Sets the rows that save() wrote, whatever number of servers there was; for one worker. The number of rows.
 
-        Mismatch where the save is of another width or optimizer."""
+        Mismatch where the save is of another width or optimizer, HorovodInternalError for one that is not as it was
+        written; both leave the table as it is."""
+        path = os.fspath(path)
         manifest = files.read_manifest(path, self.name)
         for what in ("dim", "rule", "beta1" if self.spec["rule"] == 1 else "rule"):
             if manifest["spec"][what] != self.spec[what]:
@@ -172,13 +192,6 @@ class Table:
                     clocks=steps,
                 )
         return int(manifest["rows"])
-
-
-def _ids(ids: Any) -> np.ndarray[Any, Any]:
-    ids = np.ascontiguousarray(ids, np.int64)
-    if ids.ndim != 1:
-        raise ValueError(f"ids of shape {ids.shape}; a list of them is needed")
-    return ids
 
 
 def seed_of(name: str) -> int:

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as functional
 from torch.autograd.graph import increment_version
 
+from horoclone.arguments import given
 from horoclone.ps import SGD, Adagrad, Adam, RowWiseAdagrad, Servers, Sum, Table
+from horoclone.ps.numbers import check_name, whole_number
 from horoclone.ps.optimizers import Optimizer
 from horoclone.ps.table import seed_of
 
@@ -27,6 +29,8 @@ __all__ = ["SGD", "Adagrad", "Adam", "EmbeddingBag", "KVStore", "RowWiseAdagrad"
 
 PIECE = 1 << 18  # float32 of a dense key in one row at most: 1 MiB, so that a large key lies on all servers
 READY_S = 60.0
+_IDS = torch.iinfo(torch.int64)
+_ROWS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
 class EmbeddingBag(torch.nn.Module):
@@ -54,6 +58,10 @@ class EmbeddingBag(torch.nn.Module):
         super().__init__()
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"table {name!r}: mode={mode!r}; sum, mean or max is possible")
+        if num_embeddings is not None:
+            num_embeddings = whole_number(
+                f"table {name!r}", "num_embeddings", num_embeddings, 1, _IDS.max, "None, or "
+            )
         self.num_embeddings, self.embedding_dim, self.mode = num_embeddings, embedding_dim, mode
         self.table = Table(
             servers,
@@ -78,7 +86,8 @@ class EmbeddingBag(torch.nn.Module):
     ) -> torch.Tensor:
         """(bags, embedding_dim), on the input's device; input and offsets as torch.nn.EmbeddingBag takes them.
 
-        IndexError for an id outside num_embeddings; else as Table.pull and Table.push.
+        IndexError for an id outside num_embeddings, TypeError for ids that are no integers; else as Table.pull and
+        Table.push.
         """
         unique, places = torch.unique(self._checked(input), return_inverse=True)
         rows = self._rows(unique).to(input.device)
@@ -111,8 +120,16 @@ class EmbeddingBag(torch.nn.Module):
         return self.table.load(path)
 
     def _checked(self, input: torch.Tensor) -> torch.Tensor:
+        table = f"table {self.table.name!r}"
+        if not isinstance(input, torch.Tensor):
+            raise TypeError(f"{table}: input={given(input)}; a tensor of integers is needed")
+        if input.dtype is torch.bool or input.is_floating_point() or input.is_complex() or input.is_quantized:
+            first = f", the first is {input.reshape(-1)[0].item()}" if input.numel() else ""
+            raise TypeError(f"{table}: input of {input.dtype}{first}; ids are integers")
+        if input.dtype is getattr(torch, "uint64", None) and (large := _beyond_int64(input)) is not None:
+            raise ValueError(f"{table}: input has id {large}, and ids are int64: at most {_IDS.max}")
         if self.num_embeddings is not None and input.numel():
-            ids = input.detach().reshape(-1)
+            ids = input.detach().reshape(-1).to(torch.int64)
             wrong = ids[(ids < 0) | (ids >= self.num_embeddings)]
             if len(wrong):
                 raise IndexError(
@@ -163,9 +180,15 @@ class KVStore:
         self._keys: dict[str, _Key] = {}
 
     def init(self, key: str, value: torch.Tensor) -> None:
-        """Every worker calls it; the value of rank 0 counts, unless the key is there already."""
+        """Every worker calls it; the value of rank 0 counts, unless the key is there already. Servers keep float32: of
+        other floats the nearest; a tensor of integers or complex numbers is a TypeError, here and in push() and pull().
+        """
+        check_name("key", key)
+        check_name("table", f"kv/{key}")  # with the name of its table
         if key in self._keys:
             raise ValueError(f"key {key!r} exists")
+        _check_tensor(key, "value", value)
+        _check_finite(key, "value", value, value.float())  # before servers hear of the key
         if value.numel() == 0:
             raise ValueError(f"key {key!r}: an empty tensor")
         rows = math.ceil(value.numel() / PIECE)
@@ -180,10 +203,10 @@ class KVStore:
             average=self._average,
             dense=True,
         )
-        entry = self._keys[key] = _Key(table, torch.arange(rows))
+        entry = _Key(table, torch.arange(rows), value.shape)
         ready = f"ready/{table.name}"
         if self.servers.rank == 0:
-            pieces = entry.filled(value)
+            pieces = entry.filled(key, "value", value)
             table.assign_from(entry.ids.data_ptr(), rows, pieces.data_ptr(), only_new=True)
             self.servers.register.set(ready, list(value.shape) or [1])
         else:
@@ -191,39 +214,73 @@ class KVStore:
             shape = self.servers.register.wait(ready, bool, time.monotonic() + READY_S, what)
             if shape != (list(value.shape) or [1]):
                 raise ValueError(f"key {key!r} has shape {shape} on rank 0, and {list(value.shape)} here")
+        self._keys[key] = entry
 
     def push(self, key: str, gradient: torch.Tensor) -> None:
-        """One step. ValueError for an unknown key or another number of elements."""
-        entry = self._entry(key, gradient)
-        pieces = entry.filled(gradient)
+        """One step. ValueError for an unknown key, another shape, or a number that float32 makes infinite."""
+        entry = self._entry(key, "gradient", gradient)
+        pieces = entry.filled(key, "gradient", gradient)
         entry.table.push_from(entry.ids.data_ptr(), len(entry.ids), pieces.data_ptr())
 
     def pull(self, key: str, out: torch.Tensor) -> torch.Tensor:
-        """Copies the weights into `out`, which is returned. After an error it may have some of them."""
-        entry = self._entry(key, out)
+        """Copies the weights into `out`, which is returned; in its dtype, where that is another float. After an error
+        it may have some of them."""
+        entry = self._entry(key, "out", out)
         pieces = out if entry.lies_as_pieces(out) else entry.room()
         entry.table.pull_into(entry.ids.data_ptr(), len(entry.ids), pieces.data_ptr())
         if pieces is out:
             increment_version(out)  # autograd has to know, as it would of copy_()
             return out
+        weights = pieces.reshape(-1)[: out.numel()].reshape(out.shape)
         with torch.no_grad():
-            out.copy_(pieces.reshape(-1)[: out.numel()].reshape(out.shape))
+            out.copy_(weights)
+        _check_finite(key, "the weights", weights, out)
         return out
 
-    def _entry(self, key: str, tensor: torch.Tensor) -> _Key:
+    def _entry(self, key: str, argument: str, tensor: torch.Tensor) -> _Key:
         if key not in self._keys:
             raise ValueError(f"key {key!r} is unknown; call init({key!r}, tensor) in every worker first")
+        _check_tensor(key, argument, tensor)
         entry = self._keys[key]
-        if not 0 <= len(entry.ids) * entry.table.dim - tensor.numel() < len(entry.ids):
-            raise ValueError(f"key {key!r}: a tensor of {tensor.numel()} elements does not fit")
+        if tensor.shape != entry.shape:
+            raise ValueError(
+                f"key {key!r} has shape {list(entry.shape)}: {argument}, a tensor of {tensor.numel()} elements with "
+                f"shape {list(tensor.shape)}, does not fit"
+            )
         return entry
+
+
+def _check_tensor(key: str, argument: str, tensor: torch.Tensor) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"key {key!r}: {argument}={given(tensor)}; a tensor is needed")
+    if tensor.dtype not in _ROWS or tensor.layout != torch.strided:
+        raise TypeError(
+            f"key {key!r}: {argument} is a tensor of {tensor.dtype}, {tensor.layout}; servers keep float32, so a "
+            "dense tensor of floats is needed"
+        )
+
+
+def _check_finite(key: str, what: str, source: torch.Tensor, copy: torch.Tensor) -> None:
+    """ValueError where a finite number has become infinite in a copy of fewer bits."""
+    if source.dtype.itemsize > copy.dtype.itemsize and bool(
+        (changed := torch.isinf(copy.detach()).to(source.device) & ~torch.isinf(source)).any()
+    ):
+        first = source.detach()[changed].reshape(-1)[0].item()
+        raise ValueError(f"key {key!r}: {what} has {first} ({source.dtype}), too large for {copy.dtype}")
+
+
+def _beyond_int64(ids: torch.Tensor) -> int | None:
+    """An id that int64 would wrap around."""
+    wrapped = ids.detach().reshape(-1).to(torch.int64)
+    wrong = wrapped[wrapped < 0]
+    return int(wrong[0]) + (1 << 64) if len(wrong) else None
 
 
 class _Key:
     """A dense key: rows of its table that are pieces of one tensor; the end of the last one may be padding."""
 
-    def __init__(self, table: Table, ids: torch.Tensor) -> None:
-        self.table, self.ids = table, ids
+    def __init__(self, table: Table, ids: torch.Tensor, shape: torch.Size) -> None:
+        self.table, self.ids, self.shape = table, ids, shape
         self._room: torch.Tensor | None = None
 
     def room(self) -> torch.Tensor:
@@ -243,10 +300,11 @@ class _Key:
             and tensor.numel() == len(self.ids) * self.table.dim
         )
 
-    def filled(self, value: torch.Tensor) -> torch.Tensor:
+    def filled(self, key: str, argument: str, value: torch.Tensor) -> torch.Tensor:
         """The pieces of a tensor, for as long as it does not change."""
         if self.lies_as_pieces(value):
             return value
-        room = self.room()
-        room.reshape(-1)[: value.numel()].copy_(value.detach().reshape(-1))
+        room, flat = self.room(), value.detach().reshape(-1)
+        room.reshape(-1)[: len(flat)].copy_(flat)
+        _check_finite(key, argument, flat, room.reshape(-1)[: len(flat)])
         return room

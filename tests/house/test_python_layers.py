@@ -70,7 +70,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ops": {"arguments", "errors"},
     "plan": {"replay"},
     "process_sets": {"errors", "ops", "runtime"},
-    "ps": {"bootstrap", "errors", "failpoints", "runtime"},
+    "ps": {"arguments", "bootstrap", "errors", "failpoints", "runtime"},
     "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
     "replay": set(),
     "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
@@ -168,7 +168,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.compression",
         "torch.optimizer",
     },
-    "torch.ps": {"ps"},
+    "torch.ps": {"arguments", "ps"},
     "torch.torchft": {"torch.c10d"},
     "torch.mpi_ops": {"common", "errors", "ops", "runtime", "runtime.exported", "torch.operations"},
     "torch.operations": {
