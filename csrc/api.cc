@@ -300,6 +300,8 @@ void hc_block_destroy(hc_block* block) { delete block; }
 
 void hc_abort(hc_runtime* rt, const char* text) { rt->engine->abort(text); }
 void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text) { rt->engine->break_off(handle, text); }
+void hc_say_ending(hc_runtime* rt) { rt->engine->say_ending(); }
+int32_t hc_all_are_ending(hc_runtime* rt) { return rt->engine->all_are_ending(); }
 hc_status* hc_shutdown(hc_runtime* rt, double timeout_s) {
   return guarded([&] { return rt->engine->shutdown(timeout_s); });
 }

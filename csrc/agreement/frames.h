@@ -32,6 +32,7 @@ enum class FrameKind : uint8_t {
   kMessageAsk = 21,  // a sender to rank 0: a message between GPUs waits for a launch ticket. Body: i32 receiver, u32 id
   kAboveLeft = 22,  // down the tree, behind its last plan: this member above has left. Body: u16 process set, i32 world
                     // rank, text
+  kEnding = 23,     // this rank has begun to shut down: it finishes what it has submitted, and submits no more
 };
 
 }  // namespace hc

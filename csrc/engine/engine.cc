@@ -7,6 +7,12 @@
 #include "base/nvtx.h"
 
 namespace hc {
+namespace {
+
+// How long shutdown() waits for ranks that go on, and that may never come to what this rank has submitted.
+constexpr double kOthersGoOnS = 60;
+
+}  // namespace
 
 Engine::Engine(Config config)
     : context_(std::move(config)),
@@ -132,12 +138,33 @@ void Engine::break_off(int64_t handle, const std::string& text) {
   abort(text_of(context_.me(), " ", text, op ? text_of(" during ", op->describe()) : ""));
 }
 
-Status Engine::shutdown(double timeout_s) {
-  if (!context_.connected.load()) return Status::ok();
+void Engine::say_ending() {
+  const ProgressThreads::Hold held(progress_);
+  if (context_.connected.load() && !context_.has_failed()) link_.say_ending();
+}
+
+bool Engine::all_are_ending() {
+  const ProgressThreads::Hold held(progress_);
+  return !context_.connected.load() || context_.has_failed() || link_.all_are_ending();
+}
+
+// Waits until every operation of this rank has ended. As long as one of the others goes on, it may still come to them.
+// When all are ending, nobody submits any more, and what has not ended `timeout_s` later never will.
+void Engine::finish_operations(double timeout_s) {
   const std::function<bool()> idle = [this] {
     return context_.has_failed() || !context_.connected.load() ||
            (loop_.outstanding() == 0 && !intake_.has_news() && !loop_.device_in_flight());
   };
+  if (timeout_s > 0) {
+    say_ending();
+    const std::function<bool()> idle_or_last = [&] { return idle() || link_.all_are_ending(); };
+    (void)progress_.until_under_lock(idle_or_last, Deadline::in(kOthersGoOnS));
+  }
+  (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
+}
+
+Status Engine::shutdown(double timeout_s) {
+  if (!context_.connected.load()) return Status::ok();
   // What was launched on GPUs waits there for ranks that are slower: they need this one until they have launched it,
   // too.
   loop_.watch_flights();
@@ -145,7 +172,7 @@ Status Engine::shutdown(double timeout_s) {
     const ProgressThreads::Hold held(progress_);
     order_.stop_ahead();
   }
-  (void)progress_.until_under_lock(idle, Deadline::in(timeout_s));
+  finish_operations(timeout_s);
   progress_.lock();
   if (!context_.connected.load()) {  // another thread has ended it meanwhile
     progress_.unlock();

@@ -81,6 +81,9 @@ class Engine {
   void abort(const std::string& text);
   // abort() by a thread that waits for `handle` and cannot go on: "<this rank> <text> during <the operation>".
   void break_off(int64_t handle, const std::string& text);
+  // This rank will only finish what it has begun; whether all others have said so, or have left.
+  void say_ending();
+  bool all_are_ending();
   // Collective: finishes what every rank has announced, says goodbye and stops the threads.
   Status shutdown(double timeout_s);
   void after_fork_child();
@@ -108,6 +111,7 @@ class Engine {
   void start_configured_timeline();
   void measure_clock();
   void begin_page();
+  void finish_operations(double timeout_s);
 
   // In order of construction: each part may use those above it.
   Context context_;

@@ -66,6 +66,7 @@ void complete(void* context, hc_handle handle, const hc_status* status) {
   if (!status && !text.empty()) code = HC_INVALID_ARGUMENT;
   hc_release(p->runtime, handle);
   finish(*p, p->future, code, text);
+  link().ended.fetch_add(1);
 }
 
 // Operation kSelfTest (jax_call.h): what a real call needs of XLA, without a runtime. Copies arguments to results from
@@ -91,6 +92,7 @@ xla::Error* start(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
   if (xla::Error* error = p->api->future_create(&made)) return error;
   p->future = made.future;
   p->runtime = link().runtime;
+  link().begun.fetch_add(1);
   request.done = complete;
   request.done_context = p.get();
   Pending* const kept = p.release();  // the completion may run, and delete it, before hc_submit returns
@@ -99,6 +101,7 @@ xla::Error* start(xla::CallFrame* frame, std::unique_ptr<Pending> p) {
                                 static_cast<int32_t>(kept->tensors.list.size()), &handle);
   frame->future = made.future;
   if (!status) return nullptr;
+  link().ended.fetch_add(1);
   p.reset(kept);
   xla::FutureErrorArgs failed{sizeof failed, nullptr, p->future,
                               refuse(p->api, hc_status_code(status), hc_status_text(status))};
@@ -136,6 +139,13 @@ HC_EXPORT void hc_jax_attach(hc_runtime* runtime) {
   std::unique_lock lock(link().mu);
   link().runtime = runtime;
   link().process_sets.clear();
+}
+// How many call sites programs have, how many calls have come from them and how many of these have ended, in the life
+// of this process.
+HC_EXPORT void hc_jax_count(int64_t* sites, int64_t* begun, int64_t* ended) {
+  *sites = link().sites;
+  *ended = link().ended;  // before `begun`: a call that ends meanwhile counts as under way
+  *begun = link().begun;
 }
 // id < 0: the set exists no more.
 HC_EXPORT void hc_jax_process_set(const char* members, int32_t id) {

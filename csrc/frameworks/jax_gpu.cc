@@ -66,6 +66,11 @@ void complete(void* context, hc_handle handle, const hc_status* status) {
   call.changed.notify_one();
 }
 
+struct CallCount {
+  CallCount() { link().begun.fetch_add(1); }
+  ~CallCount() { link().ended.fetch_add(1); }
+};
+
 // The program's stream, and which of CUDA's devices of this process it runs on.
 xla::Error* find_place(xla::CallFrame* frame, Enqueuing* call, int32_t* device) {
   const xla::Api* api = frame->api;
@@ -115,6 +120,7 @@ HC_EXPORT xla::Error* hc_jax_cuda_execute(xla::CallFrame* frame) {
     if (call.attributes.op == kSelfTest) return refuse(api, HC_UNSUPPORTED, "the self-test is for programs on the CPU");
     int32_t device = -1;
     if (xla::Error* error = find_place(frame, &call, &device)) return error;
+    const CallCount counted;
     if (xla::Error* error = submit(api, &call, device)) return error;
     std::unique_lock lock(call.mu);
     call.changed.wait(lock, [&] { return call.over; });

@@ -46,7 +46,10 @@ Link& link() {
   return *made;
 }
 
-CallSite* make_call_site(const Attributes& attributes) { return call_sites().make(attributes); }
+CallSite* make_call_site(const Attributes& attributes) {
+  if (attributes.op != kSelfTest) link().sites.fetch_add(1);
+  return call_sites().make(attributes);
+}
 void destroy_call_site(void* site) { call_sites().destroy(static_cast<CallSite*>(site)); }
 
 xla::Error* refuse(const xla::Api* api, hc_code code, const std::string& text) {

@@ -2,6 +2,7 @@
 // that call. Thread: any of XLA's; see Link for its lock.
 #pragma once
 
+#include <atomic>
 #include <map>
 #include <shared_mutex>
 #include <string>
@@ -16,6 +17,8 @@ struct Link {
   std::shared_mutex mu;  // guards the rest
   hc_runtime* runtime = nullptr;
   std::map<std::string, int32_t, std::less<>> process_sets;  // "0,2" -> id
+  // Of this process's life, read without the lock: call sites that were made, calls that came here, calls that ended.
+  std::atomic<int64_t> sites{0}, begun{0}, ended{0};
 };
 Link& link();
 

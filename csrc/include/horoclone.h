@@ -210,8 +210,12 @@ HC_EXPORT void hc_abort(hc_runtime* rt, const char* text);
 /* hc_abort by a caller that cannot go on waiting for `handle`. text: what happened to the caller ("raised TimeoutError:
  * too slow"); the core puts this rank's name before it and the operation after it. */
 HC_EXPORT void hc_break_off(hc_runtime* rt, hc_handle handle, const char* text);
-/* Finishes what every rank has announced, says goodbye and stops the threads. What is left after timeout_s fails as
- * Aborted. */
+/* Tells the other ranks that this one is about to shut down, and submits from now on only what it has begun. The other:
+ * 1 when all of them have said so, too, or are gone: what waits for them then may wait in vain. */
+HC_EXPORT void hc_say_ending(hc_runtime* rt);
+HC_EXPORT int32_t hc_all_are_ending(hc_runtime* rt);
+/* Finishes what this rank has submitted, says goodbye and stops the threads. What is left fails as Aborted: timeout_s
+ * after every rank has begun to shut down, or after a minute while others go on. With timeout_s = 0 at once. */
 HC_EXPORT hc_status* hc_shutdown(hc_runtime* rt, double timeout_s);
 HC_EXPORT void hc_after_fork_child(hc_runtime* rt);
 

@@ -285,6 +285,14 @@ class Runtime {
     WithoutGil released;
     hc_abort(rt_, text.c_str());
   }
+  void say_ending() {
+    WithoutGil released;
+    hc_say_ending(rt_);
+  }
+  bool all_are_ending() {
+    WithoutGil released;
+    return hc_all_are_ending(rt_) != 0;
+  }
   void shutdown(double timeout_s) {
     hc_status* status;
     {
@@ -452,6 +460,8 @@ PYBIND11_MODULE(_core, m) {
       .def("allocate_on_device", &Runtime::allocate_on_device, "device"_a, "nbytes"_a)
       .def("shares_memory", &Runtime::shares_memory)
       .def("abort", &Runtime::abort, "text"_a)
+      .def("say_ending", &Runtime::say_ending)
+      .def("all_are_ending", &Runtime::all_are_ending)
       .def("shutdown", &Runtime::shutdown, "timeout_s"_a = 5.0)
       .def("after_fork_child", &Runtime::after_fork_child)
       .def("start_timeline", &Runtime::start_timeline, "path"_a, "mark_cycles"_a = false)

@@ -16,6 +16,7 @@ import numpy as np
 import horoclone
 from horoclone import process_sets
 from horoclone.errors import Unsupported
+from horoclone.jax.finishing import finish
 from horoclone.process_sets import ProcessSet, global_process_set, id_of
 from horoclone.runtime import attached
 
@@ -45,10 +46,12 @@ def load() -> None:
         library.hc_jax_attach.restype = None
         library.hc_jax_process_set.argtypes = [ctypes.c_char_p, ctypes.c_int32]
         library.hc_jax_process_set.restype = None
+        library.hc_jax_count.argtypes = [ctypes.POINTER(ctypes.c_int64)] * 3
+        library.hc_jax_count.restype = None
         for platform, prefix in PLATFORMS.items():
             register(library, platform, prefix)
         _library = library
-        attached.attach(_set_runtime)
+        attached.attach(_set_runtime, lambda runtime: finish(library, runtime))
 
 
 # XLA's name of each platform, and what the names of its handlers begin with. GPUs: until a program for them is built,

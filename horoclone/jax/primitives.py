@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,7 @@ from horoclone.errors import Unsupported
 from horoclone.jax import eager, native
 from horoclone.jax.call import NAMES, SELF_TEST, Call, rows_of
 from horoclone.jax.failures import horovod_error_of
+from horoclone.jax.finishing import builders
 
 collective_p = Primitive("horoclone_collective")
 collective_p.multiple_results = True
@@ -122,6 +124,7 @@ def lowering(target: str, check: Callable[[], None] | None = None) -> Callable[.
             if check is not None:
                 check()
             _refuse_several_devices(context.module_context, call)
+            builders.add(threading.get_ident())
         return to_call(
             context,
             *operands,

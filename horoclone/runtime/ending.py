@@ -23,7 +23,8 @@ from horoclone.runtime import current
 if TYPE_CHECKING:
     from horoclone.bootstrap.exchange import Job
 
-EXIT_DEADLINE_S = 5.0
+EXIT_DEADLINE_S = 5.0  # for what is left when every rank ends
+OTHERS_GO_ON_S = 60.0  # at most, for ranks that are slower; as in csrc/engine/engine.cc
 FAREWELL_S = 6.0  # above the farewell's own deadline
 TELL_DEADLINE_S = 2.0  # how long a dying rank spends on telling its peers, and then its launcher
 FAILURE_TEXT_BYTES = 16384
@@ -32,13 +33,13 @@ _inherited: list[Any] = []  # a forked child keeps the parent's runtime, so that
 _hooks_installed = False
 
 
-def install_hooks(shut_down: Callable[[float], None]) -> None:
-    """Called once in a process. shut_down: ends the runtime within the given seconds."""
+def install_hooks(finish: Callable[[], None], shut_down: Callable[[float], None]) -> None:
+    """Called once in a process. finish: waits for what frameworks have yet to run; shut_down: ends the runtime."""
     global _hooks_installed
     if _hooks_installed:
         return
     _hooks_installed = True
-    atexit.register(_at_exit, shut_down)
+    atexit.register(_at_exit, finish, shut_down)
     os.register_at_fork(after_in_child=_after_fork_in_child)
     previous = sys.excepthook
 
@@ -79,10 +80,14 @@ def _bounded(work: Callable[[], None], limit_s: float) -> bool:
     return not thread.is_alive()
 
 
-def _at_exit(shut_down: Callable[[float], None]) -> None:
+def _at_exit(finish: Callable[[], None], shut_down: Callable[[float], None]) -> None:
     if current.forked_from is not None:
         return
-    _bounded(lambda: shut_down(EXIT_DEADLINE_S), EXIT_DEADLINE_S + 0.5)
+    try:
+        finish()
+    except BaseException as error:  # Ctrl-C; the others wait for what was not finished
+        _tell_failure(type(error), error, error.__traceback__)
+    _bounded(lambda: shut_down(EXIT_DEADLINE_S), OTHERS_GO_ON_S + EXIT_DEADLINE_S + 0.5)
     job, current.job = current.job, None
     if job is not None:
         _bounded(lambda: job.close(process_ends=True), TELL_DEADLINE_S)

@@ -15,8 +15,7 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import current, ending, member, newcomer, pages, stacks
-from horoclone.runtime.attached import publish
+from horoclone.runtime import attached, current, ending, member, newcomer, pages, stacks
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.runtime.native_module import core
@@ -57,7 +56,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
         if current.runtime is not None:
             return
         failpoints.check()
-        ending.install_hooks(_shutdown)
+        ending.install_hooks(_finish, _shutdown)
         wanted = _checked_process_sets(process_sets, comm)
         if member.is_elastic():
             _join_generation(comm, wanted)
@@ -79,7 +78,7 @@ def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
             failpoints.reach("init.connected")
             _register_sets(runtime, wanted)
         finally:
-            publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
+            attached.publish(runtime.address)  # after the sets: programs of an earlier life look for theirs
     except (ValueError, errors.Mismatch):
         raise  # every rank refuses the sets alike, and the world is up: size() and rank() answer, as in Horovod
     except BaseException:
@@ -238,11 +237,18 @@ def _checked_process_sets(process_sets: Sequence[ProcessSet] | str | None, comm:
 
 
 def shutdown() -> None:
-    """Finishes what every rank has announced, says goodbye and closes everything. init() may follow. Never raises for
-    what other ranks did; work that could not be finished within 5 s fails with Aborted on its handles."""
+    """Finishes what this rank has submitted, says goodbye and closes everything. init() may follow. Never raises for
+    what other ranks did. Programs of JAX that were dispatched run first. What can not be finished fails with Aborted on
+    its handles: 5 s after every rank has called shutdown() or ended, or after a minute while others go on."""
     if current.forked_from is not None:
         raise current.forked_error()
+    _finish()
     _shutdown(ending.EXIT_DEADLINE_S)
+
+
+def _finish() -> None:
+    if (runtime := current.runtime) is not None:
+        attached.finish(runtime)
 
 
 def _shutdown(timeout_s: float) -> None:
@@ -252,7 +258,7 @@ def _shutdown(timeout_s: float) -> None:
             return
         _keep_sets()
         sets.clear()
-        publish(0)
+        attached.publish(0)
         try:
             runtime.shutdown(timeout_s)
         except errors.HorovodInternalError as error:

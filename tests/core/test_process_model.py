@@ -220,6 +220,20 @@ def test_an_exit_with_pending_work_does_not_hang(two):
     assert done.stdout.count("end") == 2 and done.seconds < 15
 
 
+def test_an_exit_waits_for_a_slower_rank_that_needs_what_was_submitted(two):
+    done = two(
+        """
+hvd.init()
+if hvd.rank() == 0:
+    time.sleep(7)
+handle = hvd.allreduce_async(np.ones(3) * (hvd.rank() + 1), name="a", op=hvd.Sum)
+if hvd.rank() == 0:
+    print("sum", hvd.synchronize(handle).tolist(), flush=True)
+"""
+    )
+    assert "sum [3.0, 3.0, 3.0]" in done.stdout, done.output
+
+
 def test_an_exit_with_work_that_never_gets_ready_does_not_hang(two):
     done = two("hvd.init()\nhvd.allreduce_async(np.ones(9), name=f'only {hvd.rank()}')\n", check=False)
     assert done.seconds < 15

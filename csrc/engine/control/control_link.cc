@@ -34,6 +34,20 @@ void ControlLink::tell_failure(const Status& reason) {
     if (is_there(r)) (void)send(r, true);
 }
 
+void ControlLink::say_ending() {
+  if (said_ending_) return;
+  said_ending_ = true;
+  begin(FrameKind::kEnding);
+  for (int r = 0; r < context_.mesh->size(); ++r)
+    if (is_there(r)) (void)send(r, true);
+}
+
+bool ControlLink::all_are_ending() const {
+  for (int r = 0; r < context_.mesh->size(); ++r)
+    if (is_there(r) && !ending_[static_cast<size_t>(r)]) return false;
+  return true;
+}
+
 void ControlLink::say_goodbye(double timeout_s) {
   // The first one to leave is the cause of the others' end: each goodbye that follows names it.
   begin(FrameKind::kGoodbye).put_text(departure_.empty() ? "has shut down" : "has shut down after " + departure_);

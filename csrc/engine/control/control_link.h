@@ -18,7 +18,10 @@ class ControlLink {
  public:
   explicit ControlLink(Context& context) : context_(context) {}
   // The mesh is connected.
-  void attach() { left_.assign(static_cast<size_t>(context_.mesh->size()), false); }
+  void attach() {
+    left_.assign(static_cast<size_t>(context_.mesh->size()), false);
+    ending_ = left_;
+  }
 
   Writer& begin(FrameKind kind) {
     frame_.clear();
@@ -39,6 +42,12 @@ class ControlLink {
   bool anybody_left() const { return !departure_.empty(); }
   void note_left(int rank, const std::string& text);
 
+  // Tells every rank that this one has begun to shut down.
+  void say_ending();
+  void note_ending(int rank) { ending_[static_cast<size_t>(rank)] = true; }
+  // Every other rank has said so, or has left.
+  bool all_are_ending() const;
+
   // Tells every rank that is left why nothing succeeds any more. Best effort, as some may be gone. The culprit may be
   // alive: a rank that was only stopped learns why it was given up.
   void tell_failure(const Status& reason);
@@ -51,8 +60,9 @@ class ControlLink {
 
   Context& context_;
   Writer frame_;
-  std::vector<bool> left_;  // [world]
-  std::string departure_;   // the first goodbye that came in
+  std::vector<bool> left_, ending_;  // [world]
+  bool said_ending_ = false;
+  std::string departure_;  // the first goodbye that came in
 };
 
 }  // namespace hc

@@ -113,6 +113,9 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
       return checked(parts_.messages.handle(from, kind, &in));
     case FrameKind::kGoodbye:
       return peer_left(from, in.get_text());
+    case FrameKind::kEnding:
+      parts_.link.note_ending(from);
+      return Status::ok();
     case FrameKind::kAboveLeft:
       return checked(take_above_left(&in));
     case FrameKind::kAbort: {
