@@ -15,7 +15,12 @@ from horoclone.runtime import current
 
 
 class ProcessSet:
-    """Ranks that communicate among themselves. `ranks` is sorted; `process_set_id` is None while unregistered."""
+    """Ranks that communicate among themselves. `ranks` is sorted; `process_set_id` is None while unregistered.
+
+    A set is its ranks: one with the ranks of a registered set is equal to it and can be passed in its place. A copy is
+    the set itself, and so is what a pickle gives in a process where these ranks are registered. Elsewhere it gives an
+    unregistered set, which works as soon as one with its ranks is registered there.
+    """
 
     process_set_id: int | None = None
     ranks: list[int] | None = None
@@ -30,12 +35,12 @@ class ProcessSet:
     def size(self) -> int | None:
         """How many ranks belong to it; None while it is unregistered. NotInitialized before init."""
         current.native()
-        return None if self.process_set_id is None or self.ranks is None else len(self.ranks)
+        return None if _number_of(self) is None or self.ranks is None else len(self.ranks)
 
     def rank(self) -> int | None:
         """This process's place in it, None while it is unregistered. ValueError if this process is not in it."""
         world_rank = current.native().rank
-        if self.process_set_id is None or self.ranks is None:
+        if _number_of(self) is None or self.ranks is None:
             return None
         if world_rank not in self.ranks:
             raise ValueError(f"Rank {world_rank} is not a member of {self}; ask included() first.")
@@ -52,6 +57,43 @@ class ProcessSet:
         )
 
     __repr__ = __str__
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ProcessSet):
+            return NotImplemented
+        if self is other:
+            return True
+        if self is global_process_set or other is global_process_set:
+            return False
+        return self.ranks is not None and self.ranks == other.ranks
+
+    def __hash__(self) -> int:  # not of the ranks, which are others in the next generation of an elastic job
+        return hash(ProcessSet)
+
+    def __copy__(self) -> ProcessSet:
+        return self
+
+    def __deepcopy__(self, memo: Any) -> ProcessSet:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if self is global_process_set:
+            return _pickled, (None,)
+        if self.ranks is None:
+            raise TypeError(
+                "a process set that was made of an MPI communicator can be pickled once it is registered: before that "
+                "its ranks are not known. Call hvd.add_process_set() first."
+            )
+        return _pickled, (self.ranks,)
+
+
+def _pickled(ranks: list[int] | None) -> ProcessSet:
+    """What a pickle of a set gives; None stands for the global one."""
+    if ranks is None:
+        return global_process_set
+    made = ProcessSet(ranks)
+    number = _number_of(made)
+    return made if number is None else _registered[number]
 
 
 def _sorted_ranks(ranks: Iterable[int]) -> list[int]:
@@ -80,17 +122,28 @@ def registered() -> dict[int, list[int]]:
     return {number: list(members.ranks or []) for number, members in sorted(_registered.items())}
 
 
+def _number_of(process_set: ProcessSet) -> int | None:
+    """Its id if it, or a set with its ranks, is registered. The global set's ranks are no set of their own."""
+    number = process_set.process_set_id
+    if number is not None and _registered.get(number) is process_set:
+        return number
+    if not process_set.ranks:
+        return None
+    return next((n for n, other in _registered.items() if n and other.ranks == process_set.ranks), None)
+
+
 def id_of(process_set: ProcessSet) -> int:
     """Its id for the core. TypeError when it is something else, UnregisteredSet when it is not registered."""
     if not isinstance(process_set, ProcessSet):
         raise TypeError(
             f"process_set={process_set!r}: it takes a ProcessSet, for example what hvd.add_process_set([0, 1]) returns"
         )
-    number = process_set.process_set_id
-    if number is None or _registered.get(number) is not process_set:
+    number = _number_of(process_set)
+    if number is None:
+        there = ", ".join(str(ranks) for n, ranks in registered().items() if n) or "none"
         raise errors.UnregisteredSet(
             f"{process_set} does not exist, or has not been registered. Pass it to hvd.init(process_sets=[...]) or to "
-            "hvd.add_process_set()."
+            f"hvd.add_process_set(). Registered besides the global set: {there}."
         )
     return number
 

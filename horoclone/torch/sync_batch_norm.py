@@ -8,20 +8,25 @@ forward, and autograd's.
 # mypy: disable-error-code="no-any-return, no-untyped-call"
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.utils import parametrize
 
+from horoclone.errors import Unsupported
 from horoclone.ops import Sum
-from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch import operations
 
 
 class SyncBatchNorm(_BatchNorm):
     """Drop-in for BatchNorm1d/2d/3d: input of shape [N, C] or [N, C, ...], at least 2-d, floating point.
 
-    In evaluation mode, or with one rank, it is plain batch normalisation. Every rank must call it equally often.
+    In evaluation mode, or with one rank, it is plain batch normalisation. In training every rank must call it equally
+    often; ValueError where all ranks together have one value per channel. It can be differentiated as often as wanted:
+    the second backward, too, must run on every rank.
     """
 
     def __init__(
@@ -40,18 +45,15 @@ class SyncBatchNorm(_BatchNorm):
     def convert_sync_batchnorm(
         cls, module: torch.nn.Module, process_set: ProcessSet = global_process_set
     ) -> torch.nn.Module:
-        """Replaces every batch normalisation layer in `module`; its parameters and buffers stay the same objects.
+        """Replaces every batch normalisation layer in `module`; all that it holds stays the same objects: parameters,
+        buffers, hooks, parametrizations, other attributes. A layer with several names has one replacement.
 
-        Returns `module`, or the layer's replacement if `module` is one. Call it before the optimizer is made.
+        Returns `module`, or the layer's replacement if `module` is one. Call it before the optimizer is made. A
+        SyncBatchNorm of this module stays as it is, with its process set. Subclasses keep their forward(), which must
+        call the inherited one: where it does not, the first call in training raises Unsupported. ValueError for a
+        torch.nn.SyncBatchNorm with a process group.
         """
-        if isinstance(module, _BatchNorm) and not isinstance(module, cls):
-            options = (module.eps, module.momentum, module.affine, module.track_running_stats)
-            layer = cls(module.num_features, *options, process_set=process_set)
-            layer._parameters, layer._buffers = module._parameters, module._buffers
-            return layer.train(module.training)
-        for name, child in module.named_children():
-            setattr(module, name, cls.convert_sync_batchnorm(child, process_set))
-        return module
+        return _converted(cls, module, process_set, {})
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2:
@@ -60,29 +62,48 @@ class SyncBatchNorm(_BatchNorm):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Normalises over all dimensions but the second, with the statistics of all ranks in training mode."""
         self._check_input_dim(input)
-        uses_batch = self.training or not self.track_running_stats
-        if not uses_batch or (self.process_set.size() or 1) == 1:
+        self.__dict__.pop("_not_reached", None)
+        if not self.training:
             return super().forward(input)
-        factor = 0.0
-        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            factor = 1.0 / float(self.num_batches_tracked) if self.momentum is None else self.momentum
+        set_id(self.process_set)  # refuses one that is not registered, rather than normalise alone
+        if self.process_set.size() == 1:
+            return super().forward(input)
         output, mean, variance, count = _SyncBatchNorm.apply(
             input, self.weight, self.bias, self.eps, self.process_set
         )
+        if self.track_running_stats:
+            self._track(mean.detach(), variance.detach(), count)
+        return output
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, count: torch.Tensor) -> None:
+        factor = self.momentum or 0.0
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                factor = 1.0 / float(self.num_batches_tracked)
         if factor and self.running_mean is not None and self.running_var is not None:
             unbiased = variance * (count / (count - 1).clamp(min=1))
-            with torch.no_grad():
-                self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-                self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor)
-        return output
+            weight = factor * (count > 0)  # nothing is learned from no rows at all
+            for kept, new in ((self.running_mean, mean), (self.running_var, unbiased)):
+                kept.lerp_(new.to(kept.dtype), weight.to(kept.dtype))
+
+
+# --- statistics and their derivatives ---
 
 
 def _channel_view(values: torch.Tensor, dims: int) -> torch.Tensor:
     return values.view(1, -1, *([1] * (dims - 2)))
 
 
+def _all_but_channels(x: torch.Tensor) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
 class _SyncBatchNorm(torch.autograd.Function):
+    """Backward is made of operations that autograd knows, on what it knows: mean and variance are outputs, so their
+    own gradients come to this backward again, from the second derivative."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -94,7 +115,7 @@ class _SyncBatchNorm(torch.autograd.Function):
     ) -> Any:
         exact = torch.promote_types(input.dtype, torch.float32)
         x = input.to(exact)
-        over = [d for d in range(x.dim()) if d != 1]
+        over = _all_but_channels(x)
         own_count = x.numel() // max(1, x.shape[1])
         if own_count:
             own_mean = x.mean(over)
@@ -102,37 +123,48 @@ class _SyncBatchNorm(torch.autograd.Function):
         else:
             own_mean = own_squares = x.new_zeros(x.shape[1])
         count, mean, squares = _combined(own_count, own_mean, own_squares, group)
-        variance = squares / count
+        if own_count <= 1 and float(count) == 1:  # the only case in which the host waits for a GPU
+            raise ValueError(
+                "SyncBatchNorm: expected more than 1 value per channel when training, got "
+                f"1 on all {group.size()} ranks together; input of shape {list(input.shape)} here. "
+                "Give the ranks more rows, or call eval() first."
+            )
+        variance = squares / count.clamp(min=1)
         scale = torch.rsqrt(variance + eps)
-        normal = (x - _channel_view(mean, x.dim())) * _channel_view(scale, x.dim())
-        output = normal
+        output = (x - _channel_view(mean, x.dim())) * _channel_view(scale, x.dim())
         if weight is not None:
             output = output * _channel_view(weight.to(exact), x.dim())
         if bias is not None:
             output = output + _channel_view(bias.to(exact), x.dim())
-        ctx.save_for_backward(normal, weight, scale, count)
-        ctx.has_bias, ctx.group = bias is not None, group
-        ctx.mark_non_differentiable(mean, variance, count)
+        ctx.save_for_backward(input, weight, mean, variance, count)
+        ctx.has_bias, ctx.eps, ctx.group = bias is not None, eps, group
+        ctx.mark_non_differentiable(count)
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, grad_output: torch.Tensor, *_: Any) -> Any:
-        normal, weight, scale, count = ctx.saved_tensors
-        grad = grad_output.to(normal.dtype)
-        dims = normal.dim()
-        over = [d for d in range(dims) if d != 1]
-        sums = torch.stack([grad.sum(over), (grad * normal).sum(over)])
-        sums_own = sums.clone()
+    def backward(ctx: Any, grad_output: torch.Tensor, grad_mean: Any, grad_variance: Any, _: Any) -> Any:
+        input, weight, mean, variance, count = ctx.saved_tensors
+        grad, scale, dims = grad_output.to(mean.dtype), torch.rsqrt(variance + ctx.eps), input.dim()
+        over = _all_but_channels(input)
+        normal = (input.to(mean.dtype) - _channel_view(mean, dims)) * _channel_view(scale, dims)
+        own = torch.stack([grad.sum(over), (grad * normal).sum(over)])
         grad_input = grad_weight = grad_bias = None
         if ctx.needs_input_grad[0]:
-            operations.allreduce_(sums, op=Sum, process_set=ctx.group)
-            means = sums / count
-            grad_input = grad - _channel_view(means[0], dims) - normal * _channel_view(means[1], dims)
             factor = scale if weight is None else scale * weight.to(scale.dtype)
-            grad_input = (grad_input * _channel_view(factor, dims)).to(grad_output.dtype)
+            # What reaches the mean and the variance, by way of the output and by themselves.
+            to_mean = grad_mean - own[0] * factor
+            to_variance = grad_variance - own[1] * factor * scale / 2
+            sums = torch.stack([to_mean, to_variance])
+            means = operations.allreduce(sums, op=Sum, process_set=ctx.group) / count.clamp(min=1)
+            deviation = 2 * means[1] / scale
+            grad_input = (
+                grad * _channel_view(factor, dims)
+                + _channel_view(means[0], dims)
+                + normal * _channel_view(deviation, dims)
+            ).to(grad_output.dtype)
         if weight is not None:
-            grad_weight = sums_own[1].to(weight.dtype)
-            grad_bias = sums_own[0].to(weight.dtype) if ctx.has_bias else None
+            grad_weight = own[1].to(weight.dtype)
+            grad_bias = own[0].to(weight.dtype) if ctx.has_bias else None
         return grad_input, grad_weight, grad_bias, None, None
 
 
@@ -155,4 +187,89 @@ def _combined(
         all_mean = all_mean + delta * (n / both)
         all_squares = all_squares + s + delta.square() * (total * n / both)
         total = total + n
-    return total.clamp(min=1).clone(), all_mean.clone(), all_squares.clone()
+    return total.clone(), all_mean.clone(), all_squares.clone()
+
+
+# --- conversion ---
+
+_PLAIN = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+
+
+def _converted(
+    cls: Any,
+    module: torch.nn.Module,
+    process_set: ProcessSet,
+    done: dict[torch.nn.Module, torch.nn.Module],
+) -> torch.nn.Module:
+    if module in done:
+        return done[module]
+    result = module
+    if isinstance(module, _BatchNorm) and not isinstance(module, SyncBatchNorm):
+        if getattr(module, "process_group", None) is not None:
+            raise ValueError(
+                f"convert_sync_batchnorm: {module} has a process group of torch.distributed. Set its process_group to "
+                "None, and pass process_set= for the ranks that share statistics."
+            )
+        kind = _class_for(cls, module)
+        result = kind.__new__(kind)
+        result.__dict__.update(module.__dict__)
+        result.process_set = process_set  # type: ignore[assignment]
+    done[module] = result
+    for name, child in result._modules.items():  # named_children() leaves out the second name of a child
+        if child is not None and (new := _converted(cls, child, process_set, done)) is not child:
+            result._modules[name] = new
+    return result
+
+
+def _class_for(cls: Any, module: _BatchNorm) -> Any:
+    kind: Any = type(module)
+    if not parametrize.is_parametrized(module):
+        return _synchronised(cls, kind)
+    # torch has given this layer a class of its own, with properties for what is parametrized, and takes its first base
+    # for the layer's class when the parametrizations are removed.
+    own = {name: value for name, value in vars(kind).items() if name not in ("__dict__", "__weakref__")}
+    return type(kind.__name__, (_synchronised(cls, kind.__bases__[0]),), own)
+
+
+@functools.cache
+def _synchronised(cls: Any, kind: Any) -> Any:
+    """The class of the replacements for layers of class `kind`: `cls`, or for a subclass or a lazy layer one derived
+    from both, in which what `kind` inherits from batch normalisation is what `cls` does."""
+    if kind in _PLAIN:
+        return cls
+
+    def __reduce_ex__(
+        self: Any, protocol: Any
+    ) -> Any:  # pickle finds classes by name, and this one is made here
+        state: Any = object.__reduce_ex__(self, 2)[2:]
+        return (_blank, (cls, kind), *state)
+
+    own: dict[str, Any] = {"__reduce_ex__": __reduce_ex__, "__module__": kind.__module__}
+    if getattr(kind, "cls_to_become", None) is not None:  # a lazy layer's, once it has seen its first input
+        own["cls_to_become"] = _synchronised(cls, kind.cls_to_become)
+    elif kind.forward is not _BatchNorm.forward:
+        own["forward"] = _checked(kind)
+    return type(f"Sync{kind.__name__}", (kind, cls), own)
+
+
+def _blank(cls: Any, kind: Any) -> Any:
+    made = _synchronised(cls, kind)
+    return made.__new__(made)
+
+
+def _checked(kind: Any) -> Any:
+    """The forward() of `kind`; Unsupported where it has computed statistics by itself, of this rank's batch."""
+
+    @functools.wraps(kind.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.__dict__["_not_reached"] = True
+        output = kind.forward(self, *args, **kwargs)
+        if self.__dict__.pop("_not_reached", None) and self.training:
+            raise Unsupported(
+                f"convert_sync_batchnorm: {kind.__module__}.{kind.__qualname__} has a forward() of its own that does "
+                "not call super().forward(), so its statistics are those of this rank's batch alone. Call it there, "
+                "or use hvd.SyncBatchNorm in the class."
+            )
+        return output
+
+    return forward

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import cloudpickle
 import numpy as np
 import pytest
 from world import ranks
@@ -298,3 +303,70 @@ def test_sets_made_of_communicators_that_differ_from_rank_to_rank(launch, reques
     mpi = request.getfixturevalue(name)
     done = launch([*mpi.command(3), sys.executable, "-c", COMMUNICATORS], env=mpi.env, timeout_s=100)
     assert done.stdout.split().count("fine") == 3, done.output
+
+
+def copies_of(process_set: hvd.ProcessSet) -> dict[str, hvd.ProcessSet]:
+    return {
+        "copy": copy.copy(process_set),
+        "deepcopy": copy.deepcopy({"inside": [process_set]})["inside"][0],
+        "pickle": pickle.loads(pickle.dumps(process_set)),
+        "cloudpickle": cloudpickle.loads(cloudpickle.dumps(lambda: process_set))(),
+        "broadcast_object": hvd.broadcast_object(process_set),
+    }
+
+
+@ranks(3, env=DYNAMIC)
+def test_a_copy_of_a_set_is_that_set():
+    pair = hvd.add_process_set([0, 2])
+    for original, among in ((hvd.global_process_set, 3), (pair, 2)):
+        for how, copied in copies_of(original).items():
+            assert copied == original and hash(copied) == hash(original) and copied in {original: 1}, how
+            assert str(copied) == str(original) and copied.size() == among, how
+            if original.included():
+                assert copied.rank() == original.rank() and total(1, copied) == among, how
+    assert pair != hvd.global_process_set and hvd.ProcessSet([0, 1, 2]) != hvd.global_process_set
+    assert hvd.ProcessSet([2, 0]) == pair != hvd.ProcessSet([0, 1]) and pair != [0, 2]
+    held = pickle.dumps(pair)
+    assert hvd.remove_process_set(copy.deepcopy(pair)) and pair.process_set_id is None
+    late = pickle.loads(held)
+    assert late.size() is None and late == pair
+    with pytest.raises(ValueError, match=r"ranks=\[0, 2\].*not been registered.*Registered besides.*: none"):
+        hvd.allreduce(np.ones(1), process_set=late)
+    again = hvd.add_process_set([0, 2])
+    for known in (late, pair):
+        assert known == again and known.size() == 2
+        if known.included():
+            assert total(1, known) == 2
+    assert hvd.remove_process_set(again)
+    still_works()
+
+
+@ranks(2, env=DYNAMIC)
+def test_a_set_of_an_earlier_life_is_the_one_with_its_ranks():
+    first = hvd.add_process_set([1])
+    held = pickle.dumps(first)
+    hvd.shutdown()
+    early = pickle.loads(held)
+    assert early.process_set_id is None and early == first
+    hvd.init(process_sets=[hvd.ProcessSet([0]), hvd.ProcessSet([1])])
+    for known in (first, early, pickle.loads(held)):
+        assert known.size() == 1 and known.included() is (hvd.rank() == 1)
+        if known.included():
+            assert total(7, known) == 7
+    still_works()
+
+
+@ranks(2, env=DYNAMIC)
+def test_a_set_travels_to_a_spawned_process_which_does_not_know_it():
+    pair = hvd.add_process_set([1])
+    code = (
+        "import pickle, sys, horoclone as hvd; s = pickle.load(sys.stdin.buffer); print(s); hvd.init()\n"
+        "try: hvd.allreduce(__import__('numpy').ones(1), process_set=s)\n"
+        "except ValueError as error: print(error)"
+    )
+    alone = {k: v for k, v in os.environ.items() if not k.startswith(("HOROCLONE_", "HOROVOD_"))}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(pair), capture_output=True, env=alone, timeout=60
+    )
+    out = done.stdout.decode()
+    assert "ranks=[1]" in out and "has not been registered" in out, (out, done.stderr.decode())

@@ -193,7 +193,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "torch.functions",
         "torch.operations",
     },
-    "torch.sync_batch_norm": {"ops", "process_sets", "torch.operations"},
+    "torch.sync_batch_norm": {"errors", "ops", "process_sets", "torch.operations"},
     "tracking": {"runtime"},
 }
 # (module, what it imports inside a function) -> why one framework needs the other only when a user brings both (decision 0059)

@@ -60,7 +60,6 @@ def test_equals_batch_norm_over_everybodys_batch() -> None:
 @ranks(2)
 def test_options_dtypes_and_an_empty_batch() -> None:
     bare = hvd.SyncBatchNorm(3, affine=False, track_running_stats=False)
-    bare.eval()
     x = share((6, 3), hvd.rank())
     whole = torch.cat([share((6, 3), r) for r in range(2)])
     expected = (x - whole.mean(0)) / (whole.var(0, unbiased=False) + 1e-5).sqrt()

@@ -15,7 +15,7 @@ from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import rank
 from horoclone.torch.operations.all_reduce import allreduce
 from horoclone.torch.operations.functional import is_compiling, start
-from horoclone.torch.operations.gradients import grad_name
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph
 from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, not_a_tensor, number_of
 
@@ -45,7 +45,7 @@ def allgather(
     except AttributeError:
         raise not_a_tensor(tensor, name) from None
     if learns:
-        return Allgather.apply(tensor, name, process_set)
+        return Allgather.apply(tensor, name, process_set)[0]
     dtype = number_of(tensor, name, True)
     if dtype >= ON_GPU:
         return synchronize(allgather_async(tensor, name, process_set))
@@ -54,18 +54,18 @@ def allgather(
 
 class Allgather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, name: str | None, group: ProcessSet) -> Any:
         if not tensor.dim():
             raise IndexError(
                 f"allgather {name or 'of an unnamed tensor'}: a 0-d tensor has no rows to gather. Reshape it to [1]."
             )
         ctx.arguments = (tensor.shape[0], name, group)
-        return allgather(tensor, name, group)
+        return allgather(tensor, name, group), anchor(ctx, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         rows, name, group = ctx.arguments
-        reduced = allreduce(grad.contiguous(), name=grad_name(name), op=Average, process_set=group)
+        reduced = allreduce(in_graph(ctx, grad), name=grad_name(name), op=Average, process_set=group)
         return reduced.narrow(0, rows_before(rows, group, name), rows), None, None
 
 

@@ -13,7 +13,7 @@ from horoclone.torch.compression import Compression
 from horoclone.torch.operations import handles
 from horoclone.torch.operations.arguments import refuse_to_compress
 from horoclone.torch.operations.functional import is_compiling, reduced, start
-from horoclone.torch.operations.gradients import grad_name, require_linear
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear
 from horoclone.torch.operations.handles import run, start_for, synchronize
 from horoclone.torch.operations.spans import profiler
 from horoclone.torch.operations.tensors import number_of
@@ -147,7 +147,7 @@ def allreduce(
         refuse_to_compress("allreduce", compression, tensor, name)
         raise
     if learns:
-        reduced = Allreduce.apply(wire, name, reduce, *scales, process_set)
+        reduced, _ = Allreduce.apply(wire, name, reduce, *scales, process_set)
     else:
         reduced = _reduced_now(wire, name, reduce, scales, process_set)
     return compression.decompress(reduced, ctx)
@@ -174,13 +174,15 @@ class Allreduce(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, name: str | None, op: int, pre: float, post: float, group: ProcessSet
-    ) -> torch.Tensor:
+    ) -> Any:
         ctx.arguments = (name, op, pre, post, group)
-        return synchronize(allreduce_async(tensor, None, name, op, pre, post, group))
+        return synchronize(allreduce_async(tensor, None, name, op, pre, post, group)), anchor(ctx, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         name, op, pre, post, group = ctx.arguments
         require_linear(op, "allreduce")
-        reduced = allreduce(grad.contiguous(), None, grad_name(name), Compression.none, op, pre, post, group)
+        reduced = allreduce(
+            in_graph(ctx, grad), None, grad_name(name), Compression.none, op, pre, post, group
+        )
         return reduced, None, None, None, None, None

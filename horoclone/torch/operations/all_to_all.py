@@ -11,7 +11,7 @@ from horoclone.ops import ALLTOALL
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.operations.arguments import rows_to_send
 from horoclone.torch.operations.functional import is_compiling, start
-from horoclone.torch.operations.gradients import grad_name
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph
 from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, learns, number_of
 
@@ -53,7 +53,7 @@ def alltoall(
         begun = start("alltoall", [tensor], name, process_set=process_set, splits=rows, differentiable=True)
         output, received = begun()
     elif learns([tensor], name):
-        output, received = Alltoall.apply(tensor, splits, name, process_set)
+        output, received, _ = Alltoall.apply(tensor, splits, name, process_set)
     elif (dtype := number_of(tensor, name, True)) >= ON_GPU:
         output, received = synchronize(alltoall_async(tensor, splits, name, process_set))
     else:
@@ -73,12 +73,12 @@ class Alltoall(torch.autograd.Function):
         output, received = synchronize(alltoall_async(tensor, splits, name, group))
         ctx.arguments = (received, tensor.shape, name, group)
         ctx.mark_non_differentiable(received)
-        return output, received
+        return output, received, anchor(ctx, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> Any:
         received, shape, name, group = ctx.arguments
-        back, _ = alltoall(grad.contiguous(), received, grad_name(name), group)
+        back: torch.Tensor = alltoall(in_graph(ctx, grad), received, grad_name(name), group)[0]
         if back.shape[0] < shape[0]:  # rows beyond the sum of splits went nowhere
             rest = back.new_zeros((shape[0] - back.shape[0], *shape[1:]))
             back = torch.cat([back, rest])

@@ -12,7 +12,7 @@ from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import rank
 from horoclone.torch.operations.all_reduce import allreduce
 from horoclone.torch.operations.functional import is_compiling, start
-from horoclone.torch.operations.gradients import grad_name
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, zeros_of
 from horoclone.torch.operations.handles import run, start_for, synchronize
 from horoclone.torch.operations.tensors import not_a_tensor, number_of
 
@@ -72,20 +72,19 @@ def broadcast(
     except AttributeError:
         raise not_a_tensor(tensor, name) from None
     if learns:
-        return Broadcast.apply(tensor, root_rank, name, process_set)
+        return Broadcast.apply(tensor, root_rank, name, process_set)[0]
     return synchronize(broadcast_async(tensor, root_rank, name, process_set))
 
 
 class Broadcast(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet
-    ) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet) -> Any:
         ctx.arguments = (root_rank, name, group)
-        return synchronize(broadcast_async(tensor, root_rank, name, group))
+        return synchronize(broadcast_async(tensor, root_rank, name, group)), anchor(ctx, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         root_rank, name, group = ctx.arguments
-        reduced = allreduce(grad.contiguous(), name=grad_name(name), op=Average, process_set=group)
-        return reduced if rank() == root_rank else torch.zeros_like(reduced), None, None, None
+        reduced = allreduce(in_graph(ctx, grad), name=grad_name(name), op=Average, process_set=group)
+        mine = reduced if rank() == root_rank else zeros_of(reduced, reduced.shape)
+        return mine, None, None, None

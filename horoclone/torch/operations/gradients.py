@@ -5,6 +5,9 @@ A named operation names the transfer of its gradient NAME.grad, so that ranks ag
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 
 from horoclone.errors import Unsupported
@@ -24,7 +27,29 @@ def require_linear(op: int, what: str) -> None:
         )
 
 
-def scaled_share(grad: torch.Tensor, op: int, group: ProcessSet, scale: float) -> torch.Tensor:
-    """The gradient of a reducescatter's share, before it is gathered."""
-    factor = scale * ((group.size() or 1) if op == Sum else 1)
-    return (grad if factor == 1.0 else grad * factor).contiguous()
+def anchor(ctx: Any, *tensors: torch.Tensor) -> torch.Tensor:
+    """For in_graph(): one more result of the operation on `tensors`, without elements; called in its forward."""
+    made = next((tensor for tensor in tensors if tensor.requires_grad), tensors[0]).new_empty(0)
+    ctx.save_for_backward(made)
+    return made
+
+
+def in_graph(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient, contiguous, and in a backward that builds a graph a function of the operation's result.
+
+    A rank whose loss is linear in the result has a constant gradient where another one has not. Both have to take part
+    in the transfers of the second backward: one would wait for the other.
+    """
+    if torch.is_grad_enabled():
+        grad = grad + ctx.saved_tensors[0].sum().to(grad)  # of no elements: 0
+    return grad.contiguous()
+
+
+def zeros_of(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """Zeros that belong to the graph of `tensor`: the gradient of a rank whose values went nowhere."""
+    return tensor.new_zeros(shape) + tensor.flatten()[:0].sum()
+
+
+def share_scale(op: int, group: ProcessSet, scale: float) -> float:
+    """By what Horovod multiplies the gradient of a reducescatter's share, before it is gathered."""
+    return scale * ((group.size() or 1) if op == Sum else 1)

@@ -22,7 +22,7 @@ from horoclone.torch.operations.all_gather import rows_before
 from horoclone.torch.operations.arguments import refuse_to_compress, share_reduce, tuple_of
 from horoclone.torch.operations.functional import is_compiling, start
 from horoclone.torch.operations.gpu import HOST, Place, behind, place_of_all, rows_of
-from horoclone.torch.operations.gradients import grad_name, require_linear, scaled_share
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, share_scale
 from horoclone.torch.operations.handles import remember, synchronize
 from horoclone.torch.operations.spans import profiler
 from horoclone.torch.operations.tensors import (
@@ -187,7 +187,9 @@ def grouped_allreduce(
             differentiable=True,
         )()
     elif learns(wires, name):
-        reduced = GroupedAllreduce.apply(name, reduce, prescale_factor, postscale_factor, process_set, *wires)
+        *reduced, _ = GroupedAllreduce.apply(
+            name, reduce, prescale_factor, postscale_factor, process_set, *wires
+        )
     else:
         reduced = synchronize(
             grouped_allreduce_async(wires, None, name, reduce, prescale_factor, postscale_factor, process_set)
@@ -227,7 +229,7 @@ def grouped_allgather(
     if is_compiling():
         return start("grouped_allgather", tensors, name, Sum, (1.0, 1.0), process_set, differentiable=True)()
     if learns(tensors, name):
-        return GroupedAllgather.apply(name, process_set, *tensors)
+        return GroupedAllgather.apply(name, process_set, *tensors)[:-1]
     return synchronize(grouped_allgather_async(tensors, name, process_set))
 
 
@@ -284,7 +286,9 @@ def grouped_reducescatter(
             differentiable=True,
         )()
     elif learns(wires, name):
-        shares = GroupedReducescatter.apply(name, op, process_set, prescale_factor, postscale_factor, *wires)
+        *shares, _ = GroupedReducescatter.apply(
+            name, op, process_set, prescale_factor, postscale_factor, None, *wires
+        )
     else:
         handle = grouped_reducescatter_async(wires, name, op, process_set, prescale_factor, postscale_factor)
         shares = synchronize(handle)
@@ -306,13 +310,15 @@ class GroupedAllreduce(torch.autograd.Function):
         *tensors: torch.Tensor,
     ) -> Tensors:
         ctx.arguments = (name, op, pre, post, group)
-        return tuple(synchronize(grouped_allreduce_async(tensors, None, name, op, pre, post, group)))
+        return *synchronize(grouped_allreduce_async(tensors, None, name, op, pre, post, group)), anchor(
+            ctx, *tensors
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         name, op, pre, post, group = ctx.arguments
         require_linear(op, "grouped_allreduce")
-        whole = [grad.contiguous() for grad in grads]
+        whole = [in_graph(ctx, grad) for grad in grads[:-1]]
         reduced = grouped_allreduce(whole, None, grad_name(name), Compression.none, op, pre, post, group)
         return (None, None, None, None, None, *reduced)
 
@@ -321,12 +327,12 @@ class GroupedAllgather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, name: str | None, group: ProcessSet, *tensors: torch.Tensor) -> Tensors:
         ctx.arguments = ([t.shape[0] if t.dim() else 0 for t in tensors], name, group)
-        return tuple(synchronize(grouped_allgather_async(tensors, name, group)))
+        return *synchronize(grouped_allgather_async(tensors, name, group)), anchor(ctx, *tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
         rows, name, group = ctx.arguments
-        whole = [grad.contiguous() for grad in grads]
+        whole = [in_graph(ctx, grad) for grad in grads[:-1]]
         reduced = grouped_allreduce(whole, name=grad_name(name), op=Average, process_set=group)
         own = [
             part.narrow(0, rows_before(count, group, None if name is None else f"{name}.{i}"), count)
@@ -336,21 +342,36 @@ class GroupedAllgather(torch.autograd.Function):
 
 
 class GroupedReducescatter(torch.autograd.Function):
+    """As Reducescatter, with GroupedShares."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        name: str | None,
-        op: int,
-        group: ProcessSet,
-        pre: float,
-        post: float,
+        ctx: Any, name: str | None, op: int, group: ProcessSet, pre: float, post: float, scale: float | None,
         *tensors: torch.Tensor,
-    ) -> Tensors:
-        ctx.arguments = (name, op, group, pre * post)
-        return tuple(synchronize(grouped_reducescatter_async(tensors, name, op, group, pre, post)))
+    ) -> Tensors:  # fmt: skip
+        ctx.arguments = (name, group, share_scale(op, group, pre * post) if scale is None else scale)
+        return *synchronize(grouped_reducescatter_async(tensors, name, op, group, pre, post)), anchor(
+            ctx, *tensors
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        name, op, group, scale = ctx.arguments
-        parts = [scaled_share(grad, op, group, scale) for grad in grads]
-        return (None, None, None, None, None, *grouped_allgather(parts, grad_name(name), group))
+        name, group, scale = ctx.arguments
+        parts = [in_graph(ctx, grad) for grad in grads[:-1]]
+        if scale != 1.0:
+            parts = [part * scale for part in parts]
+        return (None,) * 6 + GroupedShares.apply(grad_name(name), group, *parts)[:-1]
+
+
+class GroupedShares(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, name: str | None, group: ProcessSet, *shares: torch.Tensor) -> Tensors:
+        ctx.arguments = (name, group)
+        return *synchronize(grouped_allgather_async(shares, name, group)), anchor(ctx, *shares)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        name, group = ctx.arguments
+        whole = [in_graph(ctx, grad) for grad in grads[:-1]]
+        parts = GroupedReducescatter.apply(grad_name(name), Sum, group, 1.0, 1.0, 1.0, *whole)
+        return None, None, *parts[:-1]

@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from horoclone.ops import REDUCESCATTER, Average
+from horoclone.ops import REDUCESCATTER, Average, Sum
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations.all_gather import allgather
 from horoclone.torch.operations.arguments import refuse_to_compress, share_reduce
 from horoclone.torch.operations.functional import is_compiling, start
-from horoclone.torch.operations.gradients import grad_name, scaled_share
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, share_scale
 from horoclone.torch.operations.handles import run_for_rows, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, number_of, refuse_scalar
 
@@ -66,7 +66,7 @@ def reducescatter(
         refuse_to_compress("reducescatter", compression, tensor, name)
         raise
     if learns:
-        share = Reducescatter.apply(wire, name, op, process_set, *scales)
+        share, _ = Reducescatter.apply(wire, name, op, process_set, *scales)
     elif (dtype := number_of(wire, name, True)) >= ON_GPU or not wire.dim():
         share = synchronize(reducescatter_async(wire, name, op, process_set, *scales))
     else:
@@ -78,15 +78,35 @@ def reducescatter(
 
 
 class Reducescatter(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, group: ProcessSet, pre: float, post: float
-    ) -> torch.Tensor:
-        ctx.arguments = (name, op, group, pre * post)
-        return reducescatter(tensor, name, Compression.none, op, group, pre, post)
+    """scale: of the gradient; None for that of Horovod."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        name, op, group, scale = ctx.arguments
-        whole = allgather(scaled_share(grad, op, group, scale), grad_name(name), group)
-        return whole, None, None, None, None, None
+    def forward(
+        ctx: Any, tensor: torch.Tensor, name: str | None, op: int, group: ProcessSet, pre: float, post: float,
+        scale: float | None = None,
+    ) -> Any:  # fmt: skip
+        ctx.arguments = (name, group, share_scale(op, group, pre * post) if scale is None else scale)
+        share = reducescatter(tensor, name, Compression.none, op, group, pre, post)
+        return share, anchor(ctx, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        name, group, scale = ctx.arguments
+        grad = in_graph(ctx, grad)
+        whole, _ = Shares.apply(grad if scale == 1.0 else grad * scale, grad_name(name), group)
+        return whole, None, None, None, None, None, None
+
+
+class Shares(torch.autograd.Function):
+    """An allgather whose own gradient is the sum of everybody's, so that second derivatives are those of the first."""
+
+    @staticmethod
+    def forward(ctx: Any, share: torch.Tensor, name: str | None, group: ProcessSet) -> Any:
+        ctx.arguments = (name, group)
+        return allgather(share, name, group), anchor(ctx, share)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        name, group = ctx.arguments
+        share, _ = Reducescatter.apply(in_graph(ctx, grad), grad_name(name), Sum, group, 1.0, 1.0, 1.0)
+        return share, None, None

@@ -14,13 +14,13 @@ from typing import Any
 import torch
 
 from horoclone.arguments import given
-from horoclone.ops import GATHER, REDUCE, SCATTER, Average, resolve_reduce
+from horoclone.ops import GATHER, REDUCE, SCATTER, Average, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set, set_id
 from horoclone.runtime import native, rank
 from horoclone.torch.operations import requests
-from horoclone.torch.operations.broadcasting import broadcast_
+from horoclone.torch.operations.broadcasting import broadcast_async
 from horoclone.torch.operations.gpu import HOST, arrived, behind, place_of, place_to_receive, to_gpu
-from horoclone.torch.operations.gradients import grad_name, require_linear
+from horoclone.torch.operations.gradients import anchor, grad_name, in_graph, require_linear, zeros_of
 from horoclone.torch.operations.handles import remember, start_for_rows, synchronize
 from horoclone.torch.operations.tensors import ON_GPU, number_of
 
@@ -91,7 +91,9 @@ def reduce(
     """
     if _with_gradient(tensor):
         reduce = resolve_reduce(None, op)
-        return Reduce.apply(tensor, root_rank, reduce, name, prescale_factor, postscale_factor, process_set)
+        return Reduce.apply(tensor, root_rank, reduce, name, prescale_factor, postscale_factor, process_set)[
+            0
+        ]
     return synchronize(
         reduce_async(tensor, root_rank, op, name, prescale_factor, postscale_factor, process_set)
     )
@@ -159,7 +161,7 @@ def gather(
     results belong to the graph: call backward on every rank. A 0-d tensor is an error.
     """
     if _with_gradient(tensor):
-        return Gather.apply(tensor, root_rank, name, process_set)
+        return Gather.apply(tensor, root_rank, name, process_set)[0]
     return synchronize(gather_async(tensor, root_rank, name, process_set))
 
 
@@ -233,7 +235,7 @@ def scatter(
     gets the shares' gradients.
     """
     if _with_gradient(tensor):
-        return Scatter.apply(tensor, root_rank, splits, name, process_set)
+        return Scatter.apply(tensor, root_rank, splits, name, process_set)[0]
     return synchronize(scatter_async(tensor, root_rank, splits, name, process_set))
 
 
@@ -251,37 +253,52 @@ class Reduce(torch.autograd.Function):
         pre: float,
         post: float,
         group: ProcessSet,
-    ) -> torch.Tensor:
+    ) -> Any:
         ctx.arguments = (root_rank, op, name, pre * post, group)
         ctx.shape = tensor.shape
-        return synchronize(reduce_async(tensor, root_rank, op, name, pre, post, group))
+        return synchronize(reduce_async(tensor, root_rank, op, name, pre, post, group)), anchor(ctx, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         root_rank, op, name, scale, group = ctx.arguments
         require_linear(op, "reduce")
-        whole = grad.contiguous() if rank() == root_rank else grad.new_empty(ctx.shape)
-        received = broadcast_(whole, root_rank, grad_name(name), group)
+        received = Spread.apply(in_graph(ctx, grad), ctx.shape, root_rank, grad_name(name), group)[0]
         if op == Average:
             scale /= group.size() or 1
         return received if scale == 1.0 else received * scale, None, None, None, None, None, None
 
 
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet
-    ) -> torch.Tensor:
-        ctx.arguments = (root_rank, name, group)
-        ctx.rows = tensor.shape[0] if tensor.dim() else 0
-        return synchronize(gather_async(tensor, root_rank, name, group))
+class Spread(torch.autograd.Function):
+    """What the root has, to everybody; the others give an empty tensor. The reverse of a reduce with Sum."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def forward(
+        ctx: Any, tensor: torch.Tensor, shape: torch.Size, root_rank: int, name: str | None, group: ProcessSet
+    ) -> Any:
+        ctx.arguments = (root_rank, name, group)
+        whole = tensor if rank() == root_rank else tensor.new_empty(shape)
+        return synchronize(broadcast_async(whole, root_rank, name, group)), anchor(ctx, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
+        root_rank, name, group = ctx.arguments
+        summed = Reduce.apply(in_graph(ctx, grad), root_rank, Sum, grad_name(name), 1.0, 1.0, group)[0]
+        return summed, None, None, None, None
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, root_rank: int, name: str | None, group: ProcessSet) -> Any:
+        ctx.arguments = (root_rank, name, group)
+        ctx.rows = tensor.shape[0] if tensor.dim() else 0
+        return synchronize(gather_async(tensor, root_rank, name, group)), anchor(ctx, tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         root_rank, name, group = ctx.arguments
         name = grad_name(name)
         rows = gather(torch.tensor([ctx.rows]), root_rank, name and f"{name}.rows", group)
-        mine = scatter(grad.contiguous(), root_rank, rows.tolist(), name, group)
+        mine = scatter(in_graph(ctx, grad), root_rank, rows.tolist(), name, group)
         return mine, None, None, None
 
 
@@ -289,18 +306,18 @@ class Scatter(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, tensor: torch.Tensor, root_rank: int, splits: Any, name: str | None, group: ProcessSet
-    ) -> torch.Tensor:
+    ) -> Any:
         ctx.arguments = (root_rank, name, group)
-        ctx.form = (tensor.shape, tensor.dtype)
-        return synchronize(scatter_async(tensor, root_rank, splits, name, group))
+        ctx.form = (tensor.shape, tensor.dtype, tensor.device)
+        return synchronize(scatter_async(tensor, root_rank, splits, name, group)), anchor(ctx, tensor)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         root_rank, name, group = ctx.arguments
-        shape, dtype = ctx.form
-        whole = gather(grad.contiguous(), root_rank, grad_name(name), group)
+        shape, dtype, device = ctx.form
+        whole = gather(in_graph(ctx, grad), root_rank, grad_name(name), group)
         if rank() != root_rank:
-            whole = torch.zeros(shape, dtype=dtype)
+            whole = zeros_of(whole, shape).to(device, dtype)
         elif whole.shape[0] < shape[0]:  # rows beyond the sum of splits went nowhere
             whole = torch.cat([whole, whole.new_zeros((shape[0] - whole.shape[0], *shape[1:]))])
         return whole, None, None, None, None
