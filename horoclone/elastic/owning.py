@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from horoclone import errors
 from horoclone.checkpoint.tree import Owned
 from horoclone.elastic import member
+from horoclone.elastic.attributes import Attributes, Place, States
 from horoclone.elastic.generation import generation
 from horoclone.elastic.peers import OwnPart, Peers, Shards, wait_for_all
 from horoclone.elastic.randomness import RandomStates
@@ -28,6 +29,18 @@ def chosen_root(number: int) -> int | None:
     return _chosen_root[1] if _chosen_root[0] == number else None
 
 
+class _Copy(NamedTuple):
+    """Of a value that is, or refers to, an object which stays itself."""
+
+    values: dict[str, Any]
+    states: States
+
+    def piece(self) -> Any:
+        """For other ranks, which have no such object: what is inside of it."""
+        (value,) = self.values.values()
+        return self.states[value.name][1] if isinstance(value, Place) and value.name in self.states else value
+
+
 class _OwnedAttribute:
     """An attribute that was given as Owned."""
 
@@ -35,11 +48,21 @@ class _OwnedAttribute:
         self._state, self._name = state, name
 
     def own(self) -> Any:
-        return self._box().value
+        found = self._attributes()
+        return _Copy(*found.copied(found.holding)) if found.holding else self._box().value
 
     def set_own(self, values: Mapping[int, Any], mine: int | None, holders: Sequence[int]) -> None:
-        if mine is not None:
-            self._box().value = values[mine]
+        value = values[mine] if mine is not None else None
+        if isinstance(value, _Copy):
+            found, writes = self._attributes().resolved(value.values, value.states)
+            self._box().value = found[self._name]
+            for write, one, inside in writes:
+                write(one, inside)
+        elif mine is not None:
+            self._box().value = value
+
+    def _attributes(self) -> Attributes:
+        return Attributes({self._name: self._box().value}, self._state._fixed())
 
     def _box(self) -> Owned:
         box = getattr(self._state, self._name)
@@ -174,7 +197,8 @@ class Owning:
         member.offer_commits(())
 
     def _gathered(self, name: str, recovery: Shards) -> list[Any]:
-        mine = {origin: value[name] for origin, value in recovery.values.items()}
+        values = {origin: value[name] for origin, value in recovery.values.items()}
+        mine = {origin: one.piece() if isinstance(one, _Copy) else one for origin, one in values.items()}
         everything: dict[int, Any] = {}
         for part in allgather_object(mine, "hvd.elastic.owned"):
             everything.update(part)

@@ -6,7 +6,6 @@ with a number in common, and the generation that is formed next begins there. Th
 
 from __future__ import annotations
 
-import copy
 import functools
 import inspect
 import os
@@ -17,6 +16,7 @@ from typing import Any
 
 from horoclone import errors, failpoints
 from horoclone.elastic import member, replicas
+from horoclone.elastic.attributes import Attributes, Indistinct, Named, Place, States, attribute_of
 from horoclone.elastic.disk import Disk
 from horoclone.elastic.generation import generation
 from horoclone.elastic.notice import HostUpdateResult
@@ -43,6 +43,9 @@ class State:
         self._commit_number = 0  # of the newest commit; 0: none yet
         self._commits_made = 0  # by commit() in this process
         self._somebody_leaves = False  # with the notice that check_host_updates() has found last
+        self._nobody_stays = (
+            False  # every rank was asked to leave: the roster says when, others may take over
+        )
 
     def register_reset_callbacks(self, callbacks: Iterable[Callable[[], None]]) -> None:
         """Functions without arguments that are called, in their order, whenever another generation has begun."""
@@ -184,6 +187,23 @@ def is_ours(function: Callable[..., Any]) -> bool:
     return {"root_rank", "name"} <= set(inspect.signature(inner).parameters)
 
 
+def _without_places(values: dict[str, Any]) -> dict[str, Any]:
+    """Those that are not, as a whole, an object that stays itself."""
+    return {n: one for n, one in values.items() if not (isinstance(one, Place) and one.name == n)}
+
+
+def _insides(states: States) -> dict[str, Any]:
+    return {name: inside for name, (_, inside) in states.items()}
+
+
+def _joined(
+    names: Iterable[str], insides: dict[str, Any], values: dict[str, Any]
+) -> tuple[dict[str, Any], States]:
+    """What _without_places() and _insides() have taken apart; names: of the attributes."""
+    places = {name: Place(name) for name in names if name not in values}
+    return {**places, **values}, {name: (Place(name), inside) for name, inside in insides.items()}
+
+
 def root_of_sync() -> int:
     """The rank whose state is the newest."""
     if not member.is_elastic():
@@ -197,8 +217,9 @@ class ObjectState(Owning, State):
     """Attributes of Python that are committed, restored and synchronised: ObjectState(bcast_object, get_rank, batch=0).
 
     Every keyword becomes an attribute. save() copies the values deeply, so that lists and dicts are restored as they
-    were; by_reference() names those that are not to be copied. Of an ElasticSampler only its progress is kept, and the
-    sampler stays the same object. The values must be picklable for sync().
+    were; by_reference() names those that are not to be copied. An object with state_dict() and load_state_dict() (a
+    sampler, a learning-rate scheduler) stays the same object, also inside of other values, and so does one that refers
+    to such an object: only what is inside of it is kept. The values must be picklable for sync().
 
     A value given as hvd.checkpoint.Owned is this rank's alone: sync() leaves it, and a buddy on another host keeps it
     as of the last commits. So are RandomStates. pieces() has what the ranks of the commit had.
@@ -206,10 +227,8 @@ class ObjectState(Owning, State):
 
     def __init__(self, bcast_object: Callable[..., Any], get_rank: Callable[[], int], **kwargs: Any) -> None:
         self._uncopied: set[str] = set()
-        self._samplers = {name: value for name, value in kwargs.items() if isinstance(value, ElasticSampler)}
-        rest = self._begin_owning(kwargs)
-        self._saved_state = {name: value for name, value in rest.items() if name not in self._samplers}
-        self._saved_samplers: dict[str, Any] = {}
+        self._saved_state: dict[str, Any] = self._begin_owning(kwargs)
+        self._saved_objects: States = {}
         self._disk: Disk | None = None
         self._slots: dict[int, Any] = {}  # number of a commit -> what it holds, ascending
         for name, value in kwargs.items():
@@ -228,6 +247,9 @@ class ObjectState(Owning, State):
         if unknown:
             raise ValueError(f"by_reference: {unknown} are none of this state's {sorted(self._saved_state)}")
         self._uncopied |= set(names)
+        self._saved_state = {**self._saved_state, **{name: getattr(self, name) for name in names}}
+        states = self._saved_objects.items()
+        self._saved_objects = {name: one for name, one in states if attribute_of(name) not in names}
 
     def checkpoint(
         self, path: str | os.PathLike[str], every: int = 100, keep: int = 3, timeout_s: float = 600.0
@@ -279,15 +301,16 @@ class ObjectState(Owning, State):
 
     def restore(self) -> None:
         """Goes back to the newest copy; the copy itself stays as it is, however often it is restored."""
-        self._set_attrs()
-        for name, progress in self._saved_samplers.items():
-            self._samplers[name].load_state_dict(progress)
+        as_they_are = {name: value for name, value in self._saved_state.items() if name in self._uncopied}
+        copied = {name: value for name, value in self._saved_state.items() if name not in self._uncopied}
+        self._put(as_they_are, copied, self._saved_objects)
         self._restore_own()
 
     def reset(self) -> None:
         """Samplers share out what is left over the ranks that there are now."""
-        for sampler in self._samplers.values():
-            sampler.reset()
+        for value in self._attributes().kept():
+            if isinstance(value, ElasticSampler):
+                value.reset()
 
     def sync(self) -> None:
         """Gives every rank the attributes of the rank with the newest commit, as they are now, and saves them.
@@ -302,44 +325,68 @@ class ObjectState(Owning, State):
 
     def _synchronised(self) -> int:
         """Sets the attributes to the root's values; the number under which the result is to be saved."""
-        values = {name: getattr(self, name) for name in self._saved_state}
-        progress = {name: sampler.state_dict() for name, sampler in self._samplers.items()}
         number = self._commit_number
+        plain, held, states = self._now()
         if is_ours(self._bcast_object):
-            number, values, progress = self._bcast_object(
-                (number, values, progress), root_rank=root_of_sync(), name="hvd.elastic.sync"
+            number, plain, held, states = self._bcast_object(
+                (number, plain, held, states), root_rank=root_of_sync(), name="hvd.elastic.sync"
             )
-        elif values or progress:  # as in Horovod: rank 0's, and nothing else travels
-            received = self._bcast_object({**values, **progress})
-            values = {name: value for name, value in received.items() if name not in progress}
-            progress = {name: received[name] for name in progress}
-        self._saved_state = values
-        for name, value in values.items():
-            setattr(self, name, value)
-        for name, done in progress.items():
-            self._samplers[name].load_state_dict(done)
+        elif plain or held:  # as in Horovod: rank 0's, and nothing else travels
+            received = self._bcast_object({**plain, **_without_places(held), **_insides(states)})
+            held, states = _joined(held, {name: received.pop(name) for name in states}, received)
+            plain = {}
+        self._put(plain, held, states)
         return number + 1
 
-    def _copied(self) -> dict[str, Any]:
-        return self._copies({name: getattr(self, name) for name in self._saved_state})
+    def _now(self) -> tuple[dict[str, Any], dict[str, Any], States]:
+        """What travels: attributes as they are, copies of those that hold objects which stay themselves, and these.
 
-    def _set_attrs(self) -> None:
-        for name, value in self._copies(self._saved_state).items():
+        Of what cannot be copied each rank keeps its own.
+        """
+        attributes = self._attributes()
+        plain = {n: value for n, value in attributes.values.items() if n not in attributes.holding}
+        mine = set()
+        for name in attributes.holding & self._uncopied:
+            try:
+                Attributes({name: attributes.values[name]}, self._fixed()).copied([name])
+            except Exception:
+                mine.add(name)
+        rest = {n: attributes.values[n] for n in attributes.values if n in attributes.holding - mine}
+        return plain, *Attributes(rest, self._fixed()).copied(rest)
+
+    def _attributes(self) -> Attributes:
+        return Attributes({name: getattr(self, name) for name in self._saved_state}, self._fixed())
+
+    def _fixed(self) -> Named:
+        """What this state keeps in a way of its own, and parts of that: attributes may refer to it."""
+        yield "state", self
+
+    def _put(self, as_they_are: dict[str, Any], copied: dict[str, Any], states: States) -> None:
+        """Makes these the attributes; those that were copied are copied again. Objects with a state are filled."""
+        found, writes = self._attributes().resolved(copied, states)
+        for name, value in {**as_they_are, **found}.items():
             setattr(self, name, value)
+        for write, value, inside in writes:
+            write(value, inside)
 
-    def _copies(self, values: dict[str, Any]) -> dict[str, Any]:
+    def _copied(self) -> tuple[dict[str, Any], States]:
         """Deep copies, but of what is kept by reference; what several values share is shared in the copies as well."""
+        values = {name: getattr(self, name) for name in self._saved_state}
         named = {name: value for name, value in values.items() if name not in self._uncopied}
         try:
-            return {**values, **copy.deepcopy(named)}
+            copies, states = Attributes(named, self._fixed()).copied(named)
+        except Indistinct:
+            raise
         except Exception:
             for name, value in named.items():
                 self._try_to_copy(name, value)
-        return {**values, **copy.deepcopy({n: v for n, v in named.items() if n not in self._uncopied})}
+            named = {name: value for name, value in named.items() if name not in self._uncopied}
+            copies, states = Attributes(named, self._fixed()).copied(named)
+        return {**values, **copies}, states
 
     def _try_to_copy(self, name: str, value: Any) -> None:
         try:
-            copy.deepcopy(value)
+            Attributes({name: value}, self._fixed()).copied([name])
         except Exception as error:
             self._uncopied.add(name)
             warnings.warn(
@@ -352,15 +399,15 @@ class ObjectState(Owning, State):
 
     def _content(self) -> Any:
         """What the newest copy holds, for a slot."""
-        return self._saved_state, self._saved_samplers
+        return self._saved_state, self._saved_objects
 
     def _set_content(self, content: Any) -> None:
         """Makes a slot's content the newest copy."""
-        self._saved_state, self._saved_samplers = content
+        self._saved_state, self._saved_objects = content
 
     def _on_disk(self) -> dict[str, Any]:
         """The newest copy, as what hvd.checkpoint saves."""
-        return {"attributes": self._saved_state, "samplers": self._saved_samplers}
+        return {"attributes": _without_places(self._saved_state), "objects": _insides(self._saved_objects)}
 
     def _from_disk(self, found: dict[str, Any]) -> None:
         """Makes that the newest copy, and goes back to it. ValueError for the copy of another state."""
@@ -372,17 +419,17 @@ class ObjectState(Owning, State):
         self.restore()
 
     def _take_from_disk(self, found: dict[str, Any]) -> None:
-        self._saved_state, self._saved_samplers = found["attributes"], found["samplers"]
+        joined = _joined(self._saved_state, found["objects"], found["attributes"])
+        self._saved_state, self._saved_objects = joined
 
     def _accepts(self, content: Any) -> bool:
         """Whether another rank's content fits this state."""
-        values, samplers = content
-        return set(values) == set(self._saved_state) and set(samplers) == set(self._samplers)
+        values, states = content
+        return set(values) == set(self._saved_state) and set(states) == set(self._saved_objects)
 
     def _save(self) -> None:
         """Makes the newest copy."""
-        self._saved_state = self._copied()
-        self._saved_samplers = {name: sampler.state_dict() for name, sampler in self._samplers.items()}
+        self._saved_state, self._saved_objects = self._copied()
 
     def _save_as(self, number: int) -> None:
         self._save()

@@ -10,6 +10,7 @@ import numpy as np
 from horoclone import arrays, runtime
 from horoclone.arrays.handles import synchronize
 from horoclone.elastic.alike import check_alike
+from horoclone.elastic.attributes import Named
 from horoclone.elastic.state import ObjectState, root_of_sync
 from horoclone.objects import broadcast_object
 
@@ -25,6 +26,12 @@ class VariablesState(ObjectState):
     def _variables(self) -> Sequence[Any]:
         """In the same order on every rank."""
         raise NotImplementedError
+
+    def _fixed(self) -> Named:
+        yield from super()._fixed()
+        own = vars(self)
+        yield from ((name, own[name]) for name in ("model", "optimizer") if own.get(name) is not None)
+        yield from ((f"variable {place}", one) for place, one in enumerate(own.get("variables") or ()))
 
     def _read(self, variables: Sequence[Any]) -> list[Any]:
         """Their values as arrays, of any dtype."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from horoclone.checkpoint.tree import Owned
+from horoclone.elastic.attributes import keep_in_place
 from horoclone.elastic.generation import Generation, generation
 from horoclone.elastic.randomness import RandomStates
 from horoclone.elastic.recovery import Recovery, last_recovery
@@ -47,6 +48,28 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     HorovodInternalError.
     """
     return functools.wraps(func)(run_fn(converting(func, _horovod_error_of), reset_world))
+
+
+def _has_variables(value: Any) -> bool:
+    kinds = (keras.layers.Layer, keras.optimizers.Optimizer, keras.metrics.Metric)
+    return isinstance(
+        value, (*kinds, keras.optimizers.legacy.Optimizer) if LEGACY else (*kinds, keras.Variable)
+    )
+
+
+def _variables_of(value: Any) -> list[Any]:
+    _bring_home(value)
+    if not LEGACY and isinstance(value, keras.Variable):
+        return [value]
+    return list(value.variables() if callable(value.variables) else value.variables)
+
+
+def _write_variables(value: Any, inside: Sequence[Any]) -> None:
+    for variable, one in zip(_variables_of(value), inside, strict=False):  # newer ones keep their value
+        assign(variable, one)
+
+
+keep_in_place(_has_variables, lambda value: [to_numpy(one) for one in _variables_of(value)], _write_variables)
 
 
 class KerasState(VariablesState):

@@ -10,6 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 from horoclone.checkpoint.tree import Owned
+from horoclone.elastic.attributes import keep_in_place
 from horoclone.elastic.generation import Generation, generation
 from horoclone.elastic.randomness import RandomStates
 from horoclone.elastic.recovery import Recovery, last_recovery
@@ -43,6 +44,29 @@ def run(func: Callable[..., Any]) -> Callable[..., Any]:
     A lost collective in a graph, which TensorFlow raises as UnknownError, counts as HorovodInternalError.
     """
     return functools.wraps(func)(run_fn(converting(func, horovod_error_of), reset_world))
+
+
+def _variables_in(value: Any) -> list[Any]:
+    """Of a variable, a module, and an object of whatever Keras; empty for anything else."""
+    if isinstance(value, tf.Variable):
+        return [value]
+    if not hasattr(type(value), "variables"):
+        return []
+    found = value.variables() if callable(value.variables) else value.variables
+    is_ours = isinstance(found, (list, tuple)) and all(hasattr(type(one), "assign") for one in found)
+    return list(found) if is_ours else []
+
+
+def _write_variables(value: Any, inside: Sequence[Any]) -> None:
+    for variable, one in zip(_variables_in(value), inside, strict=False):  # newer ones keep their value
+        variable.assign(one)
+
+
+keep_in_place(
+    lambda value: bool(_variables_in(value)),
+    lambda value: [_inner(one).numpy() for one in _variables_in(value)],
+    _write_variables,
+)
 
 
 class TensorFlowState(VariablesState):

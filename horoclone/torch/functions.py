@@ -180,13 +180,30 @@ def _check_groups(optimizer: torch.optim.Optimizer, state: Any, root_rank: int) 
         )
 
 
+def load_into_groups(optimizer: torch.optim.Optimizer, state: Any) -> None:
+    """optimizer.load_state_dict(state), but the parameter groups stay the same objects: whoever holds them, as the
+    optimizer that was wrapped and its scheduler do, goes on setting the rates of this one."""
+    groups = vars(optimizer).get("param_groups")
+    kept = list(groups or ())
+    optimizer.load_state_dict(state)
+    fresh = vars(optimizer).get("param_groups")
+    if groups is None or fresh is groups or len(fresh or ()) != len(kept):
+        return
+    for group, loaded in zip(kept, fresh or (), strict=True):
+        if group is not loaded:
+            group.clear()
+            group.update(loaded)
+    groups[:] = kept
+    vars(optimizer)["param_groups"] = groups
+
+
 def assign_optimizer_state(optimizer: torch.optim.Optimizer, state: Any) -> None:
     """Makes `state`, in the form of optimizer.state_dict(), the optimizer's own: its tensors are taken, not copied."""
     base = torch.optim.Optimizer
     own = getattr(type(optimizer), "_wrapped_class", type(optimizer))
     loads_as_usual = issubclass(own, base) and own.load_state_dict is base.load_state_dict
     if not loads_as_usual or own.state_dict is not base.state_dict:
-        optimizer.load_state_dict(state)
+        load_into_groups(optimizer, state)
         return
     # Not load_state_dict, which would cast float32 state of 16-bit parameters to 16 bits.
     parameters: dict[int, torch.Tensor] = {}

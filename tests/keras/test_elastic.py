@@ -65,6 +65,52 @@ def commits_restores_and_synchronises() -> None:
     other.sync()
 
 
+def keeps_other_models_and_callbacks() -> None:
+    """A second model, its optimizer, and a callback that refers to the model: all stay the objects they are."""
+    import horoclone.keras as hvd
+    from horoclone.keras.flavor import LEGACY, keras
+
+    model, other = a_model(), a_model()
+    rate = keras.callbacks.ReduceLROnPlateau(monitor="loss", patience=0, factor=0.5, min_delta=1e9)
+    metric = keras.metrics.Mean()
+    state = hvd.elastic.KerasState(
+        model, other=other, rest=[other.optimizer, metric], rate=rate, schedule={"callback": rate}
+    )
+    state.sync()
+    for theirs in hvd.allgather_object(values_of(other)):
+        assert alike(values_of(other), theirs)
+
+    def train() -> None:
+        model.fit(X, X.sum(1), batch_size=4, epochs=3, verbose=0, callbacks=[rate])
+        other.fit(X, X.sum(1), batch_size=4, epochs=1, verbose=0)
+        metric.update_state([1.0 + hvd.rank()])
+
+    def now() -> list[Any]:
+        variables = other.optimizer.variables() if LEGACY else other.optimizer.variables
+        return [
+            *values_of(other),
+            *map(np.array, map(to_numpy, variables)),
+            float(metric.result()),
+            rate.wait,
+        ]
+
+    from horoclone.keras.flavor import to_numpy
+
+    train()
+    state.commit()
+    kept = now()
+    assert float(to_numpy(model.optimizer.learning_rate)) < 0.05
+    train()
+    assert not alike(now(), kept)
+    state.restore()
+    assert alike(now(), kept)
+    state.sync()
+    assert state.other is other and state.rate is rate and state.schedule["callback"] is rate
+    assert rate.model is model and state.rest == [other.optimizer, metric]
+    train()
+    state.commit()
+
+
 def fits_again_after_a_failure(order: str) -> None:
     """A failure in the middle of fit(): it goes on at the batch behind the last commit, which repeats none."""
     import horoclone.keras as hvd
@@ -127,6 +173,11 @@ def commits_seldom() -> None:
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_state_of_a_model(on: On, backend: str) -> None:
     on(backend, commits_restores_and_synchronises)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_goes_along_with_a_model_stays_the_same(on: On, backend: str) -> None:
+    on(backend, keeps_other_models_and_callbacks)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -43,6 +43,43 @@ def test_variables_of_a_session_too() -> None:
 
 
 @ranks(2)
+def test_variables_and_modules_beside_them_stay_the_same() -> None:
+    """A compiled function refers to them."""
+
+    class Rate(tf.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.value = tf.Variable(1.0 + hvd.rank())
+
+    weight, count, rate = tf.Variable([1.0]), tf.Variable(float(hvd.rank())), Rate()
+
+    class Decay:
+        def __init__(self) -> None:
+            self.weight, self.rate, self.steps = weight, rate, 0
+
+    decay = Decay()
+    state = hvd.elastic.TensorFlowState([weight], count=count, rates=[rate], decay=decay)
+    state.sync()
+    assert count.numpy() == 0 and rate.value.numpy() == 1
+
+    @tf.function
+    def step() -> Any:
+        count.assign_add(1.0)
+        rate.value.assign(rate.value * 0.5)
+        return rate.value
+
+    step()
+    decay.steps += 1
+    state.commit()
+    step()
+    decay.steps += 1
+    state.restore()
+    assert (count.numpy(), rate.value.numpy(), decay.steps) == (1, 0.5, 1)
+    assert state.count is count and state.rates == [rate] and state.decay is decay and decay.weight is weight
+    assert step().numpy() == 0.25
+
+
+@ranks(2)
 def test_a_keras_model_and_its_optimizer() -> None:
     import keras
 

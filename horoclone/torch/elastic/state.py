@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from horoclone.elastic.alike import check_alike
+from horoclone.elastic.attributes import Named, keep_in_place, parts_of_module
 from horoclone.elastic.member import is_elastic
 from horoclone.elastic.peers import OwnPart
 from horoclone.elastic.replicas import reduce_with
@@ -21,6 +22,7 @@ from horoclone.torch.functions import (
     assign_optimizer_state,
     broadcast_optimizer_state,
     broadcast_parameters,
+    load_into_groups,
 )
 from horoclone.torch.optimizer.own_state import OwnState
 from horoclone.torch.optimizer.resharding import boxed, unboxed
@@ -138,10 +140,7 @@ class OptimizerStateHandler(StateHandler):
         if self._saved_layout is not None:
             OwnState(self.value).set_options(self._saved_optimizer_state["param_groups"])
             return
-        state = copy.deepcopy(self._saved_optimizer_state)
-        self.value.load_state_dict(state)
-        if not self._is_sharded():
-            assign_optimizer_state(self.value, state)  # load_state_dict casts the state of 16-bit parameters
+        _load_optimizer(self.value, copy.deepcopy(self._saved_optimizer_state))
 
     def _is_sharded(self) -> bool:
         return getattr(self.value, "_sharding", None) is not None
@@ -160,7 +159,7 @@ class OptimizerStateHandler(StateHandler):
                 self._saved_optimizer_state = {"param_groups": own.options()}
                 return
         elif self._is_sharded():  # the pieces belong to a world that is over; the copy is whole
-            self.value.load_state_dict(copy.deepcopy(self._saved_optimizer_state))
+            load_into_groups(self.value, copy.deepcopy(self._saved_optimizer_state))
         broadcast_optimizer_state(self.value, root)
         self._saved_optimizer_state = copy.deepcopy(self.value.state_dict())
 
@@ -189,6 +188,29 @@ class OptimizerStateHandler(StateHandler):
     def local_parameters(self) -> list[torch.Tensor]:
         """The parameters that are this rank's own."""
         return OwnState(self.value).local_parameters
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    load_into_groups(optimizer, state)
+    if getattr(optimizer, "_sharding", None) is None:
+        assign_optimizer_state(optimizer, state)  # load_state_dict casts the state of 16-bit parameters
+
+
+def _parts_of_optimizer(name: str, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, Any]]:
+    """Its groups and parameters. Not by the property, which completes reductions."""
+    groups = vars(optimizer).get("param_groups", ())
+    yield f"{name}.param_groups", groups
+    for place, group in enumerate(groups):
+        yield f"{name}.param_groups[{place}]", group
+        for number, parameter in enumerate(group["params"]):
+            yield f"{name}.param_groups[{place}].params[{number}]", parameter
+
+
+keep_in_place(
+    lambda value: isinstance(value, torch.optim.Optimizer),
+    lambda optimizer: optimizer.state_dict(),
+    _load_optimizer,
+)
 
 
 class LocalParameters:
@@ -285,7 +307,7 @@ def _forms_of(name: str, handler: StateHandler) -> list[tuple[Any, ...]]:
 class TorchState(ObjectState):
     """TorchState(model=model, optimizer=optimizer, sampler=sampler, epoch=0, batch=0): what elastic.run keeps.
 
-    Modules, optimizers and ElasticSamplers, under whatever name, go through handlers; everything else is copied as an
+    Modules, optimizers and ElasticSamplers, under whatever name, go through handlers; everything else is kept as an
     attribute. Another object that is assigned to such a name takes the place of the old one, and is saved.
     """
 
@@ -317,6 +339,16 @@ class TorchState(ObjectState):
             self._handlers[name].set_value(value)
         super().__setattr__(name, value)
 
+    def _fixed(self) -> Named:
+        yield from super()._fixed()
+        for name, handler in self._handlers.items():
+            value = handler.value
+            yield name, value
+            if isinstance(value, torch.nn.Module):
+                yield from parts_of_module(name, value)
+            elif isinstance(value, torch.optim.Optimizer):
+                yield from _parts_of_optimizer(name, value)
+
     def restore(self) -> None:
         """Goes back to the newest copy."""
         for handler in self._handlers.values():
@@ -347,7 +379,8 @@ class TorchState(ObjectState):
         for handler in self._handlers.values():
             if isinstance(handler, SamplerStateHandler):
                 handler.value.reset()
-            give_up = getattr(handler.value, "_give_up", None)
+        for value in [*(one.value for one in self._handlers.values()), *self._attributes().kept()]:
+            give_up = getattr(value, "_give_up", None)
             if give_up is not None:
                 give_up()
         super().reset()
