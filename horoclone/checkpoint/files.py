@@ -3,6 +3,7 @@
 PATH/.incomplete-00000007-ab12cd34   while the ranks write
 PATH/save-00000007                   complete: it has its manifest, and all files were on disk before it got this name
 PATH/.removed-00000006-ab12cd34      being removed
+PATH/.owner                          which job saves there (owner.py)
 
 The files of arrays are those of safetensors, whose library reads every header, also of what was just written
 (docs/decisions/0077, 0174).
@@ -18,6 +19,7 @@ import os
 import re
 import secrets
 import shutil
+import stat
 import time
 import zlib
 from collections.abc import Iterator
@@ -27,6 +29,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from horoclone.checkpoint import content as contents
+from horoclone.checkpoint import owner
 from horoclone.checkpoint.failures import CheckpointError
 from horoclone.checkpoint.image import PAGE
 from horoclone.checkpoint.leaves import Bytes, Form
@@ -34,13 +38,17 @@ from horoclone.checkpoint.leaves import Bytes, Form
 FORMAT, VERSION = "horoclone checkpoint", 2  # version 1 had the sha256 of a file in place of its CRC-32
 _READ_VERSIONS = (1, 2)
 MANIFEST = "manifest.json"
-STALE_S = 24 * 3600.0  # an incomplete directory in which nothing was written for so long is removed
+STALE_S = (
+    24 * 3600.0
+)  # after which an incomplete directory is removed where nobody can tell whether its job lives
+MANIFEST_BYTES = 1 << 30  # at most; the manifest of a million arrays has a tenth of that
 _CHUNK = 8 << 20  # bytes that are read at once
 _PIECE = (
     64 << 20
 )  # bytes that are written at once: between two the thread takes Python's lock, for which training waits
 _COMPLETE = re.compile(r"save-(\d{8,})")
 _LEFT = re.compile(r"\.(?:incomplete|removed)-(\d{8,})-[0-9a-f]+")
+_under_way: set[str] = set()  # directories in which this process writes: their names, which are random
 
 
 class Written(NamedTuple):
@@ -61,7 +69,7 @@ def saves(path: str | os.PathLike[str]) -> list[int]:
     except FileNotFoundError:
         return []
     found = [int(match[1]) for name in names if (match := _COMPLETE.fullmatch(name))]
-    return sorted(number for number in found if (place_of(path, number) / MANIFEST).exists())
+    return sorted(number for number in set(found) if (place_of(path, number) / MANIFEST).exists())
 
 
 def check_newest(path: str | os.PathLike[str], newest: int) -> None:
@@ -81,13 +89,30 @@ def place_of(path: str | os.PathLike[str], number: int) -> Path:
 
 
 def begin(path: Path) -> tuple[int, str]:
-    """Makes a directory for the next save; its number, and the name of the directory."""
+    """Makes a directory for the next save; its number, and the name of the directory, which end() is told later.
+
+    It also removes what saves that died have left. CheckpointError where another job that lives saves there."""
     _make_directory(path)
-    numbers = [int(m[1]) for name in os.listdir(path) if (m := _COMPLETE.fullmatch(name))]
+    is_ours_alone = owner.claim(path)
+    names = os.listdir(path)
+    for name in names:
+        if (
+            _LEFT.fullmatch(name)
+            and name not in _under_way
+            and (is_ours_alone or _age_s(path / name) > STALE_S)
+        ):
+            remove(path / name)
+    numbers = [int(m[1]) for name in names if (m := _COMPLETE.fullmatch(name))]
     number = max(numbers, default=0) + 1
     name = f".incomplete-{number:08d}-{secrets.token_hex(4)}"
+    _under_way.add(name)
     os.mkdir(path / name)
     return number, name
+
+
+def end(name: str) -> None:
+    """This process writes no more in a directory that begin() has made, whatever has become of it."""
+    _under_way.discard(name)
 
 
 def _make_directory(path: Path) -> None:
@@ -119,18 +144,15 @@ def publish(path: Path, name: str, number: int) -> Path:
 
 
 def tidy(path: Path, keep: int) -> None:
-    """Leaves the `keep` newest saves, and removes what stale directories there are."""
+    """Leaves the `keep` newest saves."""
     for number in saves(path)[:-keep]:
         gone = path / f".removed-{number:08d}-{secrets.token_hex(4)}"
         os.rename(place_of(path, number), gone)  # from here on nobody takes what is left of it for a save
         remove(gone)
-    for name in os.listdir(path):
-        if _LEFT.fullmatch(name) and _age_s(path / name) > STALE_S:
-            remove(path / name)
 
 
 def remove(place: Path) -> None:
-    """As far as it can be; what stays is looked at again by tidy()."""
+    """As far as it can be; what stays is looked at again by begin()."""
     shutil.rmtree(place, ignore_errors=True)
 
 
@@ -224,7 +246,11 @@ def _write_text(place: Path, text: bytes) -> None:
 
 
 def write_manifest(place: Path, content: Any) -> None:
-    """content: what JSON can say. Its digest lies beside it."""
+    """content: what JSON can say. Its digest lies beside it. CheckpointError for one that load() would not take."""
+    try:
+        contents.check(content)
+    except contents.Wrong as error:
+        raise CheckpointError(f"{place} cannot be completed: {error}") from None
     whole = {"format": FORMAT, "version": VERSION, "sha256": _digest_of(content), "content": content}
     _write_text(place / MANIFEST, json.dumps(whole, allow_nan=False).encode())
 
@@ -237,7 +263,7 @@ def _digest_of(content: Any) -> str:
 
 
 def damaged(place: Path, what: str) -> CheckpointError:
-    """For a file that is not as it was written."""
+    """For a file that is not as it was written, or was written by somebody else."""
     return CheckpointError(
         f"{place} is damaged: {what}. Load an earlier save with load(..., number=N); hvd.checkpoint.saves(path) has "
         f"the numbers. Remove {place.parent} so that it is not chosen again."
@@ -248,12 +274,15 @@ def read_manifest(place: Path) -> Any:
     """The content of the manifest in the directory of a save, when it is of this format and version, and whole."""
     name = place / MANIFEST
     try:
-        whole = json.loads(name.read_bytes())
+        with open(_opened(name), "rb") as file:
+            if os.fstat(file.fileno()).st_size > MANIFEST_BYTES:
+                raise damaged(name, f"it has {os.fstat(file.fileno()).st_size} bytes")
+            whole = json.loads(file.read())
     except OSError as error:
         raise CheckpointError(
             f"{name} cannot be read: {error}. Look at its permissions and its disk."
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise damaged(name, f"it is no JSON ({error})") from None
     if not isinstance(whole, dict) or whole.get("format") != FORMAT:
         raise CheckpointError(f"{name} was not written by hvd.checkpoint.save. Load it with what wrote it.")
@@ -262,23 +291,38 @@ def read_manifest(place: Path) -> Any:
             f"{name} has version {whole.get('version')!r} of the format, and this horoclone reads versions 1 and 2. "
             "Load it with the version of horoclone that wrote it, or a later one."
         )
-    if "content" not in whole or _digest_of(whole["content"]) != whole.get("sha256"):
-        raise damaged(name, "its content does not have the digest that was written with it")
+    try:
+        if "content" not in whole or _digest_of(whole["content"]) != whole.get("sha256"):
+            raise damaged(name, "its content does not have the digest that was written with it")
+        contents.check(whole["content"])
+    except (contents.Wrong, RecursionError) as error:
+        raise damaged(name, str(error)) from None
     return whole["content"]
+
+
+def _opened(name: Path) -> int:
+    """A descriptor of a file, for `with open(it)`, and of nothing else: a pipe in its place would be waited for."""
+    file = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise damaged(name, "it is no file")
+    return file
 
 
 def check_file(place: Path, written: Written) -> None:
     """Whether a file is there in its length."""
     name = place / written.name
     try:
-        nbytes = os.stat(name).st_size
+        status = os.stat(name)
     except FileNotFoundError:
         raise CheckpointError(
             f"{name}, which the manifest names, is missing: the save cannot be loaded. Copy the file back, or load an "
             "earlier save with load(..., number=N); hvd.checkpoint.saves(path) has the numbers."
         ) from None
-    if nbytes != written.nbytes:
-        raise damaged(name, f"it has {nbytes} bytes, and {written.nbytes} were written")
+    if not stat.S_ISREG(status.st_mode):
+        raise damaged(name, "it is no file")
+    if status.st_size != written.nbytes:
+        raise damaged(name, f"it has {status.st_size} bytes, and {written.nbytes} were written")
 
 
 def read_arrays(place: Path, written: Written) -> dict[str, tuple[Form, Bytes]]:
@@ -287,7 +331,7 @@ def read_arrays(place: Path, written: Written) -> dict[str, tuple[Form, Bytes]]:
     name = place / written.name
     check = _Sha256() if ":" not in written.digest else _Crc32()
     try:
-        with open(name, "rb", buffering=0) as file:
+        with open(_opened(name), "rb", buffering=0) as file:
             header, forms = _header_of(name, file)
             check.update(header)
             arrays = {key: (form, _read(file, form.nbytes, check)) for key, form in forms.items()}

@@ -86,6 +86,8 @@ class _NumPy:
         return isinstance(value, (np.ndarray, np.generic))
 
     def form(self, value: Any) -> Form:
+        if type(value) is not np.ndarray and not isinstance(value, np.generic):
+            raise TypeError(_subclass(value))
         return Form(format_name(value.dtype.name), tuple(value.shape))
 
     def copy(self, value: Any, into: Bytes) -> None:
@@ -94,6 +96,25 @@ class _NumPy:
 
     def made(self, form: Form, data: Bytes, like: Any | None) -> Any:
         return data.view(numpy_dtype(form.dtype)).reshape(form.shape)
+
+
+def _subclass(value: Any) -> str:
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    how = "its data and its mask" if isinstance(value, np.ma.MaskedArray) else "numpy.asarray(value)"
+    return f"an array of the class {kind} would come back as a plain one; pass {how}"
+
+
+class _BigEndian(_NumPy):
+    """Arrays of the byte order that the format does not have."""
+
+    name = "numpy big-endian"
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, np.ndarray) and value.dtype.byteorder == ">" and value.dtype.itemsize > 1
+
+    def made(self, form: Form, data: Bytes, like: Any | None) -> Any:
+        array = super().made(form, data, like)
+        return array.astype(array.dtype.newbyteorder(">"))
 
 
 class _Scalar(_NumPy):
@@ -109,7 +130,7 @@ class _Scalar(_NumPy):
 
 
 NUMPY: Kind = _NumPy()
-_kinds: list[Kind] = [_Scalar(), NUMPY]
+_kinds: list[Kind] = [_Scalar(), _BigEndian(), NUMPY]
 
 
 def register(kind: Kind) -> None:

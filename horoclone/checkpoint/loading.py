@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import numpy as np
 
 from horoclone.checkpoint import files
+from horoclone.checkpoint.content import Piece
 from horoclone.checkpoint.failures import CheckpointError, NothingSaved
 from horoclone.checkpoint.leaves import ITEM_BYTES, Bytes, Form, kind_named, kind_of
 from horoclone.checkpoint.tree import built
@@ -40,15 +41,6 @@ class Pieces(Sequence[Any]):
         return (self[rank] for rank in range(len(self)))
 
 
-class Piece(NamedTuple):
-    """A part of an array, or all of it: where it lies in the array, and under which name in which file."""
-
-    name: str
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: int
-
-
 class _Reader:
     """Gives the arrays of a manifest. rows: name, kind, dtype, shape and file; pieces: of those that lie in several."""
 
@@ -75,8 +67,8 @@ class _Reader:
         name, _, dtype, shape, _ = self._rows[number]
         form, found = Form(dtype, tuple(shape)), []
         for piece in self.pieces(number):
-            its_form, data = self._arrays[piece.file][piece.name]
-            if its_form != Form(dtype, piece.shape):
+            its_form, data = self._arrays[piece.file].get(piece.name, (None, None))
+            if data is None or its_form != Form(dtype, piece.shape):
                 raise files.damaged(self._place, f"the array {name} is not as the manifest says")
             found.append((piece, data))
         if len(found) == 1 and found[0][0].shape == form.shape:
@@ -103,7 +95,7 @@ class _Reader:
 def _assembled(form: Form, found: list[tuple[Piece, Bytes]]) -> Bytes:
     """The elements of an array out of its pieces."""
     item = np.dtype(f"V{ITEM_BYTES[form.dtype]}")
-    whole = np.zeros(form.shape, item)
+    whole = np.empty(form.shape, item)  # the pieces are all of it, see content.not_tiled
     for piece, data in found:
         place = tuple(slice(at, at + length) for at, length in zip(piece.offsets, piece.shape, strict=True))
         whole[place] = data.view(item).reshape(piece.shape)

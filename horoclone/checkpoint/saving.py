@@ -103,7 +103,12 @@ class Save:
     def run(self) -> None:
         """Writes the files, together with the other ranks. Every rank raises, or none, but where ranks are lost."""
         number, name = self._begin()
-        place = self.path / name
+        try:
+            self._run(number, self.path / name)
+        finally:
+            files.end(name)
+
+    def _run(self, number: int, place: Path) -> None:
         report: dict[str, Any] = {}
         failpoints.reach("checkpoint.begun")
         problem = self._tried(f"write to {place}", lambda: report.update(self._written(place)))
@@ -137,9 +142,10 @@ class Save:
         try:
             plans = self._agreed("begin", mine, None)
             _check_alike(plans)
-        except CheckpointError:
-            if begun[1]:
+        except BaseException as error:
+            if begun[1] and isinstance(error, CheckpointError):
                 files.remove(self.path / begun[1])  # nobody writes there
+            files.end(str(begun[1]))
             raise
         first = plans[0]
         return int(first["begun"][0]), str(first["begun"][1])

@@ -50,6 +50,10 @@ def _with_named_keys(value: Any, where: str) -> Any:
     if isinstance(value, Pieces):
         raise CheckpointError(f"{where} is Owned: Orbax has no place for what each rank has of its own.")
     if isinstance(value, dict):
+        if len({str(key) for key in value}) < len(value):
+            raise CheckpointError(
+                f"{where} has a key both as an integer and as a string: Orbax knows strings only."
+            )
         return {str(key): _with_named_keys(one, f"{where}[{key!r}]") for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return type(value)(_with_named_keys(one, f"{where}[{place}]") for place, one in enumerate(value))

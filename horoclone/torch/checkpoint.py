@@ -25,13 +25,16 @@ _DTYPES = {name: dtype for dtype, name in _NAMES.items()}
 
 
 class _Tensors:
-    name = "torch"
+    """Tensors, or parameters, that require a gradient or not."""
+
+    def __init__(self, name: str, cls: type[torch.Tensor], requires_grad: bool) -> None:
+        self.name, self._class, self._requires_grad = name, cls, requires_grad
 
     def owns(self, value: Any) -> bool:
-        return isinstance(value, torch.Tensor)
+        return type(value) is self._class and value.requires_grad == self._requires_grad
 
     def form(self, value: torch.Tensor) -> Form:
-        if value.layout is not torch.strided or value.dtype not in _NAMES or value.is_meta:
+        if value.layout is not torch.strided or value.is_nested or value.dtype not in _NAMES or value.is_meta:
             raise TypeError(
                 f"tensors of {value.dtype}, {value.layout} on {value.device} cannot be saved; convert it"
             )
@@ -45,7 +48,27 @@ class _Tensors:
         tensor = torch.empty(form.shape, dtype=_DTYPES[form.dtype])
         if form.nbytes:  # torch views no empty array as another dtype
             tensor = torch.from_numpy(data).view(tensor.dtype).reshape(form.shape)
-        return tensor if like is None else tensor.to(like.device)
+        tensor = tensor if like is None else tensor.to(like.device)
+        if self._class is torch.nn.Parameter:
+            return torch.nn.Parameter(tensor, self._requires_grad)
+        return tensor.requires_grad_(self._requires_grad)
 
 
-register(_Tensors())
+class _Others(_Tensors):
+    """Tensors of other classes: what they add would be lost."""
+
+    def owns(self, value: Any) -> bool:
+        return isinstance(value, torch.Tensor)
+
+    def form(self, value: torch.Tensor) -> Form:
+        kind = f"{type(value).__module__}.{type(value).__qualname__}"
+        raise TypeError(
+            f"a tensor of the class {kind} cannot be saved; pass value.full_tensor() of a DTensor, its shard in Owned, "
+            "or value.as_subclass(torch.Tensor)"
+        )
+
+
+register(_Others("torch subclass", torch.Tensor, False))
+for _class, _word in ((torch.nn.Parameter, "parameter"), (torch.Tensor, "")):
+    register(_Tensors(f"torch {_word} with gradient".replace("  ", " "), _class, True))
+    register(_Tensors(f"torch {_word}".strip(), _class, False))

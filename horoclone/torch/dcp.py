@@ -38,7 +38,7 @@ from horoclone.checkpoint.image import Image, from_a_page
 from horoclone.checkpoint.leaves import Form, kind_named
 from horoclone.checkpoint.loading import Reading, load
 from horoclone.checkpoint.saving import save_alone
-from horoclone.checkpoint.tree import Flat, Leaf
+from horoclone.checkpoint.tree import Flat, Leaf, mapped
 
 __all__ = ["Reader", "Writer", "from_dcp", "to_dcp"]
 
@@ -65,7 +65,7 @@ class Writer(StorageWriter):
         super().__init__()
         if keep < 1:
             raise ValueError(f"keep={keep}: at least 1 save is kept")
-        self.path, self.keep = Path(os.path.abspath(path)), keep
+        self.path, self.keep, self._name = Path(os.path.abspath(path)), keep, ""
 
     def reset(self, checkpoint_id: Path_ | None = None) -> None:
         """dcp.save(checkpoint_id=) is another path."""
@@ -81,8 +81,9 @@ class Writer(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """On the coordinator: tells everybody the directory."""
-        number, name = files.begin(self.path)
-        self._number = number
+        files.end(self._name)  # of a save that failed
+        self._number, name = files.begin(self.path)
+        self._name = name
         return [dataclasses.replace(plan, storage_data=(name, rank)) for rank, plan in enumerate(plans)]
 
     def write_data(self, plan: SavePlan, planner: Any) -> Future[list[WriteResult]]:
@@ -164,6 +165,7 @@ class Writer(StorageWriter):
             files.check_file(self.path / name, files.Written(*written[rank]))
         files.write_manifest(self.path / name, content)
         files.publish(self.path, name, self._number)
+        files.end(name)
         files.tidy(self.path, self.keep)
 
     @classmethod
@@ -186,12 +188,9 @@ def _renumbered(node: Any, by: int) -> Any:
     """The arrays of one item among those of all."""
     if not isinstance(node, dict):
         return node
-    ((word, value),) = node.items()
-    if word == "array":
-        return {word: value + by}
-    if word == "dict":
-        return {word: [[key, _renumbered(one, by)] for key, one in value]}
-    return {word: [_renumbered(one, by) for one in value]} if word in ("list", "tuple") else node
+    return (
+        {"array": node["array"] + by} if "array" in node else mapped(node, lambda one: _renumbered(one, by))
+    )
 
 
 def _node_of(nested: Any) -> Any:
@@ -320,7 +319,7 @@ def _shown(value: Any, reading: Reading) -> Any:
     """Tensors of no memory in the places of arrays: torch flattens what holds tensors otherwise than the rest."""
     if isinstance(value, _Array):
         _, kind, dtype, shape, _ = reading.row(value.number)
-        if kind != "torch":
+        if kind.split()[0] != "torch":
             return value
         made = kind_named("torch").made
         tensor = torch.empty(shape, dtype=_dtype_of(dtype, made), device="meta")

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 
 from horoclone import checkpoint
-from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, files, load
+from horoclone.checkpoint import CheckpointError, NothingSaved, Owned, files, load, owner
 from horoclone.checkpoint.image import Image, from_a_page
 from horoclone.checkpoint.leaves import NUMPY
 from horoclone.checkpoint.saving import Save, shares
@@ -62,6 +62,10 @@ def save_on(path: Path, states: list[Any], keep: int = 3, timeout_s: float = 20.
     if every[0].error is not None:
         raise every[0].error
     return every
+
+
+def inside(path: Path) -> list[str]:
+    return sorted(name for name in os.listdir(path) if name != owner.NAME)
 
 
 def same(a: Any, b: Any) -> bool:
@@ -100,7 +104,7 @@ def test_every_dtype_and_shape(tmp_path: Path, dtype: str, shape: tuple[int, ...
     array = np.arange(math.prod(shape)).reshape(shape).astype(dtype)
     save_on(tmp_path, [{"x": array, "t": array.T}])
     found = load(tmp_path)
-    assert found["x"].dtype == array.dtype.newbyteorder("=") and np.array_equal(found["x"], array)
+    assert found["x"].dtype == array.dtype and np.array_equal(found["x"], array)
     assert found["t"].shape == array.T.shape and np.array_equal(found["t"], array.T)
 
 
@@ -187,25 +191,31 @@ def test_owned_values_of_all_ranks_come_back_on_any_number(tmp_path: Path) -> No
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     for value in range(5):
         save_on(tmp_path, [a_state(value)] * 2, keep=2)
-    assert checkpoint.saves(tmp_path) == [4, 5] and sorted(os.listdir(tmp_path)) == [
-        "save-00000004",
-        "save-00000005",
-    ]
+    assert checkpoint.saves(tmp_path) == [4, 5] and inside(tmp_path) == ["save-00000004", "save-00000005"]
     assert load(tmp_path)["epoch"] == 4 and load(tmp_path, number=4)["epoch"] == 3
 
 
-def test_incomplete_directories_are_ignored_and_removed_after_a_day(tmp_path: Path) -> None:
+@pytest.mark.parametrize("locks", [True, False])
+def test_what_saves_that_died_have_left_is_ignored_and_goes_with_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, locks: bool
+) -> None:
+    """At once where this job is known to be the only one that lives; else what nobody has written to for a day."""
     save_on(tmp_path, [a_state(1)])
-    young, old = (tmp_path / name for name in (".incomplete-00000002-aa", ".incomplete-00000002-bb"))
-    for place in (young, old):
-        place.mkdir()
+    names = [f".{word}-00000002-{n:02x}" for word in ("incomplete", "removed") for n in range(50)]
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-00000.safetensors").write_bytes(b"x")
+    young, old = tmp_path / names[0], tmp_path / names[1]
     long_ago = time.time() - files.STALE_S - 60
-    (old / "rank-00000.safetensors").write_bytes(b"x")
-    os.utime(old / "rank-00000.safetensors", (long_ago, long_ago))
-    os.utime(old, (long_ago, long_ago))
+    for place in (old / "rank-00000.safetensors", old):
+        os.utime(place, (long_ago, long_ago))
     assert load(tmp_path)["epoch"] == 1 and checkpoint.saves(tmp_path) == [1]
+    if not locks:
+        monkeypatch.setattr(owner, "claim", lambda path: False)
     save_on(tmp_path, [a_state(2)])
-    assert young.exists() and not old.exists() and load(tmp_path)["epoch"] == 2
+    assert young.exists() is not locks and not old.exists() and load(tmp_path)["epoch"] == 2
+    if locks:
+        assert inside(tmp_path) == ["save-00000001", "save-00000002"]
 
 
 def test_nothing_saved(tmp_path: Path) -> None:
@@ -334,13 +344,13 @@ def test_a_save_of_another_job_is_refused(tmp_path: Path, change: dict[str, Any]
 def test_what_cannot_be_saved_is_named_on_every_rank(tmp_path: Path, state: Any, text: str) -> None:
     with pytest.raises(CheckpointError, match=f"rank 1 cannot save its state: .*{text}"):
         save_on(tmp_path, [a_state(), state])
-    assert os.listdir(tmp_path) == []
+    assert inside(tmp_path) == []
 
 
 def test_states_that_differ_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"the state of rank 1 differs from that of rank 0"):
         save_on(tmp_path, [{"w": np.ones(3)}, {"w": np.ones(4)}])
-    assert os.listdir(tmp_path) == []
+    assert inside(tmp_path) == []
 
 
 def test_a_full_disk_leaves_the_save_before(tmp_path: Path) -> None:
@@ -355,7 +365,7 @@ def test_a_full_disk_leaves_the_save_before(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limit)
         signal.signal(signal.SIGXFSZ, ignored)
-    assert os.listdir(tmp_path) == ["save-00000001"] and load(tmp_path)["epoch"] == 1
+    assert inside(tmp_path) == ["save-00000001"] and load(tmp_path)["epoch"] == 1
 
 
 def test_a_full_file_system_leaves_the_save_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -368,10 +378,13 @@ def test_a_full_file_system_leaves_the_save_before(tmp_path: Path, monkeypatch: 
         save_on(tmp_path, [a_state(1)] * 2)
         with pytest.raises(CheckpointError, match=r"No space left on device.*Free room there"):
             save_on(tmp_path, [{"w": np.zeros(1_000_000)}] * 2)
-        assert os.listdir(tmp_path) == ["save-00000001"] and load(tmp_path)["epoch"] == 1
+        assert inside(tmp_path) == ["save-00000001"] and load(tmp_path)["epoch"] == 1
         save_on(tmp_path, [a_state(2)] * 2)
         assert load(tmp_path)["epoch"] == 2
     finally:
+        for file in owner._held.values():  # else it is in use for as long as this process lives
+            os.close(file)
+        owner._held.clear()
         subprocess.run(["umount", tmp_path], check=True)
 
 
