@@ -7,11 +7,13 @@ the launcher starts fast and works where those are missing.
 from __future__ import annotations
 
 import importlib
-import sys
 from typing import Any
 
 __version__ = "0.1.0"
 """The version of the package. Ranks of another build are refused in `init()`."""
+
+HOROVOD_VERSION = "0.28.1"
+"""The version of Horovod whose behaviour this is: `horovod.__version__`, where `import horovod` finds horoclone."""
 
 _HOMES: dict[str, tuple[str, ...]] = {
     "runtime.life": ("init", "shutdown"),
@@ -51,11 +53,6 @@ def __getattr__(name: str) -> Any:
     if name == "checkpoint":
         return importlib.import_module("horoclone.checkpoint")
     if home is None:
-        # Once `horovod` was imported it is this module, and `from horovod import spark` ends here.
-        alias = sys.modules.get("horoclone.horovod_alias")
-        absent = alias.absent_module(name) if alias is not None else None
-        if absent is not None:
-            return absent
         raise AttributeError(f"module 'horoclone' has no attribute {name!r}")
     value = getattr(importlib.import_module(f"horoclone.{home}"), name)
     globals()[name] = value

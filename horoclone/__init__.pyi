@@ -81,6 +81,7 @@ from horoclone.launch.api import (
 from horoclone import checkpoint as checkpoint
 
 __version__: str
+HOROVOD_VERSION: str
 __all__: list[str] = [
     "__version__",
     "init",

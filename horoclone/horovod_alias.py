@@ -1,5 +1,8 @@
 """`import horovod.torch` gives the module horoclone.torch: the finder behind horovod.py, the file beside the package.
 
+`horovod` itself is a module of its own that hands on what horoclone has: its version is the one of Horovod whose
+behaviour this is, which scripts and libraries compare.
+
 Nothing happens before `horovod` is imported, which executes horovod.py, which calls stand_for_horovod(). A real Horovod
 anywhere on the path, or HOROCLONE_NO_HOROVOD_ALIAS=1, takes precedence.
 """
@@ -16,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 import horoclone
-from horoclone.stand_ins import StandInModule
+from horoclone.stand_ins import StandInModule, use_horovods_names
 
 _OFF = "HOROCLONE_NO_HOROVOD_ALIAS"
 
@@ -29,14 +32,41 @@ _SPARK_DATA = (
     "tf.data service on Spark is not supported. Ranks read their rows themselves: estimators do, and in "
     "horoclone.spark.run() tf.data's shard() or pyarrow does."
 )
-_MXNET = f"MXNet is retired and not supported. {_TORCH}."
+_MXNET = f"horovod.mxnet: MXNet is retired and not supported. {_TORCH}."
 
 # Horovod's modules that have no counterpart here: what to do instead, and the submodules that may be imported.
 _ABSENT: dict[str, tuple[str, tuple[str, ...]]] = {
-    "mxnet": (_MXNET, ("mpi_ops", "compression", "functions")),
     "spark.lightning": (_SPARK_LIGHTNING, ("estimator", "datamodule")),
     "spark.tensorflow": (_SPARK_DATA, ("compute_worker",)),
 }  # fmt: skip
+
+
+class _Horovod(ModuleType):
+    """`horovod`: the names of horoclone."""
+
+    __version__ = horoclone.HOROVOD_VERSION
+
+    def __init__(self) -> None:
+        super().__init__("horovod", horoclone.__doc__)
+        self.__path__ = list(horoclone.__path__)
+        self.__file__ = horoclone.__file__
+        self.__all__ = list(horoclone.__all__)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(horoclone, name)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self.__dict__, *dir(horoclone)})
+
+
+class _TheAlias:
+    """Loads `horovod`."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return _Horovod()
+
+    def exec_module(self, module: ModuleType) -> None:
+        use_horovods_names()
 
 
 class _SameModule:
@@ -57,6 +87,16 @@ class _SameModule:
         spec = importlib.util.find_spec(self.real)
         loader: Any = spec.loader if spec is not None else None
         return loader.get_code(self.real) if loader is not None else None
+
+
+class _NotBuilt:
+    """Fails as Horovod does where it was built without a framework: `except ImportError` takes another way."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        raise ImportError(_MXNET, name=spec.name)
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
 
 
 class _StandIn:
@@ -85,24 +125,19 @@ def find_spec(
     if not rest:
         if _switched_off() or _real_horovod() is not None:
             return None
-        return _spec(name, _SameModule("horoclone"), True)
-    if sys.modules.get("horovod") is not horoclone:
+        return _spec(name, _TheAlias(), True)
+    if not isinstance(sys.modules.get("horovod"), _Horovod):
         return None
     if not isinstance(sys.modules.get(name.rpartition(".")[0]), StandInModule):
         real = importlib.util.find_spec(f"horoclone.{rest}")
         if real is not None:
             return _spec(name, _SameModule(f"horoclone.{rest}"), real.submodule_search_locations is not None)
+    if rest == "mxnet":
+        return _spec(name, _NotBuilt(), True)
     for module, (instead, submodules) in _ABSENT.items():
         if rest == module or rest.removeprefix(f"{module}.") in submodules:
             return _spec(name, _StandIn(instead), True)
     return None
-
-
-def absent_module(name: str) -> ModuleType | None:
-    """The stand-in for `horovod.<name>`, for `from horovod import <name>`; None when the alias does not serve it."""
-    if name not in _ABSENT or sys.modules.get("horovod") is not horoclone:
-        return None
-    return importlib.import_module(f"horovod.{name}")
 
 
 def _spec(name: str, loader: Any, is_package: bool) -> ModuleSpec:
@@ -158,7 +193,10 @@ def stand_for_horovod() -> None:
         return
     if _switched_off():
         raise ModuleNotFoundError(f"No module named 'horovod' ({_OFF} is set)", name="horovod")
-    sys.modules["horovod"] = horoclone
+    spec = _spec("horovod", _TheAlias(), True)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["horovod"] = module
+    _TheAlias().exec_module(module)
     install()
 
 

@@ -12,6 +12,20 @@ from typing import Any
 
 from horoclone import errors
 
+_family = "horoclone"
+
+
+def use_horovods_names() -> None:
+    """From now on classes that wrap a user's class say that they are Horovod's: `horovod` was imported, and is us."""
+    global _family
+    _family = "horovod"
+
+
+def shown_module(name: str) -> str:
+    """The __module__ of classes that are made for users, "torch.optimizer": scripts and libraries tell a wrapped object
+    by the word "horovod" in it."""
+    return f"{_family}.{name}"
+
 
 class StandInType(type):
     """The class of stand-ins: they can be subclassed and named in isinstance, not called or looked into."""

@@ -53,9 +53,9 @@ def horovodrun(argv: list[str] | None = None) -> int:
 def _run(argv: list[str], program: str) -> int:
     arguments = options.build_parser(program).parse_args(argv)
     if arguments.version:
-        from horoclone import __version__
+        from horoclone import HOROVOD_VERSION, __version__
 
-        print(__version__)
+        print(__version__ if program == PROGRAM else HOROVOD_VERSION)  # horovodrun: as scripts expect it
         return 0
     if arguments.check_build:
         from horoclone.launch.inventory import check_build_table

@@ -188,6 +188,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "ops",
         "process_sets",
         "runtime",
+        "stand_ins",
         "torch.compression",
         "torch.compressor",
         "torch.functions",

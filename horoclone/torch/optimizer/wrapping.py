@@ -1,7 +1,8 @@
 """What all classes that DistributedOptimizer makes share: how they derive from the user's class, names, pickling.
 
 The class has the wrapped class's name and derives from it, with a mixin in front: distributed.py's, which reduces
-gradients, or adasum.py's, which reduces what a step has changed. Thread: the one that trains.
+gradients, or adasum.py's, which reduces what a step has changed. It says that it is of this package (of Horovod's where
+scripts import that): by its module libraries see that an optimizer is wrapped already. Thread: the one that trains.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+
+from horoclone.stand_ins import shown_module
 
 # Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
 UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
@@ -67,8 +70,12 @@ def wrap(
     ValueError for names that are no names.
     """
     base = type(optimizer)
-    attributes = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-    derived = type(base.__name__, (mixin, base), {**attributes, "_wrapped_class": base})
+    attributes = {
+        "__module__": shown_module("torch.optimizer"),
+        "__doc__": base.__doc__,
+        "_wrapped_class": base,
+    }
+    derived = type(base.__name__, (mixin, base), attributes)
     wrapped: Any = object.__new__(derived)
     # Not __init__, which would need the user's arguments again. A step patched in by a scheduler stays behind.
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
