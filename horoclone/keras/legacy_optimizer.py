@@ -9,7 +9,7 @@ reduced them itself.
 # mypy: disable-error-code="no-any-return, misc"
 from __future__ import annotations
 
-import sys
+import functools
 from collections.abc import Hashable, Sequence
 from typing import Any
 
@@ -18,13 +18,14 @@ import tf_keras
 from tf_keras.src.mixed_precision import loss_scale_optimizer
 
 from horoclone.errors import Unsupported
+from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
 from horoclone.keras.reduction import Reduction
 from horoclone.process_sets import ProcessSet
 from horoclone.tensorflow import reduced_gradients
 from horoclone.tensorflow.gradient_aggregation import GradientAggregation
 
 Pairs = list[tuple[Any, Any]]
-_classes: dict[type, type] = {}
+_classes: dict[tuple[type, str, str], type] = {}  # wrapped class, options, module -> derived class
 
 
 class State:
@@ -41,12 +42,15 @@ class State:
         self.computed: set[Hashable] = (
             set()
         )  # eagerly: variables whose gradients were reduced and are not applied yet
+        self.scaled = False  # a LossScaleOptimizer computes gradients with it at this moment
+        self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
+        self.values: list[Any] | None = None  # of the original's variables, until the copy has them
 
     def reduce(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         return self.reduction.reduce(grads, variables, _key)
 
 
-class DistributedMixin:
+class DistributedMixin(Copied):
     """What DistributedOptimizer adds to an optimizer class of tf_keras.
 
     Gradients are reduced where they are computed, as in Horovod, or where they are applied, if nobody has done it yet.
@@ -54,6 +58,11 @@ class DistributedMixin:
 
     _HAS_AGGREGATE_GRAD = True  # asked for by older versions of Keras
     _horoclone: State
+    _state = State
+
+    @staticmethod
+    def _distribute(optimizer: Any, reduction: Reduction) -> Any:
+        return distribute(optimizer, reduction)
 
     # --- names that Horovod's class has -------------------------------------------------------------------------------
 
@@ -96,7 +105,7 @@ class DistributedMixin:
     def _computed(self, pairs: Pairs) -> Pairs:
         """Pairs of which the gradients are reduced, but for a LossScaleOptimizer: it has them reduced when it applies
         them, so that all ranks find the same infinities and keep one scale."""
-        if _caller_scales():
+        if self._horoclone.scaled:
             return pairs
         grads, variables = [g for g, _ in pairs], [v for _, v in pairs]
         return list(zip(self._allreduce(grads, variables), variables, strict=True))
@@ -151,6 +160,14 @@ class DistributedMixin:
 class OfTfKeras(DistributedMixin):
     """For the optimizers of tf_keras 2.11 and later."""
 
+    def build(self, var_list: Any) -> None:
+        """As the wrapped class."""
+        super().build(var_list)
+        self._take_over()
+
+    def _own_variables(self) -> list[Any]:
+        return list(self.variables)  # type: ignore[attr-defined]
+
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> Pairs:
         """As the wrapped class, and reduced over the ranks; minimize() begins with it."""
         return self._computed(super().compute_gradients(loss, var_list, tape))
@@ -177,6 +194,13 @@ class OfTfKeras(DistributedMixin):
 class OfLegacy(DistributedMixin):
     """For tf_keras.optimizers.legacy."""
 
+    def _create_all_weights(self, var_list: Any) -> None:
+        super()._create_all_weights(var_list)
+        self._take_over()
+
+    def _own_variables(self) -> list[Any]:
+        return list(self.variables())  # type: ignore[attr-defined]
+
     def _compute_gradients(self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None) -> Pairs:
         """As the wrapped class, and reduced over the ranks; minimize() begins with it."""
         return self._computed(super()._compute_gradients(loss, var_list, grad_loss=grad_loss, tape=tape))
@@ -188,25 +212,6 @@ class OfLegacy(DistributedMixin):
     def _aggregate_gradients(self, grads_and_vars: Any) -> Any:
         """Reduces over the ranks, and hands on a list of gradients."""
         return super()._aggregate_gradients(self._reduced(list(grads_and_vars)))
-
-
-def _caller_scales() -> bool:
-    """Whether a LossScaleOptimizer has called compute_gradients, which has called _computed, which asks."""
-    frame, limit = sys._getframe(2).f_back, 2
-    while frame is not None and limit:
-        if frame.f_code in _SCALED:
-            return True
-        frame, limit = frame.f_back, limit - 1
-    return False
-
-
-_SCALED = {
-    method.__code__
-    for kind in vars(loss_scale_optimizer).values()
-    if isinstance(kind, type)
-    for name in ("compute_gradients", "_compute_gradients")
-    if (method := vars(kind).get(name)) is not None
-}
 
 
 def _key(variable: Any) -> Hashable:
@@ -232,15 +237,59 @@ def distribute(optimizer: Any, reduction: Reduction) -> Any:
     innermost = optimizer
     while isinstance(innermost, tf_keras.mixed_precision.LossScaleOptimizer):
         innermost = innermost.inner_optimizer
-    if isinstance(innermost, DistributedMixin):
+    if isinstance(innermost, DistributedMixin) and not innermost._horoclone.implied:
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if not isinstance(innermost, kinds):
         raise ValueError(f"DistributedOptimizer wraps an optimizer of Keras, not {optimizer!r}")
-    base = type(innermost)
-    if base not in _classes:
-        names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-        mixin = OfLegacy if issubclass(base, tf_keras.optimizers.legacy.Optimizer) else OfTfKeras
-        _classes[base] = type(base.__name__, (mixin, base), names)
+    base = getattr(type(innermost), "_horoclone_base", type(innermost))
     innermost.__dict__["_horoclone"] = State(reduction)
-    innermost.__class__ = _classes[base]
+    innermost.__class__ = _derived(base, reduction)
     return optimizer
+
+
+def _derived(base: type, reduction: Reduction) -> type:
+    names = names_of(base)
+    key = base, word_of(reduction), names["__module__"]
+    if key not in _classes:
+        names |= {key: vars(base)[key] for key in _SAVED_AS if key in vars(base)}
+        names |= {"_horoclone_base": base, "_horoclone_reduction": reduction.copied()}
+        mixin = OfLegacy if issubclass(base, tf_keras.optimizers.legacy.Optimizer) else OfTfKeras
+        _classes[key] = type(base.__name__, (mixin, base), names)
+    return _classes[key]
+
+
+_SAVED_AS = ("_keras_api_names", "_keras_api_names_v1")  # the names by which Keras saves its classes
+
+
+def _imply(optimizer: Any, reduction: Reduction) -> None:
+    """For an optimizer that is made from the configuration of a distributed one."""
+    if isinstance(optimizer, DistributedMixin):
+        optimizer.__dict__["_horoclone"] = State(reduction)
+    else:
+        distribute(optimizer, reduction)._horoclone.implied = True
+
+
+def _while_it_scales(plain: Any) -> Any:
+    """For methods in which a LossScaleOptimizer has the distributed optimizer inside compute gradients: these are not
+    reduced there, but when they are applied, so that all ranks find the same infinities and keep one scale."""
+
+    @functools.wraps(plain)
+    def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+        state = self.inner_optimizer.__dict__.get("_horoclone")
+        if state is None:
+            return plain(self, *args, **kwargs)
+        before, state.scaled = state.scaled, True
+        try:
+            return plain(self, *args, **kwargs)
+        finally:
+            state.scaled = before
+
+    return compute
+
+
+for _kind in (tf_keras.optimizers.Optimizer, tf_keras.optimizers.legacy.Optimizer):
+    notice_marks(_kind, _imply)
+for _kind in list(vars(loss_scale_optimizer).values()):
+    for _name in ("compute_gradients", "_compute_gradients"):
+        if isinstance(_kind, type) and _name in vars(_kind) and hasattr(_kind, "inner_optimizer"):
+            setattr(_kind, _name, _while_it_scales(vars(_kind)[_name]))

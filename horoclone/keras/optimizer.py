@@ -1,26 +1,26 @@
 """DistributedOptimizer for Keras 3: the optimizer's class is replaced by a derived one that reduces before it applies.
 
-The derived class has the name and module of the wrapped one, so a saved model names a class that Keras knows, and loads
-without horoclone. All ways of training end in `apply`: fit, train_on_batch and custom loops call it or
-`apply_gradients`, which calls it; the JAX trainer calls `stateless_apply`, which calls it.
+The derived class has the name of the wrapped one, and Keras saves it as that one, so a saved model loads without
+horoclone (copies.py says how copies know that they are some). All ways of training end in `apply`: fit, train_on_batch
+and custom loops call it or `apply_gradients`, which calls it; the JAX trainer calls `stateless_apply`, which does too.
 """
 
 # mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
+import functools
 import importlib
-import sys
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 from horoclone.errors import Unsupported
 from horoclone.keras.aggregation import Aggregation
+from horoclone.keras.copies import Copied, names_of, notice_marks, word_of
 from horoclone.keras.flavor import keras
 from horoclone.keras.reduction import Reduction
 
 LossScaleOptimizer = keras.optimizers.LossScaleOptimizer
-_classes: dict[type, type] = {}  # wrapped class -> derived class
+_classes: dict[tuple[type, str, str], type] = {}  # wrapped class, options, module -> derived class
 
 
 class State:
@@ -31,12 +31,19 @@ class State:
         self.aggregation: Aggregation | None = None  # made when the optimizer is built
         self.hidden = False  # the sums are not among `variables` for the moment
         self.handed_over = False  # a LossScaleOptimizer around it reduces
+        self.implied = False  # made from a saved configuration; DistributedOptimizer may still be called
+        self.values: list[Any] | None = None  # of the original's variables, until the copy has them
 
 
-class DistributedMixin:
+class DistributedMixin(Copied):
     """What DistributedOptimizer adds to an optimizer class of Keras 3."""
 
     _horoclone: State
+    _state = State
+
+    @staticmethod
+    def _distribute(optimizer: Any, reduction: Reduction) -> Any:
+        return distribute(optimizer, reduction)
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -48,7 +55,6 @@ class DistributedMixin:
         if self._horoclone.handed_over or not grads:
             super().apply(grads, trainable_variables)  # type: ignore[misc]
             return
-        _refuse_inside_loss_scaling()
         if not self.built and trainable_variables is not None:
             with keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
@@ -123,6 +129,7 @@ class DistributedMixin:
         """As the wrapped class; also makes the sums of backward_passes_per_step."""
         super().build(list(variables))  # type: ignore[misc]
         self.built = True
+        self._take_over()
         _aggregate(self)
 
     def _own_variables(self) -> list[Any]:
@@ -150,57 +157,48 @@ class DistributedMixin:
         finally:
             self._horoclone.hidden = False
 
-    # --- LossScaleOptimizer around a distributed optimizer ------------------------------------------------------------
-
-    @property
-    def loss_scale_factor(self) -> Any:
-        """As in the wrapped class. Its assignment is how a LossScaleOptimizer takes an optimizer over; where the value
-        stays the same, TensorFlow's tracking only reads it."""
-        self._notice_loss_scaler()
-        return self.__dict__.get("loss_scale_factor")
-
-    @loss_scale_factor.setter
-    def loss_scale_factor(self, value: Any) -> None:
-        self.__dict__["loss_scale_factor"] = value
-        self._notice_loss_scaler()
-
-    def _notice_loss_scaler(self) -> None:
-        outer = None if self._horoclone.handed_over else _loss_scaler_of_caller(self)
-        if outer is not None and not isinstance(outer, DistributedMixin):
-            _hand_over(self)
-            distribute(outer, self._horoclone.reduction)
+    def _is_marked(self) -> bool:
+        return not self._horoclone.handed_over
 
 
 def distribute(optimizer: Any, reduction: Reduction) -> Any:
     """Makes an optimizer of Keras 3 a distributed one, in place; state and hyperparameters stay. Returns it."""
-    if isinstance(optimizer, DistributedMixin):
+    if isinstance(optimizer, DistributedMixin) and not optimizer._horoclone.implied:
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if not isinstance(optimizer, keras.optimizers.Optimizer):
         raise ValueError(f"DistributedOptimizer wraps an optimizer of Keras, not {optimizer!r}")
-    inner = getattr(optimizer, "inner_optimizer", None)
-    if isinstance(inner, DistributedMixin):
-        _hand_over(inner)
-    base = type(optimizer)
+    _hand_over(getattr(optimizer, "inner_optimizer", None))
+    base = getattr(type(optimizer), "_horoclone_base", type(optimizer))
     # Set before the class changes: from then on every attribute's assignment goes through the derived class.
     optimizer.__dict__["_horoclone"] = State(reduction)
-    optimizer.__class__ = _derived(base)
-    if optimizer.built:
+    optimizer.__class__ = _derived(base, reduction)
+    if getattr(optimizer, "built", False):
         _aggregate(optimizer)
     return optimizer
 
 
 def _hand_over(inner: Any) -> None:
     """From now on the LossScaleOptimizer around it reduces."""
-    inner._horoclone.handed_over, inner._horoclone.aggregation = True, None
+    if isinstance(inner, DistributedMixin):
+        inner._horoclone.handed_over, inner._horoclone.aggregation = True, None
 
 
-def _derived(base: type) -> type:
-    if base not in _classes:
-        names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-        derived = type(base.__name__, (DistributedMixin, base), names)
-        _classes[base] = derived
+def _imply(optimizer: Any, reduction: Reduction) -> None:
+    """For an optimizer that is made from the configuration of a distributed one."""
+    if isinstance(optimizer, DistributedMixin):
+        optimizer.__dict__["_horoclone"] = State(reduction)
+    else:
+        distribute(optimizer, reduction)._horoclone.implied = True
+
+
+def _derived(base: type, reduction: Reduction) -> type:
+    names = names_of(base)
+    key = base, word_of(reduction), names["__module__"]
+    if key not in _classes:
+        names |= {"_horoclone_base": base, "_horoclone_reduction": reduction.copied()}
+        _classes[key] = derived = type(base.__name__, (DistributedMixin, base), names)
         _give_registered_name(derived, base)
-    return _classes[base]
+    return _classes[key]
 
 
 def _give_registered_name(derived: type, base: type) -> None:
@@ -215,6 +213,10 @@ def _give_registered_name(derived: type, base: type) -> None:
             continue  # another Keras: the class is then found by its module and name
         if base in names:
             names[derived] = names[base]
+        elif table == "REGISTERED_OBJS_TO_NAMES" and base.__module__.startswith(
+            "keras."
+        ):  # of the torch backend
+            names[derived] = f"{base.__module__}.{base.__name__}"
 
 
 def _aggregate(optimizer: Any) -> None:
@@ -227,36 +229,45 @@ def _aggregate(optimizer: Any) -> None:
     )
 
 
-# --- who calls ----------------------------------------------------------------------------------------------------
+# --- LossScaleOptimizer around a distributed optimizer ----------------------------------------------------------------
 
 
-def _callers(limit: int) -> Iterator[FrameType]:
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None and limit:
-        yield frame
-        frame, limit = frame.f_back, limit - 1
+def _after_construction(plain: Any) -> Any:
+    """A LossScaleOptimizer that is put around a distributed optimizer reduces in its place: all ranks must agree on
+    which steps to skip."""
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        inner = self.inner_optimizer
+        if not isinstance(inner, DistributedMixin):
+            return
+        if isinstance(self, DistributedMixin):
+            _hand_over(inner)
+        else:
+            distribute(self, inner._horoclone.reduction)._horoclone.implied = inner._horoclone.implied
+
+    return __init__
 
 
-def _loss_scaler_of_caller(optimizer: Any) -> Any:
-    """The LossScaleOptimizer whose __init__ is taking `optimizer` over right now, or None."""
-    for frame in _callers(8):
-        if frame.f_code is LossScaleOptimizer.__init__.__code__:
-            outer = frame.f_locals.get("self")
-            return outer if getattr(outer, "inner_optimizer", None) is optimizer else None
-    return None
+def _before_a_step(plain: Any) -> Any:
+    """A LossScaleOptimizer that does not reduce would decide on this rank alone whether a step is skipped."""
+
+    @functools.wraps(plain)
+    def step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        inner = self.inner_optimizer
+        if isinstance(inner, DistributedMixin) and not inner._horoclone.handed_over:
+            raise Unsupported(
+                "DistributedOptimizer is inside a LossScaleOptimizer that does not reduce, so ranks may disagree on "
+                "which steps to skip. Wrap the outer one: "
+                "hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))."
+            )
+        return plain(self, *args, **kwargs)
+
+    return step
 
 
-def _refuse_inside_loss_scaling() -> None:
-    """A LossScaleOptimizer that does not reduce decides on this rank alone whether a step is skipped."""
-    if any(frame.f_code in _SCALED_STEPS for frame in _callers(12)):
-        raise Unsupported(
-            "DistributedOptimizer is inside a LossScaleOptimizer that does not reduce, so ranks may disagree on which "
-            "steps to skip. Wrap the outer one: hvd.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))."
-        )
-
-
-_SCALED_STEPS = {
-    method.__code__
-    for name in ("_stateful_handle_finite_grads", "_stateless_handle_finite_grads")
-    if (method := getattr(LossScaleOptimizer, name, None)) is not None
-}
+notice_marks(keras.optimizers.Optimizer, _imply)
+LossScaleOptimizer.__init__ = _after_construction(LossScaleOptimizer.__init__)
+LossScaleOptimizer.apply = _before_a_step(LossScaleOptimizer.apply)
+LossScaleOptimizer.stateless_apply = _before_a_step(LossScaleOptimizer.stateless_apply)

@@ -9,15 +9,22 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
 
+from horoclone.errors import Unsupported
 from horoclone.keras.flavor import backend
 from horoclone.ops import Adasum, Average, Max, Sum, resolve_reduce
 from horoclone.process_sets import ProcessSet, global_process_set
 
 Grads = Sequence[Any]
+
+
+_LOCAL = (
+    "this is a copy of a DistributedOptimizer with local variables, for a model that does not have these. Wrap it "
+    "again with this model's: hvd.PartialDistributedOptimizer(model.optimizer, local_layers=[...])."
+)
 
 
 @dataclass
@@ -50,10 +57,36 @@ class Reduction:
     named: bool  # by the user, so that the name is unlike others
     local_variables: list[Any] = field(default_factory=list)
     local_layers: list[Any] = field(default_factory=list)  # asked at use, as they may not be built yet
+    is_copy: bool = field(
+        default=False, compare=False
+    )  # perhaps for another model, with local variables of its own
+    refusal: str = ""  # why these options cannot be used
+
+    def copied(self) -> Reduction:
+        """The same options for a copy of the optimizer."""
+        variables, layers = list(self.local_variables), list(self.local_layers)
+        return replace(self, is_copy=True, local_variables=variables, local_layers=layers)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Variables and layers stay in their process."""
+        groups = self.groups if isinstance(self.groups, int) else 0
+        refusal = _LOCAL if self.local_variables or self.local_layers else self.refusal
+        own = {"groups": groups, "local_variables": [], "local_layers": [], "refusal": refusal}
+        everybody = self.process_set is global_process_set
+        return {**self.__dict__, **own, "process_set": None if everybody else self.process_set}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.process_set = state["process_set"] or global_process_set
 
     def active(self) -> bool:
-        """Whether there is anybody to reduce with. NotInitialized before init()."""
-        return bool(self.process_set.included()) and (self.process_set.size() or 1) > 1
+        """Whether there is anybody to reduce with. NotInitialized before init(), Unsupported for a copy of which
+        options are missing."""
+        if not self.process_set.included() or (self.process_set.size() or 1) <= 1:
+            return False
+        if self.refusal:
+            raise Unsupported(self.refusal)
+        return True
 
     def reduce(self, grads: Grads, variables: Sequence[Any], key_of: Callable[[Any], Hashable]) -> list[Any]:
         """The gradients to apply: reduced over the ranks, local ones divided by the size, None where there is none.
@@ -69,6 +102,8 @@ class Reduction:
         done = self.reduced_before(grads, variables)
         todo = [i for i in range(len(variables)) if not done[i]]
         local = self._local_keys(key_of)
+        if local and self.is_copy and local.isdisjoint(key_of(variable) for variable in variables):
+            raise Unsupported(_LOCAL)
         shared = [i for i in todo if key_of(variables[i]) not in local]
         result = list(grads)
         divisor = self.process_set.size() or 1
@@ -132,6 +167,11 @@ class Reduction:
         if scales:
             parts.append(Part(f"{self.name}.scales", scales, Max, 1.0, 1.0, None))
         return parts
+
+
+def default_reduction(name: str) -> Reduction:
+    """What DistributedOptimizer(optimizer) without options means."""
+    return Reduction(Average, 1.0, None, False, 0, global_process_set, True, 1, False, name, False)
 
 
 def checked(

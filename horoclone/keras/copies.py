@@ -1,0 +1,170 @@
+"""Copies of distributed optimizers: they reduce as well, or say at their first step what to add.
+
+Keras copies an optimizer through its configuration: in from_config(get_config()), in pickles, in saved models. A
+configuration may hold nothing that the plain class does not know, as what was saved has to load without horoclone. So
+the mark of a distributed optimizer stands in its name, which is free: "SGD.distributed", and with options other than
+the defaults a word for them, "SGD.distributed.1f3a9c02". Where this module is loaded, an optimizer that is made with
+such a name becomes a distributed one; elsewhere it is a name.
+"""
+
+# mypy: disable-error-code="no-any-return"
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import horoclone
+from horoclone.keras.flavor import assign, to_numpy
+from horoclone.keras.reduction import Reduction, default_reduction
+from horoclone.process_sets import global_process_set
+
+_MARK = re.compile(r"(.*)\.distributed(?:\.([0-9a-f]{8}))?")
+_known: dict[str, Reduction] = {}  # word -> options, of optimizers that this process has made or copied
+
+
+def _names(values: list[Any]) -> list[Any]:
+    return [(getattr(value, "path", None) or getattr(value, "name", ""), id(value)) for value in values]
+
+
+def word_of(reduction: Reduction) -> str:
+    """A word for options that are not the defaults, "" for those."""
+    if reduction == default_reduction(reduction.name):
+        return ""
+    groups, compression, ranks = reduction.groups, reduction.compression, reduction.process_set.ranks
+    parts = (
+        reduction.op, reduction.predivide, getattr(compression, "__qualname__", repr(compression)),
+        reduction.sparse_as_dense, groups if isinstance(groups, int) else [_names(group) for group in groups],
+        None if reduction.process_set is global_process_set else ranks, reduction.scale_local_gradients,
+        reduction.passes, reduction.average_passes, reduction.name, reduction.named, reduction.refusal,
+        _names(reduction.local_variables), _names(reduction.local_layers),
+    )  # fmt: skip
+    word = hashlib.sha256(repr(parts).encode()).hexdigest()[:8]
+    _known[word] = reduction.copied()
+    return word
+
+
+def marked(config: dict[str, Any], reduction: Reduction) -> dict[str, Any]:
+    """The configuration with the mark in its name."""
+    word = word_of(reduction)
+    return {**config, "name": f"{config['name']}.distributed{'.' if word else ''}{word}"}
+
+
+def unmarked(name: Any) -> tuple[Any, str | None]:
+    """The name without its mark, and the word in the mark: None where there is no mark."""
+    found = _MARK.fullmatch(name) if isinstance(name, str) else None
+    return (name, None) if found is None else (found[1], found[2] or "")
+
+
+def reduction_of(word: str, kind: str) -> Reduction:
+    """The options behind a mark; where they are not known, some that refuse to reduce."""
+    if not word:
+        return default_reduction(f"Distributed{kind}")
+    if word in _known:
+        return _known[word].copied()
+    refused = default_reduction(f"Distributed{kind}")
+    refused.refusal = (
+        f"this {kind} is a copy of a DistributedOptimizer whose options (op, groups, compression, process_set, ...) "
+        "were not saved with it. Wrap it with the same options: hvd.DistributedOptimizer(model.optimizer, ...), or "
+        "load the model with hvd.load_model()."
+    )
+    return refused
+
+
+def notice_marks(base: type, convert: Callable[[Any, Reduction], None]) -> None:
+    """From now on `convert` makes an optimizer distributed whose constructor is given a marked name."""
+    plain = base.__init__  # type: ignore[misc]
+
+    @functools.wraps(plain)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        words = [unmarked(value)[1] for value in (*args, *kwargs.values())]
+        plain(self, *(unmarked(a)[0] for a in args), **{key: unmarked(v)[0] for key, v in kwargs.items()})
+        for word in words:
+            if word is not None:
+                convert(self, reduction_of(word, type(self).__name__))
+
+    base.__init__ = __init__  # type: ignore[misc]
+
+
+def names_of(base: type) -> dict[str, Any]:
+    """Attributes of a class derived from `base`. Reached as `horovod`, it says so as Horovod's does, because
+    libraries ask a class's module whether its optimizer is wrapped."""
+    names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
+    if sys.modules.get("horovod") is horoclone:
+        names["__module__"] = "horovod._keras"
+    return names
+
+
+class Copied:
+    """How a distributed optimizer is copied and pickled, whichever Keras it is of."""
+
+    _horoclone: Any
+    _horoclone_reduction: Reduction  # of the class, which makes more of its kind, as Horovod's does
+    _horoclone_base: type
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls)
+        made.__dict__["_horoclone"] = cls._state(cls._horoclone_reduction.copied())
+        return made
+
+    @staticmethod
+    def _state(reduction: Reduction) -> Any:
+        raise NotImplementedError
+
+    @staticmethod
+    def _distribute(optimizer: Any, reduction: Reduction) -> Any:
+        raise NotImplementedError
+
+    def get_config(self) -> dict[str, Any]:
+        """As the wrapped class, with a name by which copies are known."""
+        config = super().get_config()  # type: ignore[misc]
+        return marked(config, self._horoclone.reduction) if self._is_marked() else config
+
+    def _is_marked(self) -> bool:
+        return True
+
+    def _own_variables(self) -> list[Any]:
+        """The wrapped class's variables."""
+        raise NotImplementedError
+
+    def _take_over(self) -> None:
+        """Gives a copy the state of its original, once it has the variables for it."""
+        values, variables = self._horoclone.values, self._own_variables()
+        if values is not None and len(values) == len(variables):
+            self._horoclone.values = None
+            for variable, value in zip(variables, values, strict=True):
+                assign(variable, value)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        config = super().get_config()  # type: ignore[misc]
+        values = self._horoclone.values or [np.array(to_numpy(v)) for v in self._own_variables()]
+        return _copy, (self._distribute, self._horoclone_base, config, self._horoclone.reduction, values)
+
+    def __reduce__(self) -> Any:
+        return self.__reduce_ex__(2)
+
+    def __copy__(self) -> Any:
+        make, arguments = self.__reduce_ex__(2)
+        return make(*arguments)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        made = memo[id(self)] = self.__copy__()
+        return made
+
+
+def _copy(
+    distribute: Callable[[Any, Reduction], Any],
+    base: Any,
+    config: dict[str, Any],
+    reduction: Reduction,
+    values: list[Any],
+) -> Any:
+    optimizer = distribute(base.from_config(dict(config)), reduction.copied())
+    optimizer._horoclone.values = values
+    optimizer._take_over()
+    return optimizer
