@@ -1,7 +1,8 @@
 """The register: the one place where it is decided which server holds which partition, by compare-and-set.
 
 It is a torch TCPStore: torchrun's, or that of `python -m horoclone.ps --register PORT`. Everybody on the network may
-write there, so every value is signed with the secret. Thread: any; each operation ends within its time.
+write there, so every value is signed with the secret. What a stranger has written counts as forgotten, and is written
+over by those who know better. Thread: any; each operation ends within its time.
 
 It remembers nothing when it is started again. The servers that live tell it what they know: first the primaries, then,
 once it is not new any more, backups whose primary has not come. A server that is started meanwhile begins with empty
@@ -34,7 +35,9 @@ log = logging.getLogger("horoclone.ps")
 
 OPERATION_S = 5.0  # for one operation: it is a small message to a server that does nothing else
 PAUSE_S = 0.05  # between two looks at a value that somebody else must write; the store has no way to wait for a change
+SAY_S = 10.0  # between two words about what stays so for a while
 NEW_S = 8.0  # longer than a server that lives takes to find a register that has been away: OPERATION_S, and a pause
+FOREIGN_S = 3.0  # for a stranger's value to be written over, where it may also be that the secrets differ
 STATE = "horoclone-ps-register"  # "new" or "open"; of the register, which has no secret to sign with
 NEEDS_SECRET = (
     "servers and workers prove to each other that they know a common secret, and there is none. Put the same random "
@@ -123,6 +126,11 @@ class _Thread:
                 future.set_exception(error)
 
 
+def _entry(store: Any, key: str) -> bytes:
+    """What is written there; empty where nothing is."""
+    return bytes(store.get(key)) if store.check([key]) else b""
+
+
 class Register:
     """The values of one parameter server. Every method raises Unreachable when the store does not answer in time."""
 
@@ -137,15 +145,32 @@ class Register:
         self._store: Any = None
         self._lock = threading.Lock()
         self._thread: _Thread | None = None
+        self._is_ours = False  # whether a value was read that was signed with our secret
+        self._said = 0.0  # when it was last told that a stranger has written
 
     def get(self, key: str) -> Any:
-        """The value, or None where there is none. HorovodInternalError for one that is not from this job."""
-
-        def read(store: Any) -> bytes | None:
-            return bytes(store.get(key)) if store.check([key]) else None
-
+        """The value, or None where there is none, or one of a stranger's. HorovodInternalError where all that was ever
+        read is signed with another secret: then this process may be the stranger."""
         key = self._prefix + key
-        return self._read(key, self._do(read))
+        until = time.monotonic() + FOREIGN_S
+        while True:
+            entry = self._do(lambda store: _entry(store, key))
+            if not entry:
+                return None
+            if self._is_signed(key, entry):
+                self._is_ours = True
+                return json.loads(entry[64:])
+            if self._is_ours:
+                if time.monotonic() > self._said + SAY_S:
+                    log.warning("a stranger has written %r in the register: it counts as forgotten", key)
+                    self._said = time.monotonic()
+                return None
+            if time.monotonic() > until:
+                raise errors.HorovodInternalError(
+                    f"parameter server {self.name!r}: the register's value {key!r} was not signed with this secret. "
+                    "A stranger has written there, or servers and workers were given different secrets."
+                )
+            time.sleep(PAUSE_S)
 
     def is_new(self) -> bool:
         """Whether it was started so recently that a primary that lives may not have told it yet."""
@@ -162,12 +187,14 @@ class Register:
         self._do(lambda store: store.set(key, entry))
 
     def compare_set(self, key: str, old: Any, new: Any) -> bool:
-        """Writes `new` if the value is `old` (None: there is none); whether `new` is there now. It must be a value that
-        nobody else would write."""
+        """Writes `new` if the value is `old` (None: there is none, or one of a stranger's); whether `new` is there now.
+        It must be a value that nobody else would write."""
 
         def change(store: Any) -> bytes:
-            expected = self._written(key, old) if old is not None else b""
-            return bytes(store.compare_set(key, expected.decode(), entry.decode()))
+            expected = self._written(key, old) if old is not None else _entry(store, key)
+            if old is None and self._is_signed(key, expected):
+                return expected
+            return bytes(store.compare_set(key, expected, entry))  # bytes: a stranger's need not be text
 
         key = self._prefix + key
         entry = self._written(key, new)
@@ -190,16 +217,9 @@ class Register:
     def _signature(self, key: str, text: str) -> str:
         return hmac.new(self.secret, f"ps\0{key}\0{text}".encode(), hashlib.sha256).hexdigest()
 
-    def _read(self, key: str, entry: bytes | None) -> Any:
-        if entry is None:
-            return None
-        signature, text = entry[:64].decode(errors="replace"), entry[64:].decode(errors="replace")
-        if not hmac.compare_digest(signature, self._signature(key, text)):
-            raise errors.HorovodInternalError(
-                f"parameter server {self.name!r}: the register's value {key!r} was not signed with this secret. "
-                "A stranger has written there, or servers and workers were given different secrets."
-            )
-        return json.loads(text)
+    def _is_signed(self, key: str, entry: bytes) -> bool:
+        signature, text = entry[:64], entry[64:].decode(errors="replace")
+        return hmac.compare_digest(signature, self._signature(key, text).encode())
 
     def _do(self, operation: Callable[[Any], Any]) -> Any:
         """Runs it on a thread that may be left behind, because the store's own calls wait without limit.

@@ -17,7 +17,7 @@ from typing import Any
 
 from horoclone import errors
 from horoclone.ps import files
-from horoclone.ps.register import NEW_S, PAUSE_S, Register, Unreachable
+from horoclone.ps.register import NEW_S, PAUSE_S, SAY_S, Register, Unreachable
 from horoclone.ps.view import Holder, Layout, View
 from horoclone.runtime import native_module
 
@@ -27,7 +27,6 @@ ASKED, BACKUP_LOST, PRIMARY_LOST = range(3)  # hc_event_kind
 EVENT_S = 0.5  # between two looks at the register, for a partition without a second copy for example
 MAX_PAUSE_S = 10.0  # between tries for a second copy that fail: one that lacks memory is not helped by haste
 STRANDED_S = 5.0  # after that any server takes a second copy, not only the one that should have it
-SAY_S = 10.0  # between two words about whom a partition waits for
 THREADS = 4  # and two for each partition: one may be waiting for the register
 
 
@@ -50,7 +49,12 @@ class Server:
         if replicas not in (1, 2) or replicas > servers:
             raise ValueError(f"replicas={replicas} with {servers} servers: 1, or 2 on at least two servers")
         self.register, self.layout = register, Layout(servers, replicas)
-        self.me = Holder(index, secrets.randbits(62) | 1)
+        # Generations of a server grow, so that an entry of an earlier life that is written again is known as one.
+        self.register.get(
+            "layout"
+        )  # first: servers that live write it, and it shows that the secrets are the same
+        before = self.register.get(f"server/{index}")
+        self.me = Holder(index, max(time.time_ns(), before["generation"] + 1 if before else 0))
         self._native = native_module.core().ParameterServer(
             index,
             self.layout.partitions,
@@ -68,7 +72,8 @@ class Server:
         self._busy: set[int] = set()  # partitions for which a copy is being asked
         self._pauses: dict[int, tuple[float, float]] = {}  # after a failure: (until, how long)
         self._is_whole = False
-        self._known: dict[int, View] = {}  # the last view of each partition that has a copy here
+        self._known: dict[int, View] = {}  # the newest view of each partition that has a copy here
+        self._told: dict[str, Any] = {}  # what this server has written about itself
         self._had: list[int] = []  # see _place
         self._saved: Any = None
         self._said = -SAY_S  # when it was last told whom a partition waits for, or of another layout
@@ -91,7 +96,11 @@ class Server:
         before = self._entry(self.me.server)
         if before is not None:
             self._had = sorted({*before["had"], *before["copies"]})
-        self.register.set(f"server/{self.me.server}", self._place())
+        self._tell(self._place())
+
+    def _tell(self, place: dict[str, Any]) -> None:
+        self._told = place
+        self.register.set(f"server/{self.me.server}", place)
 
     def _mismatch(self, known: Any) -> errors.Mismatch:
         return errors.Mismatch(
@@ -150,9 +159,13 @@ class Server:
 
     def _remind(self, views: Mapping[int, View | None]) -> None:
         """Tells a register that was started again what it has forgotten; this server's own entry comes last."""
-        is_known = self._entry(self.me.server) is not None
+        entry = self._entry(self.me.server)
+        is_known = entry is not None
         if not is_known:
             log.warning("the register has forgotten this server, and is told what it knows")
+        elif entry != self._told and entry["generation"] <= self.me.generation:
+            log.warning("the register went back to what this server was before, and is told anew")
+            self._tell(self._told)
         for partition, view in views.items():
             known = self._known.get(partition)
             if (
@@ -167,7 +180,7 @@ class Server:
             return
         if self._saved is not None:
             self.register.compare_set("saved", None, self._saved)
-        self.register.set(f"server/{self.me.server}", self._place())
+        self._tell(self._place())
 
     def _begin(self, partition: int) -> bool:
         """Begins a partition that the register does not know, as soon as every server has said that it has no rows of
@@ -212,10 +225,10 @@ class Server:
     # --- the register ---
 
     def _view(self, partition: int) -> View:
-        value = self.register.get(f"view/{partition}")
-        if value is None:
+        view = self._look(partition)
+        if view is None:
             raise errors.HorovodInternalError(f"partition {partition} has no view in the register")
-        return View.from_json(value)
+        return view
 
     def _change(self, partition: int, old: View | None, new: View) -> bool:
         is_there = self.register.compare_set(f"view/{partition}", old and old.to_json(), new.to_json())
@@ -224,24 +237,38 @@ class Server:
         return is_there
 
     def _look(self, partition: int) -> View | None:
-        """What the register says, if it says anything; remembered for a register that forgets."""
+        """What the register says, if it says anything; remembered for a register that forgets.
+
+        An epoch never goes back: where somebody has written an old value again, who has a copy writes the newest."""
         value = self.register.get(f"view/{partition}")
         view = View.from_json(value) if value else None
+        known = self._known.get(partition)
+        if view is not None and known is not None and view.epoch < known.epoch:
+            log.warning(
+                "partition %d: the register went back from view %d to %d, and is told the newer one",
+                partition,
+                known.epoch,
+                view.epoch,
+            )
+            return known if self.register.compare_set(f"view/{partition}", value, known.to_json()) else None
         if view is not None and view.has(self.me):
             self._known[partition] = view
         return view
 
     def _decide(self, partition: int) -> None:
         """This server has lost the other copy, or was asked by a worker that has: goes on alone if nobody else does."""
+        forgotten_since = 0.0
         while not self._stopping.is_set():
             try:
                 if not self._is_our_register():  # what it says of this number is about other rows
                     self._stopping.wait(PAUSE_S)
                     continue
                 view = self._look(partition)
-                if view is None:  # it was started again; whoever was primary has had its time to tell it
+                if view is None:  # forgotten: whoever is primary has its time to tell it
+                    forgotten_since = forgotten_since or time.monotonic()
                     known = self._known.get(partition)
-                    if known and not self.register.is_new():
+                    is_time = time.monotonic() > forgotten_since + NEW_S and not self.register.is_new()
+                    if known and is_time:
                         self._change(partition, None, known.alone(self.me))
                     self._stopping.wait(PAUSE_S)
                     continue

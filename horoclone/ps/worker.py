@@ -239,11 +239,8 @@ class Servers:
         if value is None:  # the register was started again, and the servers have not told it yet
             return known
         view = View.from_json(value)
-        if view.epoch < known.epoch:
-            raise errors.HorovodInternalError(
-                f"parameter server {self.name!r}: the register went back from view {known.epoch} to {view.epoch} of "
-                f"partition {partition}; was its store started anew while servers were running?"
-            )
+        if view.epoch < known.epoch:  # somebody has written an old value again; the servers write the newest
+            return known
         if view.lost > known.lost:
             raise errors.StateLost(self._what_is_lost([partition], None))
         self._views[partition] = view
