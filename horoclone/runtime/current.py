@@ -17,10 +17,12 @@ from horoclone import errors
 if TYPE_CHECKING:
     from horoclone._core import Runtime
     from horoclone.bootstrap.exchange import Job
+    from horoclone.runtime.offspring import Parent
 
 runtime: Runtime | None = None
 job: Job | None = None  # kept between init calls: its server, secret and MPI survive shutdown()
 forked_from: int | None = None  # pid of the parent that had called init
+parent: Parent | None = None  # the rank that has started this process, which is none
 dynamic = False  # whether add_process_set and remove_process_set are allowed in this life
 lock = threading.RLock()
 formed_s = 0.0  # until the members of this life's generation were known, in an elastic job
@@ -45,6 +47,14 @@ def absence() -> errors.HorovodInternalError:
     """Why there is no runtime."""
     if forked_from is not None:
         return forked_error()
+    if parent is not None:
+        return errors.HorovodInternalError(
+            f"{_called()}(): this process (pid {os.getpid()}) was started by rank {parent.rank} (pid {parent.pid}) and "
+            "is no rank of the job. Where multiprocessing starts it by 'spawn' or 'forkserver', as the workers of a data "
+            "loader, it imports the script again: put what only ranks do, hvd.init() and the training, under "
+            '`if __name__ == "__main__":`. hvd.rank() and hvd.size() give rank '
+            f"{parent.rank}'s values here."
+        )
     return errors.NotInitialized(
         f"Horovod has not been initialized; use hvd.init(). (The call was {_called()}().)"
     )

@@ -4,45 +4,55 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from horoclone import errors
 from horoclone.runtime import current
 from horoclone.runtime.current import native
 
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
+    from horoclone.runtime.offspring import Parent
+
+
+def _place() -> Runtime | Parent:
+    """Where the facts are: in a process that a rank has started they are the rank's."""
+    return current.runtime or current.parent or native()
+
 
 def rank() -> int:
     """This process's number, 0..size-1."""
-    return native().rank
+    return _place().rank
 
 
 def size() -> int:
     """Number of processes."""
-    return native().size
+    return _place().size
 
 
 def local_rank() -> int:
     """This process's number on its host."""
-    return native().local_rank
+    return _place().local_rank
 
 
 def local_size() -> int:
     """Number of processes on this host."""
-    return native().local_size
+    return _place().local_size
 
 
 def cross_rank() -> int:
     """This host's number among the hosts that have a process with my local rank."""
-    return native().cross_rank
+    return _place().cross_rank
 
 
 def cross_size() -> int:
     """Number of hosts that have a process with my local rank."""
-    return native().cross_size
+    return _place().cross_size
 
 
 def is_homogeneous() -> bool:
     """Whether every host runs the same number of processes."""
-    return native().is_homogeneous
+    return _place().is_homogeneous
 
 
 def mpi_enabled() -> bool:

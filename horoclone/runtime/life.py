@@ -15,7 +15,7 @@ from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
 from horoclone.bootstrap import exchange, mpi_link
 from horoclone.process_sets import ProcessSet
-from horoclone.runtime import attached, current, ending, member, newcomer, pages, stacks
+from horoclone.runtime import attached, current, ending, member, newcomer, offspring, pages, stacks
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
 from horoclone.runtime.native_module import core
@@ -47,13 +47,16 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
     refused when everybody is connected: as in Horovod, rank() and size() answer then, and another init() needs
     shutdown() first.
 
+    In a process that a rank has started, such as a data loader's worker that imports the script again, it does nothing:
+    rank() and size() are that rank's, and operations say what to do.
+
     In an elastic job it waits for a generation that holds this process, and connects with its members; SystemExit when
     the others go on without this process or the job ends.
     """
     with current.lock:
         if current.forked_from is not None:
             raise current.forked_error()
-        if current.runtime is not None:
+        if current.runtime is not None or offspring.recognise():
             return
         failpoints.check()
         ending.install_hooks(_finish, _shutdown)
@@ -71,6 +74,7 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 def _begin(runtime: Runtime, wanted: list[ProcessSet]) -> None:
     """The ranks are connected: this is the runtime from now on, unless what they still have to agree on fails."""
     current.runtime = runtime
+    offspring.mark(runtime)
     current.dynamic = flag(os.environ, "DYNAMIC_PROCESS_SETS")
     _remark()
     try:
