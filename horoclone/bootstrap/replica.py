@@ -21,9 +21,10 @@ from typing import NamedTuple
 from horoclone import errors
 from horoclone.bootstrap import wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
+from horoclone.visitors import Visitors
 
 KEY = "replica"  # [generation u64][addresses, comma-separated]
-MAX_SPARES = 64
+MAX_SPARES = 64  # and as many strangers, of whom the oldest goes when another comes
 MAX_PARTS = 1 << 20
 DIGEST_BYTES = 8
 STUCK_S = 10.0  # a spare that takes nothing for so long is given up
@@ -67,6 +68,7 @@ class Feeder:
         self._offered: tuple[int, Pack] | None = None
         self._packed: Replica | None = None
         self._spares = 0
+        self._strangers = Visitors(MAX_SPARES, HELLO_S)
         self._closed = False
         self._packing = threading.Lock()
         self._listeners = [socket.create_server((host, 0)) for host in bindings]
@@ -103,23 +105,35 @@ class Feeder:
                 peer, _ = listener.accept()
             except OSError:
                 return
-            if self._spares >= MAX_SPARES:
+            if not self._strangers.admit(peer):
                 peer.close()
                 continue
-            self._spares += 1
             threading.Thread(target=self._serve, args=(peer,), name="hc-replica-out", daemon=True).start()
 
     def _serve(self, peer: socket.socket) -> None:
         try:
-            with peer:
-                peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                if wire.admit(peer, self._secret, self._job, HELLO_S):
-                    peer.settimeout(STUCK_S)
+            peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if wire.admit(peer, self._secret, self._job, HELLO_S) and self._take():
+                self._strangers.gone(peer)
+                peer.settimeout(STUCK_S)
+                try:
                     self._feed(peer)
+                finally:
+                    with self._news:
+                        self._spares -= 1
         except (OSError, MemoryError):
             pass  # the spare has gone, or is promoted
         finally:
-            self._spares -= 1
+            self._strangers.gone(peer)
+            peer.close()
+
+    def _take(self) -> bool:
+        """Whether there is room for one more that has proved to be of this job."""
+        with self._news:
+            if self._spares >= MAX_SPARES:
+                return False
+            self._spares += 1
+            return True
 
     def _feed(self, peer: socket.socket) -> None:
         sent, next_s = 0, 0.0

@@ -5,8 +5,11 @@ Names follow https://prometheus.io/docs/practices/naming/; deploy/grafana has a 
 
 from __future__ import annotations
 
+import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 import prometheus_client
 from prometheus_client.core import (
@@ -18,6 +21,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from horoclone import visitors
 from horoclone.live import page as pages_of
 from horoclone.live.overview import late_seconds, late_times, state_of, upper_bounds_s
 from horoclone.live.page import Page
@@ -182,6 +186,29 @@ def _operations(pages: Sequence[Page]) -> Iterator[Metric]:
     yield from (count, moved, queued, running, duration)
 
 
+class _Server(visitors.BoundedThreads, WSGIServer):
+    """Anybody may scrape it, so it takes a bounded number of connections, and none for long."""
+
+    request_queue_size = 64
+
+    @classmethod
+    def at(cls, address: str, port: int) -> _Server:
+        family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        of_family = type(cls.__name__, (cls,), {"address_family": family})
+        return of_family(place[:2], _Handler)  # type: ignore[no-any-return]
+
+    def server_bind(self) -> None:
+        super().server_bind()
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = 10.0  # seconds, of one read
+
+    def log_message(self, *args: Any) -> None:
+        """A scrape is no news."""
+
+
 class MetricsServer:
     """Answers scrapes from threads of its own. OSError where the address cannot be had. port: 0 takes any free one."""
 
@@ -189,8 +216,10 @@ class MetricsServer:
         self._read_pages: Callable[[], Sequence[Page]] = lambda: []
         registry = prometheus_client.CollectorRegistry(auto_describe=False)
         registry.register(PagesCollector(lambda: self._read_pages()))
-        self._server, self._thread = prometheus_client.start_http_server(port, address, registry)
+        self._server = _Server.at(address, port)
+        self._server.set_app(prometheus_client.make_wsgi_app(registry))
         self.port: int = self._server.server_port
+        threading.Thread(target=self._server.serve_forever, name="hc-metrics", daemon=True).start()
 
     def show(self, read_pages: Callable[[], Sequence[Page]]) -> None:
         """From now on these; before there were none."""

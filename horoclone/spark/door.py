@@ -20,9 +20,10 @@ from horoclone.launch.hosts import Host
 from horoclone.launch.link import HostEvents, Link
 from horoclone.launch.usage import LaunchError
 from horoclone.spark.executor import END, START, keep_alive, own_versions
+from horoclone.visitors import Visitors
 
 HELLO_S = 5.0
-MOST_STRANGERS = 64  # connections that have proved nothing yet
+MOST_STRANGERS = 64  # connections that have proved nothing yet; who comes displaces the oldest
 MOST_BYTES = 1 << 14  # of what a task says about itself
 GREETING_S = 120.0  # for a task's Python to start what starts the rank
 LOOK_S = 1.0
@@ -90,7 +91,7 @@ class Door:
         self._waiting: dict[str, tuple[Task, socket.socket]] = {}
         self._busy: dict[str, Task] = {}
         self._trouble = ""  # why a task was refused
-        self._strangers = 0
+        self._strangers = Visitors(MOST_STRANGERS, HELLO_S)
         self._changes = self._seen = 0
         self._closed = False
         self._selector = selectors.DefaultSelector()
@@ -216,10 +217,10 @@ class Door:
         except OSError:
             return
         with self._news:
-            if self._closed or self._strangers >= MOST_STRANGERS:
-                peer.close()
-                return
-            self._strangers += 1
+            is_closed = self._closed
+        if is_closed or not self._strangers.admit(peer):
+            peer.close()
+            return
         threading.Thread(target=self._admit, args=(peer,), name="hc-door-in", daemon=True).start()
 
     def _admit(self, peer: socket.socket) -> None:
@@ -232,8 +233,7 @@ class Door:
         except (OSError, ValueError, KeyError, TypeError):
             pass  # a stranger, or a task that has ended
         finally:
-            with self._news:
-                self._strangers -= 1
+            self._strangers.gone(peer)
             if not is_in:
                 peer.close()
 

@@ -203,3 +203,18 @@ def test_a_promoted_spare_waits_for_its_commit_only_for_a_while(
     feed.finish(9)
     until(lambda: not feed._thread.is_alive())
     assert feed.take() is None
+
+
+def test_a_spare_gets_in_past_strangers_that_say_nothing(server: Server, feeder: Feeder) -> None:
+    host, _, port = feeder.addresses[0].rpartition(":")
+    idle = [socket.create_connection((host, int(port)), timeout=5) for _ in range(2 * replica.MAX_SPARES)]
+    feed = Feed(server.addresses, SECRET, JOB)
+    feed.start()
+    try:
+        feeder.offer(1, lambda: [b"state"])
+        assert newest(feed, 1)
+    finally:
+        feed.take()
+        until(lambda: not feed._thread.is_alive())
+        for one in idle:
+            one.close()

@@ -20,7 +20,7 @@ PACKAGE = ROOT / "horoclone"
 MAY_IMPORT: dict[str, set[str]] = {
     "arguments": set(),
     "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
-    "bootstrap": {"errors", "failpoints", "selection", "settings"},
+    "bootstrap": {"errors", "failpoints", "selection", "settings", "visitors"},
     "checkpoint": {"errors", "failpoints", "objects", "runtime"},
     "common": {"elastic", "errors", "ops", "process_sets", "runtime", "runtime.life"},
     "compression": set(),
@@ -65,7 +65,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "launch": {"bootstrap", "errors", "failpoints", "live", "plan", "selection", "settings", "simulate"},
     "lightning": {"errors", "objects", "runtime", "runtime.life", "torch", "tracking"},
-    "live": set(),
+    "live": {"visitors"},
     "objects": {"arrays", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
     "plan": {"replay"},
@@ -73,7 +73,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ps": {"arguments", "bootstrap", "errors", "failpoints", "runtime"},
     "ray": {"bootstrap", "errors", "launch", "ps", "runner"},
     "replay": set(),
-    "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins"},
+    "runner": {"bootstrap", "common", "elastic", "launch", "settings", "stand_ins", "visitors"},
     "runtime": {"bootstrap", "errors", "live", "settings"},
     "runtime.ending": {"bootstrap", "errors"},
     "runtime.exported": {"process_sets", "runtime.life"},
@@ -89,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "selection": set(),
     "settings": set(),
     "simulate": {"replay", "runtime"},
-    "spark": {"bootstrap", "errors", "launch", "runner"},
+    "spark": {"bootstrap", "errors", "launch", "runner", "visitors"},
     "spark.keras": {"keras"},
     "spark.torch": {"torch"},
     "stand_ins": {"errors"},
@@ -196,6 +196,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     },
     "torch.sync_batch_norm": {"errors", "ops", "process_sets", "torch.operations"},
     "tracking": {"runtime"},
+    "visitors": set(),
 }
 # (module, what it imports inside a function) -> why one framework needs the other only when a user brings both (decision 0059)
 LAZY_FRAMEWORKS: dict[tuple[str, str], str] = {

@@ -245,6 +245,15 @@ def test_a_stranger_is_not_let_in(door: Door) -> None:
         assert len(door.wait(1, 10, nothing)) == 1
 
 
+def test_a_task_gets_in_past_strangers_that_say_nothing(door: Door) -> None:
+    port = int(door.own_addresses[0].rpartition(":")[2])
+    idle = [socket.create_connection(("127.0.0.1", port), timeout=5) for _ in range(150)]
+    with knock(door, 0):
+        assert len(door.wait(1, 10, nothing)) == 1
+    for one in idle:
+        one.close()
+
+
 @pytest.mark.parametrize("name", ["horoclone", "Python", "cloudpickle"])
 def test_another_version_on_a_node_is_refused_with_both(door: Door, name: str) -> None:
     from horoclone.launch.usage import LaunchError

@@ -17,17 +17,15 @@ from importlib import resources
 from typing import Any
 
 import uvicorn
-from starlette.applications import Starlette
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, Response, StreamingResponse
-from starlette.routing import Route
+from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
 
+from horoclone.live.dashboard.connection import MOST, Connection, quiet
 from horoclone.live.dashboard.content import Content
 
 EVERY_S, UNSEEN_EVERY_S = 1.0, 5.0  # between two looks, with a browser and without: then for the charts only
 MOST_POINTS = 900  # of the charts: 15 minutes
 MOST_EVENTS = 200
-MOST_BROWSERS = 64  # connections at a time; more are answered with 503
 _CLOSE_S = 2.0  # for the thread to end; it is a daemon and holds nobody up for longer
 _FILES = {
     "": ("index.html", "text/html"),
@@ -76,16 +74,18 @@ class Dashboard:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._runs = threading.Event()
         config = uvicorn.Config(
-            self._application(),
+            self._application,
+            interface="asgi3",
             loop="asyncio",
-            http="h11",
+            http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
             log_level="critical",  # an address in a log would carry the token
             access_log=False,
             server_header=False,
-            limit_concurrency=MOST_BROWSERS,
+            limit_concurrency=MOST + 1,  # all of them show the token: 503
+            backlog=128,  # connections that the loop accepts without looking at them
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)
@@ -121,6 +121,7 @@ class Dashboard:
 
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(quiet(self._say))
         self._runs.set()
         looking = asyncio.create_task(self._keep_looking())
         await self._server.serve(sockets=[self._socket])
@@ -186,43 +187,43 @@ class Dashboard:
         finally:
             self._browsers -= 1
 
-    def _application(self) -> Starlette:
-        return Starlette(
-            routes=[
-                Route("/{token}/events", self._answer_stream),
-                Route("/{token}/ranks/{rank:int}", self._answer_rank),
-                Route("/{token}/{path:path}", self._answer_file),
-            ],
-            exception_handlers={404: _not_found},
-        )
+    async def _application(self, scope: Any, receive: Any, send: Any) -> None:
+        """ASGI. Whatever lacks the token gets one and the same answer, whatever it asks for and in whatever way."""
+        request = Request(scope, receive)
+        token, slash, path = scope["path"].removeprefix("/").partition("/")
+        is_known = secrets.compare_digest(token.encode("utf-8", "surrogatepass"), self.token.encode())
+        scope["state"]["connection"].is_known = is_known
+        response = self._answer(request.method, slash, path) if is_known else _not_found()
+        await response(scope, receive, send)
 
-    def _is_known(self, request: Request) -> bool:
-        return secrets.compare_digest(request.path_params["token"].encode(), self.token.encode())
-
-    async def _answer_stream(self, request: Request) -> Response:
-        if not self._is_known(request):
+    def _answer(self, method: str, slash: str, path: str) -> Response:
+        if method not in ("GET", "HEAD"):
+            return PlainTextResponse("Nobody can act on the job here.\n", 405, headers=_HEADERS)
+        if not slash:
+            return RedirectResponse(f"/{self.token}/", headers=_HEADERS)
+        if path == "events":
+            if method == "HEAD":
+                return Response(media_type="text/event-stream", headers=_HEADERS)
+            return StreamingResponse(self._stream(), media_type="text/event-stream", headers=_HEADERS)
+        if path.startswith("ranks/"):
+            return self._answer_rank(path.removeprefix("ranks/"))
+        found = self._files.get(path)
+        if found is None:
             return _not_found()
-        return StreamingResponse(self._stream(), media_type="text/event-stream", headers=_HEADERS)
+        return Response(found[0], media_type=found[1], headers=_HEADERS)
 
-    async def _answer_rank(self, request: Request) -> Response:
-        if not self._is_known(request):
-            return _not_found()
-        one = self._content.look_at(request.path_params["rank"])
+    def _answer_rank(self, rank: str) -> Response:
+        is_number = rank.isascii() and rank.isdigit() and len(rank) < 10
+        one = self._content.look_at(int(rank)) if is_number else None
         if one is None:
             return _not_found()
         return Response(json.dumps(one), media_type="application/json", headers=_HEADERS)
-
-    async def _answer_file(self, request: Request) -> Response:
-        found = self._files.get(request.path_params["path"])
-        if found is None or not self._is_known(request):
-            return _not_found()
-        return Response(found[0], media_type=found[1], headers=_HEADERS)
 
 
 def _message(name: str, content: dict[str, Any]) -> bytes:
     return f"event: {name}\ndata: {json.dumps(content, separators=(',', ':'))}\n\n".encode()
 
 
-def _not_found(request: Any = None, error: Any = None) -> Response:
+def _not_found() -> Response:
     text = "Nothing is here. The launcher has printed the whole address, with its token.\n"
     return PlainTextResponse(text, 404, headers=_HEADERS)

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Iterable
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 from horoclone.runner.common.util.hosts import SlotInfo
 from horoclone.runner.util.network import find_port
 from horoclone.runner.util.threads import in_thread
+from horoclone.visitors import BoundedThreads
 
 SINGLE_REQUEST_TIMEOUT = 3  # seconds in which a request has to arrive
 LARGEST_VALUE_BYTES = 64 << 20
@@ -117,22 +118,18 @@ class RendezvousHandler(KVStoreHandler):
             self.send_status_code(OK)
 
 
-class KVStoreHTTPServer(ThreadingHTTPServer):
+class KVStoreHTTPServer(BoundedThreads, HTTPServer):
     """cache: scope -> key -> value, guarded by cache_lock."""
 
-    daemon_threads = True
+    most_visitors = 256
+    visit_limit_s = 60.0  # a large value on a slow network
+    request_queue_size = 256
 
     def __init__(self, addr: tuple[str, int], handler: type[KVStoreHandler], verbose: int) -> None:
         self.verbose = verbose
         self.cache_lock = threading.Lock()
         self.cache: dict[str, dict[str, bytes]] = {}
         super().__init__(addr, handler)
-
-    def server_bind(self) -> None:
-        """As of a TCP server: HTTPServer would ask DNS for the name of this host, which may take long."""
-        self.socket.bind(self.server_address)
-        self.server_address = self.socket.getsockname()
-        self.server_name, self.server_port = "", self.server_address[1]
 
     def has_room(self, size: int) -> bool:
         """Whether a value of so many bytes may come."""

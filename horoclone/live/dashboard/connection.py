@@ -1,0 +1,74 @@
+"""One connection to the dashboard: uvicorn's, with limits for who does not know the token.
+
+The number of connections is fixed; who comes displaces the oldest that has not shown the token, and a request has to be
+whole within some seconds. Thread: the server's, which runs uvicorn's loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from horoclone import visitors
+
+MOST = 64  # connections at a time
+REQUEST_S = 10.0  # for a request to arrive, from the connection or the last answer on
+
+
+class Connection(H11Protocol):
+    """is_known: its last request had the token; the application says so through `state` of the request."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.is_known = False
+        self.app_state = {**self.app_state, "connection": self}
+        self._limit: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._ours().append(self)
+        self._expect_request()
+        peer = transport.get_extra_info("socket")
+        is_short = peer is not None and visitors.are_descriptors_short(peer.fileno())
+        if len(self._ours()) <= MOST and not is_short:
+            return
+        strangers = [one for one in self._ours() if not one.is_known]
+        if strangers:
+            strangers[0].transport.abort()
+            self._ours().remove(strangers[0])
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self in self._ours():
+            self._ours().remove(self)
+        if self._limit is not None:
+            self._limit.cancel()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._expect_request()
+
+    def _ours(self) -> list[Connection]:
+        """All that are open, the oldest first."""
+        return self.server_state.__dict__.setdefault("in_order", [])  # type: ignore[no-any-return]
+
+    def _expect_request(self) -> None:
+        if self._limit is not None:
+            self._limit.cancel()
+        self._limit = self.loop.call_later(REQUEST_S, self._give_up)
+
+    def _give_up(self) -> None:
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.abort()
+
+
+def quiet(tell: Callable[[str], None]) -> Callable[[asyncio.AbstractEventLoop, dict[str, Any]], None]:
+    """For the loop: what it meets, such as no descriptor for the next connection, is one line and no traceback."""
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        tell(f"the dashboard: {context.get('exception') or context.get('message')}")
+
+    return handle

@@ -1,0 +1,119 @@
+"""The views' ports under floods of who has no token: people still get in, and the launcher keeps its descriptors."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+MOST = 64  # connections of each server
+HALF = b"GET /x HTTP/1.1\r\nHost: a\r\nX-A: "
+
+
+@pytest.fixture(scope="module")
+def job(start_watched: Any) -> Any:
+    made = start_watched(2)
+    made.wait_until_calm()
+    return made
+
+
+def status(url: str) -> int:
+    with urllib.request.urlopen(url, timeout=10) as answer:
+        return int(answer.status)
+
+
+def raw(url: str, data: bytes, timeout_s: float = 5.0) -> bytes:
+    parts = urlsplit(url)
+    with socket.create_connection((parts.hostname, parts.port), timeout=timeout_s) as one:
+        one.sendall(data)
+        text = b""
+        while part := one.recv(65536):
+            text += part
+    return text
+
+
+def asked(url: str, line: str, more: str = "") -> tuple[bytes, bytes]:
+    """Status line and body."""
+    head, _, body = raw(
+        url, f"{line} HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n{more}\r\n".encode()
+    ).partition(b"\r\n\r\n")
+    assert b"evil.example" not in head
+    return head.split(b"\r\n")[0], body
+
+
+def test_idle_connections_lock_nobody_out_and_take_few_descriptors(job: Any) -> None:
+    def descriptors() -> int:
+        return len(os.listdir(f"/proc/{job.pid}/fd"))
+
+    before = descriptors()
+    sockets = []
+    try:
+        for url in (job.dashboard_url, job.metrics_url):
+            for first in (b"", HALF, os.urandom(200)):
+                for _ in range(2 * MOST):
+                    one = socket.create_connection((urlsplit(url).hostname, urlsplit(url).port), timeout=10)
+                    sockets.append(one)
+                    try:
+                        one.sendall(first)
+                    except OSError:  # displaced already
+                        pass
+            assert status(job.dashboard_url) == status(job.metrics_url) == 200
+        time.sleep(0.5)
+        assert descriptors() - before <= 2 * MOST + 4
+    finally:
+        for one in sockets:
+            one.close()
+    assert "Traceback" not in job.started.stderr
+
+
+def test_a_request_that_does_not_come_is_given_up(job: Any) -> None:
+    began = time.monotonic()
+    places = [(urlsplit(url).hostname, urlsplit(url).port) for url in (job.dashboard_url, job.metrics_url)]
+    slow = [socket.create_connection(place, timeout=25) for place in places]
+    for one in slow:
+        one.sendall(HALF)
+    for one in slow:
+        assert one.recv(1) == b""
+        one.close()
+    assert 5 < time.monotonic() - began < 25
+
+
+def test_whatever_lacks_the_token_gets_one_answer(job: Any) -> None:
+    token = urlsplit(job.dashboard_url).path.strip("/")
+    answer = asked(job.dashboard_url, "GET /wrong/")
+    assert answer[0] == b"HTTP/1.1 404 Not Found"
+    for line in (
+        "GET /",
+        "GET /wrong",
+        "GET /wrong/events",
+        "GET /wrong/ranks/0",
+        "GET /wrong/dashboard.js",
+        "GET /%ff/",
+        "GET /%ed%a0%80/",
+        f"GET //{token}/",
+        f"GET /{token[:-1]}/",
+        f"GET /{token}%00/",
+        "POST /wrong/",
+        "PUT /x/y",
+        "DELETE /",
+        "TRACE /x",
+        "OPTIONS /x/",
+        "OPTIONS *",
+        "BREW /x",
+    ):
+        assert asked(job.dashboard_url, line) == answer, line
+    assert asked(job.dashboard_url, "HEAD /wrong/") == (answer[0], b"")
+    upgrade = "Upgrade: websocket\r\nSec-WebSocket-Version: 13\r\nSec-WebSocket-Key: eA==\r\n"
+    assert asked(job.dashboard_url, "GET /wrong/", upgrade) == answer
+    with_body = "Content-Length: 99999999\r\n"
+    assert asked(job.dashboard_url, "POST /wrong/", with_body) == answer
+
+
+def test_the_address_without_its_last_slash_leads_to_the_page(job: Any) -> None:
+    assert status(job.dashboard_url.rstrip("/")) == 200
