@@ -84,7 +84,12 @@ BITS = {
     dist.ReduceOp.BXOR: torch.bitwise_xor,
 }
 OF_GLOO = (torch.bool, torch.uint8, torch.int8, torch.int32, torch.int64)
-NOT_OF_GLOO = (torch.int16, torch.uint16, torch.uint32, torch.uint64)  # the core has none of the last two
+NOT_OF_GLOO = (
+    torch.int16,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+)  # the last two only in bitwise ones here
 
 
 def some_bits(rank: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
@@ -246,8 +251,6 @@ def test_send_and_receive() -> None:
         )
         if future is not None:
             assert future.get_future().wait()[0].tolist() == [1.0, 1.0]
-        error = raised(lambda: dist.send(torch.ones(4, 4).t(), right))
-        assert isinstance(error, ValueError) and "contiguous" in str(error)
         if rank < 2:
             place = torch.ones(3) if rank == 0 else torch.ones(3, dtype=torch.int32)
             call = dist.send if rank == 0 else dist.recv
@@ -426,7 +429,6 @@ def test_a_mismatch_is_raised_from_wait_and_the_group_goes_on() -> None:
         x = torch.ones(2)
         dist.all_reduce(x)
         assert x.tolist() == [2.0, 2.0]
-        assert isinstance(raised(lambda: dist.all_reduce(torch.ones(4, 4).t()[1:])), ValueError)
         meta = torch.ones(2, device="meta")
         assert isinstance(raised(lambda: dist.all_reduce(meta)), hvd.Unsupported)
 

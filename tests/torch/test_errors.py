@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 from world import ranks
 
@@ -280,3 +281,12 @@ def test_death_of_a_rank_during_an_optimizer_step_names_it_and_the_bucket() -> N
     assert "rank 1" in str(error) and "gradients." in str(error), str(error)
     assert time.monotonic() - began < 2.0
     optimizer.zero_grad()  # nothing is outstanding after the error
+
+
+@ranks(1)
+def test_a_pending_negation_or_conjugation_is_not_lost() -> None:
+    for tensor in (torch._neg_view(torch.ones(3)), torch.tensor(1 + 2j).conj().imag):
+        assert tensor.is_neg()
+        for call in (hvd.allreduce, hvd.allgather, hvd.allreduce_, lambda x: hvd.broadcast(x, 0)):
+            with pytest.raises(ValueError, match="resolve_neg"):
+                call(tensor)

@@ -20,7 +20,7 @@ from horoclone.errors import HorovodInternalError, PeerLost
 from horoclone.torch.c10d.facts import GroupFacts
 from horoclone.torch.c10d.lost import in_words_of_the_job, look_for
 from horoclone.torch.c10d.monitored import monitored_barrier
-from horoclone.torch.c10d.rendezvous import connect, of_this_life
+from horoclone.torch.c10d.rendezvous import connect, of_this_life, start_limit_s
 from horoclone.torch.c10d.sparse import sparse_among, start_sparse_sum
 from horoclone.torch.c10d.tensors import (
     as_bytes,
@@ -30,9 +30,11 @@ from horoclone.torch.c10d.tensors import (
     number_at,
     ops_name,
     overlap,
+    put_back,
     reducible,
     reduction,
     there,
+    whole,
 )
 from horoclone.torch.c10d.work import Finish, Finished, InFlight, Work
 from horoclone.torch.operations import requests
@@ -53,7 +55,8 @@ open_groups: weakref.WeakSet[HorocloneGroup] = weakref.WeakSet()
 class HorocloneGroup(GroupFacts):
     """A process group of torch.distributed. Ranks in its arguments are ranks of the group.
 
-    Tensors are contiguous, in host memory or on a GPU (gpu.py). Reductions take the dtypes of hvd.allreduce; operations
+    Tensors are in host memory or on a GPU (gpu.py); what has gaps or another order of its dimensions is copied.
+    Reductions take the dtypes of hvd.allreduce; operations
     that only move data take every dtype. Errors come from wait(): Mismatch, PeerLost, Aborted, Timeout; ValueError and
     Unsupported at once.
     """
@@ -68,9 +71,10 @@ class HorocloneGroup(GroupFacts):
         seconds = timeout.total_seconds()
         self._limit_s = None if seconds == DEFAULT_TIMEOUT_S or seconds <= 0 else seconds
         look = look_for(self._members, open_groups)
-        self._runtime: Runtime | None = connect(
-            store, rank, size, seconds if seconds > 0 else DEFAULT_TIMEOUT_S, look
-        )
+        # The first group starts the job; members of later ones are known to live, and may come late.
+        starts = not any(group._runtime is not None for group in open_groups)
+        limit_s = start_limit_s(self._limit_s) if starts else self._limit_s or DEFAULT_TIMEOUT_S
+        self._runtime: Runtime | None = connect(store, rank, size, limit_s, look)
         self._flight = InFlight(self._runtime, rank, self._members)
         self._monitored = 0  # monitored barriers so far
         open_groups.add(self)
@@ -147,17 +151,19 @@ class HorocloneGroup(GroupFacts):
             handle, kept, finish = start_sparse_sum(submit_group, self._size, sparse, opts)
             return self._work(handle, tensors, kept, finish, "sparse allreduce", place=place_of(sparse))
         _, reduce, factor = reduction(opts)
-        data = [reducible(t, reduce) for t in tensors]
+        data = [reducible(whole(t), reduce) for t in tensors]
+        finish = put_back(tensors, data)
         if len(data) == 1:
             return self._submit(
-                ops.ALLREDUCE, data[0], data[0], reduce=reduce, prescale=factor, outputs=tensors
-            )
+                ops.ALLREDUCE, data[0], data[0], reduce=reduce, prescale=factor, outputs=tensors, kept=tensors,
+                finish=finish,
+            )  # fmt: skip
         numbers, place = [number_at(t) for t in data], place_of_all(data)
         handle = self._enqueue(
             requests.submit_group, ops.ALLREDUCE, sources=data, targets=data, dtypes=numbers, reduce=reduce,
             prescale=factor, place=place,
         )  # fmt: skip
-        return self._work(handle, tensors, data, None, "allreduce_coalesced", place=place)
+        return self._work(handle, tensors, (tensors, data), finish, "allreduce_coalesced", place=place)
 
     allreduce_coalesced = allreduce
 
@@ -166,11 +172,12 @@ class HorocloneGroup(GroupFacts):
         (tensor,) = listed(tensors)
         root = opts.rootRank if hasattr(opts, "rootRank") else int(opts)
         _, reduce, factor = reduction(op if op is not None else opts)
-        data = reducible(tensor, reduce)
+        data = reducible(whole(tensor), reduce)
         target = data if self._rank == root else None
         return self._submit(
-            ops.REDUCE, data, target, reduce=reduce, prescale=factor, root=root, outputs=[tensor]
-        )
+            ops.REDUCE, data, target, reduce=reduce, prescale=factor, root=root, outputs=[tensor], kept=tensor,
+            finish=put_back([tensor], [data]) if self._rank == root else None,
+        )  # fmt: skip
 
     def _reduce_scatter_base(self, output: torch.Tensor, source: torch.Tensor, opts: Any = None) -> Work:
         """output gets this rank's chunk of the sum: source has size times its elements."""
@@ -187,23 +194,28 @@ class HorocloneGroup(GroupFacts):
         """Pairs (output, source of size chunks); several pairs are laid out so that one operation does them all."""
         _, reduce, factor = reduction(opts)
         for output in outputs:
-            number_at(reducible(output, reduce))
-        rows = [source.reshape(self._size, -1) for source in sources]
+            number_at(reducible(whole(output), reduce))
+        rows = [whole(source).view(self._size, -1) for source in sources]
         flat = rows[0] if len(rows) == 1 else torch.cat(rows, 1)
         if reduce not in (ops.Sum, ops.Average):
-            whole = flat.clone()
-            work = self.allreduce([whole], opts)
+            reduced = flat.clone()
+            work = self.allreduce([reduced], opts)
             inner = work._finish
 
             def cut(runtime: Runtime, handle: int) -> None:
                 if inner is not None:
                     inner(runtime, handle)
-                copy_apart(whole[self._rank], outputs)
+                copy_apart(reduced[self._rank], outputs)
 
             work._outputs, work._finish = list(outputs), cut
             return work
 
-        direct = len(outputs) == 1 and outputs[0].dtype is flat.dtype and not overlap(flat, outputs[0])
+        direct = (
+            len(outputs) == 1
+            and outputs[0].dtype is flat.dtype
+            and whole(outputs[0]).data_ptr() == outputs[0].data_ptr()
+            and not overlap(flat, outputs[0])
+        )
 
         def finish(runtime: Runtime, handle: int) -> None:
             if not direct:
@@ -219,15 +231,15 @@ class HorocloneGroup(GroupFacts):
         (output,), parts = listed(outputs), sources[0] if isinstance(sources[0], (list, tuple)) else sources
         if all(part.numel() == output.numel() for part in parts):
             return self._reduce_scatter_base(output, torch.cat([part.reshape(-1) for part in parts]), opts)
-        whole = torch.cat([part.reshape(-1) for part in parts])
+        reduced = torch.cat([part.reshape(-1) for part in parts])
         start = sum(part.numel() for part in parts[: self._rank])
-        work = self.allreduce([whole], opts)
+        work = self.allreduce([reduced], opts)
         inner = work._finish
 
         def cut(runtime: Runtime, handle: int) -> None:
             if inner is not None:
                 inner(runtime, handle)
-            output.view(-1).copy_(whole[start : start + output.numel()])
+            output.detach().copy_(reduced[start : start + output.numel()].view(output.shape))
 
         work._outputs, work._finish = [output], cut
         return work
@@ -248,7 +260,10 @@ class HorocloneGroup(GroupFacts):
         if root is None:
             root = opts.rootRank if hasattr(opts, "rootRank") else int(opts or 0)
         data = as_bytes(tensor)
-        return self._submit(ops.BROADCAST, data, data, root=root, outputs=[tensor], kept=tensor)
+        finish = put_back([tensor], [data])
+        return self._submit(
+            ops.BROADCAST, data, data, root=root, outputs=[tensor], kept=tensor, finish=finish
+        )
 
     def allgather(self, outputs: Any, sources: Any, opts: Any = None) -> Work:
         """outputs: a list of one tensor per rank, of that rank's size (sizes may differ)."""
@@ -275,12 +290,15 @@ class HorocloneGroup(GroupFacts):
                 f"{source.numel()}"
             )
         data, target = as_bytes(source), as_bytes(output)
+        back = put_back([output], [target])
         own = target.chunk(self._size)[self._rank] if target.numel() else target
         if overlap(data, target) and data.data_ptr() != own.data_ptr():
             return self._gather_bytes(data, [output], source)
 
         def finish(runtime: Runtime, handle: int) -> None:
             check_filled(runtime.result(handle), data, target)
+            if back is not None:
+                back(runtime, handle)
 
         return self._submit(ops.ALLGATHER, data, target, outputs=[output], kept=source, finish=finish)
 
@@ -295,7 +313,7 @@ class HorocloneGroup(GroupFacts):
             rows = rows_of(runtime, handle, 0, data, place_of(data)).view(self._size, -1)
             pieces = rows.split([part.numel() for part in parts], 1)
             for output, piece in zip(outputs, pieces, strict=True):
-                as_bytes(output).view(self._size, -1).copy_(piece)
+                copy_apart(piece.contiguous(), [output])
 
         return self._submit(ops.ALLGATHER, data, None, outputs=outputs, finish=finish)
 
@@ -433,21 +451,25 @@ class HorocloneGroup(GroupFacts):
 
     def _message(self, op: int, tensors: Any, peer: int, tag: int) -> Work:
         (tensor,) = listed(tensors)
-        data = tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
+        data = whole(tensor) if tensor.dtype in NUMBER_OF else as_bytes(tensor)
         number, sends, place = number_at(data), op == ops.SEND, place_of(data)
+        back = None if sends else put_back([tensor], [data])
         handle = self._enqueue(
             requests.submit, op, source=data if sends else None, target=None if sends else data, dtype=number,
             root=peer, tag=tag, place=place,
         )  # fmt: skip
 
         def finish(runtime: Runtime, handle: int) -> None:
-            work._source = runtime.result(handle).source
+            if peer < 0:
+                work._source = runtime.result(handle).source
+            if back is not None:
+                back(runtime, handle)
 
         work = self._work(
             handle,
             [tensor],
-            data,
-            finish if peer < 0 else None,
+            (tensor, data),
+            finish if peer < 0 or back is not None else None,
             f"{'send to' if sends else 'recv from'} {'any rank' if peer < 0 else f'rank {peer}'}",
             is_ordered=False,
             source=peer,

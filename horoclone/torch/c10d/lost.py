@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Look = Callable[[], None]  # raises PeerLost when it is of no use to wait any longer
 
-LOOK_EVERY_S = 0.2
+LOOK_EVERY_S = 1.0  # torch's store says on stderr each time that it has waited
 
 
 def failure_of(runtime: Runtime) -> HorovodInternalError | None:

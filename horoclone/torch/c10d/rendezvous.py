@@ -19,13 +19,14 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import parse_qs, urlparse
 
 import torch.distributed as dist
 
 from horoclone import errors, objects
 from horoclone.bootstrap import exchange, launchers, wire
 from horoclone.runtime import current, life, native_module
-from horoclone.settings import settings_of, with_own_files
+from horoclone.settings import setting, settings_of, start_timeout_s, with_own_files
 from horoclone.torch.c10d.lost import Look
 from horoclone.torch.c10d.signed import SignedStore
 
@@ -86,6 +87,15 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
     return native
 
 
+def start_limit_s(asked_s: float | None) -> float:
+    """How long a job may take to start: HOROCLONE_START_TIMEOUT, or less where init_process_group() was given less;
+    more only where that was asked for and the variable is not set."""
+    limit_s = start_timeout_s(os.environ)
+    if asked_s is None:
+        return limit_s
+    return min(asked_s, limit_s) if setting(os.environ, "START_TIMEOUT", "") else asked_s
+
+
 def of_this_life(store: Any) -> Any:
     """torchrun keeps its store over restarts: what processes that are dead now wrote there must not be read again."""
     return dist.PrefixStore(f"horoclone/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
@@ -114,12 +124,36 @@ def rendezvous_of_any_launcher(torchs_own: Callable[..., Iterator[Any]]) -> Call
     def handler(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
         given = [name for name in TORCHS_VARIABLES if name in os.environ]
         if given or "rank=" in url or "world_size=" in url:
-            yield from torchs_own(url, timeout, **kwargs)
+            yield from serving_at_once(torchs_own)(url, timeout, **kwargs)
             return
         life.init()
         native = current.native()
         yield _store(native, timeout), native.rank, native.size
         raise RuntimeError("env:// has no second rendezvous")
+
+    return handler
+
+
+def serving_at_once(torchs_own: Callable[..., Iterator[Any]]) -> Callable[..., Iterator[Any]]:
+    """A handler for env:// and tcp:// that does as torch's own, but for rank 0 where it serves torch's store: there
+    torch would wait for all ranks before anybody can be told who is missing. The process group waits for them."""
+
+    def handler(url: str, timeout: timedelta = timedelta(minutes=30), **kwargs: Any) -> Iterator[Any]:
+        place = urlparse(url)
+        given = {name: values[-1] for name, values in parse_qs(place.query).items()}
+        rank = given.get("rank", os.environ.get("RANK"))
+        size = given.get("world_size", os.environ.get("WORLD_SIZE"))
+        address: Any = place.hostname
+        port: Any = place.port
+        if place.scheme == "env":
+            address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        if rank != "0" or by_agent or not (size and address and port) or "use_libuv" in given:
+            yield from torchs_own(url, timeout, **kwargs)
+            return
+        where = (address, int(port), int(size), True, timeout)
+        yield dist.TCPStore(*where, wait_for_workers=False, multi_tenant=True), 0, int(size)
+        raise RuntimeError(f"{place.scheme}:// has no second rendezvous")
 
     return handler
 
@@ -169,7 +203,8 @@ def _store_in_memory(native: Runtime) -> Any:
 
 
 def install_rendezvous() -> None:
-    """Puts the handler in front of torch's for env://, which is what init_process_group uses by default. Once."""
+    """Puts the handlers in front of torch's for tcp:// and env://, which init_process_group uses by default. Once."""
     handlers = importlib.import_module("torch.distributed.rendezvous")._rendezvous_handlers
-    if getattr(handlers.get("env"), "__module__", "") != __name__:
-        handlers["env"] = rendezvous_of_any_launcher(handlers["env"])
+    for scheme, ours in (("env", rendezvous_of_any_launcher), ("tcp", serving_at_once)):
+        if getattr(handlers.get(scheme), "__module__", "") != __name__:
+            handlers[scheme] = ours(handlers[scheme])

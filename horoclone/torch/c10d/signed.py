@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +22,7 @@ WHO = "torch.distributed's backend 'horoclone'"
 SIGNATURE_BYTES = 32
 UNSIGNED = b"-" * SIGNATURE_BYTES
 REFUSED = b"refused"
+SAY_AFTER_S = 10.0  # who is missing
 
 
 class SignedStore:
@@ -33,6 +36,8 @@ class SignedStore:
         self._store, self._rank, self._size = store, rank, size
         self._secret, self._deadline, self._look = secret, deadline, look
         self._written: list[str] = []
+        self._started = time.monotonic()
+        self._has_said = False
 
     def exchange(
         self, key: str, mine: bytes, is_safe: Callable[[Sequence[bytes]], bool] = lambda values: False
@@ -90,13 +95,47 @@ class SignedStore:
         return [self._get(f"{key}/{rank}", rank) for rank in range(self._size)]
 
     def _get(self, key: str, rank: int) -> bytes:
-        if not wait_for_key(self._store, key, self._deadline, self._look):
-            raise Timeout(f"{WHO}: rank {rank} of the process group did not come in time")
+        subject = key.rpartition("/")[0]
+
+        def look() -> None:
+            self._look()
+            if not self._has_said and time.monotonic() - self._started >= SAY_AFTER_S:
+                self._say_who_is_missing(subject)
+
+        if not wait_for_key(self._store, key, self._deadline, look):
+            waited_s = time.monotonic() - self._started
+            raise Timeout(
+                f"{WHO}: rank {self._rank} of the process group waited {waited_s:.0f} s for all {self._size} ranks; "
+                f"{self._missing(subject, rank)}. Look at their logs: have they ended, or not called "
+                "init_process_group() or new_group()? HOROCLONE_START_TIMEOUT and timeout= are the limits"
+            )
         try:
             return bytes(self._store.get(key))
         except RuntimeError as error:
             self._look()
             raise store_ended(error) from error
+
+    def _say_who_is_missing(self, subject: str) -> None:
+        """Once, on stderr, by the first of those who wait."""
+        self._has_said = True
+        if any(self._store.check([f"{subject}/{rank}"]) for rank in range(self._rank)):
+            return
+        left_s = max(0.0, self._deadline - time.monotonic())
+        print(
+            f"horoclone: rank {self._rank} of a process group has waited {SAY_AFTER_S:g} s for all {self._size} ranks; "
+            f"{self._missing(subject, -1)}; this ends in {left_s:.0f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+
+    def _missing(self, subject: str, known: int) -> str:
+        """Who has written nothing. known: one of them, should the store be unable to tell."""
+        try:
+            gone = [rank for rank in range(self._size) if not self._store.check([f"{subject}/{rank}"])]
+        except RuntimeError:
+            gone = []
+        gone = gone or [rank for rank in [known] if rank >= 0]
+        return f"not there: rank{'s' * (len(gone) != 1)} {', '.join(map(str, gone))}"
 
     def _signature(self, key: str, value: bytes) -> bytes:
         if not self._secret:

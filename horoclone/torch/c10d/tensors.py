@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from horoclone import ops
 from horoclone.torch.operations.tensors import NUMBER_OF, ON_GPU, number_of
 
 Tensors = Sequence[torch.Tensor]
+Finish = Callable[[Any, int], None]  # puts the core's result where the caller wants it
 _RedOp: Any = dist.ReduceOp.RedOpType
 
 REDUCTIONS = {
@@ -83,22 +84,37 @@ def reducible(tensor: torch.Tensor, reduce: int) -> torch.Tensor:
     return tensor if tensor.dtype in NUMBER_OF else as_bytes(tensor)
 
 
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Its elements in order and without gaps: itself, or a copy. Refuses what is not in host memory or a GPU's."""
+    tensor = there(tensor).detach()
+    if tensor.layout is not torch.strided or not (tensor.is_cpu or tensor.is_cuda):
+        number_of(tensor, None, True)  # raises
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    return tensor.resolve_conj().resolve_neg().contiguous()
+
+
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same memory as uint8[bytes]. Refuses what is not dense, contiguous and in host memory or a GPU's."""
-    tensor = there(tensor)
-    if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
-        check_place(tensor)
-    return tensor.detach().view(-1).view(torch.uint8)
+    """As whole(), as uint8[bytes]."""
+    return whole(tensor).view(-1).view(torch.uint8)
+
+
+def put_back(targets: Tensors, results: Tensors) -> Finish | None:
+    """What moves results to targets of which whole() made copies; None where it made none."""
+    pairs = [(t, r) for t, r in zip(targets, results, strict=True) if t.data_ptr() != r.data_ptr()]
+    if not any(target.numel() for target, _ in pairs):
+        return None
+
+    def finish(runtime: Any, handle: int) -> None:
+        for target, result in pairs:
+            target.detach().copy_(result.view(target.dtype).view(target.shape))
+
+    return finish
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous tensors have memory in common."""
     return one.data_ptr() < other.data_ptr() + other.nbytes and other.data_ptr() < one.data_ptr() + one.nbytes
-
-
-def check_place(tensor: torch.Tensor) -> None:
-    """Refuses what is not dense, contiguous and in host memory or a GPU's, whatever its dtype."""
-    number_of(tensor.detach().view(torch.uint8) if tensor.is_contiguous() else tensor, None, True)
 
 
 def number_at(tensor: torch.Tensor) -> int:
@@ -109,13 +125,16 @@ def number_at(tensor: torch.Tensor) -> int:
 def copy_apart(flat: torch.Tensor, outputs: Tensors) -> None:
     """Cuts `flat` (of the outputs' dtype, or bytes) into the outputs. ValueError when it does not fit."""
     flat = flat.reshape(-1)
-    targets = [as_bytes(o) if flat.dtype is torch.uint8 else o.detach().view(-1) for o in outputs]
+    copies = [whole(o) for o in outputs]
+    targets = [as_bytes(o) if flat.dtype is torch.uint8 else o.view(-1) for o in copies]
     if sum(t.numel() for t in targets) != flat.numel():
         raise ValueError(
             f"the ranks sent {flat.numel()} elements, the outputs have {[math.prod(o.shape) for o in outputs]}"
         )
     for target, part in zip(targets, flat.split([t.numel() for t in targets]), strict=True):
         target.copy_(part)
+    if finish := put_back(outputs, copies):
+        finish(None, 0)
 
 
 def check_filled(result: Any, source: torch.Tensor, target: torch.Tensor) -> None:

@@ -47,6 +47,8 @@ def number_of(tensor: torch.Tensor, name: str | None, gpu: bool = False) -> int:
         or not tensor.is_cpu
         or tensor.layout is not torch.strided
         or not tensor.is_contiguous()
+        or tensor.is_conj()
+        or tensor.is_neg()
     ):
         return _number_elsewhere(tensor, name, gpu)
     return number
@@ -56,7 +58,11 @@ def _number_elsewhere(tensor: torch.Tensor, name: str | None, gpu: bool) -> int:
     if not isinstance(tensor, torch.Tensor):
         raise not_a_tensor(tensor, name)
     number = NUMBER_OF.get(tensor.dtype)
-    readable = tensor.layout is torch.strided and tensor.is_contiguous()
+    readable = (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not (tensor.is_conj() or tensor.is_neg())
+    )
     if number is None or not gpu or not tensor.is_cuda or not readable:
         raise _refusal(tensor, name, gpu)
     return number + ON_GPU
@@ -76,7 +82,15 @@ def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
             "hvd.sparse_allreduce_async for sparse ones, or tensor.to_dense()."
         )
     if tensor.dtype not in NUMBER_OF:
-        return ValueError(f"Tensor type {tensor.type()} is not supported.")
+        return ValueError(
+            f"Tensor type {tensor.type()} is not supported: {label} is {tensor.dtype}. Convert it, or pass its bytes: "
+            "tensor.view(torch.uint8)."
+        )
+    if tensor.is_contiguous():
+        return ValueError(
+            f"{label} is conjugated or negated when it is read, and its memory is not: pass "
+            "tensor.resolve_conj().resolve_neg()."
+        )
     return ValueError("Tensor is required to be contiguous.")
 
 

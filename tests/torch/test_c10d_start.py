@@ -1,0 +1,114 @@
+"""A member of a process group that never comes is named, and the others do not wait without an end."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from world import ranks
+
+import horoclone.torch as hvd
+
+PROGRAM = """
+import sys, datetime, torch.distributed as dist
+import horoclone.torch
+url, rank, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
+more = {"timeout": datetime.timedelta(seconds=seconds)} if seconds else {}
+if url != "env://":
+    more |= {"rank": rank, "world_size": 3}
+try:
+    dist.init_process_group("horoclone", init_method=url, **more)
+except Exception as error:
+    print(f"ended: {type(error).__name__}: {error}", flush=True)
+"""
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def outputs(url: str, env: dict[str, str], present: tuple[int, ...], seconds: float = 0) -> list[str]:
+    base = {k: v for k, v in os.environ.items() if not k.startswith(("HOROCLONE_", "HOROVOD_"))}
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, url, str(rank), str(seconds)],
+            env={**base, **env, "RANK": str(rank), "WORLD_SIZE": "3"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in present
+    ]
+    try:
+        return [process.communicate(timeout=150)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+
+
+@pytest.mark.guards("horoclone/torch/c10d")
+@pytest.mark.parametrize("how", ["env", "agent", "tcp", "file"])
+def test_ranks_that_do_not_come_are_named_and_the_wait_ends(how: str, tmp_path: Path) -> None:
+    env, url, port = {"HOROCLONE_START_TIMEOUT": "12"}, "env://", free_port()
+    store = None
+    if how == "agent":
+        store = dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=60), wait_for_workers=False)
+        env |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        port = store.port
+    if how in ("env", "agent"):
+        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if how == "tcp":
+        url = f"tcp://127.0.0.1:{port}"
+    if how == "file":
+        url = f"file://{tmp_path}/store"
+    texts = outputs(url, env, (0, 2))
+    del store
+    waited = re.compile(
+        r"ended: Timeout.* 1\d s for all 3 ranks; not there: rank 1\. .*HOROCLONE_START_TIMEOUT"
+    )
+    assert waited.search(texts[0]), texts
+    # Rank 0 has torch's store but for a file or an agent: its end is the store's.
+    assert waited.search(texts[1]) or (how in ("env", "tcp") and "store has ended" in texts[1]), texts
+    assert re.search(r"has waited 10 s for all 3 ranks; not there: rank 1; this ends in [0-2] s", texts[0]), (
+        texts
+    )
+    assert "has waited 10 s" not in texts[1], texts
+
+
+def test_a_shorter_timeout_of_the_call_holds() -> None:
+    env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    begun = time.monotonic()
+    texts = outputs("env://", env, (0,), 2)
+    assert "s for all 3 ranks; not there: ranks 1, 2" in texts[0] and time.monotonic() - begun < 150
+
+
+@ranks(3)
+def test_members_of_a_later_group_may_come_late() -> None:
+    dist.init_process_group("horoclone")
+    rank = dist.get_rank()
+    os.environ["HOROCLONE_START_TIMEOUT"] = "1"
+    if rank == 2:
+        time.sleep(2)
+    pair = dist.new_group([0, 2])
+    if rank != 1:
+        x = torch.tensor([rank + 1.0])
+        dist.all_reduce(x, group=pair)
+        assert x.item() == 4
+    dist.barrier()
+    dist.destroy_process_group()
+    del os.environ["HOROCLONE_START_TIMEOUT"]
+    dist.init_process_group("horoclone")
+    dist.barrier()
+    dist.destroy_process_group()
+    assert hvd.size() == 3
