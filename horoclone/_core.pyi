@@ -115,7 +115,7 @@ class Runtime:
     is_homogeneous: bool
     address: int  # of the hc_runtime, for native libraries (horoclone.runtime.attached); valid as long as this object
 
-    def __init__(self, settings: dict[str, str]) -> None:
+    def __init__(self, settings: dict[str, bytes]) -> None:
         """Opens the listeners. settings: HOROCLONE_* / HOROVOD_* variables (os.environ filtered); unknown names are ignored."""
     def endpoint(self) -> bytes:
         """Opaque; every rank needs everybody's."""
@@ -237,12 +237,12 @@ class Runtime:
         """Memory of a GPU that NCCL knows once buckets in it are declared. Unsupported where this NCCL cannot do that."""
     def shares_memory(self) -> bool:
         """Whether every rank of the world maps this rank's arena."""
-    def abort(self, text: str) -> None: ...
+    def abort(self, text: str | bytes) -> None: ...
     def say_ending(self) -> None: ...
     def all_are_ending(self) -> bool: ...
     def shutdown(self, timeout_s: float = 5.0) -> None: ...
     def after_fork_child(self) -> None: ...
-    def start_timeline(self, path: str, mark_cycles: bool = False) -> None: ...
+    def start_timeline(self, path: str | bytes, mark_cycles: bool = False) -> None: ...
     def stop_timeline(self) -> None: ...
     def timeline_span(self, name: str, from_s: float, seconds: float, args: str = "") -> None:
         """A span that is over; from_s: of time.monotonic(); args: the members of a JSON object."""
@@ -250,7 +250,7 @@ class Runtime:
         """Before connect(): `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` reads."""
     def flight_record(self, reason: str = "asked for") -> str: ...  # JSON
     def share_page(
-        self, fd: int, offset: int, program: str
+        self, fd: int, offset: int, program: bytes
     ) -> None: ...  # before connect; fd stays the caller's
     def page(self) -> bytes: ...  # horoclone.live.page decodes it
     def counters(self) -> str: ...  # JSON

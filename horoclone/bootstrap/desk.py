@@ -143,7 +143,7 @@ class Desk:
         try:
             index = self.roster.join(id_, incarnation, host, slot, now, build)
         except Refusal as refusal:
-            return wire.REJECTED, str(refusal).encode()
+            return wire.REJECTED, str(refusal).encode("utf-8", "backslashreplace")
         self._places[connection] = Place(id_)
         return wire.OK, struct.pack("<I", index)
 
@@ -250,4 +250,4 @@ class Desk:
 
 
 def _end(status: int, answer: Out | Stop) -> tuple[int, bytes]:
-    return status, struct.pack("<i", answer.code) + answer.text.encode()[-4096:]
+    return status, struct.pack("<i", answer.code) + answer.text.encode("utf-8", "backslashreplace")[-4096:]

@@ -42,7 +42,7 @@ def shared_secret(environ: Mapping[str, str]) -> bytes:
         return _secret_of_descriptor(descriptor)
     text = environ.get("HOROCLONE_SECRET", "")
     if text:
-        return _checked(text.strip().encode(), "HOROCLONE_SECRET")
+        return _checked(os.fsencode(text.strip()), "HOROCLONE_SECRET")
     path = environ.get("HOROCLONE_SECRET_FILE", "")
     if not path:
         return b""
@@ -82,7 +82,7 @@ def _checked(secret: bytes, source: str) -> bytes:
 
 def derived_ports(secret: bytes, job: str) -> list[int]:
     """Ports below the ephemeral range that only those who know the secret can predict; the same in every process."""
-    digest = hmac.new(secret, b"horoclone ports\0" + job.encode(), hashlib.sha256).digest()
+    digest = hmac.new(secret, b"horoclone ports\0" + os.fsencode(job), hashlib.sha256).digest()
     return [
         20000 + value % 12000 for value in struct.unpack(f">{DERIVED_PORTS}H", digest[: 2 * DERIVED_PORTS])
     ]

@@ -134,7 +134,7 @@ def _node(environ: Mapping[str, str]) -> str:
         pass
     own = "" if flag(environ, "SHARED_MEMORY", "1") else f"/{os.getpid()}"
     text = f"{os.uname().nodename}/{boot}/{os.getuid()}/{environ.get('HOROCLONE_NODE', '')}{own}"
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
 
 
 def _place(environ: Mapping[str, str]) -> str:

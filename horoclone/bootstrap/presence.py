@@ -29,7 +29,7 @@ class Failure(NamedTuple):
 
     def packed(self) -> bytes:
         """As an answer of status wire.FAILED carries it: the rank, then the end of the text."""
-        return struct.pack("<I", self.rank) + self.text.encode()[-MAX_TEXT_BYTES:]
+        return struct.pack("<I", self.rank) + self.text.encode("utf-8", "backslashreplace")[-MAX_TEXT_BYTES:]
 
 
 def _order(one: Failure) -> tuple[bool, float]:

@@ -311,7 +311,9 @@ class Server:
         if kind == wire.PUT:
             key = reader.key()
             refusal = self._store(key, reader.rest())
-            self._reply(connection, wire.REJECTED if refusal else wire.OK, refusal.encode())
+            self._reply(
+                connection, wire.REJECTED if refusal else wire.OK, refusal.encode("utf-8", "backslashreplace")
+            )
             self._wake(key)
         elif kind == wire.GET:
             connection.waiter = self._waiter(reader, kind)
@@ -378,7 +380,7 @@ class Server:
             return
         refusal = self._desk.may_gather(connection, waiter.key, rank) if self._desk is not None else ""
         if refusal:
-            self._reply(connection, wire.REJECTED, refusal.encode())
+            self._reply(connection, wire.REJECTED, refusal.encode("utf-8", "backslashreplace"))
             return
         if waiter.key not in self._gathers and len(self._gathers) >= MAX_KEYS:
             self._reply(connection, wire.REJECTED, b"too many gathers are open")
@@ -386,11 +388,11 @@ class Server:
         gather = self._gathers.setdefault(waiter.key, Gather(size, members))
         if gather.size != size:
             text = f"rank {rank} says that the job has {size} ranks, the others say {gather.size}"
-            self._reply(connection, wire.REJECTED, text.encode())
+            self._reply(connection, wire.REJECTED, text.encode("utf-8", "backslashreplace"))
             return
         if gather.blobs.get(rank, blob) != blob:
             text = f"two processes say that they are rank {rank}; was a process started with a copied environment?"
-            self._reply(connection, wire.REJECTED, text.encode())
+            self._reply(connection, wire.REJECTED, text.encode("utf-8", "backslashreplace"))
             return
         is_complete = rank not in gather.blobs and len(gather.blobs) == size - 1
         gather.blobs[rank] = blob

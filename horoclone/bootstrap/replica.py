@@ -71,11 +71,14 @@ class Feeder:
         self._strangers = Visitors(MAX_SPARES, HELLO_S)
         self._closed = False
         self._packing = threading.Lock()
-        self._listeners = [socket.create_server((host, 0)) for host in bindings]
+        self._listeners = [
+            socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+            for host in bindings
+        ]
         self.addresses: list[str] = []
         for listener in self._listeners:
             host, port = listener.getsockname()[:2]
-            hosts = wire.routable_addresses() if host == "0.0.0.0" else [host]
+            hosts = wire.routable_addresses() if host in ("0.0.0.0", "::") else [host]
             self.addresses += [wire.format_address(one, port) for one in hosts]
             threading.Thread(target=self._accept, args=(listener,), name="hc-replica", daemon=True).start()
 

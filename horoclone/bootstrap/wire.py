@@ -34,13 +34,18 @@ MAX_KEY_BYTES = 256
 MAX_VALUE_BYTES = 64 * 1024
 MAX_MEMBERS = 32768  # ranks of a list that calls init
 MAX_FRAME_BYTES = MAX_VALUE_BYTES + MAX_KEY_BYTES + 4 * MAX_MEMBERS + 64
+_GLOBAL, _HOST = (
+    0x00,
+    0x10,
+)  # scopes of IPv6 addresses, and flags of those that are not, or no more, to be used
+_UNUSABLE = 0x08 | 0x20 | 0x40  # another host has it, deprecated, tentative
 SIOCGIFADDR = 0x8915
 CLOSED_BY_PEER = "it closed the connection"
 
 
 def proof(secret: bytes, role: bytes, job: str, server_nonce: bytes, client_nonce: bytes) -> bytes:
     """HMAC-SHA-256 over role, job and both nonces. Roles differ, so a proof cannot be reflected."""
-    name = job.encode()
+    name = os.fsencode(job)
     message = (
         b"horoclone rendezvous 1 " + role + struct.pack("<I", len(name)) + name + server_nonce + client_nonce
     )
@@ -117,7 +122,7 @@ def parse_address(text: str) -> tuple[int, str | tuple[str, int]]:
 def abstract_name(*parts: str | int) -> str:
     """`unix:` address made of the parts and our user id, hashed so that it fits whatever the parts contain."""
     text = "\0".join(str(part) for part in (*parts, os.geteuid()))
-    return f"unix:horoclone-{hashlib.sha256(text.encode()).hexdigest()[:40]}"
+    return f"unix:horoclone-{hashlib.sha256(os.fsencode(text)).hexdigest()[:40]}"
 
 
 def format_address(host: str, port: int) -> str:
@@ -125,7 +130,8 @@ def format_address(host: str, port: int) -> str:
 
 
 def routable_addresses(interfaces: str = "") -> list[str]:
-    """IPv4 addresses of this host's interfaces that are up, loopback last; only those named in the comma list, if any.
+    """Addresses of this host's interfaces that are up, loopback last; only those named in the comma list, if any. IPv6
+    ones of interfaces without IPv4, where they are named or the host has no others.
 
     ValueError when a named interface does not exist or has no address.
     """
@@ -139,21 +145,52 @@ def routable_addresses(interfaces: str = "") -> list[str]:
             except OSError:
                 continue  # no IPv4 address
             found[name] = socket.inet_ntoa(request[20:24].tobytes())
+    if named or all(address.startswith("127.") for address in found.values()):
+        found = {**_ipv6_addresses(), **found}
     if named:
         missing = [name for name in named if name not in found]
         if missing:
             raise ValueError(
-                f"network interface {', '.join(missing)} has no IPv4 address here; this host has "
+                f"network interface {', '.join(missing)} has no address here; this host has "
                 f"{', '.join(f'{name} ({address})' for name, address in found.items())}."
             )
         return [found[name] for name in named]
-    return sorted(found.values(), key=lambda address: address.startswith("127."))
+    return sorted(found.values(), key=lambda address: address.startswith("127.") or address == "::1")
+
+
+def _ipv6_addresses() -> dict[str, str]:
+    """Interface -> an address of it that may be used, loopback's included, link-local ones not."""
+    try:
+        with open("/proc/net/if_inet6") as table:
+            rows = [line.split() for line in table]
+    except OSError:  # a kernel without IPv6
+        return {}
+    found: dict[str, str] = {}
+    for digits, _, _, scope, flags, name in rows:
+        if int(scope, 16) in (_GLOBAL, _HOST) and not int(flags, 16) & _UNUSABLE:
+            found.setdefault(name, socket.inet_ntop(socket.AF_INET6, bytes.fromhex(digits)))
+    return found
+
+
+def loopback() -> str:
+    """Where processes of this host reach each other, for a server: without any interface an abstract unix socket."""
+    for family, host in ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.bind((host, 0))
+                probe.connect((host, 9))  # nothing is sent; an interface that is down leads nowhere
+                return host
+        except OSError:
+            continue
+    return abstract_name("loopback", secrets.token_hex(16))
 
 
 def bindings(environ: Mapping[str, str]) -> list[str]:
     """Where rank 0 listens when processes may be on other hosts."""
     names = environ.get("HOROCLONE_NETWORK_INTERFACES") or environ.get("HOROVOD_GLOO_IFACE") or ""
-    return routable_addresses(names) if names else ["0.0.0.0"]
+    if names:
+        return routable_addresses(names)
+    return ["::" if any(":" in address for address in routable_addresses()) else "0.0.0.0"]
 
 
 def pack_key(key: str) -> bytes:

@@ -16,6 +16,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from horoclone.bootstrap import wire
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.launch import ending, frames, report
 from horoclone.launch.environment import exported, rank_variables, thread_variables
@@ -169,17 +170,15 @@ class Job:
         return self._request.reach is None and is_local(host)
 
     def _open_server(self, secret: bytes, job: str, all_local: bool) -> Server:
-        addresses = ["127.0.0.1"]
+        addresses = [wire.loopback()]
         if self._request.reach is not None:
             addresses = list(self._request.reach.addresses)
         elif not all_local:
-            from horoclone.bootstrap.wire import routable_addresses
-
             try:
-                addresses = routable_addresses(self._request.interfaces or "")
+                addresses = wire.routable_addresses(self._request.interfaces or "")
             except ValueError as error:
                 raise LaunchError(f"--network-interfaces: {error}") from None
-            addresses = [one for one in addresses if not one.startswith("127.")] or addresses
+            addresses = [one for one in addresses if not one.startswith("127.") and one != "::1"] or addresses
         try:
             return self._serve(secret, job, addresses)
         except OSError as error:

@@ -78,7 +78,7 @@ class Writer:
         """In the place of the oldest, when all slots are taken."""
         about = {"n": self._events, "time": event.time, "kind": event.kind, "text": event.text[:_TEXT]}
         ranks = list(event.ranks)
-        text = json.dumps({**about, "ranks": ranks}, ensure_ascii=False).encode()
+        text = json.dumps({**about, "ranks": ranks}, ensure_ascii=False).encode("utf-8", "backslashreplace")
         while (
             len(text) > _SLOT - _SLOT_HEAD.size
         ):  # of many ranks the first are named, of a long text its beginning
@@ -86,7 +86,9 @@ class Writer:
                 str(about["text"])[: len(str(about["text"])) * 3 // 4],
                 ranks[: len(ranks) * 3 // 4],
             )
-            text = json.dumps({**about, "ranks": ranks}, ensure_ascii=False).encode()
+            text = json.dumps({**about, "ranks": ranks}, ensure_ascii=False).encode(
+                "utf-8", "backslashreplace"
+            )
         slot = _SLOT_HEAD.pack(zlib.crc32(text), len(text)) + text
         os.pwrite(self.descriptor, slot, _EVENTS_AT + self._events % _SLOTS * _SLOT)
         self._events += 1

@@ -35,7 +35,7 @@ def place(environ: Mapping[str, str]) -> str | None:
 
 def job_id(name: str) -> str:
     """What the folder of a job is called."""
-    return hashlib.sha256(name.encode()).hexdigest()[:10]
+    return hashlib.sha256(os.fsencode(name)).hexdigest()[:10]
 
 
 def create(environ: Mapping[str, str], job: str, initial: bytes) -> tuple[int, str] | None:

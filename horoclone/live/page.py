@@ -258,7 +258,7 @@ def initial(origin: Origin) -> bytes:
     """The first bytes of a page that nobody has written yet: its state is "starting"."""
     now_ns = time.time_ns()
     numbers = (origin.rank, origin.size, origin.local_rank, *origin.mark)
-    texts = (origin.host.encode()[:64], origin.program.encode()[:64])
+    texts = tuple(text.encode("utf-8", "backslashreplace")[:64] for text in (origin.host, origin.program))
     identity = _IDENTITY.pack(*numbers, 0, now_ns, now_ns, _STARTING, 0, *texts)
     return MAGIC + bytes(_IDENTITY_AT - len(MAGIC)) + identity
 

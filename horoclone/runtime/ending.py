@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from horoclone import errors
 from horoclone.bootstrap import exchange
 from horoclone.runtime import current
+from horoclone.runtime.native_module import bytes_of
 
 if TYPE_CHECKING:
     from horoclone.bootstrap.exchange import Job
@@ -118,7 +119,7 @@ def _tell_failure(kind: type[BaseException], error: BaseException, trace: Any) -
     consequence = issubclass(kind, (errors.PeerLost, errors.Aborted))  # the peers have the root cause already
     if runtime is not None and not consequence:
         text = failure_line(job.rank, kind, error)
-        _bounded(lambda: runtime.abort(text), TELL_DEADLINE_S)
+        _bounded(lambda: runtime.abort(bytes_of(text)), TELL_DEADLINE_S)
     report = "".join(traceback.format_exception(kind, error, trace))[-FAILURE_TEXT_BYTES:]
     _bounded(lambda: job.report_failure(report, consequence), TELL_DEADLINE_S)
 

@@ -91,7 +91,7 @@ def start_timeline(file_path: str, mark_cycles: bool = False) -> None:
     Rank 0 writes; on other ranks nothing happens unless HOROCLONE_TIMELINE_ALL_RANKS=1. ValueError before init, when
     HOROVOD_TIMELINE was not set (DYNAMIC, or a path), or when the file cannot be written.
     """
-    native().start_timeline(os.fspath(file_path), mark_cycles)
+    native().start_timeline(os.fsencode(file_path), mark_cycles)
 
 
 def stop_timeline() -> None:

@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 from horoclone import errors, failpoints, selection
 from horoclone import process_sets as sets
-from horoclone.bootstrap import exchange, mpi_link
+from horoclone.bootstrap import address_space, exchange, mpi_link
 from horoclone.process_sets import ProcessSet
 from horoclone.runtime import attached, current, ending, member, newcomer, offspring, pages, stacks
 from horoclone.runtime.current import say
 from horoclone.runtime.gpu_libraries import with_libraries
-from horoclone.runtime.native_module import core
+from horoclone.runtime.native_module import core, new_runtime
 from horoclone.settings import flag, remarks, settings_of, start_timeout_s
 
 if TYPE_CHECKING:
@@ -178,7 +178,10 @@ def _connect(job: Job, deadline: float) -> Runtime:
     if job.rank == 0:  # its choice holds for all
         known = selection.known_ways(os.environ)
         settings = selection.with_remembered(settings, os.environ, job.size)
-    runtime = core().Runtime(job.listening(settings))
+    settings, little_room = address_space.fitted(job.listening(settings), os.environ, job.size)
+    if little_room and job.rank == 0:
+        say(little_room)
+    runtime = new_runtime(settings)
     try:
         stacks.watch_stack(runtime, os.environ)
         pages.share(runtime, job, os.environ)

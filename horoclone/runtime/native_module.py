@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from horoclone import errors
 from horoclone.runtime import current
+
+if TYPE_CHECKING:
+    from horoclone._core import Runtime
 
 _core_module: Any = None
 
@@ -24,6 +28,17 @@ def core() -> Any:
         _core.set_error_classes(_error_factories())
         _core_module = _core
     return _core_module
+
+
+def new_runtime(settings: Mapping[str, str]) -> Runtime:
+    """A runtime that is not connected yet. Values of the environment, such as paths, need not be UTF-8."""
+    made: Runtime = core().Runtime({name: os.fsencode(value) for name, value in settings.items()})
+    return made
+
+
+def bytes_of(text: str) -> bytes:
+    """Of a text for people, in which what was no UTF-8 is shown as \\udcNN."""
+    return text.encode("utf-8", "backslashreplace")
 
 
 def _why_not(error: ImportError) -> str:

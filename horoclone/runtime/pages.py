@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from horoclone import errors
 from horoclone.live import book, folder, page
 from horoclone.live.processes import own_mark
+from horoclone.runtime.native_module import bytes_of
 
 if TYPE_CHECKING:
     from horoclone._core import Runtime
@@ -41,7 +42,7 @@ def share(runtime: Runtime, job: Job, environ: Mapping[str, str]) -> None:
         _place = _in_book(environ) or _in_folder(job, environ)
     if _place is not None:
         try:
-            runtime.share_page(_place.descriptor, _place.offset, program())
+            runtime.share_page(_place.descriptor, _place.offset, bytes_of(program()))
         except (errors.HorovodInternalError, ValueError):
             _place = None
 

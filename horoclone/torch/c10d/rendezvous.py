@@ -63,7 +63,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
             settings["HOROCLONE_NETWORK_INTERFACES"] = "lo"  # nobody else need reach us
         token = values[0].rpartition(b"\n")[2].decode(errors="replace")
         job = exchange.job_on_this_host(token, rank, size, os.environ, deadline)
-    native: Runtime = native_module.core().Runtime(settings)
+    native = native_module.new_runtime(settings)
     try:
         if one_host:
             endpoints = job.gather(native.endpoint(), deadline, None)

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from horoclone.errors import HorovodInternalError, Timeout
+from horoclone.runtime.native_module import bytes_of
 from horoclone.torch.c10d.lost import in_words_of_the_job, who_is_late
 from horoclone.torch.operations import spans
 from horoclone.torch.operations.gpu import (
@@ -396,7 +397,7 @@ class Work(dist.Work):
             text = f"{self._named()}: not complete after {limit_s:g} s. {self._error}"
         else:
             text = f"{self._too_late(limit_s)}. The process group cannot be used any more."
-            self._flight.runtime.abort(text)
+            self._flight.runtime.abort(bytes_of(text))
             self._is_done_within(limit_s)
         error = Timeout(text)
         error.__cause__ = self._error

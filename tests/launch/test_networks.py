@@ -1,0 +1,59 @@
+"""Jobs in network namespaces of their own: with loopback only, with one kind of address only."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+HOROCLONERUN = Path(sys.executable).with_name("horoclonerun")
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = """
+import numpy as np
+import horoclone as hvd
+hvd.init()
+print("sum", hvd.allreduce(np.ones(3), op=hvd.Sum).tolist(), flush=True)
+"""
+UP = "ip link set lo up"
+NETWORKS = {
+    "loopback": UP,
+    "IPv4 only": f"{UP}; ip addr del ::1/128 dev lo",
+    "IPv6 only": f"{UP}; ip addr del 127.0.0.1/8 dev lo",
+}
+
+
+def in_network(commands: str, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["unshare", "-n", "bash", "-c", f'{commands}; exec "$@"', "bash", *command],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+@pytest.fixture(autouse=True)
+def namespaces() -> None:
+    if shutil.which("unshare") is None or shutil.which("ip") is None:
+        pytest.skip("unshare and ip are not installed: apt-get install util-linux iproute2")
+    if in_network(UP, "true").returncode:
+        pytest.skip("this process may not make network namespaces")
+
+
+@pytest.fixture
+def program(tmp_path: Path) -> Path:
+    path = tmp_path / "program.py"
+    path.write_text(PROGRAM)
+    return path
+
+
+@pytest.mark.parametrize("network", NETWORKS)
+def test_the_ranks_of_one_machine_need_no_network(network: str, program: Path) -> None:
+    alone = in_network(NETWORKS[network], sys.executable, program)
+    assert alone.stdout == "sum [1.0, 1.0, 1.0]\n", alone.stderr
+    two = in_network(NETWORKS[network], HOROCLONERUN, "-np", "2", sys.executable, program)
+    assert two.stdout.count("sum [2.0, 2.0, 2.0]\n") == 2, two.stderr
