@@ -118,7 +118,7 @@ class Desk:
                 place.deadline = now + min(reader.number("I"), MAX_WAIT_MS) / 1000
                 place.seq, commit = reader.number("Q"), reader.number("Q")
                 place.kind = wire.NOTICE
-                self.roster.holds(place.id, commit)
+                self._is_new |= self.roster.holds(place.id, commit)
                 self._due = min(self._due, place.deadline)
                 self._is_new |= self._answer(place) is not None
                 return None

@@ -7,7 +7,8 @@ generation to everybody; no number is given to two of them. Thread: one at a tim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -19,6 +20,9 @@ PROGRESS_S = 10.0  # a member that was in the job for so long has not failed at 
 SILENT_S = 5.0  # a member whom others have lost is dead when the roster has not heard of it for so long
 LOW_BITS = 32  # of a generation's number: these count, those above name who counts (succession.py)
 UNHEARD_S = 30.0  # so is, while a generation is formed, one of whom nobody says anything
+AT_START_S = (
+    30.0  # so long do those who are enough for the first generation wait for others that are being started
+)
 UNREADY_S = 0.1  # so long do survivors wait for newcomers that were not synchronised yet
 NO_MEMBER = 75  # EX_TEMPFAIL: exit code of a process that the others go on without
 
@@ -111,6 +115,8 @@ class Member:
     suspected: bool = False  # another member has lost it
     leaving: str = ""  # it has said that it will go
     unwanted: str = ""  # nobody wants it any more
+    displaced: bool = False  # because nobody names its host any more: that may be a mistake, and it is there
+    has_state: bool = False  # it holds a commit
     gone: str = ""  # it has ended, left or been given up; why
     out_code: int = 0
 
@@ -127,12 +133,14 @@ class Roster:
     open_to_all: bool = False
     build: str = ""  # of horoclone, as the first member has it that said so
     expected: tuple[str, ...] = ()
+    whole_hosts: bool = False  # a member that fails takes those on its host with it, as in Horovod
     record: Record | None = None
     stopped: Stop | None = None
     finishing: bool = False  # a member has ended with success: whoever comes now comes too late
     members: dict[bytes, Member] = field(default_factory=dict)
     newest_commit: int = 0
     given_up: list[bytes] = field(default_factory=list)  # alive perhaps; whoever started them should end them
+    too_few: str = ""  # why the first generation will never have its smallest size
     term: int = 0
     voters: tuple[bytes, ...] = ()  # of the last generation in which everybody came to connect, by rank
     _lacking_s: float | None = (
@@ -141,6 +149,7 @@ class Roster:
     certainly_gone: set[bytes] = field(default_factory=set)  # dead or left for sure, not only silent
     _next_index: int = 0
     _forming_s: float | None = None
+    _handing_over_s: float | None = None  # since when only those who are to leave have the state
     _notice: Notice = NO_NOTICE
     _commits_before: dict[bytes, int] = field(
         default_factory=dict
@@ -227,14 +236,20 @@ class Roster:
             member.waiting_s = now
         member.waits_after = after
         member.commits = tuple(sorted(set(commits)))
+        member.has_state = bool(member.commits)
         member.heard_s = now
         self.newest_commit = max((self.newest_commit, *member.commits))
         self.step(now)
 
-    def holds(self, id_: bytes, commit: int) -> None:
-        """A member that trains holds this commit. It is heard of once a second at most."""
-        if self.members[id_].generation:
-            self.newest_commit = max(self.newest_commit, commit)
+    def holds(self, id_: bytes, commit: int) -> bool:
+        """A member that trains holds this commit. It is heard of once a second at most. Gives whether it is its first:
+        step() may have to do something then."""
+        member = self.members[id_]
+        if not member.generation or not commit:
+            return False
+        is_first, member.has_state = not member.has_state, True
+        self.newest_commit = max(self.newest_commit, commit)
+        return is_first
 
     def has_progressed(self, id_: bytes, since_s: float, now: float) -> bool:
         """Whether the job did something with this member, whose process began at since_s: a commit was made in a
@@ -290,9 +305,35 @@ class Roster:
             self.voters = self.record.members
 
     def unwant(self, id_: bytes, reason: str, now: float) -> None:
-        """It shall go: its host is not there any more, or is not to be used."""
-        self.members[id_].unwanted = reason
+        """It shall go: its host is not to be used any more."""
+        self.unwant_all({id_: reason}, now)
+
+    def unwant_all(self, workers: Mapping[bytes, str], now: float) -> None:
+        """They shall go in one generation, each for this reason."""
+        for id_, reason in workers.items():
+            self.members[id_].unwanted = reason
         self.step(now)
+
+    def displace(self, reasons: Mapping[bytes, str], now: float) -> None:
+        """Of all workers: why nobody names the host of each any more; empty: it is there, perhaps again. They go, but
+        where only they have the state they stay until others have it, for timeout_s at most."""
+        for id_, reason in reasons.items():
+            member = self.members[id_]
+            if reason or member.displaced:
+                member.unwanted, member.displaced = reason, bool(reason)
+        self.step(now)
+
+    def expect(self, size: int, why: str, now: float) -> None:
+        """No more than so many come to the first generation; why, where that is less than the smallest size."""
+        if self.record is None:
+            size_then = max(self.limits.smallest, min(size, self.limits.size))
+            self.limits = self.limits._replace(size=size_then)
+            self.too_few = (
+                f"{size} of at least {self.limits.smallest} processes are left: {why}"
+                if size < size_then
+                else ""
+            )
+            self.step(now)
 
     def finish(self, now: float) -> None:
         """A member has done its work: those who have not begun need not any more, and there is no smallest size."""
@@ -319,7 +360,7 @@ class Roster:
             return record
         if member.waits_after != member.generation:
             return Out(NO_MEMBER, f"generation {member.waits_after} is over, and it was not in the last one")
-        if member.leaving or member.unwanted:
+        if (member.leaving or member.unwanted) and member not in self._old():
             return Out(0, member.leaving or member.unwanted)
         if self.finishing and not member.generation:
             return Out(0, "the job is done")
@@ -336,12 +377,16 @@ class Roster:
         due = [float("inf")]
         if self._forming_s is not None:
             due.append(self._forming_s + self.limits.timeout_s)
+            if self.record is None:
+                due.append(self._alone_until_s())
             unready, until_s = self._unready()
             due += [until_s] if unready else []
             if self._lacking_s is None:
                 due += [self._patience_s(one) for one in self._old() if not self._comes(one)]
         elif self.record is not None:
             due += [one.waiting_s + TOGETHER_S for one in self._newcomers()]
+        if self._handing_over_s is not None:
+            due.append(self._handing_over_s + self.limits.timeout_s)
         return min(due)
 
     def coming(self) -> list[Member]:
@@ -369,6 +414,9 @@ class Roster:
 
     def step(self, now: float) -> None:
         """Forms a generation when all for it is there, gives up who does not come, finds what to announce."""
+        if self.stopped is not None:
+            return
+        self._watch_hand_over(now)
         if self.stopped is not None:
             return
         if not self._is_forming():
@@ -403,7 +451,7 @@ class Roster:
         if self._is_state_lost():
             self._give_up_the_state()
         else:
-            self._form_or_hold(is_late)
+            self._form_or_hold(now, is_late)
 
     def _unready(self) -> tuple[list[Member], float]:
         """Newcomers of a generation that was lost before they were synchronised, and until when they are waited for:
@@ -437,11 +485,68 @@ class Roster:
             "processes that wait would begin anew. Start the job again, from its last checkpoint.",
         )
 
-    def _form_or_hold(self, is_late: bool) -> None:
+    def _watch_hand_over(self, now: float) -> None:
+        """Ends the job where those who are to leave have waited for too long for others, who would take the state."""
+        bearers = self._bearers()
+        if not bearers:
+            self._handing_over_s = None
+            return
+        self._handing_over_s = now if self._handing_over_s is None else self._handing_over_s
+        if now >= self._handing_over_s + self.limits.timeout_s:
+            self.stop(
+                1,
+                f"{bearers[0].leaving or bearers[0].unwanted}, and for {self.limits.timeout_s:g} s nobody came to whom "
+                "the state of the training could be handed over; --elastic-timeout (seconds) waits longer",
+            )
+
+    def is_handing_over(self) -> bool:
+        """Whether those who are to leave go on for the time being: nobody else has the state."""
+        return bool(self._bearers())
+
+    def _bearers(self) -> list[Member]:
+        """Those of them, by rank: as long as others come, or may come because their hosts are only not named."""
+        going = [one for one in self.live() if one.leaving or one.unwanted]
+        if not going or not self.newest_commit or self.finishing:
+            return []
+        staying = [one for one in self.live() if one not in going]
+        if any(one.has_state for one in staying):
+            return []
+        may_come = bool(staying or self._newcomers() or self.coming()) and self.limits.largest != 1
+        return going if may_come or any(one.displaced for one in going) else []
+
+    def _ready(self, old: list[Member], new: list[Member]) -> list[Member]:
+        """The members of the next generation: no more than the largest size, old ones first. Where old ones only stay
+        to hand over, there is room for at least one to whom they do."""
+        largest = self.limits.largest
+        if largest is None:
+            return old + new
+        bearers = self._bearers()
+        if bearers:
+            largest = max(largest, 2)  # one more than there should be, for a moment
+            staying = [one for one in old if one not in bearers][: largest - 1]
+            taking = new[: largest - 1 - len(staying)]
+            bearers = bearers[: largest - len(staying) - len(taking)]
+            return [one for one in old if one in bearers or one in staying] + taking
+        return (old + new)[: max(largest, 1)]
+
+    def _alone_until_s(self) -> float:
+        """Until when the first generation, which could begin, waits for others that are being started; -inf: nobody
+        else can come, or there is no room."""
+        new, limits = self._newcomers(), self.limits
+        enough = len(new) >= limits.size
+        if not self.coming() or (limits.largest is not None and len(new) >= limits.largest):
+            return -math.inf if enough else math.inf
+        return sorted(one.waiting_s for one in new)[limits.size - 1] + AT_START_S if enough else math.inf
+
+    def _form_or_hold(self, now: float, is_late: bool) -> None:
         old, new, limits = self._old(), self._newcomers(), self.limits
-        largest = limits.largest if limits.largest is not None else len(old) + len(new)
-        ready = (old + new)[: max(largest, 1)]
+        ready = self._ready(old, new)
         first = self.record is None
+        if first and self.too_few and ready:
+            self.stop(1, self.too_few)
+            return
+        if first and not is_late and now < self._alone_until_s():
+            return
         wanted = limits.size if first and not is_late else limits.smallest
         votes, voters = self._votes(ready)
         if ready and not self._may_go_on(ready):
@@ -545,21 +650,24 @@ class Roster:
             return
         update = NO_UPDATE
         live = self.live()
-        if any(one.leaving or one.unwanted for one in live):
+        bearers = self._bearers()
+        if any(one.leaving or one.unwanted for one in live) and not bearers:
             update |= REMOVED
         new = self._newcomers()
         staying = sum(1 for one in live if not (one.leaving or one.unwanted))
-        has_room = self.limits.largest is None or staying < self.limits.largest
+        largest = self.limits.largest
+        has_room = largest is None or staying < largest
         if new and has_room and not self.finishing:
             all_there = not self.coming() or now >= min(one.waiting_s for one in new) + TOGETHER_S
-            update |= ADDED if all_there else NO_UPDATE
+            update |= (ADDED | REMOVED if bearers else ADDED) if all_there else NO_UPDATE
         last = self._notice
         if update and (last.wanted, last.update) != (self.next_number(), update):
             self._notice = Notice(last.seq + 1, self.next_number(), update)
 
     def _old(self) -> list[Member]:
         """Members of the newest generation who may be in the next, by rank."""
-        return [one for one in self.live() if not (one.leaving or one.unwanted)]
+        bearers = self._bearers()
+        return [one for one in self.live() if one in bearers or not (one.leaving or one.unwanted)]
 
     def _newcomers(self) -> list[Member]:
         """Those who wait for their first generation, as planned, the oldest first."""
@@ -581,8 +689,19 @@ class Roster:
     def _resets(self) -> int:
         return 0 if self.record is None else self.record.number % (1 << LOW_BITS) - 1
 
+    def _close_host_of(self, failed: Member) -> None:
+        """Those beside it go in the same generation: they must not be in one more, and leave in the next."""
+        is_planned = failed.leaving or failed.unwanted or self.finishing
+        if self.whole_hosts and failed in self.live() and not is_planned:
+            for one in self.live():
+                if one.host == failed.host and one is not failed:
+                    one.unwanted = (
+                        one.unwanted or f"host {one.host} is not used any more: a process failed there"
+                    )
+
     def _lose(self, member: Member, text: str, code: int) -> None:
         if not member.gone:
+            self._close_host_of(member)
             member.gone, member.out_code = text, code
             if member.near and not member.connections and member.incarnation:
                 self.certainly_gone.add(member.id)  # on one host a connection ends with its process only

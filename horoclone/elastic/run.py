@@ -138,7 +138,7 @@ def _prepare(state: Any, reason: Reason) -> None:
     if not member.is_elastic() and state._somebody_leaves:
         state._save_last()  # all ranks end here
         leaving = leaving or "another rank was asked to leave"
-    if leaving is not None:
+    if leaving is not None and not state._nobody_stays:
         member.leave(leaving)
         life.shutdown()
         raise SystemExit(member.code_of_leaving())

@@ -113,7 +113,8 @@ class State:
         for _, kind, somebody_leaves in everybody:
             update |= kind | (HostUpdateResult.removed if somebody_leaves else 0)
         self._somebody_leaves = bool(update & HostUpdateResult.removed)
-        if any(told[0] or told[2] for told in everybody):
+        self._nobody_stays = member.is_elastic() and all(told[2] for told in everybody)
+        if any(told[0] or (told[2] and not self._nobody_stays) for told in everybody):
             raise errors.HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
     def save(self) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import queue
 import selectors
-import shlex
+import shutil
 import signal
 import subprocess
 import threading
@@ -21,6 +21,7 @@ from horoclone.launch.hosts import MOST_SLOTS, Host, parse_host, parse_hostfile
 from horoclone.launch.usage import LaunchError
 
 LOOK_EVERY_S = 1.0  # Horovod's DISCOVER_HOSTS_FREQUENCY_SECS
+SHELL = shutil.which("bash") or "/bin/sh"
 SCRIPT_S = 30.0  # a script that runs for longer is ended
 MOST_BYTES = 1 << 20
 FLAP_S = 2.0  # a host or slot that is missing for less is not gone
@@ -70,7 +71,7 @@ class File:
 
 
 class Script:
-    """What a program prints: `host:slots` or `host` a line. slots: of a host without a number."""
+    """What a command of the shell prints: `host:slots` or `host` a line. slots: of a host without a number."""
 
     changes = True
 
@@ -85,7 +86,11 @@ class Script:
     def _run(self) -> str:
         try:
             process = self._process = subprocess.Popen(
-                shlex.split(self._command),  # as Horovod: the flag takes a command with arguments
+                [
+                    SHELL,
+                    "-c",
+                    self._command,
+                ],  # as Horovod: arguments, pipes, and scripts without a first line #!
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,

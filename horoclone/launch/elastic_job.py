@@ -21,7 +21,7 @@ from horoclone.launch import ending, report
 from horoclone.launch.discovery import LOOK_EVERY_S, Lookout, Settled
 from horoclone.launch.elastic_options import Elastic, needs_majority, patched
 from horoclone.launch.elastic_policy import Place, Policy
-from horoclone.launch.environment import rank_variables, thread_variables
+from horoclone.launch.environment import member_variables, rank_variables, thread_variables
 from horoclone.launch.hosts import Host, Placement, usable_cores
 from horoclone.launch.incarnation import MACHINE, Incarnations
 from horoclone.launch.job import Job, JobRequest, JobResult, Member
@@ -34,10 +34,6 @@ from horoclone.settings import seconds
 LAST_S = 2.0  # a host that goes is not used to the last moment
 REPEAT_S = 30.0  # between two lines about the same trouble with the discovery of hosts
 MOST_RANKS = 1 << 15
-HOROVODS_FAILURE = (
-    "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
-    "The first process to do so was:\nProcess name: {}\nExit code: {}\n"
-)
 
 
 class ElasticJob(Job):
@@ -54,6 +50,7 @@ class ElasticJob(Job):
             elastic.size, elastic.plan.smallest, largest, elastic.timeout_s, elastic.resets
         )
         self._desk = Desk(limits, secrets.token_bytes)
+        self._desk.roster.whole_hosts = elastic.plan.whole_host
         self._desk.tell = self._wake
         self._settled = Settled() if request.reach is None else Settled(0.0)  # what is lost, is so for sure
         self._bell, self._rope = socket.socketpair()
@@ -84,6 +81,9 @@ class ElasticJob(Job):
     def _start(self) -> None:
         hosts = self._settled.take(self._elastic.source.find(), time.monotonic())
         self._policy.found(hosts)
+        largest = self._elastic.plan.largest
+        slots = sum(host.slots for host in hosts)
+        self._first_size = max(self._elastic.size, slots if largest is None else min(largest, slots))
         all_local = not self._elastic.source.changes and all(self._is_here(host.name) for host in hosts)
         self._server = self._open_server(self._secret, self._job, all_local)
         if self._outlives:
@@ -126,7 +126,7 @@ class ElasticJob(Job):
         local_size, cross_rank, cross_size = self._policy.sharing(place)
         placement = Placement(
             place.number,
-            max(self._elastic.size, place.number + 1),
+            max(self._first_size, place.number + 1),
             place.local,
             local_size,
             cross_rank,
@@ -136,19 +136,10 @@ class ElasticJob(Job):
         self._members[key] = self._member(placement, key, again=place.number in self._used)
         self._places[key], self._ids[key], self._born_s[key] = place, id_, now
         self._used.add(place.number)
-        self._policy.started(key, place)
-        address, _, port = self._server.addresses[0].rpartition(":")
-        own = rank_variables(placement, ",".join(self._server.addresses), self._job)
-        own |= {
-            "HOROCLONE_MEMBER": id_.hex(),
-            "HOROCLONE_ELASTIC": "1",
-            "HOROVOD_ELASTIC": "1",
-            "HOROCLONE_ELASTIC_TIMEOUT": f"{self._elastic.timeout_s:g}",
-            "HOROVOD_ELASTIC_TIMEOUT": f"{self._elastic.timeout_s:g}",
-            "HOROVOD_CONTROLLER": "gloo",  # this and the next two for scripts that look, nothing here reads them
-            "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
-            "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
-        }
+        self._policy.started(key, place, now)
+        rendezvous = ",".join(self._server.addresses)
+        own = rank_variables(placement, rendezvous, self._job)
+        own |= member_variables(rendezvous, id_, self._elastic.timeout_s)
         if self._elastic.plan.spares:
             interval = self._request.environment.get("HOROCLONE_REPLICA_INTERVAL") or "0"
             own["HOROCLONE_REPLICA_INTERVAL"] = interval
@@ -202,17 +193,27 @@ class ElasticJob(Job):
             say(f"{text}; the hosts stay as they were")
 
     def _take_hosts(self, hosts: list[Host], now: float) -> None:
-        for worker, reason in self._policy.found(self._settled.take(hosts, now)).items():
-            self._unwant(worker, reason, now)
+        displaced = self._policy.found(self._settled.take(hosts, now))
+        workers = [key for key, member in self._members.items() if member.code is None]
+        with self._desk.mutex:
+            roster_ = self._desk.roster
+            was_held = roster_.is_handing_over()
+            roster_.displace({self._ids[key]: displaced.get(key, "") for key in workers}, now)
+            is_held = roster_.is_handing_over()
+        if is_held and not was_held:
+            say(
+                f"{next(iter(displaced.values()))}, and nobody else has the state of the training: its workers go on "
+                f"until others have it, for {self._elastic.timeout_s:g} s at most (--elastic-timeout)"
+            )
+        self._ring()
 
     def _host_goes(self, host: str, left_s: float | None) -> None:
         """Its notice script says so: its workers leave at their next commit, or when there is no time left."""
         now = time.monotonic()
         left_s = seconds(self._request.environment, "NOTICE", 30.0) if left_s is None else left_s
-        for worker in self._policy.going(host, now):
-            if worker not in self._due:
-                self._due[worker] = now + max(0.0, left_s - LAST_S)
-                self._unwant(worker, f"host {host} is about to go ({left_s:g} s)", now)
+        new = [worker for worker in self._policy.going(host, now) if worker not in self._due]
+        self._due |= dict.fromkeys(new, now + max(0.0, left_s - LAST_S))
+        self._unwant(new, f"host {host} is about to go ({left_s:g} s)", now)
 
     def _end_overdue(self, now: float) -> None:
         """Workers whose host is about to go, and who have come to no commit."""
@@ -228,9 +229,9 @@ class ElasticJob(Job):
                 self._dismissed.add(worker)
                 self._members[worker].signal(signal.SIGKILL, True)
 
-    def _unwant(self, worker: int, reason: str, now: float) -> None:
+    def _unwant(self, workers: Sequence[int], reason: str, now: float) -> None:
         with self._desk.mutex:
-            self._desk.roster.unwant(self._ids[worker], reason, now)
+            self._desk.roster.unwant_all({self._ids[one]: reason for one in workers}, now)
         self._ring()
 
     def _ring(self) -> None:
@@ -249,7 +250,8 @@ class ElasticJob(Job):
             )
             was_last = mine in roster_.live() and len(roster_.live()) == 1
             progressed: bool | None = roster_.has_progressed(mine.id, self._born_s[key], now)
-            if code == 0 and not is_planned:
+            alone = code == 0 and not is_planned and roster_.record is None
+            if code == 0 and not (is_planned or alone):
                 roster_.finish(now)
             roster_.dead(mine.id, f"it {text}", now, is_certain=not member.note)  # a note: its host was lost
             left = len(roster_.live())
@@ -261,6 +263,10 @@ class ElasticJob(Job):
         elif is_planned:
             self._policy.left(key, now)
             say(f"the worker in slot {self._where(member)} has left: {mine.leaving or mine.unwanted}")
+        elif alone:
+            self._policy.done(key)
+            self._finishing = True  # it has a value, and nobody is started in its place
+            self._expect_fewer(now)
         elif code == 0:
             self._policy.done(key)
             self._finish()
@@ -274,6 +280,16 @@ class ElasticJob(Job):
             if member.code is None and not self._desk.roster.members[self._ids[key]].generation:
                 self._dismissed.add(key)
                 member.signal(signal.SIGTERM, False)
+
+    def _expect_fewer(self, now: float) -> None:
+        """Before the first generation: a slot will send nobody any more, so the others need not wait for it."""
+        come, why = max(self._policy.usable(), self._elastic.plan.smallest), ""
+        if self._finishing:
+            come = sum(member.code is None for member in self._members.values())
+            why = "the others ended with success and had not called init()"
+        with self._desk.mutex:
+            self._desk.roster.expect(come, why, now)
+        self._ring()
 
     def _where(self, member: Member) -> str:
         where = f"{member.placement.rank} ({member.placement.host}"
@@ -298,6 +314,7 @@ class ElasticJob(Job):
 
     def _look_whether_it_can_go_on(self, culprit: int, now: float) -> None:
         """A slot was closed, perhaps, because of this worker."""
+        self._expect_fewer(now)
         if not self._elastic.source.changes and not self._policy.can_reach_smallest():
             self._end(now, list(self._members), "too few slots are left for --min-np")
 
@@ -305,8 +322,8 @@ class ElasticJob(Job):
         """A slot or host is not used any more, because of this worker; it takes others with it."""
         if text:
             say(text)
-        for worker in others:
-            self._unwant(worker, text, now)
+        if others:
+            self._unwant(others, text, now)
             self._closed_host = culprit
 
     def _judge(self) -> None:
@@ -326,9 +343,10 @@ class ElasticJob(Job):
 
     def _end(self, now: float, last: Sequence[int], reason: str = "") -> None:
         """The job has failed: those who are left are told, and after a while made, to end."""
-        self._last, self._reason = list(last), reason
         with self._desk.mutex:
+            stopped = self._desk.roster.stopped
             self._desk.roster.stop(1, reason or "the job has failed")
+        self._last, self._reason = list(last), reason or ("" if stopped is None else stopped.text)
         self._ring()
         self._ending.fail(now)
 
@@ -454,23 +472,25 @@ class ElasticJob(Job):
         result = super()._result()
         if self._ending.exit_code is not None:  # a signal ended it
             return result
-        record = self._desk.roster.record
-        order = record.indexes[: self._elastic.plan.smallest] if record is not None else ()
+        stopped, record = self._desk.roster.stopped, self._desk.roster.record
+        order = self._newest_of_slots() if record is None else record.indexes
+        order = order[: self._elastic.plan.smallest]
         results = {rank: self._members[key].result for rank, key in enumerate(order)}
         ends = dict(zip(self._members, result.ends, strict=True))
-        failed = [ends[key] for key in self._last if ends[key].code != 0 and not ends[key].by_us]
+        last = order if record is None and self._finishing else self._last
+        failed = [ends[key] for key in last if ends[key].code != 0 and not ends[key].by_us]
         if failed:
-            text, code = report.failure_report(failed, self._request.output_folder)
-            first = report.culprit(failed)
-            assert first is not None
-            slot = next(self._places[key].local for key, end in ends.items() if end is first)
-            name = f"{first.host}[{slot}]"
-            text += "\n" + HOROVODS_FAILURE.format(name, first.code).rstrip()
-            if self._reason:
-                text = f"{self._reason}\n{text}"
+            slots = {id(end): self._places[key].local for key, end in ends.items()}
+            text, code = report.elastic_failure(
+                failed, self._request.output_folder, lambda end: slots[id(end)], self._reason
+            )
             return JobResult(code, text, result.ends, results)
         if self._ending.reason == ending.FAILURE or self._reason:
-            stopped = self._desk.roster.stopped
             code = roster.NO_MEMBER if stopped is None else stopped.code
             return JobResult(code, self._reason, result.ends, results)
         return JobResult(0, None, result.ends, results)
+
+    def _newest_of_slots(self) -> list[int]:
+        """Where no generation was formed, because nobody called init(): who came last to each slot."""
+        newest = {self._places[key].number: key for key in self._members}
+        return [newest[number] for number in sorted(newest)]

@@ -18,6 +18,9 @@ from horoclone.launch.hosts import Host
 STRIKES = 3  # failures in a row without progress before a slot is closed
 LEFT_S = 60.0  # a slot whose worker left on notice is not used for so long: its host is expected to go
 LONGEST_COOLDOWN_S = 3600
+FREE_RESTARTS = 2  # of a slot without a pause; then 1 s, 2 s, 4 s, until a worker was there for STEADY_S
+LONGEST_PAUSE_S = 60.0
+STEADY_S = 60.0
 
 
 class Cooldown:
@@ -75,6 +78,9 @@ class _Slot:
         self.closures = 0
         self.closed_until = -math.inf
         self.used = False
+        self.began_s = -math.inf  # its newest worker
+        self.restarts = 0  # in a row, after failures shortly after the start
+        self.paused_until = -math.inf
 
 
 class Policy:
@@ -124,27 +130,43 @@ class Policy:
         slots = [slot for slot in self._slots.values() if slot.place.host == host]
         matters = any(slot.strikes or slot.closures or slot.closed_until > -math.inf for slot in slots)
         for slot in slots:
-            slot.strikes = slot.closures = 0
-            slot.closed_until = -math.inf
+            slot.strikes = slot.closures = slot.restarts = 0
+            slot.closed_until = slot.paused_until = -math.inf
         return matters
 
     def closed_hosts(self, now: float) -> list[str]:
         """Hosts with a slot that is not used for a time or for ever."""
         return list(dict.fromkeys(slot.place.host for slot in self._present() if slot.closed_until > now))
 
-    def started(self, worker: int, place: Place) -> None:
+    def started(self, worker: int, place: Place, now: float = -math.inf) -> None:
         slot = self._slots[place.host, place.local]
-        slot.worker, slot.used = worker, True
+        slot.worker, slot.used, slot.began_s = worker, True, now
         self._of[worker] = slot
 
     def failed(self, worker: int, has_progressed: bool | None, now: float) -> tuple[str, list[int]]:
         """The worker has failed. has_progressed: the job did something with it; None: judged() will say. Gives a text
         if this closes something, and the workers that shall go with it."""
         slot = self._ended(worker)
+        pause = self._pause(slot, now)
         if has_progressed is None and not self._plan.whole_host:
             self._unjudged[worker] = slot
-            return "", []
-        return self._strike(slot, bool(has_progressed), now)
+            return pause, []
+        text, others = self._strike(slot, bool(has_progressed), now)
+        return text or pause, others
+
+    def _pause(self, slot: _Slot, now: float) -> str:
+        """A slot that fails again and again gets its next worker after a while. A text the first time."""
+        slot.restarts = 1 if now - slot.began_s >= STEADY_S else slot.restarts + 1
+        pauses = slot.restarts - FREE_RESTARTS
+        if pauses < 1:
+            return ""
+        slot.paused_until = now + min(LONGEST_PAUSE_S, 2.0 ** min(pauses - 1, 32))
+        if pauses > 1:
+            return ""
+        return (
+            f"slot {slot.place.local} of host {slot.place.host} has failed {slot.restarts} times, each time shortly "
+            f"after its start: from now on a new worker comes after a pause, which doubles up to {LONGEST_PAUSE_S:g} s"
+        )
 
     def judged(self, worker: int, has_progressed: bool, now: float) -> tuple[str, list[int]]:
         """Of a worker whose failure was not judged yet, as failed()."""
@@ -212,7 +234,7 @@ class Policy:
         running = sum(1 for slot in slots if slot.worker is not None)
         largest = len(slots) if self._plan.largest is None else self._plan.largest + self._plan.spares
         free = [slot for slot in slots if slot.worker is None]
-        ready = [slot for slot in free if slot.closed_until <= now]
+        ready = [slot for slot in free if max(slot.closed_until, slot.paused_until) <= now]
         if room is not None:
             beside = Counter[str]()  # on each host, those before in the list
             fits = []
@@ -224,20 +246,18 @@ class Policy:
         return [slot.place for slot in ready[: max(0, largest - running)]]
 
     def next_s(self, now: float) -> float:
-        """When a closed slot opens again."""
-        return min(
-            (
-                slot.closed_until
-                for slot in self._present()
-                if slot.worker is None and slot.closed_until > now
-            ),
-            default=math.inf,
-        )
+        """When a slot that is closed, or pauses, is used again."""
+        free = [slot for slot in self._present() if slot.worker is None]
+        due = [max(slot.closed_until, slot.paused_until) for slot in free]
+        return min((at for at in due if at > now), default=math.inf)
 
     def can_reach_smallest(self) -> bool:
         """Whether enough slots are, or will some time be, of use."""
-        usable = [one for one in self._present() if one.closed_until < math.inf]
-        return len(usable) >= self._plan.smallest
+        return self.usable() >= self._plan.smallest
+
+    def usable(self) -> int:
+        """How many slots are, or will some time be, of use."""
+        return sum(one.closed_until < math.inf for one in self._present())
 
     def all_have_failed(self) -> bool:
         """Whether every slot that was used has had a failure."""

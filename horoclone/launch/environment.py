@@ -37,6 +37,21 @@ def rank_variables(placement: Placement, rendezvous: str, job: str) -> dict[str,
     return variables
 
 
+def member_variables(rendezvous: str, id_: bytes, timeout_s: float) -> dict[str, str]:
+    """What makes a process a worker of an elastic job."""
+    address, _, port = rendezvous.partition(",")[0].rpartition(":")
+    return {
+        "HOROCLONE_MEMBER": id_.hex(),
+        "HOROCLONE_ELASTIC": "1",
+        "HOROVOD_ELASTIC": "1",
+        "HOROCLONE_ELASTIC_TIMEOUT": f"{timeout_s:g}",
+        "HOROVOD_ELASTIC_TIMEOUT": f"{timeout_s:g}",
+        "HOROVOD_CONTROLLER": "gloo",  # this and the next two for scripts that look, nothing here reads them
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": address,
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": port,
+    }
+
+
 def job_environment(ours: Mapping[str, str], settings: Mapping[str, str]) -> dict[str, str]:
     """Our environment with the settings of flags and file in it; HOROCLONE_X is kept equal to HOROVOD_X where both
     exist, because the first name wins."""

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from horoclone.launch.blame import blamed_ranks, exception_line, exception_name, text_of_exception
 from horoclone.launch.usage import ranks_text
 
 STDERR_LINES = 20
+HOROVODS_FAILURE = (
+    "Horovod detected that one or more processes exited with non-zero status, thus causing the job to be terminated. "
+    "The first process to do so was:\nProcess name: {}\nExit code: {}"
+)
 _TRACEBACK = "Traceback (most recent call last):"
 _CONSEQUENCES = ("PeerLost", "Aborted")
 _OPEN_TENSORS = re.compile(r"open tensors|in flight|pending tensors", re.IGNORECASE)
@@ -246,6 +250,17 @@ def failure_report(ends: Sequence[RankEnd], logs: str | None, size: int = 0) -> 
         lines.append(f"  logs of every rank: {logs}")
     lines.append(f"root cause: {_verdict(first, named, alike, size)}; exit code {exit_code(end.code)}")
     return "\n".join(lines), exit_code(end.code)
+
+
+def elastic_failure(
+    failed: Sequence[RankEnd], logs: str | None, slot_of: Callable[[RankEnd], int], reason: str
+) -> tuple[str, int]:
+    """Of an elastic job that ended with these workers, with Horovod's words. reason: why it ended, or empty."""
+    text, code = failure_report(failed, logs)
+    first = culprit(failed)
+    assert first is not None
+    text += "\n" + HOROVODS_FAILURE.format(f"{first.host}[{slot_of(first)}]", first.code)
+    return (f"{reason}\n{text}" if reason else text), code
 
 
 def _verdict(first: str, named: Sequence[RankEnd], alike: Sequence[RankEnd], size: int) -> str:

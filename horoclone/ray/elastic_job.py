@@ -234,10 +234,11 @@ class ElasticJob:
         for name, node in there.items():
             if self._policy.seen_as(name, "node", str(node.get("NodeID"))):
                 logger.warning("%s is another node now: its slots are used again", name)
-        for number, reason in self._policy.found(self._settled.take(found, now)).items():
-            worker = self._workers[number]
-            if self._generations is not None and self._generations.knows(worker.key):
-                self._generations.unwant([worker.key], reason)
+        displaced = self._policy.found(self._settled.take(found, now))
+        if self._generations is not None:
+            self._generations.displace(
+                {one.key: displaced.get(number, "") for number, one in self._workers.items()}
+            )
 
     # --- workers
 
@@ -272,7 +273,7 @@ class ElasticJob:
         worker = _Worker(self._next, place, options.remote(place.number, place.number + 1), now)
         self._next += 1
         self._workers[worker.number] = worker
-        self._policy.started(worker.number, place)
+        self._policy.started(worker.number, place, now)
         self._hear(worker.actor.where.remote(), partial(self._is_up, worker))
 
     def _hear(self, ref: Any, then: Callable[[Any], None]) -> None:

@@ -143,10 +143,11 @@ def _wait(thread: _RosterThread) -> Told | Out | Stop:
         _feed.start()
     began = reached = time.monotonic()
     say_at = began + SAY_EVERY_S
+    announced = False
     while True:
-        if thread.leaving:
-            leave(thread.leaving)
-            return Out(code_of_leaving(), thread.leaving)
+        if thread.leaving and not announced:  # the roster says whether others have what this process has
+            announce(thread.leaving)
+            announced = True
         link, answer, trouble = _follow(), None, ""
         try:
             tells = told is None or all(link.suspect(told.number, rank) for rank in current.lost)
@@ -163,6 +164,9 @@ def _wait(thread: _RosterThread) -> Told | Out | Stop:
             if _succession is None:
                 raise
             trouble = str(error)
+        if isinstance(answer, Out) and thread.leaving and not answer.code:
+            leave(thread.leaving)
+            return Out(code_of_leaving(), thread.leaving)
         if answer is not None:
             return answer
         if trouble and _succession is not None:
@@ -243,9 +247,18 @@ def code_of_leaving(is_elastic: bool = True) -> int:
 
 def leave(reason: str) -> None:
     """Tells the roster that this process leaves now, as planned: its end is no failure, and nobody waits for it."""
+    _depart(reason, at_once=True)
+
+
+def announce(reason: str) -> None:
+    """Tells the roster that this process is to leave as soon as others have its state."""
+    _depart(reason, at_once=False)
+
+
+def _depart(reason: str, at_once: bool) -> None:
     if _who is not None:
         link = Membership(_now(_who), HELLO_S, shows=False)
-        link.depart(reason, at_once=True)
+        link.depart(reason, at_once)
         link.close()
 
 
@@ -329,9 +342,7 @@ class _RosterThread(threading.Thread):
     def _announce(self) -> None:
         """Thread hc-notice: tells the roster of the wish to leave, and leaves when no commit comes."""
         self._bell.wait()
-        link = Membership(_now(self._who), HELLO_S, shows=False)
-        link.depart(self.leaving, at_once=False)
-        link.close()
+        announce(self.leaving)
         limit_s = seconds(os.environ, "NOTICE", 30.0)
         time.sleep(max(0.0, self._asked_s + limit_s - time.monotonic()))
         say(f"{limit_s:g} s after {self.leaving} there was no commit; this process leaves (HOROCLONE_NOTICE)")

@@ -442,6 +442,121 @@ def test_who_is_to_leave_keeps_its_generation_until_it_has_left() -> None:
     assert one.answer(name(2)) is None and one.record is not None and one.record.number == 1
 
 
+def test_those_who_are_to_leave_stay_until_others_have_the_state() -> None:
+    one = job(2)
+    formed(one, [0, 1], 0)
+    one.holds(name(0), 5)
+    one.holds(name(1), 5)
+    come(one, 2, 1)  # somebody is being started
+    one.announce(name(0), "SIGTERM", 1)
+    one.announce(name(1), "SIGTERM", 1)
+    assert one.is_handing_over()
+    formed(one, [0, 1], 1, 2, (5,))
+    one.form(name(2), 0, (), 3)
+    assert one.notice().update == ADDED | REMOVED and one.notice().wanted == 3
+    record = formed(one, [0, 1], 2, 4, (6,))
+    assert record.members == (name(0), name(1), name(2)) and record.commit == 6
+    seq = one.notice().seq
+    one.step(5)
+    assert one.is_handing_over() and one.notice().seq == seq, "the newcomer has not got it yet"
+    assert one.holds(name(2), 7) and not one.holds(name(2), 7)
+    one.step(6)
+    assert one.notice().update == REMOVED and one.notice().wanted == 4 and not one.is_handing_over()
+    for number in (0, 1):
+        one.form(name(number), 3, (7,), 7)
+        assert one.answer(name(number)) == Out(0, "SIGTERM")
+    assert formed(one, [2], 3, 8, (7,)).members == (name(2),)
+
+
+def test_a_handover_needs_no_more_places_than_there_are() -> None:
+    one = job(2, largest=2)
+    formed(one, [0, 1], 0)
+    one.holds(name(0), 5)
+    for number in (2, 3):
+        come(one, number, 1)
+        one.form(name(number), 0, (), 1)
+    one.displace({name(0): "host a is gone", name(1): "host a is gone"}, 1)
+    one.form(name(0), 1, (5,), 2)
+    one.form(name(1), 1, (5,), 2)
+    assert one.record is not None and one.record.members == (name(0), name(2))
+    assert one.answer(name(1)) == Out(0, "host a is gone")
+    one.holds(name(2), 6)
+    one.form(name(0), 2, (6,), 3)
+    assert one.answer(name(0)) == Out(0, "host a is gone")
+    assert formed(one, [2], 2, 3, (6,)).members == (name(2), name(3))
+
+
+def test_where_nobody_comes_those_who_are_asked_leave_and_the_displaced_wait() -> None:
+    one = job(2, timeout_s=60)
+    formed(one, [0, 1], 0)
+    one.holds(name(0), 5)
+    one.announce(name(0), "SIGTERM", 1)
+    one.announce(name(1), "SIGTERM", 1)
+    assert not one.is_handing_over() and one.notice().update == REMOVED
+    one = job(2, timeout_s=60)
+    formed(one, [0, 1], 0)
+    one.holds(name(0), 5)
+    gone = {name(0): "host a is gone", name(1): "host a is gone"}
+    one.displace(gone, 1)
+    assert one.is_handing_over() and one.notice().update == 0 and one.next_s() == 61
+    one.displace(dict.fromkeys(gone, ""), 30)
+    one.step(70)
+    assert one.stopped is None and not one.is_handing_over()
+    one.displace(gone, 100)
+    one.step(160)
+    assert one.stopped is not None and "for 60 s nobody came" in one.stopped.text
+
+
+def test_the_first_generation_waits_a_while_for_all_who_are_being_started() -> None:
+    one = Roster(Limits(2, 1, 4), lambda size: bytes(size))
+    for number in range(4):
+        come(one, number)
+    one.form(name(3), 0, (), 1)
+    one.form(name(1), 0, (), 2)
+    assert one.record is None and one.next_s() == 2 + roster.AT_START_S
+    one.dead(name(0), "killed", 3)
+    assert one.record is None
+    one.form(name(2), 0, (), 4)
+    assert one.record is not None and one.record.members == (name(1), name(2), name(3))
+    one = Roster(Limits(2, 1, 4), lambda size: bytes(size))
+    for number in range(4):
+        come(one, number)
+    for number in (3, 1):
+        one.form(name(number), 0, (), 2)
+    one.step(2 + roster.AT_START_S)
+    assert one.record is not None and one.record.members == (name(1), name(3))
+
+
+def test_no_more_can_come_to_the_first_generation_than_is_said() -> None:
+    one = job(3, smallest=2)
+    one.form(name(0), 0, (), 1)
+    one.form(name(1), 0, (), 1)
+    assert one.record is None
+    one.dead(name(2), "exit code 3", 1)
+    one.expect(2, "", 2)
+    assert one.record is not None and one.record.members == (name(0), name(1))
+    one = job(2)
+    one.form(name(0), 0, (), 1)
+    one.dead(name(1), "exit code 0", 1)
+    one.limits = one.limits._replace(smallest=2)
+    one.expect(1, "the others have returned", 2)
+    assert one.answer(name(0)) == Stop(1, "1 of at least 2 processes are left: the others have returned")
+
+
+def test_where_a_failure_closes_a_host_the_others_there_leave_in_the_same_generation() -> None:
+    one = Roster(Limits(4), lambda size: bytes(size), whole_hosts=True)
+    for number in range(4):
+        one.start(name(number), f"host{number // 2}", number % 2, 0)
+        one.join(name(number), b"i%d" % number, f"host{number // 2}", number % 2, 0)
+    formed(one, [0, 1, 2, 3], 0)
+    for number in (1, 2, 3):
+        one.form(name(number), 1, (4,), 1)
+    one.suspect(1, 0, 1)
+    one.disconnected(name(0), 1)
+    assert one.record is not None and one.record.members == (name(2), name(3)) and one.record.number == 2
+    assert isinstance(one.answer(name(1)), Out)
+
+
 class Life:
     """A random life: processes as the roster would meet them, each in one of the states out, running, waiting, ended."""
 

@@ -57,6 +57,16 @@ def test_a_script_with_arguments(tmp_path: Path) -> None:
     assert Script(script(tmp_path, 'echo "$1:$2"') + " h 3", None).find() == [Host("h", 3)]
 
 
+def test_a_script_without_a_first_line_and_a_command_of_the_shell(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.sh"
+    path.write_text('echo "$1:2"\n')
+    path.chmod(0o755)
+    assert Script(f"{path} a", None).find() == [Host("a", 2)]
+    assert Script(f"{path} b | sed s/2/3/ # of three", None).find() == [Host("b", 3)]
+    with pytest.raises(LaunchError, match="exit code 127: .*no_such_script"):
+        Script("/no_such_script", None).find()
+
+
 def test_a_script_that_hangs_is_ended_with_what_it_started(tmp_path: Path) -> None:
     began = time.monotonic()
     with pytest.raises(LaunchError, match=r"more than 0\.3 s"):

@@ -73,6 +73,29 @@ def test_progress_forgives() -> None:
         one.started(worker + 1, Place("a", 0, 0))
 
 
+def test_a_slot_that_fails_again_and_again_rests_longer_each_time_and_that_is_said_once() -> None:
+    one, now, starts, said = policy(("a", 2)), 0.0, 0, []
+    begin(one)
+    for worker in range(10, 200):
+        text, others = one.failed(0 if worker == 10 else worker - 1, None, now)
+        assert one.judged(0 if worker == 10 else worker - 1, True, now) == ("", []) and others == []
+        said += [text] if text else []
+        if not one.to_start(now):
+            assert one.closed_hosts(now) == [] and one.can_reach_smallest()
+            now = one.next_s(now)
+        if now > 300:
+            break
+        one.started(worker, *one.to_start(now), now)
+        starts += 1
+        now += 0.5
+    assert starts == 11  # after 0, 0, 1, 2, 4, 8, 16, 32, 60, 60, 60 s
+    assert len(said) == 1 and "slot 0 of host a has failed 3 times" in said[0]
+    one.started(999, Place("a", 0, 0), now)
+    assert one.failed(999, True, now + 61)[0] == "" and one.to_start(now + 61) != [], (
+        "it was there for a while"
+    )
+
+
 def test_horovods_rule_closes_the_host_with_the_first_failure() -> None:
     one = policy(("a", 2), ("b", 1), whole_host=True)
     begin(one)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,73 @@ def test_an_elastic_run_gives_the_values_of_the_first_ranks_though_one_was_lost(
         return hvd.rank(), value.tolist()
 
     assert run(work, np=3, max_np=3, min_np=2, reset_limit=5) == [(0, 2), (1, 2)]
+
+
+def number() -> int:
+    return 10 + int(os.environ["HOROVOD_RANK"])
+
+
+def early() -> object:
+    if os.environ["HOROVOD_RANK"] == "0":
+        return "early"
+    import horoclone as hvd
+
+    hvd.init()
+    return hvd.size()
+
+
+def test_an_elastic_run_of_a_function_that_never_calls_init_gives_its_values():
+    import horovod
+
+    assert run(number, min_num_proc=2, max_num_proc=2) == [10, 11]
+    assert horovod.run(number, np=2, min_num_proc=2) == [10, 11]
+    assert run(number, np=2, min_num_proc=1, max_num_proc=3) == [10]
+
+    def late():
+        time.sleep(1.0 * int(os.environ["HOROVOD_RANK"]))
+        return number()
+
+    assert run(late, min_num_proc=3, max_num_proc=3) == [10, 11, 12]
+
+
+def test_an_elastic_run_in_which_one_fails_and_nobody_calls_init_names_it():
+    def one_fails():
+        if os.environ["HOROVOD_RANK"] == "1":
+            raise ValueError("bad batch 17")
+
+    with pytest.raises(RunError, match="rank 1 .*ValueError: bad batch 17") as caught:
+        run(one_fails, min_num_proc=2, max_num_proc=2)
+    assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_who_calls_init_does_not_wait_for_those_who_have_returned():
+    pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+    assert run(early, np=2, min_num_proc=1, max_num_proc=2) == [1]
+    said = "1 of at least 2 processes are left: the others ended with success and had not called"
+    with pytest.raises(RunError, match=said):
+        run(early, min_num_proc=2, max_num_proc=2)
+
+
+def test_too_many_resets_are_said_in_horovods_words(tmp_path):
+    pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
+
+    def work():
+        import numpy as np
+
+        import horoclone as hvd
+
+        hvd.init()
+        for step in range(2000):
+            try:
+                hvd.allreduce(np.ones(4), name="step")
+                if step > 3 and hvd.rank() == 1:
+                    os.kill(os.getpid(), 9)
+            except hvd.HorovodInternalError:
+                hvd.shutdown()
+                hvd.init()
+
+    with pytest.raises(RunError, match="number of resets during elastic job exceeded limit: 1"):
+        run(work, np=3, max_np=3, min_np=1, reset_limit=1)
 
 
 def test_run_works_in_a_thread_and_outlives_it(tmp_path):

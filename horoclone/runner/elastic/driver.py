@@ -412,7 +412,8 @@ class ElasticDriver:
                 for local in range(current.get_slots(host))
             }
             gone = [key for key in self._running if key not in slots]
-            generations.unwant(gone, "its host, or its slot, is not there any more")
+            reason = "its host, or its slot, is not there any more"
+            generations.displace({key: reason if key in gone else "" for key in self._running})
             staying = len(self._running) - len(gone)
             room = len(slots) if self._max_num_proc is None else self._max_num_proc - staying
             free = [key for key in slots if key not in self._running][: max(0, room)]

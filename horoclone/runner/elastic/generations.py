@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from horoclone.bootstrap import roster
 from horoclone.bootstrap.desk import Desk
@@ -153,17 +153,22 @@ class Generations:
     def unwant(self, keys: Iterable[Key], reason: str) -> None:
         """The workers there leave at their next commit."""
         with self._desk.mutex:
-            for key in keys:
-                if key in self._ids:
-                    self._desk.roster.unwant(self._ids[key], reason, time.monotonic())
+            known = {self._ids[key]: reason for key in keys if key in self._ids}
+            self._desk.roster.unwant_all(known, time.monotonic())
+        self._server.ring()
+
+    def displace(self, reasons: Mapping[Key, str]) -> None:
+        """Of all workers: why its place is not named any more; empty: it is. See Roster.displace."""
+        with self._desk.mutex:
+            known = {self._ids[key]: reason for key, reason in reasons.items() if key in self._ids}
+            self._desk.roster.displace(known, time.monotonic())
         self._server.ring()
 
     def expect(self, size: int) -> None:
         """So many are waited for at most before the first generation."""
         with self._desk.mutex:
-            limits = self._desk.roster.limits
-            size = max(limits.smallest, min(size, limits.size))
-            self._desk.roster.limits = limits._replace(size=size)
+            roster_ = self._desk.roster
+            roster_.expect(max(size, roster_.limits.smallest), "", time.monotonic())
         self._server.ring()
 
     def is_finishing(self) -> bool:
