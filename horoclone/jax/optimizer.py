@@ -60,7 +60,7 @@ def DistributedOptimizer(
         return allreduce(gradients, name=name, compression=compression, process_set=process_set, **how)
 
     def init(params: Any) -> DistributedState:
-        gathered = None if passes == 1 else jax.tree_util.tree_map(jnp.zeros_like, params)
+        gathered = None if passes == 1 else jax.tree_util.tree_map(_wide_zeros, params)
         return DistributedState(wrapped.init(params), gathered, jnp.zeros((), jnp.int32))
 
     def update(updates: Any, state: DistributedState, params: Any = None, **more: Any) -> Any:
@@ -68,18 +68,19 @@ def DistributedOptimizer(
         if passes == 1:
             changes, inner = wrapped.update(reduced(updates), state.inner, params, **more)
             return changes, DistributedState(inner, None, state.passes)
-        gathered = jax.tree_util.tree_map(jnp.add, state.gathered, updates)
+        gathered = _added(state.gathered, updates)
 
         def finish(gathered: Any) -> Any:
-            if average_aggregated_gradients:
-                gathered = jax.tree_util.tree_map(lambda g: g / passes, gathered)
-            changes, inner = wrapped.update(reduced(gathered), state.inner, params, **more)
-            empty = jax.tree_util.tree_map(jnp.zeros_like, state.gathered)
-            return _like(changes, updates), DistributedState(inner, empty, jnp.zeros((), jnp.int32))
+            whole = _like(gathered, updates, passes if average_aggregated_gradients else 1)
+            changes, inner = wrapped.update(reduced(whole), state.inner, params, **more)
+            empty = jax.tree_util.tree_map(jnp.zeros_like, gathered)
+            return changes, DistributedState(inner, empty, jnp.zeros((), jnp.int32))
+
+        changes, after = jax.eval_shape(finish, gathered)
 
         def go_on(gathered: Any) -> Any:
-            nothing = jax.tree_util.tree_map(jnp.zeros_like, updates)
-            return nothing, DistributedState(state.inner, gathered, state.passes + 1)
+            nothing = jax.tree_util.tree_map(lambda c: jnp.zeros(c.shape, c.dtype), changes)
+            return nothing, DistributedState(_formed(state.inner, after.inner), gathered, state.passes + 1)
 
         # Every rank counts alike, so every rank takes the same branch.
         return jax.lax.cond(state.passes + 1 >= passes, finish, go_on, gathered)
@@ -93,9 +94,38 @@ def _predivided(factor: float, process_set: ProcessSet) -> dict[str, Any]:
     return {"op": Sum, "prescale_factor": 1.0 / factor, "postscale_factor": factor / size}
 
 
-def _like(changes: Any, updates: Any) -> Any:
-    """Both branches of a program give the same dtypes."""
-    return jax.tree_util.tree_map(lambda c, u: c.astype(u.dtype), changes, updates)
+def _wide_zeros(parameter: Any) -> Any:
+    """Where gradients are gathered: 16-bit floats in 32 bits, as a sum of several passes needs."""
+    dtype = jnp.asarray(parameter).dtype
+    return jnp.zeros(
+        jnp.shape(parameter), jnp.promote_types(dtype, jnp.float32) if _is_short(dtype) else dtype
+    )
+
+
+def _is_short(dtype: Any) -> bool:
+    return bool(jnp.issubdtype(dtype, jnp.floating)) and jnp.finfo(dtype).bits < 32
+
+
+def _formed(state: Any, after: Any) -> Any:
+    """A state in the form of that after a step: a first step may widen it (float32 gradients of bfloat16 parameters),
+    or drop what it has for a parameter without a gradient."""
+    return jax.tree_util.tree_map(
+        lambda a, s: None if a is None else jnp.asarray(s, a.dtype), after, state, is_leaf=lambda a: a is None
+    )
+
+
+def _added(gathered: Any, updates: Any) -> Any:
+    """What was gathered with `updates`, which may have no gradient (None, or optax's MaskedNode) of a parameter."""
+    leaves, form = jax.tree_util.tree_flatten(gathered)
+    pairs = zip(leaves, form.flatten_up_to(updates), strict=True)
+    return form.unflatten([jnp.add(g, u) if hasattr(u, "dtype") else g for g, u in pairs])
+
+
+def _like(gathered: Any, updates: Any, divisor: int) -> Any:
+    """What was gathered, divided, in the tree and the dtypes that the gradients of this pass have."""
+    leaves, form = jax.tree_util.tree_flatten(gathered)
+    pairs = zip(leaves, form.flatten_up_to(updates), strict=True)
+    return form.unflatten([(g / divisor).astype(u.dtype) if hasattr(u, "dtype") else u for g, u in pairs])
 
 
 def _require_arrays(updates: Any) -> None:

@@ -1,0 +1,181 @@
+"""Sequences of what scripts do with DistributedOptimizer, on two ranks, compared with NumPy in 64 bits after each step.
+
+No rank may drift, and no option, dtype or copy may change what is computed.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+from world import ranks
+
+jax = pytest.importorskip("jax")
+optax = pytest.importorskip("optax")
+import jax.numpy as jnp  # noqa: E402
+
+import horoclone.jax as hvd  # noqa: E402
+
+RATE, MOMENTUM, LIMIT = 0.125, 0.5, 1.0
+SHAPES = {"w": (3, 2), "b": (2,), "n": (), "empty": (0, 4), "frozen": (2,)}
+SHORT = {"bfloat16": 4e-2, "float16": 6e-3}
+
+
+@dataclass(frozen=True)
+class Case:
+    passes: int
+    op: str
+    predivide: float
+    compression: str
+    params: str
+    grads: str
+    clips_before: bool
+    clips_after: bool
+    frozen: str  # what its gradient is: "array", "None"
+    how: str  # the wrapped transformation
+    actions: tuple[str, ...]
+
+
+CASES = st.builds(
+    Case,
+    passes=st.sampled_from([1, 2, 3]),
+    op=st.sampled_from(["Average", "Sum"]),
+    predivide=st.sampled_from([1.0, 4.0]),
+    compression=st.sampled_from(["none", "none", "bf16"]),
+    params=st.sampled_from(["float32", "bfloat16", "float16"]),
+    grads=st.sampled_from(["float32", "bfloat16", "float32"]),
+    clips_before=st.booleans(),
+    clips_after=st.booleans(),
+    frozen=st.sampled_from(["array", "None"]),
+    how=st.sampled_from(["plain", "inject", "finite", "multi"]),
+    actions=st.lists(
+        st.sampled_from(["jit", "eager", "deepcopy", "pickle", "copy optimizer", "broadcast"]),
+        min_size=4,
+        max_size=4,
+    ).map(tuple),
+)
+
+
+def gradient(rank: int, step: int, dtype: str) -> dict[str, Any]:
+    """Of multiples of 1/8, which 16-bit floats hold."""
+    chance = np.random.default_rng([rank, step])
+    raw = {name: chance.integers(-8, 9, shape) / 8 for name, shape in SHAPES.items()}
+    return {name: np.asarray(jnp.asarray(value, dtype), np.float64) for name, value in raw.items()}
+
+
+def clipped(grads: dict[str, Any]) -> dict[str, Any]:
+    norm = np.sqrt(sum((g**2).sum() for g in grads.values()))
+    return grads if norm < LIMIT else {name: g / norm * LIMIT for name, g in grads.items()}
+
+
+class Reference:
+    def __init__(self, case: Case) -> None:
+        self.case, self.pass_number = case, 0
+        self.names = [n for n in SHAPES if n != "frozen" or case.frozen == "array"]
+        self.p = {name: np.full(shape, 0.5) for name, shape in SHAPES.items()}
+        self.trace = {name: np.zeros(shape) for name, shape in SHAPES.items()}
+        self.sums = [{name: np.zeros(SHAPES[name]) for name in self.names} for _ in range(2)]
+
+    def step(self, number: int) -> None:
+        for rank, gathered in enumerate(self.sums):
+            mine = {n: g for n, g in gradient(rank, number, self.case.grads).items() if n in self.names}
+            mine = clipped(mine) if self.case.clips_before else mine
+            for name in self.names:
+                gathered[name] = gathered[name] + mine[name] / self.case.passes
+        self.pass_number += 1
+        if self.pass_number % self.case.passes:
+            return
+        divisor = 2 if self.case.op == "Average" else 1
+        g = {n: (self.sums[0][n] + self.sums[1][n]) / divisor for n in self.names}
+        self.sums = [{name: np.zeros(SHAPES[name]) for name in self.names} for _ in range(2)]
+        g = clipped(g) if self.case.clips_after else g
+        for name in self.names:
+            momentum = 0 if self.case.how == "multi" and name == "b" else MOMENTUM
+            self.trace[name] = g[name] + momentum * self.trace[name]
+            self.p[name] = self.p[name] - RATE * self.trace[name]
+
+
+def optimizer(case: Case) -> Any:
+    inner: Any = optax.sgd(RATE, MOMENTUM)
+    if case.how == "inject":
+        inner = optax.inject_hyperparams(optax.sgd)(learning_rate=RATE, momentum=MOMENTUM)
+    elif case.how == "finite" and case.params == case.grads:  # else Optax's own branches differ in dtype
+        inner = optax.apply_if_finite(inner, 3)
+    elif case.how == "multi":
+        labels = {name: "flat" if name == "b" else "heavy" for name in SHAPES}
+        inner = optax.multi_transform({"heavy": inner, "flat": optax.sgd(RATE)}, labels)
+    if case.clips_after:
+        inner = optax.chain(optax.clip_by_global_norm(LIMIT), inner)
+    wrapped = hvd.DistributedOptimizer(
+        inner, op=getattr(hvd, case.op), backward_passes_per_step=case.passes,
+        compression=getattr(hvd.Compression, case.compression),
+        gradient_predivide_factor=case.predivide if case.op == "Average" else 1.0,
+    )  # fmt: skip
+    return optax.chain(optax.clip_by_global_norm(LIMIT), wrapped) if case.clips_before else wrapped
+
+
+def run(case: Case) -> None:
+    tx, reference = optimizer(case), Reference(case)
+    p = {name: jnp.full(shape, 0.5, case.params) for name, shape in SHAPES.items()}
+    state = tx.init(p)
+
+    def update(p: Any, state: Any, g: Any) -> Any:
+        changes, state = tx.update(g, state, p)
+        if case.frozen == "None":
+            changes = {**changes, "frozen": jnp.zeros_like(p["frozen"])}
+        return optax.apply_updates(p, changes), state
+
+    program = jax.jit(update)
+    for number, action in enumerate(case.actions):
+        g: dict[str, Any] = {
+            n: jnp.asarray(v, case.grads) for n, v in gradient(hvd.rank(), number, case.grads).items()
+        }
+        if case.frozen == "None":
+            g["frozen"] = None
+        if action == "deepcopy":
+            state, p = copy.deepcopy((state, p))
+        elif action == "pickle":
+            state, p = pickle.loads(pickle.dumps((state, p)))
+        elif action == "broadcast":
+            state, p = hvd.broadcast((state, p), 0)
+            reference.sums[1] = dict(reference.sums[0])  # what was gathered is a part of the state
+        elif action == "copy optimizer":
+            tx = copy.deepcopy(tx)
+        p, state = update(p, state, g) if action in ("eager", "copy optimizer") else program(p, state, g)
+        reference.step(number)
+        tolerance = max(
+            SHORT.get(d, 1e-5) for d in (case.params, case.grads, "bfloat16" * (case.compression == "bf16"))
+        )
+        for name in SHAPES:
+            got, wanted = np.asarray(p[name], np.float64), reference.p[name]
+            assert p[name].dtype == case.params
+            assert np.allclose(got, wanted, rtol=tolerance, atol=tolerance), (case, number, name, got, wanted)
+        mine = (
+            [np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves((p, state))]
+            if case.passes == 1
+            else [np.asarray(leaf).tobytes() for leaf in jax.tree_util.tree_leaves(p)]
+        )
+        assert all(other == mine for other in hvd.allgather_object(mine)), (case, number, "the ranks differ")
+
+
+@pytest.mark.guards("horoclone/jax")
+@ranks(2, limit_s=300)
+def test_sequences_compute_what_numpy_does() -> None:
+    @settings(
+        max_examples=12,
+        derandomize=True,
+        database=None,
+        deadline=None,
+        phases=[Phase.explicit, Phase.generate],
+    )
+    @given(CASES)
+    def sequences(case: Case) -> None:
+        run(case)
+
+    sequences()
