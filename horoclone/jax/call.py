@@ -32,7 +32,9 @@ NAMES = {
 @dataclass(frozen=True)
 class Call:
     """`members`: the process set as native.members_of writes it; `size`: how many they are, `position`: this rank's
-    place among them (both 0 where the operation does not depend on them)."""
+    place among them (both 0 where the operation does not depend on them). `is_gradient`: it is itself the gradient of
+    an allgather or reducescatter, so that its own is the exact one and not Horovod's, or second derivatives would not
+    be those of the first."""
 
     op: int
     name: str  # "": unnamed, outside of programs only
@@ -43,6 +45,7 @@ class Call:
     members: str = ""
     size: int = 0
     position: int = 0
+    is_gradient: bool = False
 
 
 def rows_of(rows: int, size: int, position: int) -> int:

@@ -211,10 +211,13 @@ def transposed(cotangents: list[Any], call: Call, shapes: list[tuple[int, ...]])
         # Zero by value: every program uses the result, so no compiler may leave the call out.
         return [jnp.where(np.bool_(call.root == runtime.rank()), r, jnp.zeros_like(r)) for r in reduced]
     if call.op == ops.ALLGATHER:
-        share = replace(call, op=ops.REDUCESCATTER, reduce=ops.Average)
+        reduce = ops.Sum if call.is_gradient else ops.Average
+        share = replace(call, op=ops.REDUCESCATTER, reduce=reduce, is_gradient=True)
         return collective_p.bind(*cotangents, call=share)
     factor = call.prescale * call.postscale * (call.size if call.reduce == ops.Sum else 1)
-    whole = replace(call, op=ops.ALLGATHER, reduce=ops.Sum, prescale=1.0, postscale=1.0)
+    if call.is_gradient:
+        factor /= call.size
+    whole = replace(call, op=ops.ALLGATHER, reduce=ops.Sum, prescale=1.0, postscale=1.0, is_gradient=True)
     scaled = [c if factor == 1 else c * jnp.asarray(factor, c.dtype) for c in cotangents]
     if any(shape[0] % call.size for shape in shapes):
         raise Unsupported(

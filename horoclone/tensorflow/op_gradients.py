@@ -106,7 +106,19 @@ def _for_share(op: Any, gradients: list[Any]) -> list[Any]:
         factor *= float.fromhex(op.get_attr(name).decode())
     if _linear_reduction(op) == Sum:
         factor *= tf.cast(mpi_ops.size_op(op.get_attr("process_set_id")), tf.float64)
-    return [gradient * tf.cast(factor, gradient.dtype) for gradient in gradients]
+    return [_summed_back(gradient * tf.cast(factor, gradient.dtype), op) for gradient in gradients]
+
+
+def _summed_back(gradient: Any, op: Any) -> Any:
+    """The gradient of an allgather is an average, as in Horovod. That of this one is the sum, or second derivatives
+    would not be those of the first."""
+
+    @tf.custom_gradient  # type: ignore[untyped-decorator]
+    def same(values: Any) -> Any:
+        size = tf.cast(mpi_ops.size_op(op.get_attr("process_set_id")), values.dtype)
+        return tf.identity(values), lambda back: back * size
+
+    return same(gradient)
 
 
 @tf.RegisterGradient("HorovodReducescatter")

@@ -83,8 +83,8 @@ def _refusal(tensor: torch.Tensor, name: str | None, gpu: bool) -> Exception:
         )
     if tensor.dtype not in NUMBER_OF:
         return ValueError(
-            f"Tensor type {tensor.type()} is not supported: {label} is {tensor.dtype}. Convert it, or pass its bytes: "
-            "tensor.view(torch.uint8)."
+            f"Tensor type {tensor.type()} is not supported. The {label} is {tensor.dtype}: convert it, or, where it is "
+            "only moved, pass its bits, as in tensor.view(torch.uint8)."
         )
     if tensor.is_contiguous():
         return ValueError(
