@@ -97,7 +97,9 @@ class Membership(Client):
 
     def _introduce(self, connection: socket.socket) -> None:
         who = self._who
-        name = who.id + who.incarnation + struct.pack("<I", who.slot) + os.fsencode(f"{who.host}\0{who.build}")
+        name = (
+            who.id + who.incarnation + struct.pack("<I", who.slot) + os.fsencode(f"{who.host}\0{who.build}")
+        )
         connection.settimeout(HELLO_S)
         connection.sendall(wire.frame(bytes([wire.JOIN]) + name))
         status, body = self._receive(time.monotonic() + HELLO_S)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
 import pkgutil
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from argparse import Namespace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -406,10 +409,62 @@ def test_a_message_of_a_stranger_is_not_unpickled() -> None:
     network.Wire(secret.make_secret_key()).write(os.getcwd, forged)
     with pytest.raises(PermissionError, match="digest did not match"):
         network.Wire(key).read(io.BytesIO(forged.getvalue()))
-    with pytest.raises(PermissionError, match="no message of ours"):
+    with pytest.raises(PermissionError, match="digest did not match"):
         network.Wire(key).read(io.BytesIO(b"\xff" * 36))
+    right = io.BytesIO()
+    network.Wire(key).write("well", right)
+    assert network.Wire(key).read(io.BytesIO(right.getvalue())) == "well"
     with pytest.raises(EOFError):
-        network.Wire(key).read(io.BytesIO(forged.getvalue()[:-1]))
+        network.Wire(key).read(io.BytesIO(right.getvalue()[:-1]))
+
+
+class _Counting(network.BasicService):
+    def _handle(self, req: Any, client_address: Any) -> Any:
+        if isinstance(req, str):
+            requests.append(req)
+            return network.AckResponse()
+        return super()._handle(req, client_address)
+
+
+requests: list[str] = []
+
+
+def test_a_service_takes_nothing_large_old_or_silent_from_strangers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(network, "PROOF_S", 1.0)
+    key = secret.make_secret_key()
+    service = _Counting("counting", key, ["lo"])
+    place = ("127.0.0.1", service.get_port())
+    assert service._server.server_address == place, "one address is all that it needs"
+    try:
+        client = network.BasicClient("counting", service.addresses(), key)
+        with socket.create_connection(place) as stranger:  # announces 1 GiB, without the key
+            stranger.settimeout(10)
+            stranger.sendall(b"\0\0\0\x40" + bytes(32))
+            with pytest.raises(OSError):
+                for _ in range(60):
+                    stranger.sendall(bytes(1 << 20))
+        recorded = io.BytesIO()
+        with socket.create_connection(place) as first:
+            network.Wire(key).write("start", recorded, first.recv(network.NONCE_BYTES) + b"request")
+            first.sendall(recorded.getvalue())
+            assert first.recv(1)
+        with socket.create_connection(place) as second:  # the same bytes again
+            second.settimeout(10)
+            second.recv(network.NONCE_BYTES)
+            second.sendall(recorded.getvalue())
+            with contextlib.suppress(ConnectionError):
+                assert second.recv(1) == b""
+        assert requests == ["start"]
+        silent = [socket.create_connection(place) for _ in range(3 * network.MOST_UNPROVEN)]
+        assert isinstance(client._send("still there"), network.AckResponse)
+        for one in silent:
+            one.settimeout(20)
+            with contextlib.suppress(ConnectionError):
+                while one.recv(64):
+                    pass
+            one.close()
+    finally:
+        service.shutdown()
 
 
 # --- runner.common.service

@@ -6,12 +6,15 @@ process. horoclone's own ranks and launcher never speak this.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import queue
+import secrets
 import shutil
 import socket
 import socketserver
 import struct
+import threading
 from collections.abc import Mapping, Sequence
 from encodings.utf_8 import StreamReader, StreamWriter
 from typing import Any
@@ -24,7 +27,10 @@ from horoclone.runner.util.threads import in_thread
 
 Address = tuple[str, int]
 _LENGTH = struct.Struct("i")
-LARGEST_BYTES = 1 << 30  # of one object: a length is read before anything is known of its sender
+LARGEST_BYTES = 1 << 30  # of one object
+NONCE_BYTES = 32
+PROOF_S = 10.0  # without a byte, before a connection has sent its request
+MOST_UNPROVEN = 64  # connections of which that is not known yet: the oldest makes room
 
 
 class PingRequest:
@@ -48,45 +54,58 @@ class AckStreamResponse:
 
 
 class Wire:
-    """One object: its digest (32 bytes), its length (4 bytes, the host's order), itself."""
+    """One object: its length (4 bytes, the host's order) with a digest (32 bytes), and itself with another.
+
+    So nothing is read of whoever does not hold the key but its first 36 bytes. Each connection has a nonce, which the
+    service chooses and both put into their digests: what was recorded of another connection is refused.
+    """
 
     def __init__(self, key: bytes) -> None:
         self._key = key
 
-    def write(self, obj: Any, wfile: Any) -> None:
+    def write(self, obj: Any, wfile: Any, nonce: bytes = b"") -> None:
         """Sends an object. ValueError when it is too large."""
         import cloudpickle
 
-        self._send(cloudpickle.dumps(obj), wfile)
+        self._send(cloudpickle.dumps(obj), wfile, nonce)
 
-    def _send(self, message: bytes, wfile: Any) -> None:
+    def _send(self, message: bytes, wfile: Any, nonce: bytes) -> None:
         if len(message) > LARGEST_BYTES:
             raise ValueError(
                 f"an object of {len(message)} bytes is too large; at most {LARGEST_BYTES} can be sent"
             )
-        wfile.write(secret.compute_digest(self._key, message) + _LENGTH.pack(len(message)) + message)
+        length = _LENGTH.pack(len(message))
+        wfile.write(length + self._digest(nonce, length) + self._digest(nonce, length + message) + message)
         wfile.flush()
+
+    def _digest(self, nonce: bytes, content: bytes) -> bytes:
+        return secret.compute_digest(self._key, nonce + content)
 
     def stream(self, stream: Any, wfile: Any) -> None:
         """Sends what is left of a text stream."""
         shutil.copyfileobj(stream, StreamWriter(wfile))
         wfile.flush()
 
-    def read(self, rfile: Any) -> Any:
+    def read(self, rfile: Any, nonce: bytes = b"") -> Any:
         """The next object. EOFError when the other side has gone, PermissionError when it does not hold the key."""
         import cloudpickle
 
-        return cloudpickle.loads(self._receive(rfile))
+        return cloudpickle.loads(self._receive(rfile, nonce))
 
-    def _receive(self, rfile: Any) -> bytes:
-        digest = _exactly(rfile, secret.DIGEST_LENGTH)
-        (length,) = _LENGTH.unpack(_exactly(rfile, _LENGTH.size))
+    def _receive(self, rfile: Any, nonce: bytes) -> bytes:
+        head = _exactly(rfile, _LENGTH.size)
+        self._check(nonce + head, _exactly(rfile, secret.DIGEST_LENGTH))
+        (length,) = _LENGTH.unpack(head)
         if not 0 <= length <= LARGEST_BYTES:
             raise PermissionError("Security error: this is no message of ours.")
+        digest = _exactly(rfile, secret.DIGEST_LENGTH)
         message = _exactly(rfile, length)
-        if not secret.check_digest(self._key, message, digest):
-            raise PermissionError("Security error: digest did not match the message.")
+        self._check(nonce + head + message, digest)
         return message
+
+    def _check(self, content: bytes, digest: bytes) -> None:
+        if not secret.check_digest(self._key, content, digest):
+            raise PermissionError("Security error: digest did not match the message.")
 
 
 class PlainWire(Wire):
@@ -99,15 +118,15 @@ class PlainWire(Wire):
         super().__init__(key)
         self._kinds = {kind.__name__: kind for kind in (PingRequest, PingResponse, AckResponse, *kinds)}
 
-    def write(self, obj: Any, wfile: Any) -> None:
+    def write(self, obj: Any, wfile: Any, nonce: bytes = b"") -> None:
         """Sends an object. TypeError for one of another class."""
         if self._kinds.get(type(obj).__name__) is not type(obj):
             raise TypeError(f"{type(obj).__name__} cannot be sent here; {sorted(self._kinds)} can")
-        self._send(json.dumps([type(obj).__name__, vars(obj)]).encode(), wfile)
+        self._send(json.dumps([type(obj).__name__, vars(obj)]).encode(), wfile, nonce)
 
-    def read(self, rfile: Any) -> Any:
+    def read(self, rfile: Any, nonce: bytes = b"") -> Any:
         """The next object. EOFError when the other side has gone, PermissionError for what is no message of ours."""
-        message = self._receive(rfile)
+        message = self._receive(rfile, nonce)
         try:
             name, attributes = json.loads(message)
             found: Any = object.__new__(self._kinds[name])
@@ -127,20 +146,47 @@ def _exactly(rfile: Any, count: int) -> bytes:
 class _Server(socketserver.ThreadingTCPServer):
     daemon_threads = True
 
+    def __init__(self, *args: Any) -> None:
+        self._unproven: dict[socket.socket, None] = {}  # the oldest first
+        self._lock = threading.Lock()
+        super().__init__(*args)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            if len(self._unproven) >= MOST_UNPROVEN:
+                oldest = next(iter(self._unproven))
+                del self._unproven[oldest]
+                with contextlib.suppress(OSError):
+                    oldest.shutdown(socket.SHUT_RDWR)  # its thread reads the end
+            self._unproven[request] = None
+        super().process_request(request, client_address)
+
+    def proven(self, request: socket.socket) -> None:
+        """Its sender holds the key, and may take its time from here on."""
+        with self._lock:
+            self._unproven.pop(request, None)
+        request.settimeout(None)
+
+    def shutdown_request(self, request: Any) -> None:
+        with self._lock:
+            self._unproven.pop(request, None)
+        super().shutdown_request(request)
+
 
 class BasicService:
     """Answers requests in threads of its own until shutdown(). A subclass answers more in _handle()."""
 
     def __init__(self, service_name: str, key: bytes, nics: Sequence[str] | None) -> None:
-        """nics: interfaces whose addresses are told; it listens on all. NoValidAddressesFound when they have none."""
+        """nics: interfaces whose addresses are told. Where that is one address, it listens there only, and else on all.
+        NoValidAddressesFound when they have none."""
         self._service_name = service_name
         self._wire = self._make_wire(key)
-        self._server, self._port = find_port(lambda address: _Server(address, self._make_handler()))
-        try:
-            self._addresses: Any = local_addresses(nics, self._port)
-        except NoValidAddressesFound:
-            self._server.server_close()
-            raise
+        hosts: set[Any] = {host for listed in local_addresses(nics).values() for host in listed}
+        host = hosts.pop() if len(hosts) == 1 else ""
+        self._server, self._port = find_port(
+            lambda address: _Server((host, address[1]), self._make_handler())
+        )
+        self._addresses: Any = local_addresses(nics, self._port)
         self._thread = in_thread(self._server.serve_forever)
 
     def _make_wire(self, key: bytes) -> Wire:
@@ -150,15 +196,20 @@ class BasicService:
         service = self
 
         class Handler(socketserver.StreamRequestHandler):
+            timeout = PROOF_S
+
             def handle(self) -> None:
+                nonce = secrets.token_bytes(NONCE_BYTES)
                 try:
-                    request = service._wire.read(self.rfile)
+                    self.wfile.write(nonce)
+                    request = service._wire.read(self.rfile, nonce + b"request")
+                    service._server.proven(self.request)
                 except (EOFError, OSError):
                     return  # a stranger, or one who went away
                 answer = service._handle(request, self.client_address)
                 answer, text = answer if isinstance(answer, tuple) else (answer, None)
                 try:
-                    service._wire.write(answer, self.wfile)
+                    service._wire.write(answer, self.wfile, nonce + b"answer")
                     if text is not None:
                         service._wire.stream(text, self.wfile)
                 except OSError:
@@ -248,8 +299,9 @@ class BasicClient:
     def _ask(self, address: Address, request: Any, stream: Any, timeout_s: float | None) -> Any:
         with socket.create_connection((address[0], address[1]), timeout_s) as connection:
             with connection.makefile("rb") as rfile, connection.makefile("wb") as wfile:
-                self._wire.write(request, wfile)
-                answer = self._wire.read(rfile)
+                nonce = _exactly(rfile, NONCE_BYTES)
+                self._wire.write(request, wfile, nonce + b"request")
+                answer = self._wire.read(rfile, nonce + b"answer")
                 if stream is not None and isinstance(answer, AckStreamResponse):
                     shutil.copyfileobj(StreamReader(rfile), stream)
                 return answer
