@@ -15,7 +15,9 @@ from typing import Any, NamedTuple
 from horoclone import failpoints
 from horoclone.errors import Unsupported
 from horoclone.launch.call import ERROR, VALUE, pack_function
+from horoclone.launch.elastic_policy import LONGEST_COOLDOWN_S
 from horoclone.launch.link import SshOptions, package_home
+from horoclone.launch.numbers import one_of, seconds, whole
 from horoclone.launch.usage import LaunchError
 from horoclone.settings import START_TIMEOUT_S
 
@@ -27,6 +29,7 @@ _ELASTIC_FLAGS = (
     "min_np", "max_np", "host_discovery_script", "slots_per_host", "reset_limit", "blacklist_cooldown_range",
     "elastic_timeout", "host_discovery", "spares", "notice_script", "notice_signal",
 )  # fmt: skip
+_RUN = "run()"
 _GRACE_S = 30.0
 _HOROVODS_GRACE_S = 5  # safe_shell_exec.GRACEFUL_TERMINATION_TIME_S as it is delivered
 
@@ -105,18 +108,20 @@ def run(
     these names do; slots, reset_limit, cooldown_range (two numbers of seconds), elastic_timeout, spares, notice_script
     and notice_signal belong to it. The values are then those of the first min_num_proc ranks of the last generation.
 
-    Raises RunError when a rank fails, naming it (the others are stopped); ValueError for arguments that do not fit
-    together; Unsupported for an elastic job with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
+    Raises RunError when a rank fails, naming it (the others are stopped); TypeError and ValueError for numbers that are
+    none, or out of range, by name; ValueError for arguments that do not fit together; Unsupported for an elastic job
+    with mpirun; KeyboardInterrupt after Ctrl-C, when all ranks are gone.
     """
-    smallest, largest = min_num_proc or min_np, max_num_proc or max_np
+    smallest = _either("min_num_proc", min_num_proc, "min_np", min_np)
     elastic = _elastic_flags(
-        smallest, largest, host_discovery_script, slots, reset_limit, cooldown_range, elastic_timeout,
-        host_discovery, spares, notice_script, notice_signal,
+        smallest, _either("max_num_proc", max_num_proc, "max_np", max_np), host_discovery_script, slots, reset_limit,
+        cooldown_range, elastic_timeout, host_discovery, spares, notice_script, notice_signal,
     )  # fmt: skip
+    start_timeout = seconds(_RUN, "start_timeout", start_timeout)
     is_elastic = any(value is not None for value in elastic.values())
-    _refuse(func, (num_proc, np), bool(use_mpi or mpi_args), bool(use_gloo), is_elastic)
+    _refuse(func, bool(use_mpi or mpi_args), bool(use_gloo), is_elastic)
     wishes = _Wishes(
-        size=num_proc or np or smallest or 1,
+        size=_either("num_proc", num_proc, "np", np) or smallest or 1,
         hosts=hosts,
         hostfile=hostfile,
         ssh=_ssh(ssh_port, ssh_identity_file, executable, start_timeout),
@@ -124,33 +129,49 @@ def run(
         interfaces=network_interfaces or network_interface,
         output_folder=os.path.abspath(output_filename) if output_filename else None,
         verbose=bool(verbose),
-        grace_s=_grace_s() if grace is None else grace,
+        grace_s=_grace_s(grace),
         environment=dict(env or {}),
         elastic=elastic,
     )
-    if use_mpi or mpi_args:
-        return _run_with_mpi(wishes, mpi_args or "", pickled_call(func, args, kwargs))
-    return _run(wishes, pickled_call(func, args, kwargs))
+    call = pickled_call(func, args, kwargs)
+    return _run_with_mpi(wishes, mpi_args or "", call) if use_mpi or mpi_args else _run(wishes, call)
 
 
 def _ssh(port: int | None, key: str | None, python: str | None, timeout_s: float | None) -> SshOptions:
+    port = whole(_RUN, "ssh_port", port, 1, 65535)
     return SshOptions(port, key, python or sys.executable, timeout_s or START_TIMEOUT_S, bind_to_us=False)
 
 
-def _grace_s() -> float:
-    """30 s, or what a script has written into Horovod's constant for it: it does so before run()."""
+def _grace_s(wish: Any) -> float:
+    """As wished, else 30 s, or what a script has written into Horovod's constant for it: it does so before run()."""
+    given = seconds(_RUN, "grace", wish)
+    if given is not None:
+        return given
     patched = sys.modules.get("horoclone.runner.common.util.safe_shell_exec")
     value = getattr(patched, "GRACEFUL_TERMINATION_TIME_S", _HOROVODS_GRACE_S)
     return _GRACE_S if value == _HOROVODS_GRACE_S else float(value)
 
 
+def _either(name: str, value: Any, older_name: str, older: Any) -> int | None:
+    return one_of(_RUN, (name, whole(_RUN, name, value)), (older_name, whole(_RUN, older_name, older)))
+
+
 def _elastic_flags(*values: Any) -> dict[str, Any]:
-    return dict(zip(_ELASTIC_FLAGS, values, strict=True))
+    flags = dict(zip(_ELASTIC_FLAGS, values, strict=True))
+    for name, least in (("slots_per_host", 1), ("reset_limit", 1), ("spares", 0)):
+        flags[name] = whole(_RUN, "slots" if name == "slots_per_host" else name, flags[name], least)
+    flags["elastic_timeout"] = seconds(_RUN, "elastic_timeout", flags["elastic_timeout"])
+    bounds = flags["blacklist_cooldown_range"]
+    if bounds is not None:
+        if not isinstance(bounds, (list, tuple)) or len(bounds) != 2:
+            raise TypeError(f"{_RUN}: cooldown_range must be two numbers of seconds, not {bounds!r}.")
+        flags["blacklist_cooldown_range"] = [
+            whole(_RUN, "cooldown_range", one, 0, LONGEST_COOLDOWN_S) for one in bounds
+        ]
+    return flags
 
 
-def _refuse(
-    func: Any, sizes: tuple[int | None, int | None], by_mpi: bool, by_gloo: bool, is_elastic: bool
-) -> None:
+def _refuse(func: Any, by_mpi: bool, by_gloo: bool, is_elastic: bool) -> None:
     failpoints.check()
     if by_mpi and is_elastic:
         raise Unsupported(
@@ -158,13 +179,6 @@ def _refuse(
         )
     if by_mpi and by_gloo:
         raise ValueError("run(): use_mpi and use_gloo say two different things; give one of them.")
-    given = [size for size in sizes if size is not None]
-    if len(set(given)) > 1:
-        raise ValueError(
-            f"run(): num_proc={sizes[0]} and np={sizes[1]} are the same thing; give one of them."
-        )
-    if given and given[0] < 1:
-        raise ValueError(f"run(): num_proc must be at least 1, not {given[0]}.")
     if not callable(func):
         raise ValueError(f"run(): func must be callable, not {type(func).__name__}.")
 

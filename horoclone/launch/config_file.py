@@ -9,9 +9,12 @@ import argparse
 import difflib
 from typing import Any
 
+from horoclone.launch.hosts import MOST_SLOTS
+from horoclone.launch.numbers import LONGEST_S
 from horoclone.launch.options import SETTINGS, Setting
 from horoclone.launch.usage import LaunchError, NotYet
 
+MOST_PORT = 65535
 # Flags of the launcher itself that a file may set: name at the top level -> expected types.
 LAUNCHER_KEYS: dict[str, tuple[type, ...]] = {
     "num_proc": (int, str),
@@ -103,15 +106,22 @@ def _sorted_out(path: str, content: dict[Any, Any]) -> tuple[dict[str, Any], dic
                     raise _unknown(path, place, [*by_place])
                 tunables[place] = _checked(path, place, one, by_place[place])
         elif key in LAUNCHER_KEYS:
-            if not isinstance(value, LAUNCHER_KEYS[key]) or (
-                isinstance(value, bool) and bool not in LAUNCHER_KEYS[key]
-            ):
+            is_word = key == "num_proc" and isinstance(value, str) and value != "auto"
+            if is_word or not _is_right(LAUNCHER_KEYS[key], value, 1 if key == "num_proc" else 0):
                 names = " or ".join(kind.__name__ for kind in LAUNCHER_KEYS[key])
                 raise LaunchError(f"{path}: {key}: expected {names}, found {value!r}")
             flags[key] = value
         else:
             raise _unknown(path, key, [*sections, "elastic", *LAUNCHER_KEYS])
     return flags, tunables
+
+
+def _is_right(kinds: tuple[type, ...], value: Any, least: int) -> bool:
+    """Whether it is one of these kinds, and a number of it neither too small nor endless."""
+    if isinstance(value, bool) or not isinstance(value, kinds):
+        return bool in kinds and isinstance(value, bool)
+    most = LONGEST_S if float in kinds else MOST_PORT if least == 0 else MOST_SLOTS
+    return not isinstance(value, (int, float)) or least <= value <= most
 
 
 def _elastic(path: str, section: dict[Any, Any]) -> dict[str, Any]:
@@ -122,8 +132,8 @@ def _elastic(path: str, section: dict[Any, Any]) -> dict[str, Any]:
             raise _unknown(path, f"elastic.{key}", [f"elastic.{one}" for one in ELASTIC_KEYS])
         flag, kinds = ELASTIC_KEYS[key]
         is_range = isinstance(value, list) and len(value) == 2 and all(type(one) is int for one in value)
-        is_right = is_range if kinds == (list,) else isinstance(value, kinds) and not isinstance(value, bool)
-        if not is_right or (isinstance(value, (int, float)) and value < 0):
+        least = 0 if key in ("spares", "elastic_timeout") else 1
+        if not (is_range if kinds == (list,) else _is_right(kinds, value, least)):
             expected = "[min, max]" if kinds == (list,) else " or ".join(kind.__name__ for kind in kinds)
             raise LaunchError(f"{path}: elastic.{key}: expected {expected}, found {value!r}")
         flags[flag] = value

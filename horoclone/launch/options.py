@@ -6,10 +6,12 @@ Each setting is tied to its variable and its place in the YAML file.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from horoclone.launch.command_line import Parser
+from horoclone.launch.hosts import MOST_SLOTS
 from horoclone.launch.usage import NotYet
 from horoclone.settings import START_TIMEOUT_S
 
@@ -30,8 +32,8 @@ class Setting(NamedTuple):
 def _at_least_zero(kind: Callable[[str], Any]) -> Callable[[str], Any]:
     def parse(text: str) -> Any:
         value = kind(text)
-        if value < 0:
-            raise argparse.ArgumentTypeError(f"{text} is negative")
+        if not 0 <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text} is not a number of at least 0")
         return value
 
     parse.__name__ = kind.__name__
@@ -109,14 +111,22 @@ class _Refuse(argparse.Action):
 def _number_of_ranks(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is neither a number of at least 1 nor 'auto'")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_SLOTS:
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is neither a whole number from 1 to {MOST_SLOTS} nor 'auto'"
+        )
     return int(text)
 
 
 def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least 1")
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= MOST_SLOTS:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1 to {MOST_SLOTS}")
+    return int(text)
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, from 1 to 65535")
     return int(text)
 
 
@@ -190,7 +200,7 @@ def _add_general(parser: argparse.ArgumentParser) -> None:
         metavar="NAME,...",
         help="network interfaces to connect over (default: all)",
     )
-    add("-p", "--ssh-port", type=int, metavar="PORT", help="ssh port of the other hosts")
+    add("-p", "--ssh-port", type=_port, metavar="PORT", help="ssh port of the other hosts")
     add("-i", "--ssh-identity-file", metavar="FILE", help="ssh key for the other hosts")
     add("--remote-shell", choices=("ssh", "srun"),
         help="what starts the ranks of other hosts (default: srun with --host-discovery slurm, else ssh)")  # fmt: skip

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from horoclone.launch.elastic_policy import Cooldown
+from horoclone.launch.numbers import seconds, whole
 from horoclone.ray.adapter import Adapter, BaseParams
 from horoclone.ray.discovery import ChangingDiscovery, ClusterDiscovery
 from horoclone.ray.elastic_job import ElasticJob, Wishes, wait_for_slots
@@ -56,8 +57,9 @@ class ElasticParams(BaseParams):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_workers < 1:
-            raise ValueError(f"`min_workers` must be at least 1: Got {self.min_workers}.")
+        for name in ("min_workers", "max_workers", "reset_limit"):
+            whole("Ray", f"`{name}`", getattr(self, name))
+        seconds("Ray", "`elastic_timeout`", self.elastic_timeout)
         if self.max_workers is not None and self.max_workers < self.min_workers:
             raise ValueError(
                 f"`max_workers` ({self.max_workers}) is less than `min_workers` ({self.min_workers})."

@@ -15,6 +15,7 @@ from horoclone.bootstrap.rendezvous import Server
 from horoclone.bootstrap.wire import routable_addresses
 from horoclone.launch.environment import rank_variables
 from horoclone.launch.hosts import Placement
+from horoclone.launch.numbers import whole
 from horoclone.ray import secrets
 from horoclone.ray.adapter import Adapter, BaseParams
 from horoclone.ray.calls import Calls
@@ -146,9 +147,7 @@ class StaticParams(BaseParams):
                 f"num_hosts={self.num_hosts}."
             )
         for name in ("num_workers", "num_hosts", "num_workers_per_host"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"`{name}` must be at least 1: Got {value}.")
+            whole("Ray", f"`{name}`", getattr(self, name))
 
     @property
     def elastic(self) -> bool:

@@ -17,6 +17,7 @@ from horoclone.errors import Unsupported
 from horoclone.launch.api import RunError, pickled_call, values_of
 from horoclone.launch.elastic_options import Elastic
 from horoclone.launch.elastic_policy import Cooldown, Plan
+from horoclone.launch.numbers import LONGEST_S
 from horoclone.launch.output import Style
 from horoclone.launch.usage import LaunchError
 from horoclone.spark.door import Door, Task, bindings
@@ -133,6 +134,7 @@ def run_elastic(
         raise ValueError(
             f"run_elastic: min_num_proc={smallest} <= num_proc={size} <= max_num_proc={largest} does not hold"
         )
+    reset_limit = None if reset_limit is None else _number("reset_limit", reset_limit, 1)
     timeout_s = _seconds("elastic_timeout", elastic_timeout, "HOROVOD_ELASTIC_TIMEOUT", ELASTIC_TIMEOUT_S)
     wishes = _wishes(
         "horoclone.spark.run_elastic", fn, args, kwargs, (largest, size), start_timeout, env, stdout, stderr, verbose,
@@ -169,7 +171,7 @@ def _seconds(name: str, value: float | None, variable: str, default: float) -> f
         seconds = float(text if value is None else value)
     except (TypeError, ValueError):
         seconds = -1.0
-    if not seconds > 0:
+    if not 0 < seconds < LONGEST_S:
         given = f"{variable}={text!r}" if value is None else f"{name}={value!r}"
         raise ValueError(f"horoclone.spark: {given} is not a number of seconds above 0")
     return seconds

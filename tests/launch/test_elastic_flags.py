@@ -75,6 +75,15 @@ def test_what_does_not_fit_together_is_refused(words: str, said: str) -> None:
         asked(words)
 
 
+@pytest.mark.parametrize(
+    "flag", ["-np", "--min-np", "--max-np", "--slots-per-host", "--reset-limit", "--ssh-port"]
+)
+@pytest.mark.parametrize("value", ["2.5", "-1", "0", "nan", "1e3", "True", "\u00b2", "9" * 40, ""])
+def test_a_flag_that_counts_takes_whole_numbers(flag: str, value: str) -> None:
+    with pytest.raises(LaunchError, match=flag):
+        build_parser("horoclonerun").parse_args([flag, value, "x"])
+
+
 def test_the_section_of_a_file_has_the_names_of_the_flags(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text(
@@ -87,6 +96,37 @@ def test_the_section_of_a_file_has_the_names_of_the_flags(tmp_path: Path) -> Non
         "min_np": 2, "max_np": 8, "slots_per_host": 3, "elastic_timeout": 30, "reset_limit": 7,
         "blacklist_cooldown_range": [10, 100], "host_discovery_script": "./find.sh",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *((key, value) for key in ("min_np", "slots", "reset_limit") for value in ("2.5", "0", "-1", ".nan", "yes", "'2'", "1e3", "99999999")),
+        *(("elastic_timeout", value) for value in (".nan", ".inf", "-1", "yes", "'5'")),
+    ],
+)  # fmt: skip
+def test_numbers_of_the_section_are_numbers_or_refused_by_name(tmp_path: Path, key: str, value: str) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "job.yaml"
+    file.write_text(f"elastic:\n  {key}: {value}\n")
+    with pytest.raises(LaunchError, match=f"elastic.{key}: expected"):
+        config_file.load(str(file))
+
+
+@pytest.mark.parametrize("value", ["2.5", "'2.5'", "0", "-1", ".nan", "yes", "99999999"])
+def test_the_number_of_ranks_in_a_file_is_one(tmp_path: Path, value: str) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "job.yaml"
+    file.write_text(f"num_proc: {value}\n")
+    with pytest.raises(LaunchError, match="num_proc: expected int or str"):
+        config_file.load(str(file))
+
+
+def test_what_is_true_or_false_in_the_section_may_be_said(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    file = tmp_path / "job.yaml"
+    file.write_text("elastic:\n  survive_launcher: true\n")
+    assert config_file.load(str(file))[0] == {"survive_launcher": True}
 
 
 def test_run_takes_both_names_of_each_argument() -> None:

@@ -104,6 +104,54 @@ def test_wrong_and_unsupported_arguments_are_refused_before_anything_starts():
         run(print, np=2, min_np=1, use_mpi=True)
 
 
+WHOLE = [
+    "num_proc",
+    "np",
+    "min_num_proc",
+    "min_np",
+    "max_num_proc",
+    "max_np",
+    "slots",
+    "reset_limit",
+    "spares",
+    "ssh_port",
+]
+SECONDS = ("elastic_timeout", "start_timeout", "grace")
+
+
+@pytest.mark.parametrize("name", WHOLE)
+@pytest.mark.parametrize("value", [2.5, 2.0, float("nan"), "2", True, -1, 10**40, [2]])
+def test_a_number_of_something_is_a_whole_number_or_refused_by_name(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"run\(\): {name} must be"):
+        run(print, **{"np": 1, "min_np": 1} | {name: value})
+
+
+@pytest.mark.parametrize("name", SECONDS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -1, "2", True, 1e12])
+def test_seconds_are_a_number_or_refused_by_name(name, value):
+    with pytest.raises((TypeError, ValueError), match=rf"run\(\): {name} must be"):
+        run(print, **{"np": 1, "min_np": 1, name: value})
+
+
+@pytest.mark.parametrize("value", [5, (5,), (5, 2.5), "59", (True, 5), (-1, 5), (5, 4000)])
+def test_a_range_of_cooldown_is_two_numbers(value):
+    with pytest.raises((TypeError, ValueError), match="cooldown"):
+        run(print, np=1, min_np=1, cooldown_range=value)
+
+
+@pytest.mark.parametrize("pair", [("np", "num_proc"), ("min_np", "min_num_proc"), ("max_np", "max_num_proc")])
+def test_two_names_for_one_number_say_the_same(pair):
+    with pytest.raises(ValueError, match=r"are the same thing; give one of them"):
+        run(print, **dict(zip(pair, (2, 3), strict=True)))
+
+
+def test_numbers_of_numpy_are_numbers():
+    numpy = pytest.importorskip("numpy")
+    assert run(number, np=numpy.int64(1)) == [10]
+    with pytest.raises(TypeError, match="np must be a whole number"):
+        run(number, np=numpy.float64(1))
+
+
 def test_an_elastic_run_gives_the_values_of_the_first_ranks_though_one_was_lost(tmp_path):
     pytest.importorskip("numpy")
     pytest.importorskip("horoclone._core", reason="the native module is not built: pip install -e .")
