@@ -2,6 +2,7 @@
 // waits.
 //
 // Thread: create and compute on TensorFlow's threads, finish on hc-notify. A Call belongs to whoever runs it last.
+#include <algorithm>
 #include <array>
 #include <cstdlib>
 #include <cstring>
@@ -22,7 +23,7 @@ constexpr const char* kNotInitialized = "Horovod has not been initialized; use h
 // What the attributes of one node say.
 struct Kernel {
   const OpSpec* spec;
-  std::string name;  // empty: matched by order
+  std::string name;  // empty: the guard may have one, else matched by order
   int32_t reduce = HC_SUM, root = 0, process_set = 0;
   double prescale = 1, postscale = 1;
 };
@@ -89,6 +90,7 @@ struct Call {
   hc_runtime* runtime = nullptr;
   std::vector<Tensor> tensors;
   std::vector<int64_t> splits;  // empty: equal shares
+  std::string name;             // of an op that is run eagerly; empty: matched by order
 
   void fail(TfCode code, const std::string& text) {
     Outcome outcome;
@@ -97,6 +99,7 @@ struct Call {
   }
   bool read_inputs(Outcome* outcome);
   bool read_splits(Outcome* outcome);
+  bool read_name(Outcome* outcome);
   bool allocate_outputs(Outcome* outcome);
   bool take_results(hc_handle handle, Outcome* outcome);
   bool take_result(hc_handle handle, int i, Outcome* outcome);
@@ -119,7 +122,24 @@ bool Call::read_inputs(Outcome* outcome) {
     for (int d = 0; d < api.NumDims(input); ++d) t.shape.push_back(api.Dim(input, d));
     api.DeleteTensor(input);
   }
-  return spec->op != HC_ALLTOALL || read_splits(outcome);
+  return read_name(outcome) && (spec->op != HC_ALLTOALL || read_splits(outcome));
+}
+
+// A name is not an attribute where ops are run eagerly: TensorFlow keeps a kernel for each value of an attribute, for
+// good. The guard has it: the number of its bytes, then those.
+bool Call::read_name(Outcome* outcome) {
+  TF_Tensor* guard = nullptr;
+  api.GetInput(ctx, api.NumInputs(ctx) - 1, &guard, *outcome);
+  if (!outcome->ok()) return false;
+  if (api.NumDims(guard) == 1 && api.Dim(guard, 0) > 0) {
+    const auto* numbers = static_cast<const int32_t*>(api.TensorData(guard));
+    const int64_t most = (api.Dim(guard, 0) - 1) * static_cast<int64_t>(sizeof(int32_t));
+    name.assign(reinterpret_cast<const char*>(numbers + 1), std::clamp<int64_t>(numbers[0], 0, most));
+  }
+  api.DeleteTensor(guard);
+  if (name.find('\0') != std::string::npos)
+    outcome->set(kTfInvalidArgument, "a name cannot have a NUL character in it: " + name.substr(0, name.find('\0')));
+  return outcome->ok();
 }
 
 bool Call::read_splits(Outcome* outcome) {
@@ -235,7 +255,8 @@ hc_status* submit(const Kernel& kernel, std::unique_ptr<Call>* call, bool* has_r
   request.root = kernel.root;
   request.process_set = kernel.process_set;
   request.device = HC_HOST;
-  request.name = kernel.name.empty() ? nullptr : kernel.name.c_str();
+  const std::string& name = (*call)->name.empty() ? kernel.name : (*call)->name;
+  request.name = name.empty() ? nullptr : name.c_str();
   request.prescale = kernel.prescale;
   request.postscale = kernel.postscale;
   const auto& splits = (*call)->splits;
@@ -314,7 +335,7 @@ class Attributes {
   Outcome outcome_;
 };
 
-// In a graph the node's name is the key. Run eagerly, the node is called like its type and the attribute has the name.
+// In a graph the node's name is the key. Run eagerly, the node is called like its type, and the guard has the name.
 std::string name_of(TF_OpKernelConstruction* ctx, const OpSpec& spec, Attributes* attributes) {
   const TF_StringView view = api.OpKernelConstruction_GetName(ctx);
   std::string name(view.data, view.len);

@@ -32,7 +32,7 @@ inline constexpr OpSpec kCollectives[] = {
 inline constexpr int kCollectiveCount = sizeof(kCollectives) / sizeof(kCollectives[0]);
 
 // Facts about the job, read when the op runs.
-// The guard is always 0; it is the input that keeps a graph's collectives from being folded.
+// The guard is 0 in a graph, where it is the input that keeps collectives from being folded.
 enum class Value { kSize, kRank, kLocalSize, kLocalRank, kIncluded, kGuard };
 struct ValueSpec {
   const char* type;

@@ -38,7 +38,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     The optimizer is built for that. A model that tf_keras builds in its first step is sent after that step. Random
     seeds and metrics stay each rank's own, and so do `local_variables`. ValueError, on every rank, when the models or
-    the numbers of batches differ between the ranks. device has no effect.
+    the numbers of batches differ between the ranks. device has no effect. Where on_batch_end is replaced, on an object
+    or in a class, everything is sent when it is called after the first batch, as in Horovod, so that it may register
+    local variables before.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -73,13 +75,31 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
                 self._send(model)
             return
         self._build_optimizer(model)
-        if self._ready_everywhere(True):
+        if self._ready_everywhere(not self._is_replaced()):
             self._send(model)
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Broadcasts what did not exist before the first batch."""
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
+        """Broadcasts what did not exist before the first batch. Called by Keras's on_train_batch_end."""
         if not self._sent:
             self._send(self.model)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """RuntimeError when nothing has been sent: a replaced on_batch_end that does not call the original."""
+        if not self._sent and self.model.built:
+            raise RuntimeError(
+                "BroadcastGlobalVariablesCallback has sent nothing, as its on_batch_end was replaced by one that does "
+                "not call it. Call the original on_batch_end(batch, logs) in it."
+            )
+
+    def _is_replaced(self) -> bool:
+        mine = {
+            "on_batch_end": BroadcastGlobalVariablesCallback,
+            "on_train_batch_end": keras.callbacks.Callback,
+        }
+        return any(
+            getattr(getattr(self, name), "__func__", None) is not getattr(kind, name)
+            for name, kind in mine.items()
+        )
 
     def _ready_everywhere(self, ready: bool) -> bool:
         return all(allgather_object(ready))
@@ -96,6 +116,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def _send(self, model: Any) -> None:
         local = {id(_native(variable)) for variable in self._local}
+        local |= {id(_native(v)) for v in _slots_of(getattr(model, "optimizer", None), model, local)}
         variables = [v for v in _state_of(model) if id(_native(v)) not in local]
         broadcast_variables(variables, self.root_rank)
         self._sent = True
@@ -104,6 +125,23 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 def _native(variable: Any) -> Any:
     value = getattr(variable, "value", variable)
     return variable if callable(value) else value
+
+
+def _slots_of(optimizer: Any, model: Any, local: set[int]) -> list[Any]:
+    """What the optimizer keeps for local variables, momenta for example; it is as local as they are."""
+    if optimizer is None or not local:
+        return []
+    slots = getattr(optimizer, "_slots", None)
+    trained = list(model.trainable_variables)
+    if slots is not None:  # tf_keras.optimizers.legacy
+        keys = [(variable, getattr(variable, "_unique_id", None)) for variable in trained]
+        mine = [slots.get(key, {}) for variable, key in keys if id(_native(variable)) in local]
+        return [slot for of_one in mine for slot in of_one.values()]
+    lists = [v for key, v in vars(optimizer).items() if key != "_variables" and isinstance(v, (list, tuple))]
+    places = [i for i, variable in enumerate(trained) if id(_native(variable)) in local]
+    return [
+        of_all[i] for of_all in lists if len(of_all) == len(trained) for i in places if of_all[i] is not None
+    ]
 
 
 def _state_of(model: Any) -> list[Any]:

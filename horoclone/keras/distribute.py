@@ -74,11 +74,17 @@ def PartialDistributedOptimizer(
     op: int = Average,
     backward_passes_per_step: int = 1,
     average_aggregated_gradients: bool = False,
-    num_groups: int = 0,
+    num_groups: int | list[Any] = 0,
     groups: Any = None,
     process_set: ProcessSet = global_process_set,
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """As DistributedOptimizer; the gradients of local_layers (a layer or several) stay each rank's own."""
-    return make_distributed(**locals())
+    """As DistributedOptimizer; the gradients of local_layers (a layer or several) stay each rank's own.
+
+    Where num_groups stands Horovod has groups: lists of variables are taken there, too.
+    """
+    arguments = locals()
+    if isinstance(num_groups, list):
+        arguments |= {"groups": num_groups, "num_groups": 0}
+    return make_distributed(**arguments)

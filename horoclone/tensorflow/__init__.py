@@ -22,8 +22,8 @@ from horoclone.tensorflow import elastic, mpi_ops, op_gradients, util  # noqa: F
 from horoclone.tensorflow.compression import Compression
 from horoclone.tensorflow.functions import (
     BroadcastGlobalVariablesHook,
+    _make_broadcast_group_fn,  # noqa: F401 - private names that libraries know begin with an underscore
     allgather_object,
-    broadcast_,
     broadcast_global_variables,
     broadcast_object,
     broadcast_object_fn,
@@ -31,7 +31,13 @@ from horoclone.tensorflow.functions import (
 )
 from horoclone.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from horoclone.tensorflow.mpi_ops import *  # noqa: F403 - its __all__ is the list of operations, facts and reductions
-from horoclone.tensorflow.optimizer import DistributedOptimizer
+from horoclone.tensorflow.mpi_ops import _allreduce, broadcast_  # noqa: F401
+from horoclone.tensorflow.optimizer import (
+    DistributedOptimizer,
+    _DistributedOptimizer,  # noqa: F401
+    _LegacyOptimizer,  # noqa: F401
+    _make_allreduce_grads_fn,  # noqa: F401
+)
 from horoclone.tensorflow.reductions import (
     allreduce,
     grouped_allreduce,

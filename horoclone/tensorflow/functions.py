@@ -9,59 +9,7 @@ import tensorflow as tf
 
 from horoclone import objects
 from horoclone.process_sets import ProcessSet, global_process_set
-from horoclone.tensorflow import mpi_ops
-from horoclone.tensorflow.mpi_ops import _as_it_is
-
-# Types that the collectives do not know travel as others of the same size.
-_TRAVELS_AS = {
-    tf.uint32: tf.int32,
-    tf.uint64: tf.int64,
-    tf.complex64: tf.float32,
-    tf.complex128: tf.float64,
-    tf.dtypes.experimental.float8_e4m3fn: tf.uint8,
-    tf.dtypes.experimental.float8_e5m2: tf.uint8,
-}
-
-
-def _tf_variable(variable: Any) -> Any:
-    """The tf.Variable in a variable of Keras 3; a tf.Variable as it is."""
-    inner = getattr(variable, "value", None)
-    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
-
-
-def _is_resource(variable: Any) -> bool:
-    return variable.dtype == tf.resource or hasattr(variable, "handle")
-
-
-def _assign(variable: Any, value: Any) -> Any:
-    """In a graph the op; eagerly the variable."""
-    if not _is_resource(variable):
-        return tf.compat.v1.assign(variable, value)
-    return variable.assign(value)
-
-
-@_as_it_is
-def broadcast_(
-    variables: Sequence[Any],
-    root_rank: int,
-    name: str | None = None,
-    process_set: ProcessSet = global_process_set,
-) -> list[Any]:
-    """Gives the variables rank root_rank's values, in place and as one operation. Returns them, updated (in a graph:
-    tensors to run).
-
-    ValueError when resource variables and reference variables (of TensorFlow 1) are mixed.
-    """
-    plain = [_tf_variable(variable) for variable in variables]
-    if len({_is_resource(variable) for variable in plain}) > 1:
-        raise ValueError("broadcast_: resource variables and reference variables cannot be mixed in one call")
-    values = [variable.read_value() for variable in plain]
-    wires = [tf.bitcast(v, _TRAVELS_AS[v.dtype]) if v.dtype in _TRAVELS_AS else v for v in values]
-    received = mpi_ops._grouped_broadcast(wires, root_rank, name, process_set=process_set)
-    restored = [
-        tf.bitcast(r, v.dtype) if v.dtype in _TRAVELS_AS else r for r, v in zip(received, values, strict=True)
-    ]
-    return [_assign(variable, value) for variable, value in zip(plain, restored, strict=True)]
+from horoclone.tensorflow.mpi_ops import _as_it_is, _is_resource, _tf_variable, broadcast_
 
 
 @_as_it_is
@@ -83,6 +31,11 @@ def broadcast_variables(
         if group:
             updates += broadcast_(group, root_rank, process_set=process_set)
     return None if tf.executing_eagerly() else tf.group(*updates)
+
+
+def _make_broadcast_group_fn() -> Callable[..., Any]:
+    """broadcast_variables, under the private name by which libraries take it from Horovod."""
+    return broadcast_variables
 
 
 def broadcast_global_variables(root_rank: int) -> Any:

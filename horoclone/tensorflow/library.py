@@ -35,10 +35,10 @@ class _WithSpans:
         function = getattr(self._functions, name)
         span = f"horoclone.{name.removeprefix('horovod_')}"
 
-        def call(**arguments: Any) -> Any:
+        def call(label: str = "", **arguments: Any) -> Any:
             if not self._is_profiling() or not tf.executing_eagerly():
                 return function(**arguments)
-            with tf.profiler.experimental.Trace(span, tensor=arguments.get("tensor_name", "")):
+            with tf.profiler.experimental.Trace(span, tensor=label):
                 return function(**arguments)
 
         setattr(self, name, call)  # found there from now on

@@ -9,6 +9,7 @@ UnknownError (a rank was lost, or the job given up); ValueError at once for an u
 
 from __future__ import annotations
 
+import array
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -36,8 +37,13 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 _basics = HorovodBasics()  # a private name that many scripts know
 
-# AutoGraph would rewrite these functions while it traces the user's; there is nothing to rewrite.
-_as_it_is: Callable[[Function], Function] = tf.autograph.experimental.do_not_convert
+
+def _as_it_is(function: Function) -> Function:
+    """AutoGraph would rewrite these functions while it traces the user's; there is nothing to rewrite. The mark says so
+    as TensorFlow's do_not_convert() does, whose wrapper would hide defaults and code, which libraries look at."""
+    function.autograph_info__ = {}  # type: ignore[attr-defined]
+    return function
+
 
 _GUARD = "_horoclone_guard"
 _eager_guard: Any = None
@@ -59,6 +65,14 @@ def _guard() -> Any:
             guard = functions.horovod_guard(name="horoclone_guard")
         setattr(graph, _GUARD, guard)
     return guard
+
+
+def _guard_with(name: str) -> Any:
+    """A guard with the name of an op that is run eagerly. An attribute would stay for ever: TensorFlow keeps
+    a kernel for each value of one."""
+    text = name.encode()
+    with tf.device("CPU:0"):
+        return tf.constant([len(text), *array.array("i", text + bytes(-len(text) % 4))], tf.int32)
 
 
 def _refuse_xla() -> None:
@@ -91,13 +105,14 @@ def _common(
     check(_public_name(kind), name=name)
     if tf.executing_eagerly():
         check_newcomer(name or kind)
+    eager = tf.executing_eagerly()
     arguments = {
-        "guard": _guard(),
+        "guard": _guard_with(name) if eager and name else _guard(),
         "ignore_name_scope": ignore_name_scope,
         "process_set_id": id_of(process_set),
     }
-    if tf.executing_eagerly():
-        return {**arguments, "tensor_name": name or ""}
+    if eager:
+        return {**arguments, "label": name or ""}
     _refuse_xla()
     if name is None:
         name = _node_name(kind, tensors[0].name)
@@ -303,6 +318,58 @@ def _grouped_broadcast(
         root_rank=root("grouped_broadcast", root_rank),
         **_common("HorovodGroupedBroadcast", tensors, name, ignore_name_scope, process_set),
     )
+
+
+# Types that the collectives do not know travel as others of the same size.
+_TRAVELS_AS = {
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+    tf.dtypes.experimental.float8_e4m3fn: tf.uint8,
+    tf.dtypes.experimental.float8_e5m2: tf.uint8,
+}
+
+
+def _tf_variable(variable: Any) -> Any:
+    """The tf.Variable in a variable of Keras 3; a tf.Variable as it is."""
+    inner = getattr(variable, "value", None)
+    return inner if not isinstance(variable, tf.Variable) and isinstance(inner, tf.Variable) else variable
+
+
+def _is_resource(variable: Any) -> bool:
+    return variable.dtype == tf.resource or hasattr(variable, "handle")
+
+
+def _assign(variable: Any, value: Any) -> Any:
+    """In a graph the op; eagerly the variable."""
+    if not _is_resource(variable):
+        return tf.compat.v1.assign(variable, value)
+    return variable.assign(value)
+
+
+@_as_it_is
+def broadcast_(
+    variables: Sequence[Any],
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> list[Any]:
+    """Gives the variables rank root_rank's values, in place and as one operation. Returns them, updated (in a graph:
+    tensors to run).
+
+    ValueError when resource variables and reference variables (of TensorFlow 1) are mixed.
+    """
+    plain = [_tf_variable(variable) for variable in variables]
+    if len({_is_resource(variable) for variable in plain}) > 1:
+        raise ValueError("broadcast_: resource variables and reference variables cannot be mixed in one call")
+    values = [variable.read_value() for variable in plain]
+    wires = [tf.bitcast(v, _TRAVELS_AS[v.dtype]) if v.dtype in _TRAVELS_AS else v for v in values]
+    received = _grouped_broadcast(wires, root_rank, name, process_set=process_set)
+    restored = [
+        tf.bitcast(r, v.dtype) if v.dtype in _TRAVELS_AS else r for r, v in zip(received, values, strict=True)
+    ]
+    return [_assign(variable, value) for variable, value in zip(plain, restored, strict=True)]
 
 
 # --- alltoall and reducescatter ------------------------------------------------------------------------------------

@@ -5,7 +5,8 @@ With Adasum each rank makes its own step, and the steps are reduced instead of t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -17,6 +18,35 @@ from horoclone.tensorflow.gradient_aggregation import GradientAggregation
 from horoclone.tensorflow.gradient_reduction import GradientReduction
 from horoclone.tensorflow.mpi_ops import _as_it_is
 
+_LegacyOptimizer = tf.compat.v1.train.Optimizer
+
+
+def _make_allreduce_grads_fn(
+    name: str,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = Compression.none,
+    sparse_as_dense: bool = False,
+    op: int = Average,
+    gradient_predivide_factor: float = 1.0,
+    groups: int | Sequence[Sequence[Any]] | None = None,
+    process_set: ProcessSet = global_process_set,
+) -> Callable[..., list[Any]]:
+    """A function of gradients and, where there are groups, variables, that gives the reduced gradients; a private name
+    of Horovod's that libraries use."""
+    reduction = GradientReduction(
+        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, 0, groups, process_set
+    )  # fmt: skip
+
+    @_as_it_is
+    def allreduce_grads(
+        grads: Sequence[Any], vars: Sequence[Any] | None = None, use_generic_names: bool = False
+    ) -> list[Any]:
+        sources = list(range(len(grads))) if vars is None else vars
+        return reduction.reduce(grads, sources, f"{name}_Allreduce")
+
+    return allreduce_grads
+
 
 class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
     """Wraps an optimizer of TensorFlow 1: the gradients that it computes are reduced before it applies them."""
@@ -24,19 +54,34 @@ class _DistributedOptimizer(tf.compat.v1.train.Optimizer):
     def __init__(
         self,
         optimizer: Any,
-        name: str | None,
-        use_locking: bool,
-        reduction: GradientReduction,
-        passes: int,
-        average_passes: bool,
+        name: str | None = None,
+        use_locking: bool = False,
+        device_dense: str = "",
+        device_sparse: str = "",
+        compression: Any = Compression.none,
+        sparse_as_dense: bool = False,
+        op: int = Average,
+        gradient_predivide_factor: float = 1.0,
+        backward_passes_per_step: int = 1,
+        average_aggregated_gradients: bool = False,
+        groups: int | Sequence[Sequence[Any]] | None = None,
+        process_set: ProcessSet = global_process_set,
+        scale_local_gradients: bool = True,
     ) -> None:
+        if isinstance(optimizer, _DistributedOptimizer):
+            raise ValueError("the optimizer is already a DistributedOptimizer")
         super().__init__(name=name or f"Distributed{type(optimizer).__name__}", use_locking=use_locking)
         self._optimizer = optimizer
-        self._reduction = reduction
+        self._reduction = GradientReduction(
+            device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, 0, groups,
+            process_set, scale_local_gradients,
+        )  # fmt: skip
         self._agg_helper: GradientAggregation | None = None
-        if passes > 1:
-            reduce = self._reduce if reduction.op != Adasum else lambda sums, _: sums  # its steps are reduced
-            self._agg_helper = GradientAggregation(passes, reduce, average_passes, reduction.sparse_as_dense)
+        if backward_passes_per_step > 1:
+            reduce = self._reduce if op != Adasum else lambda sums, _: sums  # its steps are reduced
+            self._agg_helper = GradientAggregation(
+                backward_passes_per_step, reduce, average_aggregated_gradients, sparse_as_dense
+            )
 
     def register_local_var(self, var: Any) -> None:
         """The gradient of this variable stays this rank's own."""
@@ -131,10 +176,12 @@ def DistributedOptimizer(
         return keras.DistributedOptimizer(**arguments)
     if backward_passes_per_step < 1:
         raise ValueError("backward_passes_per_step must be > 0")
-    reduction = GradientReduction(
-        device_dense, device_sparse, compression, sparse_as_dense, op, gradient_predivide_factor, num_groups, groups,
-        process_set, scale_local_gradients,
-    )  # fmt: skip
+    if num_groups:
+        text = "Parameter `num_groups` has been replaced by `groups` and will be removed."
+        warnings.warn(text, DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
     return _DistributedOptimizer(
-        optimizer, name, use_locking, reduction, backward_passes_per_step, average_aggregated_gradients
-    )
+        optimizer, name, use_locking, device_dense, device_sparse, compression, sparse_as_dense, op,
+        gradient_predivide_factor, backward_passes_per_step, average_aggregated_gradients, groups, process_set,
+        scale_local_gradients,
+    )  # fmt: skip

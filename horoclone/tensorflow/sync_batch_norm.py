@@ -29,6 +29,7 @@ def _global_moments(inputs: Any, axes: Any, keep_dims: bool) -> tuple[Any, Any]:
     return mean, variance
 
 
+@tf.keras.utils.register_keras_serializable("horoclone")
 class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignore[misc, name-defined]
     """tf.keras.layers.BatchNormalization over the batches of all ranks. In training every rank calls it equally often.
 

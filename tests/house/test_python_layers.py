@@ -18,6 +18,7 @@ PACKAGE = ROOT / "horoclone"
 # A layer is a module or package below horoclone, with all that no longer name here covers. It may import itself, the
 # package horoclone (its version, and nothing else), and the layers that are named.
 MAY_IMPORT: dict[str, set[str]] = {
+    "_keras": {"keras", "ops", "process_sets"},
     "arguments": set(),
     "arrays": {"arguments", "handles", "ops", "process_sets", "runtime"},
     "bootstrap": {"errors", "failpoints", "selection", "settings", "visitors"},

@@ -324,6 +324,61 @@ def gives_arrays_in_a_session() -> None:
     assert isinstance(given, np.ndarray) and given.tolist() == [3.0, 3.0]
 
 
+def registers_local_variables_late(kind: str = "new") -> None:
+    """A library patches on_batch_end of the object, or a class replaces it, to register its own variables before what
+    is there is sent. Their shapes differ between the ranks, as those of their momenta do."""
+    import types
+
+    import horoclone.keras as hvd
+
+    keras, rank = the_keras(), hvd.rank()
+
+    class Own(keras.layers.Layer):
+        def build(self, shape: Any) -> None:
+            self.table = self.add_weight(name="table", shape=(4 + rank, 1), initializer="ones")
+
+        def call(self, x: Any) -> Any:
+            return x + self.table[0]
+
+    for patched in (True, False):
+        keras.utils.set_random_seed(rank)
+        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1), Own()])
+        optimizers = keras.optimizers.legacy if kind == "legacy" else keras.optimizers
+        optimizer = hvd.DistributedOptimizer(optimizers.SGD(0.01, momentum=0.9))
+        optimizer.register_local_var(model.layers[1].table)
+        model.compile(optimizer, "mse")
+        raw = hvd.callbacks.BroadcastGlobalVariablesCallback.on_batch_end
+
+        def on_batch_end(self: Any, batch: int, logs: Any = None, raw: Any = raw) -> None:
+            if batch == 0:
+                self.register_local_var(self.model.layers[1].table)
+            raw(self, batch, logs)
+
+        if patched:
+            callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+            callback.on_batch_end = types.MethodType(on_batch_end, callback)
+        else:
+            bases = (hvd.callbacks.BroadcastGlobalVariablesCallback,)
+            callback = type("Registering", bases, {"on_batch_end": on_batch_end})(0)
+        model.fit(
+            np.ones((8, 3), "f4"), np.full((8, 1), rank, "f4"), batch_size=4, verbose=0, callbacks=[callback]
+        )
+        kernels = hvd.allgather_object(model.layers[0].get_weights()[0].tobytes())
+        assert len(set(kernels)) == 1
+        assert tuple(model.layers[1].table.shape) == (4 + rank, 1)
+
+
+def says_that_nothing_was_sent() -> None:
+    import horoclone.keras as hvd
+
+    callback = hvd.callbacks.BroadcastGlobalVariablesCallback(0)
+    callback.on_batch_end = lambda batch, logs=None: None
+    with pytest.raises(RuntimeError, match="Call the original on_batch_end"):
+        network(hvd.DistributedOptimizer(the_keras().optimizers.SGD(0.1))).fit(
+            **data(hvd.rank()), callbacks=[callback]
+        )
+
+
 # --- tests -----------------------------------------------------------------------------------------------------------
 
 
@@ -366,3 +421,11 @@ def test_values_are_tensors_on_tensorflow(on: On, backend: str) -> None:
 
 def test_values_are_arrays_in_a_session(on: On) -> None:
     on("legacy", gives_arrays_in_a_session)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_replaces_on_batch_end(on: On, backend: str) -> None:
+    on(backend, registers_local_variables_late)
+    on(backend, says_that_nothing_was_sent)
+    if backend == "legacy":
+        on(backend, registers_local_variables_late, kind="legacy")

@@ -144,3 +144,31 @@ def test_on_a_gpu_every_argument_is_in_host_memory() -> None:
         kinds = {k.device_type: k for k in kernels.get_registered_kernels_for_op(name).kernel}
         assert set(kinds) == {"CPU", "GPU"} and not kinds["CPU"].host_memory_arg
         assert set(kinds["GPU"].host_memory_arg) == arguments
+
+
+def test_names_that_libraries_take_from_horovod() -> None:
+    """They exist, can be derived from and asked with isinstance; functions are plain, their defaults can be seen."""
+    import tensorflow as tf
+
+    import horoclone._keras
+    import horoclone.tensorflow as hvd
+    from horoclone.tensorflow import functions, mpi_ops
+
+    assert callable(functions._make_broadcast_group_fn()) and hvd.broadcast_ is mpi_ops.broadcast_
+    assert callable(horoclone._keras.create_distributed_optimizer) and hvd._allreduce is mpi_ops._allreduce
+    assert callable(
+        hvd._make_allreduce_grads_fn("name", "", "", hvd.Compression.none, False, hvd.Sum, 1.0, 0)
+    )
+
+    class Derived(hvd._DistributedOptimizer):  # type: ignore[misc]
+        pass
+
+    plain = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    assert isinstance(Derived(plain), hvd._LegacyOptimizer)
+    wrapped = hvd.DistributedOptimizer(plain)
+    assert isinstance(wrapped, hvd._DistributedOptimizer)
+    with pytest.raises(ValueError, match="already"):
+        hvd.DistributedOptimizer(wrapped)
+    assert hvd.broadcast.__defaults__[:2] == (None, False)
+    for name in ("allreduce", "allgather", "alltoall", "reducescatter", "grouped_allreduce", "broadcast_"):
+        assert getattr(hvd, name).__code__.co_name == name

@@ -1,0 +1,30 @@
+"""Memory of eager operations under ever new names: TensorFlow keeps a kernel for each value of an attribute."""
+
+from world import ranks
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as file:
+        return int(file.read().split()[1]) * 4096
+
+
+def growth(calls: int, first: int = 0) -> float:
+    """Bytes for each call, under names and with sizes that were never used before."""
+    import tensorflow as tf
+
+    import horoclone.tensorflow as hvd
+
+    before = resident()
+    for number in range(first, first + calls):
+        tensor = tf.fill([1 + number % 97], 1.0)
+        assert float(hvd.allreduce(tensor, name=f"metric_{number}", op=hvd.Sum)[0]) == hvd.size()
+        hvd.broadcast(tensor, 0, name=f"state_{number}")
+        hvd.allgather(tensor, name=f"row_{number}")
+    return (resident() - before) / (3 * calls)
+
+
+@ranks(2, env={"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""})
+def test_new_names_cost_no_memory() -> None:
+    """It was 31 KB for each. What is left is the core's, which remembers 8,192 names at most."""
+    growth(500)
+    assert growth(1500, 500) < 6000
