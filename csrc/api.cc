@@ -2,6 +2,7 @@
 #include <cstring>
 #include <utility>
 
+#include "base/quoted.h"
 #include "c_api.h"
 #include "engine/engine.h"
 #include "horoclone_tools.h"
@@ -194,7 +195,7 @@ hc_status* hc_declare(hc_runtime* rt, const hc_request* common, const char* cons
     set.postscale = s.postscale;
     for (int32_t i = 0; i < n; ++i) {
       if (list[i].in != list[i].out)
-        return hc::error(hc::Code::kInvalidArgument, "bucket '", names[i], "' must be reduced in place");
+        return hc::error(hc::Code::kInvalidArgument, "bucket ", hc::quoted(names[i]), " must be reduced in place");
       set.buckets.push_back({names[i],
                              static_cast<std::byte*>(list[i].out),
                              {list[i].shape.begin(), list[i].shape.end()},
@@ -318,8 +319,8 @@ hc_status* hc_timeline_stop(hc_runtime* rt) {
 void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args) {
   rt->engine->timeline_span(name, from_s, seconds, args);
 }
-void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread) {
-  rt->engine->watch_stack(signal, fd, thread);
+void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread, const char* libraries) {
+  rt->engine->watch_stack(signal, fd, thread, libraries);
 }
 hc_status* hc_page_share(hc_runtime* rt, int32_t fd, uint64_t offset, const char* program) {
   return guarded([&] { return rt->engine->share_page(fd, offset, program); });

@@ -246,7 +246,7 @@ class Runtime:
     def stop_timeline(self) -> None: ...
     def timeline_span(self, name: str, from_s: float, seconds: float, args: str = "") -> None:
         """A span that is over; from_s: of time.monotonic(); args: the members of a JSON object."""
-    def watch_stack(self, signal: int, fd: int, thread: int) -> None:
+    def watch_stack(self, signal: int, fd: int, thread: int, libraries: str) -> None:
         """Before connect(): `signal`, sent to the kernel's `thread`, makes it write its stack to the pipe that `fd` reads."""
     def flight_record(self, reason: str = "asked for") -> str: ...  # JSON
     def share_page(

@@ -47,6 +47,8 @@ struct Coordinator::State {
   void arrived_for_all(uint32_t entry, int last, TimePoint since, TimePoint now);
   void join(int rank);
   void leave(int rank, const std::string& text);
+  void end_deadlock(const std::vector<int>& stuck, const std::string& text);
+  void end_join(int last, Status failure);
   void review();
   void review(uint32_t entry);
   void review_join();
@@ -74,10 +76,10 @@ struct Coordinator::State {
   int left_count = 0;
   int last_joined = -1;
   std::deque<Ready> ready;
-  std::deque<std::string> join_failures;  // in the order of their items in `ready`
-  size_t ready_count = 0;                 // not taken
-  bool prioritised = false;               // something has had a priority
-  size_t pending = 0;                     // announced by somebody, in no plan yet
+  std::deque<Status> join_failures;  // in the order of their items in `ready`
+  size_t ready_count = 0;            // not taken
+  bool prioritised = false;          // something has had a priority
+  size_t pending = 0;                // announced by somebody, in no plan yet
   uint32_t next_id = 0;
   size_t written = 0;  // bytes of the plan that is being made, about
 };
@@ -228,18 +230,29 @@ void Coordinator::State::join(int rank) {
 // without joining, nobody's join can complete.
 void Coordinator::State::review_join() {
   if (joined_count == 0) return;
-  Ready item;
-  int gone = left.first_not_in(joined);
-  if (gone >= 0)
-    join_failures.push_back(text_of("join: ", departure(gone)));
+  if (const int gone = left.first_not_in(joined); gone >= 0)
+    end_join(-1, error(Code::kAborted, "join: ", departure(gone)));
   else if (joined_count == options.size)
-    item.last_joined = last_joined;
-  else
-    return;
+    end_join(last_joined, Status::ok());
+}
+
+void Coordinator::State::end_join(int last, Status failure) {
+  if (!failure.is_ok()) join_failures.push_back(std::move(failure));
+  Ready item;
+  item.last_joined = last;
   ready.push_back(item);
   ready_count++;
   joined.clear();
   joined_count = 0;
+}
+
+void Coordinator::State::end_deadlock(const std::vector<int>& stuck, const std::string& text) {
+  for (uint32_t index : ledger.waiting_between(stuck, joined))
+    if (const Entry& e = ledger.at(index); e.state == Entry::State::kWaiting)
+      fail_early(index, Code::kMismatch, text_of(label_of(ledger.subject(e)), ": ", text));
+  const auto has_joined = [this](int rank) { return joined.has(rank); };
+  if (std::any_of(stuck.begin(), stuck.end(), has_joined) && !std::all_of(stuck.begin(), stuck.end(), has_joined))
+    end_join(-1, error(Code::kMismatch, "join: ", text));
 }
 
 void Coordinator::State::leave(int rank, const std::string& text) {
@@ -347,8 +360,8 @@ PlanBatch Coordinator::State::next_batch() {
     batch.op = Op::kJoin;
     batch.last_joined = item.last_joined;
     if (item.last_joined < 0) {
-      batch.error = Code::kAborted;
-      batch.error_text = std::move(join_failures.front());
+      batch.error = join_failures.front().code();
+      batch.error_text = join_failures.front().text();
       join_failures.pop_front();
     }
   } else {
@@ -454,6 +467,10 @@ size_t Coordinator::pending() const { return state_->pending; }
 
 void Coordinator::set_fusion_bytes(size_t bytes) { state_->options.fusion_bytes = bytes; }
 void Coordinator::set_arena_fusion_bytes(size_t bytes) { state_->options.arena_fusion_bytes = bytes; }
+
+void Coordinator::end_deadlock(const std::vector<int>& stuck, const std::string& text) {
+  state_->end_deadlock(stuck, text);
+}
 
 void Coordinator::leave(int rank, const std::string& text) { state_->leave(rank, text); }
 

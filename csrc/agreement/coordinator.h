@@ -72,6 +72,8 @@ class Coordinator {
   std::vector<Stall> stalled(TimePoint now, double older_than_s) const;
   // A rank has left for good (shutdown): operations that wait for it fail with `text`, now and later.
   void leave(int rank, const std::string& text);
+  // These ranks wait for one another: what some of them have announced and others not fails with `text`.
+  void end_deadlock(const std::vector<int>& stuck, const std::string& text);
   size_t pending() const;
   // These take effect from the next plan on.
   void set_fusion_bytes(size_t bytes);

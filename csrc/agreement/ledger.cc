@@ -345,4 +345,15 @@ std::vector<uint32_t> Ledger::waiting() const {
   return list;
 }
 
+std::vector<uint32_t> Ledger::waiting_between(const std::vector<int>& ranks, const RankSet& joined) const {
+  std::vector<uint32_t> list = waiting();
+  std::erase_if(list, [&](uint32_t index) {
+    const RankSet& marks = entries_[index].marks;
+    const auto is_ready = [&](int rank) { return marks.has(rank) || joined.has(rank); };
+    return std::none_of(ranks.begin(), ranks.end(), [&](int rank) { return marks.has(rank); }) ||
+           std::all_of(ranks.begin(), ranks.end(), is_ready);
+  });
+  return list;
+}
+
 }  // namespace hc

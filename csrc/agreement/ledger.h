@@ -96,6 +96,8 @@ class Ledger {
   void close(uint32_t entry);
 
   std::vector<uint32_t> waiting() const;  // entries in state kWaiting, in the order of their first announcement
+  // Those of them that some of `ranks` have announced and others of `ranks`, which have not joined, have not.
+  std::vector<uint32_t> waiting_between(const std::vector<int>& ranks, const RankSet& joined) const;
   size_t cache_ids() const { return remembered_.size(); }
   size_t entries() const { return entries_.size() - free_.size(); }
 

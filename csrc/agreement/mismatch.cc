@@ -5,6 +5,7 @@
 
 #include "agreement/argument_check.h"
 #include "agreement/signature_table.h"
+#include "base/quoted.h"
 
 namespace hc {
 namespace {
@@ -248,12 +249,12 @@ std::string title_of(Op op) {
 
 std::string label_of(const Subject& s) {
   if (s.unnamed) return text_of(name_of(s.op), " 'noname.", s.sequence, "' (unnamed, matched by order)");
-  return text_of(name_of(s.op), " '", s.name, "'");
+  return text_of(name_of(s.op), " ", quoted(s.name));
 }
 
 std::string key_of(const Subject& s) {
   if (s.unnamed) return text_of(name_of(s.op), ".noname.", s.sequence);
-  return text_of(name_of(s.op), ".", s.name);
+  return text_of(name_of(s.op), ".", printable(s.name));
 }
 
 Agreement agree(const Subject& subject, std::span<const Signature* const> by_rank, const RankNames& names) {
@@ -295,8 +296,8 @@ Agreement agree(const Subject& subject, std::span<const Signature* const> by_ran
 
 std::string mismatched_operations(std::string_view name, std::pair<Op, int> first, std::pair<Op, int> second,
                                   const RankNames& names) {
-  return text_of(name_of(first.first), " '", name, "': rank ", names(first.second), " announced ", name_of(first.first),
-                 ", rank ", names(second.second), " announced ", name_of(second.first),
+  return text_of(name_of(first.first), " ", quoted(name), ": rank ", names(first.second), " announced ",
+                 name_of(first.first), ", rank ", names(second.second), " announced ", name_of(second.first),
                  ". Mismatched operations. Every rank must use one name for one operation; do the ranks take different "
                  "branches, or is one name used twice?");
 }

@@ -139,6 +139,9 @@ struct KnobRule {
     "Age of such a tensor at its first report.")                                                            \
   X(double, stall_shutdown_s, 0, "STALL_SHUTDOWN_TIME_SECONDS", "STALL_SHUTDOWN_TIME_SECONDS",              \
     KnobRule::seconds(0, 1e7), "Age of such a tensor at which the job is aborted; 0: never.")               \
+  X(double, deadlock_s, 60, "DEADLOCK_TIME_SECONDS", "", KnobRule::seconds(0, 1e7),                          \
+    "After this time calls fail whose ranks wait for one another: each in a call that another one of them "  \
+    "has not made. It is said within 5 s. A rank that computes is waited for. 0: never.")                    \
   X(bool, stall_stacks, true, "STALL_STACKS", "", KnobRule::flag(),                                         \
     "Stall reports show the Python stack of late ranks, taken with a signal of its own.")                   \
   X(double, liveness_probe_s, 1, "LIVENESS_PROBE_S", "", KnobRule::seconds(0.001, 1e7),                     \

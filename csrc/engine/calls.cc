@@ -1,6 +1,10 @@
 #include "engine/calls.h"
 
+#include <sys/syscall.h>
+#include <unistd.h>
+
 #include "base/nvtx.h"
+#include "base/quoted.h"
 
 namespace hc {
 
@@ -8,6 +12,25 @@ namespace {
 // A rank of another process set, say, may have said something.
 constexpr int kCallsWithoutALook = 256;
 constexpr double kLookS = 0.05;
+
+// Tells who looks for deadlocks that a thread waits.
+class Awaits {
+ public:
+  explicit Awaits(Operation::Traces::Awaited& awaited) : awaited_(awaited) {
+    static thread_local const int id = static_cast<int>(::syscall(SYS_gettid));
+    awaited_.thread.store(id, std::memory_order_relaxed);
+    awaited_.threads.fetch_add(1, std::memory_order_relaxed);
+  }
+  ~Awaits() {
+    awaited_.left.store(Clock::now().time_since_epoch().count(), std::memory_order_relaxed);
+    awaited_.threads.fetch_sub(1, std::memory_order_relaxed);
+  }
+  Awaits(const Awaits&) = delete;
+  Awaits& operator=(const Awaits&) = delete;
+
+ private:
+  Operation::Traces::Awaited& awaited_;
+};
 }  // namespace
 
 Status Calls::submit(const Submission& s, int64_t* handle) {
@@ -16,11 +39,11 @@ Status Calls::submit(const Submission& s, int64_t* handle) {
 }
 
 Status Calls::enqueue(const Submission& s, BucketId bucket, int64_t* handle, bool may_be_captured) {
-  const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " '", s.name, "'"); });
+  const nvtx::Range range([&] { return text_of("submit ", name_of(s.op), " ", quoted(s.name)); });
   std::unique_ptr<DeviceWork> device;
   if (s.on_device) {
     auto prepared = gpu_.prepare(s, may_be_captured);
-    HC_TRY(prepared.status(), name_of(s.op), " '", s.name, "': rank ", context_.rank());
+    HC_TRY(prepared.status(), name_of(s.op), " ", quoted(s.name), ": rank ", context_.rank());
     device = prepared.take();
   }
   HC_TRY(intake_.queue(s, bucket, std::move(device), handle));
@@ -61,7 +84,7 @@ Status Calls::capture(const Submission& s, BucketId bucket, int64_t* handle) {
   ProcessSet* set = sets_.find(s.process_set);
   Status captured = set ? set->capture(s, bucket, std::move(work), handle)
                         : error(Code::kInvalidArgument, "process set ", s.process_set, " was removed");
-  return captured.is_ok() ? captured : captured.with(text_of("capture of allreduce '", s.name, "'"));
+  return captured.is_ok() ? captured : captured.with("capture of allreduce " + quoted(s.name));
 }
 
 Status Calls::call(const Submission& s, int64_t* handle) {
@@ -114,6 +137,7 @@ Status Calls::wait(int64_t handle, double timeout_s, bool* done) {
     const TimePoint now = Clock::now();
     const Deadline deadline = Deadline::after(now, timeout_s < 0 ? 1e9 : timeout_s);
     Page::Waiting waiting(context_.page, now);
+    const Awaits awaits(op->traces.awaited);
     *done = progress_.until(op->done, deadline, &waiting);
     waiting.over(op->traces.started.load(std::memory_order_relaxed), *done ? op->traces.ended : 0);
     if (!*done) return Status::ok();

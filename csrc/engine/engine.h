@@ -27,7 +27,9 @@
 #include "engine/threads/progress_lock.h"
 #include "engine/tune/tuner.h"
 #include "engine/watch/clock_offset.h"
+#include "engine/watch/deadlock_watch.h"
 #include "engine/watch/peer_watch.h"
+#include "engine/watch/stack_source.h"
 #include "engine/watch/stall_watch.h"
 
 namespace hc {
@@ -104,7 +106,9 @@ class Engine {
   }
   std::string page() const { return context_.page.copy(); }
   // Before connect: see StackSource.
-  void watch_stack(int signal, int fd, int thread) { stalls_.watch_stack(signal, fd, thread); }
+  void watch_stack(int signal, int fd, int thread, const std::string& libraries) {
+    stacks_.watch(signal, fd, thread, libraries);
+  }
 
  private:
   explicit Engine(Config config);
@@ -127,7 +131,9 @@ class Engine {
   LaunchOrder order_;
   Messages messages_;
   SetTable sets_;
+  StackSource stacks_;
   StallWatch stalls_;
+  DeadlockWatch deadlocks_;
   PeerWatch peers_;
   ClockOffset clock_;
   Loop loop_;

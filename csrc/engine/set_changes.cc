@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "agreement/deadlock.h"
+
 namespace hc {
 
 Status SetChanges::add(std::vector<int> ranks, int* id) {
@@ -14,7 +16,19 @@ Status SetChanges::add(std::vector<int> ranks, int* id) {
   HC_TRY(make(ranks, id));
   std::string name = text_of("horoclone.process_set.add.", *id);
   for (int r : ranks) name += text_of(".", r);
-  return calls_.barrier(0, name);  // nobody may use the set before everybody knows it
+  Status known = calls_.barrier(0, name);  // nobody may use the set before everybody knows it
+  // Its number is free again, as on the ranks that have not made it.
+  if (!known.is_ok() && !context_.has_failed()) drop(*id, known);
+  return known;
+}
+
+void SetChanges::drop(int id, const Status& reason) {
+  std::unique_ptr<ProcessSet> removed;  // ends after the lock is left
+  const ProgressThreads::Hold held(progress_);
+  order_.tickets().drop(static_cast<uint16_t>(id));
+  messages_.set_removed(static_cast<uint16_t>(id), reason);
+  removed = sets_.remove(id);
+  if (removed) removed->end_pending(reason);
 }
 
 Status SetChanges::make(std::vector<int> ranks, int* id) {
@@ -34,13 +48,7 @@ Status SetChanges::remove(int id) {
     return error(Code::kInvalidArgument, "Process set ", id, " does not exist, or has not been registered.");
   // Then every rank has finished with the set.
   HC_TRY(calls_.barrier(0, text_of("horoclone.process_set.remove.", id)));
-  std::unique_ptr<ProcessSet> removed;  // ends after the lock is left
-  const ProgressThreads::Hold held(progress_);
-  const Status reason = error(Code::kAborted, "its process set was removed");
-  order_.tickets().drop(static_cast<uint16_t>(id));
-  messages_.set_removed(static_cast<uint16_t>(id), reason);
-  removed = sets_.remove(id);
-  if (removed) removed->end_pending(reason);
+  drop(id, error(Code::kAborted, "its process set was removed"));
   return Status::ok();
 }
 
@@ -66,9 +74,10 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
   // the least and the greatest agree.
   int64_t mine[3] = {static_cast<int64_t>(declared->fingerprint() >> 2), can.persistent ? 1 : 0, can.registers ? 1 : 0};
   int64_t least[3], most[3];
-  HC_TRY(agree(process_set, name, mine, least, most));
+  if (Status agreed = agree(process_set, name, mine, least, most); !agreed.is_ok())
+    return give_up_declaring(process_set, *id, std::move(agreed));
   if (least[0] != most[0])
-    return error(Code::kMismatch, "the ranks of process set ", process_set,
+    return error(Code::kMismatch, process_set == 0 ? "all ranks" : ranks_text(intake_.find(process_set)->members.ranks),
                  " declared different buckets; do all ranks build the same model "
                  "and pass the same arguments to DistributedOptimizer?");
   // NCCL forgets buckets only here, where every rank is: those that all of them have dropped.
@@ -80,6 +89,14 @@ Status SetChanges::declare(int process_set, BucketSet buckets, int* id) {
   can.registers = least[2] == 1;
   can.dropped = forgotten;
   return set ? set->confirm(*id, can) : Status::ok();
+}
+
+// As on the ranks that have not declared: the next ones to be declared get the same numbers everywhere.
+Status SetChanges::give_up_declaring(int process_set, int id, Status reason) {
+  const ProgressThreads::Hold held(progress_);
+  ProcessSet* set = sets_.find(process_set);
+  if (set && !context_.has_failed()) set->take_back_declared(id);
+  return reason;
 }
 
 Status SetChanges::agree(int process_set, const std::string& name, int64_t (&mine)[3], int64_t (&least)[3],

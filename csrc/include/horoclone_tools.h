@@ -17,7 +17,7 @@ HC_EXPORT hc_status* hc_timeline_stop(hc_runtime* rt);
 HC_EXPORT void hc_timeline_span(hc_runtime* rt, const char* name, double from_s, double seconds, const char* args);
 /* Call before hc_connect. Stall reports then show a stack: `signal`, sent to the thread with kernel id `thread`, must
  * make it write its stack into a pipe; `fd` is the pipe's non-blocking reading end, which stays the caller's. */
-HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread);
+HC_EXPORT void hc_watch_stack(hc_runtime* rt, int32_t signal, int32_t fd, int32_t thread, const char* libraries);
 
 HC_EXPORT const char* hc_counters(hc_runtime* rt);                          /* what it has done so far */
 HC_EXPORT const char* hc_flight_record(hc_runtime* rt, const char* reason); /* the last 1,000 operations */

@@ -325,7 +325,9 @@ class Runtime {
   void timeline_span(const std::string& name, double from_s, double seconds, const std::string& args) {
     hc_timeline_span(rt_, name.c_str(), from_s, seconds, args.c_str());
   }
-  void watch_stack(int signal, int fd, int thread) { hc_watch_stack(rt_, signal, fd, thread); }
+  void watch_stack(int signal, int fd, int thread, const std::string& libraries) {
+    hc_watch_stack(rt_, signal, fd, thread, libraries.c_str());
+  }
   std::string flight_record(const std::string& reason) const {
     WithoutGil released;
     return hc_flight_record(rt_, reason.c_str());
@@ -467,7 +469,7 @@ PYBIND11_MODULE(_core, m) {
       .def("start_timeline", &Runtime::start_timeline, "path"_a, "mark_cycles"_a = false)
       .def("stop_timeline", &Runtime::stop_timeline)
       .def("timeline_span", &Runtime::timeline_span, "name"_a, "from_s"_a, "seconds"_a, "args"_a = "")
-      .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a)
+      .def("watch_stack", &Runtime::watch_stack, "signal"_a, "fd"_a, "thread"_a, "libraries"_a)
       .def("flight_record", &Runtime::flight_record, "reason"_a = "asked for")
       .def("share_page", &Runtime::share_page, "fd"_a, "offset"_a, "program"_a)
       .def("page", &Runtime::page)

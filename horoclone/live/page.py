@@ -420,9 +420,14 @@ def _last(copy: bytes, elapsed_ns: int) -> LastOperation | None:
     done_ns, moved, kind, name_bytes, name = _LAST.unpack_from(copy, _LAST_AT)
     if not done_ns:
         return None
-    text = name[:name_bytes].decode(errors="replace")
-    return LastOperation(KINDS[kind], text, moved, max(0, elapsed_ns - done_ns) / 1e9)
+    return LastOperation(KINDS[kind], printable(name[:name_bytes]), moved, max(0, elapsed_ns - done_ns) / 1e9)
 
 
 def _text(raw: bytes) -> str:
-    return raw.split(b"\0", 1)[0].decode(errors="replace")
+    return printable(raw.split(b"\0", 1)[0])
+
+
+def printable(raw: bytes) -> str:
+    """As text, control characters as \\x1b: names are the program's choice, and a terminal would obey them."""
+    text = raw.decode(errors="replace")
+    return "".join(c if ord(c) >= 32 and not 127 <= ord(c) < 160 else f"\\x{ord(c):02x}" for c in text)

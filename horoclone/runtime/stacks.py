@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import sysconfig
 import threading
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,13 +27,20 @@ def watch_stack(native: Runtime, environ: Mapping[str, str]) -> None:
     needs neither the GIL nor any lock, so that it also works in a sleep or an extension that never returns. Does
     nothing with HOROCLONE_STALL_STACKS=0, or when no signal is free. The same for who asks from outside (asked.py).
     """
-    if environ.get("HOROCLONE_STALL_STACKS", "1").strip().lower() in ("0", "false", "no", "off"):
-        return
-    if not _prepare():
+    switched_off = environ.get("HOROCLONE_STALL_STACKS", "1").strip().lower() in ("0", "false", "no", "off")
+    if switched_off or not _prepare():
+        native.watch_stack(0, -1, threading.get_native_id(), "")
         return
     assert _pipe is not None and _signal is not None
-    native.watch_stack(_signal, _pipe[0], threading.get_native_id())
+    native.watch_stack(_signal, _pipe[0], threading.get_native_id(), "\n".join(_libraries()))
     asked.listen(_free_signal)
+
+
+def _libraries() -> list[str]:
+    """Folders whose code is not the user's: this package, Python's own, what is installed."""
+    paths = sysconfig.get_paths()
+    named = [paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib") if name in paths]
+    return [folder + os.sep for folder in (str(Path(__file__).resolve().parents[1]), *named)]
 
 
 def _prepare() -> bool:

@@ -410,3 +410,7 @@ def test_a_launcher_without_a_descriptor_runs_without_a_book(monkeypatch) -> Non
     pages.ended(0, 1, False)
     assert list(pages.news()) == []
     pages.close()
+
+
+def test_control_characters_in_names_do_not_reach_a_terminal():
+    assert page.printable(b"a\x1b[2J\n\xc2\x9bgr\xc3\xbcn\xff") == "a\\x1b[2J\\x0a\\x9bgrün\ufffd"

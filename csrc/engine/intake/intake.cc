@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "agreement/mismatch.h"
+#include "base/quoted.h"
 #include "collective/selection.h"
 #include "engine/intake/arguments.h"
 #include "engine/record/trace.h"
@@ -68,7 +69,7 @@ void Intake::write_signature(const Submission& s, const Members& set, bool decla
 }
 
 Status Intake::failure_of(Op op, std::string_view name) const {
-  return failure_.with(text_of(name_of(op), name.empty() ? "" : " '", name, name.empty() ? "" : "'"));
+  return failure_.with(text_of(name_of(op), name.empty() ? "" : " " + quoted(name)));
 }
 
 // Submit lock held. Whether `s` may be submitted now, and to which set.
@@ -89,8 +90,8 @@ Status Intake::has_joined(Op op) const {
 }
 
 Status Intake::is_pending(Op op, std::string_view name) const {
-  return error(Code::kInvalidArgument, name_of(op), " '", name,
-               "': an operation with this name is already pending on rank ", context_.rank(),
+  return error(Code::kInvalidArgument, name_of(op), " ", quoted(name),
+               ": an operation with this name is already pending on rank ", context_.rank(),
                " (Duplicate tensor name). Wait for it first, or give this one another name.");
 }
 
@@ -246,6 +247,11 @@ int Intake::declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) co
 void Intake::undeclare(SetIntake& set, int id) const {
   std::lock_guard lock(mu_);
   set.undeclare(id);
+}
+
+void Intake::take_back_declared(SetIntake& set, int id) const {
+  std::lock_guard lock(mu_);
+  set.take_back_declared(id);
 }
 
 Operation* Intake::find_named(SetIntake& set, Op op, std::string_view name) const {

@@ -65,6 +65,11 @@ class SetIntake {
   }
   int declare(Declared declared);  // gives its id
   void undeclare(int id);
+  // The last one, as if it had never been declared.
+  void take_back_declared(int id) {
+    undeclare(id);
+    next_declared_ = id;
+  }
 
  private:
   std::array<uint64_t, kOpCount> sequences_{};

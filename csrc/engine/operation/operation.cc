@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "base/quoted.h"
+
 namespace hc {
 
 namespace {
@@ -22,7 +24,7 @@ std::string Operation::describe() const {
     return text_of(name_of(s.op), s.op == Op::kSend ? " to " : " from ",
                    s.root < 0 ? std::string("any rank") : text_of("rank ", s.root), " (tag ", request.sequence, ")");
   if (request.name.empty()) return text_of(name_of(s.op), " no. ", request.sequence, " (unnamed)");
-  return text_of(name_of(s.op), " '", request.name, "'");
+  return text_of(name_of(s.op), " ", quoted(request.name));
 }
 
 uint64_t Operation::bytes() const {
@@ -104,6 +106,8 @@ void Handles::recycle(Operation* op) {
   op->traces.started.store(0, std::memory_order_relaxed);
   op->traces.ended = 0;
   op->join_rank = -1;
+  op->traces.awaited.thread.store(0, std::memory_order_relaxed);
+  op->traces.awaited.left.store(0, std::memory_order_relaxed);
 }
 
 }  // namespace hc

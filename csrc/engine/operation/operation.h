@@ -55,6 +55,11 @@ struct Operation {
     bool is_counted = false;           // Page::began was called for it; the thread that makes progress
     std::atomic<uint64_t> started{0};  // a moment of Page, when its data began to move; 0: not yet
     uint64_t ended = 0;                // the same, when it was done, where it is counted; read after `done`
+    struct Awaited {                   // by threads that stand in Calls::wait; they write
+      std::atomic<int> threads{0};
+      std::atomic<int> thread{0};    // the kernel's id of the last one to come
+      std::atomic<int64_t> left{0};  // when the last one went, as of Clock: it waits in slices
+    } awaited;
   } traces;
   struct Callback {
     void (*call)(void*, int64_t, const Status&) = nullptr;
@@ -80,6 +85,12 @@ struct Operation {
 
   bool released = false;  // guarded by Handles' mutex
 
+  // A thread waits for it, or has done so a moment ago, or a framework's program does until it is told.
+  bool is_awaited(TimePoint now, double moment_s) const {
+    if (tell.call || traces.awaited.threads.load(std::memory_order_relaxed) > 0) return true;
+    const TimePoint left{Clock::duration(traces.awaited.left.load(std::memory_order_relaxed))};
+    return left != TimePoint{} && seconds_between(left, now) < moment_s;
+  }
   const Signature& signature() const { return request.signature; }
   // Bytes of its tensors, or of its results where the core owns them and they exist.
   uint64_t bytes() const;

@@ -307,7 +307,7 @@ Status Messages::withdrawn(int from, Reader* in) {
   if (at == moving_.end()) return Status::ok();
   Operation* op = at->op;
   moving_.erase(at);
-  complete(op, error(Code::kAborted, op->describe(), ": the sender's process set was removed"));
+  complete(op, error(Code::kAborted, op->describe(), ": the sender has given it up, or its process set was removed"));
   return Status::ok();
 }
 
@@ -368,6 +368,16 @@ void Messages::peer_left(int rank, const std::string& text) {
 void Messages::set_removed(uint16_t process_set, const Status& reason) {
   drop_waiting([&](const Operation* op) { return op->process_set == process_set; }, reason);
   std::erase_if(mailboxes_, [&](const auto& entry) { return entry.first.first == process_set; });
+}
+
+void Messages::end_deadlock(const std::set<int>& stuck, const Status& reason) {
+  drop_waiting(
+      [&](const Operation* op) {
+        if (peer_of(op) >= 0) return stuck.contains(peer_of(op));
+        const auto& members = members_of(op->process_set);
+        return std::all_of(members.begin(), members.end(), [&](int r) { return stuck.contains(r); });
+      },
+      reason);
 }
 
 void Messages::fail_all(const Status& reason) {

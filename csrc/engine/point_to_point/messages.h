@@ -48,6 +48,8 @@ class Messages {
   void peer_left(int rank, const std::string& text);
   // Ends the operations that wait in a process set that is removed; payloads under way go on.
   void set_removed(uint16_t process_set, const Status& reason);
+  // Ends what waits for these ranks, of which this one is one, because all of them wait for one another.
+  void end_deadlock(const std::set<int>& stuck, const Status& reason);
   void fail_all(const Status& reason);
 
   // Whether this rank is the sender or the receiver of that message between GPUs.

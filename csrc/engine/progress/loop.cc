@@ -121,6 +121,7 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kAbort: {
       const auto code = in.get<Code>();
       const auto culprit = in.get<int32_t>();
+      for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->end_refused());
       return Status(code == Code::kOk ? Code::kAborted : code, in.get_text(), culprit);
     }
     case FrameKind::kPing:
@@ -138,6 +139,12 @@ Status Loop::handle_frame(int from, std::span<const uint8_t> frame) {
     case FrameKind::kStackReply:
       parts_.stalls.take_answer(from, in.get_text());
       return Status::ok();
+    case FrameKind::kWaiting:
+      HC_TRY(parts_.deadlocks.take_report(from, &in, members_of_set()));
+      return follow_deadlock();
+    case FrameKind::kDeadlock:
+      HC_TRY(checked(parts_.deadlocks.take_notice(&in)));
+      return follow_deadlock();
     case FrameKind::kClockAsk:
     case FrameKind::kClockAnswer:
       return checked(parts_.clock.take_frame(kind, from, &in));
@@ -263,6 +270,7 @@ Status Loop::check_late(TimePoint now) {
   if (config.stall_check_disable) return Status::ok();
   for (ProcessSet* set : parts_.sets.mine()) HC_TRY(set->reveal_late(now));
   measure_stall(now);
+  HC_TRY(check_deadlock(now));
   return parts_.stalls.is_due(now) ? report_stalls(now) : Status::ok();
 }
 
@@ -270,6 +278,34 @@ Status Loop::check_devices() {
   if (Status ok = parts_.messages.links().check(); !ok.is_ok()) parts_.gpu.fail(ok);
   for (ProcessSet* set : parts_.sets.mine())
     if (!parts_.gpu.has_failed()) HC_TRY(set->check_device());
+  return Status::ok();
+}
+
+MembersOf Loop::members_of_set() const {
+  return [this](uint16_t id) {
+    const ProcessSet* set = parts_.sets.find(id);
+    return set ? std::span<const int>(set->members().ranks) : std::span<const int>();
+  };
+}
+
+Status Loop::check_deadlock(TimePoint now) {
+  if (const auto ended = parts_.deadlocks.messages_to_end(now))
+    parts_.messages.end_deadlock(ended->stuck, Status(Code::kMismatch, ended->text));
+  HC_TRY(parts_.deadlocks.look(now, pending(), members_of_set()));
+  return follow_deadlock();
+}
+
+// Ranks wait for one another. First every operation of theirs is to become known to its coordinator, which later can
+// end it on all ranks that have announced it.
+Status Loop::follow_deadlock() {
+  while (const auto notice = parts_.deadlocks.next_notice()) {
+    const bool is_stuck = notice->stuck.contains(parts_.context.rank());
+    for (ProcessSet* set : parts_.sets.mine()) {
+      HC_TRY(set->show_what_waits(is_stuck));
+      if (!notice->text.empty()) set->end_deadlock(notice->stuck, notice->text);
+    }
+    if (is_stuck) HC_TRY(parts_.deadlocks.look(Clock::now(), pending(), members_of_set()));
+  }
   return Status::ok();
 }
 
@@ -281,6 +317,7 @@ Stalls Loop::find_stalls(TimePoint now) const {
 }
 
 Status Loop::report_stalls(TimePoint now) {
+  if (parts_.deadlocks.is_said() && parts_.context.config.stall_shutdown_s <= 0) return Status::ok();
   Stalls stalls = find_stalls(now);
   HC_TRY(parts_.stalls.report(now, std::move(stalls), pending()));
   if (parts_.stalls.awaits_answers()) next_timer_ = now + StallWatch::kAnswerMs;

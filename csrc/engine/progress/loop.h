@@ -20,6 +20,7 @@
 #include "engine/point_to_point/messages.h"
 #include "engine/sets/set_table.h"
 #include "engine/watch/clock_offset.h"
+#include "engine/watch/deadlock_watch.h"
 #include "engine/watch/peer_watch.h"
 #include "engine/watch/stall_watch.h"
 
@@ -38,6 +39,7 @@ class Loop {
     SetTable& sets;
     Messages& messages;
     StallWatch& stalls;
+    DeadlockWatch& deadlocks;
     PeerWatch& peers;
     ClockOffset& clock;
   };
@@ -106,6 +108,9 @@ class Loop {
   Status check_late(TimePoint now);
   Status check_devices();
   Status report_stalls(TimePoint now);
+  MembersOf members_of_set() const;
+  Status check_deadlock(TimePoint now);
+  Status follow_deadlock();
   Status peer_left(int rank, const std::string& text);
   Status take_above_left(Reader* in);
   void pass_tickets_on();

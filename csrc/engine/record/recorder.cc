@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "base/hash.h"
+#include "base/quoted.h"
 #include "engine/record/trace.h"
 
 namespace hc {
@@ -76,10 +77,9 @@ uint64_t Recorder::submitted(const Entry& entry) {
 std::string Recorder::last_call() const {
   if (submissions_ == 0) return "none";
   const Call& c = ring_[submissions_ % kKept].call;
-  return text_of(
-      name_of(c.op),
-      c.unnamed ? text_of(" no. ", c.use, " (unnamed)") : text_of(" '", std::string_view(c.name, c.name_bytes), "'"),
-      ", ", seconds_text(seconds_between(c.submitted, Clock::now())).substr(0, 5), " s ago");
+  return text_of(name_of(c.op),
+                 c.unnamed ? text_of(" no. ", c.use, " (unnamed)") : " " + quoted({c.name, c.name_bytes}), ", ",
+                 seconds_text(seconds_between(c.submitted, Clock::now())).substr(0, 5), " s ago");
 }
 
 std::string Recorder::json() const {

@@ -22,6 +22,8 @@ class BatchQueue {
 
   BatchRunner* runner() { return runner_.get(); }  // null: none is under way
   const BatchRunner* runner() const { return runner_.get(); }
+  // What comes next moves no data, as all ranks that have announced it are told of an error.
+  bool next_is_refused() const { return !runner_ && !planned_.empty() && planned_.front().error != Code::kOk; }
   PlanBatch take_next() {
     PlanBatch batch = std::move(planned_.front());
     planned_.pop_front();

@@ -1,4 +1,5 @@
 #include "engine/sets/device_side.h"
+#include "base/quoted.h"
 
 #include <algorithm>
 
@@ -232,7 +233,7 @@ std::vector<DeviceSide::Late> DeviceSide::late(TimePoint now, double patience_s)
     const auto index = static_cast<size_t>(id.index);
     std::vector<int> missing = d.runs[index].collective->late_members();
     if (!missing.empty())
-      all.push_back({text_of("allreduce '", d.set->buckets[index].name, "'"), waited_s, std::move(missing)});
+      all.push_back({"allreduce " + quoted(d.set->buckets[index].name), waited_s, std::move(missing)});
   }
   return all;
 }

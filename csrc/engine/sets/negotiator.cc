@@ -193,6 +193,11 @@ bool Negotiator::leave(int position, const std::string& text) {
   return true;
 }
 
+void Negotiator::end_deadlock(const std::vector<int>& stuck, const std::string& text) {
+  coordinator_->end_deadlock(stuck, text);
+  news_ = true;
+}
+
 Status Negotiator::tell_above_left(int rank, const std::string& text) {
   if (!tree_ || tree_->children(members_.group_rank).empty()) return Status::ok();
   Writer& frame = link_.begin(FrameKind::kAboveLeft);

@@ -71,6 +71,9 @@ class Negotiator {
   // A member has left for good. False: no request of this rank arrives any more.
   bool leave(int position, const std::string& text);
 
+  // Group rank 0: what these members wait for from one another fails.
+  void end_deadlock(const std::vector<int>& stuck, const std::string& text);
+
   // Makes the request aggregators show what they hold, when somebody must know who is missing. how: 0 hold again, 1
   // now, 2 from now on.
   Status take_show_frame(int from, uint8_t how);

@@ -46,14 +46,20 @@ class PersistentBuckets {
   // shared_segment: of the set when all members share memory, else null.
   Result<Declared*> add(int id, std::shared_ptr<const BucketSet> set, SharedSegment* shared_segment);
   void remove(int id) { declared_.erase(id); }
+  // The last one, as if it had never been added.
+  void take_back(int id) {
+    if (const Declared* d = find(id); d && d->has_flags) next_flag_ = d->first_flag;
+    remove(id);
+  }
   // Begins bucket `id` and gives what then is to be stepped; make(flag) makes it at its first use. Null: its plan is
   // not persistent, or no longer. looks: whether another member has left the plans; else somebody else does that.
   template <class Make>
-  PersistentCollective* enter(BucketId id, const SharedSegment* shared_segment, bool looks, Make&& make) {
+  PersistentCollective* enter(BucketId id, SharedSegment* shared_segment, bool looks, Make&& make) {
     Declared* d = find(id.set);
     if (!d || !d->is_persistent) return nullptr;
     if (looks && anybody_left(*shared_segment)) {
-      d->is_persistent = false;
+      // Who has begun this bucket already, and has left since, is told in this way that it will not come.
+      invalidate(shared_segment);
       return nullptr;
     }
     Declared::Run& run = d->runs[static_cast<size_t>(id.index)];

@@ -270,8 +270,7 @@ Status ProcessSet::begin_batch(PlanBatch batch) {
   operations.reserve(batch.entries.size());
   for (const PlanEntry& entry : batch.entries) {
     Operation* op = match(batch.op, entry);
-    if (!op && entry.unnamed && entry.failed_on.empty())
-      parts_.intake.skip_sequence(*intake_, batch.op, entry.sequence);
+    if (!op && entry.unnamed) parts_.intake.skip_sequence(*intake_, batch.op, entry.sequence);
     // An early failure may not mean this rank's own announcement, which came later.
     const auto& struck = entry.failed_on;
     if (!struck.empty() && std::find(struck.begin(), struck.end(), members().group_rank) == struck.end()) op = nullptr;

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -84,6 +85,11 @@ class ProcessSet {
   // Every rank has declared the same; what all are capable of, and have dropped.
   Status confirm(int id, const Capabilities& all);
   void undeclare(int id);
+  // The last that was declared, which not every rank has done.
+  void take_back_declared(int id) {
+    buckets_.take_back(id);
+    parts_.intake.take_back_declared(*intake_, id);
+  }
 
   // The settings in force; they change on every rank at the same plan.
   void set_tuning(const Tuning& tuning);
@@ -96,6 +102,8 @@ class ProcessSet {
   Status above_left(int rank, const std::string& text);
   // From now on this rank enters no persistent plan and no round of the bypass, because it joins or leaves.
   void leave_shared_rounds();
+  // Ends what the ranks have agreed to refuse, before everything fails because a rank has died of that error.
+  Status end_refused();
   // Ends all operations with `reason`; none succeeds any more.
   void fail(const Status& reason);
   // Releases what is on GPUs when the engine shuts down; needs the other members.
@@ -116,6 +124,11 @@ class ProcessSet {
   // process_set_reports.cc
   void find_stalls(TimePoint now, Stalls* stalls) const;
   Status reveal_late(TimePoint now);
+  // Ranks wait for one another for ever. So that coordinators know what is awaited, ranks in between pass on what they
+  // hold, and a rank that is stuck itself (steps_back) enters nothing without a message any more.
+  Status show_what_waits(bool steps_back);
+  // Coordinator: what these world ranks wait for from one another fails.
+  void end_deadlock(const std::set<int>& stuck, const std::string& text);
   void mark_awaited(TimePoint now, std::vector<bool>* waits);
   Status check_device();
   std::string describe(TimePoint now) const;

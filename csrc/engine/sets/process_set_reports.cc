@@ -1,7 +1,9 @@
 // A process set's reports about itself: to the flight recorder and the timeline, to stall reports, to people.
 #include <algorithm>
 
+#include "agreement/deadlock.h"
 #include "base/clock.h"
+#include "base/quoted.h"
 #include "engine/sets/process_set.h"
 
 namespace hc {
@@ -9,7 +11,8 @@ namespace hc {
 namespace {
 
 constexpr size_t kShownPending = 20;  // pending operations in a description
-constexpr double kLeftBehindS = 5;    // until what was launched before a rank has left must have ended
+constexpr double kRevealsApartS = 1;
+constexpr double kLeftBehindS = 5;  // until what was launched before a rank has left must have ended
 
 std::vector<int> world_ranks(const std::vector<int>& group_ranks, const Members& members) {
   std::vector<int> ranks;
@@ -55,7 +58,7 @@ void ProcessSet::find_stalls(TimePoint now, Stalls* stalls) const {
       const std::vector<int> missing = world_ranks(stall.missing, members());
       stalls->lines += text_of("\n  ", stall.name, " (", static_cast<int>(stall.waited_s), " s): missing ",
                                ranks_text(missing), "; ready ", ranks_text(world_ranks(stall.present, members())));
-      if (members().id) stalls->lines += text_of("; process set ", members().id);
+      if (members().id) stalls->lines += "; process set of " + ranks_text(members().ranks);
       if (!stall.hint.empty()) stalls->lines += "; " + stall.hint;
       add(missing, stall.waited_s);
     }
@@ -80,6 +83,30 @@ Status ProcessSet::reveal_late(TimePoint now) {
     return op->batch == 0 && seconds_between(op->submitted, now) >= patience_s;
   });
   return late ? negotiator_->reveal(now, patience_s) : Status::ok();
+}
+
+Status ProcessSet::show_what_waits(bool steps_back) {
+  if (steps_back && shared_ && device_.may_leave()) leave_shared_rounds();
+  const TimePoint now = Clock::now();
+  return negotiator_->may_reveal(now) ? negotiator_->reveal(now, kRevealsApartS) : Status::ok();
+}
+
+void ProcessSet::end_deadlock(const std::set<int>& stuck, const std::string& text) {
+  if (!negotiator_->is_coordinator()) return;
+  std::vector<int> positions;
+  for (int rank : stuck)
+    if (const int position = members().position_of(rank); position >= 0) positions.push_back(position);
+  negotiator_->end_deadlock(positions, text);
+}
+
+Status ProcessSet::end_refused() {
+  Iteration now;
+  while (batches_.next_is_refused()) {
+    HC_TRY(begin_batch(batches_.take_next()));
+    if (batches_.runner()->step(&now.moved) == Progress::kPending) break;
+    finish_batch();
+  }
+  return Status::ok();
 }
 
 void ProcessSet::mark_awaited(TimePoint now, std::vector<bool>* waits) {
@@ -124,8 +151,8 @@ Status ProcessSet::check_order() const {
     if (op->device && comes_behind && waited_s >= patience_s)
       return Status(Code::kMismatch,
                     text_of(parts_.context.me(), " has waited ", static_cast<int>(waited_s), " s for ", op->describe(),
-                            " on its GPU, which comes behind bucket '", bucket.name,
-                            "' that another rank has filled and this rank has not: let all ranks call it at the same "
+                            " on its GPU, which comes behind bucket ", quoted(bucket.name),
+                            " that another rank has filled and this rank has not: let all ranks call it at the same "
                             "place, before or after the step"),
                     parts_.context.rank());
   }

@@ -10,19 +10,6 @@ constexpr auto kLookMs = std::chrono::milliseconds(500);
 
 }  // namespace
 
-std::string ranks_text(std::vector<int> ranks) {
-  std::sort(ranks.begin(), ranks.end());
-  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
-  for (size_t i = 0; i < ranks.size();) {
-    size_t end = i;
-    while (end + 1 < ranks.size() && ranks[end + 1] == ranks[end] + 1) ++end;
-    text += text_of(i ? "," : "", ranks[i]);
-    if (end > i) text += text_of(end == i + 1 ? "," : "-", ranks[end]);
-    i = end + 1;
-  }
-  return text;
-}
-
 Status StallWatch::report(TimePoint now, Stalls stalls, const std::vector<const Operation*>& pending) {
   const Config& config = context_.config;
   next_report_ = now + kLookMs;

@@ -24,17 +24,13 @@ struct Stalls {
   std::set<int> late;  // world ranks that are waited for
   double longest_s = 0;
 };
-// "rank 3", "ranks 3,7-9"
-std::string ranks_text(std::vector<int> ranks);
 
 class StallWatch {
  public:
-  StallWatch(Context& context, ControlLink& link, const Intake& intake, FlightRecords& records)
-      : context_(context), link_(link), intake_(intake), records_(records) {}
+  StallWatch(Context& context, ControlLink& link, const Intake& intake, FlightRecords& records, StackSource& stacks)
+      : context_(context), link_(link), intake_(intake), records_(records), stack_source_(stacks) {}
   static constexpr auto kAnswerMs = std::chrono::milliseconds(20);  // between two looks for answers
   void start() { next_report_ = Clock::now(); }
-  // Before connect: see StackSource.
-  void watch_stack(int signal, int fd, int thread) { stack_source_.watch(signal, fd, thread); }
 
   bool is_due(TimePoint now) const { return !context_.config.stall_check_disable && now >= next_report_; }
   // pending: this rank's own operations, for its answer when it is late itself. An error: why the job ends.
@@ -54,7 +50,7 @@ class StallWatch {
   ControlLink& link_;
   const Intake& intake_;
   FlightRecords& records_;
-  StackSource stack_source_;
+  StackSource& stack_source_;
   StackRequest stack_request_;
   TimePoint next_report_{};
 };

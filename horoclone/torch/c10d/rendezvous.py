@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from horoclone import errors, objects
 from horoclone.bootstrap import exchange, launchers, wire
-from horoclone.runtime import current, life, native_module
+from horoclone.runtime import current, life, native_module, stacks
 from horoclone.settings import setting, settings_of, start_timeout_s, with_own_files
 from horoclone.torch.c10d.lost import Look
 from horoclone.torch.c10d.signed import SignedStore
@@ -65,6 +65,7 @@ def connect(store: Any, rank: int, size: int, timeout_s: float, look: Look = lam
         job = exchange.job_on_this_host(token, rank, size, os.environ, deadline)
     native = native_module.new_runtime(settings)
     try:
+        stacks.watch_stack(native, os.environ)
         if one_host:
             endpoints = job.gather(native.endpoint(), deadline, None)
             with job.connecting() as look:

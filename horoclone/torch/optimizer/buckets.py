@@ -126,6 +126,8 @@ class Bucket:
         """shards: the size is a multiple of so many aligned parts."""
         self.index = index
         self.states = list(states)
+        more = len(self.states) - 1
+        self.summary = self.states[0].name + (f" and {more} more" if more else "")
         align = max(1, ALIGNMENT_BYTES // dtype.itemsize)
         offsets, count = [], 0
         for state in self.states:

@@ -519,7 +519,7 @@ class Reducer:
         return together and not state.sparse_dim and (self.shards == 1 or is_dense(state.parameter))
 
     def _name_of(self, bucket: Bucket) -> str:
-        return f"gradients.{self.layout}.{bucket.index}"
+        return f"gradients.{self.layout}.{bucket.index} ({bucket.summary})"
 
     def _expose(self) -> None:
         for bucket in self.buckets:

@@ -1,0 +1,244 @@
+"""Ranks that wait for one another: named within seconds with their lines, ended with an error, and all can go on."""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+
+import numpy as np
+import pytest
+
+import horoclone as hvd
+
+SOON = {"HOROCLONE_DEADLOCK_TIME_SECONDS": "1", "HOROCLONE_LOG_HIDE_TIME": "1"}
+MODES = pytest.mark.parametrize("shared", ["1", "0"], ids=["shared", "tcp"])
+
+
+def say(**facts):
+    """crew.say, which only the ranks of a crew can import."""
+    import crew
+
+    crew.say(**facts)
+
+
+def ends(call):
+    try:
+        call()
+    except hvd.Mismatch as error:
+        say(text=str(error))
+    for turn in range(40):
+        assert hvd.allreduce(np.ones(2), name="after", op=hvd.Sum)[0] == hvd.size(), turn
+
+
+def in_branch():
+    hvd.init()
+    for _ in range(40):  # the bypass is open
+        hvd.allreduce(np.ones(2), name="step")
+    if hvd.rank() == 0:
+        ends(lambda: hvd.allreduce(np.ones(2), name="loss"))  # LINE OF RANK 0
+    else:
+        ends(lambda: hvd.allreduce(np.ones(2), name="step"))  # LINE OF THE OTHERS
+
+
+def line_of(words):
+    with open(__file__) as file:
+        return next(n for n, text in enumerate(file, 1) if text.rstrip().endswith("# " + words))
+
+
+@MODES
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_call_in_a_branch_of_rank_0_is_named_with_both_lines_and_ends(crew, size, shared):
+    team = crew(in_branch, size, env={**SOON, "HOROCLONE_SHARED_MEMORY": shared})
+    assert team.wait() == [0] * size, team.outputs()
+    others = "rank 1" if size == 2 else "ranks 1,2"
+    where = "tests/core/test_deadlocks.py:"
+    said = (
+        f"rank 0 stands in allreduce 'loss' at {where}{line_of('LINE OF RANK 0')}, {others} in "
+        f"allreduce 'step' at {where}{line_of('LINE OF THE OTHERS')}: "
+    )
+    for rank in range(size):
+        text = team.said(rank, "text")[0]["text"]
+        assert said in text and "inside `if hvd.rank() == 0`?" in text, text
+    assert team.output(0).count("warning: ") == 1, team.outputs()
+    assert all("warning: " not in team.output(rank) for rank in range(1, size)), team.outputs()
+
+
+def in_other_order():
+    hvd.init()
+    for name in ["ab", "ba"][hvd.rank()]:
+        ends(lambda name=name: hvd.allgather(np.ones(2), name=name))
+
+
+def test_calls_in_another_order(crew):
+    team = crew(in_other_order, 2, env=SOON)
+    assert team.wait() == [0, 0], team.outputs()
+    assert [len(team.said(rank, "text")) for rank in range(2)] == [2, 2], team.outputs()
+
+
+def in_two_sets():
+    sets = [hvd.ProcessSet([0, 1]), hvd.ProcessSet([1, 2])]
+    hvd.init(process_sets=sets)
+    if hvd.rank() < 2:
+        ends(lambda: hvd.allreduce(np.ones(2), name="x", process_set=sets[hvd.rank()]))
+    else:
+        ends(hvd.barrier)
+
+
+def test_a_circle_through_two_process_sets(crew):
+    team = crew(in_two_sets, 3, env=SOON)
+    assert team.wait() == [0, 0, 0], team.outputs()
+    text = team.said(2, "text")[0]["text"]
+    assert "of the process set of ranks 0,1" in text and "of the process set of ranks 1,2" in text, text
+    assert "rank 2 in barrier" in text, text
+
+
+CALLS = {
+    "join": hvd.join,
+    "barrier": hvd.barrier,
+    "recv": lambda: hvd.recv(src=1),
+    "send": lambda: hvd.send(np.ones(100_000), 1),
+    "broadcast_object": lambda: hvd.broadcast_object({"a": 1}, root_rank=0),
+    "unnamed": lambda: hvd.allreduce(np.ones(3)),
+    "async": lambda: hvd.synchronize(hvd.allgather_async(np.ones(3))),
+    "process set": lambda: hvd.add_process_set([0]),
+}
+
+
+def each_alone():
+    hvd.init()
+    for call in CALLS.values():
+        ends(call if hvd.rank() == 0 else lambda: hvd.recv(src=0, tag=99))
+    one = hvd.add_process_set([1])
+    assert one.process_set_id == 1
+
+
+def test_every_kind_of_call_ends_and_can_be_repeated(crew):
+    env = {**SOON, "HOROCLONE_DYNAMIC_PROCESS_SETS": "1"}
+    team = crew(each_alone, 2, env=env)
+    assert team.wait() == [0, 0], team.outputs()
+    for rank in range(2):
+        assert len(team.said(rank, "text")) == len(CALLS), team.outputs()
+
+
+def compute():
+    hvd.init()
+    if hvd.rank() == 1:
+        time.sleep(4)
+    assert hvd.allreduce(np.ones(2), name="late", op=hvd.Sum)[0] == 2
+
+
+def test_a_rank_that_does_something_else_is_waited_for(crew):
+    team = crew(compute, 2, env=SOON)
+    assert team.wait() == [0, 0], team.outputs()
+    assert "stands in" not in team.output(0)
+
+
+def threads():
+    """Rank 0's main thread waits for long, and another of its threads goes on calling; so it is with rank 1."""
+    from threading import Thread
+
+    hvd.init()
+
+    def call_again_and_again():
+        for _ in range(30):
+            hvd.allreduce(np.ones(2), name="other")
+            time.sleep(0.1)
+        hvd.allreduce(np.ones(2), name="ab"[1 - hvd.rank()])
+
+    other = Thread(target=call_again_and_again)
+    other.start()
+    hvd.allreduce(np.ones(2), name="ab"[hvd.rank()])
+    other.join()
+
+
+def test_a_rank_whose_other_thread_goes_on_is_waited_for(crew):
+    team = crew(threads, 2, env=SOON)
+    assert team.wait() == [0, 0], team.outputs()
+    assert "stands in" not in team.output(0)
+
+
+TORCH = """
+import torch, horoclone.torch as hvd
+hvd.init()
+m = torch.nn.Linear(4, 2)
+o = hvd.DistributedOptimizer(torch.optim.SGD(m.parameters(), lr=.1), m.named_parameters())
+for i in range(6 {more}):
+    o.zero_grad()
+    m(torch.randn(8, 4)).sum().backward()
+    o.step()
+    {branch}
+{end}
+"""
+SCRIPTS = {
+    "branch": {"more": "", "branch": 'hvd.rank() or hvd.allreduce(torch.ones(1), name="loss")', "end": ""},
+    "uneven": {"more": "+ hvd.rank()", "branch": "", "end": 'hvd.allreduce(torch.ones(1), name="metric")'},
+}
+
+
+@pytest.mark.parametrize("case", SCRIPTS)
+def test_scripts_of_torch_are_told_where_their_ranks_stand(launch, tmp_path, case):
+    pytest.importorskip("torch")
+    script = tmp_path / "train.py"
+    script.write_text(TORCH.format(**SCRIPTS[case]))
+    began = time.monotonic()
+    command = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)]
+    done = launch(command, env=SOON, check=False)
+    assert done.returncode != 0 and time.monotonic() - began < 60, done.output
+    first = "loss" if case == "branch" else "metric"
+    text = rf"rank 0 stands in allreduce '{first}' at \S*train\.py:1[0-1], rank 1 in allreduce 'gradients[^']*' at \S*train\.py:\d"
+    assert re.search(text, done.output), done.output
+    assert "Has rank 1 more batches than rank 0? (hvd.join() evens them out.)" in done.output
+
+
+BINDINGS = {
+    "tensorflow": """
+import tensorflow as tf, horoclone.tensorflow as hvd
+hvd.init()
+call = tf.function(lambda: hvd.allreduce(tf.ones(2), name="ab"[hvd.rank()]))
+try:
+    call()  # here
+except tf.errors.OpError as error:
+    print("raised", error)
+assert hvd.allreduce(tf.ones(2), name="after", op=hvd.Sum)[0] == 2
+""",
+    "jax": """
+import jax, jax.numpy as jnp, horoclone.jax as hvd
+hvd.init()
+call = jax.jit(lambda x: hvd.allreduce(x, name="ab"[hvd.rank()]))
+try:
+    call(jnp.ones(2)).block_until_ready()  # here
+except Exception as error:
+    print("raised", error)
+assert hvd.allreduce(jnp.ones(2), name="after", op=hvd.Sum)[0] == 2
+""",
+    "torch": """
+import torch, torch.distributed as dist, horoclone.torch
+dist.init_process_group("horoclone")
+x = torch.ones(2)
+try:
+    dist.recv(x, 1) if dist.get_rank() == 0 else dist.all_reduce(x)  # here
+except Exception as error:
+    print("raised", error)
+x = torch.ones(2)
+dist.all_reduce(x)
+assert x[0] == 2
+dist.destroy_process_group()
+""",
+}
+
+
+@pytest.mark.parametrize("framework", BINDINGS)
+def test_blocked_programs_of_frameworks_end(launch, tmp_path, framework):
+    pytest.importorskip(framework)
+    script = tmp_path / "program.py"
+    script.write_text(BINDINGS[framework])
+    line = next(n for n, text in enumerate(BINDINGS[framework].splitlines(), 1) if text.endswith("# here"))
+    command = [sys.executable, "-m", "horoclone.launch", "-np", "2", sys.executable, str(script)]
+    done = launch(command, env=SOON)
+    places = re.findall(
+        r"rank 0 stands in .* at \S*program\.py:(\d+), rank 1 in .* at \S*program\.py:(\d+)", done.output
+    )
+    assert len(places) == 3 and set(places) == {(str(line), str(line))}, (
+        done.output
+    )  # said once, raised twice
