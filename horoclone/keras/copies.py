@@ -13,16 +13,15 @@ from __future__ import annotations
 import functools
 import hashlib
 import re
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-import horoclone
 from horoclone.keras.flavor import assign, to_numpy
 from horoclone.keras.reduction import Reduction, default_reduction
 from horoclone.process_sets import global_process_set
+from horoclone.stand_ins import shown_module
 
 _MARK = re.compile(r"(.*)\.distributed(?:\.([0-9a-f]{8}))?")
 _known: dict[str, Reduction] = {}  # word -> options, of optimizers that this process has made or copied
@@ -95,8 +94,8 @@ def names_of(base: type) -> dict[str, Any]:
     """Attributes of a class derived from `base`. Reached as `horovod`, it says so as Horovod's does, because
     libraries ask a class's module whether its optimizer is wrapped."""
     names = {key: getattr(base, key) for key in ("__module__", "__qualname__", "__doc__")}
-    if sys.modules.get("horovod") is horoclone:
-        names["__module__"] = "horovod._keras"
+    if (shown := shown_module("_keras")).startswith("horovod."):
+        names["__module__"] = shown
     return names
 
 

@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "process_sets",
         "runtime",
         "runtime.exported",
+        "stand_ins",
         "tensorflow",
         "torch",
         "torch.operations",
