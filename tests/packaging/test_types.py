@@ -20,6 +20,7 @@ guarded = pytest.mark.guards(
     "horoclone/torch/mpi_ops.py",
     "horoclone/torch/operations",
     "horoclone/torch/optimizer/distributed.py",
+    "horoclone/torch/optimizer/typed.py",
     "horovod-stubs",
     "tests/packaging/user_script.txt",
     packages=("mypy", "basedpyright", "jedi", "torch"),

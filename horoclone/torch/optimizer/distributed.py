@@ -11,7 +11,7 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -27,6 +27,7 @@ from horoclone.torch.optimizer.reducer import Reducer
 from horoclone.torch.optimizer.sharded_state import gather_state
 from horoclone.torch.optimizer.sharding import Sharding, checked_mode
 from horoclone.torch.optimizer.single import Terms
+from horoclone.torch.optimizer.typed import Distributed
 from horoclone.torch.optimizer.wrapping import (
     UNSCALERS,
     WrappedOptimizer,
@@ -34,8 +35,6 @@ from horoclone.torch.optimizer.wrapping import (
     parameters_of,
     wrap,
 )
-
-OptimizerT = TypeVar("OptimizerT", bound=torch.optim.Optimizer)
 
 
 class DistributedMixin(WrappedOptimizer):
@@ -311,7 +310,7 @@ class DistributedMixin(WrappedOptimizer):
 
 
 def DistributedOptimizer(
-    optimizer: OptimizerT,
+    optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
     compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
@@ -330,7 +329,7 @@ def DistributedOptimizer(
     quorum: float | str | None = None,
     late: str = "drop",
     max_lag: int = 8,
-) -> OptimizerT:
+) -> Distributed:
     """Wraps `optimizer` so that gradients are reduced over the ranks of `process_set`, while backward runs.
 
     named_parameters: as from model.named_parameters(); the names must be the same on all ranks. compression: the form
