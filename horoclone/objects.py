@@ -1,15 +1,18 @@
-"""Collectives on Python objects, through cloudpickle. The only place where the runtime unpickles: the bytes come from
-ranks that have proved the job secret, and only when the user calls these functions."""
+"""Collectives on Python objects, through cloudpickle. What a rank unpickles was made by a rank of this job, for this
+call: a digest that is keyed with the job's secret says so, as the streams between ranks are not protected."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import secrets
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from horoclone import arrays, runtime
+from horoclone import arguments, arrays, errors, runtime
+from horoclone.bootstrap import seal
 from horoclone.process_sets import ProcessSet, global_process_set
+from horoclone.runtime import current
 
 
 def _part(name: str | None, part: str) -> str | None:
@@ -19,8 +22,12 @@ def _part(name: str | None, part: str) -> str | None:
 ALIGNMENT = 64
 
 
-def packed(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """An object as one stretch of bytes: a pickle, and behind it the elements of NumPy's arrays, copied once."""
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+def packed(obj: Any) -> Bytes:
+    """An object as one stretch of bytes: a pickle, behind it the elements of NumPy's arrays, copied once, and room for
+    the digest that sealed() puts there."""
     import cloudpickle
 
     buffers: list[Any] = []
@@ -28,14 +35,31 @@ def packed(obj: Any) -> np.ndarray[Any, np.dtype[np.uint8]]:
     parts = [np.frombuffer(head, np.uint8), *(np.frombuffer(one.raw(), np.uint8) for one in buffers)]
     table = np.array([len(parts), *(part.size for part in parts)], np.int64).view(np.uint8)
     places = _places([table.size, *(part.size for part in parts)])
-    data = np.zeros(places[-1], np.uint8)
+    data = np.zeros(places[-1] + ALIGNMENT, np.uint8)
     for place, part in zip(places, [table, *parts], strict=False):
         data[place : place + part.size] = part
     return data
 
 
-def unpacked(data: np.ndarray[Any, np.dtype[np.uint8]]) -> Any:
-    """What packed() was given. Arrays in it are views of `data`."""
+def sealed(data: Bytes, context: str) -> Bytes:
+    """What packed() has made, ready for the way to another rank. context: see seal.tag_of()."""
+    tag = seal.tag_of(current.lasting_secret(), context, [data[:-ALIGNMENT]])
+    data[-ALIGNMENT:][: len(tag)] = np.frombuffer(tag, np.uint8)
+    return data
+
+
+def opened(data: Bytes, context: str) -> Bytes:
+    """The same at its end. HorovodInternalError where it is not what a rank of this job has sealed for that."""
+    tag = data[-ALIGNMENT:][: seal.TAG_BYTES].tobytes()
+    if data.size < ALIGNMENT or not seal.is_right(
+        tag, current.lasting_secret(), context, [data[:-ALIGNMENT]]
+    ):
+        raise errors.HorovodInternalError(seal.broken(context) + ".")
+    return data
+
+
+def unpacked(data: Bytes) -> Any:
+    """What packed() was given. Arrays in it are views of `data`, which is this rank's own or was opened()."""
     import cloudpickle
 
     count = int(data[:8].view(np.int64)[0])
@@ -66,26 +90,54 @@ class _Packed:
             self.error = error
             data = f"{type(error).__name__}: {error}".encode()
         self.data = np.frombuffer(data, np.uint8)
+        self.length = self.data.size if self.error is None else -1 - self.data.size  # below 0: of the reason
 
-    @property
-    def length(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        """[1]; below 0: -1 - the bytes of the reason."""
-        return np.array([self.data.size if self.error is None else -1 - self.data.size], np.int64)
-
-
-def _bytes_of(length: int) -> int:
-    return length if length >= 0 else -1 - length
+    def sealed(self, call: _Call) -> Bytes:
+        """With its digest."""
+        tag = seal.tag_of(current.lasting_secret(), call.context(runtime.native().rank), [self.data])
+        return np.concatenate([self.data, np.frombuffer(tag, np.uint8)])
 
 
-def _unpickled(data: np.ndarray[Any, np.dtype[np.uint8]], length: int, call: str, rank: int) -> Any:
-    import cloudpickle
+class _Call(NamedTuple):
+    """One call of all ranks of a process set. lengths: of what each rank sends, by rank. told: what all ranks said."""
 
-    if length < 0:
-        raise ValueError(
-            f"{call}: rank {rank} cannot pickle its object: {data.tobytes().decode(errors='replace')}. "
-            f"See where rank {rank} raised it"
-        )
-    return cloudpickle.loads(data.data)
+    name: str
+    lengths: dict[int, int]
+    told: bytes
+
+    def context(self, sender: int) -> str:
+        """For the digest of what that rank sends: it holds for this call alone, by numbers that each rank draws."""
+        return f"{self.name} from rank {sender}: {self.told.hex()}"
+
+    def nbytes(self, sender: int) -> int:
+        """What travels from that rank."""
+        length = self.lengths[sender]
+        return (length if length >= 0 else -1 - length) + seal.TAG_BYTES
+
+    def unpickled(self, data: Bytes, sender: int) -> Any:
+        """What a rank has sent. HorovodInternalError where somebody else has; ValueError where it could not pickle."""
+        import cloudpickle
+
+        content, tag = data[: -seal.TAG_BYTES], data[-seal.TAG_BYTES :].tobytes()
+        if not seal.is_right(tag, current.lasting_secret(), self.context(sender), [content]):
+            raise errors.HorovodInternalError(seal.broken(f"{self.name}: what rank {sender} has sent") + ".")
+        if self.lengths[sender] < 0:
+            raise ValueError(
+                f"{self.name}: rank {sender} cannot pickle its object: {content.tobytes().decode(errors='replace')}. "
+                f"See where rank {sender} raised it"
+            )
+        return cloudpickle.loads(content.data)
+
+
+def _agreed(call: str, length: int, name: str | None, process_set: ProcessSet) -> _Call:
+    """Everybody's length, and a number that this rank draws: what was sent in another call does not fit this one."""
+    rank = runtime.native().rank
+    mine = np.array([rank, length, secrets.randbits(63), secrets.randbits(63)], np.int64)
+    rows = np.array(arrays.allgather(mine, name, process_set)).reshape(-1, len(mine))
+    rows[rows[:, 0] == rank] = mine  # as it was drawn, whatever has come back
+    if not (rows[:, 0] == rank).any():
+        raise errors.HorovodInternalError(seal.broken(f"{call}: what the ranks have said") + ".")
+    return _Call(call, {int(row[0]): int(row[1]) for row in rows}, rows.tobytes())
 
 
 def broadcast_object(
@@ -99,14 +151,17 @@ def broadcast_object(
     Two collectives, unnamed unless `name` is given, so that concurrent calls match by their order. An object that
     cannot be pickled: root_rank raises what its pickling raised, and all others ValueError.
     """
+    arguments.check("broadcast_object", root_rank=root_rank, name=name)
     mine = runtime.native().rank == root_rank
+    if root_rank not in _ranks(process_set):
+        arrays.broadcast(np.empty(0, np.uint8), root_rank, name, process_set)  # says what is wrong with it
     packed = _Packed(obj, is_given=mine)
-    length = int(arrays.broadcast(packed.length, root_rank, _part(name, "size"), process_set)[0])
-    data = packed.data if mine else np.empty(_bytes_of(length), np.uint8)
+    call = _agreed("broadcast_object", packed.length, _part(name, "size"), process_set)
+    data = packed.sealed(call) if mine else np.empty(call.nbytes(root_rank), np.uint8)
     received = arrays.broadcast(data, root_rank, _part(name, "data"), process_set)
     if packed.error is not None:
         raise packed.error
-    return obj if mine else _unpickled(received, length, "broadcast_object", root_rank)
+    return obj if mine else call.unpickled(received, root_rank)
 
 
 def broadcast_object_fn(
@@ -127,14 +182,18 @@ def allgather_object(
 
     Where a rank's object cannot be pickled, that rank raises what its pickling raised, and all others ValueError.
     """
+    arguments.check("allgather_object", name=name)
     packed = _Packed(obj)
-    lengths = arrays.allgather(packed.length, _part(name, "sizes"), process_set)
-    everything = arrays.allgather(packed.data, _part(name, "data"), process_set)
+    call = _agreed("allgather_object", packed.length, _part(name, "sizes"), process_set)
+    everything = arrays.allgather(packed.sealed(call), _part(name, "data"), process_set)
     if packed.error is not None:
         raise packed.error
-    ends = np.cumsum([_bytes_of(length) for length in lengths])
-    ranks = process_set.ranks or range(len(lengths))
-    return [
-        _unpickled(everything[end - _bytes_of(length) : end], int(length), "allgather_object", rank)
-        for length, end, rank in zip(lengths, ends, ranks, strict=True)
-    ]
+    found, end = [], 0
+    for rank in call.lengths:
+        begin, end = end, end + call.nbytes(rank)
+        found.append(call.unpickled(everything[begin:end], rank))
+    return found
+
+
+def _ranks(process_set: ProcessSet) -> Sequence[int]:
+    return getattr(process_set, "ranks", None) or range(runtime.native().size)

@@ -1,7 +1,7 @@
 """Sends commits to spares: rank 0 of a generation feeds them through a connection that each spare opens.
 
 Rank 0 writes its addresses into the rendezvous; a spare reads them there, proves the job's secret (wire.py), and
-receives each newest commit: [commit u64][parts u32][bytes u64 of each part][parts][digest]. The content is not
+receives each newest commit: [commit u64][parts u32][bytes u64 of each part][parts][digest][tag]. The content is not
 interpreted here. A spare keeps the newest commit that arrived completely.
 """
 
@@ -14,12 +14,11 @@ import socket
 import struct
 import threading
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from horoclone import errors
-from horoclone.bootstrap import wire
+from horoclone.bootstrap import seal, wire
 from horoclone.bootstrap.client import HELLO_S, SLICE_S, Client
 from horoclone.visitors import Visitors
 
@@ -41,19 +40,16 @@ Pack = Callable[[], Sequence[Part]]
 
 
 class Replica(NamedTuple):
-    """A commit as it travels. digest: a checksum of all parts, and 31 random bits of who packed it; 0 is none."""
+    """A commit as it travels. digest: a number that who packed it has drawn; 0 is none. tag: see seal.tag_of()."""
 
     commit: int
     parts: Sequence[Part]
     digest: int
+    tag: bytes = b""
 
-
-def checksum_of(parts: Sequence[Part]) -> int:
-    """Against a stream that is cut in the wrong place; runs without the interpreter's lock."""
-    checksum = 0
-    for part in parts:
-        checksum = zlib.crc32(part, checksum)
-    return checksum
+    def context(self, job: str) -> str:
+        """For the tag."""
+        return f"{job}, commit {self.commit}, {self.digest}"
 
 
 class Feeder:
@@ -161,7 +157,7 @@ class Feeder:
                 view = memoryview(part).cast("B")
                 for begin in range(0, len(view), CHUNK):
                     peer.sendall(view[begin : begin + CHUNK])
-            peer.sendall(struct.pack("<Q", replica.digest))
+            peer.sendall(struct.pack("<Q", replica.digest) + replica.tag)
             took_s = time.monotonic() - began_s
             next_s = began_s + max(self._interval_s, PART_OF_TIME * took_s)
 
@@ -175,8 +171,9 @@ class Feeder:
                 parts = offered[1]()
             except Exception:
                 return self._packed
-            digest = (1 + secrets.randbits(30)) << 32 | checksum_of(parts)
-            self._packed = Replica(offered[0], parts, digest)
+            packed = Replica(offered[0], parts, 1 + secrets.randbits(62))
+            tag = seal.tag_of(self._secret, packed.context(self._job), parts)
+            self._packed = packed._replace(tag=tag)
             return self._packed
 
 
@@ -232,13 +229,22 @@ class Feed(Client):
         try:
             connection = source.open()
             while not self._is_over():
-                replica = _read(connection, is_over)
+                replica = self._checked(_read(connection, is_over))
                 if replica is None:
                     return
                 if not self._stop:
                     self._newest = replica
         finally:
             source.close()
+
+    def _checked(self, replica: Replica | None) -> Replica | None:
+        """ConnectionError for a commit that no process of this job has packed, or that was damaged on its way."""
+        if replica is None:
+            return None
+        context = replica.context(f"{self._job}/replica")
+        if not seal.is_right(replica.tag, self._secret, context, replica.parts):
+            raise ConnectionError(seal.broken(f"commit {replica.commit}"))
+        return replica
 
 
 class _Source(Client):
@@ -268,13 +274,11 @@ def _read(connection: socket.socket, is_over: Callable[[], bool]) -> Replica | N
         if part is None:
             return None
         parts.append(part)
-    told = _exactly(connection, DIGEST_BYTES, is_over)
+    told = _exactly(connection, DIGEST_BYTES + seal.TAG_BYTES, is_over)
     if told is None:
         return None
-    (digest,) = struct.unpack("<Q", told)
-    if checksum_of(parts) != digest & 0xFFFFFFFF:
-        raise ConnectionError("a commit arrived damaged")
-    return Replica(commit, parts, digest)
+    (digest,) = struct.unpack("<Q", told[:DIGEST_BYTES])
+    return Replica(commit, parts, digest, bytes(told[DIGEST_BYTES:]))
 
 
 def _exactly(connection: socket.socket, count: int, is_over: Callable[[], bool]) -> bytearray | None:

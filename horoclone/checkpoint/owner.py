@@ -69,7 +69,7 @@ def _job() -> str:
     if job is None or job.rendezvous.client is None:
         return f"{_alone}-{os.getpid()}"
     return hashlib.sha256(
-        b"checkpoint owner\0" + job.rendezvous.name.encode() + b"\0" + job.secret
+        b"checkpoint owner\0" + job.rendezvous.name.encode() + b"\0" + job.rendezvous.secret
     ).hexdigest()[:16]
 
 

@@ -19,7 +19,7 @@ from horoclone import arrays, errors
 from horoclone.arrays.handles import poll, synchronize
 from horoclone.elastic import member
 from horoclone.elastic.generation import generation
-from horoclone.objects import allgather_object, packed, unpacked
+from horoclone.objects import allgather_object, opened, packed, sealed, unpacked
 from horoclone.runtime import facts
 
 TAG = 1 << 40  # of messages between buddies; a user's tags are smaller
@@ -163,6 +163,7 @@ def _what_is_lost(groups: Mapping[tuple[int, int], Mapping[int, Held]]) -> str:
 class Kept:
     """Of one commit. rank, size, generation: of this process when it was made. others: shards kept, by their rank."""
 
+    commit: int
     generation: int
     rank: int
     size: int
@@ -172,13 +173,20 @@ class Kept:
 
     def shard(self, origin: int) -> Any:
         """Unpacked anew: what is in it may be changed."""
-        parts = [self.own] if origin == self.rank else self.others[origin]
-        return unpacked(np.concatenate(parts))
+        if origin == self.rank:
+            return unpacked(self.own.copy())
+        return unpacked(opened(np.concatenate(self.others[origin]), _context(self.commit, origin)))
 
     def bytes_of(self, origin: int) -> list[Bytes]:
         """In as many parts as a shard travels in."""
-        parts = [self.own] if origin == self.rank else self.others[origin]
+        own = origin == self.rank
+        parts = [sealed(self.own, _context(self.commit, origin))] if own else self.others[origin]
         return np.array_split(parts[0], PARTS) if len(parts) == 1 else parts
+
+
+def _context(commit: int, origin: int) -> str:
+    """For what a shard's digest holds."""
+    return f"the shard of rank {origin} of commit {commit}"
 
 
 @dataclass
@@ -222,7 +230,7 @@ class Peers:
         """Packs this rank's shard of a commit; of older ones those in `keep` stay."""
         self.kept = {number: one for number, one in self.kept.items() if number in keep and number < commit}
         number, rank, size = _place()
-        self.kept[commit] = Kept(number, rank, size, packed(value), is_complete=size == 1)
+        self.kept[commit] = Kept(commit, number, rank, size, packed(value), is_complete=size == 1)
 
     def start(self, commit: int) -> None:
         """Sends the shard to the buddies and takes theirs, without waiting. All ranks call it for the same commit.
@@ -371,7 +379,7 @@ class Peers:
         for origin, source, to in moves:
             if to == me:
                 parts = [_as_bytes(arrays.recv(None, source, MOVED_TAG)) for _ in range(PARTS)]
-                values[origin] = unpacked(np.concatenate(parts))
+                values[origin] = unpacked(opened(np.concatenate(parts), _context(found.commit, origin)))
         for handle in sent:
             synchronize(handle)
         return Shards(found, values)

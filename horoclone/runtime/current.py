@@ -88,6 +88,11 @@ def job_secret() -> bytes:
     return job.secret if job is not None and runtime is not None else b""
 
 
+def lasting_secret() -> bytes:
+    """The same in all generations of an elastic job, each of which has one of its own; empty before init()."""
+    return job.rendezvous.secret if job is not None and runtime is not None else b""
+
+
 def world_ranks_of(comm: Any) -> list[int]:
     """World ranks of the members of an mpi4py communicator."""
     if job is None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from horoclone.bootstrap import replica, wire
+from horoclone.bootstrap import replica, seal, wire
 from horoclone.bootstrap.client import Client
 from horoclone.bootstrap.rendezvous import Server
 from horoclone.bootstrap.replica import Feed, Feeder
@@ -170,10 +170,20 @@ def sent(*pieces: bytes) -> Any:
 
 def test_what_makes_no_sense_is_refused() -> None:
     head = struct.pack("<QIQ", 4, 1, 3)
-    good = struct.pack("<Q", 1 << 32 | replica.checksum_of([b"abc"]))
-    assert sent(head, b"abc", good).commit == 4
-    with pytest.raises(ConnectionError, match="damaged"):
-        sent(head, b"abd", good)
+    tag = seal.tag_of(b"secret", replica.Replica(4, [], 7).context("job/replica"), [b"abc"])
+    end = struct.pack("<Q", 7) + tag
+    feed = replica.Feed(["127.0.0.1:1"], b"secret", "job")
+    assert feed._checked(sent(head, b"abc", end)) == (4, [b"abc"], 7, tag)
+    wrong = struct.pack("<Q", 8) + tag
+    for content, tail, other in (
+        (b"abd", end, head),
+        (b"abc", wrong, head),
+        (b"abc", end, struct.pack("<QIQ", 5, 1, 3)),
+    ):
+        with pytest.raises(ConnectionError, match="changed on its way"):
+            feed._checked(sent(other, content, tail))
+    with pytest.raises(ConnectionError, match="changed on its way"):
+        replica.Feed(["127.0.0.1:1"], b"another", "job")._checked(sent(head, b"abc", end))
     with pytest.raises(ConnectionError, match="gone"):
         sent(head, b"ab")
     with pytest.raises(ConnectionError, match="more than this machine has"):

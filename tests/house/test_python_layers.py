@@ -68,7 +68,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "launch": {"bootstrap", "errors", "failpoints", "live", "plan", "selection", "settings", "simulate"},
     "lightning": {"errors", "objects", "runtime", "runtime.life", "torch", "tracking"},
     "live": {"visitors"},
-    "objects": {"arrays", "process_sets", "runtime"},
+    "objects": {"arguments", "arrays", "bootstrap", "errors", "process_sets", "runtime"},
     "ops": {"arguments", "errors"},
     "plan": {"replay"},
     "process_sets": {"errors", "ops", "runtime"},

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from horoclone import arrays
-from horoclone.objects import packed, unpacked
+from horoclone.objects import opened, packed, sealed, unpacked
 from horoclone.process_sets import ProcessSet
 from horoclone.torch.operations.gpu import HOST, place_of
 from horoclone.torch.optimizer.buckets import flat_of
@@ -115,7 +115,12 @@ def reshard(
     coming = [going[rank]]
     if size > 1:
         going[rank] = []
-        messages = [packed([(t, b, e, _boxed_entry(entry)) for t, b, e, entry in one]) for one in going]
+        messages = [
+            sealed(
+                packed([(t, b, e, _boxed_entry(entry)) for t, b, e, entry in one]), _context(layout, rank, to)
+            )
+            for to, one in enumerate(going)
+        ]
         rows, counts = arrays.alltoall(
             np.concatenate(messages),
             [one.size for one in messages],
@@ -123,7 +128,10 @@ def reshard(
             process_set,
         )
         ends = np.cumsum(counts)
-        coming += [unpacked(rows[end - count : end].copy()) for count, end in zip(counts, ends, strict=True)]
+        coming += [
+            unpacked(opened(rows[end - count : end].copy(), _context(layout, source, rank)))
+            for source, (count, end) in enumerate(zip(counts, ends, strict=True))
+        ]
     made: dict[int, dict[str, Any]] = {}
     for parts in coming:
         for target, begin, end, entry in parts:
@@ -133,6 +141,11 @@ def reshard(
             state.pop(piece.tensor, None)
     for target, entry in made.items():
         state[own_tensor(new[target])] = entry
+
+
+def _context(layout: int, source: int, target: int) -> str:
+    """For what a message's digest holds."""
+    return f"the optimizer's state from rank {source} to rank {target} of a process set, cut {layout}"
 
 
 def own_tensor(piece: Piece) -> torch.Tensor:
