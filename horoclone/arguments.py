@@ -6,6 +6,7 @@ have failed. Thread: any.
 
 from __future__ import annotations
 
+import operator
 import reprlib
 from collections.abc import Callable
 from typing import Any
@@ -35,11 +36,30 @@ def wrong_type(call: str, argument: str, value: Any, accepted: str) -> TypeError
 
 
 def is_integer(value: Any) -> bool:
-    return hasattr(value, "__index__")
+    """Whether it is one, and no bool."""
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return not _is_bool(value)
 
 
 def is_number(value: Any) -> bool:
-    return hasattr(value, "__float__") or hasattr(value, "__index__")
+    """Whether it is a real number: no bool, nothing complex, no NaN."""
+    if not hasattr(value, "__float__") and not hasattr(value, "__index__"):
+        return False
+    if _is_bool(value) or getattr(getattr(value, "dtype", None), "kind", "") == "c":
+        return False
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+    return number == number
+
+
+def _is_bool(value: Any) -> bool:
+    """Python's or NumPy's: True is the integer 1 and the number 1.0 to all who do not look."""
+    return isinstance(value, bool) or type(value).__name__ in ("bool", "bool_")
 
 
 def _is_name(value: Any) -> bool:
@@ -55,7 +75,7 @@ def _is_splits(value: Any) -> bool:
         return False
 
 
-_NUMBER, _INTEGER = (is_number, "a number"), (is_integer, "an integer")
+_NUMBER, _INTEGER = (is_number, "a number that is real and not NaN"), (is_integer, "an integer")
 SPLITS = "a list of integers, one for each rank of the process set, or None"
 # argument of a public function -> (what fits, in words)
 _ACCEPTED: dict[str, tuple[Callable[[Any], bool], str]] = {
@@ -89,7 +109,7 @@ def explained(call: str, error: TypeError, **arguments: Any) -> TypeError:
 
 def root(call: str, root_rank: Any) -> int:
     """root_rank as the core's number. TypeError unless it is an integer."""
-    if not is_integer(root_rank):
+    if type(root_rank) is not int:
         check(call, root_rank=root_rank)
     return int(root_rank)
 

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <atomic>
 #include <climits>
+#include <cmath>
 #include <cstring>
 
 #include "interruption.h"
@@ -84,6 +85,7 @@ bool read_request(const FastPath* fast_path, PyObject* const* args, hc_request* 
   if (!PyFloat_CheckExact(args[kPrescale]) || !PyFloat_CheckExact(args[kPostscale])) return false;
   r->prescale = PyFloat_AS_DOUBLE(args[kPrescale]);
   r->postscale = PyFloat_AS_DOUBLE(args[kPostscale]);
+  if (std::isnan(r->prescale) || std::isnan(r->postscale)) return false;  // refused, see strict_numbers.h
   return read_int(args[kPriority], INT32_MIN, INT32_MAX, &r->priority) && read_name(args[kName], &r->name);
 }
 

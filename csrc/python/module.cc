@@ -18,6 +18,7 @@
 #include "quantize.h"
 #include "raising.h"
 #include "servers.h"
+#include "strict_numbers.h"
 #include "tools/python/simulate.h"
 #include "wait_slice.h"
 #include "without_gil.h"
@@ -81,8 +82,10 @@ std::string selection_report(const std::map<std::string, std::string>& settings)
 
 using hc_python::Block;
 using hc_python::DeviceBlock;
+using hc_python::Factor;
 using hc_python::raise_if;
 using hc_python::Result;
+using hc_python::Whole;
 using hc_python::WithoutGil;
 
 class Runtime {
@@ -114,15 +117,15 @@ class Runtime {
   int fact(hc_fact which) const { return hc_get(rt_, which); }
 
   hc_handle submit(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype, int reduce,
-                   double prescale, double postscale, int root, int process_set, py::handle splits, int64_t tag,
-                   int device, uintptr_t stream, int priority) {
+                   Factor prescale, Factor postscale, Whole<int> root, int process_set, py::handle splits,
+                   Whole<int64_t> tag, int device, uintptr_t stream, Whole<int> priority) {
     return submit_one({op, reduce, root, process_set, prescale, postscale, tag, device, stream, priority}, name, in,
                       out, shape, dtype, splits, false);
   }
 
   // The core-owned result, where `out` is 0 and there is one.
   std::unique_ptr<Result> run(int op, py::handle name, uintptr_t in, uintptr_t out, py::handle shape, int dtype,
-                              int reduce, double prescale, double postscale, int root, int process_set,
+                              int reduce, Factor prescale, Factor postscale, Whole<int> root, int process_set,
                               py::handle splits) {
     const hc_handle handle =
         submit_one({op, reduce, root, process_set, prescale, postscale}, name, in, out, shape, dtype, splits, true);
@@ -153,8 +156,8 @@ class Runtime {
   }
 
   hc_handle submit_group(int op, py::handle name, py::sequence ins, py::sequence outs, py::sequence shapes,
-                         py::sequence dtypes, int reduce, double prescale, double postscale, int root, int process_set,
-                         int device, uintptr_t stream, int priority) {
+                         py::sequence dtypes, int reduce, Factor prescale, Factor postscale, Whole<int> root,
+                         int process_set, int device, uintptr_t stream, Whole<int> priority) {
     const size_t n = ins.size();
     if (outs.size() != n || shapes.size() != n || dtypes.size() != n)
       throw py::value_error("data_in, data_out, shapes and dtypes must have one entry per tensor");
@@ -173,7 +176,7 @@ class Runtime {
   }
 
   int declare(py::sequence names, py::sequence data, py::sequence counts, py::sequence dtypes, int reduce,
-              double prescale, double postscale, int process_set, int device) {
+              Factor prescale, Factor postscale, int process_set, int device) {
     const size_t n = names.size();
     if (data.size() != n || counts.size() != n || dtypes.size() != n)
       throw py::value_error("names, data, counts and dtypes must have one entry per bucket");

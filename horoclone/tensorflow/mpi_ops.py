@@ -176,6 +176,7 @@ def _splits(splits: Any) -> Any:
     """As a tensor of int32; one that is a tensor already is TensorFlow's to judge."""
     if tf.is_tensor(splits):
         return splits
+    check("alltoall", splits=splits)
     if splits is None:
         return tf.constant([], tf.int32)
     try:

@@ -47,6 +47,27 @@ WRONG: dict[str, tuple[Any, str, str]] = {
     "tensors": (7, "7 (an int)", "list or tuple"),
     "arrays": (7, "7 (an int)", "list or tuple"),
 }
+# What Python casts without a word where nobody looks: all of them are as wrong.
+CAST: dict[str, tuple[Any, ...]] = {
+    "root_rank": (True, False, 0.0, 1.7, np.float32(0), np.bool_(False), None, 0j, np.array([0.0])),
+    "prescale_factor": (
+        True,
+        np.bool_(True),
+        1j,
+        np.complex64(1),
+        float("nan"),
+        np.float32("nan"),
+        10**400,
+        None,
+        b"1",
+    ),
+    "postscale_factor": (False, np.complex128(1), float("nan"), "nan", np.ones(2)),
+    "priority": (True, 1.0, np.float32(1), 10**30),
+    "tag": (True, 1.0, np.float64(1)),
+    "device": (True, 1.0),
+    "splits": ([1.5], [True], [np.float32(1)], "11", ["1"]),
+    "name": (b"x", 1.5, True),
+}
 REDUCTION = ("average", "name", "op", "prescale_factor", "postscale_factor", "process_set")
 SHARE = ("name", "op", "prescale_factor", "postscale_factor", "process_set")
 ROOTED = ("root_rank", "name", "process_set")
@@ -80,6 +101,13 @@ def check(
                 assert accepted in text, f"{name}({argument}=...): what is accepted? {text}"
             else:
                 raise AssertionError(f"{name}({argument}={value!r}) was accepted")
+            for other in CAST.get(argument, ()):
+                try:
+                    function(**{**given[kind](), argument: other})
+                except (TypeError, ValueError, hvd.HorovodInternalError) as error:
+                    assert argument in str(error), f"{name}({argument}={other!r}): {error}"
+                else:
+                    raise AssertionError(f"{name}({argument}={other!r}) was accepted")
 
 
 ARRAYS = {
@@ -98,6 +126,7 @@ ARRAYS = {
     "send": ("dst", "tag", "process_set"), "isend": ("dst", "tag", "process_set"),
     "recv": ("src", "tag", "process_set"), "irecv": ("src", "tag", "process_set"),
     "join": ("device",), "barrier": ("process_set",), "poll": ("handle",), "synchronize": ("handle",),
+    "broadcast_object": ROOTED, "allgather_object": ("name", "process_set"),
 }  # fmt: skip
 
 
@@ -116,6 +145,7 @@ def test_operations_on_arrays() -> None:
         "": dict, "allreduce": array, "allgather": array, "alltoall": array, "reducescatter": array, "grouped": arrays,
         "broadcast": rooted, "reduce": rooted, "reducescatter_": array, "gather": rooted, "scatter": rooted, "recv": array,
         "irecv": array, "send": lambda: {**array(), "dst": 0}, "isend": lambda: {**array(), "dst": 0},
+        "broadcast_object": lambda: {"obj": 1, "root_rank": hvd.rank()}, "allgather_object": lambda: {"obj": 1},
     }  # fmt: skip
     check(hvd, ARRAYS, given)
     for call in (hvd.allreduce_, hvd.broadcast_):
@@ -155,6 +185,7 @@ def test_operations_on_torch_tensors() -> None:
         "": dict, "allreduce": tensor, "allgather": tensor, "alltoall": tensor, "reducescatter": tensor,
         "grouped": tensors, "broadcast": rooted, "reduce": rooted, "gather": rooted, "scatter": rooted, "recv": tensor,
         "irecv": tensor, "send": lambda: {**tensor(), "dst": 0}, "isend": lambda: {**tensor(), "dst": 0},
+        "broadcast_object": lambda: {"obj": 1, "root_rank": hvd.rank()}, "allgather_object": lambda: {"obj": 1},
     }  # fmt: skip
     check(torch_hvd, TORCH, given)
     operations = [
