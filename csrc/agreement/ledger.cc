@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <bit>
 
+#include "base/hash.h"
+
 namespace hc {
 
 uint32_t SequenceWindow::find(uint64_t sequence) const {
@@ -34,13 +36,14 @@ void SequenceWindow::remove(uint64_t sequence) {
   while (cell(low_) == kNoEntry) low_++;
 }
 
-// Unnamed operations whose shapes never come back must not push out names, so their cache ids are at most a quarter of
-// the capacity (at least one, from a capacity of two), and a signature gets one only when it comes for the second time.
+// What comes only once ("metric_17") must neither take memory for good nor push out what comes in every step, so a
+// name, or an unnamed signature, gets a cache id only when it comes for the second time. Unnamed ones have at most a
+// quarter of the capacity (at least one, from a capacity of two).
 Ledger::Ledger(int size, size_t capacity)
     : size_(size),
       capacity_(std::min<size_t>(capacity, kMaxCacheIds)),
       unnamed_capacity_(capacity_ < 2 ? 0 : std::max<size_t>(1, capacity_ / 4)),
-      seen_once_(std::bit_ceil(std::max<size_t>(1024, 4 * unnamed_capacity_)), 0),
+      came_(std::max<size_t>(1024, 4 * capacity_)),
       scratch_(static_cast<size_t>(size), nullptr) {}
 
 uint32_t Ledger::new_entry(Op op) {
@@ -276,13 +279,10 @@ bool Ledger::uniform(const Entry& e) const {
 
 bool Ledger::deserves_cache_id(const Entry& e) {
   if (remembered_.size() >= capacity_) return false;
-  if (!e.unnamed) return true;
-  if (unnamed_cache_ids_ >= unnamed_capacity_) return false;
-  uint64_t hash = hash_of(reference(e));
-  uint64_t& seen = seen_once_[hash & (seen_once_.size() - 1)];
-  if (seen == hash) return true;
-  seen = hash;
-  return false;
+  if (e.unnamed && unnamed_cache_ids_ >= unnamed_capacity_) return false;
+  uint64_t hash = e.unnamed ? hash_of(reference(e)) : hash_of_text(e.named->first);
+  mix(&hash, static_cast<uint64_t>(e.op));
+  return came_.again(hash);
 }
 
 void Ledger::choose_cache_id(uint32_t index) {
@@ -292,7 +292,7 @@ void Ledger::choose_cache_id(uint32_t index) {
   if (e.cache_id != kNoCacheId && !(e.unnamed && e.detailed)) {
     e.plan_cache_id = e.cache_id;
     e.assigned = e.teach;
-    e.teach = false;
+    e.teach = e.teach && e.with_joined;  // a rank that has joined need not learn it
     return;
   }
   if (e.unnamed) {

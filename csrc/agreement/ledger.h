@@ -13,6 +13,7 @@
 #include "agreement/rank_set.h"
 #include "agreement/signature_table.h"
 #include "base/clock.h"
+#include "base/recent_hashes.h"
 
 namespace hc {
 
@@ -134,8 +135,8 @@ class Ledger {
   std::vector<uint32_t> free_;
   std::unordered_map<std::string, Namesakes> names_;
   std::array<SequenceWindow, kOpCount> windows_;
-  SignatureTable by_content_;        // unnamed cache ids
-  std::vector<uint64_t> seen_once_;  // hashes of unnamed signatures without a cache id
+  SignatureTable by_content_;  // unnamed cache ids
+  RecentHashes came_;          // of names and unnamed signatures without a cache id
   std::vector<const Signature*> scratch_;
 };
 

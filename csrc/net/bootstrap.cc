@@ -65,6 +65,7 @@ class Bootstrap {
 
  private:
   bool complete() const;
+  Status check_addresses() const;
   Status check_descriptors() const;
   Status check_time(TimePoint now);
   Status dial(TimePoint now);
@@ -145,6 +146,18 @@ bool Bootstrap::complete() const {
   return std::all_of(expected_.begin(), expected_.end(), [](const ExpectedLink& s) {
     return s.done && (s.purpose != Purpose::kLocal || (s.ends_sent && s.ends_received));
   });
+}
+
+Status Bootstrap::check_addresses() const {
+  for (const ExpectedLink& link : expected_) {
+    if (link.purpose == Purpose::kLocal) continue;
+    for (int rank : {rank_, link.peer})
+      if ((*in_.endpoints)[rank].addresses.empty())
+        return error(Code::kInvalidArgument, name_of(rank), " has no network interface that is up, and ",
+                     name_of(rank == rank_ ? link.peer : rank_),
+                     " shares no memory with it. On one machine `ip link set lo up` is enough");
+  }
+  return Status::ok();
 }
 
 Status Bootstrap::check_descriptors() const {
@@ -382,6 +395,7 @@ void Bootstrap::wait() {
 }
 
 Status Bootstrap::run() {
+  HC_TRY(check_addresses());
   HC_TRY(check_descriptors());
   while (!complete()) {
     const TimePoint now = Clock::now();

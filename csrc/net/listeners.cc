@@ -25,7 +25,7 @@ Status open_listeners(const std::string& wanted, const TcpTuning& tuning, Listen
   // them.
   uint16_t port = 0;
   bool six = true;
-  if (wanted.empty()) {
+  if (wanted.empty() && !interfaces.value().empty()) {  // else other ranks of this machine come through memory
     auto fd = listen_tcp(Address::any(AF_INET6), tuning);
     if (!fd.is_ok()) six = false, fd = listen_tcp(Address::any(AF_INET), tuning);
     if (!fd.is_ok()) return fd.status();

@@ -169,10 +169,9 @@ Result<std::vector<NetworkInterface>> network_interfaces(const std::string& want
     if (place >= 0) found.push_back({place + (family == AF_INET6), {at->ifa_name, address}});
   }
   freeifaddrs(list);
-  if (found.empty()) {
-    return error(Code::kInvalidArgument,
-                 wanted.empty() ? "no network interface is up" : "no interface of '" + wanted + "' is up",
-                 "; this host has: ", names.empty() ? "none" : names,
+  if (found.empty() && !wanted.empty()) {
+    return error(Code::kInvalidArgument, "no interface of '", wanted,
+                 "' is up; this host has: ", names.empty() ? "none" : names,
                  ". Set HOROCLONE_NETWORK_INTERFACES to one of them");
   }
   std::stable_sort(found.begin(), found.end(), [](const auto& a, const auto& b) { return a.first < b.first; });

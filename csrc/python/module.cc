@@ -19,6 +19,7 @@
 #include "raising.h"
 #include "servers.h"
 #include "strict_numbers.h"
+#include "text.h"
 #include "tools/python/simulate.h"
 #include "wait_slice.h"
 #include "without_gil.h"
@@ -331,18 +332,26 @@ class Runtime {
   void watch_stack(int signal, int fd, int thread, const std::string& libraries) {
     hc_watch_stack(rt_, signal, fd, thread, libraries.c_str());
   }
-  std::string flight_record(const std::string& reason) const {
-    WithoutGil released;
-    return hc_flight_record(rt_, reason.c_str());
+  py::str flight_record(const std::string& reason) const {
+    std::string record;
+    {
+      WithoutGil released;
+      record = hc_flight_record(rt_, reason.c_str());
+    }
+    return hc_python::shown(record);
   }
   void share_page(int fd, uint64_t offset, const std::string& program) {
     raise_if(hc_page_share(rt_, fd, offset, program.c_str()));
   }
   py::bytes page() const { return py::bytes(hc_page(rt_), HC_PAGE_BYTES); }
-  std::string counters() const { return hc_counters(rt_); }
-  std::string describe() const {
-    WithoutGil released;
-    return hc_describe(rt_);
+  py::str counters() const { return hc_python::shown(hc_counters(rt_)); }
+  py::str describe() const {
+    std::string text;
+    {
+      WithoutGil released;
+      text = hc_describe(rt_);
+    }
+    return hc_python::shown(text);
   }
 
  private:

@@ -3,7 +3,8 @@
 #include <pybind11/stl.h>
 
 #include <map>
-#include <stdexcept>
+
+#include "text.h"
 
 namespace py = pybind11;
 
@@ -21,12 +22,12 @@ std::map<int, py::object>& error_classes() {
 void raise(int code, int culprit, const std::string& text) {
   auto at = error_classes().find(code);
   if (at != error_classes().end()) {
-    py::object exception = at->second(text, culprit);
+    py::object exception = at->second(shown(text), culprit);
     PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
     throw py::error_already_set();
   }
-  if (code == HC_INVALID_ARGUMENT) throw py::value_error(text);
-  throw std::runtime_error(text);
+  PyErr_SetObject(code == HC_INVALID_ARGUMENT ? PyExc_ValueError : PyExc_RuntimeError, shown(text).ptr());
+  throw py::error_already_set();
 }
 
 void raise_if(hc_status* status) {

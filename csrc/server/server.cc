@@ -1,7 +1,9 @@
 #include "server/server.h"
 
+#include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -80,10 +82,14 @@ void Server::accept() {
 }
 
 void Server::take(Fd fd, const std::string& from) {
-  if (strangers_ >= kMaxStrangers) return;  // closes it
-  ++strangers_;
+  if (strangers_ >= 2 * kMaxStrangers) return;  // closes it: those that were sent away have not noticed yet
+  Fd end(::fcntl(fd.get(), F_DUPFD_CLOEXEC, 0));
+  if (!end) return;
   const std::lock_guard<std::mutex> lock(mutex_);
+  if (strangers_ >= kMaxStrangers) send_oldest_stranger_away();
+  ++strangers_;
   Session& session = sessions_.emplace_back();
+  session.stranger = std::move(end);
   const uint64_t number = ++last_session_;
   auto owned = std::make_shared<Fd>(std::move(fd));
   Status started = session.thread.start("hc-ps-serve", [this, &session, number, owned, from] {
@@ -96,6 +102,16 @@ void Server::take(Fd fd, const std::string& from) {
   }
 }
 
+// mutex_ held. Its thread sees the end of the connection.
+void Server::send_oldest_stranger_away() {
+  for (Session& session : sessions_) {
+    if (!session.stranger) continue;
+    (void)::shutdown(session.stranger.get(), SHUT_RDWR);
+    session.stranger = Fd();
+    return;
+  }
+}
+
 void Server::reap() {
   const std::lock_guard<std::mutex> lock(mutex_);
   sessions_.remove_if([](const Session& session) { return session.over.load(); });
@@ -104,10 +120,11 @@ void Server::reap() {
 void Server::serve(Session& session, uint64_t number, Fd fd, const std::string& from) {
   auto connection = Connection::welcome(std::move(fd), from, options_.credentials, options_.index, options_.generation,
                                         kHelloDeadlineS);
-  --strangers_;
-  if (!connection.is_ok()) return;  // a stranger: nothing is owed to it
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    --strangers_;
+    session.stranger = Fd();
+    if (!connection.is_ok()) return;  // a stranger: nothing is owed to it
     session.connection = connection.take();
     if (stopping_) return;
   }

@@ -48,6 +48,7 @@ class Server {
   struct Session {
     NamedThread thread;
     std::shared_ptr<Connection> connection;  // guarded by mutex_; null before it is authenticated
+    Fd stranger;                             // guarded by mutex_; until then, to end it: the connection once more
     std::atomic<bool> over{false};
     uint64_t worker = 0;
     bool goodbye = false;
@@ -57,6 +58,7 @@ class Server {
   Status listen();
   void accept();
   void take(Fd fd, const std::string& from);
+  void send_oldest_stranger_away();
   void serve(Session& session, uint64_t number, Fd fd, const std::string& from);
   Status talk(Session& session, uint64_t number);
   Status answer(Session& session, const FrameHeader& header, std::span<const uint8_t> payload, Buffer* rows);

@@ -75,3 +75,9 @@ def test_files_of_the_core_get_such_names(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     with open(timeline, "rb") as file:
         assert any(event.get("name") == "ALLREDUCE" or "x" in str(event) for event in json.loads(file.read()))
+
+
+def test_a_setting_that_is_wrong_in_this_way_is_named(tmp_path: Path) -> None:
+    done = run(tmp_path, env={b"HOROCLONE_ARENA_BYTES": b"1\xff"})
+    assert done.returncode != 0
+    assert b"ARENA_BYTES" in done.stderr.rpartition(b"root cause: ")[2], done.stderr

@@ -1,4 +1,4 @@
-"""Jobs in network namespaces of their own: with loopback only, with one kind of address only."""
+"""Jobs in network namespaces of their own: without an interface, with loopback only, with one kind of address only."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ print("sum", hvd.allreduce(np.ones(3), op=hvd.Sum).tolist(), flush=True)
 """
 UP = "ip link set lo up"
 NETWORKS = {
+    "no interface": ":",
     "loopback": UP,
     "IPv4 only": f"{UP}; ip addr del ::1/128 dev lo",
     "IPv6 only": f"{UP}; ip addr del 127.0.0.1/8 dev lo",
@@ -57,3 +58,17 @@ def test_the_ranks_of_one_machine_need_no_network(network: str, program: Path) -
     assert alone.stdout == "sum [1.0, 1.0, 1.0]\n", alone.stderr
     two = in_network(NETWORKS[network], HOROCLONERUN, "-np", "2", sys.executable, program)
     assert two.stdout.count("sum [2.0, 2.0, 2.0]\n") == 2, two.stderr
+
+
+def test_ranks_without_shared_memory_say_that_they_need_an_interface(program: Path) -> None:
+    done = in_network(
+        NETWORKS["no interface"],
+        "env",
+        "HOROCLONE_SHARED_MEMORY=0",
+        HOROCLONERUN,
+        "-np",
+        "2",
+        sys.executable,
+        program,
+    )
+    assert done.returncode and "ip link set lo up" in done.stderr, done.stderr

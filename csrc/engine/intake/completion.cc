@@ -35,6 +35,8 @@ void Completion::finish(Operation* op, Status status) {
     tell = [callback = op->tell, handle = op->handle, outcome = op->status] {
       callback.call(callback.context, handle, outcome);
     };
+  // The last look at the record: from here on it may be forgotten.
+  if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
   intake_.handles().finished(op);
   if (tell) notifier_.push(std::move(tell));
   progress_lock_.changed();

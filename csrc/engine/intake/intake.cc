@@ -237,9 +237,6 @@ int Intake::declare(SetIntake& set, std::shared_ptr<const BucketSet> buckets) co
     }
   }
   std::lock_guard lock(mu_);
-  for (SetIntake::Declared::Bucket& bucket : declared.buckets)
-    if (bucket.refusal.is_ok() && !bucket.request.name.empty())
-      bucket.record = &set.record_of(Op::kAllreduce, bucket.request.name);
   declared.set = std::move(buckets);
   return set.declare(std::move(declared));
 }

@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "agreement/straggler_statistics.h"
+#include "base/recent_hashes.h"
 #include "engine/operation/members.h"
 #include "engine/operation/operation.h"
 #include "engine/operation/submission.h"
@@ -20,7 +21,7 @@ namespace hc {
 
 class SetIntake {
  public:
-  explicit SetIntake(Members members) : members(std::move(members)), stragglers(this->members.size()) {}
+  explicit SetIntake(Members members);
 
   const Members members;
   // The thread that makes progress writes: on group rank 0 about every operation, elsewhere about persistent buckets.
@@ -39,7 +40,8 @@ class SetIntake {
   // Counts a submission to this set, from 1.
   uint64_t next_call() { return ++calls_; }
 
-  // The record of a name, made when it is new.
+  // The record of a name, made when it is new. One that is used once only is forgotten soon: programs that put the
+  // step into their names make a new one in every step.
   NameRecord& record_of(Op op, std::string_view name);
   // The record of a name, or (empty) of the unnamed operations of this kind; null: there is none.
   NameRecord* known_record(Op op, std::string_view name);
@@ -52,7 +54,7 @@ class SetIntake {
   struct Declared {
     struct Bucket {
       Request request;
-      NameRecord* record = nullptr;  // kept while this lives
+      NameRecord* record = nullptr;  // set by declare(), kept while this lives
       Status refusal;                // not ok: what is wrong with the bucket
     };
     std::shared_ptr<const BucketSet> set;
@@ -73,7 +75,14 @@ class SetIntake {
 
  private:
   std::array<uint64_t, kOpCount> sequences_{};
-  std::array<std::unordered_map<std::string, NameRecord>, kOpCount> names_;  // the records' contents: see NameRecord
+  using Names = std::unordered_map<std::string, NameRecord>;
+  void forget_what_came_once();
+
+  std::array<Names, kOpCount> names_;  // the records' contents: see NameRecord
+  RecentHashes came_;
+  // Of records made lately. The pointers last as long as the records do.
+  std::vector<std::pair<Names*, const Names::value_type*>> new_;
+  size_t look_at_ = 0;  // so many in new_ are looked through
   std::array<NameRecord, kOpCount> unnamed_;
   uint64_t calls_ = 0;
   std::map<int, Declared> declared_;

@@ -49,7 +49,8 @@ Status Messages::submit(Operation* op) {
     outboxes_[peer].queued.push_back(op);
     return pump(peer);
   }
-  Mailbox& box = mailboxes_[{op->process_set, static_cast<int64_t>(op->request.sequence)}];
+  const Address address{op->process_set, static_cast<int64_t>(op->request.sequence)};
+  Mailbox& box = mailboxes_[address];
   auto first = std::find_if(box.announced.begin(), box.announced.end(),
                             [&](const Announced& a) { return peer < 0 || a.from == peer; });
   if (first == box.announced.end()) {
@@ -58,6 +59,7 @@ Status Messages::submit(Operation* op) {
   }
   Announced message = std::move(*first);
   box.announced.erase(first);
+  if (box.is_empty()) mailboxes_.erase(address);
   return match(op, std::move(message));
 }
 
@@ -130,6 +132,7 @@ Status Messages::arrived(const Address& address, Announced message) {
   }
   Operation* op = *first;
   box.receives.erase(first);
+  if (box.is_empty()) mailboxes_.erase(address);
   return match(op, std::move(message));
 }
 

@@ -75,7 +75,8 @@ class Messages {
     LinkCard card;          // of the sender's GPU
     GpuMemoryPtr own_copy;  // of what this rank's GPU has sent to itself
   };
-  struct Mailbox {  // of one process set and tag
+  struct Mailbox {  // of one process set and tag; forgotten when it is empty
+    bool is_empty() const { return announced.empty() && receives.empty(); }
     std::list<Announced> announced;
     std::list<Operation*> receives;
   };

@@ -40,13 +40,34 @@ std::string number(double us) {
   return text;
 }
 
+// Of the UTF-8 character that begins here; 0: none does.
+size_t bytes_of_character(std::string_view text) {
+  const auto at = [&](size_t i) { return static_cast<unsigned char>(text[i]); };
+  const size_t bytes = at(0) < 0xc2 ? 0 : at(0) < 0xe0 ? 2 : at(0) < 0xf0 ? 3 : at(0) < 0xf5 ? 4 : 0;
+  if (bytes == 0 || bytes > text.size()) return 0;
+  for (size_t i = 1; i < bytes; ++i)
+    if ((at(i) & 0xc0) != 0x80) return 0;
+  const unsigned second = at(1);
+  const bool overlong = (at(0) == 0xe0 && second < 0xa0) || (at(0) == 0xf0 && second < 0x90);
+  const bool outside = (at(0) == 0xed && second > 0x9f) || (at(0) == 0xf4 && second > 0x8f);  // surrogates; > U+10FFFF
+  return overlong || outside ? 0 : bytes;
+}
+
 }  // namespace
 
 std::string json_text(std::string_view text) {
   std::string out = "\"";
-  for (const char c : text) {
+  for (size_t i = 0; i < text.size(); ++i) {
+    const char c = text[i];
     const auto byte = static_cast<unsigned char>(c);
-    if (c == '"' || c == '\\') {
+    if (const size_t bytes = byte < 0x80 ? 0 : bytes_of_character(text.substr(i)); bytes > 1) {
+      out += text.substr(i, bytes);
+      i += bytes - 1;
+    } else if (byte >= 0x80) {  // no UTF-8: as Python keeps such a byte
+      char escaped[8];
+      std::snprintf(escaped, sizeof escaped, "\\udc%02x", byte);
+      out += escaped;
+    } else if (c == '"' || c == '\\') {
       out.push_back('\\');
       out.push_back(c);
     } else if (byte < 0x20 || byte == 0x7f) {

@@ -111,7 +111,6 @@ class ProcessSet {
   void complete(Operation* op, Status status) {
     if (op == pending_.join()) intake_->join_pending.store(false, std::memory_order_release);
     pending_.remove(op);
-    if (op->name_record) op->name_record->pending.store(nullptr, std::memory_order_release);
     parts_.completion.finish(op, std::move(status));
   }
   // Ends pending operations with `reason`, because the set is removed.

@@ -93,16 +93,14 @@ bool ProcessSet::repeat(const Submission& s, ProgressLock& progress_lock, int sp
   Progress progress = round->step(&moved);
   while (progress == Progress::kPending && !progress_lock.wanted() && idle.pause()) progress = round->step(&moved);
   if (progress == Progress::kDone && !round->withdrawn()) {
-    if (s.name.empty())
-      pending_.pass_over(s.op, use);
-    else
-      record->pending.store(nullptr, std::memory_order_release);
+    if (s.name.empty()) pending_.pass_over(s.op, use);
     Counters::add_locked(counters.bypassed);
     const uint64_t bytes = bytes_of(known.signature), ticks = processor_ticks();
     Counters::add_locked(counters.bytes_reduced, bytes);
     note_arrival(submitted, round->arrival());
     recorder.done(number, Code::kOk, ticks);
     measure_repeat(s.op, bytes, s.name, record, submitted, round->arrival(), ticks);
+    if (!s.name.empty()) record->pending.store(nullptr, std::memory_order_release);
     return true;
   }
 

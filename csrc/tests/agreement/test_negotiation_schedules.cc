@@ -22,7 +22,7 @@ using Bytes = std::vector<uint8_t>;
 
 // A doctest assertion costs more than the code under test; only a failure becomes one.
 void must(bool ok, const char* what) {
-  if (!ok) FAIL(what);
+  if (!ok) FAIL(std::string(what));
 }
 
 Bytes bytes_of(const auto& value) {

@@ -5,6 +5,7 @@
 #include <thread>
 #include <vector>
 
+#include "net/socket.h"
 #include "server/client.h"
 #include "server/server.h"
 
@@ -92,6 +93,19 @@ TEST_CASE("a worker without the secret is refused, one with it pulls what it has
   std::vector<Failure> failures;
   CHECK(worker.pull({8, 7, 9}, &failures) == std::vector<float>{1, 1, 1, 1, 2, 2, 2, 2, 0, 0, 0, 0});
   CHECK(failures.empty());
+}
+
+TEST_CASE("a worker gets in past strangers that say nothing, however many") {
+  Node node(0);
+  REQUIRE(node.server->set_role(0, Role::kPrimary).is_ok());
+  const Endpoint endpoint = Endpoint::decode(node.server->endpoint()).take();
+  std::vector<Fd> idle;
+  for (int i = 0; i < 150; ++i) {
+    idle.push_back(connect_unix(endpoint.unix_name).take());
+    REQUIRE(idle.back());
+  }
+  Worker worker(0);
+  CHECK(worker.client.connect(node.target(0), 4).is_ok());  // the strangers have 5 s
 }
 
 TEST_CASE(
