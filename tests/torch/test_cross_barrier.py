@@ -115,6 +115,7 @@ def test_the_same_in_a_ring_of_three() -> None:
 
 @ranks(2)
 def test_what_needs_all_gradients_at_once_is_refused_and_training_goes_on() -> None:
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 2))
     optimizer: Any = hvd.DistributedOptimizer(
         torch.optim.SGD(model.parameters(), lr=0.1), model.named_parameters(), cross_barrier=model
@@ -127,10 +128,6 @@ def test_what_needs_all_gradients_at_once_is_refused_and_training_goes_on() -> N
             optimizer.step(lambda: torch.zeros(()))
         with optimizer.skip_synchronize(), pytest.raises(RuntimeError, match="taken as they are"):
             optimizer.step()
-        scaler = torch.amp.GradScaler("cpu")
-        scaler.scale(torch.ones(()))
-        with pytest.raises(RuntimeError, match="unscaled"):
-            scaler.unscale_(optimizer)
         optimizer.step()
         assert all(p.grad is None for p in model.parameters())
     with pytest.raises(RuntimeError, match="add_param_group"):
@@ -144,6 +141,11 @@ def test_what_needs_all_gradients_at_once_is_refused_and_training_goes_on() -> N
     optimizer.synchronize()
     total = torch.cat([p.detach().flatten() for p in model.parameters()])
     assert torch.equal(hvd.allgather(total[None]), total.expand(hvd.size(), -1))
+    model(torch.ones(2, 4)).sum().backward()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    with pytest.raises(RuntimeError, match="unscaled"):
+        scaler.step(optimizer)
 
 
 @ranks(2)

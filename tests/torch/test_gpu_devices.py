@@ -4,11 +4,8 @@ the host must not read. No GPU and no value takes part; autograd would want a to
 
 from __future__ import annotations
 
-import _thread
-import queue
-import threading
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -18,7 +15,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from horoclone.ops import ALLTOALL, Average, Sum
 from horoclone.torch import Compression, operations, sync_batch_norm
 from horoclone.torch.operations import functional, gpu
-from horoclone.torch.optimizer.backward_calls import outermost_backward
 
 GPU = torch.device("cuda", 0)
 
@@ -108,31 +104,3 @@ def test_where_torch_does_not_take_memory_of_nccls_buckets_lie_in_its_own(monkey
     runtime: Any = types.SimpleNamespace(allocate_on_device=lambda device, size: object())
     assert gpu.registered_memory(runtime, torch.zeros(1), 10, torch.float32) is None
     assert "the pointer resides on host memory" in caplog.text
-
-
-def test_gradients_that_autograds_own_thread_brings_belong_to_the_call_that_waits_for_them() -> None:
-    """As on a GPU: the thread is not Python's, and two reentrant checkpoints call backward on it."""
-    own = {"__name__": "torch.autograd"}
-    exec("def backward(run):\n    return run()", own)
-    backward: Callable[[Callable[[], object]], object] = own["backward"]  # type: ignore[assignment]
-    seen: queue.Queue[object] = queue.Queue()
-    nested = {**own}
-    exec("def checkpoint(backward, look):\n    return backward(look)", nested)
-
-    def gradients() -> None:
-        for look in (outermost_backward, lambda: nested["checkpoint"](backward, outermost_backward)):
-            for _ in range(2):
-                seen.put(look())
-
-    def user() -> list[object]:
-        _thread.start_new_thread(gradients, ())
-        return [seen.get(timeout=20) for _ in range(4)]
-
-    first, second = backward(user), backward(user)
-    assert len({id(frame) for frame in first}) == len({id(frame) for frame in second}) == 1
-    assert first[0] is not None and first[0] is not second[0], "each call is a pass of its own"
-    assert outermost_backward() is None
-    elsewhere = threading.Thread(target=lambda: seen.put(backward(outermost_backward)))
-    elsewhere.start()
-    assert seen.get(timeout=20) is not None
-    elsewhere.join()

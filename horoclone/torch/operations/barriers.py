@@ -11,6 +11,13 @@ from horoclone.torch.operations import requests
 from horoclone.torch.operations.gpu import place_to_join
 from horoclone.torch.operations.handles import remember, synchronize
 
+_joins = 0  # that have ended in this process
+
+
+def joins() -> int:
+    """How often every rank has joined: after it, ranks are back that knew nothing of what the others agreed on."""
+    return _joins
+
 
 def join(device: int = -1) -> int:
     """Says that this rank has no more data, and waits until every rank has said so. Returns the rank that joined last.
@@ -21,7 +28,10 @@ def join(device: int = -1) -> int:
     check("join", device=device)
     runtime = native()
     handle = requests.submit_empty(runtime, JOIN, place=place_to_join(device))
-    return synchronize(remember(runtime, handle, None, None, lambda rt, h: rt.result(h).join_rank))
+    last = synchronize(remember(runtime, handle, None, None, lambda rt, h: rt.result(h).join_rank))
+    global _joins
+    _joins += 1
+    return last
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:

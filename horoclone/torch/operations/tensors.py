@@ -21,7 +21,7 @@ NUMBER_OF: dict[torch.dtype, int] = {
     getattr(torch, name): number for name, number in ops.DTYPES.items() if hasattr(torch, name)
 }
 
-_DTYPE_OF = {number: dtype for dtype, number in NUMBER_OF.items()}
+DTYPE_OF = {number: dtype for dtype, number in NUMBER_OF.items()}
 
 # An empty tensor has address 0, which means "the core owns the result" in a submission; it gets this address instead.
 _nowhere = torch.empty(16, dtype=torch.uint8)
@@ -146,7 +146,7 @@ def from_result(result: Result, row: tuple[int, ...], dtype: torch.dtype) -> tor
 
 def dtype_of(result: Result) -> torch.dtype:
     """The dtype of a tensor that another rank sent."""
-    dtype = _DTYPE_OF.get(result.dtype)
+    dtype = DTYPE_OF.get(result.dtype)
     if dtype is None:
         raise Unsupported(
             f"what arrived has a dtype that torch {torch.__version__} lacks: uint16 came with 2.3"

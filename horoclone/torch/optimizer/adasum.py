@@ -8,7 +8,6 @@ optimizer's state stay on their rank. Thread: the one that trains; hooks run on 
 # mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
-import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,10 +23,10 @@ from horoclone.runtime import native, size
 from horoclone.torch import operations
 from horoclone.torch.operations.grouped import grouped_allreduce_async_
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters
-from horoclone.torch.optimizer.backward_calls import outermost_backward
+from horoclone.torch.optimizer.backward_calls import BackwardCalls
 from horoclone.torch.optimizer.buckets import BUCKET_BYTES, GradState, flat_of, is_dense
 from horoclone.torch.optimizer.reducer import TOO_MANY
-from horoclone.torch.optimizer.wrapping import UNSCALERS, WrappedOptimizer, checked_passes, parameters_of
+from horoclone.torch.optimizer.wrapping import WrappedOptimizer, checked_passes, parameters_of
 
 
 class Deltas:
@@ -57,10 +56,11 @@ class Deltas:
 
     def _lay_out(self, named: Sequence[tuple[str, torch.Tensor]]) -> None:
         states = [GradState(parameter, name) for name, parameter in named]
-        agree_on_parameters(states, self._set)
-        self._layout, used, unused = agree_on_order(states, self._set)
+        agreed = agree_on_parameters(states, self._set)
+        assert agreed is not None
+        self._layout, runs = agree_on_order(states, self._set, agreed.leads)
         self._parts, filled = [[]], 0
-        for state in (*used, *unused):
+        for state in (state for run in runs for state in run):
             if filled > BUCKET_BYTES:
                 self._parts.append([])
                 filled = 0
@@ -116,12 +116,13 @@ class AdasumMixin(WrappedOptimizer):
     _local: dict[torch.Tensor, None]
     _sparse_as_dense: bool
     _watched: dict[torch.Tensor, None]  # reduced; in the order in which they were first seen
-    _passes: dict[
-        torch.Tensor, tuple[int, Any]
-    ]  # since the last step: passes, and the backward call seen last
+    _passes: dict[torch.Tensor, tuple[int, int]]  # since the last step: passes, and number of the last call
+    _calls: BackwardCalls
+    _overflow_agreed: bool  # since the last step
     _stepping: bool  # a closure may clear and compute gradients as often as it likes
     _own_attributes = frozenset({
         "_deltas", "_local", "_sparse_as_dense", "_watched", "_passes", "_stepping", "_parameter_names",
+        "_calls", "_overflow_agreed",
         "backward_passes_per_step",
     })  # fmt: skip
 
@@ -129,6 +130,7 @@ class AdasumMixin(WrappedOptimizer):
         self._deltas, self._sparse_as_dense = deltas, sparse_as_dense
         self._local = dict.fromkeys(local)
         self._watched, self._passes, self._stepping = {}, {}, False
+        self._calls, self._overflow_agreed = BackwardCalls(self._call_ended), False
         self._watch_new()
         return self
 
@@ -151,13 +153,19 @@ class AdasumMixin(WrappedOptimizer):
 
     def _count(self, parameter: torch.Tensor) -> None:
         """Several calls within one backward are one pass (reentrant checkpoints make several)."""
-        backward = outermost_backward()
-        passes, last = self._passes.get(parameter, (0, None))
-        if backward is None or backward is not last:
+        self._calls.note()
+        passes, last = self._passes.get(parameter, (0, -1))
+        if last != self._calls.number:
             passes += 1
             if passes > self.backward_passes_per_step:
                 raise AssertionError(f"{TOO_MANY} (parameter {self._name_of(parameter)!r})")
-        self._passes[parameter] = (passes, backward)
+        self._passes[parameter] = (passes, self._calls.number)
+
+    def _call_ended(self) -> None:
+        """The last pass is over: the ranks agree on whether any of them has an overflow, so that with a gradient scaler
+        all make the step or none does."""
+        if any(passes == self.backward_passes_per_step for passes, _ in self._passes.values()):
+            self._agree_on_overflow()
 
     # --- what DistributedOptimizer has besides the optimizer's own methods -------------------------------------------
 
@@ -189,7 +197,10 @@ class AdasumMixin(WrappedOptimizer):
         Raises the error of a failed reduction; parameters are then as before the step, the state is one step on.
         """
         self._watch_new()
+        self._agree_on_overflow()
+        self._overflow_agreed = False
         self._passes.clear()
+        self._calls.forget()
         if self._sparse_as_dense:
             self._make_dense()
         alone = size() == 1
@@ -249,28 +260,18 @@ class AdasumMixin(WrappedOptimizer):
         self._passes.clear()
         super().load_state_dict(state_dict)  # type: ignore[misc]
 
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups. When a gradient scaler reads them to divide the gradients, the ranks first agree on whether any
-        of them has an overflow, so that all make the step or none does."""
-        if self.__dict__.get("_passes") and sys._getframe(1).f_code.co_name in UNSCALERS:
-            self._passes.clear()
-            self._agree_on_overflow()
-        return self.__dict__["param_groups"]
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
-
     @torch.no_grad()
     def _agree_on_overflow(self) -> None:
-        if size() == 1:
+        if size() == 1 or self._overflow_agreed:
             return
+        self._overflow_agreed = True
         gradients = [p.grad for p in self._watched if p.grad is not None]
         values = [g._values() if g.is_sparse else g for g in gradients]
         found = not all(bool(v.isfinite().all()) for v in values)
         anywhere = operations.allreduce(
             torch.tensor([found], dtype=torch.uint8), name="horoclone.overflow", op=Max
         )
-        if anywhere.item() and not found and values:
-            values[0].fill_(float("inf"))
+        if anywhere.item():
+            self._passes.clear()  # a gradient scaler leaves this step out
+            if not found and values:
+                values[0].fill_(float("inf"))

@@ -6,14 +6,15 @@ Every function here is collective over the process set. Thread: the one that cal
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from horoclone.ops import Max
 from horoclone.process_sets import ProcessSet
 from horoclone.torch import operations
+from horoclone.torch.operations.tensors import DTYPE_OF, NUMBER_OF
 from horoclone.torch.optimizer.buckets import GradState
 
 _formed = 0  # bucket layouts formed by this process: makes bucket names unique among its optimizers
@@ -24,42 +25,91 @@ def by_name(states: Sequence[GradState]) -> list[GradState]:
     return sorted(states, key=lambda state: state.name)
 
 
-def agree_on_parameters(states: Sequence[GradState], process_set: ProcessSet) -> list[int]:
-    """Checks that the ranks mean the same parameters. Returns, by name, 0 for a gradient that no rank has, 1 for a
-    dense one, 1 + d for one with d sparse dimensions on some rank. ValueError names the first difference."""
+class Parameters(NamedTuple):
+    """What the ranks have in common; lists are by_name."""
+
+    sparse: list[
+        int
+    ]  # 0: no rank has a gradient, 1: a dense one, 1 + d: one with d sparse dimensions on some rank
+    dtypes: list[torch.dtype | None]  # of the gradients; None: no rank has one
+    complete: list[bool]  # on every rank
+    leads: bool  # this rank is the first one of those that have not joined
+    all_here: bool  # none has joined
+
+
+def agree_on_parameters(
+    states: Sequence[GradState],
+    process_set: ProcessSet,
+    optimizer: int = 0,
+    complete: Callable[[GradState], bool] | None = None,
+) -> Parameters | None:
+    """Checks that the ranks mean the same parameters; ValueError names the first difference.
+
+    optimizer: number of this one in its process. complete: given at the end of backward, and not in a step. Then the
+    result is None where other ranks are with another optimizer, whose backward pass comes first there.
+    """
     ordered = by_name(states)
     form = [(s.name, tuple(s.parameter.shape), str(s.parameter.dtype), s.strides()) for s in ordered]
     digest = int.from_bytes(hashlib.sha256(repr(form).encode()).digest()[:7], "big")
-    both = torch.tensor([digest, -digest])
-    operations.allreduce_(both, name="horoclone.optimizer.parameters", op=Max, process_set=process_set)
-    if int(both[0]) != -int(both[1]):
+    # A rank that has joined contributes the least of all numbers.
+    here = [0] * (process_set.size() or 1)
+    mine = process_set.rank() or 0
+    here[mine] = 1
+    while True:
+        said = torch.tensor([digest, -digest, optimizer, -optimizer, int(complete is not None), *here])
+        operations.allreduce_(said, name="horoclone.optimizer.parameters", op=Max, process_set=process_set)
+        most, least, last, first, in_backward, *present = said.tolist()
+        alike = most == -least
+        if not in_backward or (alike and last == -first):
+            break
+        if complete is not None:
+            return None
+    if not alike:
         from horoclone.torch.functions import allgather_object
 
         forms = allgather_object(form, "horoclone.optimizer.differences", process_set)
         raise ValueError(_difference(forms, process_set.ranks or []))
-    flags = torch.tensor([_flag(state) for state in ordered], dtype=torch.uint8)
-    operations.allreduce_(flags, name="horoclone.optimizer.sparse", op=Max, process_set=process_set)
-    return flags.tolist()
+    flags = [(_flag(s), _dtype_number(s), int(complete is None or not complete(s))) for s in ordered]
+    table = torch.tensor(flags, dtype=torch.uint8).reshape(-1, 3)
+    operations.allreduce_(table, name="horoclone.optimizer.sparse", op=Max, process_set=process_set)
+    agreed = table.tolist()
+    return Parameters(
+        [row[0] for row in agreed],
+        [DTYPE_OF[row[1] - 1] if row[1] else None for row in agreed],
+        [not row[2] for row in agreed],
+        present.index(1) == mine,
+        min(present) == 1,
+    )
 
 
 def agree_on_order(
-    observed: Sequence[GradState], process_set: ProcessSet
-) -> tuple[int, list[GradState], list[GradState]]:
-    """The order of the set's first rank: number of the layout, gradients in use, gradients that no rank has used yet.
+    observed: Sequence[GradState], process_set: ProcessSet, leads: bool
+) -> tuple[int, list[list[GradState]]]:
+    """Number of the layout, and the gradients in the order of the leading rank: those in use on every rank, those in
+    use on some rank, those that no rank has used yet.
 
     observed: all gradients in the order in which they became complete here.
     """
     global _formed
     ordered = by_name(observed)
-    index = {state: i for i, state in enumerate(ordered)}
-    own = sorted(observed, key=lambda state: state.fires == 0)  # stable: never used on any rank goes last
+    place = {state: i for i, state in enumerate(observed)}
     _formed += 1
-    message = torch.tensor([_formed, sum(state.fires > 0 for state in own), *(index[state] for state in own)])
-    root = (process_set.ranks or [0])[0]
-    operations.broadcast_(message, root, "horoclone.optimizer.order", process_set)
-    layout, used, *places = message.tolist()
-    agreed = [ordered[i] for i in places]
-    return layout, agreed[:used], agreed[used:]
+    own = [_formed, *(place[state] for state in ordered)] if leads else [0] * (1 + len(ordered))
+    unused = [int(state.fires == 0) for state in ordered]
+    said = torch.tensor([*own, *unused, *(1 - flag for flag in unused)])
+    operations.allreduce_(said, name="horoclone.optimizer.order", op=Max, process_set=process_set)
+    layout, *rest = said.tolist()
+    count = len(ordered)
+    runs: list[list[GradState]] = [[], [], []]
+    for i in sorted(range(count), key=lambda i: rest[i]):
+        somewhere_unused, somewhere_used = rest[count + i], rest[2 * count + i]
+        runs[1 + (not somewhere_used) if somewhere_unused else 0].append(ordered[i])
+    return layout, runs
+
+
+def _dtype_number(state: GradState) -> int:
+    grad = state.parameter.grad
+    return 0 if grad is None or grad.dtype not in NUMBER_OF else NUMBER_OF[grad.dtype] + 1
 
 
 def _flag(state: GradState) -> int:

@@ -42,20 +42,28 @@ class GradState:
     """One parameter's gradient: where it lies and how far it is in the current step."""
 
     __slots__ = (
+        "address",
         "apart",
         "arrived",
-        "backward",
         "becomes_sparse",
         "bucket",
+        "call",
         "counted",
+        "dtype",
         "expected",
+        "fired",
         "fires",
         "fires_in_pass",
+        "form",
         "left",
+        "lent",
         "name",
+        "noted",
         "parameter",
         "passes",
         "pending",
+        "prompt",
+        "reduced",
         "sparse_dim",
         "used",
         "view",
@@ -66,12 +74,22 @@ class GradState:
         self.name = name
         self.bucket: Bucket | None = None  # None: reduced alone, under its own name
         self.view: torch.Tensor | None = None  # its part of the bucket, in the parameter's shape
+        self.lent: torch.Tensor | None = (
+            None  # the same memory as parameter.grad: the user may point it elsewhere
+        )
+        self.address = 0  # of that memory
+        self.form = form_of(parameter)  # of the parameter for which the ranks have agreed
+        self.dtype = parameter.dtype  # of the gradient (Tensor.grad_dtype)
+        self.prompt = False  # every rank computes it in every step: backward() waits for it
         self.expected = 1  # hook calls in a step after which the gradient is complete
         self.left = 1
         self.counted = True  # its bucket waits for it in this step
+        self.fired = False  # its hook was called in this step
         self.arrived = False  # complete and in its bucket, or submitted
+        self.reduced = False  # parameter.grad is the result
         self.used = False  # this rank had a gradient for it in this step
-        self.apart = False  # in this step parameter.grad is not the view: copied in, result copied back
+        self.apart = False  # in this step parameter.grad is not in the bucket: copied in, result copied back
+        self.noted: tuple[torch.Tensor, int, int] | None = None  # parameter.grad as it was: see note()
         self.sparse_dim = 0  # > 0: gradients are sparse, with so many sparse dimensions
         self.becomes_sparse = False  # reduced dense, and handed out sparse again
         self.pending: Any = None  # (handle, wire tensor, compression context) while reduced alone
@@ -79,37 +97,115 @@ class GradState:
         self.fires = 0  # most hook calls in one backward pass (reentrant checkpoints make several)
         self.fires_in_pass = 0
         self.passes = 0
-        self.backward: Any = None  # frame of the backward call seen last
+        self.call = -1  # number of the backward call seen last
 
     def strides(self) -> tuple[int, ...]:
         """Of the gradient in its bucket: the parameter's, if it is dense without overlap."""
         return torch.empty_like(self.parameter, device="meta").stride()
 
-    def empty_sparse(self) -> torch.Tensor:
-        """The sparse gradient of a rank that has none."""
-        shape, sparse_dim = self.parameter.shape, self.sparse_dim
-        device = self.parameter.device
-        indices = torch.empty((sparse_dim, 0), dtype=torch.int64, device=device)
-        values = torch.empty((0, *shape[sparse_dim:]), dtype=self.parameter.dtype, device=device)
+    def zeros(self) -> torch.Tensor:
+        """A gradient for a rank that has none."""
+        if not self.sparse_dim:
+            return torch.zeros_like(self.parameter, dtype=self.dtype, requires_grad=False)
+        shape, device = self.parameter.shape, self.parameter.device
+        indices = torch.empty((self.sparse_dim, 0), dtype=torch.int64, device=device)
+        values = torch.empty((0, *shape[self.sparse_dim :]), dtype=self.dtype, device=device)
         return torch.sparse_coo_tensor(indices, values, shape)
 
-    def place(self, grad: torch.Tensor) -> None:
-        """Copies a gradient into the bucket and makes parameter.grad the view, where dtypes and layouts allow."""
+    # --- in a bucket -----------------------------------------------------------------------------------------------
+
+    def lies_in(self, bucket: Bucket, offset: int) -> None:
+        """From now on its place is there."""
+        self.bucket = bucket
+        self.view = bucket.flat.as_strided(self.parameter.size(), self.strides(), offset)
+        self.address = self.view.data_ptr()
+        self.lent = None
+
+    def lend(self) -> torch.Tensor:
+        """What parameter.grad becomes. Its version, storage and place may become anything, and the bucket stays."""
+        lent, view, bucket = self.lent, self.view, self.bucket
+        assert view is not None and bucket is not None
+        if lent is None or not self.is_in_bucket(lent):
+            # .data: with a version of its own, else a change of any gradient would count for all of the bucket.
+            at = int(view.storage_offset())
+            lent = self.lent = bucket.alias().as_strided(view.size(), view.stride(), at).data
+        return lent
+
+    def is_in_bucket(self, grad: torch.Tensor) -> bool:
+        """Whether it is this part of the bucket. A tensor can be given other memory, so its identity says nothing."""
         view = self.view
         assert view is not None
+        return (
+            grad.layout is torch.strided
+            and grad.data_ptr() == self.address
+            and grad.dtype == view.dtype
+            and grad.shape == view.shape
+            and grad.stride() == view.stride()
+        )
+
+    def take(self, grad: torch.Tensor) -> None:
+        """Copies a gradient into the bucket, and makes parameter.grad that memory where dtypes and layouts allow.
+
+        ValueError for one of another shape.
+        """
+        view = self.view
+        assert view is not None
+        if self.is_in_bucket(grad):
+            return
+        if grad.shape != view.shape:
+            raise ValueError(
+                f"the gradient of {self.name!r} has the shape {list(grad.shape)}, and in this step it was "
+                f"{list(view.shape)}: change shapes between optimizer.step() and backward(), on every rank"
+            )
         if grad.is_sparse:
             grad = grad.to_dense()
             if not self.becomes_sparse:
                 self.parameter.grad = grad
-        view.copy_(grad)
-        if view.dtype == self.parameter.dtype and not self.becomes_sparse:
-            self.parameter.grad = view
+        view.copy_(grad.detach())
+        if view.dtype == grad.dtype and not self.becomes_sparse:
+            self.parameter.grad = self.lend()
         else:
             self.apart = True
 
+    def take_none(self) -> None:
+        """There is no gradient on this rank: zeros."""
+        assert self.view is not None
+        self.view.zero_()
+        same = self.view.dtype == self.dtype and self.parameter.dtype == self.form[1]
+        self.apart = not same or self.becomes_sparse
+
     def hand_out_sparse(self, reduced: torch.Tensor) -> None:
         """Makes parameter.grad what has been reduced dense, without its zeros."""
-        self.parameter.grad = reduced.to(self.parameter.dtype).to_sparse()
+        self.parameter.grad = reduced.to(self.dtype).to_sparse()
+
+    # --- what the user does to it ----------------------------------------------------------------------------------
+
+    def note(self) -> None:
+        """Remembers parameter.grad as it is now, for is_changed()."""
+        grad = self.parameter.grad
+        self.noted = None if grad is None else (grad, grad._version, address_of(grad))
+
+    def is_changed(self) -> bool:
+        """Whether parameter.grad is another tensor, or has been written to, since note()."""
+        grad = self.parameter.grad
+        if grad is None or self.noted is None:
+            return False
+        before, version, address = self.noted
+        return grad is not before or grad._version != version or address_of(grad) != address
+
+    def is_same(self) -> bool:
+        """Whether parameter.grad is the tensor that it was at note(), whatever has been written to it."""
+        return self.noted is not None and self.parameter.grad is self.noted[0]
+
+
+def form_of(parameter: torch.Tensor) -> tuple[Any, ...]:
+    """What buckets are made for: another shape, dtype, layout or place needs other ones."""
+    own = getattr(parameter, "grad_dtype", None)  # since torch 2.10
+    return (parameter.shape, parameter.dtype, parameter.stride(), parameter.device, own)
+
+
+def address_of(grad: torch.Tensor) -> int:
+    return grad.data_ptr() if grad.layout is torch.strided else 0
 
 
 class Bucket:
@@ -136,17 +232,27 @@ class Bucket:
         count = -(-max(count, 1) // (align * shards)) * align * shards
         self.flat = _allocate(runtime, count, dtype, self.states[0].parameter)
         self.place = place_of(self.flat)  # of the bucket; when it is submitted, with the stream that fills it
-        for state, offset in zip(self.states, offsets, strict=True):
-            state.bucket = self
-            state.view = self.flat.as_strided(state.parameter.size(), state.strides(), offset)
         self.address = self.flat.data_ptr()
+        self._alias: torch.Tensor | None = None
+        for state, offset in zip(self.states, offsets, strict=True):
+            state.lies_in(self, offset)
         self.number = NUMBER_OF[dtype]
+        self.prompt = all(state.prompt for state in self.states)  # sent by hooks, waited for by backward()
+        for state in self.states:
+            state.prompt = self.prompt
         self.waiting = 0  # counted gradients that have not arrived
         self.sent = False
+        self.done = False  # reduced, and handed out
         self.priority = 0  # the higher, the sooner it is needed
         self.handle: Any = None  # of the operation under way
         self.exposed: Any = None  # GradientBucket, where a GradientCompressor reduces it
         self.work: Any = None  # the compressor's generator, while it runs
+
+    def alias(self) -> torch.Tensor:
+        """The same memory through a storage of its own, which a user may exchange (share_memory() does)."""
+        if self._alias is None or self._alias.data_ptr() != self.address:
+            self._alias = _alias_of(self.flat)
+        return self._alias
 
 
 def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
@@ -159,6 +265,12 @@ def _allocate(runtime: Runtime, count: int, dtype: torch.dtype, like: torch.Tens
     except HorovodInternalError:
         return torch.zeros(count, dtype=dtype)
     return torch.frombuffer(block, dtype=dtype, count=count)
+
+
+def _alias_of(flat: torch.Tensor) -> torch.Tensor:
+    if place_of(flat) is not HOST:
+        return flat
+    return torch.frombuffer(flat.view(torch.uint8).numpy(), dtype=flat.dtype, count=flat.numel())
 
 
 def groups_of(
@@ -183,16 +295,17 @@ def plan_buckets(
 ) -> list[tuple[torch.dtype, list[GradState]]]:
     """Cuts gradients into buckets of one dtype each, in the order in which they become complete.
 
-    A bucket does not cross from one run into the next. Groups are kept whole, one bucket for each dtype in them; the
-    other gradients fill buckets up to `bucket_bytes`, the first one of each dtype up to 1 MiB.
+    A bucket does not cross from one run into the next. Groups are kept whole, one bucket for each dtype in them and
+    for what some rank does without; the other gradients fill buckets up to `bucket_bytes`, the first one of each dtype
+    up to 1 MiB.
     """
     grouped: set[GradState] = {state for group in groups for state in group}
     plan: list[tuple[torch.dtype, list[GradState]]] = []
     for group in groups:
-        by_dtype: dict[torch.dtype, list[GradState]] = {}
+        alike: dict[tuple[bool, torch.dtype], list[GradState]] = {}
         for state in group:
-            by_dtype.setdefault(wire_dtype_of(state), []).append(state)
-        plan.extend(by_dtype.items())
+            alike.setdefault((state.prompt, wire_dtype_of(state)), []).append(state)
+        plan.extend((dtype, part) for (_, dtype), part in alike.items())
     limits: dict[torch.dtype, int] = {}
     for run in runs:
         filling: dict[torch.dtype, list[GradState]] = {}

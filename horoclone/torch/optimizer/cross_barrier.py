@@ -118,6 +118,8 @@ class CrossBarrier:
         reducer = self._reducer
         self.finish()
         optimizer._find_new()
+        if reducer.give_up_changed(optimizer._find_new):
+            raise RuntimeError(NO_TIME_FOR.format("changed (clipped, unscaled) before optimizer.step()"))
         if not _send_rest(reducer):
             result = whole()
             for group in optimizer.__dict__["param_groups"]:
@@ -210,10 +212,13 @@ class CrossBarrier:
             parameter, view = state.parameter, state.view
             if not parameter.requires_grad or parameter not in self._places:
                 continue
-            if view.dtype == parameter.dtype:  # type: ignore[union-attr]
-                parameter.grad = view
+            assert view is not None
+            if view.dtype == state.dtype:
+                parameter.grad = state.lend()
             else:
-                parameter.grad = torch.empty_like(parameter, requires_grad=False).copy_(view)  # type: ignore[arg-type]
+                parameter.grad = torch.empty_like(parameter, dtype=state.dtype, requires_grad=False).copy_(
+                    view
+                )
             parts[self._places[parameter]]["params"].append(parameter)
         own = optimizer.__dict__["param_groups"]
         optimizer.__dict__["param_groups"] = [part for part in parts if part["params"]]
@@ -234,6 +239,8 @@ def _send_rest(reducer: Reducer) -> bool:
         return False
     if not reducer.outstanding:
         reducer._begin()
+        if not reducer._learned:
+            return False
     for bucket in reducer.buckets:
         if not bucket.sent:
             reducer._submit(bucket)

@@ -7,7 +7,6 @@ handles the gradients, from the hooks of backward on. Thread: the one that train
 # mypy: disable-error-code="no-any-return"
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -29,7 +28,6 @@ from horoclone.torch.optimizer.sharding import Sharding, checked_mode
 from horoclone.torch.optimizer.single import Terms
 from horoclone.torch.optimizer.typed import Distributed
 from horoclone.torch.optimizer.wrapping import (
-    UNSCALERS,
     WrappedOptimizer,
     checked_passes,
     parameters_of,
@@ -58,7 +56,8 @@ class DistributedMixin(WrappedOptimizer):
     def synchronize(self) -> None:
         """Waits until the gradients of this step are reduced; afterwards they may be clipped or read.
 
-        Then use `with optimizer.skip_synchronize(): optimizer.step()`. Raises the error of the first failed reduction.
+        backward() has done so for those that every rank computes. Then use `with optimizer.skip_synchronize():
+        optimizer.step()`. Raises the error of the first failed reduction; RuntimeError if they were changed before.
         With cross_barrier: after step(), makes the updates that are owed; RuntimeError before it.
         """
         if self._barrier is not None:
@@ -128,6 +127,7 @@ class DistributedMixin(WrappedOptimizer):
     def step(self, *args: Any, **kwargs: Any) -> Any:
         """Reduces the gradients (unless done already or inside skip_synchronize); then the wrapped class's step."""
         closure = args[0] if args else kwargs.get("closure")
+        self._refuse_scaler()
         if self._barrier is not None:
             if closure is not None or not self._should_synchronize:
                 raise RuntimeError(NO_TIME_FOR.format("computed by a closure or taken as they are"))
@@ -140,6 +140,37 @@ class DistributedMixin(WrappedOptimizer):
 
     # Tells torch that step hooks run already: in the wrapped class's step.
     step.hooked = True  # type: ignore[attr-defined]
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Read by torch's GradScaler, which then leaves the unscaling to step(): step() refuses it where gradients are
+        not reduced yet."""
+        own = self.__dict__.get("_step_supports_amp_scaling", False)
+        return own or self._barrier is not None or self._reducer.is_pending()
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        self.__dict__["_step_supports_amp_scaling"] = value
+
+    def _refuse_scaler(self) -> None:
+        if "found_inf" not in self.__dict__ or not (self._barrier or self._reducer.is_pending()):
+            return
+        for key in ("found_inf", "grad_scale"):  # the scaler takes them back only where all goes well
+            del self.__dict__[key]
+        self._synchronize()
+        if (
+            self._barrier is not None
+        ):  # its look at them has written to memory in use: they are of no use any more
+            self._reducer.reduced = False
+            super().zero_grad()  # type: ignore[misc]
+            raise RuntimeError(NO_TIME_FOR.format("unscaled"))
+        raise RuntimeError(
+            "a gradient scaler has looked at gradients that were not reduced yet, because this rank has computed "
+            "others in this step than in the first one: the ranks would not leave out the same steps. Wait first:\n"
+            "    optimizer.synchronize()\n"
+            "    with optimizer.skip_synchronize():\n"
+            "        scaler.step(optimizer)"
+        )
 
     def _step_now(self, closure: Any, /, *args: Any, **kwargs: Any) -> Any:
         if closure is not None:
@@ -201,6 +232,8 @@ class DistributedMixin(WrappedOptimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Clears the gradients. AssertionError between backward() and step() or synchronize()."""
+        if self._reducer.outstanding:
+            self._reducer.drop_overflow()
         if self._reducer.outstanding:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -285,28 +318,6 @@ class DistributedMixin(WrappedOptimizer):
         """As the wrapped class, of whole parameters. RuntimeError if the state is sharded and not consolidated."""
         with self._readable_state():
             return super().state_dict()  # type: ignore[misc]
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        """The groups. Reading them first completes the reductions in flight, if every gradient has come or a gradient
-        scaler is about to divide the gradients: so that `scaler.step(optimizer)` alone is right."""
-        reducer = self.__dict__.get("_reducer")
-        if reducer is not None and reducer.outstanding and self._should_synchronize:
-            # Any rank alone may read them, but all of them unscale.
-            unscales = sys._getframe(1).f_code.co_name in UNSCALERS
-            if self._barrier is not None:
-                if unscales:
-                    raise RuntimeError(NO_TIME_FOR.format("unscaled"))
-            elif unscales or reducer.complete():
-                self._synchronize(whole=unscales)
-        try:
-            return self.__dict__["param_groups"]
-        except KeyError:
-            return super().param_groups  # type: ignore[misc]
-
-    @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
-        self.__dict__["param_groups"] = groups
 
 
 def DistributedOptimizer(
@@ -397,6 +408,7 @@ def _begun(wrapped: Any, shard_optimizer_state: bool | str, modules: Any) -> Any
     if wrapped._included:
         wrapped._find_new()
         wrapped._barrier = CrossBarrier(wrapped, reducer, modules) if modules else None
+        reducer.may_wait = wrapped._barrier is None
     return wrapped
 
 

@@ -1,8 +1,9 @@
 """Reduces a set of gradients over the ranks while backward still runs.
 
 The first step only observes: which gradients come, in which order, and how often the hooks fire. At its end the ranks
-agree on buckets; from then on a bucket is submitted by the hook that completes it, and synchronize() waits for all of
-them. Thread: whichever run backward and step (autograd runs CPU hooks on the caller's thread; there may be several).
+agree on buckets; from then on a bucket is submitted by the hook that completes it, and backward() ends when all of them
+are reduced. synchronize() sends the gradients that some rank does without at times, and waits for the rest.
+Thread: whichever run backward and step (autograd runs CPU hooks on the caller's thread; there may be several).
 """
 
 # mypy: disable-error-code="no-untyped-call"
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,15 +23,17 @@ from horoclone.runtime import is_initialized, native
 from horoclone.torch import operations
 from horoclone.torch.compression import Compression
 from horoclone.torch.operations import requests, spans
+from horoclone.torch.operations.barriers import joins
 from horoclone.torch.operations.gpu import HOST, follow, is_capturing, offer_memory, place_of
 from horoclone.torch.operations.tensors import from_result
 from horoclone.torch.optimizer.agreement import agree_on_order, agree_on_parameters, by_name
-from horoclone.torch.optimizer.backward_calls import outermost_backward
+from horoclone.torch.optimizer.backward_calls import BackwardCalls
 from horoclone.torch.optimizer.buckets import (
     BUCKET_BYTES,
     GPU_BUCKET_BYTES,
     Bucket,
     GradState,
+    form_of,
     groups_of,
     is_dense,
     plan_buckets,
@@ -46,6 +49,24 @@ TOO_MANY = (
     "Gradients were computed more than backward_passes_per_step times before call to step(). Increase "
     "backward_passes_per_step to accumulate gradients locally."
 )
+CHANGED = (
+    "the gradient of {changed!r} was changed between backward() and optimizer.step(), while {pending} was not reduced "
+    "yet: {why}. The ranks would have gone on with different parameters. Wait for all gradients before you change them "
+    "(clipping, scaling, masks):\n"
+    "    optimizer.synchronize()\n"
+    "    ...  # the change\n"
+    "    with optimizer.skip_synchronize():\n"
+    "        optimizer.step()"
+)
+
+UNREDUCED = (
+    "this rank has computed fewer gradients in this step than in the first one, or backward() does not wait"
+)
+NOT_EVERYWHERE = "it was not computed by every rank in the first step"
+IN_SHARDS = "with shard_optimizer_state each rank has the result of its own share only until then"
+
+_made = 0  # reducers of this process
+_live: weakref.WeakSet[Reducer] = weakref.WeakSet()
 
 
 class Reducer:
@@ -54,6 +75,8 @@ class Reducer:
     def __init__(self, passes: int, terms: Terms) -> None:
         self.passes = passes
         self.outstanding = False  # a hook has fired since the last synchronize()
+        self.may_wait = True  # unless gradients are not to be whole before the next forward
+        self.waits = True  # backward() ends when the gradients that every rank computes are reduced
         self.reduced = False  # synchronize() has run and no hook has fired since
         self.partial = False  # and what it left here is right only in this rank's shards of the buckets
         self.states: list[GradState] = []
@@ -69,13 +92,29 @@ class Reducer:
         self._runtime: Runtime | None = None
         self._set_id = 0
         self._learned = False
+        self._agreed = False  # in a learning step: on the parameters
+        self._leads = True  # this rank's order of gradients is everybody's
+        self._all_here = (
+            True  # else some had joined: they know of no buckets, and each gradient is reduced alone
+        )
+        self._settled = False  # backward() has waited in this step
+        self._calls = BackwardCalls(self._call_ended)
+        self._first_call = 0  # number of the first backward call of this step
+        self._calls_of_a_pass: float | None = None  # after which everything has come; None: not known
+        self._joins = 0  # that had happened when the ranks agreed
         self._scatter = False  # a bucket is reduced to shards: half of an allreduce, except in shared memory
         self._declared: int | None = None  # the core's number for the buckets
         self._abandoned: list[Any] = []  # memory of reductions given up: the core may still write to it
         self._order: dict[GradState, None] = {}  # in a learning step: by the last time that each hook fired
-        self._incomplete = 0  # counted gradients that have not arrived in this step
-        # Guards the counts of one step (left, waiting, _incomplete, outstanding) when several threads run backward.
+        self._awaited = (
+            0  # counted gradients that every rank computes, and that have not arrived in this step
+        )
+        # Guards the counts of one step (left, waiting, _awaited, outstanding) when several threads run backward.
         self._lock = threading.Lock()
+        global _made
+        _made += 1
+        self._number = _made
+        _live.add(self)
 
     # --- registration ----------------------------------------------------------------------------------------------
 
@@ -131,10 +170,17 @@ class Reducer:
             if not self.outstanding:
                 self._begin()
             state = self._state_of.get(parameter)
+            if state is not None and state.reduced and not state.is_same() and self._was_skipped():
+                self._end()  # its gradient was cleared: the step was left out
+                self._begin()
+            self._calls.note()
             if state is None:  # local
                 return
+            state.fired = True
             if not self._learned:
                 self._observe(state)
+                return
+            if not state.prompt:  # sent by synchronize(), from what parameter.grad is then
                 return
             state.left -= 1
             if state.left > 0:
@@ -154,32 +200,41 @@ class Reducer:
         runtime = native()
         if runtime is not self._runtime:
             self._forget_layout()
-            self._runtime = runtime
+            self._runtime, self.waits = runtime, self.may_wait
             offer_memory(runtime)
             own = self._terms.process_set
             self._set_id = 0 if own is global_process_set else id_of(own)
+        elif self._is_stale():
+            self._forget_layout()
         self.outstanding = True
-        self.reduced = self.partial = False
-        self._incomplete = 0
+        self.reduced = self.partial = self._settled = self._agreed = False
+        self._first_call = self._calls.number
+        self._awaited = 0
         for bucket in self.buckets:
             bucket.waiting = 0
         for state in self.states:
             state.counted = state.parameter.requires_grad
-            if state.counted:
-                self._incomplete += 1
+            if state.counted and state.prompt:
+                self._awaited += 1
                 if state.bucket is not None:
                     state.bucket.waiting += 1
 
+    def _is_stale(self) -> bool:
+        """Whether buckets must be formed anew: a parameter was added, or has another dtype, shape or layout; or ranks
+        were absent that are back from join()."""
+        if self._joins != joins():
+            return True
+        if not self._learned:
+            return bool(self.buckets)
+        return any(state.form != form_of(state.parameter) for state in self.states)
+
     def _observe(self, state: GradState) -> None:
         """Learning step: several calls within one backward are one pass, whose last call completes the gradient."""
-        backward = outermost_backward()
-        if backward is None or backward is not state.backward:
-            state.backward, state.fires_in_pass = backward, 0
+        if state.call != self._calls.number:
+            state.call, state.fires_in_pass = self._calls.number, 0
             state.passes += 1
             if state.passes > self.passes:
                 raise AssertionError(f"{TOO_MANY} (parameter {state.name!r})")
-            if state.passes == self.passes and state.counted:
-                self._incomplete -= 1
         state.fires_in_pass += 1
         state.fires = max(state.fires, state.fires_in_pass)
         self._order.pop(state, None)
@@ -190,23 +245,138 @@ class Reducer:
         bucket = state.bucket
         if bucket is None:
             submit_alone(state, self._terms)
+            state.note()
             with self._lock:
-                self._incomplete -= state.counted
+                self._awaited -= state.counted
             return
         if bucket.sent:
             raise RuntimeError(
                 f"the gradient of {state.name!r} came after its bucket had been sent off: requires_grad must not "
-                "change between the first backward of a step and optimizer.step(); cross_barrier: or a parameter "
-                "is read by no module's forward"
+                "change between the first backward of a step and optimizer.step(), nor may a step have more calls of "
+                "backward() than the first one had and this gradient come in the last of them (add up the losses "
+                "instead); cross_barrier: or a parameter is read by no module's forward"
             )
-        if grad is not state.view:
-            state.place(grad)
+        state.take(grad)
+        state.note()
         with self._lock:
             bucket.waiting -= state.counted
-            self._incomplete -= state.counted
+            self._awaited -= state.counted
             full = bucket.waiting == 0 and state.counted
         if full:
             self._submit(bucket)
+
+    # --- the end of backward ---------------------------------------------------------------------------------------
+
+    def _call_ended(self) -> None:
+        """A call of backward is at its end: if it was the last one of the step, it ends when everything is reduced.
+
+        As in DistributedDataParallel, what the user then does to the gradients is done to the reduced ones.
+        """
+        with self._lock:
+            if not self.outstanding or not self.waits or self._settled:
+                return
+            if self._learned:
+                calls, expected = self._calls.number - self._first_call, self._calls_of_a_pass
+                is_last = expected is not None and calls >= expected * self.passes
+                self._settled = self._awaited <= 0 or is_last
+            else:
+                self._settled = (
+                    any(state.passes == self.passes for state in self.states) and not is_capturing()
+                )
+            if not self._settled:
+                return
+        try:
+            self._settle()
+        except BaseException:
+            self._end()
+            raise
+
+    @torch.no_grad()
+    def _settle(self) -> None:
+        """Waits for the gradients that every rank computes. A parameter that was not used this time has zeros."""
+        if not self._learned and not self._agree_on(self.states, early=True):
+            self.waits = self._settled = (
+                False  # ranks run the passes of several optimizers in different orders
+            )
+            return
+        for bucket in self.buckets:
+            if bucket.prompt and not bucket.sent:
+                self._submit(bucket)
+        for state in self.states:
+            if state.prompt and state.bucket is None and not state.arrived:
+                submit_alone(state, self._terms)
+        self._collect()
+        if self.partial:
+            self._spread_overflow()
+
+    def _spread_overflow(self) -> None:
+        """Where a rank has its shards only: what is not finite in another's shows here, so that gradient scalers leave
+        out a step on every rank or on none. No rank's update reads it."""
+        shards = [self._shard_of(bucket) for bucket in self.buckets if bucket.flat.is_floating_point()]
+        if not shards:
+            return
+        finite = torch.stack([shard.isfinite().all() for shard in shards]).all()
+        found = (~finite).to(torch.uint8).view(1)
+        operations.allreduce_(found, None, "horoclone.overflow", Max, process_set=self._terms.process_set)
+        if not found.is_cpu or found.item():
+            nothing = torch.where(found > 0, float("inf"), 0.0)
+            for bucket in self.buckets:
+                if bucket.flat.is_floating_point():
+                    for part in self._parts_of_others(bucket):
+                        part.add_(nothing.to(part.dtype))
+
+    def _parts_of_others(self, bucket: Bucket) -> Iterator[torch.Tensor]:
+        """Of the gradients; what lies between them stays zero."""
+        size = bucket.flat.numel() // self.shards
+        mine = size * (self._terms.process_set.rank() or 0)
+        for state in bucket.states:
+            begin = int(state.view.storage_offset())  # type: ignore[union-attr]
+            end = begin + state.parameter.numel()
+            for a, b in ((begin, min(end, mine)), (max(begin, mine + size), end)):
+                if a < b:
+                    yield bucket.flat[a:b]
+
+    def is_pending(self) -> bool:
+        """Whether gradients of this step are not reduced yet, as far as this rank has any."""
+        return self.outstanding and (not self._settled or not self._was_skipped())
+
+    def _was_skipped(self) -> bool:
+        """Whether nothing is missing but the step itself: gradients that are cleared now were to be dropped."""
+        return self._settled and not any(state.fired and not state.reduced for state in self.states)
+
+    def drop_overflow(self) -> None:
+        """Ends a step that is left out, by a gradient scaler say, because reduced gradients are not finite: the same on
+        every rank."""
+        grads = [state.parameter.grad for state in self.states] if self._was_skipped() else []
+        values = [grad._values() if grad.is_sparse else grad for grad in grads if grad is not None]
+        if not all(bool(value.isfinite().all()) for value in values):
+            self._end()
+
+    def give_up_changed(self, find_new: Callable[[], None]) -> bool:
+        """Whether gradients were changed too early; then the reductions are completed, to be forgotten."""
+        if self._early_change() is None:
+            return False
+        for state in self.states:
+            state.noted = None
+        self.synchronize(find_new)
+        return True
+
+    def _early_change(self) -> str | None:
+        """What is wrong if gradients were changed while others, or they themselves, were not reduced."""
+        changed = [state for state in self.states if state.is_changed()]
+        if not changed:
+            return None
+        for state in changed:
+            if self.partial:
+                return CHANGED.format(changed=state.name, pending="it", why=IN_SHARDS)
+            if not state.reduced:
+                return CHANGED.format(changed=state.name, pending="it", why=UNREDUCED)
+        pending = next((state for state in self.states if state.fired and not state.reduced), None)
+        if pending is None:
+            return None
+        return CHANGED.format(
+            changed=changed[0].name, pending=f"that of {pending.name!r}", why=NOT_EVERYWHERE
+        )
 
     # --- submission ------------------------------------------------------------------------------------------------
 
@@ -255,14 +425,12 @@ class Reducer:
 
     def _fill(self, state: GradState) -> None:
         """A gradient whose hooks did not complete it: what is in parameter.grad, else zeros."""
-        assert state.view is not None
         grad = state.parameter.grad
         state.used = grad is not None
         if grad is None:
-            state.view.zero_()
-            state.apart = state.view.dtype != state.parameter.dtype or state.becomes_sparse
-        elif grad is not state.view:
-            state.place(grad)
+            state.take_none()
+        else:
+            state.take(grad)
         state.arrived = True
 
     # --- waiting ---------------------------------------------------------------------------------------------------
@@ -272,22 +440,18 @@ class Reducer:
         """Whether a gradient that no rank has computed is None after synchronize()."""
         return self._terms.unused_as_none
 
-    def complete(self) -> bool:
-        """Whether every gradient that can come in this step has come (never true inside backward)."""
-        return self._incomplete <= 0 and torch._C._current_graph_task_id() == -1
-
     @torch.no_grad()
     def synchronize(self, find_new: Callable[[], None]) -> None:
         """Sends what has not been sent (zeros for unused parameters), waits for everything, hands out the results.
 
         find_new: called first; adds parameters that have begun to require gradients. Raises the first error of the
-        reductions, after all of them have ended.
+        reductions, after all of them have ended; RuntimeError where gradients were changed too early.
         """
         if not self.outstanding:
             self._begin()
         span = spans.Span("synchronize", None) if spans.profiler._is_profiler_enabled else None
         try:
-            learning = not self._learned
+            learning, too_early = not self._learned, self._early_change()
             if learning and is_capturing():
                 raise Unsupported(
                     "this step is being captured into a CUDA graph, but its gradients have no buckets yet. Run at "
@@ -295,8 +459,10 @@ class Reducer:
                 )
             before = len(self.states)
             find_new()
-            if learning or len(self.states) > before:
-                self._agree_on(self.states if learning else self.states[before:])
+            if learning and not self._agreed:
+                self._agree_on(self.states)
+            elif len(self.states) > before:
+                self._agree_on(self.states[before:])
             for state in self.states:
                 if not state.arrived and state.bucket is None:
                     submit_alone(state, self._terms)
@@ -307,10 +473,10 @@ class Reducer:
             if self._terms.unused_as_none:
                 self._clear_unused()
             if learning:
-                if self.partial:  # new buckets will be cut elsewhere
-                    self.gather()
                 self._form_buckets()
             self._scale_local()
+            if too_early:
+                raise RuntimeError(too_early)
         finally:
             if span is not None:
                 span.end()
@@ -318,17 +484,21 @@ class Reducer:
         self.reduced = True
 
     def _collect(self) -> None:
+        """Waits for what has been sent, and hands it out."""
         errors: list[Exception] = []
         run_compressors(self.buckets, errors)
         for bucket in self.buckets:
-            try:
-                self._finish(bucket)
-            except (HorovodInternalError, ValueError) as error:
-                errors.append(error)
+            if bucket.sent and not bucket.done:
+                bucket.done = True
+                try:
+                    self._finish(bucket)
+                except (HorovodInternalError, ValueError) as error:
+                    errors.append(error)
         for state in self.states:
             if state.pending is not None:
                 try:
                     finish_alone(state, self._terms)
+                    state.note()
                 except (HorovodInternalError, ValueError) as error:
                     errors.append(error)
         if errors:
@@ -374,7 +544,7 @@ class Reducer:
             runtime.release(handle)
         for state in self.states:
             grad = state.parameter.grad
-            if state.view is not None and grad is not None and grad is not state.view:
+            if state.view is not None and grad is not None and not state.is_in_bucket(grad):
                 grad.copy_(state.view)
         self.partial = False
 
@@ -382,23 +552,27 @@ class Reducer:
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for state in bucket.states:
-            parameter = state.parameter
+            parameter, view = state.parameter, state.view
+            assert view is not None
+            state.reduced = True
             grad = parameter.grad
             if grad is None and not parameter.requires_grad:
                 continue  # frozen: must not be updated
-            if not state.apart:
-                if grad is not state.view:
-                    parameter.grad = state.view
-                continue
             if state.becomes_sparse:
-                state.hand_out_sparse(state.view)  # type: ignore[arg-type]
-                continue
-            if grad is None:
-                grad = parameter.grad = torch.empty_like(parameter, requires_grad=False)
-            targets.append(grad)
-            sources.append(state.view)  # type: ignore[arg-type]
+                state.hand_out_sparse(view)
+            elif not state.apart:
+                if grad is None or not state.is_in_bucket(grad):
+                    parameter.grad = state.lend()
+            else:
+                if grad is None:
+                    dtype = state.dtype if parameter.dtype == state.form[1] else parameter.dtype
+                    grad = parameter.grad = torch.empty_like(parameter, dtype=dtype, requires_grad=False)
+                targets.append(grad)
+                sources.append(view)
         if targets:
             torch._foreach_copy_(targets, sources)
+        for state in bucket.states:
+            state.note()
 
     def _clear_unused(self) -> None:
         """Gradients that no rank has computed go back to None."""
@@ -421,14 +595,16 @@ class Reducer:
     def _end(self) -> None:
         self.outstanding = False
         self._order.clear()
+        self._calls.forget()
         for bucket in self.buckets:
             bucket.handle = bucket.work = None
-            bucket.sent = False
+            bucket.sent = bucket.done = False
         for state in self.states:
             state.left = state.expected
-            state.arrived = state.apart = state.used = False
+            state.fired = state.arrived = state.reduced = state.apart = state.used = False
             state.passes = state.fires_in_pass = 0
-            state.pending = state.backward = None
+            state.call = -1
+            state.pending = state.noted = None
 
     def discard(self) -> None:
         """Gives up reductions in flight (a state is being restored); their memory is kept, not reused."""
@@ -442,12 +618,14 @@ class Reducer:
     # --- agreement -------------------------------------------------------------------------------------------------
 
     def _forget_layout(self) -> None:
-        self._learned = False
+        self._learned, self._scatter, self._joins = False, False, joins()
         self._undeclare()
         for state in self._state_of.values():
-            state.bucket = state.view = None
+            state.bucket = state.view = state.lent = None
+            state.prompt = False
             state.fires = 0
             state.expected = state.left = self.passes
+            state.form = form_of(state.parameter)
 
     def _declare(self) -> None:
         """Collective. From here on a bucket starts without any message where all ranks share memory."""
@@ -476,25 +654,55 @@ class Reducer:
         except (AttributeError, TypeError, HorovodInternalError):
             pass  # the interpreter, or the runtime, is going
 
-    def _agree_on(self, states: Sequence[GradState]) -> None:
-        """Checks that the ranks mean the same parameters, and learns which gradients are sparse on any rank."""
-        flags = agree_on_parameters(states, self._terms.process_set)
-        for state, flag in zip(by_name(states), flags, strict=True):
+    def _agree_on(self, states: Sequence[GradState], early: bool = False) -> bool:
+        """Checks that the ranks mean the same parameters, and learns which gradients are sparse on any rank, and
+        complete on all of them. early: False if other ranks are with another optimizer."""
+        agreed = agree_on_parameters(
+            states,
+            self._terms.process_set,
+            self._ordinal(),
+            (lambda state: state.passes == self.passes) if early else None,
+        )
+        if agreed is None:
+            return False
+        self._leads, self._all_here = agreed.leads, agreed.all_here
+        for i, state in enumerate(by_name(states)):
+            flag, dtype = agreed.sparse[i], agreed.dtypes[i]
+            state.dtype = dtype or getattr(state.parameter, "grad_dtype", None) or state.parameter.dtype
+            state.prompt = agreed.complete[i]
             if not self._terms.sparse_as_dense:
                 state.sparse_dim = max(0, flag - 1)
             elif flag > 1 and self.shards == 1:  # sharded by elements it is updated in dense pieces
                 state.becomes_sparse = True
-            if flag and state.fires == 0:
-                state.fires = 1  # used on another rank
+        self._agreed = True
+        return True
+
+    def _ordinal(self) -> int:
+        """Which one it is of those that are about to agree on the same names. Only these can be taken for each other,
+        and processes of an elastic job have made different numbers of optimizers."""
+        names = [state.name for state in self.states]
+        return sum(
+            other._number < self._number and not other._learned and [s.name for s in other.states] == names
+            for other in list(_live)
+        )
 
     def _form_buckets(self) -> None:
-        """The order of rank 0 of the set, agreed by broadcast, cut into buckets."""
+        """The order of one rank, on which all agree, cut into buckets."""
         assert self._runtime is not None
         observed = list(self._order) + [state for state in by_name(self.states) if state not in self._order]
-        self.layout, used, unused = agree_on_order(observed, self._terms.process_set)
-        if self._buckets_allowed():
-            runs = [[state for state in part if self._fits_bucket(state)] for part in (used, unused)]
-            groups = groups_of(self.groups, runs[0] + runs[1])
+        whole = all(state.passes == self.passes for state in self._order)
+        calls = self._calls.number - self._first_call
+        self._calls_of_a_pass = calls / self.passes if self._order and whole else None
+        self.layout, runs = agree_on_order(observed, self._terms.process_set, self._leads)
+        for state in self.states:
+            state.prompt = False
+        for state in runs[0]:
+            state.prompt = True
+        if not self._all_here:
+            self._undeclare()
+        elif self._buckets_allowed():
+            runs = [[state for state in run if self._fits_bucket(state)] for run in runs]
+            groups = groups_of(self.groups, [state for run in runs for state in run])
             size = self.bucket_bytes
             if size == BUCKET_BYTES and self.states and place_of(self.states[0].parameter) is not HOST:
                 size = GPU_BUCKET_BYTES
@@ -534,5 +742,5 @@ class Reducer:
         return chosen is Compression.none or hasattr(chosen, "wire_dtype") or reduces_buckets(chosen)
 
     def _wire_dtype_of(self, state: GradState) -> torch.dtype:
-        dtype = state.parameter.dtype
+        dtype = state.dtype
         return getattr(self._terms.compression, "wire_dtype", dtype) if dtype.is_floating_point else dtype

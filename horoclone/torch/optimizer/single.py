@@ -6,8 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from horoclone.ops import Average
 from horoclone.process_sets import ProcessSet, global_process_set
 from horoclone.torch import operations
@@ -46,11 +44,7 @@ def submit_alone(state: GradState, terms: Terms) -> None:
     grad = state.parameter.grad
     state.used = grad is not None
     if grad is None:
-        grad = (
-            state.empty_sparse()
-            if state.sparse_dim
-            else torch.zeros_like(state.parameter, requires_grad=False)
-        )
+        grad = state.zeros()
         if state.parameter.requires_grad:
             state.parameter.grad = grad
     if grad.is_sparse and terms.sparse_as_dense:
@@ -75,6 +69,7 @@ def finish_alone(state: GradState, terms: Terms) -> None:
     """Waits for it and puts the result into parameter.grad."""
     (handle, wire, ctx), state.pending = state.pending, None
     output = operations.synchronize(handle)
+    state.reduced = True
     parameter = state.parameter
     grad = parameter.grad
     if wire is None:  # sparse

@@ -15,9 +15,6 @@ import torch
 
 from horoclone.stand_ins import shown_module
 
-# Methods of gradient scalers that read param_groups right before they divide or inspect the gradients.
-UNSCALERS = frozenset({"unscale_", "_unscale_grads_"})
-
 
 class WrappedOptimizer:
     """Base of the mixins."""

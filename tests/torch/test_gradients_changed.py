@@ -1,0 +1,443 @@
+"""What scripts do to gradients and models between backward() and step(): the reduced values change, or an error says
+what to add. Parameters are never left different on the ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
+from world import ranks
+
+import horoclone.torch as hvd
+from horoclone.torch.optimizer.backward_calls import BackwardCalls
+
+Model = torch.nn.Module
+
+
+def wrapped(model: Model, rate: float = 0.1, **options: Any) -> Any:
+    return hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), rate), model.named_parameters(), **options
+    )
+
+
+def mean_of_ranks() -> float:
+    """The reduced gradient of a loss of (1 + rank) * parameter."""
+    return sum(1.0 + rank for rank in range(hvd.size())) / hvd.size()
+
+
+def gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return hvd.allgather(tensor.detach().double().flatten()[None])
+
+
+def same(model: Model) -> bool:
+    rows = gathered(torch.cat([p.detach().double().flatten() for p in model.parameters()]))
+    return all(torch.equal(row, rows[0]) for row in rows)
+
+
+# --- one action, once ----------------------------------------------------------------------------------------------
+
+
+def _data(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Model], None]:
+    def act(model: Model) -> None:
+        for parameter in model.parameters():
+            parameter.grad.data = change(parameter.grad.data)
+
+    return act
+
+
+def _each(change: Callable[[torch.Tensor], Any]) -> Callable[[Model], None]:
+    def act(model: Model) -> None:
+        for parameter in model.parameters():
+            change(parameter)
+
+    return act
+
+
+ACTIONS: dict[str, Callable[[Model], Any]] = {
+    "mask": _data(lambda grad: grad * 0.5),
+    "clamp": _data(lambda grad: grad.clamp(-1, 1)),
+    "set": _each(lambda p: p.grad.set_(p.grad.clone())),
+    "new": _each(lambda p: setattr(p, "grad", p.grad * 0.5)),
+    "in place": _each(lambda p: p.grad.mul_(0.5)),
+    "data in place": _each(lambda p: p.grad.data.mul_(0.5)),
+    "transposed": _each(lambda p: (p.grad.t_(), p.grad.t_()) if p.dim() == 2 else None),
+    "requires grad": _each(lambda p: p.grad.requires_grad_()),
+    "shared": lambda model: model.share_memory(),
+    "storage shared": _each(lambda p: p.grad.untyped_storage().share_memory_()),
+    "cloned": lambda model: model._apply(lambda t: t.clone()),
+    "channels last": lambda model: model.to(memory_format=torch.channels_last),
+    "double": lambda model: model.double(),
+    "half": lambda model: model.half(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "swapped": _each(lambda p: torch.utils.swap_tensors(p, torch.nn.Parameter(p.detach().clone()))),
+    "loaded": lambda model: model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "zero": {"shard_optimizer_state": True},
+    "zero, whole": {"shard_optimizer_state": "parameters"},
+    "groups": {"groups": 1},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "unused": {"unused_as_none": True},
+}
+
+
+@pytest.mark.parametrize("option", sorted(OPTIONS))
+@ranks(2)
+def test_what_was_done_once_to_gradients_or_model_leaves_later_steps_right(option: str) -> None:
+    for name, act in ACTIONS.items():
+        for moment in ("after backward", "after synchronize", "after step"):
+            model = torch.nn.Conv2d(2, 2, 2)
+            optimizer = wrapped(model, 0.0, **OPTIONS[option])
+            for step in range(5):
+                optimizer.zero_grad()
+                x = torch.ones(1, 2, 2, 2, dtype=model.weight.dtype)
+                (model(x) * (1 + hvd.rank())).sum().backward()
+                if step == 2 and moment == "after backward":
+                    act(model)
+                if step != 2 or moment == "after synchronize":
+                    optimizer.synchronize()
+                    for parameter in model.parameters():
+                        assert set(parameter.grad.flatten().tolist()) == {mean_of_ranks()}, (
+                            name,
+                            moment,
+                            step,
+                        )
+                    if step == 2:
+                        act(model)
+                    with optimizer.skip_synchronize():
+                        optimizer.step()
+                else:
+                    optimizer.step()
+                if step == 2 and moment == "after step":
+                    act(model)
+            if name in ("double", "half", "bfloat16"):
+                assert model.weight.grad.dtype == model.weight.dtype
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="torch 2.10 brought Tensor.grad_dtype")
+@pytest.mark.parametrize("choice", ["float32", "any"])
+@ranks(2)
+def test_gradients_of_a_dtype_of_their_own_keep_it(choice: str) -> None:
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, weight: torch.Tensor) -> torch.Tensor:
+            return weight.float().sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return torch.full((3,), 1.001 + hvd.rank(), dtype=torch.float32) * grad
+
+    for options in ({}, {"shard_optimizer_state": "parameters"}, {"groups": 1}, {"op": hvd.Sum}):
+        weight = torch.nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+        weight.grad_dtype = torch.float32 if choice == "float32" else None
+        optimizer = hvd.DistributedOptimizer(torch.optim.SGD([weight], 0.0), [("w", weight)], **options)
+        want = np.float32(1.501) * (2 if "op" in options else 1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            Sum.apply(weight).backward()
+            optimizer.synchronize()
+            assert weight.grad.dtype == torch.float32
+            assert weight.grad.tolist() == pytest.approx([want] * 3, rel=1e-7)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+
+
+# --- clipping ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [*sorted(OPTIONS), "passes", "quantized", "low rank"])
+@ranks(2)
+def test_clipping_right_after_backward_is_clipping_of_the_mean(option: str) -> None:
+    more = {
+        "passes": {"backward_passes_per_step": 2},
+        "quantized": {"compression": hvd.Compression.int8},
+        "low rank": {"compression": hvd.Compression.powersgd(rank=1)},
+    }
+    options = OPTIONS.get(option) or more.get(option) or {}
+    passes = options.get("backward_passes_per_step", 1)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 2))
+    model.unused = torch.nn.Linear(2, 2)
+    alone = copy.deepcopy(model)
+    optimizer, plain = wrapped(model, **options), torch.optim.SGD(alone.parameters(), 0.1)
+    exact = option not in ("fp16", "quantized", "low rank")
+    for step in range(4):
+        optimizer.zero_grad()
+        plain.zero_grad()
+        for part in range(passes):
+            for rank in range(hvd.size()):
+                x = torch.randn(3, 4, generator=torch.Generator().manual_seed(100 * step + 10 * part + rank))
+                (alone[1](alone[0](x)).square().sum() / hvd.size()).backward()
+                if rank == hvd.rank():
+                    model[1](model[0](x)).square().sum().backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        want = torch.nn.utils.clip_grad_norm_(alone.parameters(), 0.5)
+        assert len(set(gathered(norm).flatten().tolist())) == 1
+        assert not exact or torch.allclose(norm, want, rtol=1e-5), (step, norm, want)
+        optimizer.step()
+        plain.step()
+        assert same(model)
+        for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
+            assert not exact or torch.allclose(mine, theirs, atol=1e-6), step
+
+
+@ranks(2)
+def test_clipping_together_with_a_gradient_that_some_rank_lacks_names_the_lines_to_add() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
+    optimizer = wrapped(layers)
+    hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
+    x = torch.ones(1, 3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        (layers[0](x).sum() + layers[1 + hvd.rank()](x).sum()).backward()
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
+        with pytest.raises(
+            RuntimeError, match=r"'0\.weight' was changed.*'[12]\.(weight|bias)'.*not"
+        ) as caught:
+            optimizer.step()
+        assert "optimizer.synchronize()" in str(caught.value) and "skip_synchronize()" in str(caught.value)
+    for _ in range(3):  # as it says
+        optimizer.zero_grad()
+        (layers[0](x).sum() + layers[1 + hvd.rank()](x).sum()).backward()
+        optimizer.synchronize()
+        torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
+        with optimizer.skip_synchronize():
+            optimizer.step()
+        assert same(layers)
+
+
+@ranks(2)
+def test_a_parameter_that_one_rank_leaves_out_later_holds_up_nobody() -> None:
+    layers = torch.nn.ModuleList(torch.nn.Linear(3, 3) for _ in range(3))
+    optimizer = wrapped(layers)
+    hvd.broadcast_parameters(layers.state_dict(), root_rank=0)
+    for step in range(5):
+        used = [0, 1, 2] if step in (0, 4) else [0, 1 + (hvd.rank() + step) % 2]
+        optimizer.zero_grad()
+        sum(layers[i](torch.ones(1, 3)).sum() for i in used).backward()
+        hvd.allreduce(torch.ones(1), name="metric")  # another blocking collective before step()
+        norm = torch.nn.utils.clip_grad_norm_(layers.parameters(), 0.1)
+        share = [1.0 if step in (0, 4) or i == 0 else 0.5 for i in range(3)]
+        assert norm.item() == pytest.approx(sum(12 * s * s for s in share) ** 0.5, rel=1e-5), step
+        optimizer.step()
+        assert same(layers)
+
+
+@ranks(2)
+def test_a_step_that_is_left_out_for_an_overflow_is_left_out_everywhere() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = wrapped(model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(6):
+        loss = model(torch.ones(1, 3)).sum() * (float("inf") if (step + hvd.rank()) % 3 == 0 else 1.0)
+        loss.backward()
+        finite = all(bool(p.grad.isfinite().all()) for p in model.parameters())
+        if finite:
+            optimizer.step()
+        if step % 2:
+            optimizer.zero_grad()
+        else:
+            for parameter in model.parameters():
+                parameter.grad = None
+        assert finite == ((step % 3) not in (0, 2)) and same(model)
+
+
+# --- nothing but the calls that say so communicates ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ["average", "adasum"])
+@ranks(2)
+def test_one_rank_may_look_at_the_optimizer_at_any_time(op: str) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 1))
+    optimizer = wrapped(model, op=hvd.Adasum if op == "adasum" else hvd.Average)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss = model(torch.ones(2, 4) * (hvd.rank() + 1)).sum()
+        loss.backward()
+        if hvd.rank() == step % 2:
+            assert optimizer.param_groups[0]["lr"] == 0.1
+            assert optimizer.state_dict()["param_groups"][0]["lr"] == 0.1 and "SGD" in repr(optimizer)
+        hvd.allreduce(loss.detach(), name="loss")
+        optimizer.step()
+        assert same(model)
+
+
+# --- calls of backward -----------------------------------------------------------------------------------------------
+
+
+def test_calls_of_backward_are_told_apart_with_checkpoints_inside_each_other() -> None:
+    class Watch:
+        def __init__(self) -> None:
+            self.ends: list[list[int]] = []
+            self.fired: list[int] = []
+            self.calls = BackwardCalls(self.ended)
+
+        def ended(self) -> None:
+            self.ends.append(self.fired)
+            self.fired = []
+
+    watch, layer = Watch(), torch.nn.Linear(3, 3, bias=False)
+
+    def hook(_: torch.Tensor) -> None:
+        watch.calls.note()
+        watch.fired.append(watch.calls.number)
+
+    layer.weight.register_post_accumulate_grad_hook(hook)
+    for reentrant in (True, False):
+        before = watch.calls.number
+        for call in range(2):
+            x = torch.ones(1, 3, requires_grad=True)
+
+            def inner(x: torch.Tensor, reentrant: bool = reentrant) -> torch.Tensor:
+                return checkpoint(
+                    layer, checkpoint(layer, x, use_reentrant=reentrant), use_reentrant=reentrant
+                )
+
+            y = checkpoint(inner, checkpoint(inner, x, use_reentrant=reentrant), use_reentrant=reentrant)
+            y.sum().backward()
+            assert watch.calls.number == before + call + 1 and not watch.fired
+            assert set(watch.ends[-1]) == {before + call} and len(watch.ends[-1]) == (4 if reentrant else 1)
+
+
+# --- join ------------------------------------------------------------------------------------------------------------
+
+JOINING: dict[str, dict[str, Any]] = {
+    "none": {}, "unused": {"unused_as_none": True}, "fp16": {"compression": hvd.Compression.fp16},
+    "groups": {"groups": 2}, "predivide": {"gradient_predivide_factor": 2.0}, "adasum": {"op": hvd.Adasum},
+    "powersgd": {"compression": hvd.Compression.powersgd(rank=1)}, "int8": {"compression": hvd.Compression.int8},
+    "topk": {"compression": hvd.Compression.topk(ratio=0.5)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("option", sorted(JOINING))
+@ranks(2)
+def test_a_rank_without_any_batch_joins_and_is_back_in_the_next_epoch(option: str) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Linear(4, 1))
+    optimizer = wrapped(model, **JOINING[option])
+    for epoch in range(3):
+        for _ in range(3 if (epoch + hvd.rank()) % 2 == 0 or epoch == 2 else 0):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).mean().backward()
+            if option != "adasum" and epoch < 2:
+                optimizer.synchronize()
+                assert model[1].bias.grad.tolist() == pytest.approx([0.5])  # of two ranks, one is away
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+        hvd.join()
+        hvd.broadcast_parameters(model.state_dict(), root_rank=epoch % 2)
+    assert same(model)
+
+
+# --- any sequence ----------------------------------------------------------------------------------------------------
+
+
+def alike(examples: int) -> Any:
+    """All ranks must draw the same examples: a fixed seed, no database, no shrinking (which would part them)."""
+
+    def decorate(test: Any) -> Any:
+        test = settings(
+            max_examples=examples, deadline=None, database=None, phases=[Phase.generate],
+            suppress_health_check=list(HealthCheck),
+        )(test)  # fmt: skip
+        return seed(20261)(test)
+
+    return decorate
+
+
+class Twin:
+    """The same training in NumPy, in float64: the mean of all ranks' gradients, and what is done to it."""
+
+    def __init__(self, model: Model, rate: float) -> None:
+        self.values = [p.detach().double().numpy().copy() for p in model.parameters()]
+        self.rate = rate
+        self.grads: list[np.ndarray] = []
+
+    def step(self) -> None:
+        for value, grad in zip(self.values, self.grads, strict=True):
+            value -= self.rate * grad
+
+
+def _clip(grads: list[np.ndarray]) -> list[np.ndarray]:
+    norm = np.sqrt(sum((grad**2).sum() for grad in grads))
+    return [grad * min(1.0, 0.3 / (norm + 1e-6)) for grad in grads]
+
+
+# (what a script does, what NumPy does)
+CHANGES: dict[str, tuple[Callable[[Model], Any], Callable[[list[np.ndarray]], list[np.ndarray]]]] = {
+    "clip": (lambda model: torch.nn.utils.clip_grad_norm_(model.parameters(), 0.3), _clip),
+    "value": (
+        lambda model: torch.nn.utils.clip_grad_value_(model.parameters(), 0.2),
+        lambda grads: [grad.clip(-0.2, 0.2) for grad in grads],
+    ),
+    **{
+        name: (ACTIONS[name], lambda grads: [grad * 0.5 for grad in grads])
+        for name in ("mask", "new", "in place", "data in place")
+    },
+    **{
+        name: (ACTIONS[name], lambda grads: grads)
+        for name in (
+            "set",
+            "transposed",
+            "shared",
+            "storage shared",
+            "cloned",
+            "channels last",
+            "double",
+            "loaded",
+        )
+    },
+}
+RANDOM: dict[str, dict[str, Any]] = {**OPTIONS, "passes": {"backward_passes_per_step": 2}}
+
+
+@pytest.mark.parametrize("option", sorted(RANDOM))
+@ranks(2)
+def test_any_sequence_of_changes_trains_as_numpy_says(option: str) -> None:
+    passes = RANDOM[option].get("backward_passes_per_step", 1)
+    tolerance = 2e-3 if option == "fp16" else 1e-5
+
+    @alike(8)
+    @given(
+        st.lists(st.lists(st.sampled_from(sorted(CHANGES)), max_size=2), min_size=3, max_size=5),
+        st.booleans(),
+    )
+    def check(steps: list[list[str]], to_none: bool) -> None:
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        twin, optimizer = Twin(model, 0.1), wrapped(model, 0.1, **RANDOM[option])
+        for number, changes in enumerate(steps):
+            optimizer.zero_grad(set_to_none=to_none)
+            inputs = np.random.default_rng(number).normal(size=(hvd.size(), passes, 4, 3))
+            weight, bias = twin.values
+            twin.grads = [np.zeros_like(weight), np.zeros_like(bias)]
+            for part in inputs.reshape(-1, 4, 3):  # of the loss: mean of the squared outputs
+                out = part @ weight.T + bias
+                twin.grads[0] += 2 * out.T @ part / out.size / hvd.size()
+                twin.grads[1] += 2 * out.sum(0) / out.size / hvd.size()
+            for part in inputs[hvd.rank()]:
+                x = torch.from_numpy(part).to(model.weight.dtype)
+                model(x).square().mean().backward()
+            for change in changes:
+                act, said = CHANGES[change]
+                act(model)
+                twin.grads = said(twin.grads)
+            optimizer.step()
+            twin.step()
+            assert same(model), (steps, number)
+            for mine, want in zip(model.parameters(), twin.values, strict=True):
+                assert np.allclose(mine.detach().double().numpy(), want, atol=tolerance), (steps, number)
+
+    check()
