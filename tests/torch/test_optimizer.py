@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import io
 import pickle
+import subprocess
+import sys
+import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -291,12 +295,112 @@ def test_state_dict_pickle_and_copies() -> None:
         o.step()
     close(fresh, model, 1e-7)
     revived = pickle.loads(pickle.dumps(optimizer))
-    assert type(revived) is torch.optim.Adam
+    assert isinstance(revived, type(other).__mro__[1]) and isinstance(revived, torch.optim.Adam)
     assert revived.state_dict()["state"][0]["step"] == optimizer.state_dict()["state"][0]["step"]
-    copied = copy.deepcopy(optimizer)
-    assert type(copied) is torch.optim.Adam and copied.param_groups[0]["params"][0] is not next(
-        model.parameters()
-    )
+
+
+COPIES = {
+    "plain": {},
+    "sum": {"op": hvd.Sum},
+    "predivide": {"gradient_predivide_factor": 2.0},
+    "fp16": {"compression": hvd.Compression.fp16},
+    "int8": {"compression": hvd.Compression.int8},
+    "groups": {"groups": 2},
+    "passes": {"backward_passes_per_step": 2},
+    "unused": {"unused_as_none": True},
+    "adasum": {"op": hvd.Adasum},
+}
+COPIERS = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda pair: pickle.loads(pickle.dumps(pair)),
+    "saved": lambda pair: _saved(pair),
+}
+
+
+def _saved(pair: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(pair, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@ranks(2)
+def test_copies_of_an_optimizer_reduce_as_it_does() -> None:
+    """A copy that trained alone would let the ranks drift apart without a word."""
+    for which, options in COPIES.items():
+        for how, copied in COPIERS.items():
+            model = network()
+            hvd.broadcast_parameters(model.state_dict(), 0)
+            inner = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+            optimizer = hvd.DistributedOptimizer(inner, model.named_parameters(), **options)
+            passes = options.get("backward_passes_per_step", 1)
+            _some_steps(model, optimizer, passes, 0, 2)
+            other, its = copied((model, optimizer))
+            assert its.param_groups[0]["params"][0] is next(other.parameters())
+            assert type(its).__mro__[1] is type(optimizer).__mro__[1]
+            _some_steps(model, optimizer, passes, 2, 5)
+            _some_steps(other, its, passes, 2, 5)
+            for a, b in zip(model.parameters(), other.parameters(), strict=True):
+                assert torch.allclose(a, b, rtol=0, atol=1e-6 if which != "int8" else 1e-2), (which, how)
+            assert same_on_every_rank(other), (which, how)
+
+
+def _some_steps(model: torch.nn.Module, optimizer: Any, passes: int, begin: int, end: int) -> None:
+    for step in range(begin, end):
+        optimizer.zero_grad()
+        for part in range(passes):
+            images, labels = batch(hvd.rank(), 10 * step + part)
+            F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_copy_keeps_what_is_local_and_whose_it_is() -> None:
+    model = network()
+    hvd.broadcast_parameters(model.state_dict(), 0)
+    optimizer = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), model.named_parameters())
+    last = list(model.parameters())[-1]
+    optimizer.register_local(last)
+    other, its = copy.deepcopy((model, optimizer))
+    with pytest.raises(ValueError, match="already a DistributedOptimizer"):
+        hvd.DistributedOptimizer(its)
+    _some_steps(other, its, 1, 0, 2)
+    rows = hvd.allgather(torch.cat([p.detach().flatten() for p in other.parameters()])[None])
+    differ = (rows[0] != rows[1]).nonzero().flatten().tolist()
+    size = sum(p.numel() for p in other.parameters())
+    assert differ and min(differ) >= size - last.numel()
+
+
+def test_a_copy_that_is_loaded_without_a_runtime_does_not_train_alone() -> None:
+    code = """
+import pickle, sys, torch, horoclone.torch as hvd
+kept = pickle.load(open(sys.argv[1], "rb"))
+assert kept.state_dict()["param_groups"][0]["lr"] == 0.5
+try:
+    kept.step()
+except hvd.NotInitialized as error:
+    assert "hvd.init()" in str(error) and "wrap it" in str(error), error
+else:
+    raise SystemExit("it took a step")
+hvd.init()
+again = hvd.DistributedOptimizer(kept)
+parameter = again.param_groups[0]["params"][0]
+parameter.sum().backward()
+again.step()
+assert parameter.tolist() == [0.5], parameter
+pickle.dump(again, open(sys.argv[1], "wb"))
+"""
+    with tempfile.TemporaryDirectory() as folder:
+        path = f"{folder}/optimizer"
+        first = f"""
+import pickle, torch, horoclone.torch as hvd
+hvd.init()
+one = hvd.DistributedOptimizer(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.5))
+pickle.dump(one, open({path!r}, "wb"))
+"""
+        for words in ([first], [code, path]):
+            done = subprocess.run([sys.executable, "-c", *words], capture_output=True, text=True, timeout=100)
+            assert done.returncode == 0, done.stderr
 
 
 @ranks(2)

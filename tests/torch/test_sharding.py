@@ -367,7 +367,7 @@ def test_state_is_read_after_consolidating_it_and_on_request_on_one_rank() -> No
         state = optimizer.state_dict()
         assert len(state["state"]) == len(list(model.parameters()))
         revived = pickle.loads(pickle.dumps(optimizer))
-        assert type(revived) is torch.optim.Adam
+        assert isinstance(revived, torch.optim.Adam)
         same_state(revived.state_dict(), state)
     else:
         with pytest.raises(RuntimeError, match="consolidate_state_dict"):

@@ -121,9 +121,7 @@ class AdasumMixin(WrappedOptimizer):
     _overflow_agreed: bool  # since the last step
     _stepping: bool  # a closure may clear and compute gradients as often as it likes
     _own_attributes = frozenset({
-        "_deltas", "_local", "_sparse_as_dense", "_watched", "_passes", "_stepping", "_parameter_names",
-        "_calls", "_overflow_agreed",
-        "backward_passes_per_step",
+        "_deltas", "_local", "_sparse_as_dense", "_watched", "_passes", "_stepping", "_calls", "_overflow_agreed",
     })  # fmt: skip
 
     def _begin(self, deltas: Deltas, local: Iterable[torch.Tensor], sparse_as_dense: bool) -> Any:
@@ -133,6 +131,9 @@ class AdasumMixin(WrappedOptimizer):
         self._calls, self._overflow_agreed = BackwardCalls(self._call_ended), False
         self._watch_new()
         return self
+
+    def _local_parameters(self) -> list[torch.Tensor]:
+        return list(self._local)
 
     # --- hooks -----------------------------------------------------------------------------------------------------
 

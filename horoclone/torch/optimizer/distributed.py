@@ -28,6 +28,7 @@ from horoclone.torch.optimizer.sharding import Sharding, checked_mode
 from horoclone.torch.optimizer.single import Terms
 from horoclone.torch.optimizer.typed import Distributed
 from horoclone.torch.optimizer.wrapping import (
+    NotStarted,
     WrappedOptimizer,
     checked_passes,
     parameters_of,
@@ -47,8 +48,8 @@ class DistributedMixin(WrappedOptimizer):
     _whole_state: dict[Any, Any] | None  # sharded state that was collected, until the next step
     _barrier: CrossBarrier | None  # None: a step is over when every parameter is updated
     _own_attributes = frozenset({
-        "_reducer", "_parameter_names", "_included", "_process_set", "_announced", "_should_synchronize",
-        "backward_passes_per_step", "_sharding", "_whole_state", "_barrier",
+        "_reducer", "_included", "_process_set", "_announced", "_should_synchronize", "_sharding", "_whole_state",
+        "_barrier",
     })  # fmt: skip
 
     # --- gradients ----------------------------------------------------------------------------------------------------
@@ -116,6 +117,9 @@ class DistributedMixin(WrappedOptimizer):
         Call it before backward. A parameter that other ranks have too must be made local on all of them.
         """
         self._reducer.add_local(parameters_of(parameters))
+
+    def _local_parameters(self) -> list[torch.Tensor]:
+        return list(self._reducer.local)
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes are accumulated locally before gradients are reduced."""
@@ -364,6 +368,13 @@ def DistributedOptimizer(
     passes = checked_passes(backward_passes_per_step)
     groups = _checked_groups(num_groups, groups)
     local = parameters_of(local_parameters)
+    options = {
+        "compression": compression, "op": op, "gradient_predivide_factor": gradient_predivide_factor, "groups": groups,
+        "sparse_as_dense": sparse_as_dense, "process_set": process_set, "scale_local_gradients": scale_local_gradients,
+        "unused_as_none": unused_as_none, "shard_optimizer_state": shard_optimizer_state,
+        "cross_barrier": cross_barrier, "quorum": quorum,
+    }  # fmt: skip
+    how = (passes, DistributedOptimizer, options)
     apart = (op == Adasum, local, unused_as_none, shard_optimizer_state)
     if quorum is not None:
         others = {
@@ -374,16 +385,16 @@ def DistributedOptimizer(
             "gradient_predivide_factor": gradient_predivide_factor != 1.0,
             "process_set": process_set is not global_process_set,
         }  # fmt: skip
-        return _by_quorum(optimizer, named_parameters, others, (quorum, late, max_lag))
+        return _by_quorum(optimizer, named_parameters, others, (quorum, late, max_lag), how)
     modules = checked_modules(cross_barrier, type(optimizer), compression, apart)
     if op == Adasum:
         if shard_optimizer_state:
             raise ValueError(
                 "shard_optimizer_state does not work with op=hvd.Adasum: every rank makes a whole step"
             )
-        wrapped = wrap(optimizer, AdasumMixin, named_parameters, passes)
+        wrapped = wrap(optimizer, AdasumMixin, named_parameters, *how)
         return wrapped._begin(Deltas(compression, process_set), local, sparse_as_dense)
-    wrapped = wrap(optimizer, DistributedMixin, named_parameters, passes)
+    wrapped = wrap(optimizer, DistributedMixin, named_parameters, *how)
     wrapped._process_set = process_set
     wrapped._announced, wrapped._should_synchronize = False, True
     terms = Terms(
@@ -413,16 +424,16 @@ def _begun(wrapped: Any, shard_optimizer_state: bool | str, modules: Any) -> Any
 
 
 def _by_quorum(
-    optimizer: Any, names: Any, others: dict[str, Any], terms: tuple[float | str, str, int]
+    optimizer: Any, names: Any, others: dict[str, Any], terms: tuple[float | str, str, int], how: Any
 ) -> Any:
     from horoclone.torch.optimizer import quorum  # loaded only where it is used
 
     quorum.refuse_beside_quorum(others)
-    return wrap(optimizer, quorum.QuorumMixin, names, 1)._begin(*terms)
+    return wrap(optimizer, quorum.QuorumMixin, names, *how)._begin(*terms)
 
 
 def _check_arguments(optimizer: Any, op: int, predivide: float, process_set: ProcessSet) -> None:
-    if isinstance(optimizer, WrappedOptimizer):
+    if isinstance(optimizer, WrappedOptimizer) and not isinstance(optimizer, NotStarted):
         raise ValueError("the optimizer is already a DistributedOptimizer")
     if not hasattr(optimizer, "param_groups"):
         raise wrong_type("DistributedOptimizer", "optimizer", optimizer, "an optimizer of torch")

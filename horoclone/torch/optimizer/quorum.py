@@ -190,9 +190,7 @@ class _Agent:
 class QuorumMixin(WrappedOptimizer):
     """See DistributedOptimizer."""
 
-    _own_attributes = frozenset(
-        {"_agent", "_applied", "_late", "_parameter_names", "backward_passes_per_step"}
-    )
+    _own_attributes = frozenset({"_agent", "_applied", "_late"})
     _agent: _Agent
     _applied: int
     _late: str

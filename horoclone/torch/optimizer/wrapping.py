@@ -7,12 +7,14 @@ scripts import that): by its module libraries see that an optimizer is wrapped a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
+from horoclone.errors import NotInitialized, Unsupported
+from horoclone.runtime import is_initialized
 from horoclone.stand_ins import shown_module
 
 
@@ -22,6 +24,8 @@ class WrappedOptimizer:
     _wrapped_class: type
     _own_attributes: frozenset[str] = frozenset()  # the mixin's: not part of the wrapped optimizer's state
     _parameter_names: dict[torch.Tensor, str]
+    _maker: Callable[..., Any]  # DistributedOptimizer, and its options: copies are made with them
+    _options: dict[str, Any]
     backward_passes_per_step: int
 
     def _name_of(self, parameter: torch.Tensor) -> str:
@@ -40,33 +44,73 @@ class WrappedOptimizer:
         """Within it self.state is of whole parameters."""
         return nullcontext()
 
+    def _local_parameters(self) -> list[torch.Tensor]:
+        """Those whose gradients stay on this rank."""
+        return []
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickles and copies are plain optimizers of the wrapped class: hooks and buckets belong to this process."""
+        """Copies and pickles reduce, too: they are wrapped anew, with the same options. Unsupported where options are
+        bound to this very optimizer."""
+        for option in ("cross_barrier", "quorum"):
+            if self._options[option] is not None:
+                raise Unsupported(
+                    f"an optimizer with {option}= cannot be copied or pickled. Make another one with "
+                    "hvd.DistributedOptimizer(...) and give it this one's state_dict()"
+                )
         plain = type(self)._wrapped_class
-        state = {key: value for key, value in self.__dict__.items() if key not in self._own_attributes}
+        own = self._own_attributes | _OWN_ATTRIBUTES
+        state = {key: value for key, value in self.__dict__.items() if key not in own}
         if hasattr(plain, "__getstate__"):
             with self._readable_state():
                 state = plain.__getstate__(self)  # type: ignore[attr-defined]
-        return _plain_optimizer, (plain, state)
+        groups = self.__dict__["param_groups"]
+        names = [(self._name_of(p), p) for group in groups for p in group["params"]]
+        passes, local = self.backward_passes_per_step, self._local_parameters()
+        options = {**self._options, "backward_passes_per_step": passes, "local_parameters": local}
+        return _copied, (self._maker, plain, state, names, options)
 
 
-def _plain_optimizer(plain: type, state: Any) -> Any:
+_OWN_ATTRIBUTES = frozenset({"_parameter_names", "_maker", "_options", "backward_passes_per_step"})
+
+
+class NotStarted(WrappedOptimizer):
+    """A copy that was loaded where there is no runtime: to look at its state, and to be wrapped."""
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Raises NotInitialized: it would train alone."""
+        raise NotInitialized(
+            "this optimizer is a copy of a DistributedOptimizer, and was loaded before hvd.init(), so that it would "
+            "train without the other ranks. Load it after hvd.init(), or wrap it: hvd.DistributedOptimizer(optimizer, "
+            "named_parameters=model.named_parameters())"
+        )
+
+
+def _copied(
+    make: Callable[..., Any], plain: type, state: Any, names: list[tuple[str, Any]], options: dict[str, Any]
+) -> Any:
     optimizer: Any = object.__new__(plain)
     if hasattr(optimizer, "__setstate__"):
         optimizer.__setstate__(state)
     else:
         optimizer.__dict__.update(state)
-    return optimizer
+    if is_initialized():
+        return make(optimizer, names, **options)
+    return wrap(optimizer, NotStarted, names, options["backward_passes_per_step"], make, options)
 
 
 def wrap(
-    optimizer: Any, mixin: type, named_parameters: Iterable[tuple[str, torch.Tensor]] | None, passes: int
+    optimizer: Any,
+    mixin: type,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None,
+    passes: int,
+    make: Callable[..., Any],
+    options: dict[str, Any],
 ) -> Any:
     """An instance of the derived class that shares everything with `optimizer`. The mixin's attributes are not set.
 
-    ValueError for names that are no names.
+    make, options: DistributedOptimizer and what it was given. ValueError for names that are no names.
     """
-    base = type(optimizer)
+    base = type(optimizer)._wrapped_class if isinstance(optimizer, NotStarted) else type(optimizer)
     attributes = {
         "__module__": shown_module("torch.optimizer"),
         "__doc__": base.__doc__,
@@ -78,6 +122,7 @@ def wrap(
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key != "step"})
     wrapped._parameter_names = _named(optimizer.param_groups, named_parameters)
     wrapped.backward_passes_per_step = passes
+    wrapped._maker, wrapped._options = make, options
     return wrapped
 
 
