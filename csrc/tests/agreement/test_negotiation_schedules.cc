@@ -49,11 +49,12 @@ struct Rank {
   int goodbyes = 0;                               // in flight to it
 };
 
-class World {
+class ScheduledWorld {
  public:
-  World(Random& random, int size, size_t capacity, std::shared_ptr<const ControlTree> tree = nullptr)
-      : World(random, size, capacity, ScriptMaker(random, size).make(), std::move(tree)) {}
-  World(Random& random, int size, size_t capacity, const Script& script, std::shared_ptr<const ControlTree> tree)
+  ScheduledWorld(Random& random, int size, size_t capacity, std::shared_ptr<const ControlTree> tree = nullptr)
+      : ScheduledWorld(random, size, capacity, ScriptMaker(random, size).make(), std::move(tree)) {}
+  ScheduledWorld(Random& random, int size, size_t capacity, const Script& script,
+                 std::shared_ptr<const ControlTree> tree)
       : random_(random),
         size_(size),
         capacity_(capacity),
@@ -398,7 +399,7 @@ TEST_CASE("negotiation: random schedules end the same way on every rank") {
     INFO("seed ", seed);
     Random random(seed);
     int size = 2 + pick(random, 5);
-    World(random, size, capacities[seed % 3]).run();
+    ScheduledWorld(random, size, capacities[seed % 3]).run();
   }
 }
 
@@ -408,10 +409,10 @@ TEST_CASE("negotiation: random schedules through random trees end as they do wit
     INFO("seed ", seed);
     Random random(seed);
     const int size = 2 + pick(random, 8);
-    World through_tree(random, size, capacities[seed % 3], random_tree(random, size));
+    ScheduledWorld through_tree(random, size, capacities[seed % 3], random_tree(random, size));
     through_tree.run();
     if (seed % 4 != 0) continue;
-    World star(random, size, capacities[seed % 3], through_tree.script(), nullptr);
+    ScheduledWorld star(random, size, capacities[seed % 3], through_tree.script(), nullptr);
     star.run();
     for (size_t o = 0; o < star.words().size(); o++) {
       const Operation& operation = star.script().operations[o];

@@ -87,8 +87,8 @@ Bytes filled(DType t, size_t count, const std::function<double(size_t)>& value) 
 }
 
 // One operation on n ranks: memory of each, tasks made by `prepare`, outputs compared with `expected`.
-struct World {
-  explicit World(int n, unsigned seed) : mesh(n, seed), in(n), out(n) {}
+struct ChannelWorld {
+  explicit ChannelWorld(int n, unsigned seed) : mesh(n, seed), in(n), out(n) {}
   void run(const std::function<Task(int)>& task_of) {
     Live live;
     const int n = mesh.size();
@@ -141,7 +141,7 @@ void check_allreduce(const Case& c) {
   CAPTURE(c.count);
   CAPTURE(name_of(c.dtype));
   CAPTURE(name_of(c.reduce));
-  World w(c.n, c.n * 1000 + static_cast<unsigned>(c.count));
+  ChannelWorld w(c.n, c.n * 1000 + static_cast<unsigned>(c.count));
   for (int r = 0; r < c.n; ++r) {
     w.in[r] = filled(c.dtype, c.count, [&](size_t i) { return whole(r, i, c.dtype); });
     w.out[r] = c.in_place ? w.in[r] : Bytes(w.in[r].size(), std::byte{0xEE});
@@ -216,7 +216,7 @@ TEST_CASE("allreduce: several pieces, prescale, postscale; inputs stay; bits are
               out[r].emplace_back(in[r][p].size(), std::byte{0xEE});
             }
           const auto inputs = in;
-          World w(n, n);
+          ChannelWorld w(n, n);
           w.run([&](int r) {
             Task task{.dtype = t, .algorithm = a, .segment_bytes = 64};
             task.scale = {.pre = 0.5, .post = 3.0};
@@ -253,7 +253,7 @@ TEST_CASE("allreduce: integers wrap, average divides toward zero, each input is 
       for (auto& v : large) v[0] -= &v - large.data();
       int64_t sum = 0;
       for (auto& v : large) sum += v[0];
-      World w(n, n);
+      ChannelWorld w(n, n);
       auto one = [&](auto* data, DType t, Scale scale, uint32_t batch) {
         return [=](int r) {
           Task task{.dtype = t, .scale = scale, .algorithm = a, .segment_bytes = 2, .tag = {0, 0, batch, 0}};
@@ -278,7 +278,7 @@ TEST_CASE("allreduce: NaN payloads and signed zeros too are the same on every ra
   for (Algorithm a : {Algorithm::kRing, Algorithm::kRecursiveDoubling})
     for (Reduce op : {Reduce::kSum, Reduce::kMin, Reduce::kMax})
       for (int n = 2; n <= 9; ++n) {
-        World w(n, n);
+        ChannelWorld w(n, n);
         std::vector<std::vector<uint32_t>> bits(n);
         for (int r = 0; r < n; ++r)
           for (uint32_t i = 0; i < 40; ++i) {
@@ -302,7 +302,7 @@ TEST_CASE("broadcast: every root, dtype and length") {
       for (size_t count : {0, 1, 3, 17, 1000}) {
         const int root = (n * 7 + static_cast<int>(count)) % n;
         const bool in_place = count % 2;
-        World w(n, n + static_cast<unsigned>(count));
+        ChannelWorld w(n, n + static_cast<unsigned>(count));
         for (int r = 0; r < n; ++r) {
           w.in[r] = filled(t, count, [&](size_t i) { return whole(r, i, t); });
           w.out[r] = in_place ? w.in[r] : Bytes(w.in[r].size());
@@ -332,7 +332,7 @@ TEST_CASE("allgather: unequal counts") {
       for (size_t about : {0, 1, 3, 17, 1000}) {
         const auto counts = uneven(n, about, n + static_cast<unsigned>(about));
         const bool in_place = about % 2;
-        World w(n, n);
+        ChannelWorld w(n, n);
         Bytes wanted;
         for (int r = 0; r < n; ++r) {
           w.in[r] = filled(t, counts[r], [&](size_t i) { return whole(r, i, t); });
@@ -358,7 +358,7 @@ TEST_CASE("reducescatter: unequal counts, in place, prescaled") {
         const size_t all = sum_of(counts, n);
         const bool in_place = about % 2;
         const bool scaled = is_float(t) && n % 2;
-        World w(n, n);
+        ChannelWorld w(n, n);
         for (int r = 0; r < n; ++r) {
           w.in[r] = filled(t, all, [&](size_t i) { return whole(r, i, t); });
           w.out[r] = in_place ? w.in[r] : Bytes(counts[r] * size_of(t));
@@ -384,7 +384,7 @@ TEST_CASE("alltoall: unequal counts, also in place") {
     for (int n = 1; n <= 9; ++n)
       for (size_t about : {0, 1, 3, 17, 1000}) {
         const bool in_place = about % 2;
-        World w(n, n);
+        ChannelWorld w(n, n);
         std::vector<std::vector<size_t>> sent, received(n);
         for (int r = 0; r < n; ++r) sent.push_back(uneven(n, about, 50 * n + r));
         for (int r = 0; r < n; ++r)
